@@ -70,7 +70,7 @@ test-aarch64: aarch64 ## Rust tests on an emulated Arm processor; as root it ins
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64-static -L /usr/aarch64-linux-gnu" \
 	ATTENTION_CASES=$(AARCH64_CASES) PROPTEST_CASES=$(AARCH64_CASES) KV_OPS=$(AARCH64_OPS) REQUIRE_ISA=plain,neon \
-	  cargo test --target aarch64-unknown-linux-gnu -p cpu-kernels -p kv-core -p kv-store -p suffix-index -p kv-router
+	  cargo test --target aarch64-unknown-linux-gnu -p cpu-kernels -p kv-core -p kv-store -p kv-trace -p suffix-index -p kv-router
 
 test-free-threaded: free-threaded ## the block manager's threads in a Python without a global lock; PYTHON_T=python3.14t
 	$(FREE_THREADED)/bin/python -c 'import sys, numpy, pyengine._kv; sys.exit(sys._is_gil_enabled() and "the GIL was enabled by an import")'

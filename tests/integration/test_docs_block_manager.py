@@ -75,7 +75,7 @@ def test_the_guides_calls_exist() -> None:
 
 
 def test_recorded_operations_are_those_of_the_format() -> None:
-    source = (ROOT / "rust/kv-core/src/trace/call.rs").read_text(encoding="utf-8")
+    source = (ROOT / "rust/kv-core/src/calls.rs").read_text(encoding="utf-8")
     calls = re.findall(r"^    (\w+) [A-Z]\w+ {(.*)}$", source, re.MULTILINE)
     real = [
         (str(variant), name, re.findall(r"(\w+):", fields))

@@ -2,7 +2,7 @@
 //!
 //! Every function is inlined into its caller and takes the instructions of that one. `mul_add` rounds
 //! once on every machine, so all builds give the same bits; without an FMA instruction it is slow. Products have
-//! vectors of their own ([`Vector`]): left to itself the compiler turns rows into columns there.
+//! own vectors ([`Vector`]): left to itself the compiler turns rows into columns there.
 
 /// `f32::max` as one instruction: of a NaN and a number, the second.
 #[inline(always)]

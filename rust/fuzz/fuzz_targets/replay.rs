@@ -4,7 +4,7 @@
 
 #![no_main]
 
-use kv_core::{Limits, replay_within};
+use kv_trace::{Limits, replay_within};
 use libfuzzer_sys::fuzz_target;
 
 const LIMITS: Limits = Limits {

@@ -25,7 +25,7 @@ const LONG: usize = 8_192;
 const SHORT: usize = 512;
 /// Sequences of a decode step.
 const BATCH: usize = 256;
-/// Prompts of a group: samples of one request, or a burst that a client gives up.
+/// Prompts of a group: samples of one request, or a burst that a client cancels.
 const GROUP: usize = 32;
 
 /// The pool they work on.
@@ -45,7 +45,7 @@ pub const OPERATIONS: [Operation; 14] = [
         prepare: |world| world.receive_new(LONG, 1),
         run: World::serve,
     },
-    // Of every block it is told that it goes and comes ...
+    // Emits events for every block that is evicted and stored ...
     Operation {
         name: "told-prefill-8192",
         prepare: |world| {

@@ -14,7 +14,7 @@ const WIDTH: usize = 128;
 const SEED: u64 = 1;
 /// Spare capacity of a prompt, in tokens.
 const ROOM: usize = 64;
-/// The sampled tokens of every step.
+/// The token that the model always samples.
 const SAMPLED: [u32; ROWS] = [1; ROWS];
 
 /// A manager, and sequences, plans and prompts in the state that an operation wants.
@@ -95,13 +95,13 @@ impl World {
         Ok(())
     }
 
-    /// What was received, from tokens to end, in one step.
+    /// Computes a prompt in one step.
     pub(crate) fn serve(&mut self) -> Outcome {
         self.prefill()?;
         self.stop_all()
     }
 
-    /// What became of contents since the last time.
+    /// The events since the last call.
     pub(crate) fn take_events(&mut self) -> Outcome {
         drop(self.manager.take_events());
         Ok(())

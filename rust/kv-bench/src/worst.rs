@@ -51,7 +51,7 @@ impl Times {
     }
 }
 
-/// Tokens of a prompt: a block that many have, one of its own, and half of one.
+/// Tokens of a prompt: a block that many have, a block that no other has, and half of one.
 fn prompt(step: u32) -> Vec<u32> {
     let head = step.wrapping_mul(2_654_435_761) % HEADS;
     let head = (0..BLOCK_SIZE as u32).map(|at| head * 1_000 + at);
@@ -89,7 +89,7 @@ fn round(blocks: usize, steps: u32, times: &mut Times) -> Result<(), Error> {
             // With the manager's next call, which takes the blocks back.
             times.timed(5, || {
                 drop(oldest);
-                manager.settle();
+                manager.drain_deferred();
             });
         }
         if step % 16 == 8 {

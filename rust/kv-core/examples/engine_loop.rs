@@ -100,7 +100,7 @@ fn main() -> Result<(), Error> {
             break;
         }
         let plan = manager.begin_step(BUDGET)?;
-        // Decodes first. Who finds no block gives its own back and starts over later.
+        // Decodes first. A sequence without a block is preempted and starts over later.
         let keys: Vec<_> = running.iter().map(|(seq, _)| seq.key()).collect();
         for position in manager.decode(plan.key(), &keys, 0)?.into_iter().rev() {
             manager.reset(keys[position])?;

@@ -1,9 +1,9 @@
-//! What validators are made of. Each part recounts its own from scratch; see `BlockManager::check`.
+//! Validators recount their part of the state from scratch (see `BlockManager::check`).
 
 #[cfg(test)]
 pub(crate) mod scene;
 
-/// The difference, in words, unless there is none.
+/// An error with the difference, unless the condition holds.
 pub(crate) fn ensure(holds: bool, difference: impl FnOnce() -> String) -> Result<(), String> {
     if holds { Ok(()) } else { Err(difference()) }
 }

@@ -13,22 +13,21 @@ pub struct Config {
     pub num_blocks: usize,
     /// Token positions per block, `1..=65536`.
     pub block_size: usize,
-    /// The layer groups: for each the sliding window of its layers in tokens (a query sees its own
-    /// position and the `window - 1` before it), or `None` where they see everything. Every group takes
-    /// blocks of the same pool for its own table.
+    /// The layer groups: the sliding window of each in tokens (a query sees its own position and the `window - 1`
+    /// before it), or `None` if its layers see everything. Every group has its own table over the same pool.
     pub groups: Vec<Option<usize>>,
-    /// Off: nothing is registered, matched or merged.
+    /// Off: no block is registered, matched or merged.
     pub prefix_caching: bool,
-    /// On: a sequence shares blocks that one planned before it in the same step computes.
+    /// On: a sequence shares blocks that an earlier sequence of the same step computes.
     pub in_flight_sharing: bool,
-    /// On: where a match ends inside a block, the content that agrees longest lends its first tokens by a
-    /// copy (see [`copies`](crate::BlockManager::copies)).
+    /// On: where a match ends inside a block, the beginning of the cached block that agrees longest is copied (see
+    /// [`copies`](crate::BlockManager::copies)).
     pub partial_reuse: bool,
-    /// On: changes of the set of contents are kept for [`take_events`](crate::BlockManager::take_events).
+    /// On: changes of the set of cached blocks are kept for [`take_events`](crate::BlockManager::take_events).
     pub events: bool,
-    /// Which evictable blocks go first.
+    /// The order of eviction.
     pub eviction: Eviction,
-    /// Given: hashes are the same in every process. `None`: random per manager.
+    /// The seed of block hashes; `None`: random per manager.
     pub hash_seed: Option<u64>,
     /// 128; fewer bits force collisions, for tests.
     pub hash_bits: u32,

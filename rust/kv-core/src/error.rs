@@ -1,10 +1,10 @@
-//! Misuse. Running out of blocks or budget is an answer, not an error.
+//! Errors of misuse. Running out of blocks or budget is an answer, not an error.
 
 use crate::eviction::Eviction;
 
-/// Why a call was refused. The call that returns one has changed nothing.
+/// Why a call was refused. It has changed nothing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)] // fields are what the sentence says of them
+#[allow(missing_docs)] // the message explains the fields
 pub enum Error {
     /// `block_size` outside `1..=65536`.
     #[error("block_size must be 1 to 65536, got {0}")]
@@ -12,10 +12,10 @@ pub enum Error {
     /// `num_blocks` outside `1..=2^31`.
     #[error("num_blocks must be 1 to 2147483648, got {0}")]
     NumBlocks(usize),
-    /// So many layer groups; 1 to 64 are possible.
+    /// A number of layer groups outside `1..=64`.
     #[error("a pool has 1 to 64 layer groups, got {0}")]
     Groups(usize),
-    /// A sliding window of so many tokens; at least one is needed.
+    /// A sliding window of no tokens.
     #[error("a layer group's window must be at least 1 token (or none), got {0}")]
     Window(usize),
     /// No eviction policy of this name.
@@ -38,12 +38,12 @@ pub enum Error {
     /// The sequence was freed.
     #[error("sequence {sequence} was freed; make a new one")]
     FreedSequence { sequence: u64 },
-    /// A handle of another manager.
+    /// A sequence or plan of another manager.
     #[error("{what} {id} belongs to another BlockManager; use it there")]
-    Foreign { what: &'static str, id: u64 },
+    WrongManager { what: &'static str, id: u64 },
     /// A pin of another manager.
     #[error("this pin of {tokens} tokens belongs to another BlockManager; match the prefix here")]
-    ForeignPin { tokens: usize },
+    PinOfAnotherManager { tokens: usize },
     /// The pin was released.
     #[error("this pin was released; match the prefix again")]
     ReleasedPin,
@@ -61,12 +61,12 @@ pub enum Error {
         num_tokens: usize,
         sequence_tokens: usize,
     },
-    /// `attach` on a sequence that holds blocks already.
+    /// `attach` to a sequence with blocks.
     #[error(
         "a pin is attached to a sequence without blocks, this one holds {blocks}; reset it first"
     )]
     NotFresh { blocks: usize },
-    /// The call needs a sequence that no open plan holds.
+    /// The sequence is in an open plan, and the call needs one that is not.
     #[error(
         "sequence {sequence} is in an open plan; commit it, roll it back or cancel the sequence first"
     )]
@@ -85,7 +85,8 @@ pub enum Error {
     /// `begin_step` while two plans are open.
     #[error("two steps are open; commit step {plan} or roll the later one back first")]
     PlanOpen { plan: u64 },
-    /// Plans are committed oldest first, and planned into, cancelled from and rolled back newest first.
+    /// Not this plan's turn: the oldest is committed first; the newest is planned into, cancelled from and rolled back
+    /// first.
     #[error(
         "step {plan} is out of turn, step {first} comes first: steps are committed oldest first, and planned into and rolled back newest first"
     )]
@@ -102,7 +103,7 @@ pub enum Error {
         end: usize,
         slots: usize,
     },
-    /// `publish` of tokens in a block that others hold, too.
+    /// `publish` of tokens in a block that others hold.
     #[error(
         "sequence {sequence} would write on block {block}, which others hold too; extend it first"
     )]
@@ -121,7 +122,7 @@ pub enum Error {
         "{computed} tokens of this sequence are computed, it cannot be trimmed to {num_tokens}"
     )]
     TrimBelowComputed { num_tokens: usize, computed: usize },
-    /// `commit` with other tokens than a sequence's drafts, or with too many or too few of them.
+    /// `commit` of tokens that are not the sequence's drafts, or of too many or too few.
     #[error(
         "sequence {sequence} had {drafts} drafts: it accepts 1 to {} tokens, all but the last of them its drafts; got {accepted}",
         drafts + 1
@@ -131,7 +132,7 @@ pub enum Error {
         accepted: usize,
         drafts: usize,
     },
-    /// `draft` with other numbers of sequences, counts and drafts than belong together.
+    /// `draft` with numbers of sequences, counts and drafts that do not match.
     #[error("the counts of draft belong to {expected} sequences or drafts, {given} were given")]
     DraftCount { expected: usize, given: usize },
     /// `commit` with a wrong number of tokens.
@@ -146,7 +147,7 @@ pub enum Error {
     /// No such layer group.
     #[error("there are {groups} layer groups, got group={group}")]
     UnknownGroup { group: usize, groups: usize },
-    /// A limit that leaves nothing to share.
+    /// A limit below its minimum.
     #[error("{name} must be at least {least}, got {given}")]
     TooFew {
         name: &'static str,
@@ -163,7 +164,7 @@ pub enum Error {
     /// A number does not fit an int32 array.
     #[error("array {name} is int32 and cannot hold {value}; use int64")]
     BufferTooNarrow { name: &'static str, value: u64 },
-    /// `record` while a recording is under way.
+    /// `record` during a recording.
     #[error("this manager is being recorded already; call stop_recording() first")]
     Recording,
     /// `record` on a manager that has been used.

@@ -1,10 +1,10 @@
-//! Which evictable block goes first: small policies, chosen by name.
+//! Eviction policies: which evictable block is evicted first.
 
 use std::collections::{HashSet, VecDeque};
 
 use crate::queue::{FreeQueue, List};
 
-/// How evictable blocks are given up when there are no free ones.
+/// The order in which evictable blocks are evicted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Eviction {
     /// Least recently used first.
@@ -13,10 +13,9 @@ pub enum Eviction {
     /// Two queues, after Johnson and Shasha, *2Q: A Low Overhead High Performance Buffer Management
     /// Replacement Algorithm*, VLDB 1994.
     ///
-    /// Contents that were used once wait in one list, those that were used again in another; each is
-    /// evicted least recently used first, and the first list keeps at most half of the evictable blocks. A
-    /// content that comes back soon after it was evicted counts as used again. One pass of prompts that
-    /// never return cannot flush what does return.
+    /// Blocks used once are in one list, blocks used again in another; each evicts least recently used first, and
+    /// the first keeps at most half of the evictable blocks. A block that is cached again soon after its eviction
+    /// counts as used again. A scan of prompts that never return does not flush those that do.
     TwoQueue,
 }
 
@@ -30,7 +29,7 @@ impl Eviction {
     }
 }
 
-/// What is remembered of an evicted block: the content's name and the layer group.
+/// An evicted block that is remembered: its hash and layer group.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Ghost {
     pub(crate) hash: u128,
@@ -40,7 +39,7 @@ pub(crate) struct Ghost {
 /// The state of a policy.
 pub(crate) struct Policy {
     kind: Eviction,
-    /// Evicted lately, the oldest first: as many as the pool has blocks.
+    /// The last evictions, oldest first: at most as many as the pool has blocks.
     ghosts: VecDeque<Ghost>,
     known_ghosts: HashSet<Ghost>,
     num_blocks: usize,
@@ -56,18 +55,18 @@ impl Policy {
         }
     }
 
-    /// Where a block waits whose content was reused, or has come back soon after it was evicted; all others
-    /// wait in `Probation`.
+    /// The list of blocks that were reused, or cached again soon after their eviction. All others are in
+    /// `Probation`.
     #[inline]
-    pub(crate) fn used_again(&self) -> List {
+    pub(crate) fn list_of_reused(&self) -> List {
         match self.kind {
             Eviction::Lru => List::Probation,
             Eviction::TwoQueue => List::Protected,
         }
     }
 
-    /// The list of which the first blocks go, and how many of them before another one may have its turn.
-    /// There is an evictable one.
+    /// The list to evict from, and how many blocks until the other list may be next. At least one block is
+    /// evictable.
     #[inline]
     pub(crate) fn victims(&self, queue: &FreeQueue) -> (List, usize) {
         let [once, again] = List::EVICTABLE.map(|list| queue.len_of(list));
@@ -78,15 +77,15 @@ impl Policy {
         }
     }
 
-    /// Whether it wants to know what was evicted and what comes back.
+    /// Whether it remembers evictions.
     #[inline]
-    pub(crate) fn remembers(&self) -> bool {
+    pub(crate) fn has_ghosts(&self) -> bool {
         self.kind != Eviction::Lru
     }
 
-    /// A content was evicted.
-    pub(crate) fn evicted(&mut self, ghost: Ghost) {
-        if !self.remembers() || !self.known_ghosts.insert(ghost) {
+    /// Remembers an eviction.
+    pub(crate) fn add_ghost(&mut self, ghost: Ghost) {
+        if !self.has_ghosts() || !self.known_ghosts.insert(ghost) {
             return;
         }
         self.ghosts.push_back(ghost);
@@ -97,9 +96,9 @@ impl Policy {
         }
     }
 
-    /// Whether a content that is stored now was evicted lately.
+    /// Whether a block was evicted recently.
     #[inline]
-    pub(crate) fn comes_back(&self, ghost: Ghost) -> bool {
+    pub(crate) fn has_ghost(&self, ghost: Ghost) -> bool {
         self.known_ghosts.contains(&ghost)
     }
 }
@@ -116,19 +115,19 @@ mod tests {
     fn as_many_are_remembered_as_the_pool_has_blocks() {
         let mut policy = Policy::new(Eviction::TwoQueue, 3);
         let knows = |policy: &Policy| -> Vec<u128> {
-            let known = |hash: &u128| policy.comes_back(ghost(*hash, 0));
+            let known = |hash: &u128| policy.has_ghost(ghost(*hash, 0));
             (1..=5).filter(known).collect()
         };
-        assert!(policy.remembers() && knows(&policy).is_empty());
+        assert!(policy.has_ghosts() && knows(&policy).is_empty());
         for hash in [1, 2, 3] {
-            policy.evicted(ghost(hash, 0));
+            policy.add_ghost(ghost(hash, 0));
         }
         assert_eq!(knows(&policy), [1, 2, 3]);
-        policy.evicted(ghost(1, 0)); // again: it keeps its place
+        policy.add_ghost(ghost(1, 0)); // again: it keeps its place
         assert_eq!(knows(&policy), [1, 2, 3]);
-        policy.evicted(ghost(4, 0));
+        policy.add_ghost(ghost(4, 0));
         assert_eq!(knows(&policy), [2, 3, 4]);
-        policy.evicted(ghost(5, 0));
+        policy.add_ghost(ghost(5, 0));
         assert_eq!(knows(&policy), [3, 4, 5]);
         assert_eq!((policy.ghosts.len(), policy.known_ghosts.len()), (3, 3));
     }
@@ -136,30 +135,30 @@ mod tests {
     #[test]
     fn groups_are_remembered_one_by_one() {
         let mut policy = Policy::new(Eviction::TwoQueue, 3);
-        policy.evicted(ghost(1, 2));
-        assert!(policy.comes_back(ghost(1, 2)) && !policy.comes_back(ghost(1, 0)));
+        policy.add_ghost(ghost(1, 2));
+        assert!(policy.has_ghost(ghost(1, 2)) && !policy.has_ghost(ghost(1, 0)));
     }
 
     #[test]
     fn lru_remembers_nothing() {
         let mut policy = Policy::new(Eviction::Lru, 3);
-        policy.evicted(ghost(1, 0));
-        assert!(!policy.remembers() && !policy.comes_back(ghost(1, 0)));
+        policy.add_ghost(ghost(1, 0));
+        assert!(!policy.has_ghosts() && !policy.has_ghost(ghost(1, 0)));
         assert_eq!((policy.ghosts.len(), policy.known_ghosts.len()), (0, 0));
     }
 
     /// A queue with so many blocks in each list of evictable ones.
     fn queue(once: usize, again: usize) -> FreeQueue {
-        let mut queue = FreeQueue::over(32).expect("small");
+        let mut queue = FreeQueue::new(32).expect("small");
         let lists = List::EVICTABLE.into_iter().zip([once, again]);
         let lists = lists.flat_map(|(list, count)| std::iter::repeat_n(list, count));
-        let mut joining = queue.joining();
+        let mut batch = queue.begin_push();
         for (block, list) in lists.enumerate() {
             let block = crate::ids::BlockId::new(block);
-            joining.place_mut(block).list = list;
-            joining.push(block);
+            batch.meta_mut(block).list = list;
+            batch.push(block);
         }
-        joining.end();
+        batch.end();
         queue
     }
 

@@ -1,28 +1,27 @@
 //! Layer groups: one sequence, several tables.
 //!
-//! Layers that see the whole past and layers that see a sliding window of it keep different blocks of
-//! the same sequence. Every block belongs to one group at a time and all groups take from one pool.
-//! Every group has as many layers, so blocks have one size.
-//! (The idea is that of vLLM's hybrid KV cache manager.)
+//! Layers with full attention and layers with a sliding window keep different blocks of the same sequence. A block
+//! belongs to one group at a time, and all groups allocate from one pool. Every group has as many layers, so blocks
+//! have one size. (The idea is that of vLLM's hybrid KV cache manager.)
 //!
-//! A *row* is a block's worth of positions: one table entry per group. Tables are row-major,
-//! `row * groups + group`; with one group that is the plain block table.
+//! A *row* is one logical block: `block_size` positions, and a physical block in each group. Lists of blocks are
+//! row-major, `row * groups + group`; with one group that is the plain block table.
 //!
 //! ```text
 //!   tokens     0..16   16..32  32..48  48..64  64..80
 //!   full         3       4       9      12      15
-//!   window 32    -       -      10      13      16       `-`: given back, no later token sees it
+//!   window 32    -       -      10      13      16       `-`: released, no later token reads it
 //! ```
 
 use crate::error::Error;
 
-/// The tokens of a block, and what divides by them.
+/// The block size, and divisions by it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlockSize {
     tokens: usize,
     /// log2 of a power of two: a shift is cheaper than a division.
     shift: Option<u32>,
-    /// Bits that no multiple of it has.
+    /// The bits that are zero in every multiple of it.
     low: usize,
 }
 
@@ -55,10 +54,10 @@ impl BlockSize {
     }
 }
 
-/// The groups of a pool: how many rows before the end of a prefix each of them needs.
+/// The layer groups of a pool, and how many rows before the end of a prefix each of them reads.
 #[derive(Clone, Debug)]
 pub(crate) struct Groups {
-    /// Rows that a window may reach into; all of them without a window.
+    /// Rows that a window reaches into; `usize::MAX` without a window.
     reach: Box<[usize]>,
     /// The sliding windows, in tokens.
     windows: Box<[Option<usize>]>,
@@ -85,7 +84,7 @@ impl Groups {
         })
     }
 
-    /// How many there are: the width of a row.
+    /// The number of groups: the width of a row.
     #[inline]
     pub(crate) fn len(&self) -> usize {
         self.reach.len()
@@ -96,7 +95,7 @@ impl Groups {
         self.block.tokens
     }
 
-    /// The same, to be kept at hand where much is divided by it.
+    /// The block size with its divisions, for loops.
     #[inline]
     pub(crate) fn block(&self) -> BlockSize {
         self.block
@@ -108,7 +107,7 @@ impl Groups {
         self.block.row_of(position)
     }
 
-    /// Rows that so many tokens take.
+    /// Rows that `num_tokens` tokens need.
     #[inline]
     pub(crate) fn rows(&self, num_tokens: usize) -> usize {
         self.row_of(num_tokens.saturating_add(self.block_size() - 1))
@@ -119,7 +118,7 @@ impl Groups {
         self.has_windows
     }
 
-    /// One group that sees everything.
+    /// Whether there is one group, without a window.
     #[inline]
     pub(crate) fn is_one(&self) -> bool {
         self.reach.len() == 1 && !self.has_windows
@@ -129,14 +128,14 @@ impl Groups {
         self.reach[group] != usize::MAX
     }
 
-    /// The first row that a group needs of a prefix of `rows` full rows, whatever follows it: for a
-    /// query at its end or at its last position.
+    /// The first row of a prefix of `rows` full rows that a group needs for a query at its end or at its last
+    /// position.
     #[inline]
     pub(crate) fn first_row(&self, group: usize, rows: usize) -> usize {
         rows.saturating_sub(self.reach[group])
     }
 
-    /// The same for the queries of its last `replay` positions too.
+    /// The same, also for queries at its last `replay` positions.
     pub(crate) fn first_row_of(&self, group: usize, rows: usize, replay: usize) -> usize {
         let before = replay.saturating_sub(1);
         let reach = self.windows[group].map(|window| window.saturating_add(before));
@@ -145,8 +144,7 @@ impl Groups {
         })
     }
 
-    /// The most rows that a group holds at once on the way from `held` rows to `num_tokens` tokens, at
-    /// most `most` of them in a step.
+    /// The most rows that a group holds at once until `num_tokens` tokens are computed, at most `most` in a step.
     pub(crate) fn peak(&self, group: usize, num_tokens: usize, most: usize) -> usize {
         let rows = num_tokens.div_ceil(self.block_size());
         // A step of n tokens touches at most this many rows, wherever it begins.
@@ -154,8 +152,8 @@ impl Groups {
         rows.min(self.reach[group].saturating_add(step))
     }
 
-    /// The most blocks that one sequence holds at once on its way to `num_tokens` tokens, when a step
-    /// computes at most `most` of them.
+    /// The most blocks that one sequence holds at once until `num_tokens` tokens are computed, at most `most` in a
+    /// step.
     pub(crate) fn blocks_for(&self, num_tokens: usize, most: usize) -> usize {
         let peaks = (0..self.len()).map(|group| self.peak(group, num_tokens, most));
         peaks.fold(0, usize::saturating_add)

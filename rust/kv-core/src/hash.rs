@@ -1,4 +1,4 @@
-//! Content hashes: an index and a name for the outside world, never a proof.
+//! Block hashes: they identify cached blocks for the outside world, and prove nothing.
 //!
 //! ```text
 //! root(namespace)        = XXH3_128(namespace bytes, seed)
@@ -12,10 +12,10 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 
 use xxhash_rust::xxh3::{xxh3_128, xxh3_128_with_seed};
 
-/// Tokens that a block may have for its bytes to be hashed from the stack.
+/// The largest block whose bytes are hashed from the stack.
 const STACK_TOKENS: usize = 64;
 
-/// Chained 128-bit content hashes under one seed.
+/// Chained 128-bit block hashes under one seed.
 #[derive(Clone, Debug)]
 pub struct ContentHasher {
     seed: u64,
@@ -42,21 +42,21 @@ impl ContentHasher {
         self.seed
     }
 
-    /// Of a hash that is only looked up here, as many bits as the others have.
+    /// Masks a hash of the index to as many bits as block hashes have.
     #[inline]
     pub(crate) fn index_bits(&self, hash: u64) -> u64 {
         hash & self.mask as u64
     }
 
-    /// The hash that stands for a namespace.
+    /// The hash of a namespace.
     pub fn root(&self, namespace: &[u8]) -> u128 {
         xxh3_128_with_seed(namespace, self.seed) & self.mask
     }
 
-    /// The hash of a block of `tokens` that follows the content hashed `parent`.
+    /// The hash of a block of `tokens` after the block hashed `parent`.
     pub fn child(&self, parent: u128, tokens: &[u32]) -> u128 {
         let hash = match tokens.len() {
-            // What is copied and hashed is of a known length where blocks have the usual one.
+            // The usual block size, so that the length is a constant.
             16 => Self::of_stack::<{ 16 + 4 * 16 }>(parent, tokens),
             ..=STACK_TOKENS => Self::of_stack::<{ 16 + 4 * STACK_TOKENS }>(parent, tokens),
             len => {

@@ -1,4 +1,4 @@
-//! Indices as types: a block is not a run is not a sequence.
+//! Typed indices and keys.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ macro_rules! index {
 
         #[allow(dead_code, unreachable_pub)] // the macro gives every index the same tools
         impl $name {
-            /// "No such thing", for links inside flat arrays only; never part of an answer.
+            /// No index. For links inside flat arrays only, never part of an answer.
             pub(crate) const NONE: Self = Self(u32::MAX);
 
             /// The index as a number.
@@ -53,9 +53,35 @@ index!(
     BlockId
 );
 index!(
-    /// A slot of a run of contents; used again after the run ended.
-    RunId
+    /// A slot of a radix node; reused once the node is removed.
+    NodeId
 );
+
+/// A position in the tree: after the first `offset` blocks of `node`. It stands for the last of these blocks;
+/// offset 0 is the root of a namespace.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub(crate) struct NodePosition {
+    pub(crate) node: NodeId,
+    pub(crate) offset: u32,
+}
+
+impl NodePosition {
+    pub(crate) const NONE: Self = Self {
+        node: NodeId::NONE,
+        offset: 0,
+    };
+
+    #[inline]
+    pub(crate) fn some(self) -> Option<Self> {
+        (self.node != NodeId::NONE).then_some(self)
+    }
+
+    /// Index in the node of the block that it stands for.
+    #[inline]
+    pub(crate) fn index(self) -> usize {
+        self.offset as usize - 1
+    }
+}
 
 impl From<u32> for BlockId {
     fn from(index: u32) -> Self {
@@ -63,10 +89,7 @@ impl From<u32> for BlockId {
     }
 }
 
-/// A copyable reference to a sequence: which manager, which slot, which of the slot's tenants by its
-/// number.
-///
-/// A key outlives its sequence without harm: every use is checked.
+/// A copyable reference to a sequence. It may outlive the sequence: every use is checked.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct SeqKey {
     pub(crate) manager: u32,
@@ -96,8 +119,8 @@ mod tests {
     fn ids_are_numbers() {
         assert_eq!(BlockId::from(8).get(), 8);
         assert_eq!(
-            format!("{:?} {:?}", BlockId::new(9), RunId::NONE),
-            "BlockId(9) RunId(none)"
+            format!("{:?} {:?}", BlockId::new(9), NodeId::NONE),
+            "BlockId(9) NodeId(none)"
         );
         assert_eq!(
             (BlockId::NONE.some(), BlockId::from(3).some()),

@@ -1,20 +1,17 @@
 //! A KV-cache block manager.
 //!
-//! It decides which physical block holds the KV cache of which tokens. It never sees the cache
-//! itself: no tensors, no Python, no I/O.
+//! It decides which physical block holds the KV cache of which tokens. It has no tensors, no Python and no I/O.
 //!
 //! # The contract in short
 //!
-//! * **Two counters per block.** `refs` (atomic) counts every holder, `seq_refs` the live sequences.
-//!   `free + evictable + active + pinned = num_blocks` after every call.
-//! * **An exact index.** Contents form a tree; a match is a hit only if parent and tokens are equal.
+//! * **Two counters per block.** `refs` counts all references, `seq_refs` the live sequences among them.
+//!   `free + evictable + active + pinned == num_blocks` after every call.
+//! * **An exact index.** Cached blocks form a radix tree; a block matches only if its parent and its tokens are equal.
 //!   A hash collision costs a miss, never a wrong block.
-//! * **Late merge.** When a step is committed, each block that became full is looked up once more; a
-//!   content never has two registered blocks.
-//! * **All or nothing.** A call that cannot do all of its work changes nothing and says so. Running
-//!   out of blocks is an answer ([`Prefill::NoRoom`]), misuse is an [`Error`].
-//! * **Forgetting never leaks.** Dropping a handle frees its sequence, a pin, a plan; a pin may be
-//!   dropped by any thread, without the manager.
+//! * **Late merge.** A commit looks each block that became full up once more, so no prefix has two cached blocks.
+//! * **All or nothing.** A call that cannot do all of its work changes nothing. Running out of blocks is an answer
+//!   ([`Prefill::NoRoom`]), misuse is an [`Error`].
+//! * **No leaks.** Dropping a handle frees its sequence, plan or pin. Any thread may drop one, without the manager.
 //!
 //! ```
 //! use kv_core::{BlockManager, Config, Prefill};
@@ -28,56 +25,47 @@
 //!     let planned = Prefill::Planned { cached_tokens: cached, tokens: 10 - cached, samples: true };
 //!     assert_eq!(answer, planned);
 //!     manager.commit(plan.key(), &[42])?; // the token that the model gave
-//! } // the sequence is dropped: its full blocks stay, evictable, for the next one
+//! } // the sequence is dropped: its full blocks stay cached for the next one
 //! assert_eq!(manager.usage().evictable, 2);
 //! # Ok::<(), kv_core::Error>(())
 //! ```
 #![forbid(unsafe_code)]
 
+mod block_hashes;
+mod calls;
 mod check;
 mod config;
-mod contents;
 mod elements;
 mod error;
-mod event_log;
 mod events;
 mod eviction;
 mod groups;
-mod handle;
+mod handles;
 mod hash;
 mod ids;
 mod manager;
-mod matching;
-mod names;
-mod pin;
 mod pool;
 mod queue;
+mod radix;
 mod sequence;
-mod shared;
-mod snapshot;
 mod state;
 mod stats;
 mod step;
 mod sync;
 mod table;
-mod trace;
 
+pub use calls::{Answer, Call, Recorder};
 pub use config::Config;
 pub use elements::{SharedI32, SharedI64};
 pub use error::Error;
 pub use events::Event;
 pub use eviction::Eviction;
-pub use handle::{PlanHandle, SeqHandle};
+pub use handles::{Pin, PlanHandle, SeqHandle};
 pub use hash::ContentHasher;
 pub use ids::{BlockId, PlanKey, SeqKey};
 pub use manager::{BlockManager, SequenceView};
-pub use pin::Pin;
-pub use snapshot::{PoolSnapshot, SnapshotNode};
-pub use stats::{BlockState, PoolUsage, Stats};
+pub use stats::{BlockState, PoolSnapshot, PoolUsage, SnapshotNode, Stats};
 pub use step::{
     Extend, IntArray, PlanView, Prefill, PrefixArrays, Remapping, SharedPrefix, SharedPrefixes,
     StepArrays, TableRows,
-};
-pub use trace::{
-    Answer, Call, Divergence, EndedRecording, Limits, Report, TraceError, replay, replay_within,
 };

@@ -1,37 +1,37 @@
-//! The facade: mail, keys, recording; what the calls do is in `state` and `step`.
+//! The facade: deferred releases, keys and recording. `state` and `step` do the work.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::calls::{Answer, Call, Recorder};
 use crate::config::Config;
-use crate::contents::{Contents, Spot};
 use crate::error::Error;
 use crate::events::Event;
-use crate::handle::{PlanHandle, SeqHandle};
+use crate::handles::{Deferred, Pin, PlanHandle, SeqHandle, Shared};
 use crate::hash::ContentHasher;
-use crate::ids::{BlockId, PlanKey, SeqKey};
-use crate::pin::Pin;
+use crate::ids::{BlockId, NodePosition, PlanKey, SeqKey};
 use crate::pool::Pool;
+use crate::radix::RadixTree;
 use crate::sequence::Sequences;
-use crate::shared::{Dropped, Shared};
-use crate::snapshot::PoolSnapshot;
 use crate::state::State;
-use crate::stats::{BlockState, PoolUsage, Stats};
+use crate::stats::{BlockState, PoolSnapshot, PoolUsage, Stats};
 use crate::step::{
-    Asked, Extend, PlanView, Prefill, Remapping, SharedPrefixes, StepArrays, Steps, TableRows,
+    Extend, PlanView, Prefill, PrefillRequest, Remapping, SharedPrefixes, StepArrays, Steps,
+    TableRows,
 };
 use crate::sync::Arc;
 use crate::table::BlockTable;
-use crate::trace::{Call, Recorder, accepted, ids};
 
 static MANAGERS: AtomicU32 = AtomicU32::new(0);
 
-/// The pool's one owner. Single-threaded by type; pins and handles may be dropped anywhere.
+/// The owner of the pool. It belongs to one thread at a time; pins and handles may be dropped by any thread.
 pub struct BlockManager {
-    pub(crate) config: Config,
-    pub(crate) shared: Arc<Shared>,
+    config: Config,
+    shared: Arc<Shared>,
     pub(crate) state: State,
     pub(crate) steps: Steps,
-    pub(crate) recorder: Option<Box<Recorder>>,
+    recorder: Option<Box<dyn Recorder>>,
+    /// Pins granted since the recorder was set.
+    pins_recorded: u64,
 }
 
 impl BlockManager {
@@ -50,6 +50,7 @@ impl BlockManager {
             state: State::new(&config, groups, pool, seqs),
             steps: Steps::new(id),
             recorder: None,
+            pins_recorded: 0,
             config,
         })
     }
@@ -59,70 +60,63 @@ impl BlockManager {
         &self.config
     }
 
-    /// The hasher in force, for those who compute content hashes elsewhere.
+    /// The hasher in force, to compute block hashes elsewhere.
     pub fn hasher(&self) -> &ContentHasher {
-        self.state.pool.contents.hasher()
+        self.state.pool.tree().hasher()
     }
 
-    /// Does what dropped handles and pins left to do. Every call that changes something begins with
-    /// it; before `view`, `stats` or `plan_view` it may be called for their sake.
+    /// Applies the releases that dropped handles and pins have deferred. Every call that changes something
+    /// begins with it; call it before `view`, `stats` or `plan_view` if they must see dropped handles.
     #[inline]
-    pub fn settle(&mut self) {
-        self.read_mail();
-    }
-
-    /// Does what was left in the mailbox: the first thing in every call that looks at blocks.
-    #[inline]
-    fn read_mail(&mut self) {
-        for dropped in self.shared.collect() {
-            match dropped {
-                Dropped::Blocks(blocks) => self.state.pool.settle(&blocks),
-                Dropped::Sequence(key) => {
+    pub fn drain_deferred(&mut self) {
+        for release in self.shared.take_deferred() {
+            match release {
+                Deferred::Blocks(blocks) => self.state.pool.enqueue_unused(&blocks),
+                Deferred::Sequence(key) => {
                     if self.state.seqs.get(key).is_ok() {
-                        self.note(|_| Call::drop_sequence(key.id), ());
+                        self.report(|_| Call::drop_sequence(key.id), ());
                         self.state.end_sequence(key.slot);
                     }
                 }
-                Dropped::Plan(key) => {
+                Deferred::Plan(key) => {
                     if self.steps.is_open(key) {
-                        self.note(|_| Call::drop_plan(key.serial), ());
+                        self.report(|_| Call::drop_plan(key.serial), ());
                         self.steps.roll_back_from(&mut self.state, key);
                     }
                 }
-                Dropped::Pin(pin, blocks) => self.end_pin(pin, &blocks),
+                Deferred::Pin(serial, blocks) => self.release_pin(serial, &blocks),
             }
         }
     }
 
-    /// A pin that was granted while recording is gone: lets go of its blocks, last block first, as
-    /// it would have done itself.
-    fn end_pin(&mut self, pin: u64, blocks: &[BlockId]) {
-        self.note(|_| Call::drop_pin(pin), ());
+    /// Releases the blocks of a recorded pin, last block first, as the pin itself would have done.
+    fn release_pin(&mut self, serial: u64, blocks: &[BlockId]) {
+        self.report(|_| Call::drop_pin(serial), ());
         for &block in blocks.iter().rev() {
-            if self.shared.let_go(block) {
-                self.state.pool.settle(&[block]);
+            if self.shared.release(block) {
+                self.state.pool.enqueue_unused(&[block]);
             }
         }
         self.shared.forget_pin_refs(blocks.len());
     }
 
-    /// Blocks that freeing this sequence would really give back: those that no one else holds.
+    /// Blocks that freeing this sequence would release: those with no other reference.
     pub fn preview(&mut self, key: SeqKey) -> Result<usize, Error> {
-        self.read_mail();
+        self.drain_deferred();
         let table = &self.state.seqs.get(key)?.table;
         let alone = |block: &BlockId| self.state.pool.refs(*block) == 1;
         Ok(table.blocks().filter(alone).count())
     }
 
-    /// The most blocks that one sequence holds at once on its way to `num_tokens` tokens, when a step
-    /// computes at most `max_tokens` of them: what the pool must have for it to be served at all.
+    /// The most blocks that one sequence holds at once until it has `num_tokens` tokens, if a step computes at most
+    /// `max_tokens` of them. A smaller pool cannot serve it.
     pub fn blocks_for(&self, num_tokens: usize, max_tokens: usize) -> usize {
         self.state.groups.blocks_for(num_tokens, max_tokens)
     }
 
-    /// Where every block is.
+    /// Blocks by state. O(1).
     pub fn usage(&mut self) -> PoolUsage {
-        self.read_mail();
+        self.drain_deferred();
         self.state.pool.usage()
     }
 
@@ -131,32 +125,32 @@ impl BlockManager {
         self.state.pool.stats()
     }
 
-    /// Contents known, with or without a block, and namespaces.
-    pub fn num_contents(&self) -> usize {
-        self.state.pool.contents.len()
+    /// Cached blocks, their ancestors, and namespaces.
+    pub fn num_prefixes(&self) -> usize {
+        self.state.pool.tree().len()
     }
 
-    /// All holders of a block: table entries and pins.
+    /// All references of a block: table entries and pins.
     pub fn refs(&mut self, block: u32) -> Result<u32, Error> {
-        self.read_mail();
+        self.drain_deferred();
         Ok(self.state.pool.refs(self.known(block)?))
     }
 
-    /// Live sequences whose table holds a block.
+    /// Live sequences whose table contains a block.
     pub fn seq_refs(&mut self, block: u32) -> Result<u32, Error> {
-        self.read_mail();
+        self.drain_deferred();
         Ok(self.state.pool.seq_refs(self.known(block)?))
     }
 
-    /// Where a block is.
+    /// The state of a block.
     pub fn state(&mut self, block: u32) -> Result<BlockState, Error> {
-        self.read_mail();
+        self.drain_deferred();
         Ok(self.state.pool.state(self.known(block)?))
     }
 
-    /// All of this for every block, and the tree of contents: in one call. O(blocks + contents).
+    /// State and references of every block, and the radix tree, in one call. O(blocks).
     pub fn snapshot(&mut self) -> PoolSnapshot {
-        self.read_mail();
+        self.drain_deferred();
         self.state.pool.snapshot(self.steps.made())
     }
 
@@ -185,197 +179,198 @@ impl BlockManager {
         })
     }
 
-    /// Forgets every content that nobody holds: evictable blocks become free. Returns how many.
+    /// Evicts every evictable block. Returns how many.
     pub fn evict_all(&mut self) -> usize {
-        self.read_mail();
+        self.drain_deferred();
         let gone = self.state.pool.evict_all();
-        self.note(|_| Call::evict_all(), gone);
+        self.report(|_| Call::evict_all(), gone);
         gone
     }
 
-    /// Blocks that nobody holds: the free ones in the order in which they are handed out, then the evictable
-    /// ones in the order in which `lru` evicts them. O(blocks).
+    /// Free blocks in the order of allocation, then evictable blocks in the order of eviction under `lru`. O(blocks).
     pub fn queued(&mut self) -> Vec<BlockId> {
-        self.read_mail();
+        self.drain_deferred();
         self.state.pool.queued()
     }
 
-    /// What became of the set of contents since the last call, in order, if `Config::events` is on.
+    /// Changes of the set of cached blocks since the last call, in order, if `Config::events` is on.
     pub fn take_events(&mut self) -> Vec<Event> {
-        self.read_mail();
+        self.drain_deferred();
         self.state.pool.take_events()
     }
 
-    /// How much the next [`BlockManager::take_events`] has to do: events that wait, and contents to be named.
-    pub fn num_waiting_events(&self) -> usize {
-        self.state.pool.num_waiting_events()
+    /// Hashes that the next [`BlockManager::take_events`] returns, and blocks that it must hash.
+    pub fn num_pending_events(&self) -> usize {
+        self.state.pool.num_pending_events()
     }
 
     /// The hashes of all cached blocks, in no order. O(cached blocks).
     pub fn cached_hashes(&mut self) -> Vec<u128> {
-        self.read_mail();
-        self.state.pool.names()
+        self.drain_deferred();
+        self.state.pool.cached_hashes()
     }
 }
 
 /// Sequences and pins.
 impl BlockManager {
-    /// A new sequence of at least one token. It holds no block until it is planned.
+    /// Creates a sequence of at least one token. It holds no block until it is planned.
     ///
-    /// With `read_cache` false nothing is reused for it: every token gets computed, which is what
-    /// a caller needs who wants the logits of all prompt tokens.
+    /// With `read_cache` false it reuses no cached block, so every token is computed: for callers that need the
+    /// logits of all prompt tokens.
     pub fn sequence(
         &mut self,
         tokens: Vec<u32>,
         namespace: &[u8],
         read_cache: bool,
     ) -> Result<SeqHandle, Error> {
-        self.read_mail();
+        self.drain_deferred();
         if tokens.is_empty() {
             return Err(Error::EmptySequence);
         }
         check_namespace(namespace)?;
-        let root = self.state.pool.contents.hold_root(namespace);
+        let root = self.state.pool.acquire_root(namespace);
         let key = self.state.seqs.insert(tokens, root, read_cache);
-        self.note(|it| it.creation(key, namespace), key.id);
+        self.report(|manager| manager.creation(key, namespace), key.id);
         Ok(SeqHandle::new(&self.shared, key))
     }
 
-    /// A pin on the longest cached prefix of `tokens`, in whole blocks; perhaps on none.
+    /// Pins the longest cached prefix of `tokens`, in whole blocks. The pin may be empty.
     pub fn match_prefix(&mut self, tokens: &[u32], namespace: &[u8]) -> Result<Pin, Error> {
-        self.read_mail();
+        self.drain_deferred();
         check_namespace(namespace)?;
-        let found = match self.state.pool.contents.root(namespace) {
+        let found = match self.state.pool.tree().root(namespace) {
             Some(root) => self.state.match_prefix(tokens, root),
             None => self.state.no_pin(),
         };
         let pin = self.grant(found);
-        self.note(|_| Call::match_prefix(tokens, namespace), pin.num_blocks());
+        self.report(|_| Call::match_prefix(tokens, namespace), pin.num_blocks());
         Ok(pin)
     }
 
-    /// A pin on the longest prefix of a sequence's registered blocks whose KV is there, and of which
-    /// no window lacks a block that a token after it sees; perhaps on none.
+    /// Pins the longest prefix of a sequence's registered blocks that is computed and of which no window lacks a
+    /// block that a later token reads. The pin may be empty.
     pub fn pin(&mut self, key: SeqKey) -> Result<Pin, Error> {
-        self.read_mail();
+        self.drain_deferred();
         let found = self.state.pin_on(key)?;
         let pin = self.grant(found);
-        self.note(|_| Call::pin(key.id), pin.num_blocks());
+        self.report(|_| Call::pin(key.id), pin.num_blocks());
         Ok(pin)
     }
 
-    fn grant(&mut self, (table, end, rows): (BlockTable, Spot, usize)) -> Pin {
+    fn grant(&mut self, (table, end, rows): (BlockTable, NodePosition, usize)) -> Pin {
         let pool = &mut self.state.pool;
         table.blocks().for_each(|block| pool.take_out(block));
         let num_tokens = rows * self.config.block_size;
         let serial = self.next_pin();
-        Pin::over(&self.shared, serial, table, end, num_tokens)
+        Pin::new(&self.shared, serial, table, end, num_tokens)
     }
 
-    /// Puts a pin's blocks into the table of a sequence that has none. The pin stays in force.
+    /// Puts the blocks of a pin into the table of a sequence without blocks. The pin stays in force.
     pub fn attach(&mut self, key: SeqKey, pin: &Pin) -> Result<(), Error> {
-        self.read_mail();
+        self.drain_deferred();
         self.state.seqs.get(key)?;
         if pin.manager() != self.shared.manager {
-            return Err(Error::ForeignPin {
+            return Err(Error::PinOfAnotherManager {
                 tokens: pin.num_tokens(),
             });
         }
         self.state.attach(key, pin)?;
         if pin.end().is_some() {
-            self.note(|_| Call::attach(key.id, pin.serial()), ());
+            self.report(
+                |_| Call::attach(key.id, pin.serial().expect("a recorded pin")),
+                (),
+            );
         }
         Ok(())
     }
 
-    /// A new sequence of the first `num_tokens` tokens of this one, on the same blocks.
+    /// Creates a sequence of the first `num_tokens` tokens of this one, on the same blocks.
     ///
-    /// Nothing is copied now. A partial last block is copied when one of several holders writes to it
-    /// (see [`BlockManager::copies`]); the last holder writes in place. Where a window has slid past
-    /// the end of the fork, it begins without blocks and finds again what is cached.
+    /// Nothing is copied now. A partial last block is copied when a sequence writes to it while another one holds
+    /// it (see [`BlockManager::copies`]); the last one writes in place. If a window has slid past the end of the
+    /// fork, the fork begins without blocks and matches the cache again.
     pub fn fork(&mut self, key: SeqKey, num_tokens: usize) -> Result<SeqHandle, Error> {
-        self.read_mail();
+        self.drain_deferred();
         let fork = self.state.fork(key, num_tokens)?;
-        self.note(|_| Call::fork(key.id, num_tokens), fork.id);
+        self.report(|_| Call::fork(key.id, num_tokens), fork.id);
         Ok(SeqHandle::new(&self.shared, fork))
     }
 
-    /// Adds known tokens to the end of a sequence: the next turn of a conversation, a fork's own token.
+    /// Appends known tokens to a sequence, for example the next turn of a conversation.
     pub fn append(&mut self, key: SeqKey, tokens: &[u32]) -> Result<(), Error> {
-        self.read_mail();
+        self.drain_deferred();
         self.state.at_rest(key)?;
-        let seq = self.state.seqs.at_mut(key.slot);
-        seq.tokens.extend_from_slice(tokens);
-        self.note(|_| Call::append(key.id, tokens), ());
+        self.state.seqs.at_mut(key.slot).append(tokens);
+        self.report(|_| Call::append(key.id, tokens), ());
         Ok(())
     }
 
-    /// Gives back the blocks past the first `num_tokens` tokens: slots reserved for a speculation that
-    /// was rejected, to the block. Returns how many.
+    /// Releases the blocks after the first `num_tokens` tokens: slots reserved for drafts that were rejected. Returns
+    /// how many blocks.
     pub fn trim(&mut self, key: SeqKey, num_tokens: usize) -> Result<usize, Error> {
-        self.read_mail();
-        let given_back = self.state.trim(key, num_tokens)?;
-        self.note(|_| Call::trim(key.id, num_tokens), given_back);
-        Ok(given_back)
+        self.drain_deferred();
+        let released = self.state.trim(key, num_tokens)?;
+        self.report(|_| Call::trim(key.id, num_tokens), released);
+        Ok(released)
     }
 
-    /// Takes a sequence's blocks away and keeps its tokens: preemption by recomputation.
+    /// Releases a sequence's blocks and keeps its tokens: preemption by recomputation.
     ///
-    /// Its registered blocks become evictable, so it comes back cheaply.
+    /// Its registered blocks become evictable, so most of them are matched again later.
     pub fn reset(&mut self, key: SeqKey) -> Result<(), Error> {
-        self.read_mail();
+        self.drain_deferred();
         self.state.reset(key)?;
-        self.note(|_| Call::reset(key.id), ());
+        self.report(|_| Call::reset(key.id), ());
         Ok(())
     }
 
-    /// Ends a sequence. One that an open plan holds lives in the plan until that is closed.
+    /// Frees a sequence. One that an open plan holds ends with the plan.
     pub fn free(&mut self, key: SeqKey) -> Result<(), Error> {
-        self.read_mail();
+        self.drain_deferred();
         self.state.seqs.get(key)?;
-        self.note(|_| Call::free(key.id), ());
+        self.report(|_| Call::free(key.id), ());
         self.state.end_sequence(key.slot);
         Ok(())
     }
 }
 
-/// Without a plan.
+/// The allocator's interface, without plans.
 impl BlockManager {
-    /// Goes on with what is cached, from the block boundary on which a sequence stands; how many tokens
-    /// that are. They are computed then, and held as its own: [`BlockManager::reset`] gives them back.
+    /// Reuses the cached blocks after the block boundary that a sequence has reached. Returns how many tokens they
+    /// hold; these count as computed.
     ///
-    /// At most all known tokens but one: the last is computed for its logits, and its KV is not written where
-    /// its block was reused, too. Nothing is reused between blocks, with slots reserved (see
-    /// [`BlockManager::trim`]), or of what an open plan computes.
+    /// It reuses at most all known tokens but the last one, which is computed for its logits and not written if its
+    /// block is reused. It reuses nothing between block boundaries, with slots reserved (see [`BlockManager::trim`]),
+    /// or what an open plan is to compute.
     ///
     /// # Errors
     /// [`Error::InPlan`]
     pub fn reuse_cached(&mut self, key: SeqKey) -> Result<usize, Error> {
-        self.read_mail();
+        self.drain_deferred();
         let reused = self.state.reuse_cached(key)?;
-        self.note(|_| Call::reuse_cached(key.id), reused);
+        self.report(|_| Call::reuse_cached(key.id), reused);
         Ok(reused)
     }
 
-    /// Slots for `num_tokens` tokens after those that are computed, for a step of the caller's own.
+    /// Allocates slots for `num_tokens` tokens after the computed ones, for a step that the caller runs.
     ///
-    /// All or nothing. Slots that are there already count, so a call is due where a block ends, and after
-    /// a fork. What is computed in them is told by [`BlockManager::publish`].
+    /// All or nothing. Existing slots count, so it allocates where a block ends and after a fork. Tell the manager
+    /// with [`BlockManager::publish`] once they are computed.
     ///
     /// # Errors
     /// [`Error::InPlan`]
     pub fn extend(&mut self, key: SeqKey, num_tokens: usize) -> Result<Extend, Error> {
-        self.read_mail();
+        self.drain_deferred();
         let answer = self.state.extend(key, num_tokens)?;
-        self.note(|_| Call::extend(key.id, num_tokens), &answer);
+        self.report(|_| Call::extend(key.id, num_tokens), &answer);
         Ok(answer)
     }
 
-    /// The next `num_tokens` tokens of a sequence are computed; `tokens` follow those that were known.
+    /// Publishes the next `num_tokens` tokens of a sequence as computed; `tokens` follow the known ones.
     ///
-    /// Registers every block that became full, or merges it into the block that held the content first,
-    /// and reports the latter, as a commit does. From now on others reuse what was published: whatever
-    /// reads it must come after what computes it on the device.
+    /// Registers every block that became full, or merges it into the block that was cached first; returns the
+    /// merges, as a commit does. Other sequences may reuse published blocks from now on, so the device must compute
+    /// them before it reads them.
     ///
     /// # Errors
     /// [`Error::InPlan`], [`Error::NotExtended`], [`Error::SharedBlock`], [`Error::NotKnown`]
@@ -385,11 +380,11 @@ impl BlockManager {
         num_tokens: usize,
         tokens: &[u32],
     ) -> Result<Vec<Remapping>, Error> {
-        self.read_mail();
+        self.drain_deferred();
         let remappings = self
             .steps
             .publish(&mut self.state, key, num_tokens, tokens)?;
-        self.note(|_| Call::publish(key.id, num_tokens, tokens), &remappings);
+        self.report(|_| Call::publish(key.id, num_tokens, tokens), &remappings);
         Ok(remappings)
     }
 }
@@ -398,63 +393,61 @@ impl BlockManager {
 impl BlockManager {
     /// Opens a step that may compute `token_budget` tokens.
     ///
-    /// Two may be open: the second is planned while the first one runs, before its tokens are known
-    /// (see [`BlockManager::decode`]). They are committed in order.
+    /// Two may be open: the second is planned while the first one runs, before its tokens are known (see
+    /// [`BlockManager::decode`]). They are committed in order.
     pub fn begin_step(&mut self, token_budget: usize) -> Result<PlanHandle, Error> {
-        self.read_mail();
+        self.drain_deferred();
         let key = self.steps.begin(&mut self.state, token_budget)?;
-        self.note(|_| Call::begin_step(token_budget), key.serial);
+        self.report(|_| Call::begin_step(token_budget), key.serial);
         Ok(PlanHandle::new(&self.shared, key))
     }
 
-    /// Plans one token for each of `sequences`, in their order, as far as blocks and budget reach.
+    /// Plans one token for each of `sequences`, in order, as far as blocks and budget suffice.
     ///
-    /// Returns the positions (in `sequences`) of those that did not fit; they are unchanged. Each
-    /// must have exactly one token left to compute. On misuse none is planned. With `lookahead` a
-    /// sequence gets blocks for so many slots past its known tokens too; [`BlockManager::trim`] gives
-    /// back those that are not used.
+    /// Returns the positions in `sequences` of those that were rejected; they are unchanged. Each must have exactly
+    /// one token left to compute. On misuse none is planned. `lookahead` reserves slots past the known tokens;
+    /// [`BlockManager::trim`] releases those that are not used.
     ///
-    /// A sequence that the step before samples may be decoded while that step is open: its token is
-    /// pending, and [`BlockManager::fill`] writes where it will come from instead of its value.
+    /// A sequence that the previous step samples may be decoded while that step is open. Its token is pending:
+    /// [`BlockManager::fill`] writes the row that it comes from instead of its value.
     pub fn decode(
         &mut self,
         plan: PlanKey,
         sequences: &[SeqKey],
         lookahead: usize,
     ) -> Result<Vec<usize>, Error> {
-        self.read_mail();
-        let misfits = self
+        self.drain_deferred();
+        let rejected = self
             .steps
             .decode(&mut self.state, plan, sequences, lookahead)?;
-        self.note(
+        self.report(
             |_| Call::decode(plan.serial, ids(sequences), lookahead),
-            &misfits,
+            &rejected,
         );
-        Ok(misfits)
+        Ok(rejected)
     }
 
-    /// Plans a sequence that has one token left to compute together with `drafts` that may follow it.
+    /// Plans a sequence that has one token left to compute, together with `drafts` after it.
     ///
-    /// The step computes all of them and samples a row for each; the commit says which were accepted
-    /// (see [`BlockManager::commit_accepted`]). All or nothing: blocks and budget for every draft.
+    /// The step computes all of them and samples a row for each; [`BlockManager::commit_accepted`] accepts drafts.
+    /// All or nothing: blocks and budget for every draft.
     pub fn speculate(
         &mut self,
         plan: PlanKey,
         key: SeqKey,
         drafts: &[u32],
     ) -> Result<Prefill, Error> {
-        self.read_mail();
+        self.drain_deferred();
         let answer = self.steps.speculate(&mut self.state, plan, key, drafts)?;
-        self.note(|_| Call::speculate(plan.serial, key.id, drafts), answer);
+        self.report(|_| Call::speculate(plan.serial, key.id, drafts), answer);
         Ok(answer)
     }
 
-    /// Extends decodes that are in the plan by drafts that may follow them: `counts` says how many of
-    /// `drafts` are for each of `sequences`, one sequence after the other.
+    /// Extends decodes of the plan by drafts: `counts` of `drafts` for each of `sequences`, in order.
     ///
-    /// Drafts take what is left of budget and blocks, the first sequence first, and nobody waits for
-    /// them: returns how many each got. As after [`BlockManager::speculate`] the step samples a row for each,
-    /// and the commit says which were accepted. On misuse nobody gets any.
+    /// Drafts use the remaining budget and blocks, the first sequence first. Returns how many each sequence got. The
+    /// step samples a row for each draft; [`BlockManager::commit_accepted`] accepts drafts. On misuse none is
+    /// planned.
     ///
     /// # Errors
     /// [`Error::DraftCount`]; [`Error::NotPlanned`], [`Error::NotDecoding`] if a sequence is not in the plan, or
@@ -466,10 +459,10 @@ impl BlockManager {
         drafts: &[u32],
         counts: &[usize],
     ) -> Result<Vec<usize>, Error> {
-        self.read_mail();
+        self.drain_deferred();
         let given = (drafts, counts);
         let taken = self.steps.draft(&mut self.state, plan, sequences, given)?;
-        self.note(
+        self.report(
             |_| Call::draft(plan.serial, ids(sequences), drafts, counts),
             &taken,
         );
@@ -478,18 +471,17 @@ impl BlockManager {
 
     /// Plans up to `max_tokens` of the sequence's uncomputed tokens.
     ///
-    /// A chunk that does not reach the last known token ends on a block boundary if it can, because on
-    /// a block boundary the index is asked first: what is cached is reused, and neither charged
-    /// nor computed, including what sequences planned before it in this step compute. A sequence whose
-    /// every token is cached computes its last one, takes no block and writes nothing.
+    /// At a block boundary it matches the cache first: cached tokens are reused, and neither charged nor computed.
+    /// That includes blocks that sequences planned before it in this step compute. A chunk that does not reach the
+    /// last known token ends on a block boundary if it can. A full hit computes its last token, allocates no block and
+    /// writes nothing.
     ///
-    /// Where the match ends inside a block, the content that agrees longest lends its first tokens, an
-    /// eighth of a block at least: they are among [`BlockManager::copies`], and computing starts behind them.
-    /// It does so only where there is room for both blocks.
+    /// Where the match ends inside a block, the beginning of the cached block that agrees longest is copied, if that
+    /// is at least an eighth of a block and the pool has room for both. The copies are among
+    /// [`BlockManager::copies`].
     ///
-    /// `reserve: None` asks for the blocks of this step's tokens only;
-    /// `Some(n)` makes the answer [`Prefill::NoRoom`] unless all known tokens could get a block now
-    /// with `n` blocks to spare (blocks are taken for this step's tokens all the same).
+    /// `reserve: None` requires the blocks of this step's tokens. `Some(n)` requires blocks for all known tokens and
+    /// `n` to spare, and allocates those of this step.
     pub fn prefill(
         &mut self,
         plan: PlanKey,
@@ -500,12 +492,11 @@ impl BlockManager {
         self.prefill_again(plan, key, (max_tokens, reserve), 0)
     }
 
-    /// As [`BlockManager::prefill`], for those who need the hidden states of the last cached tokens too:
-    /// computes from `replay` tokens before the end of what is cached, or from its beginning if that is
-    /// less, all of them in this step.
+    /// As [`BlockManager::prefill`], for callers that need the hidden states of the last cached tokens: computes from
+    /// `replay` tokens before the end of the cached ones, all in this step.
     ///
-    /// They are charged, and their KV is not written again (slot -1). A full hit is a replay of one
-    /// token. Where there are sliding windows, a hit is what has the windows of the replayed tokens too.
+    /// Replayed tokens are charged, and their KV is not written again (slot -1). A full hit is a replay of one token.
+    /// With sliding windows, a match must include the windows of the replayed tokens.
     ///
     /// # Errors
     /// As [`BlockManager::prefill`].
@@ -516,38 +507,38 @@ impl BlockManager {
         (max_tokens, reserve): (usize, Option<usize>),
         replay: usize,
     ) -> Result<Prefill, Error> {
-        self.read_mail();
-        let asked = Asked {
+        self.drain_deferred();
+        let request = PrefillRequest {
             max_tokens,
             reserve,
             replay,
         };
-        let answer = self.steps.prefill(&mut self.state, plan, key, asked)?;
-        self.note(
+        let answer = self.steps.prefill(&mut self.state, plan, key, request)?;
+        self.report(
             |_| Call::prefill(plan.serial, key.id, max_tokens, reserve, replay),
             answer,
         );
         Ok(answer)
     }
 
-    /// Takes a sequence out of the plan again, as if it had not been planned.
+    /// Cancels a sequence: it is as if it had not been planned.
     ///
-    /// Sequences that depend on it are taken out with it, as they share what it was to compute in this
-    /// step, or write in place in a partial block that it left to them; returns their ids, in plan order.
+    /// Sequences that depend on it are cancelled, too: they share blocks that it was to compute, or write in place in
+    /// a partial block that it left to them. Returns their ids, in plan order.
     pub fn cancel(&mut self, plan: PlanKey, key: SeqKey) -> Result<Vec<u64>, Error> {
-        self.read_mail();
+        self.drain_deferred();
         let ids = self.steps.cancel(&mut self.state, plan, key)?;
-        self.note(|_| Call::cancel(plan.serial, key.id), &ids);
+        self.report(|_| Call::cancel(plan.serial, key.id), &ids);
         Ok(ids)
     }
 
-    /// The figures of an open plan.
+    /// Figures of an open plan.
     pub fn plan_view(&self, key: PlanKey) -> Result<PlanView, Error> {
         self.steps.view(key)
     }
 
-    /// Blocks that must be copied before the step runs, as (source, destination), in order: for forks,
-    /// and for prefills that begin inside a block.
+    /// Blocks to copy before the step runs, as (source, destination), in order: for forks, and for prefills that begin
+    /// inside a block.
     ///
     /// A commit is refused until they were read: [`Error::CopiesNotRead`].
     pub fn copies(&mut self, key: PlanKey) -> Result<&[(BlockId, BlockId)], Error> {
@@ -564,8 +555,8 @@ impl BlockManager {
         self.steps.fill(&self.state, plan, arrays, written)
     }
 
-    /// As [`BlockManager::fill`]; finds, too, which rows share which leading blocks. While the batch stays
-    /// the same, that costs nothing more. On an error nothing is written.
+    /// As [`BlockManager::fill`]; also finds which rows share which leading blocks. While the batch stays the same,
+    /// that costs nothing. On an error nothing is written.
     ///
     /// # Errors
     /// As `fill`; [`Error::UnknownGroup`].
@@ -580,64 +571,142 @@ impl BlockManager {
             .fill_shared(&self.state, plan, arrays, written, shared)
     }
 
-    /// Takes the step as computed: `sampled` holds one token per sampling row, in plan order.
+    /// Commits a step that was computed: `sampled` holds one token per sampled row, in plan order.
     ///
-    /// Registers every block that became full, or merges it into the block that held the content
-    /// first, and reports the latter. Appends the sampled tokens to their sequences. In a plan with
-    /// drafts use [`BlockManager::commit_accepted`].
+    /// Registers every block that became full, or merges it into the block that was cached first; returns the
+    /// merges. Appends the sampled tokens to their sequences. For a plan with drafts use
+    /// [`BlockManager::commit_accepted`].
     pub fn commit(&mut self, plan: PlanKey, sampled: &[u32]) -> Result<Vec<Remapping>, Error> {
-        self.read_mail();
+        self.drain_deferred();
         let remappings = self.steps.commit(&mut self.state, plan, sampled)?;
         self.shared.close_plan(plan);
-        self.note(|_| Call::commit(plan.serial, sampled, &[][..]), &remappings);
+        self.report(|_| Call::commit(plan.serial, sampled, &[][..]), &remappings);
         Ok(remappings)
     }
 
-    /// Takes the step as computed: `counts` says how many tokens each sampling sequence accepted, in
-    /// plan order, and `tokens` holds them, one sequence after the other.
+    /// Commits a step that was computed: sampling sequences, in plan order, accept `counts` of `tokens` each.
     ///
-    /// A sequence accepts the drafts that turned out right and one token after them.
+    /// A sequence accepts its correct drafts and one token after them.
     pub fn commit_accepted(
         &mut self,
         plan: PlanKey,
         tokens: &[u32],
         counts: &[usize],
     ) -> Result<Vec<Remapping>, Error> {
-        self.read_mail();
+        self.drain_deferred();
         let state = &mut self.state;
         let remappings = self.steps.commit_accepted(state, plan, tokens, counts)?;
         self.shared.close_plan(plan);
-        self.note(
+        self.report(
             |_| Call::commit(plan.serial, tokens, accepted(counts)),
             &remappings,
         );
         Ok(remappings)
     }
 
-    /// Undoes the plan. Sequences are what they were before it; dropped ones end now.
+    /// Rolls back the plan. Sequences are as before it; dropped ones end now.
     pub fn rollback(&mut self, plan: PlanKey) -> Result<(), Error> {
-        self.read_mail();
+        self.drain_deferred();
         self.steps.rollback(&mut self.state, plan)?;
-        self.note(|_| Call::rollback(plan.serial), ());
+        self.report(|_| Call::rollback(plan.serial), ());
         Ok(())
     }
 
     /// Recounts references, states, the queue, the tree and the plans. O(blocks + tokens).
     ///
-    /// It changes nothing: what dropped handles left to do is still to be done after it. Pins may be
-    /// dropped by other threads meanwhile; everything else must stand still.
+    /// It changes nothing: deferred releases stay deferred. Other threads may drop pins meanwhile.
     ///
     /// # Errors
-    /// The first difference found, in words: a bug in this crate.
+    /// The first difference, in words: a bug in this crate.
     pub fn check(&self) -> Result<(), String> {
         let pins = self.shared.pin_refs();
-        let posted = self.shared.posted_blocks();
+        let deferred = self.shared.deferred_blocks();
         let held = self.state.check()?;
         self.steps.check(&self.state)?;
         self.state
             .pool
-            .check(&held, &self.steps.fences(), pins, &posted)
+            .check(&held, &self.steps.plan_pins(), pins, &deferred)
     }
+}
+
+/// Recording.
+impl BlockManager {
+    /// Whether a recorder can be set now.
+    ///
+    /// # Errors
+    /// [`Error::Recording`] if there is one already, [`Error::NotNew`] after the first sequence or step.
+    pub fn check_recordable(&self) -> Result<(), Error> {
+        if self.recorder.is_some() {
+            return Err(Error::Recording);
+        }
+        match (self.state.seqs.made(), self.steps.made()) {
+            (0, 0) => Ok(()),
+            (sequences, steps) => Err(Error::NotNew { sequences, steps }),
+        }
+    }
+
+    /// Reports every operation from now on to `recorder`.
+    ///
+    /// # Errors
+    /// As [`BlockManager::check_recordable`].
+    pub fn set_recorder(&mut self, recorder: Box<dyn Recorder>) -> Result<(), Error> {
+        self.check_recordable()?;
+        (self.recorder, self.pins_recorded) = (Some(recorder), 0);
+        Ok(())
+    }
+
+    /// The recorder.
+    pub fn recorder(&self) -> Option<&dyn Recorder> {
+        self.recorder.as_deref()
+    }
+
+    /// Removes the recorder.
+    pub fn take_recorder(&mut self) -> Option<Box<dyn Recorder>> {
+        self.recorder.take()
+    }
+
+    /// Reports an operation, if there is a recorder: one branch if not.
+    #[inline]
+    fn report(&mut self, call: impl FnOnce(&Self) -> Call, answer: impl Into<Answer>) {
+        if self.recorder.is_some() {
+            self.send_report(call, answer);
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn send_report(&mut self, call: impl FnOnce(&Self) -> Call, answer: impl Into<Answer>) {
+        if !self.recorder().is_some_and(Recorder::is_open) {
+            return;
+        }
+        let call = call(self);
+        if let Some(recorder) = &mut self.recorder {
+            recorder.record(&call, &answer.into());
+        }
+    }
+
+    /// The number of the next pin, while recording.
+    fn next_pin(&mut self) -> Option<u64> {
+        self.recorder.as_ref()?;
+        self.pins_recorded += 1;
+        Some(self.pins_recorded)
+    }
+
+    /// The call that created a sequence.
+    fn creation(&self, key: SeqKey, namespace: &[u8]) -> Call {
+        let seq = self.state.seqs.at(key.slot);
+        Call::sequence(&seq.tokens[..], namespace, seq.read_cache)
+    }
+}
+
+fn ids(keys: &[SeqKey]) -> Vec<u64> {
+    keys.iter().map(|key| key.id).collect()
+}
+
+/// The counts of a commit as they are recorded: none if each is 1.
+fn accepted(counts: &[usize]) -> &[usize] {
+    let ones = counts.iter().all(|&count| count == 1);
+    if ones { &[] } else { counts }
 }
 
 /// Bytes of a namespace.
@@ -650,13 +719,13 @@ fn check_namespace(namespace: &[u8]) -> Result<(), Error> {
     }
 }
 
-/// Asks for the memory of all tables at once, before any of it is touched.
+/// Probes the memory of all tables before any of it is allocated.
 fn probe_memory(config: &Config) -> Result<(), std::collections::TryReserveError> {
-    let per_block = Pool::BYTES_PER_BLOCK + Contents::bytes_per_block(config.block_size);
+    let per_block = Pool::BYTES_PER_BLOCK + RadixTree::bytes_per_block(config.block_size);
     Vec::<u8>::new().try_reserve_exact(config.num_blocks.saturating_mul(per_block))
 }
 
-/// A look at one sequence.
+/// The state of a sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct SequenceView<'a> {
     /// Its number, never reused.
@@ -670,15 +739,14 @@ pub struct SequenceView<'a> {
     pub num_planned_tokens: usize,
     /// Tokens after the known ones that open plans sample.
     pub num_pending_tokens: usize,
-    /// Tokens reused from the cache since it was last without blocks.
+    /// Cached tokens that it reuses, since it was last without blocks.
     pub num_cached_tokens: usize,
-    /// Leading blocks whose contents are registered.
+    /// Leading blocks that are registered.
     pub num_registered_blocks: usize,
 }
 
 impl<'a> SequenceView<'a> {
-    /// Its blocks in a layer group, first to last; `None` where one was given back because no later
-    /// token sees it.
+    /// Its blocks in a layer group, first to last; `None` for released ones, which no later token reads.
     ///
     /// # Panics
     /// If there is no such group.

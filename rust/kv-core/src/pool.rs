@@ -1,5 +1,7 @@
-//! The pool guards itself: every block that gets a holder, loses one, gets a content or loses it goes
-//! through here, and nobody else sees counters, queue and contents together.
+//! The pool: all blocks, their reference counts, the free queue, and the prefix index over them.
+//!
+//! Every block that gains or loses a holder or a cached prefix goes through here: only the pool changes counters,
+//! queue and tree together.
 
 #[path = "pool/check.rs"]
 mod check;
@@ -7,39 +9,38 @@ mod check;
 use std::collections::TryReserveError;
 
 use crate::config::Config;
-use crate::contents::{Contents, Spot};
-use crate::event_log::EventLog;
-use crate::events::Event;
+use crate::events::{Event, EventLog};
 use crate::eviction::{Ghost, Policy};
+use crate::groups::Groups;
+use crate::handles::Shared;
 use crate::hash::ContentHasher;
-use crate::ids::{BlockId, RunId};
-use crate::queue::{FreeQueue, List, Place};
-use crate::shared::Shared;
-use crate::snapshot::PoolSnapshot;
-use crate::stats::{BlockState, PoolUsage, Stats};
+use crate::ids::{BlockId, NodeId, NodePosition};
+use crate::queue::{BlockMeta, FreeQueue, List};
+use crate::radix::{Match, RadixTree};
+use crate::stats::{BlockState, PoolSnapshot, PoolUsage, Stats};
 use crate::sync::Arc;
 
-/// Contents that are stored and not named yet.
-const MOST_UNNAMED: usize = 1_024;
+/// Stored blocks that may wait to be hashed.
+const MAX_UNHASHED: usize = 1_024;
 
-/// Rows of a run that go one after the other, the last first.
+/// Evicted blocks of a node that follow each other, the last one first.
 #[derive(Clone, Copy)]
-struct Gone {
-    run: RunId,
+struct EvictedRun {
+    node: NodeId,
     first: u32,
     last: u32,
 }
 
-impl Gone {
-    const NOTHING: Self = Self {
-        run: RunId::NONE,
+impl EvictedRun {
+    const NONE: Self = Self {
+        node: NodeId::NONE,
         first: 0,
         last: 0,
     };
 }
 
-/// The steps that are open: the oldest and so many from it on. There is no content of a step between them: it
-/// would have been rolled back.
+/// The open steps: `count` of them from `oldest` on. No block carries the number of a step between them that was
+/// rolled back.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct OpenSteps {
     pub(crate) oldest: u32,
@@ -47,33 +48,41 @@ pub(crate) struct OpenSteps {
 }
 
 impl OpenSteps {
-    /// Whether what a step computes is yet to be there.
+    /// Whether a step is open: its blocks are not ready yet.
     #[inline]
-    fn compute(self, step: u32) -> bool {
+    fn contain(self, step: u32) -> bool {
         step.wrapping_sub(self.oldest) < self.count
     }
 }
 
-/// All blocks, and what they hold. The references of a block are the two counts of its place and those of
-/// pins, which alone are atomic (in [`Shared`]): nobody else lets go without the manager.
+/// The use of a match.
+#[derive(Clone, Copy)]
+pub(crate) enum Purpose {
+    /// Blocks that are read now: none that an open step computes.
+    Read,
+    /// A prefill, which computes `replay` of the matched tokens again.
+    Prefill { replay: usize },
+}
+
+/// All blocks. A block's references are the two counts of its [`BlockMeta`], and those of pins, which alone are
+/// atomic (in [`Shared`]): nothing else is released without the manager.
 pub(crate) struct Pool {
     queue: FreeQueue,
-    /// The content that each block holds, if that is registered.
-    held: Vec<Spot>,
+    /// The cached block that each block id holds.
+    cached: Vec<NodePosition>,
     policy: Policy,
-    /// What is known. Blocks are put to contents and taken from them by the pool alone.
-    pub(crate) contents: Contents,
+    tree: RadixTree,
     shared: Arc<Shared>,
-    /// Blocks in tables of live sequences.
+    /// Blocks in the tables of live sequences.
     active: usize,
     open: OpenSteps,
-    /// If somebody wants them.
+    /// If events are on.
     events: Option<EventLog>,
     pub(crate) stats: Stats,
 }
 
 impl Pool {
-    /// Every block free.
+    /// A pool with every block free.
     pub(crate) fn new(config: &Config, shared: Arc<Shared>) -> Result<Self, TryReserveError> {
         let &Config {
             num_blocks,
@@ -83,23 +92,23 @@ impl Pool {
         } = config;
         let seed = config.hash_seed.unwrap_or_else(ContentHasher::random_seed);
         let hasher = ContentHasher::new(seed, hash_bits);
-        let mut held = Vec::new();
-        held.try_reserve_exact(num_blocks)?;
-        held.resize(num_blocks, Spot::NONE);
-        let mut queue = FreeQueue::over(num_blocks)?;
-        let (mut joining, ids) = (queue.joining(), (0..num_blocks).map(BlockId::new));
-        ids.rev().for_each(|block| joining.push(block));
-        joining.end();
+        let mut cached = Vec::new();
+        cached.try_reserve_exact(num_blocks)?;
+        cached.resize(num_blocks, NodePosition::NONE);
+        let mut queue = FreeQueue::new(num_blocks)?;
+        let (mut batch, ids) = (queue.begin_push(), (0..num_blocks).map(BlockId::new));
+        ids.rev().for_each(|block| batch.push(block));
+        batch.end();
         let policy = Policy::new(config.eviction, num_blocks);
-        let mut contents = Contents::new(num_blocks, block_size, config.groups.len(), hasher);
-        if config.events || policy.remembers() {
-            contents.prepare_names()?;
+        let mut tree = RadixTree::new(num_blocks, block_size, config.groups.len(), hasher);
+        if config.events || policy.has_ghosts() {
+            tree.reserve_hashes()?;
         }
         Ok(Self {
             queue,
-            held,
+            cached,
             policy,
-            contents,
+            tree,
             shared,
             active: 0,
             open: OpenSteps::default(),
@@ -108,18 +117,24 @@ impl Pool {
         })
     }
 
-    /// Bytes per block, without contents.
+    /// Bytes per block, without the tree.
     pub(crate) const BYTES_PER_BLOCK: usize =
-        FreeQueue::BYTES_PER_BLOCK + size_of::<Spot>() + size_of::<u32>();
+        FreeQueue::BYTES_PER_BLOCK + size_of::<NodePosition>() + size_of::<u32>();
 
     pub(crate) fn num_blocks(&self) -> usize {
-        self.held.len()
+        self.cached.len()
     }
 
-    /// Blocks that an allocation can take.
+    /// Blocks that can be allocated.
     #[inline]
     pub(crate) fn available(&self) -> usize {
         self.queue.len()
+    }
+
+    /// The prefix index. Only the pool changes it.
+    #[inline]
+    pub(crate) fn tree(&self) -> &RadixTree {
+        &self.tree
     }
 
     pub(crate) fn usage(&self) -> PoolUsage {
@@ -133,352 +148,387 @@ impl Pool {
     }
 
     pub(crate) fn stats(&mut self) -> Stats {
-        self.settle_events();
+        self.hash_stored_blocks();
         Stats {
-            hashed_blocks: self.contents.hashed,
-            collisions: self.contents.collisions,
+            hashed_blocks: self.tree.num_hashed(),
+            collisions: self.tree.num_collisions(),
             ..self.stats
         }
     }
 
     pub(crate) fn state(&self, block: BlockId) -> BlockState {
-        match (
-            self.is_queued(block),
-            self.content(block),
-            self.seq_refs(block),
-        ) {
-            (true, None, _) => BlockState::Free,
-            (true, Some(_), _) => BlockState::Evictable,
+        let is_cached = self.cached_at(block).is_some();
+        match (self.is_queued(block), is_cached, self.seq_refs(block)) {
+            (true, false, _) => BlockState::Free,
+            (true, true, _) => BlockState::Evictable,
             (false, _, 1..) => BlockState::Active,
             (false, _, 0) => BlockState::Pinned,
         }
     }
 
-    /// Everything that is known of the blocks, after so many steps.
+    /// The whole pool, after `steps` steps.
     pub(crate) fn snapshot(&self, steps: u64) -> PoolSnapshot {
         let ids = || (0..self.num_blocks()).map(BlockId::new);
-        let (tree, numbers) = self.contents.snapshot();
-        let of_content = |each: &dyn Fn(Spot, &Place) -> u32| {
-            let each = |(&content, place): (&Spot, &Place)| match content {
-                Spot::NONE => 0,
-                content => each(content, place),
+        let (tree, numbers) = self.tree.snapshot();
+        let of_cached = |value: &dyn Fn(NodePosition, &BlockMeta) -> u32| {
+            let value = |(&cached, meta): (&NodePosition, &BlockMeta)| match cached {
+                NodePosition::NONE => 0,
+                cached => value(cached, meta),
             };
-            let held = self.held.iter();
-            held.zip(self.queue.places()).map(each).collect()
+            let blocks = self.cached.iter().zip(self.queue.metas());
+            blocks.map(value).collect()
         };
         PoolSnapshot {
             states: ids().map(|block| self.state(block) as u8).collect(),
             refs: ids().map(|block| self.refs(block)).collect(),
             seq_refs: ids().map(|block| self.seq_refs(block)).collect(),
-            ages: of_content(&|_, place| (steps as u32).wrapping_sub(place.step)),
-            nodes: of_content(&|content, _| numbers[content.run.at()]),
-            node_indices: of_content(&|content, _| content.rows),
+            ages: of_cached(&|_, meta| (steps as u32).wrapping_sub(meta.step)),
+            nodes: of_cached(&|cached, _| numbers[cached.node.at()]),
+            node_indices: of_cached(&|cached, _| cached.offset),
             tree,
         }
     }
 
-    /// All holders.
+    /// All references of a block.
     #[inline]
     pub(crate) fn refs(&self, block: BlockId) -> u32 {
-        let [seq_refs, fences] = self.queue.place(block).counts();
-        seq_refs + fences + self.shared.pin_refs_of(block)
+        let [seq_refs, plan_pins] = self.queue.meta(block).counts();
+        seq_refs + plan_pins + self.shared.pin_refs_of(block)
     }
 
-    /// Live sequences whose table holds the block.
+    /// Live sequences whose table contains the block.
     #[inline]
     pub(crate) fn seq_refs(&self, block: BlockId) -> u32 {
-        self.queue.place(block).counts()[0]
+        self.queue.meta(block).counts()[0]
     }
 
-    /// The content that a block holds, if that is registered.
+    /// The cached block that a block id holds.
     #[inline]
-    pub(crate) fn content(&self, block: BlockId) -> Option<Spot> {
-        self.held[block.at()].some()
+    pub(crate) fn cached_at(&self, block: BlockId) -> Option<NodePosition> {
+        self.cached[block.at()].some()
     }
 
     #[inline]
     pub(crate) fn is_queued(&self, block: BlockId) -> bool {
-        self.queue.place(block).waits()
+        self.queue.meta(block).is_queued()
     }
 
-    /// The blocks that nobody holds: the free ones, then the evictable ones of each list.
+    /// The blocks without holders: the free ones, then the evictable ones of each list.
     pub(crate) fn queued(&self) -> Vec<BlockId> {
         let lists = [List::Free].into_iter().chain(List::EVICTABLE);
         lists.flat_map(|list| self.queue.iter(list)).collect()
     }
 
-    /// The steps that are open now: contents that they compute are not ready.
     pub(crate) fn set_open_steps(&mut self, open: OpenSteps) {
         self.open = open;
     }
 
-    /// Whether the content of a block is there: no open step is to compute it.
+    /// Whether a block's KV exists: no open step is to compute it.
     #[inline]
     pub(crate) fn is_ready(&self, block: BlockId) -> bool {
-        !self.open.compute(self.queue.place(block).step)
+        !self.open.contain(self.queue.meta(block).step)
     }
 
-    /// Whether no open step is to compute any block of a content.
-    pub(crate) fn is_there(&self, content: Spot) -> bool {
-        let mut blocks = self.contents.blocks(content);
-        blocks.all(|block| self.is_ready(block))
+    /// Whether all blocks that hold a cached block are ready.
+    pub(crate) fn are_ready(&self, cached: NodePosition) -> bool {
+        self.tree.blocks(cached).all(|block| self.is_ready(block))
     }
 
-    /// As `Contents::follow`, over blocks whose contents are there.
-    pub(crate) fn follow_ready(
+    /// Finds the longest cached continuation of the first `from.1` rows of `tokens`, which end at `from.0`.
+    pub(crate) fn find_match(
         &mut self,
-        spot: Spot,
+        found: &mut Match,
+        groups: &Groups,
         tokens: &[u32],
-        found: &mut Vec<BlockId>,
-    ) -> Spot {
+        from: (NodePosition, usize),
+        purpose: Purpose,
+    ) {
         let (queue, open) = (&self.queue, self.open);
-        let usable = |block: BlockId| !open.compute(queue.place(block).step);
-        self.contents.follow(spot, tokens, found, usable)
+        let is_ready = |block: BlockId| !open.contain(queue.meta(block).step);
+        match purpose {
+            Purpose::Read => {
+                found.begin(from.0, 0);
+                self.tree
+                    .find_match(found, groups, tokens, from.1, is_ready);
+            }
+            Purpose::Prefill { replay } => {
+                found.begin(from.0, replay);
+                self.tree
+                    .find_match(found, groups, tokens, from.1, |_| true);
+            }
+        }
     }
 
-    /// A table entry more, of a block that may wait in the queue.
+    /// The block after `position` that agrees with most of `tokens`, with at least `least`, and is ready in every
+    /// layer group; and how many.
+    pub(crate) fn longest_partial_match(
+        &self,
+        position: NodePosition,
+        tokens: &[u32],
+        least: usize,
+    ) -> Option<(NodePosition, usize)> {
+        self.tree
+            .longest_partial_match(position, tokens, least, |candidate| {
+                let mut groups = 0..self.tree.groups();
+                groups.all(|group| {
+                    let block = self.tree.block(candidate, group);
+                    block.is_some_and(|block| self.is_ready(block))
+                })
+            })
+    }
+
+    /// The block that follows `position` with exactly these tokens.
+    #[inline]
+    pub(crate) fn next(&mut self, position: NodePosition, tokens: &[u32]) -> Option<NodePosition> {
+        self.tree.next(position, tokens)
+    }
+
+    /// Keeps a block in the tree while an allocation may evict whatever else holds it; `NONE` ends it.
+    pub(crate) fn protect(&mut self, position: NodePosition) {
+        self.tree.protect(position);
+    }
+
+    /// The root of `namespace` for a new sequence.
+    pub(crate) fn acquire_root(&mut self, namespace: &[u8]) -> NodePosition {
+        self.tree.acquire_root(namespace)
+    }
+
+    /// Counts another sequence under a root.
+    pub(crate) fn share_root(&mut self, root: NodePosition) {
+        self.tree.share_root(root);
+    }
+
+    /// A sequence under `root` has ended at `last`.
+    pub(crate) fn release_root(&mut self, root: NodePosition, last: NodePosition) {
+        self.tree.shrink_node(last.node);
+        self.tree.release_root(root);
+    }
+
+    /// Adds a table entry of a block, which may be in the queue.
     #[inline]
     pub(crate) fn hold(&mut self, block: BlockId) {
         self.queue.unlink(block);
         self.hold_all(&[block]);
     }
 
-    /// A table entry more of each of these, which others hold already.
+    /// Adds a table entry of each of these blocks, which have holders already.
     #[inline]
     pub(crate) fn hold_all(&mut self, blocks: &[BlockId]) {
-        let first = |&block: &BlockId| hold(self.queue.place_mut(block));
+        let first = |&block: &BlockId| hold(self.queue.meta_mut(block));
         self.active += blocks.iter().map(first).sum::<usize>();
     }
 
-    /// A table entry more of each of these, whose contents are reused. How many an open step is to
-    /// compute.
-    #[inline(never)] // among the code of a prefill its loop would not be in registers
+    /// Adds a table entry of each of these cached blocks. Returns how many an open step is to compute.
+    #[inline(never)] // inlined into a prefill, its loop would not be in registers
     pub(crate) fn hold_cached(&mut self, blocks: &[BlockId]) -> usize {
-        let (open, list) = (self.open, self.policy.used_again());
-        let (mut begin, mut in_flight) = (0, 0);
-        self.queue.unlink_all(blocks, |place| {
-            begin += hold(place);
-            place.list = list;
-            in_flight += usize::from(open.compute(place.step));
+        let (open, list) = (self.open, self.policy.list_of_reused());
+        let (mut first, mut in_flight) = (0, 0);
+        self.queue.unlink_all(blocks, |meta| {
+            first += hold(meta);
+            meta.list = list;
+            in_flight += usize::from(open.contain(meta.step));
         });
-        self.active += begin;
+        self.active += first;
         in_flight
     }
 
-    /// A table entry less.
+    /// Removes a table entry of a block.
     #[inline]
     pub(crate) fn release(&mut self, block: BlockId) {
         self.release_all(&[block]);
     }
 
-    /// A table entry less of each of these, the last one first: one after the other into the queue.
+    /// Removes a table entry of each of these blocks, the last one first.
     #[inline(never)] // as `hold_cached`
     pub(crate) fn release_all(&mut self, blocks: &[BlockId]) {
-        let (mut queue, shared) = (self.queue.joining(), &self.shared);
-        let (mut ended, pinned) = (0, shared.has_pins());
+        let (mut queue, shared) = (self.queue.begin_push(), &self.shared);
+        let (mut inactive, has_pins) = (0, shared.has_pins());
         for &block in blocks.iter().rev() {
-            let [seq_refs, fences] = queue.place_mut(block).counts_mut();
+            let [seq_refs, plan_pins] = queue.meta_mut(block).counts_mut();
             *seq_refs -= 1;
             if *seq_refs == 0 {
-                ended += 1;
-                if *fences == 0 && !(pinned && shared.pin_refs_of(block) > 0) {
+                inactive += 1;
+                if *plan_pins == 0 && !(has_pins && shared.pin_refs_of(block) > 0) {
                     queue.push(block);
                 }
             }
         }
         queue.end();
-        self.active -= ended;
+        self.active -= inactive;
     }
 
-    /// Before a pin or a plan holds a block: it waits no more.
+    /// Removes a block from the queue before a pin or a plan holds it.
     pub(crate) fn take_out(&mut self, block: BlockId) {
         self.queue.unlink(block);
-        self.queue.place_mut(block).list = self.policy.used_again();
+        self.queue.meta_mut(block).list = self.policy.list_of_reused();
     }
 
-    /// A pin or a plan let go of these blocks, one after the other: they wait, if that was their last
-    /// holder.
-    pub(crate) fn settle(&mut self, blocks: &[BlockId]) {
-        let mut queue = self.queue.joining();
+    /// Puts those of these blocks into the queue that have no holder left, after a pin or a plan released them.
+    pub(crate) fn enqueue_unused(&mut self, blocks: &[BlockId]) {
+        let mut queue = self.queue.begin_push();
         for &block in blocks {
-            let place = queue.place_mut(block);
-            let held = place.counts() != [0; 2] || self.shared.pin_refs_of(block) > 0;
-            if !held && !place.waits() {
+            let meta = queue.meta_mut(block);
+            let held = meta.counts() != [0; 2] || self.shared.pin_refs_of(block) > 0;
+            if !held && !meta.is_queued() {
                 queue.push(block);
             }
         }
         queue.end();
     }
 
-    /// Of the contents that follow `spot` the one that agrees longest with `tokens`, for `least` of them at
-    /// least, and is there in a block of every layer group. How long that is.
-    pub(crate) fn nearest(
-        &self,
-        spot: Spot,
-        tokens: &[u32],
-        least: usize,
-    ) -> Option<(Spot, usize)> {
-        self.contents.nearest(spot, tokens, least, |content| {
-            let mut groups = 0..self.contents.groups();
-            groups.all(|group| {
-                let block = self.contents.block(content, group);
-                block.is_some_and(|block| self.is_ready(block))
-            })
-        })
-    }
-
-    /// A plan copies from a block, which may wait in the queue.
-    pub(crate) fn lend(&mut self, block: BlockId) {
+    /// Pins the source of a partial copy for a plan. The block may be in the queue.
+    pub(crate) fn pin_source(&mut self, block: BlockId) {
         self.take_out(block);
-        self.fence(block);
+        self.pin(block);
     }
 
-    /// A plan reads a block, whatever becomes of its holders.
-    pub(crate) fn fence(&mut self, block: BlockId) {
-        self.queue.place_mut(block).counts_mut()[1] += 1;
+    /// Pins a block for a plan that reads it, whoever else releases it.
+    pub(crate) fn pin(&mut self, block: BlockId) {
+        self.queue.meta_mut(block).counts_mut()[1] += 1;
     }
 
-    /// The plan is closed.
-    pub(crate) fn lift_fence(&mut self, block: BlockId) {
-        self.queue.place_mut(block).counts_mut()[1] -= 1;
-        self.settle(&[block]);
+    /// Ends a plan's pin.
+    pub(crate) fn unpin(&mut self, block: BlockId) {
+        self.queue.meta_mut(block).counts_mut()[1] -= 1;
+        self.enqueue_unused(&[block]);
     }
 
-    /// Adds the next `count` blocks of the queue to `taken`, without their old contents, each with one
-    /// table entry. The caller has counted that there are as many.
+    /// Allocates `count` blocks, evicting as needed, and adds them to `taken`, each with one table entry. The caller
+    /// has checked that they are available.
     pub(crate) fn take(&mut self, count: usize, taken: &mut Vec<BlockId>) {
         let end = taken.len() + count;
-        self.queue.pop_heads(List::Free, count, taken);
-        let evictable = taken.len();
+        self.queue.pop_front(List::Free, count, taken);
+        let evicted = taken.len();
         while taken.len() < end {
             let (list, most) = self.policy.victims(&self.queue);
             self.queue
-                .pop_heads(list, most.min(end - taken.len()), taken);
+                .pop_front(list, most.min(end - taken.len()), taken);
         }
-        if evictable < taken.len() {
-            self.settle_events();
+        if evicted < taken.len() {
+            self.hash_stored_blocks();
         }
-        let mut gone = Gone::NOTHING;
-        for &block in &taken[evictable..] {
-            self.evict(block, &mut gone);
+        let mut run = EvictedRun::NONE;
+        for &block in &taken[evicted..] {
+            self.evict(block, &mut run);
         }
-        self.end_run(gone);
+        self.end_run(run);
         self.active += count;
         self.stats.allocated_blocks += count as u64;
     }
 
-    /// A block that was evictable loses its content. What goes with it of the run before, or of its own, is in
-    /// `gone`.
+    /// Evicts a block: it is no longer cached. Extends `run`, or ends it and begins the next one.
     #[inline(always)] // every block of a cold prompt comes here
-    fn evict(&mut self, block: BlockId, gone: &mut Gone) {
-        let (content, group) = self.clear(block);
-        if self.policy.remembers()
-            && let Some(hash) = self.contents.name(content)
+    fn evict(&mut self, block: BlockId, run: &mut EvictedRun) {
+        let (cached, group) = self.clear(block);
+        if self.policy.has_ghosts()
+            && let Some(hash) = self.tree.hash(cached)
         {
-            self.policy.evicted(Ghost { hash, group });
+            self.policy.add_ghost(Ghost { hash, group });
         }
-        // As a rule the end of a run goes first, row by row: it is told and shortened once.
-        if content.run != gone.run {
-            self.end_run(*gone);
-            *gone = Gone {
-                run: content.run,
-                ..Gone::NOTHING
+        // Usually a node is evicted from its end: its blocks are emitted and truncated together.
+        if cached.node != run.node {
+            self.end_run(*run);
+            *run = EvictedRun {
+                node: cached.node,
+                ..EvictedRun::NONE
             };
         }
-        self.contents.empty_block(content, usize::from(group));
-        if self.events.is_some() && !self.contents.is_held(content) {
-            if content.rows + 1 != gone.first {
-                self.tell_gone(*gone);
-                gone.last = content.rows;
+        self.tree.clear_block_only(cached, usize::from(group));
+        // With one layer group it was the only block.
+        let is_held = self.tree.groups() > 1 && self.tree.is_held(cached);
+        if self.events.is_some() && !is_held {
+            if cached.offset + 1 != run.first {
+                self.emit_removed(*run);
+                run.last = cached.offset;
             }
-            gone.first = content.rows;
+            run.first = cached.offset;
         }
         self.stats.evicted_blocks += 1;
     }
 
-    /// Tells what is gone of a run, and shortens it.
-    fn end_run(&mut self, gone: Gone) {
-        if gone.run != RunId::NONE {
-            self.tell_gone(gone);
-            self.contents.shorten(gone.run);
+    /// Emits the evicted blocks of a node and truncates it.
+    fn end_run(&mut self, run: EvictedRun) {
+        if run.node != NodeId::NONE {
+            self.emit_removed(run);
+            self.tree.truncate(run.node);
         }
     }
 
-    fn tell_gone(&mut self, Gone { run, first, last }: Gone) {
+    fn emit_removed(&mut self, EvictedRun { node, first, last }: EvictedRun) {
         if let Some(events) = self.events.as_mut().filter(|_| last > 0) {
-            events.remove(self.contents.names(run, first, last));
+            events.remove(self.tree.hashes(node, first, last));
         }
     }
 
-    /// Forgets every content that nobody holds. How many blocks that are.
+    /// Evicts every evictable block. Returns how many.
     pub(crate) fn evict_all(&mut self) -> usize {
-        let evictable = List::EVICTABLE.into_iter();
-        let evictable: Vec<BlockId> = evictable.flat_map(|list| self.queue.iter(list)).collect();
-        self.settle_events();
+        let lists = List::EVICTABLE.into_iter();
+        let evictable: Vec<BlockId> = lists.flat_map(|list| self.queue.iter(list)).collect();
+        self.hash_stored_blocks();
         if let Some(events) = &mut self.events {
-            events.mark();
+            events.seal();
         }
         for &block in &evictable {
             self.queue.unlink(block);
-            let mut gone = Gone::NOTHING;
-            self.evict(block, &mut gone);
-            self.end_run(gone);
-            self.settle(&[block]);
+            let mut run = EvictedRun::NONE;
+            self.evict(block, &mut run);
+            self.end_run(run);
+            self.enqueue_unused(&[block]);
         }
-        let nothing_held = self.contents.held().next().is_none();
+        let is_empty = self.tree.cached().next().is_none();
         if let Some(events) = self.events.as_mut()
             && !evictable.is_empty()
-            && nothing_held
+            && is_empty
         {
             events.clear();
         }
         evictable.len()
     }
 
-    /// The block's content, if it has one, loses this block.
+    /// Removes a block from the prefix index, if it is cached.
     pub(crate) fn forget(&mut self, block: BlockId) {
-        if self.content(block).is_some() {
-            let (content, group) = self.clear(block);
-            self.contents.clear_block(content, usize::from(group));
+        if self.cached_at(block).is_some() {
+            let (cached, group) = self.clear(block);
+            self.tree.clear_block(cached, usize::from(group));
         }
     }
 
-    /// A block knows no content any more; which it was, of which layer group.
+    /// A block id holds no cached block any more. Returns the one that it held, and its layer group.
     #[inline(always)] // as `evict`
-    fn clear(&mut self, block: BlockId) -> (Spot, u8) {
-        let content = std::mem::replace(&mut self.held[block.at()], Spot::NONE);
-        let place = self.queue.place_mut(block);
-        place.list = List::Free;
-        (content, place.group)
+    fn clear(&mut self, block: BlockId) -> (NodePosition, u8) {
+        let cached = std::mem::replace(&mut self.cached[block.at()], NodePosition::NONE);
+        let meta = self.queue.meta_mut(block);
+        meta.list = List::Free;
+        (cached, meta.group)
     }
 
-    /// A content is in this block now, computed in `step`; no other one held it for this group.
+    /// Caches a block for a layer group that had none at this position, computed in `step`.
     #[inline]
-    pub(crate) fn store(&mut self, content: Spot, group: usize, block: BlockId, step: u32) {
-        self.contents.set_block(content, group, block);
-        self.mark(content, group, block, step);
+    pub(crate) fn store(&mut self, cached: NodePosition, group: usize, block: BlockId, step: u32) {
+        self.tree.set_block(cached, group, block);
+        self.mark(cached, group, block, step);
     }
 
-    /// New contents that follow `spot`, of which nothing has the first row yet, in these blocks,
-    /// row-major. The last of them.
+    /// Caches blocks after `position`, the first of which is not in the tree. `blocks`: by block, then by layer
+    /// group. Returns the position of the last one.
     pub(crate) fn append(
         &mut self,
-        spot: Spot,
+        position: NodePosition,
         tokens: &[u32],
         blocks: &[BlockId],
         step: u32,
-    ) -> Spot {
-        let end = self.contents.append(spot, tokens, blocks);
-        let mut at = if end.run == spot.run {
-            spot
+    ) -> NodePosition {
+        let end = self.tree.append(position, tokens, blocks);
+        let mut at = if end.node == position.node {
+            position
         } else {
-            Spot { rows: 0, ..end }
+            NodePosition { offset: 0, ..end }
         };
         let mut groups = 0..0;
         for &block in blocks {
             let group = groups.next().unwrap_or_else(|| {
-                at.rows += 1;
-                groups = 1..self.contents.groups();
+                at.offset += 1;
+                groups = 1..self.tree.groups();
                 0
             });
             self.mark(at, group, block, step);
@@ -486,21 +536,21 @@ impl Pool {
         end
     }
 
-    /// The part of `store` that is the block's.
-    #[inline(always)] // every new content comes here
-    fn mark(&mut self, content: Spot, group: usize, block: BlockId, step: u32) {
-        self.held[block.at()] = content;
-        let (place, group) = (self.queue.place_mut(block), group as u8);
-        (place.step, place.group, place.list) = (step, group, List::Probation);
-        if self.policy.remembers()
-            && let Some(hash) = self.contents.name(content)
-            && self.policy.comes_back(Ghost { hash, group })
+    /// The block's side of `store`.
+    #[inline(always)] // every block that becomes cached comes here
+    fn mark(&mut self, cached: NodePosition, group: usize, block: BlockId, step: u32) {
+        self.cached[block.at()] = cached;
+        let (meta, group) = (self.queue.meta_mut(block), group as u8);
+        (meta.step, meta.group, meta.list) = (step, group, List::Probation);
+        if self.policy.has_ghosts()
+            && let Some(hash) = self.tree.hash(cached)
+            && self.policy.has_ghost(Ghost { hash, group })
         {
-            place.list = self.policy.used_again();
+            meta.list = self.policy.list_of_reused();
         }
     }
 
-    /// An evictable block gives its content to the block that computed it again.
+    /// Replaces an evictable block in the tree by the block that computed it again.
     pub(crate) fn take_over(
         &mut self,
         evictable: BlockId,
@@ -508,67 +558,64 @@ impl Pool {
         block: BlockId,
         step: u32,
     ) {
-        let list = self.queue.place(evictable).list;
+        let list = self.queue.meta(evictable).list;
         self.queue.unlink(evictable);
-        let (content, _) = self.clear(evictable);
-        self.settle(&[evictable]);
-        self.store(content, group, block, step);
+        let (cached, _) = self.clear(evictable);
+        self.enqueue_unused(&[evictable]);
+        self.store(cached, group, block, step);
         if list == List::Protected {
-            self.queue.place_mut(block).list = list;
+            self.queue.meta_mut(block).list = list;
         }
         self.stats.taken_over_blocks += 1;
     }
 
-    /// The `rows` contents up to `end` are there now; before, no block held them.
+    /// The `count` blocks up to `end` are cached now, and were not before.
     #[inline]
-    pub(crate) fn tell_stored(&mut self, end: Spot, rows: usize) {
-        self.stats.registered_blocks += rows as u64;
-        if let Some(events) = self.events.as_mut().filter(|_| rows > 0) {
-            events.store(end, rows);
-            // Whoever stores pays for the names: no later call has more of them to compute than that.
-            if events.num_stored() > MOST_UNNAMED {
-                events.settle(&mut self.contents);
+    pub(crate) fn emit_stored(&mut self, end: NodePosition, count: usize) {
+        self.stats.registered_blocks += count as u64;
+        if let Some(events) = self.events.as_mut().filter(|_| count > 0) {
+            events.store(end, count);
+            // The calls that store blocks pay for their hashes, so no later call has more to compute than this.
+            if events.num_stored() > MAX_UNHASHED {
+                self.hash_stored_blocks();
             }
         }
     }
 
-    /// Names what is stored: before a content may go, or somebody asks for names or how many were hashed.
-    fn settle_events(&mut self) {
+    /// Hashes the stored blocks: before an eviction, and when events or counters are read.
+    fn hash_stored_blocks(&mut self) {
         if let Some(events) = &mut self.events {
-            events.settle(&mut self.contents);
+            let tree = &mut self.tree;
+            events.hash_stored(|end, count, events| tree.append_stored(end, count, events));
         }
     }
 
-    pub(crate) fn num_waiting_events(&self) -> usize {
-        self.events.as_ref().map_or(0, EventLog::num_waiting)
+    pub(crate) fn num_pending_events(&self) -> usize {
+        self.events.as_ref().map_or(0, EventLog::num_pending)
     }
 
     pub(crate) fn take_events(&mut self) -> Vec<Event> {
-        self.settle_events();
+        self.hash_stored_blocks();
         self.events.as_mut().map(EventLog::take).unwrap_or_default()
     }
 
-    /// The names of all contents that are there.
-    pub(crate) fn names(&mut self) -> Vec<u128> {
-        self.settle_events();
-        let held: Vec<Spot> = self.contents.held().collect();
-        let ready = |spot: &Spot| {
-            self.contents
-                .blocks(*spot)
-                .any(|block| self.is_ready(block))
-        };
-        let ready: Vec<Spot> = held.into_iter().filter(ready).collect();
-        ready
+    /// The hashes of all cached blocks.
+    pub(crate) fn cached_hashes(&mut self) -> Vec<u128> {
+        self.hash_stored_blocks();
+        let is_ready =
+            |cached: &NodePosition| self.tree.blocks(*cached).any(|block| self.is_ready(block));
+        let ready: Vec<NodePosition> = self.tree.cached().filter(is_ready).collect();
+        let hashes = ready
             .into_iter()
-            .filter_map(|spot| self.contents.name(spot))
-            .collect()
+            .filter_map(|cached| self.tree.hash(cached));
+        hashes.collect()
     }
 }
 
-/// A table entry more; whether it is the block's first one.
+/// Adds a table entry; 1 if it is the block's first one.
 #[inline]
-fn hold(place: &mut Place) -> usize {
-    let [seq_refs, _] = place.counts_mut();
+fn hold(meta: &mut BlockMeta) -> usize {
+    let [seq_refs, _] = meta.counts_mut();
     *seq_refs += 1;
     usize::from(*seq_refs == 1)
 }

@@ -1,17 +1,17 @@
-//! Where each block is: in the free queue, or held. The queue is doubly linked lists by index in a flat array:
+//! The free queue: doubly linked lists, by index in a flat array.
 //!
 //! ```text
 //!   free                probation, protected
 //!   last freed first    least recently used first
 //! ```
 //!
-//! Free blocks are handed out first; then an evictable one, from the list that the eviction policy says.
-//! Every operation is O(1) and allocates nothing.
+//! Free blocks are allocated first, then evictable ones from the list that the eviction policy chooses. Every
+//! operation is O(1) and allocates nothing.
 
 use crate::check::ensure;
 use crate::ids::BlockId;
 
-/// The lists of the queue. A policy that knows one kind of evictable blocks uses `Probation` alone.
+/// The lists of the queue. A policy with one list of evictable blocks uses `Probation` only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum List {
@@ -27,31 +27,30 @@ impl List {
     pub(crate) const EVICTABLE: [Self; 2] = [Self::Probation, Self::Protected];
 }
 
-/// What of a block is read and written whenever it is reused or released: four of them are a cache line.
+/// What is read and written whenever a block is reused or released: four of them fill a cache line.
 #[derive(Clone, Copy)]
 #[repr(align(16))]
-pub(crate) struct Place {
-    /// While it waits, the blocks before and behind it. Else two of its counts: live sequences whose table
-    /// holds it, and open plans that read it beside their sequences' own, once for each time.
+pub(crate) struct BlockMeta {
+    /// In the queue: the blocks before and after it. Else two counts: live sequences whose table contains it, and
+    /// pins of open plans.
     pair: [u32; 2],
-    /// The step that computes the content, or has computed it.
+    /// The step that computes the cached block, or has computed it.
     pub(crate) step: u32,
-    /// The layer group of which it holds the content.
+    /// The layer group for which it is cached.
     pub(crate) group: u8,
-    /// The list in which it waits, or will wait when nobody holds it.
+    /// Its list in the queue, now or once it has no holder.
     pub(crate) list: List,
-    /// Whether it is in the queue.
-    waits: bool,
+    queued: bool,
 }
 
-const _: () = assert!(size_of::<Place>() == 16);
+const _: () = assert!(size_of::<BlockMeta>() == 16);
 
-const NEW: Place = Place {
+const UNUSED: BlockMeta = BlockMeta {
     pair: [0; 2],
     step: 0,
     group: 0,
     list: List::Free,
-    waits: false,
+    queued: false,
 };
 
 #[derive(Clone, Copy)]
@@ -60,35 +59,35 @@ struct Link {
     next: BlockId,
 }
 
-const NO_LINK: Link = Link {
+const UNLINKED: Link = Link {
     prev: BlockId::NONE,
     next: BlockId::NONE,
 };
 
-impl Place {
+impl BlockMeta {
     #[inline]
-    pub(crate) fn waits(&self) -> bool {
-        self.waits
+    pub(crate) fn is_queued(&self) -> bool {
+        self.queued
     }
 
-    /// Live sequences whose table holds the block, and fences.
+    /// Live sequences whose table contains the block, and pins of open plans.
     #[inline]
     pub(crate) fn counts(&self) -> [u32; 2] {
-        if self.waits { [0; 2] } else { self.pair }
+        if self.queued { [0; 2] } else { self.pair }
     }
 
-    /// The same, to be changed, of a block that does not wait.
+    /// The same, mutable, of a block that is not queued.
     #[inline]
     pub(crate) fn counts_mut(&mut self) -> &mut [u32; 2] {
-        debug_assert!(!self.waits);
+        debug_assert!(!self.queued);
         &mut self.pair
     }
 
-    /// Its neighbours, if it waits.
+    /// Its neighbours in the queue.
     #[inline]
     fn link(&self) -> Link {
-        if !self.waits {
-            return NO_LINK;
+        if !self.queued {
+            return UNLINKED;
         }
         let [prev, next] = self.pair.map(BlockId::from);
         Link { prev, next }
@@ -96,40 +95,40 @@ impl Place {
 
     #[inline]
     fn leave(&mut self, seq_refs: u32) {
-        (self.pair, self.waits) = ([seq_refs, 0], false);
+        (self.pair, self.queued) = ([seq_refs, 0], false);
     }
 }
 
-/// All blocks; those that nobody holds in the order in which they are handed out.
+/// All blocks; those without holders in the order in which they are allocated.
 pub(crate) struct FreeQueue {
-    /// One per block, and at the end a sentinel per list that closes its ring.
-    places: Vec<Place>,
+    /// One per block, and a sentinel per list at the end that closes its ring.
+    metas: Vec<BlockMeta>,
     lens: [usize; LISTS.len()],
 }
 
 impl FreeQueue {
-    pub(crate) const BYTES_PER_BLOCK: usize = size_of::<Place>();
+    pub(crate) const BYTES_PER_BLOCK: usize = size_of::<BlockMeta>();
 
     /// Empty lists over `num_blocks` blocks.
-    pub(crate) fn over(num_blocks: usize) -> Result<Self, std::collections::TryReserveError> {
-        let mut places = Vec::new();
-        places.try_reserve_exact(num_blocks + LISTS.len())?;
-        places.resize(num_blocks, NEW);
+    pub(crate) fn new(num_blocks: usize) -> Result<Self, std::collections::TryReserveError> {
+        let mut metas = Vec::new();
+        metas.try_reserve_exact(num_blocks + LISTS.len())?;
+        metas.resize(num_blocks, UNUSED);
         for list in LISTS {
-            places.push(Place {
+            metas.push(BlockMeta {
                 pair: [(num_blocks + list as usize) as u32; 2],
                 list,
-                waits: true,
-                ..NEW
+                queued: true,
+                ..UNUSED
             });
         }
         let lens = [0; LISTS.len()];
-        Ok(Self { places, lens })
+        Ok(Self { metas, lens })
     }
 
     #[inline]
     pub(crate) fn num_blocks(&self) -> usize {
-        self.places.len() - LISTS.len()
+        self.metas.len() - LISTS.len()
     }
 
     #[inline]
@@ -138,18 +137,18 @@ impl FreeQueue {
     }
 
     /// The blocks, in the order of their ids.
-    pub(crate) fn places(&self) -> &[Place] {
-        &self.places[..self.num_blocks()]
+    pub(crate) fn metas(&self) -> &[BlockMeta] {
+        &self.metas[..self.num_blocks()]
     }
 
     #[inline]
-    pub(crate) fn place(&self, block: BlockId) -> &Place {
-        &self.places[block.at()]
+    pub(crate) fn meta(&self, block: BlockId) -> &BlockMeta {
+        &self.metas[block.at()]
     }
 
     #[inline]
-    pub(crate) fn place_mut(&mut self, block: BlockId) -> &mut Place {
-        &mut self.places[block.at()]
+    pub(crate) fn meta_mut(&mut self, block: BlockId) -> &mut BlockMeta {
+        &mut self.metas[block.at()]
     }
 
     /// Blocks in all lists.
@@ -163,13 +162,13 @@ impl FreeQueue {
         self.lens[list as usize]
     }
 
-    /// Begins to put blocks into the queue.
+    /// Begins to push blocks into the queue.
     #[inline]
-    pub(crate) fn joining(&mut self) -> Joining<'_> {
+    pub(crate) fn begin_push(&mut self) -> BatchPush<'_> {
         let list = List::Probation;
-        let last = self.place(self.sentinel(list)).link().prev;
-        Joining {
-            places: &mut self.places,
+        let last = self.meta(self.sentinel(list)).link().prev;
+        BatchPush {
+            metas: &mut self.metas,
             lens: &mut self.lens,
             list,
             last,
@@ -177,54 +176,53 @@ impl FreeQueue {
         }
     }
 
-    /// Takes blocks off the head of a list, up to `most` as far as there are any, and adds them to `taken`:
-    /// each has one table entry then.
+    /// Pops at most `most` blocks from the front of a list and adds them to `taken`, each with one table entry.
     #[inline]
-    pub(crate) fn pop_heads(&mut self, list: List, most: usize, taken: &mut Vec<BlockId>) {
+    pub(crate) fn pop_front(&mut self, list: List, most: usize, taken: &mut Vec<BlockId>) {
         let (sentinel, count) = (self.sentinel(list), most.min(self.len_of(list)));
-        let mut first = self.place(sentinel).link().next;
+        let mut first = self.meta(sentinel).link().next;
         for _ in 0..count {
             taken.push(first);
-            let place = self.place_mut(first);
-            first = BlockId::from(place.pair[1]);
-            place.leave(1);
+            let meta = self.meta_mut(first);
+            first = BlockId::from(meta.pair[1]);
+            meta.leave(1);
         }
         self.join(sentinel, first);
         self.lens[list as usize] -= count;
     }
 
-    /// Takes a block out of its list, if it is in one.
+    /// Unlinks a block, if it is queued.
     #[inline]
     pub(crate) fn unlink(&mut self, block: BlockId) {
         self.unlink_all(&[block], |_| {});
     }
 
-    /// Takes out those of these blocks that are in a list, and does `each` to every one. Neighbours that come
-    /// last first, as the blocks of a sequence went in, leave together: what is around them is linked once.
+    /// Unlinks the queued blocks, then calls `each` on all of them. Neighbours in the order last to first, as the
+    /// blocks of a sequence were pushed, are unlinked together.
     #[inline(always)]
-    pub(crate) fn unlink_all(&mut self, blocks: &[BlockId], mut each: impl FnMut(&mut Place)) {
-        let (mut gap, mut list, mut count) = (NO_LINK, List::Free, 0);
+    pub(crate) fn unlink_all(&mut self, blocks: &[BlockId], mut each: impl FnMut(&mut BlockMeta)) {
+        let (mut gap, mut list, mut count) = (UNLINKED, List::Free, 0);
         for &block in blocks {
-            // Looked at before it is compared, by its own number and not by what its neighbour says: places
-            // lie anywhere in memory, and so no one waits for the one before.
-            let mut prev = self.place(block).link().prev;
+            // Read by its own id, before the comparison with its neighbour's link: the reads are scattered in memory
+            // and must not wait for each other.
+            let mut prev = self.meta(block).link().prev;
             if block != gap.prev {
                 self.close(gap, list, count);
-                let place = self.place(block);
-                (gap, list, count) = (place.link(), place.list, 0);
+                let meta = self.meta(block);
+                (gap, list, count) = (meta.link(), meta.list, 0);
                 prev = gap.prev; // the gap before may have ended beside it
             }
-            let place = self.place_mut(block);
-            if place.waits {
-                place.leave(0);
+            let meta = self.meta_mut(block);
+            if meta.queued {
+                meta.leave(0);
             }
             (gap.prev, count) = (prev, count + 1);
-            each(place);
+            each(meta);
         }
         self.close(gap, list, count);
     }
 
-    /// Links what is on both sides of a gap, if there is one, that `count` blocks of a list leave.
+    /// Links the two sides of a gap that `count` blocks of a list leave.
     #[inline]
     fn close(&mut self, gap: Link, list: List, count: usize) {
         if gap.prev != BlockId::NONE {
@@ -235,18 +233,18 @@ impl FreeQueue {
 
     #[inline]
     fn join(&mut self, prev: BlockId, next: BlockId) {
-        self.place_mut(prev).pair[1] = next.get();
-        self.place_mut(next).pair[0] = prev.get();
+        self.meta_mut(prev).pair[1] = next.get();
+        self.meta_mut(next).pair[0] = prev.get();
     }
 
-    /// A list from head to tail, for the validator and for clearing the cache.
+    /// A list from front to back.
     pub(crate) fn iter(&self, list: List) -> impl Iterator<Item = BlockId> + '_ {
         let sentinel = self.sentinel(list);
-        let mut at = self.place(sentinel).link().next;
+        let mut at = self.meta(sentinel).link().next;
         std::iter::from_fn(move || {
             (at != sentinel).then(|| {
                 let block = at;
-                at = self.place(block).link().next;
+                at = self.meta(block).link().next;
                 block
             })
         })
@@ -255,7 +253,7 @@ impl FreeQueue {
     /// Walks the rings both ways and counts.
     pub(crate) fn check(&self) -> Result<(), String> {
         LISTS.iter().try_for_each(|&list| self.check_ring(list))?;
-        let waiting = self.places().iter().filter(|place| place.waits).count();
+        let waiting = self.metas().iter().filter(|meta| meta.queued).count();
         let len = self.len();
         ensure(waiting == len, || {
             format!("free queue: {waiting} blocks marked, {len} counted")
@@ -265,10 +263,10 @@ impl FreeQueue {
     fn check_ring(&self, list: List) -> Result<(), String> {
         let (sentinel, len) = (self.sentinel(list), self.len_of(list));
         let (mut at, mut seen) = (sentinel, 0);
-        // The way back is looked at with each link, so the walk cannot end up in a smaller circle.
+        // Each link is checked in both directions, so the walk cannot enter a smaller ring.
         loop {
-            let next = self.place(at).link().next;
-            let back = self.places.get(next.at()).map(|place| place.link().prev);
+            let next = self.meta(at).link().next;
+            let back = self.metas.get(next.at()).map(|meta| meta.link().prev);
             ensure(back == Some(at), || {
                 format!("{list:?}: {at:?} and {next:?} disagree")
             })?;
@@ -284,59 +282,59 @@ impl FreeQueue {
     }
 }
 
-/// Blocks on their way into the queue, one after the other: what comes to the same tail is linked to what
-/// comes there next. The lists are whole again once it has ended.
-pub(crate) struct Joining<'a> {
-    places: &'a mut [Place],
+/// Pushes blocks one after the other. The tail of the current list is linked once, at the end: until then the list is
+/// open.
+pub(crate) struct BatchPush<'a> {
+    metas: &'a mut [BlockMeta],
     lens: &'a mut [usize; LISTS.len()],
-    /// The list of the last one, which that is, and how many came there since.
+    /// The current list, its last block, and how many blocks were pushed to it.
     list: List,
     last: BlockId,
     count: usize,
 }
 
-impl Joining<'_> {
+impl BatchPush<'_> {
     #[inline]
     fn sentinel(&self, list: List) -> BlockId {
-        BlockId::new(self.places.len() - LISTS.len() + list as usize)
+        BlockId::new(self.metas.len() - LISTS.len() + list as usize)
     }
 
     #[inline]
-    pub(crate) fn place_mut(&mut self, block: BlockId) -> &mut Place {
-        &mut self.places[block.at()]
+    pub(crate) fn meta_mut(&mut self, block: BlockId) -> &mut BlockMeta {
+        &mut self.metas[block.at()]
     }
 
-    /// A free block goes to the head of its list, an evictable one to the tail. Nobody holds it.
-    #[inline(always)] // the end of every sequence comes here for each of its blocks
+    /// Pushes a block without holders: a free one to the front of its list, an evictable one to the back.
+    #[inline(always)] // each block of every sequence that ends comes here
     pub(crate) fn push(&mut self, block: BlockId) {
-        let list = self.place_mut(block).list;
-        debug_assert_eq!(self.place_mut(block).counts_mut(), &[0; 2]);
+        let list = self.meta_mut(block).list;
+        debug_assert_eq!(self.meta_mut(block).counts_mut(), &[0; 2]);
         if list != self.list {
             if list == List::Free {
                 return self.push_free(block);
             }
-            self.turn_to(list);
+            self.switch_to(list);
         }
-        self.places[self.last.at()].pair[1] = block.get();
-        let place = &mut self.places[block.at()];
-        (place.pair[0], place.waits) = (self.last.get(), true);
+        self.metas[self.last.at()].pair[1] = block.get();
+        let meta = &mut self.metas[block.at()];
+        (meta.pair[0], meta.queued) = (self.last.get(), true);
         self.last = block;
         self.count += 1;
     }
 
     fn push_free(&mut self, block: BlockId) {
         let prev = self.sentinel(List::Free);
-        let next = std::mem::replace(&mut self.place_mut(prev).pair[1], block.get());
-        self.place_mut(BlockId::from(next)).pair[0] = block.get();
-        let place = self.place_mut(block);
-        (place.pair, place.waits) = ([prev.get(), next], true);
+        let next = std::mem::replace(&mut self.meta_mut(prev).pair[1], block.get());
+        self.meta_mut(BlockId::from(next)).pair[0] = block.get();
+        let meta = self.meta_mut(block);
+        (meta.pair, meta.queued) = ([prev.get(), next], true);
         self.lens[List::Free as usize] += 1;
     }
 
-    fn turn_to(&mut self, list: List) {
+    fn switch_to(&mut self, list: List) {
         self.link_last();
         self.list = list;
-        self.last = self.places[self.sentinel(list).at()].link().prev;
+        self.last = self.metas[self.sentinel(list).at()].link().prev;
     }
 
     #[inline]
@@ -347,8 +345,8 @@ impl Joining<'_> {
     #[inline]
     fn link_last(&mut self) {
         let sentinel = self.sentinel(self.list);
-        self.places[self.last.at()].pair[1] = sentinel.get();
-        self.places[sentinel.at()].pair[0] = self.last.get();
+        self.metas[self.last.at()].pair[1] = sentinel.get();
+        self.metas[sentinel.at()].pair[0] = self.last.get();
         self.lens[self.list as usize] += std::mem::take(&mut self.count);
     }
 }
@@ -360,11 +358,11 @@ mod tests {
 
     fn push(queue: &mut FreeQueue, list: List, block: usize) {
         let block = BlockId::new(block);
-        let place = queue.place_mut(block);
-        (place.list, *place.counts_mut()) = (list, [0; 2]);
-        let mut joining = queue.joining();
-        joining.push(block);
-        joining.end();
+        let meta = queue.meta_mut(block);
+        (meta.list, *meta.counts_mut()) = (list, [0; 2]);
+        let mut batch = queue.begin_push();
+        batch.push(block);
+        batch.end();
     }
 
     fn order(queue: &FreeQueue) -> Vec<u32> {
@@ -373,7 +371,7 @@ mod tests {
 
     #[test]
     fn keeps_order_under_every_operation() {
-        let mut queue = FreeQueue::over(5).expect("five blocks fit");
+        let mut queue = FreeQueue::new(5).expect("five blocks fit");
         for block in [3, 2, 1, 0, 4] {
             push(&mut queue, Free, block);
         }
@@ -381,22 +379,22 @@ mod tests {
         queue.unlink(BlockId::new(1));
         queue.unlink(BlockId::new(3));
         assert_eq!(order(&queue), [4, 0, 2]);
-        assert!(!queue.place(BlockId::new(1)).waits());
+        assert!(!queue.meta(BlockId::new(1)).is_queued());
         let mut taken = vec![BlockId::new(7)];
-        queue.pop_heads(Free, 1, &mut taken);
+        queue.pop_front(Free, 1, &mut taken);
         assert_eq!(taken, [7, 4].map(BlockId::new));
         push(&mut queue, Protected, 4);
         push(&mut queue, Free, 1);
         assert_eq!(order(&queue), [1, 0, 2]);
         assert_eq!((queue.len_of(Protected), queue.len()), (1, 4));
         queue.check().expect("consistent");
-        queue.pop_heads(Free, 2, &mut taken);
+        queue.pop_front(Free, 2, &mut taken);
         assert_eq!((taken.len(), order(&queue)), (4, vec![2]));
         queue
             .check()
             .expect("consistent when two were taken at once");
-        queue.pop_heads(Free, 2, &mut taken);
-        queue.pop_heads(Free, 2, &mut taken);
+        queue.pop_front(Free, 2, &mut taken);
+        queue.pop_front(Free, 2, &mut taken);
         assert_eq!(taken, [7, 4, 1, 0, 2].map(BlockId::new));
         assert_eq!((queue.len(), queue.len_of(Free)), (1, 0));
         queue.check().expect("consistent when a list is empty");
@@ -404,7 +402,7 @@ mod tests {
 
     /// Blocks 0 to 2 free, block 3 protected, blocks 4 and 5 in no list.
     fn queue() -> FreeQueue {
-        let mut queue = FreeQueue::over(6).expect("six blocks fit");
+        let mut queue = FreeQueue::new(6).expect("six blocks fit");
         (0..3).rev().for_each(|block| push(&mut queue, Free, block));
         push(&mut queue, Protected, 3);
         queue
@@ -415,7 +413,7 @@ mod tests {
         // Every order of some blocks of two lists, one of them in none.
         let all = [0, 1, 2, 3, 4, 5, 6].map(BlockId::new);
         for seed in 0..5040_usize {
-            let mut queue = FreeQueue::over(7).expect("seven blocks fit");
+            let mut queue = FreeQueue::new(7).expect("seven blocks fit");
             (0..4).rev().for_each(|block| push(&mut queue, Free, block));
             (4..6).for_each(|block| push(&mut queue, Protected, block));
             let (mut left, mut order, mut rest) = (all.to_vec(), vec![], seed);
@@ -436,30 +434,30 @@ mod tests {
     }
 
     fn link(queue: &mut FreeQueue, block: usize, prev: usize, next: usize) {
-        let place = queue.place_mut(BlockId::new(block));
-        (place.pair, place.waits) = ([prev as u32, next as u32], true);
+        let meta = queue.meta_mut(BlockId::new(block));
+        (meta.pair, meta.queued) = ([prev as u32, next as u32], true);
     }
 
     type Case = (&'static str, fn(&mut FreeQueue));
 
     const SPOILT: &[Case] = &[
         ("Free: BlockId(0) and BlockId(1) disagree", |q| {
-            q.places[1].pair[0] = 2;
+            q.metas[1].pair[0] = 2;
         }),
         ("Free: BlockId(1) and BlockId(none) disagree", |q| {
-            q.places[1].pair[1] = u32::MAX;
+            q.metas[1].pair[1] = u32::MAX;
         }),
         ("Protected: BlockId(3) and BlockId(8) disagree", |q| {
-            q.places[8].pair[0] = 2;
+            q.metas[8].pair[0] = 2;
         }),
         ("Free: 3 blocks linked, 4 counted", |q| q.lens[0] = 4),
         ("Free: 3 blocks linked, 2 counted", |q| q.lens[0] = 2),
         ("Probation: 0 blocks linked, 1 counted", |q| q.lens[1] = 1),
         ("Free: BlockId(0) and BlockId(1) disagree", |q| {
-            q.places[1].waits = false;
+            q.metas[1].queued = false;
         }),
         ("free queue: 5 blocks marked, 4 counted", |q| {
-            q.places[4].waits = true;
+            q.metas[4].queued = true;
         }),
         ("free queue: 6 blocks marked, 4 counted", |q| {
             link(q, 4, 5, 5);

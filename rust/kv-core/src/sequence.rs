@@ -1,31 +1,31 @@
-//! Sequences: tokens, block table, how much is computed, where they stand among the contents.
+//! Sequences: tokens, block table, and how much of them is computed and registered.
 
 use std::fmt;
 use std::mem::offset_of;
 use std::num::NonZero;
+use std::ops::Deref;
 
-use crate::contents::Spot;
 use crate::error::Error;
-use crate::ids::SeqKey;
+use crate::ids::{BlockId, NodePosition, SeqKey};
 use crate::table::BlockTable;
 
-/// Where a sequence stands among the contents: its first rows are those on the path to `tip`.
-/// They are ready, or computed by an open step; shared or shareable, and never written again.
-#[repr(C)] // the rows belong to the hot line of a sequence, the tip does not
+/// The registered rows of a sequence: its first `rows` are the blocks on the path to `last` in the radix tree. They
+/// are ready, or an open step computes them, and they are never written again.
+#[repr(C)] // the rows belong to the hot line of a sequence, the last does not
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Registered {
     rows: u32,
-    pub(crate) tip: Spot,
+    pub(crate) last: NodePosition,
 }
 
 impl Registered {
     #[inline]
-    pub(crate) fn new(tip: Spot, rows: usize) -> Self {
+    pub(crate) fn new(last: NodePosition, rows: usize) -> Self {
         let rows = rows as u32;
-        Self { rows, tip }
+        Self { rows, last }
     }
 
-    pub(crate) fn at_root(root: Spot) -> Self {
+    pub(crate) fn at_root(root: NodePosition) -> Self {
         Self::new(root, 0)
     }
 
@@ -35,7 +35,7 @@ impl Registered {
     }
 }
 
-/// A row of the logits of a step: twice that and one more, so that none needs no room.
+/// A row of the logits of a step, stored as `2 * row + 1`, so that `Option<SampleRow>` takes no more space.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SampleRow(NonZero<u32>);
 
@@ -45,7 +45,7 @@ impl SampleRow {
         Self(NonZero::<u32>::MIN | (row as u32) << 1)
     }
 
-    /// What stands for the token that is sampled there, which is not known: -1 - row.
+    /// The placeholder in `input_ids` for the token sampled there: -1 - row.
     #[inline]
     pub(crate) fn as_input(self) -> i64 {
         -1 - i64::from(self.0.get() >> 1)
@@ -58,47 +58,67 @@ impl fmt::Debug for SampleRow {
     }
 }
 
-/// In the first cache line what the plan and the commit of a decode read and write, but for the table,
-/// which is in the second; the ends of `tokens` and `table` are elsewhere.
+/// The state of a sequence. The first cache line has what planning and committing a decode read and write, except the
+/// table, which is in the second.
 #[repr(C, align(64))]
-pub(crate) struct Sequence {
+pub(crate) struct SequenceState {
     pub(crate) id: u64,
     pub(crate) tokens: Vec<u32>,
-    /// Where the open plans that hold it will have brought it; `computed` if none does.
+    /// Tokens computed once the open plans are committed.
     pub(crate) planned_end: usize,
     /// Tokens whose KV is in the table's blocks.
     pub(crate) computed: usize,
-    /// The open plans that hold it, by their seats.
-    pub(crate) plans: Seats,
-    /// Tokens that open plans sample for it: their positions are known, their values are not.
+    /// The open plans that hold it.
+    pub(crate) plans: PlanSet,
+    /// Pending tokens: open plans sample them, so their positions are known and their values are not.
     pub(crate) pending: u8,
-    /// An open plan computes drafts for it: where it ends is not known.
+    /// An open plan computes drafts for it, so its end is not known.
     pub(crate) speculating: bool,
-    /// Its handle is gone or it was freed; it lives on in an open plan.
+    /// It was dropped or freed, and an open plan still holds it.
     pub(crate) dropped: bool,
-    /// The row of the newest plan that samples the last pending token, if any is.
+    /// The row of the newest plan that samples the last pending token.
     pub(crate) sample_row: SampleRow,
-    /// Rows before this one may be shared with a fork although no content is registered for them.
+    /// Rows before this one may be shared with a fork, registered or not.
     pub(crate) shared_rows: u32,
     pub(crate) registered: Registered,
-    /// Changes when an entry of the table changes other than by growth.
+    /// Incremented whenever the table changes other than by growth.
     pub(crate) table_version: u32,
     pub(crate) table: BlockTable,
-    pub(crate) root: Spot,
-    /// Tokens reused from the cache since the sequence was last without blocks.
+    pub(crate) root: NodePosition,
+    /// Cached tokens that it reuses, since it was last without blocks.
     pub(crate) cached: usize,
-    /// False: always computes its prompt (its blocks are registered all the same).
+    /// False: it computes its whole prompt. Its blocks are registered all the same.
     pub(crate) read_cache: bool,
 }
 
-const _: () = assert!(offset_of!(Sequence, registered) + size_of::<u32>() == 64);
-const _: () = assert!(offset_of!(Sequence, root) == 128);
+/// A sequence. Its state can be read everywhere, and is changed by its own methods only.
+pub(crate) struct Sequence(SequenceState);
 
-/// Which of the open plans, of which there are two at most: each has a seat of its own.
+impl Deref for Sequence {
+    type Target = SequenceState;
+
+    #[inline]
+    fn deref(&self) -> &SequenceState {
+        &self.0
+    }
+}
+
+/// For the tests of validators, which corrupt it.
+#[cfg(test)]
+impl std::ops::DerefMut for Sequence {
+    fn deref_mut(&mut self) -> &mut SequenceState {
+        &mut self.0
+    }
+}
+
+const _: () = assert!(offset_of!(SequenceState, registered) + size_of::<u32>() == 64);
+const _: () = assert!(offset_of!(SequenceState, root) == 128);
+
+/// A set of open plans, of which there are at most two.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Seats(pub(crate) u8);
+pub(crate) struct PlanSet(pub(crate) u8);
 
-impl Seats {
+impl PlanSet {
     pub(crate) const NONE: Self = Self(0);
     pub(crate) const FIRST: Self = Self(1);
     pub(crate) const SECOND: Self = Self(2);
@@ -121,13 +141,19 @@ impl Seats {
 
 impl Sequence {
     #[inline]
-    fn new(id: u64, tokens: Vec<u32>, table: BlockTable, root: Spot, read_cache: bool) -> Self {
-        Self {
+    fn new(
+        id: u64,
+        tokens: Vec<u32>,
+        table: BlockTable,
+        root: NodePosition,
+        read_cache: bool,
+    ) -> Self {
+        Self(SequenceState {
             id,
             tokens,
             planned_end: 0,
             computed: 0,
-            plans: Seats::NONE,
+            plans: PlanSet::NONE,
             pending: 0,
             speculating: false,
             dropped: false,
@@ -139,22 +165,22 @@ impl Sequence {
             root,
             cached: 0,
             read_cache,
-        }
+        })
     }
 
-    /// Tokens, pending ones included, that no open plan computes yet.
+    /// Tokens that no open plan computes yet, pending ones included.
     #[inline]
-    pub(crate) fn left(&self) -> usize {
+    pub(crate) fn num_unplanned(&self) -> usize {
         (self.tokens.len() + usize::from(self.pending)).saturating_sub(self.planned_end)
     }
 
-    /// Whether its block of a row may be a fork's too, and is to be written.
+    /// Whether its block of a row may be shared with a fork and is yet to be written.
     #[inline]
     pub(crate) fn may_share(&self, row: usize) -> bool {
         (self.registered.rows()..self.shared_rows as usize).contains(&row)
     }
 
-    /// The row that samples its last pending token.
+    /// The row that samples its last pending token, if it has one.
     #[inline]
     pub(crate) fn pending_row(&self) -> Option<SampleRow> {
         (self.pending > 0).then_some(self.sample_row)
@@ -166,8 +192,8 @@ impl Sequence {
     }
 
     /// Whether a plan may compute its last token.
-    pub(crate) fn check_decode(&self, plan: Seats) -> Result<(), Error> {
-        let (sequence, uncomputed) = (self.id, self.left());
+    pub(crate) fn check_decode(&self, plan: PlanSet) -> Result<(), Error> {
+        let (sequence, uncomputed) = (self.id, self.num_unplanned());
         if self.plans.meets(plan) || self.speculating {
             return Err(Error::InPlan { sequence });
         }
@@ -180,31 +206,153 @@ impl Sequence {
         }
     }
 
-    /// A plan computes it up to `end`, and samples a token in a row if it comes to its last one.
+    /// Adds a plan that computes it up to `end` and samples its next token in `row`, if it reaches the last one.
     #[inline]
-    pub(crate) fn plan_to(&mut self, plan: Seats, end: usize, row: Option<SampleRow>) {
-        self.plans = self.plans.with(plan);
-        self.planned_end = end;
+    pub(crate) fn plan_to(&mut self, plan: PlanSet, end: usize, row: Option<SampleRow>) {
+        self.0.plans = self.plans.with(plan);
+        self.0.planned_end = end;
         if let Some(row) = row {
-            self.pending += 1;
-            self.sample_row = row;
+            self.0.pending += 1;
+            self.0.sample_row = row;
         }
     }
 
-    /// A plan that holds it is committed. Whether it ends with that.
-    #[inline]
-    pub(crate) fn leave_plan(&mut self, plan: Seats) -> bool {
-        self.plans = self.plans.without(plan);
-        self.dropped && self.plans == Seats::NONE
+    /// Its newest plan computes `count` drafts after the last token.
+    pub(crate) fn plan_drafts(&mut self, count: usize) {
+        self.0.planned_end += count;
+        self.0.speculating = true;
     }
 
-    /// Where it is without any plan.
+    /// Its next plan starts after `tokens` cached tokens.
+    pub(crate) fn skip_cached(&mut self, tokens: usize) {
+        self.0.planned_end += tokens;
+    }
+
+    /// The row that samples its last pending token has moved.
+    pub(crate) fn set_sample_row(&mut self, row: SampleRow) {
+        self.0.sample_row = row;
+    }
+
+    /// Undoes `plan_to` and `plan_drafts`: it is planned to `end` again, and `row` samples its last pending token.
+    pub(crate) fn unplan(
+        &mut self,
+        plan: PlanSet,
+        end: usize,
+        samples: bool,
+        row: Option<SampleRow>,
+    ) {
+        self.0.plans = self.plans.without(plan);
+        self.0.planned_end = end;
+        self.0.pending -= u8::from(samples);
+        self.0.speculating = false;
+        if let (true, Some(row)) = (self.pending > 0, row) {
+            self.0.sample_row = row;
+        }
+    }
+
+    /// Replaces its oldest pending token by its value.
+    #[inline]
+    pub(crate) fn push_sampled(&mut self, token: u32) {
+        self.0.tokens.push(token);
+        self.0.pending -= 1;
+    }
+
+    /// Commits a plan that computed it up to `end`. Returns whether the sequence ends with it.
+    #[inline]
+    pub(crate) fn commit(&mut self, plan: PlanSet, end: usize) -> bool {
+        self.0.computed = end;
+        self.0.plans = self.plans.without(plan);
+        self.dropped && self.plans == PlanSet::NONE
+    }
+
+    /// After `commit` of a plan with drafts: `accepted` tokens follow the sampled one, and `rejected` drafts that it
+    /// computed do not.
+    pub(crate) fn accept_drafts(&mut self, accepted: &[u32], rejected: usize) {
+        self.0.tokens.extend_from_slice(accepted);
+        self.set_computed(self.computed - rejected);
+        self.0.speculating = false;
+    }
+
+    /// Counts cached tokens that it reuses.
+    pub(crate) fn count_cached(&mut self, tokens: usize) {
+        self.0.cached += tokens;
+    }
+
+    /// Sets its computed tokens, outside a plan.
     pub(crate) fn set_computed(&mut self, computed: usize) {
-        (self.computed, self.planned_end) = (computed, computed);
+        (self.0.computed, self.0.planned_end) = (computed, computed);
+    }
+
+    /// Appends known tokens.
+    pub(crate) fn append(&mut self, tokens: &[u32]) {
+        self.0.tokens.extend_from_slice(tokens);
+    }
+
+    /// Sets its registered rows.
+    #[inline]
+    pub(crate) fn register(&mut self, registered: Registered) {
+        self.0.registered = registered;
+    }
+
+    /// Rows before `rows` may be shared with a fork from now on.
+    pub(crate) fn share_rows(&mut self, rows: usize) {
+        self.0.shared_rows = self.shared_rows.max(rows as u32);
+    }
+
+    /// Its handle was dropped or it was freed.
+    pub(crate) fn set_dropped(&mut self) {
+        self.0.dropped = true;
+    }
+
+    /// Replaces its table, outside a plan: `computed` tokens are in it, and its rows are `registered`.
+    pub(crate) fn set_table(&mut self, table: BlockTable, registered: Registered, computed: usize) {
+        (self.0.table, self.0.registered) = (table, registered);
+        (self.0.cached, self.0.shared_rows) = (0, 0);
+        self.set_computed(computed);
+    }
+
+    /// Inserts matched rows after its registered ones. Rows before `seen` of a group slide out of its window, and go to
+    /// `slid`.
+    pub(crate) fn insert_match(
+        &mut self,
+        rows: BlockTable,
+        registered: Registered,
+        seen: impl Fn(usize) -> usize,
+        slid: &mut Vec<(usize, BlockId)>,
+    ) {
+        let (at, table) = (self.registered.rows(), &mut self.0.table);
+        for group in 0..table.groups() {
+            table.slide(group, seen(group).min(at), |block| {
+                slid.push((group, block))
+            });
+        }
+        let only_grows = slid.is_empty() && table.rows() == at;
+        self.0.table_version += u32::from(!only_grows);
+        self.0.table.insert(at, rows);
+        self.register(registered);
+    }
+
+    /// Changes its table other than by growth.
+    #[inline]
+    pub(crate) fn change_table<R>(&mut self, change: impl FnOnce(&mut BlockTable) -> R) -> R {
+        self.0.table_version += 1;
+        change(&mut self.0.table)
+    }
+
+    /// Appends rows to its table; the blocks are row-major.
+    #[inline]
+    pub(crate) fn push_rows(&mut self, blocks: &[BlockId]) {
+        self.0.table.push_rows(blocks);
+    }
+
+    /// The blocks of a table of one group, to append to.
+    #[inline]
+    pub(crate) fn tail_of_one(&mut self) -> &mut Vec<BlockId> {
+        self.0.table.tail_of_one()
     }
 }
 
-/// All sequences of a manager, by slot; keys are checked at every use. A slot without one has the id 0.
+/// All sequences of a manager, by slot. A vacant slot has the id 0.
 pub(crate) struct Sequences {
     manager: u32,
     groups: usize,
@@ -224,12 +372,17 @@ impl Sequences {
         }
     }
 
-    /// How many there have been.
+    /// Sequences created so far.
     pub(crate) fn made(&self) -> u64 {
         self.next_id
     }
 
-    pub(crate) fn insert(&mut self, tokens: Vec<u32>, root: Spot, read_cache: bool) -> SeqKey {
+    pub(crate) fn insert(
+        &mut self,
+        tokens: Vec<u32>,
+        root: NodePosition,
+        read_cache: bool,
+    ) -> SeqKey {
         self.next_id += 1;
         let table = BlockTable::new(self.groups);
         let sequence = Sequence::new(self.next_id, tokens, table, root, read_cache);
@@ -250,7 +403,7 @@ impl Sequences {
         }
     }
 
-    /// The sequence behind a caller's key.
+    /// The sequence of a caller's key.
     #[inline]
     pub(crate) fn get(&self, key: SeqKey) -> Result<&Sequence, Error> {
         match self.slots.get(key.slot as usize) {
@@ -259,18 +412,18 @@ impl Sequences {
         }
     }
 
-    /// The sequence, if a plan may compute its last token and it shares no row that it would write.
+    /// The sequence, if a plan may compute its last token without a copy on write.
     #[inline]
-    pub(crate) fn decoding(&mut self, key: SeqKey, plan: Seats) -> Option<&mut Sequence> {
+    pub(crate) fn decoding(&mut self, key: SeqKey, plan: PlanSet) -> Option<&mut Sequence> {
         let seq = self.slots.get_mut(key.slot as usize)?;
-        let is_it = seq.id == key.id && key.manager == self.manager;
-        let is_in = seq.plans.meets(plan) | seq.speculating | seq.dropped;
+        let matches = seq.id == key.id && key.manager == self.manager;
+        let is_held = seq.plans.meets(plan) | seq.speculating | seq.dropped;
         let left_one = seq.tokens.len() + usize::from(seq.pending) == seq.planned_end + 1;
         let shares = seq.shared_rows > seq.registered.rows;
-        (is_it && !is_in && left_one && !shares).then_some(seq)
+        (matches && !is_held && left_one && !shares).then_some(seq)
     }
 
-    /// The sequence of a slot that is known to have one.
+    /// The sequence of a slot that is not vacant.
     #[inline]
     pub(crate) fn at(&self, slot: u32) -> &Sequence {
         &self.slots[slot as usize]
@@ -281,10 +434,10 @@ impl Sequences {
         &mut self.slots[slot as usize]
     }
 
-    /// Where the sequence stood, and its root.
-    pub(crate) fn remove(&mut self, slot: u32) -> (Registered, Spot) {
+    /// Removes a sequence. Returns its registered rows and its root.
+    pub(crate) fn remove(&mut self, slot: u32) -> (Registered, NodePosition) {
         self.vacant.push(slot);
-        let seq = self.at_mut(slot);
+        let seq = &mut self.at_mut(slot).0;
         (seq.id, seq.tokens, seq.table) = (0, Vec::new(), BlockTable::new(1));
         (seq.registered, seq.root)
     }
@@ -302,7 +455,7 @@ impl Sequences {
 fn no_sequence(key: SeqKey, manager: u32) -> Error {
     match key.manager == manager {
         true => Error::FreedSequence { sequence: key.id },
-        false => Error::Foreign {
+        false => Error::WrongManager {
             what: "sequence",
             id: key.id,
         },

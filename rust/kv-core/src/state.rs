@@ -1,33 +1,32 @@
-//! Sequences and the pool together: what changes a sequence's blocks outside a step.
+//! Sequences and the pool: calls that change a sequence's blocks outside a step.
 
 #[path = "state/check.rs"]
 mod check;
 
 use crate::config::Config;
-use crate::contents::Spot;
 use crate::error::Error;
 use crate::groups::Groups;
-use crate::ids::{BlockId, SeqKey};
-use crate::matching::{Match, Wanted};
-use crate::pin::Pin;
-use crate::pool::Pool;
-use crate::sequence::{Registered, Seats, Sequence, Sequences};
+use crate::handles::Pin;
+use crate::ids::{BlockId, NodePosition, SeqKey};
+use crate::pool::{Pool, Purpose};
+use crate::radix::Match;
+use crate::sequence::{PlanSet, Registered, Sequence, Sequences};
 use crate::table::BlockTable;
 
-/// What steps work on.
+/// The state that steps change.
 pub(crate) struct State {
     pub(crate) groups: Groups,
     pub(crate) pool: Pool,
     pub(crate) seqs: Sequences,
-    /// Whether contents are registered, matched and merged at all.
+    /// Whether blocks are registered, matched and merged.
     pub(crate) caching: bool,
-    /// Whether they are shared before they are there.
+    /// Whether blocks are shared before they are computed.
     pub(crate) sharing: bool,
-    /// Whether a block is copied for the tokens that it has in common with another one.
-    pub(crate) lending: bool,
-    /// The match under way; kept to save the allocation.
+    /// Whether a match that ends inside a block copies its beginning.
+    pub(crate) partial_reuse: bool,
+    /// The current match; kept to save the allocation.
     pub(crate) matched: Match,
-    /// Blocks on their way to their tables; kept for the same reason.
+    /// Scratch for allocated blocks.
     pub(crate) taken: Vec<BlockId>,
 }
 
@@ -39,43 +38,55 @@ impl State {
             seqs,
             caching: config.prefix_caching,
             sharing: config.prefix_caching && config.in_flight_sharing,
-            lending: config.prefix_caching && config.partial_reuse,
-            matched: Match::NOTHING,
+            partial_reuse: config.prefix_caching && config.partial_reuse,
+            matched: Match::NONE,
             taken: Vec::new(),
         }
     }
 
-    /// The sequence behind a key, which no open plan may hold.
+    /// The sequence of a key; an error if an open plan holds it.
     pub(crate) fn at_rest(&self, key: SeqKey) -> Result<&Sequence, Error> {
         let seq = self.seqs.get(key)?;
         match seq.plans {
-            Seats::NONE => Ok(seq),
+            PlanSet::NONE => Ok(seq),
             _ => Err(Error::InPlan { sequence: seq.id }),
         }
     }
 
-    /// Blocks for the table to have `rows` rows. The caller has counted that there are as many.
+    /// Allocates blocks until the table has `rows` rows. The caller has checked that they are available.
     #[inline]
     pub(crate) fn allocate(&mut self, slot: u32, rows: usize) {
-        let table = &mut self.seqs.at_mut(slot).table;
-        let missing = rows.saturating_sub(table.rows()) * table.groups();
+        let seq = self.seqs.at_mut(slot);
+        let missing = rows.saturating_sub(seq.table.rows()) * seq.table.groups();
         if missing == 0 {
             return;
         }
-        if table.groups() == 1 {
-            self.pool.take(missing, table.tail_of_one());
+        if seq.table.groups() == 1 {
+            self.pool.take(missing, seq.tail_of_one());
         } else {
             let mut taken = Vec::new();
             self.pool.take(missing, &mut taken);
-            table.push_rows(&taken);
+            seq.push_rows(&taken);
         }
     }
 
-    /// One block more, which is nobody's table entry yet.
+    /// Allocates a block that is in no table yet.
     pub(crate) fn allocate_one(&mut self) -> BlockId {
         let mut taken = Vec::new();
         self.pool.take(1, &mut taken);
         taken[0]
+    }
+
+    /// Replaces a block of a table; returns the old one.
+    pub(crate) fn replace_block(
+        &mut self,
+        slot: u32,
+        group: usize,
+        row: usize,
+        block: BlockId,
+    ) -> BlockId {
+        let seq = self.seqs.at_mut(slot);
+        seq.change_table(|table| table.replace(group, row, block))
     }
 
     /// Shortens a table to `rows` rows, last entry first, so that prefixes outlive continuations.
@@ -83,17 +94,16 @@ impl State {
         let seq = self.seqs.at_mut(slot);
         let end = seq.table.rows();
         if rows < end {
-            seq.table_version += 1;
             let pool = &mut self.pool;
-            match seq.table.groups() {
-                1 => seq.table.cut_one(rows, |blocks| pool.release_all(blocks)),
-                _ => seq.table.take_rows(rows..end, |block| pool.release(block)),
-            }
+            seq.change_table(|table| match table.groups() {
+                1 => table.cut_one(rows, |blocks| pool.release_all(blocks)),
+                _ => table.take_rows(rows..end, |block| pool.release(block)),
+            });
         }
     }
 
-    /// The rows of which a sequence needs the windows: those computed, and registered if they ever are.
-    pub(crate) fn settled_rows(&self, seq: &Sequence) -> usize {
+    /// Rows that are final: computed, and registered if caching is on. Windows are kept for these.
+    pub(crate) fn final_rows(&self, seq: &Sequence) -> usize {
         let full = self.groups.row_of(seq.computed);
         if self.caching {
             full.min(seq.registered.rows())
@@ -102,8 +112,7 @@ impl State {
         }
     }
 
-    /// Gives back what no later token of the sequence can see: the rows before the windows of its
-    /// last full row. Rows that are yet to be registered wait.
+    /// Releases the rows that no later token of the sequence reads: those before the windows of its last final row.
     #[inline]
     pub(crate) fn slide(&mut self, slot: u32) {
         if self.groups.have_windows() {
@@ -112,69 +121,81 @@ impl State {
         }
     }
 
-    /// How many blocks that gave back.
+    /// Returns how many blocks were released.
     fn slide_windows(&mut self, slot: u32) -> u64 {
-        let rows = self.settled_rows(self.seqs.at(slot));
-        let mut given_back = 0;
-        for group in 0..self.groups.len() {
-            let start = self.groups.first_row(group, rows);
-            let pool = &mut self.pool;
-            self.seqs.at_mut(slot).table.slide(group, start, |block| {
-                given_back += 1;
-                pool.release(block);
-            });
+        let seq = self.seqs.at(slot);
+        let rows = self.final_rows(seq);
+        let starts = |group| self.groups.first_row(group, rows).min(seq.table.rows());
+        if (0..self.groups.len()).all(|group| starts(group) <= seq.table.start(group)) {
+            return 0;
         }
-        self.seqs.at_mut(slot).table_version += u32::from(given_back > 0);
-        given_back
+        let (pool, mut released) = (&mut self.pool, 0);
+        self.seqs.at_mut(slot).change_table(|table| {
+            for group in 0..self.groups.len() {
+                let start = self.groups.first_row(group, rows);
+                table.slide(group, start, |block| {
+                    released += 1;
+                    pool.release(block);
+                });
+            }
+        });
+        released
     }
 
-    /// The table and the end of a pin on the longest prefix of a sequence's registered rows whose KV
-    /// is there and of which no window has slid; how many rows that are.
-    pub(crate) fn pin_on(&self, key: SeqKey) -> Result<(BlockTable, Spot, usize), Error> {
+    /// The table, end and rows of a pin on the longest prefix of a sequence's registered rows that is ready and of
+    /// which no window has slid.
+    pub(crate) fn pin_on(&self, key: SeqKey) -> Result<(BlockTable, NodePosition, usize), Error> {
         let seq = self.seqs.get(key)?;
-        let is_there = |row: usize| seq.table.row(row).all(|block| self.pool.is_ready(block));
+        let is_ready = |row: usize| seq.table.row(row).all(|block| self.pool.is_ready(block));
         let first = (0..self.groups.len())
             .map(|group| seq.table.start(group))
             .min();
         let first = first.unwrap_or(0).min(seq.registered.rows());
-        let missing = (first..seq.registered.rows()).find(|&row| !is_there(row));
+        let missing = (first..seq.registered.rows()).find(|&row| !is_ready(row));
         let rows = missing.unwrap_or(seq.registered.rows());
-        // Of fewer rows a window would begin even earlier.
+        // With fewer rows a window would begin even earlier.
         let prefix = seq
             .table
             .prefix(rows, |group| self.groups.first_row(group, rows));
         Ok(match prefix {
             Some(table) if rows > 0 => {
-                let Registered { tip, .. } = seq.registered;
-                let tip = self.pool.contents.back(tip, seq.registered.rows() - rows);
-                (table, tip, rows)
+                let Registered { last, .. } = seq.registered;
+                let last = self
+                    .pool
+                    .tree()
+                    .ancestor(last, seq.registered.rows() - rows);
+                (table, last, rows)
             }
             _ => self.no_pin(),
         })
     }
 
     /// The table of a pin on the longest cached prefix of `tokens`, as `pin_on`.
-    pub(crate) fn match_prefix(&mut self, tokens: &[u32], root: Spot) -> (BlockTable, Spot, usize) {
-        self.matched.walk(
-            &mut self.pool,
+    pub(crate) fn match_prefix(
+        &mut self,
+        tokens: &[u32],
+        root: NodePosition,
+    ) -> (BlockTable, NodePosition, usize) {
+        self.pool.find_match(
+            &mut self.matched,
             &self.groups,
             tokens,
             (root, 0),
-            Wanted::Ready,
+            Purpose::Read,
         );
-        let Match { tip, rows, .. } = &self.matched;
-        match rows {
+        let Match { last, num_rows, .. } = &self.matched;
+        match num_rows {
             0 => self.no_pin(),
             _ => (
                 BlockTable::of_match(&self.matched, 0, &self.groups),
-                *tip,
-                *rows,
+                *last,
+                *num_rows,
             ),
         }
     }
 
-    pub(crate) fn no_pin(&self) -> (BlockTable, Spot, usize) {
-        (BlockTable::new(self.groups.len()), Spot::NONE, 0)
+    pub(crate) fn no_pin(&self) -> (BlockTable, NodePosition, usize) {
+        (BlockTable::new(self.groups.len()), NodePosition::NONE, 0)
     }
 
     /// Puts a pin's blocks into the table of a sequence that has none.
@@ -185,22 +206,21 @@ impl State {
                 blocks: seq.table.len(),
             });
         }
-        let Some(tip) = pin.end() else {
+        let Some(last) = pin.end() else {
             return Ok(());
         };
         let tokens = seq.tokens.get(..pin.num_tokens());
-        if !tokens.is_some_and(|tokens| self.pool.contents.leads_to(seq.root, tokens, tip)) {
+        if !tokens.is_some_and(|tokens| self.pool.tree().leads_to(seq.root, tokens, last)) {
             return Err(Error::PinMismatch {
                 pin_tokens: pin.num_tokens(),
                 sequence_tokens: seq.tokens.len(),
             });
         }
+        let computed = pin.num_tokens().min(seq.tokens.len() - 1);
+        let registered = Registered::new(last, pin.table().rows());
         let seq = self.seqs.at_mut(key.slot);
-        seq.table = pin.table().clone();
-        let rows = seq.table.rows();
-        seq.registered = Registered::new(tip, rows);
-        seq.set_computed(pin.num_tokens().min(seq.tokens.len() - 1));
-        seq.cached = seq.computed;
+        seq.set_table(pin.table().clone(), registered, computed);
+        seq.count_cached(computed);
         for group in 0..self.groups.len() {
             self.pool.hold_all(pin.table().blocks_of(group));
         }
@@ -219,16 +239,16 @@ impl State {
         }
         let mut computed = seq.computed.min(num_tokens);
         let full = self.groups.row_of(computed);
-        let (tip, rows) = (seq.registered.tip, seq.registered.rows());
-        let tip = self.pool.contents.back(tip, rows.saturating_sub(full));
-        let mut registered = Registered::new(tip, rows.min(full));
-        // What is yet to be registered is kept too.
-        let settled = if self.caching {
+        let (last, rows) = (seq.registered.last, seq.registered.rows());
+        let last = self.pool.tree().ancestor(last, rows.saturating_sub(full));
+        let mut registered = Registered::new(last, rows.min(full));
+        // Rows that are yet to be registered are kept, too.
+        let final_rows = if self.caching {
             registered.rows()
         } else {
             full
         };
-        let needed = |group| self.groups.first_row(group, settled);
+        let needed = |group| self.groups.first_row(group, final_rows);
         let has_all = (0..self.groups.len())
             .all(|group| seq.table.start(group) <= self.groups.first_row(group, full));
         let table = seq.table.prefix(self.groups.rows(computed), needed);
@@ -242,19 +262,18 @@ impl State {
         for group in 0..self.groups.len() {
             self.pool.hold_all(table.blocks_of(group));
         }
-        self.pool.contents.share_root(root);
-        let shared_rows = self.groups.rows(computed) as u32;
-        let parent = self.seqs.at_mut(key.slot);
-        parent.shared_rows = parent.shared_rows.max(shared_rows);
+        self.pool.share_root(root);
+        let shared_rows = self.groups.rows(computed);
+        self.seqs.at_mut(key.slot).share_rows(shared_rows);
         let key = self.seqs.insert(tokens, root, read_cache);
         let fork = self.seqs.at_mut(key.slot);
-        (fork.table, fork.registered, fork.shared_rows) = (table, registered, shared_rows);
-        fork.set_computed(computed);
-        fork.cached = cached;
+        fork.set_table(table, registered, computed);
+        fork.count_cached(cached);
+        fork.share_rows(shared_rows);
         Ok(key)
     }
 
-    /// Gives back the blocks past the first `num_tokens` tokens; how many.
+    /// Releases the blocks after the first `num_tokens` tokens. Returns how many.
     pub(crate) fn trim(&mut self, key: SeqKey, num_tokens: usize) -> Result<usize, Error> {
         let seq = self.at_rest(key)?;
         if num_tokens < seq.computed {
@@ -270,28 +289,25 @@ impl State {
         Ok((before - keep) * self.groups.len())
     }
 
-    /// Takes a sequence's blocks away and keeps its tokens.
+    /// Releases a sequence's blocks and keeps its tokens.
     pub(crate) fn reset(&mut self, key: SeqKey) -> Result<(), Error> {
         self.at_rest(key)?;
         self.shorten(key.slot, 0);
         let seq = self.seqs.at_mut(key.slot);
-        seq.table = BlockTable::new(self.groups.len());
-        seq.set_computed(0);
-        (seq.cached, seq.shared_rows) = (0, 0);
-        seq.registered = Registered::at_root(seq.root);
+        let root = Registered::at_root(seq.root);
+        seq.set_table(BlockTable::new(self.groups.len()), root, 0);
         Ok(())
     }
 
-    /// Ends a sequence, unless an open plan holds it: then its plan does.
+    /// Ends a sequence; one that an open plan holds ends with the plan.
     pub(crate) fn end_sequence(&mut self, slot: u32) {
         let seq = self.seqs.at_mut(slot);
-        seq.dropped = true;
-        if seq.plans != Seats::NONE {
+        seq.set_dropped();
+        if seq.plans != PlanSet::NONE {
             return;
         }
         self.shorten(slot, 0);
-        let (stood, root) = self.seqs.remove(slot);
-        self.pool.contents.rest(stood.tip.run);
-        self.pool.contents.release_root(root);
+        let (registered, root) = self.seqs.remove(slot);
+        self.pool.release_root(root, registered.last);
     }
 }

@@ -1,41 +1,76 @@
-//! Figures to watch.
+//! Figures: where every block is, counters, and a snapshot of the whole pool.
 
-/// Where every block of the pool is. `free + evictable + active + pinned` is the pool, after every call.
+use std::sync::Arc;
+
+/// Blocks of the pool by state. `free + evictable + active + pinned` is the pool, after every call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct PoolUsage {
-    /// Blocks without content that nobody holds.
+    /// Not held and not cached.
     pub free: usize,
-    /// Blocks with a ready content that nobody holds: matchable, and evicted least recently used first.
+    /// Cached and not held: they match, and are evicted least recently used first.
     pub evictable: usize,
-    /// Blocks in the tables of live sequences.
+    /// In the tables of live sequences.
     pub active: usize,
-    /// Blocks that only pins hold.
+    /// Held by pins and open steps only.
     pub pinned: usize,
 }
 
 impl PoolUsage {
-    /// What admission may look at: blocks that an allocation can take.
+    /// Blocks that can be allocated: what admission may count on.
     pub fn available(&self) -> usize {
         self.free + self.evictable
     }
 
-    /// The pool.
+    /// All blocks of the pool.
     pub fn num_blocks(&self) -> usize {
         self.free + self.evictable + self.active + self.pinned
     }
 }
 
-/// Where one block is. The numbers are those of `PoolSnapshot`.
+/// The state of a block. The numbers are those of [`PoolSnapshot::states`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockState {
-    /// Nobody holds it, it has no content.
+    /// Not held and not cached.
     Free,
-    /// Nobody holds it, its content can be matched.
+    /// Cached and not held.
     Evictable,
     /// In the table of a live sequence.
     Active,
-    /// In pins only.
+    /// Held by pins and open steps only.
     Pinned,
+}
+
+/// The pool at one moment, for dashboards: one entry per block in each column, and the radix tree. It contains
+/// no tokens.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PoolSnapshot {
+    /// As `BlockState`: 0 free, 1 evictable, 2 active, 3 pinned.
+    pub states: Vec<u8>,
+    /// All references.
+    pub refs: Vec<u32>,
+    /// Live sequences whose table contains the block.
+    pub seq_refs: Vec<u32>,
+    /// Steps since the block was computed; 0 if it is not cached.
+    pub ages: Vec<u32>,
+    /// The number of the block's radix node, from 1; 0 if it is not cached.
+    pub nodes: Vec<u32>,
+    /// Its index in that node, from 1; 0 if it is not cached.
+    pub node_indices: Vec<u32>,
+    /// The radix tree; node 1 is the first.
+    pub tree: Vec<SnapshotNode>,
+}
+
+/// A node of the radix tree: cached blocks in a row. The root of a namespace has none.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SnapshotNode {
+    /// The number of the parent; 0 for the root of a namespace.
+    pub parent: u32,
+    /// The node is attached after so many blocks of its parent.
+    pub parent_index: u32,
+    /// Blocks in the node.
+    pub len: u32,
+    /// The namespace, if this is its root.
+    pub namespace: Option<Arc<[u8]>>,
 }
 
 macro_rules! stats {
@@ -56,48 +91,46 @@ macro_rules! stats {
 }
 
 stats! {
-    /// Tokens of prefill work that committed steps have settled: cached + computed.
+    /// Prompt tokens of committed prefills: cached and computed.
     prompt_tokens,
-    /// Of these, tokens reused from the cache: prefill work saved.
+    /// Of these, tokens that were cached: prefill work saved.
     cached_tokens,
-    /// Tokens whose KV was computed in committed steps, prefill and decode.
+    /// Tokens computed by committed steps, prefill and decode.
     computed_tokens,
-    /// Blocks reused from the cache in committed steps.
+    /// Cached blocks that committed prefills reused.
     hit_blocks,
-    /// Blocks shared while an open step computed them for another sequence: neither stored nor computed
-    /// twice.
+    /// Blocks shared while an open step computed them for another sequence: neither stored nor computed twice.
     in_flight_blocks,
-    /// Blocks that held their content while its tokens were computed again, because something before
-    /// them was missing: not stored twice.
+    /// Blocks that were cached already while their tokens were computed again, because a block before them was
+    /// missing: not stored twice.
     already_cached_blocks,
-    /// Prefills that found something cached although their sequences had begun before: what others have
-    /// computed meanwhile.
+    /// Prefills of started sequences that matched blocks which others had cached since.
     rematches,
-    /// Prefills that began inside a block, behind tokens copied from another one.
+    /// Prefills that began inside a block, after copied tokens.
     partial_hits,
-    /// Tokens that these copied instead of computing them; `cached_tokens` has them too.
+    /// Tokens copied for these instead of computed; included in `cached_tokens`.
     partial_tokens,
-    /// Blocks handed out.
+    /// Blocks allocated.
     allocated_blocks,
-    /// Contents that were new to the tree or came back to it.
+    /// Blocks that became cached.
     registered_blocks,
-    /// Evictable blocks whose content was given up for an allocation.
+    /// Cached blocks evicted for an allocation.
     evicted_blocks,
-    /// Blocks given back because they slid out of their group's window: no later token sees them.
+    /// Blocks released because they slid out of their group's window.
     slid_blocks,
-    /// Late merges: duplicates given back because another block held the same content. Memory saved.
+    /// Late merges: duplicates released because the same prefix was cached already. Memory saved.
     merged_blocks,
-    /// Contents moved from an evictable block to the block that computed them again.
+    /// Evictable blocks replaced by the block that computed them again.
     taken_over_blocks,
-    /// Blocks copied: because a fork's holders part, or for a prefill that began inside a block.
+    /// Blocks copied, for forks that diverge and prefills that begin inside a block.
     copied_blocks,
-    /// Draft tokens computed in committed steps.
+    /// Draft tokens computed by committed steps.
     draft_tokens,
     /// Of these, accepted ones.
     accepted_draft_tokens,
-    /// Blocks kept private because another content has their hash.
+    /// Blocks without a hash, because another block has the same one.
     collisions,
-    /// Blocks hashed, to name a content or to find a run.
+    /// Blocks hashed, for the outside world or to find a radix node.
     hashed_blocks,
     /// Steps committed.
     committed_steps,

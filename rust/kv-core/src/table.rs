@@ -1,11 +1,11 @@
-//! Block tables without holes: of each layer group a start, the rows given back before it, and one
-//! block for each row from there on. What would be missing in the middle cannot be written.
+//! Block tables: for each layer group a start, before which all rows are released, and one block for each row from
+//! there on. Gaps are unrepresentable.
 
 use std::ops::Range;
 
 use crate::groups::Groups;
 use crate::ids::BlockId;
-use crate::matching::Match;
+use crate::radix::Match;
 
 /// The blocks of one layer group.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -20,7 +20,7 @@ impl Column {
         self.start + self.blocks.len()
     }
 
-    /// What a row-major list has for this group.
+    /// Appends this group's blocks of a row-major list.
     #[inline]
     fn push(&mut self, blocks: &[BlockId], group: usize, groups: usize) {
         match groups {
@@ -31,7 +31,7 @@ impl Column {
         }
     }
 
-    /// Takes out those of these rows that are there; what follows moves up to the first of them.
+    /// Removes those of these rows that are in the table; the rows after them move up.
     fn take_rows(&mut self, rows: Range<usize>) -> std::vec::Drain<'_, BlockId> {
         let start = rows.start.saturating_sub(self.start);
         let end = rows.end.saturating_sub(self.start);
@@ -40,7 +40,7 @@ impl Column {
     }
 }
 
-/// The blocks of a prefix: every group has as many rows, and its own start.
+/// The blocks of a sequence or a pin: every group has as many rows, and its own start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct BlockTable {
     first: Column,
@@ -55,11 +55,11 @@ impl BlockTable {
         }
     }
 
-    /// The rows of a match, from row `from` on, each group from where what is computed after the match,
-    /// or again, sees it.
+    /// The rows of a match, from row `from` on; each group from the first row that tokens computed after the match, or
+    /// again, read.
     pub(crate) fn of_match(found: &Match, from: usize, groups: &Groups) -> Self {
         let mut table = Self::new(groups.len());
-        let (blocks, rows) = (&found.blocks, from + found.rows);
+        let (blocks, rows) = (&found.blocks, from + found.num_rows);
         for group in 0..groups.len() {
             let start = groups.first_row_of(group, rows, found.replay).max(from);
             let column = table.column_mut(group);
@@ -95,7 +95,7 @@ impl BlockTable {
         1 + self.others.len()
     }
 
-    /// Rows, those given back included.
+    /// Rows, released ones included.
     #[inline]
     pub(crate) fn rows(&self) -> usize {
         self.first.end()
@@ -118,21 +118,21 @@ impl BlockTable {
         &self.column(group).blocks
     }
 
-    /// The block of a row, unless it was given back.
+    /// The block of a row, unless it was released.
     #[inline]
     pub(crate) fn get(&self, group: usize, row: usize) -> Option<BlockId> {
         let column = self.column(group);
         column.blocks.get(row.checked_sub(column.start)?).copied()
     }
 
-    /// The block of a row that is there.
+    /// The block of a row that is not released.
     #[inline]
     pub(crate) fn at(&self, group: usize, row: usize) -> BlockId {
         let column = self.column(group);
         column.blocks[row - column.start]
     }
 
-    /// Puts another block in place of one that is there, which it returns.
+    /// Replaces a block; returns the old one.
     pub(crate) fn replace(&mut self, group: usize, row: usize, block: BlockId) -> BlockId {
         let column = self.column_mut(group);
         std::mem::replace(&mut column.blocks[row - column.start], block)
@@ -140,10 +140,10 @@ impl BlockTable {
 
     /// All blocks, row by row.
     pub(crate) fn blocks(&self) -> impl DoubleEndedIterator<Item = BlockId> + '_ {
-        let one = self.others.is_empty();
-        let first = if one { &self.first.blocks[..] } else { &[] };
+        let is_one = self.others.is_empty();
+        let first = if is_one { &self.first.blocks[..] } else { &[] };
         let starts = (0..self.groups()).map(|group| self.start(group));
-        let start = if one {
+        let start = if is_one {
             self.rows()
         } else {
             starts.min().unwrap_or(0)
@@ -155,19 +155,19 @@ impl BlockTable {
             .chain(rows.flat_map(|row| self.row(row)))
     }
 
-    /// The blocks of a row that are there.
+    /// The blocks of a row that are not released.
     pub(crate) fn row(&self, row: usize) -> impl DoubleEndedIterator<Item = BlockId> + '_ {
         (0..self.groups()).filter_map(move |group| self.get(group, row))
     }
 
-    /// How many blocks there are.
+    /// Number of blocks.
     pub(crate) fn len(&self) -> usize {
         (0..self.groups())
             .map(|group| self.blocks_of(group).len())
             .sum()
     }
 
-    /// Rows more at the end, row-major.
+    /// Appends rows; the blocks are row-major.
     #[inline]
     pub(crate) fn push_rows(&mut self, blocks: &[BlockId]) {
         let groups = self.groups();
@@ -176,14 +176,14 @@ impl BlockTable {
         }
     }
 
-    /// As `push_rows`, of the one group that there is.
+    /// The blocks of a table of one group, to append to.
     #[inline]
     pub(crate) fn tail_of_one(&mut self) -> &mut Vec<BlockId> {
         debug_assert!(self.others.is_empty());
         &mut self.first.blocks
     }
 
-    /// Takes the last rows out, of the one group that there is, when `each` has seen them.
+    /// Calls `each` on the rows from `rows` on, then removes them. For tables of one group.
     #[inline]
     pub(crate) fn cut_one(&mut self, rows: usize, each: impl FnOnce(&[BlockId])) {
         let Column { start, blocks } = &mut self.first;
@@ -193,13 +193,13 @@ impl BlockTable {
         *start = rows.min(*start);
     }
 
-    /// The blocks of a group, to be spoilt.
+    /// The blocks of a group, to be corrupted.
     #[cfg(test)]
     pub(crate) fn tail_of_group(&mut self, group: usize) -> &mut Vec<BlockId> {
         &mut self.column_mut(group).blocks
     }
 
-    /// Takes rows out; their blocks, the last one first.
+    /// Removes rows; calls `each` on their blocks, the last one first.
     pub(crate) fn take_rows(&mut self, rows: Range<usize>, mut each: impl FnMut(BlockId)) {
         if rows.is_empty() {
             return;
@@ -216,7 +216,7 @@ impl BlockTable {
         }
     }
 
-    /// Gives back a group's rows before `start`; their blocks, the last one first.
+    /// Releases a group's rows before `start`; calls `each` on their blocks, the last one first.
     pub(crate) fn slide(&mut self, group: usize, start: usize, each: impl FnMut(BlockId)) {
         let column = self.column_mut(group);
         let gone = start.saturating_sub(column.start).min(column.blocks.len());
@@ -224,8 +224,8 @@ impl BlockTable {
         column.start += gone;
     }
 
-    /// Puts rows in before row `at`: those of a table that begins there. A group of which that table
-    /// begins later has nothing before.
+    /// Inserts the rows of a table that begins at row `at` before that row. A group that begins later in it has no
+    /// rows before `at`.
     pub(crate) fn insert(&mut self, at: usize, mut rows: Self) {
         for group in 0..self.groups() {
             let new = std::mem::take(rows.column_mut(group));
@@ -243,8 +243,8 @@ impl BlockTable {
         }
     }
 
-    /// Puts blocks back before a group's first ones: what `slide` took, in its order. `start` is where
-    /// the group begins then.
+    /// Undoes `slide`: inserts the blocks that it released, in its order, before a group's first one. `start`: the
+    /// group's start then.
     pub(crate) fn restore(
         &mut self,
         group: usize,
@@ -259,8 +259,8 @@ impl BlockTable {
         column.start = start;
     }
 
-    /// The first rows of this table, each group from where a token after them sees it, if every group has
-    /// those.
+    /// The first rows of this table, each group from the row that `seen` gives; `None` if a group has released any
+    /// of these.
     pub(crate) fn prefix(&self, rows: usize, seen: impl Fn(usize) -> usize) -> Option<Self> {
         let mut prefix = Self::new(self.groups());
         for group in 0..self.groups() {
@@ -277,7 +277,7 @@ impl BlockTable {
         Some(prefix)
     }
 
-    /// Every group has as many rows.
+    /// Checks that every group has as many rows.
     pub(crate) fn check(&self) -> Result<(), String> {
         let ends = |group: &usize| self.column(*group).end() != self.rows();
         match (0..self.groups()).find(ends) {

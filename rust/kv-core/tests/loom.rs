@@ -8,6 +8,7 @@
 #![cfg(loom)]
 
 use kv_core::{BlockManager, Config, Pin, Prefill, SeqHandle};
+use kv_trace::Record;
 use loom::sync::{Arc, Mutex};
 use loom::thread;
 
@@ -50,7 +51,7 @@ fn pinned_by(mut manager: BlockManager) -> (BlockManager, Pin) {
     (manager, pin)
 }
 
-fn settle(manager: &mut BlockManager, pinned: usize) {
+fn all_released(manager: &mut BlockManager, pinned: usize) {
     manager.check().expect("consistent");
     let usage = manager.usage();
     assert_eq!(usage.num_blocks(), 3);
@@ -65,11 +66,11 @@ fn drop_against(work: fn(&mut BlockManager)) {
         work(&mut manager);
         manager.check().expect("consistent while the pin goes");
         dropper.join().expect("no panic");
-        settle(&mut manager, 0);
+        all_released(&mut manager, 0);
     });
 }
 
-/// While recording, the manager lets go of what a pin held.
+/// While recording, the manager releases the blocks of a pin.
 #[test]
 fn drop_of_a_recorded_pin_against_allocate() {
     loom::model(|| {
@@ -80,7 +81,7 @@ fn drop_of_a_recorded_pin_against_allocate() {
         drop(run(&mut manager, &[8, 9]));
         manager.check().expect("consistent while the pin goes");
         dropper.join().expect("no panic");
-        settle(&mut manager, 0);
+        all_released(&mut manager, 0);
     });
 }
 
@@ -119,7 +120,7 @@ fn drop_against_usage_and_preview() {
     });
 }
 
-/// What a pin's holder did with a block happens before the block's next use.
+/// Accesses to a block through a pin happen before the block's next use.
 #[test]
 fn what_was_read_under_a_pin_happens_before_reuse() {
     loom::model(|| {
@@ -155,6 +156,6 @@ fn two_droppers_and_the_manager() {
         for dropper in droppers {
             dropper.join().expect("no panic");
         }
-        settle(&mut manager.lock().expect("sound"), 0);
+        all_released(&mut manager.lock().expect("sound"), 0);
     });
 }

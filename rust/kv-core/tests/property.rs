@@ -11,7 +11,8 @@ use std::fs::{self, File};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
-use kv_core::{Config, Eviction, replay};
+use kv_core::{Config, Eviction};
+use kv_trace::replay;
 use model::op::Op;
 use model::recording::Recording;
 use model::world::World;
@@ -141,7 +142,7 @@ fn play(world: &mut World, ops: &[Op]) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// What was recorded comes to the same again.
+/// A replay has the same result.
 fn compare_with_replay(world: &mut World, recording: &Recording) -> Result<(), TestCaseError> {
     let (usage, stats) = world.stop_recording();
     let report =

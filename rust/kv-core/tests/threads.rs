@@ -58,7 +58,7 @@ fn fill(token: u32, arrays: &Arrays, start: &Barrier) {
     let plan = manager.begin_step(TOKENS).expect("a plan");
     manager
         .prefill(plan.key(), sequence.key(), TOKENS, None)
-        .expect("room");
+        .expect("blocks suffice");
     start.wait();
     for _ in 0..ROUNDS {
         let mut rows = TableRows::default();

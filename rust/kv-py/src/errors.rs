@@ -46,8 +46,8 @@ pub(crate) fn raise(error: Error) -> PyErr {
         | Error::UnknownBlock { .. } => ConfigError::new_err(text),
         Error::EmptySequence | Error::ForkLength { .. } => TokenError::new_err(text),
         Error::FreedSequence { .. }
-        | Error::Foreign { .. }
-        | Error::ForeignPin { .. }
+        | Error::WrongManager { .. }
+        | Error::PinOfAnotherManager { .. }
         | Error::ReleasedPin => HandleError::new_err(text),
         Error::PinMismatch { .. } | Error::NotFresh { .. } => PinError::new_err(text),
         Error::InPlan { .. }

@@ -3,7 +3,8 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use kv_core::{BlockManager as Core, EndedRecording, Error};
+use kv_core::{BlockManager as Core, Error};
+use kv_trace::{EndedRecording, Record};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
@@ -56,7 +57,7 @@ impl Locked {
         work: impl FnOnce(&mut Core) -> R + Send,
     ) -> PyResult<R> {
         let mut core = self.lock(py)?;
-        if core.num_waiting_events() <= FEW_EVENTS {
+        if core.num_pending_events() <= FEW_EVENTS {
             return Ok(work(&mut core));
         }
         drop(core);
@@ -77,7 +78,7 @@ impl Locked {
     #[inline]
     fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Core>> {
         let mut core = self.0.lock_py_attached(py).map_err(|_| broken())?;
-        core.settle();
+        core.drain_deferred();
         Ok(core)
     }
 }

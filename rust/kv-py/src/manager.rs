@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kv_core::{BlockManager as Core, BlockState, Config, Error};
+use kv_trace::Record;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
@@ -270,12 +271,12 @@ impl BlockManager {
 
     /// Writes every operation from now on to a new file, for `replay`.
     ///
-    /// Only a manager that has had no sequence and no step can be recorded. A thread of its own writes the
+    /// Only a manager that has had no sequence and no step can be recorded. A separate thread writes the
     /// file. If that fails later on or falls 32 MiB behind, the recording ends there and the manager goes on:
     /// `stop_recording` raises.
     /// Raises `TraceError`, and then makes no file; `OSError` if the file cannot be made.
     fn record(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
-        self.core.with(py, |core| core.may_record())?;
+        self.core.with(py, |core| core.check_recordable())?;
         // Without the lock and without the GIL: a pipe waits here for its reader.
         let file = py.detach(|| File::create(&path));
         let file = file.map_err(|error| os_error(&error, Some(&path)))?;

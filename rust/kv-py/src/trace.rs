@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use kv_core::TraceError as CoreError;
+use kv_trace::TraceError as CoreError;
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -27,7 +27,7 @@ pub(crate) fn os_error(error: &io::Error, path: Option<&Path>) -> PyErr {
 
 /// The result of a replay.
 #[pyclass(frozen, module = "pyengine._kv")]
-pub(crate) struct ReplayReport(kv_core::Report);
+pub(crate) struct ReplayReport(kv_trace::Report);
 
 #[pymethods]
 impl ReplayReport {
@@ -123,7 +123,7 @@ impl ReplayReport {
 values! {
     /// An operation that a replay answered otherwise; nothing was replayed after it.
     Divergence {
-        /// Which one, counted from 1.
+        /// Its number, from 1.
         operation: u64,
         /// The operation, in words.
         call: String,
@@ -144,7 +144,7 @@ values! {
 pub(crate) fn replay(py: Python<'_>, path: PathBuf) -> PyResult<ReplayReport> {
     py.detach(|| {
         let file = File::open(&path).map_err(|error| os_error(&error, Some(&path)))?;
-        match kv_core::replay(file) {
+        match kv_trace::replay(file) {
             Ok(report) => Ok(ReplayReport(report)),
             Err(CoreError::Io(error)) => Err(os_error(&error, Some(&path))),
             Err(error) => Err(TraceError::new_err(error.to_string())),

@@ -2,10 +2,10 @@
 
 use crate::config::Config;
 use crate::eviction::Eviction;
-use crate::handle::{PlanHandle, SeqHandle};
+use crate::handles::Pin;
+use crate::handles::{PlanHandle, SeqHandle};
 use crate::ids::PlanKey;
 use crate::manager::BlockManager;
-use crate::pin::Pin;
 use crate::sequence::Sequence;
 use crate::step::Prefill;
 
@@ -24,7 +24,7 @@ pub(crate) const TAIL: u32 = 4;
 pub(crate) const ATTACHED: u32 = 5;
 /// Without blocks.
 pub(crate) const FRESH: u32 = 6;
-/// Of a namespace of its own.
+/// In a separate namespace.
 pub(crate) const TENANT: u32 = 7;
 /// A chunk in each plan; the newer one reuses a row that `TWIN` computes.
 pub(crate) const LONG: u32 = 8;
@@ -133,7 +133,7 @@ impl Scene {
     fn pass(&mut self, tokens: std::ops::Range<u32>) {
         self.run(tokens, b"");
         self.handles.pop();
-        self.manager.settle();
+        self.manager.drain_deferred();
     }
 
     pub(crate) fn seq(&mut self, slot: u32) -> &mut Sequence {
@@ -217,7 +217,7 @@ fn newer_plan(scene: &mut Scene) {
     scene.prefill(taken_back, 100);
     let key = scene.handle(taken_back).key();
     assert_eq!(scene.manager.cancel(plan, key), Ok(vec![]));
-    scene.manager.settle();
+    scene.manager.drain_deferred();
 }
 
 /// Without prefix caching, in a pool that it fills.

@@ -1,56 +1,54 @@
-//! The validator's part that sees into the pool: contents and their blocks, the queue, holders, the
-//! usage.
+//! Validation of the pool: cached blocks, the queue, references, usage.
 
 use std::collections::{HashMap, HashSet};
 
 use super::Pool;
 use crate::check::ensure;
-use crate::contents::Spot;
 use crate::ids::BlockId;
-use crate::queue::{List, Place};
+use crate::ids::NodePosition;
+use crate::queue::{BlockMeta, List};
 
-/// What pins hold at least and at most.
+/// The least and the most block references that pins can hold.
 pub(crate) type PinRefs = (usize, usize);
 
 impl Pool {
-    /// Every block, its place and the content that it holds.
-    fn each(&self) -> impl Iterator<Item = (BlockId, &Place, Option<Spot>)> {
-        let places = self.queue.places().iter().zip(&self.held).enumerate();
-        places.map(|(index, (place, held))| (BlockId::new(index), place, held.some()))
+    /// Every block id, its record, and the cached block that it holds.
+    fn each(&self) -> impl Iterator<Item = (BlockId, &BlockMeta, Option<NodePosition>)> {
+        let metas = self.queue.metas().iter().zip(&self.cached).enumerate();
+        metas.map(|(index, (meta, held))| (BlockId::new(index), meta, held.some()))
     }
 
-    /// Recounts everything. `held`: table entries per block; `fences`: by open plans; `before`: what
-    /// pins held when the mail was looked at; `posted`: the blocks that it names, which the manager
-    /// is yet to take back.
+    /// Recounts everything. `held`: table entries per block; `plan_pins`: pins of open plans; `before`: references of
+    /// pins when `deferred`, the blocks of deferred releases, was read.
     pub(crate) fn check(
         &self,
         held: &[u32],
-        fences: &HashMap<BlockId, u32>,
+        plan_pins: &HashMap<BlockId, u32>,
         before: PinRefs,
-        posted: &HashSet<BlockId>,
+        deferred: &HashSet<BlockId>,
     ) -> Result<(), String> {
         self.queue.check()?;
-        self.check_contents()?;
+        self.check_cached()?;
         self.check_queue()?;
         let (mut active, mut by_pins) = (0, 0);
         let mut lost = None;
-        for (id, place, content) in self.each() {
+        for (id, meta, cached) in self.each() {
             let pins = self.shared.pin_refs_of(id);
-            let fenced = fences.get(&id).copied().unwrap_or(0);
-            let (says, counted) = (place.counts(), [held[id.at()], fenced]);
+            let pinned = plan_pins.get(&id).copied().unwrap_or(0);
+            let (says, counted) = (meta.counts(), [held[id.at()], pinned]);
             ensure(says == counted, || {
-                format!("{id:?} has seq_refs and fences {says:?}, counted {counted:?}")
+                format!("{id:?} has seq_refs and plan_pins {says:?}, counted {counted:?}")
             })?;
             let refs = counted.iter().sum::<u32>() + pins;
-            let queued = place.waits();
+            let queued = meta.is_queued();
             ensure(!queued || refs == 0, || {
                 format!("{id:?} is in the queue with refs {refs}")
             })?;
-            let is_there = content.is_none() || self.is_ready(id);
+            let is_there = cached.is_none() || self.is_ready(id);
             ensure(refs > 0 || is_there, || {
-                format!("{id:?} is to be computed and nobody holds it")
+                format!("{id:?} is to be computed and has no holder")
             })?;
-            if refs == 0 && !queued && !posted.contains(&id) {
+            if refs == 0 && !queued && !deferred.contains(&id) {
                 lost = Some(id);
             }
             active += usize::from(held[id.at()] > 0);
@@ -62,52 +60,52 @@ impl Pool {
         })
     }
 
-    /// A content names the block that holds it, and the block names the content.
-    fn check_contents(&self) -> Result<(), String> {
-        let groups = self.contents.groups();
-        for spot in self.contents.held() {
+    /// The tree names the block id of a cached block, and the block id names the cached block.
+    fn check_cached(&self) -> Result<(), String> {
+        let groups = self.tree.groups();
+        for position in self.tree.cached() {
             for group in 0..groups {
-                let Some(id) = self.contents.block(spot, group) else {
+                let Some(id) = self.tree.block(position, group) else {
                     continue;
                 };
-                let held = self.held.get(id.at());
-                let names = held.map(|&held| (held, usize::from(self.queue.place(id).group)));
-                ensure(names == Some((spot, group)), || {
-                    format!("{spot:?} is in {id:?} for group {group}, which holds {names:?}")
+                let held = self.cached.get(id.at());
+                let names = held.map(|&held| (held, usize::from(self.queue.meta(id).group)));
+                ensure(names == Some((position, group)), || {
+                    format!("{position:?} is in {id:?} for group {group}, which holds {names:?}")
                 })?;
             }
         }
-        for (id, place, content) in self.each() {
-            let group = usize::from(place.group);
+        for (id, meta, cached) in self.each() {
+            let group = usize::from(meta.group);
             ensure(group < groups, || format!("{id:?} is of group {group}"))?;
-            let Some(content) = content else {
+            let Some(cached) = cached else {
                 continue;
             };
-            let named = content.rows > 0
-                && self.contents.lives(content)
-                && self.contents.block(content, group) == Some(id);
+            let named = cached.offset > 0
+                && self.tree.contains(cached)
+                && self.tree.block(cached, group) == Some(id);
             ensure(named, || {
-                format!("{id:?} holds {content:?}, which names another block")
+                format!("{id:?} holds {cached:?}, which names another block")
             })?;
         }
         Ok(())
     }
 
-    /// Every block waits in the list that it says, and that is one for it.
+    /// Every queued block is in the list that its record names.
     fn check_queue(&self) -> Result<(), String> {
-        for (id, place, content) in self.each() {
-            let lists = match content {
+        for (id, meta, cached) in self.each() {
+            let lists = match cached {
                 None => [List::Free; 2],
-                Some(_) => [List::Probation, self.policy.used_again()],
+                Some(_) => [List::Probation, self.policy.list_of_reused()],
             };
-            let says = place.list;
+            let says = meta.list;
             ensure(lists.contains(&says), || {
                 format!("{id:?} says {says:?}, should {lists:?}")
             })?;
         }
         for list in [List::Free].into_iter().chain(List::EVICTABLE) {
             for id in self.queue.iter(list) {
-                let says = self.queue.place(id).list;
+                let says = self.queue.meta(id).list;
                 ensure(says == list, || {
                     format!("{id:?} waits in {list:?}, says {says:?}")
                 })?;
@@ -116,23 +114,24 @@ impl Pool {
         Ok(())
     }
 
-    /// Contents that an open step computes: nobody else may.
+    /// Blocks that an open step is to compute, and the step.
     pub(crate) fn unready(&self) -> impl Iterator<Item = (BlockId, u32)> + '_ {
-        let unready = |id: BlockId, held: Option<Spot>| held.is_some() && !self.is_ready(id);
+        let unready =
+            |id: BlockId, held: Option<NodePosition>| held.is_some() && !self.is_ready(id);
         self.each()
             .filter(move |&(id, _, held)| unready(id, held))
-            .map(|(id, place, _)| (id, place.step))
+            .map(|(id, meta, _)| (id, meta.step))
     }
 
-    /// The content of a block, its layer group, and the step that computed it.
-    pub(crate) fn content_of(&self, block: BlockId) -> Option<(Spot, usize, u32)> {
-        let place = self.queue.place(block);
-        Some((self.content(block)?, usize::from(place.group), place.step))
+    /// The cached block of a block id, its layer group, and the step that computed it.
+    pub(crate) fn cached_info(&self, block: BlockId) -> Option<(NodePosition, usize, u32)> {
+        let meta = self.queue.meta(block);
+        Some((self.cached_at(block)?, usize::from(meta.group), meta.step))
     }
 }
 
-/// Pins hold `counted` references; a block is `lost` that nobody holds and that
-/// is not in the queue. While a pin is being dropped its blocks may look so.
+/// Pins hold `counted` references; `lost` is a block without holders that is not queued. Blocks of a pin that is
+/// being dropped may look lost.
 fn check_pins(
     counted: usize,
     lost: Option<BlockId>,
@@ -144,7 +143,7 @@ fn check_pins(
         format!("pins hold {counted} blocks, counted {least} to {most}")
     })?;
     match lost {
-        Some(block) if least == most => Err(format!("{block:?} is held by nobody and not queued")),
+        Some(block) if least == most => Err(format!("{block:?} has no holder and is not queued")),
         _ => Ok(()),
     }
 }
@@ -154,30 +153,30 @@ mod tests {
     use super::super::OpenSteps;
     use super::*;
     use crate::config::Config;
-    use crate::contents::Spot;
     use crate::eviction::{Eviction, Policy};
-    use crate::shared::Shared;
+    use crate::handles::Shared;
+    use crate::ids::NodePosition;
     use crate::sync::{Arc, Ordering};
 
     struct Scene {
         pool: Pool,
         held: Vec<u32>,
-        fences: HashMap<BlockId, u32>,
-        posted: HashSet<BlockId>,
+        plan_pins: HashMap<BlockId, u32>,
+        deferred: HashSet<BlockId>,
     }
 
-    /// Eight blocks: 0 and 1 hold a prefix and are in a table, 2 is fenced, 3 is pinned, 4 is evictable, the
+    /// Eight blocks: 0 and 1 hold a prefix and are in a table, 2 is pinned, 3 is pinned, 4 is evictable, the
     /// others are free.
     fn scene() -> Scene {
         let shared = Arc::new(Shared::new(0, 8).expect("little memory"));
         let mut pool = Pool::new(&Config::new(8, 2), Arc::clone(&shared)).expect("little memory");
-        let root = pool.contents.hold_root(b"");
+        let root = pool.tree.acquire_root(b"");
         let mut taken = Vec::new();
         pool.take(5, &mut taken);
         let end = pool.append(root, &[1, 1, 2, 2], &taken[..2], 1);
-        let behind = Spot { rows: 1, ..end };
+        let behind = NodePosition { offset: 1, ..end };
         pool.append(behind, &[3, 3], &taken[4..], 1);
-        pool.fence(taken[2]);
+        pool.pin(taken[2]);
         shared.hold(taken[3]);
         shared.pin_refs_floor.fetch_add(1, Ordering::AcqRel);
         shared.pin_refs_ceiling.fetch_add(1, Ordering::AcqRel);
@@ -185,8 +184,8 @@ mod tests {
         Scene {
             pool,
             held: vec![1, 1, 0, 0, 0, 0, 0, 0],
-            fences: [(taken[2], 1)].into(),
-            posted: HashSet::new(),
+            plan_pins: [(taken[2], 1)].into(),
+            deferred: HashSet::new(),
         }
     }
 
@@ -194,38 +193,38 @@ mod tests {
         let pins = scene.pool.shared.pin_refs();
         scene
             .pool
-            .check(&scene.held, &scene.fences, pins, &scene.posted)
+            .check(&scene.held, &scene.plan_pins, pins, &scene.deferred)
     }
 
-    fn place(scene: &mut Scene, block: u32) -> &mut Place {
-        scene.pool.queue.place_mut(BlockId::from(block))
+    fn meta(scene: &mut Scene, block: u32) -> &mut BlockMeta {
+        scene.pool.queue.meta_mut(BlockId::from(block))
     }
 
     type Case = (&'static str, fn(&mut Scene));
 
     const CASES: &[Case] = &[
         (
-            "BlockId(0) has seq_refs and fences [2, 0], counted [1, 0]",
+            "BlockId(0) has seq_refs and plan_pins [2, 0], counted [1, 0]",
             |s| {
-                place(s, 0).counts_mut()[0] = 2;
+                meta(s, 0).counts_mut()[0] = 2;
             },
         ),
         (
-            "BlockId(2) has seq_refs and fences [0, 2], counted [0, 1]",
+            "BlockId(2) has seq_refs and plan_pins [0, 2], counted [0, 1]",
             |s| {
-                place(s, 2).counts_mut()[1] = 2;
+                meta(s, 2).counts_mut()[1] = 2;
             },
         ),
         ("BlockId(4) is in the queue with refs 1", |s| {
             s.pool.shared.hold(BlockId::from(4));
         }),
-        ("BlockId(4) is to be computed and nobody holds it", |s| {
+        ("BlockId(4) is to be computed and has no holder", |s| {
             s.pool.set_open_steps(OpenSteps {
                 oldest: 1,
                 count: 1,
             });
         }),
-        ("BlockId(5) is held by nobody and not queued", |s| {
+        ("BlockId(5) has no holder and is not queued", |s| {
             s.pool.queue.unlink(BlockId::from(5));
         }),
         ("pins hold 1 blocks, counted 0 to 0", |s| {
@@ -233,34 +232,34 @@ mod tests {
         }),
         ("usage: 3 active, counted 2", |s| s.pool.active += 1),
         ("is in BlockId(7) for group 0, which holds", |s| {
-            let content = s.pool.held[1];
-            s.pool.contents.set_block(content, 0, BlockId::from(7));
+            let cached = s.pool.cached[1];
+            s.pool.tree.set_block(cached, 0, BlockId::from(7));
         }),
-        ("BlockId(5) is of group 3", |s| place(s, 5).group = 3),
+        ("BlockId(5) is of group 3", |s| meta(s, 5).group = 3),
         (
-            "BlockId(5) holds Spot { run: RunId(1), rows: 2 }, which names another block",
+            "BlockId(5) holds NodePosition { node: NodeId(1), offset: 2 }, which names another block",
             |s| {
-                s.pool.held[5] = s.pool.held[1];
+                s.pool.cached[5] = s.pool.cached[1];
             },
         ),
         (
-            "BlockId(5) holds Spot { run: RunId(1), rows: 9 }, which names another block",
+            "BlockId(5) holds NodePosition { node: NodeId(1), offset: 9 }, which names another block",
             |s| {
-                s.pool.held[5] = s.pool.held[1];
-                s.pool.held[5].rows = 9;
+                s.pool.cached[5] = s.pool.cached[1];
+                s.pool.cached[5].offset = 9;
             },
         ),
         ("BlockId(4) says Protected, should [Probation, Pro", |s| {
-            place(s, 4).list = List::Protected;
+            meta(s, 4).list = List::Protected;
         }),
         ("BlockId(4) waits in Probation, says Protected", |s| {
             s.pool.policy = Policy::new(Eviction::TwoQueue, 8);
-            place(s, 4).list = List::Protected;
+            meta(s, 4).list = List::Protected;
         }),
         ("Free: 2 blocks linked, 3 counted", |s| {
-            place(s, 5).list = List::Probation;
+            meta(s, 5).list = List::Probation;
             s.pool.queue.unlink(BlockId::from(5));
-            place(s, 5).list = List::Free;
+            meta(s, 5).list = List::Free;
         }),
     ];
 
@@ -278,7 +277,7 @@ mod tests {
         }
         let mut scene = scene();
         scene.pool.queue.unlink(BlockId::from(5));
-        scene.posted.insert(BlockId::from(5));
-        assert_eq!(check(&scene), Ok(())); // the mail says so
+        scene.deferred.insert(BlockId::from(5));
+        assert_eq!(check(&scene), Ok(())); // its release is deferred
     }
 }

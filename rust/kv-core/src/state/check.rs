@@ -1,14 +1,13 @@
-//! The validator's part that sees sequences: what their tables hold, how far they are, where they
-//! stand among the contents.
+//! Validation of sequences: tables, progress, windows, registered rows.
 
 use std::collections::{BTreeMap, HashSet};
 
 use super::State;
 use crate::check::ensure;
-use crate::contents::Spot;
-use crate::sequence::{Seats, Sequence};
+use crate::ids::NodePosition;
+use crate::sequence::{PlanSet, Sequence};
 
-/// What tables say of a block: how many hold it, as which entry.
+/// Table entries of a block: how many, and at which row and group.
 #[derive(Clone, Copy, Default)]
 struct Held {
     times: u32,
@@ -16,13 +15,13 @@ struct Held {
 }
 
 impl State {
-    /// Recounts sequences and the contents under them. Table entries per block.
+    /// Recounts sequences and the tree. Returns the table entries per block.
     pub(crate) fn check(&self) -> Result<Vec<u32>, String> {
-        let mut roots: BTreeMap<Spot, u32> = BTreeMap::new();
+        let mut roots: BTreeMap<NodePosition, u32> = BTreeMap::new();
         for seq in self.seqs.iter() {
             *roots.entry(seq.root).or_default() += 1;
         }
-        self.pool.contents.check(&roots)?;
+        self.pool.tree().check(&roots)?;
         let mut held = vec![Held::default(); self.pool.num_blocks()];
         let mut ids = HashSet::new();
         for seq in self.seqs.iter() {
@@ -40,8 +39,7 @@ impl State {
         Ok(held.iter().map(|block| block.times).collect())
     }
 
-    /// Whole rows of blocks that there are, each in the same place of every table that holds it, in the
-    /// column of its content's group.
+    /// A table has whole rows of existing blocks, each at the same row of every table, in the column of its group.
     fn check_table(&self, seq: &Sequence, held: &mut [Held]) -> Result<(), String> {
         let id = seq.id;
         seq.table
@@ -61,8 +59,8 @@ impl State {
                 place.at = at;
                 let of = self
                     .pool
-                    .content_of(block)
-                    .map_or(group, |content| content.1);
+                    .cached_info(block)
+                    .map_or(group, |cached| cached.1);
                 ensure(of == group, || {
                     format!("sequence {id} holds {block:?} of group {of} in column {group}")
                 })?;
@@ -79,7 +77,9 @@ impl State {
             format!("sequence {id}: {computed} computed of {tokens} tokens in {rows} rows")
         })?;
         ensure(computed <= end, || {
-            format!("sequence {id} is planned to {end}, behind its {computed} computed tokens")
+            format!(
+                "sequence {id} is planned to {end}, before the end of its {computed} computed tokens"
+            )
         })?;
         ensure(seq.cached <= computed, || {
             let cached = seq.cached;
@@ -93,16 +93,16 @@ impl State {
         ensure(self.caching || seq.registered.rows() == 0, || {
             format!("sequence {id} has registered blocks, and caching is off")
         })?;
-        ensure(!seq.dropped || seq.plans != Seats::NONE, || {
+        ensure(!seq.dropped || seq.plans != PlanSet::NONE, || {
             format!("sequence {id} was dropped and lives on")
         })
     }
 
-    /// Every row that a token to come sees, and none of those that slid out of a window.
+    /// A table has every row that a later token reads, and none that slid out of a window.
     fn check_windows(&self, seq: &Sequence) -> Result<(), String> {
         let (id, computed) = (seq.id, seq.computed);
         let rows = self.groups.row_of(computed).max(seq.registered.rows());
-        let settled = self.settled_rows(seq);
+        let final_rows = self.final_rows(seq);
         for group in 0..self.groups.len() {
             let start = seq.table.start(group);
             let seen = self.groups.first_row(group, rows);
@@ -111,7 +111,7 @@ impl State {
                     "sequence {id} of {computed} computed tokens begins in row {start} of group {group}, {seen} is seen"
                 )
             })?;
-            let unseen = self.groups.first_row(group, settled);
+            let unseen = self.groups.first_row(group, final_rows);
             ensure(start >= unseen.min(seq.table.rows()), || {
                 format!(
                     "sequence {id} begins in row {start} of group {group}, nothing before {unseen} is seen"
@@ -121,7 +121,7 @@ impl State {
         Ok(())
     }
 
-    /// Rows that are yet to be written are its own, unless a fork has shared them.
+    /// Rows that are yet to be written are in no other table, unless a fork shares them.
     fn check_unshared(&self, seq: &Sequence, held: &[Held]) -> Result<(), String> {
         let full = self.groups.row_of(seq.computed);
         let from = full
@@ -129,7 +129,7 @@ impl State {
             .max(seq.shared_rows as usize);
         for block in (from..seq.table.rows()).flat_map(|row| seq.table.row(row)) {
             let times = held[block.at()].times;
-            ensure(times == 1 && self.pool.content(block).is_none(), || {
+            ensure(times == 1 && self.pool.cached_at(block).is_none(), || {
                 let id = seq.id;
                 format!("sequence {id} would write on {block:?} of {times} tables")
             })?;
@@ -137,25 +137,25 @@ impl State {
         Ok(())
     }
 
-    /// Its first rows hold the contents on the path from its namespace to its tip.
+    /// Registered rows are the blocks on the path from the root to the last one.
     fn check_registered(&self, seq: &Sequence) -> Result<(), String> {
-        let (id, contents) = (seq.id, &self.pool.contents);
-        let (mut spot, rows) = (seq.registered.tip, seq.registered.rows());
+        let (id, tree) = (seq.id, self.pool.tree());
+        let (mut position, rows) = (seq.registered.last, seq.registered.rows());
         let tokens = seq.tokens.get(..rows * self.groups.block_size());
-        let is_path = contents.lives(spot)
-            && tokens.is_some_and(|tokens| contents.leads_to(seq.root, tokens, spot));
+        let is_path = tree.contains(position)
+            && tokens.is_some_and(|tokens| tree.leads_to(seq.root, tokens, position));
         ensure(is_path, || {
             format!("sequence {id} does not stand on its first {rows} rows")
         })?;
         for row in (0..rows).rev() {
             let is_its = |group: &usize| match seq.table.get(*group, row) {
-                Some(block) => contents.block(spot, *group) == Some(block),
+                Some(block) => tree.block(position, *group) == Some(block),
                 None => true,
             };
             ensure((0..self.groups.len()).all(|group| is_its(&group)), || {
-                format!("sequence {id}: row {row} is not its content's")
+                format!("sequence {id}: row {row} is not its cached block")
             })?;
-            spot = contents.parent(spot).unwrap_or(Spot::NONE);
+            position = tree.parent(position).unwrap_or(NodePosition::NONE);
         }
         Ok(())
     }
@@ -164,8 +164,8 @@ impl State {
 #[cfg(test)]
 mod tests {
     use crate::check::scene::*;
-    use crate::contents::Spot;
     use crate::ids::BlockId;
+    use crate::ids::NodePosition;
     use crate::sequence::Registered;
 
     const CASES: &[Case] = &[
@@ -196,7 +196,7 @@ mod tests {
             s.seq(REST).computed = 13
         }),
         (
-            "sequence 1 is planned to 11, behind its 12 computed tokens",
+            "sequence 1 is planned to 11, before the end of its 12 computed tokens",
             |s| {
                 s.seq(REST).planned_end = 11;
             },
@@ -229,7 +229,7 @@ mod tests {
         (
             "begins in row 2 of group 1, nothing before 3 is seen",
             |s| {
-                s.seq(REST).registered = Registered::new(s.seq(REST).registered.tip, 5);
+                s.seq(REST).registered = Registered::new(s.seq(REST).registered.last, 5);
                 s.seq(REST).computed = 15;
                 s.seq(REST).planned_end = 15;
                 s.seq(REST).tokens = (0..16).collect();
@@ -237,15 +237,15 @@ mod tests {
             },
         ),
         ("sequence 1 does not stand on its first 4 rows", |s| {
-            s.seq(REST).registered.tip = Spot::NONE;
+            s.seq(REST).registered.last = NodePosition::NONE;
         }),
         ("sequence 1 does not stand on its first 4 rows", |s| {
-            s.seq(REST).registered.tip = s.seq(PARENT).registered.tip;
+            s.seq(REST).registered.last = s.seq(PARENT).registered.last;
         }),
         ("sequence 1 does not stand on its first 4 rows", |s| {
             s.seq(REST).tokens[1] += 1
         }),
-        ("row 3 is not its content's", |s| {
+        ("row 3 is not its cached block", |s| {
             let block = s.manager.state.allocate_one();
             let mine = s.seq(COPY).table.replace(0, 3, block);
             s.manager.state.pool.release(mine);

@@ -1,31 +1,32 @@
-//! Admission: decodes, drafts, prefills; whether there is room and budget.
+//! Admission: whether blocks and budget suffice for decodes, drafts and prefills.
 
 use std::collections::HashSet;
 
-use super::plan::{Extra, Plan, Prefill};
-use super::{State, Steps};
-use crate::contents::Spot;
+use super::answers::Prefill;
+use super::plan::{Details, Plan, PrefillWork, Work};
+use super::steps::Steps;
 use crate::error::Error;
-use crate::ids::{BlockId, PlanKey, SeqKey};
-use crate::matching::Wanted;
-use crate::sequence::Seats;
+use crate::ids::{BlockId, NodePosition, PlanKey, SeqKey};
+use crate::pool::Purpose;
+use crate::sequence::PlanSet;
+use crate::state::State;
 
-/// What a prefill asks for.
+/// The arguments of a prefill.
 #[derive(Clone, Copy)]
-pub(crate) struct Asked {
+pub(crate) struct PrefillRequest {
     pub(crate) max_tokens: usize,
     pub(crate) reserve: Option<usize>,
     pub(crate) replay: usize,
 }
 
-/// A content that lends its first tokens to a sequence whose match ends inside it.
+/// A cached block that a match ends inside of: its first tokens are copied.
 #[derive(Clone, Copy)]
-struct Lent {
-    content: Spot,
+struct CopySource {
+    position: NodePosition,
     tokens: usize,
 }
 
-/// How many of `rest` tokens from `start` on to compute when `most` may be.
+/// How many of `rest` tokens from `start` on to compute, at most `most`: up to a block boundary if not all.
 fn chunk(start: usize, rest: usize, most: usize, block_size: usize) -> usize {
     if rest <= most {
         return rest;
@@ -39,7 +40,7 @@ fn chunk(start: usize, rest: usize, most: usize, block_size: usize) -> usize {
 }
 
 impl Steps {
-    /// Plans one token for each of `sequences`; the positions of those that did not fit.
+    /// Plans one token for each of `sequences`. Returns the positions of those that were rejected.
     pub(crate) fn decode(
         &mut self,
         state: &mut State,
@@ -48,10 +49,10 @@ impl Steps {
         lookahead: usize,
     ) -> Result<Vec<usize>, Error> {
         let plan = self.newest_plan(plan)?;
-        let (seat, before) = (plan.seat, plan.entries.len());
-        // No block is taken before all of them were looked at.
+        let (bit, before) = (plan.bit, plan.entries.len());
+        // No block is allocated before all sequences were checked.
         let mut position = self.push_decodes(state, sequences, lookahead);
-        if let Err(error) = check_decodes(state, seat, &sequences[position..]) {
+        if let Err(error) = check_decodes(state, bit, &sequences[position..]) {
             self.beginning.clear();
             while self.newest().entries.len() > before {
                 self.undo_last(state);
@@ -59,16 +60,16 @@ impl Steps {
             return Err(error);
         }
         self.begin_rows(state);
-        let mut misfits = Vec::new();
+        let mut rejected = Vec::new();
         while let Some(&key) = sequences.get(position) {
             if !self.plan_decode(state, key.slot, lookahead) {
-                misfits.push(position);
+                rejected.push(position);
             }
             position += 1;
             position += self.push_decodes(state, &sequences[position..], lookahead);
             self.begin_rows(state);
         }
-        Ok(misfits)
+        Ok(rejected)
     }
 
     fn plan_decode(&mut self, state: &mut State, slot: u32, lookahead: usize) -> bool {
@@ -84,7 +85,7 @@ impl Steps {
         true
     }
 
-    /// Plans a sequence that has one token left to compute together with `drafts` that may follow it.
+    /// Plans a sequence that has one token left to compute, together with `drafts` after it.
     pub(crate) fn speculate(
         &mut self,
         state: &mut State,
@@ -97,7 +98,7 @@ impl Steps {
         if seq.pending > 0 {
             return Err(Error::InPlan { sequence: seq.id });
         }
-        seq.check_decode(self.newest_plan(plan)?.seat)?;
+        seq.check_decode(self.newest_plan(plan)?.bit)?;
         let len = 1 + drafts.len();
         let needed = state.blocks_to_write(key.slot, len);
         let available = state.pool.available();
@@ -107,9 +108,8 @@ impl Steps {
         if needed > available {
             return Ok(Prefill::NoRoom { needed, available });
         }
-        let mut extra = Extra::new(state.seqs.at(key.slot).registered);
-        extra.drafts = drafts.to_vec();
-        self.enter(state, key.slot, (len, 0), Some(extra));
+        let details = (!drafts.is_empty()).then(|| Details::new(Work::Draft(drafts.to_vec())));
+        self.enter(state, key.slot, (len, 0), details);
         Ok(Prefill::Planned {
             cached_tokens: 0,
             tokens: len,
@@ -123,57 +123,57 @@ impl Steps {
         state: &mut State,
         plan: PlanKey,
         key: SeqKey,
-        asked: Asked,
+        request: PrefillRequest,
     ) -> Result<Prefill, Error> {
         let &Plan {
-            seat, budget_left, ..
+            bit, budget_left, ..
         } = self.newest_plan(plan)?;
         let seq = state.seqs.get(key)?;
         let sequence = seq.id;
-        if seq.plans.meets(seat) || seq.pending > 0 || seq.speculating {
+        if seq.plans.meets(bit) || seq.pending > 0 || seq.speculating {
             return Err(Error::InPlan { sequence });
         }
-        if seq.left() == 0 {
+        if seq.num_unplanned() == 0 {
             return Err(Error::NothingToCompute { sequence });
         }
-        if asked.max_tokens.min(budget_left) == 0 {
+        if request.max_tokens.min(budget_left) == 0 {
             return Ok(Prefill::NoBudget);
         }
-        Ok(self.prefill_found(state, key.slot, asked))
+        Ok(self.match_and_plan(state, key.slot, request))
     }
 
-    /// Looks for what is cached, and plans what is to be computed behind it.
-    fn prefill_found(&mut self, state: &mut State, slot: u32, asked: Asked) -> Prefill {
-        let mut lent = match state.find_match(slot, asked.replay) {
-            true => state.find_lender(slot),
+    /// Matches the sequence, and plans the tokens after the match.
+    fn match_and_plan(&mut self, state: &mut State, slot: u32, request: PrefillRequest) -> Prefill {
+        let mut source = match state.find_match(slot, request.replay) {
+            true => state.find_copy_source(slot),
             false => None,
         };
         loop {
-            match self.prefill_behind(state, slot, asked, lent) {
-                // Nobody waits for the sake of a block that could be copied.
-                Prefill::NoRoom { .. } if lent.is_some() => lent = None,
+            match self.plan_after_match(state, slot, request, source) {
+                // A prefill does not wait for the sake of a partial copy.
+                Prefill::NoRoom { .. } if source.is_some() => source = None,
                 answer => return answer,
             }
         }
     }
 
-    /// Plans what is to be computed behind the match under way and what is `lent`.
-    fn prefill_behind(
+    /// Plans the tokens after the current match and the copied tokens of `source`.
+    fn plan_after_match(
         &mut self,
         state: &mut State,
         slot: u32,
-        asked: Asked,
-        lent: Option<Lent>,
+        request: PrefillRequest,
+        source: Option<CopySource>,
     ) -> Prefill {
-        let Asked {
+        let PrefillRequest {
             max_tokens,
             reserve,
             replay,
-        } = asked;
+        } = request;
         let most = max_tokens.min(self.newest().budget_left);
-        let (start, cached_end, replay) = state.begins(slot, lent, replay);
+        let (start, cached_end, replay) = state.start_after_match(slot, source, replay);
         if start.saturating_add(most) < cached_end {
-            return Prefill::NoBudget; // what is computed again is so in one step
+            return Prefill::NoBudget; // a replay is computed in one step
         }
         let seq = state.seqs.at(slot);
         let rest = seq.tokens.len() - start;
@@ -181,7 +181,7 @@ impl Steps {
             len if start + len < cached_end => most,
             len => len,
         };
-        let copies = match (state.matched.rows, lent) {
+        let copies = match (state.matched.num_rows, source) {
             (0, None) => state.must_copy(slot, start).count(),
             _ => 0,
         };
@@ -194,10 +194,10 @@ impl Steps {
         };
         let new = new.saturating_add(copies);
         let available = state.pool.available();
-        // Where there is room even if all that was found has to be revived, nobody counts.
-        let found = state.matched.blocks.len() + lent.map_or(0, |_| state.groups.len());
-        if new.saturating_add(found) > available {
-            let needed = new.saturating_add(state.revived(slot, lent));
+        // Revived blocks are counted only if the pool lacks room for all that was matched.
+        let matched = state.matched.blocks.len() + source.map_or(0, |_| state.groups.len());
+        if new.saturating_add(matched) > available {
+            let needed = new.saturating_add(state.num_revived(slot, source));
             if needed > available {
                 return Prefill::NoRoom { needed, available };
             }
@@ -205,14 +205,15 @@ impl Steps {
         let seq = state.seqs.at(slot);
         let cached_tokens = start - seq.planned_end;
         let samples = start + len == seq.tokens.len();
-        let mut extra = Extra::new(seq.registered);
-        extra.prefill = true;
-        (extra.reused_tokens, extra.replay) = (cached_tokens, replay);
-        if let Some(Lent { content, tokens }) = lent {
-            extra.lent.extend(state.pool.contents.blocks(content));
-            extra.lent_tokens = tokens;
+        let mut prefill = PrefillWork::new(seq.registered);
+        (prefill.reused_tokens, prefill.replay) = (cached_tokens, replay);
+        if let Some(CopySource { position, tokens }) = source {
+            let blocks = state.pool.tree().blocks(position);
+            prefill.copy_sources.extend(blocks);
+            prefill.copied_tokens = tokens;
         }
-        self.enter(state, slot, (len, 0), Some(extra));
+        let details = Details::new(Work::Prefill(prefill));
+        self.enter(state, slot, (len, 0), Some(details));
         Prefill::Planned {
             cached_tokens,
             tokens: len,
@@ -221,8 +222,8 @@ impl Steps {
     }
 }
 
-/// Whether a plan may compute the last token of each of these.
-fn check_decodes(state: &State, plan: Seats, sequences: &[SeqKey]) -> Result<(), Error> {
+/// Whether a plan may compute the last token of each of these sequences.
+fn check_decodes(state: &State, plan: PlanSet, sequences: &[SeqKey]) -> Result<(), Error> {
     let mut seen = HashSet::new();
     for &key in sequences {
         let seq = state.seqs.get(key)?;
@@ -235,15 +236,15 @@ fn check_decodes(state: &State, plan: Seats, sequences: &[SeqKey]) -> Result<(),
 }
 
 impl State {
-    /// The groups whose block of the row of `position` writing there must not change: other sequences hold
-    /// it too, or it is a registered content of which a fork kept the beginning only.
+    /// Layer groups whose block of the row of `position` must be copied before it is written: other sequences hold
+    /// it, or it is cached and a fork kept only its beginning.
     #[inline]
     pub(super) fn must_copy(&self, slot: u32, position: usize) -> impl Iterator<Item = usize> + '_ {
         self.groups_shared_at(slot, position, |block| self.pool.seq_refs(block) > 1)
     }
 
-    /// The groups whose block of the row of `position` was shared with a fork, and is `held` by others or a
-    /// registered content still.
+    /// Layer groups whose block of the row of `position` was shared with a fork, and is `held` by others or cached
+    /// still.
     #[inline]
     pub(super) fn groups_shared_at(
         &self,
@@ -256,7 +257,7 @@ impl State {
         let groups = 0..self.groups.len() * usize::from(seq.may_share(row));
         groups.filter(move |&group| {
             let block = seq.table.at(group, row);
-            held(block) || self.pool.content(block).is_some()
+            held(block) || self.pool.cached_at(block).is_some()
         })
     }
 
@@ -270,9 +271,9 @@ impl State {
         new.saturating_add(self.must_copy(slot, seq.planned_end).count())
     }
 
-    /// Rows to allocate so that the table, with the match under way, reaches `end` tokens.
+    /// Rows to allocate for the table, with the current match, to reach `end` tokens.
     fn new_rows(&self, slot: u32, end: usize) -> usize {
-        let held = self.seqs.at(slot).table.rows() + self.matched.rows;
+        let held = self.seqs.at(slot).table.rows() + self.matched.num_rows;
         self.groups.rows(end).saturating_sub(held)
     }
 
@@ -280,19 +281,18 @@ impl State {
         self.new_rows(slot, end) * self.groups.len()
     }
 
-    /// Blocks to allocate, at once and for good, until all known tokens are computed: in a step that
-    /// ends at `end`, then in steps of at most `max_tokens`. What slides out of a window meanwhile is
-    /// used again.
+    /// Blocks to allocate until all known tokens are computed: in a step that ends at `end`, then in steps of at
+    /// most `max_tokens`. Blocks that slide out of a window meanwhile are reused.
     fn blocks_to_come(&self, slot: u32, end: usize, max_tokens: usize) -> usize {
         let seq = self.seqs.at(slot);
         let now = self.new_rows(slot, end);
         if !self.groups.have_windows() {
             return self.new_blocks(slot, seq.tokens.len());
         }
-        let rows = seq.table.rows() + self.matched.rows;
+        let rows = seq.table.rows() + self.matched.num_rows;
         let come = |group: usize| {
-            // What the match puts out of sight is the plan's.
-            let start = match self.matched.rows {
+            // Blocks that slide out of a window with the match stay pinned by the plan.
+            let start = match self.matched.num_rows {
                 0 => seq.table.start(group),
                 matched => {
                     let end = seq.registered.rows() + matched;
@@ -306,13 +306,18 @@ impl State {
         (0..self.groups.len()).map(come).sum()
     }
 
-    /// Where computing begins, where what is cached ends (the match under way and what is lent), and how
-    /// many tokens are replayed: the last of what is cached, at most `replay`, are computed again, and the
-    /// last known one in any case.
-    fn begins(&self, slot: u32, lent: Option<Lent>, replay: usize) -> (usize, usize, usize) {
+    /// The position at which computing begins, the end of the cached tokens (the current match and the copied
+    /// tokens), and how many tokens are replayed: at most `replay` cached tokens, and the last known one in any
+    /// case.
+    fn start_after_match(
+        &self,
+        slot: u32,
+        source: Option<CopySource>,
+        replay: usize,
+    ) -> (usize, usize, usize) {
         let seq = self.seqs.at(slot);
-        let cached = self.matched.rows * self.groups.block_size();
-        let cached = cached + lent.map_or(0, |lent| lent.tokens);
+        let cached = self.matched.num_rows * self.groups.block_size();
+        let cached = cached + source.map_or(0, |source| source.tokens);
         let (end, replay) = (seq.planned_end + cached, replay.min(cached));
         let start = match cached {
             0 => end,
@@ -321,56 +326,61 @@ impl State {
         (start, end, replay)
     }
 
-    /// What the match under way ends in: a content that has its next tokens, an eighth of a block at
-    /// least, and is there. Not one that an open step computes: copies come before the step.
-    fn find_lender(&self, slot: u32) -> Option<Lent> {
-        if !self.lending {
+    /// The block that the current match ends inside of: it agrees with at least an eighth of a block of the next
+    /// tokens, and no open step computes it, because copies come before the step.
+    fn find_copy_source(&self, slot: u32) -> Option<CopySource> {
+        if !self.partial_reuse {
             return None;
         }
         let (seq, size) = (self.seqs.at(slot), self.groups.block_size());
-        let row = (seq.registered.rows() + self.matched.rows) * size;
-        // The last token is computed.
+        let row = (seq.registered.rows() + self.matched.num_rows) * size;
+        // The last token is always computed.
         let end = (seq.tokens.len() - 1).min(row + size);
         let least = size.div_ceil(8);
         let tokens = seq.tokens.get(row..end)?;
         if tokens.len() < least {
             return None;
         }
-        let found = self.pool.nearest(self.matched.tip, tokens, least);
-        found.map(|(content, tokens)| Lent { content, tokens })
+        let best = self
+            .pool
+            .longest_partial_match(self.matched.last, tokens, least);
+        best.map(|(position, tokens)| CopySource { position, tokens })
     }
 
-    /// Goes on from where the sequence stands, if that is a block boundary: whether it is, and the cache may
-    /// be read. Leaves the hits in `self.matched`. Rows that it has reserved past the boundary come after them.
+    /// Matches the tokens after the sequence's position into `self.matched`, if it is a block boundary and the
+    /// sequence may read the cache; returns whether that is so. Rows that it has reserved come after the match.
     fn find_match(&mut self, slot: u32, replay: usize) -> bool {
         let seq = self.seqs.at(slot);
-        let (tip, rows) = (seq.registered.tip, seq.registered.rows());
+        let (last, rows) = (seq.registered.last, seq.registered.rows());
         let on_boundary = seq.planned_end == rows * self.groups.block_size();
         if !on_boundary || !self.caching || !seq.read_cache {
-            self.matched.clear(tip);
+            self.matched.begin(last, 0);
             return false;
         }
-        let from = (tip, rows);
-        let wanted = Wanted::Replay(replay);
-        self.matched
-            .walk(&mut self.pool, &self.groups, &seq.tokens, from, wanted);
+        self.pool.find_match(
+            &mut self.matched,
+            &self.groups,
+            &seq.tokens,
+            (last, rows),
+            Purpose::Prefill { replay },
+        );
         true
     }
 
-    /// Blocks of the match under way and of what is lent that are in the queue now, as far as a token after
-    /// the match sees them.
-    fn revived(&self, slot: u32, lent: Option<Lent>) -> usize {
+    /// Blocks of the current match and of the copy source that are evictable now, as far as a token after the
+    /// match reads them.
+    fn num_revived(&self, slot: u32, source: Option<CopySource>) -> usize {
         let from = self.seqs.at(slot).registered.rows();
         let groups = self.groups.len();
         let blocks = self.matched.blocks.iter().enumerate();
         let seen = blocks.filter(|(place, _)| {
             let (row, group) = (from + place / groups, place % groups);
-            let end = from + self.matched.rows;
+            let end = from + self.matched.num_rows;
             row >= self.groups.first_row_of(group, end, self.matched.replay)
         });
-        let lent = lent.into_iter();
-        let lent = lent.flat_map(|lent| self.pool.contents.blocks(lent.content));
-        let found = seen.map(|(_, &block)| block).chain(lent);
-        found.filter(|&block| self.pool.is_queued(block)).count()
+        let source = source.into_iter();
+        let source = source.flat_map(|source| self.pool.tree().blocks(source.position));
+        let reused = seen.map(|(_, &block)| block).chain(source);
+        reused.filter(|&block| self.pool.is_queued(block)).count()
     }
 }

@@ -1,29 +1,28 @@
-//! From neighbours to nested groups: rows in an order, and how many leading blocks each of them has in
-//! common with the one before, make a tree.
+//! Shared prefixes as a tree, from ordered rows and the number of leading blocks that neighbours have in common.
 //!
-//! What rows share are the intervals of such a table, as those of a suffix array are (Abouelhoda,
-//! Kurtz and Ohlebusch, Replacing suffix trees with enhanced suffix arrays, 2004): O(rows).
+//! Shared prefixes are the intervals of that table, as in a suffix array (Abouelhoda, Kurtz and Ohlebusch, Replacing
+//! suffix trees with enhanced suffix arrays, 2004): O(rows).
 
 use std::ops::Range;
 
-/// Leading blocks that several rows of a batch have in common, behind those of `parent`.
+/// Leading blocks that several rows of a batch share, after those of `parent`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SharedPrefix {
-    /// Where the rows stand in [`SharedPrefixes::order`](super::SharedPrefixes::order).
+    /// Its rows, as places in [`SharedPrefixes::order`](super::SharedPrefixes::order).
     pub rows: Range<usize>,
-    /// Which entries of their block tables it is.
+    /// Its blocks, as indices in their block tables.
     pub blocks: Range<usize>,
-    /// The prefix that the rows share before this one, and others with them perhaps.
+    /// The shared prefix before this one.
     pub parent: Option<usize>,
 }
 
-/// Rows that stand side by side and have their first `depth` blocks in common, no row beside them has.
+/// Neighbouring rows that share their first `depth` blocks, and no row next to them does.
 struct Interval {
     rows: Range<usize>,
     depth: usize,
 }
 
-/// Intervals of at least `min_rows` rows, each after those that hold it, from the last row to the first.
+/// Intervals of at least `min_rows` rows, from the last row to the first, outer ones first.
 fn intervals(common: &[u32], min_rows: usize) -> Vec<Interval> {
     let mut open: Vec<(usize, usize)> = Vec::new(); // depth, first row
     let mut closed = Vec::new();
@@ -45,17 +44,17 @@ fn intervals(common: &[u32], min_rows: usize) -> Vec<Interval> {
     closed
 }
 
-/// What an interval leaves to those in it.
+/// The kept prefixes around an interval.
 #[derive(Clone, Default)]
 struct Above {
-    /// Blocks before this one are in a prefix that was kept.
+    /// Blocks before this one are in a kept prefix.
     from: usize,
     kept: Option<usize>,
     level: usize,
 }
 
-/// The prefixes of at least `min_blocks` blocks and `min_rows` rows, level by level, and where the blocks of
-/// each place of the order begin that are in none of them. One that is too short is left to those in it.
+/// The prefixes of at least `min_blocks` blocks and `min_rows` rows, level by level. `own`: for each place, the first
+/// block that is in none of them. A prefix that is too short is left to those in it.
 pub(super) fn prefixes(
     common: &[u32],
     (min_blocks, min_rows): (usize, usize),
@@ -65,7 +64,7 @@ pub(super) fn prefixes(
     let mut levels = Vec::new();
     let mut way: Vec<(usize, Above)> = Vec::new();
     for Interval { rows, depth } in intervals(common, min_rows) {
-        // The way leads to what ends last: an interval is in the first one that begins before it.
+        // The innermost open interval that begins at or before this one contains it.
         while way.pop_if(|(first, _)| *first > rows.start).is_some() {}
         let mut above = way
             .last()
@@ -89,8 +88,7 @@ pub(super) fn prefixes(
     by_level(kept, levels)
 }
 
-/// Where the blocks begin that are a place's own. `kept` goes from the last row to the first, outer ones
-/// first.
+/// For each place, the first block in no prefix. `kept` goes from the last row to the first, outer ones first.
 fn own_blocks(kept: &[SharedPrefix], rows: usize, own: &mut Vec<u32>) {
     own.clear();
     own.resize(rows, 0);
@@ -104,7 +102,7 @@ fn own_blocks(kept: &[SharedPrefix], rows: usize, own: &mut Vec<u32>) {
     }
 }
 
-/// Level by level, those of a level in the order of their rows.
+/// Sorts by level, then by rows.
 fn by_level(kept: Vec<SharedPrefix>, mut levels: Vec<(usize, usize, usize)>) -> Vec<SharedPrefix> {
     levels.sort_unstable();
     let mut places = vec![0; kept.len()];
@@ -130,7 +128,7 @@ mod tests {
         one.iter().zip(other).take_while(|(a, b)| a == b).count()
     }
 
-    /// Sets of rows that have their first blocks in common and no row beside them has, and how many.
+    /// Sets of rows that share their first blocks while no row next to them does, and how many blocks.
     fn groups(tables: &[Vec<u8>]) -> BTreeSet<(Vec<usize>, usize)> {
         let mut found = BTreeSet::new();
         for table in tables {

@@ -1,19 +1,19 @@
-//! The validator's part that sees open plans: what they add up to, what they say of their sequences,
-//! what they compute for whom.
+//! Validation of open plans: totals, copies, sequences, shared blocks.
 
 use std::collections::{HashMap, HashSet};
 
-use super::plan::{Entry, Extra, Plan};
-use super::{State, Steps};
+use super::plan::{Entry, Plan, PrefillWork};
+use super::steps::Steps;
 use crate::check::ensure;
 use crate::ids::BlockId;
-use crate::sequence::{SampleRow, Seats, Sequence};
+use crate::sequence::{PlanSet, SampleRow, Sequence};
+use crate::state::State;
 use crate::table::BlockTable;
 
-/// What the open plans say of one sequence, oldest first.
+/// The effects of the open plans on a sequence, oldest first.
 #[derive(Default)]
 struct Track {
-    plans: Seats,
+    plans: PlanSet,
     last_plan: u64,
     planned_end: usize,
     pending: u8,
@@ -24,12 +24,12 @@ struct Track {
 
 impl Steps {
     /// How often open plans hold each block.
-    pub(crate) fn fences(&self) -> HashMap<BlockId, u32> {
-        let mut fences = HashMap::new();
-        for block in self.open.iter().flat_map(|plan| &plan.fenced) {
-            *fences.entry(*block).or_default() += 1;
+    pub(crate) fn plan_pins(&self) -> HashMap<BlockId, u32> {
+        let mut plan_pins = HashMap::new();
+        for block in self.open.iter().flat_map(|plan| &plan.pinned) {
+            *plan_pins.entry(*block).or_default() += 1;
         }
-        fences
+        plan_pins
     }
 
     /// Recounts the open plans.
@@ -57,23 +57,25 @@ impl Steps {
                 if entry.samples() {
                     track.sample_row = Some(SampleRow::new(row));
                 }
-                row += entry.rows();
+                row += entry.num_samples();
                 let to_come = growth.entry(entry.slot).or_default();
                 check_extent(state, entry, seq, *to_come)?;
                 check_in_place(state, entry, seq.id)?;
                 *to_come -= entry.growth();
-                let Some(extra) = &entry.extra else { continue };
-                check_reused(state, entry, extra, seq)?;
+                let Some(prefill) = entry.prefill() else {
+                    continue;
+                };
+                check_reused(state, entry, prefill, seq)?;
                 let table = self.table_of(state, plan, entry);
-                check_shared(state, extra, &table, seq.id, &computing)?;
-                check_announced(state, plan, extra, &table, &mut computing)?;
+                check_shared(state, prefill, &table, seq.id, &computing)?;
+                check_preregistered(state, plan, prefill, &table, &mut computing)?;
             }
             check_totals(plan)?;
             self.check_copies(state, plan)?;
         }
         for (block, step) in state.pool.unready() {
             ensure(computing.contains(&block), || {
-                format!("{block:?} is to be computed in step {step} by nobody")
+                format!("{block:?} is to be computed in step {step} by no entry")
             })?;
         }
         for (slot, seq) in state.seqs.iter_slots() {
@@ -85,27 +87,27 @@ impl Steps {
 
     /// Each copy is an entry's, to a block of its table, from one that the plan holds.
     fn check_copies(&self, state: &State, plan: &Plan) -> Result<(), String> {
-        let (serial, groups) = (plan.key.serial, state.groups.len());
+        let serial = plan.key.serial;
         let mut counted = 0;
         for entry in &plan.entries {
             let (seq, row) = (state.seqs.at(entry.slot), state.groups.row_of(entry.start));
             let table = self.table_of(state, plan, entry);
-            for &(place, source) in entry.extra.iter().flat_map(|extra| &extra.copied) {
+            for (copied, group, source) in entry.copied() {
                 let id = seq.id;
-                ensure(place / groups == row, || {
-                    format!("sequence {id} copies entry {place} to write in row {row}")
+                ensure(copied == row, || {
+                    format!("sequence {id} copies row {copied} to write in row {row}")
                 })?;
-                let copy = table.get(place % groups, row);
+                let copy = table.get(group, row);
                 ensure(
                     copy.is_some_and(|copy| plan.copies().contains(&(source, copy))),
                     || format!("sequence {id}: plan {serial} does not copy {source:?} to {copy:?}"),
                 )?;
-                ensure(plan.fenced.contains(&source), || {
+                ensure(plan.pinned.contains(&source), || {
                     format!("plan {serial} copies {source:?} and does not hold it")
                 })?;
                 counted += 1;
             }
-            counted += check_lent(state, plan, entry, &table)?;
+            counted += check_copied_partly(state, plan, entry, &table)?;
         }
         let copies = plan.copies().len();
         ensure(copies == counted, || {
@@ -127,10 +129,10 @@ impl Steps {
             })?;
             last = serial;
         }
-        let seats = self.open.iter().map(|plan| plan.seat.0);
+        let bit = self.open.iter().map(|plan| plan.bit.0);
         ensure(
-            seats.clone().sum::<u8>() == seats.fold(0, |all, seat| all | seat),
-            || "two plans have one seat".into(),
+            bit.clone().sum::<u8>() == bit.fold(0, |all, bit| all | bit),
+            || "two plans have one bit".into(),
         )?;
         let open = self.open.len();
         ensure(open <= 2, || format!("{open} plans are open"))
@@ -140,8 +142,11 @@ impl Steps {
 fn check_totals(plan: &Plan) -> Result<(), String> {
     let (serial, entries) = (plan.key.serial, plan.entries.iter());
     let tokens: usize = entries.clone().map(Entry::len).sum();
-    let samples: usize = entries.map(Entry::rows).sum();
-    let plain = plan.entries.iter().take_while(|it| it.extra.is_none());
+    let samples: usize = entries.map(Entry::num_samples).sum();
+    let plain = plan
+        .entries
+        .iter()
+        .take_while(|entry| entry.details.is_none());
     let (decodes, plain) = (plan.decodes, plain.count());
     ensure(decodes <= plain, || {
         format!("plan {serial} begins with {decodes} decodes, counted {plain}")
@@ -155,9 +160,8 @@ fn check_totals(plan: &Plan) -> Result<(), String> {
     })
 }
 
-/// What lends it the tokens before it begins is copied whole, is there, and begins as the sequence goes
-/// on. How many copies that are.
-fn check_lent(
+/// The copy sources of a partial match are copied, ready, and agree with the sequence. Returns how many they are.
+fn check_copied_partly(
     state: &State,
     plan: &Plan,
     entry: &Entry,
@@ -165,47 +169,51 @@ fn check_lent(
 ) -> Result<usize, String> {
     let seq = state.seqs.at(entry.slot);
     let (id, serial) = (seq.id, plan.key.serial);
-    let Some(extra) = entry.extra.as_ref().filter(|extra| !extra.lent.is_empty()) else {
-        let tokens = entry.extra.as_ref().map_or(0, |extra| extra.lent_tokens);
-        ensure(tokens == 0, || {
-            format!("sequence {id} has {tokens} tokens that no block lends")
-        })?;
+    let Some(prefill) = entry.prefill() else {
         return Ok(0);
     };
-    let (row, tokens) = (extra.stood.rows() + extra.matched, extra.lent_tokens);
+    if prefill.copy_sources.is_empty() {
+        let tokens = prefill.copied_tokens;
+        ensure(tokens == 0, || {
+            format!("sequence {id} has {tokens} copied tokens without a source")
+        })?;
+        return Ok(0);
+    }
+    let row = prefill.saved.rows() + prefill.matched_rows;
+    let tokens = prefill.copied_tokens;
     let begins = row * state.groups.block_size();
     let pool = &state.pool;
-    for (group, &source) in extra.lent.iter().enumerate() {
+    for (group, &source) in prefill.copy_sources.iter().enumerate() {
         let copy = table.get(group, row);
         let copied = copy.is_some_and(|copy| plan.copies().contains(&(source, copy)));
-        ensure(copied && plan.fenced.contains(&source), || {
-            format!("sequence {id}: plan {serial} does not copy or hold {source:?}, which lends")
+        ensure(copied && plan.pinned.contains(&source), || {
+            format!("sequence {id}: plan {serial} does not copy or pin {source:?}, its source")
         })?;
-        let lends = pool.content_of(source).is_some_and(|(content, of, _)| {
-            let known = &pool.contents.tokens(content)[..tokens];
+        let agrees = pool.cached_info(source).is_some_and(|(cached, of, _)| {
+            let known = &pool.tree().tokens(cached)[..tokens];
             of == group && seq.tokens[begins..].starts_with(known)
         });
-        ensure(lends && pool.is_ready(source), || {
-            format!("sequence {id} is lent {tokens} tokens that {source:?} has not")
+        ensure(agrees && pool.is_ready(source), || {
+            format!("sequence {id} copies {tokens} tokens that {source:?} has not")
         })?;
     }
-    Ok(extra.lent.len())
+    Ok(prefill.copy_sources.len())
 }
 
-/// It goes on in a block that no other sequence holds, but for those that share what makes it full.
+/// It writes in a block that no other sequence holds, unless they share the row that it fills.
 fn check_in_place(state: &State, entry: &Entry, id: u64) -> Result<(), String> {
     if entry.start.is_multiple_of(state.groups.block_size()) {
         return Ok(());
     }
-    let mut blocks = state.begins_in(entry);
+    let mut blocks = state.first_written(entry);
     let pool = &state.pool;
-    let shared = blocks.find(|&it| pool.seq_refs(it) > 1 && pool.content(it).is_none());
+    let shared = blocks.find(|&block| pool.seq_refs(block) > 1 && pool.cached_at(block).is_none());
     ensure(shared.is_none(), || {
         format!("sequence {id} writes in {shared:?}, which others hold")
     })
 }
 
-/// It has blocks for all that it computes, and could be taken back: its table has had `growth` rows fewer.
+/// It has blocks for all positions that it computes, and can be undone: its table had `growth` rows fewer.
 fn check_extent(state: &State, entry: &Entry, seq: &Sequence, growth: usize) -> Result<(), String> {
     let (id, rows) = (seq.id, seq.table.rows());
     let before = rows.saturating_sub(growth);
@@ -215,95 +223,95 @@ fn check_extent(state: &State, entry: &Entry, seq: &Sequence, growth: usize) -> 
     ensure(state.groups.rows(from) <= before, || {
         format!("sequence {id} was at {from} with {before} rows")
     })?;
-    let Some(extra) = &entry.extra else {
+    let Some(prefill) = entry.prefill() else {
         return Ok(());
     };
-    let stood = extra.stood.rows() + extra.matched;
+    let matched_end = prefill.saved.rows() + prefill.matched_rows;
     let block_size = state.groups.block_size();
     let write = entry.write_from(block_size);
-    ensure(write == stood * block_size + extra.lent_tokens, || {
-        format!("sequence {id} writes from {write}, has blocks of {stood} rows")
-    })?;
-    let announces_from = if extra.prefill { stood } else { 0 };
-    ensure(extra.announce_from == announces_from, || {
-        let from = extra.announce_from;
-        format!("sequence {id} announces from row {from}, not {announces_from}")
+    ensure(
+        write == matched_end * block_size + prefill.copied_tokens,
+        || format!("sequence {id} writes from {write}, has blocks of {matched_end} rows"),
+    )?;
+    ensure(prefill.preregister_from == matched_end, || {
+        let from = prefill.preregister_from;
+        format!("sequence {id} preregisters from row {from}, not {matched_end}")
     })?;
     let groups = state.groups.len();
-    let places = stood * groups..(stood + extra.announced) * groups;
+    let places = matched_end * groups..(matched_end + prefill.preregistered) * groups;
     let new = |at: &usize| places.contains(at) && *at >= before * groups;
-    let present = &extra.present;
-    ensure(present.is_sorted() && present.iter().all(new), || {
-        format!("sequence {id} has {present:?} present of {places:?}")
+    let cached = &prefill.already_cached;
+    ensure(cached.is_sorted() && cached.iter().all(new), || {
+        format!("sequence {id} has {cached:?} cached already of {places:?}")
     })?;
-    check_path(state, extra, seq)
+    check_path(state, prefill, seq)
 }
 
-/// The sequence stands where the entry led it or further down, on a path through where it stood
-/// before.
-fn check_path(state: &State, extra: &Extra, seq: &Sequence) -> Result<(), String> {
-    let (id, stands, stood) = (seq.id, seq.registered, extra.stood);
-    if extra.matched + extra.announced == 0 {
+/// The sequence's registered rows end where the entry's do or later, on a path through its saved position.
+fn check_path(state: &State, prefill: &PrefillWork, seq: &Sequence) -> Result<(), String> {
+    let (id, registered, saved) = (seq.id, seq.registered, prefill.saved);
+    if prefill.matched_rows + prefill.preregistered == 0 {
         return Ok(());
     }
-    let led = extra.announce_from + extra.announced;
-    ensure(led <= stands.rows(), || {
-        let row = stands.rows();
-        format!("sequence {id} was led to row {led}, stands on {row}")
+    let end = prefill.preregister_from + prefill.preregistered;
+    ensure(end <= registered.rows(), || {
+        let rows = registered.rows();
+        format!("sequence {id} has {end} rows registered by its plan, {rows} in all")
     })?;
-    let tip = state
+    let last = state
         .pool
-        .contents
-        .back(stands.tip, stands.rows() - stood.rows());
-    ensure(tip == stood.tip, || {
-        let before = stood.tip;
-        format!("sequence {id} stood on {before:?}, its path leads through {tip:?}")
+        .tree()
+        .ancestor(registered.last, registered.rows() - saved.rows());
+    ensure(last == saved.last, || {
+        let before = saved.last;
+        format!("sequence {id} was at {before:?}, its path leads through {last:?}")
     })
 }
 
-/// What it took from the cache, if it is a prefill.
-fn check_reused(state: &State, entry: &Entry, extra: &Extra, seq: &Sequence) -> Result<(), String> {
+/// The cached tokens and blocks that a prefill reuses.
+fn check_reused(
+    state: &State,
+    entry: &Entry,
+    prefill: &PrefillWork,
+    seq: &Sequence,
+) -> Result<(), String> {
     let (id, start) = (seq.id, entry.start);
     let written = entry.write_from(state.groups.block_size());
-    let again = written.saturating_sub(extra.replay);
+    let again = written.saturating_sub(prefill.replay);
     let end = again.min(seq.tokens.len() - 1);
-    let fits = match extra.matched + extra.lent_tokens {
-        0 => extra.reused_tokens == 0,
+    let fits = match prefill.matched_rows + prefill.copied_tokens {
+        0 => prefill.reused_tokens == 0,
         _ => start == end,
     };
     ensure(fits, || {
-        let (tokens, rows) = (extra.reused_tokens, extra.matched);
+        let (tokens, rows) = (prefill.reused_tokens, prefill.matched_rows);
         format!("sequence {id} starts at {start} with {tokens} tokens of {rows} rows reused")
     })?;
-    let (blocks, in_flight) = (extra.matched_blocks, extra.in_flight);
-    let most = extra.matched * state.groups.len();
+    let (blocks, in_flight) = (prefill.matched_blocks, prefill.in_flight);
+    let most = prefill.matched_rows * state.groups.len();
     ensure(
-        blocks <= most && in_flight <= blocks + extra.present.len(),
+        blocks <= most && in_flight <= blocks + prefill.already_cached.len(),
         || format!("sequence {id} reused {blocks} blocks of {most}, {in_flight} in flight"),
     )?;
-    let may_announce = extra.prefill && state.sharing;
-    ensure(may_announce || extra.announced == 0, || {
-        format!("sequence {id} announces what it must not")
+    ensure(state.sharing || prefill.preregistered == 0, || {
+        format!("sequence {id} preregisters what it must not")
     })?;
-    let may_reuse = extra.prefill && seq.read_cache;
-    ensure(may_reuse || extra.matched + extra.lent.len() == 0, || {
+    let reuses = prefill.matched_rows + prefill.copy_sources.len() > 0;
+    ensure(seq.read_cache || !reuses, || {
         format!("sequence {id} reuses what it must not")
-    })?;
-    ensure(!extra.prefill || extra.drafts.is_empty(), || {
-        format!("sequence {id} drafts in its prompt")
     })
 }
 
-/// What it shares is there, or computed by an entry before it.
+/// Blocks that it shares are ready, or computed by an earlier entry.
 fn check_shared(
     state: &State,
-    extra: &Extra,
+    prefill: &PrefillWork,
     table: &BlockTable,
     id: u64,
     computing: &HashSet<BlockId>,
 ) -> Result<(), String> {
     let (groups, mut counted) = (state.groups.len(), 0);
-    for place in extra.shared(groups) {
+    for place in prefill.shared(groups) {
         let Some(block) = table.get(place % groups, place / groups) else {
             continue;
         };
@@ -315,43 +323,43 @@ fn check_shared(
         })?;
         counted += 1;
     }
-    let in_flight = extra.in_flight;
+    let in_flight = prefill.in_flight;
     ensure(counted <= in_flight, || {
         format!("sequence {id} shares {in_flight} blocks in flight, counted {counted}")
     })
 }
 
-/// Contents that it computes for all carry the plan's number.
-fn check_announced(
+/// Blocks that it preregistered carry the plan's number.
+fn check_preregistered(
     state: &State,
     plan: &Plan,
-    extra: &Extra,
+    prefill: &PrefillWork,
     table: &BlockTable,
     computing: &mut HashSet<BlockId>,
 ) -> Result<(), String> {
     let groups = state.groups.len();
-    for place in extra.announced(groups) {
+    for place in prefill.preregistered(groups) {
         let block = table.get(place % groups, place / groups);
-        let content = block.and_then(|block| Some((block, state.pool.content_of(block)?)));
-        let Some((block, (_, _, step))) = content else {
+        let cached = block.and_then(|block| Some((block, state.pool.cached_info(block)?)));
+        let Some((block, (_, _, step))) = cached else {
             let serial = plan.key.serial;
             return Err(format!(
-                "plan {serial} announces entry {place} without content"
+                "plan {serial} preregisters entry {place}, which is not cached"
             ));
         };
         ensure(step == plan.step(), || {
             let plan_step = plan.step();
-            format!("{block:?} of step {step} is announced in step {plan_step}")
+            format!("{block:?} of step {step} is preregistered in step {plan_step}")
         })?;
         ensure(computing.insert(block), || {
-            format!("{block:?} is announced twice")
+            format!("{block:?} is preregistered twice")
         })?;
     }
     Ok(())
 }
 
 impl Track {
-    /// A sequence that no plan has moved.
+    /// A sequence in no plan.
     fn new(seq: &Sequence) -> Self {
         Self {
             planned_end: seq.computed,
@@ -359,7 +367,7 @@ impl Track {
         }
     }
 
-    /// An entry more, which must begin where the one before it ends.
+    /// Adds an entry, which must begin where the one before it ends.
     fn follow(
         &mut self,
         oldest: bool,
@@ -387,13 +395,13 @@ impl Track {
             };
             format!("sequence {id} ends at {end} of {known} tokens and {samples}")
         })?;
-        // Once the plan before is closed, the row that it sampled means nothing any more.
+        // Rows of a plan that is closed mean nothing any more.
         let pending_row = entry.pending_row;
         ensure(oldest || pending_row == self.sample_row, || {
             let sampled = self.sample_row;
             format!("sequence {id} computes row {pending_row:?}, row {sampled:?} samples it")
         })?;
-        self.plans = self.plans.with(plan.seat);
+        self.plans = self.plans.with(plan.bit);
         self.last_plan = serial;
         self.pending += u8::from(entry.samples());
         self.speculating = drafts > 0;
@@ -423,6 +431,8 @@ impl Track {
 
 #[cfg(test)]
 mod tests {
+    use super::super::journal::Change;
+    use super::super::plan::{Details, Work};
     use super::*;
     use crate::check::scene::*;
 
@@ -438,9 +448,34 @@ mod tests {
         entries.find(|entry| entry.slot == slot).expect("planned")
     }
 
-    fn extra(s: &mut Scene, at: usize, slot: u32) -> &mut Extra {
-        let extra = entry(s, at, slot).extra.as_mut();
-        extra.expect("more than a decode")
+    fn details(s: &mut Scene, at: usize, slot: u32) -> &mut Details {
+        let details = entry(s, at, slot).details.as_mut();
+        details.expect("more than a decode")
+    }
+
+    fn prefill(s: &mut Scene, at: usize, slot: u32) -> &mut PrefillWork {
+        match &mut details(s, at, slot).work {
+            Work::Prefill(prefill) => prefill,
+            _ => panic!("no prefill"),
+        }
+    }
+
+    fn slid(s: &mut Scene, at: usize, slot: u32) -> &mut Vec<(usize, BlockId)> {
+        let mut journal = details(s, at, slot).journal.iter_mut();
+        let slid = journal.find_map(|change| match change {
+            Change::Matched { slid, .. } => Some(slid),
+            _ => None,
+        });
+        slid.expect("a match")
+    }
+
+    fn copied_row(s: &mut Scene, at: usize, slot: u32) -> &mut usize {
+        let mut journal = details(s, at, slot).journal.iter_mut();
+        let row = journal.find_map(|change| match change {
+            Change::Copied { row, .. } => Some(row),
+            _ => None,
+        });
+        row.expect("a copy")
     }
 
     const PLANS: &[Case] = &[
@@ -455,8 +490,8 @@ mod tests {
         ("plan 12 begins with 99 decodes, counted", |s| {
             plan(s, NEWER).decodes = 99
         }),
-        ("two plans have one seat", |s| {
-            plan(s, NEWER).seat = plan(s, OLDER).seat
+        ("two plans have one bit", |s| {
+            plan(s, NEWER).bit = plan(s, OLDER).bit
         }),
         ("1 entries are in no plan", |s| {
             let entry = plan(s, NEWER).entries.pop().expect("one");
@@ -477,35 +512,35 @@ mod tests {
                 plan(s, OLDER).num_samples = 4;
             },
         ),
-        ("sequence 4 copies entry 2 to write in row 2", |s| {
-            extra(s, NEWER, CHILD).copied[0].0 = 2;
+        ("sequence 4 copies row 1 to write in row 2", |s| {
+            *copied_row(s, NEWER, CHILD) = 1;
         }),
         ("sequence 4: plan 12 does not copy", |s| {
             plan(s, NEWER).copies_mut()[0].1 = BlockId::from(0);
         }),
         ("and does not hold it", |s| {
             let (source, _) = plan(s, NEWER).copies()[0];
-            plan(s, NEWER).fenced.retain(|block| *block != source);
+            plan(s, NEWER).pinned.retain(|block| *block != source);
         }),
         ("plan 12 copies 5 blocks, counted 4", |s| {
             let copy = plan(s, NEWER).copies()[0];
             plan(s, NEWER).add_copies([copy]);
         }),
-        ("sequence 17: plan 12 does not copy or hold", |s| {
-            extra(s, NEWER, BORROWER).lent[1] = BlockId::from(0);
+        ("sequence 17: plan 12 does not copy or pin", |s| {
+            prefill(s, NEWER, BORROWER).copy_sources[1] = BlockId::from(0);
         }),
-        ("sequence 17: plan 12 does not copy or hold", |s| {
-            let source = extra(s, NEWER, BORROWER).lent[0];
-            plan(s, NEWER).fenced.retain(|block| *block != source);
+        ("sequence 17: plan 12 does not copy or pin", |s| {
+            let source = prefill(s, NEWER, BORROWER).copy_sources[0];
+            plan(s, NEWER).pinned.retain(|block| *block != source);
         }),
-        ("sequence 17 is lent 1 tokens that BlockId(", |s| {
+        ("sequence 17 copies 1 tokens that BlockId(", |s| {
             s.seq(BORROWER).tokens[3] += 1;
         }),
-        ("sequence 17 has 1 tokens that no block lends", |s| {
-            extra(s, NEWER, BORROWER).lent.clear();
+        ("sequence 17 has 1 copied tokens without a source", |s| {
+            prefill(s, NEWER, BORROWER).copy_sources.clear();
         }),
-        ("is to be computed in step 12 by nobody", |s| {
-            extra(s, NEWER, LONG).announced -= 1;
+        ("is to be computed in step 12 by no entry", |s| {
+            prefill(s, NEWER, LONG).preregistered -= 1;
         }),
     ];
 
@@ -521,42 +556,43 @@ mod tests {
             entry(s, NEWER, LONG).new_rows += 1;
         }),
         ("sequence 9 writes from 12, has blocks of 3 rows", |s| {
-            entry(s, NEWER, LONG).rows_there = 4;
+            entry(s, NEWER, LONG).rows_written = 4;
         }),
-        ("sequence 9 announces from row 2, not 3", |s| {
-            extra(s, NEWER, LONG).announce_from = 2;
+        ("sequence 9 preregisters from row 2, not 3", |s| {
+            prefill(s, NEWER, LONG).preregister_from = 2;
         }),
-        ("sequence 9 was led to row 6, stands on 5", |s| {
-            extra(s, NEWER, LONG).announced = 3
+        (
+            "sequence 9 has 6 rows registered by its plan, 5 in all",
+            |s| prefill(s, NEWER, LONG).preregistered = 3,
+        ),
+        ("sequence 9 was at Node", |s| {
+            let last = s.seq(REST).registered.last;
+            prefill(s, NEWER, LONG).saved.last = last;
         }),
-        ("sequence 9 stood on", |s| {
-            let tip = s.seq(REST).registered.tip;
-            extra(s, NEWER, LONG).stood.tip = tip;
-        }),
-        ("sequence 9 has [5] present of 6..10", |s| {
-            extra(s, NEWER, LONG).present = vec![5]
+        ("sequence 9 has [5] cached already of 6..10", |s| {
+            prefill(s, NEWER, LONG).already_cached = vec![5]
         }),
         (
             "sequence 16 starts at 1 with 1 tokens of 0 rows reused",
             |s| {
                 let entry = entry(s, OLDER, LEFT);
                 entry.start = 1;
-                let extra = extra(s, OLDER, LEFT);
-                (extra.len, extra.reused_tokens) = (extra.len - 1, 1);
+                details(s, OLDER, LEFT).len -= 1;
+                prefill(s, OLDER, LEFT).reused_tokens = 1;
             },
         ),
         ("sequence 9 reused 3 blocks of 2", |s| {
-            extra(s, NEWER, LONG).matched_blocks = 3
+            prefill(s, NEWER, LONG).matched_blocks = 3
         }),
-        ("sequence 9 announces what it must not", |s| {
+        ("sequence 9 preregisters what it must not", |s| {
             s.manager.state.sharing = false
         }),
         ("sequence 14 reuses what it must not", |s| {
             s.seq(FULL).read_cache = false
         }),
         ("sequence 10 shares", |s| plan(s, OLDER).entries.swap(0, 1)),
-        ("plan 11 announces entry 1 without content", |s| {
-            extra(s, NEWER, LONG).unseen.clear(); // the newer plan has it
+        ("plan 11 preregisters entry 1, which is not cached", |s| {
+            slid(s, NEWER, LONG).clear(); // the newer plan has it
         }),
         ("is twice in plan 12, or after its drafts", |s| {
             let slot = entry(s, NEWER, TALK).slot;
@@ -566,13 +602,13 @@ mod tests {
             entry(s, NEWER, LONG).start = 10
         }),
         ("and does not sample", |s| {
-            extra(s, NEWER, DRAFTY).samples = false
+            details(s, NEWER, DRAFTY).samples = false
         }),
         ("computes row Some(9), row", |s| {
             entry(s, NEWER, TALK).pending_row = Some(SampleRow::new(9))
         }),
         ("plans and pending tokens, counted", |s| {
-            s.seq(TALK).plans = Seats::FIRST
+            s.seq(TALK).plans = PlanSet::FIRST
         }),
         ("sequence 11 is planned to 5, its plans lead to 6", |s| {
             s.seq(TALK).planned_end = 5

@@ -1,24 +1,24 @@
-//! Commit: what the step has computed becomes content.
+//! Commit: caches what the step has computed.
 //!
-//! Each block that became full is looked up once more (late merge), so a content never has two
-//! registered blocks.
+//! Each block that became full is looked up once more (late merge), so no prefix has two cached blocks.
 
-use super::plan::{Entry, Extra, Plan, Remapping};
-use super::{State, Steps};
-use crate::contents::Spot;
+use super::answers::Remapping;
+use super::plan::{Details, Entry, Plan, PrefillWork, Work};
+use super::steps::Steps;
 use crate::error::Error;
-use crate::ids::{BlockId, PlanKey};
-use crate::sequence::{Registered, Seats};
+use crate::ids::{BlockId, NodePosition, PlanKey};
+use crate::sequence::{PlanSet, Registered};
+use crate::state::State;
 
 impl Steps {
-    /// Takes the oldest step as computed: one token for each sampling sequence.
+    /// Commits the oldest step with one token for each sampling sequence.
     pub(crate) fn commit(
         &mut self,
         state: &mut State,
         plan: PlanKey,
         sampled: &[u32],
     ) -> Result<Vec<Remapping>, Error> {
-        let expected = self.runnable_plan(plan)?.sampling();
+        let expected = self.runnable_plan(plan)?.num_sampling();
         if sampled.len() != expected {
             return Err(Error::SampleCount {
                 expected,
@@ -28,7 +28,7 @@ impl Steps {
         Ok(self.close_oldest(state, sampled, None))
     }
 
-    /// The same, with so many tokens for each sampling sequence.
+    /// The same, with `counts` tokens for each sampling sequence.
     pub(crate) fn commit_accepted(
         &mut self,
         state: &mut State,
@@ -48,7 +48,7 @@ impl Steps {
         counts: &[usize],
     ) -> Result<(), Error> {
         let plan = self.runnable_plan(plan)?;
-        let (expected, given) = (plan.sampling(), counts.len());
+        let (expected, given) = (plan.num_sampling(), counts.len());
         if expected != given {
             return Err(Error::SampleCount { expected, given });
         }
@@ -87,31 +87,31 @@ impl Steps {
         counts: Option<&[usize]>,
     ) -> Vec<Remapping> {
         let plan = self.open.remove(0);
-        self.tell_open(state);
+        self.update_open_steps(state);
         let (step, copies) = (plan.step(), plan.copies().len());
         let Plan {
             mut entries,
             decodes,
-            fenced,
+            pinned,
             num_tokens,
-            seat,
+            bit,
             ..
         } = plan;
         let (mut remappings, mut dropped) = (Vec::new(), Vec::new());
         let (first, others) = entries.split_at(decodes);
-        // Before anything: what a later entry announced may be the parent of what an earlier one registers.
+        // First: a row that a later entry registered may be the parent of one that an earlier entry registers now.
         for entry in others {
-            if let Some(extra) = &entry.extra {
-                state.tell_announced(entry.slot, extra);
+            if let Some(prefill) = entry.prefill() {
+                state.emit_preregistered(entry.slot, prefill);
             }
         }
         let (sampled, mut rest) = tokens.split_at(decodes);
         let mut full = std::mem::take(&mut self.full);
         if decodes > 0 {
-            state.close_decodes(seat, first.iter().zip(sampled), &mut full, &mut dropped);
+            state.close_decodes(bit, first.iter().zip(sampled), &mut full, &mut dropped);
         }
         for slot in full.drain(..) {
-            self.settle(state, slot, step, &mut remappings);
+            self.finish_computed(state, slot, step, &mut remappings);
         }
         self.full = full;
         let mut sampling = decodes;
@@ -122,33 +122,39 @@ impl Steps {
                 (accepted, rest) = rest.split_at(count);
                 sampling += 1;
             }
-            if state.close_entry(seat, entry, accepted) {
+            if state.close_entry(bit, entry, accepted) {
                 dropped.push(entry.slot);
             }
-            self.settle(state, entry.slot, step, &mut remappings);
+            self.finish_computed(state, entry.slot, step, &mut remappings);
         }
         state.pool.stats.computed_tokens += num_tokens as u64;
-        // Afterwards: a dropped sequence's blocks are there for the whole batch to merge into.
+        // Last: the blocks of a dropped sequence are there for the whole batch to merge into.
         for slot in dropped {
             state.end_sequence(slot);
         }
         entries.clear();
         self.spare_entries = entries;
-        for block in fenced {
-            state.pool.lift_fence(block);
+        for block in pinned {
+            state.pool.unpin(block);
         }
         state.pool.stats.copied_blocks += copies as u64;
         state.pool.stats.committed_steps += 1;
         remappings
     }
 
-    /// What a sequence has computed is there: registers it and gives back what no later token sees.
-    fn settle(&mut self, state: &mut State, slot: u32, step: u32, remappings: &mut Vec<Remapping>) {
+    /// Registers what a sequence has computed, and releases blocks that no later token reads.
+    fn finish_computed(
+        &mut self,
+        state: &mut State,
+        slot: u32,
+        step: u32,
+        remappings: &mut Vec<Remapping>,
+    ) {
         self.register_full(state, slot, step, remappings);
         state.slide(slot);
     }
 
-    /// Registers what became full, or merges it into the blocks that held it first.
+    /// Registers the rows that became full, or merges them into the blocks that were cached first.
     pub(super) fn register_full(
         &mut self,
         state: &mut State,
@@ -165,47 +171,42 @@ impl Steps {
             let block_size = state.groups.block_size();
             let seq = state.seqs.at(slot);
             let tokens = &seq.tokens[row * block_size..][..block_size];
-            match state.pool.contents.next(seq.registered.tip, tokens) {
+            match state.pool.next(seq.registered.last, tokens) {
                 None => {
                     state.append_rows(slot, row..full, step);
-                    let Registered { tip, .. } = state.seqs.at(slot).registered;
-                    state.pool.tell_stored(tip, full - row);
+                    let Registered { last, .. } = state.seqs.at(slot).registered;
+                    state.pool.emit_stored(last, full - row);
                     return;
                 }
-                Some(content) => {
-                    // The step after this one is to compute it: it may yet be rolled back. Asked
-                    // again later.
-                    if !state.pool.is_there(content) {
-                        return;
-                    }
-                    self.merge_row(state, (slot, row), content, step, remappings);
-                }
+                // The next step is to compute it, and may yet be rolled back: looked up again later.
+                Some(cached) if !state.pool.are_ready(cached) => return,
+                Some(cached) => self.merge_row(state, (slot, row), cached, step, remappings),
             }
         }
     }
 
-    /// Late merge of one row whose content is known.
+    /// Late merge of one row.
     fn merge_row(
         &mut self,
         state: &mut State,
         (slot, row): (u32, usize),
-        content: Spot,
+        cached: NodePosition,
         step: u32,
         remappings: &mut Vec<Remapping>,
     ) {
-        if state.pool.contents.blocks(content).next().is_none() {
-            state.pool.tell_stored(content, 1);
+        if !state.pool.tree().is_held(cached) {
+            state.pool.emit_stored(cached, 1);
         }
         for group in 0..state.groups.len() {
-            let mine = state.seqs.at(slot).table.at(group, row);
-            match state.pool.contents.block(content, group) {
-                // It had lost its block for this group.
-                None => state.pool.store(content, group, mine, step),
-                // A fork shares the block and came first.
-                Some(first) if first == mine => {}
-                // An evictable block (a dangling mapping): the new one takes the content over.
+            let block = state.seqs.at(slot).table.at(group, row);
+            match state.pool.tree().block(cached, group) {
+                // This group has lost its block.
+                None => state.pool.store(cached, group, block, step),
+                // A fork shares the block and was first.
+                Some(first) if first == block => {}
+                // An evictable block (a dangling mapping): the new one takes over.
                 Some(first) if state.pool.is_queued(first) => {
-                    state.pool.take_over(first, group, mine, step);
+                    state.pool.take_over(first, group, block, step);
                 }
                 // In use: the first one wins.
                 Some(first) => {
@@ -214,10 +215,11 @@ impl Steps {
                 }
             }
         }
-        state.seqs.at_mut(slot).registered = Registered::new(content, row + 1);
+        let registered = Registered::new(cached, row + 1);
+        state.seqs.at_mut(slot).register(registered);
     }
 
-    /// Moves a table entry to the block that holds the content.
+    /// Remaps a table entry to the block that was cached first.
     fn remap(
         &mut self,
         state: &mut State,
@@ -225,58 +227,59 @@ impl Steps {
         first: BlockId,
         remappings: &mut Vec<Remapping>,
     ) {
-        let seq = state.seqs.at_mut(slot);
-        let mine = seq.table.replace(group, row, first);
-        seq.table_version += 1;
+        let duplicate = state.replace_block(slot, group, row, first);
         remappings.push(Remapping {
-            sequence: seq.id,
+            sequence: state.seqs.at(slot).id,
             group,
             index: row,
-            old_block: mine,
+            old_block: duplicate,
             new_block: first,
         });
         // A step that is planned already may still read the duplicate.
         if !self.open.is_empty() {
-            self.fence(state, mine);
+            self.pin(state, duplicate);
         }
-        state.pool.release(mine);
+        state.pool.release(duplicate);
         state.pool.stats.merged_blocks += 1;
     }
 }
 
 impl State {
-    /// Contents that the entry announced are there now.
-    fn tell_announced(&mut self, slot: u32, extra: &Extra) {
+    /// Emits the rows that an entry has preregistered.
+    fn emit_preregistered(&mut self, slot: u32, prefill: &PrefillWork) {
         let groups = self.groups.len();
-        let from = extra.announce_from;
-        let rows = from..from + extra.announced;
-        if extra.present.is_empty() {
-            self.tell_rows(slot, rows);
+        let from = prefill.preregister_from;
+        let rows = from..from + prefill.preregistered;
+        if rows.is_empty() {
+            return;
+        }
+        if prefill.already_cached.is_empty() {
+            self.emit_rows(slot, rows);
             return;
         }
         for row in rows {
-            // A content of which a block was there before is no news.
+            // A row of which a block was cached before is not stored again.
             let mut places = row * groups..(row + 1) * groups;
-            if !places.any(|place| extra.is_present(place)) {
-                self.tell_rows(slot, row..row + 1);
+            if !places.any(|place| prefill.is_already_cached(place)) {
+                self.emit_rows(slot, row..row + 1);
             }
         }
     }
 
-    /// The contents of these rows of a sequence are news.
-    fn tell_rows(&mut self, slot: u32, rows: std::ops::Range<usize>) {
-        let stands = self.seqs.at(slot).registered;
-        let back = stands.rows() - rows.end;
-        let end = self.pool.contents.back(stands.tip, back);
-        self.pool.tell_stored(end, rows.len());
+    /// Emits registered rows of a sequence.
+    fn emit_rows(&mut self, slot: u32, rows: std::ops::Range<usize>) {
+        let registered = self.seqs.at(slot).registered;
+        let tree = self.pool.tree();
+        let end = tree.ancestor(registered.last, registered.rows() - rows.end);
+        self.pool.emit_stored(end, rows.len());
     }
 
-    /// Appends the token of each decode; the plan, which is committed, does not hold them any more. Into
-    /// `full` go those with a row to register, into `dropped` those that end with that.
-    #[inline(never)] // among the code of a commit its loop would not be in registers
+    /// Appends the token of each decode of a committed plan. Adds sequences with a row to register to `full`, and
+    /// those that end to `dropped`.
+    #[inline(never)] // inlined into a commit, its loop would not be in registers
     fn close_decodes<'a>(
         &mut self,
-        plan: Seats,
+        plan: PlanSet,
         sampled: impl Iterator<Item = (&'a Entry, &'a u32)>,
         full: &mut Vec<u32>,
         dropped: &mut Vec<u32>,
@@ -284,10 +287,8 @@ impl State {
         let block = self.groups.block();
         for (entry, &token) in sampled {
             let seq = self.seqs.at_mut(entry.slot);
-            seq.tokens.push(token);
-            seq.computed = entry.start + 1;
-            seq.pending -= 1;
-            if seq.leave_plan(plan) {
+            seq.push_sampled(token);
+            if seq.commit(plan, entry.start + 1) {
                 dropped.push(entry.slot);
             }
             if entry.start + 1 >= block.start_of(seq.registered.rows() + 1) {
@@ -296,41 +297,44 @@ impl State {
         }
     }
 
-    /// The same for an entry of any kind, of what it accepted.
-    fn close_entry(&mut self, plan: Seats, entry: &Entry, accepted: &[u32]) -> bool {
+    /// The same for any entry, with the tokens that it accepted. Returns whether its sequence ends.
+    fn close_entry(&mut self, plan: PlanSet, entry: &Entry, accepted: &[u32]) -> bool {
         let seq = self.seqs.at_mut(entry.slot);
-        seq.computed = entry.end();
-        seq.tokens.extend_from_slice(accepted);
-        seq.pending -= u8::from(entry.samples());
-        if let Some(extra) = &entry.extra {
-            self.close_extra(entry, extra, accepted.len());
+        if let Some(&token) = accepted.first() {
+            seq.push_sampled(token);
         }
-        self.seqs.at_mut(entry.slot).leave_plan(plan)
+        let ends = seq.commit(plan, entry.end());
+        if let Some(details) = &entry.details {
+            self.close_work(entry, details, accepted);
+        }
+        ends
     }
 
-    /// What an entry has beyond a decode, of whose drafts `accepted - 1` stay; counts.
-    fn close_extra(&mut self, entry: &Entry, extra: &Extra, accepted: usize) {
+    /// The part of `close_entry` that depends on the work; counts it.
+    fn close_work(&mut self, entry: &Entry, details: &Details, accepted: &[u32]) {
         let (seq, stats) = (self.seqs.at_mut(entry.slot), &mut self.pool.stats);
-        stats.in_flight_blocks += extra.in_flight as u64;
-        stats.already_cached_blocks += extra.present.len() as u64;
-        if extra.prefill {
-            stats.prompt_tokens += (extra.reused_tokens + extra.len) as u64;
-            stats.cached_tokens += extra.reused_tokens as u64;
-            let found = extra.matched > 0 || extra.lent_tokens > 0;
-            let began = entry.start > extra.reused_tokens;
-            stats.rematches += u64::from(found && began);
-            stats.partial_hits += u64::from(extra.lent_tokens > 0);
-            stats.partial_tokens += extra.lent_tokens as u64;
-            stats.hit_blocks += extra.matched_blocks as u64;
-            stats.slid_blocks += extra.unseen.len() as u64;
-        }
-        seq.cached += extra.reused_tokens;
-        if !extra.drafts.is_empty() {
-            stats.draft_tokens += extra.drafts.len() as u64;
-            stats.accepted_draft_tokens += accepted as u64 - 1;
-            seq.computed -= extra.drafts.len() + 1 - accepted;
-            seq.speculating = false;
-            seq.planned_end = seq.computed;
+        match &details.work {
+            Work::Decode => {}
+            Work::Prefill(prefill) => {
+                let copied = prefill.copied_tokens;
+                stats.prompt_tokens += (prefill.reused_tokens + details.len) as u64;
+                stats.cached_tokens += prefill.reused_tokens as u64;
+                stats.in_flight_blocks += prefill.in_flight as u64;
+                stats.already_cached_blocks += prefill.already_cached.len() as u64;
+                let matched = prefill.matched_rows > 0 || copied > 0;
+                let had_started = entry.start > prefill.reused_tokens;
+                stats.rematches += u64::from(matched && had_started);
+                stats.partial_hits += u64::from(copied > 0);
+                stats.partial_tokens += copied as u64;
+                stats.hit_blocks += prefill.matched_blocks as u64;
+                stats.slid_blocks += prefill.slid_blocks as u64;
+                seq.count_cached(prefill.reused_tokens);
+            }
+            Work::Draft(drafts) => {
+                stats.draft_tokens += drafts.len() as u64;
+                stats.accepted_draft_tokens += accepted.len() as u64 - 1;
+                seq.accept_drafts(&accepted[1..], drafts.len() + 1 - accepted.len());
+            }
         }
     }
 }

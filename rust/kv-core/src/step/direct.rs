@@ -1,53 +1,40 @@
-//! Without a plan: for engines that choose their chunks themselves, hold the tokens, and free in the middle
-//! of a step. The same sequences, merges and counters; only the order is the caller's.
+//! The allocator's interface, without plans: for engines that schedule themselves and may free a sequence in the
+//! middle of a step. Sequences, merges and counters are those of planned steps.
 //!
-//! Nothing is fenced here: what such an engine lets go of may be handed out at its next call. That is right
-//! where its device runs one step after the other, in the order in which their blocks were handed out.
+//! Nothing is pinned for a step here: a released block may be allocated by the next call. That is correct if the
+//! device runs the engine's steps in the order in which their blocks were allocated.
 
-use super::{State, Steps};
+use super::answers::{Extend, Remapping};
+use super::steps::Steps;
 use crate::error::Error;
-use crate::ids::{BlockId, SeqKey};
-use crate::matching::Wanted;
-use crate::step::plan::Remapping;
-
-/// The answer to [`BlockManager::extend`](crate::BlockManager::extend).
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub enum Extend {
-    /// The slots are there.
-    Extended {
-        /// Blocks more at the end of the table, row by row: of each row, those of all layer groups.
-        blocks: Vec<BlockId>,
-        /// Blocks to copy before anything is written, as (source, destination): a fork's partial block.
-        copies: Vec<(BlockId, BlockId)>,
-    },
-    /// Too few blocks; nothing was changed.
-    NoRoom {
-        /// Blocks needed.
-        needed: usize,
-        /// Blocks free or evictable.
-        available: usize,
-    },
-}
+use crate::ids::SeqKey;
+use crate::pool::Purpose;
+use crate::state::State;
 
 impl State {
-    /// Goes on from a block boundary with what is cached; how many tokens that are.
+    /// Reuses the cached blocks after a block boundary. Returns how many tokens they hold.
     pub(crate) fn reuse_cached(&mut self, key: SeqKey) -> Result<usize, Error> {
         self.at_rest(key)?;
         let seq = self.seqs.at(key.slot);
-        let (tip, from) = (seq.registered.tip, seq.registered.rows());
-        let stands = seq.computed == from * self.groups.block_size() && seq.table.rows() == from;
-        if !stands || !self.caching || !seq.read_cache {
+        let (last, from) = (seq.registered.last, seq.registered.rows());
+        let on_boundary =
+            seq.computed == from * self.groups.block_size() && seq.table.rows() == from;
+        if !on_boundary || !self.caching || !seq.read_cache {
             return Ok(0);
         }
-        let (pool, from) = (&mut self.pool, (tip, from));
-        self.matched
-            .walk(pool, &self.groups, &seq.tokens, from, Wanted::Ready);
-        if self.matched.rows == 0 {
+        self.pool.find_match(
+            &mut self.matched,
+            &self.groups,
+            &seq.tokens,
+            (last, from),
+            Purpose::Read,
+        );
+        if self.matched.num_rows == 0 {
             return Ok(0);
         }
-        let mut unseen = Vec::new();
-        let (blocks, _) = self.insert_match(key.slot, &mut unseen);
-        for &(_, block) in &unseen {
+        let mut slid = Vec::new();
+        let (blocks, _) = self.insert_match(key.slot, &mut slid);
+        for &(_, block) in &slid {
             self.pool.release(block);
         }
         let seq = self.seqs.at_mut(key.slot);
@@ -55,16 +42,16 @@ impl State {
         let end = end.min(seq.tokens.len() - 1);
         let reused = end - seq.computed;
         seq.set_computed(end);
-        seq.cached += reused;
+        seq.count_cached(reused);
         let stats = &mut self.pool.stats;
         stats.prompt_tokens += reused as u64;
         stats.cached_tokens += reused as u64;
         stats.hit_blocks += blocks as u64;
-        stats.slid_blocks += unseen.len() as u64;
+        stats.slid_blocks += slid.len() as u64;
         Ok(reused)
     }
 
-    /// Slots for `num_tokens` tokens after those that are computed.
+    /// Allocates slots for `num_tokens` tokens after the computed ones.
     pub(crate) fn extend(&mut self, key: SeqKey, num_tokens: usize) -> Result<Extend, Error> {
         let computed = self.at_rest(key)?.computed;
         let (slot, mut copies) = (key.slot, Vec::new());
@@ -87,9 +74,7 @@ impl State {
         }
         for group in shared {
             let copy = self.allocate_one();
-            let seq = self.seqs.at_mut(slot);
-            let source = seq.table.replace(group, row, copy);
-            seq.table_version += 1;
+            let source = self.replace_block(slot, group, row, copy);
             self.pool.release(source);
             copies.push((source, copy));
         }
@@ -105,15 +90,14 @@ impl State {
 }
 
 impl State {
-    /// The groups whose block of the row of `position` must not be written: as `must_copy`, and what an
-    /// open step is yet to copy.
+    /// As `must_copy`, and blocks that an open step is still to copy.
     fn held_by_others(&self, slot: u32, position: usize) -> impl Iterator<Item = usize> + '_ {
         self.groups_shared_at(slot, position, |block| self.pool.refs(block) > 1)
     }
 }
 
 impl Steps {
-    /// The next `num_tokens` tokens of a sequence are computed, of which `tokens` were not known before.
+    /// Publishes the next `num_tokens` tokens of a sequence as computed; `tokens` were not known before.
     pub(crate) fn publish(
         &mut self,
         state: &mut State,
@@ -150,14 +134,14 @@ impl Steps {
             let block = seq.table.at(group, state.groups.row_of(computed)).get();
             return Err(Error::SharedBlock { sequence, block });
         }
-        let left = seq.left();
+        let unplanned = seq.num_unplanned();
         let seq = state.seqs.at_mut(key.slot);
-        seq.tokens.extend_from_slice(tokens);
+        seq.append(tokens);
         seq.set_computed(end);
         let stats = &mut state.pool.stats;
         stats.computed_tokens += num_tokens as u64;
-        if left > 1 {
-            stats.prompt_tokens += num_tokens.min(left) as u64;
+        if unplanned > 1 {
+            stats.prompt_tokens += num_tokens.min(unplanned) as u64;
         }
         let mut remappings = Vec::new();
         let step = self.last_closed();

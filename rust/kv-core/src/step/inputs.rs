@@ -1,21 +1,22 @@
-//! Filling a step's inputs into the caller's arrays.
+//! Filling the inputs of a step into the caller's arrays.
 //!
 //! The arrays are views of memory that other code can see too (a NumPy array, a pinned tensor), perhaps
 //! while it is written: each element is a relaxed atomic.
 
 use std::borrow::Cow;
 
-use super::plan::{Entry, Plan};
-use super::sharing::Watch;
-use super::{State, Steps};
+use super::plan::{Entry, Plan, PrefillWork};
+use super::steps::Steps;
+use super::versions::TableVersion;
 use crate::elements::{SharedI32, SharedI64};
 use crate::error::Error;
 use crate::groups::BlockSize;
 use crate::ids::PlanKey;
 use crate::sequence::{SampleRow, Sequence};
+use crate::state::State;
 use crate::table::BlockTable;
 
-/// An array of the caller, 32 or 64 bits wide.
+/// An array of the caller, of 32 or 64 bits.
 #[derive(Clone, Copy, Debug)]
 pub enum IntArray<'a> {
     /// int32
@@ -60,49 +61,49 @@ impl IntArray<'_> {
 /// The arrays of one step. T: tokens, B: sequences, S: sampling rows.
 #[derive(Clone, Copy, Debug)]
 pub struct StepArrays<'a> {
-    /// `[>= T]`: the tokens to compute. A pending one is written as `-1 - row`, the row of the logits of
-    /// the step before that gives it.
+    /// `[>= T]`: the tokens to compute; a pending one as `-1 - row`, the row of the previous step's logits that samples
+    /// it.
     pub input_ids: IntArray<'a>,
     /// `[>= T]`: their positions in their sequences.
     pub positions: IntArray<'a>,
-    /// `[groups, >= T]`: where their KV goes, `block * block_size + offset`; -1: it is there already.
+    /// `[groups, >= T]`: where their KV is written, `block * block_size + offset`; -1: it exists already.
     pub slot_mapping: IntArray<'a>,
-    /// Columns of `slot_mapping`; its length where there is one group.
+    /// Columns of `slot_mapping`; with one group its length.
     pub slots_width: usize,
     /// `[>= B + 1]`: sequence `i` has the tokens `query_start_loc[i]..query_start_loc[i + 1]`.
     pub query_start_loc: IntArray<'a>,
-    /// `[>= B]`: positions of the sequence whose KV is there once the step has run.
+    /// `[>= B]`: positions of the sequence whose KV exists once the step has run.
     pub seq_lens: IntArray<'a>,
-    /// `[groups, >= B, width]`, row-major: block tables. An entry that was given back holds the null
-    /// block, `num_blocks`. Past a row's end, what was there before stays.
+    /// `[groups, >= B, width]`, row-major: block tables. Released entries hold the null block, `num_blocks`. Entries past
+    /// the end of a row keep their values.
     pub block_tables: IntArray<'a>,
-    /// Rows of `block_tables` for each group.
+    /// Rows of `block_tables` per group.
     pub table_rows: usize,
     /// Columns of `block_tables`.
     pub table_width: usize,
-    /// `[>= S]`: the rows of the token arrays whose logits give a token.
+    /// `[>= S]`: the rows of the token arrays whose logits are sampled.
     pub logits_indices: IntArray<'a>,
 }
 
-/// What a set of arrays holds in each row of its block tables, so that only changes are written.
+/// The block tables that a set of arrays holds, so that only changes are written.
 #[derive(Debug, Default)]
 pub struct TableRows {
-    /// Of which manager the tables are.
+    /// The manager of the tables.
     manager: Option<u32>,
-    /// What is there.
+    /// By row, the table that was written.
     rows: Vec<Written>,
-    /// The rows that hold something else than they are to hold.
+    /// Rows to write again.
     changed: Vec<u32>,
-    /// Rows of the batch that was written last.
+    /// Rows of the last batch.
     batch: usize,
-    /// If somebody asks what rows share.
-    pub(super) watch: Option<Watch>,
+    /// Set once shared prefixes are asked for.
+    pub(super) version: Option<TableVersion>,
 }
 
-/// A sequence's table, as it was once.
+/// A version of a sequence's table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Written {
-    /// 0: no sequence's.
+    /// 0: no sequence.
     id: u64,
     version: u32,
     rows: u32,
@@ -126,7 +127,7 @@ impl Written {
 }
 
 impl TableRows {
-    /// Finds the rows that change. The most columns that one of them has.
+    /// Finds the rows that change. Returns the most columns that one of them has.
     fn look_at(&mut self, manager: u32, state: &State, entries: &[Entry]) -> u32 {
         if self.manager.replace(manager) != Some(manager) {
             self.rows.clear();
@@ -147,7 +148,7 @@ impl TableRows {
     }
 }
 
-/// Whether each array, by its name, is as large as it has to be: needed, given.
+/// Checks the sizes of arrays: name, needed, given.
 pub(super) fn check_sizes(arrays: &[(&'static str, usize, usize)]) -> Result<(), Error> {
     match arrays.iter().find(|(_, needed, given)| needed > given) {
         None => Ok(()),
@@ -186,7 +187,7 @@ impl StepArrays<'_> {
 }
 
 impl Steps {
-    /// Whether everything that could be too large for an int32 array fits.
+    /// Checks that every value fits an int32 array.
     fn check_width(
         &self,
         state: &State,
@@ -237,7 +238,7 @@ impl Steps {
             at += entry.len();
             arrays.query_start_loc.put(row + 1, at as i64);
             arrays.seq_lens.put(row, entry.end() as i64);
-            for row in at - entry.rows()..at {
+            for row in at - entry.num_samples()..at {
                 arrays.logits_indices.put(sample, row as i64);
                 sample += 1;
             }
@@ -247,19 +248,16 @@ impl Steps {
             };
             fill_table(state, (&table, now), row, arrays, written);
         }
-        if let Some(watch) = written
-            .watch
-            .as_mut()
-            .filter(|_| written.batch != sequences)
+        if let Some(version) = &mut written.version
+            && written.batch != sequences
         {
-            watch.changed();
+            version.change();
         }
         written.batch = sequences;
         Ok(())
     }
 
-    /// The rows of decodes, one token each, with which the batch begins: array by array, so that each loop
-    /// is short and many of its rows are on their way from memory at once.
+    /// Writes the leading decodes, one token each, array by array: short loops whose reads from memory overlap.
     fn fill_decodes(
         &self,
         state: &State,
@@ -299,7 +297,7 @@ fn entry_tokens<'a>(state: &'a State, entry: &'a Entry) -> impl Iterator<Item = 
     known.take(entry.len()).copied()
 }
 
-/// The one token of a decode; a pending one: -1 - (its row among the logits of the step before).
+/// The token of a decode; a pending one as -1 - (its row in the previous step's logits).
 #[inline]
 fn decoded_token(seq: &Sequence, entry: &Entry) -> i64 {
     match seq.tokens.get(entry.start) {
@@ -308,18 +306,18 @@ fn decoded_token(seq: &Sequence, entry: &Entry) -> i64 {
     }
 }
 
-/// Where its KV goes.
+/// The slot of a decode's token.
 #[inline]
 fn decoded_slot(seq: &Sequence, entry: &Entry, group: usize, size: BlockSize) -> i64 {
     let row = size.row_of(entry.start);
-    if row < entry.rows_there as usize {
+    if row < entry.rows_written as usize {
         return -1;
     }
     let block = seq.table.at(group, row);
     (size.start_of(block.at()) + entry.start - size.start_of(row)) as i64
 }
 
-/// What the tokens of an entry are and where they stand.
+/// Writes tokens and positions of an entry.
 #[inline]
 fn fill_tokens(state: &State, entry: &Entry, at: usize, arrays: &StepArrays<'_>) {
     let seq = state.seqs.at(entry.slot);
@@ -332,7 +330,7 @@ fn fill_tokens(state: &State, entry: &Entry, at: usize, arrays: &StepArrays<'_>)
     arrays.positions.write(at, start as i64..end as i64);
 }
 
-/// Where the KV of an entry's tokens goes: row by row, so that nothing is divided for each token.
+/// Writes the slots of an entry, row by row, without a division per token.
 #[inline]
 fn fill_slots(
     state: &State,
@@ -343,10 +341,9 @@ fn fill_slots(
 ) {
     let (block_size, groups) = (state.groups.block_size(), state.groups.len());
     let write_from = entry.write_from(block_size);
-    let present = entry
-        .extra
-        .as_ref()
-        .filter(|extra| !extra.present.is_empty());
+    let cached = entry
+        .prefill()
+        .filter(|prefill| !prefill.already_cached.is_empty());
     for group in 0..groups {
         let (mut position, end) = (entry.start, entry.end());
         while position < end {
@@ -358,7 +355,9 @@ fn fill_slots(
             };
             let stop = end.min(stop);
             let place = group * arrays.slots_width + at + position - entry.start;
-            let is_there = present.is_some_and(|extra| extra.is_present(row * groups + group));
+            let is_there = cached.is_some_and(|prefill: &PrefillWork| {
+                prefill.is_already_cached(row * groups + group)
+            });
             if is_there || is_cached {
                 arrays
                     .slot_mapping
@@ -374,7 +373,7 @@ fn fill_slots(
 }
 
 impl State {
-    /// Whether another sequence holds a block of these rows, too.
+    /// Whether another sequence holds a block from row `from` on.
     #[cold]
     fn are_shared(&self, table: &BlockTable, from: usize) -> bool {
         let mut blocks = (from..table.rows()).flat_map(|row| table.row(row));
@@ -382,7 +381,7 @@ impl State {
     }
 }
 
-/// The block tables of an entry: what has grown, or everything if entries have changed.
+/// Writes the block tables of an entry: the new rows, or all of them if other entries have changed.
 #[inline]
 fn fill_table(
     state: &State,
@@ -397,10 +396,10 @@ fn fill_table(
     if from == table.rows() {
         return;
     }
-    if let Some(watch) = &mut written.watch
+    if let Some(version) = &mut written.version
         && (!same || state.are_shared(table, from))
     {
-        watch.changed();
+        version.change();
     }
     let null = state.pool.num_blocks() as i64;
     for group in 0..table.groups() {

@@ -1,52 +1,28 @@
-//! Which rows of a batch share which leading blocks, for kernels that read a shared block once for all
-//! of its rows.
+//! Rows of a batch that share leading blocks, for kernels that read a shared block once for all of its rows.
 //!
-//! Registered rows of two tables hold the same block if they hold the same content, so the way of each
-//! sequence through the contents says what it shares, run by run, however long the prefix is. Blocks
-//! that are shared without being registered (forks without a cache) are compared one by one.
+//! Registered rows of two tables are the same block if they are the same block of the radix tree. So the path of each
+//! sequence through the tree says what it shares, node by node, however long the prefix is. Blocks that are shared
+//! without being registered (forks without a cache) are compared one by one.
 //!
-//! While a batch stays the same nothing of this is done: `fill` notices what changes (see `Watch`).
+//! While a batch stays the same, nothing is compared: `fill` keeps a [`TableVersion`].
 
 use std::borrow::Cow;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::cascade::{SharedPrefix, prefixes};
 use super::inputs::{IntArray, StepArrays, TableRows, check_sizes};
 use super::plan::{Entry, Plan};
-use super::trie::Trie;
-use super::{State, Steps};
+use super::steps::Steps;
+use super::versions::TableVersion;
 use crate::error::Error;
-use crate::ids::{BlockId, PlanKey};
+use crate::ids::{BlockId, NodeId, NodePosition, PlanKey};
+use crate::radix::RadixTree;
 use crate::sequence::Sequence;
+use crate::state::State;
 use crate::table::BlockTable;
 
-/// What the block tables of a set of arrays have become: a new version whenever rows that were there
-/// before may share something else than they did. A row that grows by blocks which nobody else holds does not.
-#[derive(Debug)]
-pub(super) struct Watch {
-    id: u64,
-    version: u64,
-}
-
-static WATCHES: AtomicU64 = AtomicU64::new(0);
-
-impl Watch {
-    pub(super) fn new() -> Self {
-        Self {
-            id: WATCHES.fetch_add(1, Ordering::Relaxed),
-            version: 0,
-        }
-    }
-
-    pub(super) fn changed(&mut self) {
-        self.version += 1;
-    }
-}
-
-/// Groups of rows of a batch that have leading blocks in common, in one layer group: a tree.
+/// Shared prefixes of the rows of a batch, in one layer group: a tree.
 ///
-/// A prefix counts as far as every row sees it as a whole, so that no row needs a mask there: its last
-/// position comes before the first one that a row computes, or is it.
+/// A prefix ends at or before the first position that any of its rows computes, so no row needs a mask in it.
 #[derive(Debug)]
 pub struct SharedPrefixes {
     group: usize,
@@ -56,25 +32,75 @@ pub struct SharedPrefixes {
     own: Vec<u32>,
     prefixes: Vec<SharedPrefix>,
     version: u64,
-    /// What it was made of, unless the next fill may find more in the same tables.
-    seen: Option<Seen>,
-    trie: Trie,
+    /// The tables that they were computed from, unless the next fill may find more in the same tables.
+    source: Option<Source>,
+    paths: Paths,
     /// How many leading blocks each row of the order has in common with the one before.
     common: Vec<u32>,
 }
 
+/// The tables that prefixes were computed from.
 #[derive(Clone, Copy, Debug)]
-struct Seen {
-    /// The tables, and their version.
-    watch: (u64, u64),
-    /// The step: in one before it rows may begin earlier.
+struct Source {
+    tables: (u64, u64),
+    /// In an earlier step, rows may begin earlier.
     step: u64,
+}
+
+/// The paths of a batch's rows through the radix tree, as (node, blocks of the row up to where it leaves the node).
+#[derive(Debug, Default)]
+struct Paths {
+    parts: Vec<(NodeId, u32)>,
+    /// Where each row's path ends in `parts`.
+    ends: Vec<usize>,
+}
+
+impl Paths {
+    fn clear(&mut self) {
+        self.parts.clear();
+        self.ends.clear();
+    }
+
+    /// Adds the path of the next row, whose first `depth` blocks end at `last`.
+    fn push(&mut self, tree: &RadixTree, mut last: NodePosition, mut depth: u32) {
+        let begin = self.parts.len();
+        loop {
+            self.parts.push((last.node, depth));
+            depth -= last.offset;
+            match tree.parent_of(last.node) {
+                Some(parent) => last = parent,
+                None => break,
+            }
+        }
+        self.parts[begin..].reverse();
+        self.ends.push(self.parts.len());
+    }
+
+    fn of(&self, row: u32) -> &[(NodeId, u32)] {
+        let row = row as usize;
+        let begin = row.checked_sub(1).map_or(0, |before| self.ends[before]);
+        &self.parts[begin..self.ends[row]]
+    }
+
+    /// Leading blocks that two rows have in common.
+    fn common(&self, one: u32, other: u32) -> u32 {
+        let mut common = 0;
+        for (a, b) in self.of(one).iter().zip(self.of(other)) {
+            if a.0 == b.0 {
+                common = a.1.min(b.1);
+            }
+            if a != b {
+                break;
+            }
+        }
+        common
+    }
 }
 
 /// Arrays for [`SharedPrefixes::write`]. B: sequences of the step.
 #[derive(Clone, Copy, Debug)]
 pub struct PrefixArrays<'a> {
-    /// `[>= B]`: the rows of the batch, in an order in which those that share stand side by side.
+    /// `[>= B]`: the rows of the batch, ordered so that rows with shared blocks are neighbours.
     pub order: IntArray<'a>,
     /// `[>= B]`: by row of the batch, the first entry of its block table that is in no prefix.
     pub own_blocks: IntArray<'a>,
@@ -84,10 +110,10 @@ pub struct PrefixArrays<'a> {
 }
 
 impl PrefixArrays<'_> {
-    /// Numbers of a prefix in an array.
+    /// Numbers per prefix.
     pub const WIDTH: usize = 5;
 
-    /// Whether they hold what a step of so many sequences may share.
+    /// Checks that they are large enough for a step of so many sequences.
     ///
     /// # Errors
     /// [`Error::BufferTooSmall`]
@@ -102,9 +128,9 @@ impl PrefixArrays<'_> {
 }
 
 impl SharedPrefixes {
-    /// For one layer group: prefixes of at least `min_blocks` blocks that at least `min_rows` rows share. What is
-    /// shorter belongs to those in it, or to the rows themselves. In a group with a window there are none:
-    /// what its rows see moves on with every token.
+    /// Prefixes of one layer group, of at least `min_blocks` blocks that at least `min_rows` rows share. Shorter ones
+    /// belong to the prefixes in them, or to the rows themselves. A group with a window has none: what its rows see
+    /// moves with every token.
     ///
     /// # Errors
     /// [`Error::TooFew`] for no blocks, or less than two rows.
@@ -122,13 +148,13 @@ impl SharedPrefixes {
             own: Vec::new(),
             prefixes: Vec::new(),
             version: 0,
-            seen: None,
-            trie: Trie::default(),
+            source: None,
+            paths: Paths::default(),
             common: Vec::new(),
         })
     }
 
-    /// Rows of the batch, in an order in which those that share stand side by side.
+    /// Rows of the batch, ordered so that rows with shared blocks are neighbours.
     pub fn order(&self) -> &[u32] {
         &self.order
     }
@@ -143,15 +169,15 @@ impl SharedPrefixes {
         &self.prefixes
     }
 
-    /// Grows whenever the above have changed.
+    /// Incremented whenever any of these changes.
     pub fn version(&self) -> u64 {
         self.version
     }
 
-    /// Writes all of it into arrays that are large enough (see [`PrefixArrays::check`]).
+    /// Writes them into arrays that are large enough (see [`PrefixArrays::check`]).
     pub fn write(&self, arrays: &PrefixArrays<'_>) {
         let wide =
-            |values: &[u32]| -> Vec<i64> { values.iter().map(|&it| i64::from(it)).collect() };
+            |values: &[u32]| -> Vec<i64> { values.iter().map(|&value| i64::from(value)).collect() };
         arrays.order.write(0, wide(&self.order).into_iter());
         arrays.own_blocks.write(0, wide(&self.own).into_iter());
         for (at, prefix) in self.prefixes.iter().enumerate() {
@@ -163,38 +189,54 @@ impl SharedPrefixes {
         }
     }
 
-    /// Forgets all prefixes; the next fill finds them anew. For a fill that panicked half way.
+    /// Forgets all prefixes; the next fill computes them anew. For a fill that panicked.
     pub fn reset(&mut self) {
         let empty = Self {
             order: Vec::new(),
             own: Vec::new(),
             prefixes: Vec::new(),
             version: self.version + 1,
-            seen: None,
-            trie: Trie::default(),
+            source: None,
+            paths: Paths::default(),
             common: Vec::new(),
             ..*self
         };
         *self = empty;
     }
 
-    /// Makes the tree of the order and of what neighbours in it have in common.
-    fn grow(&mut self) {
+    /// Computes the prefixes from the order and from what its neighbours have in common.
+    fn build(&mut self) {
         let least = (self.min_blocks, self.min_rows);
-        let mut by_place = std::mem::take(&mut self.trie.numbers);
-        self.prefixes = prefixes(&self.common, least, &mut by_place);
+        let mut own = Vec::new();
+        self.prefixes = prefixes(&self.common, least, &mut own);
         self.own.clear();
         self.own.resize(self.order.len(), 0);
-        for (&row, &own) in self.order.iter().zip(&by_place) {
+        for (&row, &own) in self.order.iter().zip(&own) {
             self.own[row as usize] = own;
         }
-        self.trie.numbers = by_place;
         self.version += 1;
+    }
+
+    /// Orders the rows, and compares neighbours.
+    fn sort_rows(
+        &mut self,
+        rows: usize,
+        compare: impl Fn(u32, u32) -> std::cmp::Ordering,
+        common: impl Fn(u32, u32) -> u32,
+    ) {
+        self.order.clear();
+        self.order.extend(0..rows as u32);
+        self.order.sort_by(|&one, &other| compare(one, other));
+        self.common.clear();
+        self.common.extend(self.order.first().map(|_| 0));
+        let pairs = self.order.windows(2);
+        self.common
+            .extend(pairs.map(|pair| common(pair[0], pair[1])));
     }
 }
 
 impl Steps {
-    /// As `fill`; says, too, which rows share what. On an error nothing is written, and `shared` is as it
+    /// As `fill`; also finds the shared prefixes of the rows. On an error nothing is written and `shared` is as it
     /// was.
     pub(crate) fn fill_shared(
         &self,
@@ -209,23 +251,23 @@ impl Steps {
             return Err(Error::UnknownGroup { group, groups });
         }
         self.open_plan(plan)?;
-        written.watch.get_or_insert_with(Watch::new);
+        written.version.get_or_insert_with(TableVersion::new);
         self.fill(state, plan, arrays, written)?;
-        let watch = written.watch.as_ref().map(|it| (it.id, it.version));
+        let tables = written.version.as_ref().map(TableVersion::key);
         let step = plan.serial;
-        let is_known = |seen: Seen| Some(seen.watch) == watch && seen.step <= step;
-        if shared.seen.is_some_and(is_known) {
+        let is_known = |source: Source| Some(source.tables) == tables && source.step <= step;
+        if shared.source.is_some_and(is_known) {
             return Ok(());
         }
-        let settled = self.compare_rows(state, self.open_plan(plan)?, shared);
-        let seen = watch.map(|watch| Seen { watch, step });
-        shared.seen = seen.filter(|_| settled);
-        shared.grow();
+        let is_final = self.compare_rows(state, self.open_plan(plan)?, shared);
+        let source = tables.map(|tables| Source { tables, step });
+        shared.source = source.filter(|_| is_final);
+        shared.build();
         Ok(())
     }
 
-    /// Finds an order of the rows, and what neighbours have in common. False if the same tables may have
-    /// more in common once their rows have moved on.
+    /// Orders the rows and finds what neighbours have in common. False if the same tables may have more in common
+    /// once their rows have advanced.
     fn compare_rows(&self, state: &State, plan: &Plan, shared: &mut SharedPrefixes) -> bool {
         let rows = plan.entries.len();
         if state.groups.is_window(shared.group) {
@@ -233,27 +275,27 @@ impl Steps {
             shared.common = vec![0; rows];
             return true;
         }
-        shared.trie.begin(rows);
-        let (mut settled, mut registered) = (true, true);
-        for (row, entry) in plan.entries.iter().enumerate() {
+        let tree = state.pool.tree();
+        let mut paths = std::mem::take(&mut shared.paths);
+        paths.clear();
+        let (mut is_final, mut registered) = (true, true);
+        for entry in &plan.entries {
             let seq = state.seqs.at(entry.slot);
-            let (depth, most) = (seq.registered.rows(), before(state, entry));
-            settled &= depth <= most;
-            let spot = state
-                .pool
-                .contents
-                .back(seq.registered.tip, depth.saturating_sub(most));
-            let place = (spot, depth.min(most));
-            shared.trie.insert(&state.pool.contents, place, row as u32);
+            let (depth, most) = (seq.registered.rows(), full_rows_seen(state, entry));
+            is_final &= depth <= most;
+            let last = tree.ancestor(seq.registered.last, depth.saturating_sub(most));
+            paths.push(tree, last, depth.min(most) as u32);
             registered &= !state.shares_more(seq, shared.group, most)
                 && matches!(self.table_of(state, plan, entry), Cow::Borrowed(_));
         }
         if registered {
-            shared.trie.walk(&mut shared.order, &mut shared.common);
+            let compare = |one, other| paths.of(one).cmp(paths.of(other));
+            shared.sort_rows(rows, compare, |one, other| paths.common(one, other));
         } else {
             self.compare_tables(state, plan, shared);
         }
-        settled
+        shared.paths = paths;
+        is_final
     }
 
     /// The same, block by block.
@@ -261,36 +303,32 @@ impl Steps {
     fn compare_tables(&self, state: &State, plan: &Plan, shared: &mut SharedPrefixes) {
         let tables = plan.entries.iter().map(|entry| {
             let table = self.table_of(state, plan, entry);
-            (before(state, entry), table)
+            (full_rows_seen(state, entry), table)
         });
         let tables: Vec<(usize, Cow<'_, BlockTable>)> = tables.collect();
+        let group = shared.group;
         let leading = |row: u32| -> &[BlockId] {
             let (most, table) = &tables[row as usize];
-            let blocks = table.blocks_of(shared.group);
+            let blocks = table.blocks_of(group);
             &blocks[..blocks.len().min(*most)]
         };
-        let mut order: Vec<u32> = (0..tables.len() as u32).collect();
-        order.sort_by(|&one, &other| leading(one).cmp(leading(other)));
-        let equal = |pair: &[u32]| {
-            let pairs = leading(pair[0]).iter().zip(leading(pair[1]));
+        let common = |one, other| {
+            let pairs = leading(one).iter().zip(leading(other));
             pairs.take_while(|(one, other)| one == other).count() as u32
         };
-        shared.common.clear();
-        shared.common.extend(order.first().map(|_| 0));
-        shared.common.extend(order.windows(2).map(equal));
-        shared.order = order;
+        let compare = |one, other| leading(one).cmp(leading(other));
+        shared.sort_rows(tables.len(), compare, common);
     }
 }
 
-/// The full blocks of a row before or at the first position that it computes: what all of its tokens see
-/// as a whole.
+/// The full rows before or at the first position that an entry computes: all of its tokens see them entirely.
 #[inline]
-fn before(state: &State, entry: &Entry) -> usize {
+fn full_rows_seen(state: &State, entry: &Entry) -> usize {
     state.groups.row_of(entry.start + 1)
 }
 
 impl State {
-    /// Whether a table shares a block behind its registered ones, among the first `most`.
+    /// Whether a table shares a block after its registered ones, among the first `most`.
     #[inline]
     fn shares_more(&self, seq: &Sequence, group: usize, most: usize) -> bool {
         let row = seq.registered.rows();

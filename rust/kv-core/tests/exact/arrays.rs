@@ -4,7 +4,7 @@ use kv_core::{
     BlockManager, Error, IntArray, PlanKey, SharedI32, SharedI64, StepArrays, TableRows,
 };
 
-/// What is in a cell that nobody has written to.
+/// The value of cells that were not written.
 pub(crate) const LEFT: i64 = -777;
 
 /// Arrays that hold so many elements each; a cell more than the caller says.

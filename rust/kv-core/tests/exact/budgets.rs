@@ -13,7 +13,7 @@ fn planned(tokens: usize, samples: bool) -> Prefill {
     }
 }
 
-/// The answer to a prefill in a step of its own, which is rolled back.
+/// The answer to a prefill in a step that is rolled back.
 fn tried(m: &mut BlockManager, tokens: u32, budget: usize, most: usize) -> Prefill {
     let seq = sequence(m, prompt(tokens));
     let plan = begin(m, budget);
@@ -102,10 +102,10 @@ fn decodes_up_to_the_budget() {
     let mut m = manager(4);
     let seqs = ready(&mut m, 3);
     let keys: Vec<_> = seqs.iter().map(SeqHandle::key).collect();
-    for (budget, misfits) in [(3, vec![]), (2, vec![2]), (0, vec![0, 1, 2])] {
+    for (budget, rejected) in [(3, vec![]), (2, vec![2]), (0, vec![0, 1, 2])] {
         let plan = begin(&mut m, budget);
-        assert_eq!(m.decode(plan.key(), &keys, 0), Ok(misfits.clone()));
-        let fit = 3 - misfits.len();
+        assert_eq!(m.decode(plan.key(), &keys, 0), Ok(rejected.clone()));
+        let fit = 3 - rejected.len();
         let view = PlanView {
             num_tokens: fit,
             num_sequences: fit,
@@ -126,7 +126,7 @@ fn decodes_up_to_the_last_block() {
     assert_eq!(m.decode(plan.key(), &keys, 0), Ok(vec![1]));
     assert_eq!(m.usage().available(), 0);
     m.rollback(plan.key()).expect("the newest");
-    // One that needs none has room where there is none.
+    // A prefill that needs no block is planned in a full pool.
     let mut m = manager(1);
     let seq = computed(&mut m, prompt(2));
     assert_eq!(decoded(&mut m, &[&seq]), []);
@@ -135,13 +135,13 @@ fn decodes_up_to_the_last_block() {
 /// Two sequences part on a block that both have begun: the first one to write needs a copy.
 #[test]
 fn copies_up_to_the_last_block() {
-    for (num_blocks, misfits) in [(1, vec![0, 1]), (2, vec![])] {
+    for (num_blocks, rejected) in [(1, vec![0, 1]), (2, vec![])] {
         let mut m = manager(num_blocks);
         let seq = computed(&mut m, prompt(2));
         let fork = m.fork(seq.key(), 3).expect("within");
         let plan = begin(&mut m, PLENTY);
         let answer = m.decode(plan.key(), &[seq.key(), fork.key()], 0);
-        assert_eq!(answer, Ok(misfits), "{num_blocks} blocks");
+        assert_eq!(answer, Ok(rejected), "{num_blocks} blocks");
         let copies = m.copies(plan.key()).expect("open").len();
         assert_eq!(copies, num_blocks - 1);
     }
@@ -151,10 +151,10 @@ fn copies_up_to_the_last_block() {
 fn lookahead_up_to_the_last_slot() {
     let mut m = manager(2);
     let seq = computed(&mut m, prompt(4));
-    for (lookahead, misfits) in [(4, vec![0]), (usize::MAX, vec![0]), (3, vec![])] {
+    for (lookahead, rejected) in [(4, vec![0]), (usize::MAX, vec![0]), (3, vec![])] {
         let plan = begin(&mut m, PLENTY);
         let answer = m.decode(plan.key(), &[seq.key()], lookahead);
-        assert_eq!(answer, Ok(misfits), "{lookahead} slots more");
+        assert_eq!(answer, Ok(rejected), "{lookahead} slots more");
         assert_eq!(
             m.plan_view(plan.key()).map(|view| view.num_tokens <= 1),
             Ok(true)

@@ -19,7 +19,7 @@ fn planned(m: &mut BlockManager, plan: PlanKey, tokens: Vec<u32>) -> SeqHandle {
     seq
 }
 
-/// What else went, and that the usage is what it would be without any of them.
+/// Cancels a sequence. Returns the ids of the others; the usage is as without all of them.
 fn cancelled(m: &mut BlockManager, plan: PlanKey, seq: &SeqHandle, expected: &[&SeqHandle]) {
     let others: Vec<u64> = expected.iter().map(|seq| seq.id()).collect();
     assert_eq!(m.cancel(plan, seq.key()), Ok(others));
@@ -96,7 +96,7 @@ fn the_last_one_goes_alone() {
     assert_eq!(m.usage().active, 4);
 }
 
-/// Of a content that has lost one of its groups' blocks, the other one is present.
+/// A cached block that one group has lost is still cached for the other one.
 #[test]
 fn who_shares_one_group_only_goes_with_it() {
     let mut m = with(Config {
@@ -108,7 +108,7 @@ fn who_shares_one_group_only_goes_with_it() {
     drop(taker);
     m.evict_all();
     drop(seq);
-    m.settle();
+    m.drain_deferred();
     let plan = begin(&mut m, PLENTY);
     let first = sequence(&mut m, prompt(4));
     let answer = m.prefill(plan.key(), first.key(), PLENTY, None);
@@ -181,6 +181,41 @@ fn a_copy_goes_with_its_sequence() {
     m.check().expect("sound");
 }
 
+/// Copies return to the free queue in the order of their layer groups: the one of the last group is allocated next.
+#[test]
+fn copies_are_undone_in_the_order_of_their_layer_groups() {
+    let mut m = two_groups();
+    let seq = computed(&mut m, prompt(6));
+    let _fork = m.fork(seq.key(), 6).expect("within");
+    let before = [0, 1].map(|group| table(&m, &seq, group));
+    let sources = before.each_ref().map(|blocks| blocks[1]);
+    let mut previous = None;
+    for cancels in [true, false, true] {
+        let plan = begin(&mut m, PLENTY);
+        assert_eq!(m.decode(plan.key(), &[seq.key()], 0), Ok(vec![]));
+        let copies = m.copies(plan.key()).expect("open").to_vec();
+        let now = [0, 1].map(|group| table(&m, &seq, group)[1]);
+        let expected = [0, 1].map(|group| (sources[group], now[group]));
+        let ids = copies
+            .iter()
+            .map(|&(from, to)| (Some(from.get()), Some(to.get())));
+        assert_eq!(ids.collect::<Vec<_>>(), expected, "group by group");
+        if let Some([first, second]) = previous.replace(now) {
+            assert_eq!(
+                now,
+                [second, first],
+                "the last one undone is allocated first"
+            );
+        }
+        if cancels {
+            assert_eq!(m.cancel(plan.key(), seq.key()), Ok(vec![]));
+        }
+        m.rollback(plan.key()).expect("the newest");
+        assert_eq!([0, 1].map(|group| table(&m, &seq, group)), before);
+        m.check().expect("sound");
+    }
+}
+
 /// Two forks share a partial block. The first to be planned writes on a copy, so the other one may write in
 /// place; if the first goes back to the block, the other one must not.
 #[test]
@@ -219,7 +254,7 @@ fn who_writes_in_place_goes_with_who_left_the_block_to_it() {
     }
 }
 
-/// What the step before has registered meanwhile stays registered.
+/// Rows that a commit of the step before has registered stay registered.
 #[test]
 fn a_rollback_leaves_what_the_step_before_has_done() {
     let mut m = two_groups();

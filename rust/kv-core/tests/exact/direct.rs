@@ -39,7 +39,7 @@ fn the_life_of_a_request() {
     assert_eq!(m.publish(seq.key(), 4, &[]), Ok(vec![]));
     assert_eq!(extended(&mut m, &seq, 2), [1]);
     assert_eq!(m.publish(seq.key(), 2, &[50]), Ok(vec![]));
-    // The slots of tokens 6 and 7 are there: nobody has to be asked.
+    // The slots of tokens 6 and 7 exist: `extend` allocates nothing.
     assert_eq!(extended(&mut m, &seq, 2), [] as [u32; 0]);
     assert_eq!(m.publish(seq.key(), 2, &[51, 52]), Ok(vec![]));
     assert_eq!(extended(&mut m, &seq, 1), [2]);
@@ -54,7 +54,7 @@ fn the_life_of_a_request() {
     let stats = m.stats();
     assert_eq!((stats.prompt_tokens, stats.computed_tokens), (6, 8));
     assert_eq!((stats.registered_blocks, stats.allocated_blocks), (2, 3));
-    // Whoever comes next reuses what was published.
+    // The next sequence reuses the published blocks.
     let next = sequence(&mut m, prompt(6));
     assert_eq!(m.reuse_cached(next.key()), Ok(4));
     assert_eq!(table(&m, &next, 0), [Some(0)]);
@@ -115,7 +115,7 @@ fn equal_blocks_are_merged_when_they_are_published() {
     assert_eq!(moved, [(0, 3), (1, 4)]);
     assert_eq!(table(&m, &pair[1], 0), [Some(0), Some(1), Some(5)]);
     assert_eq!((m.stats().merged_blocks, usage(&mut m)), (2, (4, 0, 4)));
-    // What was given back may be handed out at once.
+    // A released block may be allocated at once.
     assert_eq!(extended(&mut m, &pair[0], 4), [4]);
 }
 
@@ -142,7 +142,7 @@ fn plans_and_calls_without_one_share() {
     let plan = begin(&mut m, PLENTY);
     prefill(&mut m, plan.key(), &planned);
     assert_eq!(m.view(planned.key()).expect("live").num_planned_tokens, 13);
-    // What an open plan computes is not there yet.
+    // Blocks that an open plan computes are not ready.
     let next = sequence(&mut m, prompt(13));
     assert_eq!(m.reuse_cached(next.key()), Ok(8));
     extended(&mut m, &next, 5);
@@ -195,7 +195,7 @@ fn a_fork_is_extended_before_it_is_written_to() {
     };
     assert_eq!(m.extend(fork.key(), 3), Ok(copied));
     assert_eq!(m.publish(fork.key(), 1, &[8]), Ok(vec![]));
-    assert_eq!(m.publish(parent.key(), 1, &[9]), Ok(vec![])); // the last holder, in place
+    assert_eq!(m.publish(parent.key(), 1, &[9]), Ok(vec![])); // no other reference: in place
     assert_eq!(m.stats().copied_blocks, 1);
     assert_eq!(m.check(), Ok(()));
 }
@@ -292,13 +292,13 @@ fn misuse_changes_nothing() {
     assert_eq!(m.extend(gone.key(), 1), Err(is_gone.clone()));
     assert_eq!(m.publish(gone.key(), 0, &[]), Err(is_gone.clone()));
     assert_eq!(m.reuse_cached(gone.key()), Err(is_gone));
-    let foreign = Error::Foreign {
+    let error = Error::WrongManager {
         what: "sequence",
         id: freed.id(),
     };
-    assert_eq!(m.extend(freed.key(), 1), Err(foreign.clone()));
-    assert_eq!(m.publish(freed.key(), 0, &[]), Err(foreign.clone()));
-    assert_eq!(m.reuse_cached(freed.key()), Err(foreign));
+    assert_eq!(m.extend(freed.key(), 1), Err(error.clone()));
+    assert_eq!(m.publish(freed.key(), 0, &[]), Err(error.clone()));
+    assert_eq!(m.reuse_cached(freed.key()), Err(error));
     assert_eq!((m.usage(), m.stats()), before);
     assert_eq!(m.view(seq.key()).expect("live").tokens, [5; 3]);
     assert_eq!(m.check(), Ok(()));

@@ -1,4 +1,4 @@
-//! Drafts for a batch of decodes: they take what is left, and nobody waits for them.
+//! Drafts for a batch of decodes: they use what budget and blocks are left.
 
 use kv_core::Error;
 

@@ -1,4 +1,4 @@
-//! Events: what is told, in which order, and what is not.
+//! Events: which are emitted, in which order.
 
 use std::sync::Arc;
 
@@ -94,7 +94,7 @@ fn cleared_says_that_nothing_is_left() {
     assert_eq!(m.evict_all(), 2);
     let events = m.take_events();
     assert_eq!((removed(&events), events.len()), (gone.to_vec(), 1));
-    // None is left. What was told before is still told.
+    // No block is left. Earlier events are kept.
     drop(held);
     used(&mut m, [4]);
     assert_eq!(m.evict_all(), 2);
@@ -127,7 +127,7 @@ fn a_content_is_removed_with_the_last_of_its_groups_blocks() {
     });
     used(&mut m, [1]);
     m.take_events();
-    // One block is free, two hold content 1: a row takes the free one and one of those.
+    // One block is free, two hold cached block 1: a row takes the free one and one of those.
     let taker = computed(&mut m, vec![7, 7]);
     assert_eq!(removed(&m.take_events()), []);
     assert_eq!((m.stats().evicted_blocks, m.cached_hashes().len()), (1, 1));
@@ -146,7 +146,7 @@ fn a_content_that_gets_a_lost_block_again_is_no_news() {
     let seq = computed(&mut m, prompt(12));
     assert_eq!(m.take_events(), stored(&m, &prompt(12)));
     drop(seq);
-    // One block is free and six are evictable: two rows take the last content's blocks, and one more.
+    // One block is free and six are evictable: two rows evict the last block in both groups, and one more.
     drop(computed(&mut m, vec![7; 7]));
     let lost = [hashes(&m, &prompt(12))[2]];
     assert_eq!(removed(&m.take_events()[..1]), lost);
@@ -161,7 +161,7 @@ fn a_content_that_gets_a_lost_block_again_is_no_news() {
     assert_eq!(removed(&m.take_events()), []);
 }
 
-/// The one behind it is, which had lost both.
+/// The block after it is, which both groups had lost.
 #[test]
 fn what_follows_a_content_that_was_there_is_news() {
     let mut m = with(Config {
@@ -176,7 +176,7 @@ fn what_follows_a_content_that_was_there_is_news() {
         tokens: prompt(12)[8..].to_vec(),
         namespace: Arc::default(),
     };
-    drop(computed(&mut m, vec![7; 7])); // takes the last content's blocks, and one of the second's
+    drop(computed(&mut m, vec![7; 7])); // evicts the last block in both groups, and the second in one
     m.take_events();
     let _again = computed(&mut m, prompt(12));
     assert_eq!(m.stats().already_cached_blocks, 1);

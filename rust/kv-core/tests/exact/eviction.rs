@@ -1,4 +1,4 @@
-//! Which evictable content goes first, content by content.
+//! The order of eviction, block by block.
 
 use kv_core::{BlockManager, Config, Error, Eviction};
 
@@ -65,11 +65,11 @@ fn a_content_that_comes_back_soon_counts_as_used_again() {
 #[test]
 fn a_content_that_comes_back_late_is_new() {
     let mut m = two_queues(3);
-    used(&mut m, 1..=5); // 1 and 2 were given up
+    used(&mut m, 1..=5); // 1 and 2 were evicted
     used(&mut m, [1]); // and now 3
     assert_eq!(given_up(&mut m, 3, &[1, 4, 5]), [4, 1, 5]);
     let mut m = two_queues(3);
-    used(&mut m, 1..=6); // 1, 2 and 3 were given up
+    used(&mut m, 1..=6); // 1, 2 and 3 were evicted
     used(&mut m, [1]); // and now 4: 1 is forgotten
     assert_eq!(given_up(&mut m, 3, &[1, 5, 6]), [5, 6, 1]);
 }

@@ -179,16 +179,16 @@ fn a_copy_is_shown_from_source_to_destination() {
 #[test]
 fn contents_are_counted_with_their_namespaces() {
     let mut m = manager(8);
-    assert_eq!((m.num_contents(), m.cached_hashes().len()), (0, 0));
+    assert_eq!((m.num_prefixes(), m.cached_hashes().len()), (0, 0));
     let first = computed(&mut m, prompt(10));
-    assert_eq!((m.num_contents(), m.cached_hashes().len()), (3, 2));
+    assert_eq!((m.num_prefixes(), m.cached_hashes().len()), (3, 2));
     let other = m.sequence(vec![1], b"tenant", true).expect("tokens");
-    assert_eq!((m.num_contents(), m.cached_hashes().len()), (4, 2));
+    assert_eq!((m.num_prefixes(), m.cached_hashes().len()), (4, 2));
     drop((first, other));
-    m.settle();
-    assert_eq!((m.num_contents(), m.cached_hashes().len()), (3, 2));
+    m.drain_deferred();
+    assert_eq!((m.num_prefixes(), m.cached_hashes().len()), (3, 2));
     m.evict_all();
-    assert_eq!((m.num_contents(), m.cached_hashes().len()), (0, 0));
+    assert_eq!((m.num_prefixes(), m.cached_hashes().len()), (0, 0));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Handles, keys and pins: what they show, and that nobody's block is let go of.
+//! Handles, keys and pins: their values, and that no block in use is released.
 
 use kv_core::{BlockManager, BlockState, Error, PoolUsage, SeqHandle};
 
@@ -30,7 +30,7 @@ fn a_pin_covers_whole_blocks() {
     assert_eq!((nothing.num_tokens(), nothing.num_blocks()), (0, 0));
 }
 
-/// Of a manager that is not recorded: a pin lets go of its blocks itself.
+/// Without a recorder a pin releases its blocks itself.
 #[test]
 fn a_pin_lets_go_of_what_it_held_alone() {
     let mut m = manager(4);
@@ -130,10 +130,10 @@ fn keys_of_another_manager_are_foreign() {
     let plan = begin(&mut other, PLENTY);
     let pin = other.match_prefix(&prompt(4), b"").expect("short");
     let mine = sequence(&mut m, prompt(4));
-    let what = |what, id| Error::Foreign { what, id };
+    let what = |what, id| Error::WrongManager { what, id };
     assert_eq!(m.free(seq.key()), Err(what("sequence", 1)));
     assert_eq!(m.rollback(plan.key()), Err(what("plan", 1)));
-    let error = Error::ForeignPin { tokens: 0 };
+    let error = Error::PinOfAnotherManager { tokens: 0 };
     assert_eq!(m.attach(mine.key(), &pin), Err(error));
 }
 
@@ -145,7 +145,7 @@ fn a_step_decodes_no_sequence_of_another_manager() {
     assert_eq!(mine.id(), theirs.id());
     let plan = begin(&mut m, PLENTY);
     let what = "sequence";
-    let error = Error::Foreign { what, id: 1 };
+    let error = Error::WrongManager { what, id: 1 };
     assert_eq!(m.decode(plan.key(), &[theirs.key()], 0), Err(error));
     assert_eq!(m.decode(plan.key(), &[mine.key()], 0), Ok(vec![]));
     m.check().expect("sound");
@@ -167,24 +167,24 @@ fn a_key_outlives_its_sequence_without_harm() {
     assert_eq!(m.view(next.key()).expect("live").tokens, prompt(6));
 }
 
-/// Queries that change nothing see what was dropped once the manager has settled it.
+/// Queries that change nothing see dropped handles once the manager has drained the deferred releases.
 #[test]
 fn settling_does_what_was_left() {
     let mut m = manager(4);
     let seq = sequence(&mut m, prompt(4));
     let plan = begin(&mut m, PLENTY);
     prefill(&mut m, plan.key(), &seq);
-    assert_eq!(m.num_contents(), 2, "the namespace and the block");
+    assert_eq!(m.num_prefixes(), 2, "the namespace and the block");
     drop(plan);
-    assert_eq!((m.num_contents(), m.stats().rolled_back_steps), (2, 0));
-    m.settle();
-    assert_eq!((m.num_contents(), m.stats().rolled_back_steps), (1, 1));
+    assert_eq!((m.num_prefixes(), m.stats().rolled_back_steps), (2, 0));
+    m.drain_deferred();
+    assert_eq!((m.num_prefixes(), m.stats().rolled_back_steps), (1, 1));
     let key = seq.key();
     drop(seq);
     assert!(m.view(key).is_ok());
-    m.settle();
+    m.drain_deferred();
     assert!(m.view(key).is_err());
-    assert_eq!(m.num_contents(), 0);
+    assert_eq!(m.num_prefixes(), 0);
 }
 
 #[test]
@@ -198,7 +198,7 @@ fn a_step_that_was_lost_takes_those_on_top_with_it() {
     });
     let [first, second] = plans;
     drop(first);
-    m.settle();
+    m.drain_deferred();
     let error = Error::PlanClosed { plan: 2 };
     assert_eq!(m.plan_view(second.key()), Err(error));
     assert_eq!(m.stats().rolled_back_steps, 2);

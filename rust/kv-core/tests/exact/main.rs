@@ -15,7 +15,6 @@ mod filling;
 mod handles;
 mod limits;
 mod partial;
-mod recordings;
 mod rematch;
 mod replays;
 mod sharing;

@@ -1,5 +1,4 @@
-//! Partial reuse: where a match ends inside a block, the content that agrees longest lends its first
-//! tokens by a copy.
+//! Partial reuse: where a match ends inside a block, the beginning of the cached block that agrees longest is copied.
 
 use kv_core::{BlockManager, Config, PlanKey, PoolUsage, Prefill, Remapping, SeqHandle};
 
@@ -7,7 +6,7 @@ use super::tools::{
     PLENTY, begin, commit, computed, manager, prefill, prompt, sequence, settings, table, with,
 };
 
-/// The first `common` tokens of a prompt, then `own` of its own.
+/// The first `common` tokens of a prompt, then `own` other ones.
 fn apart(common: u32, own: u32) -> Vec<u32> {
     (0..common)
         .chain(500 + common..500 + common + own)
@@ -30,7 +29,7 @@ fn planned(m: &mut BlockManager, plan: PlanKey, seq: &SeqHandle) -> (usize, usiz
     }
 }
 
-/// A sequence that has begun and is lent a part of a block, and no whole one.
+/// A started sequence that copies the beginning of a block, and matches no whole block.
 #[test]
 fn a_part_of_a_block_is_a_match_once_more() {
     let mut m = manager(16);
@@ -130,7 +129,7 @@ fn who_does_not_want_it_gets_none() {
         commit(&mut m, plan.key());
         assert_eq!(m.stats().partial_hits, 0);
     }
-    // Nor is anything lent across namespaces.
+    // Nothing is copied across namespaces.
     let mut m = manager(16);
     drop(computed(&mut m, prompt(12)));
     let seq = m.sequence(apart(10, 3), b"tenant", true).expect("tokens");
@@ -140,7 +139,7 @@ fn who_does_not_want_it_gets_none() {
 
 #[test]
 fn an_eighth_of_a_block_is_the_least() {
-    for (block_size, common, lent) in [
+    for (block_size, common, source) in [
         (16, 1, 0),
         (16, 2, 2),
         (17, 2, 0),
@@ -160,7 +159,7 @@ fn an_eighth_of_a_block_is_the_least() {
         let seq = sequence(&mut m, apart(common, 32));
         let plan = begin(&mut m, PLENTY);
         let (cached, _) = planned(&mut m, plan.key(), &seq);
-        assert_eq!(cached - whole, lent, "{common} of {block_size}");
+        assert_eq!(cached - whole, source, "{common} of {block_size}");
     }
 }
 
@@ -173,8 +172,8 @@ fn the_last_token_is_computed() {
         let seq = sequence(&mut m, prompt(len));
         let plan = begin(&mut m, PLENTY);
         assert_eq!(planned(&mut m, plan.key(), &seq), (cached, 1));
-        let lent = usize::from(len == 10 || len == 11);
-        assert_eq!(copies(&mut m, plan.key()).len(), lent, "{len} tokens");
+        let source = usize::from(len == 10 || len == 11);
+        assert_eq!(copies(&mut m, plan.key()).len(), source, "{len} tokens");
         commit(&mut m, plan.key());
         m.check().expect("sound");
     }
@@ -196,13 +195,13 @@ fn a_content_that_is_computed_now_is_not_lent() {
     assert_eq!(copies(&mut m, plan.key()), [(2, 3)]);
 }
 
-/// It takes a block more where the source is evictable: if there is none, computing is what is left.
+/// An evictable source needs another block: without one, the tokens are computed.
 #[test]
 fn nobody_waits_for_the_sake_of_a_copy() {
-    for (num_blocks, cached, lent) in [(5, 10, 1), (4, 8, 0)] {
+    for (num_blocks, cached, source) in [(5, 10, 1), (4, 8, 0)] {
         let mut m = manager(num_blocks);
         drop(computed(&mut m, prompt(12)));
-        m.settle();
+        m.drain_deferred();
         let seq = sequence(&mut m, apart(10, 3));
         for reserve in [None, Some(0)] {
             let plan = begin(&mut m, PLENTY);
@@ -213,18 +212,18 @@ fn nobody_waits_for_the_sake_of_a_copy() {
                 samples: true,
             };
             assert_eq!(answer, Ok(expected), "{num_blocks} blocks");
-            assert_eq!(copies(&mut m, plan.key()).len(), lent);
+            assert_eq!(copies(&mut m, plan.key()).len(), source);
             m.check().expect("sound");
             m.rollback(plan.key()).expect("the newest");
             m.evict_all();
             drop(computed(&mut m, prompt(12)));
-            m.settle();
+            m.drain_deferred();
         }
     }
     // What is missing is said without it.
     let mut m = manager(4);
     drop(computed(&mut m, prompt(12)));
-    m.settle();
+    m.drain_deferred();
     let seq = sequence(&mut m, apart(10, 7));
     let plan = begin(&mut m, PLENTY);
     let (usage, expected) = (
@@ -314,7 +313,7 @@ fn a_reserved_block_is_copied_to() {
     assert_eq!(m.usage(), usage);
 }
 
-/// Of every layer group one block is lent, or nothing is.
+/// A block is copied in every layer group, or in none.
 #[test]
 fn every_layer_group_lends() {
     let mut m = with(Config {
@@ -340,7 +339,7 @@ fn every_layer_group_lends() {
     assert_eq!(m.stats().copied_blocks, 2);
 }
 
-/// Two prompts apart from the first token on have nothing to lend each other, however long they are.
+/// Prompts that differ in their first token share nothing.
 #[test]
 fn the_usage_is_whole_at_the_end() {
     let mut m = manager(16);

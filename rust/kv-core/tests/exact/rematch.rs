@@ -13,8 +13,8 @@ fn conversation(lookahead: usize) -> (BlockManager, SeqHandle) {
     let mut m = manager(32);
     let seq = computed(&mut m, prompt(3));
     let plan = begin(&mut m, PLENTY);
-    let misfits = m.decode(plan.key(), &[seq.key()], lookahead);
-    assert_eq!(misfits, Ok(vec![]));
+    let rejected = m.decode(plan.key(), &[seq.key()], lookahead);
+    assert_eq!(rejected, Ok(vec![]));
     commit(&mut m, plan.key());
     assert_eq!(m.view(seq.key()).expect("live").num_computed_tokens, 4);
     m.append(seq.key(), &prompt(12)).expect("in no plan");
@@ -50,7 +50,7 @@ fn reserved_slots_do_not_keep_a_turn_from_being_found() {
     }
 }
 
-/// A content that was used again stays so when an evictable block of it is taken over.
+/// A reused block stays protected when it is taken over.
 #[test]
 fn a_take_over_keeps_what_is_known_of_a_content() {
     let mut m = with(Config {
@@ -69,7 +69,7 @@ fn a_take_over_keeps_what_is_known_of_a_content() {
     assert_eq!(given_up(&mut m, 1, &[1, 2, 3, 4]), [2]);
 }
 
-/// What was let go of is still to be done after a check.
+/// Deferred releases stay deferred after a check.
 #[test]
 fn a_check_changes_nothing() {
     let mut m = manager(8);
@@ -77,7 +77,7 @@ fn a_check_changes_nothing() {
     let pin = m.pin(other.key()).expect("live");
     let plan = begin(&mut m, PLENTY);
     drop((seq, other, plan));
-    let queued = m.queued(); // reads the mail
+    let queued = m.queued(); // drains the deferred releases
     drop(pin);
     let stats = m.stats();
     for _ in 0..2 {

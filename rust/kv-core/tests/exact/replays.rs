@@ -163,7 +163,7 @@ fn slid() -> BlockManager {
     assert!(matches!(answer, Ok(Prefill::Planned { .. })));
     m.rollback(plan.key()).expect("the newest");
     drop((seq, other));
-    m.settle();
+    m.drain_deferred();
     m
 }
 

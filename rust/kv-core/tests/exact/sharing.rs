@@ -1,4 +1,4 @@
-//! Which rows of a step share which leading blocks, and when that is found anew.
+//! Shared prefixes of the rows of a step, and when they are computed again.
 
 use kv_core::{
     BlockManager, Config, Error, IntArray, PlanKey, PrefixArrays, SeqHandle, SharedI32,
@@ -135,7 +135,7 @@ fn nothing_is_done_while_the_batch_stays_the_same() {
     let seqs = [1, 2, 3].map(|other| computed(&mut m, begins(9, 14, other)));
     let [a, b, c] = &seqs;
     let mut runner = Runner::new(0, 1, 2);
-    // Over block boundaries: blocks that nobody else holds are no news.
+    // Over block boundaries: new blocks of one sequence change nothing.
     for _ in 0..9 {
         assert_eq!(runner.decode(&mut m, &[a, b, c]), [(0, 3, 0, 2, None)]);
         assert_eq!(runner.shared.version(), 1);

@@ -240,7 +240,7 @@ fn contents_taken_over() {
     assert_eq!((m.usage().free, m.usage().active), (7, 1));
 }
 
-/// Where every content has the same hash, only the first one has a name. All are found: their tokens
+/// If all hashes are equal, only the first block has one. All of them match: their tokens
 /// are compared.
 #[test]
 fn contents_without_a_name() {
@@ -254,7 +254,7 @@ fn contents_without_a_name() {
     // The second block meets the name, and what follows a block without a name has none.
     assert_eq!(m.stats().collisions, 1);
     assert_eq!(m.view(second.key()).expect("live").num_registered_blocks, 3);
-    assert_eq!((m.num_contents(), m.cached_hashes().len()), (5, 1));
+    assert_eq!((m.num_prefixes(), m.cached_hashes().len()), (5, 1));
     assert_eq!(m.take_events().len(), 1);
     let pin = m.match_prefix(&prompt(12), b"").expect("short");
     assert_eq!(pin.num_tokens(), 12);
@@ -268,7 +268,7 @@ fn contents_without_a_name() {
     m.check().expect("sound");
 }
 
-/// Without events nobody asks for names: a prompt is hashed once, to find its run.
+/// Without events no block hashes are computed: a prompt is hashed once, to find its node.
 #[test]
 fn nothing_is_hashed_for_nobody() {
     let mut m = with(Config {

@@ -1,10 +1,10 @@
-//! What the scripts are made of: blocks of four tokens, steps with room for everything.
+//! Helpers of the scripts: blocks of four tokens, steps with a large budget.
 
 use kv_core::{
     BlockId, BlockManager, Config, Event, PlanHandle, PlanKey, Prefill, Remapping, SeqHandle,
 };
 
-/// A budget that nobody uses up.
+/// A budget that no script uses up.
 pub(crate) const PLENTY: usize = 1_000;
 
 /// The token that every step samples.
@@ -32,7 +32,7 @@ pub(crate) fn prompt(len: u32) -> Vec<u32> {
     (0..len).collect()
 }
 
-/// One block of its own: the content `name`.
+/// A prompt of one block, identified by `name`.
 pub(crate) fn block_of(name: u32) -> Vec<u32> {
     vec![name; 4]
 }
@@ -45,7 +45,7 @@ pub(crate) fn begin(m: &mut BlockManager, budget: usize) -> PlanHandle {
     m.begin_step(budget).expect("less than two are open")
 }
 
-/// Plans all that is left of a sequence, which has room.
+/// Plans all uncomputed tokens of a sequence; there are enough blocks.
 pub(crate) fn prefill(m: &mut BlockManager, plan: PlanKey, seq: &SeqHandle) {
     let answer = m.prefill(plan, seq.key(), PLENTY, None).expect("no misuse");
     assert!(matches!(answer, Prefill::Planned { .. }), "{answer:?}");
@@ -58,7 +58,7 @@ pub(crate) fn commit(m: &mut BlockManager, plan: PlanKey) -> Vec<Remapping> {
     m.commit(plan, &vec![SAMPLED; samples]).expect("the oldest")
 }
 
-/// A sequence of these tokens whose every token was computed in a step of its own.
+/// A sequence of these tokens, all computed in one step.
 pub(crate) fn computed(m: &mut BlockManager, tokens: Vec<u32>) -> SeqHandle {
     let seq = sequence(m, tokens);
     let plan = begin(m, PLENTY);
@@ -75,15 +75,15 @@ pub(crate) fn decoded(m: &mut BlockManager, seqs: &[&SeqHandle]) -> Vec<Remappin
     commit(m, plan.key())
 }
 
-/// Contents that are computed, or reused, and evictable afterwards; one after the other.
+/// Computes or reuses blocks one after the other; they are evictable afterwards.
 pub(crate) fn used(m: &mut BlockManager, names: impl IntoIterator<Item = u32>) {
     for name in names {
         drop(computed(m, block_of(name)));
     }
-    m.settle();
+    m.drain_deferred();
 }
 
-/// Takes `count` blocks; the contents that were given up for them, in order.
+/// Allocates `count` blocks. Returns the cached blocks that were evicted, in order.
 pub(crate) fn given_up(m: &mut BlockManager, count: u32, known: &[u32]) -> Vec<u32> {
     m.take_events();
     let tokens = (0..4 * count).map(|at| 1_000_000 + at).collect();
@@ -123,7 +123,7 @@ pub(crate) fn table(m: &BlockManager, seq: &SeqHandle, group: usize) -> Vec<Opti
 /// is not.
 pub(crate) fn lose_the_head(m: &mut BlockManager) {
     drop(computed(m, prompt(8)));
-    drop(computed(m, prompt(4))); // used again: half of what is evictable, and its turn comes first
+    drop(computed(m, prompt(4))); // used again: half of the evictable blocks, evicted first
     m.take_events();
     let taker = sequence(m, vec![7_000; 12]);
     let plan = begin(m, PLENTY);

@@ -1,4 +1,4 @@
-//! Layer groups with windows: what is given back, and when.
+//! Layer groups with windows: which blocks are released, and when.
 
 use std::time::{Duration, Instant};
 
@@ -68,13 +68,14 @@ fn windows_slide_without_a_cache() {
     assert_eq!((m.stats().slid_blocks, m.usage().free), (2, 12));
 }
 
-/// What comes before the window of a match is the plan's: given back with its commit.
+/// Blocks before the window of a match are pinned by the plan, and released with its commit.
 #[test]
 fn blocks_before_the_gaps_of_a_match_are_given_back() {
     let mut m = with(windowed(32, 12));
     let late = sequence(&mut m, prompt(29));
     let plan = begin(&mut m, PLENTY);
-    m.prefill(plan.key(), late.key(), 8, None).expect("room");
+    m.prefill(plan.key(), late.key(), 8, None)
+        .expect("blocks suffice");
     commit(&mut m, plan.key());
     assert_eq!(kept(&m, &late), [true; 2]);
     let first = computed(&mut m, prompt(28));
@@ -179,8 +180,8 @@ fn a_content_of_the_next_step_is_asked_for_again_later() {
     }
 }
 
-/// Two open steps: what the earlier one computes without announcing it, for the content had a block
-/// then, is not announced by the later one when that block is gone. It is registered in its turn.
+/// Two open steps: blocks that the earlier one computes without registering them, for the prefix had a block
+/// then, is not preregistered by the later one when that block is gone. It is registered by its commit.
 #[test]
 fn a_content_of_the_step_before_is_not_announced_by_the_next() {
     for groups in [vec![Some(4)], vec![None, Some(4)], vec![None]] {
@@ -253,10 +254,12 @@ fn a_pin_ends_before_what_is_not_there_yet() {
     let mut m = with(windowed(16, 8));
     let seq = sequence(&mut m, prompt(16));
     let first = begin(&mut m, PLENTY);
-    m.prefill(first.key(), seq.key(), 8, None).expect("room");
+    m.prefill(first.key(), seq.key(), 8, None)
+        .expect("blocks suffice");
     commit(&mut m, first.key());
     let second = begin(&mut m, PLENTY);
-    m.prefill(second.key(), seq.key(), 4, None).expect("room");
+    m.prefill(second.key(), seq.key(), 4, None)
+        .expect("blocks suffice");
     let pin = m.pin(seq.key()).expect("live");
     assert_eq!((pin.num_tokens(), pin.num_blocks()), (8, 4));
     commit(&mut m, second.key());
@@ -275,7 +278,8 @@ fn a_pin_does_not_end_in_a_gap() {
         let first = sequence(&mut m, prompt(16));
         let second = sequence(&mut m, prompt(17));
         let plan = begin(&mut m, PLENTY);
-        m.prefill(plan.key(), first.key(), 8, None).expect("room");
+        m.prefill(plan.key(), first.key(), 8, None)
+            .expect("blocks suffice");
         commit(&mut m, plan.key());
         let plan = begin(&mut m, PLENTY);
         prefill(&mut m, plan.key(), &first);
@@ -291,13 +295,13 @@ fn a_pin_does_not_end_in_a_gap() {
     }
 }
 
-/// Of a content that has lost its block in one group, the open step computes that one: a pin ends
+/// Of a cached block that one group has lost, the open step computes that one: a pin ends
 /// before it, though later rows are there.
 #[test]
 fn a_pin_ends_before_the_first_block_that_is_not_there_yet() {
     let mut m = with(windowed(16, 4));
     drop(computed(&mut m, prompt(12)));
-    m.settle();
+    m.drain_deferred();
     let shorter = sequence(&mut m, prompt(4));
     // The window's first rows are evictable; the rest is held.
     let held = m.match_prefix(&prompt(12), b"").expect("short");
@@ -352,7 +356,7 @@ fn a_pin_inside_a_plan_has_no_gap() {
         let early = sequence(&mut m, early);
         let plan = begin(&mut m, PLENTY);
         let first = m.prefill(plan.key(), early.key(), 2 * factor as usize, None);
-        first.expect("room");
+        first.expect("blocks suffice");
         commit(&mut m, plan.key());
         drop(computed(&mut m, tokens.clone()));
         let plan = begin(&mut m, PLENTY);
@@ -389,7 +393,8 @@ fn what_a_match_puts_out_of_sight_comes_back() {
     let mut m = with(windowed(32, 4));
     let late = sequence(&mut m, prompt(29));
     let plan = begin(&mut m, PLENTY);
-    m.prefill(plan.key(), late.key(), 8, None).expect("room");
+    m.prefill(plan.key(), late.key(), 8, None)
+        .expect("blocks suffice");
     commit(&mut m, plan.key());
     drop(computed(&mut m, prompt(28)));
     let before = [table(&m, &late, 0), table(&m, &late, 1)];

@@ -36,13 +36,13 @@ pub(crate) struct Seq {
     /// Open plans that hold it.
     pub(crate) planned: u8,
     pub(crate) dropped: bool,
-    /// Leading rows whose contents are registered.
+    /// Registered rows.
     pub(crate) registered: usize,
 }
 
-/// What an entry takes beside the tokens that it computes.
-enum Extra {
-    Announces { replay: usize },
+/// The kind of an entry.
+enum EntryKind {
+    Prefill { replay: usize },
     Lookahead(usize),
     Drafts(Vec<u32>),
 }
@@ -54,22 +54,22 @@ struct Entry {
     len: usize,
     samples: bool,
     drafts: Vec<u32>,
-    /// What the sequence was before: rows of its table, how far ahead, rows registered.
+    /// The sequence before: rows of its table, how far ahead, rows registered.
     before: (usize, usize, usize),
     /// The partial blocks in place of which it writes on copies: row, group, block, copy.
     copied: Vec<(usize, usize, u32, u32)>,
     /// The partial blocks that it goes on writing.
     in_place: Vec<u32>,
-    /// Blocks reused, found present, and those whose contents this entry computes for all.
+    /// Blocks reused, already cached, and preregistered.
     reused: Vec<u32>,
-    present: Vec<u32>,
-    announced: Vec<u32>,
-    /// The blocks that lend it tokens of the row behind the match, and their copies.
-    lent: Vec<(u32, u32)>,
-    /// Rows matched and announced, and those matched alone.
+    already_cached: Vec<u32>,
+    preregistered: Vec<u32>,
+    /// The copy sources of the row after the match, and their copies.
+    source: Vec<(u32, u32)>,
+    /// Rows matched and preregistered, and those matched alone.
     rows: usize,
     matched: usize,
-    /// What no token after the rows matched sees: the plan keeps it. Row, group, block.
+    /// Blocks that slide out of windows with the match, pinned by the plan: row, group, block.
     unseen: Vec<(usize, usize, u32)>,
 }
 
@@ -79,7 +79,7 @@ pub(crate) struct Plan {
     entries: Vec<Entry>,
     pub(crate) copies: Vec<(u32, u32)>,
     /// Sources of copies: the plan holds them until it is closed.
-    fenced: Vec<u32>,
+    pinned: Vec<u32>,
 }
 
 #[derive(Clone, Debug)]
@@ -89,7 +89,7 @@ pub(crate) struct Model {
     pub(crate) groups: Vec<Option<usize>>,
     pub(crate) caching: bool,
     pub(crate) sharing: bool,
-    pub(crate) lending: bool,
+    pub(crate) partial_reuse: bool,
     /// Head first.
     queue: Vec<u32>,
     /// By layer group.
@@ -109,7 +109,7 @@ impl Model {
             groups: config.groups.clone(),
             caching: config.prefix_caching,
             sharing: config.in_flight_sharing,
-            lending: config.partial_reuse,
+            partial_reuse: config.partial_reuse,
             queue: (0..num_blocks as u32).collect(),
             num_blocks,
             contents: HashMap::new(),
@@ -140,16 +140,16 @@ impl Model {
 
     pub(crate) fn refs(&self, block: u32) -> u32 {
         let pins = self.pins.values();
-        let fenced = self.plans.iter().flat_map(|plan| &plan.fenced);
+        let pinned = self.plans.iter().flat_map(|plan| &plan.pinned);
         self.seq_refs(block)
             + pins
                 .filter(|rows| blocks(rows).any(|held| held == block))
                 .count() as u32
-            + fenced.filter(|&&fenced| fenced == block).count() as u32
+            + pinned.filter(|&&pinned| pinned == block).count() as u32
     }
 
     fn has_content(&self, block: u32) -> bool {
-        self.contents.values().any(|&holder| holder == block)
+        self.contents.values().any(|&block_id| block_id == block)
     }
 
     pub(crate) fn usage(&self) -> PoolUsage {
@@ -170,8 +170,8 @@ impl Model {
         }
     }
 
-    /// Blocks that nobody holds any more go to the queue, in the order given.
-    fn settle(&mut self, blocks: impl IntoIterator<Item = u32>) {
+    /// Puts blocks without holders into the queue, in this order.
+    fn enqueue_unused(&mut self, blocks: impl IntoIterator<Item = u32>) {
         for block in blocks {
             if self.refs(block) > 0 || self.queue.contains(&block) {
                 continue;
@@ -247,7 +247,7 @@ impl Model {
     fn is_ready(&self, block: u32) -> bool {
         let entries = self.plans.iter().flat_map(|plan| &plan.entries);
         entries
-            .flat_map(|entry| &entry.announced)
+            .flat_map(|entry| &entry.preregistered)
             .all(|&computing| computing != block)
     }
 
@@ -280,7 +280,7 @@ impl Model {
 
     pub(crate) fn drop_pin(&mut self, pin: usize) {
         let rows = self.pins.remove(&pin).unwrap_or_default();
-        self.settle(blocks(&rows).rev());
+        self.enqueue_unused(blocks(&rows).rev());
     }
 
     /// Whether the pin's blocks hold a prefix of the sequence.
@@ -317,8 +317,8 @@ impl Model {
         let now = self.seqs.insert(seq, to.clone()).expect("live");
         blocks(&to.table).for_each(|block| self.unqueue(block));
         let (kept, grown) = now.table.split_at(to.table.len());
-        self.settle(blocks(grown).rev());
-        self.settle(blocks(kept));
+        self.enqueue_unused(blocks(grown).rev());
+        self.enqueue_unused(blocks(kept));
     }
 
     /// Whether a window has slid past what a token after the first `computed` sees.
@@ -382,7 +382,7 @@ impl Model {
             .collect()
     }
 
-    /// In the order in which they are handed out: free ones first, each in the order of the queue.
+    /// In the order of allocation: free blocks first.
     pub(crate) fn queued(&self) -> Vec<u32> {
         let mut blocks = self.queue.clone();
         blocks.sort_by_key(|&block| self.has_content(block));
@@ -392,7 +392,7 @@ impl Model {
     fn allocate(&mut self) -> u32 {
         let block = self.queued()[0];
         self.unqueue(block);
-        self.contents.retain(|_, holder| *holder != block);
+        self.contents.retain(|_, block_id| *block_id != block);
         block
     }
 
@@ -401,7 +401,7 @@ impl Model {
         self.seqs.get_mut(&seq).expect("live").table[row][group] = Some(copy);
         let plan = self.newest();
         plan.copies.push((source, copy));
-        plan.fenced.push(source);
+        plan.pinned.push(source);
         copy
     }
 
@@ -428,7 +428,7 @@ impl Model {
     fn bury(&mut self, seq: u64) {
         if self.seqs[&seq].dropped && self.seqs[&seq].planned == 0 {
             let table = self.seqs.remove(&seq).expect("live").table;
-            self.settle(blocks(&table).rev());
+            self.enqueue_unused(blocks(&table).rev());
         }
     }
 
@@ -437,28 +437,28 @@ impl Model {
             budget,
             entries: Vec::new(),
             copies: Vec::new(),
-            fenced: Vec::new(),
+            pinned: Vec::new(),
         });
     }
 
     fn push(
         &mut self,
         seq: u64,
-        (matched, lent): (&[Row], &[u32]),
+        (matched, source): (&[Row], &[u32]),
         start: usize,
         len: usize,
-        extra: Extra,
+        kind: EntryKind,
     ) {
-        let announces = matches!(extra, Extra::Announces { .. });
-        let (lookahead, drafts, replay) = match extra {
-            Extra::Lookahead(slots) => (slots, Vec::new(), 0),
-            Extra::Drafts(drafts) => (0, drafts, 0),
-            Extra::Announces { replay } => (0, Vec::new(), replay),
+        let preregisters = matches!(kind, EntryKind::Prefill { .. });
+        let (lookahead, drafts, replay) = match kind {
+            EntryKind::Lookahead(slots) => (slots, Vec::new(), 0),
+            EntryKind::Drafts(drafts) => (0, drafts, 0),
+            EntryKind::Prefill { replay } => (0, Vec::new(), replay),
         };
         let s = &self.seqs[&seq];
         let before = (s.table.len(), s.ahead, s.registered);
         blocks(matched).for_each(|block| self.unqueue(block));
-        let copied = match matched.is_empty() && lent.is_empty() {
+        let copied = match matched.is_empty() && source.is_empty() {
             true => self.must_copy(seq, start),
             false => Vec::new(),
         };
@@ -467,7 +467,7 @@ impl Model {
             .map(|(row, group, block)| (row, group, block, self.copy(seq, row, group, block)))
             .collect();
         let s = self.seqs.get_mut(&seq).expect("live");
-        let at_hand = matched.is_empty() && lent.is_empty();
+        let at_hand = matched.is_empty() && source.is_empty();
         let written = s.table.get(start / self.block_size);
         let written = written.filter(|_| at_hand && start / self.block_size >= s.registered);
         let in_place = written.into_iter().flatten().copied().flatten().collect();
@@ -479,17 +479,18 @@ impl Model {
             true => Vec::new(),
             false => self.take_unseen(seq, replay),
         };
-        let lent = self.borrow(seq, lent);
+        let source = self.copy_partial(seq, source);
         let s = self.seqs.get_mut(&seq).expect("live");
         let samples = start + len == s.tokens.len() + s.pending + drafts.len();
         (s.ahead, s.speculating) = (start + len, !drafts.is_empty());
         s.pending += usize::from(samples);
         s.planned += 1;
-        let (mut present, mut announced) = (Vec::new(), Vec::new());
-        if announces && self.caching && self.sharing {
+        let (mut already_cached, mut preregistered) = (Vec::new(), Vec::new());
+        if preregisters && self.caching && self.sharing {
             while self.seqs[&seq].registered < (start + len) / self.block_size
-                && self.announce(seq, start, &mut present, &mut announced)
-            {}
+                && self.preregister(seq, start, &mut already_cached, &mut preregistered)
+            {
+            }
         }
         while self.seqs[&seq].table.len() < (start + len + lookahead).div_ceil(self.block_size) {
             let row = (0..self.groups.len()).map(|_| Some(self.allocate()));
@@ -509,9 +510,9 @@ impl Model {
             copied,
             in_place,
             reused: blocks(matched).collect(),
-            present,
-            announced,
-            lent,
+            already_cached,
+            preregistered,
+            source,
             rows,
             matched: matched.len(),
             unseen,
@@ -519,17 +520,17 @@ impl Model {
     }
 
     /// The row behind the match gets copies of these blocks, which the plan holds.
-    fn borrow(&mut self, seq: u64, lent: &[u32]) -> Vec<(u32, u32)> {
-        for &source in lent {
+    fn copy_partial(&mut self, seq: u64, source: &[u32]) -> Vec<(u32, u32)> {
+        for &source in source {
             self.unqueue(source);
-            self.newest().fenced.push(source);
+            self.newest().pinned.push(source);
         }
         let row = self.seqs[&seq].registered;
-        if !lent.is_empty() && self.seqs[&seq].table.len() == row {
-            let new = lent.iter().map(|_| Some(self.allocate())).collect();
+        if !source.is_empty() && self.seqs[&seq].table.len() == row {
+            let new = source.iter().map(|_| Some(self.allocate())).collect();
             self.seqs.get_mut(&seq).expect("live").table.push(new);
         }
-        let copies = lent
+        let copies = source
             .iter()
             .zip(self.seqs[&seq].table.get(row).into_iter().flatten());
         let copies = copies.map(|(&source, copy)| (source, copy.expect("not slid past")));
@@ -546,7 +547,7 @@ impl Model {
             for row in (0..self.first_row_of(group, s.registered, replay)).rev() {
                 let s = self.seqs.get_mut(&seq).expect("live");
                 if let Some(block) = s.table[row][group].take() {
-                    self.newest().fenced.push(block);
+                    self.newest().pinned.push(block);
                     unseen.push((row, group, block));
                 }
             }
@@ -556,12 +557,12 @@ impl Model {
 
     /// The next row is one that this step, from `start` on, computes for all. False if the commit must
     /// settle it.
-    fn announce(
+    fn preregister(
         &mut self,
         seq: u64,
         start: usize,
-        present: &mut Vec<u32>,
-        announced: &mut Vec<u32>,
+        already_cached: &mut Vec<u32>,
+        preregistered: &mut Vec<u32>,
     ) -> bool {
         let s = &self.seqs[&seq];
         let row = s.registered;
@@ -585,14 +586,14 @@ impl Model {
             let block = match (found, &mine) {
                 (Some(block), _) => {
                     self.unqueue(block);
-                    present.push(block);
+                    already_cached.push(block);
                     block
                 }
                 (None, Some(row)) => row[group].expect("not slid past"),
                 (None, None) => self.allocate(),
             };
             if found.is_none() {
-                announced.push(block);
+                preregistered.push(block);
             }
             entries.push(Some(block));
         }
@@ -624,7 +625,7 @@ impl Model {
         let fits = self.budget() > 0 && needed <= self.queue.len();
         if fits {
             let start = self.seqs[&seq].ahead;
-            self.push(seq, (&[], &[]), start, 1, Extra::Lookahead(lookahead));
+            self.push(seq, (&[], &[]), start, 1, EntryKind::Lookahead(lookahead));
         }
         fits
     }
@@ -639,7 +640,7 @@ impl Model {
             return Prefill::NoRoom { needed, available };
         }
         let start = self.seqs[&seq].ahead;
-        self.push(seq, (&[], &[]), start, tokens, Extra::Drafts(drafts));
+        self.push(seq, (&[], &[]), start, tokens, EntryKind::Drafts(drafts));
         Prefill::Planned {
             cached_tokens: 0,
             tokens,
@@ -649,10 +650,10 @@ impl Model {
 
     /// Drafts for a decode of the newest plan, as many as there is budget and room for.
     pub(crate) fn draft(&mut self, seq: u64, mut drafts: Vec<u32>) -> usize {
-        let room = self.queue.len() / self.groups.len() + self.seqs[&seq].table.len();
+        let rows = self.queue.len() / self.groups.len() + self.seqs[&seq].table.len();
         let end = self.seqs[&seq].ahead;
-        let room = room * self.block_size - end;
-        drafts.truncate(room.min(self.budget()));
+        let capacity = rows * self.block_size - end;
+        drafts.truncate(capacity.min(self.budget()));
         let count = drafts.len();
         if count == 0 {
             return 0;
@@ -702,15 +703,15 @@ impl Model {
         } else {
             Vec::new()
         };
-        let lent = if may_match && self.lending {
+        let source = if may_match && self.partial_reuse {
             self.lender(s.namespace, &s.tokens, s.registered + matched.len())
         } else {
             (Vec::new(), 0)
         };
         let asked = (max_tokens, reserve, replay);
-        let answer = self.prefill_behind(seq, asked, (&matched, lent.clone()));
+        let answer = self.prefill_behind(seq, asked, (&matched, source.clone()));
         match answer {
-            Ok(Prefill::NoRoom { .. }) if lent.1 > 0 => {
+            Ok(Prefill::NoRoom { .. }) if source.1 > 0 => {
                 self.prefill_behind(seq, asked, (&matched, (Vec::new(), 0)))
             }
             answer => answer,
@@ -721,11 +722,11 @@ impl Model {
         &mut self,
         seq: u64,
         (max_tokens, reserve, replay): (usize, Option<usize>, usize),
-        (matched, (lent, lent_tokens)): (&[Row], (Vec<u32>, usize)),
+        (matched, (source, copied_tokens)): (&[Row], (Vec<u32>, usize)),
     ) -> Result<Prefill, Error> {
         let (size, s) = (self.block_size, self.seqs[&seq].clone());
         let rows = s.table.len() + matched.len();
-        let cached = matched.len() * size + lent_tokens;
+        let cached = matched.len() * size + copied_tokens;
         let cached_end = s.ahead + cached;
         let start = match cached {
             0 => s.ahead,
@@ -743,10 +744,10 @@ impl Model {
             return Ok(Prefill::NoBudget);
         }
         let revived = blocks(matched)
-            .chain(lent.iter().copied())
+            .chain(source.iter().copied())
             .filter(|block| self.queue.contains(block))
             .count();
-        let copies = match matched.is_empty() && lent.is_empty() {
+        let copies = match matched.is_empty() && source.is_empty() {
             true => self.must_copy(seq, start).len(),
             false => 0,
         };
@@ -757,15 +758,19 @@ impl Model {
                 (None, _) => now,
                 (Some(_), None) => all,
                 (Some(_), Some(window)) => {
-                    // What slides out of the window is used again: at most so many rows at once.
+                    // Rows that slide out of the window are reused: at most so many at once.
                     let reach = window.div_ceil(size) + (max_tokens + 2 * size - 2) / size;
-                    // What the match puts out of sight is the plan's.
+                    // Blocks that slide out with the match are pinned by the plan.
                     let unseen = match matched.is_empty() {
                         true => 0,
                         false => self.first_row_of(group, s.registered + matched.len(), replay),
                     };
-                    let (settled, reserved) = s.table.split_at(s.registered);
-                    let held = settled.iter().chain(matched).chain(reserved).skip(unseen);
+                    let (registered, reserved) = s.table.split_at(s.registered);
+                    let held = registered
+                        .iter()
+                        .chain(matched)
+                        .chain(reserved)
+                        .skip(unseen);
                     let held = held.filter(|row| row[group].is_some()).count();
                     let peak = reach.min(s.tokens.len().div_ceil(size));
                     peak.saturating_sub(held).max(now)
@@ -779,8 +784,8 @@ impl Model {
                 available: self.queue.len(),
             });
         }
-        let extra = Extra::Announces { replay };
-        self.push(seq, (matched, &lent), start, tokens, extra);
+        let kind = EntryKind::Prefill { replay };
+        self.push(seq, (matched, &source), start, tokens, kind);
         Ok(Prefill::Planned {
             cached_tokens: start - s.ahead,
             tokens,
@@ -790,10 +795,10 @@ impl Model {
 
     fn undo(&mut self, entry: Entry) {
         self.contents
-            .retain(|_, holder| !entry.announced.contains(holder));
+            .retain(|_, block_id| !entry.preregistered.contains(block_id));
         let copied = entry.copied.iter().map(|copied| copied.3);
-        let lent = entry.lent.iter().map(|lent| lent.1);
-        let copies: Vec<u32> = copied.chain(lent).collect();
+        let source = entry.source.iter().map(|source| source.1);
+        let copies: Vec<u32> = copied.chain(source).collect();
         self.newest().copies.retain(|(_, to)| !copies.contains(to));
         let (table_len, ahead, registered) = entry.before;
         let mut s = self.seqs[&entry.seq].clone();
@@ -816,10 +821,10 @@ impl Model {
         s.planned -= 1;
         self.seqs.insert(entry.seq, s.clone());
         blocks(&s.table).for_each(|block| self.unqueue(block));
-        self.settle(blocks(&gone).rev());
-        self.settle(blocks(&matched).rev());
+        self.enqueue_unused(blocks(&gone).rev());
+        self.enqueue_unused(blocks(&matched).rev());
         let copies = entry.copied.iter().map(|&(.., copy)| copy);
-        self.settle(copies);
+        self.enqueue_unused(copies);
         self.slide(entry.seq);
         self.bury(entry.seq);
     }
@@ -830,11 +835,11 @@ impl Model {
         let first = plan.entries.iter().position(|entry| entry.seq == seq);
         let (mut out, mut gone, mut left) = (Vec::new(), Vec::new(), Vec::new());
         for (at, entry) in plan.entries.iter().enumerate() {
-            let mut shared = entry.reused.iter().chain(&entry.present);
+            let mut shared = entry.reused.iter().chain(&entry.already_cached);
             let mut in_place = entry.in_place.iter();
             let reuses = shared.any(|block| gone.contains(block));
             if Some(at) == first || reuses || in_place.any(|block| left.contains(block)) {
-                gone.extend(entry.announced.clone());
+                gone.extend(entry.preregistered.clone());
                 left.extend(entry.copied.iter().map(|copied| copied.2));
                 out.push(at);
             }
@@ -856,18 +861,18 @@ impl Model {
     }
 
     pub(crate) fn roll_back(&mut self) {
-        // Every undo sees the fence; it is lifted at the end.
+        // Every undo sees the pin; it is lifted at the end.
         while let Some(entry) = self.newest().entries.pop() {
             self.undo(entry);
         }
         self.close(self.plans.len() - 1);
     }
 
-    /// Takes a plan away; what it fenced goes one by one, a block that it fenced twice with the second.
+    /// Removes a plan; its pins end one by one.
     fn close(&mut self, plan: usize) {
-        while !self.plans[plan].fenced.is_empty() {
-            let block = self.plans[plan].fenced.remove(0);
-            self.settle([block]);
+        while !self.plans[plan].pinned.is_empty() {
+            let block = self.plans[plan].pinned.remove(0);
+            self.enqueue_unused([block]);
         }
         self.plans.remove(plan);
     }
@@ -925,7 +930,9 @@ impl Model {
             s.tokens[..(row + 1) * self.block_size].to_vec(),
         );
         let entries = self.plans.iter().skip(later).flat_map(|plan| &plan.entries);
-        let computing: Vec<u32> = entries.flat_map(|entry| entry.announced.clone()).collect();
+        let computing: Vec<u32> = entries
+            .flat_map(|entry| entry.preregistered.clone())
+            .collect();
         let found = |group: usize| self.contents.get(&(content.clone(), group)).copied();
         let found: Vec<Option<u32>> = (0..self.groups.len()).map(found).collect();
         if found
@@ -949,15 +956,15 @@ impl Model {
                         new_block: first.into(),
                     });
                     if self.plans.len() > later {
-                        self.newest().fenced.push(mine);
+                        self.newest().pinned.push(mine);
                     }
-                    self.settle([mine]);
+                    self.enqueue_unused([mine]);
                 }
                 known => {
                     self.contents.insert((content.clone(), group), mine);
                     if let Some(evictable) = known {
                         self.unqueue(evictable);
-                        self.settle([evictable]);
+                        self.enqueue_unused([evictable]);
                     }
                 }
             }
@@ -979,7 +986,7 @@ impl Model {
             for row in (0..self.first_row(group, rows)).rev() {
                 let s = self.seqs.get_mut(&seq).expect("live");
                 let gone = s.table[row][group].take();
-                self.settle(gone);
+                self.enqueue_unused(gone);
             }
         }
     }
@@ -1007,7 +1014,7 @@ impl Model {
             let unseen = self.first_row(group, registered).min(s.registered);
             for row in (0..unseen).rev() {
                 let gone = self.seqs.get_mut(&seq).expect("live").table[row][group].take();
-                self.settle(gone);
+                self.enqueue_unused(gone);
             }
         }
         reused
@@ -1027,7 +1034,7 @@ impl Model {
             for (row, group, source) in to_copy {
                 let copy = self.allocate();
                 self.seqs.get_mut(&seq).expect("live").table[row][group] = Some(copy);
-                self.settle([source]);
+                self.enqueue_unused([source]);
                 copies.push((source.into(), copy.into()));
             }
             while self.seqs[&seq].table.len() < rows {
@@ -1080,8 +1087,8 @@ impl Model {
             .collect();
         for &block in &evictable {
             self.unqueue(block);
-            self.contents.retain(|_, holder| *holder != block);
-            self.settle([block]);
+            self.contents.retain(|_, block_id| *block_id != block);
+            self.enqueue_unused([block]);
         }
         evictable.len()
     }

@@ -1,4 +1,4 @@
-//! What can be done to a manager, in numbers that any source of them can give.
+//! Operations on a manager, as numbers from any source.
 
 #[derive(Clone, Debug)]
 pub(crate) enum Op {

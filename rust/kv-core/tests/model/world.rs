@@ -9,6 +9,8 @@ use kv_core::{
     BlockId, BlockManager, BlockState, Config, Error, Event, Eviction, Pin, PlanHandle, PoolUsage,
     SeqHandle, SharedI32, SharedI64, SharedPrefixes, Stats, TableRows,
 };
+#[allow(unused_imports)] // not every test records
+use kv_trace::Record;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
@@ -16,7 +18,7 @@ use super::op::{Op, tokens};
 use super::sharing::Least;
 use super::{Model, Seq, blocks};
 
-/// What one position's KV depends on: the namespace and every token up to it.
+/// The KV of a position: the namespace and every token up to it.
 type Kv = (u8, Vec<u32>);
 
 pub(crate) struct World {
@@ -30,7 +32,7 @@ pub(crate) struct World {
     /// The open steps, oldest first.
     steps: VecDeque<Step>,
     next_pin: usize,
-    /// What the last committed step sampled, by row.
+    /// The tokens that the last committed step sampled, by row.
     sampled: Vec<u32>,
     /// Tokens that were handed to the device before they were known.
     num_pending: u64,
@@ -38,7 +40,7 @@ pub(crate) struct World {
     num_reused: u64,
     num_published: u64,
     /// The set of contents as the events tell it.
-    told: HashSet<u128>,
+    emitted: HashSet<u128>,
     kv: Vec<Option<Kv>>,
     arrays: Arrays,
     rows: TableRows,
@@ -135,7 +137,7 @@ impl World {
             num_pending: 0,
             num_reused: 0,
             num_published: 0,
-            told: HashSet::new(),
+            emitted: HashSet::new(),
             kv: vec![None; config.num_blocks * config.block_size],
             arrays: Arrays {
                 ids: vec![SharedI64::new(0); TOKENS],
@@ -396,11 +398,11 @@ impl World {
                 } => {
                     let size = self.manager.config().block_size;
                     prop_assert_eq!(tokens.len(), hashes.len() * size);
-                    let known = parent.is_none_or(|parent| self.told.contains(&parent));
+                    let known = parent.is_none_or(|parent| self.emitted.contains(&parent));
                     prop_assert!(known, "{hashes:x?} were stored before {parent:x?}");
                     let mut before = parent;
                     for (hash, tokens) in hashes.into_iter().zip(tokens.chunks(size)) {
-                        prop_assert!(self.told.insert(hash), "{hash:x} was stored twice");
+                        prop_assert!(self.emitted.insert(hash), "{hash:x} was stored twice");
                         if let Some(parent) = before {
                             prop_assert_eq!(hash, self.manager.hasher().child(parent, tokens));
                         }
@@ -409,14 +411,14 @@ impl World {
                 }
                 Event::Removed { hashes } => {
                     for hash in hashes {
-                        prop_assert!(self.told.remove(&hash), "{hash:x} was removed twice");
+                        prop_assert!(self.emitted.remove(&hash), "{hash:x} was removed twice");
                     }
                 }
-                Event::Cleared => self.told.clear(),
+                Event::Cleared => self.emitted.clear(),
             }
         }
         let held: HashSet<u128> = self.manager.cached_hashes().into_iter().collect();
-        prop_assert_eq!(&self.told, &held);
+        prop_assert_eq!(&self.emitted, &held);
         Ok(())
     }
 
@@ -472,13 +474,13 @@ impl World {
             let size = self.model.block_size;
             let rows = seq.table.len();
             let full = view.num_computed_tokens / size;
-            let settled = match self.model.caching {
+            let final_rows = match self.model.caching {
                 true => full.min(view.num_registered_blocks),
                 false => full,
             };
             let most = self
                 .manager
-                .blocks_for(rows * size, (rows - settled) * size);
+                .blocks_for(rows * size, (rows - final_rows) * size);
             prop_assert!(held <= most, "{held} blocks, {most} needed: {view:?}");
             prop_assert_eq!(view.tokens, &seq.tokens[..]);
             prop_assert_eq!(
@@ -510,7 +512,7 @@ impl World {
         self.manager.evict_all();
         prop_assert_eq!(self.manager.usage().free, self.manager.config().num_blocks);
         prop_assert_eq!(
-            self.manager.num_contents(),
+            self.manager.num_prefixes(),
             0,
             "contents outlive their blocks"
         );

@@ -174,7 +174,7 @@ impl World {
         (0..groups[0].len()).map(row).collect()
     }
 
-    /// What the next token would read of the first `end` positions.
+    /// The KV of the first `end` positions that the next token reads.
     fn read_positions(&self, key: SeqKey, id: u64, end: usize) -> Result<(), TestCaseError> {
         let (size, seq, table) = (
             self.model.block_size,

@@ -1,4 +1,4 @@
-//! Operations on open steps: what a step may be told, what it hands to the device, its end.
+//! Operations on open steps: planning, the device's inputs, the end.
 
 use std::collections::HashMap;
 
@@ -227,7 +227,7 @@ impl World {
         Ok(())
     }
 
-    /// Drafts for some decodes of the newest step, as far as there is room.
+    /// Drafts for some decodes of the newest step, as far as blocks and budget allow.
     fn draft(&mut self, plan: PlanKey, mask: u8, most: usize) -> Result<(), TestCaseError> {
         let step = self.steps.back().expect("open");
         let holding = |id: u64| {
@@ -302,17 +302,17 @@ impl World {
         let ids: Vec<_> = chosen.iter().map(|handle| handle.id()).collect();
         let answer = self.manager.decode(plan, &keys, lookahead);
         prop_assert_eq!(answer.is_ok(), valid, "{:?}", answer);
-        let Ok(misfits) = answer else { return Ok(()) };
+        let Ok(rejected) = answer else { return Ok(()) };
         if self.exact {
             let fit: Vec<bool> = ids
                 .iter()
                 .map(|&id| self.model.decode(id, lookahead))
                 .collect();
             let expected: Vec<usize> = (0..fit.len()).filter(|&i| !fit[i]).collect();
-            prop_assert_eq!(&misfits, &expected);
+            prop_assert_eq!(&rejected, &expected);
         }
         let fits = (0..ids.len())
-            .filter(|i| !misfits.contains(i))
+            .filter(|i| !rejected.contains(i))
             .map(|i| ids[i]);
         let fits: Vec<u64> = fits.collect();
         let step = self.steps.back_mut().expect("open");
@@ -366,7 +366,7 @@ impl World {
                 filled.expect("the arrays are large enough");
                 let view = self.manager.plan_view(plan).expect("open");
                 let group = at / 2;
-                // What comes before all positions that a row computes; a window has moved on tomorrow.
+                // Blocks before all positions that a row computes; a window moves on.
                 let leading = |row: usize| -> Vec<usize> {
                     let first = a.positions[a.starts[row].get() as usize].get() as usize;
                     let most = match self.model.groups[group] {
@@ -553,7 +553,7 @@ impl World {
         Ok(())
     }
 
-    /// What a row's tokens read is what it should be: everything before them, or their window of it.
+    /// A row's tokens read the right KV: everything before them, or their window of it.
     fn read_row(&self, row: &Row, id: u64, all: &[u32]) -> Result<(), TestCaseError> {
         let size = self.model.block_size;
         let namespace = self.model.seqs[&id].namespace;
@@ -571,7 +571,7 @@ impl World {
                     position
                 );
             }
-            // What was given back reads as the null block.
+            // Released entries read as the null block.
             for &block in &table[..first / size] {
                 prop_assert!(block * size <= self.kv.len());
             }

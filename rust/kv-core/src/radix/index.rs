@@ -1,13 +1,12 @@
-//! The index of nodes: a hash table in shards, with each node's hash beside its id.
+//! The index of radix nodes: a sharded hash table that stores each node's hash beside its id.
 //!
-//! A table that grows moves all that is in it. One that is divided grows shard by shard: an insertion
-//! moves the entries of one shard at most, and reads no node for that.
+//! A table that grows moves all of its entries. A sharded one grows shard by shard, and reads no node for that.
 
 use hashbrown::HashTable;
 
-use crate::ids::RunId;
+use crate::ids::NodeId;
 
-/// Nodes that a shard holds in a pool that is full of them, about.
+/// Nodes per shard in a pool where every block is a node.
 const USUAL: usize = 1_024;
 
 /// Shards at most.
@@ -16,11 +15,11 @@ const MOST_SHARDS: usize = 8_192;
 #[derive(Clone, Copy)]
 struct Slot {
     hash: u32,
-    node: RunId,
+    node: NodeId,
 }
 
 pub(super) struct Index {
-    /// A power of two of them.
+    /// A power of two of shards.
     shards: Vec<HashTable<Slot>>,
     len: usize,
 }
@@ -32,9 +31,9 @@ fn spread(hash: u32) -> u64 {
 }
 
 impl Index {
-    /// For about so many nodes.
-    pub(super) fn new(usual_len: usize) -> Self {
-        let shards = (usual_len / USUAL).next_power_of_two().min(MOST_SHARDS);
+    /// An empty index, sized for `num_blocks` nodes.
+    pub(super) fn new(num_blocks: usize) -> Self {
+        let shards = (num_blocks / USUAL).next_power_of_two().min(MOST_SHARDS);
         Self {
             shards: vec![HashTable::new(); shards],
             len: 0,
@@ -47,24 +46,24 @@ impl Index {
         (hash >> 12) as usize & (self.shards.len() - 1)
     }
 
-    /// The node with this hash that `is_it`.
+    /// The node with this hash that `matches`.
     #[inline]
-    pub(super) fn find(&self, hash: u32, is_it: impl Fn(RunId) -> bool) -> Option<RunId> {
-        let is_it = |slot: &Slot| slot.hash == hash && is_it(slot.node);
-        let found = self.shards[self.shard(hash)].find(spread(hash), is_it)?;
+    pub(super) fn find(&self, hash: u32, matches: impl Fn(NodeId) -> bool) -> Option<NodeId> {
+        let matches = |slot: &Slot| slot.hash == hash && matches(slot.node);
+        let found = self.shards[self.shard(hash)].find(spread(hash), matches)?;
         Some(found.node)
     }
 
-    /// Adds a node that is not there.
-    pub(super) fn insert(&mut self, hash: u32, node: RunId) {
+    /// Adds a node that is not in the index.
+    pub(super) fn insert(&mut self, hash: u32, node: NodeId) {
         let shard = self.shard(hash);
         let rehash = |slot: &Slot| spread(slot.hash);
         self.shards[shard].insert_unique(spread(hash), Slot { hash, node }, rehash);
         self.len += 1;
     }
 
-    /// Takes a node out, if it is there.
-    pub(super) fn remove(&mut self, hash: u32, node: RunId) {
+    /// Removes a node, if it is in the index.
+    pub(super) fn remove(&mut self, hash: u32, node: NodeId) {
         let shard = self.shard(hash);
         let entry = self.shards[shard].find_entry(spread(hash), |slot| slot.node == node);
         if let Ok(entry) = entry {
@@ -87,15 +86,15 @@ mod tests {
         let mut index = Index::new(1 << 20);
         let hash = |at: u32| at.wrapping_mul(2_654_435_761) >> 3;
         for at in 0..100_000 {
-            index.insert(hash(at), RunId::new(at as usize));
+            index.insert(hash(at), NodeId::new(at as usize));
         }
         for at in (0..100_000).step_by(2) {
-            index.remove(hash(at), RunId::new(at as usize));
-            index.remove(hash(at), RunId::new(at as usize)); // there no more: nothing happens
+            index.remove(hash(at), NodeId::new(at as usize));
+            index.remove(hash(at), NodeId::new(at as usize)); // there no more: nothing happens
         }
         assert_eq!(index.len(), 50_000);
         for at in 0..100_000 {
-            let node = RunId::new(at as usize);
+            let node = NodeId::new(at as usize);
             let found = index.find(hash(at), |other| other == node);
             assert_eq!(found, (at % 2 == 1).then_some(node));
         }
@@ -110,7 +109,7 @@ mod tests {
             state = state
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1);
-            index.insert((state >> 32) as u32, RunId::new(at));
+            index.insert((state >> 32) as u32, NodeId::new(at));
         }
         let largest = index.shards.iter().map(HashTable::len).max();
         assert!(
@@ -124,10 +123,10 @@ mod tests {
     fn equal_hashes_are_told_apart() {
         let mut index = Index::new(0);
         for at in 0..100 {
-            index.insert(0, RunId::new(at));
+            index.insert(0, NodeId::new(at));
         }
         for at in 0..100 {
-            let node = RunId::new(at);
+            let node = NodeId::new(at);
             assert_eq!(index.find(0, |other| other == node), Some(node));
         }
     }

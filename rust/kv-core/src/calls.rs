@@ -1,19 +1,29 @@
-//! Operations and answers, as they are written down.
+//! Every operation that changes a manager, and its answer: what a [`Recorder`] receives.
 
+use std::any::Any;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::words::Words;
+use crate::ids::BlockId;
 use crate::stats::PoolUsage;
 use crate::step::{Extend, Prefill, Remapping};
 
+/// Receives the operations of a manager (see [`BlockManager::set_recorder`](crate::BlockManager::set_recorder)).
+pub trait Recorder: Any + Send {
+    /// Whether it still receives operations.
+    fn is_open(&self) -> bool;
+
+    /// Receives an operation that succeeded, and its answer.
+    fn record(&mut self, call: &Call, answer: &Answer);
+}
+
 macro_rules! calls {
     ($($(#[$doc:meta])* $word:ident $name:ident { $($(#[$how:meta])* $field:ident: $type:ty),* })*) => {
-        /// An operation that changes a manager, by the numbers of what it is about: the ids of sequences,
-        /// the serials of plans, and pins counted from 1 in the order in which they were granted.
+        /// An operation that changes a manager. It names sequences by their ids, plans by their serials, and pins
+        /// by their numbers, from 1 in the order in which they were granted.
         ///
-        /// A file names each by its place here: new ones go to the end.
+        /// Recordings contain the index of a variant: add new ones at the end.
         #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
         #[allow(missing_docs)] // fields are the arguments of the call of that name
         pub enum Call {
@@ -32,7 +42,7 @@ macro_rules! calls {
             }
 
             $(
-                #[allow(clippy::self_named_constructors)]
+                #[allow(clippy::self_named_constructors, dead_code)] // one per call
                 pub(crate) fn $word($($field: impl Into<$type>),*) -> Self {
                     Self::$name { $($field: $field.into()),* }
                 }
@@ -89,13 +99,13 @@ calls! {
     rollback Rollback { plan: u64 }
     /// [`BlockManager::evict_all`](crate::BlockManager::evict_all)
     evict_all EvictAll {}
-    /// The manager learnt that a [`SeqHandle`](crate::SeqHandle) is gone.
+    /// A [`SeqHandle`](crate::SeqHandle) was dropped.
     drop_sequence DropSequence { sequence: u64 }
-    /// The manager learnt that a [`Pin`](crate::Pin) is gone.
+    /// A [`Pin`](crate::Pin) was dropped.
     drop_pin DropPin { pin: u64 }
-    /// The manager learnt that the [`PlanHandle`](crate::PlanHandle) of an open plan is gone.
+    /// The [`PlanHandle`](crate::PlanHandle) of an open plan was dropped.
     drop_plan DropPlan { plan: u64 }
-    /// The end of a recording, answered by the usage.
+    /// The end of a recording, answered by the pool's usage.
     stop_recording Stop {}
     /// [`BlockManager::draft`](crate::BlockManager::draft)
     draft Draft { plan: u64, #[serde(with = "distances")] sequences: Vec<u64>, drafts: Vec<u32>, counts: Vec<usize> }
@@ -107,20 +117,20 @@ calls! {
     publish Publish { sequence: u64, num_tokens: usize, tokens: Vec<u32> }
 }
 
-/// What an operation answered.
+/// The answer of an operation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Answer {
-    /// Nothing but that it was done.
+    /// No value.
     Done,
-    /// An id, or how many blocks.
+    /// An id, or a number of blocks.
     Number(u64),
-    /// Positions of those that did not fit, ids of those that went along.
+    /// Positions of rejected sequences, or ids of cancelled ones.
     Numbers(#[serde(with = "distances")] Vec<u64>),
     /// Of `prefill` and `speculate`.
     Prefill(Prefill),
     /// Of `commit`.
     Remappings(Vec<Remapping>),
-    /// Where every block is.
+    /// Blocks by state.
     PoolUsage(PoolUsage),
     /// Of `extend`.
     Extend(Extend),
@@ -148,7 +158,7 @@ answers! {
     &Extend: answer => Self::Extend(answer.clone()),
 }
 
-/// Ids mostly ascend: each is written as its distance from the one before.
+/// Ids mostly ascend, so each is encoded as the difference from the one before.
 mod distances {
     use std::iter::once;
 
@@ -220,32 +230,82 @@ impl fmt::Display for Answer {
     }
 }
 
+/// Elements of a list that are displayed.
+const SHOWN: usize = 8;
+
+/// How a value is displayed.
+trait Words {
+    fn words(&self) -> String;
+}
+
+macro_rules! as_displayed {
+    ($($type:ty),*) => {
+        $(impl Words for $type {
+            fn words(&self) -> String {
+                self.to_string()
+            }
+        })*
+    };
+}
+as_displayed!(u32, u64, usize, bool);
+
+impl Words for BlockId {
+    fn words(&self) -> String {
+        self.get().to_string()
+    }
+}
+
+impl Words for Box<[u8]> {
+    fn words(&self) -> String {
+        format!("{:?}", self.escape_ascii().to_string())
+    }
+}
+
+impl Words for Remapping {
+    fn words(&self) -> String {
+        let Self {
+            sequence,
+            group,
+            index,
+            ..
+        } = self;
+        let (old, new) = (self.old_block.get(), self.new_block.get());
+        format!("sequence {sequence} group {group} entry {index} from block {old} to {new}")
+    }
+}
+
+impl<T: Words> Words for Option<T> {
+    fn words(&self) -> String {
+        self.as_ref().map_or("none".into(), Words::words)
+    }
+}
+
+impl<T: Words> Words for Vec<T> {
+    fn words(&self) -> String {
+        let mut shown: Vec<String> = self.iter().take(SHOWN).map(Words::words).collect();
+        if self.len() > SHOWN {
+            shown.push(format!("... {} in all", self.len()));
+        }
+        format!("[{}]", shown.join(", "))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn there_and_back(call: Call) -> Vec<u8> {
-        let bytes = postcard::to_stdvec(&call).expect("memory takes everything");
-        assert_eq!(postcard::take_from_bytes(&bytes), Ok((call, &[][..])));
-        for cut in 0..bytes.len() {
-            assert!(postcard::from_bytes::<Call>(&bytes[..cut]).is_err());
-        }
-        bytes
-    }
-
-    /// What files hold. If one of these changes, so does the version of the format.
     #[test]
-    fn calls_are_written_as_ever() {
-        let ids = vec![300, 301, 7, u64::MAX, 0];
-        let decode = there_and_back(Call::decode(2_u64, ids, 128_usize));
-        let distances = [216, 4, 2, 203, 4, 15, 2];
-        assert_eq!(decode, [&[10, 2, 5], &distances[..], &[128, 1]].concat());
-        let tokens: Vec<u32> = vec![0, 127, 128, u32::MAX];
-        let sequence = Call::sequence(tokens, *b"ns", true);
-        let written = [0, 4, 0, 127, 128, 1, 255, 255, 255, 255, 15, 2, 110, 115, 1];
-        assert_eq!(there_and_back(sequence), written);
-        assert_eq!(there_and_back(Call::stop_recording()), [20]);
-        let publish = Call::publish(1_u64, 2_usize, vec![3]);
-        assert_eq!(there_and_back(publish), [24, 1, 2, 1, 3]);
+    fn long_lists_are_short_in_words() {
+        let eight = "[0, 1, 2, 3, 4, 5, 6, 7]";
+        assert_eq!((0..8).collect::<Vec<u64>>().words(), eight);
+        assert_eq!(vec![1_u32, 2].words(), "[1, 2]");
+        assert_eq!(
+            (0..20).collect::<Vec<u64>>().words(),
+            "[0, 1, 2, 3, 4, 5, 6, 7, ... 20 in all]"
+        );
+        assert_eq!(
+            (None::<u64>.words(), Some(7_u64).words()),
+            ("none".into(), "7".into())
+        );
     }
 }

@@ -1,8 +1,7 @@
 //! Recordings: what is in them, what a replay says of those that are cut, damaged, altered or lies.
 //! That random operations are replayed to the same end is seen to by the property test.
-#![cfg(not(loom))]
 
-#[path = "model/recording.rs"]
+#[path = "../../kv-core/tests/model/recording.rs"]
 mod recording;
 
 use std::io::{self, Write};
@@ -10,10 +9,8 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use kv_core::{
-    Answer, BlockManager, Call, Config, Error, Eviction, Limits, Prefill, Report, TraceError,
-    replay, replay_within,
-};
+use kv_core::{Answer, BlockManager, Call, Config, Error, Eviction, Prefill};
+use kv_trace::{Limits, Record, Report, TraceError, replay, replay_within};
 use recording::Recording;
 
 /// Every kind of operation once at least: its manager, not recorded any more, and its recording.
@@ -383,7 +380,7 @@ fn headers_that_cannot_be_served() {
             body.extend(&bodies[0][SETTINGS..]);
             bodies[0] = body;
         });
-        let error = verdict(&forged).expect_err("a name that nobody can be shown");
+        let error = verdict(&forged).expect_err("a name that cannot be shown");
         assert!(
             error.to_string().contains("which version recorded"),
             "{error}"
@@ -427,7 +424,7 @@ fn another_format_is_refused_by_its_writer() {
         error,
         TraceError::Version { found: 1, supported: 3, recorded_by: Some(version) } if version == "0.1.0"
     ));
-    // Who wrote it is not there, or is nothing that can be shown.
+    // The writer's name is missing or cannot be shown.
     for header in [&b""[..], b"\x05", b"\x04\0\0abcd"] {
         let error = verdict(&[b"kvtrace\n\x07", header].concat()).expect_err("no header");
         assert!(matches!(
@@ -504,7 +501,7 @@ fn a_replay_takes_what_it_is_allowed() {
         manager.commit(plan.key(), &[1]).expect("one");
         for _ in 0..20 {
             drop(manager.pin(seq.key()).expect("live"));
-            manager.settle();
+            manager.drain_deferred();
         }
         let _pins = [0; 11].map(|_| manager.pin(seq.key()).expect("live"));
     });
@@ -526,7 +523,7 @@ fn a_recording_begins_with_a_new_manager() {
         steps: 0,
     };
     assert_eq!(manager.record(recording.clone()), Err(used.clone()));
-    assert_eq!(manager.may_record(), Err(used));
+    assert_eq!(manager.check_recordable(), Err(used));
     assert!(recording.bytes().is_empty());
     manager.stop_recording().expect("there is nothing to stop");
 
@@ -568,9 +565,9 @@ impl Write for Full {
 
 #[test]
 fn a_full_disk_ends_the_recording_and_nothing_else() {
-    for room in [0, 100, 9_000] {
+    for capacity in [0, 100, 9_000] {
         let mut manager = BlockManager::new(small()).expect("valid");
-        manager.record(Full(room)).expect("new");
+        manager.record(Full(capacity)).expect("new");
         for _ in 0..20 {
             every_operation(&mut manager).expect("goes on");
             manager.sequence(vec![9; 4000], b"", true).expect("tokens");
@@ -580,7 +577,7 @@ fn a_full_disk_ends_the_recording_and_nothing_else() {
         assert_eq!(error.kind(), io::ErrorKind::StorageFull);
         every_operation(&mut manager).expect("goes on");
         manager.check().expect("sound");
-        manager.stop_recording().expect("told once");
+        manager.stop_recording().expect("recorded");
     }
 }
 
@@ -619,7 +616,7 @@ fn a_writer_that_is_stuck_stops_no_call() {
         said.contains("the recording ended before operation"),
         "{said}"
     );
-    manager.stop_recording().expect("told once");
+    manager.stop_recording().expect("recorded");
     drop(release);
 }
 

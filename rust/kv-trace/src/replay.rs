@@ -1,23 +1,20 @@
-//! Replaying: gives the operations of a recording to a manager and compares the answers.
+//! Replay: gives the operations of a recording to a manager and compares the answers.
 
 use std::collections::HashMap;
 use std::io::{BufReader, Read};
 
-use super::call::{Answer, Call};
-use super::error::TraceError;
-use super::frame::Frames;
-use super::report::{Divergence, Limits, Report};
-use crate::config::Config;
-use crate::error::Error;
-use crate::handle::{PlanHandle, SeqHandle};
-use crate::ids::{PlanKey, SeqKey};
-use crate::manager::BlockManager;
-use crate::pin::Pin;
+use kv_core::{
+    Answer, BlockManager, Call, Config, Error, Pin, PlanHandle, PlanKey, SeqHandle, SeqKey,
+};
 
-/// Replays a recording; see [`BlockManager::record`].
+use crate::error::TraceError;
+use crate::frame::Frames;
+use crate::report::{Divergence, Limits, Report};
+
+/// Replays a recording; see [`Record::record`](crate::Record::record).
 ///
 /// # Errors
-/// Why the file cannot be replayed to its end. Operations that are answered otherwise are no error.
+/// If the file cannot be replayed to its end. A different answer is not an error.
 pub fn replay(recording: impl Read) -> Result<Report, TraceError> {
     replay_within(recording, Limits::default())
 }
@@ -68,29 +65,29 @@ fn within(what: &str, found: usize, limit: usize) -> Result<(), TraceError> {
     }
 }
 
-/// A manager and what the callers of the recorded one held.
+/// A manager, and the handles that the callers of the recorded one held.
 struct Player {
     manager: BlockManager,
-    /// Each with the tokens that it was made with.
+    /// Handles, and the tokens that they were created with.
     sequences: HashMap<u64, (SeqHandle, usize)>,
     plans: HashMap<u64, PlanHandle>,
     pins: HashMap<u64, Pin>,
     granted: u64,
-    /// Tokens that the sequences were made with, and blocks of the pins: a fork or a pin takes few
-    /// bytes of a file and much memory.
+    /// Tokens of all sequences at their creation, and blocks of all pins: a fork or a pin takes few bytes of a file and
+    /// much memory.
     held: usize,
     most_held: usize,
     operations: HashMap<&'static str, u64>,
     stopped: bool,
 }
 
-/// Why there is no answer.
+/// Why an operation has no answer.
 enum Halt {
-    /// The manager has refused the call.
+    /// The manager has refused it.
     Refused(Error),
-    /// The file speaks of something that is not there.
+    /// It names a sequence, plan or pin that does not exist.
     Missing(&'static str, u64),
-    /// Sequences and pins hold more than they may.
+    /// Sequences and pins exceed the limit.
     TooMuch,
 }
 
@@ -115,7 +112,7 @@ impl Player {
         })
     }
 
-    /// Plays all operations, or up to the first one that is answered otherwise.
+    /// Plays all operations, up to the first one that is answered differently.
     fn play<R: Read>(&mut self, frames: &mut Frames<R>) -> Result<Option<Divergence>, TraceError> {
         while frames.next()? {
             let corrupt = |what| frames.corrupt(what);
@@ -254,8 +251,8 @@ impl Player {
             } => {
                 let keys = sequences.iter().map(|&id| self.sequence(id));
                 let keys = keys.collect::<Result<Vec<_>, _>>()?;
-                let misfits = self.manager.decode(self.plan(*plan)?, &keys, *lookahead)?;
-                (&misfits).into()
+                let rejected = self.manager.decode(self.plan(*plan)?, &keys, *lookahead)?;
+                (&rejected).into()
             }
             Call::Speculate {
                 plan,
@@ -296,7 +293,7 @@ impl Player {
         })
     }
 
-    /// Ends of steps: all that is left.
+    /// The operations that close a step.
     fn close(&mut self, call: &Call) -> Result<Answer, Halt> {
         Ok(match call {
             Call::Commit {
@@ -325,7 +322,7 @@ impl Player {
         })
     }
 
-    /// Lets go of a handle, as its owner did, and lets the manager know.
+    /// Drops a handle, as its owner did, and lets the manager drain it.
     fn forget<T>(
         &mut self,
         gone: Option<T>,
@@ -333,7 +330,7 @@ impl Player {
         number: u64,
     ) -> Result<Answer, Halt> {
         drop(gone.ok_or(Halt::Missing(what, number))?);
-        self.manager.settle();
+        self.manager.drain_deferred();
         Ok(Answer::Done)
     }
 
@@ -350,7 +347,7 @@ impl Player {
         Some(handle)
     }
 
-    /// The manager numbers its pins the same way. It says nothing of the end of one on no blocks.
+    /// Keeps a pin under its number, which the manager counts the same way. The end of an empty pin is not recorded.
     fn grant(&mut self, pin: Pin) -> Result<Answer, Halt> {
         self.granted += 1;
         let blocks = pin.num_blocks();

@@ -1,22 +1,22 @@
-//! Record and replay: every operation of a manager in a compact log.
+//! Record and replay: every operation of a block manager in a compact log.
 //!
 //! ```text
 //! file    = magic ‖ format version ‖ frame(header) ‖ frame(operation) ...
 //! frame   = length of the body ‖ check (2 bytes) ‖ body
-//! header  = version of this crate ‖ settings
+//! header  = version of the crate ‖ settings
 //! operation = call ‖ answer
 //! ```
 //!
-//! Bodies are coded by `postcard`. `call.rs` says what an operation is, `frame.rs` how it is wrapped and
-//! what the header holds; `record.rs` codes them, a thread of `writer.rs` writes, `replay.rs` reads, and `report.rs` is what came of it.
+//! `postcard` encodes the bodies. `frame.rs` has the format, `record.rs` encodes operations, a thread of
+//! `writer.rs` writes them, `replay.rs` replays them, `report.rs` has the results.
 //!
-//! Operations are written after they succeeded, with their answers: a replay gives them to a manager
-//! of the same settings and seed and names the first one that is answered otherwise. What other threads
-//! let go of is written where the manager takes note of it, so that a replay does the same at the
-//! same place.
+//! Operations are written after they succeeded, with their answers. A replay gives them to a manager of the
+//! same settings and seed, and reports the first one that is answered differently. Handles dropped by other
+//! threads are written where the manager drains them, so a replay drops them between the same operations.
 //!
 //! ```
-//! use kv_core::{BlockManager, Config, replay};
+//! use kv_core::{BlockManager, Config};
+//! use kv_trace::{Record, replay};
 //! # use std::io::Write;
 //! # use std::sync::{Arc, Mutex};
 //! # #[derive(Clone, Default)]
@@ -40,19 +40,17 @@
 //! assert_eq!((report.usage, report.stats), (manager.usage(), manager.stats()));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
+#![forbid(unsafe_code)]
 
-mod call;
 mod error;
 mod frame;
 mod record;
 mod replay;
 mod report;
-mod words;
 mod writer;
 
-pub use call::{Answer, Call};
 pub use error::TraceError;
-pub(crate) use record::{Recorder, accepted, ids};
+pub use record::Record;
 pub use replay::{replay, replay_within};
 pub use report::{Divergence, Limits, Report};
 pub use writer::EndedRecording;

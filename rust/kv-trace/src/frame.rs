@@ -1,4 +1,4 @@
-//! Frames: a length, a check that the body is the one that was written there, and the body.
+//! Frames: length, check and body.
 
 use std::io::{self, Read, Write};
 
@@ -6,27 +6,28 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::error::{TraceError, place};
-use crate::config::Config;
+use kv_core::Config;
+
+use crate::error::{TraceError, place};
 
 const MAGIC: &[u8; 8] = b"kvtrace\n";
 
-/// The version of the format: of what `Call`, `Answer`, `Header` and everything in them are written as.
+/// The version of the format: of the encoding of `Call`, `Answer`, `Header` and their fields.
 const VERSION: u64 = 3;
 
 /// Bytes of the longest varint.
 const LONGEST_NUMBER: usize = 10;
 
-/// The first frame. In any version it begins with the text of who recorded.
+/// The first frame. In every version of the format it begins with the version of the crate.
 #[derive(Serialize, Deserialize)]
-pub(super) struct Header {
-    pub(super) recorded_by: String,
+pub(crate) struct Header {
+    pub(crate) recorded_by: String,
     /// The hash seed is the one in force.
-    pub(super) config: Config,
+    pub(crate) config: Config,
 }
 
-/// Two bytes that depend on the body and on which operation it is, so that a body which is damaged,
-/// missing or twice there is noticed.
+/// Two bytes that depend on the body and the number of the operation, so that damaged, missing and repeated bodies are
+/// detected.
 fn check(body: &[u8], operation: u64) -> [u8; 2] {
     (xxh3_64_with_seed(body, operation) as u16).to_le_bytes()
 }
@@ -37,35 +38,34 @@ fn write_number(out: &mut dyn Write, number: u64) -> io::Result<()> {
 }
 
 /// The beginning of a file.
-pub(super) fn write_head(out: &mut dyn Write) -> io::Result<()> {
+pub(crate) fn write_head(out: &mut dyn Write) -> io::Result<()> {
     out.write_all(MAGIC)?;
     write_number(out, VERSION)
 }
 
-pub(super) fn write_frame(out: &mut dyn Write, body: &[u8], operation: u64) -> io::Result<()> {
+pub(crate) fn write_frame(out: &mut dyn Write, body: &[u8], operation: u64) -> io::Result<()> {
     write_number(out, body.len() as u64)?;
     out.write_all(&check(body, operation))?;
     out.write_all(body)
 }
 
 /// A file, frame by frame.
-pub(super) struct Frames<R> {
+pub(crate) struct Frames<R> {
     source: R,
-    /// Bytes of the longest body that is read.
+    /// The longest body that is accepted, in bytes.
     longest: u64,
     /// Bytes read so far.
     at: u64,
-    /// Where the frame begins that was read last.
+    /// Where the current frame begins.
     begins: u64,
-    /// Which frames were begun: the header, then the operations from 1.
+    /// Frames begun: the header, then the operations from 1.
     frames: u64,
     body: Vec<u8>,
 }
 
 impl<R: Read> Frames<R> {
-    /// Reads the beginning of a file, and its header. Nothing of that is believed yet:
-    /// `BlockManager::new` looks at the settings.
-    pub(super) fn open(source: R, longest: u64) -> Result<(Self, Header), TraceError> {
+    /// Reads the beginning of a file and its header. `BlockManager::new` validates the settings.
+    pub(crate) fn open(source: R, longest: u64) -> Result<(Self, Header), TraceError> {
         let mut frames = Self {
             source,
             longest,
@@ -101,7 +101,7 @@ impl<R: Read> Frames<R> {
         Ok((frames, header))
     }
 
-    /// The text at the beginning of the header, if it can be shown to anybody.
+    /// The text at the beginning of the header, if it is printable.
     fn recorded_by(&self) -> Option<String> {
         let (text, _) = postcard::take_from_bytes::<String>(&self.body).ok()?;
         let plain = |byte: u8| byte.is_ascii_graphic();
@@ -109,7 +109,7 @@ impl<R: Read> Frames<R> {
     }
 
     /// Reads the next frame; false at the end of the file.
-    pub(super) fn next(&mut self) -> Result<bool, TraceError> {
+    pub(crate) fn next(&mut self) -> Result<bool, TraceError> {
         self.begins = self.at;
         self.frames += 1;
         let Some(len) = self.number()? else {
@@ -130,15 +130,15 @@ impl<R: Read> Frames<R> {
         if (self.body.len() as u64) < len {
             return Err(self.cut());
         }
-        // A fuzzer should not have to guess hashes.
+        // A fuzzer cannot guess hashes.
         if check(&self.body, self.operation()) != expected && !cfg!(fuzzing) {
             return Err(self.corrupt("its check does not fit".into()));
         }
         Ok(true)
     }
 
-    /// What the frame holds that was read last.
-    pub(super) fn take<T: DeserializeOwned>(&self) -> Result<T, TraceError> {
+    /// Decodes the current frame.
+    pub(crate) fn take<T: DeserializeOwned>(&self) -> Result<T, TraceError> {
         match postcard::take_from_bytes(&self.body) {
             Ok((value, [])) => Ok(value),
             Ok(_) => Err(self.corrupt("it goes on after its end".into())),
@@ -148,8 +148,8 @@ impl<R: Read> Frames<R> {
         }
     }
 
-    /// Which operation was read last, counted from 1; 0: the header.
-    pub(super) fn operation(&self) -> u64 {
+    /// The number of the current operation, from 1; 0: the header.
+    pub(crate) fn operation(&self) -> u64 {
         self.frames.saturating_sub(1)
     }
 
@@ -160,7 +160,7 @@ impl<R: Read> Frames<R> {
         }
     }
 
-    pub(super) fn corrupt(&self, what: String) -> TraceError {
+    pub(crate) fn corrupt(&self, what: String) -> TraceError {
         TraceError::Corrupt {
             byte: self.begins,
             operation: self.operation(),
@@ -185,11 +185,53 @@ impl<R: Read> Frames<R> {
         }
     }
 
-    /// Reads `len` bytes, or as many as there are. Takes memory for those that are there.
+    /// Reads `len` bytes, or as many as there are. Allocates for existing bytes only.
     fn read(&mut self, len: u64) -> io::Result<()> {
         self.body.clear();
         let read = (&mut self.source).take(len).read_to_end(&mut self.body)?;
         self.at += read as u64;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kv_core::Call;
+
+    fn there_and_back(call: Call) -> Vec<u8> {
+        let bytes = postcard::to_stdvec(&call).expect("memory takes everything");
+        assert_eq!(postcard::take_from_bytes(&bytes), Ok((call, &[][..])));
+        for cut in 0..bytes.len() {
+            assert!(postcard::from_bytes::<Call>(&bytes[..cut]).is_err());
+        }
+        bytes
+    }
+
+    /// The encoding of files. If it changes, so does the version of the format.
+    #[test]
+    fn calls_are_written_as_ever() {
+        let ids = vec![300, 301, 7, u64::MAX, 0];
+        let decode = there_and_back(Call::Decode {
+            plan: 2,
+            sequences: ids,
+            lookahead: 128,
+        });
+        let distances = [216, 4, 2, 203, 4, 15, 2];
+        assert_eq!(decode, [&[10, 2, 5], &distances[..], &[128, 1]].concat());
+        let tokens: Vec<u32> = vec![0, 127, 128, u32::MAX];
+        let sequence = Call::Sequence {
+            tokens,
+            namespace: (*b"ns").into(),
+            read_cache: true,
+        };
+        let written = [0, 4, 0, 127, 128, 1, 255, 255, 255, 255, 15, 2, 110, 115, 1];
+        assert_eq!(there_and_back(sequence), written);
+        assert_eq!(there_and_back(Call::Stop {}), [20]);
+        let publish = Call::Publish {
+            sequence: 1,
+            num_tokens: 2,
+            tokens: vec![3],
+        };
+        assert_eq!(there_and_back(publish), [24, 1, 2, 1, 3]);
     }
 }

@@ -1,18 +1,19 @@
 //! Recordings: how operations and answers read in words, and what a replay may take.
 
-#[path = "../model/recording.rs"]
+#[path = "../../kv-core/tests/model/recording.rs"]
 mod recording;
+#[path = "../../kv-core/tests/exact/tools.rs"]
+#[allow(dead_code)] // not all of them are used here
+mod tools;
 
 use std::error::Error as _;
 use std::io::{self, Read};
 
-use kv_core::{
-    Answer, BlockId, Call, Config, Divergence, Error, Extend, Limits, PoolUsage, Prefill,
-    Remapping, TraceError, replay, replay_within,
-};
+use kv_core::{Answer, BlockId, Call, Config, Error, Extend, PoolUsage, Prefill, Remapping};
+use kv_trace::{Divergence, Limits, Record, TraceError, replay, replay_within};
 use recording::Recording;
 
-use super::tools::{PLENTY, begin, commit, computed, prefill, prompt, sequence, settings, with};
+use tools::{PLENTY, begin, commit, computed, prefill, prompt, sequence, settings, with};
 
 #[test]
 fn operations_in_words() {
@@ -241,14 +242,14 @@ fn settings_come_back() {
 #[test]
 fn a_manager_with_a_past_is_not_recorded() {
     let mut m = with(settings(9));
-    assert_eq!(m.may_record(), Ok(()));
+    assert_eq!(m.check_recordable(), Ok(()));
     drop(begin(&mut m, 1));
     drop([(); 2].map(|()| sequence(&mut m, prompt(1))));
     let error = Error::NotNew {
         sequences: 2,
         steps: 1,
     };
-    assert_eq!(m.may_record(), Err(error.clone()));
+    assert_eq!(m.check_recordable(), Err(error.clone()));
     assert_eq!(m.record(Recording::default()), Err(error));
 }
 

@@ -1,18 +1,15 @@
-//! What a replay may take, and what it comes to.
+//! Limits and results of a replay.
 
 use std::fmt;
 
-use super::call::{Answer, Call};
-use crate::config::Config;
-use crate::error::Error;
-use crate::stats::{PoolUsage, Stats};
+use kv_core::{Answer, Call, Config, Error, PoolUsage, Stats};
 
-/// What a replay may take, whatever the file says.
+/// Limits of a replay.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Blocks of the pool.
     pub num_blocks: usize,
-    /// Token positions of the pool; tokens and blocks that sequences and pins are made on at once.
+    /// Token positions of the pool, and the sum of the tokens of sequences and the blocks of pins that exist at once.
     pub tokens: usize,
     /// Bytes of one operation.
     pub operation: u64,
@@ -28,42 +25,42 @@ impl Default for Limits {
     }
 }
 
-/// What a replay came to.
+/// The result of a replay.
 #[derive(Clone, Debug)]
 pub struct Report {
     /// The version of kv-core that recorded.
     pub recorded_by: String,
-    /// The recorded settings; the hash seed is the one that was in force.
+    /// The recorded settings, with the hash seed that was in force.
     pub config: Config,
-    /// How many operations of each kind were replayed, in the order of [`Call::KINDS`].
+    /// Replayed operations by kind, in the order of [`Call::KINDS`].
     pub operations: Vec<(&'static str, u64)>,
-    /// Where every block is at the end.
+    /// Blocks by state at the end.
     pub usage: PoolUsage,
     /// The counters at the end.
     pub stats: Stats,
-    /// What [`BlockManager::check`] says at the end.
+    /// The result of [`BlockManager::check`](kv_core::BlockManager::check) at the end.
     pub check: Result<(), String>,
-    /// The recording was ended by [`BlockManager::stop_recording`].
+    /// Whether [`Record::stop_recording`](crate::Record::stop_recording) ended the recording.
     pub complete: bool,
-    /// The first operation that was answered otherwise; nothing was replayed after it.
+    /// The first operation that was answered differently; the replay ends there.
     pub divergence: Option<Divergence>,
 }
 
-/// An operation that a replay answered otherwise.
+/// An operation that a replay answered differently.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Divergence {
-    /// Which one, counted from 1.
+    /// Its number, from 1.
     pub operation: u64,
     /// The operation.
     pub call: Call,
     /// Its answer in the recording.
     pub recorded: Answer,
-    /// Its answer now.
+    /// Its answer in the replay.
     pub obtained: Result<Answer, Error>,
 }
 
 impl Divergence {
-    /// The answer now, in words.
+    /// The answer in the replay, as text.
     pub fn obtained_in_words(&self) -> String {
         match &self.obtained {
             Ok(answer) => answer.to_string(),

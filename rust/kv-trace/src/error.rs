@@ -2,17 +2,16 @@
 
 use std::io;
 
-use crate::error::Error;
+use kv_core::Error;
 
-/// Why a file cannot be replayed. An operation that is answered otherwise is none of these reasons
-/// (see [`Report::divergence`](crate::Report::divergence)).
+/// Why a file cannot be replayed. A different answer is a [`Report::divergence`](crate::Report::divergence) instead.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)] // fields are what the sentence says of them
+#[allow(missing_docs)] // the message explains the fields
 pub enum TraceError {
     /// The file cannot be read.
     #[error("cannot read the recording: {0}")]
     Io(#[from] io::Error),
-    /// The file does not begin as a recording does.
+    /// The file is not a recording.
     #[error("this is no recording of a BlockManager; give a file that record() has written")]
     NotATrace,
     /// A recording in another version of the format.
@@ -25,7 +24,7 @@ pub enum TraceError {
         supported: u64,
         recorded_by: Option<String>,
     },
-    /// More than a replay may take.
+    /// More than a replay accepts.
     #[error(
         "{what} is {found}, a replay takes {limit} at most; record less, or give replay_within() larger limits"
     )]
@@ -34,7 +33,7 @@ pub enum TraceError {
         found: u64,
         limit: u64,
     },
-    /// A manager of the recorded settings cannot be made.
+    /// The recorded settings are refused.
     #[error("the recorded settings are refused: {0}")]
     Config(#[source] Error),
     /// The file ends inside an operation (0: the header).
@@ -43,7 +42,7 @@ pub enum TraceError {
         place(*operation)
     )]
     Cut { byte: u64, operation: u64 },
-    /// An operation (0: the header) is not what was written.
+    /// An operation (0: the header) is damaged.
     #[error(
         "the recording is damaged at byte {byte}, in {}: {what}; copy it again or record it again",
         place(*operation)
@@ -64,7 +63,7 @@ fn way_out(recorded_by: Option<&str>) -> String {
     }
 }
 
-pub(super) fn place(operation: u64) -> String {
+pub(crate) fn place(operation: u64) -> String {
     match operation {
         0 => "its header".into(),
         operation => format!("operation {operation}"),

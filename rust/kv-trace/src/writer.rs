@@ -7,21 +7,21 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use std::{mem, thread};
 
-/// Bytes that go to the thread at once.
+/// Bytes that are sent to the thread at once.
 const CHUNK: usize = 8 << 10;
 
-/// Bytes that may wait to be written. A recording that falls further behind ends.
+/// The most bytes that may wait to be written. A recording that falls further behind ends.
 const MOST_WAITING: usize = 32 << 20;
 
-/// For how long a writer that takes nothing is waited for.
+/// How long to wait for a writer that accepts nothing.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What the manager and the thread share.
+/// Shared by the manager and the thread.
 #[derive(Debug, Default)]
 struct Progress {
     /// Bytes that are sent and not written.
     waiting: AtomicUsize,
-    /// Once the thread has ended: whether everything was written.
+    /// The outcome, once the thread has ended.
     outcome: Mutex<Option<io::Result<()>>>,
     ended: Condvar,
 }
@@ -37,7 +37,7 @@ impl Progress {
     }
 }
 
-/// Ends the thread's progress in any case, also where the writer panics.
+/// Reports the end of the thread in any case, also if the writer panics.
 struct Ending(Arc<Progress>);
 
 impl Drop for Ending {
@@ -48,17 +48,17 @@ impl Drop for Ending {
 }
 
 /// The sending side: bytes go in, a thread writes them.
-pub(super) struct WriterThread {
+pub(crate) struct WriterThread {
     chunk: Vec<u8>,
-    /// None once the recording has ended early.
+    /// `None` once the recording has ended.
     chunks: Option<Sender<Vec<u8>>>,
-    /// Why it has, unless the writer failed.
+    /// Why it ended early, unless the writer failed.
     overflow: Option<io::Error>,
     progress: Arc<Progress>,
 }
 
 impl WriterThread {
-    pub(super) fn new(writer: impl Write + Send + 'static) -> Self {
+    pub(crate) fn new(writer: impl Write + Send + 'static) -> Self {
         let (progress, (chunks, receiver)) = (Arc::new(Progress::default()), channel());
         let ending = Ending(Arc::clone(&progress));
         let thread = thread::Builder::new().name("kv-recording".into());
@@ -67,7 +67,7 @@ impl WriterThread {
             ending.0.end(outcome);
         });
         if let Err(error) = &spawned {
-            // The closure is gone, and has said that it panicked.
+            // The dropped closure has reported a panic.
             *progress.outcome() = Some(Err(io::Error::new(error.kind(), error.to_string())));
         }
         Self {
@@ -78,20 +78,20 @@ impl WriterThread {
         }
     }
 
-    /// Whether what is written now is still part of the recording.
+    /// Whether it still accepts operations.
     #[inline]
-    pub(super) fn is_open(&self) -> bool {
+    pub(crate) fn is_open(&self) -> bool {
         self.chunks.is_some()
     }
 
-    /// Takes what `write` writes, which is operation number `operation`.
-    pub(super) fn write(&mut self, operation: u64, write: impl FnOnce(&mut Vec<u8>)) {
+    /// Accepts the bytes of operation number `operation`.
+    pub(crate) fn write(&mut self, operation: u64, write: impl FnOnce(&mut Vec<u8>)) {
         write(&mut self.chunk);
         if self.chunk.len() < CHUNK {
             return;
         }
         let waiting = self.progress.waiting.load(Ordering::Relaxed);
-        // One operation may be longer than what may wait.
+        // A single operation may be longer than the limit.
         if waiting == 0 || waiting + self.chunk.len() <= MOST_WAITING {
             self.send();
             return;
@@ -115,7 +115,7 @@ impl WriterThread {
     }
 
     /// Sends the rest; the thread ends once that is written.
-    pub(super) fn end(&mut self) -> EndedRecording {
+    pub(crate) fn end(&mut self) -> EndedRecording {
         self.send();
         self.chunks = None;
         EndedRecording {
@@ -139,23 +139,22 @@ fn write_all(
     writer.flush()
 }
 
-/// A recording that has ended, of which the last bytes may still have to be written. The thread that
-/// writes them goes on if this is dropped.
+/// A recording that has ended, perhaps with bytes that are still to be written. If it is dropped, the thread still
+/// writes them.
 #[derive(Debug)]
 pub struct EndedRecording {
     overflow: Option<io::Error>,
     progress: Arc<Progress>,
-    /// Bytes that were waiting when there was last progress, and when that was.
+    /// Waiting bytes at the last progress, and its time.
     seen: usize,
     since: Instant,
 }
 
 impl EndedRecording {
-    /// Waits for at most `limit` until everything is written; `None` if it is not.
+    /// Waits for at most `limit` until everything is written; `None` if it is not yet.
     ///
     /// # Errors
-    /// The first error of the writer, that the recording ended early because the writer was too slow, or
-    /// that it takes nothing any more.
+    /// The first error of the writer; that it was too slow and the recording ended early; or that it stalls.
     pub fn wait(&mut self, limit: Duration) -> Option<io::Result<()>> {
         let mut outcome = self.progress.outcome();
         if outcome.is_none() && self.overflow.is_none() {
@@ -167,7 +166,7 @@ impl EndedRecording {
             (outcome, _) = waited.unwrap_or_else(PoisonError::into_inner);
         }
         let written = match outcome.take() {
-            // What was too much for the writer is missing, though it wrote the rest.
+            // The writer wrote the rest, but the part that exceeded the limit is missing.
             Some(Ok(())) | None if self.overflow.is_some() => self.overflow.take().map(Err),
             outcome => outcome,
         };
@@ -187,7 +186,7 @@ impl EndedRecording {
         written.or_else(|| (self.since.elapsed() >= PATIENCE).then(|| Err(stalled())))
     }
 
-    /// Waits until everything is written, or the writer takes nothing any more.
+    /// Waits until everything is written, or the writer stalls.
     ///
     /// # Errors
     /// As [`EndedRecording::wait`].

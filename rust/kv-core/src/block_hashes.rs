@@ -1,0 +1,182 @@
+//! The set of block hashes, which keeps them distinct.
+//!
+//! A hash selects a line of 16 slots by its low bits; 32 mixed bits of its low half are stored in any slot of the line. So
+//! an insertion or removal compares one cache line, without a search whose end cannot be predicted. Two hashes with
+//! equal stored bits count as equal, once in 2^32 comparisons: that block has no hash.
+
+use std::collections::{HashSet, TryReserveError};
+
+/// Stored bits of hashes, 0 in empty slots: one cache line.
+type Line = [u32; 16];
+
+/// Hashes per line on average, in a full pool.
+const HASHES_PER_LINE: usize = 4;
+
+/// A set of hashes.
+pub(crate) struct BlockHashSet {
+    /// A power of two of lines from `first` on; empty until `reserve`.
+    words: Vec<u32>,
+    first: usize,
+    /// Line and stored bits of hashes whose line was full.
+    overflow: HashSet<(usize, u32)>,
+    len: usize,
+    num_blocks: usize,
+}
+
+#[inline]
+fn mark(hash: u128) -> u32 {
+    // The golden ratio: hashes of few bits, as tests ask for, have distinct marks.
+    let mixed = (hash as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    ((mixed >> 32) as u32).max(1)
+}
+
+/// The slot of this mark.
+#[inline]
+fn place(line: &Line, mark: u32) -> Option<usize> {
+    let places = line.iter().enumerate();
+    let found = places.fold(0_u32, |found, (at, &there)| {
+        found | u32::from(there == mark) << at
+    });
+    (found != 0).then(|| found.trailing_zeros() as usize)
+}
+
+/// The line of a hash.
+#[inline]
+fn line_of(hash: u128, lines: usize) -> usize {
+    hash as usize & (lines - 1)
+}
+
+#[inline]
+fn in_overflow(overflow: &HashSet<(usize, u32)>, line: usize, mark: u32) -> bool {
+    !overflow.is_empty() && overflow.contains(&(line, mark))
+}
+
+/// Adds a hash if it is missing.
+#[inline]
+fn add(lines: &mut [Line], overflow: &mut HashSet<(usize, u32)>, hash: u128) -> bool {
+    let (at, mark) = (line_of(hash, lines.len()), mark(hash));
+    let line = &mut lines[at];
+    if place(line, mark).is_some() || in_overflow(overflow, at, mark) {
+        return false;
+    }
+    match place(line, 0) {
+        Some(place) => line[place] = mark,
+        None => _ = overflow.insert((at, mark)),
+    }
+    true
+}
+
+impl BlockHashSet {
+    /// An empty set, sized for a pool of `num_blocks` blocks.
+    pub(crate) fn new(num_blocks: usize) -> Self {
+        Self {
+            words: Vec::new(),
+            first: 0,
+            overflow: HashSet::new(),
+            len: 0,
+            num_blocks,
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    #[inline]
+    fn lines(&self) -> &[Line] {
+        self.words[self.first..].as_chunks().0
+    }
+
+    /// Allocates the set and writes to all of it. Otherwise the first hash would wait while the system clears pages of
+    /// up to 2 MiB.
+    #[cold]
+    pub(crate) fn reserve(&mut self) -> Result<(), TryReserveError> {
+        let (count, words) = (
+            (self.num_blocks / HASHES_PER_LINE).next_power_of_two(),
+            size_of::<Line>() / 4,
+        );
+        // One line more, of which a part lies before the first and the rest after the last.
+        let length = (count + 1) * words - 1;
+        self.words.try_reserve_exact(length)?;
+        self.words.resize(length, 0);
+        self.first = self.words.as_ptr().align_offset(size_of::<Line>());
+        self.words.truncate(self.first + count * words);
+        Ok(())
+    }
+
+    /// Adds leading hashes up to the first one that is in the set. Returns how many.
+    pub(crate) fn add_leading(&mut self, hashes: &[u128]) -> usize {
+        if self.words.is_empty() {
+            self.reserve().expect("memory for the set of hashes");
+        }
+        self.touch(hashes);
+        let (lines, _) = self.words[self.first..].as_chunks_mut::<16>();
+        let overflow = &mut self.overflow;
+        let adds = |hash: &&u128| add(lines, overflow, **hash);
+        let added = hashes.iter().take_while(adds).count();
+        self.len += added;
+        added
+    }
+
+    #[inline]
+    pub(crate) fn contains(&self, hash: u128) -> bool {
+        let (lines, mark) = (self.lines(), mark(hash));
+        let at = line_of(hash, lines.len());
+        place(&lines[at], mark).is_some() || in_overflow(&self.overflow, at, mark)
+    }
+
+    /// Removes hashes, all of which are in the set.
+    pub(crate) fn remove_all(&mut self, hashes: &[u128]) {
+        self.touch(hashes);
+        let (lines, _) = self.words[self.first..].as_chunks_mut::<16>();
+        for &hash in hashes {
+            let (at, mark) = (line_of(hash, lines.len()), mark(hash));
+            let line = &mut lines[at];
+            match place(line, mark) {
+                Some(place) => line[place] = 0,
+                None => _ = self.overflow.remove(&(at, mark)),
+            }
+        }
+        self.len -= hashes.len();
+    }
+
+    /// Reads the lines of these hashes, so that the cache misses of the following loop overlap.
+    fn touch(&self, hashes: &[u128]) {
+        let lines = self.lines();
+        let marks = hashes
+            .iter()
+            .map(|&hash| lines[line_of(hash, lines.len())][0]);
+        std::hint::black_box(marks.fold(0, |seen, mark| seen ^ mark));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// In one line, in which not all have a place, and in some.
+        #[test]
+        fn they_are_a_set(
+            num_blocks in prop::sample::select(vec![0_usize, 9, 100]),
+            steps in prop::collection::vec((any::<bool>(), prop::collection::vec(0..40_u128, 1..12)), 1..200),
+        ) {
+            let (mut hashes, mut set) = (BlockHashSet::new(num_blocks), BTreeSet::new());
+            hashes.add_leading(&[]);
+            for (adds, some) in steps {
+                if adds {
+                    let added = some.iter().take_while(|&&hash| set.insert(hash)).count();
+                    prop_assert_eq!(hashes.add_leading(&some), added);
+                } else if set.remove(&some[0]) {
+                    hashes.remove_all(&some[..1]);
+                }
+                prop_assert_eq!(hashes.len(), set.len());
+                prop_assert!((0..40).all(|hash| hashes.contains(hash) == set.contains(&hash)));
+            }
+        }
+    }
+}

@@ -1,0 +1,311 @@
+//! Handles of sequences, plans and pins, and the releases that they defer to the manager.
+//!
+//! Any thread may drop a handle at any time, without the manager's lock. A [`Pin`] lowers the counts of its
+//! blocks itself; everything else is deferred: the manager drains the deferred releases at the beginning of its
+//! next call. The list has its own lock, held for a few instructions and never while another is taken.
+
+use std::collections::HashSet;
+
+use crate::ids::NodePosition;
+use crate::ids::{BlockId, PlanKey, SeqKey};
+use crate::sync::{Arc, AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Mutex, Ordering};
+use crate::table::BlockTable;
+
+/// A release that waits for the manager.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Deferred {
+    /// The last pins of these blocks were dropped. The blocks may be in use again since.
+    Blocks(Vec<BlockId>),
+    /// A sequence's handle was dropped.
+    Sequence(SeqKey),
+    /// An open plan's handle was dropped.
+    Plan(PlanKey),
+    /// A recorded pin was dropped; it still holds its blocks.
+    Pin(u64, Vec<BlockId>),
+}
+
+/// State that the handles of one manager share with it.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) manager: u32,
+    /// Pins that hold each block.
+    refs: Box<[AtomicU32]>,
+    deferred: Mutex<Vec<Deferred>>,
+    has_deferred: AtomicBool,
+    /// Block references of all pins: an upper bound while a pin is being dropped ...
+    pub(crate) pin_refs_ceiling: AtomicUsize,
+    /// ... and a lower bound.
+    pub(crate) pin_refs_floor: AtomicUsize,
+    /// Plans are closed in the order in which they were opened; this is the last closed one.
+    last_closed_plan: AtomicU64,
+}
+
+impl Shared {
+    pub(crate) fn new(
+        manager: u32,
+        num_blocks: usize,
+    ) -> Result<Self, std::collections::TryReserveError> {
+        let mut refs = Vec::new();
+        refs.try_reserve_exact(num_blocks)?;
+        refs.resize_with(num_blocks, || AtomicU32::new(0));
+        Ok(Self {
+            manager,
+            refs: refs.into_boxed_slice(),
+            deferred: Mutex::new(Vec::new()),
+            has_deferred: AtomicBool::new(false),
+            pin_refs_ceiling: AtomicUsize::new(0),
+            pin_refs_floor: AtomicUsize::new(0),
+            last_closed_plan: AtomicU64::new(0),
+        })
+    }
+
+    /// Pins that hold a block.
+    #[inline]
+    pub(crate) fn pin_refs_of(&self, block: BlockId) -> u32 {
+        // Acquire: the last pin's owner read the block before it is reused.
+        self.refs[block.at()].load(Ordering::Acquire)
+    }
+
+    /// Whether any pin may hold a block.
+    #[inline]
+    pub(crate) fn has_pins(&self) -> bool {
+        // As `pin_refs_of`: the ceiling is lowered after the counts.
+        self.pin_refs_ceiling.load(Ordering::Acquire) > 0
+    }
+
+    /// Adds a pin's reference. Only the manager, under its lock, makes pins.
+    #[inline]
+    pub(crate) fn hold(&self, block: BlockId) {
+        self.refs[block.at()].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Removes a pin's reference; true if it was the last.
+    #[inline]
+    pub(crate) fn release(&self, block: BlockId) -> bool {
+        // Release: this pin's owner read the block before it is reused.
+        // Acquire: the last pin sees what the owners of all others did before they dropped theirs.
+        self.refs[block.at()].fetch_sub(1, Ordering::AcqRel) == 1
+    }
+
+    /// Leaves a release to the manager.
+    pub(crate) fn defer(&self, release: Deferred) {
+        let mut deferred = lock(&self.deferred);
+        deferred.push(release);
+        self.has_deferred.store(true, Ordering::Release);
+    }
+
+    /// Takes all deferred releases. One load if there are none.
+    #[inline]
+    pub(crate) fn take_deferred(&self) -> Vec<Deferred> {
+        if !self.has_deferred.load(Ordering::Acquire) {
+            return Vec::new();
+        }
+        let mut deferred = lock(&self.deferred);
+        self.has_deferred.store(false, Ordering::Release);
+        std::mem::take(&mut *deferred)
+    }
+
+    /// The blocks of deferred releases, which stay deferred.
+    pub(crate) fn deferred_blocks(&self) -> HashSet<BlockId> {
+        let deferred = lock(&self.deferred);
+        let blocks = deferred.iter().filter_map(|release| match release {
+            Deferred::Blocks(blocks) => Some(blocks.iter().copied()),
+            _ => None,
+        });
+        blocks.flatten().collect()
+    }
+
+    pub(crate) fn close_plan(&self, key: PlanKey) {
+        self.last_closed_plan.store(key.serial, Ordering::Release);
+    }
+
+    /// The manager has released `count` block references of pins.
+    pub(crate) fn forget_pin_refs(&self, count: usize) {
+        self.pin_refs_floor.fetch_sub(count, Ordering::AcqRel);
+        self.pin_refs_ceiling.fetch_sub(count, Ordering::AcqRel);
+    }
+
+    /// The least and the most block references that pins can hold now.
+    pub(crate) fn pin_refs(&self) -> (usize, usize) {
+        let ceiling = self.pin_refs_ceiling.load(Ordering::Acquire);
+        (self.pin_refs_floor.load(Ordering::Acquire), ceiling)
+    }
+}
+
+#[cfg(not(loom))]
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    // Nothing that can panic runs under this lock.
+    mutex
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+#[cfg(loom)]
+fn lock<T>(mutex: &Mutex<T>) -> loom::sync::MutexGuard<'_, T> {
+    mutex
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// Owns a sequence: dropping it frees the sequence at the manager's next call.
+#[derive(Debug)]
+pub struct SeqHandle {
+    shared: Arc<Shared>,
+    key: SeqKey,
+}
+
+impl SeqHandle {
+    pub(crate) fn new(shared: &Arc<Shared>, key: SeqKey) -> Self {
+        Self {
+            shared: Arc::clone(shared),
+            key,
+        }
+    }
+
+    /// The key for the manager's calls.
+    pub fn key(&self) -> SeqKey {
+        self.key
+    }
+
+    /// The sequence's number, unique in its manager and never reused.
+    pub fn id(&self) -> u64 {
+        self.key.id
+    }
+}
+
+impl Drop for SeqHandle {
+    fn drop(&mut self) {
+        self.shared.defer(Deferred::Sequence(self.key));
+    }
+}
+
+/// Owns an open plan: dropping it rolls the plan back at the manager's next call.
+#[derive(Debug)]
+pub struct PlanHandle {
+    shared: Arc<Shared>,
+    key: PlanKey,
+}
+
+impl PlanHandle {
+    pub(crate) fn new(shared: &Arc<Shared>, key: PlanKey) -> Self {
+        Self {
+            shared: Arc::clone(shared),
+            key,
+        }
+    }
+
+    /// The key for the manager's calls.
+    pub fn key(&self) -> PlanKey {
+        self.key
+    }
+}
+
+impl Drop for PlanHandle {
+    fn drop(&mut self) {
+        if self.key.serial > self.shared.last_closed_plan.load(Ordering::Acquire) {
+            self.shared.defer(Deferred::Plan(self.key));
+        }
+    }
+}
+
+/// Keeps a prefix cached, from its root to its end, without being a sequence.
+///
+/// Any thread may drop it, without the manager and its lock.
+#[derive(Debug)]
+pub struct Pin {
+    shared: Arc<Shared>,
+    /// Its number, if it was granted while recording. Then the manager releases the blocks, so that a replay
+    /// can do so between the same operations.
+    serial: Option<u64>,
+    /// The blocks that a token after the prefix reads.
+    table: BlockTable,
+    num_blocks: usize,
+    end: NodePosition,
+    num_tokens: usize,
+}
+
+impl Pin {
+    /// Adds a reference to each block of `table`. Called by the manager, under its lock.
+    pub(crate) fn new(
+        shared: &Arc<Shared>,
+        serial: Option<u64>,
+        table: BlockTable,
+        end: NodePosition,
+        num_tokens: usize,
+    ) -> Self {
+        let num_blocks = table.len();
+        shared
+            .pin_refs_ceiling
+            .fetch_add(num_blocks, Ordering::AcqRel);
+        table.blocks().for_each(|block| shared.hold(block));
+        shared
+            .pin_refs_floor
+            .fetch_add(num_blocks, Ordering::AcqRel);
+        Self {
+            shared: Arc::clone(shared),
+            serial,
+            table,
+            num_blocks,
+            end,
+            num_tokens,
+        }
+    }
+
+    /// The pinned blocks, first to last; of each block of tokens those of all layer groups.
+    pub fn blocks(&self) -> impl DoubleEndedIterator<Item = BlockId> + '_ {
+        self.table.blocks()
+    }
+
+    /// How many blocks it pins.
+    pub fn num_blocks(&self) -> usize {
+        self.num_blocks
+    }
+
+    pub(crate) fn table(&self) -> &BlockTable {
+        &self.table
+    }
+
+    /// Tokens covered: a multiple of the block size.
+    pub fn num_tokens(&self) -> usize {
+        self.num_tokens
+    }
+
+    pub(crate) fn manager(&self) -> u32 {
+        self.shared.manager
+    }
+
+    pub(crate) fn serial(&self) -> Option<u64> {
+        self.serial
+    }
+
+    pub(crate) fn end(&self) -> Option<NodePosition> {
+        self.end.some()
+    }
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        let shared = &self.shared;
+        if let Some(serial) = self.serial {
+            if self.num_blocks > 0 {
+                shared.defer(Deferred::Pin(serial, self.blocks().collect()));
+            }
+            return;
+        }
+        shared
+            .pin_refs_floor
+            .fetch_sub(self.num_blocks, Ordering::AcqRel);
+        // Last block first, so that a prefix outlives its continuations in the queue.
+        let unused: Vec<_> = self
+            .blocks()
+            .rev()
+            .filter(|&block| shared.release(block))
+            .collect();
+        if !unused.is_empty() {
+            shared.defer(Deferred::Blocks(unused));
+        }
+        shared
+            .pin_refs_ceiling
+            .fetch_sub(self.num_blocks, Ordering::AcqRel);
+    }
+}

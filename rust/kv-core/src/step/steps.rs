@@ -1,0 +1,185 @@
+//! The open steps.
+
+use std::borrow::Cow;
+
+use super::answers::PlanView;
+use super::plan::{Entry, Plan};
+use crate::error::Error;
+use crate::ids::{BlockId, PlanKey};
+use crate::pool::OpenSteps;
+use crate::sequence::PlanSet;
+use crate::state::State;
+use crate::table::BlockTable;
+
+/// The open steps of a manager.
+pub(crate) struct Steps {
+    pub(super) manager: u32,
+    /// Oldest first; at most two.
+    pub(super) open: Vec<Plan>,
+    /// Steps begun so far.
+    pub(super) made: u64,
+    /// The memory of a closed plan's entries, for the next plan.
+    pub(super) spare_entries: Vec<Entry>,
+    /// Entries of the newest plan that need a new row; empty between calls.
+    pub(super) beginning: Vec<usize>,
+    /// Decodes of the committed plan that have filled a row; empty between calls.
+    pub(super) full: Vec<u32>,
+}
+
+impl Steps {
+    pub(crate) fn new(manager: u32) -> Self {
+        Self {
+            manager,
+            open: Vec::new(),
+            made: 0,
+            spare_entries: Vec::new(),
+            beginning: Vec::new(),
+            full: Vec::new(),
+        }
+    }
+
+    /// Steps begun so far.
+    pub(crate) fn made(&self) -> u64 {
+        self.made
+    }
+
+    /// The step before the oldest open one: published blocks count as computed by it.
+    pub(super) fn last_closed(&self) -> u32 {
+        let oldest = self
+            .open
+            .first()
+            .map_or(self.made + 1, |plan| plan.key.serial);
+        (oldest - 1) as u32
+    }
+
+    pub(crate) fn begin(
+        &mut self,
+        state: &mut State,
+        token_budget: usize,
+    ) -> Result<PlanKey, Error> {
+        if let (Some(oldest), 2..) = (self.open.first(), self.open.len()) {
+            return Err(Error::PlanOpen {
+                plan: oldest.key.serial,
+            });
+        }
+        self.made += 1;
+        let key = PlanKey {
+            manager: self.manager,
+            serial: self.made,
+        };
+        let entries = std::mem::take(&mut self.spare_entries);
+        let bit = match self.open.first() {
+            Some(older) if older.bit == PlanSet::FIRST => PlanSet::SECOND,
+            _ => PlanSet::FIRST,
+        };
+        let plan = Plan::new(key, bit, token_budget, entries);
+        self.open.push(plan);
+        self.update_open_steps(state);
+        Ok(key)
+    }
+
+    /// Tells the pool which steps are open.
+    pub(super) fn update_open_steps(&self, state: &mut State) {
+        let steps = self.open.first().zip(self.open.last());
+        let steps = steps.map(|(oldest, newest)| OpenSteps {
+            oldest: oldest.step(),
+            count: newest.step().wrapping_sub(oldest.step()) + 1,
+        });
+        state.pool.set_open_steps(steps.unwrap_or_default());
+    }
+
+    pub(super) fn open_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
+        if key.manager != self.manager {
+            return Err(Error::WrongManager {
+                what: "plan",
+                id: key.serial,
+            });
+        }
+        let found = self.open.iter().find(|plan| plan.key == key);
+        found.ok_or(Error::PlanClosed { plan: key.serial })
+    }
+
+    /// The plan, which must be the newest: the one that may be planned into.
+    pub(super) fn newest_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
+        let plan = self.open_plan(key)?;
+        match self.open.last() {
+            Some(newest) if newest.key != key => Err(Error::PlanOrder {
+                plan: key.serial,
+                first: newest.key.serial,
+            }),
+            _ => Ok(plan),
+        }
+    }
+
+    /// The plan, which must be the oldest: the one that may be committed.
+    fn oldest_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
+        let plan = self.open_plan(key)?;
+        match self.open.first() {
+            Some(oldest) if oldest.key != key => Err(Error::PlanOrder {
+                plan: key.serial,
+                first: oldest.key.serial,
+            }),
+            _ => Ok(plan),
+        }
+    }
+
+    /// The plan, which must be the oldest, and whose copies the caller must have read: without them, blocks
+    /// would be cached whose first tokens were never written.
+    #[inline]
+    pub(super) fn runnable_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
+        match self.oldest_plan(key) {
+            Ok(plan) if !plan.has_read_copies() => Err(plan.copies_not_read()),
+            plan => plan,
+        }
+    }
+
+    #[inline]
+    pub(super) fn newest(&mut self) -> &mut Plan {
+        self.open.last_mut().expect("checked by newest_plan")
+    }
+
+    /// The figures of an open plan.
+    pub(crate) fn view(&self, key: PlanKey) -> Result<PlanView, Error> {
+        let plan = self.open_plan(key)?;
+        Ok(PlanView {
+            num_tokens: plan.num_tokens,
+            num_sequences: plan.entries.len(),
+            num_samples: plan.num_samples,
+            budget_left: plan.budget_left,
+        })
+    }
+
+    /// Blocks to copy before the step runs, as (source, destination), in order. They count as read.
+    pub(crate) fn copies(&mut self, key: PlanKey) -> Result<&[(BlockId, BlockId)], Error> {
+        self.open_plan(key)?;
+        let mut open = self.open.iter_mut();
+        let plan = open.find(|plan| plan.key == key);
+        Ok(plan.map_or(&[], |plan| plan.read_copies()))
+    }
+
+    pub(crate) fn is_open(&self, key: PlanKey) -> bool {
+        self.open_plan(key).is_ok()
+    }
+
+    /// A sequence's table as a plan has it, before the changes of the plan after it.
+    #[inline]
+    pub(super) fn table_of<'a>(
+        &self,
+        state: &'a State,
+        plan: &Plan,
+        entry: &Entry,
+    ) -> Cow<'a, BlockTable> {
+        let table = &state.seqs.at(entry.slot).table;
+        match self.displaces(plan) {
+            Some(newest) => newest.table_before(entry.slot, table),
+            None => Cow::Borrowed(table),
+        }
+    }
+
+    /// The plan after this one, if it may have removed or replaced blocks of a table.
+    #[inline]
+    pub(super) fn displaces(&self, plan: &Plan) -> Option<&Plan> {
+        let newest = self.open.last();
+        newest.filter(|newest| newest.key != plan.key && !newest.pinned.is_empty())
+    }
+}
