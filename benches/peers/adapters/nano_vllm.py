@@ -45,7 +45,7 @@ def package() -> Path:
     """The folder `nanovllm`; registers it as a package without running its `__init__`."""
     spec = importlib.util.find_spec("nanovllm")
     if spec is None or not spec.submodule_search_locations:
-        raise ImportError("nanovllm is not on the path")
+        raise ImportError("nanovllm is not on the path", name="nanovllm")
     folder = Path(spec.submodule_search_locations[0])
     bare = ModuleType("nanovllm")
     bare.__path__ = [str(folder)]

@@ -1,0 +1,45 @@
+"""Every module of benches/ and tools/ imports with what `.venv` holds, in one new interpreter."""
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.support.docs import ROOT
+
+OF_PEERS = {"matplotlib", "nanovllm", "playwright", "sglang", "vllm"}  # which `.venv` need not hold
+IMPORT_ALL = """
+import importlib, json, sys
+modules, sys.argv[1:] = sys.argv[1:], []
+errors = {}
+for module in modules:
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        errors[module] = [getattr(error, "name", None), repr(error)]
+print(json.dumps(errors))
+"""
+
+
+def test_every_module_imports() -> None:
+    files = [
+        path.relative_to(ROOT)
+        for part in ("benches", "tools")
+        for path in ROOT.glob(f"{part}/**/*.py")
+    ]
+    modules = sorted(
+        ".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files
+    )
+    assert len(modules) > 70
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, *modules],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    errors = json.loads(done.stdout.splitlines()[-1])
+    assert {module: text for module, (name, text) in errors.items() if name not in OF_PEERS} == {}
