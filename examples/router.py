@@ -66,7 +66,8 @@ def by_prefix() -> int:
         replica = replicas[choice.replica]
         cached += replica.serve(prompt)
         router.apply(replica.name, replica.log.take(Load()))  # what it stored and evicted
-        router.end(ticket)
+        if ticket is not None:  # None: the replica has left
+            router.end(ticket)
     return cached
 
 

@@ -71,7 +71,7 @@ def main() -> None:
     """Start a server, let four clients talk to it at once, and stop it."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     program = Path(sys.executable).with_name("pyengine")
-    command = [program, "serve", "--port", str(port), "--log-format", "none"]
+    command = [str(program), "serve", "--port", str(port), "--log-format", "none"]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         wait_until_ready(url, server)

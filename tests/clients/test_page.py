@@ -53,11 +53,11 @@ class ServedPage:
         make = self.broadcaster._frames.frame
 
         def frame(view: EngineView) -> str:
-            text = make(view)
+            text: str = make(view)
             self.seen[text.split(":", 1)[1].split(",", 1)[0]] = view
             return text
 
-        self.broadcaster._frames.frame = frame  # type: ignore[method-assign]
+        self.broadcaster._frames.frame = frame
         self.served = Served(app)
 
     def __enter__(self) -> "ServedPage":
@@ -207,7 +207,7 @@ def test_keys_and_tables_say_what_the_pictures_show(
         assert [row.split() for row in rows] == [
             [name, str(getattr(usage, name))] for name in STATES
         ]
-        assert f"{usage.evictable} idle" in (
+        assert f"{usage.evictable} evictable" in (
             page.locator("#blocks").get_attribute("aria-label") or ""
         )
         polls = page_server.broadcaster.num_polls

@@ -120,7 +120,12 @@ def test_the_routes_are_the_servers(two: tuple[Replica, Replica]) -> None:
         logprobs = {"prompt": [5, 6, 7], "max_tokens": 1, "logprobs": 1, "echo": True}
         found = (await client.post("/v1/completions", json=logprobs)).json()
         assert len(found["choices"][0]["logprobs"]["tokens"]) == 4
-        for bad in ({"prompt": []}, {"prompt": [5], "n": 10**6}, {"prompt": [10**7]}):
+        refused: list[dict[str, Any]] = [
+            {"prompt": []},
+            {"prompt": [5], "n": 10**6},
+            {"prompt": [10**7]},
+        ]
+        for bad in refused:
             assert (await client.post("/v1/completions", json=bad)).status_code == 400
         for path in ("/health", "/v1/models", "/load", "/version"):
             assert (await client.get(path)).status_code == 200

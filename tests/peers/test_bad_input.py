@@ -92,7 +92,8 @@ def test_a_request_that_is_finished_twice(folder: Path) -> None:
     request = world.scheduler.requests["once"]
     for _ in range(3):
         world.step()
-    world.abort("once"), world.abort("aborted"), world.abort("aborted")
+    for name in ("once", "aborted", "aborted"):
+        world.abort(name)
     world.manager.free(request)
     world.drain()
     assert world.worker.wrong == []

@@ -76,7 +76,7 @@ def check_nothing_is_held(world: World) -> None:
     assert kv.usage().free == world.settings.num_blocks - 1
 
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "ample": {"num_blocks": 4000},
     "tight": {"num_blocks": 80},
     "overlapping": {"num_blocks": 80, "overlapping": True},
@@ -96,7 +96,7 @@ def test_never_a_wrong_block_and_no_leak(case: str, folder: Path) -> None:
 
 
 def test_where_blocks_are_ample_both_find_the_same_but_for_full_hits(folder: Path) -> None:
-    settings = {"num_blocks": 60_000, "max_num_seqs": 64, "budget": 20_000}
+    settings: dict[str, Any] = {"num_blocks": 60_000, "max_num_seqs": 64, "budget": 20_000}
     stock, ours = (
         drive(World(Settings(ours=which, **settings), folder), 3, 3000) for which in (False, True)
     )
@@ -133,7 +133,7 @@ def test_twenty_thousand_requests_and_why_they_find_more(folder: Path) -> None:
 def test_without_a_cache_both_schedule_the_same_in_every_step(folder: Path) -> None:
     """Where nothing is found, the contract is the same: who is admitted, who is preempted, how many
     blocks each has."""
-    settings = {"num_blocks": 80, "caching": False}
+    settings: dict[str, Any] = {"num_blocks": 80, "caching": False}
     steps = []
     for which in (False, True):
         world, seen = World(Settings(ours=which, **settings), folder), []

@@ -16,7 +16,7 @@ from benches.peers.adapters import nano_vllm as adapter
 from pyengine.integrations.nano_vllm import BlockManager
 from tests.peers.world import link
 
-scheduler_module = importlib.import_module("nanovllm.engine.scheduler")
+scheduler_module: Any = importlib.import_module("nanovllm.engine.scheduler")
 STOCK = adapter.manager_module.BlockManager
 VOCABULARY = 50
 
@@ -61,12 +61,13 @@ class World:
         for seq in seqs:
             self.hits.setdefault(seq.seq_id, seq.num_cached_tokens)
             self.blocks[seq.seq_id] = len(seq.block_table)
-            start, value, chain = seq.num_cached_tokens, 0, []
+            start, value = seq.num_cached_tokens, 0
+            links: list[int] = []
             for token in seq.token_ids[: start + seq.num_scheduled_tokens]:
                 value = link(value, token)
-                chain.append(value)
-            chains[seq.seq_id] = np.array(chain, np.int64)
-            self.kv[self.slots(seq, start, len(chain))] = chain[start:]
+                links.append(value)
+            chains[seq.seq_id] = np.array(links, np.int64)
+            self.kv[self.slots(seq, start, len(links))] = links[start:]
         tokens = []
         for seq in seqs:
             chain = chains[seq.seq_id]

@@ -235,7 +235,7 @@ def make_scheduler(settings: Settings, folder: Path) -> Any:
     settings.adjust(config, cache)
     register_all_kvcache_specs(config)
     own, ours = managers()
-    module = importlib.import_module("vllm.v1.core.sched.scheduler")
+    module: Any = importlib.import_module("vllm.v1.core.sched.scheduler")
     module.KVCacheManager = ours if settings.ours else settings.own or own
     try:
         scheduler = (AsyncScheduler if settings.overlapping else Scheduler)(

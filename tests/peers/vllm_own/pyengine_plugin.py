@@ -35,7 +35,7 @@ def engage() -> None:
         initialise(self, *args, **settings)
         made.append(self)
 
-    KVCacheManager.__init__ = noted
+    KVCacheManager.__init__ = noted  # type: ignore[method-assign]
 
 
 def pytest_configure() -> None:

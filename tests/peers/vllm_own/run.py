@@ -77,16 +77,8 @@ def folder_of_packages(root: Path) -> Path:
 def install(python: Path, root: Path) -> None:
     """pytest, and torchvision for llava's images, in a folder of their own."""
     site = folder_of_packages(root)
-    command = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--disable-pip-version-check",
-        "--target",
-        site,
-    ]
+    command = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    command += ["--target", str(site)]
     if not (site / "pytest").exists():
         subprocess.run([*command, "pytest", "pytest-asyncio"], check=True)
     if not (site / "torchvision").exists():
@@ -104,20 +96,9 @@ def run(python: Path, root: Path, ours: bool, options: list[str]) -> dict[str, A
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    command = [
-        python,
-        "-W",
-        "ignore",
-        "-m",
-        "pytest",
-        "-q",
-        "--tb=no",
-        "-rN",
-        "-p",
-        "no:cacheprovider",
-    ]
-    command += ["-p", "pyengine_plugin", "-c", os.devnull, "--rootdir", str(root)]
-    command += ["--confcutdir", TESTS, *(options or [TESTS])]
+    command = [str(python), "-W", "ignore", "-m", "pytest", "-q", "--tb=no", "-rN"]
+    command += ["-p", "no:cacheprovider", "-p", "pyengine_plugin", "-c", os.devnull]
+    command += ["--rootdir", str(root), "--confcutdir", TESTS, *(options or [TESTS])]
     print(f"vLLM's tests with {'our' if ours else 'its own'} manager", flush=True)
     subprocess.run(command, cwd=root, env=environment, check=False)
     if not report.exists():
@@ -144,6 +125,8 @@ def main() -> None:
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import models, pathlib; "
     code += f"models.write_all(pathlib.Path({str(root)!r}))"
     subprocess.run([python, "-c", code], check=True)
+    # A test imports this within 60 s in a Python with -O, which has to compile all of it once.
+    subprocess.run([python, "-O", "-c", "import vllm.v1.core.kv_cache_utils"], check=True)
     stock = run(python, root, False, options.tests)
     ours = run(python, root, True, options.tests)
     raise SystemExit(compare(stock, ours, folder / "vllm-own.md"))
