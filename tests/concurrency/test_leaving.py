@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import Request
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import Bench, Sink, make_bench
+from tests.support.soak import soak_cases
 from tests.support.wishes import letters
 
 MOMENTS = ("before planning", "before the forward pass", "after it", "after commit", "at an output")
@@ -111,15 +113,24 @@ def when(number: int, leave: Callable[[str], object]) -> tuple[Callable[[str], N
     return at, came
 
 
+# Every pair of values occurs; soak runs have all of them together.
+PAIRS = [
+    (1, 1, (), False),
+    (1, 3, STOP, True),
+    (2, 1, STOP, True),
+    (2, 3, (), True),
+    (2, 3, STOP, False),
+]
+ALL = product((1, 2), (1, 3), ((), STOP), (False, True))
+CASES = [*PAIRS, *soak_cases([case for case in ALL if case not in PAIRS])]
+
+
 def stages(depth: int, num_blocks: int) -> Iterator[tuple[int, Stage]]:
     for number in range(4000):
         yield number, Stage(depth, num_blocks)
 
 
-@pytest.mark.parametrize("by_the_engine", [False, True], ids=["given up", "aborted in the step"])
-@pytest.mark.parametrize("stop", [(), STOP], ids=["length", "stop strings"])
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("depth", "n", "stop", "by_the_engine"), CASES)
 def test_nothing_leaks_and_nobody_else_notices(
     depth: int, n: int, stop: tuple[str, ...], by_the_engine: bool
 ) -> None:

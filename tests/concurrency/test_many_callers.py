@@ -20,6 +20,7 @@ from pyengine.errors import InvalidRequestError, RequestFailedError
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
 from tests.support.callers import FakeModel
+from tests.support.soak import soak_cases, soak_only
 from tests.support.wishes import SMALL, Alone, Faults, Tokens, Wish, drawn, letters
 
 Answer = tuple[Wish, list[RequestOutput], Exception | None]
@@ -291,9 +292,15 @@ def whole(params: SamplingParams) -> SamplingParams:
     return replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("callers", [tasks_and_threads, threads_of_an_llm])
-@pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("callers", "depth"),
+    [
+        (tasks_and_threads, 2),
+        (threads_of_an_llm, 1),
+        *soak_cases([(tasks_and_threads, 1), (threads_of_an_llm, 2)]),
+    ],
+)
+@pytest.mark.parametrize("count", [300, *soak_only([2000])])
 def test_everybody_gets_what_he_gets_alone(
     count: int, callers: Callable[[Storm], None], depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

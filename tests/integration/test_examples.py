@@ -2,28 +2,21 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tests.support.docs import ROOT
+from tests.support.forked import run_forked
 
 FOLDER = ROOT / "examples"
 NUMBER = r"(\d+)"
 
 
 def output_of(name: str) -> str:
-    """Output of an example, run from the root in a new process."""
-    done = subprocess.run(
-        [sys.executable, f"examples/{name}.py"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=300,
-    )
+    """Output of an example, run from the root in a new process that has torch already."""
+    file = f"examples/{name}.py"
+    code = f"import runpy; runpy.run_path({file!r}, run_name='__main__')"
+    done = run_forked(code, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

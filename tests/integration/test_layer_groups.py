@@ -13,6 +13,7 @@ import pytest
 
 from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
 from tests.support.reference import Reference
+from tests.support.soak import soak_cases
 from tests.unit.executor.hand_made import random_model
 
 LONGEST = 320
@@ -134,7 +135,8 @@ def test_groups_hold_less_than_full_tables_and_give_the_same_tokens(model: Model
 
 
 @pytest.mark.parametrize(
-    ("block_size", "chunk", "sharing"), [(1, 16, True), (4, 7, False), (16, 64, True)]
+    ("block_size", "chunk", "sharing"),
+    [(1, 16, True), (4, 7, False), *soak_cases([(16, 64, True)])],
 )
 def test_prefixes_that_are_cached_or_computed_in_the_same_step(
     model: Model, block_size: int, chunk: int, sharing: bool

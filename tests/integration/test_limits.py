@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.soak import soak_only
+
 pytestmark = pytest.mark.slow
 
 GENERATE = [sys.executable, "-c", "from pyengine.cli import main; main()"]
@@ -14,6 +16,7 @@ GENERATE += ["generate", "--max-tokens", "4", "hello"]
 LIBRARY = """
 import pyengine
 import pyengine.errors
+
 try:
     llm = pyengine.LLM(num_blocks=64)
     params = pyengine.SamplingParams(max_tokens=4)
@@ -45,7 +48,7 @@ def test_little_address_space_is_said_in_a_sentence(share: float, of_torch: int)
     assert_said(int(share * of_torch))
 
 
-@pytest.mark.parametrize("gigabytes", [0.7, 1.3, 2.0])
+@pytest.mark.parametrize("gigabytes", [0.7, 1.3, *soak_only([2.0])])
 def test_and_where_torch_has_what_it_needs(gigabytes: float, of_torch: int) -> None:
     assert_said(of_torch + int(gigabytes * 1e9))
 
@@ -62,7 +65,7 @@ def assert_said(most: int) -> None:
         assert "delete the folder" not in line  # nothing is wrong with the model
 
 
-@pytest.mark.parametrize("gigabytes", [1.0, 1.4, 2.0])
+@pytest.mark.parametrize("gigabytes", [1.4, *soak_only([1.0, 2.0])])
 def test_and_a_library_raises_errors_of_its_own(gigabytes: float, of_torch: int) -> None:
     most = of_torch + int(gigabytes * 1e9)
     ended = limited([sys.executable, "-c", LIBRARY], resource.RLIMIT_AS, most)
@@ -70,9 +73,8 @@ def test_and_a_library_raises_errors_of_its_own(gigabytes: float, of_torch: int)
     assert ended.stdout.startswith(("True", "refused: ")), ended
 
 
-@pytest.mark.parametrize("command", [GENERATE, [sys.executable, "-c", LIBRARY]])
-def test_twenty_open_files_are_enough(command: list[str]) -> None:
-    ended = limited(command, resource.RLIMIT_NOFILE, 20)
+def test_twenty_open_files_are_enough() -> None:
+    ended = limited(GENERATE, resource.RLIMIT_NOFILE, 20)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout
 
@@ -82,7 +84,7 @@ def test_six_open_files_are_not_and_it_is_said() -> None:
     assert "Traceback" not in ended.stderr, ended.stderr
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2, *soak_only([1])])
 def test_no_shared_memory_folder(processes: int) -> None:
     """`/dev/shm` that takes nothing, in a mount namespace of its own."""
     inside = ["mount -t tmpfs -o ro none /dev/shm", 'exec "$@"']

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pyengine import LLM, SamplingParams
+from tests.support.soak import soak_cases
 from tests.unit.executor.hand_made import random_model
 
 SIZE: dict[str, Any] = {
@@ -65,8 +66,10 @@ def generate(folder: Path, *, partial_reuse: bool, **settings: Any) -> tuple[lis
     return [output.outputs for output in outputs], llm
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("block_size", [4, 16, 64])
+@pytest.mark.parametrize(
+    ("block_size", "ahead"),
+    [(4, True), (16, False), (64, True), *soak_cases([(4, False), (16, True), (64, False)])],
+)
 def test_the_tokens_are_those_of_without(folder: Path, block_size: int, ahead: bool) -> None:
     settings = {"block_size": block_size, "async_scheduling": ahead}
     plain, without = generate(folder, partial_reuse=False, **settings)

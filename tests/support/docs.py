@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.forked import run_forked
+
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PRINTED = re.compile(r"^\s*print\(.*\)  # (.+)$", re.MULTILINE)
@@ -27,11 +29,14 @@ def printed(code: str) -> list[str]:
     return PRINTED.findall(code)
 
 
-def run(code: str) -> str:
-    """The output of the code in a new interpreter at the root."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+def run(code: str, *, has_torch: bool = False) -> str:
+    """The output of the code at the root, in a new process; `has_torch`: torch is imported."""
+    if has_torch:
+        done = run_forked(code, timeout=300)
+    else:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+        )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -67,7 +67,7 @@ def _parent() -> "subprocess.Popen[str]":
 def _serve() -> None:
     """Fork for each line of standard input, and answer with the status."""
     import safetensors.torch  # noqa: F401
-    import torch  # noqa: F401
+    import torch._dynamo  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
     import pyengine.executor.tensor_parallel.distributed

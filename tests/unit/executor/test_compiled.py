@@ -12,6 +12,7 @@ from pyengine.attention.flex import FlexBackend
 from pyengine.errors import ConfigurationError
 from pyengine.executor import compiled
 from pyengine.models.int8_linear import quantise_linears
+from tests.support.soak import soak_only
 from tests.unit.executor.hand_made import Entry, HandMadePlan, PagedRun, random_model
 
 NEAR = {"atol": 1e-4, "rtol": 1e-4}
@@ -67,7 +68,7 @@ PREFILLS = (
 BATCHES = ([9, 14], [5], [3, 20, 8, 11, 7], [17, 2, 6])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", *soak_only(["gemma2"])])
 def test_one_graph_serves_every_batch_and_one_a_single_token(family):
     settings = {"gemma2": {"sliding_window": 6}, "gpt_oss": {"num_local_experts": 4}}
     model = random_model(family, head_dim=16, num_hidden_layers=2, **settings.get(family, {}))
@@ -81,7 +82,7 @@ def test_one_graph_serves_every_batch_and_one_a_single_token(family):
     assert counters["stats"]["unique_graphs"] == 2
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["gemma2", *soak_only(["llama"])])
 def test_prefills_go_by_the_same_graphs(family, monkeypatch):
     model = random_model(family, num_hidden_layers=2)
     plain = PagedRun(model, num_blocks=90)

@@ -15,6 +15,7 @@ from tests.support import fake_runner
 from tests.support.drafters import AnswerDrafter, MixedDrafter, RandomDrafter, speculate
 from tests.support.engines import GREEDY, Bench, Sink, make_bench
 from tests.support.fake_runner import VOCAB_SIZE, continued
+from tests.support.soak import soak_cases
 
 DRAFTERS: dict[str, Callable[[], Any]] = {
     "random": lambda: RandomDrafter(1),
@@ -51,8 +52,9 @@ def run(asked: dict[str, Any], bench: Bench) -> dict[str, RequestOutput]:
     return outputs
 
 
-@pytest.mark.parametrize("num_blocks", [24, 400])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("num_blocks", "depth"), [(24, 2), (400, 1), *soak_cases([(24, 1), (400, 2)])]
+)
 def test_200_random_requests_give_the_same_with_every_drafter(num_blocks: int, depth: int) -> None:
     random = Random(num_blocks)
     asked = {str(name): drawn(random) for name in range(200)}

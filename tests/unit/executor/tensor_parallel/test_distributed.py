@@ -31,6 +31,7 @@ from pyengine.models.loader import LoadedModel, load_model
 from tests.support import faulty_worker
 from tests.support.engines import add_request
 from tests.support.processes import listening, unix_names, workers_left, workers_of
+from tests.support.soak import soak_only
 from tests.unit.executor.hand_made import random_model
 from tests.unit.executor.test_model_runner import FAMILIES
 from tests.unit.models.tiny import save_tiny_model
@@ -76,7 +77,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("llama"), "llama")
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3"])
+@pytest.mark.parametrize("family", ["gemma3_text", *soak_only(["qwen3"])])
 def test_two_processes_give_the_tokens_of_one(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,7 +319,7 @@ def python_handles_ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, previous)
 
 
-@pytest.mark.parametrize("interrupts", [1, 4])
+@pytest.mark.parametrize("interrupts", [4, *soak_only([1])])
 def test_ctrl_c_ends_the_wait_for_a_worker_that_was_stopped(
     llama: Path, monkeypatch: pytest.MonkeyPatch, python_handles_ctrl_c: None, interrupts: int
 ) -> None:
