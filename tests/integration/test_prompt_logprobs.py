@@ -6,7 +6,7 @@ from pyengine import LLM, RequestOutput, SamplingParams
 
 SHOTS = "".join(
     f"Question: What is {at} plus {at * 7 % 13}?\nAnswer: {at + at * 7 % 13}\n\n"
-    for at in range(1, 33)
+    for at in range(1, 17)
 )
 SUITE = [f"{SHOTS}Question: What is {at} plus {at}?\nAnswer: {2 * at}" for at in range(40, 44)]
 PARAMS = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)

@@ -23,7 +23,7 @@ from tests.support.drafters import RandomDrafter
 from tests.support.engines import make_bench
 from tests.support.soak import soak_only
 
-NUM_SEEDS, MANY_SEEDS, AT_ONCE = 20_000, 200_000, 2000
+NUM_SEEDS, MANY_SEEDS, AT_ONCE = 5_000, 200_000, 1000
 LENGTH, VOCAB, FIRST = 3, 4, 1
 CHANCES = torch.tensor(
     [[0.55, 0.25, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4], [0.3, 0.3, 0.3, 0.1], [0.05, 0.8, 0.1, 0.05]],
