@@ -4,9 +4,9 @@
     make guard-update      writes it
 
 callgrind counts instructions, not time, so a count is the same on a busy machine. Three things make
-it the same on another one too: hashes have a fixed seed, the C library is told to use its plain
-copying routines, whatever the processor has, and the program sees one name of its own and one
-environment wherever it lies: both stand above its stack, and shift it. Needs valgrind and cargo.
+it the same on another one too: hashes have a fixed seed, the C library uses its plain
+copying routines, whatever the processor has, and the program sees one fixed name and one
+environment wherever it is: both stand above its stack, and shift it. Needs valgrind and cargo.
 """
 
 import json

@@ -61,18 +61,18 @@ class World:
 
     @cached_property
     def prompt(self) -> npt.NDArray[np.int64]:
-        """The prompt of `holder`."""
+        """The prompt of `owner`."""
         return self.tokens(PROMPT)
 
     @cached_property
-    def holder(self) -> Sequence:
+    def owner(self) -> Sequence:
         """A sequence whose prompt is computed and stays so."""
         return self.computed(self.prompt)
 
     @cached_property
     def retained(self) -> Pin:
         """A pin on the same prompt."""
-        return self.holder.pin()
+        return self.owner.pin()
 
     @cached_property
     def arrays(self) -> dict[str, npt.NDArray[np.int64]]:
@@ -147,7 +147,7 @@ def _(world: World) -> Iterator[Timed]:
 
 @case("BlockManager.match_prefix", "tokens", "1,024, all cached")
 def _(world: World) -> Iterator[Timed]:
-    _ = world.holder
+    _ = world.owner
     yield lambda: world.manager.match_prefix(world.prompt)
 
 
@@ -180,7 +180,7 @@ def _(world: World) -> Iterator[Timed]:
 
 @case("StepPlan.prefill", "tokens", "1,024, all cached")
 def _(world: World) -> Iterator[Timed]:
-    _ = world.holder
+    _ = world.owner
     plan, sequence = world.manager.begin_step(BUDGET), world.manager.sequence(world.prompt)
     yield lambda: plan.prefill(sequence, PROMPT)
     plan.rollback()
@@ -273,7 +273,7 @@ def _(world: World) -> Iterator[Timed]:
 
 @case("Sequence.reuse_cached", "tokens", "1,024, all cached")
 def _(world: World) -> Iterator[Timed]:
-    _ = world.holder
+    _ = world.owner
     yield world.manager.sequence(world.prompt).reuse_cached
 
 
@@ -292,13 +292,13 @@ def _(world: World) -> Iterator[Timed]:
 
 @case("Sequence.pin", "blocks", "64 blocks")
 def _(world: World) -> Iterator[Timed]:
-    yield world.holder.pin
+    yield world.owner.pin
 
 
 @case("Sequence.fork", "tokens + blocks", "1,024 tokens")
 def _(world: World) -> Iterator[Timed]:
-    holder = world.holder
-    yield lambda: holder.fork(PROMPT)
+    owner = world.owner
+    yield lambda: owner.fork(PROMPT)
 
 
 @case("Sequence.append", "tokens", "1 token")
@@ -307,7 +307,7 @@ def _(world: World) -> Iterator[Timed]:
     yield lambda: sequence.append([7])
 
 
-@case("Sequence.trim", "blocks given back", "1 block")
+@case("Sequence.trim", "blocks released", "1 block")
 def _(world: World) -> Iterator[Timed]:
     sequence = world.running[0]
     plan = world.manager.begin_step(BUDGET)
@@ -326,19 +326,19 @@ def _(world: World) -> Iterator[Timed]:
     yield world.computed(world.tokens(PROMPT)).free
 
 
-look("Sequence.tokens", "tokens", "1,024 tokens", lambda world: world.holder.tokens())
-look("Sequence.block_table", "blocks", "64 blocks", lambda world: world.holder.block_table)
+look("Sequence.tokens", "tokens", "1,024 tokens", lambda world: world.owner.tokens())
+look("Sequence.block_table", "blocks", "64 blocks", lambda world: world.owner.block_table)
 
 
 @case("Pin.release", "blocks", "64 blocks")
 def _(world: World) -> Iterator[Timed]:
-    yield world.holder.pin().release
+    yield world.owner.pin().release
 
 
 look("BlockManager.usage", "1", "", lambda world: world.manager.usage())
 look("BlockManager.stats", "1", "", lambda world: world.manager.stats())
 look(
-    "BlockManager.preview", "blocks", "64 blocks", lambda world: world.manager.preview(world.holder)
+    "BlockManager.preview", "blocks", "64 blocks", lambda world: world.manager.preview(world.owner)
 )
 look("BlockManager.blocks_for", "1", "", lambda world: world.manager.blocks_for(8_192, 2_048))
 look("BlockManager.refs", "1", "", lambda world: world.manager.refs(0))

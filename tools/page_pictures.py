@@ -80,8 +80,8 @@ def main() -> None:
                 page.bring_to_front()
                 page.wait_for_timeout(1500)
                 page.screenshot(path=folder / f"kv-page-{theme}.png", full_page=True)
-            for one in work:
-                one.cancel()
+            for task in work:
+                task.cancel()
             served.submit(broadcaster.close()).result()
 
 

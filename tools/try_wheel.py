@@ -37,9 +37,9 @@ print(f"Python {sys.version.split()[0]}: pyengine {pyengine.__version__}, BlockM
 def check_contents(wheel: Path) -> None:
     """Refuse names that do not belong into the wheel, and the lack of those that do."""
     names = zipfile.ZipFile(wheel).namelist()
-    rooms = {name.split("/")[0] for name in names}
-    info = next(room for room in rooms if room.endswith(".dist-info"))
-    strangers = sorted(rooms - {"pyengine", info})
+    folders = {name.split("/")[0] for name in names}
+    info = next(folder for folder in folders if folder.endswith(".dist-info"))
+    strangers = sorted(folders - {"pyengine", info})
     suffixes = {".html", ".py", ".pyi", ".so", ".typed"}
     strangers += [n for n in names if n.startswith("pyengine/") and Path(n).suffix not in suffixes]
     if strangers:

@@ -25,12 +25,14 @@ def main() -> None:
     with plt.rc_context(STYLE):
         figure, rows = plt.subplots(len(works), 2, figsize=(8, 1.9 * len(works)), squeeze=False)
         for (work, found), (hits, queued) in zip(works.items(), rows, strict=True):
-            policies = [one for one in POLICIES if one in found]
-            colours = [COLOURS.get(one, "#66afba") for one in policies]
-            hits.barh(policies, [100 * found[one]["hit_rate"] for one in policies], color=colours)
+            policies = [policy for policy in POLICIES if policy in found]
+            colours = [COLOURS.get(policy, "#66afba") for policy in policies]
+            hits.barh(
+                policies, [100 * found[policy]["hit_rate"] for policy in policies], color=colours
+            )
             hits.axvline(100 * found[policies[0]]["bound"], color="#444444", linestyle=":")
             hits.set_title(f"{work}: prompt tokens cached, %", loc="left", fontsize=9)
-            waits = [found[one]["queued_p99"] / 1000 for one in policies]
+            waits = [found[policy]["queued_p99"] / 1000 for policy in policies]
             queued.barh(policies, waits, color=colours)
             queued.set_title("p99 of queued prompt tokens, thousands", loc="left", fontsize=9)
             queued.set_yticklabels([])

@@ -29,7 +29,7 @@ def resident() -> int:
 
 
 def names(random: np.random.Generator, count: int) -> bytes:
-    """Of contents that nobody has yet."""
+    """Events of blocks that no replica has yet."""
     return random.bytes(16 * count)
 
 

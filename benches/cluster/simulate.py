@@ -45,18 +45,18 @@ def conversation(folder: Path, most: int | None) -> list[Arrival]:
     path = folder / "mooncake_conversation.jsonl.gz"
     with gzip.open(path, "rt") as lines:
         said = [json.loads(line) for line in lines][:most]
-    random, prompts = Random(0), (one for tick in mooncake(path, most) for one in tick)
+    random, prompts = Random(0), (request for tick in mooncake(path, most) for request in tick)
     arrivals = [
         # Times are of ticks of three seconds: within one they are spread out.
         Arrival(
-            one["timestamp"] / 1000 + random.random() * 3,
+            request["timestamp"] / 1000 + random.random() * 3,
             prompt.tokens,
-            max(1, one["output_length"]),
-            one["hash_ids"][1] if len(one["hash_ids"]) > 1 else one["hash_ids"][0],
+            max(1, request["output_length"]),
+            request["hash_ids"][1] if len(request["hash_ids"]) > 1 else request["hash_ids"][0],
         )
-        for one, prompt in zip(said, prompts, strict=True)
+        for request, prompt in zip(said, prompts, strict=True)
     ]
-    return sorted(arrivals, key=lambda one: one.time)
+    return sorted(arrivals, key=lambda arrival: arrival.time)
 
 
 def questions(folder: Path, _: int | None) -> list[Arrival]:
@@ -73,9 +73,9 @@ def questions(folder: Path, _: int | None) -> list[Arrival]:
 def stretched(arrivals: list[Arrival], costs: Costs, num_replicas: int, load: float) -> float:
     """Factor on times for which all prompts, computed without a cache, are `load` of the work."""
     work = sum(
-        costs.seconds(len(one.tokens), 0, 0, 0)
-        + one.output * (costs.row + costs.row_context * len(one.tokens) / 1e3)
-        for one in arrivals
+        costs.seconds(len(arrival.tokens), 0, 0, 0)
+        + arrival.output * (costs.row + costs.row_context * len(arrival.tokens) / 1e3)
+        for arrival in arrivals
     )
     return work / (load * num_replicas) / (arrivals[-1].time - arrivals[0].time)
 
@@ -141,7 +141,7 @@ class Simulation:
 
 
 def without_removals(events: Events) -> Events:
-    """As a router hears them that learns of no eviction: what goes is told to be there still."""
+    """As a router without eviction events sees it: evicted blocks count as cached."""
     kinds = bytes(1 for _ in events.kinds)
     return Events(events.epoch, events.first, kinds, events.hashes, events.load)
 
@@ -154,7 +154,9 @@ def round_robin(simulation: Simulation, job: Job) -> str:
 def least_load(simulation: Simulation, job: Job) -> str:
     """Fewest requests that run or wait."""
     found = simulation.replicas.values()
-    return min(found, key=lambda one: (len(one.waiting) + len(one.running), one.now)).name
+    return min(
+        found, key=lambda replica: (len(replica.waiting) + len(replica.running), replica.now)
+    ).name
 
 
 def sticky(simulation: Simulation, job: Job) -> str:
@@ -173,11 +175,11 @@ def ours(simulation: Simulation, job: Job) -> str:
 
 
 def exact(simulation: Simulation, job: Job) -> str:
-    """Whoever has its prompt computed first, by a look into every cache and every queue."""
+    """The replica that computes the prompt first, by a look into every cache and queue."""
 
-    def wait(one: SimReplica) -> tuple[int, int]:
-        missing = len(job.tokens) - one.hits(job.tokens)
-        return one.queued + missing, len(one.running)
+    def wait(replica: SimReplica) -> tuple[int, int]:
+        missing = len(job.tokens) - replica.hits(job.tokens)
+        return replica.queued + missing, len(replica.running)
 
     return min(simulation.replicas.values(), key=wait).name
 
@@ -196,15 +198,15 @@ def endless(arrivals: list[Arrival]) -> float:
     """Share of prompt tokens that one cache without an end would have."""
     known: set[tuple[int, bytes]] = set()
     hits = 0
-    for one in arrivals:
+    for arrival in arrivals:
         parent, going = 0, True
-        for start in range(0, len(one.tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
-            key = (parent, one.tokens[start : start + BLOCK_SIZE].tobytes())
+        for start in range(0, len(arrival.tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
+            key = (parent, arrival.tokens[start : start + BLOCK_SIZE].tobytes())
             parent = hash(key)
             going = going and key in known
             hits += BLOCK_SIZE * going
             known.add(key)
-    return hits / sum(len(one.tokens) for one in arrivals)
+    return hits / sum(len(arrival.tokens) for arrival in arrivals)
 
 
 def simulate(
@@ -232,7 +234,8 @@ def simulate(
         "queued_p99": float(np.quantile(queued, 0.99)),
         "first_token_mean": float(waits.mean()),
         "first_token_p99": float(np.quantile(waits, 0.99)),
-        "busy": sum(one.busy for one in simulation.replicas.values()) / (num_replicas * end),
+        "busy": sum(replica.busy for replica in simulation.replicas.values())
+        / (num_replicas * end),
         "imbalance": float(counts.max() / counts.mean()),
         "seconds": time.perf_counter() - start,
     }
@@ -271,7 +274,8 @@ def main() -> None:
         for num_replicas in arguments.replicas:
             factor = stretched(arrivals, costs, num_replicas, arguments.load)
             scaled = [
-                Arrival(one.time * factor, one.tokens, one.output, one.session) for one in arrivals
+                Arrival(arrival.time * factor, arrival.tokens, arrival.output, arrival.session)
+                for arrival in arrivals
             ]
             for policy in arguments.policy:
                 for weight in arguments.weight:

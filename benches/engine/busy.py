@@ -32,7 +32,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benches.engine.end_to_end import LLAMA, NAMES, OURS, TRANSFORMERS, VLLM, Engine, say
-from benches.engine.serve import Asked
+from benches.engine.serve import GenerateRequest
 from benches.peers.report import heading, libraries, machine, results_file, results_name
 
 ENGINES = (OURS, TRANSFORMERS, VLLM, LLAMA)
@@ -121,7 +121,9 @@ def measure(
             for turn in range(-1, rounds):  # -1: to get warm
                 some = prompts(random, rows)
                 for engine in engines:
-                    taken = engine.generate(Asked(some, TOKENS if turn >= 0 else 4))["seconds"]
+                    taken = engine.generate(GenerateRequest(some, TOKENS if turn >= 0 else 4))[
+                        "seconds"
+                    ]
                     if turn >= 0:
                         found[str(rows)].setdefault(engine.name, []).append(taken)
                     say(f"{rows} rows: {engine.name} {taken:.2f} s")

@@ -1,11 +1,11 @@
 """Many streams at once: the engine without a server, and where a server's event loop is at work.
 
-    python -m benches.engine.crowd MODEL_FOLDER DTYPE POOL_GIB < asked.json
+    python -m benches.engine.crowd MODEL_FOLDER DTYPE POOL_GIB < request.json
 
-An `Asked` of `serve.py` comes on standard input: a task for each of its prompts reads an answer
-from one `AsyncEngine`, all at the same time, a line with the times between the items of a stream in
-milliseconds; before that other prompts, to warm it: a server does not have these in its cache
-either. `serving.py` runs it.
+A `GenerateRequest` of `serve.py` comes on standard input. A task for each of its prompts reads an
+answer from one `AsyncEngine`, all at the same time; a line has the times between the items of a
+stream in milliseconds. Other prompts come before, to warm the engine: a server does not have these
+in its cache either. `serving.py` runs it.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from benches.engine.serve import Asked
+from benches.engine.serve import GenerateRequest
 
 PLACES = (
     ("h11 and uvicorn: HTTP, and the send", ("h11/", "uvicorn/")),
@@ -34,18 +34,18 @@ OTHER = "else"
 ENGINE, LOOP = "pyengine-engine", "MainThread"
 
 
-async def read(engine: Any, prompt: Any, asked: Asked) -> list[float]:
+async def read(engine: Any, prompt: Any, request: GenerateRequest) -> list[float]:
     """Milliseconds between one item and the next."""
     from pyengine import RequestOutputKind, SamplingParams
 
-    params = SamplingParams(**asked.settings(), output_kind=RequestOutputKind.DELTA)
+    params = SamplingParams(**request.settings(), output_kind=RequestOutputKind.DELTA)
     times = [perf_counter() async for _ in engine.generate(prompt, params)]
     return [1000 * (b - a) for a, b in pairwise(times)]
 
 
-async def crowd(engine: Any, asked: Asked) -> list[float]:
+async def crowd(engine: Any, request: GenerateRequest) -> list[float]:
     """All prompts at once."""
-    found = await asyncio.gather(*(read(engine, prompt, asked) for prompt in asked.prompts))
+    found = await asyncio.gather(*(read(engine, prompt, request) for prompt in request.prompts))
     return [gap for gaps in found for gap in gaps]
 
 
@@ -97,13 +97,13 @@ def main() -> None:
     from pyengine import AsyncEngine
 
     folder, dtype, pool = sys.argv[1:]
-    asked = Asked(**json.load(sys.stdin))
-    settings: dict[str, Any] = {"compile": True, "max_num_seqs": len(asked.prompts)}
+    request = GenerateRequest(**json.load(sys.stdin))
+    settings: dict[str, Any] = {"compile": True, "max_num_seqs": len(request.prompts)}
     settings["kv_cache_memory"] = int(pool) << 30
     with AsyncEngine(folder, device="cpu", dtype=dtype, **settings) as engine:
-        others = [" ".join(reversed(str(text).split())) for text in asked.prompts]
-        asyncio.run(crowd(engine, replace(asked, prompts=others, max_tokens=4)))
-        print(json.dumps(asyncio.run(crowd(engine, asked))))
+        others = [" ".join(reversed(str(text).split())) for text in request.prompts]
+        asyncio.run(crowd(engine, replace(request, prompts=others, max_tokens=4)))
+        print(json.dumps(asyncio.run(crowd(engine, request))))
 
 
 if __name__ == "__main__":

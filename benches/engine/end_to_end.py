@@ -9,7 +9,7 @@ random tokens and greedy unless a row says otherwise: `text` are passages of thi
 pages, tokenized and answered with text, `sampled` is temperature 1 with top-p 0.9. Prompts are new
 ones each round and the same for all.
 
-Every engine is a process of its own (`serve.py`) and they take turns, in a different order each
+Every engine is a separate process (`serve.py`) and they take turns, in a different order each
 round; a ratio is the median of the ratios of the same rounds. First everything in float32, then
 in bfloat16; transformers in float32 only, 8-bit weights (`int8`, `int8-compiled`) in bfloat16 only.
 What is compiled is compiled anew: the start is a first
@@ -46,7 +46,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 from benches.engine.page import has_place, publish
-from benches.engine.serve import ENGINES, Asked
+from benches.engine.serve import ENGINES, GenerateRequest
 from benches.engine.works import WORKS, Work
 from benches.peers.report import heading, libraries, machine, results_file, results_name
 from pyengine.models.source import embedded_gguf, embedded_model
@@ -148,7 +148,7 @@ class Engine:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def generate(self, asked: Asked) -> dict[str, Any]:
+    def generate(self, asked: GenerateRequest) -> dict[str, Any]:
         """`seconds`, `tokens`, and how many `characters` of text.
 
         Raises `RuntimeError` if the process has ended, or text is not what was asked for.

@@ -288,7 +288,11 @@ def figures(rounds: list[tuple[float, ...]], names: tuple[str, ...]) -> dict[str
     columns = zip(names, zip(*rounds, strict=True), strict=True)
     spreads = {name: Spread.of([ns / 1000 for ns in column]) for name, column in columns}
     return {
-        name: {"median": round(item.median, 2), "q1": round(item.q1, 2), "q3": round(item.q3, 2)}
+        name: {
+            "median": round(item.median, 2),
+            "q1": round(item.q1, 2),
+            "q3": round(item.q3, 2),
+        }
         for name, item in spreads.items()
     }
 

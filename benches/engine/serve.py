@@ -1,11 +1,11 @@
-"""One engine in a process of its own, which `end_to_end.py` asks to generate.
+"""One engine in a separate process, which `end_to_end.py` asks to generate.
 
     python -m benches.engine.serve ENGINE MODEL DTYPE [MORE_OPTIONS_AS_JSON]
 
 It says `{"ready": version, "settings": ...}` once it has given a first token. Then each line of
-standard input is an `Asked`, and the answer a line with the seconds it took and the tokens. Unless
-`stops` says so, the end of sequence is ignored. Prompts that are text are tokenized and answered
-with text, inside the seconds; to token ids the answer is token ids alone.
+standard input is a `GenerateRequest`, and the answer a line with the seconds it took and the
+tokens. Unless `stops` says so, the end of sequence is ignored. Prompts that are text are tokenized
+and answered with text, inside the seconds; to token ids the answer is token ids alone.
 """
 
 import json
@@ -22,7 +22,7 @@ from pyengine.utils.frame_memory import with_frame_room
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerateRequest:
     """Prompts of one call, all text or all token ids, and how to answer them."""
 
     prompts: list[list[int]] | list[str]
@@ -60,7 +60,7 @@ class Given:
     characters: int
 
 
-Generate = Callable[[Asked], Given]
+Generate = Callable[[GenerateRequest], Given]
 Made = tuple[Generate, dict[str, Any]]
 """An engine, and what it says of its settings."""
 
@@ -77,12 +77,14 @@ def pyengine(folder: str, dtype: str, **options: Any) -> Made:
 
     llm = LLM(folder, device="cpu", dtype=dtype, **options)
 
-    def generate(asked: Asked) -> Given:
-        params = SamplingParams(**asked.settings())
-        return given(llm.generate(asked.prompts, params, use_tqdm=False))
+    def generate(request: GenerateRequest) -> Given:
+        params = SamplingParams(**request.settings())
+        return given(llm.generate(request.prompts, params, use_tqdm=False))
 
-    told = llm.describe()
-    return generate, {name: told[name] for name in ("block_size", "dtype", "attention_backend")}
+    described = llm.describe()
+    return generate, {
+        name: described[name] for name in ("block_size", "dtype", "attention_backend")
+    }
 
 
 def transformers(folder: str, dtype: str) -> Made:
@@ -95,19 +97,19 @@ def transformers(folder: str, dtype: str) -> Made:
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
 
     @torch.inference_mode()
-    def generate(asked: Asked) -> Given:
-        if asked.is_text:
-            inputs = dict(tokenizer(asked.prompts, return_tensors="pt", padding=True))
+    def generate(request: GenerateRequest) -> Given:
+        if request.is_text:
+            inputs = dict(tokenizer(request.prompts, return_tensors="pt", padding=True))
         else:
-            ids = torch.tensor(asked.prompts)
+            ids = torch.tensor(request.prompts)
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        sampled = asked.temperature > 0
+        sampled = request.temperature > 0
         how: dict[str, Any] = {"do_sample": sampled}
         if sampled:
-            how |= {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": 0}
-        found = model.generate(**inputs, **how, max_new_tokens=asked.max_tokens, pad_token_id=0)
+            how |= {"temperature": request.temperature, "top_p": request.top_p, "top_k": 0}
+        found = model.generate(**inputs, **how, max_new_tokens=request.max_tokens, pad_token_id=0)
         tokens = found[:, inputs["input_ids"].shape[1] :]
-        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True) if asked.is_text else []
+        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True) if request.is_text else []
         return Given(tokens.tolist(), sum(map(len, texts)))
 
     return generate, {"dtype": str(model.dtype), "threads": torch.get_num_threads()}
@@ -126,20 +128,20 @@ def vllm(folder: str, dtype: str, **options: Any) -> Made:
         **options,
     )
 
-    def generate(asked: Asked) -> Given:
-        prompts = asked.prompts
-        inputs = prompts if asked.is_text else [{"prompt_token_ids": each} for each in prompts]
-        params = SamplingParams(**asked.settings())
+    def generate(request: GenerateRequest) -> Given:
+        prompts = request.prompts
+        inputs = prompts if request.is_text else [{"prompt_token_ids": each} for each in prompts]
+        params = SamplingParams(**request.settings())
         return given(llm.generate(inputs, params, use_tqdm=False))
 
     config = llm.llm_engine.vllm_config
-    told = {
+    described = {
         "block_size": config.cache_config.block_size,
         "dtype": str(config.model_config.dtype),
         "prefix_caching": config.cache_config.enable_prefix_caching,
         "compilation": str(config.compilation_config.mode),
     }
-    return generate, told
+    return generate, described
 
 
 def llama_cpp(file: str, _dtype: str) -> Made:
@@ -161,12 +163,15 @@ def llama_cpp(file: str, _dtype: str) -> Made:
     cores = len(os.sched_getaffinity(0))
     llama = Llama(file, n_ctx=4096, n_threads=cores, n_threads_batch=cores, verbose=False)
 
-    def generate(asked: Asked) -> Given:
-        how = {"temp": asked.temperature, "top_p": asked.top_p}
-        if asked.is_text:
-            raise ValueError("llama.cpp is asked for token ids alone")
+    def generate(request: GenerateRequest) -> Given:
+        how = {"temp": request.temperature, "top_p": request.top_p}
+        if request.is_text:
+            raise ValueError("llama.cpp takes token ids only")
         return Given(
-            [list(islice(llama.generate(each, **how), asked.max_tokens)) for each in asked.prompts],
+            [
+                list(islice(llama.generate(each, **how), request.max_tokens))
+                for each in request.prompts
+            ],
             0,
         )
 
@@ -194,7 +199,7 @@ def main() -> None:
     make, distribution, options = ENGINES[name]
     generate, settings = make(folder, dtype, **options, **json.loads("".join(more) or "{}"))
     generate = with_frame_room(generate)  # no engine is slower for where this file is called from
-    generate(Asked([[1, 2, 3, 4]], 1))
+    generate(GenerateRequest([[1, 2, 3, 4]], 1))
 
     def answer(**content: object) -> None:
         answers.write(json.dumps(content) + "\n")
@@ -202,9 +207,9 @@ def main() -> None:
 
     answer(ready=version(distribution), settings=settings)
     for line in sys.stdin:
-        asked = Asked(**json.loads(line))
+        request = GenerateRequest(**json.loads(line))
         start = perf_counter()
-        found = generate(asked)
+        found = generate(request)
         seconds = perf_counter() - start
         answer(seconds=seconds, tokens=found.tokens, characters=found.characters)
 

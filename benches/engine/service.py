@@ -66,7 +66,7 @@ class StubRunner:
 
 
 def full_pool() -> BlockManager:
-    """A pool in which every block holds something that nobody uses: each new block evicts one."""
+    """A pool in which every block is cached and unused: each new block evicts one."""
     manager = BlockManager(NUM_BLOCKS, BLOCK)
     rng = np.random.default_rng(0)
     for _ in range(NUM_BLOCKS * BLOCK // 8192):
@@ -79,7 +79,7 @@ def full_pool() -> BlockManager:
 
 
 class Reader:
-    """What somebody who streams does with a step: looks at what has come."""
+    """A streaming reader: reads the new output after each step."""
 
     streams = True
 

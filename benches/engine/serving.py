@@ -45,7 +45,7 @@ import numpy as np
 from benches.engine.crowd import profile
 from benches.engine.end_to_end import PEERS, ROOT, VLLM_SPINS_SECONDS, say
 from benches.engine.page import publish
-from benches.engine.serve import Asked
+from benches.engine.serve import GenerateRequest
 from benches.engine.serving_tables import ALONE, AT_ONCE, OURS, SEATS, SERVERS, VLLM32, tables
 from benches.engine.works import passages
 from benches.peers.report import libraries, machine, results_file, results_name
@@ -103,7 +103,7 @@ class Child:
     """A process in a group of its own, which is ended with it; what it says is kept for errors.
 
     It answers questions on its standard output, unless it `serves`: then that is what it says, too.
-    A pipe that nobody reads would stop it after 64 KiB of log.
+    An unread pipe would stop it after 64 KiB of log.
     """
 
     serves = False
@@ -198,10 +198,10 @@ class Server(Child):
 
 
 def free_port() -> int:
-    """One that nobody has now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def check_peers() -> None:
@@ -280,7 +280,7 @@ class Run:
                 if isinstance(item, Server):
                     name, result = item.name, self.call(item, load, turn, rate)
                 else:
-                    asked = Asked(load.prompts(turn), load.max_tokens)
+                    asked = GenerateRequest(load.prompts(turn), load.max_tokens)
                     seconds = self.offline[item].ask(asdict(asked))["seconds"]
                     rate_out = load.count * load.max_tokens / seconds
                     name, result = item, {"output_throughput": rate_out}
@@ -315,7 +315,7 @@ class Run:
             if turn < 0:
                 continue
             found[OURS].append(result)
-            asked = json.dumps(asdict(Asked(load.prompts(turn), load.max_tokens)))
+            asked = json.dumps(asdict(GenerateRequest(load.prompts(turn), load.max_tokens)))
             done = subprocess.run(
                 [sys.executable, *command],
                 input=asked,

@@ -40,7 +40,7 @@ from typing import Any
 import torch
 
 from benches.engine.end_to_end import VLLM32, Engine
-from benches.engine.serve import Asked
+from benches.engine.serve import GenerateRequest
 from benches.peers.report import libraries, machine, results_file, results_name
 from pyengine import LLM, SamplingParams
 
@@ -195,9 +195,9 @@ def peer(engine: Engine, name: str, batch: int, work: Work) -> Figure:
     seconds, tokens, params = 0.0, 0, work.params
     for first in range(0, len(work.prompts), batch):
         prompts = work.prompts[first : first + batch]
-        engine.generate(Asked(prompts, 1))
+        engine.generate(GenerateRequest(prompts, 1))
         answer = engine.generate(
-            Asked(
+            GenerateRequest(
                 prompts,
                 params.max_tokens or 0,
                 temperature=params.temperature,
@@ -231,15 +231,14 @@ def rows(found: Sequence[Sequence[Figure]]) -> list[str]:
     """Tokens per second of each engine and how often that of the first, in one line per engine."""
     lines = []
     for column in zip(*found, strict=True):
-        one = column[0]
+        figure = column[0]
         pairs = zip(column, found, strict=True)
         ratio = median(each.rate / first[0].rate for each, first in pairs)
-        told = [each.per_step for each in column if each.per_step is not None]
-        per_step = f"{median(told):.2f}" if told else ""
+        counts = [each.per_step for each in column if each.per_step is not None]
+        per_step = f"{median(counts):.2f}" if counts else ""
         rate = median(each.rate for each in column)
-        lines.append(
-            f"| {one.work} | {one.batch} | {one.engine} | {rate:.1f} | {ratio:.2f} | {per_step} |"
-        )
+        case = f"{figure.work} | {figure.batch} | {figure.engine}"
+        lines.append(f"| {case} | {rate:.1f} | {ratio:.2f} | {per_step} |")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""vLLM's benchmark client in a process of its own, which `serving.py` asks to call a server.
+"""vLLM's benchmark client in a separate process, which `serving.py` asks to call a server.
 
     .venv-peers/bin/python -m benches.engine.vllm_client
 

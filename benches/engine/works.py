@@ -5,7 +5,7 @@ from pathlib import Path
 from random import Random
 from typing import Literal
 
-from benches.engine.serve import Asked
+from benches.engine.serve import GenerateRequest
 
 DOCS = Path(__file__).parents[2] / "docs"
 VOCABULARY = 49_000
@@ -41,16 +41,16 @@ class Work:
         per_prompt = self.max_tokens if self.max_tokens > 1 else self.shared + self.own
         return self.count * per_prompt
 
-    def asked(self, random: Random) -> Asked:
+    def asked(self, random: Random) -> GenerateRequest:
         """New prompts; texts have about four tokens for three words."""
         if self.kind == "text":
             words = passages()
             starts = random.sample(range(len(words) - self.own), self.count)
             texts = [" ".join(words[at : at + 3 * self.own // 4]) for at in starts]
-            return Asked(texts, self.max_tokens)
+            return GenerateRequest(texts, self.max_tokens)
         shared = random.choices(range(VOCABULARY), k=self.shared)
         own = [random.choices(range(VOCABULARY), k=self.own) for _ in range(self.count)]
-        asked = Asked([shared + each for each in own], self.max_tokens)
+        asked = GenerateRequest([shared + each for each in own], self.max_tokens)
         return replace(asked, temperature=1.0, top_p=0.9) if self.kind == "sampled" else asked
 
 

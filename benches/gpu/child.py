@@ -1,4 +1,4 @@
-"""Runs functions in a process of its own: a crash, a hang or a dead device costs one call.
+"""Runs functions in a separate process: a crash, a hang or a dead device costs one call.
 
 The process is forked from one that has imported the heavy libraries and done nothing with them, so
 a new one is there at once. It goes on to the next call unless it has to be replaced.

@@ -9,7 +9,7 @@ import torch
 
 from benches.gpu.model import roofline_tokens_per_second
 from benches.gpu.part_runs import _flashinfer
-from benches.gpu.steps import Found, NotHere, Spot, Step
+from benches.gpu.steps import Found, NotHere, Step, Target
 from benches.gpu.works import (
     CHUNK,
     WARM_STEPS,
@@ -22,20 +22,20 @@ from benches.gpu.works import (
 from pyengine import SamplingParams
 
 
-def _bench(spot: Spot) -> Bench:
-    return Bench(spot.device, spot.either("Qwen3-0.6B", "tiny"))
+def _bench(target: Target) -> Bench:
+    return Bench(target.device, target.either("Qwen3-0.6B", "tiny"))
 
 
-def rates(spot: Spot) -> Found:
+def rates(target: Target) -> Found:
     """Of a copy and of a matrix product: what the others are measured by."""
-    (found,) = machine(_bench(spot))
+    (found,) = machine(_bench(target))
     return {key: found[key] for key in ("device", "bytes_per_second", "flops_per_second")}
 
 
-def decode(spot: Spot, batch: int, compiles: bool) -> Found:
+def decode(target: Target, batch: int, compiles: bool) -> Found:
     """A step of decodes at a context of 512, in graphs."""
-    bench = _bench(spot)
-    batch, context, steps = spot.either((batch, 512, 24), (min(batch, 4), 32, 2))
+    bench = _bench(target)
+    batch, context, steps = target.either((batch, 512, 24), (min(batch, 4), 32, 2))
     (rate,) = machine(bench)
     llm = bench.llm(
         max_num_seqs=batch,
@@ -48,21 +48,21 @@ def decode(spot: Spot, batch: int, compiles: bool) -> Found:
         seconds = work.seconds_per_step(steps)
         mean = (before + work.context) / 2
     best = roofline_tokens_per_second(bench.shape.size, batch, mean, rate["bytes_per_second"])
-    told = llm.describe()
+    described = llm.describe()
     return {
         "batch": batch,
         "step_ms": 1000 * seconds,
         "tokens_per_second": batch / seconds,
         "roofline_share": batch / seconds / best,
-        "backend": told["attention_backend"],
-        "graphs": str(told["cuda_graphs"])[:24],
+        "backend": described["attention_backend"],
+        "graphs": str(described["cuda_graphs"])[:24],
     }
 
 
-def profile(spot: Spot, batch: int, compiles: bool) -> Found:
+def profile(target: Target, batch: int, compiles: bool) -> Found:
     """Where the time of ten steps goes, kernel by kernel."""
-    bench = _bench(spot)
-    batch, context = spot.either((batch, 512), (4, 32))
+    bench = _bench(target)
+    batch, context = target.either((batch, 512), (4, 32))
     llm = bench.llm(
         max_num_seqs=batch,
         max_model_len=tokens_needed(batch, context, 20),
@@ -70,7 +70,7 @@ def profile(spot: Spot, batch: int, compiles: bool) -> Found:
         compile=compiles,
     )
     activities = [torch.profiler.ProfilerActivity.CPU]
-    if spot.on_cuda:
+    if target.on_cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with (
         decoding(llm, bench.prompts(batch, context, Random(1)), 20) as work,
@@ -78,7 +78,7 @@ def profile(spot: Spot, batch: int, compiles: bool) -> Found:
     ):
         seconds = work.steps(10)
         bench.synchronize()
-    order = "self_device_time_total" if spot.on_cuda else "self_cpu_time_total"
+    order = "self_device_time_total" if target.on_cuda else "self_cpu_time_total"
     events = sorted(seen.key_averages(), key=lambda average: -float(getattr(average, order)))[:25]
     lines = ["| kernel | calls a step | us a step |", "|---|---:|---:|"]
     lines += [
@@ -88,11 +88,11 @@ def profile(spot: Spot, batch: int, compiles: bool) -> Found:
     return {"step_ms": 1000 * seconds, "table": "\n".join(lines)}
 
 
-def attention(spot: Spot, batch: int, page: int) -> Found:
+def attention(target: Target, batch: int, page: int) -> Found:
     """The decode kernel alone, over 570 tokens a sequence: tensor cores on and off."""
-    if not spot.on_cuda:
+    if not target.on_cuda:
         raise NotHere("flashinfer's kernels are for CUDA")
-    bench, library, device = _bench(spot), _flashinfer(), torch.device(spot.device)
+    bench, library, device = _bench(target), _flashinfer(), torch.device(target.device)
     length, heads, kv_heads, dim = 570, 16, 8, 128
     pages = -(-length // page)
     cache = tuple(
@@ -117,10 +117,10 @@ def attention(spot: Spot, batch: int, page: int) -> Found:
     return found
 
 
-def sampled(spot: Spot, batch: int) -> Found:
+def sampled(target: Target, batch: int) -> Found:
     """A step of greedy requests, and of drawn ones with top-p 0.9."""
-    bench = _bench(spot)
-    batch, context, steps = spot.either((batch, 512, 24), (4, 32, 2))
+    bench = _bench(target)
+    batch, context, steps = target.either((batch, 512, 24), (4, 32, 2))
     llm = bench.llm(
         max_num_seqs=batch,
         max_model_len=tokens_needed(batch, context, WINDOWS * steps),
@@ -143,19 +143,23 @@ def sampled(spot: Spot, batch: int) -> Found:
     return found
 
 
-def as_it_comes(spot: Spot) -> Found:
+def as_it_comes(target: Target) -> Found:
     """Without max_model_len: what is chosen, how long the start takes, that it answers."""
-    bench = _bench(spot)
+    bench = _bench(target)
     begin = perf_counter()
     llm = bench.llm(
-        max_num_seqs=spot.either(256, 4), compile=None, **spot.either({}, {"num_blocks": 64})
+        max_num_seqs=target.either(256, 4), compile=None, **target.either({}, {"num_blocks": 64})
     )
     start = perf_counter() - begin
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
     llm.generate(bench.prompts(4, 32, Random(1)), params, use_tqdm=False)
-    told = llm.describe()
+    described = llm.describe()
     names = ("max_model_len", "num_blocks", "block_size", "attention_backend", "async_scheduling")
-    return {"start_s": start, **{name: told[name] for name in names}, "compile": told["compile"]}
+    return {
+        "start_s": start,
+        **{name: described[name] for name in names},
+        "compile": described["compile"],
+    }
 
 
 STEPS = [

@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benches.gpu.steps import Found, NotHere, Spot, Step
+from benches.gpu.steps import Found, NotHere, Step, Target
 from tests.gpu.answers import tokens
 from tests.gpu.models import Place
 
@@ -20,12 +20,12 @@ _RESERVE = 5.0
 """Seconds of a step that are kept for telling what was found."""
 
 
-def checks(spot: Spot, name: str, wanted: str) -> Found:
+def checks(target: Target, name: str, wanted: str) -> Found:
     """Some of tests/gpu, as many as there is time for; the lines of their report."""
-    report = Path(spot.folder) / f"checks-{name}.md"
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "--device", spot.device]
+    report = Path(target.folder) / f"checks-{name}.md"
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "--device", target.device]
     command += ["--report", str(report), "-k", wanted, "--maxfail", "6"]
-    status, said = ended(command, spot.seconds - _RESERVE)
+    status, said = ended(command, target.seconds - _RESERVE)
     last = (said.strip().splitlines() or ["no word"])[-1] if status is not None else "out of time"
     lines = report.read_text().splitlines() if report.exists() else []
     failed = [line for line in lines if line.startswith("- failed")]
@@ -51,12 +51,12 @@ def ended(command: list[str], seconds: float) -> tuple[int | None, str]:
         return status, said.read()
 
 
-def random_requests(spot: Spot, seed: int) -> Found:
+def random_requests(target: Target, seed: int) -> Found:
     """200 requests of all kinds, with overlap and without: the same tokens."""
     from pyengine import SamplingParams
 
-    place, random = Place(spot.device, spot.folder), Random(seed)
-    count = spot.either(200, 40)
+    place, random = Place(target.device, target.folder), Random(seed)
+    count = target.either(200, 40)
     prompts = [tokens(random.randrange(1, 120), random) for _ in range(count)]
     params = [
         SamplingParams(
@@ -90,13 +90,13 @@ def random_requests(spot: Spot, seed: int) -> Found:
     return {"requests": count, "different": different}
 
 
-def sanitised(spot: Spot, tool: str) -> Found:
+def sanitised(target: Target, tool: str) -> Found:
     """A small run whose every access to the device's memory is looked at."""
-    if not spot.on_cuda or shutil.which("compute-sanitizer") is None:
+    if not target.on_cuda or shutil.which("compute-sanitizer") is None:
         raise NotHere("compute-sanitizer is for CUDA, and has to be installed")
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-    command += ["--print-limit", "5", sys.executable, "-m", SANITISED, spot.device, spot.folder]
-    status, said = ended(command, spot.seconds - _RESERVE)
+    command += ["--print-limit", "5", sys.executable, "-m", SANITISED, target.device, target.folder]
+    status, said = ended(command, target.seconds - _RESERVE)
     lines = said.strip().splitlines()[-25:]
     if status is None:
         return {"ended": "out of time", "said": lines[-1] if lines else ""}

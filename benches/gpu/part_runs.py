@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benches.gpu.steps import Found, NotHere, Spot, Step
+from benches.gpu.steps import Found, NotHere, Step, Target
 from pyengine.attention.paged import KVWriter
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from tests.gpu.answers import tokens
@@ -21,7 +21,7 @@ from tests.gpu.models import Place, Refused
 PACKAGES = ("torch", "triton", "transformers", "numpy", "flashinfer-python", "apache-tvm-ffi")
 
 
-def machine(spot: Spot) -> Found:
+def machine(target: Target) -> Found:
     """What there is."""
     found: Found = {
         "python": platform.python_version(),
@@ -37,10 +37,10 @@ def machine(spot: Spot) -> Found:
             subprocess.run(command, capture_output=True, text=True, check=False) if where else None
         )
         found[command[0]] = said.stdout.strip().splitlines()[-1:] if said else "missing"
-    if spot.on_cuda:
-        found["device"] = torch.cuda.get_device_name(spot.device)
-        found["capability"] = torch.cuda.get_device_capability(spot.device)
-        found["free, GiB"] = torch.cuda.mem_get_info(spot.device)[0] / 2**30
+    if target.on_cuda:
+        found["device"] = torch.cuda.get_device_name(target.device)
+        found["capability"] = torch.cuda.get_device_capability(target.device)
+        found["free, GiB"] = torch.cuda.mem_get_info(target.device)[0] / 2**30
     return found
 
 
@@ -51,7 +51,7 @@ def _version(name: str) -> str:
         return "missing"
 
 
-def flashinfer_is_there(_spot: Spot) -> Found:
+def flashinfer_is_there(_target: Target) -> Found:
     """It imports, with what it needs beside it."""
     library = _flashinfer()
     return {
@@ -68,13 +68,13 @@ def _flashinfer() -> Any:
     return flashinfer
 
 
-def build(spot: Spot, which: str, window: int) -> Found:
+def build(target: Target, which: str, window: int) -> Found:
     """The kernels of a wrapper, compiled; bfloat16, heads of 128."""
     library = _flashinfer()
-    if not spot.on_cuda:
+    if not target.on_cuda:
         raise NotHere("flashinfer's kernels are for CUDA")
     begin = monotonic()
-    device = torch.device(spot.device)
+    device = torch.device(target.device)
     workspace = torch.zeros(64 << 20, dtype=torch.uint8, device=device)
     starts = torch.tensor([0, 1], dtype=torch.int32)
     pages = torch.zeros(1, dtype=torch.int32, device=device)
@@ -101,22 +101,22 @@ def build(spot: Spot, which: str, window: int) -> Found:
     return {"built in": f"{built:.0f} s", "backend": getattr(wrapper, "_backend", "?")}
 
 
-def keep_what_was_built(spot: Spot) -> Found:
+def keep_what_was_built(target: Target) -> Found:
     """The compiled modules in an archive, for the next machine: unpack it beside the report."""
-    folder = Path(spot.folder) / "built"
+    folder = Path(target.folder) / "built"
     libraries = sorted(folder.rglob("*.so"))
     if not libraries:
         raise NotHere("nothing was built")
-    archive = Path(spot.folder) / "built.tar.xz"
+    archive = Path(target.folder) / "built.tar.xz"
     with tarfile.open(archive, "w:xz", preset=1) as file:
         for library in libraries:
             file.add(library, library.relative_to(folder))
     return {"modules": len(libraries), "MiB": archive.stat().st_size / 2**20}
 
 
-def kv_write(spot: Spot) -> Found:
+def kv_write(target: Target) -> Found:
     """The kernel against torch's copy, in every format of the cache."""
-    device, checked = torch.device(spot.device), []
+    device, checked = torch.device(target.device), []
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         spec = KVCacheSpec(8, 128, 128, dtype, scale_k=0.5, scale_v=2.0)
         pools = [KVPool([spec], 8, 16, device) for _ in range(2)]
@@ -138,12 +138,12 @@ def kv_write(spot: Spot) -> Found:
     return {"equal in": " ".join(checked)}
 
 
-def generates(spot: Spot, backend: str, settings: dict[str, Any]) -> Found:
+def generates(target: Target, backend: str, settings: dict[str, Any]) -> Found:
     """A few tokens of a small llama; how many answers begin as the gather backend's do."""
-    place = Place(spot.device, spot.folder)
+    place = Place(target.device, target.folder)
     folder, prompts = place.model("llama"), _prompts()
     oracle = _tokens(place.llm(folder, "float32", "gather", async_scheduling=False), prompts)
-    dtype = "bfloat16" if spot.on_cuda else "float32"
+    dtype = "bfloat16" if target.on_cuda else "float32"
     try:
         llm = place.llm(folder, dtype, backend, **settings)
     except Refused as error:
@@ -151,9 +151,9 @@ def generates(spot: Spot, backend: str, settings: dict[str, Any]) -> Found:
     found = _tokens(llm, prompts)
     first = [match[0] == other[0] for match, other in zip(found, oracle, strict=True)]
     assert sum(first) >= len(first) // 2, (found, oracle)
-    told = llm.describe()
+    described = llm.describe()
     equal = sum(match == other for match, other in zip(found, oracle, strict=True))
-    return {"as float32": f"{equal} of {len(found)}", "graphs": str(told["cuda_graphs"])[:40]}
+    return {"as float32": f"{equal} of {len(found)}", "graphs": str(described["cuda_graphs"])[:40]}
 
 
 def _prompts() -> list[list[int]]:
@@ -169,19 +169,19 @@ def _tokens(llm: Any, prompts: list[list[int]]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def long_prompt(spot: Spot) -> Found:
+def long_prompt(target: Target) -> Found:
     """5,000 tokens in chunks of 512 beside decodes, with overlap: the same as without."""
-    place = Place(spot.device, spot.folder)
+    place = Place(target.device, target.folder)
     folder = place.model("llama", "llama-long", max_position_embeddings=8192)
     random = Random(1)
-    length, longest = spot.either((5_000, 8_192), (700, 1_024))
+    length, longest = target.either((5_000, 8_192), (700, 1_024))
     prompts = [tokens(length, random), tokens(20, random), tokens(33, random)]
     answers = []
     for ahead in (False, True):
         llm = place.llm(
             folder,
             "float32",
-            "gather" if not spot.on_cuda else "auto",
+            "gather" if not target.on_cuda else "auto",
             max_model_len=longest,
             max_num_batched_tokens=512,
             async_scheduling=ahead,

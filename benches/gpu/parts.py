@@ -22,7 +22,7 @@ from time import monotonic
 from types import FrameType
 
 from benches.gpu.child import Child
-from benches.gpu.steps import Found, NotHere, Spot, Step
+from benches.gpu.steps import Found, NotHere, Step, Target
 
 PARTS = {"runs": "Does it run?", "right": "Is it right?", "fast": "How fast is it?"}
 
@@ -71,11 +71,11 @@ def _shown(value: object) -> str:
     return str(value)
 
 
-def take(step: Step, spot: Spot, child: Child) -> tuple[str, Found]:
+def take(step: Step, target: Target, child: Child) -> tuple[str, Found]:
     """A step's outcome, and what is to be written down of it."""
     begun = monotonic()
     try:
-        here = replace(spot, seconds=step.seconds)
+        here = replace(target, seconds=step.seconds)
         found = child.run(step.call, here, *step.arguments, seconds=step.seconds)
     except NotHere as why:
         return "not here", {"because": str(why)}
@@ -85,7 +85,7 @@ def take(step: Step, spot: Spot, child: Child) -> tuple[str, Found]:
     return "done", {**found, "took": f"{monotonic() - begun:.1f} s"}
 
 
-def run(steps: Sequence[Step], spot: Spot, report: Report, minutes: float) -> None:
+def run(steps: Sequence[Step], target: Target, report: Report, minutes: float) -> None:
     """One step after the other, until it is late."""
     left = list(steps)
     while left:
@@ -97,15 +97,15 @@ def run(steps: Sequence[Step], spot: Spot, report: Report, minutes: float) -> No
         if remaining < 5:
             report.add(report.now, "not run", {"because": "out of time"})
             continue
-        for step, (outcome, found) in zip(now, _taken(now, spot, remaining), strict=True):
+        for step, (outcome, found) in zip(now, _taken(now, target, remaining), strict=True):
             report.add(step.name, outcome, found)
 
 
-def _taken(steps: Sequence[Step], spot: Spot, remaining: float) -> list[tuple[str, Found]]:
+def _taken(steps: Sequence[Step], target: Target, remaining: float) -> list[tuple[str, Found]]:
     children = [Child() for _ in steps]
     with ThreadPoolExecutor(len(steps)) as threads:
         works = [
-            threads.submit(take, replace(step, seconds=min(step.seconds, remaining)), spot, child)
+            threads.submit(take, replace(step, seconds=min(step.seconds, remaining)), target, child)
             for step, child in zip(steps, children, strict=True)
         ]
         try:
@@ -138,10 +138,10 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _cut_off)
     steps = importlib.import_module(f"benches.gpu.part_{options.part}").STEPS
     report = Report(options.out / f"{options.part}.md", f"{PARTS[options.part]} {options.device}")
-    spot = Spot(options.device, str(options.out.resolve()))
+    target = Target(options.device, str(options.out.resolve()))
     asked = [step for step in steps if options.only in step.name]
     try:
-        run(asked, spot, report, options.minutes)
+        run(asked, target, report, options.minutes)
     except (CutOff, KeyboardInterrupt):
         report.add(report.now, "failed", {"because": "cut off"})
         report.end("Cut off")

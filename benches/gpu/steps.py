@@ -8,7 +8,7 @@ Found = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Spot:
+class Target:
     """Where a part runs, the folder that it may leave files in, and how long a step may take."""
 
     device: str

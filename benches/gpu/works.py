@@ -54,7 +54,7 @@ class Bench:
         return full if self.on_cuda else tiny
 
     def llm(self, **settings: Any) -> LLM:
-        """An engine over a new random model, once what nobody refers to has been given back."""
+        """An engine over a new random model, after memory without references is released."""
         self.release()
         loaded = self.shape.load(self.device)
         settings = {"compile": False, **settings}  # which takes a minute each time
@@ -188,12 +188,12 @@ def decode(bench: Bench) -> Iterator[Figures]:
         max_num_batched_tokens=CHUNK,
         gpu_memory_utilization=0.93,  # a batch of 256 over 4,096 positions barely fits
     )
-    told = llm.describe()
-    held = int(str(told["num_blocks"])) * int(str(told["block_size"]))
+    described = llm.describe()
+    held = int(str(described["num_blocks"])) * int(str(described["block_size"]))
     for context in contexts:
         for batch in batches:
             found = {"work": "decode", "shape": bench.shape_name, "batch": batch}
-            found |= {"context": context, "backend": told["attention_backend"]}
+            found |= {"context": context, "backend": described["attention_backend"]}
             if batch * needed(batch, context) > held:
                 yield found | {"skipped": f"the pool holds {held} tokens"}
                 continue

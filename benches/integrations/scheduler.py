@@ -5,7 +5,7 @@
 
 from the root of the repository. The model is a stub that takes no time; the Scheduler is vLLM's
 with its settings for a GPU (blocks of 16, chunked prefill, prefix caching). The early return is an
-idea of vLLM's pull request 29206: a running request that needs no block and fills none asks nobody.
+idea of vLLM's pull request 29206: a running request that needs and fills no block makes no call.
 
 Decode: so many requests run, with prompts of 512 tokens; medians of steps, in microseconds.
 `allocate_slots` is timed in steps of its own, as the clock costs time. Long prompts: 90,000 tokens,

@@ -1,4 +1,4 @@
-"""Memory of this block manager, as the resident size of a process of its own.
+"""Memory of this block manager, as the resident size of a separate process.
 
     python -m benches.peers.memory NUM_BLOCKS
 
@@ -72,7 +72,7 @@ def measure(num_blocks: int) -> dict[str, float]:
 
 
 def in_a_process(num_blocks: int) -> dict[str, float]:
-    """The same in a process of its own."""
+    """The same in a separate process."""
     command = [sys.executable, "-m", "benches.peers.memory", str(num_blocks)]
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)

@@ -99,7 +99,7 @@ class Replay:
         """Counts, from the block tables and from what had to be computed."""
         counts, size = self.counts, self.block_size
         counts.steps += 1
-        holders: dict[int, set[int]] = {}
+        blocks_of: dict[int, set[int]] = {}
         computed_here: set[int] = set()
         for each in step:
             length, contents = len(each.prompt.tokens), each.prompt.contents
@@ -116,8 +116,8 @@ class Replay:
                 computed_here.add(contents[index])
             table = self.manager.blocks(each.request)
             for content, block in zip(contents, table, strict=False):
-                holders.setdefault(content, set()).add(block)
-        counts.duplicate_blocks_stored += sum(len(blocks) - 1 for blocks in holders.values())
+                blocks_of.setdefault(content, set()).add(block)
+        counts.duplicate_blocks_stored += sum(len(blocks) - 1 for blocks in blocks_of.values())
 
 
 def replay(

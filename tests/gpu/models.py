@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benches.gpu.steps import Spot
+from benches.gpu.steps import Target
 from pyengine import LLM
 from pyengine.attention.choice import backend_names
 from pyengine.errors import ConfigurationError
@@ -97,7 +97,7 @@ class Refused(Exception):
     """A backend says that it cannot serve, and why: no failure, nothing to check."""
 
 
-class Place(Spot):
+class Place(Target):
     """The device that checks run on, and a folder for their models."""
 
     @property

@@ -126,7 +126,7 @@ class Ours(Manager):
     # What the others do not have.
 
     def pin(self, prompt: Any) -> Pin:
-        """The last holder of a computed prompt's blocks."""
+        """The last sequence with a computed prompt's blocks."""
         sequence = self.held(prompt)
         pin = sequence.pin()
         sequence.free()

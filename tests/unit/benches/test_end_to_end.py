@@ -24,7 +24,7 @@ from benches.engine.end_to_end import (
     tables,
 )
 from benches.engine.page import PAGE, publish
-from benches.engine.serve import Asked
+from benches.engine.serve import GenerateRequest
 
 
 def test_works_ask_for_what_their_names_say() -> None:
@@ -114,7 +114,7 @@ class Fake:
     def __init__(self, name: str, fails_at: int = 1000) -> None:
         self.name, self._calls = name, iter(range(fails_at))
 
-    def generate(self, asked: Asked) -> dict[str, Any]:
+    def generate(self, asked: GenerateRequest) -> dict[str, Any]:
         if next(self._calls, None) is None:
             raise RuntimeError("out of memory")
         tokens = [[1] * asked.max_tokens for _ in asked.prompts]
@@ -162,8 +162,10 @@ def test_the_pages_have_the_marks(page: Path, name: str) -> None:
 def test_this_engine_answers_ids_and_text(tmp_path: Path) -> None:
     engine = end_to_end.Engine(OURS, "float32", tmp_path)
     try:
-        ids = engine.generate(Asked([[5, 6, 7]], 3))
-        text = engine.generate(Asked(["The capital of France is"], 4, temperature=1.0, top_p=0.9))
+        ids = engine.generate(GenerateRequest([[5, 6, 7]], 3))
+        text = engine.generate(
+            GenerateRequest(["The capital of France is"], 4, temperature=1.0, top_p=0.9)
+        )
     finally:
         engine.close()
     assert engine.told["dtype"] == "float32"

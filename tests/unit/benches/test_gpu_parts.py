@@ -13,26 +13,26 @@ import pytest
 from benches.gpu.part_right import ended
 from benches.gpu.part_runs import long_prompt
 from benches.gpu.parts import PARTS, Report, run
-from benches.gpu.steps import Found, NotHere, Spot, Step
+from benches.gpu.steps import Found, NotHere, Step, Target
 
 
-def fine(_spot: Spot, number: int) -> Found:
+def fine(_target: Target, number: int) -> Found:
     return {"number": number, "table": "| a |\n| 1 |"}
 
 
-def not_here(_spot: Spot) -> Found:
+def not_here(_target: Target) -> Found:
     raise NotHere("there is none")
 
 
-def wrong(_spot: Spot) -> Found:
+def wrong(_target: Target) -> Found:
     raise AssertionError("3 is not 4")
 
 
-def gone(_spot: Spot) -> Found:
+def gone(_target: Target) -> Found:
     os._exit(3)
 
 
-def hangs(_spot: Spot) -> Found:
+def hangs(_target: Target) -> Found:
     time.sleep(60)
     return {}
 
@@ -48,7 +48,7 @@ def test_every_step_has_its_line(tmp_path: Path) -> None:
         Step("and beside it", fine, (9,), 30, beside="pair"),
     ]
     report = Report(tmp_path / "page.md", "A part")
-    run(steps, Spot("cpu", str(tmp_path)), report, minutes=5)
+    run(steps, Target("cpu", str(tmp_path)), report, minutes=5)
     report.end("Through")
     page = (tmp_path / "page.md").read_text()
     for words in (
@@ -65,10 +65,10 @@ def test_every_step_has_its_line(tmp_path: Path) -> None:
         assert words in page
 
 
-def commands(spot: Spot, seconds: float) -> Found:
+def commands(target: Target, seconds: float) -> Found:
     """A command without end, which is given so many seconds; its number is in a file."""
     code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
-    status, _ = ended([sys.executable, "-c", code, f"{spot.folder}/pid"], seconds)
+    status, _ = ended([sys.executable, "-c", code, f"{target.folder}/pid"], seconds)
     return {"status": status}
 
 
@@ -86,7 +86,7 @@ def test_a_command_ends_with_its_step(tmp_path: Path, seconds: float, words: str
     """By itself where there was time to say what it has found, and else with its process."""
     report = Report(tmp_path / "page.md", "A part")
     step = Step("commands", commands, (seconds,), 4)
-    run([step], Spot("cpu", str(tmp_path)), report, minutes=5)
+    run([step], Target("cpu", str(tmp_path)), report, minutes=5)
     report.end("Through")
     assert words in (tmp_path / "page.md").read_text()
     assert not lives(int((tmp_path / "pid").read_text()))
@@ -116,12 +116,12 @@ def test_who_is_cut_off_has_a_report(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_the_long_prompt_fits_into_the_pool_of_a_dry_run(tmp_path: Path) -> None:
-    assert long_prompt(Spot("cpu", str(tmp_path))) == {"prompt": 700, "equal": 3}
+    assert long_prompt(Target("cpu", str(tmp_path))) == {"prompt": 700, "equal": 3}
 
 
 def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
     report = Report(tmp_path / "page.md", "A part")
-    run([Step("late", wrong)], Spot("cpu", str(tmp_path)), report, minutes=0)
+    run([Step("late", wrong)], Target("cpu", str(tmp_path)), report, minutes=0)
     report.end("Through")
     assert "not run  late: because out of time" in (tmp_path / "page.md").read_text()
 

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 
 from benches.engine import speculative
-from benches.engine.serve import Asked
+from benches.engine.serve import GenerateRequest
 from benches.engine.speculative import NGRAM, Figure, Work, peer, peers, rows
 from pyengine import SamplingParams
 
 
 class Peer:
     def __init__(self) -> None:
-        self.asked: list[Asked] = []
+        self.asked: list[GenerateRequest] = []
 
-    def generate(self, asked: Asked) -> dict[str, Any]:
+    def generate(self, asked: GenerateRequest) -> dict[str, Any]:
         self.asked.append(asked)
         tokens = [[7] * (at + 1) for at in range(len(asked.prompts))]
         return {"seconds": 0.5, "tokens": tokens}
