@@ -1,4 +1,4 @@
-"""What events cost: cold prompts of 8,192 tokens, arrays, in a full pool of 65,536 blocks of 16.
+"""The cost of events: cold prompts of 8,192 tokens, arrays, in a full pool of 65,536 blocks of 16.
 
     python -m benches.events [ROUNDS]
 

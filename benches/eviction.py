@@ -6,8 +6,8 @@ Each of the 12,031 requests names its prompt's blocks of 512 tokens by id; equal
 whole prefixes. Here an id is a token and a block holds one, so a hit is a block of 512 tokens that
 is not computed. Requests run one after the other: a pool holds what is evictable, and one prompt.
 
-`best possible` is what no policy can exceed: Belady's rule, which knows the future and gives up
-first what is needed again last. `--plot` draws more pool sizes than the table has; it needs
+`best possible` is the bound of every policy: Belady's rule, which knows the future and first evicts
+the block that is needed again last. `--plot` draws more pool sizes than the table has; it needs
 matplotlib, `.venv/bin/pip install matplotlib` in a checkout.
 """
 

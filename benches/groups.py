@@ -1,4 +1,4 @@
-"""What layer groups save: peak KV memory of one sequence, as two markdown tables.
+"""Savings of layer groups: peak KV memory of one sequence, as two markdown tables.
 
     python benches/groups.py
 

@@ -41,7 +41,7 @@ class Failed(Exception):
 
 
 def output(*command: str | Path, env: dict[str, str] | None = None, cwd: Path = ROOT) -> str:
-    """What a command prints. Its errors go where ours go, if it has our environment."""
+    """The output of a command. Its errors go to our stderr, if it has our environment."""
     try:
         done = subprocess.run(
             command, env=env, text=True, cwd=cwd, check=True,
@@ -78,7 +78,7 @@ def count(binary: Path, operation: str) -> int:
 
 
 def toolchain() -> dict[str, str]:
-    """What counts depend on beside our code."""
+    """The versions and settings that counts depend on, beside our code."""
     return {
         "machine": platform.machine(),
         "rustc": output("rustc", "--version").split()[1],

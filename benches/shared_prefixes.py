@@ -1,4 +1,4 @@
-"""What it costs to say which rows of a step share which: `python -m benches.shared_prefixes`.
+"""The cost of finding the shared prefixes of a step: `python -m benches.shared_prefixes`.
 
 Decode steps of 256 and of 1,024 sequences on a pool with blocks of 16. All of them begin with the
 same prompt; every sixteen, side by side nowhere in the batch, go on alike; the rest is each one's
@@ -54,7 +54,7 @@ class Batch:
         return sequence
 
     def buffers(self, lengths: tuple[int, int, int]) -> StepBuffers:
-        """What a runner would bring."""
+        """The step buffers of a model runner."""
         width = (sum(lengths) + STEPS) // BLOCK + 2
         sizes = {"query_start_loc": self.rows + 1, "block_tables": (self.rows, width)}
         flat = ("input_ids", "positions", "slot_mapping", "seq_lens", "logits_indices")

@@ -1,4 +1,4 @@
-"""What every call of the block manager costs from Python: `pytest benches --benchmark-only`.
+"""The time of every call of the block manager from Python: `pytest benches --benchmark-only`.
 
 Medians of single calls, the way into Rust and back included. A pool of 16,384 blocks of 16 tokens,
 of which 256 running sequences of 512 tokens hold half. Figures: docs/benchmarks/block-manager.md.
@@ -76,7 +76,7 @@ class World:
 
     @cached_property
     def arrays(self) -> dict[str, npt.NDArray[np.int64]]:
-        """What a runner would bring."""
+        """The step buffers of a model runner."""
         shapes = {"query_start_loc": RUNNING + 1, "seq_lens": RUNNING}
         flat = ("input_ids", "positions", "slot_mapping", "logits_indices")
         shapes |= dict.fromkeys(flat, BUDGET)
@@ -346,7 +346,7 @@ look("BlockManager.seq_refs", "1", "", lambda world: world.manager.seq_refs(0))
 look("BlockManager.state", "1", "", lambda world: world.manager.state(0))
 look(
     "BlockManager.snapshot",
-    "blocks + contents",
+    "blocks + cached blocks",
     "16,384 blocks",
     lambda world: world.manager.snapshot(),
 )

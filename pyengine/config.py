@@ -247,7 +247,7 @@ class EngineSettings:
         if self.quantization is not None:
             raise ConfigurationError(
                 f"linear_backend={self.linear_backend!r} does not go together with quantization="
-                f"{self.quantization!r}, which has a product of its own: leave one of them out"
+                f"{self.quantization!r}, which has its own product: leave one of them out"
             )
         if self.linear_backend == "onednn" and self.tensor_parallel_size != 1:
             raise ConfigurationError(

@@ -82,7 +82,7 @@ def crate_dependencies() -> Graph:
     while left:
         name = left.pop()
         reached.add(name)
-        left += [one for one in found[name] & set(found) if one not in reached]
+        left += [below for below in found[name] & set(found) if below not in reached]
     return {name: found[name] & reached for name in sorted(reached)}
 
 

@@ -1,4 +1,4 @@
-"""Which functions, classes and files of ours one call of `LLM.generate` enters.
+"""The functions, classes and files of ours that one call of `LLM.generate` enters.
 
     python tools/call_walk.py [--list] [MODEL]
 

@@ -57,7 +57,7 @@ def _summary(path: Path) -> str:
 
 
 class _IdleEngine:
-    """What the metrics ask of an engine, of one that has done nothing."""
+    """The part of an engine that metrics read, for one that has done nothing."""
 
     def stats(self) -> EngineStats:
         manager = BlockManager(1, 1)

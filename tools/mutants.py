@@ -1,8 +1,8 @@
-"""Which changes of the engine's Python does no test notice? By mutmut, on a copy of the tree.
+"""Find changes of the engine's Python that no test notices, by mutmut, on a copy of the tree.
 
     python tools/mutants.py [FILE...]
 
-Run by `make mutants-python` in an environment that has mutmut. Each file has tests of its own,
+Run by `make mutants-python` in an environment that has mutmut. Each file has its tests,
 which run for each of its mutants in a process forked after everything is imported. The copies and
 mutmut's results stay in target/mutants-python; the tree itself is not touched.
 """
@@ -95,7 +95,7 @@ def mutate(file: str) -> None:
 
 
 def said(folder: Path, *arguments: str) -> str:
-    """What mutmut prints."""
+    """The output of mutmut."""
     return str(mutmut(folder, *arguments, output=subprocess.PIPE).stdout)
 
 

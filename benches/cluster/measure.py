@@ -1,4 +1,4 @@
-"""What steps of the embedded model take on this machine: the constants of the simulator's clock.
+"""Step times of the embedded model on this machine: the constants of the simulator's clock.
 
     python -m benches.cluster.measure
 
@@ -73,13 +73,13 @@ def measured() -> list[tuple[list[float], float]]:
 def main() -> None:
     """Measure, fit, write down."""
     steps = measured()
-    features, seconds = np.array([one for one, _ in steps]), np.array([one for _, one in steps])
+    features, seconds = (np.array(column) for column in zip(*steps, strict=True))
     weights = 1 / seconds  # relative errors count
     fit, *_ = np.linalg.lstsq(features * weights[:, None], np.ones(len(seconds)), rcond=None)
     names = ("step", "prompt_token", "prompt_context", "row", "row_context")
     costs = dict(zip(names, np.maximum(fit, 0).tolist(), strict=True))
-    for one, real in steps:
-        print(one, f"{real * 1e3:.1f} ms, fitted {float(np.dot(one, fit)) * 1e3:.1f} ms")
+    for step, real in steps:
+        print(step, f"{real * 1e3:.1f} ms, fitted {float(np.dot(step, fit)) * 1e3:.1f} ms")
     written = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     RESULTS.write_text(json.dumps({**written, "costs": costs}, indent=1) + "\n")
     print(costs)

@@ -62,7 +62,7 @@ class Job:
 
 
 class Later:
-    """What happens at some time, in its order."""
+    """Future events, in order of their time."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Callable[[], object]]] = []
@@ -80,7 +80,7 @@ class Later:
 
 @dataclass(slots=True)
 class Heard:
-    """What a replica tells: events after a step, a prompt that was computed, an answer's end."""
+    """Callbacks of a replica: events after a step, a computed prompt, an answer's end."""
 
     events: Callable[[float, "SimReplica", Events], object]
     first: Callable[[float, Job], object]
@@ -140,23 +140,23 @@ class SimReplica:
         return sum([len(job.tokens) for job in self.running])
 
     def _prefill(self) -> bool:
-        """One step with prompts in it; False if there is no room for the next one."""
-        plan, room, done, computed, context = (
+        """One step with prompts in it; False if the next one does not fit."""
+        plan, budget, done, computed, context = (
             self.manager.begin_step(BUDGET),
             BUDGET,
             list[Job](),
             0,
             0,
         )
-        while self.waiting and room > 0:
+        while self.waiting and budget > 0:
             job = self.waiting[0]
             assert job.sequence is not None
             answer = plan.prefill(
-                job.sequence, room, reserve=math.ceil(job.output / self.block_size)
+                job.sequence, budget, reserve=math.ceil(job.output / self.block_size)
             )
             if not isinstance(answer, Prefilled):
                 break
-            room -= answer.num_tokens
+            budget -= answer.num_tokens
             computed += answer.num_tokens
             context = job.sequence.num_computed_tokens
             job.left = len(job.tokens) - context - answer.num_tokens

@@ -1,4 +1,4 @@
-"""What the router costs: a choice, a step's events, the memory of what it knows.
+"""Costs of the router: a choice, a step's events, the memory of its index.
 
 python -m benches.cluster.router_costs
 """

@@ -1,7 +1,7 @@
 """`make cluster`: two replicas of the embedded model behind the router, under a load that shares.
 
-Prompts are families: a long beginning that a family has in common, and a question of its own. The
-last line says how the requests were divided, and how many of their tokens were cached.
+Prompts are families: a long beginning that a family has in common, then a different question each.
+The last line says how the requests were divided, and how many of their tokens were cached.
 """
 
 import argparse
@@ -29,7 +29,7 @@ async def load(address: str, families: int, each: int, prefix: int, at_once: int
 
     async with httpx2.AsyncClient(timeout=600) as client:
 
-        async def one(family: int) -> None:
+        async def ask(family: int) -> None:
             own = [random.randrange(1000, 40_000) for _ in range(24)]
             body = {"prompt": begins[family] + own, "max_tokens": 16, "temperature": 0}
             async with gate:
@@ -40,7 +40,7 @@ async def load(address: str, families: int, each: int, prefix: int, at_once: int
             seen["cached"] += usage["prompt_tokens_details"]["cached_tokens"]
 
         start = time.monotonic()
-        await asyncio.gather(*map(one, order))
+        await asyncio.gather(*map(ask, order))
         seconds = time.monotonic() - start
         text = (await client.get(f"{address}/metrics")).text
     routed = [

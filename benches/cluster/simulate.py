@@ -220,12 +220,12 @@ def simulate(
     """The figures of one run; `weight` is the router's `running_weight`."""
     start = time.perf_counter()
     simulation = Simulation(policy, num_replicas, num_blocks, costs, weight)
-    sent = [simulation.send(number, one) for number, one in enumerate(arrivals)]
+    sent = [simulation.send(number, arrival) for number, arrival in enumerate(arrivals)]
     simulation.finish()
     jobs = [job for job, _ in sent]
     prompt = sum(len(job.tokens) for job in jobs)
     waits = np.array([job.first - job.arrival for job in jobs])
-    queued = np.array([one for _, one in sent])
+    queued = np.array([tokens for _, tokens in sent])
     end = max(replica.now for replica in simulation.replicas.values())
     counts = np.array(list(simulation.sent.values()))
     found: dict[str, Any] = {

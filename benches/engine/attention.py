@@ -68,7 +68,7 @@ class Step:
 
     @property
     def mask(self) -> torch.Tensor:
-        """Which of the gathered keys each sequence sees."""
+        """True for the gathered keys that each sequence sees."""
         return (torch.arange(self.tables.shape[1] * BLOCK) < self.lengths[:, None])[:, None, None]
 
     def inputs(self) -> StepInputs:
@@ -215,7 +215,7 @@ def timed(attend: Attend) -> Stream:
 
 
 def why_no_flex() -> str | None:
-    """What keeps FlexAttention from being compiled here; None if nothing does."""
+    """The reason why FlexAttention cannot be compiled here; None if it can."""
     try:
         with torch.inference_mode():
             flex(Step.of(2, 64))()

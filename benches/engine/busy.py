@@ -13,8 +13,8 @@ Rows: decodes of one sequence and of eight. Columns:
 - `1 of 2 CPUs`: a CPU quota of one CPU by a control group, in which the engine starts. It needs
   the right to make control groups.
 
-Engines are processes of their own (`serve.py`), started anew for every column, and take turns.
-What cannot be measured, a line says. Results: `benches/results/busy-MACHINE.json`. The goal is to
+Engines are separate processes (`serve.py`), started anew for every column, and take turns.
+A line names each missing measurement. Results: `benches/results/busy-MACHINE.json`. The goal is to
 reach 0.9 of the fastest other engine in every column.
 """
 

@@ -27,7 +27,7 @@ PLACES = (
     ("starlette and fastapi", ("starlette/", "fastapi/", "anyio/")),
     ("pyengine/server: chunks of answers", ("pyengine/server/",)),
     ("pyengine/engine: outputs to streams", ("pyengine/engine/",)),
-    ("uvloop: the next event, and its turn", ("asyncio/", "uvloop/")),
+    ("uvloop: the next event, and its callback", ("asyncio/", "uvloop/")),
 )
 """Where the innermost frame of a sample lies that is of any of these."""
 OTHER = "else"

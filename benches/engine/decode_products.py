@@ -86,7 +86,7 @@ def child(model: str, backend: Any, threads: int) -> None:
 
 
 def measured(model: str, level: str, backend: str, threads: int) -> dict[str, Any]:
-    """What a child prints."""
+    """The output of a child process."""
     command = [sys.executable, "-m", "benches.engine.decode_products", "--child", backend]
     done = subprocess.run(
         [*command, "--model", model, "--threads", str(threads)],

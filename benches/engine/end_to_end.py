@@ -75,7 +75,7 @@ PYTHONS = {VLLM: PEERS, VLLM32: PEERS, LLAMA: LLAMA_PYTHON}
 """Where this environment does not have the engine."""
 START = "start to first token"
 VLLM_SPINS_SECONDS = 1.2
-"""vLLM's workers look out for work so long on a core of their own; the next one waits for that."""
+"""Seconds for which vLLM's workers poll for work on a core; the next engine waits for that."""
 
 
 GOALS: dict[str, tuple[float, float]] = {  # ours, the better of two, against the faster vLLM
@@ -94,7 +94,7 @@ LLAMA_GOAL = 1.0
 
 
 def model_of(name: str) -> Path:
-    """What the engine loads of the embedded model."""
+    """The file or folder of the embedded model that the engine loads."""
     return embedded_gguf() if name == LLAMA else embedded_model()
 
 
@@ -133,9 +133,9 @@ class Engine:
         )
         ready = self._answer()
         self.start_seconds = perf_counter() - start
-        self.told = {"version": ready["ready"], **ready["settings"]}
+        self.described = {"version": ready["ready"], **ready["settings"]}
         if name in (VLLM, VLLM32):
-            self.told["cores"] = environment["VLLM_CPU_OMP_THREADS_BIND"]
+            self.described["cores"] = environment["VLLM_CPU_OMP_THREADS_BIND"]
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -175,7 +175,7 @@ class Engine:
 
 
 class Record:
-    """What was found, in a file that is written anew with everything that comes.
+    """The results, in a file that is written again after each of them.
 
     `found[dtype][work][engine]` is the seconds of each round.
     """
@@ -270,7 +270,7 @@ def start(names: list[str], dtype: str, caches: Path, record: Record) -> list[En
             continue
         engines.append(engine)
         record.about["missing"].pop(f"{name}, {dtype}", None)
-        record.about["engines"].setdefault(name, {})[dtype] = engine.told
+        record.about["engines"].setdefault(name, {})[dtype] = engine.described
         record.begin(dtype, START, name)
         record.add(dtype, START, name, engine.start_seconds)
     return engines
@@ -374,13 +374,13 @@ def int8_goals(record: Record) -> Iterator[str]:
         )
         yield "|---|---:|---:|---:|"
         yield from rows
-    one = WORKS[0].name
-    ratios = [record.ratio("bfloat16", one, name, LLAMA) for name in (INT8, INT8_COMPILED)]
+    work = WORKS[0].name
+    ratios = [record.ratio("bfloat16", work, name, LLAMA) for name in (INT8, INT8_COMPILED)]
     if best := max(filter(None, ratios), default=None):
         yield "\n| 8-bit weights, times as fast as llama.cpp with its 4-bit file | | goal |"
         yield "|---|---:|---:|"
         met = "met" if best >= LLAMA_GOAL else "not met"
-        yield f"| {one} | {best:.2f} | {LLAMA_GOAL:.2f}, {met} |"
+        yield f"| {work} | {best:.2f} | {LLAMA_GOAL:.2f}, {met} |"
 
 
 def summary(record: Record) -> Iterator[str]:

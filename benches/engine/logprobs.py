@@ -1,4 +1,4 @@
-"""What bfloat16 and 8-bit weights do to a model's log-probabilities, on BIG-Bench-Hard text.
+"""The effect of bfloat16 and 8-bit weights on log-probabilities, on BIG-Bench-Hard text.
 
     .venv/bin/python -m benches.engine.logprobs [--tasks 8] [--tokens 512]
 

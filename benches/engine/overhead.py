@@ -1,4 +1,4 @@
-"""What a step of the engine costs beside the model, and where it goes.
+"""The time of a step of the engine outside the model, by part.
 
     .venv/bin/python -m benches.engine.overhead [--quick] [--only TEXT] [--as before]
     .venv/bin/python -m benches.engine.overhead --show
@@ -12,15 +12,15 @@ each step.
 - `greedy`: the vocabulary has 128 tokens, so that what is timed is the engine and not the search
   for the largest of 49,152 logits, which is memory traffic that any engine has. Nobody wants text.
 - `text`: with a tokenizer of 128 of SmolLM2's tokens, whole words. Answers of 256 tokens, whose
-  text is looked at when they are there: that is in the time, shared among the steps. `read`: each
-  request's news are looked at after each step, as by somebody who streams it.
+  text is read at the end: that is in the time, shared among the steps. `read`: each request's new
+  output is read after each step, as by a streaming reader.
 - `top-p`: temperature 1 and top-p 0.9; `top-k`: temperature 1 and top-k 50.
 - `arrivals`: text, read; four requests a step come and go on average, in Poisson's way, with 512
   tokens in and 64 out on average. Taking them in is timed too.
 - with 49,152 and 151,936 tokens: as above, the text with SmolLM2's tokenizer as it is. `largest` is
   reading the logits and nothing else, the floor of these rows.
 
-Further: taking in a prompt of 8,192 token ids, and aborting one of 50,000 requests that wait.
+Further: accepting a prompt of 8,192 token ids, and aborting one of 50,000 waiting requests.
 
 Microseconds, medians of rounds in which all take turns. A time is the processor's, which a busy
 machine does not change much; the clock's is beside it in the file,
@@ -65,7 +65,7 @@ DELTAS: dict[str, Any] = {"output_kind": RequestOutputKind.DELTA}
 GOALS = {
     f"greedy, {RUNNING} running": 120,
     f"greedy, text, {RUNNING} running": 250,
-    f"take in {LONG:,} from an array": 100,
+    f"accept {LONG:,} from an array": 100,
     f"abort one of {WAITING:,}": 10,
 }
 
@@ -122,7 +122,7 @@ def started(
 
 @dataclass(frozen=True, kw_only=True)
 class How:
-    """`waiting` more than have a seat; steps of an operation; whether news are read.
+    """`waiting` requests more than slots; steps of an operation; whether updates are read.
 
     With `is_whole` an operation is a whole answer, and what is done at its end is shared among its
     steps.
@@ -208,7 +208,7 @@ def arrivals() -> Stream:
             yield found
 
 
-def taking_in(as_ids: Callable[[Any], Ids]) -> Stream:
+def accepting(as_ids: Callable[[Any], Ids]) -> Stream:
     """A long prompt, from what the caller has to the queue."""
     service = Service(Size(count=1, longest=2 * LONG, vocab_size=SMOLLM2))
     params = SamplingParams(temperature=0, max_tokens=16, detokenize=False)
@@ -274,8 +274,8 @@ def rows(sizes: tuple[int, ...]) -> dict[str, Callable[[], Stream]]:
             how = How(steps=1, is_whole=name.endswith("text"))
             found[row] = partial(steps, RUNNING, vocab_size, settings, how)
         found[f"largest, {RUNNING} rows, {vocab_size:,} tokens"] = partial(search, vocab_size)
-    found[f"take in {LONG:,} from an array"] = partial(taking_in, np.asarray)
-    found[f"take in {LONG:,} from a list"] = partial(taking_in, np.ndarray.tolist)
+    found[f"accept {LONG:,} from an array"] = partial(accepting, np.asarray)
+    found[f"accept {LONG:,} from a list"] = partial(accepting, np.ndarray.tolist)
     found[f"abort one of {WAITING:,}"] = aborting
     for name in ("greedy", "greedy, text", "top-p"):
         settings = {"detokenize": False, **small[name][0]}
@@ -311,7 +311,7 @@ def measure(wanted: dict[str, Callable[[], Stream]], effort: Effort) -> dict[str
 
 
 def page(content: dict[str, Any]) -> Iterator[str]:
-    """What the docs show: machines and dates, the tables, and what became slower."""
+    """The page of the docs: machines and dates, the tables, and the rows that became slower."""
     for run, column in content.items():
         about = column["machine"]
         yield f"{run}: {heading(about)}, commit {about['commit']}  "

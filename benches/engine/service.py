@@ -33,7 +33,7 @@ Ids = npt.NDArray[np.int64] | list[int]
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """`count` seats, sequences of `longest` tokens at most, a vocabulary, a tokenizer or none."""
+    """`count` slots, sequences of `longest` tokens at most, a vocabulary, a tokenizer or none."""
 
     count: int
     longest: int
@@ -150,7 +150,7 @@ class Service:
 
     @property
     def num_running(self) -> int:
-        """Requests that have a seat."""
+        """Running requests."""
         return self._engine.stats().num_running
 
     def parts(self, timed: Callable[[str, Any], Any]) -> None:

@@ -8,7 +8,7 @@ from the root of the repository. SmolLM2-135M-Instruct; passages of this reposit
 prompts, new ones each round, the same for all; greedy, 64 tokens each, the end of sequence ignored.
 
 - 64 prompts by 32 clients that wait for their answer: prompts that share nothing, and prompts with
-  a long beginning in common. The same texts go to `LLM.generate`, with 32 seats and all at once.
+  a long beginning in common. The same texts go to `LLM.generate`, with 32 slots and all at once.
 - The first of these by Poisson arrivals, at half and at nine tenths of the rate at which the
   slowest server answered them: all servers get the same arrivals.
 - 256 clients at once: times between tokens beside those of 256 tasks that read `AsyncEngine` in
@@ -20,7 +20,7 @@ turns, in another order each round; figures are medians of the rounds. Client an
 `.venv-peers` (`benches/peers/env.py` makes it).
 
 Tables go to standard output, with `--docs` into docs/benchmarks/serving.md too, everything to
-`benches/results/serving-MACHINE.json`: each kind of machine has a file and a place of its own.
+`benches/results/serving-MACHINE.json`: each kind of machine has its file and its place on the page.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from benches.engine.crowd import profile
 from benches.engine.end_to_end import PEERS, ROOT, VLLM_SPINS_SECONDS, say
 from benches.engine.page import publish
 from benches.engine.serve import GenerateRequest
-from benches.engine.serving_tables import ALONE, AT_ONCE, OURS, SEATS, SERVERS, VLLM32, tables
+from benches.engine.serving_tables import ALONE, AT_ONCE, OURS, SERVERS, SLOTS, VLLM32, tables
 from benches.engine.works import passages
 from benches.peers.report import libraries, machine, results_file, results_name
 from pyengine.models.source import embedded_model
@@ -100,7 +100,7 @@ def loads(count: int, clients: int, crowd: int) -> tuple[Load, ...]:
 
 
 class Child:
-    """A process in a group of its own, which is ended with it; what it says is kept for errors.
+    """A process in a separate group, which ends with it; its output is kept for errors.
 
     It answers questions on its standard output, unless it `serves`: then that is what it says, too.
     An unread pipe would stop it after 64 KiB of log.
@@ -137,7 +137,7 @@ class Child:
         return json.loads(line)
 
     def failed(self) -> RuntimeError:
-        """What it said last."""
+        """An error with its last output."""
         self._said.seek(0)
         lines = [line.strip() for line in self._said if line.strip()]
         return RuntimeError(f"ended with {self.process.wait()}: {' / '.join(lines[-3:])}")
@@ -225,8 +225,8 @@ class Run:
         serve = ["-m", "benches.engine.serve", "compiled", str(embedded_model()), options.dtype]
         self.offline, settings = {}, {"kv_cache_memory": POOL_GIB << 30}
         self.apart = stack.enter_context(ExitStack())
-        for name, seats in ((SEATS, options.clients), (AT_ONCE, options.prompts)):
-            command = [sys.executable, *serve, json.dumps(settings | {"max_num_seqs": seats})]
+        for name, slots in ((SLOTS, options.clients), (AT_ONCE, options.prompts)):
+            command = [sys.executable, *serve, json.dumps(settings | {"max_num_seqs": slots})]
             # As the command line has it, which is what the server runs under.
             self.offline[name] = self.apart.enter_context(Child(command, GOMP_SPINCOUNT=BRIEF_SPIN))
             self.offline[name].answer()  # it is ready
@@ -240,10 +240,10 @@ class Run:
                 self.about["starts"][name] = self.servers[-1].start_seconds
 
     def call(self, server: Server, load: Load, seed: object, rate: float | None = None) -> Any:
-        """What the client measures, or why it cannot."""
+        """The measurements of the client, or the reason for none."""
         data = self.folder / "prompts.json"
         data.write_text(json.dumps(load.prompts(seed)))
-        told = {
+        arguments = {
             "base-url": server.url,
             "tokenizer": embedded_model(),
             "dataset-name": "custom",
@@ -258,7 +258,7 @@ class Run:
             **({"request-rate": rate} if rate else {}),
         }
         flags = ["--ignore-eos", "--disable-tqdm"]
-        found = self.client.ask([f"--{name}={value}" for name, value in told.items()] + flags)
+        found = self.client.ask([f"--{name}={value}" for name, value in arguments.items()] + flags)
         if found["completed"] != load.count:
             raise RuntimeError(f"{server.name}, {load.name}: {found['completed']} answers")
         if server.name != OURS:

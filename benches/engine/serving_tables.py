@@ -7,12 +7,12 @@ from typing import Any
 from benches.peers.report import heading
 
 SERVERS = OURS, VLLM, VLLM32 = "pyengine", "vllm", "vllm32"
-AT_ONCE, SEATS, ALONE = "offline, all at once", "offline, with seats", "engine alone"
+AT_ONCE, SLOTS, ALONE = "offline, all at once", "offline, with slots", "engine alone"
 TITLES = {
     OURS: "`pyengine serve --compile`",
     VLLM: "vLLM's server",
     VLLM32: "vLLM's, `--block-size 32`",
-    SEATS: "`LLM.generate`, a slot for each client",
+    SLOTS: "`LLM.generate`, a slot for each client",
     AT_ONCE: "`LLM.generate`, all at once",
     ALONE: "`AsyncEngine` alone",
 }
@@ -39,7 +39,7 @@ def tables(content: dict[str, Any]) -> Iterator[str]:
             yield f"| {TITLES.get(name, name)} | {' | '.join(cells)} |"
         if (ratio := share_of_offline(rows)) is not None:
             met = "met" if ratio >= GOAL else "not met"
-            yield f"\n{ratio:.2f} of {TITLES[SEATS]}; goal {GOAL}, {met}."
+            yield f"\n{ratio:.2f} of {TITLES[SLOTS]}; goal {GOAL}, {met}."
     if "profile" in content:
         threads, loop = content["profile"]["threads"], content["profile"]["loop"]
         yield "\n| of a core, while the crowd is served | |\n|---|---:|"
@@ -61,6 +61,6 @@ def cell(rounds: list[Any], part: str) -> str:
 def share_of_offline(rows: dict[str, list[Any]]) -> float | None:
     """Tokens per second of our server, of those without a server: the median of the rounds."""
     part = "output_throughput"
-    pairs = zip(rows.get(OURS, []), rows.get(SEATS, []), strict=False)
+    pairs = zip(rows.get(OURS, []), rows.get(SLOTS, []), strict=False)
     found = [item[part] / other[part] for item, other in pairs]
     return median(found) if found else None

@@ -80,7 +80,7 @@ class Figure:
     seconds: float
     tokens: int
     per_step: float | None
-    """Tokens per decode that had drafts; 1 without any, None where nobody says."""
+    """Tokens per decode that had drafts; 1 without any, None if not reported."""
 
     @property
     def rate(self) -> float:

@@ -1,4 +1,4 @@
-"""What it costs to keep answers to a JSON schema, as a share of a decode step.
+"""The cost of constraining answers to a JSON schema, as a share of a decode step.
 
     .venv/bin/python -m benches.engine.structured [--quick]
 

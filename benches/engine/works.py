@@ -1,4 +1,4 @@
-"""What the engines are asked to generate, end to end."""
+"""The generation tasks of the end-to-end benchmark."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +37,7 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """What the rate counts: tokens out, or tokens in where only one comes out."""
+        """The tokens that the rate counts: output, or input where the output is one token."""
         per_prompt = self.max_tokens if self.max_tokens > 1 else self.shared + self.own
         return self.count * per_prompt
 

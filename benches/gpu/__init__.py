@@ -1,1 +1,1 @@
-"""What the GPU path gives: decode against the roofline, transformers, sharing, the host's work."""
+"""Speed of the GPU path: decode against the roofline, transformers, sharing, the host's work."""

@@ -4,9 +4,9 @@
 
 from the root of the repository. It needs the built package, torch, transformers and numpy; random
 weights are made here. Every figure is a line of FOLDER/figures.jsonl as soon as it is known, and
-FOLDER/figures.md, goals and tables, is written anew after each work: who is cut off has both. Each
-work has a separate process; one that fails or hangs is named, and the next one begins. On a CPU
-everything is tiny: it shows that it runs. Whether the path is right: `make gpu-check`.
+FOLDER/figures.md, goals and tables, is written anew after each work, so an interrupted run has
+both. Each work has a separate process; one that fails or hangs is named, and the next one begins.
+On a CPU everything is tiny: it shows that it runs. Whether the path is right: `make gpu-check`.
 """
 
 import argparse

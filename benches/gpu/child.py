@@ -77,7 +77,7 @@ class Child:
         self._process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=False)
         self._process.start()
         theirs.close()
-        self._pipe.recv()  # it leads a group of its own now: it can be ended with what it starts
+        self._pipe.recv()  # it leads a process group now: it can be ended with its children
 
 
 def _serve(pipe: Connection) -> None:

@@ -1,4 +1,4 @@
-"""What a decode step costs the host on its way to a GPU, with stand-ins for the device's part.
+"""The host's time for a decode step on a GPU, with stand-ins for the device's part.
 
     python -m benches.gpu.host_step [--steps 30]
 

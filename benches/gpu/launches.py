@@ -3,12 +3,12 @@
     python -m benches.gpu.launches [--compiled]
 
 Twice: as transformers has the model, and as it runs on CUDA, where products of the same rows are
-joined, and attention's kernel of the KV write does the norm of heads and the rotary embedding. Two
+fused, and attention's kernel of the KV write does the norm of heads and the rotary embedding. Two
 random models of a family differ by a period of layers: so do the operations that they dispatch.
 Eager: on torch's device "meta", which has shapes and computes nothing; views are not counted.
-Compiled: what torch's compiler leaves of the same graph, kernels of its own and calls of libraries,
-of the model as it runs on CUDA, compiled for the CPU, with a stand-in for attention. The KV write
-and the attention kernel are one operation each in all.
+Compiled: the kernels and library calls that torch's compiler leaves of the same graph, of the model
+as it runs on CUDA, compiled for the CPU, with a stand-in for attention. The KV write and the
+attention kernel are one operation each in all.
 """
 
 import argparse

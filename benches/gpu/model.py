@@ -19,7 +19,7 @@ from pyengine.models.transformers_calls import quiet_transformers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """What a dense decoder's configuration says about its traffic; sizes in elements."""
+    """The sizes of a dense decoder that determine its memory traffic, in elements."""
 
     layers: int
     hidden: int
@@ -60,7 +60,7 @@ class ModelSize:
 
     @property
     def weight_bytes(self) -> int:
-        """What every step reads: all layers and the output layer."""
+        """Bytes that every step reads: all layers and the output layer."""
         elements = self.layers * self.layer_weights + self.vocabulary * self.hidden
         return elements * self.bytes_per_element
 
@@ -104,7 +104,7 @@ class Shape:
 
     @property
     def size(self) -> ModelSize:
-        """What it reads and computes."""
+        """The sizes that determine reads and computation."""
         return ModelSize.of(self.config)
 
     def model(self, device: str) -> Any:

@@ -105,7 +105,7 @@ def sanitised(target: Target, tool: str) -> Found:
 
 
 def small_run(device: str, folder: str) -> None:
-    """What the sanitizer looks at: a prefill and decodes in graphs."""
+    """The run under the sanitizer: a prefill and decodes in graphs."""
     from pyengine import SamplingParams
 
     place, random = Place(device, folder), Random(3)

@@ -22,7 +22,7 @@ PACKAGES = ("torch", "triton", "transformers", "numpy", "flashinfer-python", "ap
 
 
 def machine(target: Target) -> Found:
-    """What there is."""
+    """The machine's hardware and software."""
     found: Found = {
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},

@@ -3,10 +3,10 @@
     python3 -m benches.gpu.parts runs|right|fast --device cuda --out FOLDER [--minutes 9]
 
 from a checkout in which `pyengine/` holds the built extension; torch, transformers, numpy and
-pytest are there, flashinfer's wheels if they are. Steps run one after the other, each in a process
-of its own that is ended when its time is up. FOLDER/PART.md has a line for each step as soon as it
-is over, so whoever is cut off has all that came before, and SIGTERM says where. What is not begun
-after so many minutes is named. With `--device cpu` everything is small, to see that it runs.
+pytest are there, flashinfer's wheels if they are. Steps run one after the other, each in a separate
+process that is ended when its time is up. FOLDER/PART.md has a line for each step as soon as it is
+over, so an interrupted run keeps all earlier lines, and SIGTERM adds the current one. Steps that
+did not begin in time are named. With `--device cpu` everything is small, to see that it runs.
 """
 
 import argparse

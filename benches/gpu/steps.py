@@ -1,4 +1,4 @@
-"""What the parts of the first hour are made of."""
+"""The building blocks of the parts of the first hour on a GPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class NotHere(Exception):
 class Step:
     """Something to try, for so many seconds at most. It returns what is to be written down.
 
-    A value that has lines of its own, a table for instance, is set below the step. Steps of the
+    A value of several lines, for instance a table, is set below the step. Steps of the
     same `beside` run at the same time.
     """
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, seen from the thread that drives the engine."""
+"""Where the time of a step goes, seen from the engine thread."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

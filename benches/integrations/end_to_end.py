@@ -40,7 +40,7 @@ GOALS = {(WORKS[6].name, "128"): 1.8, (WORKS[6].name, "32"): 1.0}
 
 
 def plugin_folder(folder: Path) -> Path:
-    """What an installed wheel would tell vLLM: the entry point, in a folder for `PYTHONPATH`."""
+    """A folder for `PYTHONPATH` with the entry point that an installed wheel would give vLLM."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     about = folder / "pyengine_kv-0.dist-info"
     about.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What nano-vllm's Scheduler costs with its own manager and with ours.
+"""The time of nano-vllm's Scheduler with its own manager and with ours.
 
     .venv-peers/bin/python -m benches.integrations.nano_vllm            # a minute
     .venv-peers/bin/python -m benches.integrations.nano_vllm --quick    # does it run
@@ -29,7 +29,7 @@ CASES = ("cold", "hot", "decode")
 
 
 class Engine:
-    """nano-vllm's Scheduler, and nothing behind it."""
+    """nano-vllm's Scheduler without a model."""
 
     def __init__(self, arm: str, block_size: int, running: int) -> None:
         scheduler: Any = importlib.import_module("nanovllm.engine.scheduler")

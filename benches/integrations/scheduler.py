@@ -1,4 +1,4 @@
-"""What vLLM's Scheduler costs with its own manager, with an early return in it, and with ours.
+"""The time of vLLM's Scheduler with its own manager, with an early return in it, and with ours.
 
     .venv-peers/bin/python -m benches.integrations.scheduler            # two minutes
     .venv-peers/bin/python -m benches.integrations.scheduler --quick    # does it run
@@ -8,11 +8,11 @@ with its settings for a GPU (blocks of 16, chunked prefill, prefix caching). The
 idea of vLLM's pull request 29206: a running request that needs and fills no block makes no call.
 
 Decode: so many requests run, with prompts of 512 tokens; medians of steps, in microseconds.
-`allocate_slots` is timed in steps of its own, as the clock costs time. Long prompts: 90,000 tokens,
-of which the first 96 % were there before; from the request's arrival (its hashes, where anybody
-wants them) to the end of the `schedule()` that admits it; medians, in milliseconds. The request
-before it is gone by then. `nothing` is a manager that finds nothing and hands out nothing: what is
-left is vLLM's own, a floor.
+`allocate_slots` is timed in separate steps, as the clock costs time. Long prompts: 90,000 tokens,
+of which the first 96 % are cached; from the request's arrival (with its hashes, if they are needed)
+to the end of the `schedule()` that admits it; medians, in milliseconds. The request before it has
+ended by then. `nothing` is a manager that finds and allocates no blocks: its figures are vLLM's own
+work, a floor.
 """
 
 import argparse

@@ -4,8 +4,8 @@
 
 pyengine is not installed there: the benchmark runs from the root of the repository, and the abi3
 extension that `make` built loads into any Python from 3.11 on. (SGLang's wheel is for 3.11 and
-3.12.) Nothing is done twice; a peer that could not be had is tried again. What happened is in
-`peers.json` in the environment; remove that file to have everything looked at again.
+3.12.) Nothing is done twice; a peer that could not be had is tried again. The outcome is in
+`peers.json` in the environment; remove that file to install everything again.
 
 vLLM and SGLang come from PyPI without their dependencies, because together they want two different
 versions of torch. Of vLLM's own requirements everything is installed but the four that its block
@@ -63,11 +63,11 @@ class Environment:
 
     def pip(self, *arguments: str | Path) -> str:
         """`pip install` with these arguments."""
-        quiet = ("--disable-pip-version-check", "--quiet", "--no-input")
-        return run(self.python, "-m", "pip", *quiet, "install", *arguments)
+        flags = ("--disable-pip-version-check", "--quiet", "--no-input")
+        return run(self.python, "-m", "pip", *flags, "install", *arguments)
 
     def ask(self, code: str) -> str:
-        """What a line of Python prints there."""
+        """The output of a line of Python there."""
         return run(self.python, "-c", code).strip()
 
     def torch(self) -> str:

@@ -1,4 +1,4 @@
-"""What we want to show, and whether a run shows it: ratios of figures taken in turns."""
+"""Goals, and whether a run reaches them: ratios of figures measured alternately."""
 
 from dataclasses import dataclass
 from typing import Any

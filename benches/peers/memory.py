@@ -2,8 +2,8 @@
 
     python -m benches.peers.memory NUM_BLOCKS
 
-prints JSON: megabytes of the whole process with that pool in full use (every block holds a
-content), bytes per block of it, and bytes per sequence and per token of a sequence.
+prints JSON: megabytes of the whole process with that pool in full use (every block is
+cached), bytes per block of it, and bytes per sequence and per token of a sequence.
 """
 
 import gc
@@ -54,7 +54,7 @@ def sequences(count: int, tokens: int) -> float:
 
 def measure(num_blocks: int) -> dict[str, float]:
     """In this process, once."""
-    one, longer = sequences(SEQUENCES, 1), sequences(LONG_SEQUENCES, PROMPT)
+    shorter, longer = sequences(SEQUENCES, 1), sequences(LONG_SEQUENCES, PROMPT)
     gc.collect()
     before = resident()
     manager = BlockManager(num_blocks, BLOCK)
@@ -66,8 +66,8 @@ def measure(num_blocks: int) -> dict[str, float]:
         "process_mb": after / 1e6,
         "bytes_per_block": (after - before) / num_blocks,
         "bytes_per_block_before_use": (made - before) / num_blocks,
-        "bytes_per_sequence": one,
-        "bytes_per_token": (longer - one) / (PROMPT - 1),
+        "bytes_per_sequence": shorter,
+        "bytes_per_token": (longer - shorter) / (PROMPT - 1),
     }
 
 

@@ -75,13 +75,13 @@ def goals(runs: list[dict[str, Any]]) -> Iterator[str]:
     yield f"| work | against | {' | '.join(map(column, runs))} | goal | |"
     yield "|---|---|" + "---:|" * len(runs) + "---:|---|"
     for goal in SPEED:
-        yield row(runs, [speed(goal, run["works"]) for run in runs])
+        yield line(runs, [speed(goal, run["works"]) for run in runs])
     for each in GROWTH:
-        yield row(runs, [growth(*each, run["works"]) for run in runs])
-    yield row(runs, [memory(run["memory"]) for run in runs])
+        yield line(runs, [growth(*each, run["works"]) for run in runs])
+    yield line(runs, [memory(run["memory"]) for run in runs])
 
 
-def row(runs: list[dict[str, Any]], outcomes: list[Outcome]) -> str:
+def line(runs: list[dict[str, Any]], outcomes: list[Outcome]) -> str:
     """A goal on every machine."""
     first = outcomes[0]
     met = [

@@ -132,7 +132,7 @@ def pools(works: dict[str, Any]) -> Figure | None:
 
 
 def replays(replay: dict[str, Any]) -> Figure | None:
-    """What the traces show, in bars."""
+    """The results of the traces, as bars."""
     if not replay:
         return None
     panels: tuple[tuple[str, Callable[[dict[str, float]], float]], ...] = (

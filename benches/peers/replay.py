@@ -21,7 +21,7 @@ MOST_SEQUENCES = 512
 
 @dataclass
 class Counts:
-    """What one manager did with a workload. Duplicates are counted within each step."""
+    """The counts of one manager over a workload. Duplicates are counted within each step."""
 
     prompts: int = 0
     prompt_tokens: int = 0

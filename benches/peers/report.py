@@ -1,4 +1,4 @@
-"""What a run says: the machine, the tables, the file."""
+"""The report of a run: the machine, the tables, the file."""
 
 import datetime
 import os

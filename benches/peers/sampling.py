@@ -59,7 +59,7 @@ def ratios(above: list[float], below: list[float]) -> Spread:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """What exists now is never walked again; what comes is collected only when asked."""
+    """Exclude existing objects from the collector, and collect new ones only on request."""
     gc.collect()
     gc.freeze()
     gc.disable()

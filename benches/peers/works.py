@@ -45,7 +45,7 @@ class World:
         self.seed("pool")
         for index in range(-(-num_blocks * block_size // LONG)):
             self.manager.cold(self.manager.prompt(self.nth(index)))
-            self.manager.room()
+            self.manager.evict_excess()
 
     def empty(self) -> Manager:
         """Another pool of the same size."""
@@ -99,7 +99,7 @@ def cold(count: int) -> Timed:
             start = clock()
             manager.cold(prompt)
             took = clock() - start
-            manager.room()
+            manager.evict_excess()
             yield (took,)
 
     return stream
@@ -123,7 +123,7 @@ def hot(count: int) -> Timed:
     def stream(world: World) -> Stream:
         manager, tokens = world.manager, world.tokens(count)
         manager.cold(manager.prompt(tokens))
-        manager.room()
+        manager.evict_excess()
         must_be_cached(manager, manager.prompt(tokens), world.block_size)
         prompt = manager.prompt(tokens)
         while True:
@@ -240,7 +240,7 @@ class Agent:
         self.world.manager.cold(self.prompt())
 
     def prompt(self) -> Any:
-        """What it asks now."""
+        """The prompt of this turn."""
         return self.world.manager.prompt(self.tokens[: self.lengths[self.turn]])
 
     def new(self) -> int:

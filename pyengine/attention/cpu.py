@@ -2,8 +2,8 @@
 
 The kernel (`rust/cpu-kernels`) turns queries and keys where a layer leaves it to it, writes the
 new keys and values into their slots and attends with all rows of the step, reading the blocks where
-they lie. Blocks that several sequences share are read once for all of them. What a row gives has
-the same bits in every batch.
+they lie. Blocks that several sequences share are read once for all of them. A row has the same
+bits in every batch.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class CpuBackend:
         self._memory = _Memory(pool, pool.cpu_caches, threads)
         full = [group for group, window in enumerate(pool.groups.windows) if window is None]
         self.shared_group: int | None = full[0] if full else None
-        """In a group with a window nothing is shared."""
+        """Groups with a window share no blocks."""
 
     def plan(self, inputs: StepInputs) -> "CpuPlan":
         """Prepare a step; the sequences are checked here, once for all layers."""
@@ -76,9 +76,9 @@ class _Angles:
         self._arrays: tuple[npt.NDArray[Any], ...] = ()
 
     def arrays(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[npt.NDArray[Any], ...]:
-        """Both `[T, columns]`. In a graph each layer has tensors of its own over one memory.
+        """The arrays of both, `[T, columns]`. In a graph, every layer has a tensor over one memory.
 
-        What is kept is that memory and no copy, which a graph could fall behind by writing there.
+        The arrays are views of that memory, so they stay right when a graph writes there.
         """
         if not (cos.is_contiguous() and sin.is_contiguous()):
             return tuple(cpu_array(angles.contiguous()) for angles in (cos, sin))
@@ -89,7 +89,7 @@ class _Angles:
 
 
 def _weights(norm: HeadNorm | None) -> tuple[Any, ...] | None:
-    """As the kernel takes them."""
+    """The norm as the kernel takes it."""
     if norm is None:
         return None
     query, key = (cpu_array(weight.detach()) for weight in (norm.query_weight, norm.key_weight))
@@ -161,7 +161,7 @@ class CpuPlan:
         return out
 
     def _rotation(self, rotation: Rotation) -> tuple[Any, ...]:
-        """As the kernel takes it."""
+        """The rotation as the kernel takes it."""
         layout, arrays = rotation.layout, self._angles.arrays(rotation.cos, rotation.sin)
         are_neighbours = layout.order == "pairs"
         return *arrays, layout.size, are_neighbours, layout.step, _weights(rotation.norm)

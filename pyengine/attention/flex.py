@@ -1,13 +1,13 @@
 """Attention by torch's FlexAttention over the physical pages of the pool.
 
 All rows of a step form one sequence of queries, all slots of the pool one of keys, which is a
-view of it. Where all sequences decode, each is a tile of its own, whose rows are the query heads of
-a KV head: they look at the same pages, and at no other sequence's. A block mask says which pages
-each tile of queries has to look at; the mask function decides, key by key. It finds a key's
-position from its page: a page holds the same positions for every sequence that shares it.
+view of it. Where all sequences decode, each sequence is a tile. Its rows are the query heads of a
+KV head, which read the same pages, and no other sequence's. A block mask lists the pages that each
+tile of queries reads; the mask function decides, key by key. It finds a key's position from its
+page: a page holds the same positions for every sequence that shares it.
 
-torch compiles anew for a size of 0 or 1, whatever it was told of sizes that change. So rows, tiles,
-pages of a tile, and tables are padded to two.
+torch compiles anew for a size of 0 or 1, even in a dynamic dimension. So rows, tiles, pages of a
+tile, and tables are padded to two.
 """
 
 import importlib
@@ -117,12 +117,12 @@ def _check_reach(pool: KVPool) -> None:
 
 
 class FlexPlan:
-    """One step by FlexAttention; tiles have room for `room` pages, None: for what they need."""
+    """One step by FlexAttention; a tile holds up to `capacity` pages, None: as many as it needs."""
 
-    def __init__(self, backend: FlexBackend, inputs: StepInputs, room: int | None) -> None:
+    def __init__(self, backend: FlexBackend, inputs: StepInputs, capacity: int | None) -> None:
         self._backend = backend
         self._inputs = inputs
-        self._room = room
+        self._capacity = capacity
         starts = inputs.host_query_start_loc
         self._decodes = leading_decodes(starts) == len(starts) - 1
         sequences = np.arange(len(starts) - 1).repeat(np.diff(starts))
@@ -255,9 +255,9 @@ class FlexPlan:
             self._backend.pool.block_size,
             1 if self._decodes else _PREFILL_TILE,
         )
-        room = max(_LEAST, self._room or max(map(len, lists)))
+        capacity = max(_LEAST, self._capacity or max(map(len, lists)))
         tiles = max(_LEAST, len(lists))  # a tile more than there are rows for is never computed
-        pages, counts = np.zeros((tiles, room), dtype=np.int32), np.zeros(tiles, dtype=np.int32)
+        pages, counts = np.zeros((tiles, capacity), dtype=np.int32), np.zeros(tiles, dtype=np.int32)
         for tile, own in enumerate(lists):
             pages[tile, : len(own)] = own
             counts[tile] = len(own)
@@ -306,7 +306,7 @@ def compiled(attend: Any, **settings: Any) -> Callable[..., Any]:
 
 
 def _padded(tensor: torch.Tensor, *least: int) -> torch.Tensor:
-    """`tensor` with zeros behind it, so that its last sizes are at least these; else itself."""
+    """Pad `tensor` with zeros at the end until its last sizes are at least `least`."""
     last = tensor.shape[-len(least) :]
     missing = [max(0, low - size) for low, size in zip(least, last, strict=True)]
     if not any(missing):

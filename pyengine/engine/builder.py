@@ -235,9 +235,9 @@ def _pool_settings(
         if worker_group
         else available_memory(loaded.device),
     )
-    one = LayerGroups.single(1)
+    groups = LayerGroups.single(1)
     least = _runner_limits(
-        settings, pool.max_model_len, pool.block_size, one, loaded.num_mtp_layers
+        settings, pool.max_model_len, pool.block_size, groups, loaded.num_mtp_layers
     )
     check_step_fits(least, pool, loaded)
     if _is_to_be_profiled(settings, loaded):
@@ -441,7 +441,7 @@ def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, obj
 def _any_threads_agree(settings: EngineSettings, choice: Choice, products: ProductChooser) -> bool:
     """True if a step gives the same bits with any number of threads, and can use fewer.
 
-    MKL's products and torch's attention depend on it. What the compiler makes has a fixed number.
+    MKL's products and torch's attention depend on it. Compiled code has a fixed number of threads.
     """
     is_ours = settings.quantization is not None or "torch" not in products.in_use
     return is_ours and choice.backend == "cpu" and not settings.compile

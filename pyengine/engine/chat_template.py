@@ -145,7 +145,7 @@ def render_chat(
         return within(options.seconds, render, "the chat template")
     except InvalidRequestError:
         raise
-    except BaseException as error:  # a template is a program of somebody else's: any error may come
+    except BaseException as error:  # a template is untrusted code: any error may come
         if not is_failure(error):
             raise
         raise InvalidRequestError(
@@ -342,9 +342,9 @@ def _refuse_surrogates_within(value: Any) -> None:
     """Raise for text that is none, in mappings and lists at any depth."""
     todo, seen = [value], set()
     while todo:
-        one = todo.pop()
-        if isinstance(one, str):
-            refuse_surrogates(one)
-        elif isinstance(one, Mapping | list | tuple) and id(one) not in seen:
-            seen.add(id(one))
-            todo += [*one.keys(), *one.values()] if isinstance(one, Mapping) else one
+        value = todo.pop()
+        if isinstance(value, str):
+            refuse_surrogates(value)
+        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            todo += [*value.keys(), *value.values()] if isinstance(value, Mapping) else value

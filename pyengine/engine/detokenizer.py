@@ -214,7 +214,7 @@ class _SafeDecoder:
         return self._last
 
     def pieces(self, token_ids: list[int]) -> list[str]:
-        """Return what each of the tokens that were pushed last gave."""
+        """Return the piece of text of each token that was pushed last."""
         if self._decoder is not None:
             try:
                 return self._decoder.pieces(token_ids)
@@ -308,13 +308,13 @@ class _StreamDecoder:
         piece = self._window.push(token_ids)
         self._tokens += token_ids
         self._last_pieces = self._window.pieces(token_ids)
-        if self._window.is_settled:
+        if self._window.is_flushed:
             self._stream = DecodeStream(self._window.tokens, self._skip_special_tokens)
             self._window = None
         return piece
 
     def pieces(self, token_ids: list[int]) -> list[str]:
-        """Return what each of the tokens that were pushed last gave."""
+        """Return the piece of text of each token that was pushed last."""
         if self._last_pieces is not None:
             return self._last_pieces
         before = self._tokens[: len(self._tokens) - len(token_ids)]
@@ -323,7 +323,7 @@ class _StreamDecoder:
         return window.pieces(token_ids)
 
     def flush(self) -> str:
-        """Return what was held back."""
+        """Return the characters that were held back."""
         return "" if self._window is None else self._window.flush()
 
 
@@ -332,27 +332,26 @@ class _WindowDecoder:
 
     A token's text depends on its neighbours: characters are spread over tokens, and some
     tokenizers drop the space in front of the first word. So the latest tokens are decoded
-    together, and what is new at the end of their text is given out. Where a text does not end
-    in a whole character, ``decode`` says U+FFFD; that is held back as long as further bytes may
-    complete it.
+    together, and the new end of their text is emitted. Where a text does not end in a whole
+    character, ``decode`` returns U+FFFD; that is held back while further bytes may complete it.
 
-    The window begins with tokens that came before, whose text is not given out. If it ends
-    inside a character, that character is, once it is complete.
+    The window begins with earlier tokens, whose text is not emitted. If they end inside a
+    character, that character is emitted once it is complete.
     """
 
     def __init__(self, decode: _Decode, before: list[int]) -> None:
         self._decode = decode
         self._window = list(before)
         self._window_text = decode(before)
-        self._text_before = self._window_text  # until the first piece is given out
-        # characters of the window's text that were given out
+        self._text_before = self._window_text  # until the first piece is emitted
+        # characters of the window's text that were emitted
         self._num_given = len(self._window_text.rstrip(_REPLACEMENT))
         self._num_waiting = 0  # tokens since the text ended in a whole character
         self._last_pieces: list[str] = []
 
     @property
-    def is_settled(self) -> bool:
-        """Whether nothing is held back."""
+    def is_flushed(self) -> bool:
+        """True if no characters are held back."""
         return self._num_given == len(self._window_text)
 
     @property
@@ -366,7 +365,7 @@ class _WindowDecoder:
         return "".join(self._last_pieces)
 
     def pieces(self, token_ids: list[int]) -> list[str]:
-        """Return what each of the tokens that were pushed last gave."""
+        """Return the piece of text of each token that was pushed last."""
         return self._last_pieces
 
     def _push(self, token_id: int) -> str:
@@ -376,11 +375,11 @@ class _WindowDecoder:
             self._window.pop()  # a token without text wherever it stands, as special ones
             return ""
         self._window_text = text
-        settled = self._settled_length(text)
-        if settled > self._num_given:
+        final = self._final_length(text)
+        if final > self._num_given:
             self._pass_what_came_before()
-        piece = text[self._num_given : settled]
-        self._num_given = max(self._num_given, settled)
+        piece = text[self._num_given : final]
+        self._num_given = max(self._num_given, final)
         if len(self._window) > _LONGEST_WINDOW and not self._text_before:
             self._shorten_window()
         return piece
@@ -392,22 +391,22 @@ class _WindowDecoder:
         self._text_before = ""
 
     def flush(self) -> str:
-        """Return what was held back."""
+        """Return the characters that were held back."""
         self._pass_what_came_before()
         piece = self._window_text[self._num_given :]
         self._num_given = len(self._window_text)
         return piece
 
-    def _settled_length(self, text: str) -> int:
+    def _final_length(self, text: str) -> int:
         """Return how many characters of ``text`` no further token can change."""
-        settled = len(text.rstrip(_REPLACEMENT))
-        if settled == len(text):
+        final = len(text.rstrip(_REPLACEMENT))
+        if final == len(text):
             self._num_waiting = 0
         else:
             self._num_waiting += 1
             if self._num_waiting >= _BYTES_PER_CHARACTER:
                 return len(text) - 1  # invalid bytes; only the last may begin a character
-        return settled
+        return final
 
     def _shorten_window(self) -> None:
         """Forget the oldest tokens, if the text of the others stays what it is without them.

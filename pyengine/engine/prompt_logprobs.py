@@ -25,7 +25,7 @@ _Entries: TypeAlias = npt.NDArray[np.void]
 
 
 class PromptLogprobCache:
-    """What is known of the tokens of blocks, by content: of as many blocks as the pool has.
+    """Known log-probabilities of prompt tokens by block hash, for as many blocks as the pool has.
 
     A block's name is a hash of its tokens, of all before them, and of the namespace. So an entry
     holds for that content wherever its keys and values are, and also when they are gone; it goes
@@ -128,7 +128,7 @@ class PromptLogprobs:
                 self._cache.pending[name] = self
 
     def withdraw(self) -> None:
-        """Let nobody wait any more: the request has ended."""
+        """End the waiting of other requests: this one has ended."""
         self._is_running = _never
         for name in self._names:
             if self._cache.pending.get(name) is self:

@@ -1,4 +1,4 @@
-"""After a step that failed: the request at fault is found, or smaller steps are taken."""
+"""Recovery from a failed step: find the request at fault, or take smaller steps."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from pyengine.engine.request import Request, SequenceState
 from pyengine.scheduler.scheduler import SchedulerLimits
 
 _FAILURES = 2
-"""So many failed steps with nobody else to suspect make a request fail; the first may pass."""
+"""Failed steps as the only suspect after which a request fails; the first may pass."""
 _FAILURES_IN_COMPANY = 4
-"""So many where it never could be alone: those who were with it may have been at fault."""
+"""The same if it could never run alone: the requests beside it may be at fault."""
 _HOPELESS = 4
-"""So many found at fault without a step that goes well in between: it is not the requests."""
+"""Requests found at fault with no good step in between: then the requests are not the cause."""
 _FIRST_CALM, _LONGEST_CALM = 64, 4096
 """Steps without a failure before limits are raised again."""
 
@@ -22,9 +22,9 @@ _OUT_OF_MEMORY = ("can't allocate memory", "cannot allocate memory", "bad_alloc"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a step failed because memory was missing, a device's or that of this process.
+    """True if a step failed for lack of memory, of the device or of this process.
 
-    torch has a class for devices alone: on CPUs it raises a plain `RuntimeError`.
+    torch has an error class for devices only: on CPUs it raises a plain `RuntimeError`.
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
@@ -34,28 +34,27 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """After a failed step: the request that is at fault, if that is certain."""
+    """The result of a failed step: the request at fault, if that is certain."""
 
     culprit: Request | None = None
     is_hopeless: bool = False
-    """Steps fail whoever is in them: it is not the requests."""
+    """Steps fail with any request in them: the requests are not the cause."""
 
 
 class FaultFinder:
     """Finds the request on which the forward pass fails, by leaving others out of steps.
 
-    Suspects are those who were in every failed step since the search began and in none that went
-    well. Newcomers are left out first: those who have no token yet. Then halves
-    of the suspects, the last in the order of service first. So one of n that decode already
-    is found within 2 steps beside the one that failed when it has just come, otherwise within
-    log2(n) + 2. The last suspect runs alone: whoever has come since may be at fault as well, or a
-    step may fail by chance. If it fails once more, it is at fault. Where no step can be made
-    without the others (they hold the blocks or the slots), one is made of all; if that fails,
-    everybody who was in it is suspected from then on.
+    Suspects are the requests in every failed step since the search began and in no good one. New
+    requests, without a token yet, are left out first. Then halves of the suspects are, the last in
+    the order of service first. A bad request that has just arrived beside n decodes is found within
+    2 steps after the failed one, any other within log2(n) + 2. The last suspect runs alone: a
+    request that arrived since may be at fault too, or a step may fail by chance. If it fails once
+    more, it is at fault. If no step is possible without the others (they hold the blocks or the
+    slots), one runs with all; if that fails, all requests in it become suspects.
 
-    Bad requests that come together would be found in a row, without a step that goes well, as they
-    are the first in the order. So the third search begins with the suspect in the middle alone,
-    and the fourth with the last one: if it is served, it is the requests.
+    Bad requests that arrive together would be found in a row, without a good step in between, as
+    they are first in the order. So the third search begins with the middle suspect alone, and the
+    fourth with the last one: if it is served, the requests are the cause.
     """
 
     def __init__(self) -> None:
@@ -68,7 +67,7 @@ class FaultFinder:
 
     @property
     def is_searching(self) -> bool:
-        """Whether a step has failed and nobody has been found at fault or all cleared since."""
+        """True from a failed step until a request is found at fault or all are cleared."""
         return bool(self._suspects)
 
     def held(self, everybody: Iterable[Request]) -> set[SequenceState]:
@@ -135,7 +134,7 @@ class FaultFinder:
                 self._suspects.remove(request)
 
     def release(self) -> None:
-        """Leave nobody out of the next step: none can be made of the others."""
+        """Hold no request out of the next step: the others make no step."""
         self._held.clear()
         self._can_hold = False
 

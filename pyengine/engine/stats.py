@@ -55,8 +55,8 @@ def view_of(
 ) -> EngineView:
     """Look, in the thread that runs the steps. O(blocks + requests shown + requests that run)."""
     running = dict.fromkeys([sequence.request for sequence in scheduler.running])
-    room = max(0, most_requests - len(running))
-    waiting = islice((request for request in unfinished if request not in running), room)
+    most_waiting = max(0, most_requests - len(running))
+    waiting = islice((request for request in unfinished if request not in running), most_waiting)
     requests = [_view(request, is_running=True) for request in islice(running, most_requests)]
     requests += [_view(request, is_running=False) for request in waiting]
     return EngineView(stats, manager.snapshot(), requests)

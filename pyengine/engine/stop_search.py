@@ -21,7 +21,7 @@ class StopSearch:
         self._tail = (self._tail + piece)[1 - longest :] if longest > 1 else ""
 
     def find(self, piece: str) -> tuple[str, int] | None:
-        """Return the match that ends first in `piece`, and the number of characters behind it."""
+        """Return the match that ends first in `piece`, and the number of characters after it."""
         stops, tail = self._stops, self._tail
         text = tail + piece
         for end in range(len(tail) + 1, len(text) + 1):

@@ -1,8 +1,8 @@
 """A model's forward pass, compiled by torch: one graph for prefills and decodes of every size.
 
 The number of tokens is a dynamic dimension, and so is that of the rows that give logits. A single
-token, which torch would compile by itself in any case, has a graph of its own. Attention stays
-outside: `attention.dispatch`.
+token has a separate graph, as torch specialises a size of 1 in any case. Attention stays outside:
+`attention.dispatch`.
 """
 
 import shutil
@@ -23,7 +23,7 @@ TYPICAL_TOKENS = 32
 """The batch for which the compiler weighs its choices; the graph serves every other one too."""
 
 _FEWEST = 2
-"""The least size of a dynamic dimension: torch compiles a graph of its own for a size of 1."""
+"""The least size of a dynamic dimension: torch compiles a separate graph for a size of 1."""
 
 _UNCHECKED: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
 """A graph checks the shape of what each operator gives, in Python; our own say it rightly."""

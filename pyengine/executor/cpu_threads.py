@@ -73,8 +73,7 @@ class ComputeThreads:
 def compute_threads(asked: int | None, num_processes: int = 1) -> ComputeThreads:
     """The threads of each of `num_processes`: as asked, else by `OMP_NUM_THREADS`, else by CPUs.
 
-    CPUs are those that the process may use (`utils/cpus.py`); torch may have been told to use
-    fewer.
+    CPUs are those that the process may use (`utils/cpus.py`); torch may be set to use fewer.
     """
     if asked is not None:
         return ComputeThreads(asked, "asked for")

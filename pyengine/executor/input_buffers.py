@@ -114,7 +114,7 @@ Pairs: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 Upload: TypeAlias = Callable[[Pairs], Callable[[], object]]
 """Copies each source on the host to its target on the device, in the order of the device's queue.
-What it returns waits until the sources may be written to again."""
+The returned function waits until the sources may be written to again."""
 
 
 def upload_in_stream(pairs: Pairs) -> Callable[[], object]:
@@ -141,8 +141,8 @@ def _nothing() -> None:
 class FilledStep:
     """A step in the host buffers, and what has to go from there to the device.
 
-    `tables` are staged, to be copied into memory of their own; None: nobody reads them there, or
-    the device reads the host's.
+    `tables` are staged, to be copied into separate memory; None: the device does not read them, or
+    reads the host's.
     """
 
     inputs: StepInputs
@@ -227,8 +227,8 @@ class InputBuffers:
     def fill(self, plan: "Plan", padding: Padding | None = None) -> FilledStep:
         """Let `plan` write its step, padded if asked. Only the rows of this step will be copied.
 
-        If the step that was here before is still being copied, this waits until it is not: a step
-        that was rolled back, or that samples nothing, has been waited for by nobody.
+        Waits until the copy of the step before is done: if that step was rolled back, or samples
+        nothing, no one else has waited for it.
         A pending token is written as `-1 - row` (see `ModelRunner`). The result refers to the
         buffers: it is valid until the next call.
         """
@@ -289,7 +289,7 @@ class InputBuffers:
         """Rows from `count` on: of length 1, written nowhere.
 
         The host's tables are not touched: `plan.fill` knows what it has written there, and writes
-        nothing twice. What stands in such a row there is a block that exists.
+        nothing twice. The table of such a row names blocks that exist.
         """
         arrays, end = self.arrays, padding.num_sequences
         arrays.input_ids[count:end] = 0
@@ -347,8 +347,8 @@ class InputBuffers:
         groups = len(self._tables)
         size = groups * sequences * width
         if size > len(self._staging):
-            room = min(self._tables.numel(), 1 << (size - 1).bit_length())
-            self._staging = torch.empty(room, dtype=torch.int32, pin_memory=self._pins)
+            capacity = min(self._tables.numel(), 1 << (size - 1).bit_length())
+            self._staging = torch.empty(capacity, dtype=torch.int32, pin_memory=self._pins)
         return self._staging[:size].view(groups, sequences, width)
 
 

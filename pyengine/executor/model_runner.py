@@ -90,7 +90,7 @@ class Runner(Protocol):
 
 @dataclass(slots=True, eq=False)
 class StepStates:
-    """Hidden states of some rows of a step, `[K, heads, hidden]`, once it has run."""
+    """Hidden states of a step's tokens, `[K, heads, hidden]`, once it has run."""
 
     tensor: torch.Tensor | None = None
 

@@ -1,4 +1,4 @@
-"""What each counter of `BlockManager.stats()` counts: for `/metrics` and the documentation."""
+"""Descriptions of the counters of `BlockManager.stats()`, for `/metrics` and the documentation."""
 
 from collections.abc import Mapping
 

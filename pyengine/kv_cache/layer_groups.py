@@ -2,8 +2,8 @@
 
 A layer whose attention slides needs the last tokens only. In a model that mixes such layers with
 full ones, one table for all of them keeps every block for the sake of the full layers. So layers
-are put into groups; each group has a table of its own, and a group whose layers slide gives its
-blocks back once they lie behind the window.
+are put into groups. Each group has one block table, and a group whose layers slide releases blocks
+that the window has passed.
 
 All groups take blocks from one pool. That works because every group has the same number of layers,
 `layers_per_group`, and hence blocks of the same bytes: a block holds `block_size` tokens of the

@@ -39,9 +39,9 @@ def build_once(target: Path, build: Callable[[Path], None], *, num_bytes: int = 
 
     The folder appears under its name in one step, complete: a build that fails or is killed
     leaves nothing under that name, and of two processes that build at once the first to
-    finish wins and the other takes its result. What a killed one left elsewhere is removed by
-    the next build. `num_bytes` is what will be written. Raises `ModelLoadError` where the cache
-    cannot be written or has no room for that much.
+    finish wins and the other takes its result. The next build removes the files of a killed one.
+    `num_bytes` is what will be written. Raises `ModelLoadError` where the cache
+    cannot be written or has too little space.
     """
     if target.is_dir():
         return target
@@ -60,7 +60,7 @@ def build_once(target: Path, build: Callable[[Path], None], *, num_bytes: int = 
     except OSError as error:
         raise ModelLoadError(
             f"the converted model cannot be stored in {target.parent}: {error}; "
-            f"set {CACHE_VARIABLE} to a folder that can be written and has room"
+            f"set {CACHE_VARIABLE} to a writable folder with enough space"
         ) from error
     return target
 
@@ -112,7 +112,7 @@ def _check_room(folder: Path, num_bytes: int) -> None:
     if num_bytes and free < num_bytes + _SPARE_BYTES:
         raise ModelLoadError(
             f"the converted model takes {readable_size(num_bytes)} in {folder}, where "
-            f"{readable_size(free)} are free: make room, or set "
+            f"{readable_size(free)} are free: free some space, or set "
             f"{CACHE_VARIABLE} to a folder elsewhere"
         )
 

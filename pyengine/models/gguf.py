@@ -219,7 +219,7 @@ def _check_layers(path: Path, header: GGUFHeader) -> None:
     if header.values.get("split.count", 0) not in (0, 1):
         raise ModelLoadError(
             f"{path} is one of {header.values['split.count']} files of a model, which have to be "
-            "joined first: llama-gguf-split --merge FIRST_FILE NEW_FILE"
+            "merged first: llama-gguf-split --merge FIRST_FILE NEW_FILE"
         )
     architecture = header.values.get("general.architecture")
     declared = header.values.get(f"{architecture}.block_count")
@@ -306,7 +306,7 @@ def _convert(path: Path, folder: Path, header: GGUFHeader, dtype: str) -> None:
         model.hf_quantizer = None
         model.is_quantized = False
         model.config.architectures = [type(model).__name__]
-        way_out = f"; set {CACHE_VARIABLE} to a folder that can be written and has room"
+        way_out = f"; set {CACHE_VARIABLE} to a writable folder with enough space"
         with load_errors(f"{path} cannot be stored in {folder.parent}", way_out=way_out):
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)

@@ -1,8 +1,8 @@
 """RMSNorm in one pass, on CPUs.
 
 transformers computes it by eight operators, each of which writes all rows to memory: in a prefill
-that costs half as much as all products. Between attention and products it is a room's matter that
-has the Rust kernels; a compiled graph computes it by itself and is left alone.
+that costs half as much as all products. The Rust kernel does it in one pass. Compiled graphs keep
+their own fused norm.
 """
 
 from typing import Any

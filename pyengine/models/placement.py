@@ -1,8 +1,8 @@
 """Where a model runs, in which number format, and over how many processes it can be divided.
 
 Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053) is where the division is from: attention is
-divided by heads, the MLP by its intermediate size, the embedding by the vocabulary. Which matrix is
-divided how is transformers' plan of the model's class; here is what that plan needs.
+divided by heads, the MLP by its intermediate size, the embedding by the vocabulary. The plan of
+the model's class in transformers says how each matrix is divided; this module checks its needs.
 """
 
 import logging

@@ -39,8 +39,8 @@ from pyengine.utils.host_copy import upload
 def settle_rotary(model: nn.Module, longest: int) -> str | None:
     """Let the rotary embeddings of `model` be captured for sequences of up to `longest` tokens.
 
-    Returns why one of them cannot be, in words for the caller; None: all can. What they compute
-    for such sequences stays the same.
+    Returns why one of them cannot be, in words for the caller; None: all can. Their results for
+    such sequences stay the same.
     """
     for module in model.modules():
         if not _is_rotary(module) or not _looks_at_numbers(module):

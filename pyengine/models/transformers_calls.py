@@ -1,4 +1,4 @@
-"""The boundary to transformers: quiet, no code out of model folders, one kind of error."""
+"""The boundary to transformers: no log noise, no code from model folders, one kind of error."""
 
 import gc
 import json

@@ -3,7 +3,7 @@
 Top-k, top-p and min-p leave few tokens of a large vocabulary. So a lower bound of the k-th
 largest logit is found first, and everything else is done with the tokens above it, the
 *candidates* of each row, in order of id. A row whose filters may let more pass is drawn from
-all of its tokens. Which way it goes does not show in its token: what is left out weighs nothing.
+all of its tokens. Both ways give the same token: tokens that are left out have no weight.
 """
 
 from dataclasses import dataclass, fields

@@ -105,9 +105,9 @@ class _FairQueue:
 class Grammars:
     """Makes matchers for requests whose answers must have some form. Any thread may ask.
 
-    Each grammar is compiled in another process first, which may take too long or crash: whoever
-    sends a hostile one is told, and nobody else notices. What went well there is compiled here, in
-    milliseconds and without the interpreter's lock.
+    Each grammar is compiled in another process first, which may take too long or crash: then its
+    request alone fails. A grammar that compiled there is compiled here, in milliseconds and without
+    the interpreter's lock.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
@@ -150,7 +150,7 @@ class Grammars:
     ) -> Future[TokenMatcher]:
         """Have a grammar compiled, unless it is known. The future fails as `matcher` raises.
 
-        Tenants take turns, so nobody waits for the many grammars of another one. Raises
+        Tenants take turns, so none waits for the many grammars of another one. Raises
         `QueueFullError` if too many grammars of this tenant wait.
         """
         key = (structured_outputs.kind, structured_outputs.text)

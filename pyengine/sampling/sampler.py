@@ -89,9 +89,9 @@ class Sampler:
     ) -> PendingSample:
         """Choose one token per row of ``logits``: [B, V], any floating type and device.
 
-        Nothing waits for the device. ``positions[i]`` is the place that row i's token will have
-        in its output, by default the end of what the state has: a state that has not been told
-        its last token yet is one short. ``masks`` say which tokens may come in rows whose answers
+        Nothing waits for the device. ``positions[i]`` is the position of row i's token in its
+        output, by default the length of the state's output: a state without its pending last
+        token is one short. ``masks`` say which tokens may come in rows whose answers
         have a form to keep to; they are waited for here. Raises ``ValueError`` if rows and states
         don't correspond.
         """

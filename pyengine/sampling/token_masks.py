@@ -261,18 +261,18 @@ class _Part:
 
     @property
     def is_filled(self) -> bool:
-        """Whether no thread uses its matchers any more, but for one that was given up."""
+        """True if no thread uses its matchers any more, except one that timed out."""
         return self._filled.done()
 
     def wait(self) -> None:
         """Wait until it is filled."""
-        while not self.is_filled:  # it may be given up meanwhile, and go on in another thread
+        while not self.is_filled:  # it may time out meanwhile, and go on in another thread
             wait((self._filled,), _LOOKS_EVERY)
 
     def result(self) -> npt.NDArray[np.int32]:
         """Wait for its rows: int32 [R, V / 32].
 
-        A row that takes too much of the processor's time is given up, with its matcher.
+        A row that takes too much processor time is dropped, with its matcher.
         """
         while True:
             try:

@@ -187,7 +187,7 @@ class Scheduler:
 
         With `ahead` the step before is still open: this one decodes what that one samples, but for
         sequences whose tokens must be known first. None then also means that this step has to wait
-        for that one, because somebody must be preempted: whose blocks an open step uses cannot be.
+        for that one: a sequence must be preempted, and those of an open step cannot be.
 
         Sequences in `without` take no part.
 
@@ -471,8 +471,8 @@ class Scheduler:
             raise StalledError(
                 f"request {sequence.request.request_id!r} runs {sequence.num_slots} samples at "
                 f"once, and since a step was too large for the device's memory only "
-                f"{self._limits.max_num_seqs} sequences run: ask for fewer samples, or make room "
-                "on the device",
+                f"{self._limits.max_num_seqs} sequences run: ask for fewer samples, or free memory "
+                "of the device",
                 sequence,
             )
         raise StalledError(

@@ -39,7 +39,7 @@ def _server(default: Any, help: str, **form: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """What a server is asked for. Bad values are refused at once: `ConfigurationError`."""
+    """Settings of a server. Bad values raise `ConfigurationError` at once."""
 
     host: str = _server("127.0.0.1", "address to listen on; 0.0.0.0 for all of this machine")
     port: int = _server(8000, "port to listen on; 0 for any that is free", least=0)

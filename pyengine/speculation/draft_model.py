@@ -182,7 +182,7 @@ class DraftModel:
     def _computed(self, asked: Mapping[Context, int]) -> list[Context]:
         """Those of whose text all is computed but the last token, once the budget is used up.
 
-        A text for which there is no room has no sequence afterwards.
+        A text that does not fit has no sequence afterwards.
         """
         missing: dict[Context, int] = {}
         for context in asked:
@@ -247,7 +247,7 @@ class DraftModel:
     def _decoded(
         self, contexts: list[Context], forks: Mapping[Context, CachedSequence]
     ) -> dict[Context, int]:
-        """The most probable next token of each; none where there is no room."""
+        """The most probable next token of each that fits."""
         with self._step(self._most) as plan:
             rejected = set(plan.decode([forks[context] for context in contexts]))
             fitting = [

@@ -9,7 +9,7 @@ There is no index: each draft compares all tokens, in NumPy. A token has four by
 thousands in the KV cache, which every decode step reads, so the search is cheap beside the step. An
 index of n-grams takes three quarters of a second to build for 128k tokens, all of it in one step.
 
-What came after the longest part of a text's end, in the text and in earlier answers.
+The text that followed the longest matching suffix, in this text and in earlier answers.
 
 As suffix decoding (Oliaro et al., 2024): requests that are made of templates, and agents that go in
 circles, get answers that stand there already. The search is in Rust (`rust/suffix`).
@@ -38,7 +38,7 @@ class Context(Protocol):
 
     @property
     def token_ids(self) -> list[int]:
-        """What was generated so far; it only grows, by what was accepted."""
+        """Tokens generated so far; only accepted ones are appended."""
         ...
 
     @property
@@ -135,7 +135,7 @@ class _History:
         self._count = count
 
     def draft(self, most: int, lengths: range) -> Draft:
-        """What followed the longest n-gram at the end that was there before.
+        """The continuation of the longest n-gram at the end that occurred before.
 
         Where what followed reaches the end, it goes on with itself: a text that repeats.
         """
@@ -187,7 +187,7 @@ class SuffixDrafter:
     def __init__(self, max_tokens: int = _ARCHIVED) -> None:
         self._suffixes = SuffixIndex(max_tokens)
         self._texts: dict[Context, tuple[int, int]] = {}
-        """What each is called there, and how much of its answer is known there."""
+        """Each context's id in the index, and how many tokens of its answer the index has."""
 
     def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""

@@ -1,4 +1,4 @@
-"""Which decodes of a step get drafts, and what becomes of a drafter that misbehaves."""
+"""The choice of decodes that get drafts, and the handling of a drafter that fails."""
 
 import logging
 from collections.abc import Sequence
@@ -167,8 +167,7 @@ class Drafting:
         self._scheduler.draft(step, self._found(sequences, step))
 
     def mtp_step(self, step: ScheduledStep) -> MTPStep | None:
-        """What a step that is about to run is to the model's MTP layers; None if they do not
-        draft."""
+        """The step of the model's MTP layers beside `step`; None if they do not draft."""
         return None if self._mtp is None else self._mtp.history.extend(step)
 
     def fork(self, sequence: "SequenceState", others: "Sequence[SequenceState]") -> None:
@@ -231,10 +230,10 @@ _SECONDS = 1.5
 def measured_costs(runner: Runner, manager: BlockManager, limits: RunnerLimits) -> StepCosts:
     """Run steps whose tokens all give logits, decodes and drafts, and take the time.
 
-    The least of several turns counts, two at least: the first makes what is made at first use, and
-    what else the machine does at times lasts longer than a few steps of one size. Rows are drawn
-    without filters, which takes longest as a rule. `manager` is one of its own over the runner's
-    pool, which holds nothing yet.
+    The least of several rounds counts, two at least: the first includes work of the first use, and
+    other load of the machine often outlasts a few steps of one size. Rows are drawn without
+    filters, which is usually slowest. `manager` is a separate one over the runner's pool, which is
+    still empty.
     """
     least: dict[int, _Times] = {}
     start = perf_counter()

@@ -47,7 +47,7 @@ class HiddenStateHistory:
         return None
 
     def extend(self, step: ScheduledStep) -> MTPStep:
-        """What a step is to the MTP layers; those after it can go on from its states."""
+        """The MTP layers' part of a step; later steps can go on from its states."""
         after, end = StepStates(), 0
         rows: list[int] = []
         before: list[HiddenState | None] = []

@@ -1,11 +1,11 @@
 """How many drafts are computed: those that bring more tokens than the time they take could.
 
-What a step takes follows from its tokens and from the rows that are drawn: both were measured when
-the engine started. Drafts are taken in the order of what they bring, as long as tokens per second
-rise. How often drafts are right is counted for each request, and also where none were computed:
-what a draft said is compared with what came.
+The time of a step follows from its tokens and from the rows that are drawn: both were measured when
+the engine started. Drafts are chosen by their gain, best first, as long as tokens per second rise.
+The acceptance rate is counted for each request, also for drafts that were not computed: they are
+compared with the tokens that came.
 
-What a request may lose is bounded, whatever these rates say. The time of its drafts is added to its
+The loss of a request is bounded, whatever these rates say. The time of its drafts is added to its
 penalty, in tokens that could have been generated meanwhile. A correct draft takes one token off,
 and each generated token a hundredth (the decay). At a penalty of one token a request gets no
 drafts. So n tokens of a request whose drafts are always wrong take the time of 1.01 n + 1 tokens,
@@ -65,8 +65,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What a step takes: `tokens` if all of its rows are greedy, and `drawn` more for those that
-    are not."""
+    """Time of a step: `tokens` if all rows are greedy, and `drawn` more for sampled rows."""
 
     tokens: Curve
     drawn: Curve = field(default_factory=lambda: Curve([0, 1], [0.0, 0.0]))
@@ -150,7 +149,7 @@ class DraftPolicy:
     def _most_gained(
         self, chances: _Floats, drawn: _Bools, step: StepSize
     ) -> tuple[_Bools, tuple[float, float]]:
-        """Which drafts to compute, and what a greedy and a drawn one of them cost, in tokens.
+        """The drafts to compute, and the cost of a greedy and a drawn one of them, in tokens.
 
         `chances` fall within a draft. A step that only decodes sets what time is worth, in tokens
         per second; in the actual step, which may compute prompts too, drafts have to bring that

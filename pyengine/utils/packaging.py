@@ -7,7 +7,7 @@ distribution has another one.
 from importlib.metadata import PackageNotFoundError, version
 
 DISTRIBUTION = "pyengine-kv"
-"""What pip knows; `[project] name` of pyproject.toml says the same."""
+"""The name on package indexes, equal to `[project] name` of pyproject.toml."""
 
 
 def package_version() -> str:

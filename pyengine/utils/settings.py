@@ -9,7 +9,7 @@ import inspect
 import os
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from numbers import Integral, Real
 from pathlib import Path
@@ -43,12 +43,14 @@ class SettingOption:
 
 def setting(default: Any, help: str, *, repr: bool = True, **form: Any) -> Any:
     """A field of a class of settings; `form` is what `SettingOption` holds beside the help."""
-    return field(default=default, repr=repr, metadata={"option": SettingOption(help=help, **form)})
+    return dataclasses.field(
+        default=default, repr=repr, metadata={"option": SettingOption(help=help, **form)}
+    )
 
 
-def option_of(one: "dataclasses.Field[Any]") -> SettingOption:
+def option_of(field: "dataclasses.Field[Any]") -> SettingOption:
     """The help text and the command line's form of a setting."""
-    option: SettingOption = one.metadata["option"]
+    option: SettingOption = field.metadata["option"]
     return option
 
 
@@ -75,13 +77,13 @@ _KINDS: dict[Any, tuple[type, str]] = {
 }
 
 
-def _checked(one: "dataclasses.Field[Any]", value: Any) -> Any:
+def _checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
     """`value` as a plain Python object, or `ConfigurationError` where the field can't take it."""
-    option, declared = option_of(one), one.type
+    option, declared = option_of(field), field.type
     if isinstance(declared, str):  # of torch, and checked where torch is
         return value
     if declared == tuple[str, ...]:
-        return _checked_texts(one.name, value)
+        return _checked_texts(field.name, value)
     alternatives = [item for kind in get_args(declared) or (declared,) for item in _flat(kind)]
     for kind in alternatives:
         if kind not in _KINDS:
@@ -92,12 +94,12 @@ def _checked(one: "dataclasses.Field[Any]", value: Any) -> Any:
                 plain = kind(value) if kind in (int, float) else value
             except OverflowError:
                 break
-            _check_range(one.name, plain, option)
+            _check_range(field.name, plain, option)
             return plain
     allowed = " or ".join(
         _KINDS[kind][1] if kind in _KINDS else repr(kind) for kind in alternatives
     )
-    raise ConfigurationError(f"{one.name}={shown(value)}: it must be {allowed}")
+    raise ConfigurationError(f"{field.name}={shown(value)}: it must be {allowed}")
 
 
 def _checked_texts(name: str, value: Any) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ def token_item(name: str, item: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one numeric field may hold."""
+    """The allowed values of one numeric field."""
 
     kind: type[int] | type[float]
     holds: Callable[[Any], bool]

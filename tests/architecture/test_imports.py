@@ -1,4 +1,4 @@
-"""Who may import whom, held by import-linter, and what `import pyengine` may load."""
+"""Rules of imports, held by import-linter, and the modules that `import pyengine` may load."""
 
 import ast
 import json

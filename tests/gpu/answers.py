@@ -59,7 +59,7 @@ def answer(output: RequestOutput) -> Answer:
 
 @dataclass(frozen=True)
 class Oracle:
-    """What the oracle said in the format asked for and in float32, and what that allows."""
+    """The oracle's answers in the given format and in float32, and their tolerance."""
 
     same: list[Answer]
     exact: list[Answer]

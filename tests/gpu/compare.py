@@ -20,7 +20,7 @@ _LEAST_ROUNDING = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a model said to one prompt, in natural logarithms of probabilities.
+    """A model's answer to one prompt, in natural logarithms of probabilities.
 
     `prompt` has one value per prompt token from the second on (empty if not asked for), `tokens`
     the greedy tokens, `top` for each of them the most probable tokens.

@@ -39,9 +39,9 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="session")
 def child() -> Iterator[Child]:
     """One process for all checks, until one of them takes it down."""
-    one = Child()
-    yield one
-    one.end()
+    child = Child()
+    yield child
+    child.end()
 
 
 @pytest.fixture

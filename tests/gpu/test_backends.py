@@ -117,7 +117,7 @@ def backend_is_right(place: Place, family: str, backend: str) -> Numbers:
         "near_ties": sum(len(item.near_ties) for item in same),
     }
     for against, ones in (("the oracle", same), ("float32", exact)):
-        wrong = [words for one in ones for words in one.wrong]
+        wrong = [words for comparison in ones for words in comparison.wrong]
         assert not wrong, f"against {against}: {wrong}; {numbers}"
     assert all(item.num_tokens > 0 for item in same)
     assert llm.stats().counters["cached_tokens"] > 0

@@ -16,7 +16,7 @@ from tests.gpu.models import ORACLE, Place
 
 DRAWN_DIFFERENT = 0.01
 """Share of requests with drawn tokens that may differ: a draw on the border of two tokens goes by
-rounding, and how near it was cannot be told from log-probabilities."""
+rounding, and log-probabilities do not show how near it was."""
 Numbers = dict[str, Any]
 
 
@@ -39,7 +39,7 @@ class Mode:
         return oracle(self.place, "llama", self.dtype).bounds.same
 
     def llm(self, **settings: Any) -> LLM:
-        """An engine in this mode, with graphs and overlap unless told otherwise."""
+        """An engine in this mode, with graphs and overlap by default."""
         settings = {"enforce_eager": False, **settings}
         backend = "auto" if self.is_used else ORACLE
         return self.place.llm(self.place.model("llama"), self.dtype, backend, **settings)

@@ -84,17 +84,17 @@ def differing(replayed: Sequence[torch.Tensor], launched: Sequence[torch.Tensor]
     if len(replayed) != len(launched):
         return f"{len(replayed)} steps against {len(launched)}"
     pairs = list(zip(replayed, launched, strict=True))
-    steps = [at for at, (pair, other) in enumerate(pairs) if not torch.equal(pair, other)]
+    steps = [at for at, (pair, eager) in enumerate(pairs) if not torch.equal(pair, eager)]
     if not steps:
         return ""
-    one, other = pairs[steps[0]]
-    error = float((one.float() - other.float()).abs().max())
+    replayed, eager = pairs[steps[0]]
+    error = float((replayed.float() - eager.float()).abs().max())
     return f"{len(steps)} steps differ, the first is step {steps[0]}, by {error:.3g} at most"
 
 
 @contextmanager
 def warnings_of_ours() -> Iterator[list[str]]:
-    """What our loggers warn of meanwhile."""
+    """Warnings of our loggers inside the block."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

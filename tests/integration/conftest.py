@@ -1,4 +1,4 @@
-"""What several of these tests load."""
+"""Models that several of these tests load."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of a few kilobytes with a tokenizer; nobody writes there."""
+    """A model of a few kilobytes with a tokenizer; read-only by convention."""
     folder = tmp_path_factory.mktemp("model")
     save_tiny_model(folder)
     save_tiny_tokenizer(folder)

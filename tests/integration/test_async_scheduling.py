@@ -1,4 +1,4 @@
-"""A real model that runs in a thread of its own while the next step is planned: the same tokens."""
+"""A real model in a separate thread while the next step is planned gives the same tokens."""
 
 from pathlib import Path
 from random import Random

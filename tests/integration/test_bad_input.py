@@ -1,4 +1,4 @@
-"""What cannot be served is refused by name and number, and leaves the engine as it was."""
+"""Bad input is refused by name and number, and leaves the engine as it was."""
 
 import json
 import shutil

@@ -174,7 +174,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def alone(llm: LLM) -> list[RequestOutput]:
-    """What each question gives by itself."""
+    """The answer to each question by itself."""
     return [llm.generate(question, GREEDY, use_tqdm=False)[0] for question in QUESTIONS]
 
 

@@ -32,14 +32,14 @@ def test_what_users_call_is_named() -> None:
 
 
 def test_errors_of_running_requests_are_named() -> None:
-    told = " ".join(row[1] for row in table(DOCUMENT, "what", "who gets an error"))
+    named = " ".join(row[1] for row in table(DOCUMENT, "what", "who gets an error"))
     for error in (
         errors.InvalidRequestError,
         errors.RequestFailedError,
         errors.DeviceMemoryError,
         errors.EngineDeadError,
     ):
-        assert error.__name__ in told
+        assert error.__name__ in named
     for error in (errors.QueueFullError, errors.EngineClosedError):
         assert error.__name__ in TEXT
 

@@ -19,7 +19,7 @@ from tests.support.docs import ROOT, blocks, table
 from tests.support.serving import RunningServer, open_small_engine, save_small_model
 
 DOCUMENT = "docs/guides/serving.md"
-SAMPLING = {one.name for one in dataclasses.fields(SamplingParams)}
+SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
 FIELDS = ROOT / "docs/reference/request-fields.md"
 REFERENCE = "docs/reference/server.md"
 TEXT = (ROOT / DOCUMENT).read_text(encoding="utf-8")

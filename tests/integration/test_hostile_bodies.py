@@ -1,4 +1,4 @@
-"""A hundred bodies that are cheap to send and dear to read, and nobody else waits for them."""
+"""A hundred bodies that are cheap to send and dear to read delay no other client."""
 
 import os
 import socket
@@ -68,9 +68,11 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder: Path = save_small_model(tmp_path_factory.mktemp("hostile"))
-    with Process(folder, "--device", "cpu", "--num-blocks", "512", "--log-format", "none") as one:
-        _process_of[one.address] = one.process.pid
-        yield one.address
+    with Process(
+        folder, "--device", "cpu", "--num-blocks", "512", "--log-format", "none"
+    ) as process:
+        _process_of[process.address] = process.process.pid
+        yield process.address
 
 
 _process_of: dict[str, int] = {}

@@ -69,7 +69,7 @@ def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
 
 
 def prompts() -> list[list[int]]:
-    """Three share 70 tokens, two of them are equal; one has a beginning of its own."""
+    """Three share 70 tokens, two of them are equal; one shares no prefix."""
     random = Random(5)
     shared, own = ([random.randrange(3, 97) for _ in range(n)] for n in (70, 110))
     tail = [random.randrange(3, 97) for _ in range(30)]

@@ -86,7 +86,7 @@ def test_six_open_files_are_not_and_it_is_said() -> None:
 
 @pytest.mark.parametrize("processes", [2, *soak_only([1])])
 def test_no_shared_memory_folder(processes: int) -> None:
-    """`/dev/shm` that takes nothing, in a mount namespace of its own."""
+    """A read-only `/dev/shm`, in a separate mount namespace."""
     inside = ["mount -t tmpfs -o ro none /dev/shm", 'exec "$@"']
     alone = ["unshare", "-m", "sh", "-c"]
     if subprocess.run([*alone, inside[0]], capture_output=True, check=False).returncode:

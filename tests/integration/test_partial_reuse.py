@@ -37,7 +37,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def prompts() -> list[list[int]]:
-    """Each has a beginning of one before it, of any length, and an end of its own."""
+    """Each begins like an earlier one, for any length, and ends differently."""
     random = Random(3)
     all_of_them = [[random.randrange(3, 97) for _ in range(90)]]
     for _ in range(23):

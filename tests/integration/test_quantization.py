@@ -25,8 +25,8 @@ def prompts() -> list[list[int]]:
 
 
 def said(output: RequestOutput) -> tuple[object, ...]:
-    one = output.outputs[0]
-    return one.token_ids, one.logprobs
+    completion = output.outputs[0]
+    return completion.token_ids, completion.logprobs
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -69,7 +69,7 @@ def request_of(body: Any, path: str = "/v1/completions", **headers: str) -> byte
 
 
 def rest_of(client: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
+    """Bytes until the server closes the connection."""
     client.settimeout(20)
     parts = []
     with contextlib.suppress(ConnectionResetError):
@@ -245,7 +245,7 @@ async def streams(address: str, during: Any) -> list[Any]:
 
 
 async def come_late(client: httpx2.AsyncClient, address: str) -> None:
-    """Whoever comes once it drains is told so."""
+    """New requests to a draining server are refused with the reason."""
     while (await client.get(f"{address}/health")).status_code == 200:
         await asyncio.sleep(0.005)
     late = await client.post(f"{address}/v1/completions", json=GOOD)
@@ -287,7 +287,7 @@ def test_a_second_signal_aborts(folder: Path) -> None:
 
 
 class Process:
-    """`pyengine serve` in a process of its own."""
+    """`pyengine serve` in a separate process."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         code = "from pyengine.cli import main; main()"
@@ -312,14 +312,14 @@ class Process:
 
 @pytest.mark.slow
 def test_a_process_ends_with_status_0(folder: Path) -> None:
-    with Process(folder, "--device", "cpu", "--num-blocks", "2048") as one:
+    with Process(folder, "--device", "cpu", "--num-blocks", "2048") as server:
 
         async def end(client: httpx2.AsyncClient) -> None:
-            one.process.send_signal(signal.SIGTERM)
-            await come_late(client, one.address)
+            server.process.send_signal(signal.SIGTERM)
+            await come_late(client, server.address)
 
-        assert asyncio.run(streams(one.address, end)) == [(200, "length")] * 16
-        assert one.process.wait(30) == 0
+        assert asyncio.run(streams(server.address, end)) == [(200, "length")] * 16
+        assert server.process.wait(30) == 0
 
 
 def test_forms_of_answers_are_made_ready_before_anybody_is_let_in(folder: Path) -> None:
@@ -345,9 +345,9 @@ def test_where_they_cannot_be_made_ready_others_are_served(
 
 
 def test_an_address_that_is_taken() -> None:
-    with listening(ServerSettings(port=0)) as one:
-        one.listen()
-        settings = ServerSettings(port=one.getsockname()[1])
+    with listening(ServerSettings(port=0)) as listener:
+        listener.listen()
+        settings = ServerSettings(port=listener.getsockname()[1])
         with pytest.raises(ConfigurationError, match="Address already in use"):
             listening(settings).__enter__()
     with pytest.raises(ConfigurationError, match=r"no\.such\.host"):

@@ -130,7 +130,7 @@ def test_the_tokens_are_those_without(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model, and the first of its layers as a model of its own."""
+    """A model, and its first layer as a second model."""
     whole, first = (tmp_path_factory.mktemp(name) for name in ("whole", "first"))
     model = random_model("llama", vocab_size=VOCAB)
     for path in (whole, first):

@@ -33,9 +33,9 @@ for output in llm.stream([3, 4, 5], SamplingParams(max_tokens=250, ignore_eos=Tr
 
 
 def test_three_processes_answer_as_one_and_end_when_one_is_killed() -> None:
-    one = LLM(device="cpu", dtype="float32", num_blocks=64)
-    expected = [o.outputs[0].token_ids for o in one.generate(QUESTIONS, GREEDY, use_tqdm=False)]
-    del one
+    llm = LLM(device="cpu", dtype="float32", num_blocks=64)
+    expected = [o.outputs[0].token_ids for o in llm.generate(QUESTIONS, GREEDY, use_tqdm=False)]
+    del llm
     with pytest.raises(ConfigurationError, match=r"9 query heads and .*3 KV heads|3 KV heads and"):
         LLM(device="cpu", tensor_parallel_size=2)
     with LLM(device="cpu", dtype="float32", num_blocks=64, tensor_parallel_size=3) as llm:

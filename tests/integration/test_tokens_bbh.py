@@ -83,7 +83,7 @@ def read(archive: tarfile.TarFile, name: str) -> str:
 
 
 def questions(archive: tarfile.TarFile, task: str, count: int, *, shots: int) -> list[str]:
-    """Questions of a task, each behind the same worked examples."""
+    """Questions of a task, each after the same worked examples."""
     preface = read(archive, f"cot-prompts/{task}.txt").split("-----\n", 1)[-1].strip()
     introduction, *examples = preface.split("\n\nQ: ")
     head = "\n\nQ: ".join([introduction, *examples[:shots]])

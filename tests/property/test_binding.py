@@ -178,8 +178,8 @@ class Binding(RuleBasedStateMachine):
         before, left = (known.computed, known.table), plan.budget_left
         copied = len(plan.copies())
         answer = plan.prefill(known.handle, most, reserve=reserve)
-        lent = plan.copies()[copied:]
-        self.sources += [source for source, _ in lent]  # held until the plan is closed
+        copies_added = plan.copies()[copied:]
+        self.sources += [source for source, _ in copies_added]  # held until the plan is closed
         if isinstance(answer, Prefilled):
             start = known.computed + answer.num_cached_tokens
             entry = Planned(known, start, answer.num_tokens, before)
@@ -187,8 +187,8 @@ class Binding(RuleBasedStateMachine):
             assert entry.samples == answer.samples
             known.table = known.handle.block_table
             assert len(known.table) == max(len(before[1]), -(-entry.end // self.block_size))
-            assert len(lent) <= (start % self.block_size > 0)
-            sources = {copy: source for source, copy in lent}
+            assert len(copies_added) <= (start % self.block_size > 0)
+            sources = {copy: source for source, copy in copies_added}
             self.kv.assert_holds(known, [sources.get(b, b) for b in known.table], start)
             self.entries.append(entry)
         elif isinstance(answer, NoRoom):

@@ -27,7 +27,7 @@ MAX_STEPS = 20_000
 
 
 def drawn_prompt(random: Random, longest: int) -> list[int]:
-    """Two families whose members share prefixes; at most two tokens of their own at the end."""
+    """Two families whose members share prefixes; at most two different tokens at the end."""
     family = random.randrange(2)
     shared = [(7 * family + i * i) % 97 for i in range(random.choice([8, 24, 40]))]
     tail = [random.randrange(2) for _ in range(random.randint(0, 2))]
@@ -45,13 +45,13 @@ def drawn_params(random: Random, slots: int) -> SamplingParams:
     )
 
 
-def alone(prompt: list[int], params: SamplingParams, index: int, room: int) -> list[int]:
-    """What the sample gives by itself, on an engine of its own or without any."""
-    length = min(params.max_tokens or room, room)
+def alone(prompt: list[int], params: SamplingParams, index: int, most: int) -> list[int]:
+    """The tokens of the sample by itself, on a separate engine or without any."""
+    length = min(params.max_tokens or most, most)
     if params.temperature > 0:
         seed = sample_seed(params.seed or 0, index)
-        one = replace(params, n=1, seed=seed, max_tokens=length, prompt_logprobs=None)
-        return make_bench().generate([prompt], one)[0].outputs[0].token_ids
+        sample_params = replace(params, n=1, seed=seed, max_tokens=length, prompt_logprobs=None)
+        return make_bench().generate([prompt], sample_params)[0].outputs[0].token_ids
     tokens = continued(prompt, length)
     ends = EOS in tokens and not params.ignore_eos
     return tokens[: tokens.index(EOS) + 1] if ends else tokens
@@ -92,11 +92,11 @@ class Case:
 
     def judge(self, output: RequestOutput) -> None:
         prompt, params = self.asked[output.request_id]
-        room = self.setting.max_model_len - len(prompt)
+        most = self.setting.max_model_len - len(prompt)
         assert output.prompt_token_ids == prompt
         assert len(output.outputs) == params.n
         for index, each_output in enumerate(output.outputs):
-            expected = alone(prompt, params, index, room)
+            expected = alone(prompt, params, index, most)
             if each_output.finish_reason in ("abort", "error"):
                 assert each_output.token_ids == expected[: len(each_output.token_ids)]
                 assert len(each_output.token_ids) < len(expected)

@@ -1,8 +1,8 @@
 """torch's compiler for a GPU that is not there: down to machine code, which is not run.
 
-Tensors are fake, on the device "cuda". What the compiler asks of the device and of triton's driver
-is answered for an H100. That changes torch for the whole process: `tests.support.kernels.run_apart`
-starts one for it.
+Tensors are fake, on the device "cuda". The compiler's questions to the device and to triton's
+driver are answered for an H100. That changes torch for the whole process:
+`tests.support.kernels.run_apart` starts one for it.
 """
 
 import os
@@ -44,7 +44,7 @@ _SETTINGS = {
 def pretend_cuda() -> None:
     """Make torch and triton believe in an H100 at `cuda:0`. Nothing can be computed on it."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # worker processes would look for a GPU
-    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # triton 3.9 warns unless it is told
+    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # triton 3.9 warns otherwise
     from torch._dynamo.device_interface import CudaInterface
 
     torch._C._ensureCUDADeviceGuardSet()

@@ -1,6 +1,6 @@
-"""Triton kernels without a GPU: in a process of their own, interpreted or made into machine code.
+"""Triton kernels without a GPU: in a separate process, interpreted or made into machine code.
 
-Which of the two is chosen when triton is imported.
+The choice is made when triton is imported.
 """
 
 import importlib.util

@@ -30,8 +30,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def save_with_mtp_layers(family: str, folder: Path, mtp_layers: int, **settings: Any) -> None:
-    """Save a model whose MTP layers are often right: what follows a token hangs mostly on that
-    token.
+    """Save a model whose MTP layers are often right: the next token depends mostly on the last
+    one.
 
     The MTP layers are saved as the layers after the last, by the same names as the others.
     """
@@ -74,7 +74,7 @@ class Reference:
 
     @torch.inference_mode()
     def drafts(self, tokens: list[int]) -> list[int]:
-        """What each head says comes next after `tokens`."""
+        """The prediction of each head after `tokens`."""
         ids = torch.tensor([tokens])
         hidden = self.model.model(ids[:, :-1], use_cache=False).last_hidden_state
         found, _, _ = self.mtp_layers(

@@ -1,4 +1,4 @@
-"""What a run of pytest holds: a floor for whole runs, property tests in soak."""
+"""The tests of a run of pytest: a floor for whole runs, property tests in soak."""
 
 import subprocess
 import sys

@@ -1,7 +1,7 @@
-"""What the benchmark asks of a block manager.
+"""The interface of a block manager in the benchmark.
 
-`prompt`, `sampled`, `start`, `stop`, `room` and `blocks` prepare and look: they are never timed.
-Everything else is. A work that a manager does not name in `works` is not asked of it.
+`prompt`, `sampled`, `start`, `stop`, `evict_excess` and `blocks` prepare and look: they are never
+timed. Everything else is. A work that a manager does not name in `works` is not asked of it.
 """
 
 from abc import ABC, abstractmethod
@@ -38,8 +38,8 @@ class Manager(ABC):
         """A prompt that is cached: matched, reused, the rest computed and registered, freed."""
         self.cold(prompt)
 
-    def room(self) -> None:  # noqa: B027 (most have nothing to do)
-        """Makes room in a pool that does not do so by itself."""
+    def evict_excess(self) -> None:  # noqa: B027 (most have nothing to do)
+        """Evicts what exceeds the pool, if the manager does not do so by itself."""
 
     # Decode: a set of running sequences, one token each per step.
 

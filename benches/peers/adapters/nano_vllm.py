@@ -91,7 +91,7 @@ class NanoVllm(Manager):
         return self.sequence(prompt)
 
     def register(self, sequence: Any) -> None:
-        """What its `postprocess` does to a sequence before it appends the token."""
+        """Register blocks as its `postprocess` does before it appends the token."""
         self.manager.hash_blocks(sequence)
         sequence.num_cached_tokens += sequence.num_scheduled_tokens
         sequence.num_scheduled_tokens = 0

@@ -1,9 +1,9 @@
 """SGLang's Rust radix tree, by its binding, without the Python class around it.
 
-It is the index alone. Which slots a prompt gets is decided by an allocator beside it, which is not
+It is the index alone. An allocator beside it chooses the slots of a prompt, which is not
 timed. So this is less work than a block manager's, in SGLang's favour: cold is a match that finds
 nothing and the insertion of slots made before; hot is a match, a lock, and the unlock at the end.
-Making room in a full pool is not timed either, except in the class that says so.
+Eviction in a full pool is not timed either, except in the class that says so.
 
 The extension is one shared object. It is loaded by its path, because the package around it imports
 half of SGLang.
@@ -83,7 +83,7 @@ class Sglang(Manager):
         )
         self.tree.dec_lock_ref(node, unlock)
 
-    def room(self) -> None:
+    def evict_excess(self) -> None:
         excess = self.tree.total_size()[0] - self.capacity
         if excess > 0:
             self.evict(excess)
@@ -103,13 +103,13 @@ class Sglang(Manager):
 
 
 class SglangEvicting(Sglang):
-    """The eviction that makes room is timed too, as it is for the block managers."""
+    """Eviction is timed too, as it is for the block managers."""
 
     name = "SGLang Rust core, evicting"
 
     def cold(self, prompt: Any) -> None:
         super().cold(prompt)
-        self.room()
+        self.evict_excess()
 
 
 MANAGERS = [Sglang, SglangEvicting]

@@ -1,7 +1,7 @@
 """Messages between rank 0 and the workers, and the work of every rank.
 
-A worker is told two setups, then steps, and answers each with a report. A step is one int64 array,
-a header and the arrays of `StepInputs` behind each other::
+A worker receives two setups, then steps, and answers each with a report. A step is one int64 array:
+a header, then the arrays of `StepInputs`::
 
     tokens | sequences | samples | groups | width | extra rows | copies
     input_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices
@@ -50,7 +50,7 @@ _HEADER_SIZE = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetup:
-    """The first thing that a worker is told: which rank it is, of which model.
+    """The first message to a worker: which rank it is, of which model.
 
     `store` is a file through which the ranks find each other. `device` is that of rank 0.
     `num_threads` compute on the CPU in each rank; None: as `OMP_NUM_THREADS` says.
@@ -101,7 +101,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A worker did what it was told."""
+    """A worker has done its task."""
 
 
 @dataclass(frozen=True, slots=True)

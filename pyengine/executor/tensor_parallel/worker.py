@@ -40,10 +40,10 @@ from pyengine.utils.frame_memory import with_frame_room
 
 _LOOKS_FOR_DRIVER_EVERY = 0.5
 _WAITS_FOR_OTHERS = 6.0
-"""Seconds after a failure within the forward pass; rank 0 gives up on the others before that."""
+"""Seconds after a failure within the forward pass; rank 0 stops waiting for the others sooner."""
 
 ENDED, FAILED, ALONE = 0, 1, 3
-"""Exit statuses: told to end, could not start, failed in a forward pass that others are in."""
+"""Exit statuses: ended on request, could not start, failed in a forward pass with other ranks."""
 
 
 class Worker:

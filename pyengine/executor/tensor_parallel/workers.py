@@ -68,8 +68,8 @@ class InterruptWatch:
     def held(self) -> Iterator[None]:
         """Inside, the first Ctrl-C waits for the end of the block, where it is raised as usual.
 
-        A second one is raised at once. One for which was given up is raised in place of the error
-        that this caused. In threads other than the main one nothing is held, as Python delivers no
+        A second one is raised at once. If the block fails because of Ctrl-C, `KeyboardInterrupt`
+        replaces its error. Threads other than the main one hold nothing, as Python delivers no
         signals there.
         """
         previous = signal.getsignal(signal.SIGINT)
@@ -99,7 +99,7 @@ class InterruptWatch:
             signal.signal(signal.SIGINT, previous)
             signal.set_wakeup_fd(block.outer)
             with suppress(EOFError, OSError):  # it was closed meanwhile
-                self._hear()  # what this block has not been told of, the next one must not hear
+                self._hear()  # the next block must not receive signals of this one
         if held:
             previous(*held[0])
 
@@ -183,7 +183,7 @@ class _Fate:
     is_over: threading.Event = field(default_factory=threading.Event)
     cause: str = ""
     first: int | None = None
-    """The rank that ended first, where it was not told to."""
+    """The rank that ended first, if that was not requested."""
     is_wanted: bool = False
 
 
@@ -226,7 +226,7 @@ class Workers:
             raise
 
     def check(self) -> None:
-        """Raise `EngineDeadError` if a worker has ended, or all were told to.
+        """Raise `EngineDeadError` if a worker has ended, or all were asked to end.
 
         So it is in a fork of rank 0: the workers are not its own, and an answer that it takes is
         one that rank 0 waits for.
@@ -248,7 +248,7 @@ class Workers:
     def carry_on(self, reports: Sequence[Report]) -> None:
         """Let workers go on that failed in the forward pass; `reports` has one of each worker.
 
-        They answer: one may have given up on the others, and its failure is why they failed.
+        They answer. One may have stopped waiting for the others, which made them fail.
         """
         pairs = zip(self._workers, reports, strict=True)
         waiting = [

@@ -75,7 +75,7 @@ def folder_of_packages(root: Path) -> Path:
 
 
 def install(python: Path, root: Path) -> None:
-    """pytest, and torchvision for llava's images, in a folder of their own."""
+    """pytest, and torchvision for llava's images, in a separate folder."""
     site = folder_of_packages(root)
     command = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     command += ["--target", str(site)]

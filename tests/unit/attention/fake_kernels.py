@@ -38,7 +38,7 @@ def paged(cache, pages, length):
 
 
 class PlanQueue:
-    """The device as far as plans go: it reads their memory when somebody lets it, not before."""
+    """The device's queue of plans: it reads their memory on request, not before."""
 
     def __init__(self):
         self.planned = self.done = 0
@@ -67,7 +67,7 @@ queue = PlanQueue()
 
 
 class _Wrapper:
-    """What both of flashinfer's wrappers have in common."""
+    """The common part of flashinfer's two wrappers."""
 
     made = 0
 

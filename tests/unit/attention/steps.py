@@ -99,7 +99,7 @@ def make_step(lengths: Lengths, shape: Shape, *, width: int | None = None, seed:
 
 
 def copied(pool: KVPool) -> KVPool:
-    """A pool of its own with the same contents."""
+    """A copy of a pool."""
     twin = copy(pool)
     twin.keys = [tensor.clone() for tensor in pool.keys]
     twin.values = [tensor.clone() for tensor in pool.values]

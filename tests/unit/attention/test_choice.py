@@ -45,7 +45,7 @@ MACHINES = {
         "torch_version": (2, 15), "capability": (7, 5), "packages": FLASHINFER,
     },
 }  # fmt: skip
-"""What differs from a GPU of compute capability 9.0 with bfloat16."""
+"""Differences from a GPU of compute capability 9.0 with bfloat16."""
 
 TABLE = [  # model, machine, backend, block size, words of the reason
     ("llama", "no GPU", "cpu", 16, "in place, in Rust"),

@@ -1,4 +1,4 @@
-"""What transformers hands over reaches the plan of the step; what cannot be honoured is refused."""
+"""Arguments of transformers reach the plan of the step; unsupported ones are refused."""
 
 from types import SimpleNamespace
 

@@ -94,7 +94,7 @@ def test_a_plan_is_not_written_over_one_that_the_device_has_yet_to_read(monkeypa
 
 
 def test_the_wrappers_of_all_graphs_share_their_memory():
-    """Each has 8 MiB of its own on the device otherwise, for every size and kind of layer."""
+    """Otherwise each takes 8 MiB of the device, for every size and kind of layer."""
     backend = FlashInferBackend(SHAPE.pool())
     wrappers = []
     for size in (4, 2, 1):

@@ -1,4 +1,4 @@
-"""What models ask of attention, read off their configurations and modules."""
+"""The needs of models in attention, from their configurations and modules."""
 
 import pytest
 import torch

@@ -80,7 +80,7 @@ def test_the_engine_hands_them_to_the_kernel(overlap, monkeypatch):
     def answers() -> list[list[tuple[int, float]]]:
         llm = LLM(num_blocks=256, max_num_seqs=8, dtype="float32", async_scheduling=overlap)
         outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
-        # With two steps open the last one is given back.
+        # With two steps open the last one is rolled back.
         assert llm.stats().counters["rolled_back_steps"] <= overlap, "a step failed"
         return [
             [

@@ -1,4 +1,4 @@
-"""What our operators promise a compiled graph: the strides of a result, which it does not check.
+"""The strides of our operators' results, on which compiled graphs rely unchecked.
 
 A graph is compiled for what an operator's fake gives, and reads the real result in that order. With
 other strides it reads numbers that belong elsewhere, and says nothing.

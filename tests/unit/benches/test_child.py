@@ -1,4 +1,4 @@
-"""Functions in a process of their own: what goes wrong in one costs that one alone."""
+"""Functions in separate processes: a failure costs that call alone."""
 
 import os
 import signal
@@ -20,9 +20,9 @@ SOON = 60.0
 
 @pytest.fixture
 def child() -> Iterator[Child]:
-    one = Child()
-    yield one
-    one.end()
+    child = Child()
+    yield child
+    child.end()
 
 
 def refuse(reason: str) -> None:

@@ -13,13 +13,13 @@ SPECULATION = "docs/benchmarks/speculation.md"
 CLUSTER = "docs/benchmarks/replicas.md"
 
 
-def content(name: str) -> Any:
+def results(name: str) -> Any:
     return json.loads((RESULTS / f"{name}-xeon-amx.json").read_text())
 
 
 def test_vllms_scheduler() -> None:
     expected = []
-    for row in content("vllm-scheduler")["decode"]:
+    for row in results("vllm-scheduler")["decode"]:
         for name in ("schedule", "allocate_slots", "update_from_output"):
             stock, early, ours = (row[arm][name] for arm in ("stock", "early return", "ours"))
             ratios = [f"{stock / ours:.2f}", f"{early / ours:.2f}"]
@@ -31,7 +31,7 @@ def test_vllms_scheduler() -> None:
 
 def test_nano_vllm() -> None:
     expected = []
-    for case, found in content("nano-vllm").items():
+    for case, found in results("nano-vllm").items():
         if case == "machine":
             continue
         work, size = case.split(", ")
@@ -56,7 +56,7 @@ ENGINES = ("ngram", "suffix", "transformers, look-up", "vLLM, ngram", "vLLM")
 def test_speculation() -> None:
     figures = {
         (figure["work"], figure["batch"], figure["engine"]): figure
-        for figure in content("speculative")["figures"]
+        for figure in results("speculative")["figures"]
     }
     batch, count = 0, 0
     for name, *cells in table(SPECULATION, "", "ngram"):
@@ -104,7 +104,7 @@ def imbalance(found: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("work", ["conversation", "questions"])
 def test_sixteen_replicas(work: str) -> None:
-    written = content("cluster")[f"{work}, 16 replicas"]
+    written = results("cluster")[f"{work}, 16 replicas"]
     rows = table(CLUSTER, f"{work}, 16 replicas")
     assert len(rows) == len(POLICIES)
     for name, *cells in rows:
@@ -118,7 +118,7 @@ def test_sixteen_replicas(work: str) -> None:
 
 
 def test_four_and_sixty_four_replicas() -> None:
-    written = content("cluster")
+    written = results("cluster")
     rows = table(CLUSTER, "cached, %; p99 of queued prompt tokens")
     assert len(rows) == len(POLICIES)
     for name, *cells in rows:

@@ -1,4 +1,4 @@
-"""What the end-to-end benchmark asks, keeps and prints; nothing is generated here."""
+"""The end-to-end benchmark's requests, records and tables; no text is generated here."""
 
 import json
 from pathlib import Path
@@ -90,11 +90,11 @@ def test_8_bit_weights_are_held_against_float32(tmp_path: Path) -> None:
 
 
 def test_8_bit_weights_are_held_against_llama_cpp(tmp_path: Path) -> None:
-    record, one = filled(tmp_path / "found.json"), WORKS[0].name
+    record, work = filled(tmp_path / "found.json"), WORKS[0].name
     for engine, seconds in ((LLAMA, 1.0), (INT8, 4.0), (INT8_COMPILED, 2.0)):
-        record.begin("bfloat16", one, engine)
-        record.add("bfloat16", one, engine, seconds)
-    assert f"| {one} | 0.50 | 1.00, not met |" in "\n".join(tables(record))
+        record.begin("bfloat16", work, engine)
+        record.add("bfloat16", work, engine, seconds)
+    assert f"| {work} | 0.50 | 1.00, not met |" in "\n".join(tables(record))
 
 
 def test_llama_cpp_answers_the_one_request_alone(tmp_path: Path) -> None:
@@ -168,6 +168,6 @@ def test_this_engine_answers_ids_and_text(tmp_path: Path) -> None:
         )
     finally:
         engine.close()
-    assert engine.told["dtype"] == "float32"
+    assert engine.described["dtype"] == "float32"
     assert (len(ids["tokens"][0]), ids["characters"]) == (3, 0)
     assert len(text["tokens"][0]) == 4 and text["characters"] > 0 and text["seconds"] > 0

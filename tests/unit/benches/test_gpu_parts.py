@@ -110,7 +110,7 @@ def test_who_is_cut_off_has_a_report(tmp_path: Path) -> None:
     assert "Cut off after" in page
     before = checks.read_text()
     time.sleep(1)
-    assert checks.read_text() == before  # nobody goes on
+    assert checks.read_text() == before  # no process goes on
 
 
 @pytest.mark.gpu

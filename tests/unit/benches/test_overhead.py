@@ -1,4 +1,4 @@
-"""What the overhead benchmark does to the engine, once each; no time is looked at."""
+"""Each operation of the overhead benchmark, once; no times are checked."""
 
 from itertools import islice
 
@@ -46,7 +46,7 @@ def test_parts_arrivals_and_taking_in_are_timed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(overhead, "RUNNING", 3)
     parts = next(overhead.parts(2, {**GREEDY, "detokenize": True}))
     assert len(parts) == len(overhead.PARTS) and min(parts) > 0
-    for stream in (overhead.arrivals(), rows((1,))["take in 8,192 from a list"]()):
+    for stream in (overhead.arrivals(), rows((1,))["accept 8,192 from a list"]()):
         assert min(next(stream)) > 0
 
 

@@ -22,7 +22,7 @@ SERVING, IN_VLLM = BENCHMARKS / "serving.md", BENCHMARKS / "vllm.md"
 FILES = sorted(path for path in RESULTS.glob("*.json") if path.stem != "instructions")
 
 
-def content(name: str) -> Any:
+def results(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -31,7 +31,7 @@ def record(name: str) -> Record:
 
 
 def from_file(table_of: Callable[[Any], Iterator[str]]) -> Callable[[str], Iterator[str]]:
-    return lambda name: table_of(content(name))
+    return lambda name: table_of(results(name))
 
 
 SHOWN: list[tuple[Path, str, Callable[[str], Iterator[str]]]] = [
@@ -69,7 +69,7 @@ def test_every_place_between_marks_is_compared() -> None:
 
 
 def marks(text: str) -> list[str]:
-    """The names of the places for tables of figures; that of fields has a test of its own."""
+    """The names of the places for tables of figures; that of fields has a separate test."""
     return [name for name in re.findall(r"^<!-- end of (.*) -->$", text, re.M) if name != "fields"]
 
 
@@ -84,7 +84,7 @@ def test_results_say_whose_they_are(path: Path) -> None:
 
 
 def machines(value: Any) -> Iterator[dict[str, Any]]:
-    """What describes a machine, at any depth."""
+    """Descriptions of machines, at any depth."""
     if isinstance(value, dict):
         if "cpu" in value and "cores" in value:
             yield value

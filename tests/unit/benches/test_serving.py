@@ -1,4 +1,4 @@
-"""What the benchmark of the server asks, reads of a profile and prints; nothing is served here."""
+"""The serving benchmark's requests, profiles and tables; no server runs here."""
 
 import sys
 import time
@@ -83,8 +83,8 @@ def test_the_tables_have_medians_shares_and_what_is_missing() -> None:
 ECHO = "import sys\nfor line in sys.stdin:\n    print(line.upper(), end='', flush=True)"
 PARENT = (
     "import subprocess, sys, time\n"
-    "one = subprocess.Popen(['sleep', '600'])\n"
-    "print(one.pid, flush=True); time.sleep(600)"
+    "child = subprocess.Popen(['sleep', '600'])\n"
+    "print(child.pid, flush=True); time.sleep(600)"
 )
 
 

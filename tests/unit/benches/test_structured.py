@@ -1,4 +1,4 @@
-"""What the benchmark of structured outputs does to an engine, once; no time is looked at."""
+"""Each operation of the benchmark of structured outputs, once; no times are checked."""
 
 from benches.engine.structured import SCHEMA, SIZES, measure, table
 from pyengine.sampling_params import StructuredOutputs

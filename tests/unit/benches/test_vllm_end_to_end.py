@@ -1,4 +1,4 @@
-"""What the bench of whole generations in vLLM says of its rows; nothing is generated here."""
+"""The rows of the bench of whole generations in vLLM; no text is generated here."""
 
 from pathlib import Path
 from typing import Any

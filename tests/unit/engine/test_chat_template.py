@@ -52,10 +52,12 @@ def test_plain_messages_are_rendered_as_transformers_renders_them(template: str)
 def test_calls_without_content(template: str, content: dict[str, Any]) -> None:
     tokenizer = chat_tokenizer(template)
     conversation = [USER, {**ASKS[1], **content}, ANSWERED[2]]
-    told = conversation
+    messages = conversation
     if IS_TRANSFORMERS_5_17:  # it writes "None" where there is no content
-        told = [{name: item[name] for name in item if item[name] is not None} for item in told]
-    assert render_chat(conversation, tokenizer) == as_transformers(tokenizer, told)
+        messages = [
+            {name: item[name] for name in item if item[name] is not None} for item in messages
+        ]
+    assert render_chat(conversation, tokenizer) == as_transformers(tokenizer, messages)
 
 
 def test_a_template_that_needs_content_gets_an_empty_one() -> None:
@@ -282,7 +284,7 @@ def test_options_that_are_none_are_refused(options: dict[str, Any], message: str
     "message", [{"role": "x" * 3_000_000}, {"role": "user", "y" * 3_000_000: 1}]
 )
 def test_long_names_are_refused_at_once(message: dict[str, Any], tokenizer: Any) -> None:
-    """No expression is made of what somebody sent: for a name of 3 MB that takes seconds."""
+    """No regular expression is made of a client's name: for 3 MB that takes seconds."""
     start = process_time()
     with pytest.raises(InvalidRequestError, match="message 0 has the"):
         render_chat([{"content": "x", **message}], tokenizer)

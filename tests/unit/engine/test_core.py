@@ -346,10 +346,10 @@ def test_any_batch_gives_the_models_tokens(
         in_flight_sharing=sharing,
         hash_bits=hash_bits,
     )
-    room = num_blocks * block_size
-    served = [prompt for prompt in prompts if len(prompt) < room]
+    pool_tokens = num_blocks * block_size
+    served = [prompt for prompt in prompts if len(prompt) < pool_tokens]
     for prompt, output in zip(served, bench.generate(served), strict=True):
-        length = min(8, room - len(prompt))
+        length = min(8, pool_tokens - len(prompt))
         assert output.outputs[0].token_ids == continued(prompt, length)
     bench.assert_all_free()
 

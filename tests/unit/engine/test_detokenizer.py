@@ -24,7 +24,7 @@ texts = st.text(
 
 
 def pieces(tokenizer: Any, tokens: list[int], **settings: object) -> Iterator[str]:
-    """What a caller who streams ``stable_text`` would print."""
+    """The pieces that a caller prints who streams ``stable_text``."""
     detokenizer = IncrementalDetokenizer(tokenizer, **settings)  # type: ignore[arg-type]
     shown = ""
     for token in tokens:
@@ -70,7 +70,7 @@ def test_pieces_of_any_tokens_add_up(tokens: list[int]) -> None:
 @given(
     st.lists(
         st.one_of(
-            # A spelled-out U+FFFD cannot be told from bytes that are still incomplete.
+            # A spelled-out U+FFFD looks like bytes that are still incomplete.
             st.characters(exclude_categories=["Cs"], exclude_characters=REPLACEMENT).map(
                 lambda character: [1 + byte for byte in character.encode()]
             ),

@@ -30,7 +30,7 @@ SPACED = [item for item in EVERY if "fallback" in str(item.id) or "metaspace" in
 
 
 def added_text(tokenizer: Any, prompt: list[int], output: list[int], *, skip: bool = True) -> str:
-    """What the output's tokens add to the text of the prompt's, by decoding all at once."""
+    """The text that the output's tokens add to the prompt's, by decoding all at once."""
     before = tokenizer.decode(prompt, skip_special_tokens=skip)
     whole = tokenizer.decode([*prompt, *output], skip_special_tokens=skip)
     if not whole.startswith(before):

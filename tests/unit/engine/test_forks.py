@@ -29,7 +29,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
 
 
 def in_a_fork(act: Callable[[], object], seconds: int = 20) -> str:
-    """What it raises or returns in a child process; "hangs" if it does not end."""
+    """The error or result of `act` in a child process; "hangs" if it does not end."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:

@@ -29,7 +29,7 @@ def params(max_tokens: int = 8, **fields: object) -> SamplingParams:
 
 
 def sight(groups: tuple[int | None, ...]) -> int | None:
-    """What the model sees: the widest window."""
+    """The widest window, which bounds what the model sees."""
     return None if None in groups else max(window for window in groups if window)
 
 

@@ -1,4 +1,4 @@
-"""Two steps in the queue: the same tokens, and nothing of a step that was for nobody."""
+"""Two steps in the queue: the same tokens, and no output of a step without requests."""
 
 from contextlib import suppress
 from dataclasses import replace

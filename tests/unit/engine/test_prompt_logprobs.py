@@ -28,7 +28,7 @@ def asked(top: int | None = 1, **params: Any) -> SamplingParams:
 
 
 def computed(prompt: Sequence[int], params: SamplingParams) -> RequestOutput:
-    """What an engine gives that has nothing in its cache."""
+    """The output of an engine with an empty cache."""
     (output,) = make_bench(256, BLOCK).generate([list(prompt)], params)
     return output
 
@@ -208,7 +208,7 @@ def test_prompts_of_the_same_beginning_wait_for_the_first_and_for_nothing_else(d
     prompts = [*suite[:3], *others, *suite[3:]]
     bench.submit({str(at): prompt for at, prompt in enumerate(prompts)}, asked(max_tokens=1))
     bench.engine.step()
-    # The first one, and others as far as there is room; a chunk ends with a block.
+    # The first one, and others while they fit; a chunk ends with a block.
     assert bench.runner.computed[0] == 42 + 9 + 9 + 4
     found = bench.run()
     for at, prompt in enumerate(prompts):

@@ -18,7 +18,7 @@ POISON = 96
 
 
 class PoisonError(ValueError):
-    """What the model says about a token."""
+    """The model's error about a token."""
 
 
 def poisoned(is_bad: Callable[[Any], bool] = lambda ids: POISON in ids, **settings: Any) -> Bench:
@@ -121,7 +121,7 @@ def test_one_at_fault_that_comes_during_the_search_proves_nothing_about_others(
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_step_that_fails_by_chance_is_not_held_against_who_was_in_it(depth: int) -> None:
-    """The next one fails too, and on somebody who has come meanwhile."""
+    """The next one fails too, on a request that has arrived since."""
     bench = poisoned(depth=depth)
     bench.submit({"good": PROMPTS["0"]})
     bench.engine.step()

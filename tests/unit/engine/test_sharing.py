@@ -1,4 +1,4 @@
-"""What equal prompts cost an engine, value by value, and that it gives the tokens of each alone.
+"""The cost of equal prompts, value by value; and the same tokens as for each prompt alone.
 
 The fake runner's logits depend on exactly what the paged cache holds: a block that is shared too
 early, or not written, gives other tokens.
@@ -36,7 +36,7 @@ def test_32_equal_prompts_of_512_tokens(sharing: bool, monkeypatch: pytest.Monke
     settings = {"max_num_batched_tokens": 32 * 512, "max_num_seqs": 32}
     bench = make_bench(1100, BLOCK, in_flight_sharing=sharing, **settings)
     prompt = prompt_of(512)
-    for seed in range(32):  # each draws tokens of its own
+    for seed in range(32):  # each draws different tokens
         bench.submit({str(seed): prompt}, replace(DRAWN, seed=seed))
     bench.engine.step()
 

@@ -141,8 +141,8 @@ def test_a_step_that_fails_is_done_again_with_the_same_tokens(depth: int, at: in
 def test_whatever_else_is_asked_is_done_too() -> None:
     engine = bench()
     plain = asked(DIGITS, logprobs=2, min_tokens=2, ignore_eos=True)
-    (one,) = engine.generate([[4, 5]], plain)
-    first = one.outputs[0]
+    (output,) = engine.generate([[4, 5]], plain)
+    first = output.outputs[0]
     assert re.fullmatch("[0-9]{3,5}", first.text)
     assert first.finish_reason == "stop"
     assert first.logprobs is not None
@@ -169,9 +169,9 @@ def test_whatever_else_is_asked_is_done_too() -> None:
 
 
 def test_the_answer_ends_with_its_form_however_many_tokens_were_wanted() -> None:
-    (one,) = bench().generate([[4, 5]], asked(ONE_OF, min_tokens=50, ignore_eos=True))
-    assert text_of(one) in ("yes", "no", "nothing")
-    assert one.outputs[0].finish_reason == "stop"
+    (output,) = bench().generate([[4, 5]], asked(ONE_OF, min_tokens=50, ignore_eos=True))
+    assert text_of(output) in ("yes", "no", "nothing")
+    assert output.outputs[0].finish_reason == "stop"
 
 
 def test_a_stream_gives_the_whole_text() -> None:

@@ -115,8 +115,10 @@ def test_ids_that_the_engine_makes_are_never_those_of_callers(model: FakeModel) 
 
 
 def test_ids_of_two_engines_differ(model: FakeModel) -> None:
-    with model.async_engine() as one, model.async_engine() as other:
-        made = [engine.request([1], GREEDY).request_id for engine in (one, other) for _ in range(9)]
+    with model.async_engine() as first, model.async_engine() as second:
+        made = [
+            engine.request([1], GREEDY).request_id for engine in (first, second) for _ in range(9)
+        ]
     assert len(set(made)) == 18
 
 
@@ -165,7 +167,7 @@ def test_what_comes_first_is_read_first(model: FakeModel) -> None:
 def test_a_stream_that_was_read_to_its_end_is_over(model: FakeModel) -> None:
     async def main() -> None:
         async with model.async_engine() as engine, asyncio.timeout(10):
-            for _ in range(3):  # the id is free again, and nobody has closed anything
+            for _ in range(3):  # the id is free again, without a close
                 stream = engine.submit(
                     [engine.request(prompt, DELTAS, f"{prompt}") for prompt in PROMPTS]
                 )

@@ -79,7 +79,7 @@ sys.settrace(None)
 
 
 def test_nothing_is_left_for_the_interpreter_to_raise() -> None:
-    """An error that waits for nobody: CPython 3.11 asks for it at every call, under a debugger for
+    """No pending error stays: CPython 3.11 asks for it at every call, under a debugger for
     ever.
     """
     done = subprocess.run([sys.executable, "-c", TRACED], timeout=60, check=False)
@@ -202,7 +202,7 @@ def test_an_expression_that_takes_minutes_is_given_up() -> None:
 def test_tokens_that_cannot_be_decoded_have_no_text(
     error: BaseException, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokens are right, and nobody else notices."""
+    """The tokens are right, and other requests are not affected."""
 
     class Failing(Fast):
         @property

@@ -188,7 +188,7 @@ def test_a_thread_that_waits_for_a_processor_is_seen() -> None:
 
 
 def printed(code: str, **variables: str) -> list[str]:
-    """What a new Python prints, without variables of OpenMP but for these."""
+    """The output of a new Python, without variables of OpenMP except these."""
     plain = {
         name: value
         for name, value in os.environ.items()

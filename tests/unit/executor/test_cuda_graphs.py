@@ -91,7 +91,7 @@ def test_replayed_steps_give_what_eager_ones_give(family: str, grouped: bool) ->
 def test_a_graph_takes_tables_as_wide_as_the_longest_of_the_step(
     grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lies behind them in the graph's own tables is of an earlier, longer step."""
+    """The rest of the graph's tables is of an earlier, longer step."""
     monkeypatch.setattr(buffers, "_WIDTHS", 1)
     model = random_model("gpt_oss", **FAMILIES["gpt_oss"])
     run = PagedRun(

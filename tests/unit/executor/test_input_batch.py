@@ -1,4 +1,4 @@
-"""What the engine keeps from step to step, and that it notices when it must not."""
+"""The state that the engine keeps from step to step, and when it discards it."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def test_tokens_that_nobody_reads_are_kept_together_and_none_is_lost() -> None:
     """Some end, some are aborted, some come and some go on, while others stream."""
     bench, sink = make_bench(), Sink()
     bench.submit({str(at): [at, 7] for at in range(6)}, replace(GREEDY, max_tokens=20))
-    state = add_request(bench.engine, "loud", Prompt(token_ids=[9]), GREEDY, sink=sink)
+    state = add_request(bench.engine, "streamed", Prompt(token_ids=[9]), GREEDY, sink=sink)
     for _ in range(5):
         bench.engine.step()
     rows = bench.engine._unread

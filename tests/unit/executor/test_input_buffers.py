@@ -164,7 +164,7 @@ def test_what_is_copied_follows_from_the_step_and_not_from_the_longest_there_may
 
 
 class LateStream:
-    """A device that reads its sources as late as it may: when somebody waits for it."""
+    """A device that reads its sources as late as it may: when the host waits for it."""
 
     def __init__(self) -> None:
         self.waiting = []
@@ -185,20 +185,20 @@ def test_a_step_is_not_written_over_one_that_is_still_being_copied():
     second = InputBuffers(LIMITS, 4, torch.device("cpu"), APART, beside=first)
     stream = LateStream()
     first._upload = second._upload = stream
-    one = first.fill(Decodes([5, 9], first, 4)).upload()
+    inputs = first.fill(Decodes([5, 9], first, 4)).upload()
     second.fill(Decodes([3, 4], second, 4)).upload()
     assert len(stream.waiting) == 2  # the other buffers have nothing to wait for
-    tables = one.block_tables
+    tables = inputs.block_tables
     stream.waiting, behind = stream.waiting[:1], stream.waiting[1:]  # what is on the device so far
     first.fill(Decodes([13, 1], first, 4))
-    assert one.input_ids.tolist() == [5, 9]
+    assert inputs.input_ids.tolist() == [5, 9]
     assert [row[: -(-n // 4)] for row, n in zip(tables[0].tolist(), (5, 9), strict=True)] == [
         [1, 2],
         [2, 3, 4],
     ]
     stream.waiting = behind
     stream.run()
-    assert one.input_ids.tolist() == [3, 4]  # the device's side is the same
+    assert inputs.input_ids.tolist() == [3, 4]  # the device's side is the same
 
 
 def test_what_was_never_copied_is_not_waited_for():

@@ -1,4 +1,4 @@
-"""What fits: the largest step, estimated and run; memory that was freed is used again."""
+"""Memory of the largest step, estimated and run; freed memory is used again."""
 
 import os
 import subprocess

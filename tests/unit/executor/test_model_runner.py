@@ -115,8 +115,8 @@ SLIDING = {
 
 
 @pytest.mark.parametrize("family", SLIDING)
-def test_layer_groups_give_the_same_logits_and_give_blocks_back(family):
-    """What slid out of a window is poisoned: a row that still saw it would tell."""
+def test_layer_groups_give_the_same_logits_and_release_blocks(family):
+    """Blocks that left a window are poisoned: a row that still saw them would differ."""
     windows, size = SLIDING[family]
     model = random_model(family, **FAMILIES[family])
     prompts = sequences()

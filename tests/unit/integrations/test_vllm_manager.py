@@ -302,8 +302,8 @@ def test_finished_twice_aborted_between_look_up_and_allocation_unknown() -> None
     admit(manager, request)
     manager.free(request)
     manager.free(request)
-    manager.free(Request("nobody", [1]))
-    assert manager.get_block_ids("nobody") == ([],)
+    manager.free(Request("unknown", [1]))
+    assert manager.get_block_ids("unknown") == ([],)
     assert manager.pop_blocks_for_free(request) == []
     again = Request("b", list(range(8)))
     assert manager.get_computed_blocks(again)[1] == 7

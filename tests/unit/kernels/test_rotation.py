@@ -1,7 +1,7 @@
 """The Triton kernel of norm, rotary embedding and KV write against torch, without a GPU.
 
 Under Triton's interpreter it computes; by Triton's compiler it becomes machine code for GPUs that
-are not there. Either is chosen when triton is imported, so both are processes of their own.
+are not there. The choice is made when triton is imported, so each runs in a separate process.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Case:
     slots: list[int]
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Parts of one product, as joined projections give; the value has every second number."""
+        """Parts of one product, as fused projections give; the value has every second number."""
         sizes = [self.query_heads * self.head_dim, self.kv_heads * self.head_dim]
         sizes.append(2 * self.kv_heads * self.value_dim)
         scales = torch.tensor([1.0, self.scale_k, self.scale_v]).repeat_interleave(
@@ -139,7 +139,7 @@ def compare(case: Case) -> None:
 
 
 def _compare_so_many(count: int) -> None:
-    quiet = settings(
+    configured = settings(
         max_examples=count,
         deadline=None,
         database=None,
@@ -147,7 +147,7 @@ def _compare_so_many(count: int) -> None:
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate],
     )
-    quiet(given(cases())(compare))()
+    configured(given(cases())(compare))()
 
 
 def compare_some() -> None:

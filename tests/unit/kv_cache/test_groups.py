@@ -69,7 +69,7 @@ def test_a_match_needs_the_windows_blocks_only() -> None:
     first = manager.sequence(range(20))
     run(manager, first, 20)
     first.free()
-    # All that slid out is given up; what the window holds at the end stays.
+    # Blocks that left the window are released; those in the window at the end stay.
     slid = [manager.sequence(range(1000 + at, 1000 + at + BLOCK)) for at in range(0, 400, 100)]
     for each in slid:
         compute(manager, each)

@@ -1,6 +1,6 @@
-"""Objects that lie about their length, raise where nobody does, or call the manager.
+"""Objects that lie about their length, raise in unusual places, or call the manager.
 
-What killed the process once runs in a process of its own.
+Calls that once killed the process run in a separate process.
 """
 
 import subprocess
@@ -124,8 +124,8 @@ def test_a_length_is_a_hint(manager: BlockManager, length: Any) -> None:
     plan = manager.begin_step(8)
     few = length if isinstance(length, Exception) else min(length, 64)
     assert plan.decode(Liar(few, [running])) == []
-    one = length if isinstance(length, Exception) else min(length, 1)
-    plan.commit(Liar(length, [7]), Liar(one, [1]))
+    length_of_ids = length if isinstance(length, Exception) else min(length, 1)
+    plan.commit(Liar(length, [7]), Liar(length_of_ids, [1]))
     assert BlockManager(8, 4, groups=Liar(few, [None, 8])).groups == (None, 8)
 
 

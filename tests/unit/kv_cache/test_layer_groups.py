@@ -1,4 +1,4 @@
-"""Which layers share a table: from a model's configuration to groups, and why these."""
+"""From a model's configuration to groups of layers that share a block table."""
 
 from types import SimpleNamespace
 from typing import Any

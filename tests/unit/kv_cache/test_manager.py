@@ -103,7 +103,7 @@ def test_shape() -> None:
 def test_preview_counts_what_freeing_gives_back() -> None:
     manager = BlockManager(8, BLOCK)
     first = computed(manager, tokens(10))
-    second = computed(manager, [*tokens(8), 1, 2, 3])  # shares two blocks, has one of its own
+    second = computed(manager, [*tokens(8), 1, 2, 3])  # shares two blocks, has one more
     assert (manager.preview(first), manager.preview(second)) == (1, 1)
     for victim, kept in ((second, first), (first, None)):
         promised, before = manager.preview(victim), manager.usage().available
@@ -148,7 +148,7 @@ def test_a_collision_costs_a_name_and_nothing_else() -> None:
     assert set(equal_hash.block_table).isdisjoint(named.block_table)
     assert manager.match_prefix(other).blocks == equal_hash.block_table[:2]
     assert manager.match_prefix(first).blocks == named.block_table[:1]
-    assert manager.stats().collisions == 0  # nobody has asked for the names of these
+    assert manager.stats().collisions == 0  # no call has asked for these hashes
     assert len(manager.cached_hashes()) == 1
     assert manager.stats().collisions == 1
     equal_hash.free()
@@ -252,7 +252,7 @@ def test_a_full_hit_computes_one_token_takes_no_block_and_writes_nothing() -> No
     assert manager.stats().allocated_blocks == allocated
     assert sequence.tokens() == [*tokens(10 * BLOCK), 9]
     plan = manager.begin_step(1)
-    assert plan.decode([sequence]) == []  # the next token goes to a block of its own
+    assert plan.decode([sequence]) == []  # the next token goes to a new block
     assert sequence.block_table[:10] == blocks
     assert manager.usage().free == 0
 

@@ -1,6 +1,6 @@
 """Bad input, one row each: the exact exception, the offending value in it, nothing changed.
 
-Every row runs in the same scene: blocks in all four states, two steps open, two steps closed, and
+Every case runs in the same scene: blocks in all four states, two steps open, two steps closed, and
 another manager beside it. "Nothing" is all that both managers and every handle show of themselves.
 """
 
@@ -52,10 +52,10 @@ class Scene:
     step_rolled_back: int
     step_older: int
 
-    foreign_manager: BlockManager
-    foreign: Sequence
-    foreign_pin: Pin
-    foreign_plan: StepPlan
+    other_manager: BlockManager
+    other: Sequence
+    other_pin: Pin
+    other_plan: StepPlan
 
     def handles(self, kind: type) -> list[Any]:
         values = (getattr(self, field.name) for field in fields(self))
@@ -63,7 +63,7 @@ class Scene:
 
 
 def next_step(manager: BlockManager) -> int:
-    """What the next step is called when none is open."""
+    """The number of the next step when none is open."""
     stats = manager.stats()
     return stats.committed_steps + stats.rolled_back_steps + 1
 
@@ -99,8 +99,8 @@ def scene() -> Scene:
     newer.decode([decoding])
     newer.prefill(chunked, 8)
 
-    foreign_manager = BlockManager(8, BLOCK, events=True)
-    foreign_pin = retain(foreign_manager, [1, 2, 3, 4])
+    other_manager = BlockManager(8, BLOCK, events=True)
+    other_pin = retain(other_manager, [1, 2, 3, 4])
     return Scene(
         manager=manager,
         running=running,
@@ -118,10 +118,10 @@ def scene() -> Scene:
         step_committed=step_committed,
         step_rolled_back=step_rolled_back,
         step_older=step_older,
-        foreign_manager=foreign_manager,
-        foreign=foreign_manager.sequence([1, 2, 3, 4, 5]),
-        foreign_pin=foreign_pin,
-        foreign_plan=foreign_manager.begin_step(10),
+        other_manager=other_manager,
+        other=other_manager.sequence([1, 2, 3, 4, 5]),
+        other_pin=other_pin,
+        other_plan=other_manager.begin_step(10),
     )
 
 
@@ -164,7 +164,7 @@ def carry_on(scene: Scene) -> None:
     assert scene.drafted.tokens() == [*[40] * 5, 0, 3, 13]
     assert scene.running.tokens() == [*[20] * 6, 0, 15]
     assert scene.chunked.num_computed_tokens == 16
-    scene.foreign_plan.rollback()
+    scene.other_plan.rollback()
     for handle in scene.handles(Sequence):
         if handle.is_live:
             handle.free()
@@ -185,7 +185,7 @@ class Misuse:
 
 CLOSED = "step {s.step_%s} was committed or rolled back already"
 FREED = "sequence {s.freed.id} was freed"
-FOREIGN = "sequence {s.foreign.id} belongs to another BlockManager"
+OTHER_MANAGER = "sequence {s.other.id} belongs to another BlockManager"
 PLANNED = "sequence {s.%s.id} is in an open plan"
 TRIM = "6 tokens of this sequence are computed, it cannot be trimmed to %s"
 
@@ -212,29 +212,29 @@ MISUSES = {
         "18446744073709551615",
     ),
     # ---- a handle of another manager
-    "foreign sequence, prefill": Misuse(
-        lambda s: s.newer.prefill(s.foreign, 9), HandleError, FOREIGN
+    "other sequence, prefill": Misuse(
+        lambda s: s.newer.prefill(s.other, 9), HandleError, OTHER_MANAGER
     ),
-    "foreign sequence, decode": Misuse(
-        lambda s: s.newer.decode([s.running, s.foreign]), HandleError, FOREIGN
+    "other sequence, decode": Misuse(
+        lambda s: s.newer.decode([s.running, s.other]), HandleError, OTHER_MANAGER
     ),
-    "foreign sequence, speculate": Misuse(
-        lambda s: s.newer.speculate(s.foreign, [1]), HandleError, FOREIGN
+    "other sequence, speculate": Misuse(
+        lambda s: s.newer.speculate(s.other, [1]), HandleError, OTHER_MANAGER
     ),
-    "foreign sequence, cancel": Misuse(lambda s: s.newer.cancel(s.foreign), HandleError, FOREIGN),
-    "foreign sequence, preview": Misuse(
-        lambda s: s.manager.preview(s.foreign), HandleError, FOREIGN
+    "other sequence, cancel": Misuse(lambda s: s.newer.cancel(s.other), HandleError, OTHER_MANAGER),
+    "other sequence, preview": Misuse(
+        lambda s: s.manager.preview(s.other), HandleError, OTHER_MANAGER
     ),
-    "planned sequence, foreign plan": Misuse(
-        lambda s: s.foreign_plan.prefill(s.sampling, 9), HandleError, "belongs to another"
+    "planned sequence, other plan": Misuse(
+        lambda s: s.other_plan.prefill(s.sampling, 9), HandleError, "belongs to another"
     ),
-    "foreign pin, attach": Misuse(
-        lambda s: s.waiting.attach(s.foreign_pin),
+    "other pin, attach": Misuse(
+        lambda s: s.waiting.attach(s.other_pin),
         HandleError,
         "belongs to another BlockManager",
     ),
-    "pin, foreign attach": Misuse(
-        lambda s: s.foreign.attach(s.pin), HandleError, "belongs to another BlockManager"
+    "pin, other attach": Misuse(
+        lambda s: s.other.attach(s.pin), HandleError, "belongs to another BlockManager"
     ),
     # ---- a sequence in two plans, or twice in one
     "in the older, prefill": Misuse(
@@ -316,9 +316,9 @@ MISUSES |= {
 
 
 def refused(scene: Scene, call: Callable[[Scene], object]) -> KvError:
-    """What the call raised. It changed nothing, and the steps can go on."""
+    """The error of the call. It changed no state, and the steps can go on."""
     scene.manager.take_events()
-    scene.foreign_manager.take_events()
+    scene.other_manager.take_events()
     before = seen(scene)
     with pytest.raises(KvError) as raised:
         call(scene)

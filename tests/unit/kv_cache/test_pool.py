@@ -1,4 +1,4 @@
-"""What a block costs, how many fit, and the errors of a pool that does not."""
+"""The size of a block, how many fit, and the errors of a pool that does not."""
 
 import ctypes
 import mmap

@@ -1,4 +1,4 @@
-"""Which rows of a step share which leading blocks, in the caller's arrays."""
+"""The leading blocks that rows of a step share, in the caller's arrays."""
 
 from typing import Any
 

@@ -148,7 +148,7 @@ def test_a_fork_copies_its_partial_block_when_it_writes() -> None:
     assert plan.decode([parent, child]) == []
     [(source, target)] = plan.copies()
     assert parent.block_table[1] == target
-    assert child.block_table[1] == source  # the last holder writes in place
+    assert child.block_table[1] == source  # the last owner writes in place
     plan.commit([1, 2])
     assert manager.stats().copied_blocks == 1
     manager.check()

@@ -17,7 +17,7 @@ SWAPPED = ">" if sys.byteorder == "little" else "<"
 
 
 def mixed_step(manager: BlockManager) -> tuple[StepPlan, list[Sequence]]:
-    """A decode, a full hit, a hit with new tokens behind it, a chunk that does not sample."""
+    """A decode, a full hit, a hit with new tokens after it, a chunk that does not sample."""
     leave_evictable(manager, list(range(8)))
     decoding = computed(manager, [50, 51, 52])
     hit = manager.sequence(list(range(8)))

@@ -178,7 +178,7 @@ def test_reset_keeps_the_tokens_and_comes_back_from_the_cache() -> None:
     assert manager.stats().hashed_blocks == hashed
 
 
-# ---- budget and room
+# ---- budget and free blocks
 
 
 def test_a_chunk_ends_on_a_block_boundary_if_it_can() -> None:

@@ -260,7 +260,7 @@ def test_a_pipe_that_the_same_process_reads(tmp_path: Path) -> None:
     assert report.operations["sequence"] == 11
 
 
-def test_a_recording_that_nobody_takes_ends_and_the_manager_goes_on(tmp_path: Path) -> None:
-    said = record_to_a_pipe(tmp_path / "pipe", 100, "nobody reads")
+def test_an_unread_recording_ends_and_the_manager_goes_on(tmp_path: Path) -> None:
+    said = record_to_a_pipe(tmp_path / "pipe", 100, "unread")
     assert "the recording ended before operation" in said and "MiB" in said
     assert said.endswith("the manager goes on\n")

@@ -30,7 +30,7 @@ def extended(sequence: Sequence, num_tokens: int) -> list[int]:
 
 
 class Request:
-    """What a scheduler knows of a request; it asks the manager where a block ends."""
+    """A scheduler's record of a request; it asks the manager where a block ends."""
 
     def __init__(self, manager: BlockManager, prompt: list[int]) -> None:
         self.tokens = list(prompt)

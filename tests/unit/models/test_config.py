@@ -1,4 +1,4 @@
-"""What a folder says beside the weights: sampling by default, tokens that end a generation."""
+"""Settings of a model folder: default sampling, tokens that end a generation."""
 
 import json
 

@@ -86,7 +86,7 @@ def test_sizes_that_the_weights_cannot_have_are_refused_before_anything_is_built
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("value", [-1, 0, "12", "many", None, [3], {}, True, 2.5, float("nan")])
 def test_values_of_any_kind_are_loaded_or_refused(folder, name, value):
-    """What transformers makes of `null` or `"12"` is its affair: no other error comes out."""
+    """transformers may read `null` or `"12"` in its way: no other error comes out."""
     set_config(folder, **{name: value})
     loaded_or_refused(folder)
 
@@ -211,7 +211,7 @@ def test_other_floating_point_numbers_are_loaded(folder, dtype):
 
 
 @pytest.mark.parametrize(
-    "name", ["kernels-community/flash-attn", "nobody/evil", "flash_attention_2", 5]
+    "name", ["kernels-community/flash-attn", "someone/evil", "flash_attention_2", 5]
 )
 def test_an_implementation_of_attention_in_the_folder_is_not_looked_for(folder, name):
     set_config(folder, attn_implementation=name, experts_implementation=name)
@@ -276,7 +276,7 @@ _LOAD = """
 import ctypes, os, sys
 from pyengine.errors import ModelLoadError
 from pyengine.models.loader import load_model
-if os.geteuid() == 0:  # give up root's right to read everything: see capset(2)
+if os.geteuid() == 0:  # drop root's right to read everything: see capset(2)
     head, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert ctypes.CDLL(None).capset(head, none) == 0
 try:

@@ -62,7 +62,7 @@ def test_a_row_is_quantised_by_its_largest_number(dtype):
 
 
 def number_of(encoding, numbers):
-    """What encoded digits stand for, written out in int64."""
+    """The value of encoded digits, in int64."""
     return sum(part.long() - encoding.zero for part in numbers.chunk(encoding.parts))
 
 

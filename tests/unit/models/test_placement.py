@@ -91,7 +91,7 @@ def test_bfloat16_on_a_cpu_without_it_is_slower_and_says_so(monkeypatch, caplog)
         ("AVX512", {"_is_amx_tile_supported": True}, "AMX"),
         ("AVX512", {"_is_avx512_bf16_supported": True}, "AVX-512 BF16"),
         ("AVX512", {}, None),
-        ("AVX2", {"_is_amx_tile_supported": True}, None),  # torch was told to leave AVX-512 alone
+        ("AVX2", {"_is_amx_tile_supported": True}, None),  # torch is set to avoid AVX-512
     ],
 )
 def test_torch_is_asked_for_the_instructions(monkeypatch, capability, answers, expected):

@@ -1,4 +1,4 @@
-"""Python in a model folder is never run, and nobody is asked about it."""
+"""Python in a model folder is never run, and no prompt asks to run it."""
 
 import json
 import sys

@@ -151,17 +151,19 @@ def test_the_largest_bias_and_penalty_give_no_nan(penalty: float) -> None:
     params = SamplingParams(
         logit_bias={0: 3.4e38, 1: -3.4e38, 2: 3.4e38}, repetition_penalty=penalty, min_tokens=1
     )
-    one = state(params, prompt=(0, 1, 2, 3, 4), stop_ids=(2, 4))
-    got = adjusted_logits(torch.tensor([[3.4e38, -3.4e38, 3.4e38, 0.0, 1.0]]), [one])[0].tolist()
+    sampling_state = state(params, prompt=(0, 1, 2, 3, 4), stop_ids=(2, 4))
+    got = adjusted_logits(torch.tensor([[3.4e38, -3.4e38, 3.4e38, 0.0, 1.0]]), [sampling_state])[
+        0
+    ].tolist()
     assert got[2] == got[4] == -INF
     assert all(value < INF for value in got)  # false for NaN too
 
 
 def by_one(
-    logits: torch.Tensor, one: SamplingState, bad_words: list[tuple[int, ...]]
+    logits: torch.Tensor, sampling_state: SamplingState, bad_words: list[tuple[int, ...]]
 ) -> list[float]:
     """The changes to one row, token by token."""
-    row, params, output = logits.tolist(), one.params, one.token_ids
+    row, params, output = logits.tolist(), sampling_state.params, sampling_state.token_ids
     for token in range(len(row)):
         allowed = params.allowed_token_ids
         completes = any(
@@ -218,6 +220,6 @@ def test_batches_against_one_token_at_a_time(batch: list[Any], steps: int) -> No
 
 
 def test_ids_beyond_the_logits_are_refused() -> None:
-    one = state(SamplingParams(logit_bias={4: 1.0}))
+    sampling_state = state(SamplingParams(logit_bias={4: 1.0}))
     with pytest.raises(ValueError, match="token ids 4 to 4 in rows of 4 logits"):
-        adjusted_logits(torch.tensor([ROW[:4], ROW[:4]]), [one, one])
+        adjusted_logits(torch.tensor([ROW[:4], ROW[:4]]), [sampling_state, sampling_state])

@@ -35,18 +35,25 @@ def test_a_batch_follows_its_requests_from_step_to_step() -> None:
             assert entry.append(token) == other.append(token) == entry.num_output
 
 
-def test_positions_stand_for_tokens_that_the_states_have_not_been_told() -> None:
-    told, untold = states(MIXED), states(MIXED)
-    for item in told:
+def test_positions_stand_for_tokens_that_the_states_do_not_have_yet() -> None:
+    known, pending = states(MIXED), states(MIXED)
+    for item in known:
         item.append(3)
         item.append(3)
     for number in (0, 2, 3, 4, 5):  # the penalty needs the tokens themselves
         logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(number))
-        expected = Sampler()(logits, [told[number]])
-        assert Sampler()(logits, [untold[number]], [2]).token_ids == expected.token_ids
-    assert [item.depends_on_output for item in told] == [False, True, False, False, False, False]
-    assert SamplingBatch(told).depends_on_output
-    assert not SamplingBatch(told[2:]).depends_on_output
+        expected = Sampler()(logits, [known[number]])
+        assert Sampler()(logits, [pending[number]], [2]).token_ids == expected.token_ids
+    assert [item.depends_on_output for item in known] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
+    assert SamplingBatch(known).depends_on_output
+    assert not SamplingBatch(known[2:]).depends_on_output
 
 
 def test_what_is_known_of_a_batch() -> None:

@@ -143,16 +143,16 @@ def test_a_number_on_a_border_belongs_to_the_token_above(
 ) -> None:
     monkeypatch.setattr("pyengine.sampling.draw.uniforms", lambda *_args: np.array([number]))
     logits = torch.tensor([[-1.0, 2.0, -1.0, 2.0, -1.0]])  # top-k leaves the tokens 1 and 3
-    one = state(SamplingParams(top_k=2), vocab_size=5)
-    assert int(Sampler()(logits, [one]).token_ids) == token
+    sampling_state = state(SamplingParams(top_k=2), vocab_size=5)
+    assert int(Sampler()(logits, [sampling_state]).token_ids) == token
 
 
 def test_positions_of_one_request_follow_the_distribution_too() -> None:
-    one = state(SamplingParams(seed=11), seed=11, vocab_size=2)
+    sampling_state = state(SamplingParams(seed=11), seed=11, vocab_size=2)
     ones = 0
     for _ in range(4000):
-        token = int(Sampler()(torch.tensor([[0.0, math.log(3)]]), [one]).token_ids)
-        one.append(token)
+        token = int(Sampler()(torch.tensor([[0.0, math.log(3)]]), [sampling_state]).token_ids)
+        sampling_state.append(token)
         ones += token
     assert abs(ones / 4000 - 0.75) < 0.025
 
@@ -314,7 +314,7 @@ def test_no_rows_no_tokens() -> None:
 
 
 def test_where_nothing_is_sampled_the_tokens_are_on_the_device_all_the_same():
-    """Else nobody would wait for that step: the copy's event is recorded on the device."""
+    """Otherwise no event of that step could be waited for: it is recorded on the device."""
     pending = Sampler().launch(torch.empty(0, 8, device="meta"), [])
     assert pending.token_ids.device.type == "meta"
     assert len(pending.token_ids) == 0

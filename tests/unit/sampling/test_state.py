@@ -37,15 +37,15 @@ def test_counts_are_kept_only_for_penalties() -> None:
 
 
 def test_output_is_counted() -> None:
-    one = state(SamplingParams())
+    sampling_state = state(SamplingParams())
     for expected in (1, 2, 3):
-        one.append(5)
-        assert one.num_output == expected
+        sampling_state.append(5)
+        assert sampling_state.num_output == expected
 
 
 def test_stop_tokens_are_barred_until_min_tokens() -> None:
-    one = state(SamplingParams(min_tokens=2, stop_token_ids=[4]), stop_ids=[9, 4])
-    assert one.stop_ids.tolist() == [4, 9]
+    sampling_state = state(SamplingParams(min_tokens=2, stop_token_ids=[4]), stop_ids=[9, 4])
+    assert sampling_state.stop_ids.tolist() == [4, 9]
     assert not state(SamplingParams(), stop_ids=[9]).may_change_logits
     assert not state(SamplingParams(min_tokens=2)).may_change_logits
 
@@ -61,8 +61,8 @@ def test_the_vocabulary_is_checked() -> None:
 
 
 def test_stop_tokens_outside_the_vocabulary_are_nobodys() -> None:
-    one = state(SamplingParams(min_tokens=2), stop_ids=[-1, 3, 10, 10**30])
-    assert one.stop_ids.tolist() == [3]
+    sampling_state = state(SamplingParams(min_tokens=2), stop_ids=[-1, 3, 10, 10**30])
+    assert sampling_state.stop_ids.tolist() == [3]
     assert not state(SamplingParams(min_tokens=2), stop_ids=[10]).may_change_logits
 
 
@@ -94,23 +94,23 @@ def test_what_is_allowed_must_not_be_barred(
 
 def test_a_sibling_shares_what_stays_the_same() -> None:
     params = SamplingParams(repetition_penalty=2, logit_bias={1: 2.0})
-    one = state(params, (2, 1))
-    other = one.sibling(seed=-1)
+    sampling_state = state(params, (2, 1))
+    other = sampling_state.sibling(seed=-1)
     assert (other.seed, other.params) == (2**64 - 1, params)
-    assert other.bias_ids is one.bias_ids
+    assert other.bias_ids is sampling_state.bias_ids
     other.append(5)
-    assert (one.token_ids, other.token_ids) == ([], [5])
-    assert one.counts is not None
+    assert (sampling_state.token_ids, other.token_ids) == ([], [5])
+    assert sampling_state.counts is not None
     assert other.counts is not None
-    assert (one.counts.ids.tolist(), other.counts.ids.tolist()) == ([1, 2], [1, 2, 5])
+    assert (sampling_state.counts.ids.tolist(), other.counts.ids.tolist()) == ([1, 2], [1, 2, 5])
     with pytest.raises(ValueError, match="1 tokens were generated"):
         other.sibling(seed=0)
 
 
 def test_a_prompt_may_be_an_array_and_is_read_for_repetition_only() -> None:
-    one = state(SamplingParams(repetition_penalty=2), np.array([4, 2, 4]))
-    assert one.counts is not None
-    assert one.counts.ids.tolist() == [2, 4]
+    sampling_state = state(SamplingParams(repetition_penalty=2), np.array([4, 2, 4]))
+    assert sampling_state.counts is not None
+    assert sampling_state.counts.ids.tolist() == [2, 4]
 
     class Unread:
         def __getattr__(self, name: str) -> object:

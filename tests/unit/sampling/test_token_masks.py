@@ -18,7 +18,7 @@ from pyengine.sampling_params import SamplingParams
 
 
 class FakeMatcher:
-    """Allows some tokens; notes which ones it was told."""
+    """Allows some tokens; records the ones it got."""
 
     def __init__(self, allowed: set[int]) -> None:
         self.allowed, self.seen, self.error, self.num_filled = allowed, [0] * 0, "", 0
@@ -117,9 +117,9 @@ def test_draws_stay_within_the_mask_and_follow_the_seed() -> None:
     for seed in range(200):
         settings = SamplingParams(temperature=2, top_p=0.9)
         matcher: Any = FakeMatcher({3, 40, 96})
-        one = SamplingState(settings, [1], seed=seed, vocab_size=97)
-        one.keep_to(matcher)
-        drawn.append(int(sampled(logits, [one]).token_ids[0]))
+        sampling_state = SamplingState(settings, [1], seed=seed, vocab_size=97)
+        sampling_state.keep_to(matcher)
+        drawn.append(int(sampled(logits, [sampling_state]).token_ids[0]))
     assert set(drawn) == {3, 40, 96}
 
 
@@ -145,12 +145,12 @@ def test_no_mask_where_nobody_needs_one() -> None:
 
 
 def test_a_state_tells_its_matcher_and_a_sibling_has_its_own() -> None:
-    one: Any = state(97, {5, 6})
-    other: Any = one.sibling(2)
-    assert one.depends_on_output
+    sampling_state: Any = state(97, {5, 6})
+    other: Any = sampling_state.sibling(2)
+    assert sampling_state.depends_on_output
     assert other.depends_on_output
-    one.append(5)
-    assert (one.matcher.seen, other.matcher.seen) == ([5], [])
+    sampling_state.append(5)
+    assert (sampling_state.matcher.seen, other.matcher.seen) == ([5], [])
 
 
 def test_a_row_that_takes_too_long_is_given_up_and_the_others_are_served(

@@ -1,4 +1,4 @@
-"""Drafts make nobody wait: 256 sequences with 7 drafts each beside a stream of new prompts.
+"""Drafts delay no request: 256 sequences with 7 drafts each beside a stream of new prompts.
 
 256 x 8 rows are the whole default budget of 2,048 tokens. A scheduler that planned drafts with the
 decodes would never admit a prompt again; one that kept the blocks of rejected drafts would admit

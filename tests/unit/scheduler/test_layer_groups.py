@@ -1,4 +1,4 @@
-"""The promises where blocks are given back behind a window (3 and 6: what is counted)."""
+"""The promises with blocks released behind a window (3 and 6: counts)."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ class Service:
             self.scheduler.add(make_sequence(str(name), tokens))
 
     def step(self) -> list[tuple[str, int]]:
-        """Who computed how many tokens; those who got theirs have ended."""
+        """Requests and their computed tokens; finished ones have ended."""
         step = self.scheduler.schedule()
         assert step is not None
         self.scheduler.commit(step, [1] * len(step.sampling_sequences))

@@ -193,7 +193,7 @@ def test_promise_7_newest_first() -> None:
         add(scheduler, name, tokens(11, start=start))
     planned(scheduler)
     assert manager.usage().available == 0
-    planned(scheduler)  # position 11: still room in everyone's third block
+    planned(scheduler)  # position 11: every third block still has a free slot
     assert [name for name, _ in planned(scheduler)] == ["old", "mid"]
     assert (scheduler.num_preemptions, scheduler.num_waiting) == (1, 1)
 

@@ -46,7 +46,7 @@ class Slots:
         ({"a": 2, "b": 2, "c": 1}, "ab"),
         ({"a": 1, "b": 1, "c": 2, "d": 1}, "abc"),
         ({"a": 4, "b": 1}, "a"),
-        ({"a": 1, "b": 4, "c": 1}, "a"),  # nobody passes one that waits for slots
+        ({"a": 1, "b": 4, "c": 1}, "a"),  # no request overtakes one that waits for slots
     ],
 )
 def test_those_that_come_together_share_the_seats(samples: dict[str, int], admitted: str) -> None:

@@ -3,7 +3,7 @@
 With prefix caching on, blocks of ended requests stay idle instead of free. A rule that admits by
 "blocks not in the free list" takes them for use: nothing runs, so nothing allocates, so nothing is
 evicted, and the rule says no for ever. The lookahead slots of a multi-token-prediction head add
-to that use, come and go, and must cost nobody a slot either.
+to that use, come and go, and must not cost a request its slot either.
 """
 
 from collections.abc import Collection, Iterable

@@ -176,14 +176,14 @@ def test_a_drafter_is_asked_once_a_step(depth: int) -> None:
     ]
     again = len(drafter.asked) - len(set(drafter.asked))
     assert bench.engine.stats().num_drafts > 3 and len(drafter.asked) > 30
-    # Who waits for its token because of a guess is asked with it; nobody else is asked again.
+    # A context that waits for its token is asked with it; no other is asked again.
     assert again == 0
 
 
 def test_a_draft_without_a_choice_behind_it_costs_its_sample_the_drafts_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Behind a wrong token the model may give no number: without drafts that is never seen."""
+    """After a wrong token the model may give NaN: without drafts that never shows."""
     bench = make_bench()
     answer = continued([1, 2, 3], 8)
     wrong = (answer[1] + 1) % VOCAB_SIZE

@@ -60,7 +60,7 @@ def test_where_rows_cost_as_much_as_steps_nothing_is_kept_for_long() -> None:
 
 
 def test_it_comes_back_when_drafts_are_right_again() -> None:
-    """What was not computed is compared with what came, too."""
+    """Drafts that were not computed are compared with the tokens, too."""
     policy, text = DraftPolicy(LINEAR), Text([1, 2])
 
     def step(token: int) -> int:

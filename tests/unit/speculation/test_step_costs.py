@@ -1,4 +1,4 @@
-"""Steps of several sizes are run over a pool of their own, and leave nothing behind."""
+"""Steps of several sizes run over a separate manager, and leave no state."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -14,12 +14,12 @@ def text(prompt: list[int], namespace: bytes = b"") -> Text:
 
 
 def test_it_follows_the_request_s_own_tokens() -> None:
-    drafter, one = SuffixDrafter(), text([1, 2, 3, 4, 5, 6, 1, 2])
-    assert drafter.propose([one], [4]) == [Draft()]
-    one.token_ids.append(3)
-    assert drafter.propose([one], [3]) == [Draft([4, 5, 6], 3)]
-    one.token_ids += [4, 5]
-    assert drafter.propose([one], [1]) == [Draft([6], 5)]
+    drafter, context = SuffixDrafter(), text([1, 2, 3, 4, 5, 6, 1, 2])
+    assert drafter.propose([context], [4]) == [Draft()]
+    context.token_ids.append(3)
+    assert drafter.propose([context], [3]) == [Draft([4, 5, 6], 3)]
+    context.token_ids += [4, 5]
+    assert drafter.propose([context], [1]) == [Draft([6], 5)]
 
 
 def test_it_follows_earlier_answers_of_the_same_namespace_alone() -> None:
@@ -38,10 +38,10 @@ def test_it_follows_earlier_answers_of_the_same_namespace_alone() -> None:
 def test_the_oldest_answers_are_forgotten() -> None:
     drafter = SuffixDrafter(max_tokens=20)
     for at in range(30):
-        one = text([100 * at, 100 * at + 1, 100 * at + 2])
-        drafter.propose([one], [1])
-        one.token_ids += [100 * at + 3] * 5
-        drafter.forget(one)
+        context = text([100 * at, 100 * at + 1, 100 * at + 2])
+        drafter.propose([context], [1])
+        context.token_ids += [100 * at + 3] * 5
+        drafter.forget(context)
         assert drafter._suffixes.num_archived <= 20
     assert drafter.propose([text([0, 1, 2]), text([2900, 2901, 2902])], [1, 1]) == [
         Draft(),

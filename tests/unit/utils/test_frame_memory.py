@@ -37,11 +37,11 @@ def test_no_depth_maps_memory_for_each_call() -> None:
 
 def test_it_is_the_function_to_its_callers() -> None:
     def divide(a: int, /, by: int = 2, *more: int, **named: int) -> tuple[object, ...]:
-        """What it does."""
+        """The doc."""
         return a // by, more, named
 
     roomy = with_frame_room(divide)
     assert roomy(7) == (3, (), {})
     assert roomy(7, 3, 4, name=5) == (2, (4,), {"name": 5})
-    assert (roomy.__name__, roomy.__doc__) == ("divide", "What it does.")
+    assert (roomy.__name__, roomy.__doc__) == ("divide", "The doc.")
     with_frame_room(lambda: roomy(4, 2))()  # within another

@@ -18,8 +18,8 @@ def test_the_name_is_the_one_of_pyproject() -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers"])
-def test_the_oldest_version_is_told_once(name: str) -> None:
-    """What pyproject.toml asks for is what the page on dependencies gives the reason of."""
+def test_the_oldest_version_is_written_once(name: str) -> None:
+    """pyproject.toml requires the versions that the page on dependencies explains."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (asked,) = [
         item.removeprefix(f"{name}>=")

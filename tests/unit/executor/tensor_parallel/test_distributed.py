@@ -46,7 +46,7 @@ SETTINGS: dict[str, Any] = {
 IN_TIME = 10.0
 """Seconds in which a death must be noticed."""
 GIVEN_UP = 30.0
-"""Seconds in which a worker must have given up on the others."""
+"""Seconds in which a worker must have stopped waiting for the others."""
 INTERRUPTS = """
 import os, signal, sys, time
 for _ in range(int(sys.argv[2])):
@@ -101,17 +101,17 @@ def test_two_processes_give_the_tokens_of_one(
 def test_forks_log_probabilities_and_the_end_of_two_processes(llama: Path) -> None:
     forked = SamplingParams(n=3, seed=4, max_tokens=6, ignore_eos=True, logprobs=2)
     scored = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
-    one = LLM(llama, **SETTINGS)
+    alone = LLM(llama, **SETTINGS)
     threads = torch.get_num_threads()
-    two = LLM(llama, **SETTINGS, tensor_parallel_size=2)
+    parallel = LLM(llama, **SETTINGS, tensor_parallel_size=2)
     assert len(workers_of(os.getpid())) == 1
-    assert two.describe()["tensor_parallel_size"] == 2
-    assert two.describe()["kv_cache_bytes"] == one.describe()["kv_cache_bytes"] // 2
-    assert tokens(two) == tokens(one)
-    assert tokens(two, forked) == tokens(one, forked)
-    assert two.stats().counters["copied_blocks"] == one.stats().counters["copied_blocks"] > 0
+    assert parallel.describe()["tensor_parallel_size"] == 2
+    assert parallel.describe()["kv_cache_bytes"] == alone.describe()["kv_cache_bytes"] // 2
+    assert tokens(parallel) == tokens(alone)
+    assert tokens(parallel, forked) == tokens(alone, forked)
+    assert parallel.stats().counters["copied_blocks"] == alone.stats().counters["copied_blocks"] > 0
     (ours,), (theirs,) = (
-        llm.generate([prompts()[3]], scored, use_tqdm=False) for llm in (one, two)
+        llm.generate([prompts()[3]], scored, use_tqdm=False) for llm in (alone, parallel)
     )
     assert ours.prompt_logprobs is not None and theirs.prompt_logprobs is not None
     for expected, got in zip(ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:], strict=True):
@@ -122,18 +122,18 @@ def test_forks_log_probabilities_and_the_end_of_two_processes(llama: Path) -> No
     with pytest.raises(ConfigurationError, match="one; close"):
         LLM(llama, **SETTINGS, tensor_parallel_size=2)
 
-    two.close()
-    two.close()
+    parallel.close()
+    parallel.close()
     assert workers_left(os.getpid(), IN_TIME) == []
     assert torch.get_num_threads() == threads
     assert not torch.distributed.is_initialized()
     with pytest.raises(EngineDeadError, match="was closed"):
-        tokens(two)
-    two._manager.check()
+        tokens(parallel)
+    parallel._manager.check()
 
 
 class Faults:
-    """An LLM of two processes whose worker fails as it is told."""
+    """An LLM of two processes whose worker fails on request."""
 
     def __init__(self, folder: Path, control: Path) -> None:
         settings = {**SETTINGS, "attention_backend": "gather"}  # which is made to fail
@@ -157,9 +157,7 @@ class Faults:
             failures.append(error)
             if "forward" not in str(error) and self._control.read_text() == "forward":
                 self.are("calm")
-            engine._faults.failed = lambda _: (
-                Verdict()
-            )  # steps fail by chance: it is nobody's fault
+            engine._faults.failed = lambda _: Verdict()  # steps fail by chance, no request's fault
             go_on(jobs, num_tokens, error)
 
         engine._failed = watched

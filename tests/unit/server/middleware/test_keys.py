@@ -1,4 +1,4 @@
-"""Rights of client keys and admin keys; foreign origins and hosts."""
+"""Rights of client keys and admin keys; other origins and hosts."""
 
 import asyncio
 from typing import Any
