@@ -84,7 +84,7 @@ Int32Array = npt.NDArray[np.int32]
 class SharedRows(Protocol):
     """The leading blocks that sequences of a step have in common, in one layer group.
 
-    What the block manager wrote with the step, see `pyengine.SharedPrefixes`; int32, on the host.
+    Written by the block manager with the step: `pyengine.SharedPrefixes`. int32, on the host.
     """
 
     @property
@@ -94,7 +94,7 @@ class SharedRows(Protocol):
 
     @property
     def order(self) -> Int32Array:
-        """`[B]`: the sequences, those that share side by side."""
+        """`[B]`: the sequences, with those that share blocks next to each other."""
         ...
 
     @property
@@ -122,7 +122,7 @@ class StepInputs:
     The `host_` arrays hold the same numbers in host memory, so that planning never waits for the
     device. They are valid until the next step is filled in. Where the tensors stay in place for a
     graph, `block_tables` has room for the longest sequence, and `host_block_tables` is as wide as
-    the longest of the step. `shared` says what sequences share, for backends that asked for it.
+    the longest of the step. `shared` has the shared blocks, for backends with a `shared_group`.
     """
 
     input_ids: torch.Tensor
@@ -147,7 +147,7 @@ class AttentionOptions:
     - `softcap`: scores become `softcap * tanh(score / softcap)` before the softmax (Gemma 2).
     - `sinks`: `[query_heads]`, one more score per head that takes part in the softmax and has
       no value (GPT-OSS).
-    - `rotation`: what the layer left to be done to queries and keys first.
+    - `rotation`: the rotation of queries and keys that the layer leaves to attention.
     """
 
     scaling: float
@@ -168,7 +168,7 @@ class AttentionPlan(Protocol):
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """Do what `options.rotation` asks for, write the step's keys and values, then attend.
+        """Apply `options.rotation`, write the step's keys and values, then attend.
 
         `query` is `[T, query_heads, head_dim_k]`, `key` `[T, kv_heads, head_dim_k]`, `value`
         `[T, kv_heads, head_dim_v]`, any strides. Returns `[T, query_heads, head_dim_v]`.
@@ -184,7 +184,7 @@ class GraphPlan(AttentionPlan, Protocol):
     """A plan whose `forward` can be captured in a CUDA graph, and replayed for other steps."""
 
     def refresh(self, inputs: StepInputs) -> None:
-        """Take over another step, of as many sequences, before its replay and outside the graph.
+        """Prepare the next step, of as many sequences, before its replay and outside the graph.
 
         `inputs` has the tensors the plan was made over, filled anew, and their host arrays.
         """
@@ -196,7 +196,7 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """The name under which `choose_backend` knows it."""
+        """The name for `choose_backend`."""
         ...
 
     @property
@@ -206,13 +206,12 @@ class AttentionBackend(Protocol):
 
     @property
     def shared_group(self) -> int | None:
-        """The layer group of which it wants to know what sequences share, to read that once."""
+        """The layer group whose shared blocks it reads once; None: none."""
         ...
 
     @property
     def reads_tables(self) -> bool:
-        """Whether it reads `StepInputs.block_tables`; else the host's serve, and those are a shape
-        without contents."""
+        """True if it reads `StepInputs.block_tables`; else only `host_block_tables` are filled."""
         ...
 
     def plan(self, inputs: StepInputs) -> AttentionPlan:
@@ -226,9 +225,9 @@ class AttentionBackend(Protocol):
         reads lengths and tables from them (or from memory that `refresh` fills), and what it
         launches depends on nothing else. The bound on a sequence is what its table holds.
 
-        In order: `graph_plan`; one pass of the model without a capture, in which what is made at
-        first use is made; the capture; then, for each step, the tensors are filled, `refresh` is
-        called, and the graph is replayed. All of it under `torch.inference_mode`, or none of it.
+        In order: `graph_plan`; one pass of the model without a capture, which runs all first-use
+        setup; the capture; then, for each step, the tensors are filled, `refresh` is called, and
+        the graph is replayed. All of it under `torch.inference_mode`, or none of it.
         Rows that pad the batch have length 1, the null block as their table, and the slot -1.
 
         Raises `ConfigurationError` where `supports_graphs` is false.

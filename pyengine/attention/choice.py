@@ -1,4 +1,4 @@
-"""The choice of a backend: what can serve, in order of preference, tried out on this machine."""
+"""The choice of a backend: candidates in order of preference, tried out on this machine."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The backend that was chosen, why, and the tokens of a KV block that it wants."""
+    """The chosen backend, the reason, and its preferred tokens per KV block."""
 
     backend: str
     reason: str
@@ -47,8 +47,8 @@ class Choice:
 class _Candidate:
     """A backend: how to build it, why it cannot serve (None: it can), and its strength.
 
-    `block_size` is what it likes best. "auto" considers it on the devices `auto_on`. One that
-    needs a package or compiles kernels is `uncertain`: it is tried out before it is relied on.
+    `block_size` is its preferred one. "auto" considers it on the devices `auto_on`. One that needs
+    a package or compiles kernels is `uncertain`: it is tried out first.
     """
 
     build: Callable[[KVPool], AttentionBackend]
@@ -104,7 +104,7 @@ def choose_backend(
 ) -> Choice:
     """The requested backend, or for "auto" the first in order of preference that can serve.
 
-    A function of its arguments alone; `failed` are backends that were tried out in vain, and why.
+    A pure function; `failed` are backends that failed when tried out, and why.
     Raises `ConfigurationError` for an unknown name, for a forced choice that cannot serve
     (with the reason), and where none can.
     """
@@ -145,7 +145,7 @@ def _choice(name: str, reason: str, needs: AttentionNeeds) -> Choice:
 def select_backend(requested: str, needs: AttentionNeeds) -> Choice:
     """`choose_backend`, and the choice tried out on this machine.
 
-    One that does not import or compile is passed over with a warning; a forced one is an error.
+    A backend that does not import or compile is skipped with a warning; a forced one is an error.
     """
     failed: dict[str, str] = {}
     while True:
@@ -174,7 +174,7 @@ def explain_backends(choice: Choice, needs: AttentionNeeds) -> dict[str, str]:
 
 
 def backend_names() -> tuple[str, ...]:
-    """All that `choose_backend` knows, the preferred first, whether they can serve or not."""
+    """The names that `choose_backend` accepts, in order of preference."""
     return tuple(_CANDIDATES)
 
 

@@ -1,9 +1,9 @@
 """Attention on the CPU in float32 or bfloat16: the Rust kernel.
 
-The kernel (`rust/cpu-kernels`) turns queries and keys where a layer leaves it to it, writes the
-new keys and values into their slots and attends with all rows of the step, reading the blocks where
-they lie. Blocks that several sequences share are read once for all of them. A row has the same
-bits in every batch.
+The kernel (`rust/cpu-kernels`) rotates queries and keys if a layer leaves that to it, writes the
+new keys and values into their slots and attends with all rows of the step, reading the blocks in
+place. Blocks that several sequences share are read once for all of them. A row has the same bits in
+every batch.
 """
 
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ def _rows(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 class _Angles:
-    """Cosines and sines of a step as the kernel takes them: layers that share them look once."""
+    """Cosines and sines of a step as the kernel takes them, converted once for all layers."""
 
     def __init__(self) -> None:
         self._where: tuple[Any, ...] = ()

@@ -1,10 +1,10 @@
 """From a layer of the model to the plan of the step: the function that transformers calls.
 
-While a model runs as it is, `paged=` holds the step. A compiled graph holds tensors and numbers
-only, and the plan is another one in every step. So there attention is one operator that
-torch.compile does not look into: the graph holds the number of its model, and the operator looks
-up which step that model is running. This table is the one place of ambient state: an entry lives
-as long as one forward pass, and `running` alone writes it.
+In an uncompiled model, `paged=` holds the step. A compiled graph holds tensors and numbers only,
+and the plan differs in every step. So there attention is one operator that torch.compile treats as
+opaque: the graph holds the number of its model, and the operator looks up the step that the model
+runs. This table is the only ambient state: an entry lives as long as one forward pass, and only
+`running` writes it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ from pyengine.attention.backend import (
 from pyengine.errors import ConfigurationError
 
 ATTENTION_NAME = "pyengine_paged_attention"
-"""transformers reads meaning into names that hold "flash", "paged|" or "/": this one has none."""
+"""transformers gives names with "flash", "paged|" or "/" a meaning: this name avoids them."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class PagedContext:
 
     `kept` has, for every layer, the window that its group keeps (None: everything). `attended`
     counts the layers that attended so far; the runner compares it with the layers of the pool,
-    since a layer that keeps its state elsewhere would be wrong in silence.
+    since a layer that keeps its state elsewhere would silently be wrong.
     """
 
     plan: AttentionPlan
@@ -94,7 +94,7 @@ def paged_attention(
     """The function that transformers calls in place of its attention, once per layer.
 
     `query` is `[1, query_heads, T, d]`, `key` and `value` `[1, kv_heads, T, d]`, rotated
-    already, but by `OwnRotation`. Keywords that count: `paged` (a `PagedContext`, or which
+    already, except by `OwnRotation`. Keywords that count: `paged` (a `PagedContext`, or which
     `CompiledModel` is being compiled), `scaling`, `sliding_window`, `softcap`, `s_aux` (sinks),
     and our own `rotation`. Returns `[1, T, query_heads, d]` and no weights.
     """

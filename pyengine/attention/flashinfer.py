@@ -41,7 +41,7 @@ _PLAN_BUFFER = "_pin_memory_int_workspace_buffer"
 """The attribute in which a wrapper keeps the pinned memory that it plans in."""
 
 Mark = Callable[[], Callable[[], bool]]
-"""Marks a place in the device's queue; what it returns says whether the device has come there."""
+"""Marks a place in the device's queue; the returned function is true once the device is there."""
 
 
 def mark_in_stream() -> Callable[[], bool]:
@@ -59,26 +59,26 @@ def mark_at_once() -> Callable[[], bool]:
 class PlanMemory:
     """Pinned memory that wrappers plan in.
 
-    `plan` writes into such memory and queues its copy to the device, without a word of when that is
-    done; the wrapper would write into the same memory for the next step, which may be planned while
-    the copy still waits. So each plan gets memory whose last copy has been made. There are as many
-    pieces as there are plans under way.
+    `plan` writes into such memory and queues its copy to the device, without a way to see when that
+    is done. The wrapper would reuse the memory for the next step, which may be planned while the
+    copy still waits. So each plan gets memory whose last copy is done. There are as many pieces as
+    plans under way.
     """
 
     def __init__(self, mark: Mark) -> None:
         self._mark = mark
-        self._lent: deque[tuple[torch.Tensor, Callable[[], bool]]] = deque()
+        self._in_use: deque[tuple[torch.Tensor, Callable[[], bool]]] = deque()
 
     def plan(self, wrapper: Any, plan: Callable[[], object]) -> None:
-        """Call `plan`, which plans `wrapper`, in memory that no earlier plan needs any more."""
+        """Call `plan`, which plans `wrapper`, in memory that no earlier plan still needs."""
         memory = self._free(getattr(wrapper, _PLAN_BUFFER))
         setattr(wrapper, _PLAN_BUFFER, memory)
         plan()
-        self._lent.append((memory, self._mark()))
+        self._in_use.append((memory, self._mark()))
 
     def _free(self, own: torch.Tensor) -> torch.Tensor:
-        if self._lent and self._lent[0][1]():
-            memory, _ = self._lent.popleft()
+        if self._in_use and self._in_use[0][1]():
+            memory, _ = self._in_use.popleft()
             return memory
         return torch.empty_like(own, pin_memory=own.is_pinned())
 
@@ -86,8 +86,7 @@ class PlanMemory:
 class GraphPages:
     """The pages of a group's sequences on the device, in memory that stays in place.
 
-    `indptr`, `last_page_len` and `indices` lie one behind the other, as `packed` has them: a step
-    brings them in one copy.
+    `indptr`, `last_page_len` and `indices` are consecutive, so a step copies them at once.
     """
 
     def __init__(self, memory: torch.Tensor, batch: int) -> None:
@@ -99,18 +98,18 @@ class GraphPages:
 
     @staticmethod
     def size(batch: int, width: int) -> int:
-        """Numbers for so many sequences of up to `width` pages."""
+        """Elements for `batch` sequences of up to `width` pages."""
         return 2 * batch + 1 + batch * width
 
     def fill(self, pages: PageTable) -> None:
-        """Bring a step's pages there."""
+        """Copy a step's pages to the device."""
         packed = np.concatenate((pages.indptr, pages.last_page_len, pages.indices))
         self._memory[: len(packed)].copy_(upload(packed, self._memory.device))
 
 
 _LEAST_WORKSPACE = 16 << 20
 _INT_WORKSPACE = 8 << 20
-"""Bytes in which a wrapper keeps its plan on the device."""
+"""Bytes of a wrapper's plan on the device."""
 _HEAD_DIMS = (64, 128, 256)
 _COMPANIONS = {"tvm_ffi": "apache-tvm-ffi", "requests": "requests"}
 """Modules that flashinfer imports, and the packages that have them."""
@@ -151,10 +150,10 @@ class _Kind:
 
 
 def workspace_bytes(kind: _Kind, processors: int, most_decodes: int) -> int:
-    """Bytes that the kernels want for the parts of a sequence that several blocks attend to.
+    """Bytes of the kernels' workspace for sequences whose keys are split over several blocks.
 
-    flashinfer divides keys as long as that keeps a GPU of so many `processors` busy, and in a graph
-    of `most_decodes` sequences it has room for a part of each. A part is a tile of rows by all
+    flashinfer splits keys as long as that keeps a GPU of `processors` busy, and in a graph of
+    `most_decodes` sequences it reserves a part of each. A part is a tile of rows by all
     query heads, in float32, with the logarithm of its sum (`PrefillPlan` in its `scheduler.cuh`).
     """
     group = kind.query_heads // kind.kv_heads
@@ -193,7 +192,7 @@ class FlashInferBackend:
         return FlashInferPlan(self, inputs)
 
     def graph_plan(self, inputs: StepInputs) -> "FlashInferGraphPlan":
-        """Its own wrappers, over fixed memory, which `refresh` plans anew.
+        """A plan with separate wrappers, over fixed memory, which `refresh` plans again.
 
         The wrappers of all sizes share that memory, as one graph runs at a time: the largest comes
         first.
@@ -240,16 +239,16 @@ class FlashInferBackend:
         return wrapper
 
     def graph_pages(self, group: int, batch: int, width: int) -> GraphPages:
-        """Room for the pages of a group in a graph, the same for graphs of all sizes."""
+        """Memory for the pages of a group in a graph, the same for graphs of all sizes."""
         size = GraphPages.size(batch, width)
         if group not in self._pages or len(self._pages[group]) < size:
             self._pages[group] = torch.zeros(size, dtype=torch.int32, device=self.pool.device)
         return GraphPages(self._pages[group], batch)
 
     def _workspace_for(self, kind: _Kind, most_decodes: int) -> torch.Tensor:
-        """Memory of all wrappers for what one layer keeps meanwhile; zeros at first.
+        """The workspace that all wrappers share for one layer at a time; zeros at first.
 
-        Wrappers that were made before may go on with what was enough for them.
+        Wrappers that were made before keep their smaller one.
         """
         size = workspace_bytes(kind, self._processors, most_decodes)
         if len(self._workspace) < size:
@@ -257,7 +256,7 @@ class FlashInferBackend:
         return self._workspace
 
     def kind(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> _Kind:
-        """What `layer` needs planned."""
+        """The kind of `layer`, for which a wrapper is planned."""
         spec = self.pool.specs[layer]
         return _Kind(
             group=self.pool.groups.places[layer].group,
@@ -284,9 +283,9 @@ class FlashInferBackend:
         self.plan_memory.plan(wrapper, lambda: wrapper.plan(*arguments, **settings))
 
     def plan_again(self, wrapper: Any, kind: _Kind, pages: PageTable) -> None:
-        """Plan a graph's wrapper, which was planned before, over pages that it finds in place.
+        """Plan a graph's wrapper again, over pages that are in place.
 
-        `plan` itself looks at every length in turn, and copies what has been copied.
+        `plan` itself would read every length in turn, and copy the pages again.
         """
         indptr, indices, last = map(
             torch.from_numpy, (pages.indptr, pages.indices, pages.last_page_len)

@@ -35,13 +35,13 @@ from pyengine.utils.host_copy import upload
 _WIDE_OFFSETS = (2, 15)
 """torch from which kernels multiply slots by strides in 64 bits (pytorch#185264): 2.13 does not."""
 _REACH = 1 << 31
-"""Numbers of a tensor that kernels before can tell apart."""
+"""Elements of a tensor that older kernels can address."""
 _DECODE_TILE = 16
-"""The fewest rows of a tile."""
+"""The least number of rows of a tile."""
 _PREFILL_TILE = 64
 _KEY_TILE = 64
 _LEAST = 2
-"""Of every size that changes from step to step."""
+"""The least value of every size that changes from step to step."""
 
 RECOMPILE_LIMIT = 64
 """Variants of the kernel in all: decodes and prefills of each kind of layer take a few. torch's own
@@ -88,17 +88,17 @@ class FlexBackend:
         self._score_mods: dict[float | None, Callable[..., torch.Tensor] | None] = {None: None}
 
     def score_mod(self, softcap: float | None) -> Callable[..., torch.Tensor] | None:
-        """The score function of a softcap, the same for all layers and steps."""
+        """The score function of a softcap, one for all layers and steps."""
         if softcap not in self._score_mods:
             self._score_mods[softcap] = _capping(torch.tensor(softcap, device=self.pool.device))
         return self._score_mods[softcap]
 
     def plan(self, inputs: StepInputs) -> "FlexPlan":
-        """Prepare a step; tiles are laid out per group and window, when first asked for."""
+        """Prepare a step; tiles are laid out per group and window, at first use."""
         return FlexPlan(self, inputs, None)
 
     def graph_plan(self, inputs: StepInputs) -> "FlexPlan":
-        """Prepare a step whose tiles have room for all that its tables can hold."""
+        """Prepare a step whose tiles can hold all pages of its tables."""
         pages = min(self.pool.num_blocks + 1, inputs.block_tables.shape[2])
         return FlexPlan(self, inputs, pages)
 
@@ -110,8 +110,8 @@ def _check_reach(pool: KVPool) -> None:
     most = _REACH // block - 1  # the null block is one more
     if pool.num_blocks > most:
         raise ConfigurationError(
-            f"num_blocks={pool.num_blocks}: FlexAttention of torch {torch.__version__} reckons in "
-            f"32 bits where a slot lies; give at most num_blocks={most}, another "
+            f"num_blocks={pool.num_blocks}: FlexAttention of torch {torch.__version__} computes "
+            f"the place of a slot in 32 bits; give at most num_blocks={most}, another "
             f"attention_backend, or torch {_WIDE_OFFSETS[0]}.{_WIDE_OFFSETS[1]}"
         )
 
@@ -197,7 +197,7 @@ class FlexPlan:
         }
 
     def _place_pages(self) -> None:
-        """Where in its sequences each page lies, in blocks; -1: in none. On the device."""
+        """Compute each page's index in its sequences, in blocks; -1: in none. On the device."""
         width = self._inputs.host_block_tables.shape[2]  # of this step; a graph's may be wider
         tables, lens = self._inputs.block_tables[..., :width], self._inputs.seq_lens
         null = self._backend.pool.num_blocks
@@ -228,7 +228,7 @@ class FlexPlan:
         return mask
 
     def _visible(self, group: int, window: int | None, lanes: int) -> Callable[..., torch.Tensor]:
-        """The mask function: whether a row, of so many for a token, sees a slot of the pool."""
+        """The mask function: true if a row, of `lanes` per token, sees a slot of the pool."""
         size = self._backend.pool.block_size
         places, tables = self._places[group], self._tables[group]
         sequence_of, positions = self._sequence_of, self._positions
@@ -266,7 +266,7 @@ class FlexPlan:
 
 
 class Lanes:
-    """How the query heads of tokens lie as rows: `count` of them for a token.
+    """The layout of query heads as rows: `count` rows for a token.
 
     Over `heads` of the kernel the rows of a token are the query heads that share one, padded to a
     power of two and at least to `least`.
@@ -289,10 +289,11 @@ class Lanes:
 
 
 def compiled(attend: Any, **settings: Any) -> Callable[..., Any]:
-    """flex_attention as torch compiles it here; `settings` are further ones of `torch.compile`.
+    """Compile flex_attention; `settings` are further ones of `torch.compile`.
 
-    fullgraph: an error rather than the uncompiled form, which holds every score at once. Sizes that
-    are equal by chance, as the rows and the KV heads of a step of two rows, must not become one.
+    `fullgraph` raises an error instead of running uncompiled, which holds every score at once.
+    Sizes that are equal by chance, as the rows and the KV heads of a step of two rows, must stay
+    apart.
     """
     dynamo, shapes = torch._dynamo.config, cast("Any", torch.fx.experimental._config)
     dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
@@ -317,7 +318,7 @@ def _padded(tensor: torch.Tensor, *least: int) -> torch.Tensor:
 def tile_pages(
     inputs: StepInputs, tables: Int32Array, window: int | None, block_size: int, tile: int
 ) -> list[Int32Array]:
-    """The pages that each tile of `tile` rows has to look at, each once, in order of their ids."""
+    """The pages that each tile of `tile` rows reads, each once, in order of their ids."""
     starts, lens = inputs.host_query_start_loc.tolist(), inputs.host_seq_lens.tolist()
     found: list[list[Int32Array]] = [[] for _ in range(-(-starts[-1] // tile))]
     for sequence, (begin, end) in enumerate(pairwise(starts)):

@@ -29,7 +29,7 @@ from pyengine.kv_cache.pool import KVPool
 from pyengine.utils.host_copy import upload
 
 MAX_SPAN_ROWS = 512
-"""Rows of one prefill piece: bounds the mask, and what a sliding window gathers in vain."""
+"""Rows of one prefill piece: bounds the mask, and the keys gathered outside a sliding window."""
 
 _BATCH_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Gathered keys and values of one decode batch: about a core's L2 cache, or a launch's worth."""
@@ -52,15 +52,15 @@ class GatherBackend:
         self._writer = KVWriter(pool)
 
     def plan(self, inputs: StepInputs, *, first_key: int = 0) -> "GatherPlan":
-        """Prepare a step; index tensors are made per sliding window, when first asked for.
+        """Prepare a step; index tensors are made per sliding window, at first use.
 
-        Positions before `first_key` have no keys in the layers that attend by this plan: they are
-        not seen, but by their own rows, whose results count for nothing.
+        Positions before `first_key` have no keys in the layers of this plan. Only their own rows
+        see them, and the results of those rows are not used.
         """
         return GatherPlan(self._pool, inputs, self._scratch, self._writer, first_key)
 
     def graph_plan(self, inputs: StepInputs) -> GraphPlan:
-        """Raises `ConfigurationError`: what is gathered differs in shape from step to step."""
+        """Raises `ConfigurationError`: the gathered shapes differ from step to step."""
         raise ConfigurationError(
             "attention_backend='gather' cannot be captured in a CUDA graph: set enforce_eager=True"
         )
@@ -70,8 +70,8 @@ class Scratch:
     """Memory for gathered keys and values, used again by every layer of every step.
 
     On the CPU an allocation of some MiB is returned to the system when it is freed, and then
-    each layer pays for fresh pages: several times what the copy itself costs. CUDA tensors, which
-    torch keeps, and what is larger than a batch of the usual size are allocated as usual.
+    each layer pays for fresh pages, several times the cost of the copy itself. CUDA tensors, which
+    torch caches, and tensors larger than a usual batch are allocated as usual.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -145,7 +145,7 @@ class GatherPlan:
         return out
 
     def _pieces_for(self, group: int, window: int | None) -> "list[SpanPiece | _BatchPiece]":
-        """The pieces of a layer of this group with this window, made when first asked for."""
+        """The pieces of a layer of this group with this window, made at first use."""
         pieces = self._pieces.get((group, window))
         if pieces is None:
             device, layout = self._pool.device, self._layouts[group]
@@ -197,7 +197,7 @@ class Batch:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether every row sees the keys from 0 to the same end: no mask needed."""
+        """True if every row sees the keys from 0 to the same end: no mask needed."""
         return not self.lows.any() and bool((self.highs == self.highs[0]).all())
 
 
@@ -305,7 +305,7 @@ class SpanPiece:
         options: AttentionOptions,
         out: torch.Tensor,
     ) -> None:
-        """Attention of the rows over what `gather` gave, into `out`."""
+        """Write the attention of the rows over the result of `gather` into `out`."""
         kv_heads = key.shape[1]
         rows = _by_kv_head(query[self._rows], kv_heads).permute(1, 2, 0, 3)
         k, v = key.transpose(0, 1), value.transpose(0, 1)
@@ -346,7 +346,7 @@ class _BatchPiece:
         options: AttentionOptions,
         out: torch.Tensor,
     ) -> None:
-        """Attention of the rows over what `gather` gave, into `out`."""
+        """Write the attention of the rows over the result of `gather` into `out`."""
         kv_heads = key.shape[1]
         rows = _by_kv_head(query.index_select(0, self._rows), kv_heads)
         sinks = options.sinks

@@ -1,8 +1,8 @@
 """Shared by the backends: the KV write, page tables in compressed rows, bounds, sinks.
 
 Keys and values of a step go into the pool by one call per layer: on CUDA a Triton kernel
-(`kv_write_kernel`, or `rotation_kernel` where they are to be turned first), elsewhere `rotated` and
-`KVPool.write`, against which the kernels are tested.
+(`kv_write_kernel`, or `rotation_kernel` with a rotation), elsewhere `rotated` and `KVPool.write`,
+the oracles of the kernels.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ from pyengine.attention.needs import FLOAT8_DTYPES
 from pyengine.kv_cache.pool import KVPool
 
 _FLOAT8_CAPABILITY = (8, 9)
-"""GPUs below convert to 8-bit floats in software, which torch does and Triton does not."""
+"""Older GPUs convert to 8-bit floats in software, which torch does and Triton does not."""
 
 
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -27,14 +27,14 @@ Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class KVWriter:
-    """Writes into the layers of one pool. Slot -1: the row is written nowhere."""
+    """Writes into the layers of one pool; rows with slot -1 are not written."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._by_kernel = _kernel_serves(pool)
 
     def slots(self, slot_mapping: torch.Tensor) -> torch.Tensor:
-        """The slots of a step as `write` takes them, to be asked for once per step.
+        """The slots of a step as `write` takes them, made once per step.
 
         The kernel skips the slot -1. Torch's copy cannot: there such rows go to the null block.
         """
@@ -49,8 +49,8 @@ class KVWriter:
 
         The query is `[T, query_heads, head_dim_k]`, the key `[T, kv_heads, head_dim_k]`, the value
         `[T, kv_heads, head_dim_v]`, of any strides; `slots` is a row of what `slots()` gave, int64
-        `[T]`. An 8-bit cache takes them divided by the layer's scale, and what is too large as the
-        largest number.
+        `[T]`. An 8-bit cache stores them divided by the layer's scale, clamped to the largest
+        number.
         """
         query, key, value = rows
         spec = self._pool.specs[layer]
@@ -79,14 +79,14 @@ class KVWriter:
     ) -> torch.Tensor:
         """`write` by a step's `slot_mapping` `[groups, T]` as it is.
 
-        A CUDA graph reads it anew at each replay: nothing made of it before would do there.
+        A CUDA graph reads `slot_mapping` at each replay, so no derived tensor is kept.
         """
         group = self._pool.groups.places[layer].group
         return self.write(layer, rows, self.slots(slot_mapping[group]), rotation)
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether the Triton kernels run there."""
+    """True if the Triton kernels run on this device."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
@@ -132,7 +132,7 @@ def cumulative(lengths: npt.NDArray[Any]) -> Int32Array:
 
 
 def leading_decodes(query_start_loc: Int32Array) -> int:
-    """How many of the first sequences have one new token: a decode kernel takes those."""
+    """The number of leading sequences with one new token, for a decode kernel."""
     longer = np.diff(query_start_loc) != 1
     return int(longer.argmax()) if longer.any() else len(longer)
 
@@ -143,7 +143,7 @@ def window_left(window: int | None) -> int:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, a CUDA `device` is the current one of this thread: where kernels and events go."""
+    """Make a CUDA `device` the current one of this thread, where kernels and events go."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -1,16 +1,12 @@
-"""Attention by flash-attn 2, from its package or from torch (`varlen_attn`).
+"""Attention by flash-attn 2, from its package or from torch (`varlen_attn`); pages of 256 tokens.
 
-Attention by the package flash-attn (version 2): block tables, pages of 256 tokens.
+The package: leading sequences with one new token go to `flash_attn_with_kvcache`, which splits long
+caches over the GPU, the rest to `flash_attn_varlen_func`.
 
-Leading sequences with one new token go to `flash_attn_with_kvcache`, which splits long caches
-over the GPU, the rest to `flash_attn_varlen_func`. Version 2 has no sinks; they are added from
-the logarithm of the sum under the softmax, which both functions return.
+torch 2.12 and later: its copy of flash-attn 2. `num_splits=1`: with more, rows were left unwritten
+upstream. There is no softcap.
 
-Attention by torch's own `varlen_attn` with block tables: torch 2.12 and later.
-
-Torch's copy of flash-attn 2 runs it, with pages of 256 tokens. `num_splits=1`: with more, rows
-were left unwritten upstream. There is no softcap; sinks are added from the logarithm of the sum
-under the softmax.
+Neither has sinks; they are added from the logarithm of the sum under the softmax.
 """
 
 import importlib
@@ -34,7 +30,7 @@ from pyengine.kv_cache.pool import KVPool
 from pyengine.utils.host_copy import upload
 
 PAGE = 256
-"""Its pages are a multiple of this many tokens."""
+"""The tokens of a page are a multiple of this."""
 
 
 def flash_attn_obstacle(needs: AttentionNeeds) -> str | None:

@@ -246,7 +246,7 @@ class Engine:
             self._queue.append(self._executor.submit(step, before, mtp))
         except BaseException as error:
             if self._queue and self._queue[-1].step is step:  # Ctrl-C came after that
-                self._queue.pop().work.wait()
+                self._queue.pop().work.exception()
             num_tokens, sequences = step.plan.num_tokens, step.sequences
             self._executor.batches.clear()
             self._scheduler.rollback(step)
@@ -286,7 +286,7 @@ class Engine:
     def _roll_back(self, *oldest: SubmittedStep) -> None:
         """Undo every step, the newest first, once the device is through with it."""
         for submitted in [*reversed(self._queue), *oldest]:
-            submitted.work.wait()
+            submitted.work.exception()
             if submitted in self._queue:
                 self._queue.remove(submitted)
             self._executor.batches.clear()

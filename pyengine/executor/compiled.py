@@ -20,23 +20,23 @@ from pyengine.errors import ConfigurationError
 _numbers = count()
 
 TYPICAL_TOKENS = 32
-"""The batch for which the compiler weighs its choices; the graph serves every other one too."""
+"""The batch for which the compiler tunes its choices; the graph serves every other one too."""
 
 _FEWEST = 2
 """The least size of a dynamic dimension: torch compiles a separate graph for a size of 1."""
 
 _UNCHECKED: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
-"""A graph checks the shape of what each operator gives, in Python; our own say it rightly."""
+"""A graph checks the result of each operator in Python; the shapes of ours are right."""
 
 _INPUTS = ("input_ids", "positions", "rows", "paged")
-"""Changes from step to step, and alone says which of the graphs is meant."""
+"""The inputs that change from step to step, and so select the graph."""
 
 
 class CompiledForward:
     """Logits of `inputs.logits_indices`, by a compiled graph.
 
     `backend` is torch's name of the compiler. Compiling takes some tens of seconds and happens
-    here. Raises `ConfigurationError` where it fails, with what the compiler said.
+    here. Raises `ConfigurationError` with the compiler's message if that fails.
     """
 
     def __init__(self, model: Any, num_layers: int, backend: str = "inductor") -> None:
@@ -73,10 +73,10 @@ class CompiledForward:
     @torch.inference_mode()
     def __call__(self, inputs: StepInputs, context: PagedContext) -> torch.Tensor:
         """Logits `[N, vocab]` of `N` rows; there may be none."""
-        # Copies: torch would compile once more for views, or for what was made outside inference.
+        # Copies: torch would compile again for views, or for tensors made outside inference mode.
         ids, positions = inputs.input_ids.clone(), inputs.positions.clone()
         rows, wanted = inputs.logits_indices.clone(), len(inputs.logits_indices)
-        if len(ids) == 1:  # the only row there is
+        if len(ids) == 1:  # the only row
             rows = rows.new_zeros(1)
         elif wanted < _FEWEST:
             rows = F.pad(rows, (0, _FEWEST - wanted))
@@ -86,25 +86,25 @@ class CompiledForward:
 
     @torch.inference_mode()
     def _warm_up(self, num_tokens: int, num_layers: int, device: torch.device) -> None:
-        """Compile for so many tokens, and for more of them, without a step."""
+        """Compile for at least `num_tokens` tokens, without a step."""
         ids, positions = (
             torch.zeros(num_tokens, dtype=torch.int64, device=device) for _ in range(2)
         )
         rows = torch.zeros(-(-num_tokens // 2), dtype=torch.int64, device=device)
         if num_tokens > 1:
             for tensor in (ids, positions, rows):
-                # No range. torch holds a range to be a promise, and refuses a graph that serves
-                # less of it: kernels for CUDA index in 32 bits, up to a size that depends on the
-                # model. Beyond that size torch compiles another graph.
+                # No range: torch refuses a graph that serves only part of a given range, and
+                # kernels for CUDA index in 32 bits, up to a size that depends on the model. Beyond
+                # that size torch compiles another graph.
                 torch._dynamo.mark_dynamic(tensor, 0)
         with running(self._number, PagedContext(_NoStep(), [None] * num_layers)):
             self._compiled(ids, positions, rows)
 
 
 def _of_inputs(guards: Sequence[Any]) -> list[bool]:
-    """Checks that a step needs before it runs a graph: those of its inputs, and of no name.
+    """Keep the guards of the inputs, and of no name.
 
-    torch would look at every module of the model in every step; ours stay as they were compiled.
+    torch would check every module of the model in every step; ours never change.
     """
     return [not guard.name or guard.name.startswith(_INPUTS) for guard in guards]
 
@@ -112,8 +112,8 @@ def _of_inputs(guards: Sequence[Any]) -> list[bool]:
 def _keep_rotations(model: Any) -> None:
     """Compute cosines and sines of positions once a step.
 
-    The compiler would compute them in each layer, for each head: a third of what a prefill spends
-    beside products and attention.
+    The compiler would compute them in each layer, for each head: a third of a prefill's time
+    outside products and attention.
     """
     for module in model.modules():
         if type(module).__name__.endswith("RotaryEmbedding"):
@@ -126,7 +126,7 @@ def _kept(_module: Any, _inputs: Any, found: Any) -> Any:
     return found
 
 
-# An operator that the compiler does not look into: what it gives is in memory.
+# An operator that is opaque to the compiler: its result stays in memory.
 torch.library.define("pyengine::kept", "(Tensor found) -> Tensor")
 torch.library.impl("pyengine::kept", "CompositeExplicitAutograd")(torch.clone)
 torch.library.register_fake("pyengine::kept")(torch.empty_like)
@@ -148,8 +148,8 @@ class _NoStep:
 
 
 def _why_not(model: Any, error: Exception) -> str:
-    """In words for the caller."""
-    cause = getattr(error, "inner_exception", error)  # what a compiler raised, torch wraps
+    """The reason, in words for the caller."""
+    cause = getattr(error, "inner_exception", error)  # torch wraps the error of a compiler
     said = str(cause).strip().splitlines() or ["no word"]
     where = f"compile=True: torch cannot compile {type(model).__name__} here"
     if shutil.which("g++") is None and shutil.which("clang++") is None:

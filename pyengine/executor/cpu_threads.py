@@ -1,4 +1,4 @@
-"""The threads that compute on the CPU: how many, how they wait, and whether they get processors."""
+"""Compute threads on the CPU: their number, how they wait, and whether they get processors."""
 
 import logging
 import os
@@ -18,11 +18,11 @@ _log = logging.getLogger(__name__)
 
 _VARIABLE = "OMP_NUM_THREADS"
 _WINDOW = 10.0
-"""Seconds of steps, one after the other, that are judged together."""
+"""Seconds of consecutive steps that are judged together."""
 _PAUSE = 0.1
 """Seconds without a step after which another window begins."""
 _MANY_TIMES = 3
-"""How many times its processor time a step may take."""
+"""The most times its processor time that a step may take."""
 _MOST_WAITING = 0.5
 """Share of the time that threads may wait for a processor, all of them together."""
 _TRIAL = 0.5
@@ -48,7 +48,7 @@ def _used(count: int, before: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ComputeThreads:
-    """A number of threads, and why it is that one."""
+    """A number of threads, and the reason for it."""
 
     count: int
     reason: str
@@ -56,7 +56,7 @@ class ComputeThreads:
     """True if steps may use fewer while other programs take the processors."""
 
     def used(self, at_most: int | None = None) -> AbstractContextManager[None]:
-        """Inside, torch computes with so many threads where this thread calls it."""
+        """Inside, torch uses this number of threads in calls of this thread."""
         before = torch.get_num_threads()
         count = self.count if at_most is None else min(self.count, at_most)
         return _AS_IT_IS if before == count else _used(count, before)
@@ -102,7 +102,7 @@ def _now() -> _Times:
 
 
 def _waiting_seconds() -> float:
-    """How long all threads were ready to run and waited; 0 where the system does not count it."""
+    """Seconds that all threads waited for a processor; 0 if the system does not count them."""
     nanoseconds = 0
     if sys.platform == "linux":
         for file in Path("/proc/self/task").glob("*/schedstat"):
@@ -114,7 +114,7 @@ def _waiting_seconds() -> float:
 
 
 class ThreadGovernor:
-    """Chooses how many threads compute a step while other programs take the processors.
+    """Chooses the threads that compute a step while other programs take the processors.
 
     All threads of a step wait for the slowest one, hundreds of times. So a thread that shares its
     processor slows all of them down: on two cores beside one busy process, steps with one thread
@@ -123,7 +123,7 @@ class ThreadGovernor:
     seconds, and twice as late each time that it fails.
 
     The number of threads changes no result: oneDNN and the attention kernel give the same bits with
-    any. Where that is not so, `ComputeThreads.adapts` is false.
+    any. Otherwise `ComputeThreads.adapts` is false.
     """
 
     def __init__(self, threads: ComputeThreads, now: Callable[[], _Times] = _now) -> None:
@@ -171,7 +171,7 @@ class ThreadGovernor:
 
 
 class StepWatch:
-    """Logs a warning, once, where steps take many times their processor time.
+    """Logs a warning, once, if steps take many times their processor time.
 
     It judges 10 seconds of steps at a time. `now` reads the clocks.
     """

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: the launches of a forward pass, captured once per batch size.
 
 A step of B sequences that all decode is replayed in the graph of the next larger size. Padding
-has length 1, reads the null block and writes nowhere. Inputs stand in tensors that never move;
-the graphs share one memory pool, so the largest is captured first.
+has length 1, reads the null block and has no slots. Inputs are in tensors that never move; the
+graphs share one memory pool, so the largest is captured first.
 """
 
 import logging
@@ -25,8 +25,8 @@ Compute = Callable[[], torch.Tensor]
 
 
 Record = Callable[[Compute], Compute]
-"""Captures launches on fixed tensors, which have run before. The result replays them, into the same
-tensor."""
+"""Captures launches on fixed tensors, after they have run once. The result replays them into the
+same tensor."""
 
 
 class CudaGraphRecorder:
@@ -58,7 +58,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured step: its inputs on the device, its attention, and what replays it."""
+    """A captured step: its inputs on the device, its attention, and its replay."""
 
     inputs: StepInputs
     plan: GraphPlan
@@ -86,7 +86,7 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
         self._sizes: list[int] = []
         self._logits: torch.Tensor | None = None
-        """Of all graphs, as wide as the largest: separate ones would stay allocated."""
+        """One tensor for all graphs, as wide as the largest: separate ones would stay allocated."""
 
     @property
     def sizes(self) -> list[int]:
@@ -96,13 +96,13 @@ class DecodeGraphs:
     def capture(self, sizes: Sequence[int], record: Record) -> None:
         """Capture a graph for each size, the largest first.
 
-        One that cannot be captured is left out, and the log says why: steps of its size run in the
-        next larger graph, or eagerly where there is none.
+        A size that cannot be captured is left out, and the log says why: its steps run in the next
+        larger graph, or eagerly without one.
         """
         for size in sorted(sizes, reverse=True):
             try:
                 self._graphs[size] = self._captured(size, record)
-            except Exception as error:  # whatever a kernel says that cannot be captured
+            except Exception as error:  # any kernel may refuse to be captured
                 _log.warning(
                     "no CUDA graph for a batch of %d, %s: %s", size, type(error).__name__, error
                 )
@@ -112,7 +112,7 @@ class DecodeGraphs:
     def _captured(self, size: int, record: Record) -> _Graph:
         inputs = self._buffers.fixed_inputs(Padding(size, self._null_block))
         plan = self._backend.graph_plan(inputs)
-        found = self._forward(inputs, plan)  # what is made at first use is made now
+        found = self._forward(inputs, plan)  # all first-use setup runs now
         if self._logits is None:
             self._logits = torch.empty_like(found)
         logits = self._logits[:size]
@@ -123,7 +123,7 @@ class DecodeGraphs:
         return _Graph(inputs, plan, record(compute))
 
     def padding(self, plan: "Plan") -> Padding | None:
-        """The padding of a step; None: not all of its sequences decode, or there is no graph."""
+        """The padding of a step; None if not all of its sequences decode, or there is no graph."""
         count = plan.num_sequences
         if not plan.num_tokens == count == plan.num_samples:
             return None
@@ -132,11 +132,11 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> torch.Tensor:
-        """The logits of a step as `padding` wants it: `[B, vocab]`, valid until the next call.
+        """The logits of a padded step: `[B, vocab]`, valid until the next call.
 
-        `inputs` are on the device, in the buffers that the graphs read, but for tokens that were
-        pending, and for the tables: those are as wide as the step's longest, and copied into the
-        first columns of the graph's, if anybody reads them.
+        `inputs` are on the device, in the buffers of the graphs, except pending tokens and tables.
+        Tables are as wide as the step's longest, and copied into the first columns of the
+        graph's if the backend reads them.
         """
         graph = self._graphs[len(inputs.seq_lens)]
         fixed = graph.inputs

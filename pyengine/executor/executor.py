@@ -1,9 +1,9 @@
-"""Steps on their way through the device: forward pass and sampling, in order."""
+"""The executor: runs the forward pass and the sampling of steps on the device, in order."""
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,65 +29,12 @@ if TYPE_CHECKING:
     from pyengine.executor.model_runner import DraftRow, MTPRunner, MTPStep, Runner
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Work(Protocol[T_co]):
-    """Something that was submitted, and what has come of it."""
-
-    def result(self) -> T_co:
-        """Wait; return what the work returned or raise what it raised."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until it is over, however it ended."""
-        ...
-
-
-class DoneWork(Generic[T]):
-    """Work that is over."""
-
-    __slots__ = ("_error", "_result")
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        """Do the work."""
-        self._error: BaseException | None = None
-        try:
-            self._result = work()
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> T:
-        """See `Work.result`."""
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def wait(self) -> None:
-        """See `Work.wait`."""
-
-
-class ThreadWork(Generic[T]):
-    """Work that a thread does."""
-
-    __slots__ = ("_future",)
-
-    def __init__(self, future: "Future[T]") -> None:
-        self._future = future
-
-    def result(self) -> T:
-        """See `Work.result`."""
-        return self._future.result()
-
-    def wait(self) -> None:
-        """See `Work.wait`."""
-        self._future.exception()
 
 
 class DeviceQueue(Protocol):
-    """A device as the engine sees it."""
+    """The queue of a device."""
 
-    def submit(self, work: Callable[[], T]) -> Work[T]:
+    def submit(self, work: Callable[[], T]) -> "Future[T]":
         """Run `work` after everything that was submitted before. Its error is kept."""
         ...
 
@@ -95,17 +42,24 @@ class DeviceQueue(Protocol):
 class InlineQueue:
     """Runs work at once, in the caller's thread.
 
-    For the CPU without overlap, and for CUDA, where to run it is to put it into the stream of
-    `device`: that is the current one of the thread meanwhile, whichever thread it is.
+    For the CPU without overlap, and for CUDA, where running it enqueues it in the stream of
+    `device`, which is made the current device of the thread.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device or torch.device("cpu")
 
-    def submit(self, work: Callable[[], T]) -> Work[T]:
+    def submit(self, work: Callable[[], T]) -> "Future[T]":
         """See `DeviceQueue.submit`."""
-        with on_device(self._device):
-            return DoneWork(work)
+        future: Future[T] = Future()
+        try:
+            with on_device(self._device):
+                result = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        return future
 
 
 class ThreadQueue:
@@ -114,9 +68,9 @@ class ThreadQueue:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="pyengine-device")
 
-    def submit(self, work: Callable[[], T]) -> Work[T]:
+    def submit(self, work: Callable[[], T]) -> "Future[T]":
         """See `DeviceQueue.submit`."""
-        return ThreadWork(self._executor.submit(work))
+        return self._executor.submit(work)
 
 
 _CPU = torch.device("cpu")
@@ -124,7 +78,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(slots=True, eq=False)
 class SubmittedStep:
-    """A step in the device's queue, and what came of it.
+    """A step in the device's queue, and its result.
 
     `positions[i]` is the position of the i-th row's token in its output.
     """
@@ -133,14 +87,14 @@ class SubmittedStep:
     batch: InputBatch
     positions: npt.NDArray[np.int64]
     prompt_parts: list[PromptPart]
-    work: Work[tuple[PendingSample, PendingPromptLogprobs]]
+    work: "Future[tuple[PendingSample, PendingPromptLogprobs]]"
     sampled: Sampled = field(init=False)
     prompt_logprobs: list[list[TokenLogprobs]] = field(init=False)
     rejected: Collection[int] = ()
-    """Rows after wrong drafts, once it is committed: they count for nothing."""
+    """Rows after wrong drafts, once it is committed: they are ignored."""
 
     def wait(self) -> None:
-        """Wait for the tokens. Raises what the step raised."""
+        """Wait for the tokens. Raises the error of the step."""
         pending, of_prompts = self.work.result()
         self.sampled, self.prompt_logprobs = pending.result(), of_prompts.result()
 
@@ -148,9 +102,9 @@ class SubmittedStep:
 class Executor:
     """A runner, a sampler, and the queue in which both run.
 
-    `depth` is how many steps may be in it at a time. With 2 a step decodes the tokens of the one
-    before while those are still on the device; they are fed forward there. `device` is where the
-    runner's logits are.
+    `depth` is the number of steps in it at a time. With 2, a step decodes the tokens of the one
+    before while those are still on the device; they are fed forward there. `device` is that of the
+    runner's logits.
     """
 
     def __init__(
@@ -176,10 +130,10 @@ class Executor:
     def submit(
         self, step: ScheduledStep, before: SubmittedStep | None, mtp: "MTPStep | None" = None
     ) -> SubmittedStep:
-        """Put a step into the queue, behind `before` if that is still in it.
+        """Enqueue a step, after `before` if that is still in the queue.
 
-        The plan is read now; nothing is waited for. Errors on the device are raised by
-        `SubmittedStep.wait`. `mtp` is for a model that has MTP layers.
+        Reads the plan now and does not wait. `SubmittedStep.wait` raises errors of the device.
+        `mtp` is for a model that has MTP layers.
         """
         batch, positions = self.batches.batch(step)
         parts = prompt_parts(step) if step.chunks else []
@@ -196,7 +150,7 @@ class Executor:
         def work() -> tuple[PendingSample, PendingPromptLogprobs]:
             known: torch.Tensor | None = None
             if before is not None:
-                sampled, _ = before.work.result()  # it was queued first: it has been run
+                sampled, _ = before.work.result()  # it was queued first: it has run
                 known = (
                     before.batch.own_tokens(sampled.token_ids) if len(sampled.token_ids) else None
                 )
@@ -209,10 +163,9 @@ class Executor:
         return SubmittedStep(step, batch, positions, parts, self._queue.submit(work))
 
     def draft(self, plan: StepPlan, asked: "Sequence[DraftRow]") -> list[list[int]]:
-        """The tokens that the model's MTP layers propose after these decodes of a plan. Waits for
-        them."""
+        """Wait for the drafts of the model's MTP layers after these decodes of a plan."""
         return self.run(cast("MTPRunner", self.runner).prepare_drafts(plan, asked))
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do something behind the steps that are in the queue, and wait for it."""
+        """Run `work` after the steps in the queue, and wait for its result."""
         return self._queue.submit(work).result()

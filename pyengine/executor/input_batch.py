@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """A chunk of a prompt that wants log-probabilities; its rows begin at `first_row`."""
+    """A chunk of a prompt with log-probabilities; its rows begin at `first_row`."""
 
     request: "Request"
     entry: Entry
@@ -29,7 +29,7 @@ class PromptPart:
 
     @property
     def length(self) -> int:
-        """How many of its positions have a token of the prompt after them."""
+        """The number of its positions that precede a token of the prompt."""
         last = min(self.entry.end, len(self.request.prompt_token_ids) - 1)
         return max(0, last - self.entry.start)
 
@@ -39,7 +39,7 @@ class PromptPart:
         return np.arange(self.first_row, self.first_row + self.length, dtype=np.int64)
 
     def num_logprobs(self, vocab_size: int) -> int:
-        """How many of the most probable tokens are looked for: one at least, which is kept."""
+        """The number of most probable tokens to find, at least one."""
         return self.request.params.num_prompt_logprobs(vocab_size) or 1
 
     @property
@@ -54,7 +54,7 @@ class PromptPart:
 class Accepted:
     """The accepted tokens of a step with drafts, one sampling sequence after the other.
 
-    `counts[i]` is how many the i-th one got; `rejected` are the rows that count for nothing.
+    `counts[i]` is the number for the i-th one; `rejected` are the rows to ignore.
     """
 
     tokens: list[int]
@@ -63,13 +63,12 @@ class Accepted:
 
 
 class InputBatch:
-    """The sequences that a step samples for, row by row; the same object while the same decode.
+    """The sequences that a step samples for, row by row; reused while the same ones decode.
 
-    A new prompt's logits serve all of its sequences: it has a row for each of them, and `repeats`
-    says how many rows each sequence has (None: one). `beginners` are the requests that get their
-    first token. `decodes` are the sequences that this batch may serve again (None: no further
-    step). A sequence that drafts has a row for its token and one after each draft; the latter are
-    `ahead`.
+    A new prompt has a row for each of its sequences; `repeats` is the number of rows of each row of
+    logits (None: one). `beginners` are the requests that get their first token. `decodes` are the
+    sequences that this batch may serve again (None: no further step). A sequence that drafts has a
+    row for its token and one after each draft; the latter are `ahead`.
 
     `streamed` rows are read token by token. Tokens of other rows are buffered per step and flushed
     on demand.
@@ -81,7 +80,7 @@ class InputBatch:
         self.drafts: Mapping[SequenceState, Sequence[int]] = step.drafts
         self.ahead: set[int] = set()
         self._spans: list[tuple[int, Sequence[int]]] = []
-        """Of each sequence the first row, and its drafts."""
+        """Each sequence's first row and drafts."""
         states: list[SamplingState] = []
         counts: list[int] = []
         for sequence in step.sampling_sequences:
@@ -121,9 +120,9 @@ class InputBatch:
     def accept(self, drawn: Sequence[int]) -> Accepted:
         """Accept drafts for as long as each row drew the draft after it.
 
-        A row after a draft that is right draws what it would have drawn without drafts: it has
-        the same tokens before it, and the random number of its position. So what is accepted are
-        the same tokens, seed by seed.
+        A row after a correct draft draws the same token as without drafts: it has the same tokens
+        before it, and the random number of its position. So the accepted tokens are the same, seed
+        by seed.
         """
         accepted = Accepted([], [], set())
         for first, drafts in self._spans:
@@ -136,16 +135,16 @@ class InputBatch:
         return accepted
 
     def _is_right(self, drawn: Sequence[int], row: int, draft: int) -> bool:
-        """Whether the draft before a row is right, and the row has drawn a token."""
+        """True if the draft before a row is correct, and the row has drawn a token."""
         matcher = self.sampling.matchers.get(row)
         return drawn[row - 1] == draft and not (matcher is not None and matcher.error)
 
     def buffer(
         self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
     ) -> list[tuple[int, int]]:
-        """Buffer a step's tokens; the deferred rows that they end, each with its token.
+        """Buffer a step's tokens; return the deferred rows that they end, each with its token.
 
-        Tokens buffered before are flushed then.
+        If a row ends, earlier tokens are flushed.
         """
         is_last = positions + 1 >= self._max_output
         if len(self._stop_ids):
@@ -172,7 +171,7 @@ class InputBatch:
         """Append the buffered tokens to their sequences."""
         if self._buffered:
             tokens = np.stack(self._buffered, axis=1)
-            self._buffered = []  # in this order an interrupt loses tokens of what is aborted for it
+            self._buffered = []  # in this order an interrupt loses only tokens of aborted requests
             for row, several in zip(self._deferred, tokens[self._deferred].tolist(), strict=True):
                 self._extend(row, several)
 
@@ -184,7 +183,7 @@ class InputBatch:
         return logits[upload(rows, logits.device)]
 
     def own_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Of each row of logits the token of the first sequence: int64, where they are."""
+        """The token of the first sequence of each row of logits: int64, on their device."""
         if self.repeats is None:
             return token_ids
         return token_ids[upload(self.repeats.cumsum() - self.repeats, token_ids.device)]
@@ -201,9 +200,9 @@ def _all_stop_ids(sequences: "list[SequenceState]") -> list[int]:
 
 
 class BatchCache:
-    """The batch of each step: an earlier one where the same sequences decode.
+    """The batch of each step: an earlier one if the same sequences decode.
 
-    With overlap, sequences that wait for their tokens decode in every other step: so two are kept.
+    With overlap, sequences that wait for their tokens decode in every other step, so two are kept.
     """
 
     def __init__(self) -> None:
@@ -211,7 +210,7 @@ class BatchCache:
         self._last: tuple[InputBatch, npt.NDArray[np.int64]] | None = None
 
     def batch(self, step: ScheduledStep) -> tuple[InputBatch, npt.NDArray[np.int64]]:
-        """The rows of a step, and the position in its output of the token that each row draws.
+        """The batch of a step, and the position of each row's token in its output.
 
         Sequences that are aborted while the step runs are still part of it.
         """
@@ -230,7 +229,7 @@ class BatchCache:
         return self._last
 
     def clear(self) -> None:
-        """Keep nothing: the sequences of the last steps have ended."""
+        """Drop all batches: the sequences of the last steps have ended."""
         self._recent, self._last = [], None
 
 
@@ -249,7 +248,7 @@ def _positions(step: ScheduledStep, batch: InputBatch) -> npt.NDArray[np.int64]:
 
 
 def prompt_parts(step: ScheduledStep) -> list[PromptPart]:
-    """The chunks of a step's prompts whose log-probabilities are asked for."""
+    """The chunks of a step's prompts with log-probabilities."""
     parts = []
     first_row = step.num_decoded
     for entry in step.chunks:
@@ -260,7 +259,7 @@ def prompt_parts(step: ScheduledStep) -> list[PromptPart]:
 
 
 def prompt_rows(parts: Sequence[PromptPart]) -> npt.NDArray[np.int64] | None:
-    """Rows among the step's tokens whose logits prompts have asked for: int64, or None."""
+    """The step's tokens whose logits give prompt log-probabilities: int64, or None."""
     return np.concatenate([part.rows for part in parts]) if parts else None
 
 

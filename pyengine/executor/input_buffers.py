@@ -1,13 +1,12 @@
 """The inputs of a step: allocated once, filled in place by the block manager.
 
-Where the device has separate memory, the arrays of a step are copied there. The tables on the
-host have room for the longest sequence there may be; what is copied is as wide as the longest table
-in the step::
+If the device has separate memory, the arrays of a step are copied there. The tables on the host
+can hold the longest possible sequence; the copy is as wide as the longest table in the step::
 
     host, filled in place     staging, pinned          device
     [G, S, max_blocks]   ->   [G, B, width]       ->   [G, B, width]
 
-Where the attention backend reads its tables on the host, they are not copied at all.
+If the attention backend reads tables on the host, they are not copied.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 class RunnerLimits:
     """The largest step: tokens, sequences, blocks of one table; and tables of one sequence.
 
-    `rows_per_seq` is how many rows of logits a sequence may ask for: one, and one for each draft.
+    `rows_per_seq` is the most rows of logits of a sequence: one, and one for each draft.
     """
 
     max_num_batched_tokens: int
@@ -47,7 +46,7 @@ class RunnerLimits:
 
     @property
     def max_num_samples(self) -> int:
-        """Rows of logits that a step may ask for."""
+        """The most rows of logits of a step."""
         most = self.max_num_seqs * self.rows_per_seq
         return max(self.max_num_seqs, min(most, self.max_num_batched_tokens))
 
@@ -77,11 +76,11 @@ class SharedArrays:
         self.found = SharedPrefixes(
             order=self.order, own_blocks=self._own_blocks, prefixes=self._prefixes, group=group
         )
-        """As the block manager writes them."""
+        """The arrays as the block manager writes them."""
 
     @property
     def prefixes(self) -> npt.NDArray[np.int32]:
-        """Those of the step."""
+        """The prefixes of the step."""
         return self._prefixes[: self.found.num_prefixes]
 
 
@@ -97,8 +96,8 @@ class Padding:
 class BufferNeeds:
     """Demands of the runner and its attention backend on the buffers.
 
-    `apart`: on the CPU too the device's side is separate memory, as a graph's inputs must be.
-    `shared_group`: a step says what its sequences share in that layer group. `reads_tables`: the
+    `apart`: the device's side is separate memory on the CPU too, as a graph's inputs must be.
+    `shared_group`: the layer group whose shared blocks each step reports. `reads_tables`: the
     backend's kernels read block tables on the device.
     """
 
@@ -108,7 +107,7 @@ class BufferNeeds:
 
 
 _WIDTHS = 64
-"""Tables are cut to a multiple of this many blocks: steps of one size use the same views then."""
+"""Tables are cut to a multiple of this many blocks, so that steps of one size share views."""
 
 Pairs: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -134,12 +133,12 @@ def upload_at_once(pairs: Pairs) -> Callable[[], object]:
 
 
 def _nothing() -> None:
-    """Nothing is under way."""
+    """No copy is under way."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilledStep:
-    """A step in the host buffers, and what has to go from there to the device.
+    """A step in the host buffers, and its copies to the device.
 
     `tables` are staged, to be copied into separate memory; None: the device does not read them, or
     reads the host's.
@@ -151,7 +150,7 @@ class FilledStep:
     buffers: "InputBuffers"
 
     def upload(self) -> StepInputs:
-        """Bring the step to the device, in the order of its queue."""
+        """Copy the step to the device, in the order of its queue."""
         if self.tables is None:
             if self.copies:
                 self.buffers.start_upload(self.copies)
@@ -177,10 +176,10 @@ class InputBuffers:
         *,
         beside: "InputBuffers | None" = None,
     ) -> None:
-        """With `beside`, the device's side is shared with those buffers.
+        """With `beside`, both share the device's side.
 
-        So the next step can be filled in while the one before may still be read from its host
-        buffers; on the device they come one after the other.
+        So the next step can be filled in while the one before is still read from its host buffers;
+        on the device they run one after the other.
         """
         needs = needs or BufferNeeds()
         tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
@@ -219,18 +218,17 @@ class InputBuffers:
 
     @cached_property
     def step_buffers(self) -> StepBuffers:
-        """The same arrays as the block manager writes them."""
+        """The same arrays for the block manager."""
         return StepBuffers(
             **{name: getattr(self.arrays, name) for name in HostArrays.__dataclass_fields__}
         )
 
     def fill(self, plan: "Plan", padding: Padding | None = None) -> FilledStep:
-        """Let `plan` write its step, padded if asked. Only the rows of this step will be copied.
+        """Let `plan` write its step, padded with `padding`. Only the rows of this step are copied.
 
-        Waits until the copy of the step before is done: if that step was rolled back, or samples
-        nothing, no one else has waited for it.
-        A pending token is written as `-1 - row` (see `ModelRunner`). The result refers to the
-        buffers: it is valid until the next call.
+        Waits until the copy of the step before is done: if that step was rolled back, or samples no
+        tokens, no one else has waited for it. A pending token is written as `-1 - row` (see
+        `ModelRunner`). The result refers to the buffers: it is valid until the next call.
         """
         self._wait_for_upload()
         self._wait_for_upload = _nothing
@@ -254,13 +252,13 @@ class InputBuffers:
         return self._filled
 
     def start_upload(self, pairs: Pairs) -> None:
-        """Copy to the device; the next `fill` waits until that has been done."""
+        """Copy to the device; the next `fill` waits for the copy."""
         self._wait_for_upload = self._upload(pairs)
 
     def fixed_inputs(self, padding: Padding) -> StepInputs:
-        """A decode step of nothing but padding, on the device's side in memory that never moves.
+        """A decode step of padding alone, on the device's side in memory that never moves.
 
-        Its tables have room for all that a sequence may have; the host's are one block wide.
+        Its tables can hold the longest sequence; the host's are one block wide.
         """
         size = padding.num_sequences
         self._pad(0, padding)
@@ -281,15 +279,15 @@ class InputBuffers:
 
     @cached_property
     def _no_tables(self) -> torch.Tensor:
-        """Tables that are not read: a shape, and no memory but for one number."""
+        """Tables that are not read: a shape over one element."""
         none = torch.zeros(1, dtype=torch.int32, device=self._device)
         return none.expand(self._tables.shape)
 
     def _pad(self, count: int, padding: Padding) -> None:
-        """Rows from `count` on: of length 1, written nowhere.
+        """Make the rows from `count` on padding, of length 1 and without slots.
 
-        The host's tables are not touched: `plan.fill` knows what it has written there, and writes
-        nothing twice. The table of such a row names blocks that exist.
+        The host's tables stay: `plan.fill` writes only changed entries. The table of such a row
+        names blocks that exist.
         """
         arrays, end = self.arrays, padding.num_sequences
         arrays.input_ids[count:end] = 0
@@ -300,15 +298,15 @@ class InputBuffers:
         arrays.logits_indices[count:end] = range(count, end)
 
     def _width(self, sequences: int) -> int:
-        """The columns of the longest table, rounded up, so that views can be used again."""
+        """The columns of the longest table, rounded up, so that views can be reused."""
         longest = int(self.arrays.seq_lens[:sequences].max(initial=0))
         blocks = -(-longest // self._block_size)
         return min(self._max_width, max(1, -(-blocks // _WIDTHS)) * _WIDTHS)
 
     def _views(self, tokens: int, sequences: int, samples: int, width: int) -> FilledStep:
-        """The buffers of a step of this size, and what to copy from the host to the device.
+        """The buffers of a step of this size, and the copies from the host to the device.
 
-        Decoding has the same size step after step, and then they are used again.
+        They are reused while decodes have the same size step after step.
         """
         rows = {
             "input_ids": tokens,
@@ -343,7 +341,7 @@ class InputBuffers:
         return FilledStep(inputs, copies, staged, self)
 
     def _staged(self, sequences: int, width: int) -> torch.Tensor:
-        """Room for the tables of a step, `[G, sequences, width]`, side by side."""
+        """Contiguous memory for the tables of a step, `[G, sequences, width]`."""
         groups = len(self._tables)
         size = groups * sequences * width
         if size > len(self._staging):

@@ -1,6 +1,6 @@
 """Sizes that fit into memory: the KV cache, the longest sequence, the largest step.
 
-The largest step is estimated first, from below, and on a GPU it is run once to see.
+The largest step is estimated first, from below, and on a GPU it is run once to measure.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ class CachePlan:
     block_size: int
 
     def manager(self, **settings: Any) -> BlockManager:
-        """The block manager over it, `settings` being those of `BlockManager` beside the sizes."""
+        """The block manager over it; `settings` are further ones of `BlockManager`."""
         blocks, windows = self.size.num_blocks, self.groups.windows
         return BlockManager(blocks, self.block_size, groups=windows, **settings)
 
@@ -66,10 +66,9 @@ def plan_cache(
 ) -> CachePlan:
     """Group the model's layers and size the pool; steps compute up to `max_tokens` tokens.
 
-    `kv_dtype` is the element type of the pool, None: the model's.
-
-    Without `layer_groups` all layers are in one group that keeps everything. Raises
-    `ConfigurationError` where the pool does not fit into memory.
+    `kv_dtype` is the element type of the pool, None: the model's. Without `layer_groups` all layers
+    are in one group that keeps every block. Raises `ConfigurationError` if the pool does not fit
+    into memory.
     """
     specs = cache_specs(loaded, kv_dtype or loaded.dtype)
     groups = LayerGroups.single(len(specs))
@@ -98,7 +97,7 @@ def cache_specs(loaded: LoadedModel, kv_dtype: torch.dtype) -> list[KVCacheSpec]
 
 
 def longest_sequence(manager: BlockManager, max_tokens: int, most: int) -> int:
-    """Tokens, up to `most`, that one sequence may have in a pool that is empty but for it."""
+    """The most tokens, up to `most`, of one sequence alone in the pool."""
 
     def blocks(num_tokens: int) -> int:
         return manager.blocks_for(num_tokens, max_tokens)
@@ -107,10 +106,10 @@ def longest_sequence(manager: BlockManager, max_tokens: int, most: int) -> int:
 
 
 def check_step_fits(limits: RunnerLimits, settings: PoolSettings, loaded: LoadedModel) -> None:
-    """Raise `ConfigurationError` where the largest step can't fit into the available memory.
+    """Raise `ConfigurationError` if the largest step can't fit into the available memory.
 
-    What it takes is estimated from below: the inputs, which exist twice; of the activations four
-    hidden states per token; the logits. Nothing is allocated.
+    Its memory is estimated from below: the inputs, which exist twice; four hidden states per token
+    of the activations; the logits. Allocates no memory.
     """
     available = settings.available_memory
     tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
@@ -140,14 +139,14 @@ def _gib(num_bytes: int) -> str:
 
 
 class MemoryMeter(Protocol):
-    """Tells how much memory something takes at its worst moment, and afterwards."""
+    """Measures the memory of a call: its peak, and the rest that it keeps."""
 
     def peak(self, run: Callable[[], object]) -> int:
-        """Bytes that are allocated while `run` runs, beyond those that are before it."""
+        """Peak bytes allocated while `run` runs, beyond those before."""
         ...
 
     def kept(self, run: Callable[[], object]) -> int:
-        """Bytes that are free no longer once `run` has run."""
+        """Bytes that `run` leaves allocated."""
         ...
 
 
@@ -169,7 +168,7 @@ class CudaMeter:
         return taken
 
     def kept(self, run: Callable[[], object]) -> int:
-        """See `MemoryMeter.kept`. Counts what the driver keeps beside torch, too."""
+        """See `MemoryMeter.kept`. Counts the driver's memory beside torch's, too."""
         before = self._free()
         run()
         return max(0, before - self._free())
@@ -183,7 +182,8 @@ class CudaMeter:
 class LargestStep:
     """A plan of as many sequences and tokens as a step may have, all of them new prompts.
 
-    Their tables are full of the null block and no token is kept, so a pool of one block will do.
+    Their tables are full of the null block and no token is stored, so a pool of one block is
+    enough.
     """
 
     def __init__(self, limits: RunnerLimits, arrays: HostArrays, null_block: int) -> None:
@@ -198,7 +198,7 @@ class LargestStep:
         return []
 
     def fill(self, buffers: StepBuffers, /, *, shared: SharedPrefixes | None = None) -> None:
-        """Write the step into the arrays; `buffers` stand over the same memory."""
+        """Write the step into the arrays, which `buffers` share."""
         arrays, tokens, count = self._arrays, self.num_tokens, self.num_sequences
         arrays.slot_mapping[:, :tokens] = -1
         arrays.block_tables[:, :count] = self._null_block
@@ -218,10 +218,10 @@ class LargestStep:
 def activation_bytes(
     runner: ModelRunner, limits: RunnerLimits, null_block: int, vocab_size: int, meter: MemoryMeter
 ) -> int:
-    """Bytes that the largest step takes: forward pass, logits, and sampling at its most costly.
+    """Bytes of the largest step: forward pass, logits, and sampling at its most costly.
 
-    `runner` may stand over a pool of a single block, whose null block is `null_block`. Raises
-    `ConfigurationError` where that is more than there is.
+    `runner` may have a pool of a single block, whose null block is `null_block`. Raises
+    `ConfigurationError` if they exceed the memory.
     """
     plan = LargestStep(limits, runner.buffers.arrays, null_block)
     params = SamplingParams(temperature=1, top_p=0.9, logprobs=1, frequency_penalty=0.1)
@@ -245,9 +245,9 @@ def activation_bytes(
 
 
 def graph_bytes(runner: ModelRunner, meter: MemoryMeter) -> int:
-    """Bytes that the graphs of decode steps keep, `runner` being able to capture them.
+    """Bytes that the graphs of decode steps keep; `runner` can capture them.
 
-    They share what the largest takes. So two are captured: the second stands for each further one.
+    They share the memory of the largest. So two are captured: the second measures each further one.
     """
     sizes = runner.graph_sizes
     largest, second = sizes[-1:], sizes[-2:-1]
@@ -257,12 +257,12 @@ def graph_bytes(runner: ModelRunner, meter: MemoryMeter) -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep up to 1 GiB that was freed, and use it again; whether it will.
+    """Let glibc keep up to 1 GiB of freed memory for reuse; return True if it will.
 
     Every operator of a forward pass allocates its result and frees its inputs. By default glibc
-    returns what is free at the end of its heap to the system each time, and the next operator pays
-    for fresh pages: a fifth of a prefill. This is a setting of the process, as there is one heap;
-    other C libraries are left as they are.
+    returns the free end of its heap to the system each time, and the next operator pays for fresh
+    pages: a fifth of a prefill. The setting is one of the process; other C libraries are not
+    changed.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -41,7 +41,7 @@ class Plan(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """Rows whose logits are asked for."""
+        """Rows of logits to compute."""
         ...
 
     def copies(self) -> list[tuple[int, int]]:
@@ -51,7 +51,7 @@ class Plan(Protocol):
     def fill(self, buffers: StepBuffers, /, *, shared: SharedPrefixes | None = None) -> None:
         """Write the step's inputs into the arrays that `buffers` was made over.
 
-        What its sequences share goes into those of `shared`.
+        Shared prefixes go into the arrays of `shared`.
         """
         ...
 
@@ -61,8 +61,8 @@ class StepLogits:
     """Logits in the model's dtype, on its device.
 
     `sampling` is `[S, vocab]`, one row per sample of the plan, in its order. `extra` is
-    `[E, vocab]`, the further rows that were asked for, in the order asked. Where the runner
-    replays a graph they are its memory: valid until the next step is run.
+    `[E, vocab]`, the requested further rows, in their order. If the runner replays a graph they are
+    its memory: valid until the next step runs.
     """
 
     sampling: torch.Tensor
@@ -70,8 +70,8 @@ class StepLogits:
 
 
 Forward: TypeAlias = Callable[[torch.Tensor | None], StepLogits]
-"""Run a prepared step. The argument: int64 `[S]` on the device, what the step before sampled, of
-which this one computes some; None, or none at all, if it computes known tokens only."""
+"""Run a prepared step. The argument: int64 `[S]` on the device, the tokens that the step before
+sampled, which this step may compute; None or empty if it computes known tokens only."""
 
 
 class Runner(Protocol):
@@ -80,8 +80,8 @@ class Runner(Protocol):
     def prepare(self, plan: Plan, *, extra_rows: npt.NDArray[np.int64] | None = None) -> Forward:
         """Read everything from `plan`; the result computes its tokens.
 
-        `extra_rows` are further rows among the plan's tokens, in `0 .. num_tokens`, whose
-        logits are wanted (for the log-probabilities of a prompt).
+        `extra_rows` are further rows of logits, in `0 .. num_tokens` (for the log-probabilities of
+        a prompt).
 
         Two steps may be prepared at a time. They are run in order, each once or never.
         """
@@ -97,7 +97,7 @@ class StepStates:
 
 @dataclass(frozen=True, slots=True)
 class HiddenState:
-    """The states of one token, one for each head to go on from: a row of a step's."""
+    """The states of one token, one for each MTP layer: a row of `StepStates`."""
 
     step: StepStates
     row: int
@@ -105,11 +105,10 @@ class HiddenState:
 
 @dataclass(frozen=True, slots=True)
 class MTPStep:
-    """A step as the MTP layers of a model see it (see `executor/mtp.py`).
+    """The MTP layers' part of a step (see `executor/mtp.py`).
 
-    `before` are the states of the token before each sequence's first one; None where they are not
-    known, or there is none. `rows`, int64 `[K]`, are those among the step's tokens whose states
-    go into `after`.
+    `before` are the states of the token before each sequence's first one, None if unknown. `rows`,
+    int64 `[K]`, are the step's tokens whose states go into `after`.
     """
 
     before: Sequence[HiddenState | None]
@@ -119,9 +118,9 @@ class MTPStep:
 
 @dataclass(frozen=True, slots=True)
 class DraftRow:
-    """A sequence to draft for: its place among the plan's, its last token, the states before that.
+    """A sequence to draft for: its place in the plan, its last token, the states before that.
 
-    At most `count` tokens are wanted: no more than its last block has slots, from that token on.
+    It gets at most `count` tokens: no more than its last block has slots after that token.
     """
 
     row: int
@@ -140,8 +139,8 @@ class MTPRunner(Runner, Protocol):
         extra_rows: npt.NDArray[np.int64] | None = None,
         mtp: MTPStep | None = None,
     ) -> Forward:
-        """See `Runner.prepare`. The MTP layers compute the same tokens, from and to states of
-        `mtp`; without it nothing is known before the step, and nothing kept."""
+        """See `Runner.prepare`. The MTP layers compute the same tokens from the states in `mtp`,
+        and keep theirs there."""
         ...
 
     def prepare_drafts(
@@ -149,7 +148,7 @@ class MTPRunner(Runner, Protocol):
     ) -> Callable[[], list[list[int]]]:
         """Read everything from `plan`, which decodes these sequences; the result drafts for them.
 
-        To be run on the device behind the steps that were prepared before.
+        It runs on the device after the steps that were prepared before.
         """
         ...
 
@@ -157,8 +156,7 @@ class MTPRunner(Runner, Protocol):
 class ModelRunner:
     """Runs a model over its KV pool. See `Runner`, and `MTPRunner` for a model with MTP layers.
 
-    The model is switched to paged attention for good: it attends over `pool` from then on,
-    and plain calls of it are refused.
+    The model is switched to paged attention over `pool` for good; plain calls of it are refused.
     """
 
     def __init__(
@@ -182,7 +180,7 @@ class ModelRunner:
             reads_tables=backend.reads_tables,
         )
         self.buffers = InputBuffers(limits, size, device, needs)
-        """Those that the next step is written into."""
+        """The buffers of the next step."""
         self._other_buffers = InputBuffers(limits, size, device, needs, beside=self.buffers)
         _switch_to_paged_attention(self._model)
         self._mtp = MTPLayers(loaded, pool) if loaded.mtp_layers is not None else None
@@ -194,9 +192,9 @@ class ModelRunner:
         self.graphs = DecodeGraphs(self._forward, backend, self.buffers, pool.num_blocks)
 
     def take_over_rotations(self) -> None:
-        """Turn queries and keys with the KV write, where a kernel does so and the model allows it.
+        """Rotate queries and keys with the KV write, if a kernel does so and the model allows it.
 
-        Before `compile` and `capture`, and not for a model that is divided over processes.
+        Call it before `compile` and `capture`, and not for a model divided over processes.
         """
         if isinstance(self._backend, CpuBackend) or has_kernels(self._pool.device):
             with on_device(self._pool.device):
@@ -208,10 +206,10 @@ class ModelRunner:
         return graph_sizes(self._most_decodes) if self._record is not None else []
 
     def capture(self, sizes: Sequence[int] | None = None) -> None:
-        """Capture decode steps per batch size, `graph_sizes` by default; they are replayed then.
+        """Capture decode steps per batch size, `graph_sizes` by default, to replay them.
 
-        After `compile`, if that is wanted too. Raises `ConfigurationError` for a model whose
-        rotary embedding looks at the positions of each step, which a graph cannot.
+        Call it after `compile`. Raises `ConfigurationError` for a model whose rotary embedding
+        depends on the positions of each step, which a graph cannot.
         """
         asked = self.graph_sizes if sizes is None else sizes
         if self._record is None or not asked:
@@ -223,7 +221,7 @@ class ModelRunner:
             self.graphs.capture(asked, self._record)
 
     def compile(self, backend: str = "inductor") -> None:
-        """Compile the forward pass, and say so on standard error: it takes a while.
+        """Compile the forward pass, with a message on standard error: it takes a while.
 
         `backend` is torch's name of the compiler. Raises `ConfigurationError` if it cannot.
         """
@@ -236,7 +234,7 @@ class ModelRunner:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `compile` was called and could."""
+        """True if `compile` has succeeded."""
         return self._compiled is not None
 
     def prepare(
@@ -269,8 +267,8 @@ class ModelRunner:
                 logits = self._forward(inputs, self._backend.plan(inputs))
             if self._mtp is not None:
                 self._mtp.extend(inputs, mtp)
-            behind = num_samples if extra is not None else len(logits)  # else padding, if anything
-            return StepLogits(logits[:num_samples], logits[behind:])
+            first_extra = num_samples if extra is not None else len(logits)  # else padding
+            return StepLogits(logits[:num_samples], logits[first_extra:])
 
         def forward(sampled: torch.Tensor | None) -> StepLogits:
             with on_device(self._pool.device):
@@ -297,7 +295,7 @@ class ModelRunner:
 
         def draft() -> list[list[int]]:
             with on_device(self._pool.device):
-                self._pool.copy_blocks(copies)  # once more with the step, which changes nothing
+                self._pool.copy_blocks(copies)  # the step copies again, to the same effect
                 return mtp.draft(inputs)
 
         return draft
@@ -328,7 +326,7 @@ class ModelRunner:
 
 
 def _known(input_ids: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-    """The token ids, a pending one (`-1 - row`) replaced by what the step before has sampled."""
+    """The token ids, with pending ones (`-1 - row`) replaced by the sampled tokens."""
     return torch.where(input_ids < 0, sampled[(-1 - input_ids).clamp_(min=0)], input_ids)
 
 

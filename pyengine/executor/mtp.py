@@ -1,16 +1,15 @@
-"""A model's own MTP layers as drafters: their keys and values, and the tokens that they say come
-next.
+"""A model's MTP layers as drafters: their keys and values, and their predictions.
 
 Layer i of the MTP layers has, at position j, the token t_j and the state before it: of layer i - 1
 at position j - 1, and for the first one the model's last hidden state there. It predicts t_(j + 1).
-Its keys and values of the pair go into slot j, in one more layer of the block that holds t_j: they
-follow from the tokens up to j, as all in that block does, so prefixes are shared as without MTP
-layers. Layer i begins at position i + 1, and sees no key before.
+Its keys and values of the pair go into slot j, in one more layer of the block of t_j. They depend
+on the tokens up to j only, as all of that block does, so prefixes are shared as without MTP layers.
+Layer i begins at position i + 1, and sees no key before.
 
-Two passes. With each step the MTP layers compute its tokens, as any other layer does: so their keys
-and values are those of the tokens that stand, whatever drafts were tried. And when a token is
-known, they go on from there: what keys and values they make of drafts is written over with the step
-that computes those positions.
+There are two passes. In each step the MTP layers compute its tokens, as any other layer does. So
+their keys and values are those of accepted tokens, whatever drafts were tried. And after a token is
+known, they draft from there; the step that computes those positions overwrites the drafts' keys and
+values.
 
 MTP layers attend by the gather backend, one layer beside the many of the model.
 """
@@ -38,11 +37,11 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """B sequences whose last token is known and not computed yet, in a step that will do so.
+    """B sequences whose last token is known but not computed yet, in a step that will compute it.
 
     `token_ids` and `positions` `[B]` are those of that token, `tables` `[G, B, W]` are the blocks,
-    with a slot for it. `before` are the states of the token before it. `counts` `[B]` is how many
-    tokens each is drafted, at most as many as slots are left in its last block.
+    with a slot for it. `before` are the states of the token before it. `counts` `[B]` are the
+    tokens to draft for each, at most as many as its last block has free slots.
     """
 
     token_ids: Int64Array
@@ -78,7 +77,7 @@ class MTPLayers:
     def extend(self, inputs: StepInputs, step: "MTPStep | None") -> None:
         """Compute the keys and values of a step's tokens, which the model has just computed.
 
-        `step` says which states they follow, and takes those that others will.
+        `step` has the states before them, and receives the states for later steps.
         """
         starts = inputs.query_start_loc[:-1].long()
         before = self._gathered(step.before if step is not None else [None] * len(starts))
@@ -93,10 +92,10 @@ class MTPLayers:
 
     @torch.inference_mode()
     def draft(self, asked: DraftInputs) -> list[list[int]]:
-        """The tokens that the MTP layers say come next, each the most probable one.
+        """The MTP layers' predictions, each the most probable token.
 
-        The first layer goes on from the known token, each further one from the draft of the one
-        before it; beyond the last layer that one goes on with itself.
+        The first layer continues from the known token, each further one from the draft before it;
+        after the last layer, that layer repeats.
         """
         device, counts = self._pool.device, asked.counts
         ids = upload(asked.token_ids, device)[:, None]
@@ -161,7 +160,7 @@ class MTPLayers:
         )
 
     def _gathered(self, wanted: "Sequence[HiddenState | None]") -> torch.Tensor:
-        """Those states, `[B, layers, hidden]`; zeros for what is not there."""
+        """The states `wanted`, `[B, layers, hidden]`; zeros for missing ones."""
         shape = (len(wanted), self._count, self._size)
         out = torch.zeros(shape, dtype=self._dtype, device=self._pool.device)
         by_step: dict[int, tuple[torch.Tensor, list[int], list[int]]] = {}

@@ -9,7 +9,7 @@ from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import OutputSink, Request
-from pyengine.executor.executor import Executor, ThreadWork, Work
+from pyengine.executor.executor import Executor
 from pyengine.executor.memory_profile import longest_sequence
 from pyengine.kv_cache import BlockManager
 from pyengine.outputs import RequestOutput
@@ -21,25 +21,26 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8)
 EOS = 2
 
 
-class LazyWork(ThreadWork[Any]):
+class LazyWork(Future[Any]):
     """Work that runs only when its result is requested."""
 
     def __init__(self, queue: "LazyQueue", work: Callable[[], Any]) -> None:
-        super().__init__(Future())
+        super().__init__()
         self._queue, self._work = queue, work
 
     def run(self) -> None:
         try:
-            self._future.set_result(self._work())
+            self.set_result(self._work())
         except BaseException as error:
-            self._future.set_exception(error)
+            self.set_exception(error)
 
-    def wait(self) -> None:
+    def result(self, timeout: float | None = None) -> Any:
         self._queue.run_up_to(self)
+        return super().result(timeout)
 
-    def result(self) -> Any:
-        self.wait()
-        return super().result()
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._queue.run_up_to(self)
+        return super().exception(timeout)
 
 
 class LazyQueue:
@@ -48,7 +49,7 @@ class LazyQueue:
     def __init__(self) -> None:
         self.waiting: list[LazyWork] = []
 
-    def submit(self, work: Callable[[], Any]) -> Work[Any]:
+    def submit(self, work: Callable[[], Any]) -> LazyWork:
         self.waiting.append(LazyWork(self, work))
         return self.waiting[-1]
 

@@ -90,7 +90,7 @@ def test_a_plan_is_not_written_over_one_that_the_device_has_yet_to_read(monkeypa
                 step.run(plan, options_of(case))
         assert len(queue.waiting) == 4
         queue.run()
-    assert len(memory._lent) <= 4 + 2 * with_graphs, "memory is used again"
+    assert len(memory._in_use) <= 4 + 2 * with_graphs, "memory is used again"
 
 
 def test_the_wrappers_of_all_graphs_share_their_memory():

@@ -1,11 +1,12 @@
 """Ctrl-C at any line of the queue comes out as what it is."""
 
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from pyengine.executor.executor import DoneWork, InlineQueue
+from pyengine.executor.executor import InlineQueue
 from tests.support.moments import interrupt, moments
 
 
@@ -20,7 +21,8 @@ def _fails() -> int:
 @pytest.mark.parametrize("work", [_five, _fails])
 def test_an_interrupt_is_raised_or_kept_and_nothing_else(work: Any) -> None:
     expected: Any = ValueError if work is _fails else ()
-    codes = {InlineQueue.submit.__code__, DoneWork.__init__.__code__, DoneWork.result.__code__}
+    methods = (InlineQueue.submit, Future.set_result, Future.set_exception, Future.result)
+    codes = {method.__code__ for method in methods}
     for moment in moments(codes, interrupt):
         with suppress(KeyboardInterrupt, expected), moment.watched():
             assert InlineQueue().submit(work).result() == 5
