@@ -1,10 +1,8 @@
-"""A batch as the sampler sees it, and the changes of its logits.
+"""The requests of a batch for the sampler, and the changes of their logits.
 
-Changes to single logits: allowed tokens, barred tokens, bias, penalties.
-
-Each touches few tokens of a row, so they are gathered, changed and put back by flat index
-(row * vocabulary + token): the cost follows the number of tokens a request has seen, not the
-vocabulary.
+Allowed tokens, barred tokens, bias and penalties change few logits of a row. They are gathered,
+changed and written back by flat index (row * vocabulary + token). So the cost follows the number of
+tokens that a request has seen, not the vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +20,11 @@ from pyengine.utils.host_copy import upload
 _Ids: TypeAlias = npt.NDArray[np.int64]
 
 _LARGEST = torch.finfo(torch.float32).max
-"""Overflow becomes this, not infinite: a row with an infinite logit has no distribution."""
+"""The limit of logits: a row with an infinite logit has no distribution."""
 
 
 class Adjustments:
-    """The changes of a batch's logits; worked out once, valid for many steps.
+    """The changes of a batch's logits; computed once, valid for many steps.
 
     In vLLM's order: tokens that are not allowed, bad words, and stop tokens before
     ``min_tokens`` become -inf, then the bias is added, then penalties apply.
@@ -46,10 +44,10 @@ class Adjustments:
         self._penalties = _Penalties(rows)
 
     def apply(self, logits: torch.Tensor, positions: Positions) -> torch.Tensor:
-        """Return the logits to choose from: float32 [B, V], or ``logits`` itself if none changes.
+        """Return the changed logits: float32 [B, V], or ``logits`` itself if none changes.
 
-        ``positions[i]`` is the place of row i's token in its output. ``logits`` [B, V] is never
-        written to.
+        ``positions[i]`` is the position of row i's token in its output. ``logits`` [B, V] stays
+        as it is.
         """
         stops = np.asarray(positions, dtype=np.int64)[self._stops.rows] < self._stops_until
         words = {row: ids for row, item in self._worded if len(ids := item.barred_by_output())}
@@ -95,7 +93,7 @@ class _Cells:
         return len(self.rows)
 
     def index(self, vocab_size: int, device: torch.device) -> torch.Tensor:
-        """Their flat index: int64 [n]; raises `ValueError` for ids that a row does not have."""
+        """Their flat index: int64 [n]; raises `ValueError` for ids outside the vocabulary."""
         if self._made is None or self._made[0] != vocab_size or self._made[1].device != device:
             if len(self._ids) and not 0 <= self._ids.min() <= self._ids.max() < vocab_size:
                 raise ValueError(
@@ -125,7 +123,7 @@ class _Penalties:
 
     @property
     def is_due(self) -> bool:
-        """Whether any token has been counted."""
+        """True if any token has been counted."""
         return any(map(len, self._counts))
 
     def apply(self, flat: torch.Tensor, vocab_size: int) -> None:
@@ -145,9 +143,9 @@ class _Penalties:
 
 
 class SamplingBatch:
-    """Requests in the order of the logits' rows, and what stays the same about them.
+    """Requests in the order of the logits' rows, and their constant settings.
 
-    As long as the same requests are sampled step after step, the same object serves.
+    While the same requests are sampled step after step, the same object serves.
     """
 
     __slots__ = (
@@ -167,20 +165,20 @@ class SamplingBatch:
         self.depends_on_output = any([state.depends_on_output for state in states])
         may_change_logits = any([state.may_change_logits for state in states])
         self.adjustments = Adjustments(self.states) if may_change_logits else None
-        """``None``: tokens are chosen from the model's own logits."""
+        """``None``: no logits change."""
         self.matchers = {
             row: state.matcher for row, state in enumerate(states) if state.matcher is not None
         }
-        """Of the rows whose answers have to have some form."""
+        """The matchers of rows with a grammar."""
         random_rows = [row for row, state in enumerate(states) if state.is_drawn]
         self.draws = DrawBatch(states, random_rows) if random_rows else None
-        """Rows that are drawn; the others are greedy. ``None``: all are."""
+        """The drawn rows; the others are greedy. ``None``: all are greedy."""
         self.wanted = {
             row: state.num_logprobs
             for row, state in enumerate(states)
             if state.num_logprobs is not None
         }
-        """How many log-probabilities each row asks for, of those that do."""
+        """The number of log-probabilities of each row that reports them."""
 
     def __len__(self) -> int:
         return len(self.states)
@@ -188,10 +186,10 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class DrawSettings:
-    """The settings of some rows as columns `[R, 1]`; `None` where no row asks for it.
+    """The settings of rows as columns `[R, 1]`; `None` if no row uses one.
 
-    A `top_k` of 0 is no limit. `largest_k` is the largest that is one (at least 1).
-    `has_bare_top_p` says that some row asks for top-p and not for top-k.
+    A `top_k` of 0 is no limit. `largest_k` is the largest limit (at least 1). `has_bare_top_p` is
+    true if a row has top-p without top-k.
     """
 
     temperature: torch.Tensor
@@ -203,7 +201,7 @@ class DrawSettings:
 
 
 class DrawBatch:
-    """The requests of a batch that draw their tokens; ``rows`` are their places in it."""
+    """The requests of a batch that draw their tokens; ``rows`` are their rows in it."""
 
     __slots__ = ("_settings", "columns", "rows", "seeds")
 
@@ -219,7 +217,7 @@ class DrawBatch:
         return len(self.rows)
 
     def settings(self, rows: slice, device: torch.device) -> DrawSettings:
-        """The settings of these of its requests, made when they are first asked for."""
+        """The settings of these requests, made at first use."""
         key = (rows.start, rows.stop, device)
         if key not in self._settings:
             self._settings[key] = _settings(self.columns, rows, device)

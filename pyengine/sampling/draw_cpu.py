@@ -1,9 +1,9 @@
-"""The draw of :mod:`pyengine.sampling.draw` on the CPU: the same tokens, for a tenth of the work.
+"""The draw of :mod:`pyengine.sampling.sampler` on the CPU: the same tokens in a tenth of the time.
 
-Top-k, top-p and min-p leave few tokens of a large vocabulary. So a lower bound of the k-th
-largest logit is found first, and everything else is done with the tokens above it, the
-*candidates* of each row, in order of id. A row whose filters may let more pass is drawn from
-all of its tokens. Both ways give the same token: tokens that are left out have no weight.
+Top-k, top-p and min-p leave few tokens of a large vocabulary. So a lower bound of the k-th largest
+logit is found first; the rest uses the tokens above it only, the *candidates* of each row, in order
+of id. A row whose filters may keep more is drawn from all of its tokens. Both ways give the same
+token: tokens that are left out have no weight.
 """
 
 from dataclasses import dataclass, fields
@@ -18,18 +18,18 @@ _Doubles: TypeAlias = npt.NDArray[np.float64]
 _Ints: TypeAlias = npt.NDArray[np.int64]
 
 _SHORT_ROW = 1024
-"""Rows of so many tokens are not worth a search for candidates."""
+"""Rows of up to this many tokens are not worth a search for candidates."""
 _GROUP = 16
-"""The largest of so many logits stands for them when the bound is looked for."""
+"""Logits of a group; the search for the bound reads the largest of each group."""
 _NUCLEUS_HEAD = 512
-"""Most nuclei end within so many tokens; only rows whose nucleus does not are drawn whole."""
+"""Most nuclei have at most this many tokens; only rows with a longer one are drawn whole."""
 _CHUNK_ELEMENTS = 1 << 18
-"""Whole rows are worked on in chunks of so many logits, which stay in the processor's cache."""
+"""Logits of a chunk of whole rows, which stays in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The settings of some rows as columns `[R, 1]`; 0, or 1 for `top_p`, where one is off."""
+    """The settings of rows as columns `[R, 1]`; 0, or 1 for `top_p`, means off."""
 
     temperature: _Doubles
     min_p: _Doubles
@@ -40,7 +40,7 @@ class Columns:
         return len(self.temperature)
 
     def take(self, rows: _Ints) -> "Columns":
-        """Some of the rows."""
+        """The columns of `rows`."""
         if len(rows) == len(self):
             return self
         return Columns(*(getattr(self, field.name)[rows] for field in fields(self)))
@@ -68,7 +68,7 @@ def draw_on_cpu(logits: torch.Tensor, rows: _Ints, columns: Columns, numbers: _D
     """
     vocab_size = logits.shape[1]
     tokens = np.full(len(rows), -1, dtype=np.int64)
-    with np.errstate(all="ignore"):  # rows that are not numbers give a token that isn't either
+    with np.errstate(all="ignore"):  # rows with NaN give an invalid token
         if vocab_size > _SHORT_ROW:
             filtered = (columns.top_k > 0) | (columns.top_p < 1) | (columns.min_p > 0)
             some = np.flatnonzero(filtered & (columns.top_k <= vocab_size // _GROUP // 2))
@@ -86,7 +86,7 @@ def draw_on_cpu(logits: torch.Tensor, rows: _Ints, columns: Columns, numbers: _D
 def _from_candidates(
     logits: torch.Tensor, rows: _Ints, columns: Columns, numbers: _Doubles
 ) -> _Ints:
-    """Draw from the candidates of each row; -1 where they may not be all that counts."""
+    """Draw from the candidates of each row; -1 if they may not be enough."""
     is_nucleus = ((columns.top_k == 0) & (columns.min_p == 0)).ravel()
     head = min(_NUCLEUS_HEAD, logits.shape[1] // _GROUP // 2)
     wanted = np.where(columns.top_k > 0, columns.top_k, head).ravel()
@@ -103,8 +103,8 @@ def _from_candidates(
 class _Candidates:
     """The tokens of each row whose logits reach its bound, in order of id.
 
-    `values` and `ids` are [R, W], filled up with -inf. `totals` [R, 1] are the weights of whole
-    rows, where they were asked for, else NaN. `is_few` says which rows are to be found here.
+    `values` and `ids` are [R, W], padded with -inf. `totals` [R, 1] are the weights of whole rows
+    if requested, else NaN. `is_few` marks rows with candidates here.
     """
 
     values: _Floats
@@ -122,9 +122,9 @@ def _candidates(
     wanted: _Ints,
     needs_total: npt.NDArray[np.bool_],
 ) -> _Candidates:
-    """Find at least `wanted` [R] candidates of each row, as a rule not many more.
+    """Find at least `wanted` [R] candidates of each row, usually not many more.
 
-    A row's depend on nothing but its logits and its own settings.
+    A row's candidates depend on its logits and its settings only.
     """
     vocab_size = logits.shape[1]
     groups = vocab_size // _GROUP
@@ -137,7 +137,7 @@ def _candidates(
         part = slice(start, start + step)
         block = _rows_of(logits, rows[part])
         largest = block[:, : groups * _GROUP].reshape(len(block), _GROUP, groups).max(1)
-        # So many groups have their largest logit here or above, so at least so many tokens do.
+        # `wanted` groups have their largest logit here or above, so as many tokens do at least.
         last = groups - wanted[part]
         ranked = np.partition(largest, np.unique(last), axis=1)
         bounds[part] = ranked[np.arange(len(block)), last]
@@ -168,9 +168,9 @@ def _candidates(
 def _pick(
     values: _Floats, columns: Columns, numbers: _Doubles, totals: _Doubles | None
 ) -> tuple[_Ints, npt.NDArray[np.bool_]]:
-    """Draw a place in each row of `values` [R, W]; say whose nucleus may go beyond the row.
+    """Draw a place in each row of `values` [R, W]; true for rows whose nucleus may be longer.
 
-    `totals` are the weights that nuclei are shares of, where not NaN; else those of the row.
+    `totals` are the whole rows' weights for the nuclei; where NaN, those of `values`.
     """
     peaks = _peaks(values)
     is_beyond = np.zeros(len(values), dtype=np.bool_)
@@ -200,7 +200,7 @@ def _pick(
 
 
 def _place_of(values: _Floats, weights: _Doubles, numbers: _Doubles) -> _Ints:
-    """Draw by inverse transform; where rounding led to a weight of 0, take the largest value."""
+    """Draw by inverse transform; if rounding hits a weight of 0, take the largest value."""
     cumulated = torch.from_numpy(weights).cumsum(1)
     targets = torch.from_numpy(numbers).unsqueeze(1) * cumulated[:, -1:]
     found = torch.searchsorted(cumulated, targets, right=True).numpy()
@@ -219,7 +219,7 @@ def _peaks(values: _Floats) -> _Floats:
 
 
 def _weights(values: _Floats, peaks: _Floats, columns: Columns) -> _Doubles:
-    """Return exp((value - peak) / temperature) in float64, or 0 where that is less than min-p."""
+    """Return exp((value - peak) / temperature) in float64, or 0 if that is less than min-p."""
     weights = torch.from_numpy(values).double()  # torch's, as it is faster at each of these
     weights -= torch.from_numpy(peaks)
     weights /= torch.from_numpy(columns.temperature)
@@ -230,7 +230,7 @@ def _weights(values: _Floats, peaks: _Floats, columns: Columns) -> _Doubles:
 
 
 def _total(values: _Floats, peaks: _Floats, columns: Columns) -> _Doubles:
-    """Return the sum of each row's weights: [R, 1], to seven digits, which a share of it needs."""
+    """Return the sum of each row's weights: [R, 1], to seven digits."""
     weights = torch.from_numpy(values) - torch.from_numpy(peaks)
     weights /= torch.from_numpy(columns.temperature.astype(np.float32))
     total: _Doubles = weights.exp_().numpy().sum(1, keepdims=True, dtype=np.float64)
@@ -238,7 +238,7 @@ def _total(values: _Floats, peaks: _Floats, columns: Columns) -> _Doubles:
 
 
 def _rows_of(logits: torch.Tensor, rows: _Ints) -> _Floats:
-    """Return some rows as float32: without a copy if they are, and follow one another."""
+    """Return rows as float32: without a copy if they are float32 and consecutive."""
     if len(rows) and rows[-1] - rows[0] == len(rows) - 1:
         some = logits[rows[0] : rows[-1] + 1]
     else:

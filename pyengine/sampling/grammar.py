@@ -1,4 +1,4 @@
-"""Grammars for answers of a given form: compiled once each, apart from the steps, under limits."""
+"""Grammars of constrained answers: each compiled once, outside of steps, under limits."""
 
 import json
 import os
@@ -21,17 +21,17 @@ from pyengine.sampling_params import StructuredOutputs
 from pyengine.utils.packaging import needs_serve_extra
 
 _SECONDS = 2.0
-"""A grammar is compiled in so much time, or is refused."""
+"""Time limit to compile a grammar."""
 _SECONDS_TO_BEGIN = 60.0
 _KEPT = 64
-"""Compiled grammars that are kept, the last ones that were asked for."""
+"""Compiled grammars that are kept, the most recently used."""
 _THREADS = 2
 _AT_ONCE = max(1, _THREADS - 1)
-"""Grammars of one tenant that are compiled at once: the rest of the threads is for others."""
+"""Grammars of one tenant that are compiled at once: the other threads are for others."""
 _MAX_WAITING = 32
 """Grammars of one tenant that wait to be compiled."""
 _LONGEST_REASON = 500
-"""Characters of what `llguidance` says."""
+"""The most characters of a message of `llguidance`."""
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
@@ -41,16 +41,16 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-"""Of `llguidance.LLParserLimits`."""
+"""Fields of `llguidance.LLParserLimits`."""
 
 
 class _RefusedForNow(InvalidRequestError):
-    """A grammar that may compile another time: what failed was the time or memory it took."""
+    """A grammar that may compile another time: it exceeded time or memory."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A grammar that waits to be compiled, in the queue of each tenant that has sent it."""
+    """A waiting grammar, in the queue of each tenant that has sent it."""
 
     structured_outputs: StructuredOutputs
     matcher: Future[TokenMatcher] = field(default_factory=Future)
@@ -91,7 +91,7 @@ class _FairQueue:
                     job.is_started = True
                     self._running[tenant] += 1
                     if jobs:
-                        self._waiting[tenant] = jobs  # behind the others now
+                        self._waiting[tenant] = jobs  # after the others now
                     return job, tenant
         return None
 
@@ -103,7 +103,7 @@ class _FairQueue:
 
 
 class Grammars:
-    """Makes matchers for requests whose answers must have some form. Any thread may ask.
+    """Makes matchers for requests with a grammar. Thread-safe.
 
     Each grammar is compiled in another process first, which may take too long or crash: then its
     request alone fails. A grammar that compiled there is compiled here, in milliseconds and without
@@ -120,27 +120,27 @@ class Grammars:
         self._num_workers = 0
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pyengine-grammars")
         self._vocabulary: Any = None
-        """`llguidance.LLTokenizer`, once it was needed."""
+        """`llguidance.LLTokenizer`, made at first use."""
         self._checker_setup: dict[str, Any] = {}
-        """The setup that checkers get."""
+        """The setup of checkers."""
         self._idle: list[_Checker] = []
 
     def matcher(self, structured_outputs: StructuredOutputs, tenant: bytes = b"") -> TokenMatcher:
         """Return a matcher at the beginning of an answer.
 
-        Waits until the grammar is compiled, if it is not known. Raises `InvalidRequestError` where
-        it cannot be served: it is wrong, too large, or `llguidance` or a tokenizer is missing;
-        `QueueFullError` as `compile` does.
+        Waits until the grammar is compiled, if it is new. Raises `InvalidRequestError` if it is
+        wrong or too large, or if `llguidance` or a tokenizer is missing; `QueueFullError` as
+        `compile` does.
         """
         try:
             return self.compile(structured_outputs, tenant).result().copy()
-        except InvalidRequestError as error:  # one error may not be raised by several threads
+        except InvalidRequestError as error:  # each thread raises its own error
             raise InvalidRequestError(str(error)) from error
 
     def prepare(self) -> None:
-        """Make ready what all grammars need: a second or two, once. Raises as `matcher` does.
+        """Prepare the tokenizer for all grammars: a second or two, once. Raises as `matcher` does.
 
-        A good part of it is done under the interpreter's lock, where no step goes on.
+        Much of that holds the interpreter's lock, so no step runs meanwhile.
         """
         checker = self._threads.submit(self._checker).result()
         self._idle.append(checker)
@@ -148,7 +148,7 @@ class Grammars:
     def compile(
         self, structured_outputs: StructuredOutputs, tenant: bytes = b""
     ) -> Future[TokenMatcher]:
-        """Have a grammar compiled, unless it is known. The future fails as `matcher` raises.
+        """Compile a grammar in the background, unless it is known. The future fails as `matcher`.
 
         Tenants take turns, so none waits for the many grammars of another one. Raises
         `QueueFullError` if too many grammars of this tenant wait.
@@ -169,7 +169,7 @@ class Grammars:
             return job.matcher
 
     def _work(self) -> None:
-        """Compile grammars until none is left that this thread may take."""
+        """Compile grammars until no grammar is left for this thread."""
         while True:
             with self._lock:
                 taken = self._queue.take()
@@ -186,7 +186,7 @@ class Grammars:
                     self._queue.end(tenant)
 
     def _fail(self, job: _Job, error: Exception) -> None:
-        """Fail a job. What is wrong with the grammar itself is remembered, other failures not."""
+        """Fail a job. Errors of the grammar itself are kept, other failures are not."""
         key = (job.structured_outputs.kind, job.structured_outputs.text)
         is_lasting = isinstance(error, InvalidRequestError) and not isinstance(
             error, _RefusedForNow
@@ -214,7 +214,7 @@ class Grammars:
         )
 
     def _checker(self) -> "_Checker":
-        """One that has nothing to do."""
+        """An idle checker, or a new one."""
         with suppress(IndexError):
             return self._idle.pop()
         try:
@@ -238,7 +238,7 @@ class Grammars:
 
 
 def _text_of(tokenizer: Any) -> str:
-    """The JSON of the tokenizers library."""
+    """The tokenizer as JSON of the tokenizers library."""
     if tokenizer is None:
         raise InvalidRequestError(
             "structured_outputs needs a tokenizer, and this model has none: leave it out"
@@ -273,11 +273,11 @@ class _Checker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be asked again."""
+        """True if it can be asked again."""
         return self._process.poll() is None
 
     def ask(self, question: Any, seconds: float) -> dict[str, str]:
-        """Its answer; an "error" where it ends over it, or has to be ended: that one is passing."""
+        """Its answer; a passing "error" if the process ended, or exceeded `seconds`."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -296,14 +296,14 @@ class _Checker:
             found: dict[str, str] = json.loads(answer)
             return found
         if process.wait() == -signal.SIGKILL:
-            reason = f"to compile it takes more than {seconds:g} s; make it smaller"
+            reason = f"it takes more than {seconds:g} s to compile; make it smaller"
         else:
-            reason = "to compile it takes more stack or memory than there is; make it flatter"
+            reason = "it takes too much stack or memory to compile; make it flatter"
         return {"error": reason, "is_passing": "yes"}
 
 
 def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
-    if os.getpid() != owner:  # a fork has it, too
+    if os.getpid() != owner:  # in a fork
         return
     process.kill()
     process.communicate()

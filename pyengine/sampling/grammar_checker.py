@@ -1,13 +1,13 @@
-"""A process that finds out whether grammars can be served, for `grammars.py`; run by its path.
+"""A process that compiles grammars first, for `grammar.py`; it runs by its path.
 
-Its argument is the process id of its engine, with which it ends, whatever it is at.
+Its argument is the process id of its engine; it ends with that process.
 
-A hostile grammar can take any time and memory to compile, or more stack than there is, which ends
-the process. So it does that here first: with less stack than the engine's threads have, with
-bounded memory, and until the engine loses patience. It imports nothing of ours, and starts fast.
+A hostile grammar can take any time, memory or stack to compile, which can end the process. So it is
+compiled here first: with less stack than the engine's threads have, with bounded memory, and until
+the engine's time limit. This module imports only the standard library, so it starts fast.
 
-Lines of JSON: first the vocabulary, answered by `{}`; then a grammar a line, answered by what
-`llguidance` makes of it, or by why it will not do.
+Messages are lines of JSON: first the vocabulary, with the answer `{}`; then a grammar per line,
+with the grammar of `llguidance` or an error as the answer.
 """
 
 import json
@@ -26,18 +26,18 @@ MEMORY = 4 << 30
 LOOKS_EVERY = 0.5
 """Seconds."""
 _WHITE_SPACE = r"(?: |\n[ \t]{0,64})?"
-"""Between the parts of JSON: nothing, a space, or a new line that is indented. With any amount of
-white space, as JSON has it, weak models never come to an end of it."""
+"""Between the parts of JSON: no space, one space, or an indented new line. Weak models never end
+unlimited white space, which JSON allows."""
 
 
 def translated(kind: str, text: str) -> str:
-    """The grammar as `llguidance` has it. Raises `ValueError` where it cannot be read."""
+    """The grammar in the form of `llguidance`. Raises `ValueError` if it cannot be read."""
     from llguidance import LLMatcher, grammar_from
 
     if kind == "json":
         defaults: Any = {"whitespace_pattern": _WHITE_SPACE}
         return LLMatcher.grammar_from_json_schema(text, defaults=defaults)
-    if kind == "choice":  # one expression: as alternatives of a grammar only so many are possible
+    if kind == "choice":  # one expression: a grammar allows few alternatives
         texts = ["".join(map(_escaped, load)) for load in json.loads(text)]
         return LLMatcher.grammar_from_regex("|".join(texts))
     return grammar_from("regex" if kind == "regex" else "grammar", text)
@@ -48,7 +48,7 @@ def _escaped(character: str) -> str:
 
 
 def checked(vocabulary: Any, limits: dict[str, Any], kind: str, text: str) -> dict[str, str]:
-    """The translated grammar; or the reason why no first token can be chosen by it."""
+    """The translated grammar, or the reason why it allows no first token."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:
@@ -62,13 +62,13 @@ def checked(vocabulary: Any, limits: dict[str, Any], kind: str, text: str) -> di
     if not matcher.is_error():
         matcher.compute_bitmask()
     if time.thread_time() - begin > LONGEST_MASK:
-        reason = "to find out which tokens may come first takes too long; make it simpler"
+        reason = "its allowed first tokens take too long to compute; make it simpler"
         return {"error": reason, "is_passing": "yes"}
     return {"error": matcher.get_error()} if matcher.is_error() else {"grammar": grammar}
 
 
 def serve() -> None:
-    """Answer lines until there are none."""
+    """Answer lines until the end of input."""
     from llguidance import LLTokenizer
 
     first = json.loads(sys.stdin.readline())

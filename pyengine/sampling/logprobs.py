@@ -1,6 +1,6 @@
-"""Log-probabilities: of the chosen token, its rank, and the most probable tokens.
+"""Log-probabilities of the chosen token, its rank, and the most probable tokens.
 
-All of the model's own distribution: raw logits, before bias, penalties and temperature.
+They are of the model's distribution: raw logits, before bias, penalties and temperature.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +15,11 @@ from pyengine.outputs import Logprob
 from pyengine.utils.host_copy import HostCopy, upload
 
 _CHUNK_ELEMENTS = 1 << 22
-"""Rows are worked on in chunks of about so many logits; a float32 copy of one is 16 MiB."""
+"""Logits of a chunk of rows; a float32 copy of one is 16 MiB."""
 _CHUNK_ROWS = 64
-"""And of so many rows at most."""
+"""The most rows of a chunk."""
 _TIE_SLACK = 16
-"""How many more candidates than asked for are looked at, to see all equal logits."""
+"""Candidates beyond the requested ones, to see all equal logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class TokenLogprobs:
     rank: int
     """1 for the most probable token; equal ones rank by token id, lowest first."""
     top_ids: tuple[int, ...]
-    """The most probable tokens, as many as were asked for, in order of rank."""
+    """The most probable tokens, as many as requested, in order of rank."""
     top_logprobs: tuple[float, ...]
 
     def as_dict(self, decode: Callable[[int], str] | None = None) -> dict[int, Logprob]:
-        """Return the form users see: the token itself first, then the others by rank.
+        """Return the form for users: the token itself first, then the others by rank.
 
         ``decode`` gives a token's text; without it the texts are ``None``.
         """
@@ -51,12 +51,11 @@ class TokenLogprobs:
 
 
 class PendingLogprobs:
-    """Log-probabilities that the device computes: one token per row, and the best ``top[i]``.
+    """Log-probabilities on the device: of one token per row, and of the best ``top[i]``.
 
     ``logits`` are raw, [T, V] of any floating type (computed in float32); ``token_ids`` int64
     [T], on the same device; ``top`` holds T counts from 0 to V. The work is queued at once, in
-    slices of rows, so that its memory does not follow T; the logits are not kept, the caller may
-    drop them.
+    slices of rows, so that its memory does not grow with T; the caller may drop the logits.
     """
 
     def __init__(self, logits: torch.Tensor, token_ids: torch.Tensor, top: Sequence[int]) -> None:
@@ -77,24 +76,14 @@ class PendingLogprobs:
         ]
 
 
-def token_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, top: Sequence[int]
-) -> list[TokenLogprobs]:
-    """Return the log-probability and rank of one token per row, and the ``top[i]`` best ones.
-
-    Arguments as of :class:`PendingLogprobs`.
-    """
-    return PendingLogprobs(logits, token_ids, top).result()
-
-
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Some positions of a prompt whose logits are asked what they say about the next token."""
+    """Positions of a prompt whose logits give the log-probabilities of the next tokens."""
 
     next_token_ids: Sequence[int] | npt.NDArray[np.int64]
     """The prompt's tokens at the positions after these."""
     top: int
-    """How many of the most probable tokens to report with them, from 0 to V."""
+    """The number of most probable tokens to report with them, from 0 to V."""
 
     def __len__(self) -> int:
         return len(self.next_token_ids)
@@ -103,8 +92,8 @@ class PromptRows:
 class PendingPromptLogprobs:
     """Log-probabilities of the prompts of a step, on the device.
 
-    ``logits`` [T, V] are the raw rows of the parts, one part after the other. They are read when
-    this is made, and not kept: a step that makes it while it runs may drop them.
+    ``logits`` [T, V] are the raw rows of the parts, one part after the other. They are read at
+    construction only.
     """
 
     def __init__(self, logits: torch.Tensor, parts: Sequence[PromptRows]) -> None:
@@ -124,18 +113,6 @@ class PendingPromptLogprobs:
         """Wait for them; one list per part, one entry per position."""
         entries = iter(() if self._pending is None else self._pending.result())
         return [list(islice(entries, len(part))) for part in self._parts]
-
-
-def prompt_logprobs(
-    logits: torch.Tensor, next_token_ids: Sequence[int], top: int
-) -> list[TokenLogprobs]:
-    """Return what each prompt position said about the prompt token that follows it.
-
-    ``logits`` [T, V] are the raw rows of positions p to p+T-1, ``next_token_ids`` the T tokens
-    of positions p+1 to p+T; ``top`` from 0 to V.
-    """
-    (entries,) = PendingPromptLogprobs(logits, [PromptRows(next_token_ids, top)]).result()
-    return entries
 
 
 def _chunk(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
@@ -159,10 +136,10 @@ def _entries(chunk: Sequence[torch.Tensor], top: Sequence[int]) -> Iterator[Toke
 def _best_ids(logits: torch.Tensor, count: int) -> torch.Tensor:
     """Return the ids of the ``count`` largest logits, equal ones by id: int64 [T, count].
 
-    ``topk`` leaves open which of several equal values it takes, and in what order, and
-    low-precision models have many equal logits. So it is asked for a few more: if every row
-    has fallen below its last wanted value by then, no candidate is missing. Only the CPU asks:
-    to wait for a device's answer costs more than to sort there.
+    ``topk`` may take any of several equal values, in any order, and low-precision models have many
+    equal logits. So a few more are taken: if the last of each row is below the last wanted value,
+    no candidate is missing. This check is for the CPU only: waiting for a device costs more than
+    sorting there.
     """
     if count == 0:
         return torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)

@@ -1,19 +1,23 @@
-"""One call per step: a batch of logits in, one token per request out."""
+"""The sampler: a batch of logits in, one token per request out; log-probabilities on request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pyengine.errors import BrokenLogitsError
-from pyengine.sampling.batch import SamplingBatch
-from pyengine.sampling.draw import draw
-from pyengine.sampling.draw_cpu import largest_on_cpu
+from pyengine.sampling.batch import DrawBatch, DrawSettings, SamplingBatch
+from pyengine.sampling.draw_cpu import draw_on_cpu, largest_on_cpu
 from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
-from pyengine.sampling.state import Positions, SamplingState
+from pyengine.sampling.state import Positions, SamplingState, uniforms
 from pyengine.sampling.token_masks import TokenMasks
 from pyengine.utils.host_copy import HostCopy, upload
+
+_CHUNK_ELEMENTS = 1 << 24
+"""Logits of a chunk of rows on a device: 256 rows of 151,936 are three chunks, of a dozen launches
+each. A float64 copy of one is 128 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,7 @@ class Sampled:
     token_ids: torch.Tensor
     """int64 [B], on the CPU."""
     logprobs: list[TokenLogprobs | None]
-    """B entries, ``None`` for requests that did not ask."""
+    """B entries, ``None`` for requests without log-probabilities."""
 
 
 class PendingSample:
@@ -39,13 +43,13 @@ class PendingSample:
         logprobs: PendingLogprobs | None,
     ) -> None:
         self.token_ids = token_ids
-        """int64 [B], on the device: for work that is queued behind the sampling."""
+        """int64 [B], on the device, for work queued after the sampling."""
         self._copy = HostCopy([token_ids, chosen])
         self._rows = rows
         self._logprobs = logprobs
 
     def result(self) -> Sampled:
-        """Wait for the tokens. Raises :class:`BrokenLogitsError` where there are none to choose."""
+        """Wait for the tokens. Raises :class:`BrokenLogitsError` for a row without a choice."""
         token_ids, chosen = self._copy.wait()
         has_choice = (chosen > -torch.inf).numpy()  # false for NaN too
         if not has_choice.all():
@@ -61,14 +65,14 @@ class Sampler:
     """Chooses tokens as vLLM does, in this order.
 
     1. Log-probabilities are those of the raw logits.
-    2. Stop tokens barred by ``min_tokens``, logit bias, penalties (:mod:`.adjust`); then tokens
-       that the form of the answer does not allow (:mod:`.structured`).
+    2. Stop tokens barred by ``min_tokens``, logit bias, penalties (:mod:`.batch`); then tokens
+       outside the grammar of the answer (:mod:`.token_masks`).
     3. Greedy requests take the largest logit, of equal ones the lowest id.
-    4. The others: temperature, min-p, top-k, top-p, draw (:mod:`.draw`).
+    4. The others: temperature, min-p, top-k, top-p, draw (:func:`draw`).
 
-    It holds no state and never changes that of a request: the caller records the token that it
-    accepts with :meth:`SamplingState.append`. A row's token depends on that row and its state
-    only, not on the rest of the batch.
+    It holds no state and never changes a request's: the caller records an accepted token with
+    :meth:`SamplingState.append`. A row's token depends on that row and its state only, not on the
+    rest of the batch.
     """
 
     def __call__(
@@ -89,11 +93,10 @@ class Sampler:
     ) -> PendingSample:
         """Choose one token per row of ``logits``: [B, V], any floating type and device.
 
-        Nothing waits for the device. ``positions[i]`` is the position of row i's token in its
+        Does not wait for the device. ``positions[i]`` is the position of row i's token in its
         output, by default the length of the state's output: a state without its pending last
-        token is one short. ``masks`` say which tokens may come in rows whose answers
-        have a form to keep to; they are waited for here. Raises ``ValueError`` if rows and states
-        don't correspond.
+        token is one short. ``masks`` are the allowed tokens of rows with a grammar; this waits for
+        them. Raises ``ValueError`` if rows and states don't correspond.
         """
         batch = states if isinstance(states, SamplingBatch) else SamplingBatch(states)
         _check_shapes(logits, batch)
@@ -148,3 +151,88 @@ def _largest(logits: torch.Tensor) -> torch.Tensor:
     if logits.device.type == "cpu":
         return torch.from_numpy(largest_on_cpu(logits.detach()))
     return logits.argmax(1)
+
+
+def draw(logits: torch.Tensor, batch: DrawBatch, positions: Positions) -> torch.Tensor:
+    """Return one drawn token for each row of the batch: int64 [R], on the logits' device.
+
+    ``logits`` are [B, V], among them the batch's rows; ``positions[i]`` is the position of row i's
+    token in its output, which determines its random number.
+
+    Every filter is a *floor*: tokens below it are out, all others stay. A floor is a value, so it
+    does not depend on the order of equal logits in a sort, nor on the method that finds it. The
+    draw is by inverse transform: the first token, in order of id, at which the cumulated weight
+    exceeds u times the total, in float64. So a row's token is a function of that row alone.
+    """
+    numbers = uniforms(batch.seeds, np.asarray(positions)[batch.rows])
+    if logits.device.type == "cpu":
+        return torch.from_numpy(draw_on_cpu(logits.detach(), batch.rows, batch.columns, numbers))
+    if len(batch) < len(logits):
+        logits = logits[upload(batch.rows, logits.device)]
+    return draw_on_device(logits.float(), batch, numbers)
+
+
+def draw_on_device(
+    logits: torch.Tensor, batch: DrawBatch, numbers: npt.NDArray[np.float64]
+) -> torch.Tensor:
+    """Draw without waiting for the device; ``logits`` float32 [R, V]."""
+    columns = upload(numbers[:, None], logits.device)
+    rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
+    parts = [
+        _draw_chunk(logits[part], batch.settings(part, logits.device), columns[part])
+        for part in (slice(start, start + rows) for start in range(0, len(batch), rows))
+    ]
+    return torch.cat(parts)
+
+
+def _draw_chunk(
+    logits: torch.Tensor, settings: DrawSettings, numbers: torch.Tensor
+) -> torch.Tensor:
+    weights = logits.double()
+    weights -= weights.amax(1, keepdim=True)  # first, so that no temperature overflows
+    weights /= settings.temperature
+    weights.exp_()
+    if settings.min_p is not None:
+        weights.masked_fill_(weights < settings.min_p, 0)
+    _filter_by_rank(logits, weights, settings)
+    cumulated = weights.cumsum(1)
+    targets = numbers * cumulated[:, -1:]
+    drawn = torch.searchsorted(cumulated, targets, right=True).clamp_(max=logits.shape[1] - 1)
+    # A parallel scan is monotone only up to rounding, and NaN logits have no distribution at
+    # all: where the drawn token has no weight, take the most probable one. A check first whether
+    # there is such a row would make the host wait for the device.
+    has_weight = weights.gather(1, drawn) > 0
+    return torch.where(has_weight, drawn, logits.argmax(1, keepdim=True)).squeeze(1)
+
+
+def _filter_by_rank(logits: torch.Tensor, weights: torch.Tensor, settings: DrawSettings) -> None:
+    """Set the weights outside top-k, then outside top-p, to 0, in place. Both are [R, V]."""
+    vocab_size, ks, top_p = logits.shape[1], settings.top_k, settings.top_p
+    if ks is None and top_p is None:
+        return
+    head = min(settings.largest_k, vocab_size)
+    if top_p is not None and settings.has_bare_top_p:  # the host cannot know the longest nucleus
+        head = vocab_size
+    largest, ids = logits.topk(head)
+    if ks is not None:
+        floor = largest.gather(1, (ks - 1).clamp(min=0, max=head - 1))
+        weights.masked_fill_((logits < floor) & (ks > 0), 0)
+    if top_p is not None:
+        floor = _nucleus_floor(weights, top_p, (largest, ids))
+        weights.masked_fill_((logits < floor) & (top_p < 1), 0)
+
+
+def _nucleus_floor(
+    weights: torch.Tensor, top_p: torch.Tensor, head: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Return the lowest logit of each row's nucleus: [R, 1]; rows with top-p 1 are undefined.
+
+    The nucleus is the fewest most probable tokens whose weights add up to ``top_p`` of the
+    row's (Holtzman et al., "The curious case of neural text degeneration", 2020). ``head``
+    holds each row's largest logits, in falling order, and their token ids: all tokens that have a
+    weight, except equals of the last.
+    """
+    largest, ids = head
+    short = weights.gather(1, ids).cumsum(1) < top_p * weights.sum(1, keepdim=True)
+    place = short.sum(1, keepdim=True).clamp_(max=largest.shape[1] - 1)
+    return largest.gather(1, place)

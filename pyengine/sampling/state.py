@@ -1,8 +1,7 @@
 """The sampler's state of one request, from submission to its end, and its random numbers.
 
 Random numbers are a hash of (seed, position). A request's n-th draw depends on its seed and on n
-alone: neither the other requests of the batch, nor their order, nor a preemption in between can
-change it.
+alone, not on other requests of the batch, their order, or preemptions.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -17,12 +16,12 @@ from pyengine.sampling.token_masks import TokenMatcher
 from pyengine.sampling_params import SamplingParams
 
 Positions: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
-"""Places of tokens in their outputs, one per row."""
+"""Positions of tokens in their outputs, one per row."""
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MASK64 = (1 << 64) - 1
 _SAMPLES = 0x5851F42D4C957F2D
-"""Sets the stream of samples' seeds apart from those of draws: the multiplier of Knuth's MMIX."""
+"""Separates the stream of samples' seeds from those of draws: the multiplier of Knuth's MMIX."""
 
 
 def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -40,7 +39,7 @@ def sample_seed(seed: int, index: int) -> int:
     """Return the seed of the sample at `index` of a request with this seed.
 
     The first sample has the seed of its request. The others have elements of a SplitMix64 stream
-    that depends on it, so that requests whose seeds lie close together have no sample in common.
+    that depends on it, so that requests with neighbouring seeds have no sample in common.
     """
     if index == 0:
         return seed & _MASK64
@@ -58,9 +57,9 @@ def uniforms(
 ) -> npt.NDArray[np.float64]:
     """Return one number in [0, 1) per (seed, position), with 53 random bits.
 
-    It is element ``position`` of the SplitMix64 stream that starts at ``mix64(seed)``: seeds
-    that lie close together are scrambled first, as streams a multiple of the increment apart
-    would be shifted copies of each other. Seeds are taken modulo 2^64.
+    It is element ``position`` of the SplitMix64 stream that starts at ``mix64(seed)``. Seeds are
+    scrambled first, as streams a multiple of the increment apart would be shifted copies of each
+    other. Seeds are modulo 2^64.
     """
     seed_array = seeds if isinstance(seeds, np.ndarray) else seeds_of(seeds)
     position_array = np.array(positions, dtype=np.uint64)
@@ -104,7 +103,7 @@ class TokenCounts:
         return len(self._place)
 
     def copy(self) -> "TokenCounts":
-        """Return counts that grow on their own from here."""
+        """Return an independent copy."""
         made = TokenCounts.__new__(TokenCounts)
         made._ids, made._counts = self._ids.copy(), self._counts.copy()
         made._place = self._place.copy()
@@ -121,11 +120,11 @@ class TokenCounts:
 
 
 class SamplingState:
-    """One request's settings and history, as far as choosing the next token needs them.
+    """One request's settings and history for the choice of its next token.
 
-    Made at submission and kept until the request ends. It depends on generated tokens only, not
+    It lives from submission to the end of the request. It depends on generated tokens only, not
     on steps or blocks, so a preempted request goes on where it was. The prompt is read only for
-    a repetition penalty, and never kept.
+    a repetition penalty, and not kept.
     """
 
     __slots__ = (
@@ -160,38 +159,38 @@ class SamplingState:
     ) -> None:
         """Resolve ``params`` for a vocabulary of ``vocab_size`` tokens.
 
-        ``seed`` feeds every draw (the caller picks one where ``params.seed`` is ``None``).
-        ``stop_ids``, and ``params.stop_token_ids`` with them, cannot be drawn before
-        ``params.min_tokens`` tokens; those that the vocabulary does not have can never be drawn.
+        ``seed`` is that of every draw (the caller picks one if ``params.seed`` is ``None``).
+        ``stop_ids`` and ``params.stop_token_ids`` cannot be drawn before ``params.min_tokens``
+        tokens; ids outside the vocabulary can never be drawn.
         ``bad_words`` are those of ``params`` as tokens (:func:`tokens_of_words`).
         Raises :class:`InvalidRequestError` for token ids of ``params`` outside the vocabulary,
-        and where no token would be left to draw.
+        and if no token is left to draw.
         """
         params.check_vocabulary(vocab_size)
         self.params = params
         self.seed = seed % 2**64
         self.vocab_size = vocab_size
         self.is_drawn = params.temperature > 0
-        """Whether its tokens are drawn; otherwise the most probable is taken."""
+        """True if its tokens are drawn; otherwise the most probable is taken."""
         top_k = max(0, min(params.top_k, vocab_size))
         self.draw_settings = (params.temperature, params.min_p, top_k, params.top_p)
         """Temperature, min-p, top-k (0: off) and top-p."""
         self.num_logprobs = params.num_logprobs(vocab_size)
-        """How many log-probabilities each token reports; ``None``: not even its own."""
+        """The number of log-probabilities of each token; ``None``: not even its own."""
         self.token_ids: list[int] = []
         """The generated tokens."""
         self.counts: TokenCounts | None = None
-        """Kept only if a penalty is asked for."""
+        """Kept only for penalties."""
         self.stop_ids = self.allowed_ids = self.barred_ids = self.bias_ids = _EMPTY_IDS
         self.bias_values = _EMPTY_VALUES
         self.bad_words: list[tuple[int, ...]] = []
-        """Sequences of several tokens whose last may not come behind the others."""
+        """Sequences of several tokens whose last may not follow the others."""
         self.matcher: TokenMatcher | None = None
-        """Says which tokens may come next, where the answer has to have some form."""
+        """The allowed next tokens, if the answer has a grammar."""
         self.depends_on_output = False
-        """Whether the next token cannot be chosen before the one before it is known."""
+        """True if the next token cannot be chosen before the last one is known."""
         self.may_change_logits = False
-        """Whether any token, now or later, is chosen from other logits than the model's own."""
+        """True if any token, now or later, is chosen from changed logits."""
         if bad_words or params.changes_logits:
             self._resolve_changes(prompt_token_ids, stop_ids, bad_words)
 
@@ -202,13 +201,13 @@ class SamplingState:
         if params.has_penalties:
             repeats = params.repetition_penalty != 1
             self.counts = TokenCounts(prompt_token_ids if repeats else ())
-        if params.min_tokens > 0:  # tokens that may not come yet
+        if params.min_tokens > 0:  # barred tokens, for now
             self.stop_ids = _within({*stop_ids, *params.stop_token_ids}, vocab_size)
-        if params.allowed_token_ids is not None:  # the only tokens that may come, where not empty
+        if params.allowed_token_ids is not None:  # the only allowed tokens, if not empty
             self.allowed_ids = _within({*params.allowed_token_ids}, vocab_size)
         words = [tuple(word) for word in bad_words if all(0 <= item < vocab_size for item in word)]
         self.bad_words = [word for word in words if len(word) > 1]
-        # Words of one token: those that may never come.
+        # Words of one token: always barred.
         self.barred_ids = _within({word[0] for word in words if len(word) == 1}, vocab_size)
         if params.logit_bias:
             self.bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
@@ -234,13 +233,13 @@ class SamplingState:
             )
 
     def keep_to(self, matcher: TokenMatcher) -> None:
-        """Let this matcher, which is this state's alone, say which tokens may come."""
+        """Constrain the tokens by this matcher, which no other state uses."""
         self.matcher, self.depends_on_output = matcher, True
 
     def sibling(self, seed: int) -> "SamplingState":
         """Return the state of another sample of the same prompt, with its own seed.
 
-        It starts without output. For less than making it anew: what stays the same is shared.
+        It starts without output. Cheaper than a new state: constant parts are shared.
         """
         if self.token_ids:
             raise ValueError(f"{len(self.token_ids)} tokens were generated: it has begun")
@@ -251,9 +250,9 @@ class SamplingState:
         return made
 
     def ahead(self, drafts: Sequence[int]) -> "list[SamplingState]":
-        """Return what chooses the tokens before, between and behind `drafts`, this state first.
+        """Return the states of the tokens before, between and after `drafts`, this state first.
 
-        Each of the others is as this one will be if the drafts before it turn out right.
+        Each further one is this state after the drafts before it.
         """
         states = [self]
         for token in drafts:
@@ -270,11 +269,11 @@ class SamplingState:
 
     @property
     def num_output(self) -> int:
-        """How many tokens were generated; the position of the next draw."""
+        """The number of generated tokens; the position of the next draw."""
         return len(self.token_ids)
 
     def barred_by_output(self) -> npt.NDArray[np.int64]:
-        """The tokens that would complete a bad word behind what was generated: int64 [n]."""
+        """The tokens that would complete a bad word now: int64 [n]."""
         barred = {
             word[-1]
             for word in self.bad_words
@@ -283,7 +282,7 @@ class SamplingState:
         return _within(barred, self.vocab_size)
 
     def append(self, token: int) -> int:
-        """Take note of a generated token; returns how many there are. Once for each, in order."""
+        """Record a generated token; returns their number. Once for each, in order."""
         self.token_ids.append(token)
         if self.counts is not None:
             self.counts.add(token)
@@ -292,7 +291,7 @@ class SamplingState:
         return len(self.token_ids)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take note of several generated tokens, in order, of an answer of any form."""
+        """Record several generated tokens, in order, of an answer without a grammar."""
         self.token_ids.extend(tokens)
         if self.counts is not None:
             for token in tokens:
@@ -300,7 +299,7 @@ class SamplingState:
 
 
 def _within(ids: Collection[int], vocab_size: int) -> npt.NDArray[np.int64]:
-    """Return those of `ids` that the vocabulary has, sorted: int64 [n]."""
+    """Return the `ids` inside the vocabulary, sorted: int64 [n]."""
     if not ids:
         return _EMPTY_IDS
     return np.array(sorted(each_id for each_id in ids if 0 <= each_id < vocab_size), dtype=np.int64)
@@ -309,7 +308,7 @@ def _within(ids: Collection[int], vocab_size: int) -> npt.NDArray[np.int64]:
 def tokens_of_words(words: Sequence[str], tokenizer: Any) -> list[tuple[int, ...]]:
     """Return the token sequences that spell words, at the beginning of a text and after a space.
 
-    Raises :class:`InvalidRequestError` where there are words and no tokenizer.
+    Raises :class:`InvalidRequestError` for words without a tokenizer.
     """
     if words and tokenizer is None:
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""Answers of a given form: which tokens may come next, by `llguidance`, as masks over logits."""
+"""Constrained answers: the allowed next tokens, by `llguidance`, as masks over logits."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,17 +19,17 @@ _LONGEST_MASK = 0.1
 """Seconds of the processor; a row that takes longer fails."""
 _LOOKS_EVERY = 0.05
 _LEAST_ROWS, _MOST_THREADS = 16, 8
-"""Rows of a thread, where there is more than one, and threads."""
+"""The least rows per thread, if there are several, and the most threads."""
 _WORD = 32
 """Tokens in a word of a mask."""
 _OCTETS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _SUMMANDS = np.where(_OCTETS == 1, 0, -np.inf).astype(np.float32)
-"""For each byte of a mask what is added to the logits of its eight tokens: [256, 8]."""
+"""For each byte of a mask the summands of the logits of its eight tokens: [256, 8]."""
 _FREE_SECONDS = 0.5
 _SECONDS_PER_TOKEN = 0.005
-"""The processor's time that a sample's masks may take: so much, and so much per token.
+"""The limit of the processor time of a sample's masks: a base, and a part per token.
 
-A mask takes 0.05 ms as a rule; whoever shares the step waits for all of them."""
+A mask usually takes 0.05 ms; all requests of a step wait for all of its masks."""
 
 
 @dataclass(slots=True)
@@ -43,9 +43,9 @@ class _Spent:
 
 
 class TokenMatcher:
-    """How far one sample has come in its grammar.
+    """The position of one sample in its grammar.
 
-    Moved on by one thread and asked what may come by others, never at the same time.
+    Several threads may use it, never at the same time.
     """
 
     __slots__ = ("_matcher", "_spent", "error")
@@ -55,23 +55,23 @@ class TokenMatcher:
         self._matcher = matcher
         self._spent = spent or _Spent()
         self.error = str(matcher.get_error())
-        """Why no token can be chosen any more; empty as long as that is possible."""
+        """The reason why no token can be chosen any more; empty while that is possible."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether the form is complete: no token can follow."""
+        """True if the answer is complete: no token can follow."""
         return bool(self._matcher.is_stopped()) and not self.error
 
     def copy(self) -> "TokenMatcher":
-        """Return one that goes on by itself from here."""
+        """Return an independent copy."""
         return TokenMatcher(self._matcher.deep_copy())
 
     def ahead(self) -> "TokenMatcher":
-        """Return one that goes on from here at this one's expense, to try what may come."""
+        """Return a copy for drafts, whose time counts as this one's."""
         return TokenMatcher(self._matcher.deep_copy(), self._spent)
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens`, in order, may come and leave something to follow."""
+        """The number of leading `tokens` that are allowed and do not end the answer."""
         matcher = self._matcher
         consumed: int = matcher.try_consume_tokens([*tokens])
         is_stopped = consumed > 0 and bool(matcher.is_stopped())
@@ -79,18 +79,18 @@ class TokenMatcher:
         return consumed - is_stopped
 
     def append(self, token: int) -> None:
-        """Go on by one token, of those that the mask has left."""
+        """Advance by one allowed token."""
         if not self.error and not self._matcher.consume_token(token):
             self.error = str(self._matcher.get_error())
 
-    def give_up(self, reason: str) -> None:
-        """Let `reason` be the error, where there is none; an empty one is none."""
+    def fail(self, reason: str) -> None:
+        """Set the error to `reason`, unless one is set or `reason` is empty."""
         self.error = self.error or reason
 
     def may_come(self, token: int) -> bool:
-        """Whether the mask is known to have this token left, without the mask.
+        """True if this token is allowed, without computing the mask.
 
-        Where there is an error, any; not the end of the answer, which only the mask knows of.
+        After an error any token is. False for the end of the answer, which needs the mask.
         """
         if self.error:
             return True
@@ -100,9 +100,9 @@ class TokenMatcher:
         return may_come or bool(self.error)
 
     def fill(self, masks: npt.NDArray[np.int32], row: int) -> None:
-        """Write a bit for each token that may come next into `masks[row]`, int32 [V / 32].
+        """Write a bit for each allowed next token into `masks[row]`, int32 [V / 32].
 
-        Where there is an error all bits are set: what is chosen then counts for nothing.
+        After an error all bits are set: the chosen token is ignored.
         """
         from llguidance.numpy import fill_next_token_bitmask
 
@@ -118,7 +118,7 @@ class TokenMatcher:
         with spent.lock:
             spent.seconds += seconds
             spent.num_masks += 1
-        self.give_up(str(self._matcher.get_error()) or self._excess())
+        self.fail(str(self._matcher.get_error()) or self._excess())
 
     def _excess(self) -> str:
         spent = self._spent
@@ -126,7 +126,7 @@ class TokenMatcher:
         if spent.seconds <= allowed:
             return ""
         return (
-            f"{spent.num_masks} tokens took {spent.seconds:.1f} s to find out what may come next, "
+            f"the masks of {spent.num_masks} tokens took {spent.seconds:.1f} s, "
             f"and {allowed:.1f} s are allowed"
         )
 
@@ -145,17 +145,17 @@ class TokenMasks:
         self._filling: _Filling | None = None
 
     def begin(self) -> None:
-        """Let them be filled, while the step is computed. Else they are where they are needed."""
+        """Start to fill the masks during the step; otherwise they are filled at first use."""
         self._filling = self._fill(self._matchers)
 
     def _fill(self, matchers: list[TokenMatcher]) -> "_Filling":
         return self._filler.fill(matchers, -(-self._vocab_size // _WORD))
 
     def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the token of the largest logit that may come, and it: [B] each; on the CPU.
+        """Return the allowed token with the largest logit, and that logit: [B] each; on the CPU.
 
-        Models that were asked for a form mostly want it: where the largest of all may come, which
-        takes a fiftieth of the time of a mask to find out, the row needs none.
+        The most probable token of a model is mostly allowed. That takes a fiftieth of the time of
+        a mask to check, and then the row needs no mask.
         """
         tokens = largest_on_cpu(logits.detach())
         wanted = tokens[self._rows].tolist()
@@ -177,9 +177,9 @@ class TokenMasks:
         return token_ids, chosen
 
     def apply(self, logits: torch.Tensor, *, to_copy: bool) -> torch.Tensor:
-        """Return logits [B, V], float32, in which tokens that may not come are -inf.
+        """Return logits [B, V], float32, in which forbidden tokens are -inf.
 
-        They are `logits` themselves, changed, or a copy. Raises what filling has raised.
+        They are `logits` themselves, changed, or a copy. Raises the error of filling.
         """
         filling = self._filling or self._fill(self._matchers)
         bits = filling.result()
@@ -207,8 +207,8 @@ def _masked(
 ) -> npt.NDArray[np.float32]:
     """Return `values` [B, V] with -inf where the bits of `rows` are 0: changed, or a copy.
 
-    A table turns eight bits into as many summands. To choose by truth values takes ten times as
-    long, because no processor foresees them.
+    A table turns eight bits into eight summands. A selection by booleans takes ten times as long,
+    as branch prediction fails.
     """
     masked = values
     if not is_own:
@@ -232,19 +232,19 @@ def _unpacked(words: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class _Filling:
-    """Masks that threads fill: the rows are divided into parts, and each part has a thread."""
+    """Masks that threads fill, each a part of the rows."""
 
     def __init__(self, parts: "list[_Part]") -> None:
         self._parts = parts
 
     def result(self) -> npt.NDArray[np.int32]:
-        """Wait for them: int32 [R, V / 32]. Raises what filling has raised."""
+        """Wait for the masks: int32 [R, V / 32]. Raises the error of filling."""
         several = [part.result() for part in self._parts]
         return several[0] if len(several) == 1 else np.concatenate(several)
 
 
 class _Part:
-    """Masks of some rows that a thread fills, a row after the other."""
+    """Masks of rows that a thread fills one after the other."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class _Part:
         num_words: int,
         earlier: "list[_Part]",
     ) -> None:
-        """It begins when the `earlier` parts are filled, which may have the same matchers."""
+        """It starts after the `earlier` parts, which may have the same matchers."""
         self._thread, self._matchers = thread, matchers
         self._bits = np.full((len(matchers), num_words), -1, dtype=np.int32)
         self._run = _Run(matchers, self._bits, 0, earlier)
@@ -280,13 +280,13 @@ class _Part:
                 return self._bits
             except TimeoutError:
                 if self._run.seconds > _LONGEST_MASK:
-                    self._give_up(self._run)
+                    self._time_out(self._run)
 
-    def _give_up(self, run: "_Run") -> None:
-        """Go on in another thread, behind the row at which this one is."""
-        run.is_given_up = True
-        self._matchers[run.at].give_up(
-            f"to find out which tokens may come next takes more than {_LONGEST_MASK:g} s"
+    def _time_out(self, run: "_Run") -> None:
+        """Go on in another thread, after the current row of this one."""
+        run.is_timed_out = True
+        self._matchers[run.at].fail(
+            f"the allowed next tokens take more than {_LONGEST_MASK:g} s to compute"
         )
         self._bits = self._bits.copy()  # the thread will write into the other ones
         self._bits[run.at] = -1
@@ -296,7 +296,7 @@ class _Part:
 
 
 class _Run:
-    """The work of a thread: the rows from `at` on, where it is."""
+    """The work of a thread: the rows from `at` on."""
 
     def __init__(
         self,
@@ -306,10 +306,10 @@ class _Run:
         earlier: list[_Part],
     ) -> None:
         self.at = first
-        self.is_given_up = False
+        self.is_timed_out = False
         self._matchers, self._bits, self._earlier = matchers, bits, earlier
         self._clock: int | None = None
-        """Of the thread, once it has begun."""
+        """The clock of the thread, once it has begun."""
         self._begin = 0.0
 
     def __call__(self) -> None:
@@ -318,7 +318,7 @@ class _Run:
         self._earlier = []
         self._begin = thread_time()
         self._clock = pthread_getcpuclockid(get_ident())
-        while self.at < len(self._matchers) and not self.is_given_up:
+        while self.at < len(self._matchers) and not self.is_timed_out:
             self._matchers[self.at].fill(self._bits, self.at)
             self._begin = thread_time()
             self.at += 1
@@ -330,17 +330,17 @@ class _Run:
 
 
 class _Thread:
-    """A thread that does one thing after the other."""
+    """A thread that runs tasks in order."""
 
     def __init__(self) -> None:
         self.renew()
 
     def renew(self) -> None:
-        """Go on with another thread; the one that there is has something to end."""
+        """Replace the thread, which still runs a task."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="pyengine-masks")
 
     def submit(self, run: _Run) -> Future[None]:
-        """Let the thread do this when it has done what it was given before."""
+        """Run this after the earlier tasks."""
         return self._pool.submit(run)
 
 
@@ -348,18 +348,18 @@ class MaskFiller:
     """Fills the masks of a step in its own threads, while the device computes the step.
 
     `llguidance` computes a mask without the interpreter's lock, so threads fill rows at the same
-    time. Few rows get one thread: to hand work to another takes as long as a few masks.
+    time. Few rows get one thread: a hand-off takes as long as a few masks.
     """
 
     def __init__(self) -> None:
         self._threads: list[_Thread] = []
         self._latest: list[_Part] = []
-        """Those of the filling that was begun last."""
+        """The parts of the latest filling."""
 
     def fill(self, matchers: list[TokenMatcher], num_words: int) -> _Filling:
-        """Begin to fill the masks of these matchers, `num_words` words each.
+        """Start to fill the masks of these matchers, `num_words` words each.
 
-        What was begun before is filled before: no two threads ever use the same matcher.
+        Earlier fillings end first: no two threads ever use the same matcher.
         """
         count = max(1, min(torch.get_num_threads(), _MOST_THREADS, len(matchers) // _LEAST_ROWS))
         while len(self._threads) < count:
@@ -373,5 +373,5 @@ class MaskFiller:
         return _Filling(self._latest)
 
     def masks(self, matchers: Mapping[int, TokenMatcher], vocab_size: int) -> TokenMasks | None:
-        """The masks of these rows of a batch; None where there are none."""
+        """The masks of these rows of a batch; None without matchers."""
         return TokenMasks(matchers, vocab_size, self) if matchers else None

@@ -1,4 +1,4 @@
-"""The plan of one step."""
+"""The plan of one step: its decodes, prompt chunks and drafts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class Entry:
     num_cached: int
     samples: bool
     num_attached: int = 0
-    """Of the cached tokens, those of blocks that were attached before the step was planned."""
+    """Cached tokens of blocks that were attached before the step was planned."""
     num_attached_blocks: int = 0
 
     @property
@@ -41,13 +41,12 @@ class Entry:
 class ScheduledStep:
     """A plan that is ready to run: first `decodes`, one token each, then `chunks` of prompts.
 
-    Decoding goes on for many steps with the same sequences, and then nothing is made for each of
-    them: `decodes` is the very same tuple in every such step, so whoever has worked something out
-    for it may keep that as long as it sees this tuple.
+    While the same sequences decode step after step, `decodes` is the same tuple in each step, so
+    results derived from it may be cached by its identity.
 
-    The step keeps its sequences' counts: it moves them on as they are planned, and back as they are
-    taken out. `drafts` are tokens that may follow those of decodes, computed with them; how many
-    of these count is known when the step has run.
+    The step updates the counts of its sequences as they are planned or cancelled. `drafts` are
+    tokens that may follow those of decodes, computed with them; the number of accepted ones is
+    known after the step.
     """
 
     plan: StepPlan
@@ -59,16 +58,16 @@ class ScheduledStep:
     chunks: list[Entry] = field(default_factory=list)
     drafts: "Mapping[SequenceState, Sequence[int]]" = field(default_factory=dict)
     num_bounded: int = 0
-    """Tokens of prompts of which a step computes a bounded number (`Request.max_chunk`)."""
+    """Tokens of prompts with a bounded chunk (`Request.max_chunk`)."""
 
     @property
     def sequences(self) -> "list[SequenceState]":
-        """Everyone who takes part, in plan order."""
+        """All sequences of the step, in plan order."""
         return [*self.decodes, *(entry.sequence for entry in self.chunks)]
 
     @property
     def sampling_sequences(self) -> "list[SequenceState]":
-        """Those who get a token, in the order of the sampled logits' rows."""
+        """Sequences that get a token, in the order of the sampled logits' rows."""
         return [*self.decodes, *(entry.sequence for entry in self.chunks if entry.samples)]
 
     @property
@@ -78,7 +77,7 @@ class ScheduledStep:
 
     @property
     def num_decoded(self) -> int:
-        """Of these, the tokens of decodes and their drafts: they come first."""
+        """Tokens of decodes and their drafts: they come first."""
         return len(self.decodes) + sum(map(len, self.drafts.values()))
 
     @property
@@ -92,26 +91,26 @@ class ScheduledStep:
 
     @property
     def entries(self) -> list[Entry]:
-        """All parts in plan order, for those who look on; as long as this is the newest step."""
+        """All parts in plan order, for tests and statistics; valid for the newest step."""
         decodes = [
             Entry(sequence, sequence.num_computed - 1, 1, 0, samples=True)
             for sequence in self.decodes
         ]
         return decodes + self.chunks
 
-    def has_room(self, request: "Request") -> bool:
-        """Whether the bound of `request`, if there is one, leaves tokens for a chunk of it."""
+    def has_budget_for(self, request: "Request") -> bool:
+        """True if the bound of `request`, if any, leaves tokens for a chunk."""
         return self.num_bounded < request.max_chunk
 
     def add_decodes(self, sequences: "tuple[SequenceState, ...]") -> None:
-        """Note sequences whose next token the plan decodes."""
+        """Record sequences whose next token the plan decodes."""
         self.decodes = self.decodes + sequences if self.decodes else sequences
         for sequence in sequences:
             sequence.num_computed += 1
             sequence.num_tokens += 1
 
     def add_prefill(self, sequence: "SequenceState", num_tokens: int, num_cached: int) -> Entry:
-        """Note a sequence whose known tokens the plan computes in part, and reuses in part."""
+        """Record a sequence whose known tokens the plan computes, except cached ones."""
         start = sequence.num_computed + num_cached
         samples = start + num_tokens == sequence.num_tokens
         entry = Entry(sequence, start, num_tokens, num_cached, samples)
@@ -123,18 +122,17 @@ class ScheduledStep:
         return entry
 
     def accept(self, counts: Iterable[int]) -> None:
-        """Note how many tokens each of the sampling sequences got, now that the step is
-        committed."""
+        """After the commit, record the number of tokens of each sampling sequence."""
         for sequence, count in zip(self.sampling_sequences, counts, strict=True):
             sequence.num_computed += count - 1
             sequence.num_tokens += count - 1
             if count <= len(self.drafts.get(sequence, ())) and sequence.kv.is_live:
-                sequence.kv.trim(sequence.num_computed)  # what rejected drafts took
+                sequence.kv.trim(sequence.num_computed)  # the blocks of rejected drafts
 
     def cancel(self, sequence: "SequenceState") -> "list[SequenceState]":
-        """Take a sequence out of the plan again, if it is in it.
+        """Remove a sequence from the plan, if it is in it.
 
-        Sequences that share what it was to compute in this step go with it; returns those.
+        Sequences that share its blocks of this step are removed too, and returned.
         """
         sequences = self.sequences
         if sequence not in sequences:
@@ -150,13 +148,13 @@ class ScheduledStep:
         return [other for other in sequences if other is not sequence and other.kv.id in gone]
 
     def rollback(self) -> None:
-        """Undo the plan: it is as if nothing had been planned. The newest step goes first."""
+        """Undo the plan. The newest step first."""
         self.plan.rollback()
         _move_back(self.decodes, self.chunks)
 
 
 def _move_back(decodes: "Iterable[SequenceState]", chunks: Iterable[Entry]) -> None:
-    """The counts of these sequences are what they were before the step."""
+    """Reset the counts of these sequences to those before the step."""
     for sequence in decodes:
         sequence.num_computed -= 1
         sequence.num_tokens -= 1
@@ -166,10 +164,10 @@ def _move_back(decodes: "Iterable[SequenceState]", chunks: Iterable[Entry]) -> N
 
 
 class ReuseCounters:
-    """Counts that the block manager misses: added to its own, every prompt token is counted.
+    """Counters of reuse outside of step plans, to add to the block manager's.
 
-    The block manager counts what a step plan finds in the cache. A prefix that is attached before
-    the step is planned, and blocks that a fork shares, are counted here.
+    The block manager counts the cached tokens of step plans. Prefixes that are attached before the
+    step is planned, and blocks that a fork shares, are counted here.
     """
 
     def __init__(self, block_size: int, null_block: int) -> None:
@@ -184,7 +182,7 @@ class ReuseCounters:
         return dict(self._values)
 
     def num_blocks(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks of a table are really there: not behind a window."""
+        """The number of blocks in a table that no window has passed."""
         return len([block for block in blocks if block != self._null_block])
 
     def add_attached(self, num_tokens: int, num_blocks: int) -> None:
@@ -194,7 +192,7 @@ class ReuseCounters:
         self._values["hit_blocks"] += num_blocks
 
     def add_fork(self, kv: KVSequence) -> None:
-        """Count what a sequence that has just been forked shares; its last block if it is full."""
+        """Count the blocks that a new fork shares; the last one only if it is full."""
         computed = kv.num_computed_tokens
         full = computed // self._block_size
         self._values["forked_tokens"] += computed

@@ -1,26 +1,25 @@
-"""By priority, then first come, first served, over exact counts of blocks.
+"""The scheduler: by priority, then first come, first served, over exact counts of blocks.
 
-Its promises (the tests carry the numbers):
+Its promises (tests refer to the numbers):
 
 1. The prefix is matched before the budget is charged.
 2. An evictable block that a match revives counts like a fresh one; an active one costs nothing.
-3. Blocks are taken for this step's tokens only; a request is admitted only if its whole prompt
+3. Blocks are allocated for this step's tokens only; a request is admitted only if its whole prompt
    fits beside what the admitted ones still need.
 4. Prefill chunks and decodes share one step and one token budget, decodes first.
 5. Each token is hashed at most once.
 6. Nothing starves: admission follows the order of priority and arrival and reads exact counts
-   only. (Those of a lower priority wait for as long as others keep coming before them. Others
-   pass a request that would compute again what a running one computes, until that is computed.)
-7. Out of blocks, the last request in that order that really frees some is preempted, by
-   recomputation.
+   only. (Requests of a lower priority wait while others of a higher one keep arriving. Others may
+   overtake a request whose prefix a running one computes, until it is computed.)
+7. Out of blocks, the last request in that order that frees some is preempted, by recomputation.
 8. Same input, same seed, same tokens, whatever the schedule.
-9. Drafts take what decodes, chunks and admissions leave of budget and blocks: they are planned
-   last, nothing is preempted for them, and their blocks are released at the commit.
+9. Drafts get the budget and blocks that decodes, chunks and admissions leave: they are planned
+   last, preempt no request, and release their blocks at the commit.
 
 Matching, charging and allocating are one call of the block manager (`StepPlan.prefill`), so 1, 2
-and 5 are its doing; the order of calls below makes 3, 4, 6 and 7. A request that may read the cache
-only so far (`Request.readable_tokens`) has cached blocks attached before that call, and its prefix
-is hashed anew each time that it is considered.
+and 5 are its promises; the order of calls below makes 3, 4, 6 and 7. A request that may read only
+part of the cache (`Request.readable_tokens`) gets cached blocks attached before that call; its
+prefix is hashed again each time that it is considered.
 """
 
 from bisect import insort
@@ -42,13 +41,13 @@ if TYPE_CHECKING:
     from pyengine.engine.request import SequenceState
 
 _by_order = attrgetter("order")
-_NOBODY: "frozenset[SequenceState]" = frozenset()
+_NONE: "frozenset[SequenceState]" = frozenset()
 _MOST_PASSED = 64
-"""Waiting sequences that others may pass in a step; so a step looks at few of them."""
+"""Waiting sequences that others may overtake in a step, which bounds the search."""
 
 
 class StalledError(PyEngineError):
-    """A request waits, none runs, and it cannot be admitted: something else holds the blocks."""
+    """A request waits, none runs, and it cannot be admitted: pins hold the blocks."""
 
     def __init__(self, message: str, sequence: "SequenceState") -> None:
         super().__init__(message)
@@ -74,11 +73,11 @@ class SchedulerLimits:
 
 
 class _NoPlanAheadError(Exception):
-    """The step ahead needs blocks that only a preemption or a commit would free."""
+    """The step ahead needs blocks that only a preemption or a commit frees."""
 
 
 class _Decodes(NamedTuple):
-    """Sequences that decode, and their KV handles, which the plan takes; kept from step to step."""
+    """Decoding sequences and their KV handles for the plan, kept from step to step."""
 
     sequences: "tuple[SequenceState, ...]" = ()
     handles: Sequence[KVSequence] = ()
@@ -102,9 +101,9 @@ class Scheduler:
         replay: int = 0,
         prefix_caching: bool = True,
     ) -> None:
-        """Of what is found in the cache, the last `replay` tokens are computed again, not written:
-        for heads, which need the hidden states there. `prefix_caching` is the manager's: without
-        it no request waits for a prefix that another one computes."""
+        """The last `replay` cached tokens are computed again, not written: MTP layers need their
+        hidden states. `prefix_caching` is the manager's: without it no request waits for a prefix
+        that another one computes."""
         self._manager = manager
         self._replay = replay
         self._prefix_caching = prefix_caching
@@ -115,7 +114,7 @@ class Scheduler:
         self._decodes = [_Decodes(), _Decodes()]
         self._newest: ScheduledStep | None = None
         self._is_steady = False
-        """The newest step decoded all running sequences, and none has come or gone since."""
+        """The newest step decoded all running sequences, and these are still the same."""
         self._arrivals = 0
         self._num_preemptions = 0
         self._reuse = ReuseCounters(manager.block_size, manager.null_block)
@@ -142,12 +141,12 @@ class Scheduler:
 
     @property
     def reuse(self) -> ReuseCounters:
-        """What is to be added to the counters of the block manager."""
+        """Counters to add to those of the block manager."""
         return self._reuse
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
+        """True if any request is unfinished."""
         return bool(self._running or self._waiting)
 
     def add(self, sequence: "SequenceState") -> None:
@@ -161,10 +160,10 @@ class Scheduler:
         self._waiting.add(sequence)
 
     def fork(self, parent: "SequenceState", samples: "Sequence[tuple[SequenceState, int]]") -> None:
-        """Let further samples run beside the one that has just got its first token.
+        """Run further samples beside the one that has just got its first token.
 
-        They stand on its prompt's blocks; each has its own first token. A partial last block is
-        copied when they part.
+        They share its prompt's blocks; each has its first token. A partial last block is copied
+        at their first write.
         """
         parent.num_slots = 1
         prompt = parent.num_tokens - 1
@@ -179,19 +178,19 @@ class Scheduler:
         self._is_steady = False
 
     def schedule(
-        self, *, ahead: bool = False, without: "Collection[SequenceState]" = _NOBODY
+        self, *, ahead: bool = False, without: "Collection[SequenceState]" = _NONE
     ) -> ScheduledStep | None:
-        """Plan the next step; None when there is nothing to do.
+        """Plan the next step; None if no request can run.
 
         The caller runs it and then calls `commit`, or `rollback` if that failed.
 
-        With `ahead` the step before is still open: this one decodes what that one samples, but for
-        sequences whose tokens must be known first. None then also means that this step has to wait
+        With `ahead` the step before is still open: this one decodes its samples, except for
+        sequences whose tokens must be known first. None then also means that this step must wait
         for that one: a sequence must be preempted, and those of an open step cannot be.
 
-        Sequences in `without` take no part.
+        Sequences in `without` are left out.
 
-        Raises `StalledError` if requests wait and nothing can run: blocks are held by pins.
+        Raises `StalledError` if requests wait and none can run: pins hold the blocks.
         """
         if not self.has_work:
             return None
@@ -224,10 +223,10 @@ class Scheduler:
         return step
 
     def draft(self, step: ScheduledStep, drafts: "Mapping[SequenceState, Sequence[int]]") -> None:
-        """Let decodes of a step that was just planned compute tokens that may follow theirs.
+        """Add drafts to decodes of a step that was just planned.
 
-        As far as budget and blocks are left, the first ones first (promise 9); `step.drafts` says
-        what was planned. Only for sequences whose last token is known.
+        As many as budget and blocks allow, in order (promise 9); `step.drafts` are the planned
+        ones. Only for sequences whose last token is known.
         """
         asked = {sequence: tokens for sequence, tokens in drafts.items() if len(tokens)}
         if not asked:
@@ -242,8 +241,7 @@ class Scheduler:
         }
 
     def _plan_decodes(self, step: ScheduledStep, out: "Collection[SequenceState]") -> None:
-        """One token for every sequence that has one left to compute: they come first (promise
-        4)."""
+        """Plan one token for every decoding sequence: they come first (promise 4)."""
         sequences, handles = self._current_decodes(step.is_ahead, out)
         while sequences:
             rejected = step.plan.decode(handles)
@@ -255,14 +253,14 @@ class Scheduler:
                 tuple(sequence for at, sequence in enumerate(sequences) if at not in unplanned)
             )
             left = [sequences[at] for at in rejected]
-            victim = self._make_room(step, left[0])
+            victim = self._preempt_for(step, left[0])
             sequences = tuple(sequence for sequence in left if sequence is not victim)
             handles = [sequence.kv for sequence in sequences]
 
     def _current_decodes(self, ahead: bool, out: "Collection[SequenceState]") -> _Decodes:
         """The sequences that decode next: the same object while they are the same.
 
-        Two such objects are kept: with overlap, those who wait for their tokens decode in every
+        Two objects are kept: with overlap, sequences that wait for their tokens decode in every
         other step.
         """
         last, before = self._decodes
@@ -277,7 +275,7 @@ class Scheduler:
         )
         if out:
             sequences = tuple([sequence for sequence in sequences if sequence not in out])
-        if ahead:  # else they would have ended
+        if ahead:  # otherwise these have ended
             sequences = tuple([sequence for sequence in sequences if not sequence.is_complete])
         if sequences == last.sequences:
             return last
@@ -290,18 +288,16 @@ class Scheduler:
         return found
 
     def _plan_chunks(self, step: ScheduledStep, without: "Collection[SequenceState]") -> None:
-        """The next chunk of every admitted prompt that is not through."""
+        """Plan the next chunk of every admitted prompt with uncomputed tokens."""
         if len(step.decodes) == len(self._running):
             return
         for sequence in [sequence for sequence in self._running if sequence.num_uncomputed > 1]:
-            if (
-                not sequence.is_running or sequence in without
-            ):  # preempted for an older one just now
+            if not sequence.is_running or sequence in without:  # or just preempted
                 continue
-            if not step.has_room(sequence.request):
+            if not step.has_budget_for(sequence.request):
                 continue
             answer = self._prefill(step, sequence)
-            while isinstance(answer, NoRoom) and self._make_room(step, sequence) is not sequence:
+            while isinstance(answer, NoRoom) and self._preempt_for(step, sequence) is not sequence:
                 answer = self._prefill(step, sequence)
             if isinstance(answer, Prefilled):
                 step.add_prefill(sequence, answer.num_tokens, answer.num_cached_tokens)
@@ -320,9 +316,9 @@ class Scheduler:
     def _admit(
         self, step: ScheduledStep, without: "Collection[SequenceState]"
     ) -> NoRoom | NoBudget | None:
-        """Waiting sequences in their order, as long as whole prompts, budget and slots suffice.
+        """Admit waiting sequences in order, while whole prompts fit blocks, budget and slots.
 
-        What the first one was short of that was not admitted; None if that was a slot, or all were.
+        Returns the shortage of the first rejected one; None if that was a slot, or none was.
         """
         candidates = self._candidates(step, without)
         sequence = next(candidates, None)
@@ -376,9 +372,9 @@ class Scheduler:
         return _Attached(sequence.kv.num_computed_tokens, num_blocks)
 
     def _attach_all_but_one(self, sequence: "SequenceState", pin: Pin) -> None:
-        """Attach the blocks of a pin and let the last of their tokens be computed, not written.
+        """Attach the blocks of a pin, and compute their last token again without writing it.
 
-        So it is where a prompt is cached as a whole: the handle has what follows only then.
+        A fully cached prompt is such a case: its handle gets the further tokens afterwards.
         """
         request, end = sequence.request, pin.num_tokens
         tokens = sequence.kv.tokens()
@@ -390,15 +386,15 @@ class Scheduler:
             kv.append(tokens[end:])
         sequence.kv, before = kv, sequence.kv
         before.free()
-        self._decodes = [_Decodes(), _Decodes()]  # they may hold the handle before
+        self._decodes = [_Decodes(), _Decodes()]  # they may hold the old handle
 
     def _candidates(
         self, step: ScheduledStep, without: "Collection[SequenceState]"
     ) -> "Iterator[SequenceState]":
-        """Sequences that may be admitted, in order; each is admitted before the next is asked for.
+        """Sequences that may be admitted, in order; each is admitted before the next is read.
 
-        Others pass a sequence that waits for the prefix that another one computes, and a prompt for
-        which the bound of the step leaves no token: both wait for sequences that run, not for
+        Others overtake a sequence that waits for a prefix that another one computes, and a prompt
+        without tokens left in the step's bound: both wait for running sequences, not for
         blocks."""
         may_await = self._prefix_caching and not without
         num_passed = 0
@@ -407,7 +403,7 @@ class Scheduler:
                 continue
             request = sequence.request
             is_awaiting = may_await and request.awaits_prefix()
-            if not is_awaiting and step.has_room(request):
+            if not is_awaiting and step.has_budget_for(request):
                 yield sequence
                 continue
             num_passed += 1
@@ -415,21 +411,21 @@ class Scheduler:
                 return
 
     def _blocks_to_come(self, sequence: "SequenceState") -> int:
-        """Blocks that the sequence takes at most for the known tokens that no step computes yet.
+        """The most blocks that the sequence needs for known tokens that no step computes yet.
 
-        Each layer group takes a block for every `block_size` tokens. A sliding one frees what
-        falls out of its window, so it never takes more than the most that it holds at once.
+        Each layer group takes a block for every `block_size` tokens. A sliding one frees blocks
+        that its window has passed, so it never needs more than it holds at once.
         """
         size, end = self._manager.block_size, sequence.num_computed
         begun = -(-end // size)
         new = -(-sequence.num_tokens // size) - begun
-        behind = sum(max(0, end - window + 1) // size for window in self._groups if window)
-        held = begun * len(self._groups) - behind
+        passed = sum(max(0, end - window + 1) // size for window in self._groups if window)
+        held = begun * len(self._groups) - passed
         most = self._manager.blocks_for(sequence.num_tokens, self._limits.max_num_batched_tokens)
         return min(new * len(self._groups), most - held)
 
-    def _make_room(self, step: ScheduledStep, sequence: "SequenceState") -> "SequenceState":
-        """Preempt for `sequence`: the newest one after it that really frees blocks, else itself."""
+    def _preempt_for(self, step: ScheduledStep, sequence: "SequenceState") -> "SequenceState":
+        """Preempt for `sequence`: the newest one after it that frees blocks, else itself."""
         if step.is_ahead:
             raise _NoPlanAheadError
         for candidate in reversed(self._running):
@@ -440,7 +436,7 @@ class Scheduler:
 
     def _preempt(self, step: ScheduledStep, sequence: "SequenceState") -> None:
         for other in step.cancel(sequence):
-            if other.num_computed == 0:  # it holds nothing without what the victim computes
+            if other.num_computed == 0:  # without the victim's blocks it has none
                 self._put_back(other)
         sequence.kv.reset()
         sequence.num_computed = 0
@@ -456,7 +452,7 @@ class Scheduler:
 
     @property
     def limits(self) -> SchedulerLimits:
-        """The largest step that is planned. Who does not fit into a smaller one is preempted."""
+        """The largest step. Sequences that do not fit into a smaller one are preempted."""
         return self._limits
 
     @limits.setter
@@ -477,7 +473,7 @@ class Scheduler:
             )
         raise StalledError(
             f"request {sequence.request.request_id!r} of {sequence.num_tokens} tokens cannot be "
-            f"admitted although nothing runs: {self._manager.usage()!r}; release pins to go on",
+            f"admitted although no request runs: {self._manager.usage()!r}; release pins to go on",
             sequence,
         )
 
@@ -487,10 +483,9 @@ class Scheduler:
         sampled: Sequence[int] | npt.NDArray[np.int64],
         counts: Sequence[int] | None = None,
     ) -> list[Remapping]:
-        """Take the step as computed; `sampled` holds one token per sampling sequence, in order.
+        """Commit a computed step; `sampled` has one token per sampling sequence, in order.
 
-        With drafts `counts` says how many tokens each of them got: the drafts that were right, and
-        one more.
+        With drafts, `counts` is the number of tokens of each: the accepted drafts and one more.
         """
         remappings = step.plan.commit(sampled, counts)
         if counts is not None:
@@ -506,8 +501,7 @@ class Scheduler:
         return remappings
 
     def rollback(self, step: ScheduledStep) -> None:
-        """Undo a step that did not run: sequences it admitted wait again. The newest one goes
-        first."""
+        """Undo a step that did not run: sequences it admitted wait again. The newest step first."""
         self._is_steady = False
         step.rollback()
         for sequence in step.sequences:
@@ -515,11 +509,11 @@ class Scheduler:
                 self._put_back(sequence)
 
     def finish(self, sequences: "Iterable[SequenceState]") -> None:
-        """Forget sequences, finished or aborted; their ready blocks stay in the cache.
+        """Remove sequences, finished or aborted; their computed blocks stay cached.
 
-        May be called while a step is open: what it computes for them is kept in the cache too.
-        Sequences that are not here are passed over. An interrupt (Ctrl-C) may have come between any
-        two lines of this file: a sequence is taken from wherever it stands."""
+        May be called while a step is open: its results for them are cached too. Unknown sequences
+        are ignored. An interrupt (Ctrl-C) may have come between any two lines of this file, so a
+        sequence is removed from any queue that has it."""
         self._is_steady = False
         for sequence in sequences:
             kv: KVSequence | None = getattr(sequence, "kv", None)
@@ -530,11 +524,10 @@ class Scheduler:
                 self._running.remove(sequence)
             sequence.is_running = False
         if not self.has_work:
-            self._newest = None  # an open step that Ctrl-C has let fall ends with its plan
+            self._newest = None  # a step that Ctrl-C abandoned ends with its plan
 
 
 def _release_blocks(sequence: "SequenceState") -> None:
-    """Take the blocks from a sequence that waits: those that it stood on when a step was
-    planned."""
+    """Release the blocks of a waiting sequence, from the planning of an earlier step."""
     if sequence.kv.num_computed_tokens:
         sequence.kv.reset()

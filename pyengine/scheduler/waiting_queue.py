@@ -8,15 +8,14 @@ if TYPE_CHECKING:
     from pyengine.engine.request import SequenceState
 
 _FEW = 64
-"""Stale entries that are always tolerated."""
+"""Stale entries that are always kept."""
 
 
 class WaitingQueue:
-    """Sequences by `SequenceState.order`: O(log n) to add and to take the first, O(1) to take out
-    any.
+    """Sequences by `SequenceState.order`: O(log n) to add and to pop the first, O(1) to remove any.
 
-    A sequence that is taken out leaves its entry in the heap; when most entries are of sequences
-    that are gone the heap is made anew, so that this costs O(1) for each as well."""
+    A removed sequence leaves its entry in the heap. When most entries are stale, the heap is
+    rebuilt, which is amortised O(1)."""
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
@@ -30,17 +29,17 @@ class WaitingQueue:
         return sequence in self._entries
 
     def __iter__(self) -> "Iterator[SequenceState]":
-        """In order; O(n log n)."""
+        """The sequences in order; O(n log n)."""
         return iter(sorted(self._entries, key=lambda sequence: sequence.order))
 
     def add(self, sequence: "SequenceState") -> None:
-        """Let a sequence wait."""
+        """Add a sequence."""
         entry = _Entry(sequence)
-        heappush(self._heap, entry)  # counts for nothing before the next line
+        heappush(self._heap, entry)  # stale until the next line
         self._entries[sequence] = entry
 
     def first(self) -> "SequenceState | None":
-        """Who is next."""
+        """The next sequence."""
         while self._heap:
             entry = self._heap[0]
             if self._entries.get(entry.sequence) is entry:
@@ -49,11 +48,11 @@ class WaitingQueue:
         return None
 
     def in_order(self) -> "Iterator[SequenceState]":
-        """The sequences in order, O(log n) for each that is asked for.
+        """Iterate over the sequences in order, O(log n) each.
 
-        Meanwhile sequences may be taken out, and none added.
+        Meanwhile sequences may be removed, not added.
         """
-        self.first()  # forgets those before it that are gone
+        self.first()  # drops stale entries before it
         heap = self._heap
         ahead = [(heap[0], 0)] if heap else []
         while ahead:
@@ -65,7 +64,7 @@ class WaitingQueue:
                 yield entry.sequence
 
     def discard(self, sequence: "SequenceState") -> None:
-        """Take a sequence out, if it is here."""
+        """Remove a sequence, if it is here."""
         self._entries.pop(sequence, None)
         if len(self._heap) > 2 * len(self._entries) + _FEW:
             self._heap = list(self._entries.values())
@@ -73,7 +72,7 @@ class WaitingQueue:
 
 
 class _Entry:
-    """A sequence's place in the heap; it may wait again later, at another one."""
+    """A sequence's entry in the heap; it may wait again later, with another one."""
 
     __slots__ = ("order", "sequence")
 

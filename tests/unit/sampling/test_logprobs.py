@@ -1,6 +1,7 @@
 import gc
 import math
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyengine.outputs import Logprob
 from pyengine.sampling.logprobs import (
+    PendingLogprobs,
     PendingPromptLogprobs,
     PromptRows,
     TokenLogprobs,
-    prompt_logprobs,
-    token_logprobs,
 )
 
 ROW = [1.0, 3.0, 3.0, 0.0, 2.0]
@@ -33,6 +33,17 @@ def reference(row: list[float], token: int, top: int) -> TokenLogprobs:
         top_ids=tuple(order[:top]),
         top_logprobs=tuple(row[i] - normaliser for i in order[:top]),
     )
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, top: Sequence[int]
+) -> list[TokenLogprobs]:
+    return PendingLogprobs(logits, token_ids, top).result()
+
+
+def prompt_logprobs(logits: torch.Tensor, next_ids: list[int], top: int) -> list[TokenLogprobs]:
+    (entries,) = PendingPromptLogprobs(logits, [PromptRows(next_ids, top)]).result()
+    return entries
 
 
 def assert_same(got: TokenLogprobs, expected: TokenLogprobs) -> None:

@@ -141,7 +141,7 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
 def test_a_number_on_a_border_belongs_to_the_token_above(
     monkeypatch: pytest.MonkeyPatch, number: float, token: int
 ) -> None:
-    monkeypatch.setattr("pyengine.sampling.draw.uniforms", lambda *_args: np.array([number]))
+    monkeypatch.setattr("pyengine.sampling.sampler.uniforms", lambda *_args: np.array([number]))
     logits = torch.tensor([[-1.0, 2.0, -1.0, 2.0, -1.0]])  # top-k leaves the tokens 1 and 3
     sampling_state = state(SamplingParams(top_k=2), vocab_size=5)
     assert int(Sampler()(logits, [sampling_state]).token_ids) == token

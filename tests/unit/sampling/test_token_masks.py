@@ -30,7 +30,7 @@ class FakeMatcher:
     def copy(self) -> "FakeMatcher":
         return FakeMatcher(self.allowed)
 
-    def give_up(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         self.error = self.error or reason
 
     def may_come(self, token: int) -> bool:

@@ -108,13 +108,13 @@ def test_it_waits_where_a_chunk_finds_no_room() -> None:
     """One decodes and grows; the other computes one token of its prompt a step."""
     scheduler = make(num_blocks=5, budget=2, slots=2)
     asked: list[str] = []
-    make_room = scheduler._make_room
+    preempt_for = scheduler._preempt_for
 
     def watched(step: ScheduledStep, sequence: SequenceState) -> SequenceState:
         asked.append(sequence.request.request_id)
         return make_room(step, sequence)
 
-    scheduler._make_room = watched  # type: ignore[method-assign]
+    scheduler._preempt_for = watched  # type: ignore[method-assign]
     add(scheduler, "0", 2)
     add(scheduler, "1", 14)
     step = scheduler.schedule()
