@@ -301,7 +301,7 @@ class Engine:
             self._fail(request, error)
         for sequence in sequences:
             if self._drafting is not None and sequence.finish_reason is None:
-                self._drafting.give_up(sequence, error)
+                self._drafting.disable(sequence, error)
 
     def _failed(
         self, sequences: list[SequenceState], num_tokens: int, error: BaseException

@@ -1,9 +1,7 @@
-"""A second, smaller model as a drafter (`speculation="draft"`).
+"""A second, smaller model as a greedy drafter (`speculation="draft"`), over a separate KV cache.
 
-A second, smaller model as a drafter: greedily, over a separate KV cache.
-
-Each sample has a sequence there, of the tokens that stand. Drafts are decoded on a fork of it that
-is released afterwards: so a wrong draft leaves nothing.
+Each sample has a sequence there, of its accepted tokens. Drafts are decoded on a fork of it, which
+is released afterwards: so a wrong draft leaves no state.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,13 +27,13 @@ from pyengine.speculation.drafters import Context, Draft
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """A draft model and what its KV cache is made of. One table holds all of its layers."""
+    """A draft model and the settings of its KV cache, a single layer group."""
 
     loaded: LoadedModel
     choice: Choice
     kv_dtype: torch.dtype
     longest: int
-    """Tokens of the longest text that both models take."""
+    """Tokens of the longest text that both models accept."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -64,10 +62,10 @@ class LoadedDraft:
 
 
 def load_draft(settings: EngineSettings, main: LoadedModel) -> LoadedDraft | None:
-    """Load the draft model as the main one was asked for; None where there is none.
+    """Load the draft model with the settings of the main one; None without a draft model.
 
     It has the main model's device and dtype, and honours `quantization`, `attention_backend`,
-    `kv_cache_dtype` and `block_size`. Raises `ConfigurationError` where one of them cannot be had.
+    `kv_cache_dtype` and `block_size`. Raises `ConfigurationError` if it does not support one.
     """
     if settings.draft_model is None:
         return None
@@ -99,7 +97,7 @@ def load_draft(settings: EngineSettings, main: LoadedModel) -> LoadedDraft | Non
 
 @contextmanager
 def _about_the_draft() -> Iterator[None]:
-    """A `ConfigurationError` inside says that it is about the draft model."""
+    """Prefix `ConfigurationError`s inside with the setting `draft_model`."""
     try:
         yield
     except ConfigurationError as error:
@@ -129,15 +127,15 @@ class DraftModel:
     """Drafts by a second model over its own KV cache.
 
     A text is computed in chunks: one in each step of the engine, within the token budget that the
-    step leaves. A text that is not wholly computed gets no drafts. So a long prompt delays a stream
-    no more than a prompt of the engine does.
+    step leaves. Texts get drafts once they are fully computed. So a long prompt delays a stream no
+    more than a prompt of the engine does.
     """
 
     def __init__(
         self, executor: Executor, runner: Runner, manager: BlockManager, *, most: int, longest: int
     ) -> None:
-        """`executor` is that of the engine, behind whose steps `runner` runs. Steps of it compute
-        at most `most` tokens; texts beyond `longest` tokens get no drafts."""
+        """`runner` runs after the steps of the engine's `executor`. Its steps compute at most
+        `most` tokens; texts of more than `longest` tokens get no drafts."""
         self._executor = executor
         self._runner = runner
         self._manager = manager
@@ -180,7 +178,7 @@ class DraftModel:
         return drafts
 
     def _computed(self, asked: Mapping[Context, int]) -> list[Context]:
-        """Those of whose text all is computed but the last token, once the budget is used up.
+        """Spend the budget; return the contexts whose text is computed except its last token.
 
         A text that does not fit has no sequence afterwards.
         """
@@ -189,13 +187,13 @@ class DraftModel:
             num_tokens = _num_tokens(context)
             if 1 < num_tokens <= self._longest:
                 missing[context] = num_tokens - 1 - self._extended(context).num_computed_tokens
-        behind = [  # those that few tokens hold up come first
+        incomplete = [  # those with the fewest missing tokens first
             context
             for context in sorted(missing, key=lambda context: missing[context])
             if self._sequences[context].num_tokens < _num_tokens(context)
         ]
-        if behind and self._budget:
-            self._compute_some(behind, asked)
+        if incomplete and self._budget:
+            self._compute_some(incomplete, asked)
         ready = [context for context in missing if context in self._sequences]
         return [
             context
@@ -215,17 +213,17 @@ class DraftModel:
             sequence.append(new)
         return sequence
 
-    def _compute_some(self, behind: Sequence[Context], asked: Mapping[Context, int]) -> None:
-        """Compute one step of these texts, in their order.
+    def _compute_some(self, incomplete: Sequence[Context], asked: Mapping[Context, int]) -> None:
+        """Compute one step of these texts, in order.
 
-        The last token of each, which is known, stands where others would sample one.
+        Each commits its known last token instead of a sampled one.
         """
         with self._step(self._budget) as plan:
             last_tokens = []
-            for context in behind:
+            for context in incomplete:
                 sequence = self._sequences[context]
                 answer = plan.prefill(sequence, self._budget)
-                if isinstance(answer, NoRoom) and self._give_up_others(asked):
+                if isinstance(answer, NoRoom) and self._forget_others(asked):
                     answer = plan.prefill(sequence, self._budget)
                 if isinstance(answer, NoBudget):
                     break
@@ -237,8 +235,8 @@ class DraftModel:
                 self._runner.prepare(plan)(None)
             plan.commit(last_tokens)
 
-    def _give_up_others(self, asked: Mapping[Context, int]) -> bool:
-        """Release the blocks of texts that are not asked about now; whether there were any."""
+    def _forget_others(self, asked: Mapping[Context, int]) -> bool:
+        """Release the blocks of texts that are not in `asked`; True if there were any."""
         others = [sequence for sequence in self._sequences if sequence not in asked]
         for context in others:
             self.forget(context)

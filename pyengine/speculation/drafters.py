@@ -1,18 +1,15 @@
-"""Drafters by look-up: what they see, what they propose, and where they find it.
+"""The interface of drafters, and drafters by look-up.
 
-Prompt look-up: what came after the last few tokens when they were there before.
+`NgramDrafter`: the tokens after an earlier occurrence of the last n-gram (Saxena, "Prompt Lookup
+Decoding", 2023). The longest n-gram of up to `longest` tokens at the end of prompt and answer
+counts, and of several occurrences the latest. There is no index: each draft compares all tokens, in
+NumPy. A token has four bytes here and some thousands in the KV cache, which every decode step
+reads, so the search is cheap beside the step. An index of 128k tokens would take three quarters of
+a second to build, in one step.
 
-Saxena, "Prompt Lookup Decoding" (2023). The longest n-gram of up to `longest` tokens at the end of
-prompt and answer is looked for in them, and of equal ones the latest is taken.
-
-There is no index: each draft compares all tokens, in NumPy. A token has four bytes here and some
-thousands in the KV cache, which every decode step reads, so the search is cheap beside the step. An
-index of n-grams takes three quarters of a second to build for 128k tokens, all of it in one step.
-
-The text that followed the longest matching suffix, in this text and in earlier answers.
-
-As suffix decoding (Oliaro et al., 2024): requests that are made of templates, and agents that go in
-circles, get answers that stand there already. The search is in Rust (`rust/suffix`).
+`SuffixDrafter`: the tokens after the longest matching suffix, in this text and in earlier answers
+(suffix decoding: Oliaro et al., 2024). Requests from templates, and agents in loops, repeat earlier
+answers. The search is in Rust (`rust/suffix-index`).
 """
 
 from collections.abc import Sequence
@@ -29,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class Context(Protocol):
-    """A sample as drafters see it: the same object from its first draft until it is forgotten."""
+    """A sample for drafters: the same object from its first draft to `forget`."""
 
     @property
     def request(self) -> "Request":
-        """Its prompt, and the namespace that it belongs to."""
+        """Its request, with prompt and namespace."""
         ...
 
     @property
@@ -43,7 +40,7 @@ class Context(Protocol):
 
     @property
     def is_drawn(self) -> bool:
-        """Whether its tokens are drawn; otherwise the most probable are taken."""
+        """True if its tokens are drawn; otherwise the most probable are taken."""
         ...
 
 
@@ -51,8 +48,8 @@ class Context(Protocol):
 class Draft:
     """Tokens that may come next, in order.
 
-    `match_length` is how many tokens before them the drafter has seen before the same ones: drafts
-    of equal match length are right about equally often.
+    `match_length` is the number of tokens before them that match an earlier text: drafts of equal
+    match length have about equal acceptance rates.
     """
 
     tokens: Sequence[int] = ()
@@ -63,17 +60,17 @@ NO_DRAFT = Draft()
 
 
 class Drafter(Protocol):
-    """Guesses what comes next. Called by the thread that runs the steps."""
+    """Drafts the next tokens. Called by the engine thread."""
 
     def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> Sequence[Draft]:
-        """A draft for each context, of at most so many tokens; an empty one where it has no guess.
+        """A draft for each context, of at most `most[i]` tokens; empty without a guess.
 
-        What was accepted of earlier ones is part of the contexts by now.
+        Accepted tokens of earlier drafts are part of the contexts.
         """
         ...
 
     def forget(self, context: Context) -> None:
-        """The sample has ended. It may never have been seen."""
+        """Drop a sample that has ended; it may be unknown."""
         ...
 
 
@@ -82,15 +79,15 @@ class ComputingDrafter(Drafter, Protocol):
     """A drafter that computes texts itself, within the token budget of the engine's steps."""
 
     def begin_step(self, budget: int) -> None:
-        """Until the next call, compute at most so many tokens of texts, drafts aside."""
+        """Until the next call, compute at most `budget` tokens of texts, drafts excluded."""
         ...
 
 
 class NgramDrafter:
-    """Drafts from the request's own tokens, by a search of them all."""
+    """Drafts from the request's tokens, by a search of them all."""
 
     def __init__(self, *, shortest: int = 2, longest: int = 4) -> None:
-        """N-grams of `shortest` to `longest` tokens are looked for."""
+        """Search for n-grams of `shortest` to `longest` tokens."""
         self._lengths = range(shortest, longest + 1)
         self._histories: dict[Context, _History] = {}
 
@@ -137,7 +134,7 @@ class _History:
     def draft(self, most: int, lengths: range) -> Draft:
         """The continuation of the longest n-gram at the end that occurred before.
 
-        Where what followed reaches the end, it goes on with itself: a text that repeats.
+        At the end of the text the continuation repeats itself.
         """
         end, length = self._latest_match(lengths)
         if not length:
@@ -148,14 +145,14 @@ class _History:
         return Draft(following, length)
 
     def _latest_match(self, lengths: range) -> tuple[int, int]:
-        """Where the longest n-gram at the end stood last, and its length; 0 where it did not.
+        """The position after the latest occurrence of the longest n-gram, and its length.
 
-        The place is that of the token after it.
+        Both are 0 without one.
         """
         tokens, count = self._array[: self._count], self._count
         end = found = 0
         equal: npt.NDArray[np.bool_] | None = None
-        """For the places from `length` on, whether the n-gram of that length ends before them."""
+        """For positions from `length` on: true if the n-gram of that length ends before them."""
         for length in range(1, min(lengths[-1], count - 1) + 1):
             same = tokens[: count - length] == tokens[count - length]
             equal = same if equal is None else np.logical_and(equal[1:], same, out=same)
@@ -169,7 +166,7 @@ class _History:
 
 
 def _last_true(flags: npt.NDArray[np.bool_]) -> int | None:
-    """The place of the last true flag; None where there is none."""
+    """The index of the last true flag; None without one."""
     place = len(flags) - 1 - int(flags[::-1].argmax())
     return place if flags[place] else None
 
@@ -179,9 +176,9 @@ _ARCHIVED = 1 << 20
 
 
 class SuffixDrafter:
-    """Drafts from the request's own tokens and from earlier answers of its namespace.
+    """Drafts from the request's tokens and from earlier answers of its namespace.
 
-    The oldest answers are forgotten beyond `max_tokens` tokens, all namespaces together.
+    The oldest answers are dropped beyond `max_tokens` tokens, in all namespaces together.
     """
 
     def __init__(self, max_tokens: int = _ARCHIVED) -> None:
@@ -198,7 +195,7 @@ class SuffixDrafter:
         return drafts
 
     def _grown(self, context: Context) -> int:
-        """Make known what is new of a text; what it is called."""
+        """Add the new tokens of a text to the index; return its id."""
         found, answer = self._texts.get(context), context.token_ids
         if found is None:
             request = context.request

@@ -31,22 +31,22 @@ _log = logging.getLogger(__name__)
 
 
 class Speculator:
-    """Asks the drafter, and keeps what is in order of what it says.
+    """Asks the drafter, and keeps valid drafts.
 
-    A drafter that raises, or proposes what no model can compute, costs the sequence its drafts and
-    nothing else: the log says so once for each sequence.
+    If the drafter raises, or proposes invalid tokens, the sequence goes on without drafts, and the
+    log says so once per sequence.
     """
 
     def __init__(
         self, drafter: Drafter, policy: DraftPolicy, *, most: int, vocab_size: int
     ) -> None:
-        """At most `most` tokens are drafted for a sequence and step."""
+        """Draft at most `most` tokens per sequence and step."""
         self._drafter = drafter
         self._policy = policy
         self._most = most
         self._vocab_size = vocab_size
         self._without: set[Context] = set()
-        """Those that go on without drafts."""
+        """Contexts that go on without drafts."""
 
     def begin_step(self, budget: int) -> None:
         """Set the token budget of a drafter that computes. See `ComputingDrafter`."""
@@ -54,7 +54,7 @@ class Speculator:
             self._drafter.begin_step(budget)
 
     def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
-        """A draft for each context, of at most so many tokens; any number of them empty."""
+        """A draft for each context, of at most `most[i]` tokens; it may be empty."""
         asked = [
             (at, context, min(count, self._most))
             for at, (context, count) in enumerate(zip(contexts, most, strict=True))
@@ -67,7 +67,7 @@ class Speculator:
         for (at, context, count), draft in zip(asked, given, strict=True):
             fault = self._fault(draft, count)
             if fault:
-                self.give_up(context, fault)
+                self.disable(context, fault)
             else:
                 drafts[at] = draft
         return drafts
@@ -78,13 +78,13 @@ class Speculator:
         """See `DraftPolicy.keep`."""
         return self._policy.keep(contexts, drafts, step)
 
-    def give_up(self, context: Context, reason: object) -> None:
-        """Let a sequence go on without drafts, and say why."""
+    def disable(self, context: Context, reason: object) -> None:
+        """Run a sequence without drafts from now on, and log the reason."""
         self._without.add(context)
         _log.warning("request %r goes on without drafts: %s", context.request.request_id, reason)
 
     def forget(self, context: Context) -> None:
-        """The sequence has ended."""
+        """Drop a sequence that has ended."""
         self._without.discard(context)
         self._policy.forget(context)
         try:
@@ -93,7 +93,7 @@ class Speculator:
             _log.warning("the drafter failed to forget a sequence: %r", error)
 
     def _ask(self, contexts: Sequence[Context], most: Sequence[int]) -> Sequence[Draft]:
-        """All at once; if that fails one by one, to see who is at fault."""
+        """Ask for all at once; if that fails, one by one, to find the context at fault."""
         try:
             drafts = self._drafter.propose(contexts, most)
             if len(drafts) == len(contexts):
@@ -102,14 +102,14 @@ class Speculator:
         except Exception as raised:
             error = repr(raised)
         if len(contexts) == 1:
-            self.give_up(contexts[0], f"the drafter failed: {error}")
+            self.disable(contexts[0], f"the drafter failed: {error}")
             return [NO_DRAFT]
         return [
             self._ask([context], [count])[0] for context, count in zip(contexts, most, strict=True)
         ]
 
     def _fault(self, draft: Draft, most: int) -> str:
-        """What is wrong with a draft; empty if nothing is."""
+        """The error of a draft; empty if it is valid."""
         if len(draft.tokens) > most:
             return f"{len(draft.tokens)} tokens were drafted, at most {most} were asked for"
         if len(draft.tokens):
@@ -125,21 +125,20 @@ class Drafting:
     def __init__(
         self, speculator: Speculator, scheduler: Scheduler, mtp: MTPDrafter | None = None
     ) -> None:
-        """`mtp` is the speculator's drafter, where that is the model's own MTP layers."""
+        """`mtp` is the speculator's drafter if that is the model's MTP layers."""
         self._speculator = speculator
         self._scheduler = scheduler
         self._mtp = mtp
         self._asked: frozenset[SequenceState] = frozenset()
-        """For whom drafts were looked for when the newest step was planned."""
+        """The sequences that were asked for drafts when the newest step was planned."""
         self.num_drafts = 0
-        """Decodes that were computed with drafts."""
+        """Decodes with drafts."""
 
     def expect(self, step: ScheduledStep) -> None:
-        """See who else has to wait for what `step`, which runs, gives: those who then get drafts.
+        """Mark the sequences that wait for their tokens of `step`, which runs, to get drafts.
 
-        They are looked for without that token, which is not known yet; where they were when `step`
-        was planned, there are none. MTP layers cannot go on without it: whoever they draft for
-        waits."""
+        The drafter is asked without the unknown token; sequences that were asked when `step` was
+        planned have none. MTP layers need the token, so all of their sequences wait."""
         sequences = [
             sequence
             for sequence in step.sampling_sequences
@@ -157,7 +156,7 @@ class Drafting:
             sequence.wants_drafts = sequence in found
 
     def extend(self, step: ScheduledStep) -> None:
-        """Let a step that was just planned compute drafts with its decodes."""
+        """Add drafts to the decodes of a step that was just planned."""
         sequences = [
             sequence for sequence in step.decodes if sequence.speculates and sequence.is_known
         ]
@@ -171,24 +170,24 @@ class Drafting:
         return None if self._mtp is None else self._mtp.history.extend(step)
 
     def fork(self, sequence: "SequenceState", others: "Sequence[SequenceState]") -> None:
-        """`others` go on from where `sequence` stands."""
+        """Let `others` start from the states of `sequence`."""
         if self._mtp is not None:
             self._mtp.history.fork(sequence, others)
 
-    def give_up(self, sequence: "SequenceState", reason: object) -> None:
-        """Let a sequence go on without drafts."""
+    def disable(self, sequence: "SequenceState", reason: object) -> None:
+        """Run a sequence without drafts from now on."""
         sequence.speculates = False
-        self._speculator.give_up(sequence, reason)
+        self._speculator.disable(sequence, reason)
 
     def forget(self, sequences: "Sequence[SequenceState]") -> None:
-        """These have ended."""
+        """Drop sequences that have ended."""
         for sequence in sequences:
             self._speculator.forget(sequence)
 
     def _found(
         self, sequences: "Sequence[SequenceState]", step: ScheduledStep
     ) -> "dict[SequenceState, Sequence[int]]":
-        """Drafts that are worth computing beside a step."""
+        """The drafts that a step computes."""
         if not sequences:
             return {}
         budget = self._scheduler.limits.max_num_batched_tokens - step.num_tokens
@@ -209,8 +208,7 @@ class Drafting:
 
 
 def _possible(sequence: "SequenceState", draft: Draft) -> Draft:
-    """A draft up to the first token that would end the sequence, or that its form does not
-    allow."""
+    """A draft up to the first token that ends the sequence, or that its grammar forbids."""
     tokens, stop_ids, matcher = draft.tokens, sequence.stop_ids, sequence.sampling.matcher
     if not stop_ids.isdisjoint(tokens):
         tokens = tokens[: [token in stop_ids for token in tokens].index(True)]
@@ -224,11 +222,11 @@ _Times: TypeAlias = npt.NDArray[np.float64]
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _TURNS = 4
 _SECONDS = 1.5
-"""Sizes are measured in their order, and all of them again, until so much time has gone."""
+"""Sizes are measured in order, again and again, for this time."""
 
 
 def measured_costs(runner: Runner, manager: BlockManager, limits: RunnerLimits) -> StepCosts:
-    """Run steps whose tokens all give logits, decodes and drafts, and take the time.
+    """Measure steps of decodes and drafts, whose tokens all give logits.
 
     The least of several rounds counts, two at least: the first includes work of the first use, and
     other load of the machine often outlasts a few steps of one size. Rows are drawn without
@@ -251,14 +249,14 @@ def measured_costs(runner: Runner, manager: BlockManager, limits: RunnerLimits) 
             least[size] = np.minimum(times, least.get(size, times))
         if turn and perf_counter() - start > _SECONDS:
             break
-    if len(sizes) < 2:  # no step has room for a draft
+    if len(sizes) < 2:  # no step fits a draft
         return StepCosts(Curve([1, 2], [1.0, 2.0]))
     steps, drawing = np.array([least[size] for size in sizes]).T.tolist()
     return StepCosts(Curve(sizes, steps), Curve([0, *sizes], [0.0, *drawing]))
 
 
 def _plan(manager: BlockManager, size: int, rows: int) -> StepPlan | None:
-    """A step of `size` tokens, `rows` a sequence; None if the pool has no room for it."""
+    """A step of `size` tokens, `rows` a sequence; None if it does not fit into the pool."""
     plan = manager.begin_step(size)
     for first in range(0, size, rows):
         drafts = [0] * (min(rows, size - first) - 1)
@@ -270,17 +268,17 @@ def _plan(manager: BlockManager, size: int, rows: int) -> StepPlan | None:
 
 
 def _times(runner: Runner, plan: StepPlan) -> _Times:
-    """Seconds of a greedy step, and of drawing all of its tokens besides: the little that it takes
-    to find the largest is in both."""
+    """Seconds of a greedy step, and of drawing all of its tokens in addition; both include the
+    short search for the largest logit."""
     start = perf_counter()
     logits = runner.prepare(plan)(None).sampling
     return np.diff([start, _sample(logits, 0), _sample(logits, 1)])
 
 
 def _sample(logits: torch.Tensor, temperature: float) -> float:
-    """Choose a token for each row; the time when that is done."""
+    """Choose a token for each row; return the time afterwards."""
     params, (size, vocab_size) = SamplingParams(temperature=temperature), logits.shape
     state = SamplingState(params, (), seed=0, vocab_size=vocab_size)
     sampled = Sampler().launch(logits, SamplingBatch([state] * size))
-    sampled.token_ids.tolist()  # the device is through with it
+    sampled.token_ids.tolist()  # waits for the device
     return perf_counter()

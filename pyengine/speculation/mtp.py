@@ -1,5 +1,4 @@
-"""The model's own MTP layers as a drafter: which states a sequence goes on from, and what they
-say."""
+"""The model's MTP layers as a drafter: the hidden states of each sequence, and its drafts."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ _OPEN_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """States of a sequence's tokens at `first` and after, in consecutive rows of a step's."""
+    """States of a sequence's `count` tokens from `first` on, in consecutive rows of a step's."""
 
     step: StepStates
     row: int
@@ -30,11 +29,10 @@ class _Span:
 
 
 class HiddenStateHistory:
-    """Where the states stand that each sequence's MTP layers go on from.
+    """The hidden states from which each sequence's MTP layers continue.
 
-    Every step leaves those of each sequence's last tokens. The next step of it says by its position
-    which of them were accepted. Two steps may be rolled back, so of each sequence the states of
-    three are kept."""
+    Every step leaves those of each sequence's last tokens. The position of the next step selects
+    the accepted one. Two steps may be rolled back, so the states of three steps are kept."""
 
     def __init__(self) -> None:
         self._spans: dict[Context, deque[_Span]] = {}
@@ -71,12 +69,12 @@ class HiddenStateHistory:
         spans.append(span)
 
     def fork(self, sequence: "SequenceState", others: "Sequence[SequenceState]") -> None:
-        """`others` go on from where `sequence` stands."""
+        """Let `others` start from the states of `sequence`."""
         for other in others:
             self._spans[other] = self._spans[sequence].copy()
 
     def forget(self, sequence: Context) -> None:
-        """It has ended."""
+        """Drop a sequence that has ended."""
         self._spans.pop(sequence, None)
 
 
@@ -88,7 +86,7 @@ class MTPDrafter:
         self._executor = executor
         self._block_size = block_size
         self.step: ScheduledStep | None = None
-        """The step that was just planned. Drafts are for its decodes."""
+        """The step that was just planned; drafts are for its decodes."""
 
     def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`. Each draft ends with the block in which it begins."""

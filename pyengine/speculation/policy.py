@@ -1,4 +1,4 @@
-"""How many drafts are computed: those that bring more tokens than the time they take could.
+"""The choice of drafts to compute: those that gain more tokens than their time costs.
 
 The time of a step follows from its tokens and from the rows that are drawn: both were measured when
 the engine started. Drafts are chosen by their gain, best first, as long as tokens per second rise.
@@ -27,8 +27,7 @@ _Bools: TypeAlias = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """A step without drafts: tokens that it computes, decodes, each of which gives a token, and
-    how many of these are drawn."""
+    """A step without drafts: its tokens, its decodes, and the drawn ones of these."""
 
     num_tokens: int
     num_decodes: int
@@ -38,18 +37,18 @@ class StepSize:
 class Curve:
     """Seconds over a number: measured for some, straight lines between them.
 
-    Beyond the last one it goes on as steeply as from the first to the last. It never falls: what
-    else the machine did meanwhile only ever adds to what is measured.
+    Beyond the last one it has the slope from the first to the last. It never falls: other load of
+    the machine only adds to a measurement.
     """
 
     def __init__(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
-        """`sizes` rise; there are two of them at least."""
+        """`sizes` are at least two, in rising order."""
         self._sizes = np.array(sizes, dtype=np.float64)
         self._seconds = np.minimum.accumulate(np.array(seconds[::-1], dtype=np.float64))[::-1]
         self._table = np.empty(0)
 
     def between(self, first: int, last: int) -> _Floats:
-        """Seconds for each number from `first` to `last`: float64, not to be written to."""
+        """Seconds for each number from `first` to `last`: float64, read-only."""
         if last >= len(self._table):
             self._table = self._at(np.arange(2 * last + 2))
         return self._table[first : last + 1]
@@ -72,20 +71,20 @@ class StepCosts:
 
 
 _PRIOR = 0.6
-"""How often a draft is right of which nothing is known: enough to try one."""
+"""The acceptance rate of unknown drafts: high enough to try one."""
 _PRIOR_WEIGHT = 8.0
 _REQUEST_WEIGHT = 4.0
-"""Tokens of a request that count as much as all other requests together."""
+"""Weight of all other requests, in tokens of the request itself."""
 _MAX_PENALTY = 1.0
 """In tokens."""
 _PENALTY_DECAY = 0.01
-"""For each generated token: so much is spent on trying again."""
+"""Per generated token: the cost of further tries."""
 _DECAY = 0.9
 _GLOBAL_DECAY = 0.99
 
 
 class _Rate:
-    """How often tokens were right; what is long ago counts less."""
+    """The acceptance rate of tokens; old ones count less."""
 
     __slots__ = ("_decay", "hits", "tries")
 
@@ -99,8 +98,7 @@ class _Rate:
 
 
 class _DraftRecord:
-    """A request's own rate, its penalty, and its last draft with the number of tokens it had
-    then."""
+    """A request's rate, its penalty, and its last draft with its number of tokens then."""
 
     __slots__ = ("draft", "length", "penalty", "rate")
 
@@ -112,18 +110,18 @@ class _DraftRecord:
 
 
 class DraftPolicy:
-    """Decides which drafts of a step are worth computing: none where nothing is gained."""
+    """Decides which drafts of a step to compute."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
         self._rates: dict[int, _Rate] = {}
-        """By match length."""
+        """Rates by match length."""
         self._records: dict[Context, _DraftRecord] = {}
 
     def keep(
         self, contexts: Sequence[Context], drafts: Sequence[Draft], step: StepSize
     ) -> Sequence[int]:
-        """How many tokens of each draft are computed beside a step."""
+        """The number of tokens of each draft to compute in a step."""
         kept = [0] * len(drafts)
         hopeful: list[int] = []
         firsts: list[float] = []
@@ -151,14 +149,14 @@ class DraftPolicy:
     ) -> tuple[_Bools, tuple[float, float]]:
         """The drafts to compute, and the cost of a greedy and a drawn one of them, in tokens.
 
-        `chances` fall within a draft. A step that only decodes sets what time is worth, in tokens
-        per second; in the actual step, which may compute prompts too, drafts have to bring that
-        for the time they add.
+        `chances` fall within a draft. A step of decodes alone sets the price of time, in tokens per
+        second. In the actual step, which may compute prompts too, drafts must gain that rate for
+        the time that they add.
         """
         alone, most, before = max(1, step.num_decodes), len(chances), step.num_drawn
         decoding = self._costs.tokens.between(alone, alone + most)
         drawing = self._costs.drawn.between(before, before + most)
-        # The drafts in the order of what they bring, all in all, once drawing them is paid.
+        # The drafts in the order of their gain, less the cost of drawing them.
         dearer = alone * (drawing[1] - drawing[0]) / (decoding[0] + drawing[0])
         order = np.argsort(drawn * dearer - chances, kind="stable")  # a draft stays in its order
         gains, draws = np.zeros(1 + most), np.zeros(1 + most, dtype=np.int64)
@@ -175,8 +173,8 @@ class DraftPolicy:
         return chosen, (price, price + more)
 
     def _chance(self, context: Context, draft: Draft) -> float:
-        """How likely each token of a draft is, if those before it are right; 0 where there is none,
-        and where its penalty is too high."""
+        """The probability of each token of a draft, if those before it are right; 0 without a
+        draft, or if the penalty is too high."""
         tokens = context.token_ids
         record = self._records.get(context)
         if record is None:
@@ -191,7 +189,7 @@ class DraftPolicy:
         return (common * _REQUEST_WEIGHT + own.hits) / (_REQUEST_WEIGHT + own.tries)
 
     def _compare(self, record: _DraftRecord, tokens: Sequence[int]) -> None:
-        """Count how far the last draft was right, as far as what came since tells."""
+        """Count the correct tokens of the last draft, compared with the tokens since."""
         decay = _PENALTY_DECAY * (len(tokens) - record.length)
         record.penalty = max(0.0, record.penalty - decay)
         hits = tries = 0
@@ -213,5 +211,5 @@ class DraftPolicy:
         return rate
 
     def forget(self, context: Context) -> None:
-        """The sample has ended. It may never have been seen."""
+        """Drop a sample that has ended; it may be unknown."""
         self._records.pop(context, None)

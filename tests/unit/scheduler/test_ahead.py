@@ -112,7 +112,7 @@ def test_it_waits_where_a_chunk_finds_no_room() -> None:
 
     def watched(step: ScheduledStep, sequence: SequenceState) -> SequenceState:
         asked.append(sequence.request.request_id)
-        return make_room(step, sequence)
+        return preempt_for(step, sequence)
 
     scheduler._preempt_for = watched  # type: ignore[method-assign]
     add(scheduler, "0", 2)
