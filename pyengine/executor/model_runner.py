@@ -22,7 +22,7 @@ from pyengine.executor.mtp import DraftInputs, MTPLayers
 from pyengine.kv_cache import SharedPrefixes, StepBuffers
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loader import LoadedModel
-from pyengine.models.rotary import settle_rotary, take_over_rotations
+from pyengine.models.rotary import make_rotary_static, take_over_rotations
 from pyengine.utils.host_copy import upload
 
 
@@ -214,7 +214,7 @@ class ModelRunner:
         asked = self.graph_sizes if sizes is None else sizes
         if self._record is None or not asked:
             return
-        obstacle = settle_rotary(self._model, self._longest)
+        obstacle = make_rotary_static(self._model, self._longest)
         if obstacle is not None:
             raise ConfigurationError(f"{obstacle}; or set enforce_eager=True")
         with on_device(self._pool.device):
@@ -226,7 +226,7 @@ class ModelRunner:
         `backend` is torch's name of the compiler. Raises `ConfigurationError` if it cannot.
         """
         name, start = type(self._model).__name__, monotonic()
-        settle_rotary(self._model, self._longest)
+        make_rotary_static(self._model, self._longest)
         print(f"pyengine: compiling {name}, up to a minute or two ...", file=sys.stderr)
         with on_device(self._pool.device):
             self._compiled = CompiledForward(self._model, self._pool.num_layers, backend)

@@ -7,8 +7,8 @@ that the window has passed.
 
 All groups take blocks from one pool. That works because every group has the same number of layers,
 `layers_per_group`, and hence blocks of the same bytes: a block holds `block_size` tokens of the
-layers of whatever group it was handed to. The tensors of the pool are those of *one* group, and
-the j-th layers of all groups share the j-th of them::
+layers of its group. The tensors of the pool are those of *one* group, and the j-th layers of all
+groups share the j-th of them::
 
     6 layers, every third one full          pool: 2 tensors, each [blocks, block_size, ...]
 
@@ -16,8 +16,8 @@ the j-th layers of all groups share the j-th of them::
     group 1, window 512  layers 0 1         block 7 is of group 1: tokens 32..47 of layers 0 and 1
     group 2, window 512  layers 3 4         block 8 is of group 0: tokens  0..15 of layers 2 and 5
 
-The idea of equal pages for unequal layers is that of vLLM's hybrid KV cache manager, and of Jenga
-(Zhang et al., 2025, arXiv:2503.18292). How the size of a group is chosen is ours.
+Equal pages for unequal layers are an idea of vLLM's hybrid KV cache manager, and of Jenga (Zhang
+et al., 2025, arXiv:2503.18292). The choice of the group size is ours.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ _Shape = TypeVar("_Shape", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a layer keeps its keys and values: which group, and which tensor of the pool."""
+    """The group of a layer, and the tensor of the pool with its keys and values."""
 
     group: int
     index: int
@@ -46,7 +46,7 @@ class LayerGroups:
     """The layers of a model in groups.
 
     `windows` has one entry per group, `places` one per layer. A group may have fewer layers than
-    `layers_per_group`: then some tensors are unused in its blocks.
+    `layers_per_group`: then its blocks do not use some tensors.
     """
 
     windows: tuple[Window, ...]
@@ -60,7 +60,7 @@ class LayerGroups:
 
     @property
     def layer_windows(self) -> tuple[Window, ...]:
-        """How far back each layer's group keeps its blocks."""
+        """The window of each layer's group, within which it keeps blocks."""
         return tuple(self.windows[place.group] for place in self.places)
 
     def tensor_shapes(self, shapes: Sequence[_Shape]) -> list[_Shape]:
@@ -93,8 +93,8 @@ class LayerGroups:
 def layer_windows(config: Any) -> list[Window]:
     """The window of every layer, by a transformers model configuration.
 
-    `layer_types` says which layers slide; where it is missing they all do, if there is a
-    `sliding_window` that `use_sliding_window` does not switch off.
+    `layer_types` marks sliding layers. Without it all of them slide, if there is a `sliding_window`
+    that `use_sliding_window` does not switch off.
     """
     text = config.get_text_config()
     if getattr(text, "is_heterogeneous", False):
@@ -115,19 +115,19 @@ def choose_layer_groups(
 ) -> LayerGroups:
     """Group layers so that a sequence of `max_model_len` tokens holds little memory.
 
-    `windows` and `shapes` (what a layer keeps per token, compared only) have one entry per layer.
+    `windows` and `shapes` (of a layer's KV cache, only compared) have one entry per layer.
 
     A group has layers of one window. With n layers of a kind and L to a group, that kind takes
-    ceil(n / L) groups, whose unused places cost as much as layers do: in a full group for every
-    token, in a sliding one for a window. A small L wastes nothing but makes many groups, and
-    each has its own table to keep, to fill and to look up. The choice is the L with the least
-    sum of memory and groups, where one more group has to save one percent of the memory that the
-    layers need. For gemma-3-1b (4 full layers, 22 of window 512) that is L = 4, one full group
-    and six sliding ones, of which the last has two layers; L = 2 would waste nothing in thirteen.
+    ceil(n / L) groups, whose unused places cost as much as layers: in a full group for every token,
+    in a sliding one for a window. A small L wastes no memory but makes many groups, each with a
+    block table. The choice is the L with the least sum of memory and groups, where one more group
+    must save one percent of the memory of the layers. For gemma-3-1b (4 full layers, 22 of window
+    512) that is L = 4: one full group and six sliding ones, the last with two layers. L = 2 would
+    need thirteen groups without waste.
 
-    Everything stays in one group, with the widest window of all, where that is the least sum,
-    and where shapes differ: then blocks of other groups would be of other sizes. A window of
-    `max_model_len` or more is no window.
+    All layers stay in one group, with the widest window of all, if that is the least sum, or if
+    shapes differ: then blocks of other groups would have other sizes. A window of `max_model_len`
+    or more is no window.
     """
     kinds = [
         None if each_window is None or each_window >= max_model_len else each_window
@@ -151,7 +151,7 @@ def choose_layer_groups(
 
 
 def _grouped(kinds: Sequence[Window], order: Sequence[Window], size: int) -> LayerGroups:
-    """Groups of `size` layers of one kind, kinds in `order`, layers in theirs."""
+    """Groups of `size` layers of one kind, with kinds in `order` and layers in theirs."""
     windows: list[Window] = []
     places: dict[int, Place] = {}
     for kind in order:

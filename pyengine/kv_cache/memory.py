@@ -1,4 +1,4 @@
-"""Memory: how much can be allocated right now, and its pages."""
+"""Available memory, and the allocation of its pages."""
 
 import ctypes
 import mmap
@@ -19,9 +19,9 @@ _MADV_POPULATE_WRITE = 23
 def available_memory(device: "torch.device") -> int:
     """Bytes that can still be allocated on `device`.
 
-    On the CPU this is what the kernel calls available (free, plus what it can reclaim), or
-    what the memory limit of the container leaves, whichever is less. On CUDA it is the free
-    memory of the device, plus what torch holds in its cache unused.
+    On the CPU this is the kernel's available memory (free, plus reclaimable), or the rest of the
+    container's memory limit, whichever is less. On CUDA it is the free memory of the device, plus
+    the unused part of torch's cache.
     """
     if device.type == "cuda":
         import torch
@@ -34,10 +34,10 @@ def available_memory(device: "torch.device") -> int:
 
 
 def populate(address: int, num_bytes: int) -> bool:
-    """Let the system find memory now for pages that nothing was written to yet; contents stay.
+    """Allocate the pages of `num_bytes` bytes at `address` now; contents stay.
 
-    Otherwise it does so at the first write to each. Says whether all whole pages of the `num_bytes`
-    bytes at `address` are there: elsewhere than on Linux, and before 5.14, none is.
+    Otherwise the system allocates each at its first write. True if all whole pages are there; False
+    on other systems than Linux, and before 5.14.
     """
     if sys.platform != "linux":
         return False

@@ -1,10 +1,10 @@
-"""The KV tensors: what a block costs, how many blocks fit, and the pool itself.
+"""The KV tensors: the size of a block, the number of blocks that fit, and the pool itself.
 
 One key and one value tensor per layer of a layer group (`layer_groups`)::
 
     [num_blocks + 1, block_size, kv_heads, head_dim]
      |           |
-     |           the null block: rows that must not be kept are written there
+     |           the null block: takes the writes of rows without a slot
      the blocks that the manager allocates, by id
 
 A *slot* is a position in this layout seen flat: `block * block_size + offset`. Layers of different
@@ -39,7 +39,7 @@ class KVCacheSpec:
     """The KV cache of one layer per token: KV heads, their dimensions, the element type.
 
     Keys and values may differ in dimension (multi-head latent attention). In 8-bit floats they
-    are kept divided by `scale_k` and `scale_v`, constants of the whole tensor.
+    are stored divided by `scale_k` and `scale_v`, constants of the whole tensor.
     """
 
     num_kv_heads: int
@@ -104,14 +104,13 @@ def bytes_per_block(specs: Sequence[KVCacheSpec], block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
-    """The pool that the caller asks for; `None` leaves the choice to `resolve_num_blocks`.
+    """Settings of the pool; `None` leaves the choice to `resolve_num_blocks`.
 
     `kv_cache_memory` is in bytes. `gpu_memory_utilization` is the share of the memory that is
-    free once the model is loaded, and applies to CUDA devices. `blocks_per_seq` is what a
-    sequence of `max_model_len` tokens takes at most; `None`: one table, nothing freed.
-    `available_memory`, in bytes, is what the pool may take where something else than the free
-    memory of its device limits it; `None`: nothing does. `bytes_beside` is what each block takes
-    in another pool besides, that of a draft model: both together keep to the limits.
+    free once the model is loaded, and applies to CUDA devices. `blocks_per_seq` is the most for a
+    sequence of `max_model_len` tokens; `None`: one table, no block freed. `available_memory`, in
+    bytes, is a limit beside the free memory of the device; `None`: none. `bytes_beside` are the
+    bytes per block of a draft model's pool: both pools together keep to the limits.
     """
 
     block_size: int
@@ -153,14 +152,14 @@ class PoolSize:
 def resolve_num_blocks(
     settings: PoolSettings, specs: Sequence[KVCacheSpec], device: "torch.device"
 ) -> PoolSize:
-    """Decide how many blocks the pool gets, before anything is allocated.
+    """Choose the number of blocks of the pool, before its allocation.
 
-    `specs` are those of the pool's tensors: of all layers, or of one group where there are groups.
-    Without `num_blocks` and `kv_cache_memory` the pool takes, on the CPU, a quarter of the
-    available memory, at most 4 GiB; on CUDA `gpu_memory_utilization` of what is free; and
-    never more than `max_num_seqs` sequences of `max_model_len` tokens could use.
+    `specs` are those of the pool's tensors: of all layers, or of one group. Without `num_blocks`
+    and `kv_cache_memory` the pool takes, on the CPU, a quarter of the available memory, at most
+    4 GiB; on CUDA `gpu_memory_utilization` of the free memory; and never more than `max_num_seqs`
+    sequences of `max_model_len` tokens can use.
 
-    Raises `ConfigurationError` where the pool does not fit, with what was asked for and found.
+    Raises `ConfigurationError` if the pool does not fit, with the requested and available size.
     """
     own = bytes_per_block(specs, settings.block_size)
     per_block = own + settings.bytes_beside
@@ -184,7 +183,7 @@ def resolve_num_blocks(
     if num_bytes > available:
         fitting = available // per_block - 1
         way_out = (
-            f"at most num_blocks={fitting} would fit; leave room for the model's activations"
+            f"at most num_blocks={fitting} would fit; leave memory for the model's activations"
             if fitting >= 1
             else "free some memory, or choose a smaller block_size"
         )
@@ -199,7 +198,7 @@ def resolve_num_blocks(
 def _default_blocks(
     settings: PoolSettings, per_block: int, device: "torch.device", available: int
 ) -> tuple[int, str]:
-    """Blocks that the default budget pays for, and the words for it."""
+    """The number of blocks within the default budget, and the reason in words."""
     if device.type == "cuda":
         budget = int(available * settings.gpu_memory_utilization)
         reason = f"{settings.gpu_memory_utilization:.0%} of {_size(available)} free on {device}"
@@ -238,11 +237,11 @@ class KVPool:
 
     `keys[layer]` is `[num_blocks + 1, block_size, kv_heads, head_dim_k]`, `values[layer]` the
     same with `head_dim_v`, in the dtype of the layer's spec, on `device`. Layers that share a
-    tensor (`groups`; by default none do) find it under both their numbers. Tensors start as
-    zeros: a masked position counts for nothing only while it holds a finite number.
+    tensor (`groups`; by default none do) have it under both numbers. Tensors start as zeros: a
+    masked position has no effect only while it holds a finite number.
 
-    Raises `ConfigurationError` if the memory cannot be had, or if layers that are to share a
-    tensor differ in their specs.
+    Raises `ConfigurationError` if the memory cannot be allocated, or if layers that share a tensor
+    differ in their specs.
     """
 
     def __init__(
@@ -290,7 +289,7 @@ class KVPool:
 
     @property
     def null_slot(self) -> int:
-        """First slot of the null block: where a row that must not be kept is written."""
+        """First slot of the null block, for rows without a slot."""
         return self.num_blocks * self.block_size
 
     @cached_property
@@ -304,11 +303,11 @@ class KVPool:
         return [caches[place.index] for place in self.groups.places]
 
     def populate(self) -> bool:
-        """On the CPU, take the memory of all blocks now, not when each is first written.
+        """On the CPU, allocate the memory of all blocks now, not at the first write of each.
 
-        Else the system clears pages within steps, up to a tenth of a prefill on a virtual machine
-        whose host has yet to find them. Takes 0.2 s for each GiB, there up to 2. Says whether it
-        was done; where the system cannot, nothing changes.
+        Otherwise the system clears pages within steps, up to a tenth of a prefill on a virtual
+        machine whose host has to allocate them too. Takes 0.2 s for each GiB, there up to 2.
+        Returns False, without a change, if the system cannot.
         """
         if self.device.type != "cpu":
             return False
@@ -320,7 +319,7 @@ class KVPool:
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination): all are read before any is written.
 
-        A block is copied in every tensor, that is, for all layers of the group that it is of.
+        A block is copied in every tensor, that is, for all layers of its group.
         """
         if not copies:
             return
@@ -334,10 +333,9 @@ class KVPool:
     ) -> None:
         """Write one row per token.
 
-        `keys` is `[T, kv_heads, head_dim_k]`, `values` `[T, kv_heads, head_dim_v]`, `slots`
-        int64 `[T]` of slots in `0 .. (num_blocks + 1) * block_size`. A pool of 8-bit floats takes
-        them divided by the scales of the layer's spec, and what is too large as the largest
-        number of the type.
+        `keys` is `[T, kv_heads, head_dim_k]`, `values` `[T, kv_heads, head_dim_v]`, `slots` int64
+        `[T]` of slots in `0 .. (num_blocks + 1) * block_size`. A pool of 8-bit floats takes them
+        divided by the scales of the layer's spec, clamped to the largest number of the type.
         """
         spec = self.specs[layer]
         for cache, rows, scale in (
@@ -348,7 +346,7 @@ class KVPool:
 
 
 def _stored(rows: "torch.Tensor", dtype: "torch.dtype", scale: float) -> "torch.Tensor":
-    """`rows` as a pool of `dtype` keeps them."""
+    """`rows` in the format of a pool of `dtype`."""
     import torch
 
     if dtype.itemsize > 1:

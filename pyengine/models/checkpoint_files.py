@@ -1,4 +1,4 @@
-"""Files of models: folders that are built once, safetensors files that are checked."""
+"""Model files: folders that are built once, and checks of safetensors files."""
 
 import fcntl
 import json
@@ -20,11 +20,11 @@ from pyengine.models.transformers_calls import load_errors
 CACHE_VARIABLE = "PYENGINE_CACHE"
 _WORKSHOP = re.compile(r"\..+-[a-z0-9_]{8}")
 _SPARE_BYTES = 64 << 20
-"""Left free on the disk beside what is built: the tokenizer, and whoever else writes."""
+"""Free space to leave on the disk, for the tokenizer and other programs."""
 
 
 def cache_root() -> Path:
-    """Where converted models live: `$PYENGINE_CACHE`, or the platform's cache folder."""
+    """The folder of converted models: `$PYENGINE_CACHE`, or the platform's cache folder."""
     with load_errors("there is no folder for the cache", way_out=f"; set {CACHE_VARIABLE}"):
         if chosen := os.environ.get(CACHE_VARIABLE):
             return Path(chosen).expanduser()
@@ -35,20 +35,20 @@ def cache_root() -> Path:
 
 
 def build_once(target: Path, build: Callable[[Path], None], *, num_bytes: int = 0) -> Path:
-    """Return `target`; where it does not exist, let `build` fill a folder that becomes it.
+    """Return `target`; if it does not exist, let `build` fill a folder that becomes it.
 
     The folder appears under its name in one step, complete: a build that fails or is killed
-    leaves nothing under that name, and of two processes that build at once the first to
-    finish wins and the other takes its result. The next build removes the files of a killed one.
-    `num_bytes` is what will be written. Raises `ModelLoadError` where the cache
-    cannot be written or has too little space.
+    leaves no such folder, and of two processes that build at once the first to finish wins and the
+    other takes its result. The next build removes the files of a killed one. `num_bytes` is the
+    size of the result. Raises `ModelLoadError` if the cache cannot be written or has too little
+    space.
     """
     if target.is_dir():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(target.parent)
-        _check_room(target.parent, num_bytes)
+        _check_space(target.parent, num_bytes)
         with _workshop(target) as workshop:
             build(workshop)
             workshop.chmod(0o755)
@@ -66,7 +66,7 @@ def build_once(target: Path, build: Callable[[Path], None], *, num_bytes: int = 
 
 
 def discard(target: Path) -> None:
-    """Remove a built folder, so that it is built again; readers keep what they have mapped."""
+    """Remove a built folder, so that it is built again; readers keep their mapped files."""
     doomed = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     target.rename(doomed / target.name)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -94,7 +94,7 @@ def _workshop(target: Path) -> Iterator[Path]:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove the workshops in `folder` whose process is gone: their lock is free."""
+    """Remove the workshops in `folder` whose process has ended: their lock is free."""
     for path in folder.iterdir():
         if not _WORKSHOP.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
             continue
@@ -107,7 +107,7 @@ def _remove_abandoned(folder: Path) -> None:
                 os.close(handle)
 
 
-def _check_room(folder: Path, num_bytes: int) -> None:
+def _check_space(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if num_bytes and free < num_bytes + _SPARE_BYTES:
         raise ModelLoadError(
@@ -118,7 +118,7 @@ def _check_room(folder: Path, num_bytes: int) -> None:
 
 
 def readable_size(num_bytes: int) -> str:
-    """A number of bytes as people say it: `1.3 GB`."""
+    """A number of bytes for people: `1.3 GB`."""
     for unit, name in ((1e9, "GB"), (1e6, "MB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.1f} {name}"
@@ -145,7 +145,7 @@ class WeightHeaders:
 
     @property
     def num_bits(self) -> int:
-        """Bits of all files: no model in them has more weights, or more of anything else."""
+        """Bits of all files, the upper bound of every size of a model in them."""
         return 8 * self.num_bytes
 
     @property
@@ -155,7 +155,7 @@ class WeightHeaders:
 
 
 def check_weights(folder: Path) -> WeightHeaders:
-    """Raise `ModelLoadError` unless `folder` holds whole safetensors files; what they hold.
+    """Return the headers of `folder`; `ModelLoadError` unless it has complete safetensors files.
 
     Compares each file's size with what its header declares, and, for a model in several
     files, the files with the index. Reads headers only.
@@ -194,10 +194,10 @@ def check_weights(folder: Path) -> WeightHeaders:
 
 
 def check_number_formats(headers: WeightHeaders, folder: Path, *, quantised: bool) -> None:
-    """Raise `ModelLoadError` for weights that would lose their meaning as floating-point numbers.
+    """Raise `ModelLoadError` for weights that are no floating-point numbers.
 
     Complex ones would lose their imaginary part. Integers are the codes of a quantised model, and
-    without the configuration that explains them they would be taken for values.
+    need its quantisation configuration.
     """
     for name, tensor in headers.tensors.items():
         if tensor.dtype.startswith("C"):

@@ -17,21 +17,21 @@ _STRETCHED_ROPE = {"dynamic", "longrope"}
 _SIZES = re.compile(
     r"^(num|n)_|_(layers?|heads|size|dim|rank|experts|embeddings|positions|length|embd|ctx|inner)$"
 )
-"""Names of settings that say how much of something there is."""
+"""Names of settings that are sizes."""
 _LAYERS = re.compile(r"^(num_hidden_layers|num_layers|n_layers?|(num_)?(en|de)coder_layers)$")
 _POSITIONS = re.compile(r"(positions?|position_embeddings|length|ctx|context_size)$")
 _UNQUESTIONED, _UNQUESTIONED_LAYERS, _UNQUESTIONED_EXPERTS = 2**24, 256, 2**16
-"""Sizes up to here are let pass: small models come with settings that they do not use."""
+"""Sizes that are always accepted: small models come with settings that they do not use."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-"""Fields of generation_config.json that choose how tokens are drawn."""
+"""Sampling fields of generation_config.json."""
 
 
 def read_config(folder: Path, headers: WeightHeaders | None = None) -> Any:
     """The transformers configuration in `folder`; `ModelLoadError` if it cannot be used.
 
-    Sizes that the weights cannot have are refused before anything is built by them; `headers` are
-    those of the folder, read here if they are not given. Code that the folder brings along is never
-    run, and an implementation of attention that it names is not looked for: pyengine has its own.
+    Sizes that the weights cannot have are refused before a model is built; `headers` are those of
+    the folder, by default read here. Code in the folder is never run, and an attention
+    implementation that it names is ignored.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -51,7 +51,7 @@ def read_config(folder: Path, headers: WeightHeaders | None = None) -> Any:
 
 
 def _refuse_pipes(folder: Path) -> None:
-    """Raise for a pipe, a device or a socket among the files: reading it might never end."""
+    """Raise for a pipe, a device or a socket among the files: a read might never end."""
     for path in folder.iterdir():
         if path.exists() and not path.is_file() and not path.is_dir():
             raise ModelLoadError(f"{path} is no regular file: model folders hold files only")
@@ -93,7 +93,7 @@ def _check_size(name: str, value: float, headers: WeightHeaders, path: Path) -> 
 
 
 def _refuse_unknown_quantisation(config: Any, path: Path) -> None:
-    """Raise for weights packed by a method that transformers does not know: it would go on."""
+    """Raise for weights quantised by a method that transformers does not know and would ignore."""
     packed = getattr(config, "quantization_config", None)
     if packed is None:
         return
@@ -109,7 +109,7 @@ def _refuse_unknown_quantisation(config: Any, path: Path) -> None:
 
 
 def _refuse_unpageable(config: Any, folder: Path) -> None:
-    """Raise for layers whose attention is neither full nor a sliding window, and for none."""
+    """Raise for layers whose attention is neither full nor a sliding window, and for no layers."""
     text = config.get_text_config()
     if getattr(text, "num_hidden_layers", 1) < 1:
         raise ModelLoadError(
@@ -137,11 +137,11 @@ def empty_model(config: Any) -> Any:
 
 
 def max_model_len(text: Any, folder: Path) -> int:
-    """Positions that the model can tell apart; `text` is its text configuration.
+    """The number of positions of the model; `text` is its text configuration.
 
     Dynamic and LongRoPE scaling choose their frequencies by the longest sequence of the batch.
-    Past the original length they would change under keys that are cached already, so such
-    models run up to their original length.
+    Beyond the original length these would change under cached keys, so such models run up to their
+    original length.
     """
     positions = getattr(text, "max_position_embeddings", None)
     if type(positions) is not int or positions < 1:
@@ -161,8 +161,8 @@ def max_model_len(text: Any, folder: Path) -> int:
 def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """Token ids that end a generation, by the generation configuration and the tokenizer.
 
-    Numbers that are no token of the model (negative ones, for instance, which some files use for
-    "none") are left out.
+    Numbers outside the vocabulary (for instance negative ones, which some files use for "none")
+    are left out.
     """
     declared = getattr(model.generation_config, "eos_token_id", None)
     found = [*(declared if isinstance(declared, list) else [declared])]
@@ -174,10 +174,10 @@ def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 def default_sampling(folder: Path) -> Mapping[str, object]:
     """Fields of `SamplingParams` that the folder's generation_config.json sets, with their values.
 
-    Only what the file itself says, never a default of transformers. `max_new_tokens` becomes
-    `max_tokens`. Where the file says `do_sample: false`, the model is meant to be greedy: its
-    temperature is 0, and what would choose among tokens is left out, as transformers does. Raises
-    `ModelLoadError` for values that no request could have.
+    Only values of the file itself, no defaults of transformers. `max_new_tokens` becomes
+    `max_tokens`. With `do_sample: false` the model is greedy: its temperature is 0, and other
+    sampling fields are left out, as transformers does. Raises `ModelLoadError` for values that no
+    request could have.
     """
     path = folder / "generation_config.json"
     settings = read_json(path)

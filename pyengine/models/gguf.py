@@ -1,9 +1,7 @@
 """GGUF files: checked, dequantised once into a safetensors folder, then loaded from there.
 
-The header of a GGUF file, believed only as far as the file bears it out.
-
-The readers that come after trust what the header says: a count that is a lie lets them loop until
-memory ends. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The header is checked against the file first: later readers trust it, and a false count lets them
+loop until memory ends. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import hashlib
@@ -57,7 +55,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor as the header has it; `type` by ggml's name: `Q4_K`; `offset` in the data."""
+    """One tensor in the header; `type` is ggml's name (`Q4_K`), `offset` that in the data."""
 
     name: str
     num_elements: int
@@ -91,7 +89,7 @@ def read_header(path: Path) -> GGUFHeader:
     """The header of the GGUF file at `path`.
 
     Raises `ModelLoadError` for a file that is no GGUF, of an unknown version, or whose counts,
-    types, offsets or number of layers do not agree with what it holds.
+    types, offsets or number of layers do not match the file.
     """
     with load_errors(f"{path} cannot be read"), path.open("rb") as file:
         head = file.read(_START.size)
@@ -118,7 +116,7 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 class _Reader:
-    """Reads on from where it stands; raises `struct.error` or `ValueError` past the end."""
+    """Reads from its position on; raises `struct.error` or `ValueError` past the end."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -157,7 +155,7 @@ class _Reader:
         return self._data[start : self._at].decode("utf-8", "replace")
 
     def _value(self, kind: int) -> Any:
-        """One value; None for an array, which is passed over."""
+        """One value; None for an array, which is skipped."""
         if kind in _NUMBERS:
             return self._number(_NUMBERS[kind])
         if kind == _STRING:
@@ -242,10 +240,10 @@ _NUM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 def converted_gguf(path: Path) -> Path:
     """The safetensors folder for a GGUF file, converted on first use.
 
-    The folder is found again by the file's absolute path, size and time of change. It keeps the
-    number format of the file; what is quantised becomes float16, whose 11 bits hold more than any
-    quantised weight has. Raises `ModelLoadError` for a file that is no GGUF, is damaged, or of an
-    unknown architecture, and where the disk has no room for the result.
+    The folder's name depends on the file's absolute path, size and time of change. It keeps the
+    number format of the file; quantised weights become float16, whose 11 bits are more than any of
+    them has. Raises `ModelLoadError` for a file that is no GGUF, is damaged, or of an unknown
+    architecture, and if the disk has too little space.
     """
     with load_errors(f"{path} cannot be read"):
         status = path.stat()
@@ -256,10 +254,10 @@ def converted_gguf(path: Path) -> Path:
 
 
 def convert_once(path: Path, target: Path, *, label: str, dtype: str | None = None) -> Path:
-    """Return `target`, after converting the GGUF file at `path` into it if it is not there.
+    """Return `target`, after converting the GGUF file at `path` into it at first use.
 
-    `dtype` names the number format of the result; None: see `converted_gguf`. A result that was
-    damaged since is made again.
+    `dtype` names the number format of the result; None: see `converted_gguf`. A damaged result is
+    made again.
     """
     if target.is_dir() and _is_damaged(target):
         with load_errors(f"{target} is damaged and cannot be removed", way_out="; delete it"):
@@ -286,7 +284,7 @@ def convert_once(path: Path, target: Path, *, label: str, dtype: str | None = No
 
 
 def _is_damaged(folder: Path) -> bool:
-    """Whether a converted folder lost something of what every one has."""
+    """True if a converted folder is incomplete."""
     try:
         check_weights(folder)
         json.loads((folder / "config.json").read_bytes())
@@ -299,7 +297,7 @@ def _convert(path: Path, folder: Path, header: GGUFHeader, dtype: str) -> None:
     """Dequantise to `dtype` and save model and tokenizer to `folder`."""
     with quiet_transformers():
         model, tokenizer = _read(path, header, dtype)
-        # The weights are plain now; save_pretrained refuses what still claims otherwise.
+        # The weights are plain now, which save_pretrained checks.
         for attribute in ("quantization_config", "_pre_quantization_dtype"):
             if hasattr(model.config, attribute):
                 delattr(model.config, attribute)
@@ -317,7 +315,7 @@ def _convert(path: Path, folder: Path, header: GGUFHeader, dtype: str) -> None:
 def _read(path: Path, header: GGUFHeader, dtype: str) -> tuple[Any, Any]:
     """The model and the tokenizer in a GGUF file.
 
-    It is read by a link in a separate folder: files beside it are ignored.
+    It is read through a link in a separate folder, so files beside it are ignored.
     """
     from transformers import AutoTokenizer
 
@@ -343,10 +341,10 @@ def _read(path: Path, header: GGUFHeader, dtype: str) -> tuple[Any, Any]:
 
 
 def _refuse_other_size(link: Path, path: Path, header: GGUFHeader) -> None:
-    """Raise where the model that the header describes is much larger than the file.
+    """Raise if the model that the header describes is much larger than the file.
 
-    Up to twice as many weights: whether the output shares its weights with the embedding is not in
-    this configuration.
+    Up to twice as many weights are accepted: this configuration does not say if the output shares
+    its weights with the embedding.
     """
     from transformers import AutoConfig
 
@@ -360,7 +358,7 @@ def _refuse_other_size(link: Path, path: Path, header: GGUFHeader) -> None:
 
 
 def _dequantised(link: Path, path: Path, dtype: str) -> Any:
-    """The model in a GGUF file with weights of `dtype`; bfloat16 where float16 cannot hold them."""
+    """The model in a GGUF file with weights of `dtype`; bfloat16 if float16 cannot hold them."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -395,7 +393,7 @@ def _dequantised(link: Path, path: Path, dtype: str) -> Any:
 
 
 def _declare_bfloat16(config: Path) -> None:
-    """Say that the model is to be run in bfloat16: it has the range that float16 lacks."""
+    """Declare the model's dtype as bfloat16, which has the range that float16 lacks."""
     settings = json.loads(config.read_bytes())
     settings["dtype"] = "bfloat16"
     config.write_text(json.dumps(settings, indent=2))

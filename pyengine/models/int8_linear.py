@@ -1,21 +1,18 @@
 """Linear layers with weights in 8-bit integers, one scale per output channel, symmetric.
 
-Digits of 8 bits as oneDNN multiplies them by int8 weights without an error.
+The rows become integers too, so that oneDNN can use VNNI and AMX: each row gets a scale and two
+digits of 8 bits, which are two rows of one product. That is as good as 16 bits; one digit (dynamic
+quantisation by token: Yao et al., 2022, ZeroQuant, arXiv:2206.01861) has three times the error of
+the rounded weights. Sums of integers are exact in any order: a row has the same bits in every
+batch.
 
 Without VNNI oneDNN multiplies unsigned digits by signed weights and adds pairs of products in 16
-bits, which saturate: 2 * 255 * 127 is more than 32,767. There each digit is the sum of
-two halves, whose pairs fit. With VNNI sums have 32 bits. With AMX, signed digits are the fast
-ones; elsewhere oneDNN may have loops in C for those, which take a thousand times as long.
-
-Processors and switches (`ONEDNN_MAX_CPU_ISA`) are many, so a short trial of the operator decides,
-not the name of an instruction set.
-
-The rows that they multiply become integers too, so that oneDNN can use VNNI and AMX: each row gets
-a scale of its own and two digits of 8 bits, which are two rows of one product. That is as good as
-16 bits, where one digit (dynamic quantisation by token: Yao et al., 2022, ZeroQuant,
-arXiv:2206.01861) costs three times what rounding the weights does. Sums of integers are exact in
-any order: a row has the same bits in every batch. `choose_encoding` finds digits whose sums do not
-saturate."""
+bits, which saturate: 2 * 255 * 127 is more than 32,767. There each digit is the sum of two halves,
+whose pairs fit. With VNNI sums have 32 bits. With AMX, signed digits are fast; elsewhere oneDNN may
+use loops in C for those, which take a thousand times as long. Processors and switches
+(`ONEDNN_MAX_CPU_ISA`) are many, so a short trial of the operator decides, not the name of an
+instruction set.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,18 +33,18 @@ LARGEST = 127
 """Digits and weights are from -127 to 127."""
 
 PACKED_ROWS = 32
-"""Rows for which weights are laid out."""
+"""The number of rows for which weights are laid out."""
 
 _SHAPES = ((1, 24, 17), (33, 96, 40), (4, 576, 64))
 """Rows, input and output features of the trials: with and without incomplete vectors."""
 
 _SLOW = 8
-"""Signed digits are not taken where they are slower than unsigned ones by this factor."""
+"""Signed digits are not used if they are slower than unsigned ones by this factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How a digit is written: as the sum of `parts` numbers, each larger by `zero`."""
+    """The encoding of a digit: the sum of `parts` numbers, each with the offset `zero`."""
 
     name: str
     zero: int
@@ -63,7 +60,7 @@ class Encoding:
     def multiply(
         self, numbers: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
-        """What `encode` gave times a prepacked weight, float32 `[R, N]`; `scales` are `[N]`.
+        """Encoded digits times a prepacked weight, float32 `[R, N]`; `scales` are `[N]`.
 
         The sum of both halves is exact below 2^24, and has the same bits as an undivided digit's.
         """
@@ -79,7 +76,7 @@ HALVES = Encoding("halves", 64, 2)
 
 
 def pack(numbers: torch.Tensor) -> torch.Tensor:
-    """Weights `[N, K]` in int8 as oneDNN wants them; opaque."""
+    """Weights `[N, K]` in int8, prepacked for oneDNN; opaque."""
     operators: Any = torch.ops.onednn
     prepacked: torch.Tensor = operators.qlinear_prepack(numbers, [PACKED_ROWS, numbers.shape[1]])
     return prepacked
@@ -100,7 +97,7 @@ def _multiply(
 
 
 def is_exact(encoding: Encoding) -> bool:
-    """Whether the largest digits times the largest weights give the exact sums here."""
+    """True if the largest digits times the largest weights give exact sums here."""
     return all(_trial(encoding, *shape) for shape in _SHAPES)
 
 
@@ -133,9 +130,9 @@ def _seconds(encoding: Encoding) -> float:
 @cache
 @torch.inference_mode()
 def choose_encoding() -> Encoding:
-    """The encoding for this processor: exact, and of those the fastest.
+    """The fastest exact encoding on this processor.
 
-    Raises `ConfigurationError` where oneDNN gives no exact product of 8-bit integers.
+    Raises `ConfigurationError` if oneDNN has no exact product of 8-bit integers.
     """
     is_signed_exact = is_exact(SIGNED)
     if is_signed_exact and _seconds(SIGNED) < _SLOW * _seconds(UNSIGNED):
@@ -152,16 +149,16 @@ def choose_encoding() -> Encoding:
 
 
 _SECOND = 1 / (2 * LARGEST)
-"""The unit of the second digit, in units of the first, which is half a unit off at most."""
+"""The unit of the second digit, in units of the first, whose error is half a unit at most."""
 
 _TINY = 1e-12
-"""The least a scale is: rows and channels of zeros stay zeros."""
+"""The least scale: rows and channels of zeros stay zeros."""
 
 _numbers = count()
 
 
 def _units(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows `[R, K]` in units of their scales, from -127 to 127, and these, float32 `[R, 1]`."""
+    """Rows `[R, K]` in units of their scales, -127 to 127, and the scales, float32 `[R, 1]`."""
     floats = rows.float()
     scales = floats.abs().amax(1, keepdim=True).clamp_min(_TINY) / LARGEST
     return floats / scales, scales
@@ -185,7 +182,7 @@ def digits(rows: torch.Tensor, encoding: Encoding) -> tuple[torch.Tensor, torch.
 
 
 class Int8Linear(nn.Module):
-    """Computes about what `linear` does, with a weight of a byte per element.
+    """Approximates `linear`, with a weight of a byte per element.
 
     `weight` is opaque: laid out for oneDNN, int8, without arithmetic.
     """
@@ -222,7 +219,7 @@ class Int8Linear(nn.Module):
 
 
 class Int8Embedding(nn.Module):
-    """The rows of an embedding in 8-bit integers, each with a scale; they come as `dtype`."""
+    """The rows of an embedding in 8-bit integers, each with a scale; the result is of `dtype`."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -237,7 +234,7 @@ class Int8Embedding(nn.Module):
 
 
 _layers: "WeakValueDictionary[int, Int8Linear]" = WeakValueDictionary()
-"""A compiled graph cannot hold a prepacked weight: it holds the number of the layer that does."""
+"""Layers by number: a compiled graph cannot hold a prepacked weight, only this number."""
 
 
 def _int8_product(numbers: torch.Tensor, number: int, _out_features: int) -> torch.Tensor:
@@ -259,9 +256,9 @@ torch.library.register_fake("pyengine::int8_product")(_shape)
 def quantise_linears(model: Any, device: torch.device) -> int:
     """Replace every linear layer of `model` by one in 8-bit integers; returns how many.
 
-    An embedding that is tied to the head is replaced too. Weights are freed one by one, where
-    nothing else holds them. Raises `ConfigurationError`, and has changed nothing then, for a
-    device other than the CPU, and for a model with weights that are no plain linear layer's.
+    An embedding that is tied to the head is replaced too. Weights are freed one by one. Raises
+    `ConfigurationError`, without changes, for a device other than the CPU, and for a model with
+    weights outside plain linear layers.
     """
     onednn: Any = torch.backends.mkldnn
     if device.type != "cpu":
@@ -290,7 +287,7 @@ def quantise_linears(model: Any, device: torch.device) -> int:
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every weight of two dimensions or more, by name, and whose it is."""
+    """Every weight of two dimensions or more: its name and its module."""
     for name, module in model.named_modules():
         for own, weight in module.named_parameters(prefix=name, recurse=False):
             if weight.ndim > 1:

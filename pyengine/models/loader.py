@@ -1,11 +1,10 @@
-"""A model and its tokenizer in memory, and what the engine needs to know of them.
+"""Loads a model and its tokenizer, with its limits for the engine.
 
-The heads of a model that predict the tokens after the next one: multi-token prediction (MTP).
-
-Gloeckle et al. (2024), arXiv:2404.19737, and DeepSeek-V3, section 2.2: each head is one more
-decoder layer, which has the embedding of a token and the hidden state before it as its input, and
-shares embedding and output with the model. Their weights stand in the model's files, as the layers
-after its last; transformers leaves them out when it loads the model.
+`with_mtp_layers` adds the layers for multi-token prediction (MTP): Gloeckle et al. (2024),
+arXiv:2404.19737, and DeepSeek-V3, section 2.2. Each is one more decoder layer, whose inputs are the
+embedding of a token and the hidden state before it; it shares embedding and output with the model.
+Their weights are in the model's files, as the layers after its last; transformers skips them when
+it loads the model.
 """
 
 import logging
@@ -51,11 +50,11 @@ class LoadedModel:
     """A causal language model of transformers, ready to run.
 
     `tokenizer` is None for a folder without one: then prompts are token ids. `eos_token_ids` end a
-    generation. `max_model_len` is the number of positions, `vocab_size` the number of token ids
-    that the model knows. Where the model is divided over processes, this is one process's part,
-    which has 1 / `kv_shards` of the KV heads. `dtype_reason` says why the weights are of `dtype`.
-    `default_sampling` holds the fields of `SamplingParams` that the model's generation_config.json
-    sets. `mtp_layers` predict tokens after the next one; None where they were not asked for."""
+    generation. `max_model_len` is the number of positions, `vocab_size` the number of token ids. If
+    the model is divided over processes, this is one process's part, which has 1 / `kv_shards` of
+    the KV heads. `dtype_reason` says why the weights are of `dtype`. `default_sampling` holds the
+    fields of `SamplingParams` that the model's generation_config.json sets. `mtp_layers` predict
+    tokens after the next one; None if they were not loaded."""
 
     model: Any
     tokenizer: Any
@@ -78,7 +77,7 @@ class LoadedModel:
 
     @property
     def num_mtp_layers(self) -> int:
-        """How many MTP layers predict tokens after the next one."""
+        """The number of MTP layers."""
         return 0 if self.mtp_layers is None else len(self.mtp_layers.layers)
 
     @property
@@ -99,10 +98,10 @@ def load_model(
 ) -> LoadedModel:
     """Load a hub id, a local folder, a GGUF file, or (None) the embedded default.
 
-    `revision` and `token` are for the hub, as in `resolve_source`, whose result is taken too.
+    `revision` and `token` are for the hub, as in `resolve_source`, whose result is accepted too.
     Weights are mapped from the safetensors files, never initialised first. With a
-    `tensor_parallel_size` above 1, every process of torch's default group, which has as many,
-    calls this at the same time and gets its part of the model. Raises `ModelLoadError` for a
+    `tensor_parallel_size` above 1, every process of torch's default group calls this at the same
+    time and gets its part of the model. Raises `ModelLoadError` for a
     model that is missing, damaged or of an unsupported kind (see docs/reference/models.md), and
     `ConfigurationError` for a device or dtype that cannot be had.
     """
@@ -180,11 +179,10 @@ def _load_weights(folder: Path, config: Any, dtype: torch.dtype, placement: dict
 
 
 def _refuse_other_sizes(config: Any, headers: WeightHeaders, folder: Path) -> str:
-    """Raise where the model of `config` has more weights than the files, or other numbers of them.
+    """Raise if the model of `config` has more weights than the files, or tensors of other sizes.
 
-    transformers would fill what does not fit with random numbers before it says so. Returns what
-    is to be said if loading fails all the same: shapes that differ, of as many weights, may be
-    meant so.
+    transformers would fill such tensors with random numbers before it fails. Returns the message
+    for a later failure: other shapes of the same size may be intended.
     """
     with load_errors(f"{folder / 'config.json'} cannot be used"):
         model = empty_model(config)
@@ -212,11 +210,10 @@ def _refuse_other_sizes(config: Any, headers: WeightHeaders, folder: Path) -> st
 
 
 def _refuse_other_tensors(model: Any, info: Any, folder: Path) -> None:
-    """Raise where files and model do not agree in tensors; name those that are merely not used.
+    """Raise if files and model have different tensors; log those that are unused.
 
-    What the files lack, transformers fills with random numbers. Layers that config.json does not
-    count are left out, and half a model answers; layers for predicting further tokens are meant
-    to be left out.
+    transformers fills missing tensors with random numbers. Layers beyond the number in config.json
+    are left out, so half a model would answer; MTP layers are left out on purpose.
     """
     missing = sorted(info["missing_keys"])
     if missing:
@@ -248,9 +245,8 @@ def _refuse_other_tensors(model: Any, info: Any, folder: Path) -> None:
 def refuse_not_finite(model: Any, folder: Path) -> None:
     """Raise for weights that are NaN or infinite: every answer would be token 0.
 
-    One sum per tensor, for which the weights are read once more: a tenth of a second for 135
-    million of them that are in memory. The processes of a divided model add up together: all of
-    them come here, and all of them raise.
+    One sum per tensor, which reads all weights: a tenth of a second for 135 million of them in
+    memory. All processes of a divided model call this together, and all of them raise.
     """
     weights = [
         (name, tensor) for name, tensor in model.named_parameters() if tensor.dtype in _DTYPES
@@ -266,16 +262,16 @@ def refuse_not_finite(model: Any, folder: Path) -> None:
 
 def _of_all(number: Any) -> torch.Tensor:
     """The sum over all processes of a divided model."""
-    # torch 2.9 shows each process its own part of a DTensor where that is looked at.
+    # torch 2.9 shows each process its part of a DTensor only.
     whole: torch.Tensor = number.full_tensor() if hasattr(number, "full_tensor") else number
     return whole
 
 
 def _refuse_unpageable(model: Any, folder: Path) -> None:
-    """Raise for a model whose layers keep a state, or look at tokens that come later.
+    """Raise for a model whose layers keep a state, or attend to later tokens.
 
-    Attention that is not causal says so in its module (`is_causal`), or transformers reads it in
-    the configuration. Its mask never reaches an attention of our own, so it would answer nonsense.
+    Attention that is not causal is marked in its module (`is_causal`) or in the configuration. Its
+    mask never reaches our attention, so its answers would be nonsense.
     """
     name = f"{type(model).__name__} ({folder})"
     if getattr(model, "_is_stateful", False):
@@ -297,7 +293,7 @@ def _refuse_unpageable(model: Any, folder: Path) -> None:
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in `folder`, or None where it has none."""
+    """The tokenizer in `folder`, or None without one."""
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     import transformers
@@ -345,8 +341,8 @@ def with_mtp_layers(loaded: LoadedModel) -> LoadedModel:
 def _load_mtp_layers(model: Any, first: int, count: int) -> Any:
     """transformers' `MtpModel` over a model.
 
-    transformers finds the layers by names that the model's class ignores, which are those of
-    released checkpoints: here by the numbers of their layers, of whatever model of that kind.
+    transformers finds the layers by names that the model's class ignores, those of released
+    checkpoints. This adds the numbers of their layers, for any model of that kind.
     """
     import transformers
     from transformers.modeling_layers import MtpModel

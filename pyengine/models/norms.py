@@ -18,7 +18,7 @@ _FORMATS = (torch.float32, torch.bfloat16)
 
 
 class FusedRMSNorm(nn.Module):
-    """Computes what `norm`, a `LlamaRMSNorm` or its equal, does, to the rounding of a sum."""
+    """Computes `norm`, a `LlamaRMSNorm` or its equal, up to the rounding of a sum."""
 
     def __init__(self, norm: Any, threads: CpuAttention) -> None:
         super().__init__()
@@ -29,16 +29,16 @@ class FusedRMSNorm(nn.Module):
 
     @property
     def weight(self) -> Any:
-        """That of the norm it replaces, for those who compute it otherwise."""
+        """The weight of the replaced norm, for other code that computes it."""
         return self.plain.weight
 
     @property
     def variance_epsilon(self) -> float:
-        """Likewise."""
+        """The epsilon of the replaced norm."""
         return self._epsilon
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[..., size]` to the same."""
+        """Normalise `[..., size]`."""
         if torch.compiler.is_compiling() or hidden_states.dtype != self.plain.weight.dtype:
             plain: torch.Tensor = self.plain(hidden_states)
             return plain
@@ -49,9 +49,9 @@ class FusedRMSNorm(nn.Module):
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Replace every RMSNorm of `model` that is the usual one; returns how many there were.
+    """Replace every standard RMSNorm of `model`; returns their number.
 
-    None where the processor has no instructions for it, and on other devices.
+    That is 0 if the processor lacks the instructions, and on other devices.
     """
     if not CpuAttention.is_fast():
         return 0
@@ -59,14 +59,14 @@ def fuse_norms(model: nn.Module) -> int:
     num_fused = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if not isinstance(parent, FusedRMSNorm) and _is_usual(child):
+            if not isinstance(parent, FusedRMSNorm) and _is_standard(child):
                 setattr(parent, name, FusedRMSNorm(child, threads))
                 num_fused += 1
     return num_fused
 
 
-def _is_usual(module: Any) -> bool:
-    """Whether it is `LlamaRMSNorm` or, as in most families, a copy of it."""
+def _is_standard(module: Any) -> bool:
+    """True for `LlamaRMSNorm` or, as in most families, a copy of it."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     if not isinstance(getattr(module, "weight", None), torch.Tensor):

@@ -1,8 +1,8 @@
-"""Where a model runs, in which number format, and over how many processes it can be divided.
+"""The device and number format of a model, and the processes that it can be divided over.
 
-Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053) is where the division is from: attention is
-divided by heads, the MLP by its intermediate size, the embedding by the vocabulary. The plan of
-the model's class in transformers says how each matrix is divided; this module checks its needs.
+The division is that of Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053): attention is divided
+by heads, the MLP by its intermediate size, the embedding by the vocabulary. The plan of the model's
+class in transformers says how each matrix is divided; this module checks its needs.
 """
 
 import logging
@@ -31,8 +31,8 @@ _INTERMEDIATE_SIZES = (
 def resolve_device(device: str | torch.device) -> torch.device:
     """The device for "auto", "cpu", "cuda" or "cuda:1".
 
-    "auto" is the first CUDA device where there is one, else the CPU. Raises
-    `ConfigurationError` for a device that torch does not know or does not see.
+    "auto" is the first CUDA device if there is one, else the CPU. Raises `ConfigurationError` for a
+    device that torch does not know or see.
     """
     if isinstance(device, str) and device == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -61,9 +61,9 @@ def resolve_device(device: str | torch.device) -> torch.device:
 def resolve_first_device(device: str | torch.device, size: int) -> torch.device:
     """The device of the first of `size` processes that divide a model; the others take the next.
 
-    On CUDA these are the devices 0 to `size - 1`. Raises `ConfigurationError` where there are
-    fewer, for another first device, and for the CPU of a machine that has CUDA devices:
-    transformers divides a model over those wherever torch sees them.
+    On CUDA these are the devices 0 to `size - 1`. Raises `ConfigurationError` if there are fewer,
+    for another first device, and for the CPU of a machine with CUDA devices: transformers always
+    divides a model over those.
     """
     if size < 1:
         raise ConfigurationError(f"tensor_parallel_size={size}: it must be at least 1")
@@ -92,7 +92,7 @@ def resolve_first_device(device: str | torch.device, size: int) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class DtypeChoice:
-    """The number format of a model's weights, and why it is that one."""
+    """The number format of a model's weights, and the reason for it."""
 
     dtype: torch.dtype
     reason: str
@@ -103,9 +103,8 @@ def choose_dtype(
 ) -> DtypeChoice:
     """The number format for "auto", "float32", "bfloat16", "float16" or a torch dtype.
 
-    "auto" is, on the CPU, bfloat16 where the model was `saved` so and the CPU has instructions for
-    it, else float32; on CUDA the one that the model was saved in, with bfloat16 in place of float32
-    or where the model does not say.
+    "auto" on the CPU is bfloat16 if the model was `saved` so and the CPU has instructions for it,
+    else float32. On CUDA it is the saved one, with bfloat16 in place of float32 or if unknown.
     """
     if asked == "auto":
         return _auto_dtype(saved, device)
@@ -159,7 +158,7 @@ def bfloat16_instructions() -> str | None:
     for name, question in _CPU_INSTRUCTIONS.items():
         if name == "AMX" and highest in _NO_AMX:
             continue
-        supported = getattr(torch.cpu, question, None)  # private: it may go
+        supported = getattr(torch.cpu, question, None)  # private: it may be removed
         if supported is not None and supported():
             return name
     return None
@@ -169,8 +168,8 @@ def check_tensor_parallel(config: Any, size: int) -> None:
     """Raise `ConfigurationError` unless a model of this configuration can be divided by `size`.
 
     Its class needs a tensor-parallel plan in transformers, and `size` must divide the query heads,
-    the KV heads, the intermediate sizes and the vocabulary of every layer. The message has the
-    numbers and the sizes that would do.
+    the KV heads, the intermediate sizes and the vocabulary of every layer. The message has these
+    numbers and the possible sizes.
     """
     if size < 1:
         raise ConfigurationError(f"tensor_parallel_size={size}: it must be at least 1")
@@ -196,7 +195,7 @@ def check_tensor_parallel(config: Any, size: int) -> None:
 
 
 def _divided(config: Any) -> Iterator[tuple[str, int]]:
-    """What is divided, in words, and how much of it there is; layer by layer where they differ."""
+    """The divided sizes, in words, and their numbers; layer by layer if these differ."""
     text = config.get_text_config()
     yield "tokens in the vocabulary", text.vocab_size
     layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
@@ -209,10 +208,10 @@ def _divided(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def kv_shards(config: Any, size: int) -> int:
-    """Over how many of `size` processes the plan divides the KV heads: all of them, or 1.
+    """The number of processes that the plan divides the KV heads over: `size`, or 1.
 
-    A plan that gathers the keys before attention (models that normalise across heads), or that
-    leaves attention whole, gives every process all heads.
+    A plan that gathers the keys before attention (models that normalise across heads), or that does
+    not divide attention, gives every process all heads.
     """
     plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
     divides = any(

