@@ -13,8 +13,7 @@ from typing import Any
 
 from pyengine.config import EngineSettings
 from pyengine.engine.core import EngineStats
-from pyengine.kv_cache import BlockManager
-from pyengine.kv_cache.counters import COUNTERS
+from pyengine.kv_cache import COUNTERS, BlockManager
 from pyengine.server.metrics import EngineMetrics
 from pyengine.server.settings import ServerSettings
 from pyengine.utils.settings import option_of

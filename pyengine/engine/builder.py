@@ -1,4 +1,4 @@
-"""From settings to an engine: load, size, choose and connect, in this order.
+"""Builds an engine from settings: load, size, choose and connect, in this order.
 
 settings -> model -> attention backend -> KV pool and its manager -> runner -> engine
 """
@@ -58,17 +58,16 @@ from pyengine.utils.packaging import package_version
 _log = logging.getLogger(__name__)
 
 _SOME_BLOCK_SIZE = 16
-"""To check settings with, until the backend has said what it likes."""
+"""For checks of settings, before the backend has chosen a block size."""
 _DRAFTS = 7
-"""Tokens drafted at most for a sequence and step, where the model's MTP layers do not say how
-many."""
+"""The most drafts for a sequence and step, unless the model's MTP layers set the number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
-    """An engine and what it stands on. `worker_group` are the processes of a model that is divided.
+    """An engine and its parts. `worker_group` are the processes of a divided model.
 
-    `default_params` serve requests that come without sampling parameters.
+    `default_params` are for requests without sampling parameters.
     """
 
     loaded: LoadedModel
@@ -81,7 +80,7 @@ class BuiltEngine:
 
 
 def build_engine(settings: EngineSettings) -> BuiltEngine:
-    """Load, size, choose, join. Raises as `LLM` does; nothing is left running if it fails."""
+    """Build an engine. Raises as `LLM` does, and then leaves no process running."""
     _check(settings)
     worker_group, size = None, settings.tensor_parallel_size
     threads = compute_threads(settings.num_threads, size)
@@ -94,15 +93,12 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
             size=size,
             num_threads=threads.count,
         )
-    with (
-        worker_group or nullcontext(),
-        threads.used(),
-    ):  # if anything fails from here on, the workers end
-        return _join(settings, worker_group, threads)
+    with worker_group or nullcontext(), threads.used():  # the workers end if this fails
+        return _connect(settings, worker_group, threads)
 
 
 def _check(settings: EngineSettings) -> None:
-    """Refuse what only the block manager or torch knows to be wrong, before anything is loaded."""
+    """Refuse settings that the block manager or torch reject, before loading."""
     asked = settings.asked_block_size
     size = _SOME_BLOCK_SIZE if asked is None else asked
     resolve_kv_cache_dtype(settings.kv_cache_dtype, torch.float32)
@@ -112,11 +108,11 @@ def _check(settings: EngineSettings) -> None:
         raise ConfigurationError(str(error)) from error
 
 
-def _join(
+def _connect(
     settings: EngineSettings, worker_group: WorkerGroup | None, threads: ComputeThreads
 ) -> BuiltEngine:
     loaded = worker_group.loaded if worker_group else _load(settings)
-    draft = load_draft(settings, loaded)  # before the memory that is left is looked at
+    draft = load_draft(settings, loaded)  # before the free memory is measured
     needs = needs_of(
         loaded.model,
         loaded.device,
@@ -199,13 +195,13 @@ def _join(
 
 
 def default_params(settings: EngineSettings, loaded: LoadedModel) -> SamplingParams:
-    """For requests without sampling parameters: those of the model, or our own."""
+    """Parameters of requests without any: those of the model, or our defaults."""
     of_model: Mapping[str, Any] = loaded.default_sampling
     return SamplingParams(**of_model if settings.takes_model_sampling else {})
 
 
 def about_sampling(settings: EngineSettings, params: SamplingParams) -> str:
-    """The words for `default_params`: where they are from, and what differs from our own."""
+    """A description of `default_params`: their source, and the differences from our defaults."""
     plain = SamplingParams()
     chosen = [
         f"{field.name}={getattr(params, field.name)!r}"
@@ -223,7 +219,7 @@ def _pool_settings(
     loaded: LoadedModel,
     worker_group: WorkerGroup | None,
 ) -> PoolSettings:
-    """What is asked of the pool, and the memory it may take; the largest step has to fit, too."""
+    """The settings of the pool, with its memory limit; the largest step must fit, too."""
     pool = PoolSettings(
         block_size=choice.block_size,
         num_blocks=settings.num_blocks,
@@ -267,7 +263,7 @@ def _load(settings: EngineSettings) -> LoadedModel:
 
 
 def _is_to_be_profiled(settings: EngineSettings, loaded: LoadedModel) -> bool:
-    """Whether the size of the pool follows from what a step leaves of a device's memory."""
+    """True if the size of the pool depends on the memory that a step leaves on a device."""
     is_asked = settings.num_blocks is not None or settings.kv_cache_memory is not None
     return loaded.device.type == "cuda" and settings.tensor_parallel_size == 1 and not is_asked
 
@@ -279,7 +275,7 @@ def _memory_left(
     kv_dtype: torch.dtype,
     loaded: LoadedModel,
 ) -> int:
-    """Bytes that the largest step and the graphs leave on the device: over a pool of one block."""
+    """Bytes that the largest step and the graphs leave on the device, with a pool of one block."""
     specs = cache_specs(loaded, kv_dtype)
     smallest = KVPool(specs, 1, pool.block_size, loaded.device)
     longest, groups = pool.max_model_len, smallest.groups
@@ -313,7 +309,7 @@ def _runner_limits(
 def _recorder(
     settings: EngineSettings, loaded: LoadedModel, backend: AttentionBackend
 ) -> CudaGraphRecorder | None:
-    """The recorder of CUDA graphs, where there can be one; None: steps run eagerly."""
+    """The recorder of CUDA graphs; None: steps run eagerly."""
     graphs = loaded.device.type == "cuda" and backend.supports_graphs and loaded.mtp_layers is None
     return CudaGraphRecorder() if graphs and not settings.enforce_eager else None
 
@@ -326,7 +322,7 @@ def _runner(
     limits: RunnerLimits,
     products: ProductChooser,
 ) -> ModelRunner:
-    """A runner in this process, compiled and captured as asked."""
+    """A runner in this process, compiled and captured as the settings say."""
     pool = plan.pool(loaded)
     backend = choice.build(pool)
     if loaded.device.type == "cpu":
@@ -342,7 +338,7 @@ def _runner(
     runner = ModelRunner(loaded, pool, backend, limits, record=recorder)
     runner.take_over_rotations()
     if settings.compile:
-        pool.populate()  # who waits for a compiler wants fast steps, and steady ones
+        pool.populate()  # with a compiled model, for steady steps too
         runner.compile()
     elif settings.compile is None and recorder is not None:
         _compile_if_possible(runner)
@@ -351,7 +347,7 @@ def _runner(
 
 
 def _compile_if_possible(runner: ModelRunner) -> None:
-    """In a graph a launch is cheap, and still each operator reads and writes all rows."""
+    """Compile, if it works: in a graph launches are cheap, but each operator reads all rows."""
     try:
         runner.compile()
     except ConfigurationError as error:
@@ -361,7 +357,7 @@ def _compile_if_possible(runner: ModelRunner) -> None:
 def _setup(
     choice: Choice, needs: AttentionNeeds, plan: CachePlan, limits: RunnerLimits
 ) -> RunnerSetup:
-    """The same for every process of a model that is divided."""
+    """The setup of every process of a divided model."""
     return RunnerSetup(
         num_blocks=plan.size.num_blocks,
         block_size=plan.block_size,
@@ -373,10 +369,10 @@ def _setup(
 
 
 def _executor(settings: EngineSettings, runner: Runner, device: torch.device) -> Executor:
-    """A second step waits behind the one that runs, if asked for or (None) where that is fast.
+    """The executor, with a queue of two steps if requested or (None) if that is faster.
 
-    CUDA runs beside the host by itself; the CPU gets a thread for it, which gains little where
-    the model uses all cores. The processes of a divided model take one step at a time.
+    CUDA runs beside the host by itself; the CPU gets a thread for it, which gains little if the
+    model uses all cores. The processes of a divided model run one step at a time.
     """
     on_cuda = device.type == "cuda"
     ahead = on_cuda if settings.async_scheduling is None else settings.async_scheduling
@@ -392,7 +388,7 @@ def _drafter(
     draft: LoadedDraft | None,
     plan: CachePlan,
 ) -> Drafter:
-    """The drafter that was asked for, if that is not the model itself."""
+    """The drafter of the settings, unless that is the model's MTP layers."""
     if draft is not None:
         return _draft_model(settings, executor, draft, draft.plan_cache(settings, plan))
     return NgramDrafter() if settings.speculation == "ngram" else SuffixDrafter()

@@ -1,4 +1,4 @@
-"""Conversations to token ids, by the model's chat template, as transformers renders it."""
+"""Renders conversations to token ids by the model's chat template, as transformers does."""
 
 import json
 import re
@@ -19,10 +19,10 @@ _MESSAGE_KEYS = frozenset(
     ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
 )
 _INERT_KEYS = frozenset(("annotations", "cache_control", "id", "refusal"))
-"""Keys of messages as servers write them, without effect where the template does not read them."""
+"""Keys of messages from servers, without effect unless the template reads them."""
 _PART_KEYS = frozenset(("type", "text"))
 _INERT_PART_KEYS = frozenset(("annotations", "cache_control", "id", "prompt_cache_breakpoint"))
-"""The same of parts of a content."""
+"""The same for parts of a content."""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _RESERVED = frozenset(
     [
@@ -49,7 +49,7 @@ _WALKS_PARTS = re.compile(r"for\s+\w+\s+in\s+(\w+\.content\b|\w+\[['\"]content['
 def as_conversations(
     messages: Sequence[Message] | Sequence[Sequence[Message]],
 ) -> list[Sequence[Message]]:
-    """One conversation or several, as several."""
+    """One or several conversations, as a list."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
         raise InvalidRequestError(
             f"{shown(messages)} is no conversation: give a list of messages, each with 'role' "
@@ -63,11 +63,11 @@ def as_conversations(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How a conversation becomes a prompt.
+    """Options of rendering a conversation to a prompt.
 
     `tools` are JSON schemas of functions, `template` replaces the model's own, and `variables` are
-    handed to it (vLLM's `chat_template_kwargs`). With `continue_final_message` the last message is
-    left open and the model goes on with it. `seconds` is the time that all this may take.
+    passed to it (vLLM's `chat_template_kwargs`). With `continue_final_message` the last message is
+    left open for the model to continue. `seconds` limits the time of rendering.
     """
 
     add_generation_prompt: bool = True
@@ -124,8 +124,8 @@ def render_chat(
 ) -> list[int]:
     """The token ids of a conversation by the model's chat template, as transformers renders it.
 
-    Raises `InvalidRequestError` for messages that no template takes, and with the template's own
-    words for those that this one refuses.
+    Raises `InvalidRequestError` for invalid messages, and with the template's error for those that
+    it refuses.
     """
     template = options.template or getattr(tokenizer, "chat_template", None)
     if tokenizer is None or not template:
@@ -157,7 +157,7 @@ def render_chat(
 def _refuse_powers(template: str) -> None:
     """Raise `ValueError` for a template that raises numbers to powers.
 
-    It could be one operation that takes for ever, and nothing can interrupt it.
+    A single such operation could run for ever, and cannot be interrupted.
     """
     from jinja2 import Environment
 
@@ -176,7 +176,7 @@ def _render_somehow(
     except Exception:
         if all("content" in message for message in messages):
             raise
-    # Some templates add the content to other text, whether there is one or not.
+    # Some templates use the content without a check.
     return _render([{"content": "", **message} for message in messages], tokenizer, options)
 
 
@@ -199,9 +199,9 @@ def _words(error: BaseException) -> str:
 
 
 def _message(position: int, message: Any, template: str) -> dict[str, Any]:
-    """A message as templates take it: text as text, arguments of tool calls as mappings.
+    """A message for templates: text content, arguments of tool calls as mappings.
 
-    What is None is left out, as transformers does.
+    Values of None are left out, as transformers does.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(
@@ -236,7 +236,7 @@ def _message(position: int, message: Any, template: str) -> dict[str, Any]:
 def _check_role(position: int, role: str, template: str) -> None:
     """Raise for a role that neither the API nor the template names.
 
-    Many templates write any role as it comes, so a misspelt role would change the prompt.
+    Many templates write any role, so a misspelt role would change the prompt.
     """
     refuse_surrogates(role)
     if role not in _ROLES and not any(f"{mark}{role}{mark}" in template for mark in "'\""):
@@ -247,16 +247,15 @@ def _check_role(position: int, role: str, template: str) -> None:
 
 
 def template_reads(template: str, name: str) -> bool:
-    """Whether the name occurs in the template, not as a part of another one."""
-    # The first test is for names of some megabytes, of which no expression is to be made.
+    """True if the name occurs in the template, not as a part of another one."""
+    # The first test avoids a regular expression of a name of some megabytes.
     return name in template and bool(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template))
 
 
 def unread_keys(messages: Sequence[Any], template: str) -> list[str]:
-    """The keys of messages, and of parts of their content, that `render_chat` takes and the
-    template does not read, each once: `messages.id`, `messages.content.id`.
+    """The accepted keys of messages and their parts that the template does not read.
 
-    Messages may be of any form: what cannot be rendered is left to `render_chat`.
+    Each once: `messages.id`, `messages.content.id`. Invalid messages are left to `render_chat`.
     """
     found: dict[str, None] = {}
     for message in messages:
@@ -279,9 +278,9 @@ def _unread_of_message(message: Message, template: str) -> list[str]:
 
 
 def _content(position: int, content: Any, template: str) -> str | list[Any]:
-    """The content of a message, text; given in parts, as OpenAI's API takes it, a line for each.
+    """The content of a message as text; parts, as in OpenAI's API, become lines.
 
-    A template that walks through parts gets them, as texts.
+    A template that iterates over parts gets them, as texts.
     """
     if not isinstance(content, list | tuple):
         return _part(position, {"type": "text", "text": content}, content)
@@ -339,7 +338,7 @@ def _tool_call(position: int, call: Any) -> dict[str, Any]:
 
 
 def _refuse_surrogates_within(value: Any) -> None:
-    """Raise for text that is none, in mappings and lists at any depth."""
+    """Raise for invalid text in mappings and lists at any depth."""
     todo, seen = [value], set()
     while todo:
         value = todo.pop()

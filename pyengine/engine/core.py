@@ -1,4 +1,4 @@
-"""The loop. `step` reads like the picture in the docs: schedule, submit, commit, emit."""
+"""The engine: `step` schedules, submits, commits and emits, as in the picture of the docs."""
 
 import logging
 from collections import deque
@@ -44,21 +44,21 @@ class StepResult:
     num_new_tokens: int = 0
     finished: list[Request] = field(default_factory=list)
     num_tokens: int = 0
-    """Tokens whose KV it computed, those of prompts and of decodes."""
+    """Tokens whose KV it computed, of prompts and decodes."""
     rows: Sequence[SequenceState] = ()
-    """Sequences that got a token; the same object in steps that decode the same ones. One that had
-    been aborted or had ended in the step before is in it and got none."""
+    """Sequences that got a token; the same object in steps that decode the same ones. Includes
+    sequences that were aborted or ended in the step before, which got none."""
     begun: list[Request] = field(default_factory=list)
-    """Requests whose prompt it completed: they have their first token, if they asked for any."""
+    """Requests whose prompt it completed: they have their first token, if they want any."""
     ended: list[SequenceState] = field(default_factory=list)
-    """Samples that it ended, also of requests that go on."""
+    """Samples that it ended, also of unfinished requests."""
     num_drafted: int = 0
-    """Of the new tokens, those that were drafted and right: beyond one for each sequence."""
+    """New tokens that were accepted drafts: those beyond one for each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A look at the engine. `counters` only grow: the block manager's, and what forks share."""
+    """Statistics of the engine. `counters` only grow: the block manager's, and reuse by forks."""
 
     usage: PoolUsage
     counters: dict[str, int]
@@ -68,13 +68,13 @@ class EngineStats:
     num_new_tokens: int
     """Tokens generated so far."""
     num_drafts: int = 0
-    """Decodes with drafts so far. With the counters `draft_tokens` and `accepted_draft_tokens`: a
-    draft is right in `accepted_draft_tokens / draft_tokens` of the cases, and such a decode gives
+    """Decodes with drafts so far. With the counters `draft_tokens` and `accepted_draft_tokens`, the
+    acceptance rate is `accepted_draft_tokens / draft_tokens`, and such a decode gives
     `1 + accepted_draft_tokens / num_drafts` tokens."""
 
 
 class EngineObserver(Protocol):
-    """An observer, for metrics. Called in the thread that runs the steps."""
+    """An observer, for metrics. Called in the engine thread."""
 
     def on_arrival(self, request: Request) -> None:
         """A request was queued."""
@@ -85,7 +85,7 @@ class EngineObserver(Protocol):
         ...
 
     def on_finish(self, request: Request) -> None:
-        """A request has ended, in whatever way; its times are those of `RequestMetrics`."""
+        """A request has ended, for any reason; its times are those of `RequestMetrics`."""
         ...
 
 
@@ -108,32 +108,32 @@ class Engine:
         kept = PromptLogprobCache(manager.num_blocks, manager.block_size)
         self.input_processor = InputProcessor(model_limits, kept, tokenizer=tokenizer, seed=seed)
         self._requests: dict[str, Request] = {}
-        """Unfinished ones, by id."""
+        """Unfinished requests, by id."""
         self._deadlines: list[tuple[float, int, Request]] = []
         self._numbers = count()
         self._drafting: Drafting | None = None
         self._unread: InputBatch | None = None
-        """The batch that has buffered the last tokens."""
+        """The batch with buffered tokens of the last steps."""
         self._queue: deque[SubmittedStep] = deque()
-        """Steps that run: at most two, the older one first."""
+        """Running steps: at most two, the older one first."""
         self._faults = FaultFinder()
         self.failures = FailureLog()
-        """Of steps: which tracebacks were logged."""
+        """The logged tracebacks of failed steps."""
         self._memory = LimitRecovery(scheduler.limits)
         self._observers: list[EngineObserver] = []
         self._num_new_tokens = 0
         self._is_stepping = False
         self._death = ""
-        """Why no step can run any more, if so."""
+        """The reason why no step can run any more; empty if they can."""
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
+        """True if any request is unfinished."""
         return self._scheduler.has_work
 
     @property
     def is_running(self) -> bool:
-        """Whether a step runs while the caller has the results of the one before."""
+        """True if a step runs while the caller has the results of the one before."""
         return bool(self._queue)
 
     @property
@@ -143,30 +143,28 @@ class Engine:
 
     @property
     def unfinished(self) -> list[Request]:
-        """Requests that have not ended, in the order in which they came."""
+        """Requests that have not ended, in order of arrival."""
         return list(self._requests.values())
 
     @property
     def death(self) -> str:
-        """Why no step can be run any more; empty as long as they can."""
+        """The reason why no step can run any more; empty if they can."""
         return self._death
 
     def observe(self, observer: EngineObserver) -> None:
-        """Tell `observer` of every request and step from now on."""
+        """Notify `observer` of every request and step from now on."""
         self._observers.append(observer)
 
     def speculate(self, speculator: Speculator, mtp: MTPDrafter | None = None) -> None:
-        """From now on let decodes compute drafts: they may give several tokens in a step.
+        """Compute drafts with decodes from now on: a decode may give several tokens in a step.
 
-        `mtp` is the drafter, where it is the model's own MTP layers.
+        `mtp` is the drafter if it is the model's MTP layers.
         """
         self._drafting = Drafting(speculator, self._scheduler, mtp)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises `InvalidRequestError` for an id that is in use."""
-        if (
-            self._requests.get(request.request_id) is request
-        ):  # an interrupt came after it was queued
+        if self._requests.get(request.request_id) is request:  # Ctrl-C came after it was queued
             return
         refuse_taken([request], self._requests)
         try:
@@ -186,13 +184,12 @@ class Engine:
     def step(self) -> StepResult:
         """Run one step: schedule and submit, wait and commit, emit.
 
-        With overlap a second step is submitted before the tokens of the first are waited for; it
-        decodes them all the same. A step that fails is rolled back, with the one after it, and no
-        request has changed. The requests in it become suspects: one on which the forward pass
-        fails again ends with the finish reason "error", and the others go on. A step that was too
-        large for the device's memory is planned again, smaller; `DeviceMemoryError` is raised when
-        it cannot be smaller. Once the device has failed, this and every later call raises
-        `EngineDeadError`.
+        With overlap a second step is submitted before the tokens of the first are known; it decodes
+        them on the device. A failed step is rolled back, with the one after it, and no request
+        changes. Its requests become suspects: one on which the forward pass fails again ends with
+        the finish reason "error", and the others go on. A step that is too large for the device's
+        memory is planned again, smaller; `DeviceMemoryError` if it cannot be smaller. Once the
+        device has failed, this and every later call raises `EngineDeadError`.
         """
         if self._death:
             raise EngineDeadError(self._death)
@@ -211,12 +208,11 @@ class Engine:
 
     @property
     def _depth(self) -> int:
-        """How many steps may be in the queue. One, while a request at fault is searched for."""
+        """The most steps in the queue: one during the search for a request at fault."""
         return 1 if self._faults.is_searching else self._executor.depth
 
     def _schedule(self) -> ScheduledStep | None:
-        """Plan the next step. None: there is nothing to do, or it needs the tokens of the one
-        before."""
+        """Plan the next step. None: no request can run, or it needs tokens of the one before."""
         before = self._queue[-1] if self._queue else None
         held: Collection[SequenceState] = ()
         if self._faults.is_searching:
@@ -233,7 +229,7 @@ class Engine:
         return step
 
     def _submit(self, step: ScheduledStep | None) -> bool:
-        """Put a step into the device's queue; whether it is there."""
+        """Put a step into the device's queue; True if that succeeded."""
         if step is None:
             return False
         before = self._queue[-1] if self._queue else None
@@ -255,7 +251,7 @@ class Engine:
         return True
 
     def _commit(self) -> SubmittedStep | None:
-        """Wait for the oldest step and take it as computed. None: it failed and was rolled back."""
+        """Wait for the oldest step and commit it. None: it failed and was rolled back."""
         submitted = self._queue.popleft()
         step, batch = submitted.step, submitted.batch
         try:
@@ -284,7 +280,7 @@ class Engine:
         return submitted
 
     def _roll_back(self, *oldest: SubmittedStep) -> None:
-        """Undo every step, the newest first, once the device is through with it."""
+        """Undo every step, the newest first, after the device has finished it."""
         for submitted in [*reversed(self._queue), *oldest]:
             submitted.work.exception()
             if submitted in self._queue:
@@ -294,7 +290,7 @@ class Engine:
                 self._scheduler.rollback(submitted.step)
 
     def _fail_broken(self, batch: InputBatch, error: BrokenLogitsError) -> None:
-        """End the requests that have no token to choose. After a draft that need not be so."""
+        """End the requests without a token to choose; after a draft, only disable drafts."""
         sequences = dict.fromkeys([batch.sequences[row] for row in error.rows])
         broken = [batch.sequences[row] for row in error.rows if row not in batch.ahead]
         for request in dict.fromkeys([sequence.request for sequence in broken]):
@@ -306,8 +302,7 @@ class Engine:
     def _failed(
         self, sequences: list[SequenceState], num_tokens: int, error: BaseException
     ) -> None:
-        """See how to go on after a step that failed and was rolled back; raise where that is not
-        possible."""
+        """Recover from a failed step, which was rolled back; raise if that is not possible."""
         if is_out_of_memory(error):
             self._shrink(num_tokens, error)
             return
@@ -334,7 +329,7 @@ class Engine:
             )
 
     def _shrink(self, num_tokens: int, error: BaseException) -> None:
-        """Go on with smaller steps after one of `num_tokens` tokens that did not fit."""
+        """Use smaller steps after one of `num_tokens` tokens that did not fit."""
         limits = self._memory.smaller(num_tokens)
         if limits is None:
             raise DeviceMemoryError(
@@ -355,14 +350,14 @@ class Engine:
             torch.cuda.empty_cache()
 
     def _end_idle(self) -> None:
-        """Where no request is left, roll back the steps that run and keep nothing of them."""
+        """If no request is left, roll back running steps and drop their results."""
         if not self._requests and not self._is_stepping:
             self._executor.batches.clear()
             self._unread = None
             self._roll_back()
 
     def _emit(self, submitted: SubmittedStep | None) -> StepResult:
-        """Append every token to its sequence, fork new sequences, end what is done, emit deltas."""
+        """Append tokens to sequences, fork new samples, end finished ones, emit deltas."""
         if submitted is None:
             return StepResult()
         batch = submitted.batch
@@ -407,7 +402,7 @@ class Engine:
         )
 
     def _append_streamed(self, submitted: SubmittedStep, ended: list[SequenceState]) -> int:
-        """Append the tokens of streamed rows; extends `ended`. How many of them were drafted."""
+        """Append the tokens of streamed rows; extends `ended`; returns the number of drafts."""
         batch, num_drafted = submitted.batch, 0
         if not batch.streamed:
             return 0
@@ -426,7 +421,7 @@ class Engine:
             self._unread.flush()
 
     def _fail_lost(self, batch: InputBatch) -> None:
-        """End the requests whose grammars cannot say any more which token may come."""
+        """End the requests whose grammars have failed."""
         lost = {
             batch.sequences[row].request: matcher.error
             for row, matcher in batch.sampling.matchers.items()
@@ -439,13 +434,13 @@ class Engine:
 
     @staticmethod
     def _append(batch: InputBatch, row: int, token: int, logprobs: Any = None) -> bool:
-        """Give a sequence its token; whether that ends it. One that was aborted gets none."""
+        """Append a token to a sequence, unless it was aborted; True if that ends it."""
         sequence = batch.sequences[row]
         return sequence.finish_reason is None and sequence.append(token, logprobs)
 
     def _begin(self, request: Request) -> None:
-        """Start the sequences after the first, those that did not end with their first token."""
-        if not request.sequences[0].max_output:  # it asked for its prompt alone
+        """Start the further sequences that did not end with their first token."""
+        if not request.sequences[0].max_output:  # it wants its prompt alone
             return
         request.first_token_time = monotonic()
         if len(request.sequences) > 1:
@@ -458,19 +453,19 @@ class Engine:
                 self._drafting.fork(request.sequences[0], others)
 
     def _finish(self, ended: list[SequenceState]) -> list[Request]:
-        """Take sequences out that have ended; the requests that are through."""
+        """Remove ended sequences; return the finished requests."""
         self._scheduler.finish(ended)
-        through = [
+        finished = [
             request
             for request in dict.fromkeys([sequence.request for sequence in ended])
             if request.is_finished
         ]
-        for request in through:
-            self._take_out(request)
-        return through
+        for request in finished:
+            self._remove(request)
+        return finished
 
-    def _take_out(self, request: Request) -> None:
-        """Forget a request that has ended, and tell whoever waits for it."""
+    def _remove(self, request: Request) -> None:
+        """Remove a finished request, and emit its last output."""
         request.finished_time = monotonic()
         self._requests.pop(request.request_id, None)
         if request.scores is not None:
@@ -502,7 +497,7 @@ class Engine:
         for request in live:
             self._scheduler.finish(request.sequences)
             request.finish("abort", stop_reason)
-            self._take_out(request)
+            self._remove(request)
         self._faults.forget(live)
         self._end_idle()
         return live
@@ -510,7 +505,7 @@ class Engine:
     def _fail(self, request: Request, error: Exception) -> None:
         """End a request that cannot be served, because of `error`.
 
-        Not one that has ended since the step was planned: its row counts for nothing.
+        A request that has ended since the step was planned is ignored.
         """
         if self._requests.get(request.request_id) is not request:
             return
@@ -521,7 +516,7 @@ class Engine:
         request.finish("error")
         self._faults.forget([request])
         sink, request.sink = request.sink, None
-        self._take_out(request)
+        self._remove(request)
         if sink is not None:
             message = f"request {request.request_id!r} failed: {request.error}"
             failure = RequestFailedError(message, [request.output()])
@@ -539,12 +534,12 @@ class Engine:
             self._deadlines = live
 
     def view(self, most_requests: int) -> EngineView:
-        """The pool, who runs, and of those that wait as many as make `most_requests`."""
+        """The pool, and up to `most_requests` requests, running ones first."""
         unfinished = self._requests.values()
         return view_of(self.stats(), self._manager, self._scheduler, unfinished, most_requests)
 
     def stats(self) -> EngineStats:
-        """The usage and the counters as of now."""
+        """The current usage and counters."""
         counters = self._manager.stats().as_dict()
         for name, number in self._scheduler.reuse.as_dict().items():
             counters[name] = counters.get(name, 0) + number

@@ -1,36 +1,36 @@
-"""Tokens to text as they come: whole characters only, and stop strings found on the way."""
+"""Incremental detokenization: whole characters only, and stop strings."""
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol, TypeAlias
 
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import DecodeStream
 
-from pyengine.engine.stop_search import StopSearch
 from pyengine.engine.untrusted_calls import is_failure
 
 _log = logging.getLogger(__name__)
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTES_PER_CHARACTER = 4
-"""The longest UTF-8 character; so many tokens without a whole one hold bytes that are none."""
+"""The longest UTF-8 character: as many tokens without a whole one hold invalid bytes."""
 _LONGEST_WINDOW = 24
 _KEPT_TOKENS = 12
-"""How much a window keeps when it is shortened; a multiple of every length of a character, so
-that a text spelled byte by byte is not cut inside one over and over."""
+"""Tokens that a shortened window keeps; a multiple of every length of a character, so that a text
+of single bytes is not always cut inside a character."""
 _SHORTEST_CONTEXT = 6
-"""How many tokens of what came before are looked at first, for text that can stand for it."""
+"""Earlier tokens that are decoded first as context."""
 
 _Decode: TypeAlias = Callable[[list[int]], str]
 
 
 class Tokenizer(Protocol):
-    """What is needed of a Hugging Face tokenizer.
+    """The used part of a Hugging Face tokenizer.
 
-    One that has a ``backend_tokenizer`` of the tokenizers library is used through that.
+    A ``backend_tokenizer`` of the tokenizers library is used directly.
     """
 
     def decode(
@@ -49,21 +49,21 @@ class StopMatch:
 
     stop: str
     num_tokens: int
-    """How many tokens of the output there are up to the one that completed it, that included."""
+    """The number of output tokens up to the one that completed it, inclusive."""
 
 
 class IncrementalDetokenizer:
     """The text of one growing completion of a prompt.
 
-    ``text`` holds every character that is complete. ``stable_text`` leaves out an end that may
-    yet turn out to be the beginning of a stop string: it only ever grows, so it is what may be
-    streamed. ``finish`` makes the two equal. The text is what the tokens add to that of the
-    prompt: for some tokenizers the first word begins with a space only if something precedes it.
+    ``text`` holds every complete character. ``stable_text`` leaves out an end that may be the
+    beginning of a stop string: it only grows, so it may be streamed. ``finish`` makes the two
+    equal. The text is the addition of the tokens to the text of the prompt: for some tokenizers
+    the first word begins with a space only after other text.
 
-    Stop strings end the text where they begin, or behind them with
-    ``include_stop_str_in_output``. Of several, the one that is complete first counts, whatever
-    the tokens' borders; of those, the longest. One whose last character comes with the first
-    ``min_tokens`` tokens doesn't count.
+    Stop strings end the text where they begin, or after them with
+    ``include_stop_str_in_output``. Of several, the first complete one counts, whatever the tokens'
+    borders; of those, the longest. One that ends within the first ``min_tokens`` tokens is
+    ignored.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class IncrementalDetokenizer:
 
     @property
     def stable_text(self) -> str:
-        """The part of ``text`` that no stop string can take back."""
+        """The part of ``text`` that no stop string can remove."""
         return self.text[: self._stable_length()]
 
     def take_new_text(self) -> str:
-        """The stable text that was not there when this was last called; costs no more than that."""
+        """The stable text since the last call, in time proportional to it."""
         stable, wanted = self._stable_length(), self._length - self._num_taken
         end: list[str] = []
         for piece in reversed(self._pieces):
@@ -114,7 +114,7 @@ class IncrementalDetokenizer:
         return new
 
     def append(self, token_id: int) -> StopMatch | None:
-        """Add one token; say which stop string it completed, if any.
+        """Add one token; return the stop string that it completed, if any.
 
         Raises ``RuntimeError`` after a match or :meth:`finish`: the text has ended.
         """
@@ -123,7 +123,7 @@ class IncrementalDetokenizer:
     def append_many(self, token_ids: list[int]) -> StopMatch | None:
         """Add tokens up to one that completes a stop string; those behind it don't count.
 
-        The result is that of adding them one by one, for less. Raises ``RuntimeError`` after a
+        The result is that of adding them one by one, in less time. Raises ``RuntimeError`` after a
         match or :meth:`finish`.
         """
         if self._is_finished:
@@ -131,7 +131,7 @@ class IncrementalDetokenizer:
         if self._stops is None:
             self._add(self._decoder.push(token_ids), len(token_ids))
             return None
-        num_free = self._min_tokens - self._num_tokens  # tokens that no match may end with
+        num_free = self._min_tokens - self._num_tokens  # tokens in which no match may end
         if num_free > 0:
             piece = self._decoder.push(token_ids[:num_free])
             self._stops.skip(piece)
@@ -168,8 +168,8 @@ class IncrementalDetokenizer:
             stops.skip(piece)
         else:
             raise AssertionError("the tokens' texts, one by one, lack what they have together")
-        stop, num_behind = found
-        self._length -= num_behind + (0 if self._includes_stop else len(stop))
+        stop, num_after = found
+        self._length -= num_after + (0 if self._includes_stop else len(stop))
         self._pieces = [self.text[: self._length]]
         self._is_finished = True
         return StopMatch(stop, self._num_tokens)
@@ -181,7 +181,7 @@ class IncrementalDetokenizer:
 
 
 def text_of(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a single token; U+FFFD where the tokenizer fails on it."""
+    """The text of a single token; U+FFFD if the tokenizer fails on it."""
     decode: Any = tokenizer.decode
     try:
         return str(decode([token]))
@@ -192,7 +192,7 @@ def text_of(tokenizer: Tokenizer, token: int) -> str:
 
 
 class _SafeDecoder:
-    """Decodes as the one does that `make` gives. Where that fails the text ends, with U+FFFD."""
+    """Decodes with the decoder of `make`. If that fails the text ends, with U+FFFD."""
 
     def __init__(self, make: "Callable[[], _StreamDecoder | _WindowDecoder]") -> None:
         self._decoder: _StreamDecoder | _WindowDecoder | None = None
@@ -200,7 +200,7 @@ class _SafeDecoder:
         try:
             self._decoder = make()
         except BaseException as error:
-            self._give_up(error)
+            self._stop(error)
 
     def push(self, token_ids: list[int]) -> str:
         """Return the characters that are complete now and were not before."""
@@ -209,7 +209,7 @@ class _SafeDecoder:
                 self._last = self._decoder.push(token_ids)
                 return self._last
             except BaseException as error:
-                self._give_up(error)
+                self._stop(error)
         self._last, self._mark = self._mark, ""
         return self._last
 
@@ -219,21 +219,21 @@ class _SafeDecoder:
             try:
                 return self._decoder.pieces(token_ids)
             except BaseException as error:
-                self._give_up(error)
+                self._stop(error)
         return [*[""] * (len(token_ids) - 1), self._last]
 
     def flush(self) -> str:
-        """Return what was held back."""
+        """Return the characters that were held back."""
         if self._decoder is None:
             return ""
         try:
             return self._decoder.flush()
         except BaseException as error:
-            self._give_up(error)
+            self._stop(error)
         return self._mark
 
-    def _give_up(self, error: BaseException) -> None:
-        """Decode no further after `error`, unless it is none of the tokenizer's."""
+    def _stop(self, error: BaseException) -> None:
+        """Decode no further after `error` of the tokenizer; raise other errors."""
         if not is_failure(error):
             raise error
         _log.warning("the tokenizer fails on tokens of an answer, whose text ends: %r", error)
@@ -246,7 +246,7 @@ def _decoder(
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(backend, RustTokenizer):
         return _StreamDecoder(backend, skip_special_tokens, before)
-    # Cleaning up would change text that was given out: "Hello ," to "Hello,".
+    # Cleaning up would change emitted text: "Hello ," to "Hello,".
     decode = partial(
         tokenizer.decode,
         skip_special_tokens=skip_special_tokens,
@@ -256,10 +256,9 @@ def _decoder(
 
 
 def _context(decode: _Decode, before: Sequence[int]) -> list[int]:
-    """Return the last tokens of `before`, enough of them for what follows to be decoded as it is.
+    """Return the last tokens of `before`, enough to decode later tokens in context.
 
-    Some of their text must be whole characters. As a rule these are a few tokens, however many
-    there are.
+    Some of their text must be whole characters. Usually a few tokens are enough.
     """
     count = _SHORTEST_CONTEXT
     while True:
@@ -270,11 +269,11 @@ def _context(decode: _Decode, before: Sequence[int]) -> list[int]:
 
 
 class _StreamDecoder:
-    """Text by the tokenizers library's own stream, as long as it ends in whole characters.
+    """Text by the tokenizers library's stream, while it ends in whole characters.
 
-    The stream holds back all that came since, until the text does; for bytes that are no text,
-    for ever, and it decodes tokens that have no text again and again. So where it gives
-    nothing, or fails, a window takes over until its text is whole again.
+    The stream holds text back until it does; for invalid bytes that is for ever, and it decodes
+    tokens without text again and again. So if it returns no text, or fails, a window decoder
+    replaces it until the text is whole again.
     """
 
     def __init__(
@@ -284,10 +283,10 @@ class _StreamDecoder:
         self._skip_special_tokens = skip_special_tokens
         self._decode: _Decode = partial(backend.decode, skip_special_tokens=skip_special_tokens)
         self._tokens = _context(self._decode, before)
-        """All tokens, from some of the prompt's on."""
+        """All tokens since some of the prompt."""
         self._stream = DecodeStream(self._tokens, skip_special_tokens)
         self._window: _WindowDecoder | None = None
-        if self._decode(self._tokens).endswith(_REPLACEMENT):  # the stream would give it out again
+        if self._decode(self._tokens).endswith(_REPLACEMENT):  # the stream would emit it again
             self._window = _WindowDecoder(self._decode, self._tokens)
         self._last_pieces: list[str] | None = None
 
@@ -298,7 +297,7 @@ class _StreamDecoder:
                 piece = self._stream.step(
                     self._backend, token_ids[0] if len(token_ids) == 1 else token_ids
                 )
-            except Exception:  # the text so far became another by these tokens
+            except Exception:  # these tokens changed the text so far
                 piece = None
             if piece is not None:
                 self._tokens += token_ids
@@ -372,7 +371,7 @@ class _WindowDecoder:
         self._window.append(token_id)
         text = str(self._decode(self._window))
         if text == self._window_text and not self._decode([token_id, token_id]):
-            self._window.pop()  # a token without text wherever it stands, as special ones
+            self._window.pop()  # a token without text anywhere, as special ones
             return ""
         self._window_text = text
         final = self._final_length(text)
@@ -423,3 +422,66 @@ class _WindowDecoder:
         if len(common) > num_held_back and self._window_text.endswith(common):
             self._window, self._window_text = tail, tail_text
             self._num_given = len(tail_text) - num_held_back
+
+
+class StopSearch:
+    """Searches for stop strings in a growing text, of which it keeps the end only.
+
+    The cost per character grows with the number of different lengths, not of strings.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = _prepared(stops)
+        self._tail = ""
+
+    def skip(self, piece: str) -> None:
+        """Add text in which matches are ignored."""
+        longest = self._stops.lengths[0]
+        self._tail = (self._tail + piece)[1 - longest :] if longest > 1 else ""
+
+    def find(self, piece: str) -> tuple[str, int] | None:
+        """Return the match that ends first in `piece`, and the number of characters after it."""
+        stops, tail = self._stops, self._tail
+        text = tail + piece
+        for end in range(len(tail) + 1, len(text) + 1):
+            if text[end - 1] in stops.last_characters:
+                for length in stops.lengths:
+                    if length <= end and text[end - length : end] in stops.strings:
+                        return text[end - length : end], len(text) - end
+        return None
+
+    def length_held_back(self) -> int:
+        """Return the length of the longest end of the text that begins a stop string."""
+        tail, ordered = self._tail, self._stops.ordered
+        for start, character in enumerate(tail):
+            if character in self._stops.first_characters:
+                end = tail[start:]
+                at = bisect_left(ordered, end)
+                if at < len(ordered) and ordered[at] == end:  # it came too early
+                    at += 1
+                if at < len(ordered) and ordered[at].startswith(end):
+                    return len(end)
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _StopStrings:
+    strings: frozenset[str]
+    ordered: list[str]
+    lengths: list[int]
+    """Distinct lengths, the longest first."""
+    first_characters: frozenset[str]
+    last_characters: frozenset[str]
+
+
+@lru_cache(maxsize=8)
+def _prepared(stops: tuple[str, ...]) -> _StopStrings:
+    """Prepare the search; samples of a request, and equal requests, share the result."""
+    strings = frozenset(stops)
+    return _StopStrings(
+        strings=strings,
+        ordered=sorted(strings),
+        lengths=sorted({len(stop) for stop in strings}, reverse=True),
+        first_characters=frozenset(stop[0] for stop in strings),
+        last_characters=frozenset(stop[-1] for stop in strings),
+    )

@@ -1,4 +1,4 @@
-"""From a prompt and its settings to a request that can be served, or a refusal."""
+"""Makes requests from prompts and settings, or refuses them."""
 
 import math
 from collections.abc import Container, Sequence
@@ -25,7 +25,7 @@ from pyengine.sampling_params import SamplingParams
 from pyengine.utils.validation import is_real
 
 _PROMPT_LOGITS = 1 << 26
-"""Logits of a prompt's positions that a step computes at most: 256 MiB in float32."""
+"""The most logits of prompts' positions in a step: 256 MiB in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +50,9 @@ def compute_model_limits(
     max_tokens: int,
     asked: int | None,
 ) -> ModelLimits:
-    """The longest sequence, and what sets it: the model's positions, the pool, or the caller.
+    """Compute the limits of a model over a KV pool.
 
-    `asked` is the caller's `max_model_len`. Raises `ConfigurationError` if that cannot be had.
+    `asked` is the caller's `max_model_len`. Raises `ConfigurationError` if it does not fit.
     """
     if asked is not None and asked > loaded.max_model_len:
         raise ConfigurationError(
@@ -81,7 +81,7 @@ def compute_model_limits(
 
 
 class InputProcessor:
-    """Checks requests against the model and makes them. Any thread may use it."""
+    """Checks and makes requests. Thread-safe."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class InputProcessor:
         tokenizer: Any = None,
         seed: int = 0,
     ) -> None:
-        """Requests without a seed draw theirs from `seed`, in the order in which they are made."""
+        """Requests without a seed get one from `seed`, in the order of their making."""
         self.limits = limits
         self._prompt_logprobs = prompt_logprobs
         self._tokenizer = tokenizer
@@ -100,7 +100,7 @@ class InputProcessor:
         self.grammars = Grammars(tokenizer, limits.vocab_size, limits.eos_token_ids)
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> int:
-        """The most tokens of output; `InvalidRequestError` for what cannot be served."""
+        """The most tokens of output; `InvalidRequestError` if the request cannot be served."""
         limits, ids = self.limits, np.asarray(prompt.token_ids)
         if not len(ids):
             raise InvalidRequestError("the prompt is empty: it needs at least one token")
@@ -143,11 +143,10 @@ class InputProcessor:
     def request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: float = 0
     ) -> Request:
-        """A request that was checked and not queued yet. Any thread may call this.
+        """Make a checked request, not queued yet. Thread-safe.
 
-        It waits until the grammar of `structured_outputs` is compiled: not for event loops then.
-
-        Raises `InvalidRequestError` if it cannot be served.
+        It waits until the grammar of `structured_outputs` is compiled, so call it outside of event
+        loops. Raises `InvalidRequestError` if the request cannot be served.
         """
         if not is_real(priority) or math.isnan(priority):
             raise InvalidRequestError(
@@ -198,7 +197,7 @@ class InputProcessor:
 
 
 def refuse_submitted(requests: Sequence[Request]) -> None:
-    """Raise `InvalidRequestError` for a request that an engine has taken before."""
+    """Raise `InvalidRequestError` for a request that an engine has accepted before."""
     for request in requests:
         if request.is_submitted:
             raise InvalidRequestError(

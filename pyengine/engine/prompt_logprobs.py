@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts' tokens, kept so that who wants them may read the cache."""
+"""Log-probabilities of prompts' tokens, kept so that requests for them may use cached blocks."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,16 +20,15 @@ _ENTRY = np.dtype(
         ("top_logprob", np.float32),
     ]
 )
-"""What is kept of a token: its own log-probability and rank, and the most probable token."""
+"""The entry of a token: its log-probability and rank, and the most probable token."""
 _Entries: TypeAlias = npt.NDArray[np.void]
 
 
 class PromptLogprobCache:
     """Known log-probabilities of prompt tokens by block hash, for as many blocks as the pool has.
 
-    A block's name is a hash of its tokens, of all before them, and of the namespace. So an entry
-    holds for that content wherever its keys and values are, and also when they are gone; it goes
-    when it was used longest ago.
+    A block hash is that of its tokens, of all tokens before them, and of the namespace. So an entry
+    stays valid when the block is evicted. Entries are evicted by least recent use.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -42,105 +41,107 @@ class PromptLogprobCache:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def __contains__(self, name: bytes) -> bool:
-        return name in self._blocks
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._blocks
 
-    def leading(self, names: Sequence[bytes]) -> list[_Entries]:
-        """The entries of the first blocks, up to one that is not here."""
+    def leading(self, block_hashes: Sequence[bytes]) -> list[_Entries]:
+        """The entries of the first blocks, up to a missing one."""
         found = []
-        for name in names:
-            entries = self._blocks.get(name)
+        for block_hash in block_hashes:
+            entries = self._blocks.get(block_hash)
             if entries is None:
                 break
             found.append(entries)
-        for name in reversed(names[: len(found)]):  # the end of a prompt goes first
-            self._blocks.move_to_end(name)
+        for block_hash in reversed(
+            block_hashes[: len(found)]
+        ):  # the end of a prompt is evicted first
+            self._blocks.move_to_end(block_hash)
         return found
 
-    def put(self, name: bytes, entries: _Entries) -> None:
+    def put(self, block_hash: bytes, entries: _Entries) -> None:
         """Keep a copy of a block's entries, at most `[block_size]`, if there are none."""
-        self.pending.pop(name, None)
-        if name not in self._blocks:
-            self._blocks[name] = entries.copy()
-        self._blocks.move_to_end(name)
+        self.pending.pop(block_hash, None)
+        if block_hash not in self._blocks:
+            self._blocks[block_hash] = entries.copy()
+        self._blocks.move_to_end(block_hash)
         if len(self._blocks) > self._num_blocks:
             self._blocks.popitem(last=False)
 
 
 class PromptLogprobs:
-    """Of one prompt: what was computed or is in the cache, in the order of its tokens.
+    """The computed and cached log-probabilities of one prompt, in the order of its tokens.
 
-    The log-probability of a token follows from the one before it. So of the tokens whose entries
-    are known the last one is computed all the same, where the blocks before it are cached. The end
-    of a prompt, less than a block, is kept likewise.
+    The log-probability of a token comes from the logits of the token before it. So the last token
+    with a known entry is computed even if the blocks before it are cached. A partial last block of
+    a prompt has an entry too.
     """
 
     __slots__ = (
         "_awaited",
         "_cache",
         "_entries",
+        "_hashes",
         "_is_running",
         "_known",
-        "_names",
         "_num_known",
         "_prompt",
         "_top",
     )
 
     def __init__(self, cache: PromptLogprobCache, prompt: Prompt, top: int) -> None:
-        """`top` is how many of the most probable tokens are wanted; the cache has one."""
+        """`top` is the number of most probable tokens to report; the cache has one."""
         self._cache = cache
         self._prompt = prompt
         self._top = top
-        self._names = _names(prompt, cache.block_size)
+        self._hashes = _hashes(prompt, cache.block_size)
         self._entries: _Entries = np.zeros(len(prompt.token_ids), dtype=_ENTRY)
-        self._num_known = 1  # the first token follows nothing
+        self._num_known = 1  # the first token has none
         self._known: list[_Entries] = []
         self._awaited: bytes | None = None
-        """Hash of the first block that was unknown when it was last asked for."""
+        """Hash of the first block without an entry at the last check."""
         self._is_running: Callable[[], bool] = _never
 
     def readable_tokens(self) -> int:
-        """How many tokens need not be computed, if their keys and values are there."""
-        self._known = self._cache.leading(self._names) if self._top <= 1 else []
+        """The number of leading tokens that need not be computed if their blocks are cached."""
+        self._known = self._cache.leading(self._hashes) if self._top <= 1 else []
         num_known = min(len(self._known) * self._cache.block_size, len(self._prompt.token_ids))
         return max(0, num_known - 1)
 
     def awaits_prefix(self) -> bool:
-        """Whether a running request computes the first block whose entries are unknown."""
+        """True if a running request computes the first block without an entry."""
         if self._top > 1:
             return False
         if self._is_pending(self._awaited):
             return True
-        num_known = len(self._cache.leading(self._names))
-        self._awaited = self._names[num_known] if num_known < len(self._names) else None
+        num_known = len(self._cache.leading(self._hashes))
+        self._awaited = self._hashes[num_known] if num_known < len(self._hashes) else None
         return self._is_pending(self._awaited)
 
-    def _is_pending(self, name: bytes | None) -> bool:
-        request = None if name is None else self._cache.pending.get(name)
+    def _is_pending(self, block_hash: bytes | None) -> bool:
+        request = None if block_hash is None else self._cache.pending.get(block_hash)
         return request is not None and request is not self and request._is_running()
 
-    def announce(self, is_running: Callable[[], bool]) -> None:
-        """Let others wait for the unknown blocks of this prompt, as long as `is_running`."""
+    def pre_register(self, is_running: Callable[[], bool]) -> None:
+        """Let others wait for the blocks of this prompt without entries, while `is_running`."""
         self._is_running = is_running
-        for name in self._names:
-            if name not in self._cache and not self._is_pending(name):
-                self._cache.pending[name] = self
+        for block_hash in self._hashes:
+            if block_hash not in self._cache and not self._is_pending(block_hash):
+                self._cache.pending[block_hash] = self
 
     def withdraw(self) -> None:
         """End the waiting of other requests: this one has ended."""
         self._is_running = _never
-        for name in self._names:
-            if self._cache.pending.get(name) is self:
-                del self._cache.pending[name]
+        for block_hash in self._hashes:
+            if self._cache.pending.get(block_hash) is self:
+                del self._cache.pending[block_hash]
 
     def extend(self, first: int, computed: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
-        """Take what was computed of the tokens from position `first` on; return all that is new.
+        """Add the computed entries from position `first` on; return all new ones.
 
-        What lies before it and is not known yet was read from the cache. A position that was
-        computed before, up to a preemption, is passed over.
+        New ones before `first` come from the cache. A position that was computed before a
+        preemption is skipped.
         """
-        last = min(first, len(self._prompt.token_ids))  # what follows was generated
+        last = min(first, len(self._prompt.token_ids))  # later tokens were generated
         new = [self._cached(at) for at in range(self._num_known, last)]
         new += computed[max(0, self._num_known - first) :]
         self._keep(new)
@@ -159,20 +160,20 @@ class PromptLogprobs:
         ]
         self._num_known = end
         is_whole = end == len(self._entries)
-        for block in range(begin // size, len(self._names) if is_whole else end // size):
-            self._cache.put(self._names[block], self._entries[block * size : (block + 1) * size])
+        for block in range(begin // size, len(self._hashes) if is_whole else end // size):
+            self._cache.put(self._hashes[block], self._entries[block * size : (block + 1) * size])
 
 
 def _never() -> bool:
     return False
 
 
-def _names(prompt: Prompt, block_size: int) -> list[bytes]:
-    """A name for each block of a prompt, the last one perhaps not full."""
+def _hashes(prompt: Prompt, block_size: int) -> list[bytes]:
+    """A hash for each block of a prompt, also for a partial last one."""
     tokens = np.asarray(prompt.token_ids, dtype=np.int64)
-    name = blake2b(prompt.namespace).digest()
-    names = []
+    block_hash = blake2b(prompt.namespace).digest()
+    block_hashes = []
     for start in range(0, len(tokens), block_size):
-        name = blake2b(name + tokens[start : start + block_size].tobytes()).digest()
-        names.append(name)
-    return names
+        block_hash = blake2b(block_hash + tokens[start : start + block_size].tobytes()).digest()
+        block_hashes.append(block_hash)
+    return block_hashes

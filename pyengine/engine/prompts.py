@@ -1,4 +1,4 @@
-"""Prompts in every form that callers give them, to token ids."""
+"""Parses prompts of every form into token ids."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +23,10 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt in the form that the engine takes.
+    """A parsed prompt.
 
-    `token_ids` are a list or an int64 array `[T]`; `text` is what they were made of, if it came
-    as text. Prompts of different `namespace`s share no blocks.
+    `token_ids` are a list or an int64 array `[T]`; `text` is their source, if that was text.
+    Prompts of different `namespace`s share no blocks.
     """
 
     token_ids: Sequence[int]
@@ -35,7 +35,7 @@ class Prompt:
 
 
 def as_list(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:
-    """One prompt or several, as several."""
+    """One or several prompts, as a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, bytes | bytearray | memoryview | set | frozenset) or not (
@@ -54,8 +54,8 @@ def as_list(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:
 def parse_prompt(prompt: PromptLike, tokenizer: Any) -> Prompt:
     """The token ids of one prompt.
 
-    Raises `InvalidRequestError` for another form, for keys that are not known, for text that no
-    tokenizer could read, and for text without a tokenizer.
+    Raises `InvalidRequestError` for another form, for unknown keys, for invalid text, and for text
+    without a tokenizer.
     """
     if isinstance(prompt, Mapping):
         return _parse_mapping(prompt, tokenizer)
@@ -101,9 +101,9 @@ def salt_namespace(cache_salt: Any) -> bytes:
 
 
 def salted(prompt: Prompt, cache_salt: Any) -> Prompt:
-    """The prompt under a `cache_salt` that was given beside it; as it is, if that is None.
+    """The prompt with a `cache_salt` that was given beside it; unchanged if that is None.
 
-    Raises `InvalidRequestError` if it came with another one.
+    Raises `InvalidRequestError` if the prompt has another one.
     """
     if cache_salt is None:
         return prompt
@@ -122,7 +122,7 @@ def _encode(text: str, tokenizer: Any) -> Sequence[int]:
 def tokens_of(text: str, tokenizer: Any, *, add_special_tokens: bool = True) -> list[int]:
     """The token ids of a text, with or without those that the tokenizer adds.
 
-    Raises `InvalidRequestError` for what is no text, and without a tokenizer.
+    Raises `InvalidRequestError` if it is no text, and without a tokenizer.
     """
     if not isinstance(text, str):
         raise InvalidRequestError(f"{shown(text)} is no text")
@@ -138,9 +138,9 @@ def tokens_of(text: str, tokenizer: Any, *, add_special_tokens: bool = True) -> 
 
 
 def text_from(token_ids: TokenIds, tokenizer: Any, *, skip_special_tokens: bool = False) -> str:
-    """The text of token ids, spaces as they are.
+    """The text of token ids, spaces unchanged.
 
-    Raises `InvalidRequestError` for what is no list of token ids, and without a tokenizer.
+    Raises `InvalidRequestError` if they are no list of token ids, and without a tokenizer.
     """
     ids = np.asarray(_token_ids(token_ids))
     if tokenizer is None:
@@ -157,7 +157,7 @@ def text_from(token_ids: TokenIds, tokenizer: Any, *, skip_special_tokens: bool 
 
 
 def refuse_surrogates(text: str) -> None:
-    """Raise for what is no Unicode text: half a pair, as JSON can spell it."""
+    """Raise for invalid Unicode text: half a surrogate pair, which JSON can express."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -61,36 +61,36 @@ class FaultFinder:
         self._suspects: list[Request] = []
         self._held: set[Request] = set()
         self._can_hold = True
-        """Whether the next step leaves anybody out."""
+        """True if the next step may leave requests out."""
         self._num_failed = 0
-        """Requests found at fault since a step went well."""
+        """Requests found at fault since the last good step."""
 
     @property
     def is_searching(self) -> bool:
         """True from a failed step until a request is found at fault or all are cleared."""
         return bool(self._suspects)
 
-    def held(self, everybody: Iterable[Request]) -> set[SequenceState]:
-        """Of all unfinished requests, the sequences that the next step has to do without.
+    def held(self, unfinished: Iterable[Request]) -> set[SequenceState]:
+        """The sequences of unfinished requests that the next step leaves out.
 
-        Nobody new joins in during a search.
+        New requests do not run during a search.
         """
         if not self._can_hold:
             return set()
         suspects, is_last = set(self._suspects), len(self._suspects) == 1
         held = [
             request
-            for request in everybody
+            for request in unfinished
             if request in self._held
             or (request not in suspects and (is_last or request.first_token_time is None))
         ]
         return {sequence for request in held for sequence in request.sequences}
 
     def failed(self, sequences: Iterable[SequenceState]) -> Verdict:
-        """A step with these sequences failed and was rolled back."""
-        everybody = _requests_of(sequences)
+        """Record a failed step with these sequences, which was rolled back."""
+        requests = _requests_of(sequences)
         was_forced, self._can_hold = bool(self._suspects) and not self._can_hold, True
-        took_part = {request for request in everybody if request.finished_time is None}
+        took_part = {request for request in requests if request.finished_time is None}
         suspects = [suspect for suspect in self._suspects if suspect in took_part]
         if not suspects:
             for item in took_part:
@@ -108,11 +108,11 @@ class FaultFinder:
             self._hold_back()
             return Verdict()
         self._held.clear()
-        is_proven = len(everybody) == 1 and last.num_failures >= _FAILURES
+        is_proven = len(requests) == 1 and last.num_failures >= _FAILURES
         return self._at_fault(last) if is_proven else Verdict()
 
     def succeeded(self, sequences: Iterable[SequenceState]) -> None:
-        """Take note of a step with these sequences that went well, during a search or not."""
+        """Record a good step with these sequences, during a search or not."""
         self._num_failed = 0
         if not self._suspects:
             return
@@ -127,7 +127,7 @@ class FaultFinder:
             self._held.clear()
 
     def forget(self, requests: Iterable[Request]) -> None:
-        """Requests have ended otherwise."""
+        """Drop requests that have ended."""
         for request in requests:
             self._held.discard(request)
             if request in self._suspects:
@@ -146,11 +146,11 @@ class FaultFinder:
 
     @staticmethod
     def _in_order(requests: Iterable[Request]) -> list[Request]:
-        """In the order of service."""
+        """The requests in the order of service."""
         return sorted(requests, key=lambda request: request.sequences[0].order)
 
     def _hold_back(self) -> None:
-        """Leave some of the suspects out of the next step, and let the others show themselves."""
+        """Leave some of the suspects out of the next step."""
         suspects = self._suspects
         newcomers = {suspect for suspect in suspects if suspect.first_token_time is None}
         if 0 < len(newcomers) < len(suspects):
@@ -164,7 +164,7 @@ class FaultFinder:
 
 
 class FailureLog:
-    """The failures that were logged with their tracebacks: each once in a search.
+    """The failures that were logged with tracebacks: each once in a search.
 
     A search for the request at fault repeats the same failure in many steps.
     """
@@ -173,7 +173,7 @@ class FailureLog:
         self._logged: set[tuple[type[BaseException], str]] = set()
 
     def unlogged(self, error: BaseException) -> BaseException | None:
-        """Return `error` as logging's `exc_info`, None if its like was logged."""
+        """Return `error` as logging's `exc_info`, None if an equal one was logged."""
         key = (type(error), str(error))
         if key in self._logged:
             return None
@@ -181,15 +181,15 @@ class FailureLog:
         return error
 
     def succeeded(self) -> None:
-        """Take note of a step that went well outside of a search: later failures are new ones."""
+        """Record a good step outside of a search: later failures are new ones."""
         self._logged.clear()
 
 
 class LimitRecovery:
-    """The largest step after one was too large for the device's memory: smaller, then larger again.
+    """Step limits after a step exceeded the device's memory: smaller, then larger again.
 
-    Limits are halved when a step does not fit, and doubled after a number of steps that did; each
-    time that larger steps fail again this number doubles.
+    Limits are halved when a step does not fit, and doubled after a number of steps that did. That
+    number doubles each time that larger steps fail again.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -199,7 +199,7 @@ class LimitRecovery:
         self._has_grown = False
 
     def smaller(self, num_tokens: int) -> SchedulerLimits | None:
-        """Limits after a step of `num_tokens` did not fit; None: there is no smaller one."""
+        """Limits after a step of `num_tokens` did not fit; None if it cannot be smaller."""
         if num_tokens < 2:
             return None
         if self._has_grown:

@@ -1,4 +1,4 @@
-"""A request and its sequences: tokens, text, and when they end."""
+"""A request and its sequences: tokens, text, and end conditions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ from pyengine.sampling_params import SamplingParams
 
 
 class OutputSink(Protocol):
-    """Where a request's outputs go. Called by the thread that runs the step."""
+    """The receiver of a request's outputs. Called by the engine thread."""
 
     streams: bool
-    """Whether it wants what is new after each step; otherwise it gets the whole at the end."""
+    """True for deltas after each step; otherwise it gets the whole output at the end."""
 
     def put(self, output: RequestOutput) -> None:
-        """Take what is new, or the whole."""
+        """Accept a delta, or the whole output."""
         ...
 
     def fail(self, error: Exception) -> None:
-        """The engine cannot go on with this request: there will be no output any more."""
+        """The request has failed: no further output."""
         ...
 
 
@@ -39,7 +39,7 @@ class EndConditions:
     """Conditions that end a sequence: token ids, and length. The same for all sequences of a
     request.
 
-    `length_reason` is the stop reason of a sequence that has all `max_output` tokens.
+    `length_reason` is the stop reason of a sequence with `max_output` tokens.
     """
 
     stop_ids: frozenset[int]
@@ -51,8 +51,8 @@ class EndConditions:
 class SequenceState:
     """One continuation of a prompt, from the queue to its last token.
 
-    The scheduler plans by its counts. They mirror those of the block manager, after every step
-    that is open: a token that such a step samples is counted before its value is known.
+    The scheduler plans by its counts. They equal those of the block manager after all open steps: a
+    token that such a step samples is counted before its value is known.
     """
 
     __slots__ = (
@@ -94,20 +94,19 @@ class SequenceState:
         self.order: tuple[float, int, int] = (request.priority, 0, index)
         """Priority, position in the order of submission, and in its request."""
         self.num_slots = request.num_sequences if index == 0 else 1
-        """Slots of the batch that it takes: its own, and those of sequences to be forked from
-        it."""
+        """Its slots in the batch, including those of sequences to be forked from it."""
         self.num_tokens = len(request.prompt_token_ids)
-        """Prompt and output, the tokens that open steps sample included."""
+        """Tokens of prompt and output, including those that open steps sample."""
         self.num_computed = 0
         """Tokens whose KV is in the cache, or will be by open steps."""
         self.is_running = False
         """Admitted: it holds blocks, or will once the open step is planned."""
         self.wants_drafts = False
-        """There are drafts for its next tokens, to be computed once its last token is known."""
+        """Drafts for its next tokens wait for the value of its last token."""
         self.params = request.params
         self.sampling = sampling
         self.speculates = False
-        """Whether drafts of its next tokens may be tried."""
+        """True if its next tokens may be drafted."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._ends = ends
@@ -124,15 +123,15 @@ class SequenceState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the open steps sample the last token that it may have."""
+        """True if the open steps sample its last possible token."""
         return self.num_tokens >= self.request.max_tokens
 
     @property
     def is_awaited(self) -> bool:
         """True if the next step needs the value of this token on the host.
 
-        Tokens that change what follows, the token after which sequences are forked, and tokens
-        that drafts follow.
+        So it is for tokens that change later logits, for the token after which sequences are
+        forked, and for tokens before drafts.
         """
         return self.waits_for_tokens or self.num_slots > 1 or self.wants_drafts
 
@@ -143,31 +142,31 @@ class SequenceState:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether its tokens are drawn; otherwise the most probable are taken."""
+        """True if its tokens are drawn; otherwise the most probable are taken."""
         return self.sampling.is_drawn
 
     @property
     def is_known(self) -> bool:
-        """Whether it has begun, and all of its tokens but the one being sampled are known."""
+        """True if it has output, and all of its tokens except the one being sampled are known."""
         output = self.num_tokens - 1 - len(self.request.prompt_token_ids)
         return len(self.token_ids) == output > 0
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Tokens that end it, once it has `min_tokens`."""
+        """Tokens that end it after `min_tokens`."""
         return self._ends.stop_ids
 
     @property
     def max_output(self) -> int:
-        """Tokens that it may have."""
+        """The most output tokens."""
         return self._ends.max_output
 
     @property
     def is_streamed(self) -> bool:
-        """Whether its tokens are appended one by one; those of other sequences are buffered.
+        """True if its tokens are appended one by one; those of other sequences are buffered.
 
-        True where a sink streams, text may end it, tokens change what comes after them, or drafts
-        follow.
+        So it is if its sink streams, a stop string may end it, tokens change later logits, or with
+        drafts.
         """
         params = self.params
         return bool(
@@ -179,9 +178,9 @@ class SequenceState:
         )
 
     def append(self, token: int, logprobs: TokenLogprobs | None) -> bool:
-        """Take the next token; returns whether it ends the sequence.
+        """Append the next token; True if it ends the sequence.
 
-        Where none was asked for, the one that the last step of the prompt drew is left out.
+        With `max_tokens=0` the token that the last step of the prompt sampled is dropped.
         """
         if not self._ends.max_output:
             self.finish("length")
@@ -206,7 +205,7 @@ class SequenceState:
         return self.finish_reason is not None
 
     def extend(self, tokens: list[int]) -> None:
-        """Take tokens of which none ends the sequence."""
+        """Append tokens of which none ends the sequence."""
         self.sampling.extend(tokens)
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -214,16 +213,16 @@ class SequenceState:
         self.finish_reason, self.stop_reason = reason, stop_reason
 
     def _text_to(self, num_tokens: int) -> str | None:
-        """Bring the text up to so many tokens; the stop string that ended it, if one did."""
+        """Extend the text to `num_tokens` tokens; return the stop string that ended it, if any."""
         first, self._num_decoded = self._num_decoded, max(num_tokens, self._num_decoded)
-        detokenizer = self._detokenizer_there()
+        detokenizer = self._text_decoder()
         if detokenizer is None or first >= num_tokens:
             return None
         match = detokenizer.append_many(self.token_ids[first:num_tokens])
         return None if match is None else match.stop
 
-    def _detokenizer_there(self) -> IncrementalDetokenizer | None:
-        """The detokenizer of its text; None where no text is wanted, or there is no tokenizer."""
+    def _text_decoder(self) -> IncrementalDetokenizer | None:
+        """The detokenizer of its text; None without a tokenizer or with `detokenize=False`."""
         params, tokenizer = self.params, self.request.tokenizer
         if self._detokenizer is None and tokenizer is not None and params.detokenize:
             self._detokenizer = IncrementalDetokenizer(
@@ -237,8 +236,8 @@ class SequenceState:
         return self._detokenizer
 
     def _text(self) -> IncrementalDetokenizer | None:
-        """The text as far as it is known; all of it once the sequence has ended."""
-        detokenizer = self._detokenizer_there()
+        """The text so far; all of it once the sequence has ended."""
+        detokenizer = self._text_decoder()
         is_stopped = self.finish_reason == "stop"
         if detokenizer is not None and not (is_stopped and isinstance(self.stop_reason, str)):
             self._text_to(len(self.token_ids) - self._drops_last)
@@ -247,7 +246,7 @@ class SequenceState:
         return detokenizer
 
     def output(self) -> CompletionOutput:
-        """All of the sequence so far."""
+        """The output so far."""
         text, wants_logprobs = self._text(), self.params.logprobs is not None
         return CompletionOutput(
             index=self.index,
@@ -281,14 +280,14 @@ class SequenceState:
 class Request:
     """A prompt and its sequences, from the queue to the last token.
 
-    Requests are served by `priority`, smaller first, and by arrival where that is equal. Until the
-    prompt is computed only the first sequence runs; then the others are forked from it. A request
-    is admitted when there are slots for all of them. `namespace` separates its blocks from those
-    of other namespaces.
+    Requests are served by `priority`, smaller first, then by arrival. Until the prompt is computed
+    only the first sequence runs; then the others are forked from it. A request is admitted when
+    there are slots for all of them. `namespace` separates its blocks from those of other
+    namespaces.
 
-    It ends when it has `max_tokens` tokens, the prompt's included, if not before. A step computes
-    at most `max_chunk` tokens of prompts that have such a bound, all of them together. With
-    `read_cache` off every prompt token is computed, cached or not, but for `readable_tokens`.
+    It ends at `max_tokens` tokens, the prompt's included, if not before. A step computes at most
+    `max_chunk` tokens of all prompts with such a bound. With `read_cache` off every prompt token is
+    computed, cached or not, except `readable_tokens`.
     """
 
     __slots__ = (
@@ -346,24 +345,24 @@ class Request:
         self.tokenizer: Any = None
         self.sink: OutputSink | None = None
         self.is_submitted = False
-        """Whether an engine has accepted it: it is for one call."""
+        """True once an engine has accepted it: it is for one call."""
         self.place = 0
         """Position among the prompts of the same call."""
         self.deadline: float | None = None
-        """When it is ended if it has not by then, in seconds of `time.monotonic`."""
+        """The time at which it is aborted, in seconds of `time.monotonic`."""
         self.error: str | None = None
         self.num_cached_tokens = 0
-        """Prompt tokens that were not computed for it when it first ran."""
+        """Prompt tokens that were cached when it first ran."""
         self.num_preemptions = 0
-        """How often it lost its blocks and was computed again."""
+        """Preemptions, each followed by recomputation."""
         self.num_failures = 0
-        """Failed steps that it may have caused, since it was last in one that did not fail."""
+        """Failed steps that it may have caused, since its last good step."""
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self.scores: PromptLogprobs | None = None
-        """Where they come from; None where they are not wanted."""
+        """The source of the prompt's log-probabilities; None if not requested."""
         self.arrival_time = monotonic()
         self.scheduled_time: float | None = None
-        """When the first step with tokens of it was planned."""
+        """The time at which its first step was planned."""
         self.first_token_time: float | None = None
         self.finished_time: float | None = None
         self._prompt_ids: list[int] | None = None
@@ -371,12 +370,12 @@ class Request:
 
     @property
     def streams(self) -> bool:
-        """Whether its sink takes the output of each step."""
+        """True if its sink takes the output of each step."""
         return self.sink is not None and self.sink.streams
 
     @property
     def is_finished(self) -> bool:
-        """Whether every sequence has ended."""
+        """True if every sequence has ended."""
         return all([sequence.finish_reason is not None for sequence in self.sequences])
 
     @property
@@ -396,33 +395,33 @@ class Request:
         return None if tokenizer is None else partial(text_of, tokenizer)
 
     def readable_tokens(self) -> int:
-        """How many tokens need not be computed if their KV is cached, although `read_cache` is off.
+        """The number of leading tokens that may be cached although `read_cache` is off.
 
-        Asked when it is considered for admission; it may have changed the next time.
+        Read at each attempt of admission, as it may change.
         """
         return 0 if self.scores is None else self.scores.readable_tokens()
 
     def awaits_prefix(self) -> bool:
-        """Whether a running request computes what this one would compute again if it ran now.
+        """True if a running request computes a prefix that this one would compute again.
 
-        It is admitted when that is over, or the other request does not run any more.
+        This one is admitted after that, or when the other request stops running.
         """
         return self.scores is not None and self.scores.awaits_prefix()
 
     def admitted(self) -> None:
-        """Take note of the admission: a step with tokens of this request is being planned."""
+        """Record the admission: a step with tokens of this request is being planned."""
         if self.scores is not None:
-            self.scores.announce(lambda: self.sequences[0].is_running)
+            self.scores.pre_register(lambda: self.sequences[0].is_running)
 
     def append_prompt_logprobs(self, first: int, logprobs: list[TokenLogprobs]) -> None:
-        """Take what is said of the prompt's tokens from position `first` on."""
+        """Append log-probabilities of the prompt's tokens from position `first` on."""
         assert self.scores is not None
         decoder = self.decoder
         new = self.scores.extend(first, logprobs)
         self.prompt_logprobs += [entry.as_dict(decoder) for entry in new]
 
     def output(self) -> RequestOutput:
-        """All of it so far; the sequences as they are now."""
+        """The output so far, of all sequences."""
         return self._with([sequence.output() for sequence in self.sequences])
 
     def take_delta(self) -> RequestOutput | None:
@@ -449,7 +448,7 @@ class Request:
         )
 
     def _metrics_now(self) -> RequestMetrics:
-        """The same object as long as nothing has changed."""
+        """The metrics; the same object until they change."""
         last = self._metrics
         if (
             last is None

@@ -1,4 +1,4 @@
-"""A look at the whole engine between two steps: the pool, who runs and who waits."""
+"""A view of the whole engine between two steps: the pool, running and waiting requests."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class RequestView(NamedTuple):
-    """How far a request has come. Times are seconds of `time.monotonic`; counts are tokens.
+    """The progress of a request. Times are seconds of `time.monotonic`; counts are tokens.
 
-    `num_computed` are those of the prompt (after a preemption: of all) whose KV is in the pool;
-    `num_output` and `max_output` are those of all its samples. Tokens that a step samples which
-    still runs are counted.
+    `num_computed` are tokens of the prompt (after a preemption: of all) whose KV is in the pool;
+    `num_output` and `max_output` are those of all its samples. Tokens that a running step samples
+    are counted.
     """
 
     request: Request
@@ -35,10 +35,10 @@ class RequestView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """Everything of one moment: the counts of `pool` are those of `stats.usage`.
+    """A consistent view: the counts of `pool` are those of `stats.usage`.
 
-    `requests` are those that run, in their order, then as many that wait as were asked for, in the
-    order in which they came.
+    `requests` are the running ones, in order, then waiting ones in order of arrival, up to the
+    requested number.
     """
 
     stats: "EngineStats"
@@ -53,7 +53,7 @@ def view_of(
     unfinished: Iterable[Request],
     most_requests: int,
 ) -> EngineView:
-    """Look, in the thread that runs the steps. O(blocks + requests shown + requests that run)."""
+    """Make the view, in the engine thread. O(blocks + requests shown + running requests)."""
     running = dict.fromkeys([sequence.request for sequence in scheduler.running])
     most_waiting = max(0, most_requests - len(running))
     waiting = islice((request for request in unfinished if request not in running), most_waiting)

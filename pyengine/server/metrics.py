@@ -18,7 +18,7 @@ from prometheus_client.exposition import choose_encoder
 
 from pyengine.engine.core import EngineStats, StepResult
 from pyengine.engine.request import Request as EngineRequest
-from pyengine.kv_cache.counters import COUNTERS
+from pyengine.kv_cache import COUNTERS
 from pyengine.server.callers import caller_of
 from pyengine.server.histograms import (
     FIRST_TOKEN_BUCKETS,

@@ -7,8 +7,7 @@ import sys
 
 from benches.test_block_manager import CASES
 from pyengine import _kv
-from pyengine.kv_cache import BlockManager, Pin, Sequence, StepPlan, Stored
-from pyengine.kv_cache.counters import COUNTERS
+from pyengine.kv_cache import COUNTERS, BlockManager, Pin, Sequence, StepPlan, Stored
 from tests.support.docs import ROOT, table
 
 GUIDE = "docs/guides/block-manager.md"
