@@ -372,7 +372,7 @@ def _(world: World) -> Iterator[Timed]:
     yield world.manager.take_packed_events
 
 
-@case("BlockManager.cached_hashes", "contents", "8,192 contents")
+@case("BlockManager.cached_hashes", "cached blocks", "8,192 cached blocks")
 def _(world: World) -> Iterator[Timed]:
     yield world.manager.cached_hashes
 
