@@ -44,7 +44,7 @@ class Costs:
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class SimRequest:
     """A request: when it came, and how far it is."""
 
     number: int
@@ -83,8 +83,8 @@ class Heard:
     """Callbacks of a replica: events after a step, a computed prompt, an answer's end."""
 
     events: Callable[[float, "SimReplica", Events], object]
-    first: Callable[[float, Job], object]
-    end: Callable[[float, Job], object]
+    first: Callable[[float, SimRequest], object]
+    end: Callable[[float, SimRequest], object]
 
 
 @dataclass(slots=True)
@@ -100,8 +100,8 @@ class SimReplica:
     now: float = 0.0
     busy: float = 0.0
     """Seconds at work."""
-    waiting: deque[Job] = field(default_factory=deque)
-    running: list[Job] = field(default_factory=list)
+    waiting: deque[SimRequest] = field(default_factory=deque)
+    running: list[SimRequest] = field(default_factory=list)
     manager: BlockManager = field(init=False)
     log: EventLog = field(init=False)
 
@@ -114,19 +114,19 @@ class SimReplica:
     @property
     def queued(self) -> int:
         """Tokens of prompts that are to be computed, as far as is known."""
-        return sum([job.left for job in self.waiting])
+        return sum([request.left for request in self.waiting])
 
     def hits(self, tokens: np.ndarray[Any, Any]) -> int:
         """Tokens that it has cached now."""
         with self.manager.match_prefix(tokens) as pin:
             return min(pin.num_tokens, len(tokens) - 1)
 
-    def take(self, job: Job) -> None:
+    def take(self, request: SimRequest) -> None:
         """A request has come."""
-        job.sequence = self.manager.sequence(job.tokens)
-        job.left = len(job.tokens) - self.hits(job.tokens)
-        self.now = max(self.now, job.arrival)
-        self.waiting.append(job)
+        request.sequence = self.manager.sequence(request.tokens)
+        request.left = len(request.tokens) - self.hits(request.tokens)
+        self.now = max(self.now, request.arrival)
+        self.waiting.append(request)
 
     def until(self, time: float) -> None:
         """Work until then; a step that has begun is done to its end."""
@@ -137,33 +137,33 @@ class SimReplica:
             self.busy += self.now - before
 
     def _context(self) -> float:
-        return sum([len(job.tokens) for job in self.running])
+        return sum([len(request.tokens) for request in self.running])
 
     def _prefill(self) -> bool:
         """One step with prompts in it; False if the next one does not fit."""
         plan, budget, done, computed, context = (
             self.manager.begin_step(BUDGET),
             BUDGET,
-            list[Job](),
+            list[SimRequest](),
             0,
             0,
         )
         while self.waiting and budget > 0:
-            job = self.waiting[0]
-            assert job.sequence is not None
+            request = self.waiting[0]
+            assert request.sequence is not None
             answer = plan.prefill(
-                job.sequence, budget, reserve=math.ceil(job.output / self.block_size)
+                request.sequence, budget, reserve=math.ceil(request.output / self.block_size)
             )
             if not isinstance(answer, Prefilled):
                 break
             budget -= answer.num_tokens
             computed += answer.num_tokens
-            context = job.sequence.num_computed_tokens
-            job.left = len(job.tokens) - context - answer.num_tokens
+            context = request.sequence.num_computed_tokens
+            request.left = len(request.tokens) - context - answer.num_tokens
             if not answer.samples:
                 break
             self.waiting.popleft()
-            done.append(job)
+            done.append(request)
         if not computed:
             plan.rollback()
             return False
@@ -173,13 +173,13 @@ class SimReplica:
         self.now += self.costs.seconds(computed, context, rows, self._context())
         self.heard.events(self.now, self, self.log.take(Load()))
         self._advance(1.0)
-        for job in done:
-            assert job.sequence is not None
-            job.first, job.cached = self.now, job.sequence.num_cached_tokens
-            job.sequence.extend(math.ceil(job.output))  # its answer takes blocks, too
-            job.left = 0
-            self.heard.first(self.now, job)
-            self.running.append(job)
+        for request in done:
+            assert request.sequence is not None
+            request.first, request.cached = self.now, request.sequence.num_cached_tokens
+            request.sequence.extend(math.ceil(request.output))  # its answer takes blocks, too
+            request.left = 0
+            self.heard.first(self.now, request)
+            self.running.append(request)
         return True
 
     def _decode(self, time: float) -> None:
@@ -187,7 +187,7 @@ class SimReplica:
         if not self.running:
             raise RuntimeError(f"{self.name} has no room for a prompt by itself: more blocks")
         step = self.costs.seconds(0, 0, len(self.running), self._context())
-        steps = min(job.output for job in self.running)
+        steps = min(request.output for request in self.running)
         if self.now + steps * step > time:
             steps = (time - self.now) / step
         self.now += steps * step
@@ -195,11 +195,11 @@ class SimReplica:
 
     def _advance(self, steps: float) -> None:
         """Everybody who decodes has so many tokens more."""
-        for job in self.running:
-            job.output -= steps
-        ended = [job for job in self.running if job.output <= 1e-9]
-        for job in ended:
-            self.running.remove(job)
-            assert job.sequence is not None
-            job.sequence.free()
-            self.heard.end(self.now, job)
+        for request in self.running:
+            request.output -= steps
+        ended = [request for request in self.running if request.output <= 1e-9]
+        for request in ended:
+            self.running.remove(request)
+            assert request.sequence is not None
+            request.sequence.free()
+            self.heard.end(self.now, request)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benches.cluster.replica import Costs, Heard, Job, Later, SimReplica
+from benches.cluster.replica import Costs, Heard, Later, SimReplica, SimRequest
 from benches.peers.traces import bbh, mooncake
 from pyengine.cluster.messages import CacheFormat, Events, Load, ReplicaInfo
 from pyengine.cluster.prefix_router import RUNNING_WEIGHT, PrefixRouter
@@ -110,28 +110,30 @@ class Simulation:
             events = without_removals(events)
         self.later.at(now + self.lag, lambda: self.router.apply(replica.name, events))
 
-    def _first(self, now: float, job: Job) -> None:
-        self.later.at(now + self.lag, lambda: self._begun(job))
+    def _first(self, now: float, request: SimRequest) -> None:
+        self.later.at(now + self.lag, lambda: self._begun(request))
 
-    def _begun(self, job: Job) -> None:
-        if job.ticket is not None:
-            self.router.begun(job.ticket, len(job.tokens), job.cached)
+    def _begun(self, request: SimRequest) -> None:
+        if request.ticket is not None:
+            self.router.begun(request.ticket, len(request.tokens), request.cached)
 
-    def _end(self, now: float, job: Job) -> None:
-        if job.ticket is not None:
-            self.later.at(now + self.lag, lambda: self.router.end(job.ticket))
+    def _end(self, now: float, request: SimRequest) -> None:
+        if request.ticket is not None:
+            self.later.at(now + self.lag, lambda: self.router.end(request.ticket))
 
-    def send(self, number: int, arrival: Arrival) -> tuple[Job, int]:
+    def send(self, number: int, arrival: Arrival) -> tuple[SimRequest, int]:
         """Where a request goes, and what waits there already."""
         for replica in self.replicas.values():
             replica.until(arrival.time)
         self.later.until(arrival.time)
-        job = Job(number, arrival.time, arrival.tokens, float(arrival.output), arrival.session)
-        replica = self.replicas[POLICIES[self.policy](self, job)]
+        request = SimRequest(
+            number, arrival.time, arrival.tokens, float(arrival.output), arrival.session
+        )
+        replica = self.replicas[POLICIES[self.policy](self, request)]
         queued = replica.queued
-        replica.take(job)
+        replica.take(request)
         self.sent[replica.name] += 1
-        return job, queued
+        return request, queued
 
     def finish(self) -> None:
         """Let all come to their ends."""
@@ -146,12 +148,12 @@ def without_removals(events: Events) -> Events:
     return Events(events.epoch, events.first, kinds, events.hashes, events.load)
 
 
-def round_robin(simulation: Simulation, job: Job) -> str:
+def round_robin(simulation: Simulation, request: SimRequest) -> str:
     """In turn."""
-    return f"{job.number % len(simulation.replicas)}"
+    return f"{request.number % len(simulation.replicas)}"
 
 
-def least_load(simulation: Simulation, job: Job) -> str:
+def least_load(simulation: Simulation, request: SimRequest) -> str:
     """Fewest requests that run or wait."""
     found = simulation.replicas.values()
     return min(
@@ -159,32 +161,32 @@ def least_load(simulation: Simulation, job: Job) -> str:
     ).name
 
 
-def sticky(simulation: Simulation, job: Job) -> str:
+def sticky(simulation: Simulation, request: SimRequest) -> str:
     """Always the same for a session."""
-    return f"{Random(job.session).randrange(len(simulation.replicas))}"
+    return f"{Random(request.session).randrange(len(simulation.replicas))}"
 
 
-def ours(simulation: Simulation, job: Job) -> str:
+def ours(simulation: Simulation, request: SimRequest) -> str:
     """`PrefixRouter`."""
     start = time.perf_counter()
-    choice = simulation.router.choose(job.tokens)
+    choice = simulation.router.choose(request.tokens)
     simulation.choose_seconds += time.perf_counter() - start
-    job.ticket = simulation.router.begin(choice)
+    request.ticket = simulation.router.begin(choice)
     simulation.expected += choice.num_hits * BLOCK_SIZE
     return choice.replica
 
 
-def exact(simulation: Simulation, job: Job) -> str:
+def exact(simulation: Simulation, request: SimRequest) -> str:
     """The replica that computes the prompt first, by a look into every cache and queue."""
 
     def wait(replica: SimReplica) -> tuple[int, int]:
-        missing = len(job.tokens) - replica.hits(job.tokens)
+        missing = len(request.tokens) - replica.hits(request.tokens)
         return replica.queued + missing, len(replica.running)
 
     return min(simulation.replicas.values(), key=wait).name
 
 
-POLICIES: dict[str, Callable[[Simulation, Job], str]] = {
+POLICIES: dict[str, Callable[[Simulation, SimRequest], str]] = {
     "round robin": round_robin,
     "least load": least_load,
     "sticky": sticky,
@@ -222,14 +224,14 @@ def simulate(
     simulation = Simulation(policy, num_replicas, num_blocks, costs, weight)
     sent = [simulation.send(number, arrival) for number, arrival in enumerate(arrivals)]
     simulation.finish()
-    jobs = [job for job, _ in sent]
-    prompt = sum(len(job.tokens) for job in jobs)
-    waits = np.array([job.first - job.arrival for job in jobs])
+    requests = [request for request, _ in sent]
+    prompt = sum(len(request.tokens) for request in requests)
+    waits = np.array([request.first - request.arrival for request in requests])
     queued = np.array([tokens for _, tokens in sent])
     end = max(replica.now for replica in simulation.replicas.values())
     counts = np.array(list(simulation.sent.values()))
     found: dict[str, Any] = {
-        "hit_rate": sum(job.cached for job in jobs) / prompt,
+        "hit_rate": sum(request.cached for request in requests) / prompt,
         "queued_p50": float(np.quantile(queued, 0.5)),
         "queued_p99": float(np.quantile(queued, 0.99)),
         "first_token_mean": float(waits.mean()),
@@ -240,7 +242,7 @@ def simulate(
         "seconds": time.perf_counter() - start,
     }
     if simulation.choose_seconds:
-        found["choose_us"] = simulation.choose_seconds / len(jobs) * 1e6
+        found["choose_us"] = simulation.choose_seconds / len(requests) * 1e6
         found["expected_rate"] = simulation.expected / prompt
     return found
 

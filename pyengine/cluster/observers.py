@@ -61,7 +61,7 @@ def router_metrics(router: PrefixRouter, model_name: str) -> Iterator[Metric]:
     replicas = router.replicas()
     for name, field, help in (
         ("requests", "num_requests", "Requests of the replica in progress."),
-        ("cached_blocks", "num_held", "Cached blocks of the replica, by its events."),
+        ("cached_blocks", "num_cached_blocks", "Cached blocks of the replica, by its events."),
         ("current", "is_current", "1 if no event is missing."),
         ("routed", "num_routed", "Requests sent to the replica."),
     ):

@@ -91,7 +91,7 @@ class ReplicaState:
 
     name: str
     num_blocks: int
-    num_held: int
+    num_cached_blocks: int
     is_current: bool
     """True if the router has its snapshot and all events since."""
     num_routed: int
@@ -104,7 +104,16 @@ class _Replica:
     """Internal state of a replica; `slot` is its bit."""
 
     __slots__ = (
-        *("info", "is_current", "last", "epoch", "load", "next", "num_expected", "num_held"),
+        *(
+            "info",
+            "is_current",
+            "last",
+            "epoch",
+            "load",
+            "next",
+            "num_used_blocks",
+            "num_cached_blocks",
+        ),
         *("num_pending", "num_requests", "num_routed", "slot"),
     )
 
@@ -114,8 +123,8 @@ class _Replica:
         self.epoch = ""
         self.next = 0
         self.is_current = False
-        self.num_held = 0
-        self.num_expected = 0
+        self.num_cached_blocks = 0
+        self.num_used_blocks = 0
         """Distinct blocks of the prompts in progress."""
         self.num_pending = 0
         """Blocks of these prompts that are not computed yet."""
@@ -127,7 +136,7 @@ class _Replica:
     @property
     def num_running(self) -> int:
         """Blocks in use: by the requests sent to it, or by its own report if that is more."""
-        return max(self.num_expected - self.num_pending, self.load.num_active)
+        return max(self.num_used_blocks - self.num_pending, self.load.num_active)
 
 
 class PrefixRouter:
@@ -219,10 +228,10 @@ class PrefixRouter:
                 return UpdateResult.DUPLICATE
             replica.load = events.load
             kinds, hashes = events.kinds[skipped:], events.hashes[skipped * _HASH_BYTES :]
-            replica.num_held = self._index.apply(replica.slot, kinds, hashes)
+            replica.num_cached_blocks = self._index.apply(replica.slot, kinds, hashes)
             replica.next = events.end
             self.stats.num_events += len(kinds)
-            if replica.num_held > replica.info.num_blocks:  # impossible: an event was lost
+            if replica.num_cached_blocks > replica.info.num_blocks:  # impossible: an event was lost
                 return self._lost(replica, "")
             return UpdateResult.APPLIED
 
@@ -232,7 +241,7 @@ class PrefixRouter:
         replica.is_current = False
         if epoch != replica.epoch:
             self._index.clear(replica.slot)
-            replica.num_held = 0
+            replica.num_cached_blocks = 0
         return UpdateResult.GAP
 
     def restore(self, name: str, snapshot: Snapshot) -> UpdateResult:
@@ -256,7 +265,9 @@ class PrefixRouter:
                 )
             self._index.clear(replica.slot)
             replica.is_current = False
-            replica.num_held = self._index.apply(replica.slot, _STORED * count, snapshot.hashes)
+            replica.num_cached_blocks = self._index.apply(
+                replica.slot, _STORED * count, snapshot.hashes
+            )
             replica.epoch, replica.next, replica.load = snapshot.epoch, snapshot.next, snapshot.load
             replica.is_current = True
             self.stats.num_snapshots += 1
@@ -301,7 +312,7 @@ class PrefixRouter:
             to_compute + self._running_weight * replica.num_running,
             -hits,
             replica.num_requests,
-            replica.num_held / replica.info.num_blocks,
+            replica.num_cached_blocks / replica.info.num_blocks,
             replica.last,
         )
 
@@ -331,7 +342,7 @@ class PrefixRouter:
             target.num_requests += 1
             target.num_routed += 1
             target.num_pending += choice.num_blocks - choice.num_hits
-            target.num_expected = self._index.add_request(target.slot, choice.hashes)
+            target.num_used_blocks = self._index.add_request(target.slot, choice.hashes)
             return Ticket(choice, target)
 
     def begun(self, ticket: Ticket, num_prompt: int, num_cached: int) -> None:
@@ -358,7 +369,7 @@ class PrefixRouter:
             ticket.has_ended = True
             replica = ticket.replica
             replica.num_requests -= 1
-            replica.num_expected = self._index.remove_request(replica.slot, ticket.choice.hashes)
+            replica.num_used_blocks = self._index.remove_request(replica.slot, ticket.choice.hashes)
             has_left = self._replicas.get(replica.info.name) is not replica
             if has_left and replica.num_requests == 0:  # the slot is unused now
                 self._free.append(replica.slot)
@@ -375,7 +386,7 @@ class PrefixRouter:
                 ReplicaState(
                     name=name,
                     num_blocks=replica.info.num_blocks,
-                    num_held=replica.num_held,
+                    num_cached_blocks=replica.num_cached_blocks,
                     is_current=replica.is_current,
                     num_routed=replica.num_routed,
                     num_requests=replica.num_requests,

@@ -141,10 +141,10 @@ def test_tokens_are_those_of_transformers_generate(
         assert theirs[0, len(prompt) :].tolist() == output.outputs[0].token_ids
 
 
-def mtp_cache(llm: LLM, state: Request, mtp_layers: int) -> list[torch.Tensor]:
+def mtp_cache(llm: LLM, request: Request, mtp_layers: int) -> list[torch.Tensor]:
     """Keys and values of a request's MTP layers, at all positions that are computed and have
     some."""
-    sequence, pool = state.sequences[0], llm._engine._executor.runner._pool  # type: ignore[attr-defined]
+    sequence, pool = request.sequences[0], llm._engine._executor.runner._pool  # type: ignore[attr-defined]
     table = list(sequence.kv.block_table)
     return [
         tensor[table].flatten(0, 1)[1 + layer : sequence.num_computed]
@@ -157,10 +157,10 @@ def mtp_cache(llm: LLM, state: Request, mtp_layers: int) -> list[torch.Tensor]:
 def run_to_middle(llm: LLM, prompt: list[int], stop: int = 12) -> Request:
     """Generate until the answer has so many tokens."""
     engine = llm._engine
-    state = add_request(engine, str(prompt), Prompt(token_ids=prompt), GREEDY)
-    while len(state.sequences[0].token_ids) < stop:
+    request = add_request(engine, str(prompt), Prompt(token_ids=prompt), GREEDY)
+    while len(request.sequences[0].token_ids) < stop:
         engine.step()
-    return state
+    return request
 
 
 def test_the_heads_cache_is_the_same_with_and_without_a_hit(made: Any) -> None:
@@ -172,9 +172,9 @@ def test_the_heads_cache_is_the_same_with_and_without_a_hit(made: Any) -> None:
         llm = mtp(folder, **settings)
         llm.generate([prompt[: len(prompt) // 2], prompt], GREEDY, use_tqdm=False)
         cached = llm.stats().counters["cached_tokens"]
-        state = run_to_middle(llm, prompt)
+        request = run_to_middle(llm, prompt)
         assert llm.stats().counters["cached_tokens"] > cached
-        for left, right in zip(expected, mtp_cache(llm, state, mtp_layers), strict=True):
+        for left, right in zip(expected, mtp_cache(llm, request, mtp_layers), strict=True):
             shared = min(len(left), len(right))
             assert shared >= len(prompt) + 8
             torch.testing.assert_close(left[:shared], right[:shared], atol=1e-4, rtol=1e-3)
@@ -186,12 +186,12 @@ def test_a_hit_costs_one_row_a_head_and_never_a_block(made: Any) -> None:
     engine, prompt = llm._engine, list(range(3, 23))  # five blocks of four
     llm.generate([prompt], GREEDY, use_tqdm=False)
     before = llm.stats().usage
-    state = add_request(engine, "hit", Prompt(token_ids=prompt), GREEDY)
+    request = add_request(engine, "hit", Prompt(token_ids=prompt), GREEDY)
     assert engine.step().num_tokens == mtp_layers
     usage = llm.stats().usage
     assert usage.active == 5 and usage.free == before.free
-    assert state.num_cached_tokens == len(prompt) - mtp_layers
-    engine.abort([state])
+    assert request.num_cached_tokens == len(prompt) - mtp_layers
+    engine.abort([request])
 
 
 def test_stale_heads_cost_acceptance_only(made: Any) -> None:
@@ -307,8 +307,8 @@ def waited(llm: LLM) -> list[int]:
                 add_request(engine, f"new {at}", Prompt(token_ids=prompt), params),
             )
         engine.step()
-        for name, (came, state) in arrived.items():
-            if state.first_token_time is not None:
+        for name, (came, request) in arrived.items():
+            if request.first_token_time is not None:
                 steps.setdefault(name, at - came)
     assert llm.stats().num_preemptions == 0
     return [steps[f"new {at}"] for at in range(ARRIVALS)]

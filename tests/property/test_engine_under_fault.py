@@ -79,14 +79,14 @@ class Case:
         self.live.append(name)
 
     def maybe_abort(self, moment: str) -> None:
-        states = self.bench.states  # one that ended in this very step is still in `live`
-        live = [name for name in self.live if states[name].finished_time is None]
+        requests = self.bench.requests  # one that ended in this very step is still in `live`
+        live = [name for name in self.live if requests[name].finished_time is None]
         if live and self.random.random() < self.setting.aborts:
             name = self.random.choice(live)
             self.live.remove(name)
             (output,) = self.bench.abort([name, "unknown"])
             assert self.bench.abort([name]) == []
-            del self.bench.states[name]
+            del self.bench.requests[name]
             self.judge(output)
             self.seen[f"aborted {moment}"] += 1
 
@@ -128,7 +128,7 @@ class Case:
         """The scheduler's counts mirror the manager's; who waits holds nothing, who runs does."""
         scheduler = self.bench.scheduler
         sequences = [*scheduler._waiting, *scheduler._running]
-        live = {sample for state in self.bench.engine.unfinished for sample in state.unfinished}
+        live = {sample for request in self.bench.engine.unfinished for sample in request.unfinished}
         assert len(sequences) == len(set(sequences))
         assert set(sequences) <= live  # samples that are not forked yet are nowhere
         assert {sequence.request for sequence in sequences} == set(self.bench.engine.unfinished)

@@ -176,7 +176,7 @@ class World:
             return
         held = self.epochs[replica.epoch].held[replica.next]
         assert self.router.cached_hashes(name) == held
-        assert replica.num_held == len(held)
+        assert replica.num_cached_blocks == len(held)
         self.num_checked += 1
 
     def catch_up(self) -> None:

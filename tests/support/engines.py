@@ -95,24 +95,24 @@ class Bench:
     scheduler: Scheduler
     runner: FakeRunner
     engine: Engine
-    states: dict[str, Request] = field(default_factory=dict)
+    requests: dict[str, Request] = field(default_factory=dict)
 
     def submit(self, prompts: dict[str, list[int]], params: SamplingParams = GREEDY) -> None:
         for request_id, tokens in prompts.items():
-            state = add_request(self.engine, request_id, Prompt(token_ids=tokens), params)
-            self.states[request_id] = state
+            request = add_request(self.engine, request_id, Prompt(token_ids=tokens), params)
+            self.requests[request_id] = request
 
     def output(self, name: str) -> RequestOutput:
-        return self.engine.output(self.states[name])
+        return self.engine.output(self.requests[name])
 
     def abort(self, names: list[str]) -> list[RequestOutput]:
         """Those that had not ended."""
-        states = [self.states[name] for name in names if name in self.states]
-        return [state.output() for state in self.engine.abort(states)]
+        requests = [self.requests[name] for name in names if name in self.requests]
+        return [request.output() for request in self.engine.abort(requests)]
 
     def step(self) -> list[RequestOutput]:
         """The requests that the step ended."""
-        return [state.output() for state in self.engine.step().finished]
+        return [request.output() for request in self.engine.step().finished]
 
     def run(self) -> dict[str, RequestOutput]:
         done: dict[str, RequestOutput] = {}
@@ -127,11 +127,13 @@ class Bench:
     def take_finished(self) -> dict[str, RequestOutput]:
         """Requests that have ended, in whatever way, since it was last called."""
         ended = {
-            name: state for name, state in self.states.items() if state.finished_time is not None
+            name: request
+            for name, request in self.requests.items()
+            if request.finished_time is not None
         }
         for name in ended:
-            del self.states[name]
-        return {name: state.output() for name, state in ended.items()}
+            del self.requests[name]
+        return {name: request.output() for name, request in ended.items()}
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams = GREEDY

@@ -32,23 +32,23 @@ CHANCES = torch.tensor(
 Rule: TypeAlias = Callable[[InputBatch, list[int], torch.Tensor], Accepted]
 
 
-def ours(rows: InputBatch, drawn: list[int], _: torch.Tensor) -> Accepted:
-    return rows.accept(drawn)
+def ours(batch: InputBatch, drawn: list[int], _: torch.Tensor) -> Accepted:
+    return batch.accept(drawn)
 
 
-def always(rows: InputBatch, drawn: list[int], _: torch.Tensor) -> Accepted:
+def always(batch: InputBatch, drawn: list[int], _: torch.Tensor) -> Accepted:
     """Wrong: every draft stands."""
     accepted = Accepted([], [], set())
-    for first, drafts in rows._spans:
+    for first, drafts in batch._spans:
         accepted.tokens.extend([*drafts, drawn[first + len(drafts)]])
         accepted.counts.append(1 + len(drafts))
     return accepted
 
 
-def rest_from_p(rows: InputBatch, drawn: list[int], chances: torch.Tensor) -> Accepted:
+def rest_from_p(batch: InputBatch, drawn: list[int], chances: torch.Tensor) -> Accepted:
     """Wrong: a draft x is accepted with p(x), and otherwise drawn from p, in which x still is."""
     random, accepted = Random(0), Accepted([], [], set())
-    for first, drafts in rows._spans:
+    for first, drafts in batch._spans:
         count = 0
         while count < len(drafts) and random.random() < chances[first + count, drafts[count]]:
             count += 1
@@ -81,10 +81,10 @@ def samples(seeds: range) -> list[SequenceState]:
 
 
 def logits_of(
-    rows: InputBatch, spans: Sequence[tuple[SequenceState, Sequence[int]]]
+    batch: InputBatch, spans: Sequence[tuple[SequenceState, Sequence[int]]]
 ) -> torch.Tensor:
     lasts = [token for item, drafts in spans for token in ((FIRST, *item.token_ids)[-1], *drafts)]
-    assert len(lasts) == len(rows.sequences)
+    assert len(lasts) == len(batch.sequences)
     return CHANCES[torch.tensor(lasts)]
 
 
@@ -102,8 +102,8 @@ def outcomes(drafter: Any, rule: Rule, num_seeds: int) -> Iterator[tuple[int, ..
                 chunks=[],
                 decodes=tuple(left),
             )
-            rows = InputBatch(step)
-            chances = logits_of(rows, list(zip(left, drafts, strict=True)))
+            batch = InputBatch(step)
+            chances = logits_of(batch, list(zip(left, drafts, strict=True)))
             padded = torch.full((len(chances), 97), -torch.inf)
             padded[:, :VOCAB] = chances.log().float()
             positions = [
@@ -111,8 +111,8 @@ def outcomes(drafter: Any, rule: Rule, num_seeds: int) -> Iterator[tuple[int, ..
                 for entry, each in zip(left, drafts, strict=True)
                 for at in range(1 + len(each))
             ]
-            drawn = Sampler()(padded, rows.sampling, positions).token_ids.tolist()
-            accepted = rule(rows, drawn, chances)
+            drawn = Sampler()(padded, batch.sampling, positions).token_ids.tolist()
+            accepted = rule(batch, drawn, chances)
             rest = iter(accepted.tokens)
             for entry, count in zip(left, accepted.counts, strict=True):
                 for _ in range(count):

@@ -183,10 +183,10 @@ def test_an_answer_that_the_context_cut_says_so(
 ) -> None:
     """The reason is `max_tokens` only where all of them came."""
     bench, sink = make_bench(max_model_len=16), Sink(streams)
-    state = add_request(
+    request = add_request(
         bench.engine, "one", Prompt(token_ids=[1] * 10), greedy(max_tokens=max_tokens), sink=sink
     )
-    bench.states["one"] = state
+    bench.requests["one"] = request
     whole = bench.run()["one"].outputs[0]
     for output in (whole, sink.items[-1].outputs[0]):
         assert (output.finish_reason, output.stop_reason) == ("length", stop_reason)
@@ -380,7 +380,7 @@ def test_bad_words_and_allowed_tokens_hold_in_the_whole_engine() -> None:
 def test_an_id_in_use_is_refused_before_anything_is_taken_over() -> None:
     bench = make_bench()
     bench.submit({"a": [1, 2, 3]})
-    first = bench.states["a"]
+    first = bench.requests["a"]
     bench.engine.step()
     with pytest.raises(InvalidRequestError, match="request id 'a' is in use"):
         add_request(bench.engine, "a", Prompt(token_ids=[9, 9]), GREEDY)

@@ -58,7 +58,7 @@ def broken(**settings: Any) -> tuple[Bench, Ends, list[int]]:
 
 def add(bench: Bench, name: str, prompt: list[int], params: SamplingParams) -> Sink:
     sink = Sink()
-    bench.states[name] = add_request(
+    bench.requests[name] = add_request(
         bench.engine, name, Prompt(token_ids=prompt), params, sink=sink
     )
     return sink
@@ -72,15 +72,15 @@ def test_one_that_was_aborted_does_not_fail_in_the_step_that_runs(n: int) -> Non
     for _ in range(3):
         bench.engine.step()
     assert bench.engine.is_running  # with the next tokens of both
-    tokens[:] = [bench.states["gone"].sequences[0].token_ids[-1]]
+    tokens[:] = [bench.requests["gone"].sequences[0].token_ids[-1]]
     bench.abort(["gone"])
-    state = bench.states["gone"]
-    num_items, ended = len(gone.items), state.finished_time
+    request = bench.requests["gone"]
+    num_items, ended = len(gone.items), request.finished_time
     add(bench, "gone", [5, 6], LONG)  # the id is free again
     bench.engine.step()
     tokens.clear()
     assert {sample.request_id for sample in bench.engine.unfinished} == {"gone", "other"}
-    assert (state.error, state.finished_time, gone.error) == (None, ended, None)
+    assert (request.error, request.finished_time, gone.error) == (None, ended, None)
     assert len(gone.items) == num_items
     done = bench.run()
     assert done["gone"].outputs[0].token_ids == continued([5, 6], 30)

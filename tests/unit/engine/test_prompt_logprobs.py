@@ -227,11 +227,11 @@ def test_if_the_one_that_computes_for_others_goes_the_next_one_does(how: str, de
     if how == "abort":
         bench.abort(["a"])
     elif how == "fail":
-        bench.engine._fail(bench.states["a"], ValueError("by hand"))
+        bench.engine._fail(bench.requests["a"], ValueError("by hand"))
     else:
         bench.runner.fault = Fault(len(bench.runner.computed), RuntimeError("by chance"))
     if how != "by chance":
-        del bench.states["a"]
+        del bench.requests["a"]
     done = bench.run()
     assert len(done) == (3 if how == "by chance" else 2)
     for item in done.values():
@@ -267,9 +267,9 @@ def test_many_that_wait_for_one_cost_a_step_little() -> None:
     bench.submit({str(at): prompt for at in range(500)}, asked(max_tokens=1))
     awaits = Request.awaits_prefix
 
-    def counted(state: Request) -> bool:
+    def counted(request: Request) -> bool:
         asks[0] += 1
-        return awaits(state)
+        return awaits(request)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Request, "awaits_prefix", counted)
@@ -301,8 +301,8 @@ def test_a_step_has_no_more_logits_of_prompts_than_the_cap(
     bench.submit({f"plain {at}": prompt for at, prompt in enumerate(plain)}, asked(None))
     bench.engine.step()
     bench.engine.step()
-    states = bench.states
-    assert all(states[f"plain {at}"].first_token_time is not None for at in range(3))
+    requests = bench.requests
+    assert all(requests[f"plain {at}"].first_token_time is not None for at in range(3))
     done = bench.run()
     assert max(seen) <= 20
     assert sum(seen) == num_requests * 50
@@ -316,8 +316,8 @@ def test_other_namespaces_are_not_read() -> None:
     prompt = list(range(50))
     bench = make_bench(256, BLOCK)
     for name, salt in [("a", b"x"), ("b", b"y"), ("c", b"x")]:
-        state = add_request(bench.engine, name, Prompt(token_ids=prompt, namespace=salt), asked())
-        bench.states[name] = state
+        request = add_request(bench.engine, name, Prompt(token_ids=prompt, namespace=salt), asked())
+        bench.requests[name] = request
         found = bench.run()[name]
         same(found, computed(prompt, asked()))
         assert found.num_cached_tokens == (48 if name == "c" else 0)
@@ -360,7 +360,7 @@ def test_in_a_tiny_pool_nothing_is_ever_taken_for_another(
             bench.manager.check()
         if random.random() < 0.05:
             bench.abort([name])
-            del bench.states[name], expected[name]
+            del bench.requests[name], expected[name]
         assert len(kept) <= bench.manager.num_blocks
     found = bench.run()
     assert found.keys() == expected.keys()

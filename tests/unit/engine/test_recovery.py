@@ -46,15 +46,15 @@ def test_one_that_comes_to_31_fails_within_3_steps_and_alone(depth: int) -> None
     for _ in range(3):
         bench.engine.step()
     bench.submit({"bad": [POISON, 1, 2]})
-    state = bench.states["bad"]
+    request = bench.requests["bad"]
     steps = 0
-    while not state.num_failures:  # with overlap it joins the step after the one that runs
+    while not request.num_failures:  # with overlap it joins the step after the one that runs
         bench.engine.step()
         steps += 1
     assert steps <= depth
     for _ in range(2):
         bench.engine.step()
-    assert state.finished_time is not None
+    assert request.finished_time is not None
     done = bench.run()
     assert done["bad"].error == "PoisonError: no such token"
     assert done["bad"].outputs[0].finish_reason == "error"
@@ -72,7 +72,7 @@ def test_one_of_32_that_come_together_is_found_by_halves(depth: int, place: int)
     names.insert(place, "bad")
     bench.submit({name: PROMPTS.get(name, [POISON]) for name in names})
     steps = 0
-    while bench.states["bad"].finished_time is None:
+    while bench.requests["bad"].finished_time is None:
         bench.engine.step()
         steps += 1
     assert steps <= 7 + depth  # log2(32) + 2
@@ -109,13 +109,13 @@ def test_one_at_fault_that_comes_during_the_search_proves_nothing_about_others(
     for _ in range(moment):
         bench.engine.step()
     worse = add_request(bench.engine, "worse", Prompt(token_ids=[3, POISON]), GREEDY, priority=-1)
-    states = bench.states | {"worse": worse}
+    requests = bench.requests | {"worse": worse}
     bench.run()
-    at_fault = {name for name, state in states.items() if state.error is not None}
+    at_fault = {name for name, request in requests.items() if request.error is not None}
     assert at_fault == {"bad", "worse"}
     for name in names:
         if name != "bad":
-            assert states[name].output().outputs[0].token_ids == continued(PROMPTS[name], 8)
+            assert requests[name].output().outputs[0].token_ids == continued(PROMPTS[name], 8)
     bench.assert_all_free()
 
 
@@ -126,8 +126,8 @@ def test_a_step_that_fails_by_chance_is_not_held_against_who_was_in_it(depth: in
     bench.submit({"good": PROMPTS["0"]})
     bench.engine.step()
     bench.runner.fault = Fault(len(bench.runner.computed), ValueError("by chance"))
-    state = bench.states["good"]
-    while not state.num_failures:
+    request = bench.requests["good"]
+    while not request.num_failures:
         bench.engine.step()
     bench.submit({"bad": [POISON]})
     done = bench.run()
@@ -171,8 +171,8 @@ def test_where_every_step_fails_it_is_nobodys_fault(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING), pytest.raises(PoisonError):
         bench.run()
     assert "tried again" in caplog.text
-    assert sum(state.error is not None for state in bench.states.values()) <= 4
-    bench.engine.abort(list(bench.states.values()))
+    assert sum(request.error is not None for request in bench.requests.values()) <= 4
+    bench.engine.abort(list(bench.requests.values()))
     bench.assert_all_free()
 
 
@@ -286,17 +286,17 @@ class Search:
     def __init__(self, *names: str) -> None:
         self.bench, self.finder = make_bench(), FaultFinder()
         self.bench.submit({name: [1, 2, 3] for name in names})
-        self.states = self.bench.states
+        self.requests = self.bench.requests
 
     def fails(self, names: Iterable[str]) -> Verdict:
-        return self.finder.failed([self.states[name].sequences[0] for name in names])
+        return self.finder.failed([self.requests[name].sequences[0] for name in names])
 
     def goes_well(self, names: Iterable[str]) -> None:
-        self.finder.succeeded([self.states[name].sequences[0] for name in names])
+        self.finder.succeeded([self.requests[name].sequences[0] for name in names])
 
     def held(self) -> str:
-        held = self.finder.held(self.states.values())
-        return "".join(name for name, item in self.states.items() if item.sequences[0] in held)
+        held = self.finder.held(self.requests.values())
+        return "".join(name for name, item in self.requests.items() if item.sequences[0] in held)
 
 
 def test_a_step_that_had_to_take_everybody_proves_nothing_about_one() -> None:
@@ -310,7 +310,7 @@ def test_a_step_that_had_to_take_everybody_proves_nothing_about_one() -> None:
     search.goes_well("a")
     assert search.held() == "ac"
     assert search.fails("b") == Verdict()
-    assert search.fails("b") == Verdict(search.states["b"])
+    assert search.fails("b") == Verdict(search.requests["b"])
     assert not search.finder.is_searching
 
 
@@ -320,7 +320,7 @@ def test_after_a_step_of_all_that_went_well_others_are_left_out_again() -> None:
     search.finder.release()
     search.goes_well("bc")
     assert search.held() == "bc"
-    assert search.fails("a") == Verdict(search.states["a"])
+    assert search.fails("a") == Verdict(search.requests["a"])
 
 
 def test_one_who_can_never_be_alone_is_found_all_the_same() -> None:
@@ -330,7 +330,7 @@ def test_one_who_can_never_be_alone_is_found_all_the_same() -> None:
         search.finder.release()
         verdicts.append(search.fails("ab"))
         assert len(verdicts) < 8
-    assert verdicts[-1].culprit is search.states["b"]  # the one that came last
+    assert verdicts[-1].culprit is search.requests["b"]  # the one that came last
 
 
 def test_who_went_while_the_step_ran_may_have_been_at_fault() -> None:
@@ -338,7 +338,7 @@ def test_who_went_while_the_step_ran_may_have_been_at_fault() -> None:
     search.fails("a")
     search.bench.abort(["b"])
     assert search.fails("ab") == Verdict()
-    assert search.fails("a") == Verdict(search.states["a"])
+    assert search.fails("a") == Verdict(search.requests["a"])
 
 
 @pytest.mark.parametrize("num_steps", [0, 1])
@@ -353,7 +353,7 @@ def test_what_is_found_in_a_row_without_a_step_that_goes_well_is_not_the_request
         assert not search.finder.is_searching
         for _ in range(num_steps):
             search.goes_well(["good"])
-    assert [verdict.culprit for verdict in verdicts] == [search.states[name] for name in "abcd"]
+    assert [verdict.culprit for verdict in verdicts] == [search.requests[name] for name in "abcd"]
     assert [verdict.is_hopeless for verdict in verdicts] == [False] * 3 + [num_steps == 0]
 
 
@@ -365,7 +365,7 @@ def test_a_new_search_counts_anew() -> None:
     search.goes_well("c")
     assert not search.finder.is_searching
     assert search.fails("a") == Verdict()
-    assert search.fails("a") == Verdict(search.states["a"])
+    assert search.fails("a") == Verdict(search.requests["a"])
 
 
 def test_limits_are_halved_and_doubled_again_ever_more_slowly() -> None:

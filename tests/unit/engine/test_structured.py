@@ -178,7 +178,7 @@ def test_a_stream_gives_the_whole_text() -> None:
     engine = bench()
     engine.submit({"a": [4, 5]}, asked(StructuredOutputs(choice=["yes"])))
     sink = Sink()
-    engine.states["a"].sink = sink
+    engine.requests["a"].sink = sink
     engine.run()
     assert "".join(item.outputs[0].text for item in sink.items) == "yes"
     assert sink.items[-1].finished

@@ -40,13 +40,13 @@ def test_tokens_that_nobody_reads_are_kept_together_and_none_is_lost() -> None:
     """Some end, some are aborted, some come and some go on, while others stream."""
     bench, sink = make_bench(), Sink()
     bench.submit({str(at): [at, 7] for at in range(6)}, replace(GREEDY, max_tokens=20))
-    state = add_request(bench.engine, "streamed", Prompt(token_ids=[9]), GREEDY, sink=sink)
+    request = add_request(bench.engine, "streamed", Prompt(token_ids=[9]), GREEDY, sink=sink)
     for _ in range(5):
         bench.engine.step()
-    rows = bench.engine._unread
-    assert rows is not None
-    assert [item.request for item in (rows.sequences[row] for row in rows.streamed)] == [state]
-    assert len(bench.states["0"].sequences[0].token_ids) < 5  # they are with the rows still
+    batch = bench.engine._unread
+    assert batch is not None
+    assert [item.request for item in (batch.sequences[row] for row in batch.streamed)] == [request]
+    assert len(bench.requests["0"].sequences[0].token_ids) < 5  # they are with the rows still
     (aborted,) = bench.abort(["3"])
     assert aborted.outputs[0].token_ids == continued([3, 7], 5)
     bench.submit({"late": [1, 1, 1]})
@@ -67,7 +67,7 @@ def test_a_stop_token_is_seen_at_its_step_and_not_before_min_tokens() -> None:
     bench.submit({"c": [5, 6]}, replace(GREEDY, max_tokens=20))
     for _ in range(tokens.index(stop) + 1):
         bench.engine.step()
-    assert bench.states["a"].finished_time is not None
+    assert bench.requests["a"].finished_time is not None
     done = bench.run()
     assert done["a"].outputs[0].token_ids == tokens[: tokens.index(stop) + 1]
     assert stop not in done["b"].outputs[0].token_ids[:9]

@@ -218,7 +218,7 @@ def test_aborted_requests_count_what_they_got(monkeypatch: pytest.MonkeyPatch, d
         output.request_id: output for output in run.bench.abort(["1", "6"])
     }  # runs, waits
     for name in run.outputs:
-        del run.bench.states[name]
+        del run.bench.requests[name]
     scraped = run.finish()
     agree(run, scraped)
     assert scraped.value("vllm:request_success_total", finished_reason="abort") == 2

@@ -143,7 +143,7 @@ def test_a_long_prompt_holds_no_stream_up(depth: int) -> None:
     sink, prompt = Sink(), [*range(3, 93), *range(3, 93), *range(3, 93)]
     params = replace(GREEDY, max_tokens=60)
     stream = add_request(bench.engine, "stream", Prompt(token_ids=[1, 2, 3]), params, sink=sink)
-    bench.states["stream"] = stream
+    bench.requests["stream"] = stream
     while not stream.sequences[0].token_ids:
         bench.engine.step()
     bench.submit({"long": prompt})

@@ -115,7 +115,7 @@ def test_a_stream_gets_several_tokens_at_a_time_and_each_once() -> None:
     answer = continued(prompt, 20)
     speculate(bench.engine, AnswerDrafter({(tuple(prompt), 0): answer}))
     bench.submit({"a": prompt}, replace(GREEDY, max_tokens=20))
-    bench.states["a"].sink = sink
+    bench.requests["a"].sink = sink
     bench.run()
     parts = [item.outputs[0].token_ids for item in sink.items]
     assert [token for part in parts for token in part] == answer

@@ -147,18 +147,18 @@ class Faults:
     def run(self) -> tuple[list[list[int]], list[BaseException]]:
         """Tokens of every prompt, in spite of steps that fail; and what failed."""
         engine, failures, name = self.llm._engine, [], next(self._rounds)
-        states = [
+        requests = [
             add_request(engine, f"{name}-{index}", Prompt(token_ids=prompt), GREEDY)
             for index, prompt in enumerate(prompts())
         ]
         go_on = engine._failed
 
-        def watched(jobs: Any, num_tokens: int, error: BaseException) -> None:
+        def watched(sequences: Any, num_tokens: int, error: BaseException) -> None:
             failures.append(error)
             if "forward" not in str(error) and self._control.read_text() == "forward":
                 self.are("calm")
             engine._faults.failed = lambda _: Verdict()  # steps fail by chance, no request's fault
-            go_on(jobs, num_tokens, error)
+            go_on(sequences, num_tokens, error)
 
         engine._failed = watched
         try:
@@ -167,7 +167,7 @@ class Faults:
                 self.llm._manager.check()
         finally:
             engine._failed = go_on
-        return [state.output().outputs[0].token_ids for state in states], failures
+        return [request.output().outputs[0].token_ids for request in requests], failures
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_columns_are_those_of_the_manager() -> None:
         assert STATES[shown.states[block]] == manager.state(block)
         assert shown.refs[block] == manager.refs(block)
         assert shown.sequences[block] == manager.seq_refs(block)
-    table = bench.states["0"].sequences[0].kv.block_table
+    table = bench.requests["0"].sequences[0].kv.block_table
     assert [shown.depths[block] for block in table[:4]] == [0, 1, 2, 3]
     assert len({shown.nodes[block] for block in table[:3]}) == 1
 
