@@ -1,11 +1,11 @@
 """An LLM inference engine whose KV-cache block manager is written in Rust.
 
-Two doors, and the first does not open the second; what is behind them is loaded when it is used:
+Two independent entry points, loaded at first use:
 
-- `BlockManager` and its handles (`Sequence`, `StepPlan`, `Pin`, ...): for people who
-  build engines. Needs NumPy only.
-- `LLM` and `SamplingParams`: for people who run models. `LLM` imports torch and transformers, the
-  distribution's extra `engine`.
+- `BlockManager` and its handles (`Sequence`, `StepPlan`, `Pin`, ...) are for people who build
+  engines. They need NumPy only.
+- `LLM` and `SamplingParams` are for people who run models. `LLM` imports torch and transformers,
+  the distribution's extra `engine`.
 """
 
 from typing import TYPE_CHECKING
@@ -105,5 +105,5 @@ if not TYPE_CHECKING:  # a type checker would take any name for granted
 
 
 def __dir__() -> list[str]:
-    """Every public name, those not yet resolved included."""
+    """Every public name, resolved or not."""
     return sorted(set(globals()) | set(__all__))

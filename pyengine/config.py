@@ -37,7 +37,7 @@ def _int_or_text(text: str | None) -> int | str | None:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The settings of an engine. Bad values are refused at once: `ConfigurationError`."""
+    """The settings of an engine. Bad values raise `ConfigurationError` at once."""
 
     model: str | Path | None = setting(
         None,
@@ -270,12 +270,12 @@ class EngineSettings:
 
     @property
     def asked_block_size(self) -> int | None:
-        """Tokens per block; None: as the attention backend likes it."""
+        """Tokens per block; None: the attention backend's preferred size."""
         return None if self.block_size == "auto" else self.block_size
 
     @property
     def takes_model_sampling(self) -> bool:
-        """Whether a request without sampling parameters has those of the model."""
+        """True if requests without sampling parameters use the model's."""
         return self.generation_config == "auto"
 
 

@@ -1,4 +1,4 @@
-"""The errors that people who call pyengine are meant to catch.
+"""The errors for callers of pyengine.
 
 One exception per decision a caller can take: correct the request, change the settings, provide
 another model; and where a process or a device failed: try again, or start again. Every
@@ -16,7 +16,7 @@ _E = TypeVar("_E", bound=BaseException)
 
 
 class PyEngineError(Exception):
-    """Base of every error that pyengine raises on purpose."""
+    """Base of all errors of pyengine."""
 
 
 class InvalidRequestError(PyEngineError, ValueError):
@@ -24,29 +24,29 @@ class InvalidRequestError(PyEngineError, ValueError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """A prompt that is longer than the model's context, or than what the pool holds of it."""
+    """A prompt that is longer than the model's context, or than the pool can hold."""
 
 
 class QueueFullError(PyEngineError):
-    """As many requests wait as may; none was taken. Try again later, or somewhere else."""
+    """The queue is full; no request was accepted. Try again later, or elsewhere."""
 
 
 class EngineClosedError(PyEngineError):
-    """The engine takes no more requests: it is being drained, or was closed."""
+    """The engine accepts no more requests: it drains, or is closed."""
 
 
 class NoReplicaError(PyEngineError):
-    """No replica of a cluster takes requests now. Try again later."""
+    """No replica of a cluster accepts requests now. Try again later."""
 
 
 class ReplicaLostError(PyEngineError):
-    """The replica that ran this request is gone, in the middle of the answer. Send it again."""
+    """The replica was lost in the middle of the answer. Send the request again."""
 
 
 class RequestFailedError(PyEngineError):
-    """The forward pass fails on this request, again and again; the others went on.
+    """The forward pass fails repeatedly on this request; the others went on.
 
-    `outputs` are those of the whole call, in its order, whatever became of each.
+    `outputs` are those of the whole call, in order, failed or not.
     """
 
     def __init__(self, message: str, outputs: "Sequence[RequestOutput]" = ()) -> None:
@@ -83,7 +83,7 @@ class BrokenLogitsError(PyEngineError):
 
 
 class StructuredOutputError(PyEngineError):
-    """An answer cannot go on in the form that was asked for: its grammar is too complex there."""
+    """An answer cannot continue in its grammar, which has become too complex."""
 
 
 class ModelLoadError(PyEngineError):
@@ -91,7 +91,7 @@ class ModelLoadError(PyEngineError):
 
 
 class WorkerError(PyEngineError):
-    """A worker process failed in a step, which was rolled back; the engine can go on."""
+    """A worker process failed in a step, which was rolled back; the engine goes on."""
 
 
 class EngineDeadError(PyEngineError):
@@ -99,16 +99,16 @@ class EngineDeadError(PyEngineError):
 
 
 def copy_error(error: _E) -> _E:
-    """Return an exception that says the same and may be raised in another thread.
+    """Return a copy of an exception, to be raised in another thread.
 
-    Raising an exception changes its traceback, so each reader raises one of its own. The copy
-    begins with the traceback and the cause of `error`.
+    Raising an exception changes its traceback, so each reader raises a copy. The copy starts with
+    the traceback and the cause of `error`.
     """
     kind = type(error)
     try:
         made = copy(error)
         is_same = type(made) is kind and made.args == error.args
-    except Exception:  # it cannot be made of its arguments
+    except Exception:  # not every class accepts its arguments
         is_same = False
     if not is_same:
         made = kind.__new__(kind, *error.args)

@@ -1,4 +1,4 @@
-"""The outputs that a caller gets. Names and meanings are those that vLLM users know."""
+"""Outputs for callers. Names and meanings are vLLM's."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -20,7 +20,7 @@ class Logprob:
     rank: int
     """1 for the most probable token; equal probabilities rank by token id, lowest first."""
     decoded_token: str | None = None
-    """The token's text, ``None`` when there is no tokenizer."""
+    """The token's text, ``None`` without a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class CompletionOutput:
     text: str
     """The generated text so far; empty when the request did not ask for text."""
     token_ids: list[int]
-    """Every generated token, a final stop token included."""
+    """All generated tokens, including a final stop token."""
     cumulative_logprob: float | None = None
     """Sum of the generated tokens' log-probabilities, if ``logprobs`` was asked for."""
     logprobs: list[dict[int, Logprob]] | None = None
@@ -48,13 +48,13 @@ class CompletionOutput:
 
     @property
     def is_finished(self) -> bool:
-        """Whether no further token will come."""
+        """True if no further token will come."""
         return self.finish_reason is not None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When things happened, in seconds of :func:`time.monotonic`."""
+    """Times of a request, in seconds of :func:`time.monotonic`."""
 
     arrival_time: float
     scheduled_time: float | None = None
@@ -62,7 +62,7 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
-    """How often the request lost its blocks and had to be computed again."""
+    """Preemptions of the request, each followed by recomputation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
-    """Prompt tokens whose KV came from the cache and was not computed for this request."""
+    """Prompt tokens whose KV came from the cache."""
     metrics: RequestMetrics
     index: int = 0
     """Position of the prompt among those of the same call."""
     error: str | None = None
-    """Why it failed, where ``finish_reason`` is "error"."""
+    """The reason of the failure if ``finish_reason`` is "error"."""

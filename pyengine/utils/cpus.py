@@ -1,4 +1,4 @@
-"""How many CPUs this process may use: its affinity, and the quota of its control groups."""
+"""The number of CPUs that this process may use, by affinity and control groups."""
 
 import os
 from collections.abc import Iterator
@@ -10,17 +10,17 @@ _PROC = Path("/proc/self")
 
 @dataclass(frozen=True, slots=True)
 class UsableCpus:
-    """A number of CPUs, and what limits it."""
+    """A number of CPUs, and its limit."""
 
     count: int
     reason: str
 
 
 def usable_cpus(proc: Path = _PROC) -> UsableCpus:
-    """The CPUs of the affinity mask, or as many as the quota pays for, whichever is less.
+    """The CPUs of the affinity mask, or of the quota, whichever are fewer.
 
-    A quota is rounded to the next whole number, and is at least 1: threads that it does not pay
-    for are stopped in the middle of a step, and the others wait for them.
+    A quota is rounded to the nearest whole number, and is at least 1: threads beyond it are stopped
+    in the middle of a step, and the others wait for them.
     """
     available = _affinity()
     quota = cgroup_quota(proc)
@@ -39,10 +39,10 @@ def _affinity() -> int:
 
 
 def cgroup_quota(proc: Path = _PROC) -> float | None:
-    """CPUs that the control groups of this process pay for, nested ones included; None: any.
+    """The CPU quota of this process's control groups, nested ones included; None: no quota.
 
     Reads `cpu.max` (version 2) or `cpu.cfs_quota_us` (version 1) of each group from the process's
-    own up to the one that is mounted.
+    own up to the mounted one.
     """
     quotas = [
         quota
@@ -53,7 +53,7 @@ def cgroup_quota(proc: Path = _PROC) -> float | None:
 
 
 def _cgroup_folders(proc: Path) -> Iterator[Path]:
-    """The process's groups that may hold a CPU quota, and those above them."""
+    """The process's groups that may have a CPU quota, and their parents."""
     mounts = list(_cgroup_mounts(proc))
     for line in _lines(proc / "cgroup"):
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
@@ -70,7 +70,7 @@ def _cgroup_folders(proc: Path) -> Iterator[Path]:
 
 
 def _cgroup_mounts(proc: Path) -> Iterator[tuple[str, Path, bool]]:
-    """Of each mount its root, where it is, and True for version 1 with the cpu controller."""
+    """The root and place of each mount, and True for version 1 with the cpu controller."""
     for line in _lines(proc / "mountinfo"):
         mounted, _, options = line.partition(" - ")
         kind, _, settings = (*options.split(" ", 2), "", "")[:3]
@@ -95,7 +95,7 @@ def _quota_of_v1(folder: Path) -> float | None:
 
 
 def _ratio(limit: str, period: str) -> float | None:
-    """None where there is no limit: "max", -1, or no such file."""
+    """The quota; None without a limit: "max", -1, or no such file."""
     if not limit.isdecimal() or not period.isdecimal() or not int(period):
         return None
     return int(limit) / int(period)

@@ -1,4 +1,4 @@
-"""Room for the Python frames of steps, however deep their caller stands."""
+"""Contiguous memory for the Python frames of a step, at any depth of its caller."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -10,17 +10,17 @@ T = TypeVar("T")
 _ROOM = 1 << 17
 """Bytes; a step of a transformers model takes some 10 kB."""
 _SLOT = 8
-"""Bytes of one place in a frame."""
+"""Bytes of a slot in a frame."""
 
 
 def with_frame_room(function: Callable[P, T]) -> Callable[P, T]:
-    """Have the frames of all that `function` calls in one piece of memory.
+    """Run `function` with the frames of all its calls in one piece of memory.
 
-    CPython keeps frames in chunks of 16 kB, and a call whose frame does not fit has a new chunk
-    mapped, and unmapped when it returns. Where a layer's calls happen to stand at such a border,
-    that is 150 times a token (https://github.com/python/cpython/issues/142183; late releases of
-    3.13 and 3.14 keep one chunk). A frame larger than a chunk has one of twice its size, the rest
-    of which is for what it calls; memory is taken for what is touched.
+    CPython keeps frames in chunks of 16 kB. A call whose frame does not fit maps a new chunk, and
+    unmaps it when it returns. If a layer's calls are at such a border, that happens 150 times a
+    token (https://github.com/python/cpython/issues/142183; late releases of 3.13 and 3.14 keep one
+    chunk). A frame larger than a chunk gets one of twice its size, whose rest serves its calls;
+    only touched pages take memory.
     """
 
     def roomy(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,4 +1,4 @@
-"""Copies between host and device that do not wait for the work queued there."""
+"""Copies between host and device that do not wait for queued work."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def upload(array: npt.NDArray[Any], device: "torch.device") -> "torch.Tensor":
     """`array` on `device`; on the CPU the same memory, if it is contiguous.
 
-    To copy from pageable memory the host would wait until the device has come there.
+    A copy from pageable memory would make the host wait for earlier work of the device.
     """
     import torch
 
@@ -22,11 +22,10 @@ def upload(array: npt.NDArray[Any], device: "torch.device") -> "torch.Tensor":
 
 
 class HostCopy:
-    """Tensors on their way to the host.
+    """Tensors that are copied to the host.
 
-    The copies are queued at once, behind the work that makes the tensors, into pinned memory.
-    `wait` then waits for them alone: work that was queued after them goes on. Tensors on the CPU
-    are taken as they are.
+    The copies into pinned memory are queued at once, after the work that makes the tensors. `wait`
+    waits for them alone: later work goes on. Tensors on the CPU are not copied.
     """
 
     __slots__ = ("_event", "_tensors")

@@ -1,4 +1,4 @@
-"""The distribution that holds the package: its name, its version, and how its extras are had.
+"""The distribution of the package: its name, its version, and its extras.
 
 The package is imported as `pyengine`. That name belongs to another project on PyPI, so the
 distribution has another one.
@@ -11,7 +11,7 @@ DISTRIBUTION = "pyengine-kv"
 
 
 def package_version() -> str:
-    """The version of the installed distribution; "unknown" where it runs from bare sources."""
+    """The version of the installed distribution; "unknown" from bare sources."""
     try:
         return version(DISTRIBUTION)
     except PackageNotFoundError:
@@ -19,17 +19,17 @@ def package_version() -> str:
 
 
 def needs_engine_extra(what: str, missing: str) -> str:
-    """The sentence for `what`, which cannot do without the library `missing`, that runs models."""
+    """The error message: `what` needs the library `missing` of the extra `engine`."""
     return _needs(what, missing, "engine", command="make hello", extras="engine")
 
 
 def needs_serve_extra(what: str, missing: str) -> str:
-    """The sentence for `what`, which cannot do without the library `missing`, that serves."""
+    """The error message: `what` needs the library `missing` of the extra `serve`."""
     return _needs(what, missing, "serve", command="make serve", extras="engine,serve")
 
 
 def needs_cluster_extra(what: str, missing: str) -> str:
-    """The sentence for `what`, which cannot do without the library `missing`, of clusters."""
+    """The error message: `what` needs the library `missing` of the extra `cluster`."""
     return _needs(what, missing, "cluster", command="make cluster", extras="engine,serve,cluster")
 
 

@@ -1,4 +1,4 @@
-"""Fields of frozen settings: what each may hold, and how it is refused."""
+"""Validation of fields of frozen settings, and its error messages."""
 
 import difflib
 import reprlib
@@ -23,7 +23,7 @@ _short.maxstring = _short.maxother = 80
 
 
 def shown(value: object) -> str:
-    """``value`` as messages show it: short, whatever it is."""
+    """``value`` for messages: always short."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
     try:
@@ -33,17 +33,17 @@ def shown(value: object) -> str:
 
 
 def refuse(name: str, value: object, allowed: str) -> InvalidRequestError:
-    """Return the error that names the value found and what is allowed."""
+    """Return the error that names the value and the allowed ones."""
     return InvalidRequestError(f"{name}={shown(value)} is not allowed: it must be {allowed}")
 
 
 def is_integer(value: object) -> bool:
-    """Whether it is a number without a fraction by its type; truth values are none."""
+    """True for integers by type, except booleans."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_real(value: object) -> bool:
-    """Whether it is a real number by its type; truth values are none."""
+    """True for real numbers by type, except booleans."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
