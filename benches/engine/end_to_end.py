@@ -374,13 +374,13 @@ def int8_goals(record: Record) -> Iterator[str]:
         )
         yield "|---|---:|---:|---:|"
         yield from rows
-    work = WORKS[0].name
-    ratios = [record.ratio("bfloat16", work, name, LLAMA) for name in (INT8, INT8_COMPILED)]
+    title = WORKS[0].name
+    ratios = [record.ratio("bfloat16", title, name, LLAMA) for name in (INT8, INT8_COMPILED)]
     if best := max(filter(None, ratios), default=None):
         yield "\n| 8-bit weights, times as fast as llama.cpp with its 4-bit file | | goal |"
         yield "|---|---:|---:|"
         met = "met" if best >= LLAMA_GOAL else "not met"
-        yield f"| {work} | {best:.2f} | {LLAMA_GOAL:.2f}, {met} |"
+        yield f"| {title} | {best:.2f} | {LLAMA_GOAL:.2f}, {met} |"
 
 
 def summary(record: Record) -> Iterator[str]:
