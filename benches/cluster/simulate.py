@@ -66,7 +66,7 @@ def questions(folder: Path, _: int | None) -> list[Arrival]:
     random.shuffle(prompts)
     for prompt in prompts:
         now += random.expovariate(1.0)
-        arrivals.append(Arrival(now, prompt.tokens, 1 + random.randrange(200), prompt.contents[3]))
+        arrivals.append(Arrival(now, prompt.tokens, 1 + random.randrange(200), prompt.block_ids[3]))
     return arrivals
 
 

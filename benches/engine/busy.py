@@ -137,17 +137,17 @@ def rate(columns: dict[str, Any], column: str, rows: int, engine: str) -> float 
     return rows * TOKENS / median(seconds) if seconds else None
 
 
-def tables(content: dict[str, Any]) -> Iterator[str]:
+def tables(results: dict[str, Any]) -> Iterator[str]:
     """Tokens per second and the goal, in markdown."""
-    columns = content["seconds"]
+    columns = results["seconds"]
     counts = {
         len(seconds)
         for each in columns.values()
         for engines in each.values()
         for seconds in engines.values()
     }
-    yield heading(content["machine"], counts)
-    yield f"\n| tokens per second, nice {content['nice']} | {' | '.join(columns)} |"
+    yield heading(results["machine"], counts)
+    yield f"\n| tokens per second, nice {results['nice']} | {' | '.join(columns)} |"
     yield "|---|" + "---:|" * len(columns)
     for rows in ROWS:
         for engine in ENGINES:
@@ -167,14 +167,14 @@ def tables(content: dict[str, Any]) -> Iterator[str]:
             met = ours and best and ours / best
             ratios.append(f"{met:.2f}{'' if met >= GOAL else ' (missed)'}" if met else "")
         yield f"| {rows} rows, against the best other | {' | '.join(ratios)} |"
-    for name, why in content["missing"].items():
+    for name, why in results["missing"].items():
         yield f"\nNot measured: {name}: {why}"
 
 
 def measure_all(names: list[str], asked: argparse.Namespace, path: Path, caches: Path) -> None:
     """Measure column by column, and write what is known to `path` after each."""
     missing: dict[str, str] = {}
-    content: dict[str, Any] = {
+    results: dict[str, Any] = {
         "machine": machine(),
         "libraries": libraries(),
         "nice": asked.nice,
@@ -184,15 +184,15 @@ def measure_all(names: list[str], asked: argparse.Namespace, path: Path, caches:
     for column, count in BUSY.items():
         say(column)
         with busy_processes(count, asked.nice):
-            content["seconds"][column] = measure(names, asked.rounds, missing, caches)
-        path.write_text(json.dumps(content, indent=1) + "\n")
+            results["seconds"][column] = measure(names, asked.rounds, missing, caches)
+        path.write_text(json.dumps(results, indent=1) + "\n")
     say(QUOTA)
     try:
         with quota_of_one_cpu():
-            content["seconds"][QUOTA] = measure(names, asked.rounds, missing, caches)
+            results["seconds"][QUOTA] = measure(names, asked.rounds, missing, caches)
     except OSError as error:
         missing[QUOTA] = str(error)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def main() -> None:

@@ -100,10 +100,10 @@ def measured(model: str, level: str, backend: str, threads: int) -> dict[str, An
     return answer
 
 
-def tables(content: dict[str, Any]) -> Iterator[str]:
+def tables(results: dict[str, Any]) -> Iterator[str]:
     """A table for each model and number of threads, in markdown."""
-    yield heading(content["machine"])
-    for title, rounds in content["runs"].items():
+    yield heading(results["machine"])
+    for title, rounds in results["runs"].items():
         yield f"\n| {title}, ms a step | product | {' | '.join(f'{row} rows' for row in ROWS)} |"
         yield "|---|---|" + "---:|" * len(ROWS)
         for level, backends in rounds.items():
@@ -128,23 +128,23 @@ def main() -> None:
         child(asked.model, asked.child, asked.threads)
         return
     path = results_file(results_name("decode-products"))
-    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": {}}
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": {}}
     if not asked.show:
-        content["machine"] = machine()
+        results["machine"] = machine()
         name = Path(asked.model).stem if asked.model else "SmolLM2-135M-Instruct"
         what = "processor time" if asked.threads == 1 else f"clock, {asked.threads} threads"
         found: dict[str, dict[str, list[Any]]] = {
             level: {backend: [] for backend in BACKENDS} for level in LEVELS
         }
-        content["runs"][f"{name}, {what}"] = found
+        results["runs"][f"{name}, {what}"] = found
         for _ in range(asked.rounds):
             for level in LEVELS:
                 for backend in BACKENDS:
                     answer = measured(asked.model, level, backend, asked.threads)
                     found[level][backend].append(answer)
                     print(level, backend, answer["milliseconds"], file=sys.stderr, flush=True)
-            path.write_text(json.dumps(content, indent=1) + "\n")
-    print("\n".join(tables(content)))
+            path.write_text(json.dumps(results, indent=1) + "\n")
+    print("\n".join(tables(results)))
 
 
 if __name__ == "__main__":

@@ -388,12 +388,12 @@ def main() -> None:
     name = options.results or results_name("serving")
     target = results_file(name)
     if options.show:
-        content = json.loads(target.read_text())
+        results = json.loads(target.read_text())
     else:
-        content = run(options)
+        results = run(options)
         if not options.quick:
-            target.write_text(json.dumps(content, indent=1) + "\n")
-    publish(name, tables(content), write=options.docs, page=PAGE)
+            target.write_text(json.dumps(results, indent=1) + "\n")
+    publish(name, tables(results), write=options.docs, page=PAGE)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class Environment:
 
     def pip(self, *arguments: str | Path) -> str:
         """`pip install` with these arguments."""
-        flags = ("--disable-pip-version-check", "--quiet", "--no-input")
+        flags = ("--disable-pip-version-check", "-q", "--no-input")
         return run(self.python, "-m", "pip", *flags, "install", *arguments)
 
     def ask(self, code: str) -> str:
@@ -98,9 +98,9 @@ class Environment:
         if not (folder / "nanovllm").is_dir():
             folder = self.folder / "src" / "nano-vllm"
             if not folder.exists():
-                run("git", "clone", "--quiet", source, folder)
+                run("git", "clone", "-q", source, folder)
                 if source == NANO_VLLM:
-                    run("git", "-C", folder, "checkout", "--quiet", NANO_VLLM_COMMIT)
+                    run("git", "-C", folder, "checkout", "-q", NANO_VLLM_COMMIT)
         if not (folder / "nanovllm" / "engine" / "block_manager.py").exists():
             raise Failed(f"{folder} holds no nanovllm/engine/block_manager.py")
         site = Path(self.ask("import sysconfig; print(sysconfig.get_path('purelib'))"))

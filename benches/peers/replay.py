@@ -102,21 +102,21 @@ class Replay:
         blocks_of: dict[int, set[int]] = {}
         computed_here: set[int] = set()
         for each in step:
-            length, contents = len(each.prompt.tokens), each.prompt.contents
+            length, block_ids = len(each.prompt.tokens), each.prompt.block_ids
             counts.prompts += 1
             counts.prompt_tokens += length
             counts.computed_tokens += each.computed
             first = length - each.computed
-            for index in range(first // size, len(contents)):
+            for index in range(first // size, len(block_ids)):
                 counts.full_blocks_computed += 1
-                if contents[index] in computed_here:
+                if block_ids[index] in computed_here:
                     counts.duplicate_tokens_computed += (index + 1) * size - max(
                         first, index * size
                     )
-                computed_here.add(contents[index])
+                computed_here.add(block_ids[index])
             table = self.manager.blocks(each.request)
-            for content, block in zip(contents, table, strict=False):
-                blocks_of.setdefault(content, set()).add(block)
+            for block_id, block in zip(block_ids, table, strict=False):
+                blocks_of.setdefault(block_id, set()).add(block)
         counts.duplicate_blocks_stored += sum(len(blocks) - 1 for blocks in blocks_of.values())
 
 

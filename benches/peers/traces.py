@@ -28,10 +28,10 @@ WORD = re.compile(r" ?\w+|[^\w\s]|\s+")
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens, and for each full block an id of its content: that of the whole prefix."""
+    """Tokens, and for each full block the id of its whole prefix."""
 
     tokens: Tokens
-    contents: list[int]
+    block_ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,15 @@ def mooncake(path: Path, most: int | None) -> Iterator[list[Prompt]]:
         yield group
 
 
-class Contents:
-    """Numbers for contents: the same for the same tokens after the same content."""
+class PrefixIds:
+    """Assigns ids to prefixes of full blocks: equal ones for equal tokens."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.numbers: dict[tuple[int, bytes], int] = {}
 
     def of(self, tokens: Tokens) -> list[int]:
-        """The numbers of the full blocks."""
+        """The ids of the full blocks."""
         last, numbers = -1, []
         for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
             block = tokens[start : start + self.block_size].tobytes()
@@ -100,14 +100,14 @@ def bbh(path: Path, block_size: int, every: int, samples: int) -> list[Prompt]:
         tasks = sorted(Path(name).stem for name in names if name.endswith(".json"))
         examples = {task: read(f"cot-prompts/{task}.txt") for task in tasks}
         questions = {task: json.loads(read(f"bbh/{task}.json"))["examples"] for task in tasks}
-    contents, prompts = Contents(block_size), []
+    block_ids, prompts = PrefixIds(block_size), []
     for task in tasks:
         shared = examples[task].partition("-----\n")[2].strip()  # the canary stands before it
         for question in questions[task][::every]:
             text = f"{shared}\n\nQ: {question['input']}\nA: Let's think step by step."
             words = (crc32(word.encode()) % VOCABULARY for word in WORD.findall(text))
             tokens = np.fromiter(words, np.int64)
-            prompts += [Prompt(tokens, contents.of(tokens))] * samples
+            prompts += [Prompt(tokens, block_ids.of(tokens))] * samples
     return prompts
 
 

@@ -121,7 +121,7 @@ class IncrementalDetokenizer:
         return self.append_many([token_id])
 
     def append_many(self, token_ids: list[int]) -> StopMatch | None:
-        """Add tokens up to one that completes a stop string; those behind it don't count.
+        """Add tokens up to one that completes a stop string; later ones are ignored.
 
         The result is that of adding them one by one, in less time. Raises ``RuntimeError`` after a
         match or :meth:`finish`.

@@ -25,7 +25,7 @@ def commands(document: str) -> list[list[str]]:
 
 
 def printed(code: str) -> list[str]:
-    """The output that comments after the code's prints announce."""
+    """The expected output, from comments after the code's prints."""
     return PRINTED.findall(code)
 
 

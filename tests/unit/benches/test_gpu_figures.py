@@ -41,10 +41,10 @@ def test_goals(figures: list[Figures], at: int, met: str) -> None:
 
 def test_tables_leave_nothing_out() -> None:
     skipped = {"work": "decode", "batch": 256, "skipped": "the pool holds 9 tokens"}
-    page = "\n".join(tables([DECODE, skipped, {"work": "host, tiny", "failed": "it hung"}]))
+    page = "\n".join(tables([DECODE, skipped, {"work": "host, tiny", "failed": "it timed out"}]))
     assert "| decode | 256 | 0.8 | 102,400 |" in page
     assert "skipped the pool holds 9 tokens" in page
-    assert "## host, tiny: failed\n\n```\nit hung\n```" in page
+    assert "## host, tiny: failed\n\n```\nit timed out\n```" in page
     assert page.count("not measured") == 3
 
 

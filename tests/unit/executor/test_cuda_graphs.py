@@ -79,9 +79,9 @@ def test_replayed_steps_give_what_eager_ones_give(family: str, grouped: bool) ->
         _, replayed = run.step(entries, all_rows=False)
         assert recorder.replays == before + 1
         replayed = replayed.clone()
-        rows, _ = run.step(entries)  # the same tokens again, with all rows wanted: not a graph
+        logits, _ = run.step(entries)  # the same tokens again, with all rows wanted: not a graph
         assert recorder.replays == before + 1
-        torch.testing.assert_close(replayed, torch.cat(rows), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(replayed, torch.cat(logits), atol=1e-4, rtol=1e-4)
         for entry in entries:
             for table in entry.tables:
                 run.free += [block for block in table if block != run.pool.num_blocks]
@@ -104,8 +104,8 @@ def test_a_graph_takes_tables_as_wide_as_the_longest_of_the_step(
         entries, _ = decode(run, lengths, random)
         _, replayed = run.step(entries, all_rows=False)
         replayed = replayed.clone()
-        rows, _ = run.step(entries)
-        torch.testing.assert_close(replayed, torch.cat(rows), atol=1e-4, rtol=1e-4)
+        logits, _ = run.step(entries)
+        torch.testing.assert_close(replayed, torch.cat(logits), atol=1e-4, rtol=1e-4)
         (of_four,) = [plan for plan in backend.plans if len(plan._inputs.seq_lens) == 4]
         inputs = of_four.refreshed[-1]
         widths.append((inputs.host_block_tables.shape[2], inputs.block_tables.shape[2]))
@@ -153,9 +153,9 @@ def test_a_capture_that_fails_costs_that_graph_alone(
     assert said in caplog.text
     for lengths in ([5, 3], [2, 3, 4, 5, 6]):  # the next larger graph, or none
         entries, _ = decode(run, lengths, Random(2))
-        rows, _ = run.step(entries)
+        logits, _ = run.step(entries)
         before = recorder.replays
-        torch.testing.assert_close(run.step(entries, all_rows=False)[1], torch.cat(rows))
+        torch.testing.assert_close(run.step(entries, all_rows=False)[1], torch.cat(logits))
         assert recorder.replays - before == (len(lengths) <= left[-1])
 
 

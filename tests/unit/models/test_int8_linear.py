@@ -96,8 +96,8 @@ def test_largest_digits_times_largest_weights_are_exact():
         both = torch.full((rows, size), 127.0)
         both[rows // 2 :] = -127
         exact = both.double() @ weights.double().T
-        packed, ones = encodings.pack(weights), torch.ones(channels)
-        product = encoding.multiply(encoding.encode(both), packed, ones)
+        prepacked, ones = encodings.pack(weights), torch.ones(channels)
+        product = encoding.multiply(encoding.encode(both), prepacked, ones)
         torch.testing.assert_close(product.double(), exact, rtol=2**-23, atol=0)
 
 

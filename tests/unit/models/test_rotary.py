@@ -47,8 +47,8 @@ def logits(run: PagedRun) -> torch.Tensor:
             Entry(sequences[0][:end], first, end, tables[0]),
             Entry(sequences[1][:other_end], other_first, other_end, tables[1]),
         ]
-        rows, sampling = run.step(entries)
-        found += [*rows, sampling, run.step(entries, all_rows=False)[1].clone()]
+        logits, sampling = run.step(entries)
+        found += [*logits, sampling, run.step(entries, all_rows=False)[1].clone()]
     return torch.cat(found)
 
 
