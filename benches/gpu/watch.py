@@ -1,6 +1,7 @@
 """Where the time of a step goes, seen from the engine thread."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -9,7 +10,6 @@ from typing import Any
 from unittest.mock import patch
 
 from pyengine.engine.core import Engine
-from pyengine.executor.executor import Work
 from pyengine.sampling.sampler import PendingSample
 
 
@@ -49,7 +49,7 @@ def watched(engine: Engine) -> Iterator[Stopwatch]:
         ("schedule", scheduler, "schedule"),
         ("fill", executor.runner, "prepare"),
         ("launch", executor._queue, "submit"),
-        ("wait", Work, "result"),
+        ("wait", Future, "result"),
         ("wait", PendingSample, "result"),
         ("commit", scheduler, "commit"),
     )

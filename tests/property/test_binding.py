@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from pyengine.kv_cache import BlockManager, NoBudget, NoRoom, Pin, PinError, Prefilled, StepPlan
-from tests.support.contents import Contents, Kept, Known, Planned
+from tests.support.kv_oracle import ExpectedEntry, ExpectedPin, ExpectedSequence, KVOracle
 
 # Few families of prompts, so that most have a prefix in common with some other.
 TOKENS = st.builds(
@@ -59,21 +59,21 @@ class Binding(RuleBasedStateMachine):
             hash_seed=1,
         )
         self.block_size = block_size
-        self.kv = Contents(block_size, num_blocks)
-        self.live: list[Known] = []
-        self.pins: list[Kept] = []
+        self.kv = KVOracle(block_size, num_blocks)
+        self.live: list[ExpectedSequence] = []
+        self.pins: list[ExpectedPin] = []
         self.plan: StepPlan | None = None
-        self.entries: list[Planned] = []
+        self.entries: list[ExpectedEntry] = []
         self.sources: list[int] = []
         self.last_stats: dict[str, int] = {}
         for tokens in prompts:
             self.add(tokens, b"", True)
 
-    def in_plan(self, known: Known) -> bool:
-        return any(entry.known is known for entry in self.entries)
+    def in_plan(self, expected: ExpectedSequence) -> bool:
+        return any(entry.expected is expected for entry in self.entries)
 
-    def evictable_ones(self) -> list[Known]:
-        return [known for known in self.live if not self.in_plan(known)]
+    def evictable_sequences(self) -> list[ExpectedSequence]:
+        return [expected for expected in self.live if not self.in_plan(expected)]
 
     # ---- sequences and pins
 
@@ -81,31 +81,31 @@ class Binding(RuleBasedStateMachine):
     @rule(tokens=TOKENS, namespace=NAMESPACES, read_cache=st.booleans())
     def add(self, tokens: list[int], namespace: bytes, read_cache: bool) -> None:
         handle = self.manager.sequence(tokens, namespace=namespace, read_cache=read_cache)
-        self.live.append(Known([handle], namespace, list(tokens)))
+        self.live.append(ExpectedSequence([handle], namespace, list(tokens)))
 
     @precondition(lambda self: self.live)
     @rule(pick=PICK, forget=st.booleans())
     def end(self, pick: int, forget: bool) -> None:
-        known = self.live.pop(pick % len(self.live))
-        if not self.in_plan(known):
+        expected = self.live.pop(pick % len(self.live))
+        if not self.in_plan(expected):
             available, promised = (
                 self.manager.usage().available,
-                self.manager.preview(known.handle),
+                self.manager.preview(expected.handle),
             )
         if not forget:
-            known.handle.free()
-            assert not known.handle.is_live
-        known.held.clear()
-        if not self.in_plan(known):
+            expected.handle.free()
+            assert not expected.handle.is_live
+        expected.held.clear()
+        if not self.in_plan(expected):
             assert self.manager.usage().available == available + promised
 
-    @precondition(lambda self: self.evictable_ones())
+    @precondition(lambda self: self.evictable_sequences())
     @rule(pick=PICK)
     def reset(self, pick: int) -> None:
-        candidates = self.evictable_ones()
-        known = candidates[pick % len(candidates)]
-        known.handle.reset()
-        known.computed, known.table = 0, []
+        candidates = self.evictable_sequences()
+        expected = candidates[pick % len(candidates)]
+        expected.handle.reset()
+        expected.computed, expected.table = 0, []
 
     @rule(tokens=TOKENS, namespace=NAMESPACES)
     def match(self, tokens: list[int], namespace: bytes) -> None:
@@ -115,12 +115,12 @@ class Binding(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(pick=PICK)
     def pin(self, pick: int) -> None:
-        known = self.live[pick % len(self.live)]
-        self.keep(known.handle.pin(), known.namespace, known.tokens)
+        expected = self.live[pick % len(self.live)]
+        self.keep(expected.handle.pin(), expected.namespace, expected.tokens)
 
     def keep(self, pin: Pin, namespace: bytes, tokens: list[int]) -> None:
         assert pin.num_tokens == len(pin.blocks) * self.block_size <= len(tokens)
-        self.pins.append(Kept(pin, namespace, tokens[: pin.num_tokens], pin.blocks))
+        self.pins.append(ExpectedPin(pin, namespace, tokens[: pin.num_tokens], pin.blocks))
 
     @precondition(lambda self: self.pins)
     @rule(pick=PICK, forget=st.booleans())
@@ -129,21 +129,21 @@ class Binding(RuleBasedStateMachine):
         if not forget:
             kept.handle.release()
 
-    @precondition(lambda self: self.pins and any(not k.table for k in self.evictable_ones()))
+    @precondition(lambda self: self.pins and any(not s.table for s in self.evictable_sequences()))
     @rule(pick=PICK, which=PICK)
     def attach(self, pick: int, which: int) -> None:
-        candidates = [known for known in self.evictable_ones() if not known.table]
-        known, kept = candidates[pick % len(candidates)], self.pins[which % len(self.pins)]
+        candidates = [expected for expected in self.evictable_sequences() if not expected.table]
+        expected, kept = candidates[pick % len(candidates)], self.pins[which % len(self.pins)]
         covered = len(kept.tokens)
-        fits = known.tokens[:covered] == kept.tokens
-        fits = not kept.blocks or (fits and known.namespace == kept.namespace)
+        fits = expected.tokens[:covered] == kept.tokens
+        fits = not kept.blocks or (fits and expected.namespace == kept.namespace)
         try:
-            known.handle.attach(kept.handle)
+            expected.handle.attach(kept.handle)
         except PinError:
             assert not fits
             return
         assert fits
-        known.table, known.computed = kept.blocks, min(covered, len(known.tokens) - 1)
+        expected.table, expected.computed = kept.blocks, min(covered, len(expected.tokens) - 1)
 
     @rule()
     def evict(self) -> None:
@@ -159,37 +159,37 @@ class Binding(RuleBasedStateMachine):
             self.plan = self.manager.begin_step(budget)
         return self.plan
 
-    @precondition(lambda self: self.evictable_ones())
+    @precondition(lambda self: self.evictable_sequences())
     @rule(budget=st.sampled_from([5, 60]), first=PICK, sampled=SAMPLED)
     def step(self, budget: int, first: int, sampled: int) -> None:
         self.begun(budget)
-        for known in self.evictable_ones():
-            self.plan_prefill(known, first % 7 + 1, None)
+        for expected in self.evictable_sequences():
+            self.plan_prefill(expected, first % 7 + 1, None)
         self.commit(sampled)
 
-    @precondition(lambda self: self.evictable_ones())
+    @precondition(lambda self: self.evictable_sequences())
     @rule(pick=PICK, most=st.integers(0, 20), reserve=st.sampled_from([None, None, 0, 2]))
     def prefill(self, pick: int, most: int, reserve: int | None) -> None:
-        candidates = self.evictable_ones()
+        candidates = self.evictable_sequences()
         self.plan_prefill(candidates[pick % len(candidates)], most, reserve)
 
-    def plan_prefill(self, known: Known, most: int, reserve: int | None) -> None:
+    def plan_prefill(self, expected: ExpectedSequence, most: int, reserve: int | None) -> None:
         plan = self.begun(40)
-        before, left = (known.computed, known.table), plan.budget_left
+        before, left = (expected.computed, expected.table), plan.budget_left
         copied = len(plan.copies())
-        answer = plan.prefill(known.handle, most, reserve=reserve)
+        answer = plan.prefill(expected.handle, most, reserve=reserve)
         copies_added = plan.copies()[copied:]
         self.sources += [source for source, _ in copies_added]  # held until the plan is closed
         if isinstance(answer, Prefilled):
-            start = known.computed + answer.num_cached_tokens
-            entry = Planned(known, start, answer.num_tokens, before)
+            start = expected.computed + answer.num_cached_tokens
+            entry = ExpectedEntry(expected, start, answer.num_tokens, before)
             assert 0 < entry.length <= min(most, left)
             assert entry.samples == answer.samples
-            known.table = known.handle.block_table
-            assert len(known.table) == max(len(before[1]), -(-entry.end // self.block_size))
+            expected.table = expected.handle.block_table
+            assert len(expected.table) == max(len(before[1]), -(-entry.end // self.block_size))
             assert len(copies_added) <= (start % self.block_size > 0)
             sources = {copy: source for source, copy in copies_added}
-            self.kv.assert_holds(known, [sources.get(b, b) for b in known.table], start)
+            self.kv.assert_holds(expected, [sources.get(b, b) for b in expected.table], start)
             self.entries.append(entry)
         elif isinstance(answer, NoRoom):
             assert answer.needed > answer.available == self.manager.usage().available
@@ -202,30 +202,30 @@ class Binding(RuleBasedStateMachine):
     @rule(pick=PICK)
     def decode(self, pick: int) -> None:
         plan = self.begun(40)
-        ready = [k for k in self.evictable_ones() if len(k.tokens) - k.computed == 1]
+        ready = [s for s in self.evictable_sequences() if len(s.tokens) - s.computed == 1]
         ready = ready[pick % (len(ready) + 1) :]
         left, available = plan.budget_left, self.manager.usage().available
-        rejected = plan.decode([known.handle for known in ready])
-        for position, known in enumerate(ready):
-            grows = known.computed // self.block_size >= len(known.table)
+        rejected = plan.decode([expected.handle for expected in ready])
+        for position, expected in enumerate(ready):
+            grows = expected.computed // self.block_size >= len(expected.table)
             fits = left > 0 and (not grows or available > 0)
             assert fits == (position not in rejected)
             if fits:
                 left, available = left - 1, available - grows
-                before = (known.computed, known.table)
-                self.entries.append(Planned(known, known.computed, 1, before))
-                known.table = known.handle.block_table
+                before = (expected.computed, expected.table)
+                self.entries.append(ExpectedEntry(expected, expected.computed, 1, before))
+                expected.table = expected.handle.block_table
 
-    def undo(self, entry: Planned) -> None:
-        entry.known.computed, entry.known.table = entry.before
+    def undo(self, entry: ExpectedEntry) -> None:
+        entry.expected.computed, entry.expected.table = entry.before
 
-    @precondition(lambda self: any(entry.known.held for entry in self.entries))
+    @precondition(lambda self: any(entry.expected.held for entry in self.entries))
     @rule(pick=PICK)
     def cancel(self, pick: int) -> None:
         assert self.plan is not None
-        candidates = [entry for entry in self.entries if entry.known.held]
+        candidates = [entry for entry in self.entries if entry.expected.held]
         entry = candidates[pick % len(candidates)]
-        self.plan.cancel(entry.known.handle)
+        self.plan.cancel(entry.expected.handle)
         self.entries.remove(entry)
         self.undo(entry)
 
@@ -248,24 +248,26 @@ class Binding(RuleBasedStateMachine):
         assert self.plan is not None
         self.kv.execute(self.plan, self.entries)
         sequences = {
-            entry.known.handle.id: entry.known for entry in self.entries if entry.known.held
+            entry.expected.handle.id: entry.expected
+            for entry in self.entries
+            if entry.expected.held
         }
         tokens = [sampled >> bit & 1 for bit in range(self.plan.num_samples)]
         for remapping in self.plan.commit(tokens):
-            known = sequences.get(remapping.sequence_id)
-            if known is None:
+            expected = sequences.get(remapping.sequence_id)
+            if expected is None:
                 continue  # a dropped one
-            assert known.table[remapping.index] == remapping.old_block != remapping.new_block
-            known.table = [*known.table]
-            known.table[remapping.index] = remapping.new_block
+            assert expected.table[remapping.index] == remapping.old_block != remapping.new_block
+            expected.table = [*expected.table]
+            expected.table[remapping.index] = remapping.new_block
         for entry in self.entries:
-            entry.known.computed = entry.end
+            entry.expected.computed = entry.end
             if entry.samples:
-                entry.known.tokens.append(tokens.pop(0))
+                entry.expected.tokens.append(tokens.pop(0))
         assert not tokens
         self.plan, self.entries, self.sources = None, [], []
-        for known in [k for k in self.live if len(k.tokens) > MAX_TOKENS]:
-            self.live.remove(known)
+        for expected in [s for s in self.live if len(s.tokens) > MAX_TOKENS]:
+            self.live.remove(expected)
 
     # ---- what is true after every call
 
@@ -275,21 +277,23 @@ class Binding(RuleBasedStateMachine):
             return
         manager = self.manager
         manager.check()
-        for known in self.live:
-            handle = known.handle
-            assert handle.block_table == known.table
-            assert handle.tokens() == known.tokens
-            if not self.in_plan(known):
-                assert handle.num_computed_tokens == known.computed
-                self.kv.assert_holds(known, known.table, known.computed)
+        for expected in self.live:
+            handle = expected.handle
+            assert handle.block_table == expected.table
+            assert handle.tokens() == expected.tokens
+            if not self.in_plan(expected):
+                assert handle.num_computed_tokens == expected.computed
+                self.kv.assert_holds(expected, expected.table, expected.computed)
         for kept in self.pins:
             assert kept.handle.blocks == kept.blocks
             self.kv.assert_holds(kept, kept.blocks, len(kept.tokens))
         self.counters_agree()
 
     def counters_agree(self) -> None:
-        dropped = [e.known for e in self.entries if not e.known.held]
-        in_tables = Counter(block for known in [*self.live, *dropped] for block in known.table)
+        dropped = [e.expected for e in self.entries if not e.expected.held]
+        in_tables = Counter(
+            block for expected in [*self.live, *dropped] for block in expected.table
+        )
         held = [*(block for kept in self.pins for block in kept.blocks), *self.sources]
         in_pins = Counter(held)
         states: Counter[str] = Counter()
@@ -304,9 +308,9 @@ class Binding(RuleBasedStateMachine):
         assert states == Counter(
             free=now.free, evictable=now.evictable, active=now.active, pinned=now.pinned
         )
-        for known in self.live:
-            alone = [b for b in known.table if in_tables[b] + in_pins[b] == 1]
-            assert self.manager.preview(known.handle) == len(alone)
+        for expected in self.live:
+            alone = [b for b in expected.table if in_tables[b] + in_pins[b] == 1]
+            assert self.manager.preview(expected.handle) == len(alone)
         stats = self.manager.stats().as_dict()
         assert all(stats[name] >= count for name, count in self.last_stats.items())
         self.last_stats = stats

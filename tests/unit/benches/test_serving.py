@@ -10,7 +10,7 @@ import pytest
 from benches.engine import serving
 from benches.engine.crowd import shares
 from benches.engine.serving import Child, Server, loads
-from benches.engine.serving_tables import ALONE, AT_ONCE, OURS, SEATS, VLLM, tables
+from benches.engine.serving_tables import ALONE, AT_ONCE, OURS, SLOTS, VLLM, tables
 
 
 def test_loads_ask_for_what_their_names_say() -> None:
@@ -59,7 +59,7 @@ def test_the_tables_have_medians_shares_and_what_is_missing() -> None:
             "waiting": {
                 OURS: [measured(90), measured(100), measured(1000, p99_itl_ms=9)],
                 VLLM: [measured(50)],
-                SEATS: [{"output_throughput": 100.0}] * 3,
+                SLOTS: [{"output_throughput": 100.0}] * 3,
                 AT_ONCE: [{"output_throughput": 1234.0}],
             },
             "Poisson": {OURS: [measured(10)]},

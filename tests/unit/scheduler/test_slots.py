@@ -49,7 +49,7 @@ class Slots:
         ({"a": 1, "b": 4, "c": 1}, "a"),  # no request overtakes one that waits for slots
     ],
 )
-def test_those_that_come_together_share_the_seats(samples: dict[str, int], admitted: str) -> None:
+def test_those_that_come_together_share_the_slots(samples: dict[str, int], admitted: str) -> None:
     slots = Slots(budget=256)
     for name, num_samples in samples.items():
         slots.add(name, num_samples)
@@ -59,7 +59,7 @@ def test_those_that_come_together_share_the_seats(samples: dict[str, int], admit
 
 @pytest.mark.parametrize(("second", "is_admitted"), [(1, True), (2, False), (4, False)])
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_seats_are_held_before_and_after_the_samples_are_forked(
+def test_slots_are_held_before_and_after_the_samples_are_forked(
     steps: int, second: int, is_admitted: bool
 ) -> None:
     """The first request, of three samples, computes its prompt for two steps; then they decode."""
@@ -78,7 +78,7 @@ def test_seats_are_held_before_and_after_the_samples_are_forked(
     assert slots.sequences["b"].is_running == (second <= 3 or not running[2:])
 
 
-def test_one_that_needs_more_seats_than_there_are_is_named() -> None:
+def test_a_request_that_needs_more_slots_than_there_are_is_named() -> None:
     slots = Slots()
     slots.add("a", 5)
     with pytest.raises(StalledError, match="runs 5 samples at once"):
@@ -86,7 +86,7 @@ def test_one_that_needs_more_seats_than_there_are_is_named() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_no_step_has_more_samples_than_seats(depth: int) -> None:
+def test_no_step_has_more_samples_than_slots(depth: int) -> None:
     random = Random(depth)
     bench = make_bench(512, 4, depth=depth, max_num_seqs=8, max_num_batched_tokens=32)
     counts, most = {}, 0

@@ -18,7 +18,7 @@ from tests.support.lookahead import LookaheadManager
 from tests.support.requests import make_sequence
 
 NUM_BLOCKS, BLOCK_SIZE = 16, 4
-SEATS, BUDGET = 4, 16
+MAX_NUM_SEQS, BUDGET = 4, 16
 NUM_TOKENS = 6
 """Output of each request."""
 THRESHOLD = 0.8
@@ -38,7 +38,7 @@ class Service:
 
     def __init__(self, kind: type[Scheduler], lookahead: int) -> None:
         self.manager = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
-        limits = SchedulerLimits(max_num_batched_tokens=BUDGET, max_num_seqs=SEATS)
+        limits = SchedulerLimits(max_num_batched_tokens=BUDGET, max_num_seqs=MAX_NUM_SEQS)
         self.scheduler = kind(LookaheadManager(self.manager, lookahead), limits)  # type: ignore[arg-type]
         self.num_steps = 0
         self.admitted: dict[str, int] = {}
@@ -97,7 +97,7 @@ def test_ours_admits_the_same_requests_in_bounded_time(lookahead: int) -> None:
     for name, length in enumerate(lengths):
         service.add([name], length)
     service.run()
-    chunk = (BUDGET - SEATS + 1) // BLOCK_SIZE * BLOCK_SIZE  # the others decode beside it
+    chunk = (BUDGET - MAX_NUM_SEQS + 1) // BLOCK_SIZE * BLOCK_SIZE  # the others decode beside it
     bound = 1
     for name, length in enumerate(lengths):
         assert service.admitted[str(name)] <= bound

@@ -1,4 +1,4 @@
-"""An oracle of what a KV cache holds, and the plain state of sequences that a test keeps.
+"""An oracle of the contents of a KV cache, and the expected state of its sequences.
 
 The KV of a position depends on the namespace and on every token up to it. That chain is what a
 slot holds here. A step writes it the way a runner does: from the filled arrays, all rows before any
@@ -15,7 +15,7 @@ Chain = tuple[bytes, tuple[int, ...]]
 
 
 @dataclass(eq=False)
-class Known:
+class ExpectedSequence:
     """The expected state of a sequence."""
 
     held: list[Sequence]
@@ -31,8 +31,10 @@ class Known:
 
 
 @dataclass(eq=False)
-class Planned:
-    known: Known
+class ExpectedEntry:
+    """The expected entry of a sequence in a plan."""
+
+    expected: ExpectedSequence
     start: int
     length: int
     before: tuple[int, list[int]]
@@ -43,18 +45,20 @@ class Planned:
 
     @property
     def samples(self) -> bool:
-        return self.end == len(self.known.tokens)
+        return self.end == len(self.expected.tokens)
 
 
 @dataclass(eq=False)
-class Kept:
+class ExpectedPin:
+    """The expected state of a pin."""
+
     handle: Pin
     namespace: bytes
     tokens: list[int]
     blocks: list[int]
 
 
-class Contents:
+class KVOracle:
     """The token in every slot of a pool."""
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
@@ -64,15 +68,21 @@ class Contents:
         self.buffers = StepBuffers(**self.arrays)
 
     @staticmethod
-    def chain(known: Known | Kept, position: int) -> Chain:
-        return known.namespace, tuple(known.tokens[: position + 1])
+    def chain(expected: ExpectedSequence | ExpectedPin, position: int) -> Chain:
+        return expected.namespace, tuple(expected.tokens[: position + 1])
 
-    def assert_holds(self, known: Known | Kept, blocks: list[int], length: int) -> None:
+    def assert_holds(
+        self, expected: ExpectedSequence | ExpectedPin, blocks: list[int], length: int
+    ) -> None:
         """The first `length` positions, read through `blocks`, are those of this sequence."""
         for position in range(length):
             block = blocks[position // self.block_size]
             slot = block * self.block_size + position % self.block_size
-            assert self.slots.get(slot) == self.chain(known, position), (known, position, block)
+            assert self.slots.get(slot) == self.chain(expected, position), (
+                expected,
+                position,
+                block,
+            )
 
     def copy(self, source: int, copy: int) -> None:
         for offset in range(self.block_size):
@@ -80,8 +90,8 @@ class Contents:
             if held is not None:
                 self.slots[copy * self.block_size + offset] = held
 
-    def execute(self, plan: StepPlan, entries: list[Planned]) -> None:
-        """Fill, compare with what was planned, copy, write, read."""
+    def execute(self, plan: StepPlan, entries: list[ExpectedEntry]) -> None:
+        """Fill, compare with the expected entries, copy, write, read."""
         plan.fill(self.buffers)
         for source, copy in plan.copies():
             self.copy(source, copy)
@@ -91,14 +101,14 @@ class Contents:
             rows, positions = range(starts[row], starts[row + 1]), range(entry.start, entry.end)
             assert a["positions"][rows.start : rows.stop] == list(positions)
             for at, position in zip(rows, positions, strict=True):
-                assert a["input_ids"][at] == entry.known.tokens[position]
+                assert a["input_ids"][at] == entry.expected.tokens[position]
                 slot = a["slot_mapping"][at]
                 if slot >= 0:
-                    self.slots[slot] = self.chain(entry.known, position)
+                    self.slots[slot] = self.chain(entry.expected, position)
             assert a["seq_lens"][row] == entry.end
             if entry.samples:
                 sampling.append(rows.stop - 1)
         for row, entry in enumerate(entries):
-            self.assert_holds(entry.known, a["block_tables"][row], entry.end)
+            self.assert_holds(entry.expected, a["block_tables"][row], entry.end)
         assert a["logits_indices"][: len(sampling)] == sampling
         assert (plan.num_tokens, plan.num_samples) == (starts[len(entries)], len(sampling))
