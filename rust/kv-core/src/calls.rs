@@ -1,11 +1,9 @@
 //! Every operation that changes a manager, and its answer: what a [`Recorder`] receives.
 
 use std::any::Any;
-use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::ids::BlockId;
 use crate::stats::PoolUsage;
 use crate::step::{Extend, Prefill, Remapping};
 
@@ -47,19 +45,6 @@ macro_rules! calls {
                     Self::$name { $($field: $field.into()),* }
                 }
             )*
-        }
-
-        impl fmt::Display for Call {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                match self {
-                    $(Self::$name { $($field),* } => {
-                        #[allow(unused_mut)]
-                        let mut arguments: Vec<String> = Vec::new();
-                        $(arguments.push(format!("{}={}", stringify!($field), $field.words()));)*
-                        write!(f, "{}({})", stringify!($word), arguments.join(", "))
-                    })*
-                }
-            }
         }
     };
 }
@@ -177,135 +162,5 @@ mod distances {
             Some(*id)
         };
         Ok(distances.into_iter().scan(0, next).collect())
-    }
-}
-
-impl fmt::Display for Answer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Done => write!(f, "done"),
-            Self::Number(number) => write!(f, "{number}"),
-            Self::Numbers(numbers) => write!(f, "{}", numbers.words()),
-            Self::Prefill(Prefill::Planned {
-                cached_tokens,
-                tokens,
-                samples,
-            }) => {
-                let samples = if *samples {
-                    "samples"
-                } else {
-                    "does not sample"
-                };
-                write!(
-                    f,
-                    "planned, {cached_tokens} tokens cached, {tokens} to compute, {samples}"
-                )
-            }
-            Self::Extend(Extend::Extended { blocks, copies }) => {
-                let copies = copies
-                    .iter()
-                    .map(|(from, to)| vec![*from, *to])
-                    .collect::<Vec<_>>();
-                write!(f, "blocks {}, copies {}", blocks.words(), copies.words())
-            }
-            Self::Prefill(Prefill::NoRoom { needed, available })
-            | Self::Extend(Extend::NoRoom { needed, available }) => {
-                write!(f, "no room, {needed} blocks needed, {available} available")
-            }
-            Self::Prefill(Prefill::NoBudget) => write!(f, "no budget"),
-            Self::Remappings(remappings) => write!(f, "remappings {}", remappings.words()),
-            Self::PoolUsage(usage) => {
-                let PoolUsage {
-                    free,
-                    evictable,
-                    active,
-                    pinned,
-                } = usage;
-                write!(
-                    f,
-                    "{free} blocks free, {evictable} evictable, {active} active, {pinned} pinned"
-                )
-            }
-        }
-    }
-}
-
-/// Elements of a list that are displayed.
-const SHOWN: usize = 8;
-
-/// How a value is displayed.
-trait Words {
-    fn words(&self) -> String;
-}
-
-macro_rules! as_displayed {
-    ($($type:ty),*) => {
-        $(impl Words for $type {
-            fn words(&self) -> String {
-                self.to_string()
-            }
-        })*
-    };
-}
-as_displayed!(u32, u64, usize, bool);
-
-impl Words for BlockId {
-    fn words(&self) -> String {
-        self.get().to_string()
-    }
-}
-
-impl Words for Box<[u8]> {
-    fn words(&self) -> String {
-        format!("{:?}", self.escape_ascii().to_string())
-    }
-}
-
-impl Words for Remapping {
-    fn words(&self) -> String {
-        let Self {
-            sequence,
-            group,
-            index,
-            ..
-        } = self;
-        let (old, new) = (self.old_block.get(), self.new_block.get());
-        format!("sequence {sequence} group {group} entry {index} from block {old} to {new}")
-    }
-}
-
-impl<T: Words> Words for Option<T> {
-    fn words(&self) -> String {
-        self.as_ref().map_or("none".into(), Words::words)
-    }
-}
-
-impl<T: Words> Words for Vec<T> {
-    fn words(&self) -> String {
-        let mut shown: Vec<String> = self.iter().take(SHOWN).map(Words::words).collect();
-        if self.len() > SHOWN {
-            shown.push(format!("... {} in all", self.len()));
-        }
-        format!("[{}]", shown.join(", "))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn long_lists_are_short_in_words() {
-        let eight = "[0, 1, 2, 3, 4, 5, 6, 7]";
-        assert_eq!((0..8).collect::<Vec<u64>>().words(), eight);
-        assert_eq!(vec![1_u32, 2].words(), "[1, 2]");
-        assert_eq!(
-            (0..20).collect::<Vec<u64>>().words(),
-            "[0, 1, 2, 3, 4, 5, 6, 7, ... 20 in all]"
-        );
-        assert_eq!(
-            (None::<u64>.words(), Some(7_u64).words()),
-            ("none".into(), "7".into())
-        );
     }
 }

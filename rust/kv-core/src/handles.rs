@@ -8,7 +8,9 @@ use std::collections::HashSet;
 
 use crate::ids::NodePosition;
 use crate::ids::{BlockId, PlanKey, SeqKey};
-use crate::sync::{Arc, AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Mutex, Ordering};
+use crate::sync::{
+    Arc, AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering,
+};
 use crate::table::BlockTable;
 
 /// A release that waits for the manager.
@@ -132,16 +134,8 @@ impl Shared {
     }
 }
 
-#[cfg(not(loom))]
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Nothing that can panic runs under this lock.
-    mutex
-        .lock()
-        .unwrap_or_else(std::sync::PoisonError::into_inner)
-}
-
-#[cfg(loom)]
-fn lock<T>(mutex: &Mutex<T>) -> loom::sync::MutexGuard<'_, T> {
     mutex
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner)

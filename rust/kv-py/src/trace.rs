@@ -103,11 +103,11 @@ impl ReplayReport {
     /// The first operation that was answered otherwise; None if there is none.
     #[getter]
     fn divergence(&self) -> Option<Divergence> {
-        self.0.divergence.as_ref().map(|parted| Divergence {
-            operation: parted.operation,
-            call: parted.call.to_string(),
-            recorded: parted.recorded.to_string(),
-            obtained: parted.obtained_in_words(),
+        self.0.divergence.as_ref().map(|divergence| Divergence {
+            operation: divergence.operation,
+            call: divergence.call_text(),
+            recorded: divergence.recorded_text(),
+            obtained: divergence.obtained_text(),
         })
     }
 
@@ -115,7 +115,7 @@ impl ReplayReport {
         let operations: u64 = self.0.operations.iter().map(|(_, count)| count).sum();
         match &self.0.divergence {
             None => format!("<ReplayReport, {operations} operations, no divergence>"),
-            Some(parted) => format!("<ReplayReport, {parted}>"),
+            Some(divergence) => format!("<ReplayReport, {divergence}>"),
         }
     }
 }

@@ -8,7 +8,8 @@
 //! ```
 //!
 //! `postcard` encodes the bodies. `frame.rs` has the format, `record.rs` encodes operations, a thread of
-//! `writer.rs` writes them, `replay.rs` replays them, `report.rs` has the results.
+//! `writer.rs` writes them, `replay.rs` replays them, `report.rs` has the results, `text.rs` shows
+//! operations and answers in them.
 //!
 //! Operations are written after they succeeded, with their answers. A replay gives them to a manager of the
 //! same settings and seed, and reports the first one that is answered differently. Handles dropped by other
@@ -47,6 +48,7 @@ mod frame;
 mod record;
 mod replay;
 mod report;
+mod text;
 mod writer;
 
 pub use error::TraceError;

@@ -4,6 +4,8 @@ use std::fmt;
 
 use kv_core::{Answer, Call, Config, Error, PoolUsage, Stats};
 
+use crate::text::Text;
+
 /// Limits of a replay.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
@@ -60,10 +62,20 @@ pub struct Divergence {
 }
 
 impl Divergence {
-    /// The answer in the replay, as text.
-    pub fn obtained_in_words(&self) -> String {
+    /// The operation, as text.
+    pub fn call_text(&self) -> String {
+        self.call.text()
+    }
+
+    /// Its answer in the recording, as text.
+    pub fn recorded_text(&self) -> String {
+        self.recorded.text()
+    }
+
+    /// Its answer in the replay, as text.
+    pub fn obtained_text(&self) -> String {
         match &self.obtained {
-            Ok(answer) => answer.to_string(),
+            Ok(answer) => answer.text(),
             Err(error) => format!("refused, {error}"),
         }
     }
@@ -71,13 +83,11 @@ impl Divergence {
 
 impl fmt::Display for Divergence {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (operation, call) = (self.operation, self.call_text());
+        let (recorded, obtained) = (self.recorded_text(), self.obtained_text());
         write!(
             f,
-            "operation {}, {}: recorded {}; obtained {}",
-            self.operation,
-            self.call,
-            self.recorded,
-            self.obtained_in_words()
+            "operation {operation}, {call}: recorded {recorded}; obtained {obtained}"
         )
     }
 }

@@ -15,8 +15,17 @@ use recording::Recording;
 
 use tools::{PLENTY, begin, commit, computed, prefill, prompt, sequence, settings, with};
 
+fn divergence(call: Call, recorded: Answer) -> Divergence {
+    Divergence {
+        operation: 3,
+        call,
+        recorded,
+        obtained: Err(Error::EmptySequence),
+    }
+}
+
 #[test]
-fn operations_in_words() {
+fn operations_as_text() {
     let calls = [
         (
             Call::Sequence {
@@ -66,13 +75,13 @@ fn operations_in_words() {
             "publish(sequence=1, num_tokens=2, tokens=[3])",
         ),
     ];
-    for (call, words) in calls {
-        assert_eq!(call.to_string(), words);
+    for (call, text) in calls {
+        assert_eq!(divergence(call, Answer::Done).call_text(), text);
     }
 }
 
 #[test]
-fn answers_in_words() {
+fn answers_as_text() {
     let remapping = Remapping {
         sequence: 1,
         group: 2,
@@ -137,29 +146,26 @@ fn answers_in_words() {
             "1 blocks free, 2 evictable, 3 active, 4 pinned",
         ),
     ];
-    for (answer, words) in answers {
-        assert_eq!(answer.to_string(), words);
+    for (answer, text) in answers {
+        let divergence = divergence(Call::Reset { sequence: 1 }, answer);
+        assert_eq!(divergence.recorded_text(), text);
     }
 }
 
 #[test]
-fn a_divergence_in_words() {
-    let mut divergence = Divergence {
-        operation: 3,
-        call: Call::Fork {
-            sequence: 1,
-            num_tokens: 2,
-        },
-        recorded: Answer::Number(2),
-        obtained: Err(Error::EmptySequence),
+fn a_divergence_as_text() {
+    let fork = Call::Fork {
+        sequence: 1,
+        num_tokens: 2,
     };
+    let mut divergence = divergence(fork, Answer::Number(2));
     let refused = "refused, a sequence needs at least one token, got none";
-    assert_eq!(divergence.obtained_in_words(), refused);
-    let words =
+    assert_eq!(divergence.obtained_text(), refused);
+    let text =
         format!("operation 3, fork(sequence=1, num_tokens=2): recorded 2; obtained {refused}");
-    assert_eq!(divergence.to_string(), words);
+    assert_eq!(divergence.to_string(), text);
     divergence.obtained = Ok(Answer::Number(4));
-    assert_eq!(divergence.obtained_in_words(), "4");
+    assert_eq!(divergence.obtained_text(), "4");
 }
 
 /// A recording of one prompt in these settings.

@@ -140,7 +140,11 @@ impl SharedPrefixes {
                 return Err(Error::TooFew { name, least, given });
             }
         }
-        Ok(Self {
+        Ok(Self::empty(group, min_blocks, min_rows))
+    }
+
+    fn empty(group: usize, min_blocks: usize, min_rows: usize) -> Self {
+        Self {
             group,
             min_blocks,
             min_rows,
@@ -151,7 +155,7 @@ impl SharedPrefixes {
             source: None,
             paths: Paths::default(),
             common: Vec::new(),
-        })
+        }
     }
 
     /// Rows of the batch, ordered so that rows with shared blocks are neighbours.
@@ -191,17 +195,11 @@ impl SharedPrefixes {
 
     /// Forgets all prefixes; the next fill computes them anew. For a fill that panicked.
     pub fn reset(&mut self) {
-        let empty = Self {
-            order: Vec::new(),
-            own: Vec::new(),
-            prefixes: Vec::new(),
-            version: self.version + 1,
-            source: None,
-            paths: Paths::default(),
-            common: Vec::new(),
-            ..*self
+        let version = self.version + 1;
+        *self = Self {
+            version,
+            ..Self::empty(self.group, self.min_blocks, self.min_rows)
         };
-        *self = empty;
     }
 
     /// Computes the prefixes from the order and from what its neighbours have in common.

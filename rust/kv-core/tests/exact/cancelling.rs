@@ -216,6 +216,36 @@ fn copies_are_undone_in_the_order_of_their_layer_groups() {
     }
 }
 
+/// A decode copies the shared row, then its lookahead allocates another one: the last change is undone first, so
+/// the copies are in front of the free queue again.
+#[test]
+fn copies_are_undone_after_the_row_allocated_behind_them() {
+    for cancels in [true, false] {
+        let mut m = two_groups();
+        let seq = computed(&mut m, prompt(6));
+        let _fork = m.fork(seq.key(), 6).expect("within");
+        let before = m.queued();
+        let plan = begin(&mut m, PLENTY);
+        assert_eq!(m.decode(plan.key(), &[seq.key()], 2), Ok(vec![]));
+        let [copies, added] = [1, 2].map(|row| [0, 1].map(|group| table(&m, &seq, group)[row]));
+        let allocated = [copies, added].concat();
+        assert_eq!(
+            allocated,
+            before[..4]
+                .iter()
+                .map(|id| Some(id.get()))
+                .collect::<Vec<_>>()
+        );
+        match cancels {
+            true => assert_eq!(m.cancel(plan.key(), seq.key()), Ok(vec![])),
+            false => m.rollback(plan.key()).expect("the newest"),
+        }
+        let [first, second] = [before[0], before[1]];
+        let expected = [&[second, first], &before[2..]].concat();
+        assert_eq!(m.queued(), expected);
+    }
+}
+
 /// Two forks share a partial block. The first to be planned writes on a copy, so the other one may write in
 /// place; if the first goes back to the block, the other one must not.
 #[test]
