@@ -26,6 +26,7 @@ __all__ = [
     "KvError",
     "NoBudget",
     "NoRoom",
+    "PackedWeight",
     "Pin",
     "PinError",
     "PlanError",
@@ -113,6 +114,21 @@ class CpuAttention:
         rotation: _Rotation | None = None,
     ) -> None: ...
     def rms_norm(self, rows: _Floats, weight: _Floats, out: _Floats, epsilon: float) -> None: ...
+
+@final
+class PackedWeight:
+    def __new__(cls, weight: _Floats) -> Self: ...
+    def multiply(
+        self, threads: CpuAttention, rows: _Floats, out: _Floats, bias: _Floats | None = None
+    ) -> None: ...
+    def multiply_gated(
+        self, threads: CpuAttention, rows: _Floats, gate: PackedWeight, out: _Floats
+    ) -> None: ...
+    def gather(self, outputs: _Array, out: _Floats) -> None: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def out_features(self) -> int: ...
 
 @final
 class SuffixIndex:

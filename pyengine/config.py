@@ -68,10 +68,11 @@ class EngineSettings:
         "layers",
         parse=str | None,
     )
-    linear_backend: Literal["auto", "torch", "onednn"] = setting(
+    linear_backend: Literal["auto", "torch", "onednn", "pyengine"] = setting(
         "auto",
         "product of linear layers on the CPU: auto (what a short measurement finds faster, for "
-        "each shape), torch or onednn; name one where several processes must agree in every bit",
+        "each shape), torch, onednn or pyengine (our kernel, float32); name one where several "
+        "processes must agree in every bit",
         parse=str,
     )
     attention_backend: str = setting("auto", "backend of attention by name; auto chooses one")
@@ -249,10 +250,10 @@ class EngineSettings:
                 f"linear_backend={self.linear_backend!r} does not go together with quantization="
                 f"{self.quantization!r}, which has its own product: leave one of them out"
             )
-        if self.linear_backend == "onednn" and self.tensor_parallel_size != 1:
+        if self.linear_backend != "torch" and self.tensor_parallel_size != 1:
             raise ConfigurationError(
-                "linear_backend='onednn' does not go together with tensor_parallel_size="
-                f"{self.tensor_parallel_size} yet: leave one of them out"
+                f"linear_backend={self.linear_backend!r} does not go together with "
+                f"tensor_parallel_size={self.tensor_parallel_size} yet: leave one of them out"
             )
 
     def _check_divided(self) -> None:

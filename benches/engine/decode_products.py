@@ -4,7 +4,8 @@
     .venv/bin/python -m benches.engine.decode_products --show
 
 from the root of the repository. float32; the embedded model unless `--model` names one. Every
-round starts a process for each product (`linear_backend`: torch, onednn, auto) and level, in turns:
+round starts a process for each product (`linear_backend`: torch, onednn, pyengine, auto) and level,
+in turns:
 
 - `native`: what the processor has.
 - `avx2`: torch, oneDNN and MKL held to AVX2 by their switches.
@@ -34,7 +35,7 @@ from benches.peers.report import heading, machine, results_file, results_name
 ROOT = Path(__file__).parents[2]
 ROWS = (1, 2, 8, 32)
 STEPS = 10
-BACKENDS = ("torch", "onednn", "auto")
+BACKENDS = ("torch", "onednn", "pyengine", "auto")
 AVX2 = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",

@@ -1,7 +1,8 @@
 """The KV cache: the block manager, its handles, and the KV tensors.
 
 `CpuAttention`, with its `CpuCache` (the keys and values of a layer) and `CpuStep` (the sequences of
-a step), attends over such tensors in Rust; `SuffixIndex` drafts tokens from earlier text.
+a step), attends over such tensors in Rust, and multiplies by a `PackedWeight`; `SuffixIndex` drafts
+tokens from earlier text.
 
 This package is the only importer of the Rust extension `pyengine._kv`. Importing it needs NumPy
 only; the tensors live in `pyengine.kv_cache.pool`, which imports torch when it is used.
@@ -24,6 +25,7 @@ from pyengine._kv import (
     KvError,
     NoBudget,
     NoRoom,
+    PackedWeight,
     Pin,
     PinError,
     PlanError,
@@ -62,6 +64,7 @@ __all__ = [
     "KvError",
     "NoBudget",
     "NoRoom",
+    "PackedWeight",
     "Pin",
     "PinError",
     "PlanError",

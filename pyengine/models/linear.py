@@ -1,23 +1,16 @@
-"""Linear layers on the CPU: fused, and with weights in oneDNN's layout.
+"""Linear layers on the CPU: fused, and with weights laid out once.
 
-Linear layers that multiply the same rows, as one product.
+Linear layers that multiply the same rows are one product, since a product has a cost that does not
+depend on its size. The layers stay where transformers looks for them. The one that is called first
+multiplies for all of them; the others, called with the very same tensor, have their part.
 
-A product has a cost that does not depend on its size. The layers stay where
-transformers looks for them. The one that is called first multiplies for all of them; the others,
-called with the very same tensor, have their part of what it found.
-
-Linear layers that multiply by oneDNN, with weights in its layout or as they are.
-
-In bfloat16 torch calls oneDNN in any case, and lays out the weights anew in every call.
-torch's compiler lays out weights that it freezes in the same way, by the same operators
-(`torch._inductor.fx_passes.mkldnn_fusion`). `models/linear_kernels.py` chooses the layers.
-
-oneDNN also computes what follows a product while that is in the processor's cache: the SiLU of a
-gate, and the gate times what it lets through. By themselves they cost half as much as all products
-where there are many rows.
+`models/linear_products.py` has the products, `models/linear_kernels.py` chooses among them. In
+bfloat16 torch calls oneDNN in any case, and lays out the weights anew in every call. torch's
+compiler lays out weights that it freezes by the same operators
+(`torch._inductor.fx_passes.mkldnn_fusion`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, TypeGuard
 from weakref import WeakValueDictionary
@@ -25,7 +18,16 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from pyengine.models.linear_kernels import FORMATS, LayerShape, Product, onednn_supports, pack
+from pyengine.models.linear_kernels import LayerShape
+from pyengine.models.linear_products import (
+    FORMATS,
+    KernelProduct,
+    Product,
+    kernel_supports,
+    onednn_supports,
+    prepared_product,
+)
+from pyengine.models.packed_embedding import packed_embedding
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
@@ -139,26 +141,23 @@ _numbers = count()
 
 
 class PrepackedLinear(nn.Module):
-    """Computes what `linear` does, by oneDNN; its weight is a copy in oneDNN's layout.
+    """Computes what `linear` does, by oneDNN or the Rust kernel; its weight is mostly a copy.
 
-    `weight` is opaque then: it has a shape and a dtype, and no arithmetic. With the
-    product "onednn-unpacked" it is that of `linear`.
+    `weight` has a shape and a dtype, and no arithmetic. With the product "onednn-unpacked" it is
+    that of `linear`.
     """
 
     def __init__(self, linear: nn.Linear, product: Product = "onednn") -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = linear.weight.detach()
-        if product == "onednn":
-            with torch.no_grad():
-                self.weight = pack(self.weight)
-        bias: torch.Tensor | None = linear.bias
-        self.bias = None if bias is None else bias.detach()
-        operators: Any = torch.ops.mkldnn
-        self._multiply = operators._linear_pointwise.default
-        self._multiply_by = operators._linear_pointwise.binary
+        self.product = prepared_product(linear.weight, linear.bias, product)
         self.number = next(_numbers)
         _layers[self.number] = self
+
+    @property
+    def weight(self) -> Any:
+        """Opaque, for its shape and dtype."""
+        return self.product.weight
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
@@ -169,15 +168,14 @@ class PrepackedLinear(nn.Module):
             return found
         return self.multiply(rows)
 
-    def multiply(self, rows: torch.Tensor, after: str = "none") -> torch.Tensor:
-        """`forward`, outside a graph; `after` is oneDNN's name of what is done to each element."""
-        found: torch.Tensor = self._multiply(rows, self.weight, self.bias, after, [], "")
+    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        """`forward`, outside a graph."""
+        found: torch.Tensor = self.product.multiply(rows)
         return found
 
     def multiply_gated(self, rows: torch.Tensor, gate: "PrepackedLinear") -> torch.Tensor:
-        """`silu(gate(rows)) * self(rows)`, outside a graph."""
-        gates = gate.multiply(rows, "swish")
-        found: torch.Tensor = self._multiply_by(rows, gates, self.weight, self.bias, "mul")
+        """`silu(gate(rows)) * self(rows)`, outside a graph; both have the same kind of product."""
+        found: torch.Tensor = self.product.multiply_gated(rows, gate.product)
         return found
 
 
@@ -238,8 +236,8 @@ torch.library.register_fake("pyengine::prepacked_gated")(_shape)
 
 
 def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if a model's layers can multiply by oneDNN there."""
-    return device.type == "cpu" and onednn_supports(dtype)
+    """True if a model's layers can multiply there by more than torch's product."""
+    return device.type == "cpu" and (onednn_supports(dtype) or kernel_supports(dtype))
 
 
 Choose = Callable[[LayerShape, Sequence[torch.Tensor]], Product]
@@ -256,12 +254,13 @@ def prepack_linears(model: nn.Module, choose: Choose = always_onednn) -> int:
 
     Query, key and value become one (`models/linear.py`), a gated MLP with its SiLU a
     `PrepackedMLP`.
-    Weights are copied one by one, and released where nothing else holds them: an embedding that
-    is tied to one stays as it was.
+    Weights are copied one by one, and released where nothing else holds them. An embedding that
+    is tied to one looks up in our kernel's copy (`PackedEmbedding`), or stays as it was.
     """
     embedded = {
         layer.weight.data_ptr() for layer in model.modules() if isinstance(layer, nn.Embedding)
     }
+    tied: dict[int, KernelProduct] = {}
     num_gated, unchanged = 0, set[nn.Module]()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -278,12 +277,27 @@ def prepack_linears(model: nn.Module, choose: Choose = always_onednn) -> int:
         is_tied = weight.data_ptr() in embedded
         size = linear.in_features, linear.out_features
         product = choose(LayerShape(*size, weight.dtype, is_tied=is_tied), [weight])
-        return linear if product == "torch" else PrepackedLinear(linear, product)
+        if product == "torch":
+            return linear
+        layer = PrepackedLinear(linear, product)
+        if is_tied and product == "pyengine":
+            tied[weight.data_ptr()] = layer.product
+        return layer
 
     def is_left(module: nn.Module) -> bool:
         return _is_linear(module) and module not in unchanged
 
-    return num_gated + replace_linears(model, is_left, replaced, (ATTENTION,))
+    num_replaced = num_gated + replace_linears(model, is_left, replaced, (ATTENTION,))
+    _replace_embeddings(model, tied)
+    return num_replaced
+
+
+def _replace_embeddings(model: nn.Module, tied: Mapping[int, KernelProduct]) -> None:
+    """Let embeddings look up in the products of their weights, which are known by address."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Embedding) and child.weight.data_ptr() in tied:
+                setattr(parent, name, packed_embedding(child, tied[child.weight.data_ptr()]))
 
 
 def _gated_layers(mlp: nn.Module) -> tuple[LayerShape, list[torch.Tensor]]:

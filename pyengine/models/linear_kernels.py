@@ -1,51 +1,44 @@
 """The choice of the product of linear layers on this CPU: a short measurement, once per shape.
 
-torch multiplies float32 matrices by MKL, which is several times slower than oneDNN on processors
-that are not Intel's, and faster for one row on some that are. Neither the instruction sets nor the
-vendor tell which one is faster, so both are timed. All layers of a shape use one product for
-every number of rows: the products differ in their last bits.
+torch multiplies float32 matrices by MKL, which is several times slower than oneDNN on some
+processors that are not Intel's, and faster on others. Neither the instruction sets nor the vendor
+tell which product is fastest, so all are timed. All layers of a shape use one product for every
+number of rows: the products differ in their last bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from statistics import median
 from time import perf_counter, thread_time_ns
-from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
 from pyengine.errors import ConfigurationError
-
-Product = Literal["torch", "onednn", "onednn-unpacked"]
-"""`torch.nn.functional.linear`; oneDNN with weights in its layout, which is a copy; oneDNN with
-weights as they are."""
-
-FORMATS = (torch.float32, torch.bfloat16)
-"""Of weights that may multiply by oneDNN."""
+from pyengine.models.linear_products import Product, available_products, prepared_product
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
 ROWS = (1, 2, 8)
 """Numbers of rows that are timed: decode steps of as many sequences. More rows take most of the
 time of a measurement, and say what 8 say."""
-_PACKED_FOR = 32
-"""Rows for which weights are laid out."""
 _SAMPLE = 32 << 20
 """Bytes of weights that one pass reads: copies of a small layer, the first outputs of a large one.
 A step reads its weights from memory, and what stays in caches is another measurement."""
 _MOST_COPIES = 24
-_TURNS: tuple[Product, ...] = ("torch", "onednn", "onednn-unpacked", "onednn")
+_TURNS: tuple[Product, ...] = ("torch", "onednn", "onednn-unpacked", "onednn", "pyengine")
 """The first and the third read the same memory: between them another product reads its own, so that
 none finds more of its weights in caches."""
-_PREFERENCE = 1.25
-"""How much faster torch must be than oneDNN. With oneDNN's layout a row of float32 mostly has the
-same bits in every batch; and a noisy measurement changes nothing."""
-_LAYOUT_PREFERENCE = 1.05
-"""How much faster oneDNN without its layout must be than with it."""
-_WORTH_A_COPY = 1.1
+_PENALTIES: Mapping[Product, float] = {
+    "pyengine": 1,
+    "onednn": 1.05,
+    "onednn-unpacked": 1.1,
+    "torch": 1.3,
+}
+"""Factors on the times that were measured: a noisy measurement changes nothing. By our kernel a row
+has the same bits in every batch, by oneDNN's layout it mostly has, by torch often not."""
+_WORTH_A_COPY = 1.15
 """How much faster oneDNN's layout must be where the weight stays in memory beside it (tied)."""
 
 
@@ -90,20 +83,21 @@ class ProductChoice:
 class ProductChooser:
     """Chooses the products of a model's layers, and remembers the choices.
 
-    `asked` is the setting `linear_backend`. Raises `ConfigurationError` where oneDNN is asked for
-    and does not multiply `dtype` here.
+    `asked` is the setting `linear_backend`. Raises `ConfigurationError` where a product is asked
+    for that does not multiply `dtype` here.
     """
 
     def __init__(self, asked: str, device: torch.device, dtype: torch.dtype) -> None:
-        supports = device.type == "cpu" and onednn_supports(dtype)
-        if asked == "onednn" and not supports:
+        on_cpu = device.type == "cpu"
+        products: list[Product] = available_products(dtype) if on_cpu else ["torch"]
+        if asked != "auto" and asked not in products:
             raise ConfigurationError(
-                f"linear_backend='onednn': oneDNN has no product for {dtype} on {device} here; "
+                f"linear_backend={asked!r} has no product for {dtype} on {device} here; "
                 "use linear_backend='auto'"
             )
         self._fixed: Product | None = None
-        if asked != "auto" or not supports:
-            self._fixed = "onednn" if asked == "onednn" else "torch"
+        if asked != "auto" or products == ["torch"]:
+            self._fixed = next(each for each in products if asked in (each, "auto"))
         self._reason = "asked for" if asked != "auto" else f"the only one for {dtype} on {device}"
         self._chosen: dict[LayerShape, ProductChoice] = {}
 
@@ -153,59 +147,24 @@ def choose_product(shape: LayerShape, weights: Sequence[torch.Tensor]) -> Produc
 
 
 def best_product(times: Mapping[Product, Sequence[float]], *, is_tied: bool = False) -> Product:
-    """The product with the least geometric mean over all numbers of rows.
+    """The product with the least geometric mean over all numbers of rows, as times of torch's.
 
-    oneDNN is preferred where torch is not faster by 25 %, and no copy of a tied weight is made
-    for less than 10 %.
+    Another product must be faster by the factors above than one whose rows have the same bits in
+    every batch, or that does without a copy of the weight.
     """
-    torch_times = times["torch"]
-    packed, unpacked = (
-        _mean_ratio(times[name], torch_times) for name in ("onednn", "onednn-unpacked")
-    )
-    copied = packed * _WORTH_A_COPY if is_tied else packed / _LAYOUT_PREFERENCE
-    if min(packed, unpacked) > _PREFERENCE:
-        return "torch"
-    return "onednn" if copied < unpacked else "onednn-unpacked"
+    costs = {
+        product: _mean_ratio(each, times["torch"]) * _PENALTIES[product]
+        for product, each in times.items()
+    }
+    if is_tied and "onednn" in costs:
+        costs["onednn"] *= _WORTH_A_COPY
+    return min(costs, key=costs.__getitem__)
 
 
 def _mean_ratio(times: Sequence[float], others: Sequence[float]) -> float:
     """Geometric mean of the ratios."""
     ratios = [time / other for time, other in zip(times, others, strict=True)]
     return float(prod(ratios) ** (1 / len(ratios)))
-
-
-@cache
-def onednn_supports(dtype: torch.dtype) -> bool:
-    """True if oneDNN multiplies this format here with weights in its layout."""
-    backend: Any = torch.backends.mkldnn
-    if dtype not in FORMATS or not backend.is_available():
-        return False
-    try:
-        with torch.inference_mode():
-            weight = pack(torch.zeros(16, 16, dtype=dtype))
-            multiply_by_onednn(torch.zeros(1, 16, dtype=dtype), weight)
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return False
-    return True
-
-
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of a weight in oneDNN's layout: as good for one row as for hundreds."""
-    operators: Any = torch.ops.mkldnn
-    packed: torch.Tensor = operators._reorder_linear_weight(weight, _PACKED_FOR)
-    return packed
-
-
-def multiply_by_onednn(
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    after: str = "none",
-) -> torch.Tensor:
-    """`rows` times a weight in any layout; `after` is oneDNN's name of what each element passes."""
-    operators: Any = torch.ops.mkldnn
-    product: torch.Tensor = operators._linear_pointwise.default(rows, weight, bias, after, [], "")
-    return product
 
 
 def measure(shape: LayerShape, weights: Sequence[torch.Tensor]) -> dict[Product, tuple[float, ...]]:
@@ -215,10 +174,11 @@ def measure(shape: LayerShape, weights: Sequence[torch.Tensor]) -> dict[Product,
     """
     num_threads = torch.get_num_threads()
     with torch.inference_mode():
-        candidates = _candidates(_sample([weight.detach() for weight in weights]))
+        copies = _sample([weight.detach() for weight in weights])
+        candidate_products = candidates(shape.dtype, copies)
         torch.set_num_threads(1)
         try:
-            return _timed(shape, candidates)
+            return _timed(shape, candidate_products)
         finally:
             torch.set_num_threads(num_threads)
 
@@ -243,7 +203,7 @@ def _timed(
     for count in ROWS:
         rows = torch.rand(count, shape.in_features).to(shape.dtype)
         taken: dict[Product, list[float]] = {name: [] for name in candidates}
-        for name in _TURNS:
+        for name in filter(candidates.__contains__, _TURNS):
             for multiply in candidates[name]:
                 start = thread_time_ns()
                 multiply(rows)
@@ -253,13 +213,26 @@ def _timed(
     return {name: tuple(medians) for name, medians in times.items()}
 
 
-def _candidates(copies: Sequence[Sequence[torch.Tensor]]) -> dict[Product, list[Multiply]]:
+def candidates(
+    dtype: torch.dtype, copies: Sequence[Sequence[torch.Tensor]]
+) -> dict[Product, list[Multiply]]:
     """Every product that this CPU has, over each copy of the weights."""
     return {
-        "torch": [_by_torch(*weights) for weights in copies],
-        "onednn": [_by_onednn(*map(pack, weights)) for weights in copies],
-        "onednn-unpacked": [_by_onednn(*weights) for weights in copies],
+        product: [_multiply(product, weights) for weights in copies]
+        for product in available_products(dtype)
     }
+
+
+def _multiply(product: Product, weights: Sequence[torch.Tensor]) -> Multiply:
+    """A layer, or a gated MLP, by this product."""
+    if product == "torch":
+        return _by_torch(*weights)
+    first, *others = (prepared_product(weight, None, product) for weight in weights)
+    if not others:
+        multiply: Multiply = first.multiply
+        return multiply
+    up, down = others
+    return lambda rows: down.multiply(up.multiply_gated(rows, first))
 
 
 def _by_torch(first: torch.Tensor, *others: torch.Tensor) -> Multiply:
@@ -267,17 +240,3 @@ def _by_torch(first: torch.Tensor, *others: torch.Tensor) -> Multiply:
         return lambda rows: F.linear(rows, first)
     up, down = others
     return lambda rows: F.linear(F.silu(F.linear(rows, first)) * F.linear(rows, up), down)
-
-
-def _by_onednn(first: torch.Tensor, *others: torch.Tensor) -> Multiply:
-    if not others:
-        return lambda rows: multiply_by_onednn(rows, first)
-    up, down = others
-    operators: Any = torch.ops.mkldnn
-    multiply_by = operators._linear_pointwise.binary
-
-    def gated(rows: torch.Tensor) -> torch.Tensor:
-        gates = multiply_by_onednn(rows, first, after="swish")
-        return multiply_by_onednn(multiply_by(rows, gates, up, None, "mul"), down)
-
-    return gated

@@ -1,6 +1,12 @@
 //! Plain Rust, compiled for each level of instructions.
 
+#[cfg(target_arch = "aarch64")]
+use std::arch::aarch64::float32x4_t;
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::{__m256, __m512};
+
 use crate::isa::Isa;
+use crate::lanes::Vector;
 
 /// What is compiled for each set of instructions.
 pub(crate) trait InEachBuild {
@@ -31,4 +37,39 @@ pub(crate) fn best_build(isa: Isa, work: impl InEachBuild) {
     }
     let _ = isa; // what the compiler makes of plain Rust has NEON wherever that is
     work.run();
+}
+
+/// What is compiled for the vectors of each set of instructions.
+pub(crate) trait InVectors {
+    /// Inlined, as [`InEachBuild::run`].
+    fn run<V: Vector<L>, const L: usize>(self);
+}
+
+/// Runs it with these instructions, which the machine has.
+pub(crate) fn best_vectors(isa: Isa, work: impl InVectors) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx2,fma")]
+        fn avx2(work: impl InVectors) {
+            work.run::<__m256, 8>();
+        }
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+        fn avx512(work: impl InVectors) {
+            work.run::<__m512, 16>();
+        }
+        #[allow(unsafe_code)]
+        match isa {
+            // SAFETY: the machine has these instructions, as `Attention` looked up.
+            Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => return unsafe { avx512(work) },
+            // SAFETY: as above.
+            Isa::Avx2 => return unsafe { avx2(work) },
+            Isa::Neon | Isa::Portable => {}
+        }
+    }
+    #[cfg(target_arch = "aarch64")]
+    if isa == Isa::Neon {
+        return work.run::<[float32x4_t; 2], 8>();
+    }
+    let _ = isa;
+    work.run::<[f32; 8], 8>();
 }

@@ -75,6 +75,15 @@ pub enum Error {
         /// Slots of the cache.
         num_slots: usize,
     },
+    /// An output that a weight does not have.
+    Output {
+        /// Index in the array.
+        at: usize,
+        /// The output.
+        output: i64,
+        /// Outputs of the weight.
+        num_outputs: usize,
+    },
     /// A cache of other blocks than the step was made for.
     OtherCache {
         /// Number and size of the cache's blocks.
@@ -171,6 +180,15 @@ impl fmt::Display for Error {
                 f,
                 "rotation of {size} of {dim} numbers by every {step}th angle: they must be even, 2 to {dim}, and \
                  the step at least 1"
+            ),
+            Self::Output {
+                at,
+                output,
+                num_outputs,
+            } => write!(
+                f,
+                "outputs[{at}]={output}: the weight has outputs 0 to {}",
+                num_outputs - 1
             ),
             Self::Threads(why) => write!(f, "threads could not be started: {why}"),
             Self::UnknownIsa(name) => write!(

@@ -335,7 +335,24 @@ pub(crate) fn fetch<T>(memory: &[T]) {
     let _ = memory;
 }
 
+/// Asks for the line of memory there to be brought into the processor's first cache, if there is any memory.
+#[inline(always)]
+pub(crate) fn fetch_line<T>(place: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: every x86-64 has it; it reads nothing, and takes any address.
+        #[allow(unsafe_code)]
+        unsafe {
+            _mm_prefetch::<_MM_HINT_T0>(place.cast());
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = place;
+}
+
 /// Floats that begin a line of the processor's cache: vectors of them do not cross two.
+#[derive(Debug)]
 pub(crate) struct Scratch {
     memory: Vec<f32>,
     first: usize,

@@ -1,4 +1,5 @@
-//! Attention over a paged KV cache on the CPU, in float32 or bfloat16.
+//! Attention over a paged KV cache on the CPU, in float32 or bfloat16, and what a step computes beside it: rotary
+//! embeddings, RMS norms, and linear layers in float32 ([`PackedWeight`]).
 //!
 //! For decodes, prefills and whatever a step has of both: keys and values are read where they lie, through
 //! the block table, once for all the query heads that share them. The softmax is computed online (Milakov
@@ -59,10 +60,13 @@ mod isa;
 mod job;
 mod kernel;
 mod lanes;
+mod linear;
 mod norm;
 #[allow(unsafe_code)] // a function of C is called
 mod openmp;
+mod packed_weight;
 mod parts;
+mod product;
 mod rotation;
 mod softmax;
 mod step;
@@ -77,6 +81,7 @@ pub use dispatch::Attend;
 pub use element::Element;
 pub use error::Error;
 pub use isa::Isa;
+pub use packed_weight::PackedWeight;
 pub use rotation::{HeadNorm, Layout, Order, Rotation};
 pub use step::{CacheShape, Sequences, SharedPrefixes, Step};
 pub use write::Rows;

@@ -176,7 +176,7 @@ impl CpuStep {
 /// that is not known or that this machine lacks; `isa` and `is_fast` raise it for the last.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct CpuAttention {
-    attention: Attention,
+    pub(crate) attention: Attention,
 }
 
 #[pymethods]

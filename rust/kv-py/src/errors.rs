@@ -100,6 +100,7 @@ pub(crate) fn raise_attention(error: cpu_kernels::Error) -> PyErr {
         | E::Block { .. }
         | E::Prefix { .. }
         | E::Slot { .. }
+        | E::Output { .. }
         | E::OtherCache { .. } => BufferError::new_err(text),
     }
 }

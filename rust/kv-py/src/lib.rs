@@ -14,6 +14,7 @@ mod exported;
 mod float_arrays;
 mod guarded;
 mod items;
+mod linear;
 mod lists;
 mod locked;
 mod manager;
@@ -46,6 +47,7 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<attention::CpuAttention>()?;
     module.add_class::<attention::CpuCache>()?;
     module.add_class::<attention::CpuStep>()?;
+    module.add_class::<linear::PackedWeight>()?;
     module.add_class::<events::Stored>()?;
     module.add_class::<events::Removed>()?;
     module.add_class::<events::Cleared>()?;

@@ -141,10 +141,13 @@ def _stand_in_serves(name: str, config: Any, specs: Sequence[KVCacheSpec]) -> bo
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("product", ["onednn", "pyengine"])
 @pytest.mark.parametrize("lead", [(1, 5), (1, 1), (7,)])
 @torch.inference_mode()
-def test_products_give_the_strides_that_their_fakes_promise(lead: tuple[int, ...]) -> None:
-    gate, up = (PrepackedLinear(nn.Linear(32, 48)) for _ in range(2))
+def test_products_give_the_strides_that_their_fakes_promise(
+    lead: tuple[int, ...], product: Any
+) -> None:
+    gate, up = (PrepackedLinear(nn.Linear(32, 48), product) for _ in range(2))
     products = Int8Linear(nn.Linear(32, 48))
     numbers, _ = digits(torch.randn(6, 32), products.encoding)
     for rows in (

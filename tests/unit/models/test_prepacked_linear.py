@@ -10,7 +10,8 @@ from torch import nn
 
 from pyengine.models import linear as packed
 from pyengine.models.linear import PrepackedLinear, PrepackedMLP, can_prepack, prepack_linears
-from pyengine.models.linear_kernels import LayerShape, onednn_supports
+from pyengine.models.linear_kernels import LayerShape
+from pyengine.models.linear_products import available_products, onednn_supports
 from tests.unit.executor.hand_made import random_model
 
 needs_onednn = pytest.mark.skipif(
@@ -28,12 +29,20 @@ ROUNDED = pytest.param(
 )
 
 
-@needs_onednn
-@pytest.mark.parametrize("product", ["onednn", "onednn-unpacked"])
+PRODUCTS = ("onednn", "onednn-unpacked", "pyengine")
+
+
+def skip_without(product, dtype=torch.float32):
+    if product not in available_products(dtype):
+        pytest.skip(f"no product {product} for {dtype} here")
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 24), (5, 24), (1, 40, 24), (2, 3, 24), (300, 24)])
 @pytest.mark.parametrize(("dtype", "error"), [EXACT, ROUNDED])
 def test_it_multiplies_as_the_layer_it_replaces(shape, bias, dtype, error, product):
+    skip_without(product, dtype)
     torch.manual_seed(0)
     plain, rows = nn.Linear(24, 17, bias=bias).to(dtype), torch.randn(shape).to(dtype)
     for mode in (torch.inference_mode, torch.no_grad):
@@ -44,9 +53,10 @@ def test_it_multiplies_as_the_layer_it_replaces(shape, bias, dtype, error, produ
             assert found.dtype == dtype
 
 
-@needs_onednn
+@pytest.mark.parametrize("product", ["onednn", "pyengine"])
 @pytest.mark.parametrize(("dtype", "_error"), [EXACT, ROUNDED])
-def test_every_linear_of_a_model_is_replaced_and_its_weight_given_back(dtype, _error):
+def test_every_linear_of_a_model_is_replaced_and_its_weight_given_back(dtype, _error, product):
+    skip_without(product, dtype)
     model: Any = random_model("llama")
     tokens = torch.tensor([[3, 9, 27, 81, 50]])
     with torch.no_grad():
@@ -55,11 +65,11 @@ def test_every_linear_of_a_model_is_replaced_and_its_weight_given_back(dtype, _e
         plain = (model(tokens).logits - exact).abs().mean()
         kept = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
         embedding = model.get_input_embeddings().weight.clone()
-        assert prepack_linears(model) == 3 * 7 + 1
+        assert prepack_linears(model, lambda _shape, _weights: product) == 3 * 7 + 1
         gc.collect()
         assert kept() is None
         assert (model(tokens).logits - exact).abs().mean() <= 1.1 * plain + 1e-5  # rounded less
-    assert torch.equal(model.get_input_embeddings().weight, embedding)
+    assert torch.equal(model.get_input_embeddings().weight, embedding)  # it was not tied
     assert model.lm_head.weight.dtype == dtype
     assert model.lm_head.weight.shape == embedding.shape
     assert prepack_linears(model) == 0
@@ -115,9 +125,9 @@ def test_a_graph_holds_the_layer_by_its_number():
         torch.testing.assert_close(graph(rows), expected, atol=1e-5, rtol=1e-5)
 
 
-@needs_onednn
-@pytest.mark.parametrize("product", ["onednn", "onednn-unpacked"])
+@pytest.mark.parametrize("product", PRODUCTS)
 def test_a_graph_holds_a_gated_mlp_too(product):
+    skip_without(product)
     model: Any = random_model("llama")
     mlp, rows = model.model.layers[0].mlp, torch.randn(5, model.config.hidden_size)
     expected = mlp(rows).detach()
@@ -191,3 +201,45 @@ def test_a_tied_head_may_keep_the_weight_of_the_embedding():
         torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=1e-5)
     assert type(model.lm_head) is PrepackedLinear
     assert model.lm_head.weight.data_ptr() == embedding.data_ptr()
+
+
+class Scaled(nn.Embedding):
+    """As that of gemma."""
+
+    def __init__(self, *size: int) -> None:
+        super().__init__(*size)
+        self.embed_scale = nn.Buffer(torch.tensor(3.0), persistent=False)
+
+    def forward(self, input_ids):
+        return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)
+
+
+class Other(nn.Embedding):
+    def forward(self, input_ids):
+        return super().forward(input_ids) + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_once"), [(nn.Embedding, True), (Scaled, True), (Other, False)]
+)
+def test_a_tied_weight_is_in_memory_once_where_the_embedding_only_looks_up(kind, is_once):
+    skip_without("pyengine")
+    model: Any = random_model("llama", tie_word_embeddings=True)
+    size = model.config.vocab_size, model.config.hidden_size
+    embedding = kind(*size)
+    embedding.weight = model.lm_head.weight
+    model.set_input_embeddings(embedding)
+    weight = weakref.ref(embedding.weight)
+    del embedding
+    tokens = torch.tensor([[3, 9, 27, 81, 50]])
+    with torch.no_grad():
+        expected = model(tokens).logits
+        prepack_linears(model, lambda _shape, _weights: "pyengine")
+        torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=1e-5)
+        looked_up = model.get_input_embeddings()
+        torch._dynamo.reset()
+        graph = torch.compile(looked_up, fullgraph=True, backend="aot_eager")
+        assert torch.equal(graph(tokens), looked_up(tokens))
+    gc.collect()
+    assert (weight() is None) == is_once
+    assert looked_up.weight.shape == size

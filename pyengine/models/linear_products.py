@@ -1,0 +1,138 @@
+"""The products of linear layers on the CPU: oneDNN's, and that of the Rust kernel.
+
+Each holds one weight, laid out once, with its bias. oneDNN also computes what follows a product
+while that is in the processor's cache, and so does the kernel: the SiLU of a gate, and the gate
+times what it lets through. By themselves they cost half as much as all products where there are
+many rows.
+"""
+
+from functools import cache
+from typing import Any, Literal
+
+import torch
+
+from pyengine.kv_cache import CpuAttention, PackedWeight
+from pyengine.utils.host_copy import cpu_array
+from pyengine.utils.openmp import openmp_runtime
+
+Product = Literal["torch", "onednn", "onednn-unpacked", "pyengine"]
+"""`torch.nn.functional.linear`; oneDNN with weights in its layout, which is a copy; oneDNN with
+weights as they are; the Rust kernel, with a copy in its layout."""
+
+FORMATS = (torch.float32, torch.bfloat16)
+"""Of weights that may multiply by oneDNN."""
+
+_PACKED_FOR = 32
+"""Rows for which oneDNN lays weights out."""
+
+
+class OneDNNProduct:
+    """Products by oneDNN with `weight`, a copy in oneDNN's layout or the weight as it is."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_packed: bool = True
+    ) -> None:
+        operators: Any = torch.ops.mkldnn
+        self._multiply = operators._linear_pointwise.default
+        self._multiply_by = operators._linear_pointwise.binary
+        self.weight = weight
+        if is_packed:
+            with torch.no_grad():
+                self.weight = operators._reorder_linear_weight(weight, _PACKED_FOR)
+        self._bias = bias
+
+    def multiply(self, rows: torch.Tensor, after: str = "none") -> torch.Tensor:
+        """`rows` times the transposed weight; `after`: oneDNN's name of an elementwise operator."""
+        product: torch.Tensor = self._multiply(rows, self.weight, self._bias, after, [], "")
+        return product
+
+    def multiply_gated(self, rows: torch.Tensor, gate: "OneDNNProduct") -> torch.Tensor:
+        """`silu(gate(rows)) * self(rows)`."""
+        gates = gate.multiply(rows, "swish")
+        product: torch.Tensor = self._multiply_by(rows, gates, self.weight, self._bias, "mul")
+        return product
+
+
+class KernelProduct:
+    """Products by the Rust kernel, with a copy of `weight` in its layout, float32.
+
+    A row has the same bits in every batch.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._packed = PackedWeight(cpu_array(weight.detach().contiguous()))
+        self._bias = None if bias is None else cpu_array(bias.detach().contiguous())
+        self._has_bias = bias is not None
+        self._threads = _threads(torch.get_num_threads())
+        self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+
+    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        """`rows` times the transposed weight."""
+        flat, out = self._arrays(rows)
+        self._packed.multiply(self._threads, cpu_array(flat), cpu_array(out), self._bias)
+        return out.view(*rows.shape[:-1], out.shape[1])
+
+    def multiply_gated(self, rows: torch.Tensor, gate: "KernelProduct") -> torch.Tensor:
+        """`silu(gate(rows)) * self(rows)`."""
+        if self._has_bias or gate._has_bias:
+            return torch.nn.functional.silu(gate.multiply(rows)) * self.multiply(rows)
+        flat, out = self._arrays(rows)
+        arrays = cpu_array(flat), gate._packed, cpu_array(out)
+        self._packed.multiply_gated(self._threads, *arrays)
+        return out.view(*rows.shape[:-1], out.shape[1])
+
+    def gather(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The rows of the weight with these numbers: `[...]` to `[..., in_features]`."""
+        flat = outputs.reshape(-1).to(torch.int64).contiguous()
+        out = torch.empty(flat.shape[0], self._packed.in_features)
+        self._packed.gather(cpu_array(flat), cpu_array(out))
+        return out.view(*outputs.shape, out.shape[1])
+
+    def _arrays(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows `[T, in_features]`, and memory for their products."""
+        flat = rows.detach().reshape(-1, self._packed.in_features).contiguous()
+        return flat, flat.new_empty(flat.shape[0], self._packed.out_features)
+
+
+def available_products(dtype: torch.dtype) -> list[Product]:
+    """The products that this CPU has for weights of this format."""
+    products: list[Product] = ["torch"]
+    if onednn_supports(dtype):
+        products += ["onednn", "onednn-unpacked"]
+    if kernel_supports(dtype):
+        products += ["pyengine"]
+    return products
+
+
+def prepared_product(weight: torch.Tensor, bias: torch.Tensor | None, product: Product) -> Any:
+    """The product of this name, which is not torch's, for a layer's weight and bias."""
+    weight, bias = weight.detach(), None if bias is None else bias.detach()
+    if product == "pyengine":
+        return KernelProduct(weight, bias)
+    return OneDNNProduct(weight, bias, is_packed=product == "onednn")
+
+
+@cache
+def _threads(num_threads: int) -> CpuAttention:
+    """Threads of torch's pool: as many, or fewer where torch has been told so since."""
+    return CpuAttention(num_threads, openmp_runtime())
+
+
+def kernel_supports(dtype: torch.dtype) -> bool:
+    """True if the Rust kernel multiplies this format here, and has instructions to be fast."""
+    return dtype == torch.float32 and CpuAttention.is_fast()
+
+
+@cache
+def onednn_supports(dtype: torch.dtype) -> bool:
+    """True if oneDNN multiplies this format here with weights in its layout."""
+    backend: Any = torch.backends.mkldnn
+    if dtype not in FORMATS or not backend.is_available():
+        return False
+    try:
+        with torch.inference_mode():
+            product = OneDNNProduct(torch.zeros(16, 16, dtype=dtype))
+            product.multiply(torch.zeros(1, 16, dtype=dtype))
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return True

@@ -1,0 +1,185 @@
+//! Linear layers in float32: rows times a packed weight, for decodes of a few rows as for prefills.
+
+use crate::attention::Attention;
+use crate::builds::{InVectors, best_vectors};
+use crate::error::Error;
+use crate::lanes::{Vector, exp2};
+use crate::packed_weight::{PackedWeight, WIDTH};
+use crate::product::{Columns, add_products};
+use crate::step::same_length;
+
+/// Multiplications below which other threads are not woken: about ten microseconds of work.
+const SMALL: usize = 100_000;
+
+/// Multiplications of a task at least.
+const TASK: usize = 50_000;
+
+/// Tasks for each thread, so that one whose processor is busy with something else does less.
+const TASKS: usize = 8;
+
+/// Rows whose sums are in registers all the time.
+const FEW_ROWS: usize = 6;
+
+/// Rows of a task at most: they and their sums stay in a core's second cache.
+const MOST_ROWS: usize = 96;
+
+/// Panels of a task of more than a few rows at most.
+const MOST_PANELS: usize = 16;
+
+impl Attention {
+    /// `out` `[rows, out_features]` becomes `rows` `[rows, in_features]` times the transposed weight, plus `bias`
+    /// `[out_features]`. Each sum begins with the bias and adds the products in the order of the inputs, rounded once
+    /// each: a row has the same bits in every batch, with any number of threads and at every level.
+    ///
+    /// # Errors
+    ///
+    /// Arrays that do not fit each other: nothing is written then.
+    pub fn linear(
+        &self,
+        rows: &[f32],
+        weight: &PackedWeight,
+        bias: Option<&[f32]>,
+        out: &mut [f32],
+    ) -> Result<(), Error> {
+        check_rows(rows, weight, out)?;
+        if let Some(bias) = bias {
+            same_length("bias", weight.out_features(), bias.len())?;
+        }
+        self.by_columns(rows, weight, out, |columns| {
+            let work = Multiply {
+                columns,
+                weight,
+                bias,
+            };
+            best_vectors(self.isa(), work);
+        });
+        Ok(())
+    }
+
+    /// `out` becomes `silu(rows * gate) * (rows * up)`, for weights of one shape. As [`Attention::linear`] otherwise.
+    ///
+    /// # Errors
+    ///
+    /// Arrays that do not fit each other: nothing is written then.
+    pub fn gated_linear(
+        &self,
+        rows: &[f32],
+        gate: &PackedWeight,
+        up: &PackedWeight,
+        out: &mut [f32],
+    ) -> Result<(), Error> {
+        check_rows(rows, up, out)?;
+        same_length("the inputs of gate", up.in_features(), gate.in_features())?;
+        same_length(
+            "the outputs of gate",
+            up.out_features(),
+            gate.out_features(),
+        )?;
+        self.by_columns(rows, up, out, |columns| {
+            best_vectors(self.isa(), MultiplyGated { columns, gate, up });
+        });
+        Ok(())
+    }
+
+    /// Calls `work` with all outputs of all rows, some at a time.
+    fn by_columns(
+        &self,
+        rows: &[f32],
+        weight: &PackedWeight,
+        out: &mut [f32],
+        work: impl Fn(Columns<'_, '_>) + Sync,
+    ) {
+        let (size, width) = (weight.in_features(), weight.out_features());
+        let count = rows.len() / size;
+        let products = rows.len().saturating_mul(width);
+        let num_threads = match products > SMALL {
+            true => self.threads().count(),
+            false => 1,
+        };
+        let num_panels = width.div_ceil(WIDTH);
+        let tasks = (products / TASK).clamp(1, TASKS * num_threads);
+        let mut panels = num_panels.div_ceil(tasks);
+        if count > FEW_ROWS {
+            panels = panels.min(MOST_PANELS);
+        }
+        let mut parts: Vec<_> = out
+            .chunks_mut(width)
+            .map(|row| row.chunks_mut(panels * WIDTH))
+            .collect();
+        let mut tasks = vec![];
+        for first in (0..num_panels).step_by(panels) {
+            for (rows, parts) in rows
+                .chunks(MOST_ROWS * size)
+                .zip(parts.chunks_mut(MOST_ROWS))
+            {
+                let out = parts.iter_mut().filter_map(Iterator::next).collect();
+                tasks.push(Columns { rows, first, out });
+            }
+        }
+        let num_threads = num_threads.min(tasks.len());
+        self.threads().each(num_threads, tasks, work);
+    }
+}
+
+fn check_rows(rows: &[f32], weight: &PackedWeight, out: &[f32]) -> Result<(), Error> {
+    let count = rows.len() / weight.in_features();
+    same_length("rows", count * weight.in_features(), rows.len())?;
+    let expected = count.checked_mul(weight.out_features());
+    same_length("out", expected.ok_or(Error::TooLarge)?, out.len())
+}
+
+struct Multiply<'a, 'b> {
+    columns: Columns<'a, 'b>,
+    weight: &'a PackedWeight,
+    bias: Option<&'a [f32]>,
+}
+
+impl InVectors for Multiply<'_, '_> {
+    #[inline(always)]
+    fn run<V: Vector<L>, const L: usize>(mut self) {
+        let begin = self.columns.first * WIDTH;
+        for out in &mut self.columns.out {
+            match self.bias {
+                Some(bias) => out.copy_from_slice(&bias[begin..][..out.len()]),
+                None => out.fill(0.0),
+            }
+        }
+        add_products::<V, L>(&mut self.columns, self.weight);
+    }
+}
+
+struct MultiplyGated<'a, 'b> {
+    columns: Columns<'a, 'b>,
+    gate: &'a PackedWeight,
+    up: &'a PackedWeight,
+}
+
+impl InVectors for MultiplyGated<'_, '_> {
+    #[inline(always)]
+    fn run<V: Vector<L>, const L: usize>(mut self) {
+        let width = self.columns.out.first().map_or(0, |out| out.len());
+        let mut gates = vec![0.0; width * self.columns.out.len()];
+        let mut gate = Columns {
+            out: gates.chunks_mut(width.max(1)).collect(),
+            ..self.columns
+        };
+        add_products::<V, L>(&mut gate, self.gate);
+        for out in &mut self.columns.out {
+            out.fill(0.0);
+        }
+        add_products::<V, L>(&mut self.columns, self.up);
+        for (out, gates) in self.columns.out.iter_mut().zip(gates.chunks(width.max(1))) {
+            for (out, &gate) in out.iter_mut().zip(gates) {
+                *out *= silu(gate);
+            }
+        }
+    }
+}
+
+/// `x / (1 + e ^ -x)`, to a few units in the last place.
+#[inline(always)]
+fn silu(x: f32) -> f32 {
+    let exponent = x * -std::f32::consts::LOG2_E;
+    let exponent = if exponent > 127.0 { 127.0 } else { exponent };
+    x / (1.0 + exp2(exponent))
+}
