@@ -80,12 +80,15 @@ def lives(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"), [(2, "done  commands: status None"), (60, "ended by force")]
+    ("seconds", "limit", "words"),
+    [(2, 30, "done  commands: status None"), (60, 4, "ended by force")],
 )
-def test_a_command_ends_with_its_step(tmp_path: Path, seconds: float, words: str) -> None:
+def test_a_command_ends_with_its_step(
+    tmp_path: Path, seconds: float, limit: int, words: str
+) -> None:
     """By itself where there was time to say what it has found, and else with its process."""
     report = Report(tmp_path / "page.md", "A part")
-    step = Step("commands", commands, (seconds,), 4)
+    step = Step("commands", commands, (seconds,), limit)
     run([step], Target("cpu", str(tmp_path)), report, minutes=5)
     report.end("Through")
     assert words in (tmp_path / "page.md").read_text()

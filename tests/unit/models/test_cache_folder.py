@@ -84,5 +84,5 @@ def test_a_folder_that_another_builder_takes_for_abandoned_is_made_again(tmp_pat
 
 def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ModelLoadError, match=r"file.* set PYENGINE_CACHE to a folder"):
+    with pytest.raises(ModelLoadError, match=r"file.* set PYENGINE_CACHE to a writable folder"):
         build_once(tmp_path / "file" / "model", lambda folder: None)

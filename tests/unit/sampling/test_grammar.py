@@ -178,7 +178,9 @@ def test_whatever_happens_to_the_process_that_checks_the_next_one_is_served(
     there.prepare()
     for checker in there._idle:
         checker._process.kill()
-    with pytest.raises(InvalidRequestError, match="takes more than 2 s; make it smaller"):
+    with pytest.raises(
+        InvalidRequestError, match="takes more than 2 s to compile; make it smaller"
+    ):
         there.matcher(ONE_OF)
     assert not there.matcher(StructuredOutputs(json=SCHEMA)).error
     assert len(there._idle) == 1

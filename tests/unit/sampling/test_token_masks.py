@@ -176,7 +176,7 @@ def test_a_row_that_takes_too_long_is_given_up_and_the_others_are_served(
     masks = filler.masks(batch.matchers, 97)
     tokens = Sampler().launch(logits, batch, None, masks).result().token_ids.tolist()
     assert tokens == [7, 96, 8]
-    assert "takes more than 0.02 s" in stuck.error
+    assert "take more than 0.02 s" in stuck.error
     states = [state(97, {3})]
     batch = SamplingBatch(states)  # the next step has another thread
     masks = filler.masks(batch.matchers, 97)
