@@ -10,12 +10,9 @@ use crate::memory::{shared_slice, unique_slice};
 /// A copy of a linear layer's weight, float32 `[out_features, in_features]` and C-contiguous, in the layout that its
 /// products read. The GIL is released while the copy is made.
 ///
-/// `multiply` writes `rows` times the transposed weight, plus `bias`, to `out`: `rows` `[T, in_features]`, `bias`
-/// `[out_features]`, `out` `[T, out_features]`, all float32 and C-contiguous. `threads` multiply, with the GIL released. A
-/// row has the same bits in every batch, with any number of threads and at every level of instructions.
-///
-/// `multiply_gated` writes `silu(rows * gate) * (rows * weight)`, for a gate of the same shape. `gather` copies the rows
-/// `outputs` of the weight, int64 `[T]`, to `out` `[T, in_features]`.
+/// `rows` are `[T, in_features]` and `out` is `[T, out_features]`, both float32 and C-contiguous. `threads` multiply, with
+/// the GIL released. A row has the same bits in every batch, with any number of threads and at every level of
+/// instructions.
 ///
 /// Raises `BufferError` for arrays that do not fit and `ConfigError` for a weight of no elements; then `out` is as it was.
 #[pyclass(frozen, module = "pyengine._kv")]
@@ -36,6 +33,7 @@ impl PackedWeight {
         })
     }
 
+    /// Copies the rows `outputs` of the weight, int64 `[T]`, to `out`, `[T, in_features]`.
     fn gather(
         &self,
         py: Python<'_>,
@@ -59,16 +57,19 @@ impl PackedWeight {
             .map_err(raise_attention)
     }
 
+    /// Length of a row of the input.
     #[getter]
     fn in_features(&self) -> usize {
         self.weight.in_features()
     }
 
+    /// Length of a row of the output.
     #[getter]
     fn out_features(&self) -> usize {
         self.weight.out_features()
     }
 
+    /// Writes `rows` times the transposed weight, plus `bias`, `[out_features]`, to `out`.
     #[pyo3(signature = (threads, rows, out, bias = None))]
     fn multiply(
         &self,
@@ -91,6 +92,7 @@ impl PackedWeight {
             .map_err(raise_attention)
     }
 
+    /// Writes `silu(rows * gate) * (rows * weight)` to `out`, for a gate of the same shape.
     fn multiply_gated(
         &self,
         py: Python<'_>,
