@@ -62,7 +62,7 @@ def test_the_smaller_of_host_and_container_is_available(tmp_path, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for its pages")
 @pytest.mark.parametrize("first", [0, 1, mmap.PAGESIZE - 1])
 def test_pages_are_there_before_they_are_written(first):
-    with mmap.mmap(-1, 64 * mmap.PAGESIZE) as memory_map:
+    with mmap.mmap(-1, 1024 * mmap.PAGESIZE) as memory_map:
         memory_map[5 * mmap.PAGESIZE] = 9
         whole = np.frombuffer(memory_map, np.uint8)
         address = whole.ctypes.data
@@ -70,7 +70,7 @@ def test_pages_are_there_before_they_are_written(first):
             pytest.skip("Linux before 5.14")
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         whole[mmap.PAGESIZE :: mmap.PAGESIZE] += 1
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100
         assert whole[5 * mmap.PAGESIZE] == 10
         del whole
 
