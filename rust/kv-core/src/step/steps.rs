@@ -101,16 +101,23 @@ impl Steps {
 
     /// The plan, which must be the newest: the one that may be planned into.
     pub(super) fn newest_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
-        self.plan_in_turn(key, self.open.last())
+        let plan = self.open_plan(key)?;
+        match self.open.last() {
+            Some(newest) if newest.key != key => Err(Error::PlanOrder {
+                plan: key.serial,
+                first: newest.key.serial,
+            }),
+            _ => Ok(plan),
+        }
     }
 
-    /// The plan, if it is `first`: the one whose turn it is.
-    fn plan_in_turn(&self, key: PlanKey, first: Option<&Plan>) -> Result<&Plan, Error> {
+    /// The plan, which must be the oldest: the one that may be committed.
+    fn oldest_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
         let plan = self.open_plan(key)?;
-        match first {
-            Some(first) if first.key != key => Err(Error::PlanOrder {
+        match self.open.first() {
+            Some(oldest) if oldest.key != key => Err(Error::PlanOrder {
                 plan: key.serial,
-                first: first.key.serial,
+                first: oldest.key.serial,
             }),
             _ => Ok(plan),
         }
@@ -120,7 +127,7 @@ impl Steps {
     /// would be cached whose first tokens were never written.
     #[inline]
     pub(super) fn runnable_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
-        match self.plan_in_turn(key, self.open.first()) {
+        match self.oldest_plan(key) {
             Ok(plan) if !plan.has_read_copies() => Err(plan.copies_not_read()),
             plan => plan,
         }
