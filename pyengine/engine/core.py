@@ -146,11 +146,6 @@ class Engine:
         """Requests that have not ended, in order of arrival."""
         return list(self._requests.values())
 
-    @property
-    def death(self) -> str:
-        """The reason why no step can run any more; empty if they can."""
-        return self._death
-
     def observe(self, observer: EngineObserver) -> None:
         """Notify `observer` of every request and step from now on."""
         self._observers.append(observer)
