@@ -30,17 +30,13 @@ from statistics import median
 from time import perf_counter, process_time
 from typing import Any
 
+from benches.engine.serve import AVX2
 from benches.peers.report import heading, machine, results_file, results_name
 
 ROOT = Path(__file__).parents[2]
 ROWS = (1, 2, 8, 32)
 STEPS = 10
 BACKENDS = ("torch", "onednn", "pyengine", "auto")
-AVX2 = {
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-}
 LEVELS: dict[str, dict[str, str]] = {
     "native": {},
     "avx2": AVX2,
