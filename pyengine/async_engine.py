@@ -3,20 +3,20 @@
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
+from threading import Lock
 from time import monotonic
 from typing import TypeVar
-from weakref import finalize
 
 from pyengine.config import EngineSettings, takes_settings
 from pyengine.engine.client import EngineClient
-from pyengine.engine.engine_thread import EngineThread
 from pyengine.engine.input_processor import ModelLimits, refuse_submitted, refuse_taken
 from pyengine.engine.output_stream import OutputStream
 from pyengine.engine.prompts import PromptLike, match_params, parse_prompt, salted
 from pyengine.engine.request import Request
 from pyengine.engine.stats import EngineView
-from pyengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
+from pyengine.errors import EngineClosedError, InvalidRequestError, QueueFullError, copy_error
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
 from pyengine.utils.validation import is_real
@@ -41,14 +41,13 @@ class AsyncEngine(EngineClient):
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
         self._max_num_waiting = settings.max_num_waiting
-        self._thread = EngineThread(self._engine_loop)
-        self._lock, self._live = self._thread.lock, self._thread.live
+        self._lock = Lock()
+        """Guards what follows; held for moments."""
+        self._live: dict[str, Request] = {}
+        """Requests whose readers have not read their ends, by id."""
         self._waiting: set[Request] = set()
         """Those that no step has computed yet, and some that have begun or ended since."""
         self._is_draining = False
-        self._thread.start()
-        self._end = finalize(self, self._thread.end)
-        self._end.atexit = False  # the thread has its own
 
     async def generate(
         self,
@@ -127,14 +126,13 @@ class AsyncEngine(EngineClient):
             refuse_submitted(requests)
             refuse_taken(requests, self._live)
             self._refuse_too_many(len(requests))
-            stream = OutputStream(requests, self._thread.notifier, self._leave)
+            stream = OutputStream(requests, self._engine_loop.notifier, self._leave)
             for request in requests:
                 request.is_submitted = True
             self._live.update({request.request_id: request for request in requests})
             if self._max_num_waiting is not None:
                 self._waiting.update(requests)
             self._engine_loop.submit(requests)
-        self._thread.wake()
         return stream
 
     def _leave(self, requests: Sequence[Request]) -> None:
@@ -149,7 +147,6 @@ class AsyncEngine(EngineClient):
         unfinished = [request for request in requests if request.finished_time is None]
         if unfinished:
             self._engine_loop.abort(unfinished)
-            self._thread.wake()
 
     def check_room(self) -> None:
         """Raise what `submit` would raise for one more request, before that one is made."""
@@ -180,10 +177,7 @@ class AsyncEngine(EngineClient):
         return not has_begun and request.finished_time is None
 
     def _refuse_new(self) -> None:
-        if self._engine.death:
-            raise EngineDeadError(self._engine.death)
-        if self._thread.is_ending:
-            raise EngineClosedError("the engine was closed: make a new one")
+        self._engine_loop.check()
         if self._is_draining:
             raise EngineClosedError("the engine takes no more requests: it is being drained")
 
@@ -200,7 +194,6 @@ class AsyncEngine(EngineClient):
         if request is None or request.finished_time is not None:
             return False
         self._engine_loop.abort([request])
-        self._thread.wake()
         return True
 
     async def drain(self, timeout: float | None = None) -> bool:
@@ -212,19 +205,31 @@ class AsyncEngine(EngineClient):
         with self._lock:
             self._is_draining = True
         end = math.inf if timeout is None else monotonic() + timeout
-        while (left := self._thread.unfinished()) and not self._engine.death:
+        while (left := self._unfinished()) and self._engine_loop.death is None:
             if monotonic() >= end:
                 self._engine_loop.abort(left)
-                self._thread.wake()
                 return False
             await asyncio.sleep(min(0.01, max(0.0, end - monotonic())))
         return True
 
+    def _unfinished(self) -> list[Request]:
+        with self._lock:
+            return [request for request in self._live.values() if request.finished_time is None]
+
     async def between_steps(self, do: Callable[[], T]) -> T:
         """What `do` gives, called in the engine's thread between two steps; they wait for it."""
-        look = self._engine_loop.look(lambda _: do())
-        self._thread.wake()
-        return await asyncio.wrap_future(look)
+        self._engine_loop.refuse_fork()
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(do())
+                except Exception as error:
+                    future.set_exception(error)
+
+        self._engine_loop.post(answer)
+        return await asyncio.wrap_future(future)
 
     @property
     def model_limits(self) -> ModelLimits:
@@ -253,28 +258,8 @@ class AsyncEngine(EngineClient):
     def check_health(self) -> None:
         """Raise `EngineDeadError` if no step can be run any more."""
         self._engine_loop.refuse_fork()
-        if self._engine.death:
-            raise EngineDeadError(self._engine.death)
-        if not self._thread.is_alive and not self._thread.is_ending:
-            raise EngineDeadError("the engine's thread has ended: make a new engine")
-
-    def close(self) -> None:
-        """End the engine: what runs is aborted. May be called more than once."""
-        if self._engine_loop.is_elsewhere:  # the engine goes on where it was made
-            return
-        with self._lock:
-            if self._thread.is_ending:
-                return
-            self._thread.is_ending = True
-        self._thread.close()
-        self._end.detach()
-        self._end_processes()
-
-    def __enter__(self) -> "AsyncEngine":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        if self._engine_loop.death is not None:
+            raise copy_error(self._engine_loop.death)
 
     async def __aenter__(self) -> "AsyncEngine":
         return self

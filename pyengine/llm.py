@@ -1,9 +1,8 @@
 """Offline use: a model, prompts, answers. Names and defaults as vLLM users know them."""
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
-from threading import Event
+from queue import SimpleQueue
 from time import monotonic
 from typing import Any
 
@@ -12,8 +11,7 @@ from tqdm import tqdm
 from pyengine.config import EngineSettings, takes_settings
 from pyengine.engine.chat_template import Message, as_conversations
 from pyengine.engine.client import EngineClient
-from pyengine.engine.core import Engine
-from pyengine.engine.loop import held_interrupts
+from pyengine.engine.core import Engine, EngineStats
 from pyengine.engine.output_stream import OutputCollector
 from pyengine.engine.prompts import (
     Prompt,
@@ -28,7 +26,7 @@ from pyengine.engine.prompts import (
 from pyengine.engine.request import Request
 from pyengine.errors import InvalidRequestError, RequestFailedError
 from pyengine.outputs import RequestOutput
-from pyengine.sampling_params import SamplingParams
+from pyengine.sampling_params import RequestOutputKind, SamplingParams
 
 Priorities = float | Sequence[float]
 
@@ -43,13 +41,15 @@ class LLM(EngineClient):
     behind their window: a block is one of a group of layers then, and a sequence takes blocks for
     each group; without it one block holds all layers and none is freed.
 
-    Any thread may call any method at any time: requests of all callers run in the same steps, and
-    each gets its own answers. Nothing runs while nobody waits.
+    Any thread may call any method at any time. A thread of the engine runs the steps, with the
+    requests of all callers, and each caller gets its own answers.
 
     With a `tensor_parallel_size` above 1 the model is divided over as many processes, this one
-    among them: on CUDA one device each, on the CPU a share of the cores each. The others end with
-    `close`, at the end of a `with` block, with this object, or with the interpreter; there can be
-    one such LLM at a time.
+    among them: on CUDA one device each, on the CPU a share of the cores each. There can be one such
+    LLM at a time.
+
+    The thread and the processes end with `close`, at the end of a `with` block, with this object,
+    or with the interpreter.
 
     Raises `ConfigurationError` for settings that cannot be served or that are unknown, and
     `ModelLoadError` for a model that cannot be loaded. If one of several processes ends, this and
@@ -59,16 +59,6 @@ class LLM(EngineClient):
     @takes_settings
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
-
-    def close(self) -> None:
-        """End the processes that the model is divided over; in one process there are none."""
-        self._end_processes()
-
-    def __enter__(self) -> "LLM":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def generate(
         self,
@@ -106,7 +96,7 @@ class LLM(EngineClient):
         """
         parsed = [parse_prompt(prompt, self.tokenizer) for prompt in as_list(prompts)]
         requests = self._requests(parsed, sampling_params, priority)
-        return self._results(requests)
+        return self._read(requests, RequestOutputKind.FINAL_ONLY)
 
     def chat(  # noqa: PLR0913
         self,
@@ -158,7 +148,7 @@ class LLM(EngineClient):
         """
         parsed = parse_prompt(prompt, self.tokenizer)
         (params,) = match_params(sampling_params, 1, self._default_params)
-        return self._stream(self._request(parsed, params, priority=priority))
+        return self._read([self._request(parsed, params, priority=priority)])
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, one of transformers; None for a model without one."""
@@ -175,21 +165,13 @@ class LLM(EngineClient):
         """The text of token ids. Raises `InvalidRequestError` where the model has no tokenizer."""
         return text_from(token_ids, self.tokenizer, skip_special_tokens=skip_special_tokens)
 
-    def _stream(self, request: Request) -> Iterator[RequestOutput]:
-        wake = Event()
-        items = OutputCollector(request.params.output_kind, lambda _: wake.set())
-        request.sink = items
-        try:
-            self._engine_loop.submit([request])
-            is_over = False
-            while not is_over:
-                self._engine_loop.run_until(lambda: items.has_item, wake)
-                item = items.get()
-                if item is not None:
-                    yield item
-                    is_over = item.finished
-        finally:
-            self._abandon([request])
+    def stats(self) -> EngineStats:
+        """The block manager's usage and counters, and what the scheduler is at.
+
+        Waits for the step that runs, so all requests that were left have ended.
+        """
+        self._engine_loop.settle()
+        return super().stats()
 
     def _requests(
         self,
@@ -214,26 +196,41 @@ class LLM(EngineClient):
             request.place = place
         return requests
 
-    def _results(self, requests: list[Request]) -> Iterator[RequestOutput]:
-        """Run requests; each one's output when it has ended."""
-        results = _Results()
+    def _read(
+        self, requests: list[Request], kind: RequestOutputKind | None = None
+    ) -> Iterator[RequestOutput]:
+        """Run requests; their outputs as they come.
+
+        With a `kind` it replaces the kind of all requests, and a request that fails alone has an
+        output as others do.
+        """
+        unread: SimpleQueue[OutputCollector] = SimpleQueue()
         for request in requests:
-            request.sink = results
+            request.sink = OutputCollector(kind or request.params.output_kind, unread.put)
         left = len(requests)
         try:
             self._engine_loop.submit(requests)
             while left:
-                self._engine_loop.run_until(lambda: bool(results), results.wake)
-                for output in results.taken():
-                    left -= 1
+                try:
+                    output = self._engine_loop.wait(unread).get()
+                except RequestFailedError as error:
+                    if kind is None:
+                        raise
+                    (output,) = error.outputs
+                if output is not None:  # else it was read with the one before
+                    left -= output.finished
                     yield output
+        except KeyboardInterrupt:
+            self._engine_loop.interrupt(requests)
+            raise
         finally:
-            self._abandon(requests)
+            if left:
+                self._engine_loop.abort(requests)
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[int, RequestOutput] = {}
         with _Progress(len(requests), self._engine, use_tqdm) as progress:
-            for output in self._results(requests):
+            for output in self._read(requests, RequestOutputKind.FINAL_ONLY):
                 done[output.index] = output
                 progress.update(output)
         outputs = [done[place] for place in range(len(requests))]
@@ -246,47 +243,6 @@ class LLM(EngineClient):
                 outputs,
             )
         return outputs
-
-    def _abandon(self, requests: list[Request]) -> None:
-        """Whatever happened (Ctrl-C too, a second one as well), none is left behind."""
-        unfinished = [request for request in requests if request.finished_time is None]
-        if unfinished:
-            with held_interrupts():
-                self._engine_loop.abort(unfinished)
-
-
-class _Results:
-    """Where the requests of one call bring their outputs. See `OutputSink`."""
-
-    streams = False
-
-    def __init__(self) -> None:
-        self.wake = Event()
-        self._outputs: deque[RequestOutput] = deque()
-        self._error: Exception | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self._outputs) or self._error is not None
-
-    def put(self, output: RequestOutput) -> None:
-        """See `OutputSink.put`."""
-        self._outputs.append(output)
-        self.wake.set()
-
-    def fail(self, error: Exception) -> None:
-        """See `OutputSink.fail`. One request that failed alone is a result as others are."""
-        if isinstance(error, RequestFailedError):
-            self._outputs.extend(error.outputs)
-        else:
-            self._error = error
-        self.wake.set()
-
-    def taken(self) -> Iterator[RequestOutput]:
-        """Outputs that have arrived; then raises the error that ended the other requests."""
-        while self._outputs:
-            yield self._outputs.popleft()
-        if self._error is not None:
-            raise self._error
 
 
 class _Progress:

@@ -82,19 +82,23 @@ class BuiltEngine:
 def build_engine(settings: EngineSettings) -> BuiltEngine:
     """Build an engine. Raises as `LLM` does, and then leaves no process running."""
     _check(settings)
-    worker_group, size = None, settings.tensor_parallel_size
-    threads = compute_threads(settings.num_threads, size)
-    if size != 1:
-        source = resolve_source(settings.model, revision=settings.revision, token=settings.token)
-        worker_group = WorkerGroup(
-            source,
-            device=settings.device,
-            dtype=settings.dtype,
-            size=size,
-            num_threads=threads.count,
-        )
-    with worker_group or nullcontext(), threads.used():  # the workers end if this fails
-        return _connect(settings, worker_group, threads)
+    threads = compute_threads(settings.num_threads, settings.tensor_parallel_size)
+    with threads.used():
+        worker_group = _worker_group(settings, threads)
+        with worker_group or nullcontext():  # the workers end if this fails
+            return _connect(settings, worker_group, threads)
+
+
+def _worker_group(settings: EngineSettings, threads: ComputeThreads) -> WorkerGroup | None:
+    if settings.tensor_parallel_size == 1:
+        return None
+    return WorkerGroup(
+        resolve_source(settings.model, revision=settings.revision, token=settings.token),
+        device=settings.device,
+        dtype=settings.dtype,
+        size=settings.tensor_parallel_size,
+        num_threads=threads.count,
+    )
 
 
 def _check(settings: EngineSettings) -> None:

@@ -5,7 +5,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Never
+from typing import Any, Never, Self
+from weakref import finalize
 
 from pyengine.config import EngineSettings
 from pyengine.engine.builder import build_engine
@@ -26,13 +27,15 @@ class EngineClient:
     def __init__(self, settings: EngineSettings) -> None:
         refuse_engine_in_fork()
         parts = build_engine(settings)
-        release_threads()  # the steps may be run by another thread
+        release_threads()  # another thread runs the steps
         self.model_path: Path = parts.loaded.path
         self.tokenizer: Any = parts.loaded.tokenizer
         self._manager = parts.manager
         self._engine = parts.engine
-        self._engine_loop = EngineLoop(parts.engine, parts.threads)
         self._worker_group = parts.worker_group
+        kill = None if parts.worker_group is None else parts.worker_group.kill
+        self._engine_loop = EngineLoop(parts.engine, parts.threads, kill)
+        finalize(self, self._engine_loop.end).atexit = False  # `EngineLoop` has its own
         self._description = parts.description
         self._default_params = parts.default_params
 
@@ -87,7 +90,8 @@ class EngineClient:
 
     def stats(self) -> EngineStats:
         """The block manager's usage and counters, and what the scheduler is at."""
-        return self._engine_loop.stats()
+        self._engine_loop.refuse_fork()
+        return self._engine.stats()
 
     def observe(self, observer: EngineObserver) -> None:
         """Tell `observer` of every request and step from now on, in the thread that runs it."""
@@ -126,9 +130,20 @@ class EngineClient:
         name = token_hex(16) if request_id is None else request_id  # nobody can guess the next one
         return self._engine.input_processor.request(name, prompt, params, priority=priority)
 
-    def _end_processes(self) -> None:
+    def close(self) -> None:
+        """Abort all requests, and end the engine's thread and the processes of a divided model.
+
+        May be called more than once; later requests raise `EngineClosedError`.
+        """
+        self._engine_loop.close()
         if self._worker_group is not None:
             self._worker_group.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
 
 @contextmanager

@@ -1,21 +1,19 @@
-"""One engine for many threads: requests come in from anywhere, one thread at a time runs steps."""
+"""One thread runs the steps: callers put requests into its inbox, sinks get the outputs."""
 
+import atexit
 import logging
 import os
-import signal
-import sys
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from types import FrameType
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Thread, get_ident
+from typing import TypeVar
 
-from pyengine.engine.core import Engine, EngineStats, StepResult
+from pyengine.engine.core import Engine
+from pyengine.engine.output_stream import OutputNotifier
 from pyengine.engine.request import Request
-from pyengine.errors import ConfigurationError, EngineDeadError, copy_error
+from pyengine.errors import ConfigurationError, EngineClosedError, EngineDeadError, copy_error
 from pyengine.executor.cpu_threads import ComputeThreads, StepWatch, ThreadGovernor, compute_threads
 from pyengine.utils.frame_memory import with_frame_room
 
@@ -23,8 +21,8 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_LOOKS_EVERY = 0.001
-"""Seconds between two looks whether the thread that drives has stopped."""
+PATIENCE = 5.0
+"""Seconds that `close` and Ctrl-C wait for the step that runs."""
 
 
 _made_in: list[int] = []
@@ -48,39 +46,48 @@ def refuse_engine_in_fork() -> None:
 
 
 class EngineLoop:
-    """An engine that any thread may use: whoever waits for an answer runs the steps.
+    """Runs the steps of an engine in a thread of its own, for callers in any thread.
 
-    Requests and aborts go into an inbox that is emptied between steps; outputs go to each
-    request's own sink. Of the threads that wait, one *drives*: it runs steps until it has what it
-    waits for and then wakes another one. So there is no thread where nobody waits, one caller
-    alone runs the engine as if there were no others, and Ctrl-C reaches the one who drives.
+    Requests and aborts go into an inbox that the thread empties between steps; outputs go to each
+    request's sink. A step that fails ends all requests with its error. The thread ends with
+    `close`, with the interpreter, once the engine is dead, or after `end`. It has no reference to
+    the `LLM` or `AsyncEngine`, whose finalizer calls `end`.
+
+    No caller waits for a lock here: finalizers and signal handlers may call anything but `wait`.
     """
 
-    def __init__(self, engine: Engine, threads: ComputeThreads | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        threads: ComputeThreads | None = None,
+        kill: Callable[[], object] | None = None,
+    ) -> None:
+        """`kill` ends what a step waits for that does not end by itself."""
         self._engine = engine
         self._threads = threads or compute_threads(None)
         self._governor = ThreadGovernor(self._threads)
         self._watch = StepWatch(self._threads)
+        self._kill = kill
         self._owner = os.getpid()
-        self._turn = _Turn()
-        """Of the thread that works on the engine."""
-        self._inbox: deque[tuple[Callable[[Request], object], Request]] = deque()
-        self._looks: deque[Callable[[], None]] = deque()
-        """What is to be read of the engine between two steps."""
-        self._waiting: deque[threading.Event] = deque()
-
-    @property
-    def engine(self) -> Engine:
-        """The engine itself; any thread may use its `input_processor`."""
-        return self._engine
+        self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()  # its `put` is reentrant
+        self._error: Exception | None = None
+        """The error of all later requests: the engine is closed or dead."""
+        self._has_ended = False
+        self.notifier = OutputNotifier(lambda: engine.is_running)
+        self._thread = Thread(target=self._run, name="pyengine-engine", daemon=True)
+        # A thread in the middle of a step when the interpreter ends would crash the process.
+        atexit.register(self.close)
+        self._thread.start()
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether this is a fork of the process that made the engine.
-
-        Its threads are not here then, and its locks may be closed for ever.
-        """
+        """True in a fork of the process that made the engine: the thread is not here."""
         return os.getpid() != self._owner
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        """The reason why no step can run any more."""
+        return self._error if isinstance(self._error, EngineDeadError) else None
 
     def refuse_fork(self) -> None:
         """Raise `EngineDeadError` in a fork of the process that made the engine."""
@@ -91,248 +98,142 @@ class EngineLoop:
                 "'spawn', and make a new engine in it"
             )
 
+    def check(self) -> None:
+        """Raise what a request would fail with now: the engine is elsewhere, closed or dead."""
+        self.refuse_fork()
+        if self._error is not None:
+            raise copy_error(self._error)
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests before the next step."""
-        self.refuse_fork()
-        self._inbox.extend([(self._add, request) for request in requests])
+        self.check()
+        self.post(partial(self._add, requests))
 
     def abort(self, requests: Sequence[Request]) -> None:
-        """End requests before the next step: now, if no thread drives.
+        """End requests before the next step."""
+        if not self.is_elsewhere:  # requests of a fork are those of its parent
+            self.post(partial(self._engine.abort, requests))
 
-        If a second Ctrl-C comes meanwhile, the rest is done before whatever is next.
+    def interrupt(self, requests: Sequence[Request]) -> None:
+        """Abort requests after Ctrl-C, and wait until they have ended.
+
+        At another Ctrl-C, or if the step that runs takes longer than `PATIENCE`, `kill` is called.
         """
-        self._inbox.extend([(self._abort, request) for request in requests])
-        self.settle()
-
-    def end(self, requests: Sequence[Request]) -> None:
-        """End requests now, once no other thread drives."""
-        self._inbox.extend([(self._abort, request) for request in requests])
+        self.abort(requests)
         try:
-            self._turn.wait_for(sys._getframe())
+            self.settle(PATIENCE)
+        except (Empty, KeyboardInterrupt):
+            if self._kill is not None:
+                self._kill()
+
+    def post(self, message: Callable[[], object]) -> None:
+        """Have the thread call `message` before the next step."""
+        self._inbox.put(message)
+        if self._has_ended:
             self._read_inbox()
-        finally:
-            self._turn.give_back(sys._getframe())
+            self.notifier.deliver()
+
+    def settle(self, timeout: float | None = None) -> None:
+        """Wait until the thread has emptied the inbox. Raises `Empty` after `timeout` seconds."""
+        self.refuse_fork()
+        if get_ident() != self._thread.ident:
+            settled: SimpleQueue[None] = SimpleQueue()
+            self.post(partial(settled.put, None))
+            settled.get(timeout=timeout)
+
+    def wait(self, queue: "SimpleQueue[T]") -> T:
+        """The next item of a queue that the thread fills. Ctrl-C ends the wait."""
+        self.refuse_fork()
+        if get_ident() == self._thread.ident:
+            raise RuntimeError(
+                "the engine's thread cannot wait for its own steps: call this from another thread, "
+                "not from an observer or a finalizer"
+            )
+        return queue.get()
+
+    def end(self) -> None:
+        """Let the thread end after the step that runs, without waiting for it."""
+        if self._error is None and not self.is_elsewhere:
+            self._error = EngineClosedError("the engine was closed: make a new one")
+            self.post(lambda: None)
+
+    def close(self) -> None:
+        """Abort all requests, and end the thread after the step that runs."""
+        self.end()
+        if self.is_elsewhere or get_ident() == self._thread.ident:
+            return
+        self._thread.join(PATIENCE)
+        if self._thread.is_alive() and self._kill is not None:
+            self._kill()
+            self._thread.join(PATIENCE)
 
     @with_frame_room
-    def run_until(self, is_done: Callable[[], bool], wake: threading.Event) -> None:
-        """Run steps, or wait for another thread that does, until `is_done`.
-
-        `wake` is set by the caller's sink when there is something new. Raises what a step raises;
-        the requests of all threads have failed then.
-        """
-        self.refuse_fork()
-        self._waiting.append(wake)
+    def _run(self) -> None:
         try:
-            while not is_done():
-                if self._turn.take(sys._getframe()):
-                    self.step()
-                else:
-                    wake.wait()
-                    wake.clear()
-        finally:
-            self._turn.give_back(sys._getframe())
-            with suppress(ValueError):
-                self._waiting.remove(wake)
-            self.settle()
-
-    def step(self) -> StepResult:
-        """One step by the thread whose turn it is."""
-        try:
+            while self._error is None:
+                if not self._engine.has_work:
+                    self._inbox.get()()
+                self._read_inbox()
+                if self._engine.has_work:
+                    self._step()
+                self.notifier.hand_on()
             self._read_inbox()
-            self._watch.begin()
-            self._governor.begin()
+            self._engine.abort(self._engine.unfinished)
+        except BaseException as error:
+            cause = (
+                error
+                if isinstance(error, EngineDeadError)
+                else EngineDeadError(f"the engine's thread failed: {error!r}")
+            )
+            _log.error("no step can run any more: %s", cause, exc_info=error)
+            self._error = cause
+            self._fail_all(cause)
+        finally:
+            self._has_ended = True
+            self._read_inbox()
+            self.notifier.deliver()
+            atexit.unregister(self.close)
+
+    def _read_inbox(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._inbox.get_nowait()()
+
+    def _step(self) -> None:
+        """Run a step. If it fails for all requests, all get its error."""
+        self._watch.begin()
+        self._governor.begin()
+        try:
             with self._threads.used(self._governor.count):
-                return self._engine.step()
-        except Exception as error:
-            self._fail_all(error)
+                self._engine.step()
+        except EngineDeadError:
             raise
+        except Exception as error:
+            traceback = self._engine.failures.unlogged(error)
+            _log.error("a step failed for all requests: %r", error, exc_info=traceback)
+            self._fail_all(error)
         finally:
             self._governor.end()
             self._watch.end()
 
-    @with_frame_room
-    def drive(
-        self,
-        is_over: Callable[[], bool],
-        wait: Callable[[], object],
-        hand_on: Callable[[], object],
-    ) -> None:
-        """Run steps in this thread until `is_over`.
-
-        `wait` is called where there is nothing to do, `hand_on` after each step. A step that fails
-        ends all requests with its error. Only a dead engine ends this.
-        """
-        try:
-            self._turn.wait_for(sys._getframe())
-            while not is_over():
-                try:
-                    self._read_inbox()
-                    if not self._engine.has_work:
-                        wait()
-                        continue
-                    self.step()
-                except EngineDeadError as error:
-                    _log.error("no step can run any more: %s", error, exc_info=error)
-                    return
-                except Exception as error:  # every request has been told
-                    traceback = self._engine.failures.unlogged(error)
-                    _log.error("a step failed for all requests: %r", error, exc_info=traceback)
-                hand_on()
-        finally:
-            self._turn.give_back(sys._getframe())
-
-    def settle(self) -> None:
-        """Do what is in the inbox, if no thread drives. One that does looks here when it stops."""
-        if self.is_elsewhere:  # what is given up in a fork is given up there
-            return
-        try:
-            while (self._inbox or self._looks) and self._turn.take(sys._getframe()):
-                try:
-                    self._read_inbox()
-                finally:
-                    self._turn.give_back(sys._getframe())
-        finally:
-            self._turn.give_back(sys._getframe())
-            self._wake_another()
-
-    def stats(self) -> EngineStats:
-        """See `Engine.stats`."""
-        self.refuse_fork()
-        self.settle()
-        return self._engine.stats()
-
-    def look(self, read: Callable[[Engine], T]) -> "Future[T]":
-        """Read something of the engine between two steps: now, if no thread drives.
-
-        `read` is called by the thread that runs the steps, which waits for it, and changes nothing.
-        """
-        self.refuse_fork()
-        future: Future[T] = Future()
-
-        def answer() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(read(self._engine))
-                except Exception as error:
-                    future.set_exception(error)
-
-        self._looks.append(answer)
-        self.settle()
-        return future
-
-    def _read_inbox(self) -> None:
-        while self._inbox:
-            do, request = self._inbox[0]
-            do(request)  # may be done twice, if it is interrupted
-            self._inbox.popleft()
-        while self._looks:
-            self._looks.popleft()()
-
-    def _add(self, request: Request) -> None:
-        try:
-            self._engine.add(request)
-        except Exception as error:  # nobody else is to notice
-            if request.sink is None:
-                raise
-            request.sink.fail(error)
-
-    def _abort(self, request: Request) -> None:
-        self._engine.abort([request])
+    def _add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            try:
+                if self._has_ended and self._error is not None:
+                    raise copy_error(self._error)
+                self._engine.add(request)
+            except Exception as error:  # of this request alone
+                if request.sink is not None:
+                    request.sink.fail(error)
 
     def _fail_all(self, error: Exception) -> None:
-        """Tell each reader that the step has failed for all; nothing stays behind."""
-        live = set(self._engine.unfinished)
-        while self._inbox:  # what comes from now on is for the next step
-            live.add(self._inbox.popleft()[1])
-        sinks = dict.fromkeys([request.sink for request in live if request.sink is not None])
-        for request in live:
+        """End all requests with copies of an error."""
+        unfinished = self._engine.unfinished
+        sinks = [request.sink for request in unfinished if request.sink is not None]
+        for request in unfinished:
             request.sink = None
-        self._engine.abort(live)
-        for sink in sinks:
-            sink.fail(copy_error(error))
-
-    def _wake_another(self) -> None:
-        """Let somebody else drive, if somebody waits."""
-        with suppress(IndexError):
-            self._waiting[0].set()
-
-
-class _Turn:
-    """Whose turn it is: a lock that Ctrl-C cannot leave closed, wherever it falls.
-
-    It is taken by a call, that is, by its frame. A call that has ended and has not given it back,
-    because an interrupt came while it was about to, has it no more. (No `finally` and no `with`
-    alone can promise that: an interrupt may come at their first line.)
-    """
-
-    def __init__(self) -> None:
-        self._claims: dict[int, FrameType | None] = {0: None}
-        """Claims by number. The largest number counts; None: that call has given the turn back.
-
-        A claim that is over stays over, so whoever finds it so may claim the next number, however
-        late: of several calls the dictionary takes one, and a claim under a number that is no
-        longer the largest counts for nothing. Each access is one call of C, so that no other
-        thread comes between.
-        """
-
-    def take(self, call: FrameType) -> bool:
-        """Whether it is the turn of `call`, a frame of this thread, now or was already."""
-        while True:
-            number = max(self._claims)
-            holder = self._claims.get(number)
-            if holder is call:
-                return True
-            if holder is not None and _is_running(holder):
-                return False
-            number += 1
-            if self._claims.setdefault(number, call) is not call:
-                continue
-            if max(self._claims) == number:
-                for old in tuple(self._claims):
-                    if old < number:
-                        self._claims.pop(old, None)
-                return True
-            self._claims.pop(number, None)  # others have had it since
-
-    def wait_for(self, call: FrameType) -> None:
-        """Take it as soon as nobody has it."""
-        while not self.take(call):
-            time.sleep(_LOOKS_EVERY)
-
-    def give_back(self, call: FrameType) -> None:
-        """Let others have it, if it was the turn of `call`."""
-        number = max(self._claims)
-        if self._claims.get(number) is call:
-            self._claims[number] = None
-
-
-def _is_running(call: FrameType) -> bool:
-    """Whether a call has not ended: Python does not clear the frame of one that is under way.
-
-    (To look for it among its thread's frames is no way: these may go while they are walked.)
-    """
-    try:
-        call.clear()
-    except RuntimeError:
-        return True
-    return False
-
-
-@contextmanager
-def held_interrupts() -> Iterator[None]:
-    """Inside, a Ctrl-C waits for the end of the block, where it is raised as usual.
-
-    In threads other than the main one nothing is held, as Python delivers no signals there.
-    """
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield
-        return
-    held: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *arrived: held.append(arrived))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if held:
-        previous(*held[0])
+        try:
+            self._engine.abort(unfinished)
+        finally:
+            for sink in sinks:
+                sink.fail(copy_error(error))

@@ -31,7 +31,7 @@ class OutputCollector:
         self._on_item = on_item
         self._lock = Lock()
         self._unread: RequestOutput | _Sum | None = None
-        self._so_far = _Sum()
+        self._so_far: _Sum | None = None
         self._error: Exception | None = None
 
     @property
@@ -74,6 +74,7 @@ class OutputCollector:
         item = unread.snapshot() if isinstance(unread, _Sum) else unread
         if self._kind is not RequestOutputKind.CUMULATIVE:
             return item
+        self._so_far = self._so_far or _Sum()
         self._so_far.add(item)
         return self._so_far.snapshot()
 

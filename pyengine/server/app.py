@@ -10,7 +10,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from pyengine.errors import PyEngineError
 from pyengine.server.context import ServerContext
-from pyengine.server.engine_client import EngineClient, MakeObservers
+from pyengine.server.engine_protocol import EngineClient, MakeObservers
 from pyengine.server.errors import handle_errors
 from pyengine.server.middleware.auth import KeyGuard
 from pyengine.server.middleware.limits import BodyGuard, DrainGuard, HeaderGuard

@@ -13,7 +13,7 @@ from fastapi import Depends, Request
 
 from pyengine.engine.request import Request as EngineRequest
 from pyengine.server.callers import Caller, require_admin
-from pyengine.server.engine_client import EngineClient, EngineStream
+from pyengine.server.engine_protocol import EngineClient, EngineStream
 from pyengine.server.errors import ApiError
 from pyengine.server.settings import ServerSettings
 from pyengine.server.tokenizer_threads import TokenizerThreads

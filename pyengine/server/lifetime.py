@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from pyengine.errors import ConfigurationError
 from pyengine.server.app import create_app
 from pyengine.server.context import ServerContext
-from pyengine.server.engine_client import EngineClient, MakeObservers
+from pyengine.server.engine_protocol import EngineClient, MakeObservers
 from pyengine.server.errors import ApiError
 from pyengine.server.middleware.limits import MAX_HEADER_BYTES
 from pyengine.server.observers import EngineObservers

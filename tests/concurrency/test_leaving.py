@@ -29,8 +29,9 @@ class Stage:
         self.bench: Bench = make_bench(
             num_blocks, 4, depth=depth, max_num_seqs=8, max_model_len=20, tokenizer=letters()
         )
-        self.shared = EngineLoop(self.bench.engine)
+        self.abort: Callable[[list[Request]], object]
         self.at: Callable[[str], object] = lambda moment: None
+        self.num_steps = 0
         scheduler, runner = self.bench.scheduler, self.bench.runner
         schedule, run, commit = scheduler.schedule, runner.run, scheduler.commit
 
@@ -49,9 +50,19 @@ class Stage:
             self.at("after commit")
             return remappings
 
+        self.bench.engine.observe(self)
         scheduler.schedule = told_schedule  # type: ignore[method-assign]
         runner.run = told_run  # type: ignore[method-assign]
         scheduler.commit = told_commit  # type: ignore[method-assign]
+
+    def on_arrival(self, request: Request) -> None: ...
+
+    def on_finish(self, request: Request) -> None: ...
+
+    def on_step(self, result: Any) -> None:
+        self.num_steps += 1
+        assert self.num_steps < 400, "somebody waits for ever"
+        self.bench.manager.check()
 
 
 class Teller(Sink):
@@ -82,14 +93,15 @@ def tokens_of(state: Request) -> list[list[int]]:
 
 
 def run(stage: Stage, states: dict[str, Request]) -> None:
-    stage.shared.submit(list(states.values()))
-    for _ in range(400):
-        stage.shared.settle()
-        if not stage.bench.engine.has_work:
-            return
-        stage.shared.step()
-        stage.bench.manager.check()
-    raise AssertionError("somebody waits for ever")
+    loop = EngineLoop(stage.bench.engine)
+    stage.abort = loop.abort
+    loop.submit(list(states.values()))
+    while any(state.finished_time is None for state in states.values()):
+        loop.settle()
+    loop.close()
+    for state in states.values():
+        sink: Any = state.sink
+        assert sink.error is None
 
 
 def alone(name: str, params: SamplingParams) -> list[list[int]]:
@@ -152,7 +164,7 @@ def test_nothing_leaks_and_nobody_else_notices(
             if by_the_engine:
                 stage.bench.engine.abort([goes])  # noqa: B023
             else:
-                stage.shared.abort([goes])  # noqa: B023
+                stage.abort([goes])  # noqa: B023
 
         stage.at, came = when(number, leave)
         run(stage, states)

@@ -1,7 +1,6 @@
 """Threads and tasks in one small engine: everybody gets what he gets alone, nothing is left."""
 
 import asyncio
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -117,8 +116,7 @@ class Storm:
         assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (0, 0)
         bench.assert_all_free()
         assert bench.engine.stats().num_preemptions > 0
-        left = [thread for thread in threading.enumerate() if thread.name == "pyengine-engine"]
-        assert not left
+        assert not any(thread.is_alive() for _, thread in self.model.made)
         for event in (
             "finished",
             "finished after a preemption",
@@ -235,7 +233,7 @@ def read_some(items: Iterator[RequestOutput], patience: int | None) -> list[Requ
 
 def threads_of_an_llm(storm: Storm) -> None:
     """Batches, streams and iterators, in as many threads."""
-    work, llm = Work(storm.wishes), storm.model.llm()
+    work = Work(storm.wishes)
 
     def stream(wish: Wish) -> None:
         patience = None if wish.leaving == "stays" else max(1, wish.patience)
@@ -282,7 +280,7 @@ def threads_of_an_llm(storm: Storm) -> None:
                 stream(several.pop())
         batch(several)
 
-    with ThreadPoolExecutor(CALLERS) as pool:
+    with storm.model.llm() as llm, ThreadPoolExecutor(CALLERS) as pool:
         for item in [pool.submit(caller) for _ in range(CALLERS)]:
             item.result(_LONGEST)
 

@@ -73,11 +73,12 @@ def test_a_stream_that_is_left_early_leaves_nothing_behind(folder: Path) -> None
     llm = LLM(folder, device="cpu", num_blocks=64, async_scheduling=True)
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=50)
     for output in llm.stream([5, 6, 7], params):
-        if len(output.outputs[0].token_ids) == 5:
+        if len(output.outputs[0].token_ids) >= 5:
             break
     assert llm.stats().usage.active == 0
     (whole,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
-    assert whole.outputs[0].token_ids[:5] == output.outputs[0].token_ids
+    found = output.outputs[0].token_ids
+    assert whole.outputs[0].token_ids[: len(found)] == found
 
 
 def run_by_hand(folder: Path, *, graphs: bool, depth: int) -> dict[str, RequestOutput]:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -196,12 +197,13 @@ def test_calls_without_content_in_a_template_that_does_not_know_them(llm: LLM) -
 
 @pytest.mark.slow
 def test_two_streams_in_turns(llm: LLM, alone: list[RequestOutput]) -> None:
-    pairs = list(zip(*(llm.stream(question, GREEDY) for question in QUESTIONS), strict=True))
-    assert len(pairs) == GREEDY.max_tokens
+    streams = [llm.stream(question, GREEDY) for question in QUESTIONS]
+    rounds = list(zip_longest(*streams))
     for place, expected in enumerate(alone):
-        items = [pair[place].outputs[0] for pair in pairs]
+        items = [row[place].outputs[0] for row in rounds if row[place] is not None]
         assert items[-1] == expected.outputs[0]
-        assert [len(item.token_ids) for item in items] == list(range(1, len(items) + 1))
+        lengths = [len(item.token_ids) for item in items]
+        assert lengths == sorted(set(lengths))
         assert all(expected.outputs[0].text.startswith(item.text) for item in items)
 
 

@@ -1,12 +1,15 @@
 """`LLM` and `AsyncEngine` as they are, around the fake runner: no model, no files."""
 
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
+from weakref import ref
 
 from pyengine.async_engine import AsyncEngine
 from pyengine.config import EngineSettings
 from pyengine.engine import client as frontend_module
 from pyengine.engine.builder import BuiltEngine
+from pyengine.engine.client import EngineClient
 from pyengine.executor.cpu_threads import compute_threads
 from pyengine.llm import LLM
 from pyengine.sampling_params import SamplingParams
@@ -33,13 +36,49 @@ class FakeModel:
             default_params=SamplingParams(temperature=0, max_tokens=4),
             description={},
         )
+        self.made: list[tuple[ref[EngineClient], Thread]] = []
         patch.setattr(frontend_module, "build_engine", self._build)
 
     def _build(self, settings: EngineSettings) -> BuiltEngine:
+        """The engine; those that had it before must be dropped."""
+        for client, thread in self.made:
+            if client() is None:
+                thread.join(10)
         return self._built
 
     def llm(self, **settings: Any) -> LLM:
-        return LLM(**settings)
+        llm = LLM(**settings)
+        self.made.append((ref(llm), llm._engine_loop._thread))
+        return llm
 
     def async_engine(self, **settings: Any) -> AsyncEngine:
-        return AsyncEngine(**settings)
+        engine = AsyncEngine(**settings)
+        self.made.append((ref(engine), engine._engine_loop._thread))
+        return engine
+
+
+class Gate:
+    """Holds up steps of a bench: the next one after `close`, or after so many."""
+
+    def __init__(self, bench: Bench, num_steps: int | None = None) -> None:
+        self.is_open, self.is_held = Event(), Event()
+        self.num_left = num_steps
+        if num_steps is None:
+            self.is_open.set()
+        run = bench.runner.run
+
+        def gated(*step: Any) -> Any:
+            if self.num_left:
+                self.num_left -= 1
+            elif not self.is_open.is_set():
+                self.is_held.set()
+                assert self.is_open.wait(10)
+            return run(*step)
+
+        bench.runner.run = gated  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Hold up the next step, and wait until it is there."""
+        self.is_held.clear()
+        self.is_open.clear()
+        assert self.is_held.wait(10)

@@ -26,7 +26,7 @@ from pyengine.errors import (
 )
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
-from tests.support.callers import FakeModel
+from tests.support.callers import FakeModel, Gate
 from tests.support.engines import GREEDY
 from tests.support.fake_runner import continued
 
@@ -282,35 +282,11 @@ def test_a_queue_that_is_full_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> 
     model.bench.assert_all_free()
 
 
-class Gate:
-    """Lets steps of a model begin, or holds them up."""
-
-    def __init__(self, model: FakeModel) -> None:
-        self.is_open, self.is_held = threading.Event(), threading.Event()
-        self.is_open.set()
-        run = model.bench.runner.run
-
-        def gated(*step: Any) -> Any:
-            if not self.is_open.is_set():
-                self.is_held.set()
-                assert self.is_open.wait(10)
-            return run(*step)
-
-        model.bench.runner.run = gated  # type: ignore[method-assign]
-
-    async def close(self) -> None:
-        """Hold up the next step, and wait until it is there."""
-        self.is_held.clear()
-        self.is_open.clear()
-        while not self.is_held.is_set():
-            await asyncio.sleep(0.001)
-
-
 @pytest.mark.parametrize("how", ["closed", "aborted"])
 def test_who_has_gone_waits_no_more(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once: not when the step that runs is over."""
     model = FakeModel(monkeypatch, num_blocks=512, max_num_seqs=1, max_model_len=1000)
-    gate = Gate(model)
+    gate = Gate(model.bench)
 
     async def main() -> None:
         async with model.async_engine(max_num_waiting=2) as engine, asyncio.timeout(10):
@@ -319,7 +295,7 @@ def test_who_has_gone_waits_no_more(how: str, monkeypatch: pytest.MonkeyPatch) -
             early = engine.submit([engine.request([2], GREEDY, "early")])
             while engine.stats().num_waiting < 1:  # it is in the queue, the next one in the inbox
                 await asyncio.sleep(0.001)
-            await gate.close()
+            await asyncio.to_thread(gate.close)
             late = engine.submit([engine.request([3], GREEDY, "late")])
             with pytest.raises(QueueFullError, match="2 requests wait and max_num_waiting=2"):
                 engine.submit([engine.request([4], GREEDY)])
@@ -345,7 +321,7 @@ def test_who_runs_or_was_preempted_does_not_count_as_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = FakeModel(monkeypatch, num_blocks=12, max_model_len=48)
-    gate = Gate(model)
+    gate = Gate(model.bench)
     most = SamplingParams(temperature=0, ignore_eos=True, max_tokens=38)
 
     async def main() -> None:
@@ -356,7 +332,7 @@ def test_who_runs_or_was_preempted_does_not_count_as_waiting(
                 await anext(aiter(streams[-1]))
             while not engine.stats().num_waiting:
                 await asyncio.sleep(0)
-            await gate.close()
+            await asyncio.to_thread(gate.close)
             streams.append(engine.submit([engine.request([7, 8], most)]))
             with pytest.raises(QueueFullError, match="1 requests wait and max_num_waiting=1"):
                 engine.submit([engine.request([9], most)])
@@ -517,8 +493,8 @@ def test_many_that_are_dropped_leave_no_threads(model: FakeModel) -> None:
     for _ in range(20):
         engine = model.async_engine()
         asyncio.run(last_of(engine.generate([1], GREEDY)))
-    held = weakref.ref(engine)
-    del engine
+        held = weakref.ref(engine)
+        del engine
     assert has_ended(held)
 
 

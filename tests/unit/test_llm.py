@@ -1,10 +1,12 @@
 """`LLM` with several callers: threads, interleaved streams, Ctrl-C, prompts in every form."""
 
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import zip_longest
+from itertools import count, zip_longest
 from random import Random
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,15 @@ import pytest
 import torch
 
 from pyengine import llm as llm_module
-from pyengine.errors import InvalidRequestError, RequestFailedError
+from pyengine.errors import EngineClosedError, InvalidRequestError, RequestFailedError
 from pyengine.llm import LLM
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
-from tests.support.callers import FakeModel
+from tests.support.callers import FakeModel, Gate
 from tests.support.engines import GREEDY
 from tests.support.fake_runner import continued
 from tests.support.tokenizers import Decoder, Fast, byte_level
+
+LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=190)
 
 
 @pytest.fixture(params=[1, 2], ids=["one step", "two steps"])
@@ -35,6 +39,47 @@ def tokens_of(outputs: Any) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def ctrl_c() -> None:
+    """Interrupt the main thread, as a terminal does."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+def at_a_step(model: FakeModel, number: int, act: Callable[[], object]) -> None:
+    """Do something within the `number`-th step, in the engine's thread."""
+    run, numbers = model.bench.runner.run, count()
+
+    def acts(*step: Any) -> Any:
+        if next(numbers) == number:
+            act()
+        return run(*step)
+
+    model.bench.runner.run = acts  # type: ignore[method-assign]
+
+
+def wait_for_message(llm: LLM) -> None:
+    """Until there is one in the inbox."""
+    deadline = monotonic() + 10
+    while llm._engine_loop._inbox.empty():
+        assert monotonic() < deadline
+        sleep(0.001)
+
+
+class Ends:
+    """An observer of the ends of requests."""
+
+    def __init__(self) -> None:
+        self.lengths: dict[int, int] = {}
+        """Tokens of each request, by the first of its prompt."""
+
+    def on_arrival(self, request: Any) -> None: ...
+
+    def on_step(self, result: Any) -> None: ...
+
+    def on_finish(self, request: Any) -> None:
+        (output,) = request.output().outputs
+        self.lengths[request.prompt_token_ids[0]] = len(output.token_ids)
+
+
 def test_each_of_two_streams_has_its_own_answer(model: FakeModel) -> None:
     llm = model.llm()
     streams = llm.stream([1, 2], GREEDY), llm.stream([5], GREEDY)
@@ -46,42 +91,37 @@ def test_each_of_two_streams_has_its_own_answer(model: FakeModel) -> None:
         expected = continued(prompt, 8)
         for (tokens,) in map(tokens_of, ([each_item] for each_item in items)):
             assert tokens == expected[: len(tokens)]
-        assert len(items) >= 7
         assert items[-1].finished and tokens_of([items[-1]]) == [expected]
 
 
-def test_a_stream_goes_on_after_a_batch_in_between(model: FakeModel) -> None:
-    llm = model.llm()
-    stream = llm.stream([1, 2], GREEDY)
-    first = next(stream)
-    (whole,) = llm.generate([[7, 7]], GREEDY, use_tqdm=False)
-    assert tokens_of([whole]) == [continued([7, 7], 8)]
-    rest = list(stream)
-    assert len(tokens_of([first])[0]) < 8
-    assert rest[-1].finished
-    assert tokens_of([rest[-1]]) == [continued([1, 2], 8)]
-
-
-def test_what_was_not_read_meanwhile_is_one_item(model: FakeModel) -> None:
-    llm = model.llm()
+def test_a_stream_goes_on_while_nobody_reads_it(model: FakeModel) -> None:
+    """The reader finds what came meanwhile in one item."""
+    llm, gate = model.llm(), Gate(model.bench, 3)
     params = SamplingParams(
         temperature=0, ignore_eos=True, max_tokens=8, output_kind=RequestOutputKind.DELTA
     )
     stream = llm.stream([1, 2], params)
     first = next(stream)
-    llm.generate([[7, 7]], GREEDY, use_tqdm=False)
-    rest = list(stream)
-    assert len(rest) == 1
-    assert tokens_of([first])[0] + tokens_of(rest)[0] == continued([1, 2], 8)
+    assert gate.is_held.wait(10)
+    gate.is_open.set()
+    (whole,) = llm.generate([[7, 7]], GREEDY, use_tqdm=False)
+    assert tokens_of([whole]) == [continued([7, 7], 8)]
+    (rest,) = list(stream)
+    assert rest.finished
+    assert tokens_of([first])[0] + tokens_of([rest])[0] == continued([1, 2], 8)
 
 
 def test_a_stream_that_is_left_ends_its_request_and_no_other(model: FakeModel) -> None:
-    llm = model.llm()
-    kept, left = llm.stream([1, 2], GREEDY), llm.stream([5], GREEDY)
+    llm, ends = model.llm(), Ends()
+    llm.observe(ends)
+    at_a_step(model, 2, lambda: wait_for_message(llm))  # of the second stream
+    at_a_step(model, 6, lambda: wait_for_message(llm))  # of its end
+    kept, left = llm.stream([1, 2], GREEDY), llm.stream([5], LONG)
     next(kept), next(left)
     left.close()
-    assert model.bench.scheduler.num_running == 1
     assert tokens_of([list(kept)[-1]]) == [continued([1, 2], 8)]
+    assert ends.lengths[1] == 8 > ends.lengths[5]
+    assert llm.stats().num_running == 0
 
 
 def test_final_only_is_one_item(model: FakeModel) -> None:
@@ -144,56 +184,116 @@ def test_generate_iter_gives_each_as_it_ends(model: FakeModel) -> None:
         assert output.outputs[0].token_ids == continued(prompts[output.index], count or 0)
 
 
-def test_ctrl_c_ends_this_callers_requests_and_nobody_elses(model: FakeModel) -> None:
-    llm = model.llm()
-    other = llm.stream([1, 2], GREEDY)
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_ctrl_c_ends_this_callers_requests_and_nobody_elses(number: int, model: FakeModel) -> None:
+    llm, gate, ends = model.llm(), Gate(model.bench, 3), Ends()
+    llm.observe(ends)
+    other = llm.stream([90, 2], LONG)
     next(other)
-    run, raised = model.bench.runner.run, []
+    assert gate.is_held.wait(10)
 
-    def interrupted(*step: Any) -> Any:
-        if not raised:
-            raised.append(True)
-            raise KeyboardInterrupt
-        return run(*step)
+    def interrupted() -> None:
+        ctrl_c()
+        wait_for_message(llm)
 
-    model.bench.runner.run = interrupted  # type: ignore[method-assign]
+    at_a_step(model, 0, lambda: wait_for_message(llm))
+    at_a_step(model, 1 + number, interrupted)
+    gate.is_open.set()
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[at] for at in range(40)], GREEDY, use_tqdm=False)
-    assert model.bench.scheduler.num_running + model.bench.scheduler.num_waiting == 1
-    assert tokens_of([list(other)[-1]]) == [continued([1, 2], 8)]
+    assert ends.lengths.keys() == set(range(40))  # it has waited for that
+    assert max(ends.lengths.values()) < 8
+    assert tokens_of([list(other)[-1]]) == [continued([90, 2], 190)]
 
 
-def test_a_second_ctrl_c_while_50_000_are_taken_out_leaves_none(
-    model: FakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each is taken out in constant time, and what an interrupt leaves is done next."""
-    llm, finish, calls = model.llm(), model.bench.scheduler.finish, []
+def test_a_second_ctrl_c_does_not_wait_and_leaves_none_of_50_000(model: FakeModel) -> None:
+    llm, goes_on = model.llm(), threading.Event()
 
-    def interrupted(jobs: Any) -> None:
-        calls.append(1)
-        if len(calls) == 20_000:
-            raise KeyboardInterrupt
-        finish(jobs)
+    def interrupted() -> None:
+        ctrl_c()
+        wait_for_message(llm)
+        ctrl_c()
+        assert goes_on.wait(10)
 
-    monkeypatch.setattr(model.bench.scheduler, "finish", interrupted)
-    prompts = [[at % 90, at % 7] for at in range(50_000)]
-    results = llm.generate_iter(prompts, GREEDY)
-    next(results)
+    at_a_step(model, 2, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        results.close()
-    assert llm.stats().num_waiting == 0
-    assert len(calls) >= 50_000 - 20
+        llm.generate([[at % 90, at % 7] for at in range(50_000)], GREEDY, use_tqdm=False)
+    goes_on.set()
+    stats = llm.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+def test_the_engines_thread_does_not_wait_for_itself(model: FakeModel) -> None:
+    """As an observer or a finalizer would have it."""
+    llm, found = model.llm(), list[Any]()
+
+    def call() -> None:
+        found.append(llm.stats().num_running)
+        with pytest.raises(RuntimeError, match="cannot wait for its own steps"):
+            llm.generate([[5]], GREEDY, use_tqdm=False)
+        with pytest.raises(RuntimeError, match="cannot wait for its own steps"):
+            next(llm.stream([5], GREEDY))
+
+    at_a_step(model, 1, call)
+    assert tokens_of(llm.generate([[1]], GREEDY, use_tqdm=False)) == [continued([1], 8)]
+    assert found == [1]
+
+
+def test_a_signal_handler_may_generate(model: FakeModel) -> None:
+    llm, found = model.llm(), list[Any]()
+    previous = signal.signal(
+        signal.SIGUSR1, lambda *_: found.extend(llm.generate([[5]], GREEDY, use_tqdm=False))
+    )
+    main = threading.main_thread().ident or 0
+    at_a_step(model, 3, lambda: signal.pthread_kill(main, signal.SIGUSR1))
+    try:
+        outputs = llm.generate([[1]], LONG, use_tqdm=False)
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert tokens_of(outputs) == [continued([1], 190)]
+    assert tokens_of(found) == [continued([5], 8)]
+
+
+def test_a_closed_llm_aborts_what_runs_and_takes_no_more(model: FakeModel) -> None:
+    llm, gate = model.llm(), Gate(model.bench, 3)
+    stream = llm.stream([1, 2], LONG)
+    next(stream)
+    assert gate.is_held.wait(10)
+    closing = threading.Thread(target=llm.close)
+    closing.start()
+    while llm._engine_loop._error is None:
+        sleep(0.001)
+    gate.is_open.set()
+    closing.join(10)
+    assert list(stream)[-1].outputs[0].finish_reason == "abort"
+    llm.close()
+    for use in (lambda: llm.generate([[5]], use_tqdm=False), lambda: next(llm.stream([5]))):
+        with pytest.raises(EngineClosedError, match="was closed"):
+            use()
+    assert llm.stats().num_running == 0
+
+
+def test_one_that_is_dropped_leaves_no_thread(model: FakeModel) -> None:
+    llm = model.llm()
+    thread = llm._engine_loop._thread
+    stream = llm.stream([1, 2], LONG)
+    next(stream)
+    del llm, stream
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_an_error_of_the_engine_reaches_everybody(model: FakeModel) -> None:
-    llm = model.llm()
+    llm, gate = model.llm(), Gate(model.bench, 3)
     stream = llm.stream([1, 2], GREEDY)
     next(stream)
+    assert gate.is_held.wait(10)
 
     def broken(*step: Any) -> Any:
         raise torch.AcceleratorError("the device is gone")
 
     model.bench.runner.run = broken  # type: ignore[method-assign]
+    gate.is_open.set()
     errors: list[str] = []
 
     def caller() -> None:

@@ -94,7 +94,6 @@ class WorkerGroup:
             store = Path(tempfile.mkdtemp(prefix="pyengine-"))
             self._resources.callback(shutil.rmtree, store, ignore_errors=True)
             threads = threads_per_rank(size) if num_threads is None else num_threads
-            self._use_threads(threads)
             setups = [
                 RankSetup(
                     rank=rank,
@@ -114,11 +113,6 @@ class WorkerGroup:
         except BaseException:
             self.close()
             raise
-
-    def _use_threads(self, threads: int | None) -> None:
-        if threads is not None:
-            self._resources.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(threads)
 
     def _start(self, setup: RankSetup) -> None:
         """Meet the workers and load, all at the same time."""
@@ -157,6 +151,10 @@ class WorkerGroup:
         self._await()
         return DistributedRunner(self, self._workers, runner, barrier, setup.block_size)
 
+    def kill(self) -> None:
+        """End the workers at once: a step that waits for one of them fails."""
+        self._workers.kill("interrupted within a step")
+
     def close(self) -> None:
         """End the workers and leave the process group. Again it does nothing."""
         self._end()
@@ -192,11 +190,7 @@ class DistributedRunner:
         self._block_size = block_size
 
     def prepare(self, plan: Plan, *, extra_rows: npt.NDArray[np.int64] | None = None) -> Forward:
-        """See `Runner.prepare`, but one step at a time: the workers do not learn what was sampled.
-
-        In the forward pass Ctrl-C is held back until all ranks are through the step, or some
-        seconds; then the workers are ended, which ends the engine.
-        """
+        """See `Runner.prepare`. One step at a time: the workers do not learn the sampled tokens."""
         self._workers.check()
         arrays = self._runner.buffers.arrays  # those that the step is written into
         forward = self._runner.prepare(plan, extra_rows=extra_rows)
@@ -206,27 +200,26 @@ class DistributedRunner:
     def _run(self, forward: Forward, sampled: torch.Tensor | None, message: bytes) -> StepLogits:
         self._workers.check()
         is_sent = False
-        with self._workers.interrupts.held():
-            try:
-                self._barrier.begin()
-                is_sent = True
-                self._workers.send(message)
-                logits = forward(sampled)
-                if logits.sampling.is_cuda:  # a worker's death must not be seen after the sampling
-                    torch.cuda.current_stream().synchronize()
-                    self._workers.check()
-                reports = self._workers.reports() or []
-                self._workers.carry_on(reports)
-                self._raise_failure(reports)
-            except (EngineDeadError, WorkerError):
-                raise
-            except StepAbandoned:
-                self._raise_failure(self._workers.reports() or [])
-                raise
-            except BaseException as error:
-                if is_sent:
-                    self._leave_step(error)
-                raise
+        try:
+            self._barrier.begin()
+            is_sent = True
+            self._workers.send(message)
+            logits = forward(sampled)
+            if logits.sampling.is_cuda:  # a worker's death must not be seen after the sampling
+                torch.cuda.current_stream().synchronize()
+                self._workers.check()
+            reports = self._workers.reports() or []
+            self._workers.carry_on(reports)
+            self._raise_failure(reports)
+        except (EngineDeadError, WorkerError):
+            raise
+        except StepAbandoned:
+            self._raise_failure(self._workers.reports() or [])
+            raise
+        except BaseException as error:
+            if is_sent:
+                self._leave_step(error)
+            raise
         return logits
 
     def _leave_step(self, error: BaseException) -> None:

@@ -20,7 +20,7 @@ from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from pyengine.server.callers import caller_of
 from pyengine.server.context import ServerContext
-from pyengine.server.engine_client import EngineStream
+from pyengine.server.engine_protocol import EngineStream
 from pyengine.server.errors import ApiError, as_api_error
 from pyengine.server.middleware.limits import release_body
 from pyengine.server.middleware.refusals import CLIENT_HAS_GONE

@@ -1,21 +1,27 @@
-"""What many threads bring to one engine, at every moment of what another one does."""
+"""The engine's thread: what callers bring to it, at every moment, and how it ends."""
 
-import sys
+import signal
+import threading
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import count
-from threading import Event, Thread
-from types import FrameType
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
-from pyengine.engine.loop import EngineLoop, _Turn
+from pyengine.engine.core import Engine
+from pyengine.engine.loop import EngineLoop
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import Request
-from pyengine.errors import BrokenLogitsError
+from pyengine.errors import BrokenLogitsError, EngineClosedError, EngineDeadError
 from pyengine.sampling_params import SamplingParams
+from tests.support.callers import Gate
 from tests.support.engines import GREEDY, Bench, Sink, make_bench
-from tests.support.fake_runner import Fault, continued
-from tests.support.moments import Moment, interrupt, moments
+from tests.support.fake_runner import continued
+from tests.support.moments import moments
 
 _NAMES = count()
 
@@ -34,30 +40,52 @@ def request(
     return state, sink
 
 
-def test_nobody_is_lost_who_comes_while_everybody_is_told_of_a_failure() -> None:
+@contextmanager
+def running(bench: Bench, kill: Callable[[], object] | None = None) -> Iterator[EngineLoop]:
+    """A loop, closed at the end."""
+    loop = EngineLoop(bench.engine, kill=kill)
+    try:
+        yield loop
+    finally:
+        loop.close()
+        assert not loop._thread.is_alive()
+
+
+def run(loop: EngineLoop, engine: Engine) -> None:
+    """Wait until all requests have ended."""
+    loop.settle()
+    while engine.has_work:
+        loop.settle()
+    loop.settle()  # the step that ended the last one
+
+
+def test_a_request_that_comes_while_everybody_is_told_of_a_failure_is_served() -> None:
     late: list[tuple[Request, Sink]] = []
+    bench = make_bench()
+    loop = EngineLoop(bench.engine)
 
     def submit() -> None:
         late.append(request(bench, [3]))
-        shared.submit([late[-1][0]])
+        loop.submit([late[-1][0]])
 
-    codes = {EngineLoop._fail_all.__code__}
-    bench = make_bench()
-    shared = EngineLoop(bench.engine)
-    for moment in moments(codes, submit):
+    for moment in moments({EngineLoop._fail_all.__code__}, submit):
+        loop.close()
         bench = make_bench()
-        shared = EngineLoop(bench.engine)
+        loop = EngineLoop(bench.engine)
         states = [request(bench, [at]) for at in range(3)]
-        shared.submit([state for state, _ in states])
-        with moment.watched():
-            shared._fail_all(ValueError("all of it"))
+
+        def fail_all() -> None:
+            with moment.watched():  # noqa: B023
+                loop._fail_all(ValueError("all of it"))  # noqa: B023
+
+        loop.submit([state for state, _ in states])
+        loop.post(fail_all)
+        run(loop, bench.engine)
         assert all(isinstance(sink.error, ValueError) for _, sink in states)
         if moment.has_come:
-            _, sink = late[-1]
-            if sink.error is None:
-                shared.run_until(lambda: bool(sink.items), Event())  # noqa: B023
-                assert sink.items[0].outputs[0].token_ids == continued([3], 8)
+            assert late[-1][1].items[0].outputs[0].token_ids == continued([3], 8)
         bench.assert_all_free()
+    loop.close()
 
 
 class OddError(Exception):
@@ -82,15 +110,13 @@ class OddError(Exception):
 )
 def test_each_reader_has_an_exception_of_its_own(error: Exception) -> None:
     bench = make_bench()
-    shared = EngineLoop(bench.engine)
     error.__cause__ = cause = RuntimeError("why")
     error.add_note("a note")
     states = [request(bench, [at]) for at in range(3)]
-    shared.submit([state for state, _ in states])
-    try:
-        fail(error)
-    except Exception as caught:
-        shared._fail_all(caught)
+    bench.engine.step = partial(fail, error)  # type: ignore[method-assign]
+    with running(bench) as loop:
+        loop.submit([state for state, _ in states])
+        loop.settle()
     found = [sink.error for _, sink in states]
     assert len({id(match) for match in [error, *found]}) == 4
     length = len(traceback.extract_tb(error.__traceback__))
@@ -109,212 +135,126 @@ def test_each_reader_has_an_exception_of_its_own(error: Exception) -> None:
     assert vars(error)["__notes__"] == ["a note"]
 
 
-def fail(error: Exception) -> None:
+def fail(error: BaseException) -> None:
     raise error
 
 
-def test_readers_of_one_call_have_one_exception() -> None:
+@pytest.mark.parametrize("death", [EngineDeadError("by hand"), SystemExit(1), None])
+def test_no_request_is_lost_that_comes_when_the_thread_ends(death: BaseException | None) -> None:
+    """At every moment: its sink gets an output or an error."""
+    late: list[tuple[Request, Sink]] = []
     bench = make_bench()
-    shared = EngineLoop(bench.engine)
-    (one, sink), (other, _) = request(bench, [1]), request(bench, [2])
-    other.sink = sink
-    told: list[Exception] = []
-    sink.fail = told.append  # type: ignore[method-assign]
-    shared.submit([one, other])
-    shared._fail_all(ValueError("all of it"))
-    assert len(told) == 1
+    loop = EngineLoop(bench.engine)
 
+    def submit() -> None:  # as a caller does that had looked before
+        late.append(request(bench, [3]))
+        loop.post(partial(loop._add, [late[-1][0]]))
 
-def test_what_is_given_up_while_another_thread_drives_is_gone_when_that_one_stops() -> None:
-    """At whatever moment: nobody has to come by for the blocks to be free."""
-    bench = make_bench()
-    codes = {EngineLoop.run_until.__code__, EngineLoop.settle.__code__}
-    left: list[Request] = []
-
-    def give_up() -> None:
-        shared.abort(left)
-
-    shared = EngineLoop(bench.engine)
-    for moment in moments(codes, give_up):
-        bench = make_bench(max_model_len=200)
-        shared = EngineLoop(bench.engine)
-        (stays, sink), (goes, _) = request(bench, [1]), request(bench, [2], LONG)
-        left[:] = [goes]
-        shared.submit([stays, goes])
-        with moment.watched():
-            shared.run_until(lambda: bool(sink.items), Event())  # noqa: B023
-        assert sink.items[0].outputs[0].token_ids == continued([1], 8)
-        if moment.has_come:
-            assert not bench.engine.has_work
-            bench.assert_all_free()
-
-
-def test_an_interrupt_while_requests_are_taken_in_does_no_harm_to_them() -> None:
-    """Whoever comes next takes them in, and nobody is told that his own id is in use."""
-    bench = make_bench()
-    codes = {
-        EngineLoop._read_inbox.__code__,
-        EngineLoop._add.__code__,
-        type(bench.engine).add.__code__,
-        type(bench.scheduler).add.__code__,
-    }
-    for moment in moments(codes, interrupt):
+    codes = {EngineLoop._run.__wrapped__.__code__, EngineLoop._read_inbox.__code__}  # type: ignore[attr-defined]
+    for moment in moments(codes, submit):
+        loop.close()
         bench = make_bench()
-        shared = EngineLoop(bench.engine)
-        states = [request(bench, [at]) for at in range(3)]
-        shared.submit([state for state, _ in states])
+        state, sink = request(bench, [1], LONG)
+        if death is not None:
+            bench.engine.step = partial(fail, death)  # type: ignore[method-assign]
+        threading.settrace(moment._trace)
         try:
-            with moment.watched():
-                shared.settle()
-        except KeyboardInterrupt:
-            pass
-        for at, (_, sink) in enumerate(states):
-            shared.run_until(lambda: bool(sink.items) or sink.error is not None, Event())  # noqa: B023
-            assert sink.error is None
-            assert sink.items[0].outputs[0].token_ids == continued([at], 8)
+            loop = EngineLoop(bench.engine)
+            loop.submit([state])
+            if death is None:
+                loop.end()
+            loop._thread.join(10)
+        finally:
+            threading.settrace(None)  # type: ignore[arg-type]
+        assert sink.items or sink.error is not None
+        if death is not None:
+            assert isinstance(loop.death, EngineDeadError)
+        if moment.has_come:
+            _, sink = late[-1]
+            assert sink.items or isinstance(sink.error, EngineDeadError | EngineClosedError)
+        with pytest.raises(EngineClosedError if death is None else EngineDeadError):
+            loop.submit([state])
+        loop.settle()
         bench.assert_all_free()
 
 
-@pytest.mark.parametrize("at", range(3))
-def test_a_fault_leaves_the_turn_free(at: int) -> None:
-    bench = make_bench()
-    shared = EngineLoop(bench.engine)
-    state, sink = request(bench, [1])
-    bench.runner.fault = Fault(at, KeyboardInterrupt())
-    shared.submit([state])
-    with pytest.raises(KeyboardInterrupt):
-        shared.run_until(lambda: bool(sink.items), Event())
-    shared.run_until(lambda: bool(sink.items), Event())
+def test_an_abort_ends_a_request_before_the_next_step() -> None:
+    bench = make_bench(max_model_len=200)
+    gate = Gate(bench, 2)
+    with running(bench) as loop:
+        (stays, sink), (goes, left) = request(bench, [1]), request(bench, [2], LONG)
+        loop.submit([stays, goes])
+        assert gate.is_held.wait(10)
+        loop.abort([goes])
+        gate.is_open.set()
+        run(loop, bench.engine)
     assert sink.items[0].outputs[0].token_ids == continued([1], 8)
+    assert left.items[0].outputs[0].finish_reason == "abort"
+    assert len(left.items[0].outputs[0].token_ids) <= 3
     bench.assert_all_free()
 
 
-def test_the_turn_is_free_once_the_call_that_has_it_is_over() -> None:
-    turn = _Turn()
-    is_asked, is_answered = Event(), Event()
-
-    def call() -> FrameType:
-        frame = sys._getframe()
-        assert turn.take(frame)
-        is_asked.set()
-        assert is_answered.wait(10)
-        return frame  # as an interrupt in its last line leaves it
-
-    calls: list[FrameType] = []
-    thread = Thread(target=lambda: calls.append(call()))
-    thread.start()
-    assert is_asked.wait(10)
-    assert not turn.take(sys._getframe())
-    is_answered.set()
-    thread.join()
-    assert turn.take(sys._getframe())
-    turn.give_back(calls[0])
-    assert turn.take(sys._getframe())
+def test_an_id_in_use_is_told_to_its_own_sink() -> None:
+    bench = make_bench()
+    with running(bench) as loop:
+        (first, sink), (second, other) = request(bench, [1], LONG), request(bench, [2])
+        second.request_id = first.request_id
+        loop.submit([first, second])
+        run(loop, bench.engine)
+    assert "in use" in str(other.error)
+    assert sink.items[0].outputs[0].token_ids == continued([1], 50)
 
 
-def ended() -> FrameType:
-    """The frame of a call that is over."""
-    return sys._getframe()
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_ctrl_c_ends_a_step_that_does_not_end(
+    interrupts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some time after the first, or at the second."""
+    monkeypatch.setattr("pyengine.engine.loop.PATIENCE", 0.1 if interrupts == 1 else 60.0)
+    bench = make_bench()
+    gate = Gate(bench, 1)
+    state, sink = request(bench, [1], LONG)
+    with running(bench, kill=gate.is_open.set) as loop:
+        loop.submit([state])
+        assert gate.is_held.wait(10)
+        if interrupts == 2:
+            main = threading.main_thread().ident or 0
+            threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
+        loop.interrupt([state])
+        run(loop, bench.engine)
+    assert sink.items[0].outputs[0].finish_reason == "abort"
 
 
-def alive(turn: _Turn, frames: list[FrameType]) -> list[FrameType]:
-    """Of these calls those that have the turn."""
-    return [frame for frame in frames if turn.take(frame)]
+def test_close_ends_a_step_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyengine.engine.loop.PATIENCE", 0.1)
+    bench = make_bench()
+    gate = Gate(bench, 1)
+    state, sink = request(bench, [1], LONG)
+    with running(bench, kill=gate.is_open.set) as loop:
+        loop.submit([state])
+        assert gate.is_held.wait(10)
+    assert sink.items[0].outputs[0].finish_reason == "abort"
 
 
-def test_two_calls_never_have_the_turn_whatever_comes_between() -> None:
-    """Beside a call that takes it: the one that has it gives it back and ends, another takes it."""
-    here = sys._getframe()
-
-    def contend() -> None:
-        others.append(sys._getframe())
-        turn.give_back(holder)
-        results.append(turn.take(others[0]))
-        is_asked.set()
-        assert is_over.wait(10)
-
-    def beside() -> None:
-        threads.append(Thread(target=contend))
-        threads[0].start()
-        assert is_asked.wait(10)
-
-    turn = _Turn()
-    for moment in moments({_Turn.take.__code__}, beside):
-        turn, holder = _Turn(), ended()
-        assert turn.take(holder)
-        is_asked, is_over = Event(), Event()
-        others: list[FrameType] = []
-        results: list[bool] = []
-        threads: list[Thread] = []
-        with moment.watched():
-            mine = turn.take(here)
-        if moment.has_come:
-            assert [mine, *results].count(True) == 1, "nobody has it, or two"
-            assert alive(turn, [here, *others]) == ([here] if mine else others)
-            is_over.set()
-            threads[0].join()
-            turn.give_back(here)
-            assert turn.take(here)  # the other call has ended
-        turn.give_back(here)
+def test_the_thread_may_close_its_own_loop() -> None:
+    """As a finalizer does that the garbage collector calls there."""
+    bench = make_bench()
+    with running(bench) as loop:
+        loop.post(loop.close)
+        loop._thread.join(10)
+        assert not loop._thread.is_alive()
 
 
-def test_a_call_that_is_interrupted_while_it_takes_the_turn_does_not_keep_it() -> None:
-    """From one that has ended without giving it back: at whatever line the interrupt comes."""
+def test_waiting_is_for_other_threads() -> None:
+    bench = make_bench()
+    with running(bench) as loop:
+        answers: SimpleQueue[Any] = SimpleQueue()
 
-    def take(moment: Moment) -> None:
-        frame = sys._getframe()
-        try:
-            with moment.watched():
-                assert turn.take(frame)
-        except KeyboardInterrupt:
-            pass  # and another one comes before it gives the turn back
+        def wait() -> None:
+            try:
+                loop.wait(SimpleQueue[int]())
+            except RuntimeError as error:
+                answers.put(error)
 
-    turn = _Turn()
-    for moment in moments({_Turn.take.__code__}, interrupt):
-        for holds in (True, False):
-            turn = _Turn()
-            if holds:
-                assert turn.take(ended())
-            take(moment)
-            frame = sys._getframe()
-            for _ in range(3):
-                assert turn.take(frame), "nobody can have it any more"
-                turn.give_back(frame)
-            assert len(turn._claims) <= 2  # frames of calls that are over are not kept
-
-
-def test_many_threads_that_end_without_giving_it_back() -> None:
-    turn, inside, overlaps, count_of = _Turn(), [0], [0], [0]
-
-    def call() -> bool:
-        frame = sys._getframe()
-        if not turn.take(frame):
-            return False
-        inside[0] += 1
-        overlaps[0] += inside[0] > 1
-        for _ in range(20):
-            count_of[0] += 1
-        overlaps[0] += inside[0] > 1
-        inside[0] -= 1
-        if count_of[0] % 3:
-            turn.give_back(frame)
-        return True
-
-    def work() -> None:
-        left = 2000
-        while left:
-            left -= call()
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    finally:
-        sys.setswitchinterval(before)
-    assert not any(thread.is_alive() for thread in threads)
-    assert (overlaps[0], count_of[0]) == (0, 4 * 2000 * 20)
-    assert len(turn._claims) <= 2
+        loop.post(wait)
+        assert "cannot wait for its own steps" in str(loop.wait(answers))

@@ -23,7 +23,7 @@ from pyengine import LLM, SamplingParams
 from pyengine.engine import builder
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.recovery import Verdict
-from pyengine.errors import ConfigurationError, EngineDeadError, WorkerError
+from pyengine.errors import ConfigurationError, EngineClosedError, EngineDeadError, WorkerError
 from pyengine.executor.tensor_parallel import distributed
 from pyengine.executor.tensor_parallel.distributed import WorkerGroup
 from pyengine.executor.tensor_parallel.workers import WORKER
@@ -127,7 +127,7 @@ def test_forks_log_probabilities_and_the_end_of_two_processes(llama: Path) -> No
     assert workers_left(os.getpid(), IN_TIME) == []
     assert torch.get_num_threads() == threads
     assert not torch.distributed.is_initialized()
-    with pytest.raises(EngineDeadError, match="was closed"):
+    with pytest.raises(EngineClosedError, match="was closed"):
         tokens(parallel)
     parallel._manager.check()
 
@@ -321,9 +321,7 @@ def python_handles_ctrl_c() -> Iterator[None]:
 def test_ctrl_c_ends_the_wait_for_a_worker_that_was_stopped(
     llama: Path, monkeypatch: pytest.MonkeyPatch, python_handles_ctrl_c: None, interrupts: int
 ) -> None:
-    monkeypatch.setattr(
-        "pyengine.executor.tensor_parallel.workers.PATIENCE", 1.0 if interrupts == 1 else 60.0
-    )
+    monkeypatch.setattr("pyengine.engine.loop.PATIENCE", 1.0 if interrupts == 1 else 60.0)
     with LLM(llama, **SETTINGS, tensor_parallel_size=2) as llm:
         (worker,) = workers_of(os.getpid())
         stream = llm.stream([3, 4, 5], SamplingParams(max_tokens=200, ignore_eos=True))
