@@ -371,7 +371,3 @@ class MaskFiller:
             for thread, first, end in zip(self._threads, ends, ends[1:], strict=False)
         ]
         return _Filling(self._latest)
-
-    def masks(self, matchers: Mapping[int, TokenMatcher], vocab_size: int) -> TokenMasks | None:
-        """The masks of these rows of a batch; None without matchers."""
-        return TokenMasks(matchers, vocab_size, self) if matchers else None
