@@ -147,7 +147,7 @@ class InputProcessor:
         It waits until the grammar of `structured_outputs` is compiled, so call it outside of event
         loops. Raises `InvalidRequestError` if the request cannot be served.
         """
-        if not is_real(priority) or math.isnan(priority):
+        if type(priority) is not int and (not is_real(priority) or math.isnan(priority)):
             raise InvalidRequestError(
                 f"priority={priority!r} is no number: smaller ones are served first, 0 is usual"
             )

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pyengine.engine.core import Engine, EngineStats, StepResult
 from pyengine.engine.request import Request
 from pyengine.errors import ConfigurationError, EngineDeadError, copy_error
-from pyengine.executor.cpu_threads import ComputeThreads, StepWatch, ThreadGovernor, compute_threads
+from pyengine.executor.cpu_threads import ComputeThreads, StepThreads, compute_threads
 from pyengine.utils.frame_memory import with_frame_room
 
 T = TypeVar("T")
@@ -58,9 +58,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, threads: ComputeThreads | None = None) -> None:
         self._engine = engine
-        self._threads = threads or compute_threads(None)
-        self._governor = ThreadGovernor(self._threads)
-        self._watch = StepWatch(self._threads)
+        self._threads = StepThreads(threads or compute_threads(None))
         self._owner = os.getpid()
         self._turn = _Turn()
         """Of the thread that works on the engine."""
@@ -139,16 +137,11 @@ class EngineLoop:
         """One step by the thread whose turn it is."""
         try:
             self._read_inbox()
-            self._watch.begin()
-            self._governor.begin()
-            with self._threads.used(self._governor.count):
+            with self._threads.step():
                 return self._engine.step()
         except Exception as error:
             self._fail_all(error)
             raise
-        finally:
-            self._governor.end()
-            self._watch.end()
 
     @with_frame_room
     def drive(

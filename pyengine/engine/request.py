@@ -375,17 +375,16 @@ class Request:
         new = self.scores.extend(first, logprobs)
         self.prompt_logprobs += [entry.as_dict(decoder) for entry in new]
 
-    def output(self) -> RequestOutput:
-        """The output so far, of all sequences."""
-        return self._with([sequence.output() for sequence in self.sequences])
-
     def take_delta(self) -> RequestOutput | None:
         """The output since the last call; None if there is none."""
         deltas = [sequence.take_delta() for sequence in self.sequences]
         outputs = [output for output in deltas if output is not None]
-        return self._with(outputs) if outputs else None
+        return self.output(outputs) if outputs else None
 
-    def _with(self, outputs: list[CompletionOutput]) -> RequestOutput:
+    def output(self, outputs: list[CompletionOutput] | None = None) -> RequestOutput:
+        """The output so far of all sequences, or these `outputs` of theirs."""
+        if outputs is None:
+            outputs = [sequence.output() for sequence in self.sequences]
         if self._prompt_ids is None:
             ids: Any = self.prompt_token_ids
             self._prompt_ids = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)

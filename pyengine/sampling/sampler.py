@@ -8,7 +8,7 @@ import torch
 
 from pyengine.errors import BrokenLogitsError
 from pyengine.sampling.batch import DrawBatch, DrawSettings, SamplingBatch
-from pyengine.sampling.draw_cpu import draw_on_cpu, largest_on_cpu
+from pyengine.sampling.draw_cpu import draw_on_cpu, largest
 from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
 from pyengine.sampling.state import Positions, SamplingState, uniforms
 from pyengine.sampling.token_masks import TokenMasks
@@ -109,7 +109,7 @@ class Sampler:
             if masks is not None:
                 candidates = masks.apply(candidates, to_copy=candidates is logits)
             if batch.draws is None:
-                token_ids = _largest(candidates)
+                token_ids = largest(candidates)
             else:
                 token_ids = _drawn(candidates, batch.draws, positions)
             chosen = candidates.gather(1, token_ids.unsqueeze(1)).squeeze(1)
@@ -125,7 +125,7 @@ def _drawn(candidates: torch.Tensor, draws: DrawBatch, positions: Positions) -> 
     drawn = draw(candidates, draws, positions)
     if len(drawn) == len(candidates):
         return drawn
-    token_ids = _largest(candidates)
+    token_ids = largest(candidates)
     token_ids[upload(draws.rows, drawn.device)] = drawn
     return token_ids
 
@@ -139,13 +139,6 @@ def _wrong_shape(logits: torch.Tensor, batch: SamplingBatch) -> ValueError:
     return ValueError(
         f"logits of {logits.shape[1]} tokens for a request with a vocabulary of {batch.vocab_size}"
     )
-
-
-def _largest(logits: torch.Tensor) -> torch.Tensor:
-    """Return the id of each row's largest logit, of equal ones the lowest: int64 [B]."""
-    if logits.device.type == "cpu":
-        return torch.from_numpy(largest_on_cpu(logits.detach()))
-    return logits.argmax(1)
 
 
 def draw(logits: torch.Tensor, batch: DrawBatch, positions: Positions) -> torch.Tensor:
