@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from benches.peers.report import heading, machine, results_file, results_name
+from pyengine.models.cpu_kernels import Product
 from pyengine.models.linear_kernels import Multiply, candidates
-from pyengine.models.linear_products import Product
 
 SHAPES = (
     (49152, 576),

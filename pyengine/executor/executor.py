@@ -9,26 +9,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.paged import on_device
 from pyengine.errors import ConfigurationError
-from pyengine.executor.input_batch import (
-    BatchCache,
-    InputBatch,
-    PromptPart,
-    prompt_logprobs,
-    prompt_parts,
-    prompt_rows,
-)
+from pyengine.executor.input_batch import InputBatch, prompt_logprobs
 from pyengine.kv_cache import StepPlan
 from pyengine.sampling.logprobs import PendingPromptLogprobs, TokenLogprobs
-from pyengine.sampling.sampler import PendingSample, Sampled, Sampler
-from pyengine.sampling.token_masks import MaskFiller
+from pyengine.sampling.sampler import Sampled, Sampler
+from pyengine.sampling.token_masks import MaskFiller, TokenMasks
 from pyengine.scheduler.batch import ScheduledStep
 
 if TYPE_CHECKING:
     from pyengine.executor.model_runner import DraftRow, MTPRunner, MTPStep, Runner
 
 T = TypeVar("T")
+
+_CPU = torch.device("cpu")
 
 
 class DeviceQueue(Protocol):
@@ -46,14 +40,18 @@ class InlineQueue:
     `device`, which is made the current device of the thread.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device or torch.device("cpu")
+    def __init__(self, device: torch.device = _CPU) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._device = device
 
     def submit(self, work: Callable[[], T]) -> "Future[T]":
         """See `DeviceQueue.submit`."""
         future: Future[T] = Future()
         try:
-            with on_device(self._device):
+            if self._is_cuda:
+                with torch.cuda.device(self._device):
+                    result = work()
+            else:
                 result = work()
         except BaseException as error:
             future.set_exception(error)
@@ -73,9 +71,6 @@ class ThreadQueue:
         return self._executor.submit(work)
 
 
-_CPU = torch.device("cpu")
-
-
 @dataclass(slots=True, eq=False)
 class SubmittedStep:
     """A step in the device's queue, and its result.
@@ -86,17 +81,21 @@ class SubmittedStep:
     step: ScheduledStep
     batch: InputBatch
     positions: npt.NDArray[np.int64]
-    prompt_parts: list[PromptPart]
-    work: "Future[tuple[PendingSample, PendingPromptLogprobs]]"
+    num_tokens: int
+    """Tokens that it computes."""
+    work: "Future[tuple[Sampled, PendingPromptLogprobs | None]]"
     sampled: Sampled = field(init=False)
-    prompt_logprobs: list[list[TokenLogprobs]] = field(init=False)
+    prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
+    """One list for each of the batch's `prompt_parts`."""
     rejected: Collection[int] = ()
     """Rows after wrong drafts, once it is committed: they are ignored."""
 
     def wait(self) -> None:
         """Wait for the tokens. Raises the error of the step."""
-        pending, of_prompts = self.work.result()
-        self.sampled, self.prompt_logprobs = pending.result(), of_prompts.result()
+        self.sampled, of_prompts = self.work.result()
+        self.sampled.wait()
+        if of_prompts is not None:
+            self.prompt_logprobs = of_prompts.result()
 
 
 class Executor:
@@ -125,7 +124,9 @@ class Executor:
         self._queue = queue or InlineQueue()
         self._sampler = Sampler()
         self._masks = MaskFiller()
-        self.batches = BatchCache()
+        self._recent: list[InputBatch] = []
+        """With overlap, sequences that wait for their tokens decode in every other step: two."""
+        self._last: tuple[InputBatch, npt.NDArray[np.int64]] | None = None
 
     def submit(
         self, step: ScheduledStep, before: SubmittedStep | None, mtp: "MTPStep | None" = None
@@ -135,19 +136,21 @@ class Executor:
         Reads the plan now and does not wait. `SubmittedStep.wait` raises errors of the device.
         `mtp` is for a model that has MTP layers.
         """
-        batch, positions = self.batches.batch(step)
-        parts = prompt_parts(step) if step.chunks else []
-        extra = prompt_rows(parts)
+        batch, positions = self._batch(step)
+        parts = batch.prompt_parts
+        extra = np.concatenate([part.rows for part in parts]) if parts else None
         if mtp is None:
             forward = self.runner.prepare(step.plan, extra_rows=extra)
         else:
             runner = cast("MTPRunner", self.runner)
             forward = runner.prepare(step.plan, extra_rows=extra, mtp=mtp)
-        masks = self._masks.masks(batch.sampling.matchers, batch.sampling.vocab_size)
-        if masks is not None and (batch.sampling.draws is not None or self._device.type != "cpu"):
-            masks.begin()  # else `TokenMasks.largest` needs few of them
+        masks: TokenMasks | None = None
+        if batch.sampling.matchers:
+            masks = TokenMasks(batch.sampling.matchers, batch.sampling.vocab_size, self._masks)
+            if batch.sampling.draws is not None or self._device.type != "cpu":
+                masks.begin()  # else `TokenMasks.largest` needs few of them
 
-        def work() -> tuple[PendingSample, PendingPromptLogprobs]:
+        def work() -> tuple[Sampled, PendingPromptLogprobs | None]:
             known: torch.Tensor | None = None
             if before is not None:
                 sampled, _ = before.work.result()  # it was queued first: it has run
@@ -155,12 +158,36 @@ class Executor:
                     before.batch.own_tokens(sampled.token_ids) if len(sampled.token_ids) else None
                 )
             logits = forward(known)
-            of_prompts = prompt_logprobs(parts, logits.extra)  # at once: the logits are large
-            rows = batch.rows_of(logits.sampling)
-            pending = self._sampler.launch(rows, batch.sampling, positions, masks)
-            return pending, of_prompts
+            # At once: the logits are large.
+            of_prompts = prompt_logprobs(parts, logits.extra) if parts else None
+            rows = logits.sampling if batch.repeats is None else batch.repeated(logits.sampling)
+            return self._sampler.launch(rows, batch.sampling, positions, masks), of_prompts
 
-        return SubmittedStep(step, batch, positions, parts, self._queue.submit(work))
+        num_tokens = step.plan.num_tokens
+        return SubmittedStep(step, batch, positions, num_tokens, self._queue.submit(work))
+
+    def _batch(self, step: ScheduledStep) -> tuple[InputBatch, npt.NDArray[np.int64]]:
+        """The rows of a step's logits, and their positions: the same batch if the same decode.
+
+        Sequences that are aborted while the step runs are still part of it.
+        """
+        batch = None
+        if not step.chunks and not step.drafts:
+            batch = next((each for each in self._recent if each.decodes is step.decodes), None)
+        if batch is None:
+            batch = InputBatch(step)
+            if batch.decodes is not None:
+                self._recent = [batch, *self._recent[:1]]
+        if self._last is not None and self._last[0] is batch:  # each row is one token further
+            positions = self._last[1] + 1
+        else:
+            positions = batch.positions(step)
+        self._last = batch, positions
+        return self._last
+
+    def forget_batches(self) -> None:
+        """Drop the batches of the last steps: their sequences have ended."""
+        self._recent, self._last = [], None
 
     def draft(self, plan: StepPlan, asked: "Sequence[DraftRow]") -> list[list[int]]:
         """Wait for the drafts of the model's MTP layers after these decodes of a plan."""

@@ -30,7 +30,7 @@ class PromptPart:
     @property
     def length(self) -> int:
         """The number of its positions that precede a token of the prompt."""
-        last = min(self.entry.end, len(self.request.prompt_token_ids) - 1)
+        last = min(self.entry.start + self.entry.num_tokens, len(self.request.prompt_token_ids) - 1)
         return max(0, last - self.entry.start)
 
     @property
@@ -79,6 +79,8 @@ class InputBatch:
         self.beginners: list[Request] = []
         self.drafts: Mapping[SequenceState, Sequence[int]] = step.drafts
         self.ahead: set[int] = set()
+        self.prompt_parts = _prompt_parts(step) if step.num_bounded else []
+        """The chunks of prompts with log-probabilities: they have a bound."""
         self._spans: list[tuple[int, Sequence[int]]] = []
         """Each sequence's first row and drafts."""
         states: list[SamplingState] = []
@@ -107,10 +109,10 @@ class InputBatch:
         self.decodes = None if is_once else step.decodes
         self.sampling = SamplingBatch(states)
         self.streamed = [row for row, each in enumerate(self.sequences) if each.is_streamed]
-        streamed = set(self.streamed)
-        self._deferred = [row for row in range(len(self.sequences)) if row not in streamed]
+        self._deferred = [row for row, each in enumerate(self.sequences) if not each.is_streamed]
         self._buffered: list[npt.NDArray[np.int64]] = []
-        self._stop_ids = _all_stop_ids([self.sequences[row] for row in self._deferred])
+        ends = {sequence.stop_ids for sequence in self.sequences if not sequence.is_streamed}
+        self._stop_ids = sorted(frozenset().union(*ends))
         self._max_output = np.array(
             [sequence.max_output for sequence in self.sequences], dtype=np.int64
         )
@@ -141,10 +143,10 @@ class InputBatch:
 
     def buffer(
         self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
-    ) -> list[tuple[int, int]]:
-        """Buffer a step's tokens; return the deferred rows that they end, each with its token.
+    ) -> "list[tuple[SequenceState, int]]":
+        """Buffer a step's tokens; return the deferred sequences that they end, with their tokens.
 
-        If a row ends, earlier tokens are flushed.
+        If a sequence ends, earlier tokens are flushed.
         """
         is_last = positions + 1 >= self._max_output
         if len(self._stop_ids):
@@ -154,17 +156,15 @@ class InputBatch:
             self._buffered.append(tokens)
             return []
         self.flush()
-        ended, going = [], []
+        ended = []
         for row in self._deferred:
             sequence, token = self.sequences[row], int(tokens[row])
             if is_last[row] and (
                 token in sequence.stop_ids or positions[row] + 1 >= sequence.max_output
             ):
-                ended.append((row, token))
-            else:
-                going.append(row)
-        for row in going:
-            self._extend(row, [int(tokens[row])])
+                ended.append((sequence, token))
+            elif sequence.finish_reason is None:  # else it was aborted meanwhile
+                sequence.token_ids.append(token)
         return ended
 
     def flush(self) -> None:
@@ -173,12 +173,26 @@ class InputBatch:
             tokens = np.stack(self._buffered, axis=1)
             self._buffered = []  # in this order an interrupt loses only tokens of aborted requests
             for row, several in zip(self._deferred, tokens[self._deferred].tolist(), strict=True):
-                self._extend(row, several)
+                if self.sequences[row].finish_reason is None:  # else it was aborted meanwhile
+                    self.sequences[row].token_ids += several
 
-    def rows_of(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits that each row draws from."""
-        if self.repeats is None:
-            return logits
+    def positions(self, step: ScheduledStep) -> npt.NDArray[np.int64]:
+        """The position of each row's token in its output: int64."""
+        firsts = [
+            (
+                sequence.num_tokens - 1 - len(sequence.request.prompt_token_ids),
+                len(step.drafts.get(sequence, ())),
+            )
+            for sequence in step.sampling_sequences
+        ]
+        positions = np.array(
+            [first + at for first, drafts in firsts for at in range(1 + drafts)], dtype=np.int64
+        )
+        return positions if self.repeats is None else positions.repeat(self.repeats)
+
+    def repeated(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits that each row draws from, if there are `repeats`."""
+        assert self.repeats is not None
         rows = np.arange(len(self.repeats)).repeat(self.repeats)
         return logits[upload(rows, logits.device)]
 
@@ -188,82 +202,19 @@ class InputBatch:
             return token_ids
         return token_ids[upload(self.repeats.cumsum() - self.repeats, token_ids.device)]
 
-    def _extend(self, row: int, tokens: list[int]) -> None:
-        sequence = self.sequences[row]
-        if sequence.finish_reason is None:  # else it was aborted meanwhile
-            sequence.extend(tokens)
 
-
-def _all_stop_ids(sequences: "list[SequenceState]") -> list[int]:
-    distinct = {id(sequence.stop_ids): sequence.stop_ids for sequence in sequences}
-    return sorted(frozenset().union(*distinct.values()))
-
-
-class BatchCache:
-    """The batch of each step: an earlier one if the same sequences decode.
-
-    With overlap, sequences that wait for their tokens decode in every other step, so two are kept.
-    """
-
-    def __init__(self) -> None:
-        self._recent: list[InputBatch] = []
-        self._last: tuple[InputBatch, npt.NDArray[np.int64]] | None = None
-
-    def batch(self, step: ScheduledStep) -> tuple[InputBatch, npt.NDArray[np.int64]]:
-        """The batch of a step, and the position of each row's token in its output.
-
-        Sequences that are aborted while the step runs are still part of it.
-        """
-        batch = None
-        if not step.chunks and not step.drafts:
-            batch = next((each for each in self._recent if each.decodes is step.decodes), None)
-        if batch is None:
-            batch = InputBatch(step)
-            if batch.decodes is not None:
-                self._recent = [batch, *self._recent[:1]]
-        if self._last is not None and self._last[0] is batch:  # each row is one token further
-            positions = self._last[1] + 1
-        else:
-            positions = _positions(step, batch)
-        self._last = batch, positions
-        return self._last
-
-    def clear(self) -> None:
-        """Drop all batches: the sequences of the last steps have ended."""
-        self._recent, self._last = [], None
-
-
-def _positions(step: ScheduledStep, batch: InputBatch) -> npt.NDArray[np.int64]:
-    firsts = [
-        (
-            sequence.num_tokens - 1 - len(sequence.request.prompt_token_ids),
-            len(step.drafts.get(sequence, ())),
-        )
-        for sequence in step.sampling_sequences
-    ]
-    positions = np.array(
-        [first + at for first, drafts in firsts for at in range(1 + drafts)], dtype=np.int64
-    )
-    return positions if batch.repeats is None else positions.repeat(batch.repeats)
-
-
-def prompt_parts(step: ScheduledStep) -> list[PromptPart]:
-    """The chunks of a step's prompts with log-probabilities."""
+def _prompt_parts(step: ScheduledStep) -> list[PromptPart]:
     parts = []
     first_row = step.num_decoded
     for entry in step.chunks:
-        if entry.request.params.prompt_logprobs is not None:
-            parts.append(PromptPart(entry.request, entry, first_row))
+        request = entry.sequence.request
+        if request.params.prompt_logprobs is not None:
+            parts.append(PromptPart(request, entry, first_row))
         first_row += entry.num_tokens
     return parts
 
 
-def prompt_rows(parts: Sequence[PromptPart]) -> npt.NDArray[np.int64] | None:
-    """The step's tokens whose logits give prompt log-probabilities: int64, or None."""
-    return np.concatenate([part.rows for part in parts]) if parts else None
-
-
 def prompt_logprobs(parts: Sequence[PromptPart], logits: torch.Tensor) -> PendingPromptLogprobs:
-    """Log-probabilities, by the logits `[E, V]` of `prompt_rows`, of the tokens after them."""
+    """Log-probabilities of the tokens after `parts`, by their logits `[E, V]`."""
     rows = [PromptRows(part.following, part.num_logprobs(logits.shape[1])) for part in parts]
     return PendingPromptLogprobs(logits, rows)

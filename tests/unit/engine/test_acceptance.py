@@ -100,6 +100,7 @@ def outcomes(drafter: Any, rule: Rule, num_seeds: int) -> Iterator[tuple[int, ..
                 sampling_sequences=left,
                 drafts={entry: each for entry, each in zip(left, drafts, strict=True) if each},
                 chunks=[],
+                num_bounded=0,
                 decodes=tuple(left),
             )
             batch = InputBatch(step)
