@@ -1,5 +1,6 @@
 """`LLM` and `AsyncEngine` as they are, around the fake runner: no model, no files."""
 
+import gc
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -40,7 +41,9 @@ class FakeModel:
         patch.setattr(frontend_module, "build_engine", self._build)
 
     def _build(self, settings: EngineSettings) -> BuiltEngine:
-        """The engine; those that had it before must be dropped."""
+        """The engine; those that had it before must be dropped, and their threads end first."""
+        if self.made:
+            gc.collect()
         for client, thread in self.made:
             if client() is None:
                 thread.join(10)

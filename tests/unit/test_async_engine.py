@@ -489,9 +489,9 @@ def test_one_that_is_dropped_serves_its_readers_to_the_end(model: FakeModel) -> 
     assert has_ended(held)
 
 
-def test_many_that_are_dropped_leave_no_threads(model: FakeModel) -> None:
+def test_many_that_are_dropped_leave_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(20):
-        engine = model.async_engine()
+        engine = FakeModel(monkeypatch).async_engine()
         asyncio.run(last_of(engine.generate([1], GREEDY)))
         held = weakref.ref(engine)
         del engine
