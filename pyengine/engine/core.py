@@ -25,8 +25,7 @@ from pyengine.errors import (
     StructuredOutputError,
     WorkerError,
 )
-from pyengine.executor.executor import Executor, SubmittedStep
-from pyengine.executor.input_batch import InputBatch
+from pyengine.executor.executor import Executor, InputBatch, SubmittedStep
 from pyengine.kv_cache import BlockManager, PoolUsage
 from pyengine.outputs import RequestOutput
 from pyengine.scheduler.batch import ScheduledStep

@@ -15,7 +15,7 @@ import torch
 
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import SequenceState
-from pyengine.executor.input_batch import Accepted, InputBatch
+from pyengine.executor.executor import Accepted, InputBatch
 from pyengine.sampling.sampler import Sampler
 from pyengine.sampling_params import SamplingParams
 from pyengine.speculation.drafters import Context, Draft, NgramDrafter, SuffixDrafter
