@@ -38,8 +38,9 @@ def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
 
 def ask(url: str, country: str) -> tuple[str, int]:
     """One streamed chat: its text, and how many chunks it came in."""
+    question = f"What is the capital of {country}? Answer with one word."
     body = {
-        "messages": [{"role": "user", "content": f"What is the capital of {country}?"}],
+        "messages": [{"role": "user", "content": question}],
         "temperature": 0,
         "max_tokens": 24,
         "stream": True,

@@ -1,6 +1,7 @@
 """Offline use: a model, prompts, answers. Names and defaults as vLLM users know them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from queue import SimpleQueue
 from time import monotonic
@@ -205,8 +206,9 @@ class LLM(EngineClient):
         output as others do.
         """
         unread: SimpleQueue[OutputCollector] = SimpleQueue()
+        notify = partial(self._engine_loop.notifier.add_unread, unread)
         for request in requests:
-            request.sink = OutputCollector(kind or request.params.output_kind, unread.put)
+            request.sink = OutputCollector(kind or request.params.output_kind, notify)
         left = len(requests)
         try:
             self._engine_loop.submit(requests)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 from pyengine.errors import InvalidRequestError
@@ -368,7 +369,7 @@ class SamplingParams:
         """Whether the most probable token is always taken (``temperature == 0``)."""
         return self.temperature == 0
 
-    @property
+    @cached_property
     def has_penalties(self) -> bool:
         """Whether choosing a token needs to know which ones came before."""
         return (
@@ -377,7 +378,7 @@ class SamplingParams:
             or self.frequency_penalty != 0
         )
 
-    @property
+    @cached_property
     def changes_logits(self) -> bool:
         """Whether tokens are chosen from other logits than the model's own, bad words aside."""
         return (

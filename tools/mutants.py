@@ -25,8 +25,8 @@ _SCHEDULER = ("tests/unit/scheduler",)
 TESTS: dict[str, tuple[str, ...]] = {
     "pyengine/scheduler/scheduler.py": _SCHEDULER,
     "pyengine/scheduler/batch.py": _SCHEDULER,
-    "pyengine/scheduler/waiting_queue.py": _SCHEDULER,
-    "pyengine/executor/input_batch.py": (
+    "pyengine/executor/executor.py": (
+        "tests/unit/executor/test_device_queue.py",
         "tests/unit/executor/test_input_batch.py",
         "tests/unit/engine/test_overlap.py",
         "tests/unit/engine/test_core.py",

@@ -15,7 +15,8 @@ in turns:
 A figure is the median of milliseconds of processor time of a decode step, computed with one thread,
 which other programs hardly change; `--threads 2` measures the clock with so many threads instead.
 Results: `benches/results/decode-products-MACHINE.json`; a run replaces those of its model and
-number of threads.
+number of threads. `--docs` puts the tables into docs/benchmarks/engine.md, between this machine's
+marks.
 """
 
 import argparse
@@ -30,17 +31,14 @@ from statistics import median
 from time import perf_counter, process_time
 from typing import Any
 
+from benches.engine.page import publish
+from benches.engine.serve import AVX2
 from benches.peers.report import heading, machine, results_file, results_name
 
 ROOT = Path(__file__).parents[2]
 ROWS = (1, 2, 8, 32)
 STEPS = 10
 BACKENDS = ("torch", "onednn", "pyengine", "auto")
-AVX2 = {
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-}
 LEVELS: dict[str, dict[str, str]] = {
     "native": {},
     "avx2": AVX2,
@@ -123,21 +121,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--show", action="store_true", help="the tables of the last runs")
+    parser.add_argument("--docs", action="store_true", help="write the tables into the docs")
     parser.add_argument("--child", choices=BACKENDS, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:
         child(asked.model, asked.child, asked.threads)
         return
-    path = results_file(results_name("decode-products"))
+    name = results_name("decode-products")
+    path = results_file(name)
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": {}}
     if not asked.show:
         results["machine"] = machine()
-        name = Path(asked.model).stem if asked.model else "SmolLM2-135M-Instruct"
+        model = Path(asked.model).stem if asked.model else "SmolLM2-135M-Instruct"
         what = "processor time" if asked.threads == 1 else f"clock, {asked.threads} threads"
         found: dict[str, dict[str, list[Any]]] = {
             level: {backend: [] for backend in BACKENDS} for level in LEVELS
         }
-        results["runs"][f"{name}, {what}"] = found
+        results["runs"][f"{model}, {what}"] = found
         for _ in range(asked.rounds):
             for level in LEVELS:
                 for backend in BACKENDS:
@@ -145,7 +145,7 @@ def main() -> None:
                     found[level][backend].append(answer)
                     print(level, backend, answer["milliseconds"], file=sys.stderr, flush=True)
             path.write_text(json.dumps(results, indent=1) + "\n")
-    print("\n".join(tables(results)))
+    publish(name, tables(results), write=asked.docs)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ embedded model's own file (Q4_1); it is looked for in `.venv-llama`:
 
     python -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python
 
-What is not there, a line says.
+What is not there, a line says. `--avx2` holds every engine but llama.cpp to AVX2, by the switches
+of torch, oneDNN, MKL and this engine, and vLLM to its kernels for AVX2.
 
 Tables in markdown go to standard output: tokens per second, ratios, goals, and the README's;
 `--docs` puts them into docs/benchmarks/engine.md and the README too, between this machine's marks.
@@ -46,7 +47,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 from benches.engine.page import has_place, publish
-from benches.engine.serve import ENGINES, GenerateRequest
+from benches.engine.serve import AVX2, ENGINES, GenerateRequest
 from benches.engine.works import WORKS, Work
 from benches.peers.report import heading, libraries, machine, results_file, results_name
 from pyengine.models.source import embedded_gguf, embedded_model
@@ -415,6 +416,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default=",".join(DTYPES), help="float32, bfloat16 or both")
     parser.add_argument("--results", help="name of file and place (end-to-end-MACHINE)")
     parser.add_argument("--append", action="store_true", help="keep what the JSON file holds")
+    parser.add_argument("--avx2", action="store_true", help="hold the engines to AVX2")
     parser.add_argument("--docs", action="store_true", help="write the tables into the docs")
     parser.add_argument("--show", action="store_true", help="print its tables, measure nothing")
     options = parser.parse_args()
@@ -445,6 +447,8 @@ def run(options: argparse.Namespace, record: Record) -> None:
 def main() -> None:
     """Run, print, write."""
     options = parse()
+    if options.avx2:
+        os.environ.update(AVX2, PYENGINE_CPU_ISA="avx2")
     name = options.results or results_name("end-to-end")
     target = results_file(name)
     record = Record(target, keep=options.append or options.show)

@@ -9,6 +9,7 @@ A figure is the median time of one product; `torch / ours` above 1 means that ou
 Shapes are those of SmolLM2-135M and gemma-3-270m: outputs x inputs.
 
 Results: `benches/results/linear-products-MACHINE.json`; a run replaces the shapes that it measures.
+`--docs` puts the tables into docs/benchmarks/engine.md, between this machine's marks.
 """
 
 import argparse
@@ -21,9 +22,10 @@ from typing import Any
 
 import torch
 
+from benches.engine.page import publish
 from benches.peers.report import heading, machine, results_file, results_name
+from pyengine.models.cpu_kernels import Product
 from pyengine.models.linear_kernels import Multiply, candidates
-from pyengine.models.linear_products import Product
 
 SHAPES = (
     (49152, 576),
@@ -99,8 +101,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="shapes, separated by commas")
     parser.add_argument("--show", action="store_true", help="the tables of the last runs")
+    parser.add_argument("--docs", action="store_true", help="write the tables into the docs")
     asked = parser.parse_args()
-    path = results_file(results_name("linear-products"))
+    name = results_name("linear-products")
+    path = results_file(name)
     content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if not asked.show:
         found = content.get("microseconds", {})
@@ -109,11 +113,11 @@ def main() -> None:
                 shape = f"{outputs}x{inputs}"
                 if not asked.only or shape in asked.only.split(","):
                     found[shape] = measure(outputs, inputs, asked.rounds)
-        names = [f"{outputs}x{inputs}" for outputs, inputs in SHAPES]
-        found = {name: found[name] for name in names if name in found}
+        shapes = [f"{outputs}x{inputs}" for outputs, inputs in SHAPES]
+        found = {shape: found[shape] for shape in shapes if shape in found}
         content = {"machine": machine(), "rounds": asked.rounds, "microseconds": found}
         path.write_text(json.dumps(content, indent=1) + "\n")
-    print("\n".join(tables(content)))
+    publish(name, tables(content), write=asked.docs)
 
 
 if __name__ == "__main__":

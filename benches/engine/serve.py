@@ -20,6 +20,13 @@ from typing import Any
 
 from pyengine.utils.frame_memory import with_frame_room
 
+AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
+"""What holds torch, oneDNN and MKL to AVX2 on a processor that has more."""
+
 
 @dataclass(frozen=True)
 class GenerateRequest:
@@ -117,6 +124,7 @@ def transformers(folder: str, dtype: str) -> Made:
 
 def vllm(folder: str, dtype: str, **options: Any) -> Made:
     """vLLM for CPUs with its defaults: it compiles the model when it starts."""
+    _hide_avx512()
     from vllm import LLM, SamplingParams
 
     llm = LLM(  # without the limit it takes a share of all memory, which the others have in use
@@ -142,6 +150,16 @@ def vllm(folder: str, dtype: str, **options: Any) -> Made:
         "compilation": str(config.compilation_config.mode),
     }
     return generate, described
+
+
+def _hide_avx512() -> None:
+    """Where torch is held to AVX2, make vLLM load its kernels for AVX2: it asks torch which."""
+    if os.environ.get("ATEN_CPU_CAPABILITY") != AVX2["ATEN_CPU_CAPABILITY"]:
+        return
+    import torch
+
+    for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        setattr(torch.cpu, name, lambda: False)
 
 
 def llama_cpp(file: str, _dtype: str) -> Made:
@@ -216,3 +234,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # in the processes that vLLM starts
+    _hide_avx512()

@@ -80,11 +80,11 @@ class CountingCopies:
     def __init__(self) -> None:
         self.count = self.num_bytes = 0
 
-    def __call__(self, pairs: Pairs) -> Callable[[], object]:
+    def __call__(self, pairs: Pairs) -> None:
         """See `runner.buffers.Upload`."""
         self.count += len(pairs)
         self.num_bytes += sum(source.nbytes for source, _ in pairs)
-        return upload_at_once(pairs)
+        upload_at_once(pairs)
 
 
 @dataclass(frozen=True)

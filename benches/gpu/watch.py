@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from pyengine.engine.core import Engine
-from pyengine.sampling.sampler import PendingSample
+from pyengine.sampling.sampler import Sampled
 
 
 @dataclass
@@ -50,7 +50,7 @@ def watched(engine: Engine) -> Iterator[Stopwatch]:
         ("fill", executor.runner, "prepare"),
         ("launch", executor._queue, "submit"),
         ("wait", Future, "result"),
-        ("wait", PendingSample, "result"),
+        ("wait", Sampled, "wait"),
         ("commit", scheduler, "commit"),
     )
     with ExitStack() as stack:

@@ -32,13 +32,20 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": models[0] if models else platform.processor() or platform.machine(),
         "cores": len(cores),
-        "isa": next((name for name, flag in _LEVELS if flag in flags), platform.machine()),
+        "isa": _level(flags),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "load_at_start": round(os.getloadavg()[0], 2),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit(),
     }
+
+
+def _level(flags: set[str]) -> str:
+    """The instruction level that the processor has, and the one that this process is held to."""
+    level = next((name for name, flag in _LEVELS if flag in flags), platform.machine())
+    held = os.environ.get("PYENGINE_CPU_ISA")
+    return f"{level} held to {held}" if held else level
 
 
 def commit() -> str:
@@ -57,7 +64,8 @@ def machine_name(about: Mapping[str, Any]) -> str:
     """A short name of a kind of machine, for files and marks: `xeon-amx`."""
     cpu = str(about["cpu"]).lower()
     family = next((name for name in _FAMILIES if name in cpu), "")
-    return f"{family or re.sub(r'[^a-z0-9]+', '-', cpu).strip('-')}-{about['isa']}"
+    level = str(about["isa"]).replace(" ", "-")
+    return f"{family or re.sub(r'[^a-z0-9]+', '-', cpu).strip('-')}-{level}"
 
 
 def results_name(name: str) -> str:

@@ -6,7 +6,6 @@ place. Blocks that several sequences share are read once for all of them. A row 
 every batch.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
@@ -15,14 +14,13 @@ import torch
 from pyengine.attention.backend import (
     AttentionOptions,
     GraphPlan,
-    HeadNorm,
     Int32Array,
     Rotation,
     StepInputs,
 )
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
 from pyengine.errors import ConfigurationError
-from pyengine.kv_cache import CpuAttention, CpuCache, CpuStep
+from pyengine.kv_cache import CpuAttention, CpuStep
 from pyengine.kv_cache.pool import KVPool
 from pyengine.utils.host_copy import cpu_array
 from pyengine.utils.openmp import openmp_runtime
@@ -47,15 +45,17 @@ class CpuBackend:
     reads_tables = False
 
     def __init__(self, pool: KVPool) -> None:
-        threads = CpuAttention(torch.get_num_threads(), openmp_runtime())
-        self._memory = _Memory(pool, pool.cpu_caches, threads)
+        self.caches = pool.cpu_caches
+        self.threads = CpuAttention(torch.get_num_threads(), openmp_runtime())
+        self.groups = [place.group for place in pool.groups.places]
+        """The group of each layer."""
         full = [group for group, window in enumerate(pool.groups.windows) if window is None]
         self.shared_group: int | None = full[0] if full else None
         """Groups with a window share no blocks."""
 
     def plan(self, inputs: StepInputs) -> "CpuPlan":
         """Prepare a step; the sequences are checked here, once for all layers."""
-        return CpuPlan(self._memory, inputs)
+        return CpuPlan(self, inputs)
 
     def graph_plan(self, inputs: StepInputs) -> GraphPlan:
         """Raises `ConfigurationError`: there is no GPU to capture for."""
@@ -68,69 +68,32 @@ def _rows(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return cpu_array(tensor if dense else tensor.contiguous())
 
 
-class _Angles:
-    """Cosines and sines of a step as the kernel takes them, converted once for all layers."""
-
-    def __init__(self) -> None:
-        self._where: tuple[Any, ...] = ()
-        self._arrays: tuple[npt.NDArray[Any], ...] = ()
-
-    def arrays(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[npt.NDArray[Any], ...]:
-        """The arrays of both, `[T, columns]`. In a graph, every layer has a tensor over one memory.
-
-        The arrays are views of that memory, so they stay right when a graph writes there.
-        """
-        if not (cos.is_contiguous() and sin.is_contiguous()):
-            return tuple(cpu_array(angles.contiguous()) for angles in (cos, sin))
-        where = (cos.data_ptr(), sin.data_ptr(), cos.shape, cos.dtype)
-        if where != self._where:
-            self._where, self._arrays = where, (cpu_array(cos), cpu_array(sin))
-        return self._arrays
-
-
-def _weights(norm: HeadNorm | None) -> tuple[Any, ...] | None:
-    """The norm as the kernel takes it."""
-    if norm is None:
-        return None
-    query, key = (cpu_array(weight.detach()) for weight in (norm.query_weight, norm.key_weight))
-    return query, key, norm.eps, norm.offset
-
-
-def _shared(inputs: StepInputs, group: int) -> dict[str, Int32Array]:
-    """The blocks that sequences share in this group, for the kernel to read once."""
-    shared = inputs.shared
-    if shared is None or shared.group != group or not len(shared.prefixes):
-        return {}
-    return {"order": shared.order[: len(inputs.host_seq_lens)], "prefixes": shared.prefixes}
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """Buffers that all steps share."""
-
-    pool: KVPool
-    caches: list[CpuCache]
-    threads: CpuAttention
-
-
 class CpuPlan:
     """One step of the cpu backend."""
 
-    def __init__(self, memory: _Memory, inputs: StepInputs) -> None:
-        self._memory, self._angles = memory, _Angles()
-        self._steps = [
-            CpuStep(
-                memory.caches[0],
-                query_start_loc=inputs.host_query_start_loc,
-                seq_lens=inputs.host_seq_lens,
-                block_tables=tables,
-                slots=slots.numpy(),
-                **_shared(inputs, group),
+    def __init__(self, backend: CpuBackend, inputs: StepInputs) -> None:
+        self._backend = backend
+        self._steps = []
+        for group, tables in enumerate(inputs.host_block_tables):
+            shared: dict[str, Int32Array] = {}
+            if inputs.shared is not None and inputs.shared.group == group:
+                prefixes = inputs.shared.prefixes
+                if len(prefixes):  # the kernel reads these blocks once for several sequences
+                    order = inputs.shared.order[: len(inputs.host_seq_lens)]
+                    shared = {"order": order, "prefixes": prefixes}
+            self._steps.append(
+                CpuStep(
+                    backend.caches[0],
+                    query_start_loc=inputs.host_query_start_loc,
+                    seq_lens=inputs.host_seq_lens,
+                    block_tables=tables,
+                    slots=inputs.slot_mapping[group].numpy(),
+                    **shared,
+                )
             )
-            for group, (tables, slots) in enumerate(
-                zip(inputs.host_block_tables, inputs.slot_mapping, strict=True)
-            )
-        ]
+        self._angles: tuple[npt.NDArray[Any], ...] = ()
+        """Cosines and sines as the kernel takes them, converted once for all layers."""
+        self._angles_of: tuple[Any, ...] = ()
 
     def forward(
         self,
@@ -141,13 +104,12 @@ class CpuPlan:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
-        memory = self._memory
-        group = memory.pool.groups.places[layer].group
+        backend = self._backend
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         sinks = options.sinks
-        memory.threads.forward(
-            self._steps[group],
-            memory.caches[layer],
+        backend.threads.forward(
+            self._steps[backend.groups[layer]],
+            backend.caches[layer],
             _rows(query),
             _rows(key),
             _rows(value),
@@ -161,7 +123,23 @@ class CpuPlan:
         return out
 
     def _rotation(self, rotation: Rotation) -> tuple[Any, ...]:
-        """The rotation as the kernel takes it."""
-        layout, arrays = rotation.layout, self._angles.arrays(rotation.cos, rotation.sin)
-        are_neighbours = layout.order == "pairs"
-        return *arrays, layout.size, are_neighbours, layout.step, _weights(rotation.norm)
+        """The rotation as the kernel takes it.
+
+        In a graph every layer has a tensor of angles over one memory. The arrays are views of that
+        memory, so they stay right when a graph writes there.
+        """
+        cos, sin = rotation.cos, rotation.sin
+        angles: tuple[npt.NDArray[Any], ...]
+        if cos.is_contiguous() and sin.is_contiguous():
+            found = (cos.data_ptr(), sin.data_ptr(), cos.shape, cos.dtype)
+            if found != self._angles_of:
+                self._angles_of, self._angles = found, (cpu_array(cos), cpu_array(sin))
+            angles = self._angles
+        else:
+            angles = (cpu_array(cos.contiguous()), cpu_array(sin.contiguous()))
+        norm, layout = rotation.norm, rotation.layout
+        weights = None
+        if norm is not None:
+            arrays = (cpu_array(weight.detach()) for weight in (norm.query_weight, norm.key_weight))
+            weights = (*arrays, norm.eps, norm.offset)
+        return *angles, layout.size, layout.order == "pairs", layout.step, weights

@@ -25,8 +25,7 @@ from pyengine.errors import (
     StructuredOutputError,
     WorkerError,
 )
-from pyengine.executor.executor import Executor, SubmittedStep
-from pyengine.executor.input_batch import InputBatch
+from pyengine.executor.executor import Executor, InputBatch, SubmittedStep
 from pyengine.kv_cache import BlockManager, PoolUsage
 from pyengine.outputs import RequestOutput
 from pyengine.scheduler.batch import ScheduledStep
@@ -120,26 +119,25 @@ class Engine:
         self.failures = FailureLog()
         """The logged tracebacks of failed steps."""
         self._memory = LimitRecovery(scheduler.limits)
+        self._is_recovering = False
+        """True from a failed step until its requests are cleared and the limits are what they
+        were."""
         self._observers: list[EngineObserver] = []
-        self._num_new_tokens = 0
+        self.num_new_tokens = 0
+        """Tokens generated so far, by all requests."""
         self._is_stepping = False
-        self._death = ""
+        self.death = ""
         """The reason why no step can run any more; empty if they can."""
 
     @property
     def has_work(self) -> bool:
         """True if any request is unfinished."""
-        return self._scheduler.has_work
+        return bool(self._requests)
 
     @property
     def is_running(self) -> bool:
         """True if a step runs while the caller has the results of the one before."""
         return bool(self._queue)
-
-    @property
-    def num_new_tokens(self) -> int:
-        """Tokens generated so far, by all requests."""
-        return self._num_new_tokens
 
     @property
     def unfinished(self) -> list[Request]:
@@ -161,11 +159,20 @@ class Engine:
         """Queue a request. Raises `InvalidRequestError` for an id that is in use."""
         if self._requests.get(request.request_id) is request:  # Ctrl-C came after it was queued
             return
-        refuse_taken([request], self._requests)
+        if request.request_id in self._requests:
+            refuse_taken([request], self._requests)
         try:
             self._requests[request.request_id] = request
+            params, sink = request.params, request.sink
             for sequence in request.sequences:
-                sequence.speculates = self._drafting is not None and request.params.speculate
+                sequence.speculates = self._drafting is not None and params.speculate
+                sequence.is_streamed = bool(
+                    (sink is not None and sink.streams)
+                    or params.stop
+                    or params.logprobs is not None
+                    or sequence.waits_for_tokens
+                    or sequence.speculates
+                )
             self._scheduler.add(request.sequences[0])
             if request.deadline is not None:
                 heappush(self._deadlines, (request.deadline, next(self._numbers), request))
@@ -186,31 +193,30 @@ class Engine:
         memory is planned again, smaller; `DeviceMemoryError` if it cannot be smaller. Once the
         device has failed, this and every later call raises `EngineDeadError`.
         """
-        if self._death:
-            raise EngineDeadError(self._death)
+        if self.death:
+            raise EngineDeadError(self.death)
         self._is_stepping = True
         try:
-            self._end_overdue()
-            while len(self._queue) < self._depth and self._submit(self._schedule()):
+            while len(self._queue) < self._executor.depth and self._submit(self._schedule()):
                 pass
             result = self._emit(self._commit()) if self._queue else StepResult()
         finally:
             self._is_stepping = False
-            self._end_idle()
+            if not self._requests:
+                self._end_idle()
         for observer in self._observers:
             observer.on_step(result)
         return result
 
-    @property
-    def _depth(self) -> int:
-        """The most steps in the queue: one during the search for a request at fault."""
-        return 1 if self._faults.is_searching else self._executor.depth
-
     def _schedule(self) -> ScheduledStep | None:
         """Plan the next step. None: no request can run, or it needs tokens of the one before."""
+        if self._deadlines:
+            self._end_overdue()
         before = self._queue[-1] if self._queue else None
         held: Collection[SequenceState] = ()
-        if self._faults.is_searching:
+        if self._faults.suspects:
+            if before is not None:  # one step at a time during the search
+                return None
             held = self._faults.held(self._requests.values())
         if before is not None and self._drafting is not None:
             self._drafting.expect(before.step)
@@ -219,7 +225,7 @@ class Engine:
         except StalledError as error:
             self._fail(error.sequence.request, error)
             return None
-        if step is None:
+        if step is None and self._faults.suspects:
             self._faults.release()
         return step
 
@@ -230,16 +236,16 @@ class Engine:
         before = self._queue[-1] if self._queue else None
         mtp = None
         try:
-            if self._drafting is not None and not self._faults.is_searching:
-                self._drafting.extend(step)
             if self._drafting is not None:
+                if not self._faults.suspects:
+                    self._drafting.extend(step)
                 mtp = self._drafting.mtp_step(step)
             self._queue.append(self._executor.submit(step, before, mtp))
         except BaseException as error:
             if self._queue and self._queue[-1].step is step:  # Ctrl-C came after that
                 self._queue.pop().work.exception()
             num_tokens, sequences = step.plan.num_tokens, step.sequences
-            self._executor.batches.clear()
+            self._executor.forget_batches()
             self._scheduler.rollback(step)
             self._failed(sequences, num_tokens, error)
             return False
@@ -253,7 +259,9 @@ class Engine:
             submitted.wait()
             token_ids = submitted.sampled.token_ids
             if self._drafting is None or not step.drafts:
-                self._scheduler.commit(step, batch.own_tokens(token_ids).numpy())
+                if batch.repeats is not None:
+                    token_ids = batch.own_tokens(token_ids)
+                self._scheduler.commit(step, token_ids.numpy())
             else:
                 accepted = batch.accept(token_ids.tolist())
                 self._scheduler.commit(step, accepted.tokens, accepted.counts)
@@ -268,10 +276,8 @@ class Engine:
             else:
                 self._failed(step.sequences, num_tokens, error)
             return None
-        self._scheduler.limits = self._memory.after_a_step(self._scheduler.limits)
-        self._faults.succeeded(step.sequences)
-        if not self._faults.is_searching:
-            self.failures.succeeded()
+        if self._is_recovering or self.failures.logged:
+            self._recover(step)
         return submitted
 
     def _roll_back(self, *oldest: SubmittedStep) -> None:
@@ -280,9 +286,17 @@ class Engine:
             submitted.work.exception()
             if submitted in self._queue:
                 self._queue.remove(submitted)
-            self._executor.batches.clear()
+            self._executor.forget_batches()
             if submitted.step.plan.is_open:
                 self._scheduler.rollback(submitted.step)
+
+    def _recover(self, step: ScheduledStep) -> None:
+        """After a good step, clear its requests of suspicion, and raise reduced limits again."""
+        limits = self._scheduler.limits = self._memory.after_a_step(self._scheduler.limits)
+        self._faults.succeeded(step.sequences)
+        if not self._faults.suspects:
+            self.failures.logged.clear()
+            self._is_recovering = limits != self._memory.asked
 
     def _fail_broken(self, batch: InputBatch, error: BrokenLogitsError) -> None:
         """End the requests without a token to choose; after a draft, only disable drafts."""
@@ -298,19 +312,20 @@ class Engine:
         self, sequences: list[SequenceState], num_tokens: int, error: BaseException
     ) -> None:
         """Recover from a failed step, which was rolled back; raise if that is not possible."""
+        self._is_recovering = True
         if is_out_of_memory(error):
             self._shrink(num_tokens, error)
             return
         if isinstance(error, torch.AcceleratorError):
-            self._death = (
+            self.death = (
                 f"the device failed: {error}; no request was lost, but nothing can run on it "
                 "any more: make a new LLM in a new process"
             )
-            raise EngineDeadError(self._death) from error
+            raise EngineDeadError(self.death) from error
         is_ours = isinstance(error, PyEngineError) and not isinstance(error, WorkerError)
         if is_ours or not isinstance(error, Exception):
             if isinstance(error, EngineDeadError):
-                self._death = str(error)
+                self.death = str(error)
             raise error
         verdict = self._faults.failed(sequences)
         if verdict.is_hopeless:
@@ -345,10 +360,10 @@ class Engine:
             torch.cuda.empty_cache()
 
     def _end_idle(self) -> None:
-        """If no request is left, roll back running steps and drop their results."""
-        if not self._requests and not self._is_stepping:
-            self._executor.batches.clear()
-            self._unread = None
+        """Without requests, roll back running steps and drop their results."""
+        self._executor.forget_batches()
+        self._unread = None
+        if self._queue:
             self._roll_back()
 
     def _emit(self, submitted: SubmittedStep | None) -> StepResult:
@@ -356,23 +371,32 @@ class Engine:
         if submitted is None:
             return StepResult()
         batch = submitted.batch
-        for part, logprobs in zip(submitted.prompt_parts, submitted.prompt_logprobs, strict=True):
+        for part, logprobs in zip(batch.prompt_parts, submitted.prompt_logprobs, strict=True):
             part.request.append_prompt_logprobs(part.entry.start + 1, logprobs)
         tokens = submitted.sampled.token_ids.numpy()
         if self._unread is not batch:
             self._flush()
-        self._unread = batch
+            self._unread = batch
         ending = batch.buffer(tokens, submitted.positions)
-        self._fail_lost(batch)
-        ended = [batch.sequences[row] for row, token in ending if self._append(batch, row, token)]
-        num_drafted = self._append_streamed(submitted, ended)
+        if batch.sampling.matchers:
+            self._fail_lost(batch)
+        ended = [
+            sequence
+            for sequence, token in ending
+            if sequence.finish_reason is None and sequence.append(token)
+        ]
+        num_drafted = self._append_streamed(submitted, ended) if batch.streamed else 0
         begun = [  # not those that were aborted
             request
             for request in batch.beginners
             if not request.is_finished or request.sequences[0] in ended
         ]
         for request in begun:
-            self._begin(request)
+            if not request.sequences[0].max_output:  # it wants its prompt alone
+                continue
+            request.first_token_time = monotonic()
+            if len(request.sequences) > 1:
+                self._fork(request)
         finished = self._finish(ended) if ended else []
         for request in dict.fromkeys([batch.sequences[row].request for row in batch.streamed]):
             if request.sink is not None and request.sink.streams:
@@ -385,11 +409,11 @@ class Engine:
             if not request.sequences[0].max_output
         ]
         num_new_tokens = len(tokens) - len(batch.ahead) - sum(without_output) + num_drafted
-        self._num_new_tokens += num_new_tokens
+        self.num_new_tokens += num_new_tokens
         return StepResult(
             num_new_tokens=num_new_tokens,
             finished=finished,
-            num_tokens=submitted.step.num_tokens,
+            num_tokens=submitted.num_tokens,
             rows=batch.sequences,
             begun=begun,
             ended=ended,
@@ -399,15 +423,15 @@ class Engine:
     def _append_streamed(self, submitted: SubmittedStep, ended: list[SequenceState]) -> int:
         """Append the tokens of streamed rows; extends `ended`; returns the number of drafts."""
         batch, num_drafted = submitted.batch, 0
-        if not batch.streamed:
-            return 0
         tokens, logprobs = submitted.sampled.token_ids.tolist(), submitted.sampled.logprobs
         for row in batch.streamed:
             if row in submitted.rejected:
                 continue
-            num_drafted += row in batch.ahead and batch.sequences[row].finish_reason is None
-            if self._append(batch, row, tokens[row], logprobs[row]):
-                ended.append(batch.sequences[row])
+            sequence = batch.sequences[row]
+            if sequence.finish_reason is None:  # else it was aborted or has ended in this step
+                num_drafted += row in batch.ahead
+                if sequence.append(tokens[row], logprobs[row]):
+                    ended.append(sequence)
         return num_drafted
 
     def _flush(self) -> None:
@@ -427,25 +451,14 @@ class Engine:
         for request, error in lost.items():
             self._fail(request, StructuredOutputError(error))
 
-    @staticmethod
-    def _append(batch: InputBatch, row: int, token: int, logprobs: Any = None) -> bool:
-        """Append a token to a sequence, unless it was aborted; True if that ends it."""
-        sequence = batch.sequences[row]
-        return sequence.finish_reason is None and sequence.append(token, logprobs)
-
-    def _begin(self, request: Request) -> None:
+    def _fork(self, request: Request) -> None:
         """Start the further sequences that did not end with their first token."""
-        if not request.sequences[0].max_output:  # it wants its prompt alone
-            return
-        request.first_token_time = monotonic()
-        if len(request.sequences) > 1:
-            self._flush()
-            others = [sequence for sequence in request.unfinished if sequence.index > 0]
-            self._scheduler.fork(
-                request.sequences[0], [(other, other.token_ids[-1]) for other in others]
-            )
-            if self._drafting is not None:
-                self._drafting.fork(request.sequences[0], others)
+        self._flush()
+        others = [sequence for sequence in request.unfinished if sequence.index > 0]
+        first = request.sequences[0]
+        self._scheduler.fork(first, [(other, other.token_ids[-1]) for other in others])
+        if self._drafting is not None:
+            self._drafting.fork(first, others)
 
     def _finish(self, ended: list[SequenceState]) -> list[Request]:
         """Remove ended sequences; return the finished requests."""
@@ -494,7 +507,8 @@ class Engine:
             request.finish("abort", stop_reason)
             self._remove(request)
         self._faults.forget(live)
-        self._end_idle()
+        if not self._requests and not self._is_stepping:
+            self._end_idle()
         return live
 
     def _fail(self, request: Request, error: Exception) -> None:
@@ -536,7 +550,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """The current usage and counters."""
         counters = self._manager.stats().as_dict()
-        for name, number in self._scheduler.reuse.as_dict().items():
+        for name, number in self._scheduler.reuse.values.items():
             counters[name] = counters.get(name, 0) + number
         return EngineStats(
             usage=self._manager.usage(),
@@ -544,6 +558,6 @@ class Engine:
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             num_preemptions=self._scheduler.num_preemptions,
-            num_new_tokens=self._num_new_tokens,
+            num_new_tokens=self.num_new_tokens,
             num_drafts=0 if self._drafting is None else self._drafting.num_drafts,
         )

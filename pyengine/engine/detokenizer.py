@@ -76,11 +76,18 @@ class IncrementalDetokenizer:
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._decoder = _SafeDecoder(
-            partial(_decoder, tokenizer, skip_special_tokens, prompt_token_ids)
-        )
+        self._decoder: _StreamDecoder | _WindowDecoder | None = None
+        """None once the tokenizer has failed: the text ends there."""
+        self._last, self._mark = "", _REPLACEMENT
+        """The last piece of text, and what a failure of the tokenizer adds, once."""
+        try:
+            self._decoder = _decoder(tokenizer, skip_special_tokens, prompt_token_ids)
+        except BaseException as error:
+            self._stop(error)
         self._stops = StopSearch(tuple(stop)) if stop else None
         self._includes_stop = include_stop_str_in_output
+        self._may_be_cut = self._stops is not None and not include_stop_str_in_output
+        """True if the end of the text may be the beginning of a stop string."""
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._pieces: list[str] = []
@@ -98,11 +105,14 @@ class IncrementalDetokenizer:
     @property
     def stable_text(self) -> str:
         """The part of ``text`` that no stop string can remove."""
-        return self.text[: self._stable_length()]
+        if self._may_be_cut:
+            return self.text[: self._stable_length()]
+        return self.text
 
     def take_new_text(self) -> str:
         """The stable text since the last call, in time proportional to it."""
-        stable, wanted = self._stable_length(), self._length - self._num_taken
+        wanted = self._length - self._num_taken
+        stable = self._stable_length() if self._may_be_cut else self._length
         end: list[str] = []
         for piece in reversed(self._pieces):
             if wanted <= 0:
@@ -129,11 +139,11 @@ class IncrementalDetokenizer:
         if self._is_finished:
             raise RuntimeError(f"token {token_ids[0]} comes after the end of the text")
         if self._stops is None:
-            self._add(self._decoder.push(token_ids), len(token_ids))
+            self._add(self._push(token_ids), len(token_ids))
             return None
         num_free = self._min_tokens - self._num_tokens  # tokens in which no match may end
         if num_free > 0:
-            piece = self._decoder.push(token_ids[:num_free])
+            piece = self._push(token_ids[:num_free])
             self._stops.skip(piece)
             self._add(piece, min(num_free, len(token_ids)))
             token_ids = token_ids[num_free:]
@@ -144,9 +154,43 @@ class IncrementalDetokenizer:
 
         May be called more than once, and after a match, where it changes nothing.
         """
-        if not self._is_finished:
-            self._add(self._decoder.flush(), 0)
-            self._is_finished = True
+        if self._is_finished:
+            return
+        if self._decoder is not None:
+            try:
+                piece = self._decoder.flush()
+            except BaseException as error:
+                self._stop(error)
+                piece = self._mark
+            self._add(piece, 0)
+        self._is_finished, self._may_be_cut = True, False
+
+    def _push(self, token_ids: list[int]) -> str:
+        """Return the characters that are complete now and were not before."""
+        if self._decoder is not None:
+            try:
+                self._last = self._decoder.push(token_ids)
+                return self._last
+            except BaseException as error:
+                self._stop(error)
+        self._last, self._mark = self._mark, ""
+        return self._last
+
+    def _pieces_of(self, token_ids: list[int]) -> list[str]:
+        """Return the piece of text of each token that was pushed last."""
+        if self._decoder is not None:
+            try:
+                return self._decoder.pieces(token_ids)
+            except BaseException as error:
+                self._stop(error)
+        return [*[""] * (len(token_ids) - 1), self._last]
+
+    def _stop(self, error: BaseException) -> None:
+        """Decode no further after `error` of the tokenizer; raise other errors."""
+        if not is_failure(error):
+            raise error
+        _log.warning("the tokenizer fails on tokens of an answer, whose text ends: %r", error)
+        self._decoder = None
 
     def _add(self, piece: str, num_tokens: int) -> None:
         self._num_tokens += num_tokens
@@ -155,12 +199,12 @@ class IncrementalDetokenizer:
             self._length += len(piece)
 
     def _append_searched(self, stops: "StopSearch", token_ids: list[int]) -> StopMatch | None:
-        piece = self._decoder.push(token_ids)
+        piece = self._push(token_ids)
         if stops.find(piece) is None:
             stops.skip(piece)
             self._add(piece, len(token_ids))
             return None
-        for piece in self._decoder.pieces(token_ids):
+        for piece in self._pieces_of(token_ids):
             self._add(piece, 1)
             found = stops.find(piece)
             if found is not None:
@@ -171,12 +215,11 @@ class IncrementalDetokenizer:
         stop, num_after = found
         self._length -= num_after + (0 if self._includes_stop else len(stop))
         self._pieces = [self.text[: self._length]]
-        self._is_finished = True
+        self._is_finished, self._may_be_cut = True, False
         return StopMatch(stop, self._num_tokens)
 
     def _stable_length(self) -> int:
-        if self._stops is None or self._is_finished or self._includes_stop:
-            return self._length
+        assert self._stops is not None
         return self._length - self._stops.length_held_back()
 
 
@@ -189,55 +232,6 @@ def text_of(tokenizer: Tokenizer, token: int) -> str:
         if not is_failure(error):
             raise
         return _REPLACEMENT
-
-
-class _SafeDecoder:
-    """Decodes with the decoder of `make`. If that fails the text ends, with U+FFFD."""
-
-    def __init__(self, make: "Callable[[], _StreamDecoder | _WindowDecoder]") -> None:
-        self._decoder: _StreamDecoder | _WindowDecoder | None = None
-        self._last, self._mark = "", _REPLACEMENT
-        try:
-            self._decoder = make()
-        except BaseException as error:
-            self._stop(error)
-
-    def push(self, token_ids: list[int]) -> str:
-        """Return the characters that are complete now and were not before."""
-        if self._decoder is not None:
-            try:
-                self._last = self._decoder.push(token_ids)
-                return self._last
-            except BaseException as error:
-                self._stop(error)
-        self._last, self._mark = self._mark, ""
-        return self._last
-
-    def pieces(self, token_ids: list[int]) -> list[str]:
-        """Return the piece of text of each token that was pushed last."""
-        if self._decoder is not None:
-            try:
-                return self._decoder.pieces(token_ids)
-            except BaseException as error:
-                self._stop(error)
-        return [*[""] * (len(token_ids) - 1), self._last]
-
-    def flush(self) -> str:
-        """Return the characters that were held back."""
-        if self._decoder is None:
-            return ""
-        try:
-            return self._decoder.flush()
-        except BaseException as error:
-            self._stop(error)
-        return self._mark
-
-    def _stop(self, error: BaseException) -> None:
-        """Decode no further after `error` of the tokenizer; raise other errors."""
-        if not is_failure(error):
-            raise error
-        _log.warning("the tokenizer fails on tokens of an answer, whose text ends: %r", error)
-        self._decoder = None
 
 
 def _decoder(

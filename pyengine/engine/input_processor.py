@@ -126,7 +126,8 @@ class InputProcessor:
         params.check_vocabulary(limits.vocab_size)
         left = limits.max_model_len - len(ids)
         max_output = left if params.max_tokens is None else min(params.max_tokens, left)
-        params.check_sizes(len(ids), max_output, limits.vocab_size)
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            params.check_sizes(len(ids), max_output, limits.vocab_size)
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError(
                 f"stop={list(params.stop)} needs a tokenizer, this model has none: "
@@ -135,8 +136,6 @@ class InputProcessor:
         return max_output
 
     def _tokens_of(self, words: tuple[str, ...]) -> list[tuple[int, ...]]:
-        if not words:
-            return []
         with self._encoding, tokenizer_errors():  # tokenizers are not re-entrant
             return tokens_of_words(words, self._tokenizer)
 
@@ -148,7 +147,7 @@ class InputProcessor:
         It waits until the grammar of `structured_outputs` is compiled, so call it outside of event
         loops. Raises `InvalidRequestError` if the request cannot be served.
         """
-        if not is_real(priority) or math.isnan(priority):
+        if type(priority) is not int and (not is_real(priority) or math.isnan(priority)):
             raise InvalidRequestError(
                 f"priority={priority!r} is no number: smaller ones are served first, 0 is usual"
             )
@@ -164,19 +163,18 @@ class InputProcessor:
             max_output=max_output,
             length_reason=None if params.max_tokens == max_output else CONTEXT_FULL,
         )
-        wants_logits = params.prompt_logprobs is not None
+        top = None
+        if params.prompt_logprobs is not None:
+            top = params.num_prompt_logprobs(self.limits.vocab_size)
         request = Request(
             request_id,
             prompt,
             params,
             max_tokens=len(prompt.token_ids) + ends.max_output,
-            max_chunk=max(1, _PROMPT_LOGITS // self.limits.vocab_size)
-            if wants_logits
-            else math.inf,
+            max_chunk=math.inf if top is None else max(1, _PROMPT_LOGITS // self.limits.vocab_size),
             priority=priority,
         )
         request.tokenizer = self._tokenizer
-        top = params.num_prompt_logprobs(self.limits.vocab_size)
         if top is not None:
             request.scores = PromptLogprobs(self._prompt_logprobs, prompt, top)
         sampling = SamplingState(
@@ -185,7 +183,7 @@ class InputProcessor:
             seed=seed,
             vocab_size=self.limits.vocab_size,
             stop_ids=self.limits.eos_token_ids,
-            bad_words=self._tokens_of(params.bad_words),
+            bad_words=self._tokens_of(params.bad_words) if params.bad_words else (),
         )
         if params.structured_outputs is not None:
             sampling.keep_to(self.grammars.matcher(params.structured_outputs))

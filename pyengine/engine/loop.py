@@ -14,7 +14,7 @@ from pyengine.engine.core import Engine
 from pyengine.engine.output_stream import OutputNotifier
 from pyengine.engine.request import Request
 from pyengine.errors import ConfigurationError, EngineClosedError, EngineDeadError, copy_error
-from pyengine.executor.cpu_threads import ComputeThreads, StepWatch, ThreadGovernor, compute_threads
+from pyengine.executor.cpu_threads import ComputeThreads, StepThreads, compute_threads
 from pyengine.utils.frame_memory import with_frame_room
 
 T = TypeVar("T")
@@ -64,9 +64,7 @@ class EngineLoop:
     ) -> None:
         """`kill` ends what a step waits for that does not end by itself."""
         self._engine = engine
-        self._threads = threads or compute_threads(None)
-        self._governor = ThreadGovernor(self._threads)
-        self._watch = StepWatch(self._threads)
+        self._threads = StepThreads(threads or compute_threads(None))
         self._kill = kill
         self._owner = os.getpid()
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()  # its `put` is reentrant
@@ -201,10 +199,8 @@ class EngineLoop:
 
     def _step(self) -> None:
         """Run a step. If it fails for all requests, all get its error."""
-        self._watch.begin()
-        self._governor.begin()
         try:
-            with self._threads.used(self._governor.count):
+            with self._threads.step():
                 self._engine.step()
         except EngineDeadError:
             raise
@@ -212,9 +208,6 @@ class EngineLoop:
             traceback = self._engine.failures.unlogged(error)
             _log.error("a step failed for all requests: %r", error, exc_info=traceback)
             self._fail_all(error)
-        finally:
-            self._governor.end()
-            self._watch.end()
 
     def _add(self, requests: Sequence[Request]) -> None:
         for request in requests:

@@ -4,6 +4,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from threading import Event, Lock
 from time import monotonic
 from weakref import ref
@@ -139,12 +140,17 @@ class OutputNotifier:
     def __init__(self, is_running: Callable[[], bool]) -> None:
         self._is_running = is_running
         self._readers: dict[asyncio.AbstractEventLoop, dict[OutputStream, None]] = {}
+        self._unread: list[tuple[SimpleQueue[OutputCollector], OutputCollector]] = []
         self._turns: list[Event] = []
         """Of the loops that were called last; set at the end of each."""
 
     def add(self, loop: asyncio.AbstractEventLoop, reader: "OutputStream") -> None:
         """Note, in the engine's thread, that a reader has something to read."""
         self._readers.setdefault(loop, {})[reader] = None
+
+    def add_unread(self, queue: "SimpleQueue[OutputCollector]", collector: OutputCollector) -> None:
+        """Note that a thread has something to read: its queue gets the collector after the step."""
+        self._unread.append((queue, collector))
 
     def hand_on(self) -> None:
         """Tell the event loops what there is after a step, and let them hand it on."""
@@ -157,7 +163,10 @@ class OutputNotifier:
             turn.wait(max(0.0, end - monotonic()))
 
     def deliver(self) -> None:
-        """Tell the event loops."""
+        """Tell the threads and the event loops."""
+        unread, self._unread = self._unread, []
+        for queue, collector in unread:
+            queue.put(collector)
         readers, self._readers = self._readers, {}
         self._turns = []
         for loop, several in readers.items():

@@ -1,16 +1,19 @@
 """Log-probabilities of prompts' tokens, kept so that requests for them may use cached blocks."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from pyengine.engine.prompts import Prompt
 from pyengine.sampling.logprobs import TokenLogprobs
+
+if TYPE_CHECKING:
+    from pyengine.engine.request import SequenceState
 
 _ENTRY = np.dtype(
     [
@@ -81,10 +84,10 @@ class PromptLogprobs:
         "_cache",
         "_entries",
         "_hashes",
-        "_is_running",
         "_known",
         "_num_known",
         "_prompt",
+        "_sequence",
         "_top",
     )
 
@@ -99,7 +102,8 @@ class PromptLogprobs:
         self._known: list[_Entries] = []
         self._awaited: bytes | None = None
         """Hash of the first block without an entry at the last check."""
-        self._is_running: Callable[[], bool] = _never
+        self._sequence: SequenceState | None = None
+        """The sequence that computes the prompt, once it is admitted."""
 
     def readable_tokens(self) -> int:
         """The number of leading tokens that need not be computed if their blocks are cached."""
@@ -118,19 +122,21 @@ class PromptLogprobs:
         return self._is_pending(self._awaited)
 
     def _is_pending(self, block_hash: bytes | None) -> bool:
-        request = None if block_hash is None else self._cache.pending.get(block_hash)
-        return request is not None and request is not self and request._is_running()
+        other = None if block_hash is None else self._cache.pending.get(block_hash)
+        if other is None or other is self or other._sequence is None:
+            return False
+        return other._sequence.is_running
 
-    def pre_register(self, is_running: Callable[[], bool]) -> None:
-        """Let others wait for the blocks of this prompt without entries, while `is_running`."""
-        self._is_running = is_running
+    def pre_register(self, sequence: "SequenceState") -> None:
+        """Let others wait for the blocks of this prompt without entries, while `sequence` runs."""
+        self._sequence = sequence
         for block_hash in self._hashes:
             if block_hash not in self._cache and not self._is_pending(block_hash):
                 self._cache.pending[block_hash] = self
 
     def withdraw(self) -> None:
         """End the waiting of other requests: this one has ended."""
-        self._is_running = _never
+        self._sequence = None
         for block_hash in self._hashes:
             if self._cache.pending.get(block_hash) is self:
                 del self._cache.pending[block_hash]
@@ -162,10 +168,6 @@ class PromptLogprobs:
         is_whole = end == len(self._entries)
         for block in range(begin // size, len(self._hashes) if is_whole else end // size):
             self._cache.put(self._hashes[block], self._entries[block * size : (block + 1) * size])
-
-
-def _never() -> bool:
-    return False
 
 
 def _hashes(prompt: Prompt, block_size: int) -> list[bytes]:

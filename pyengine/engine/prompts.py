@@ -1,6 +1,6 @@
 """Parses prompts of every form into token ids."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.engine.untrusted_calls import encode_text, tokenizer_errors
+from pyengine.engine.untrusted_calls import raise_tokenizer_error, tokenizer_errors, within
 from pyengine.errors import InvalidRequestError
 from pyengine.sampling_params import SamplingParams
 from pyengine.utils import validation
@@ -17,6 +17,12 @@ from pyengine.utils.validation import is_integer
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 PromptLike: TypeAlias = str | TokenIds | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` (text) or `prompt_token_ids`, and `cache_salt`."""
+
+_LONGEST_TRUSTED = 1000
+"""The longest text, in characters, on which no tokenizer's expression takes for ever: the library
+gives up after 10^7 tries at one place, a fifth of a second."""
+_SECONDS, _SECONDS_PER_CHARACTER = 10.0, 100e-6
+"""The time limit for longer texts: a hundred times what tokenizers take."""
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
@@ -60,7 +66,7 @@ def parse_prompt(prompt: PromptLike, tokenizer: Any) -> Prompt:
     if isinstance(prompt, Mapping):
         return _parse_mapping(prompt, tokenizer)
     if isinstance(prompt, str):
-        return Prompt(token_ids=_encode(prompt, tokenizer), text=prompt)
+        return Prompt(token_ids=_as_ids(tokens_of(prompt, tokenizer)), text=prompt)
     return Prompt(token_ids=_token_ids(prompt))
 
 
@@ -82,7 +88,7 @@ def _parse_mapping(prompt: Mapping[str, Any], tokenizer: Any) -> Prompt:
             f"this one has {sorted(prompt)}"
         )
     namespace = salt_namespace(prompt.get("cache_salt"))
-    token_ids = _encode(text or "", tokenizer) if ids is None else _token_ids(ids)
+    token_ids = _as_ids(tokens_of(text or "", tokenizer)) if ids is None else _token_ids(ids)
     return Prompt(token_ids=token_ids, text=text, namespace=namespace)
 
 
@@ -115,14 +121,15 @@ def salted(prompt: Prompt, cache_salt: Any) -> Prompt:
     return replace(prompt, namespace=namespace)
 
 
-def _encode(text: str, tokenizer: Any) -> Sequence[int]:
-    return cast(Sequence[int], np.array(tokens_of(text, tokenizer), dtype=np.int64))
+_as_ids: Callable[[Sequence[int]], Any] = partial(np.array, dtype=np.int64)
+"""Token ids as int64 [T]."""
 
 
 def tokens_of(text: str, tokenizer: Any, *, add_special_tokens: bool = True) -> list[int]:
     """The token ids of a text, with or without those that the tokenizer adds.
 
-    Raises `InvalidRequestError` if it is no text, and without a tokenizer.
+    Raises `InvalidRequestError` if it is no text, without a tokenizer, and where that fails on the
+    text or seems to take for ever.
     """
     if not isinstance(text, str):
         raise InvalidRequestError(f"{shown(text)} is no text")
@@ -130,11 +137,18 @@ def tokens_of(text: str, tokenizer: Any, *, add_special_tokens: bool = True) -> 
         raise InvalidRequestError(
             f"the prompt {text[:40]!r} is text and this model has no tokenizer: give token ids"
         )
-    refuse_surrogates(text)
+    if not text.isascii():
+        refuse_surrogates(text)
     encode = tokenizer.encode
     if not add_special_tokens:
         encode = partial(encode, add_special_tokens=False)
-    return encode_text(text, encode)
+    try:
+        if len(text) <= _LONGEST_TRUSTED:
+            return cast(list[int], encode(text))
+        seconds = _SECONDS + len(text) * _SECONDS_PER_CHARACTER
+        return cast(list[int], within(seconds, partial(encode, text), "the model's tokenizer"))
+    except BaseException as error:
+        raise_tokenizer_error(error)
 
 
 def text_from(token_ids: TokenIds, tokenizer: Any, *, skip_special_tokens: bool = False) -> str:
@@ -188,7 +202,7 @@ def _token_ids(ids: Any) -> Sequence[int]:
                     f"a prompt is text or token ids; found {shown(token)} at position {position}"
                 )
     try:
-        return cast(Sequence[int], np.array(several, dtype=np.int64))
+        return cast(Sequence[int], _as_ids(several))
     except OverflowError:
         position = next(at for at, token in enumerate(several) if not -(2**63) <= token < 2**63)
         raise InvalidRequestError(

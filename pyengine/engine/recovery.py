@@ -58,17 +58,13 @@ class FaultFinder:
     """
 
     def __init__(self) -> None:
-        self._suspects: list[Request] = []
+        self.suspects: list[Request] = []
+        """Not empty from a failed step until a request is found at fault or all are cleared."""
         self._held: set[Request] = set()
         self._can_hold = True
         """True if the next step may leave requests out."""
         self._num_failed = 0
         """Requests found at fault since the last good step."""
-
-    @property
-    def is_searching(self) -> bool:
-        """True from a failed step until a request is found at fault or all are cleared."""
-        return bool(self._suspects)
 
     def held(self, unfinished: Iterable[Request]) -> set[SequenceState]:
         """The sequences of unfinished requests that the next step leaves out.
@@ -77,7 +73,7 @@ class FaultFinder:
         """
         if not self._can_hold:
             return set()
-        suspects, is_last = set(self._suspects), len(self._suspects) == 1
+        suspects, is_last = set(self.suspects), len(self.suspects) == 1
         held = [
             request
             for request in unfinished
@@ -89,9 +85,9 @@ class FaultFinder:
     def failed(self, sequences: Iterable[SequenceState]) -> Verdict:
         """Record a failed step with these sequences, which was rolled back."""
         requests = _requests_of(sequences)
-        was_forced, self._can_hold = bool(self._suspects) and not self._can_hold, True
+        was_forced, self._can_hold = bool(self.suspects) and not self._can_hold, True
         took_part = {request for request in requests if request.finished_time is None}
-        suspects = [suspect for suspect in self._suspects if suspect in took_part]
+        suspects = [suspect for suspect in self.suspects if suspect in took_part]
         if not suspects:
             for item in took_part:
                 item.num_failures = 0
@@ -103,8 +99,8 @@ class FaultFinder:
         last = suspects[-1]
         if was_forced and last.num_failures >= _FAILURES_IN_COMPANY:
             return self._at_fault(last)
-        self._suspects = self._in_order(took_part) if was_forced else suspects
-        if len(self._suspects) > 1:
+        self.suspects = self._in_order(took_part) if was_forced else suspects
+        if len(self.suspects) > 1:
             self._hold_back()
             return Verdict()
         self._held.clear()
@@ -114,14 +110,14 @@ class FaultFinder:
     def succeeded(self, sequences: Iterable[SequenceState]) -> None:
         """Record a good step with these sequences, during a search or not."""
         self._num_failed = 0
-        if not self._suspects:
+        if not self.suspects:
             return
         self._can_hold = True
         took_part = _requests_of(sequences)
         for item in took_part:
             item.num_failures = 0
-        self._suspects = [suspect for suspect in self._suspects if suspect not in took_part]
-        if len(self._suspects) > 1:
+        self.suspects = [suspect for suspect in self.suspects if suspect not in took_part]
+        if len(self.suspects) > 1:
             self._hold_back()
         else:
             self._held.clear()
@@ -130,8 +126,8 @@ class FaultFinder:
         """Drop requests that have ended."""
         for request in requests:
             self._held.discard(request)
-            if request in self._suspects:
-                self._suspects.remove(request)
+            if request in self.suspects:
+                self.suspects.remove(request)
 
     def release(self) -> None:
         """Hold no request out of the next step: the others make no step."""
@@ -139,7 +135,7 @@ class FaultFinder:
         self._can_hold = False
 
     def _at_fault(self, culprit: Request) -> Verdict:
-        self._suspects = []
+        self.suspects = []
         self._held.clear()
         self._num_failed += 1
         return Verdict(culprit, is_hopeless=self._num_failed >= _HOPELESS)
@@ -151,7 +147,7 @@ class FaultFinder:
 
     def _hold_back(self) -> None:
         """Leave some of the suspects out of the next step."""
-        suspects = self._suspects
+        suspects = self.suspects
         newcomers = {suspect for suspect in suspects if suspect.first_token_time is None}
         if 0 < len(newcomers) < len(suspects):
             self._held = newcomers
@@ -170,19 +166,16 @@ class FailureLog:
     """
 
     def __init__(self) -> None:
-        self._logged: set[tuple[type[BaseException], str]] = set()
+        self.logged: set[tuple[type[BaseException], str]] = set()
+        """Cleared after a good step outside of a search: later failures are new ones."""
 
     def unlogged(self, error: BaseException) -> BaseException | None:
         """Return `error` as logging's `exc_info`, None if an equal one was logged."""
         key = (type(error), str(error))
-        if key in self._logged:
+        if key in self.logged:
             return None
-        self._logged.add(key)
+        self.logged.add(key)
         return error
-
-    def succeeded(self) -> None:
-        """Record a good step outside of a search: later failures are new ones."""
-        self._logged.clear()
 
 
 class LimitRecovery:
@@ -193,7 +186,7 @@ class LimitRecovery:
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
-        self._asked = limits
+        self.asked = limits
         self._calm = _FIRST_CALM
         self._since = 0
         self._has_grown = False
@@ -209,18 +202,18 @@ class LimitRecovery:
 
     def after_a_step(self, limits: SchedulerLimits) -> SchedulerLimits:
         """Limits after a step that fitted."""
-        if limits == self._asked:
+        if limits == self.asked:
             return limits
         self._since += 1
         if self._since < self._calm:
             return limits
         self._since, self._has_grown = 0, True
-        return self._of(min(2 * limits.max_num_batched_tokens, self._asked.max_num_batched_tokens))
+        return self._of(min(2 * limits.max_num_batched_tokens, self.asked.max_num_batched_tokens))
 
     def _of(self, max_num_batched_tokens: int) -> SchedulerLimits:
         return SchedulerLimits(
             max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=min(self._asked.max_num_seqs, max_num_batched_tokens),
+            max_num_seqs=min(self.asked.max_num_seqs, max_num_batched_tokens),
         )
 
 

@@ -66,8 +66,11 @@ class SequenceState:
         "_num_taken",
         "finish_reason",
         "index",
+        "is_drawn",
         "is_running",
+        "is_streamed",
         "kv",
+        "max_output",
         "num_computed",
         "num_slots",
         "num_tokens",
@@ -76,7 +79,9 @@ class SequenceState:
         "request",
         "sampling",
         "speculates",
+        "stop_ids",
         "stop_reason",
+        "token_ids",
         "waits_for_tokens",
         "wants_drafts",
     )
@@ -105,8 +110,22 @@ class SequenceState:
         """Drafts for its next tokens wait for the value of its last token."""
         self.params = request.params
         self.sampling = sampling
+        self.token_ids = sampling.token_ids
+        """The output so far."""
+        self.is_drawn = sampling.is_drawn
+        """True if its tokens are drawn; otherwise the most probable are taken."""
+        self.stop_ids = ends.stop_ids
+        """Tokens that end it after `min_tokens`."""
+        self.max_output = ends.max_output
+        """The most output tokens."""
         self.speculates = False
         """True if its next tokens may be drafted."""
+        self.is_streamed = False
+        """True if its tokens are appended one by one; those of other sequences are buffered.
+
+        So it is if its sink streams, a stop string may end it, tokens change later logits, and with
+        drafts or log-probabilities.
+        """
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._ends = ends
@@ -136,60 +155,24 @@ class SequenceState:
         return self.waits_for_tokens or self.num_slots > 1 or self.wants_drafts
 
     @property
-    def token_ids(self) -> list[int]:
-        """The tokens so far."""
-        return self.sampling.token_ids
-
-    @property
-    def is_drawn(self) -> bool:
-        """True if its tokens are drawn; otherwise the most probable are taken."""
-        return self.sampling.is_drawn
-
-    @property
     def is_known(self) -> bool:
         """True if it has output, and all of its tokens except the one being sampled are known."""
         output = self.num_tokens - 1 - len(self.request.prompt_token_ids)
         return len(self.token_ids) == output > 0
 
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Tokens that end it after `min_tokens`."""
-        return self._ends.stop_ids
-
-    @property
-    def max_output(self) -> int:
-        """The most output tokens."""
-        return self._ends.max_output
-
-    @property
-    def is_streamed(self) -> bool:
-        """True if its tokens are appended one by one; those of other sequences are buffered.
-
-        So it is if its sink streams, a stop string may end it, tokens change later logits, or with
-        drafts.
-        """
-        params = self.params
-        return bool(
-            self.request.streams
-            or params.stop
-            or params.logprobs is not None
-            or self.waits_for_tokens
-            or self.speculates
-        )
-
-    def append(self, token: int, logprobs: TokenLogprobs | None) -> bool:
+    def append(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:
         """Append the next token; True if it ends the sequence.
 
         With `max_tokens=0` the token that the last step of the prompt sampled is dropped.
         """
-        if not self._ends.max_output:
+        if not self.max_output:
             self.finish("length")
             return True
         num_output = self.sampling.append(token)
         if logprobs is not None:
             self._cumulative += logprobs.logprob
             self._logprobs.append(logprobs.as_dict(self.request.decoder))
-        is_stop = token in self._ends.stop_ids and num_output > self.params.min_tokens
+        is_stop = token in self.stop_ids and num_output > self.params.min_tokens
         match = None
         if self.params.stop and (not is_stop or self.params.include_stop_str_in_output):
             match = self._text_to(num_output)
@@ -200,50 +183,46 @@ class SequenceState:
             self.finish("stop", match)
         elif self.sampling.matcher is not None and self.sampling.matcher.is_finished:
             self.finish("stop")
-        elif num_output >= self._ends.max_output:
+        elif num_output >= self.max_output:
             self.finish("length", self._ends.length_reason)
         return self.finish_reason is not None
-
-    def extend(self, tokens: list[int]) -> None:
-        """Append tokens of which none ends the sequence."""
-        self.sampling.extend(tokens)
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the sequence."""
         self.finish_reason, self.stop_reason = reason, stop_reason
 
     def _text_to(self, num_tokens: int) -> str | None:
-        """Extend the text to `num_tokens` tokens; return the stop string that ended it, if any."""
-        first, self._num_decoded = self._num_decoded, max(num_tokens, self._num_decoded)
-        detokenizer = self._text_decoder()
-        if detokenizer is None or first >= num_tokens:
-            return None
-        match = detokenizer.append_many(self.token_ids[first:num_tokens])
-        return None if match is None else match.stop
+        """Extend the text to `num_tokens` tokens; return the stop string that ended it, if any.
 
-    def _text_decoder(self) -> IncrementalDetokenizer | None:
-        """The detokenizer of its text; None without a tokenizer or with `detokenize=False`."""
-        params, tokenizer = self.params, self.request.tokenizer
-        if self._detokenizer is None and tokenizer is not None and params.detokenize:
+        There is no text without a tokenizer or with `detokenize=False`.
+        """
+        params, request = self.params, self.request
+        if request.tokenizer is None or not params.detokenize:
+            return None
+        if self._detokenizer is None:
             self._detokenizer = IncrementalDetokenizer(
-                tokenizer,
-                prompt_token_ids=self.request.prompt_token_ids,
+                request.tokenizer,
+                prompt_token_ids=request.prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 stop=params.stop,
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
-        return self._detokenizer
+        first = self._num_decoded
+        if first >= num_tokens:
+            return None
+        self._num_decoded = num_tokens
+        match = self._detokenizer.append_many(self.token_ids[first:num_tokens])
+        return None if match is None else match.stop
 
     def _text(self) -> IncrementalDetokenizer | None:
         """The text so far; all of it once the sequence has ended."""
-        detokenizer = self._text_decoder()
-        is_stopped = self.finish_reason == "stop"
-        if detokenizer is not None and not (is_stopped and isinstance(self.stop_reason, str)):
+        is_cut = self.finish_reason == "stop" and isinstance(self.stop_reason, str)
+        if not is_cut:  # else it ends with the stop string, within a token perhaps
             self._text_to(len(self.token_ids) - self._drops_last)
-        if detokenizer is not None and self.finish_reason is not None:
-            detokenizer.finish()
-        return detokenizer
+        if self._detokenizer is not None and self.finish_reason is not None:
+            self._detokenizer.finish()
+        return self._detokenizer
 
     def output(self) -> CompletionOutput:
         """The output so far."""
@@ -287,7 +266,7 @@ class Request:
 
     It ends at `max_tokens` tokens, the prompt's included, if not before. A step computes at most
     `max_chunk` tokens of all prompts with such a bound. With `read_cache` off every prompt token is
-    computed, cached or not, except `readable_tokens`.
+    computed, cached or not, except those that `scores` allows.
     """
 
     __slots__ = (
@@ -369,11 +348,6 @@ class Request:
         self._metrics: RequestMetrics | None = None
 
     @property
-    def streams(self) -> bool:
-        """True if its sink takes the output of each step."""
-        return self.sink is not None and self.sink.streams
-
-    @property
     def is_finished(self) -> bool:
         """True if every sequence has ended."""
         return all([sequence.finish_reason is not None for sequence in self.sequences])
@@ -394,25 +368,6 @@ class Request:
         tokenizer = self.tokenizer
         return None if tokenizer is None else partial(text_of, tokenizer)
 
-    def readable_tokens(self) -> int:
-        """The number of leading tokens that may be cached although `read_cache` is off.
-
-        Read at each attempt of admission, as it may change.
-        """
-        return 0 if self.scores is None else self.scores.readable_tokens()
-
-    def awaits_prefix(self) -> bool:
-        """True if a running request computes a prefix that this one would compute again.
-
-        This one is admitted after that, or when the other request stops running.
-        """
-        return self.scores is not None and self.scores.awaits_prefix()
-
-    def admitted(self) -> None:
-        """Record the admission: a step with tokens of this request is being planned."""
-        if self.scores is not None:
-            self.scores.pre_register(lambda: self.sequences[0].is_running)
-
     def append_prompt_logprobs(self, first: int, logprobs: list[TokenLogprobs]) -> None:
         """Append log-probabilities of the prompt's tokens from position `first` on."""
         assert self.scores is not None
@@ -420,20 +375,33 @@ class Request:
         new = self.scores.extend(first, logprobs)
         self.prompt_logprobs += [entry.as_dict(decoder) for entry in new]
 
-    def output(self) -> RequestOutput:
-        """The output so far, of all sequences."""
-        return self._with([sequence.output() for sequence in self.sequences])
-
     def take_delta(self) -> RequestOutput | None:
         """The output since the last call; None if there is none."""
         deltas = [sequence.take_delta() for sequence in self.sequences]
         outputs = [output for output in deltas if output is not None]
-        return self._with(outputs) if outputs else None
+        return self.output(outputs) if outputs else None
 
-    def _with(self, outputs: list[CompletionOutput]) -> RequestOutput:
+    def output(self, outputs: list[CompletionOutput] | None = None) -> RequestOutput:
+        """The output so far of all sequences, or these `outputs` of theirs."""
+        if outputs is None:
+            outputs = [sequence.output() for sequence in self.sequences]
         if self._prompt_ids is None:
             ids: Any = self.prompt_token_ids
             self._prompt_ids = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        metrics = self._metrics
+        if (  # else the same object
+            metrics is None
+            or self.finished_time is not None
+            or metrics.num_preemptions != self.num_preemptions
+            or metrics.first_token_time != self.first_token_time
+        ):
+            metrics = self._metrics = RequestMetrics(
+                arrival_time=self.arrival_time,
+                scheduled_time=self.scheduled_time,
+                first_token_time=self.first_token_time,
+                finished_time=self.finished_time,
+                num_preemptions=self.num_preemptions,
+            )
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -442,25 +410,7 @@ class Request:
             outputs=outputs,
             finished=self.is_finished,
             num_cached_tokens=self.num_cached_tokens,
-            metrics=self._metrics_now(),
+            metrics=metrics,
             index=self.place,
             error=self.error,
         )
-
-    def _metrics_now(self) -> RequestMetrics:
-        """The metrics; the same object until they change."""
-        last = self._metrics
-        if (
-            last is None
-            or self.finished_time is not None
-            or last.num_preemptions != self.num_preemptions
-            or last.first_token_time != self.first_token_time
-        ):
-            last = self._metrics = RequestMetrics(
-                arrival_time=self.arrival_time,
-                scheduled_time=self.scheduled_time,
-                first_token_time=self.first_token_time,
-                finished_time=self.finished_time,
-                num_preemptions=self.num_preemptions,
-            )
-        return last

@@ -5,17 +5,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from threading import Lock, Thread, get_ident
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 from pyengine.errors import InvalidRequestError
 
 _T = TypeVar("_T")
-
-_LONGEST_TRUSTED = 1000
-"""Characters on which no expression takes for ever: the library gives up after 10^7 tries at one
-place, a fifth of a second."""
-_SECONDS, _SECONDS_PER_CHARACTER = 10.0, 100e-6
-"""For longer texts: a hundred times what tokenizers take."""
 
 _INTERRUPTS, _SECONDS_BETWEEN = 4, 0.05
 """How often work is interrupted that does not end, and how long its caller waits after each."""
@@ -46,29 +40,20 @@ def within(seconds: float, work: Callable[[], _T], who: str) -> _T:
         task.interrupt()
 
 
-def encode_text(text: str, encode: Callable[[str], list[int]]) -> list[int]:
-    """The token ids of a text by a tokenizer's `encode`.
-
-    Raises `InvalidRequestError` where it fails on the text, or seems to take for ever.
-    """
-    with tokenizer_errors():
-        if len(text) <= _LONGEST_TRUSTED:
-            return encode(text)
-        seconds = _SECONDS + len(text) * _SECONDS_PER_CHARACTER
-        return within(seconds, lambda: encode(text), "the model's tokenizer")
-
-
 @contextmanager
 def tokenizer_errors() -> Iterator[None]:
     """Errors of a tokenizer become an `InvalidRequestError`."""
     try:
         yield
-    except InvalidRequestError:
-        raise
     except BaseException as error:
-        if not is_failure(error):
-            raise
-        raise InvalidRequestError(f"the model's tokenizer fails on this text: {error}") from error
+        raise_tokenizer_error(error)
+
+
+def raise_tokenizer_error(error: BaseException) -> NoReturn:
+    """Raise a failure of a tokenizer as an `InvalidRequestError`, and other errors as they are."""
+    if isinstance(error, InvalidRequestError) or not is_failure(error):
+        raise error
+    raise InvalidRequestError(f"the model's tokenizer fails on this text: {error}") from error
 
 
 def is_failure(error: BaseException) -> bool:

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,16 +34,6 @@ _FIRST_PATIENCE, _LONGEST_PATIENCE = 2.0, 64.0
 
 
 _OR_FEWER = "; fewer while other programs take them"
-_AS_IT_IS = nullcontext()
-
-
-@contextmanager
-def _used(count: int, before: int) -> Iterator[None]:
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +45,15 @@ class ComputeThreads:
     adapts: bool = False
     """True if steps may use fewer while other programs take the processors."""
 
-    def used(self, at_most: int | None = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def used(self) -> Iterator[None]:
         """Inside, torch uses this number of threads in calls of this thread."""
         before = torch.get_num_threads()
-        count = self.count if at_most is None else min(self.count, at_most)
-        return _AS_IT_IS if before == count else _used(count, before)
+        torch.set_num_threads(self.count)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def describe(self) -> dict[str, object]:
         """For `describe()` and `pyengine info`."""
@@ -113,8 +107,8 @@ def _waiting_seconds() -> float:
     return nanoseconds / 1e9
 
 
-class ThreadGovernor:
-    """Chooses the threads that compute a step while other programs take the processors.
+class StepThreads:
+    """Runs steps with as many threads as get processors, and warns once if steps get none.
 
     All threads of a step wait for the slowest one, hundreds of times. So a thread that shares its
     processor slows all of them down: on two cores beside one busy process, steps with one thread
@@ -124,35 +118,55 @@ class ThreadGovernor:
 
     The number of threads changes no result: oneDNN and the attention kernel give the same bits with
     any. Otherwise `ComputeThreads.adapts` is false.
+
+    The warning is logged if ten seconds of steps take many times their processor time. `now` reads
+    the clocks.
     """
 
     def __init__(self, threads: ComputeThreads, now: Callable[[], _Times] = _now) -> None:
         self._threads = threads
         self._now = now
         self.count = threads.count
-        self._start: _Times | None = None
+        """The threads of the next step."""
+        self.has_warned = False
+        self._trial_start: _Times | None = None
+        self._window_start: _Times | None = None
         self._last_end = 0.0
         self._is_trial = False
         self._patience = _FIRST_PATIENCE
         self._raise_at = 0.0
 
-    def begin(self) -> None:
-        """A step begins."""
-        if not self._threads.adapts:
-            return
-        if self._start is None or time.perf_counter() - self._last_end > _PAUSE:
-            self._start = self._now()
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside, torch uses `count` threads in calls of this thread."""
+        adapts, is_judged = self._threads.adapts, self._threads.adapts or not self.has_warned
+        is_first = time.perf_counter() - self._last_end > _PAUSE
+        if is_judged and (is_first or self._trial_start is None):
+            self._trial_start = self._window_start = self._now()
+        count, before = self.count, torch.get_num_threads()
+        if count != before:
+            torch.set_num_threads(count)
+        try:
+            yield
+        finally:
+            if count != before:
+                torch.set_num_threads(before)
+            self._last_end = time.perf_counter()
+            start, length = self._trial_start, _TRIAL if adapts else _WINDOW
+            if is_judged and start is not None and self._last_end - start.clock >= length:
+                self._judge(start)
 
-    def end(self) -> None:
-        """A step has ended, well or not."""
-        if self._start is None:
-            return
-        self._last_end = time.perf_counter()
-        if self._last_end - self._start.clock >= _TRIAL:
-            start, self._start = self._start, self._now()
-            self._judge(self._start.clock, start, self._start)
+    def _judge(self, start: _Times) -> None:
+        """Judge the steps since `start`; those that follow are judged together again."""
+        now = self._trial_start = self._now()
+        if self._threads.adapts:
+            self._adapt(now.clock, start, now)
+        window = self._window_start
+        if window is not None and now.clock - window.clock >= _WINDOW and not self.has_warned:
+            self._warn(window, now)
+            self._window_start = now
 
-    def _judge(self, now: float, start: _Times, end: _Times) -> None:
+    def _adapt(self, now: float, start: _Times, end: _Times) -> None:
         is_crowded = end.waiting - start.waiting > _CROWDED * (end.clock - start.clock)
         if is_crowded and self.count > 1:
             if self._is_trial:
@@ -169,37 +183,8 @@ class ThreadGovernor:
         _log.debug("steps are computed with %d threads (%d before)", count, self.count)
         self.count, self._is_trial = count, is_trial
 
-
-class StepWatch:
-    """Logs a warning, once, if steps take many times their processor time.
-
-    It judges 10 seconds of steps at a time. `now` reads the clocks.
-    """
-
-    def __init__(self, threads: ComputeThreads, now: Callable[[], _Times] = _now) -> None:
-        self._threads = threads
-        self._now = now
-        self._start: _Times | None = None
-        self._last_end = 0.0
-        self.has_warned = False
-
-    def begin(self) -> None:
-        """A step begins."""
-        if self.has_warned:
-            return
-        if self._start is None or time.perf_counter() - self._last_end > _PAUSE:
-            self._start = self._now()
-
-    def end(self) -> None:
-        """A step has ended, well or not."""
-        if self._start is None:
-            return
-        self._last_end = time.perf_counter()
-        if self._last_end - self._start.clock >= _WINDOW:
-            start, self._start = self._start, None
-            self._judge(start, self._now())
-
-    def _judge(self, start: _Times, end: _Times) -> None:
+    def _warn(self, start: _Times, end: _Times) -> None:
+        """Log the warning, if these steps took many times their processor time."""
         clock = end.clock - start.clock
         processor = end.processor - start.processor
         waiting = end.waiting - start.waiting

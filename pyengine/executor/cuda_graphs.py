@@ -84,14 +84,10 @@ class DecodeGraphs:
         self._buffers = buffers
         self._null_block = null_block
         self._graphs: dict[int, _Graph] = {}
-        self._sizes: list[int] = []
+        self.sizes: list[int] = []
+        """The batch sizes that have a graph, smallest first."""
         self._logits: torch.Tensor | None = None
         """One tensor for all graphs, as wide as the largest: separate ones would stay allocated."""
-
-    @property
-    def sizes(self) -> list[int]:
-        """The batch sizes that have a graph, smallest first."""
-        return list(self._sizes)
 
     def capture(self, sizes: Sequence[int], record: Record) -> None:
         """Capture a graph for each size, the largest first.
@@ -106,7 +102,7 @@ class DecodeGraphs:
                 _log.warning(
                     "no CUDA graph for a batch of %d, %s: %s", size, type(error).__name__, error
                 )
-        self._sizes = sorted(self._graphs)
+        self.sizes = sorted(self._graphs)
 
     @torch.inference_mode()
     def _captured(self, size: int, record: Record) -> _Graph:
@@ -127,8 +123,8 @@ class DecodeGraphs:
         count = plan.num_sequences
         if not plan.num_tokens == count == plan.num_samples:
             return None
-        at = bisect_left(self._sizes, count)
-        return Padding(self._sizes[at], self._null_block) if at < len(self._sizes) else None
+        at = bisect_left(self.sizes, count)
+        return Padding(self.sizes[at], self._null_block) if at < len(self.sizes) else None
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> torch.Tensor:

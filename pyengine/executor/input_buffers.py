@@ -71,17 +71,14 @@ class SharedArrays:
     def __init__(self, group: int, sequences: int) -> None:
         self.group = group
         self.order = np.zeros(sequences, np.int32)
-        self._own_blocks = np.zeros(sequences, np.int32)
-        self._prefixes = np.zeros((max(1, sequences - 1), 5), np.int32)
+        self.own_blocks = np.zeros(sequences, np.int32)
+        self.rows = np.zeros((max(1, sequences - 1), 5), np.int32)
         self.found = SharedPrefixes(
-            order=self.order, own_blocks=self._own_blocks, prefixes=self._prefixes, group=group
+            order=self.order, own_blocks=self.own_blocks, prefixes=self.rows, group=group
         )
         """The arrays as the block manager writes them."""
-
-    @property
-    def prefixes(self) -> npt.NDArray[np.int32]:
-        """The prefixes of the step."""
-        return self._prefixes[: self.found.num_prefixes]
+        self.prefixes = self.rows[:0]
+        """The prefixes of the step: the first of `rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +108,14 @@ _WIDTHS = 64
 
 Pairs: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
-Upload: TypeAlias = Callable[[Pairs], Callable[[], object]]
+Wait: TypeAlias = Callable[[], object]
+
+Upload: TypeAlias = Callable[[Pairs], Wait | None]
 """Copies each source on the host to its target on the device, in the order of the device's queue.
-The returned function waits until the sources may be written to again."""
+The returned function waits until the sources may be written to again; None: they may at once."""
 
 
-def upload_in_stream(pairs: Pairs) -> Callable[[], object]:
+def upload_in_stream(pairs: Pairs) -> Wait:
     """Queue copies from pinned memory on the current CUDA stream. See `Upload`."""
     for source, target in pairs:
         target.copy_(source, non_blocking=True)
@@ -125,23 +124,18 @@ def upload_in_stream(pairs: Pairs) -> Callable[[], object]:
     return event.synchronize
 
 
-def upload_at_once(pairs: Pairs) -> Callable[[], object]:
+def upload_at_once(pairs: Pairs) -> None:
     """Copy on the host: there is nothing to wait for. See `Upload`."""
     for source, target in pairs:
         target.copy_(source)
-    return _nothing
-
-
-def _nothing() -> None:
-    """No copy is under way."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilledStep:
     """A step in the host buffers, and its copies to the device.
 
-    `tables` are staged, to be copied into separate memory; None: the device does not read them, or
-    reads the host's.
+    Without `copies` the device reads the host's memory: `inputs` are complete. `tables` are staged,
+    to be copied into separate memory; None: the device does not read them, or reads the host's.
     """
 
     inputs: StepInputs
@@ -151,9 +145,10 @@ class FilledStep:
 
     def upload(self) -> StepInputs:
         """Copy the step to the device, in the order of its queue."""
+        if not self.copies:
+            return self.inputs
         if self.tables is None:
-            if self.copies:
-                self.buffers.start_upload(self.copies)
+            self.buffers.start_upload(self.copies)
             return self.inputs
         tables = torch.empty_like(self.tables, device=self.inputs.input_ids.device)
         self.buffers.start_upload([*self.copies, (self.tables, tables)])
@@ -210,7 +205,7 @@ class InputBuffers:
             self._twins = beside._twins if beside else _like(self._host, device)
         self._staging = torch.empty(0, dtype=torch.int32)
         self._upload: Upload = upload_in_stream if self._pins else upload_at_once
-        self._wait_for_upload: Callable[[], object] = _nothing
+        self._wait_for_upload: Wait | None = None
         group = needs.shared_group
         self._shared = None if group is None else SharedArrays(group, sequences)
         self._sizes: tuple[int, int, int, int] | None = None
@@ -230,12 +225,14 @@ class InputBuffers:
         tokens, no one else has waited for it. A pending token is written as `-1 - row` (see
         `ModelRunner`). The result refers to the buffers: it is valid until the next call.
         """
-        self._wait_for_upload()
-        self._wait_for_upload = _nothing
+        if self._wait_for_upload is not None:
+            self._wait_for_upload()
+            self._wait_for_upload = None
         if self._shared is None:
             plan.fill(self.step_buffers)
         else:
             plan.fill(self.step_buffers, shared=self._shared.found)
+            self._shared.prefixes = self._shared.rows[: self._shared.found.num_prefixes]
         tokens, sequences, samples = plan.num_tokens, plan.num_sequences, plan.num_samples
         if padding is not None:
             self._pad(sequences, padding)
@@ -264,7 +261,8 @@ class InputBuffers:
         self._pad(0, padding)
         filled = self._views(size, size, size, 1)
         self.start_upload(filled.copies)
-        self._wait_for_upload()
+        if self._wait_for_upload is not None:
+            self._wait_for_upload()
         tables = self._fixed_tables[:, :size]
         if self._copies_tables:
             tables[..., 0] = padding.null_block

@@ -171,6 +171,10 @@ class ModelRunner:
         """With `record`, `capture` can be called; the backend must support graphs then."""
         self._model: Any = loaded.model
         self._pool = pool
+        self._is_on_cuda = pool.device.type == "cuda"
+        self._windows = pool.groups.layer_windows
+        self._num_layers = pool.num_layers - loaded.num_mtp_layers
+        """Layers that attend in a forward pass of the model itself."""
         self._backend = backend
         self._compiled: CompiledForward | None = None
         size, device = pool.block_size, pool.device
@@ -184,7 +188,6 @@ class ModelRunner:
         self._other_buffers = InputBuffers(limits, size, device, needs, beside=self.buffers)
         _switch_to_paged_attention(self._model)
         self._mtp = MTPLayers(loaded, pool) if loaded.mtp_layers is not None else None
-        self._num_mtp_layers = loaded.num_mtp_layers
         self._draft_buffers = InputBuffers(limits, size, device) if self._mtp else None
         self._record = record
         self._longest = limits.max_blocks_per_seq * size
@@ -247,14 +250,15 @@ class ModelRunner:
         """See `MTPRunner.prepare`."""
         copies = plan.copies()
         extra = extra_rows if extra_rows is not None and len(extra_rows) else None
-        padding = self.graphs.padding(plan) if extra is None else None
+        padding = self.graphs.padding(plan) if self.graphs.sizes and extra is None else None
         filled = self.buffers.fill(plan, padding)
         self.buffers, self._other_buffers = self._other_buffers, self.buffers
         num_samples = plan.num_samples
 
-        def compute(sampled: torch.Tensor | None) -> StepLogits:
-            self._pool.copy_blocks(copies)
-            inputs = filled.upload()
+        def forward(sampled: torch.Tensor | None) -> StepLogits:
+            if copies:
+                self._pool.copy_blocks(copies)
+            inputs = filled.upload() if filled.copies else filled.inputs
             if sampled is not None and len(sampled):  # else no token is pending
                 inputs = replace(inputs, input_ids=_known(inputs.input_ids, sampled))
             if padding is not None:
@@ -270,11 +274,16 @@ class ModelRunner:
             first_extra = num_samples if extra is not None else len(logits)  # else padding
             return StepLogits(logits[:num_samples], logits[first_extra:])
 
-        def forward(sampled: torch.Tensor | None) -> StepLogits:
-            with on_device(self._pool.device):
-                return compute(sampled)
+        return self._on_its_device(forward) if self._is_on_cuda else forward
 
-        return forward
+    def _on_its_device(self, forward: Forward) -> Forward:
+        """Make the pool's device the current one while `forward` runs, in whatever thread."""
+
+        def forward_there(sampled: torch.Tensor | None) -> StepLogits:
+            with on_device(self._pool.device):
+                return forward(sampled)
+
+        return forward_there
 
     def prepare_drafts(
         self, plan: Plan, asked: Sequence[DraftRow]
@@ -303,7 +312,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _forward(self, inputs: StepInputs, plan: AttentionPlan) -> torch.Tensor:
         """The logits of `inputs.logits_indices`."""
-        context = PagedContext(plan, self._pool.groups.layer_windows)
+        context = PagedContext(plan, self._windows)
         logits: torch.Tensor
         if self._compiled is not None:
             logits = self._compiled(inputs, context)
@@ -315,11 +324,10 @@ class ModelRunner:
                 logits_to_keep=inputs.logits_indices,
                 paged=context,
             ).logits[0]
-        num_layers = self._pool.num_layers - self._num_mtp_layers
-        if context.attended != num_layers:
+        if context.attended != self._num_layers:
             raise ConfigurationError(
                 f"{type(self._model).__name__} attended in {context.attended} of "
-                f"{num_layers} layers: the others keep a state that paged attention "
+                f"{self._num_layers} layers: the others keep a state that paged attention "
                 "does not hold; this model is not supported"
             )
         return logits

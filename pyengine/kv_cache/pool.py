@@ -253,6 +253,8 @@ class KVPool:
         groups: LayerGroups | None = None,
     ) -> None:
         self.specs = tuple(specs)
+        self.num_layers = len(self.specs)
+        """Layers that keep keys and values."""
         self.groups = groups or LayerGroups.single(len(self.specs))
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -276,11 +278,6 @@ class KVPool:
         self._tensors = (*keys, *values)
         self.keys = [keys[place.index] for place in self.groups.places]
         self.values = [values[place.index] for place in self.groups.places]
-
-    @property
-    def num_layers(self) -> int:
-        """Layers that keep keys and values."""
-        return len(self.specs)
 
     @property
     def num_bytes(self) -> int:

@@ -4,13 +4,14 @@ Linear layers that multiply the same rows are one product, since a product has a
 depend on its size. The layers stay where transformers looks for them. The one that is called first
 multiplies for all of them; the others, called with the very same tensor, have their part.
 
-`models/linear_products.py` has the products, `models/linear_kernels.py` chooses among them. In
+`models/cpu_kernels.py` has the products, `models/linear_kernels.py` chooses among them. In
 bfloat16 torch calls oneDNN in any case, and lays out the weights anew in every call. torch's
 compiler lays out weights that it freezes by the same operators
 (`torch._inductor.fx_passes.mkldnn_fusion`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeGuard
 from weakref import WeakValueDictionary
@@ -18,45 +19,34 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from pyengine.models.linear_kernels import LayerShape
-from pyengine.models.linear_products import (
+from pyengine.models.cpu_kernels import (
     FORMATS,
     KernelProduct,
     Product,
+    instructions_of,
     kernel_supports,
     onednn_supports,
     prepared_product,
 )
-from pyengine.models.packed_embedding import packed_embedding
+from pyengine.models.linear_kernels import LayerShape
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
 """Names of layers of one parent that see the same input."""
 
 
+@dataclass(slots=True, eq=False)
 class _FusedProduct:
-    """The product of several layers, and what of it has not been asked for yet.
+    """The product of several layers, and the parts of it that are still to be read.
 
     Not a module: setting an attribute of one takes microseconds.
     """
 
-    def __init__(self, product: nn.Module, sizes: list[int]) -> None:
-        self.product = product
-        self._sizes = sizes
-        self._rows: torch.Tensor | None = None
-        self._parts: Sequence[torch.Tensor] = ()
-        self._to_come = 0
-
-    def part(self, rows: torch.Tensor, place: int) -> torch.Tensor:
-        """`[..., sizes[place]]`; not to be written to before the last part is asked for."""
-        if rows is not self._rows:
-            self._rows, self._parts = rows, self.product(rows).split(self._sizes, -1)
-            self._to_come = len(self._sizes)
-        part = self._parts[place]
-        self._to_come -= 1
-        if not self._to_come:
-            self._rows, self._parts = None, ()
-        return part
+    product: nn.Module
+    sizes: list[int]
+    rows: torch.Tensor | None = None
+    parts: Sequence[torch.Tensor] = ()
+    num_unread: int = 0
 
 
 class FusedLinear(nn.Module):
@@ -74,8 +64,19 @@ class FusedLinear(nn.Module):
         return self._fused.product.weight
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[..., in_features]` to `[..., out_features]`; not contiguous."""
-        return self._fused.part(rows, self._place)
+        """`[..., in_features]` to `[..., out_features]`; not contiguous.
+
+        Not to be written to before the last of the layers is called.
+        """
+        fused = self._fused
+        if rows is not fused.rows:
+            fused.rows, fused.parts = rows, fused.product(rows).split(fused.sizes, -1)
+            fused.num_unread = len(fused.sizes)
+        part = fused.parts[self._place]
+        fused.num_unread -= 1
+        if not fused.num_unread:
+            fused.rows, fused.parts = None, ()
+        return part
 
 
 def fuse_linears(model: nn.Module) -> int:
@@ -161,21 +162,11 @@ class PrepackedLinear(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
+        found: torch.Tensor
         if torch.compiler.is_compiling():
-            found: torch.Tensor = torch.ops.pyengine.prepacked_linear(
-                rows, self.number, self.out_features
-            )
-            return found
-        return self.multiply(rows)
-
-    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
-        """`forward`, outside a graph."""
-        found: torch.Tensor = self.product.multiply(rows)
-        return found
-
-    def multiply_gated(self, rows: torch.Tensor, gate: "PrepackedLinear") -> torch.Tensor:
-        """`silu(gate(rows)) * self(rows)`, outside a graph; both have the same kind of product."""
-        found: torch.Tensor = self.product.multiply_gated(rows, gate.product)
+            found = torch.ops.pyengine.prepacked_linear(rows, self.number, self.out_features)
+        else:
+            found = self.product.multiply(rows)
         return found
 
 
@@ -201,7 +192,7 @@ class PrepackedMLP(nn.Module):
                 rows, up.number, gate.number, up.out_features
             )
         else:
-            gated = up.multiply_gated(rows, gate)
+            gated = up.product.multiply_gated(rows, gate.product)
         found: torch.Tensor = self.down_proj(gated)
         return found
 
@@ -211,11 +202,13 @@ _layers: "WeakValueDictionary[int, PrepackedLinear]" = WeakValueDictionary()
 
 
 def _prepacked_linear(rows: torch.Tensor, number: int, _out_features: int) -> torch.Tensor:
-    return _layers[number].multiply(rows)
+    found: torch.Tensor = _layers[number].product.multiply(rows)
+    return found
 
 
 def _prepacked_gated(rows: torch.Tensor, up: int, gate: int, _out_features: int) -> torch.Tensor:
-    return _layers[up].multiply_gated(rows, _layers[gate])
+    found: torch.Tensor = _layers[up].product.multiply_gated(rows, _layers[gate].product)
+    return found
 
 
 def _shape(rows: torch.Tensor, *numbers: int) -> torch.Tensor:
@@ -233,6 +226,65 @@ torch.library.define(
 )
 torch.library.impl("pyengine::prepacked_gated", "CPU")(_prepacked_gated)
 torch.library.register_fake("pyengine::prepacked_gated")(_shape)
+
+
+class PackedEmbedding(nn.Module):
+    """The rows of a packed weight `[tokens, features]`, times `scale`.
+
+    For embeddings that are tied to a head, so that the weight is in memory once: a token's row is
+    every 16th element of a panel, which costs a lookup some microseconds.
+    """
+
+    def __init__(self, product: KernelProduct, scale: float = 1.0) -> None:
+        super().__init__()
+        self.product = product
+        self._scale = scale
+        self._number = next(_numbers)
+        _embeddings[self._number] = self
+
+    @property
+    def weight(self) -> Any:
+        """Opaque, for its shape and dtype."""
+        return self.product.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """`[...]` to `[..., features]`."""
+        features = self.product.weight.shape[1]
+        rows: torch.Tensor = torch.ops.pyengine.packed_embedding(ids, self._number, features)
+        return rows if self._scale == 1.0 else rows * self._scale
+
+
+def _packed_embedding(embedding: nn.Module, product: KernelProduct) -> nn.Module:
+    """A `PackedEmbedding` in the place of `embedding`; that one if it does more than look up."""
+    from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbedding
+
+    if not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None:
+        return embedding
+    if type(embedding) is nn.Embedding:
+        return PackedEmbedding(product)
+    if instructions_of(type(embedding)) == instructions_of(GemmaTextScaledWordEmbedding):
+        scale: Any = embedding.embed_scale
+        return PackedEmbedding(product, float(scale))
+    return embedding
+
+
+_embeddings: "WeakValueDictionary[int, PackedEmbedding]" = WeakValueDictionary()
+"""By number, as `_layers`."""
+
+
+def _look_up(ids: torch.Tensor, number: int, _features: int) -> torch.Tensor:
+    return _embeddings[number].product.gather(ids)
+
+
+def _rows_shape(ids: torch.Tensor, _number: int, features: int) -> torch.Tensor:
+    return ids.new_empty(*ids.shape, features, dtype=torch.float32)
+
+
+torch.library.define(
+    "pyengine::packed_embedding", "(Tensor ids, int number, int features) -> Tensor"
+)
+torch.library.impl("pyengine::packed_embedding", "CPU")(_look_up)
+torch.library.register_fake("pyengine::packed_embedding")(_rows_shape)
 
 
 def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -297,7 +349,7 @@ def _replace_embeddings(model: nn.Module, tied: Mapping[int, KernelProduct]) -> 
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Embedding) and child.weight.data_ptr() in tied:
-                setattr(parent, name, packed_embedding(child, tied[child.weight.data_ptr()]))
+                setattr(parent, name, _packed_embedding(child, tied[child.weight.data_ptr()]))
 
 
 def _gated_layers(mlp: nn.Module) -> tuple[LayerShape, list[torch.Tensor]]:
@@ -317,12 +369,7 @@ def _is_gated_mlp(module: nn.Module) -> bool:
         return False
     linears = [layer for name, layer in layers.items() if name != "act_fn"]
     is_plain = type(layers["act_fn"]) in (nn.SiLU, SiLUActivation) and all(map(_is_linear, linears))
-    return is_plain and _instructions(type(module)) == _instructions(LlamaMLP)
-
-
-def _instructions(kind: type[nn.Module]) -> tuple[object, ...]:
-    code: Any = getattr(kind.forward, "__code__", None)
-    return (code.co_code, code.co_names, code.co_consts) if code else (kind,)
+    return is_plain and instructions_of(type(module)) == instructions_of(LlamaMLP)
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from pyengine.errors import ConfigurationError
-from pyengine.models.linear_products import Product, available_products, prepared_product
+from pyengine.models.cpu_kernels import Product, available_products, prepared_product
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 

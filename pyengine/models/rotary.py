@@ -148,7 +148,7 @@ class OwnRotation(nn.Module):
             s_aux=self.sinks,
             rotation=self.rotation(position_embeddings),
         )
-        return self.projected(out), None
+        return self.o_proj(out.flatten(2)), None
 
     def rows(self, hidden_states: torch.Tensor) -> list[torch.Tensor]:
         """Query, key and value, each `[1, T, heads, d]`."""
@@ -163,11 +163,6 @@ class OwnRotation(nn.Module):
             norm = HeadNorm(*weights, eps=self._eps, offset=self._offset)
         cos, sin = position_embeddings
         return Rotation(cos[0], sin[0], self._layout, norm)
-
-    def projected(self, attended: torch.Tensor) -> torch.Tensor:
-        """The layer's result from that of attention, `[1, T, query_heads, d]`."""
-        found: torch.Tensor = self.o_proj(attended.flatten(2))
-        return found
 
 
 def take_over_rotations(model: Any) -> int:
@@ -324,7 +319,7 @@ def _agrees(own: OwnRotation, seen: _Seen) -> bool:
         return False
     turned = rotated(query, key, own.rotation(arguments["position_embeddings"]))
     result = seen.result[0] if isinstance(seen.result, tuple) else seen.result
-    found = (*turned, value, own.projected(call.attended[None]))
+    found = (*turned, value, own.o_proj(call.attended[None].flatten(2)))
     return all(map(_near, found, (*call.rows, result)))
 
 

@@ -180,9 +180,6 @@ class SamplingBatch:
         }
         """The number of log-probabilities of each row that reports them."""
 
-    def __len__(self) -> int:
-        return len(self.states)
-
 
 @dataclass(frozen=True, slots=True)
 class DrawSettings:

@@ -1,7 +1,6 @@
 """The sampler: a batch of logits in, one token per request out; log-probabilities on request."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +8,7 @@ import torch
 
 from pyengine.errors import BrokenLogitsError
 from pyengine.sampling.batch import DrawBatch, DrawSettings, SamplingBatch
-from pyengine.sampling.draw_cpu import draw_on_cpu, largest_on_cpu
+from pyengine.sampling.draw_cpu import draw_on_cpu, largest
 from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
 from pyengine.sampling.state import Positions, SamplingState, uniforms
 from pyengine.sampling.token_masks import TokenMasks
@@ -20,45 +19,40 @@ _CHUNK_ELEMENTS = 1 << 24
 each. A float64 copy of one is 128 MiB."""
 
 
-@dataclass(frozen=True, slots=True)
 class Sampled:
-    """The tokens of one step, in the order of the logits' rows."""
+    """The tokens of one step, in the order of the logits' rows: chosen on the device, then read."""
 
-    token_ids: torch.Tensor
-    """int64 [B], on the CPU."""
-    logprobs: list[TokenLogprobs | None]
-    """B entries, ``None`` for requests without log-probabilities."""
-
-
-class PendingSample:
-    """Tokens that are being chosen on the device of the logits."""
-
-    __slots__ = ("_copy", "_logprobs", "_rows", "token_ids")
+    __slots__ = ("_chosen", "_copy", "_pending", "_rows", "logprobs", "token_ids")
 
     def __init__(
         self,
         token_ids: torch.Tensor,
         chosen: torch.Tensor,
-        rows: Sequence[int],
-        logprobs: PendingLogprobs | None,
+        rows: Sequence[int] = (),
+        pending: PendingLogprobs | None = None,
     ) -> None:
+        """`chosen` are the tokens' logits; `pending` the log-probabilities of `rows`."""
         self.token_ids = token_ids
-        """int64 [B], on the device, for work queued after the sampling."""
-        self._copy = HostCopy([token_ids, chosen])
+        """int64 [B], on the device, for work queued after the sampling; after `wait` on the CPU."""
+        self.logprobs: list[TokenLogprobs | None] = []
+        """After `wait` B entries, ``None`` for requests without log-probabilities."""
+        self._chosen = chosen
+        self._copy = HostCopy([token_ids, chosen]) if token_ids.is_cuda else None
         self._rows = rows
-        self._logprobs = logprobs
+        self._pending = pending
 
-    def result(self) -> Sampled:
+    def wait(self) -> "Sampled":
         """Wait for the tokens. Raises :class:`BrokenLogitsError` for a row without a choice."""
-        token_ids, chosen = self._copy.wait()
-        has_choice = (chosen > -torch.inf).numpy()  # false for NaN too
+        if self._copy is not None:
+            self.token_ids, self._chosen = self._copy.wait()
+        has_choice = (self._chosen > -torch.inf).numpy()  # false for NaN too
         if not has_choice.all():
             raise BrokenLogitsError(np.flatnonzero(~has_choice).tolist(), len(has_choice))
-        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
-        if self._logprobs is not None:
-            for row, entry in zip(self._rows, self._logprobs.result(), strict=True):
-                logprobs[row] = entry
-        return Sampled(token_ids, logprobs)
+        self.logprobs = [None] * len(self.token_ids)
+        if self._pending is not None:
+            for row, entry in zip(self._rows, self._pending.result(), strict=True):
+                self.logprobs[row] = entry
+        return self
 
 
 class Sampler:
@@ -82,7 +76,7 @@ class Sampler:
         positions: Positions | None = None,
     ) -> Sampled:
         """Return one token per row of ``logits``, as :meth:`launch` does, and wait for them."""
-        return self.launch(logits, states, positions).result()
+        return self.launch(logits, states, positions).wait()
 
     def launch(
         self,
@@ -90,7 +84,7 @@ class Sampler:
         states: Sequence[SamplingState] | SamplingBatch,
         positions: Positions | None = None,
         masks: TokenMasks | None = None,
-    ) -> PendingSample:
+    ) -> Sampled:
         """Choose one token per row of ``logits``: [B, V], any floating type and device.
 
         Does not wait for the device. ``positions[i]`` is the position of row i's token in its
@@ -99,9 +93,11 @@ class Sampler:
         them. Raises ``ValueError`` if rows and states don't correspond.
         """
         batch = states if isinstance(states, SamplingBatch) else SamplingBatch(states)
-        _check_shapes(logits, batch)
-        if not len(batch):
-            return PendingSample(logits.new_empty(0, dtype=torch.int64), torch.empty(0), (), None)
+        num_rows = len(batch.states)
+        if logits.dim() != 2 or len(logits) != num_rows or batch.vocab_size > logits.shape[1]:
+            raise _wrong_shape(logits, batch)
+        if not num_rows:
+            return Sampled(logits.new_empty(0, dtype=torch.int64), torch.empty(0))
         if positions is None:
             positions = [state.num_output for state in batch.states]
         candidates = logits
@@ -112,45 +108,37 @@ class Sampler:
         else:
             if masks is not None:
                 candidates = masks.apply(candidates, to_copy=candidates is logits)
-            token_ids = _choose(candidates, batch, positions)
+            if batch.draws is None:
+                token_ids = largest(candidates)
+            else:
+                token_ids = _drawn(candidates, batch.draws, positions)
             chosen = candidates.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-        logprobs = None
-        if batch.wanted:
-            rows = upload(np.array([*batch.wanted]), logits.device)
-            logprobs = PendingLogprobs(logits[rows], token_ids[rows], [*batch.wanted.values()])
-        return PendingSample(token_ids, chosen, list(batch.wanted), logprobs)
+        if not batch.wanted:
+            return Sampled(token_ids, chosen)
+        rows = upload(np.array([*batch.wanted]), logits.device)
+        logprobs = PendingLogprobs(logits[rows], token_ids[rows], [*batch.wanted.values()])
+        return Sampled(token_ids, chosen, list(batch.wanted), logprobs)
 
 
-def _choose(candidates: torch.Tensor, batch: SamplingBatch, positions: Positions) -> torch.Tensor:
-    """One token per row: int64 [B], on the device of `candidates` [B, V]."""
-    if batch.draws is None:
-        return _largest(candidates)
-    drawn = draw(candidates, batch.draws, positions)
-    if len(drawn) == len(batch):
+def _drawn(candidates: torch.Tensor, draws: DrawBatch, positions: Positions) -> torch.Tensor:
+    """One token per row, some of them drawn: int64 [B], on the device of `candidates` [B, V]."""
+    drawn = draw(candidates, draws, positions)
+    if len(drawn) == len(candidates):
         return drawn
-    token_ids = _largest(candidates)
-    token_ids[upload(batch.draws.rows, drawn.device)] = drawn
+    token_ids = largest(candidates)
+    token_ids[upload(draws.rows, drawn.device)] = drawn
     return token_ids
 
 
-def _check_shapes(logits: torch.Tensor, batch: SamplingBatch) -> None:
-    if logits.dim() != 2 or len(logits) != len(batch):
-        raise ValueError(
-            f"logits of shape {tuple(logits.shape)} for {len(batch)} requests: "
+def _wrong_shape(logits: torch.Tensor, batch: SamplingBatch) -> ValueError:
+    if logits.dim() != 2 or len(logits) != len(batch.states):
+        return ValueError(
+            f"logits of shape {tuple(logits.shape)} for {len(batch.states)} requests: "
             "one row per request is needed"
         )
-    if batch.vocab_size > logits.shape[1]:
-        raise ValueError(
-            f"logits of {logits.shape[1]} tokens for a request with a vocabulary of "
-            f"{batch.vocab_size}"
-        )
-
-
-def _largest(logits: torch.Tensor) -> torch.Tensor:
-    """Return the id of each row's largest logit, of equal ones the lowest: int64 [B]."""
-    if logits.device.type == "cpu":
-        return torch.from_numpy(largest_on_cpu(logits.detach()))
-    return logits.argmax(1)
+    return ValueError(
+        f"logits of {logits.shape[1]} tokens for a request with a vocabulary of {batch.vocab_size}"
+    )
 
 
 def draw(logits: torch.Tensor, batch: DrawBatch, positions: Positions) -> torch.Tensor:

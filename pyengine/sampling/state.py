@@ -175,7 +175,8 @@ class SamplingState:
         top_k = max(0, min(params.top_k, vocab_size))
         self.draw_settings = (params.temperature, params.min_p, top_k, params.top_p)
         """Temperature, min-p, top-k (0: off) and top-p."""
-        self.num_logprobs = params.num_logprobs(vocab_size)
+        wants_logprobs = params.logprobs is not None
+        self.num_logprobs = params.num_logprobs(vocab_size) if wants_logprobs else None
         """The number of log-probabilities of each token; ``None``: not even its own."""
         self.token_ids: list[int] = []
         """The generated tokens."""
@@ -289,13 +290,6 @@ class SamplingState:
         if self.matcher is not None:
             self.matcher.append(token)
         return len(self.token_ids)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Record several generated tokens, in order, of an answer without a grammar."""
-        self.token_ids.extend(tokens)
-        if self.counts is not None:
-            for token in tokens:
-                self.counts.add(token)
 
 
 def _within(ids: Collection[int], vocab_size: int) -> npt.NDArray[np.int64]:

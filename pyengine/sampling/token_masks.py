@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from pyengine.sampling.draw_cpu import largest_on_cpu
+from pyengine.sampling.draw_cpu import largest
 from pyengine.utils.host_copy import upload
 
 _LONGEST_MASK = 0.1
@@ -157,14 +157,14 @@ class TokenMasks:
         The most probable token of a model is mostly allowed. That takes a fiftieth of the time of
         a mask to check, and then the row needs no mask.
         """
-        tokens = largest_on_cpu(logits.detach())
+        token_ids = largest(logits)
+        tokens = token_ids.numpy()
         wanted = tokens[self._rows].tolist()
         others = [
             at
             for at, (matcher, token) in enumerate(zip(self._matchers, wanted, strict=True))
             if token >= self._vocab_size or not matcher.may_come(token)
         ]
-        token_ids = torch.from_numpy(tokens)
         if not others:
             return token_ids, logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
         bits = self._fill([self._matchers[at] for at in others]).result()
@@ -371,7 +371,3 @@ class MaskFiller:
             for thread, first, end in zip(self._threads, ends, ends[1:], strict=False)
         ]
         return _Filling(self._latest)
-
-    def masks(self, matchers: Mapping[int, TokenMatcher], vocab_size: int) -> TokenMasks | None:
-        """The masks of these rows of a batch; None without matchers."""
-        return TokenMasks(matchers, vocab_size, self) if matchers else None

@@ -10,7 +10,7 @@ from pyengine.kv_cache import Sequence as KVSequence
 from pyengine.kv_cache import StepPlan
 
 if TYPE_CHECKING:
-    from pyengine.engine.request import Request, SequenceState
+    from pyengine.engine.request import SequenceState
 
 
 @dataclass(slots=True, eq=False)
@@ -25,16 +25,6 @@ class Entry:
     num_attached: int = 0
     """Cached tokens of blocks that were attached before the step was planned."""
     num_attached_blocks: int = 0
-
-    @property
-    def request(self) -> "Request":
-        """The request that these tokens belong to."""
-        return self.sequence.request
-
-    @property
-    def end(self) -> int:
-        """The position after the last one computed."""
-        return self.start + self.num_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -98,10 +88,6 @@ class ScheduledStep:
         ]
         return decodes + self.chunks
 
-    def has_budget_for(self, request: "Request") -> bool:
-        """True if the bound of `request`, if any, leaves tokens for a chunk."""
-        return self.num_bounded < request.max_chunk
-
     def add_decodes(self, sequences: "tuple[SequenceState, ...]") -> None:
         """Record sequences whose next token the plan decodes."""
         self.decodes = self.decodes + sequences if self.decodes else sequences
@@ -112,12 +98,13 @@ class ScheduledStep:
     def add_prefill(self, sequence: "SequenceState", num_tokens: int, num_cached: int) -> Entry:
         """Record a sequence whose known tokens the plan computes, except cached ones."""
         start = sequence.num_computed + num_cached
-        samples = start + num_tokens == sequence.num_tokens
+        end = start + num_tokens
+        samples = end == sequence.num_tokens
         entry = Entry(sequence, start, num_tokens, num_cached, samples)
         self.chunks.append(entry)
         if sequence.request.max_chunk != inf:
             self.num_bounded += num_tokens
-        sequence.num_computed = entry.end
+        sequence.num_computed = end
         sequence.num_tokens += samples
         return entry
 
@@ -143,8 +130,8 @@ class ScheduledStep:
         _move_back(decodes, chunks)
         self.decodes = tuple(sequence for sequence in self.decodes if sequence not in decodes)
         self.chunks = [entry for entry in self.chunks if entry not in chunks]
-        bounded = [entry.num_tokens for entry in chunks if entry.request.max_chunk != inf]
-        self.num_bounded -= sum(bounded)
+        bounded = [entry for entry in chunks if entry.sequence.request.max_chunk != inf]
+        self.num_bounded -= sum([entry.num_tokens for entry in bounded])
         return [other for other in sequences if other is not sequence and other.kv.id in gone]
 
     def rollback(self) -> None:
@@ -173,13 +160,10 @@ class ReuseCounters:
     def __init__(self, block_size: int, null_block: int) -> None:
         self._block_size = block_size
         self._null_block = null_block
-        self._values = dict.fromkeys(
+        self.values = dict.fromkeys(
             ("prompt_tokens", "cached_tokens", "hit_blocks", "forked_tokens", "forked_blocks"), 0
         )
-
-    def as_dict(self) -> dict[str, int]:
         """The counters by name; they only grow."""
-        return dict(self._values)
 
     def num_blocks(self, blocks: Iterable[int]) -> int:
         """The number of blocks in a table that no window has passed."""
@@ -187,15 +171,15 @@ class ReuseCounters:
 
     def add_attached(self, num_tokens: int, num_blocks: int) -> None:
         """Count a cached prefix that a committed step did not compute."""
-        self._values["prompt_tokens"] += num_tokens
-        self._values["cached_tokens"] += num_tokens
-        self._values["hit_blocks"] += num_blocks
+        self.values["prompt_tokens"] += num_tokens
+        self.values["cached_tokens"] += num_tokens
+        self.values["hit_blocks"] += num_blocks
 
     def add_fork(self, kv: KVSequence) -> None:
         """Count the blocks that a new fork shares; the last one only if it is full."""
         computed = kv.num_computed_tokens
         full = computed // self._block_size
-        self._values["forked_tokens"] += computed
-        self._values["forked_blocks"] += sum(
+        self.values["forked_tokens"] += computed
+        self.values["forked_blocks"] += sum(
             [self.num_blocks(table[:full]) for table in kv.block_tables]
         )

@@ -18,15 +18,17 @@ Its promises (tests refer to the numbers):
 
 Matching, charging and allocating are one call of the block manager (`StepPlan.prefill`), so 1, 2
 and 5 are its promises; the order of calls below makes 3, 4, 6 and 7. A request that may read only
-part of the cache (`Request.readable_tokens`) gets cached blocks attached before that call; its
-prefix is hashed again each time that it is considered.
+part of the cache (`PromptLogprobs.readable_tokens`) gets cached blocks attached before that call;
+its prefix is hashed again each time that it is considered.
 """
 
 from bisect import insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +37,6 @@ from pyengine.errors import ConfigurationError, PyEngineError
 from pyengine.kv_cache import BlockManager, NoBudget, NoRoom, Pin, Prefilled, Remapping
 from pyengine.kv_cache import Sequence as KVSequence
 from pyengine.scheduler.batch import ReuseCounters, ScheduledStep
-from pyengine.scheduler.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
     from pyengine.engine.request import SequenceState
@@ -44,6 +45,11 @@ _by_order = attrgetter("order")
 _NONE: "frozenset[SequenceState]" = frozenset()
 _MOST_PASSED = 64
 """Waiting sequences that others may overtake in a step, which bounds the search."""
+_FEW = 64
+"""Stale entries that a waiting queue always keeps."""
+
+_Entry: TypeAlias = "tuple[tuple[float, int, int], int, SequenceState]"
+"""A sequence in the heap of a waiting queue: its order, and a number that no other entry has."""
 
 
 class StalledError(PyEngineError):
@@ -83,11 +89,53 @@ class _Decodes(NamedTuple):
     handles: Sequence[KVSequence] = ()
 
 
-class _Attached(NamedTuple):
-    """The prefix attached to a sequence before its first chunk was planned."""
+class WaitingQueue:
+    """Sequences by `SequenceState.order`: O(log n) to add and to admit the first, O(1) to remove
+    any.
 
-    num_tokens: int = 0
-    num_blocks: int = 0
+    A removed sequence leaves its entry in the heap. When most entries are stale, the heap is
+    rebuilt, which is amortised O(1).
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry] = []
+        self._numbers = count()
+        self.entries: dict[SequenceState, _Entry] = {}
+        """Waiting sequences, each with its valid entry; it may wait again later, with another."""
+
+    def __iter__(self) -> "Iterator[SequenceState]":
+        """The sequences in order; O(n log n)."""
+        return iter(sorted(self.entries, key=_by_order))
+
+    def add(self, sequence: "SequenceState") -> None:
+        """Add a sequence."""
+        entry = (sequence.order, next(self._numbers), sequence)
+        heappush(self._heap, entry)  # stale until the next line
+        self.entries[sequence] = entry
+
+    def in_order(self) -> "Iterator[SequenceState]":
+        """Iterate over the sequences in order, O(log n) each.
+
+        Meanwhile sequences may be removed, not added.
+        """
+        heap = self._heap
+        while heap and self.entries.get(heap[0][2]) is not heap[0]:
+            heappop(heap)
+        ahead = [(heap[0], 0)] if heap else []
+        while ahead:
+            entry, place = heappop(ahead)
+            for child in (2 * place + 1, 2 * place + 2):
+                if child < len(heap):
+                    heappush(ahead, (heap[child], child))
+            if self.entries.get(entry[2]) is entry:
+                yield entry[2]
+
+    def discard(self, sequence: "SequenceState") -> None:
+        """Remove a sequence, if it is here."""
+        self.entries.pop(sequence, None)
+        if len(self._heap) > 2 * len(self.entries) + _FEW:
+            self._heap = list(self.entries.values())
+            heapify(self._heap)
 
 
 class Scheduler:
@@ -108,7 +156,8 @@ class Scheduler:
         self._replay = replay
         self._prefix_caching = prefix_caching
         self._groups = manager.groups
-        self._limits = limits
+        self.limits = limits
+        """The largest step. Sequences that do not fit into a smaller one are preempted."""
         self._waiting = WaitingQueue()
         self._running: list[SequenceState] = []
         self._decodes = [_Decodes(), _Decodes()]
@@ -116,13 +165,15 @@ class Scheduler:
         self._is_steady = False
         """The newest step decoded all running sequences, and these are still the same."""
         self._arrivals = 0
-        self._num_preemptions = 0
-        self._reuse = ReuseCounters(manager.block_size, manager.null_block)
+        self.num_preemptions = 0
+        """Preemptions so far."""
+        self.reuse = ReuseCounters(manager.block_size, manager.null_block)
+        """Counters to add to those of the block manager."""
 
     @property
     def num_waiting(self) -> int:
         """Requests that hold no blocks."""
-        return len(self._waiting)
+        return len(self._waiting.entries)
 
     @property
     def num_running(self) -> int:
@@ -135,19 +186,9 @@ class Scheduler:
         return list(self._running)
 
     @property
-    def num_preemptions(self) -> int:
-        """Preemptions so far."""
-        return self._num_preemptions
-
-    @property
-    def reuse(self) -> ReuseCounters:
-        """Counters to add to those of the block manager."""
-        return self._reuse
-
-    @property
     def has_work(self) -> bool:
         """True if any request is unfinished."""
-        return bool(self._running or self._waiting)
+        return bool(self._running or self._waiting.entries)
 
     def add(self, sequence: "SequenceState") -> None:
         """Queue the first sample of a request."""
@@ -172,7 +213,7 @@ class Scheduler:
             sequence.kv.append([token])
             sequence.order = (*parent.order[:2], sequence.index)
             sequence.num_tokens, sequence.num_computed = prompt + 1, parent.num_computed
-            self._reuse.add_fork(sequence.kv)
+            self.reuse.add_fork(sequence.kv)
             insort(self._running, sequence, key=_by_order)
             sequence.is_running = True
         self._is_steady = False
@@ -195,14 +236,16 @@ class Scheduler:
         if not self.has_work:
             return None
         before = self._newest if ahead else None
-        plan = self._manager.begin_step(self._limits.max_num_batched_tokens)
+        plan = self._manager.begin_step(self.limits.max_num_batched_tokens)
         step = ScheduledStep(plan, ahead)
         try:
-            preemptions = self._num_preemptions
+            preemptions = self.num_preemptions
             out = {*without, *before.awaited} if before is not None else without
             self._plan_decodes(step, out)
-            self._plan_chunks(step, without)
-            if self._num_preemptions == preemptions:  # never admit into a pool that is too small
+            if len(step.decodes) < len(self._running):
+                self._plan_chunks(step, without)
+            # Never admit into a pool that is too small.
+            if self._waiting.entries and self.num_preemptions == preemptions:
                 answer = self._admit(step, without)
                 if isinstance(answer, NoRoom) and before is not None and before.drafts:
                     raise _NoPlanAheadError  # drafts hold blocks until then
@@ -289,12 +332,10 @@ class Scheduler:
 
     def _plan_chunks(self, step: ScheduledStep, without: "Collection[SequenceState]") -> None:
         """Plan the next chunk of every admitted prompt with uncomputed tokens."""
-        if len(step.decodes) == len(self._running):
-            return
         for sequence in [sequence for sequence in self._running if sequence.num_uncomputed > 1]:
             if not sequence.is_running or sequence in without:  # or just preempted
                 continue
-            if not step.has_budget_for(sequence.request):
+            if step.num_bounded >= sequence.request.max_chunk:
                 continue
             answer = self._prefill(step, sequence)
             while isinstance(answer, NoRoom) and self._preempt_for(step, sequence) is not sequence:
@@ -309,7 +350,7 @@ class Scheduler:
     ) -> Prefilled | NoRoom | NoBudget:
         """Plan the next chunk of a prompt."""
         bound = sequence.request.max_chunk - step.num_bounded
-        most = int(min(self._limits.max_num_batched_tokens, bound))
+        most = int(min(self.limits.max_num_batched_tokens, bound))
         replay = min(self._replay, most)
         return step.plan.prefill(sequence.kv, most, reserve=reserve, replay=replay or None)
 
@@ -324,7 +365,7 @@ class Scheduler:
         sequence = next(candidates, None)
         if sequence is None:
             return None
-        slots = self._limits.max_num_seqs - sum([sequence.num_slots for sequence in self._running])
+        slots = self.limits.max_num_seqs - sum([sequence.num_slots for sequence in self._running])
         if sequence.num_slots > slots:
             return None
         begun = {id(entry.sequence) for entry in step.chunks if not entry.samples}
@@ -334,7 +375,9 @@ class Scheduler:
             if sequence.num_uncomputed > 1 or id(sequence) in begun
         )
         while sequence is not None and sequence.num_slots <= slots:
-            attached = self._attach(sequence)
+            request, num_attached, num_blocks = sequence.request, 0, 0
+            if not request.read_cache:  # else the plan matches and charges in one call
+                num_attached, num_blocks = self._attach(sequence)
             answer = self._prefill(step, sequence, reserve)
             if not isinstance(answer, Prefilled):
                 _release_blocks(sequence)
@@ -343,24 +386,26 @@ class Scheduler:
             self._waiting.discard(sequence)
             sequence.is_running = True
             slots -= sequence.num_slots
-            num_cached = attached.num_tokens + answer.num_cached_tokens
+            num_cached = num_attached + answer.num_cached_tokens
             entry = step.add_prefill(sequence, answer.num_tokens, num_cached)
-            entry.num_attached, entry.num_attached_blocks = attached
-            sequence.request.admitted()
+            entry.num_attached, entry.num_attached_blocks = num_attached, num_blocks
+            if request.scores is not None:
+                request.scores.pre_register(request.sequences[0])
             if not entry.samples:
                 reserve += self._blocks_to_come(sequence)
             sequence = next(candidates, None)
         return None
 
-    def _attach(self, sequence: "SequenceState") -> _Attached:
-        """Attach cached blocks to a sequence that may read the cache only in part."""
+    def _attach(self, sequence: "SequenceState") -> tuple[int, int]:
+        """Attach cached blocks to a sequence that may read the cache only in part.
+
+        Returns the numbers of their tokens and of the blocks.
+        """
         request = sequence.request
-        if request.read_cache:  # the plan matches and charges in one call
-            return _Attached()
         _release_blocks(sequence)  # an interrupt may have left some
-        most = request.readable_tokens()
+        most = 0 if request.scores is None else request.scores.readable_tokens()
         if not most:
-            return _Attached()
+            return 0, 0
         size = self._manager.block_size
         tokens = request.prompt_token_ids[: -(-most // size) * size]
         with self._manager.match_prefix(tokens, namespace=request.namespace) as pin:
@@ -368,8 +413,8 @@ class Scheduler:
                 self._attach_all_but_one(sequence, pin)
             else:
                 sequence.kv.attach(pin)
-            num_blocks = self._reuse.num_blocks(pin.blocks)
-        return _Attached(sequence.kv.num_computed_tokens, num_blocks)
+            num_blocks = self.reuse.num_blocks(pin.blocks)
+        return sequence.kv.num_computed_tokens, num_blocks
 
     def _attach_all_but_one(self, sequence: "SequenceState", pin: Pin) -> None:
         """Attach the blocks of a pin, and compute their last token again without writing it.
@@ -402,8 +447,9 @@ class Scheduler:
             if sequence in without:
                 continue
             request = sequence.request
-            is_awaiting = may_await and request.awaits_prefix()
-            if not is_awaiting and step.has_budget_for(request):
+            scores = request.scores if may_await else None
+            is_awaiting = scores is not None and scores.awaits_prefix()
+            if not is_awaiting and step.num_bounded < request.max_chunk:
                 yield sequence
                 continue
             num_passed += 1
@@ -421,7 +467,7 @@ class Scheduler:
         new = -(-sequence.num_tokens // size) - begun
         passed = sum(max(0, end - window + 1) // size for window in self._groups if window)
         held = begun * len(self._groups) - passed
-        most = self._manager.blocks_for(sequence.num_tokens, self._limits.max_num_batched_tokens)
+        most = self._manager.blocks_for(sequence.num_tokens, self.limits.max_num_batched_tokens)
         return min(new * len(self._groups), most - held)
 
     def _preempt_for(self, step: ScheduledStep, sequence: "SequenceState") -> "SequenceState":
@@ -441,7 +487,7 @@ class Scheduler:
         sequence.kv.reset()
         sequence.num_computed = 0
         sequence.request.num_preemptions += 1
-        self._num_preemptions += 1
+        self.num_preemptions += 1
         self._put_back(sequence)
 
     def _put_back(self, sequence: "SequenceState") -> None:
@@ -450,24 +496,15 @@ class Scheduler:
         self._waiting.add(sequence)
         self._running.remove(sequence)
 
-    @property
-    def limits(self) -> SchedulerLimits:
-        """The largest step. Sequences that do not fit into a smaller one are preempted."""
-        return self._limits
-
-    @limits.setter
-    def limits(self, limits: SchedulerLimits) -> None:
-        self._limits = limits
-
     def _nothing_planned(self, step: ScheduledStep) -> None:
-        sequence = self._waiting.first()
+        sequence = next(self._waiting.in_order(), None)
         if step.is_ahead or sequence is None:
             raise _NoPlanAheadError
-        if sequence.num_slots > self._limits.max_num_seqs:
+        if sequence.num_slots > self.limits.max_num_seqs:
             raise StalledError(
                 f"request {sequence.request.request_id!r} runs {sequence.num_slots} samples at "
                 f"once, and since a step was too large for the device's memory only "
-                f"{self._limits.max_num_seqs} sequences run: ask for fewer samples, or free memory "
+                f"{self.limits.max_num_seqs} sequences run: ask for fewer samples, or free memory "
                 "of the device",
                 sequence,
             )
@@ -491,13 +528,13 @@ class Scheduler:
         if counts is not None:
             step.accept(counts)
         for entry in step.chunks:
-            request = entry.request
+            request = entry.sequence.request
             if request.scheduled_time is None:
                 request.scheduled_time = step.planned_time
             if request.num_preemptions == 0:
                 request.num_cached_tokens += entry.num_cached
             if entry.num_attached:
-                self._reuse.add_attached(entry.num_attached, entry.num_attached_blocks)
+                self.reuse.add_attached(entry.num_attached, entry.num_attached_blocks)
         return remappings
 
     def rollback(self, step: ScheduledStep) -> None:

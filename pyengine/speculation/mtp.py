@@ -58,7 +58,9 @@ class HiddenStateHistory:
         for entry in step.chunks:
             end += entry.num_tokens
             before.append(self.before(entry.sequence, entry.start))
-            self._keep(entry.sequence, _Span(after, len(rows), entry.end - 1, 1))
+            self._keep(
+                entry.sequence, _Span(after, len(rows), entry.start + entry.num_tokens - 1, 1)
+            )
             rows.append(end - 1)
         return MTPStep(before, np.array(rows, dtype=np.int64), after)
 

@@ -24,7 +24,7 @@ def test_the_lines_are_those_of_describe() -> None:
 
 def test_the_message_is_that_of_the_engine() -> None:
     [message] = blocks(DOCUMENT, "text")
-    source = re.sub(r'"\s+"', "", inspect.getsource(threads.StepWatch))
+    source = re.sub(r'"\s+"', "", inspect.getsource(threads.StepThreads))
     for part in re.split(r"[\d.]+ s|\.\.\.", message):
         assert part.strip() in source
 

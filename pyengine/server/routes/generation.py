@@ -5,7 +5,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
@@ -13,8 +12,8 @@ from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from pyengine.engine.prompts import tokens_of
 from pyengine.engine.request import Request as EngineRequest
-from pyengine.engine.untrusted_calls import encode_text
 from pyengine.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
@@ -148,7 +147,7 @@ def encode(context: ServerContext, tokenizer: Any, text: str, *, special: bool) 
             f"the prompt has {len(text)} characters; no text of more than {context.longest_text} "
             f"fits into the maximum context length of {context.max_model_len} tokens: shorten it"
         )
-    return encode_text(text, partial(tokenizer.encode, add_special_tokens=special))
+    return tokens_of(text, tokenizer, add_special_tokens=special)
 
 
 @dataclass(slots=True)

@@ -1,5 +1,8 @@
 //! Linear layers in float32: rows times a packed weight, for decodes of a few rows as for prefills.
 
+use std::collections::VecDeque;
+use std::sync::Mutex;
+
 use crate::attention::Attention;
 use crate::builds::{InVectors, best_vectors};
 use crate::error::Error;
@@ -102,6 +105,11 @@ impl Attention {
         if count > FEW_ROWS {
             panels = panels.min(MOST_PANELS);
         }
+        panels = panels.next_multiple_of(match num_panels / num_threads {
+            8.. => 4,
+            4.. => 2,
+            _ => 1,
+        });
         let mut parts: Vec<_> = out
             .chunks_mut(width)
             .map(|row| row.chunks_mut(panels * WIDTH))
@@ -117,7 +125,36 @@ impl Attention {
             }
         }
         let num_threads = num_threads.min(tasks.len());
-        self.threads().each(num_threads, tasks, work);
+        let shares = Shares::new(tasks, num_threads);
+        let numbers = (0..num_threads).collect();
+        self.threads().each(num_threads, numbers, |number| {
+            while let Some(columns) = shares.next(number) {
+                work(columns);
+            }
+        });
+    }
+}
+
+/// A share of the tasks for each thread, one after the other: what a task reads ahead is for the next one.
+struct Shares<T>(Vec<Mutex<VecDeque<T>>>);
+
+impl<T> Shares<T> {
+    fn new(mut tasks: Vec<T>, count: usize) -> Self {
+        let each = tasks.len().div_ceil(count.max(1));
+        let share = |_| Mutex::new(tasks.drain(..each.min(tasks.len())).collect());
+        Self((0..count).map(share).collect())
+    }
+
+    /// The next task of this share; if none is left, the last one of another share.
+    fn next(&self, number: usize) -> Option<T> {
+        let take = |at: usize| {
+            let mut share = self.0[at % self.0.len()].lock().ok()?;
+            match at == number {
+                true => share.pop_front(),
+                false => share.pop_back(),
+            }
+        };
+        (number..number + self.0.len()).find_map(take)
     }
 }
 

@@ -48,12 +48,13 @@ pub(crate) fn add_products<V: Vector<L>, const L: usize>(
     let (size, count) = (weight.in_features(), columns.out.len());
     let num_tiles = count.div_ceil(TILE_ROWS);
     let wide = match count.div_ceil(num_tiles.max(1)) {
-        1 => 8,
-        2 | 3 => 4,
+        1 if L < WIDTH => 8,
+        1..=3 => 4,
         _ if L == WIDTH => 4,
         _ => WIDTH / L,
     };
-    let step = wide * L / WIDTH;
+    let least = WIDTH / L;
+    let step = wide / least;
     let block = match num_tiles {
         1 => size,
         _ => (BLOCK / step).max(BLOCK / 2),
@@ -62,7 +63,10 @@ pub(crate) fn add_products<V: Vector<L>, const L: usize>(
     for first in (0..size).step_by(block) {
         let mut panel = 0;
         while panel * WIDTH < width {
-            let is_wide = (panel + step) * WIDTH <= width;
+            let mut vectors = wide;
+            while vectors > least && (panel * WIDTH + vectors * L) > width {
+                vectors /= 2;
+            }
             for number in 0..num_tiles {
                 let (from, to) = (number * count / num_tiles, (number + 1) * count / num_tiles);
                 let each = size_of::<Line>() / num_tiles;
@@ -82,14 +86,14 @@ pub(crate) fn add_products<V: Vector<L>, const L: usize>(
                     column: panel * WIDTH,
                     out: &mut columns.out[from..to],
                 };
-                match (is_wide, wide) {
-                    (true, 8) => tile.add::<V, L, 1, 8>(&inputs),
-                    (true, 4) => tile.add_four::<V, L>(&inputs),
-                    _ if L == WIDTH => tile.add_one::<V, L, 1>(&inputs),
-                    _ => tile.add_one::<V, L, 2>(&inputs),
+                match vectors {
+                    8 => tile.add::<V, L, 1, 8>(&inputs),
+                    4 => tile.add_four::<V, L>(&inputs),
+                    2 => tile.add_few::<V, L, 2>(&inputs),
+                    _ => tile.add_few::<V, L, 1>(&inputs),
                 }
             }
-            panel += if is_wide { step } else { 1 };
+            panel += vectors * L / WIDTH;
         }
     }
 }
@@ -119,9 +123,9 @@ impl Tile<'_, '_, '_> {
         }
     }
 
-    /// [`Tile::add`] for one panel, of `C` vectors.
+    /// [`Tile::add`] for one vector or two.
     #[inline(always)]
-    fn add_one<V: Vector<L>, const L: usize, const C: usize>(self, inputs: &Inputs) {
+    fn add_few<V: Vector<L>, const L: usize, const C: usize>(self, inputs: &Inputs) {
         match self.out.len() {
             1 => self.add::<V, L, 1, C>(inputs),
             2 => self.add::<V, L, 2, C>(inputs),

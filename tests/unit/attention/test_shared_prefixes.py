@@ -3,14 +3,12 @@
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
 from pyengine import LLM, SamplingParams
-from pyengine.attention.backend import AttentionOptions
-from pyengine.attention.cpu import CpuBackend
-from pyengine.executor.input_buffers import SharedArrays
+from pyengine.attention.backend import AttentionOptions, StepInputs
+from pyengine.attention.cpu import CpuBackend, CpuPlan
 from pyengine.kv_cache import BufferError, CpuAttention
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from tests.support.attention import Shared, inputs_of
@@ -64,12 +62,12 @@ def test_what_the_tables_contradict_is_refused():
 def test_the_engine_hands_them_to_the_kernel(overlap, monkeypatch):
     """Tokens and log-probabilities are those of an engine that reads every block for each row."""
     widths: list[int] = []
-    found = SharedArrays.prefixes.fget
-    assert found is not None
+    plan = CpuBackend.plan
 
-    def seen(arrays: SharedArrays) -> npt.NDArray[np.int32]:
-        widths.append(len(found(arrays)))
-        return found(arrays)  # type: ignore[no-any-return]
+    def seen(backend: CpuBackend, inputs: StepInputs) -> CpuPlan:
+        assert inputs.shared is not None
+        widths.append(len(inputs.shared.prefixes))
+        return plan(backend, inputs)
 
     rng = np.random.default_rng(0)
     system, tools = rng.integers(3, 40_000, SHARED).tolist(), rng.integers(3, 40_000, 300).tolist()
@@ -90,8 +88,9 @@ def test_the_engine_hands_them_to_the_kernel(overlap, monkeypatch):
             for output in outputs
         ]
 
-    monkeypatch.setattr(SharedArrays, "prefixes", property(seen))
-    together = answers()
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuBackend, "plan", seen)
+        together = answers()
     assert max(widths) >= 2, "nothing was shared"
     whole = CpuBackend.__init__
 

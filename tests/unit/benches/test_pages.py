@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from benches.engine import end_to_end, overhead, serving_tables, shared_length
+from benches.engine import (
+    busy,
+    decode_products,
+    end_to_end,
+    linear_products,
+    overhead,
+    serving_tables,
+    shared_length,
+)
 from benches.engine.end_to_end import Record
 from benches.integrations import end_to_end as in_vllm
 from benches.peers import goals, pages
@@ -40,6 +48,14 @@ SHOWN: list[tuple[Path, str, Callable[[str], Iterator[str]]]] = [
     (MANAGER, pages.MARK, lambda _: pages.goals(pages.results())),
     (ENGINE, "end-to-end-xeon-amx", lambda name: end_to_end.tables(record(name))),
     (ENGINE, "end-to-end-epyc-avx512", lambda name: end_to_end.tables(record(name))),
+    (
+        ENGINE,
+        "end-to-end-epyc-avx512-held-to-avx2",
+        lambda name: end_to_end.tables(record(name)),
+    ),
+    (ENGINE, "linear-products-epyc-avx512", from_file(linear_products.tables)),
+    (ENGINE, "decode-products-epyc-avx512", from_file(decode_products.tables)),
+    (ENGINE, "busy-epyc-avx512", from_file(busy.tables)),
     (ENGINE, "engine-overhead-xeon-amx", from_file(overhead.page)),
     (ENGINE, "shared-length-xeon-amx", from_file(shared_length.table)),
     (SERVING, "serving-epyc-avx512", from_file(serving_tables.tables)),

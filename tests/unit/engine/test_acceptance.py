@@ -15,7 +15,7 @@ import torch
 
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import SequenceState
-from pyengine.executor.input_batch import Accepted, InputBatch
+from pyengine.executor.executor import Accepted, InputBatch
 from pyengine.sampling.sampler import Sampler
 from pyengine.sampling_params import SamplingParams
 from pyengine.speculation.drafters import Context, Draft, NgramDrafter, SuffixDrafter
@@ -100,6 +100,7 @@ def outcomes(drafter: Any, rule: Rule, num_seeds: int) -> Iterator[tuple[int, ..
                 sampling_sequences=left,
                 drafts={entry: each for entry, each in zip(left, drafts, strict=True) if each},
                 chunks=[],
+                num_bounded=0,
                 decodes=tuple(left),
             )
             batch = InputBatch(step)

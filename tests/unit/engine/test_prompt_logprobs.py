@@ -10,7 +10,6 @@ import pytest
 from pyengine.engine import input_processor
 from pyengine.engine.prompt_logprobs import PromptLogprobCache, PromptLogprobs
 from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import Request
 from pyengine.executor.model_runner import StepLogits
 from pyengine.outputs import RequestOutput
 from pyengine.sampling.logprobs import TokenLogprobs
@@ -265,14 +264,14 @@ def test_many_that_wait_for_one_cost_a_step_little() -> None:
     bench = make_bench(512, BLOCK, max_num_batched_tokens=8, max_num_seqs=8)
     prompt, asks = list(range(64)), [0]
     bench.submit({str(at): prompt for at in range(500)}, asked(max_tokens=1))
-    awaits = Request.awaits_prefix
+    awaits = PromptLogprobs.awaits_prefix
 
-    def counted(request: Request) -> bool:
+    def counted(scores: PromptLogprobs) -> bool:
         asks[0] += 1
-        return awaits(request)
+        return awaits(scores)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Request, "awaits_prefix", counted)
+        patch.setattr(PromptLogprobs, "awaits_prefix", counted)
         for _ in range(4):
             asks[0] = 0
             bench.engine.step()
@@ -353,7 +352,7 @@ def test_in_a_tiny_pool_nothing_is_ever_taken_for_another(
         name = str(number)
         expected[name] = reference(prompt, params, groups)
         bench.submit({name: prompt}, params)
-        if faults and not bench.engine._faults.is_searching and random.random() < 0.1:
+        if faults and not bench.engine._faults.suspects and random.random() < 0.1:
             bench.runner.fault = Fault(len(bench.runner.computed) + 1, RuntimeError("by chance"))
         for _ in range(random.choice([0, 1, 3])):
             bench.engine.step()

@@ -311,7 +311,7 @@ def test_a_step_that_had_to_take_everybody_proves_nothing_about_one() -> None:
     assert search.held() == "ac"
     assert search.fails("b") == Verdict()
     assert search.fails("b") == Verdict(search.requests["b"])
-    assert not search.finder.is_searching
+    assert not search.finder.suspects
 
 
 def test_after_a_step_of_all_that_went_well_others_are_left_out_again() -> None:
@@ -350,7 +350,7 @@ def test_what_is_found_in_a_row_without_a_step_that_goes_well_is_not_the_request
     for name in "abcd":
         search.fails(name)
         verdicts.append(search.fails(name))
-        assert not search.finder.is_searching
+        assert not search.finder.suspects
         for _ in range(num_steps):
             search.goes_well(["good"])
     assert [verdict.culprit for verdict in verdicts] == [search.requests[name] for name in "abcd"]
@@ -363,7 +363,7 @@ def test_a_new_search_counts_anew() -> None:
     search.fails("bc")  # without "a", which is no suspect any more
     search.goes_well("b")
     search.goes_well("c")
-    assert not search.finder.is_searching
+    assert not search.finder.suspects
     assert search.fails("a") == Verdict()
     assert search.fails("a") == Verdict(search.requests["a"])
 

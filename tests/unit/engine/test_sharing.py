@@ -92,7 +92,7 @@ def test_a_second_request_while_the_first_is_half_through() -> None:
     def watched(*, ahead: bool, without: Collection[SequenceState]) -> ScheduledStep | None:
         step = schedule(ahead=ahead, without=without)
         for entry in step.entries if step else ():
-            planned[entry.request.request_id].append((entry.num_cached, entry.num_tokens))
+            planned[entry.sequence.request.request_id].append((entry.num_cached, entry.num_tokens))
         return step
 
     bench.scheduler.schedule = watched  # type: ignore[method-assign]

@@ -171,14 +171,14 @@ def test_an_expression_that_never_ends_is_refused_and_others_go_on(
 MINUTES = r"""
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from pyengine.engine import untrusted_calls
+from pyengine.engine import prompts
 
 tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
 tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[ab]+[ab]+!!"), "isolated")
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-untrusted_calls._SECONDS = 0.5
+prompts._SECONDS = 0.5
 try:
-    untrusted_calls.encode_text("ab" * 2000 + "!", tokenizer.encode)
+    prompts.tokens_of("ab" * 2000 + "!", tokenizer)
 except ValueError as error:
     print(error)
 """

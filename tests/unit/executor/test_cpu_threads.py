@@ -13,7 +13,7 @@ import torch
 
 from pyengine import LLM
 from pyengine.executor import cpu_threads as threads
-from pyengine.executor.cpu_threads import ComputeThreads, StepWatch, ThreadGovernor, compute_threads
+from pyengine.executor.cpu_threads import ComputeThreads, StepThreads, compute_threads
 from pyengine.utils.cpus import UsableCpus
 from pyengine.utils.openmp import BRIEF_SPIN, openmp_runtime
 from tests.support.threads import torch_threads
@@ -91,16 +91,14 @@ class Clocks:
         self.num_reads += 1
         return threads._Times(self.clock, self.processor, self.waiting)
 
-    def run(
-        self, watch: StepWatch | ThreadGovernor, steps: int, *, processor: float, waiting: float
-    ) -> None:
+    def run(self, used: StepThreads, steps: int, *, processor: float, waiting: float) -> None:
         """Steps of a second each."""
         for _ in range(steps):
-            watch.begin()
-            self.clock += 1
-            self.processor += processor
-            self.waiting += waiting
-            watch.end()
+            with used.step():
+                assert torch.get_num_threads() == used.count
+                self.clock += 1
+                self.processor += processor
+                self.waiting += waiting
 
 
 @pytest.fixture
@@ -124,7 +122,7 @@ def test_a_warning_where_steps_take_many_times_their_processor_time(
     waiting: float,
     warns: bool,
 ) -> None:
-    watch = StepWatch(ComputeThreads(2, "because"), clocks.read)
+    watch = StepThreads(ComputeThreads(2, "because"), clocks.read)
     with caplog.at_level(logging.WARNING):
         clocks.run(watch, 9, processor=processor, waiting=waiting)
         assert not caplog.records
@@ -144,7 +142,7 @@ def test_a_warning_where_steps_take_many_times_their_processor_time(
 def test_the_time_between_requests_is_not_judged(
     clocks: Clocks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch = StepWatch(ComputeThreads(2, "because"), clocks.read)
+    watch = StepThreads(ComputeThreads(2, "because"), clocks.read)
     for _ in range(30):
         clocks.run(watch, 1, processor=1, waiting=0)
         clocks.clock += 60
@@ -152,9 +150,9 @@ def test_the_time_between_requests_is_not_judged(
 
 
 def test_clocks_of_the_system_are_read_once_in_ten_seconds(clocks: Clocks) -> None:
-    watch = StepWatch(ComputeThreads(2, "because"), clocks.read)
+    watch = StepThreads(ComputeThreads(2, "because"), clocks.read)
     clocks.run(watch, 100, processor=1, waiting=0)
-    assert clocks.num_reads == 20
+    assert clocks.num_reads == 11
 
 
 @needs_libgomp
@@ -162,7 +160,7 @@ def test_the_warning_names_the_variable_where_torch_was_imported_first(
     clocks: Clocks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pyengine.utils.openmp._was_late", True)
-    watch = StepWatch(ComputeThreads(2, "because"), clocks.read)
+    watch = StepThreads(ComputeThreads(2, "because"), clocks.read)
     clocks.run(watch, 10, processor=0.1, waiting=1)
     assert f"GOMP_SPINCOUNT={BRIEF_SPIN}" in caplog.text
 
@@ -227,8 +225,8 @@ def test_an_engine_says_that_torch_was_imported_before() -> None:
     assert "torch was imported before pyengine, without GOMP_SPINCOUNT" in wait
 
 
-def governed(clocks: Clocks, count: int = 2) -> ThreadGovernor:
-    return ThreadGovernor(ComputeThreads(count, "because", adapts=True), clocks.read)
+def governed(clocks: Clocks, count: int = 2) -> StepThreads:
+    return StepThreads(ComputeThreads(count, "because", adapts=True), clocks.read)
 
 
 def test_threads_that_wait_for_processors_are_left_out_and_tried_again(clocks: Clocks) -> None:
@@ -260,10 +258,9 @@ def test_a_machine_that_is_ours_computes_with_all_threads(clocks: Clocks, waitin
 
 
 def test_threads_that_were_asked_for_stay(clocks: Clocks) -> None:
-    governor = ThreadGovernor(ComputeThreads(2, "asked for"), clocks.read)
+    governor = StepThreads(ComputeThreads(2, "asked for"), clocks.read)
     clocks.run(governor, 40, processor=1, waiting=2)
     assert governor.count == 2
-    assert clocks.num_reads == 0
 
 
 def test_the_kernel_uses_no_more_threads_than_the_caller_does() -> None:

@@ -15,18 +15,18 @@ def test_one_batch_serves_as_long_as_the_same_requests_decode() -> None:
     bench.submit({"a": [1, 2, 3], "b": [4, 5]})
     bench.engine.step()
     bench.engine.step()
-    batches = bench.engine._executor.batches
-    assert batches._last is not None
-    batch, positions = batches._last
+    executor = bench.engine._executor
+    assert executor._last is not None
+    batch, positions = executor._last
     assert len(batch.sequences) == 2
     bench.engine.step()
-    assert batches._last is not None
-    following, later = batches._last
+    assert executor._last is not None
+    following, later = executor._last
     assert following is batch
     assert later.tolist() == [position + 1 for position in positions]
     bench.submit({"c": [7]})
     bench.engine.step()
-    assert batches._last is not None and batches._last[0] is not batch
+    assert executor._last is not None and executor._last[0] is not batch
     for name, tokens in {"a": [1, 2, 3], "b": [4, 5], "c": [7]}.items():
         output = bench.output(name)
         assert not output.finished
@@ -83,7 +83,7 @@ def test_nothing_that_has_ended_is_kept() -> None:
     bench.engine.step()
     bench.abort(["a"])
     assert bench.engine._unread is None
-    assert bench.engine._executor.batches._recent == []
+    assert bench.engine._executor._recent == []
     bench.assert_all_free()
 
 

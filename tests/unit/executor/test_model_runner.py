@@ -226,5 +226,6 @@ def test_kernels_of_a_second_device_are_launched_there(monkeypatch):
     monkeypatch.setattr(model_runner, "on_device", lambda device: entered.append(device) or OPEN)
     run = PagedRun(random_model("llama"), backend=StaticBackend, record=record_eagerly)
     assert entered == [run.pool.device]  # the capture
+    run.runner._is_on_cuda = True
     run.step([Entry([3, 4], 0, 2, run.tables(2))])
     assert entered == [run.pool.device] * 2

@@ -11,13 +11,13 @@ import torch
 from pyengine import LLM
 from pyengine.errors import ConfigurationError
 from pyengine.models import linear_kernels as products
+from pyengine.models.cpu_kernels import available_products, kernel_supports, onednn_supports
 from pyengine.models.linear_kernels import (
     LayerShape,
     ProductChooser,
     best_product,
     choose_product,
 )
-from pyengine.models.linear_products import available_products, kernel_supports, onednn_supports
 from tests.support.threads import torch_threads
 from tests.unit.models.tiny import save_tiny_model
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pyengine.kv_cache import BufferError, ConfigError, CpuAttention
-from pyengine.models.norms import FusedRMSNorm, fuse_norms
+from pyengine.models.cpu_kernels import FusedRMSNorm, fuse_norms
 from tests.unit.executor.hand_made import random_model
 
 pytestmark = pytest.mark.levels

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from pyengine.models import linear as packed
+from pyengine.models.cpu_kernels import available_products, onednn_supports
 from pyengine.models.linear import PrepackedLinear, PrepackedMLP, can_prepack, prepack_linears
 from pyengine.models.linear_kernels import LayerShape
-from pyengine.models.linear_products import available_products, onednn_supports
 from tests.unit.executor.hand_made import random_model
 
 needs_onednn = pytest.mark.skipif(

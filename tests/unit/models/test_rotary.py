@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pyengine.models.norms import fuse_norms
+from pyengine.models.cpu_kernels import fuse_norms
 from pyengine.models.rotary import OwnRotation, take_over_rotations
 from tests.support.graphs import record_eagerly
 from tests.support.static_attention import StaticBackend

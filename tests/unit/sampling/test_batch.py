@@ -58,7 +58,7 @@ def test_positions_stand_for_tokens_that_the_states_do_not_have_yet() -> None:
 
 def test_what_is_known_of_a_batch() -> None:
     batch = SamplingBatch(states(MIXED))
-    assert (len(batch), batch.vocab_size) == (6, VOCAB)
+    assert (len(batch.states), batch.vocab_size) == (6, VOCAB)
     assert batch.draws is not None
     assert batch.draws.rows.tolist() == [2, 3, 4]
     assert SamplingBatch(states(MIXED[:2])).draws is None

@@ -78,9 +78,9 @@ def test_the_same_tokens_as_the_simple_draw(
         SamplingParams(temperature=0) if at in greedy else param for at, param in enumerate(params)
     ]
     batch = batch_of([*rows, params[0]], vocab_size)
-    logits = make_logits(kind, len(batch), vocab_size, seed).to(dtype)
+    logits = make_logits(kind, len(batch.states), vocab_size, seed).to(dtype)
     for position in range(3):
-        positions = np.full(len(batch), seed + position)
+        positions = np.full(len(batch.states), seed + position)
         assert batch.draws is not None
         assert draw(logits, batch.draws, positions).tolist() == simple(logits, batch, positions)
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyengine.sampling.sampler import Sampler, SamplingBatch
 from pyengine.sampling.state import SamplingState
-from pyengine.sampling.token_masks import MaskFiller
+from pyengine.sampling.token_masks import MaskFiller, TokenMasks
 from pyengine.sampling_params import SamplingParams
 
 META = torch.device("meta")
@@ -93,10 +93,10 @@ ASKED = {
 @pytest.mark.parametrize("asked", ASKED)
 def test_nothing_in_a_launch_waits_for_the_device(asked: str, uploads: Uploads) -> None:
     batch = SamplingBatch(states(*ASKED[asked]))
-    logits = torch.empty(len(batch), VOCAB, dtype=torch.bfloat16, device=META)
+    logits = torch.empty(len(batch.states), VOCAB, dtype=torch.bfloat16, device=META)
     with uploads:
-        pending = Sampler().launch(logits, batch, [1] * len(batch))
-    assert pending.token_ids.shape == (len(batch),)
+        pending = Sampler().launch(logits, batch, [1] * len(batch.states))
+    assert pending.token_ids.shape == (len(batch.states),)
     assert pending.token_ids.device == META
     assert (uploads.count == 0) == (asked == "greedy")
 
@@ -111,7 +111,7 @@ class Anything:
 def test_masks_of_some_rows_do_not_wait_either(uploads: Uploads) -> None:
     batch = SamplingBatch(states(GREEDY, GREEDY))
     logits = torch.empty(2, VOCAB, device=META)
-    masks = MaskFiller().masks({1: Anything()}, VOCAB)  # type: ignore[dict-item]
+    masks = TokenMasks({1: Anything()}, VOCAB, MaskFiller())  # type: ignore[dict-item]
     with uploads:
         Sampler().launch(logits, batch, [1, 1], masks)
     assert uploads.count == 2

@@ -246,7 +246,7 @@ def test_nothing_waits_to_see_whether_a_row_is_broken() -> None:
     pending = Sampler().launch(torch.full((2, VOCAB), math.nan), [state(SamplingParams())] * 2)
     assert pending.token_ids.shape == (2,)
     with pytest.raises(BrokenLogitsError):
-        pending.result()
+        pending.wait()
 
 
 @pytest.mark.parametrize("params", EVERY_WAY)

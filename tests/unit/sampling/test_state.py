@@ -143,7 +143,8 @@ def test_states_ahead_are_those_after_the_drafts() -> None:
     assert [each_state.token_ids for each_state in states] == [[7], [7, 8], [7, 8, 3]]
     assert [each_state.barred_by_output().tolist() for each_state in states] == [[], [9], []]
     expected = SamplingState(params, [1, 2], seed=0, vocab_size=50, bad_words=[[7, 8, 9]])
-    expected.extend([7, 8, 3])
+    for token in (7, 8, 3):
+        expected.append(token)
     assert states[2].counts is not None and expected.counts is not None
     assert states[2].counts.ids.tolist() == expected.counts.ids.tolist()
     assert states[2].counts.counts.tolist() == expected.counts.counts.tolist()

@@ -13,7 +13,7 @@ from pyengine.sampling import token_masks as structured
 from pyengine.sampling.batch import SamplingBatch
 from pyengine.sampling.sampler import Sampler
 from pyengine.sampling.state import SamplingState
-from pyengine.sampling.token_masks import MaskFiller, TokenMatcher
+from pyengine.sampling.token_masks import MaskFiller, TokenMasks, TokenMatcher
 from pyengine.sampling_params import SamplingParams
 
 
@@ -56,12 +56,12 @@ def state(vocab_size: int, allowed: set[int] | None, **params: Any) -> SamplingS
 
 
 def start(batch: SamplingBatch) -> Any:
-    return MaskFiller().masks(batch.matchers, batch.vocab_size)
+    return TokenMasks(batch.matchers, batch.vocab_size, MaskFiller()) if batch.matchers else None
 
 
 def sampled(logits: torch.Tensor, states: list[SamplingState]) -> Any:
     batch = SamplingBatch(states)
-    return Sampler().launch(logits, batch, None, start(batch)).result()
+    return Sampler().launch(logits, batch, None, start(batch)).wait()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -138,12 +138,6 @@ def test_what_fails_while_masks_are_filled_is_raised_where_they_are_used() -> No
         sampled(torch.zeros(1, 97), [state(97, set())])
 
 
-def test_no_mask_where_nobody_needs_one() -> None:
-    batch = SamplingBatch([state(97, None)])
-    assert batch.matchers == {}
-    assert MaskFiller().masks(batch.matchers, 97) is None
-
-
 def test_a_state_tells_its_matcher_and_a_sibling_has_its_own() -> None:
     sampling_state: Any = state(97, {5, 6})
     other: Any = sampling_state.sibling(2)
@@ -173,14 +167,14 @@ def test_a_row_that_takes_too_long_is_given_up_and_the_others_are_served(
     states[1].keep_to(stuck)
     batch, filler = SamplingBatch(states), MaskFiller()
     logits = torch.arange(97.0).expand(3, 97)
-    masks = filler.masks(batch.matchers, 97)
-    tokens = Sampler().launch(logits, batch, None, masks).result().token_ids.tolist()
+    masks = TokenMasks(batch.matchers, 97, filler)
+    tokens = Sampler().launch(logits, batch, None, masks).wait().token_ids.tolist()
     assert tokens == [7, 96, 8]
     assert "take more than 0.02 s" in stuck.error
     states = [state(97, {3})]
     batch = SamplingBatch(states)  # the next step has another thread
-    masks = filler.masks(batch.matchers, 97)
-    assert Sampler().launch(logits[:1], batch, None, masks).result().token_ids.tolist() == [3]
+    masks = TokenMasks(batch.matchers, 97, filler)
+    assert Sampler().launch(logits[:1], batch, None, masks).wait().token_ids.tolist() == [3]
     go_on.set()
 
 

@@ -26,7 +26,10 @@ def finish(scheduler: Scheduler, *names: str) -> None:
 
 def planned(step: ScheduledStep | None) -> list[tuple[str, int, int]]:
     assert step is not None
-    return [(entry.request.request_id, entry.start, entry.end) for entry in step.entries]
+    return [
+        (entry.sequence.request.request_id, entry.start, entry.start + entry.num_tokens)
+        for entry in step.entries
+    ]
 
 
 def test_it_decodes_what_is_being_sampled_and_goes_on_with_chunks_and_admits() -> None:

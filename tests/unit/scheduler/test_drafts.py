@@ -72,7 +72,7 @@ class Service:
             return
         self.num_planned += 1
         for entry in step.chunks:
-            name = entry.request.request_id
+            name = entry.sequence.request.request_id
             self.waited.setdefault(name, self.num_planned - self.arrived[name])
         busy = set().union(*(set(item.sampling_sequences) for item in self.open))
         if self.drafts and not step.drafts:

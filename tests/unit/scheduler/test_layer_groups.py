@@ -34,7 +34,7 @@ class Service:
         self.scheduler.commit(step, [1] * len(step.sampling_sequences))
         self.manager.check()
         self.scheduler.finish(step.sampling_sequences)
-        return [(entry.request.request_id, entry.num_tokens) for entry in step.entries]
+        return [(entry.sequence.request.request_id, entry.num_tokens) for entry in step.entries]
 
 
 @settings(max_examples=300, deadline=None)

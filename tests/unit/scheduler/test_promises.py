@@ -48,7 +48,7 @@ def planned(scheduler: Scheduler) -> list[tuple[str, int]]:
     step = scheduler.schedule()
     assert step is not None
     scheduler.commit(step, [1] * len(step.sampling_sequences))
-    return [(entry.request.request_id, entry.num_tokens) for entry in step.entries]
+    return [(entry.sequence.request.request_id, entry.num_tokens) for entry in step.entries]
 
 
 def test_promise_1_prefix_is_matched_before_the_budget_is_charged() -> None:

@@ -56,7 +56,7 @@ class Service:
         assert step is not None
         self.scheduler.commit(step, [1] * len(step.sampling_sequences))
         for entry in step.entries:
-            self.admitted.setdefault(entry.request.request_id, self.num_steps)
+            self.admitted.setdefault(entry.sequence.request.request_id, self.num_steps)
         for sequence in step.sampling_sequences:
             self.left[sequence.request.request_id] -= 1
         done = [

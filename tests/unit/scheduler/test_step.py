@@ -54,7 +54,7 @@ def test_whoever_comes_or_goes_makes_them_others() -> None:
     submit(scheduler, "3", 6)
     third = stepped(scheduler)
     assert third.decodes is second.decodes  # the newcomer's prompt runs beside them
-    assert [entry.request.request_id for entry in third.chunks] == ["3"]
+    assert [entry.sequence.request.request_id for entry in third.chunks] == ["3"]
     assert names(stepped(scheduler)) == ["0", "2", "3"]
     assert names(first) == ["0", "1", "2"]
 
@@ -74,7 +74,13 @@ def test_entries_are_in_plan_order_and_know_their_positions() -> None:
     step = scheduler.schedule()
     assert step is not None
     found = [
-        (entry.request.request_id, entry.start, entry.end, entry.samples) for entry in step.entries
+        (
+            entry.sequence.request.request_id,
+            entry.start,
+            entry.start + entry.num_tokens,
+            entry.samples,
+        )
+        for entry in step.entries
     ]
     assert found == [("0", 5, 6, True), ("1", 9, 10, True), ("2", 0, 6, True)]
     assert step.sampling_sequences == step.sequences == [entry.sequence for entry in step.entries]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pyengine.kv_cache import BufferError, ConfigError, CpuAttention, PackedWeight
-from pyengine.models.linear_products import KernelProduct, kernel_supports
+from pyengine.models.cpu_kernels import KernelProduct, kernel_supports
 from tests.support.threads import torch_threads
 
 pytestmark = pytest.mark.levels
