@@ -99,11 +99,15 @@ def measured(model: str, level: str, backend: str, threads: int) -> dict[str, An
     return answer
 
 
+def _count(rows: int) -> str:
+    return "1 row" if rows == 1 else f"{rows} rows"
+
+
 def tables(results: dict[str, Any]) -> Iterator[str]:
     """A table for each model and number of threads, in markdown."""
     yield heading(results["machine"])
     for title, rounds in results["runs"].items():
-        yield f"\n| {title}, ms a step | product | {' | '.join(f'{row} rows' for row in ROWS)} |"
+        yield f"\n| {title}, ms a step | product | {' | '.join(map(_count, ROWS))} |"
         yield "|---|---|" + "---:|" * len(ROWS)
         for level, backends in rounds.items():
             for backend, answers in backends.items():
