@@ -32,7 +32,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.errors import ConfigurationError, PyEngineError
-from pyengine.kv_cache import BlockManager, NoBudget, NoRoom, Pin, Prefilled, Remapping
+from pyengine.kv_cache import (
+    BlockManager,
+    Loading,
+    NoBudget,
+    NoRoom,
+    Pin,
+    Prefilled,
+    Remapping,
+)
 from pyengine.kv_cache import Sequence as KVSequence
 from pyengine.scheduler.batch import ReuseCounters, ScheduledStep
 from pyengine.scheduler.waiting_queue import WaitingQueue
@@ -306,7 +314,7 @@ class Scheduler:
 
     def _prefill(
         self, step: ScheduledStep, sequence: "SequenceState", reserve: int | None = None
-    ) -> Prefilled | NoRoom | NoBudget:
+    ) -> Prefilled | NoRoom | NoBudget | Loading:
         """Plan the next chunk of a prompt."""
         bound = sequence.request.max_chunk - step.num_bounded
         most = int(min(self._limits.max_num_batched_tokens, bound))
@@ -315,7 +323,7 @@ class Scheduler:
 
     def _admit(
         self, step: ScheduledStep, without: "Collection[SequenceState]"
-    ) -> NoRoom | NoBudget | None:
+    ) -> NoRoom | NoBudget | Loading | None:
         """Admit waiting sequences in order, while whole prompts fit blocks, budget and slots.
 
         Returns the shortage of the first rejected one; None if that was a slot, or none was.
