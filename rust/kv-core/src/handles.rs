@@ -218,7 +218,7 @@ pub struct LoadingBlock {
 /// Owns a transfer: blocks that are to be filled with KV from outside the pool. Dropping it fails the transfer at the
 /// manager's next call, unless it has ended.
 ///
-/// Until it ends nobody reads its blocks, and nobody else writes them. So keep it until the last byte is written.
+/// Until it ends no step reads or writes its blocks. So keep it until the last byte is written.
 #[derive(Debug)]
 pub struct Transfer {
     shared: Arc<Shared>,

@@ -6,7 +6,7 @@ use crate::calls::{Answer, Call, Recorder};
 use crate::config::Config;
 use crate::error::Error;
 use crate::events::{Event, Evicted};
-use crate::handles::{Deferred, Pin, PlanHandle, SeqHandle, Shared, Transfer};
+use crate::handles::{Deferred, Pin, PlanHandle, SeqHandle, Shared};
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, NodePosition, PlanKey, SeqKey, TransferKey};
 use crate::pool::Pool;
@@ -19,7 +19,7 @@ use crate::step::{
 };
 use crate::sync::Arc;
 use crate::table::BlockTable;
-use crate::transfers::{Reserve, Reserved};
+use crate::transfers::Reserve;
 
 static MANAGERS: AtomicU32 = AtomicU32::new(0);
 
@@ -413,14 +413,7 @@ impl BlockManager {
     /// [`Error::InPlan`]
     pub fn reserve(&mut self, key: SeqKey, num_tokens: usize) -> Result<Reserve, Error> {
         self.drain_deferred();
-        let answer = match self.state.reserve(key, num_tokens)? {
-            Reserved::Blocks(key, indices, blocks) => {
-                Reserve::Reserved(Transfer::new(&self.shared, key, indices, blocks))
-            }
-            Reserved::NoRoom { needed, available } => Reserve::NoRoom { needed, available },
-            Reserved::Loading(transfer) => Reserve::Loading { transfer },
-            Reserved::NotNeeded => Reserve::NotNeeded,
-        };
+        let answer = self.state.reserve(key, num_tokens)?;
         self.report(|_| Call::reserve(key.id, num_tokens), &answer);
         Ok(answer)
     }
@@ -450,8 +443,8 @@ impl BlockManager {
         self.complete(transfer, 0).map(drop)
     }
 
-    /// Gives a transfer up that has not ended: nobody waits for it any more, and completing it caches nothing. It holds
-    /// its blocks until it ends, because the I/O may still write to them.
+    /// Abandons an open transfer: no prefill waits for it any more, and completing it caches no block. It holds its
+    /// blocks until it ends, because the I/O may still write to them.
     ///
     /// # Errors
     /// [`Error::TransferEnded`]
@@ -471,8 +464,8 @@ impl BlockManager {
         self.state.pool.take_evicted()
     }
 
-    /// Evicts the next `num_blocks` blocks ahead of need, or as many as there are, and pins them. Returns what they
-    /// held, and the pin: their KV stays whole until it is dropped, then they are free.
+    /// Evicts the next `num_blocks` evictable blocks ahead of need, or all of them, and pins them. Returns a record of
+    /// each, and the pin: their KV stays whole until it is dropped, then they are free.
     ///
     /// For a store that copies blocks in the background: with enough free blocks no allocation evicts.
     pub fn evict(&mut self, num_blocks: usize) -> (Vec<Evicted>, Pin) {

@@ -139,6 +139,10 @@ impl Pool {
         self.cached.len()
     }
 
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
     /// Blocks that can be allocated.
     #[inline]
     pub(crate) fn available(&self) -> usize {
@@ -444,7 +448,7 @@ impl Pool {
         self.end_run(run);
     }
 
-    /// Keeps what evicted blocks hold, if the caller wants it.
+    /// Keeps a record of evicted blocks, if that is on.
     #[inline]
     fn keep_evicted(&mut self, blocks: &[BlockId]) {
         let Some(evicted) = &mut self.evicted else {
@@ -465,8 +469,8 @@ impl Pool {
             .unwrap_or_default()
     }
 
-    /// Evicts the next `count` blocks, or as many as there are. They are in no list; the caller holds them. Returns
-    /// what they held, too.
+    /// Evicts the next `count` blocks, or all of them. They are in no list; the caller pins them. Returns a record of
+    /// each, too.
     pub(crate) fn evict_next(&mut self, count: usize) -> (Vec<BlockId>, Vec<Evicted>) {
         let kept = self.evicted.replace(Vec::new());
         let evictable = self.queue.len() - self.queue.len_of(List::Free);

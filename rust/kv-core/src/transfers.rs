@@ -1,8 +1,8 @@
 //! Transfers: blocks reserved for KV that comes from outside the pool.
 //!
-//! A transfer holds the blocks that it is to fill, and the cached blocks before and among them, until it ends. What
-//! becomes of the sequence that asked for it, or of a step, does not matter to it. Its blocks are in the prefix index,
-//! where other sequences meet them and wait, and in no table.
+//! A transfer holds the blocks that it is to fill, and the cached blocks before and among them, until it ends. Neither
+//! the end of its sequence nor a rollback touches it. Its blocks are in the prefix index, where prefills meet them and
+//! wait, and in no table.
 
 #[path = "transfers/check.rs"]
 mod check;
@@ -38,14 +38,6 @@ pub enum Reserve {
     NotNeeded,
 }
 
-/// The same before there is a handle.
-pub(crate) enum Reserved {
-    Blocks(TransferKey, Range<usize>, Vec<LoadingBlock>),
-    NoRoom { needed: usize, available: usize },
-    Loading(u64),
-    NotNeeded,
-}
-
 impl State {
     /// The transfer that is to fill blocks of the current match.
     #[inline]
@@ -56,10 +48,10 @@ impl State {
 
     /// Reserves blocks for the first `num_tokens` tokens of a sequence: for those after the longest cached prefix, up
     /// to the first block that an open step or another transfer brings.
-    pub(crate) fn reserve(&mut self, key: SeqKey, num_tokens: usize) -> Result<Reserved, Error> {
+    pub(crate) fn reserve(&mut self, key: SeqKey, num_tokens: usize) -> Result<Reserve, Error> {
         self.at_rest(key)?;
         if !self.match_ready(key.slot) {
-            return Ok(Reserved::NotNeeded);
+            return Ok(Reserve::NotNeeded);
         }
         let seq = self.seqs.at(key.slot);
         let (before, last) = (seq.registered.rows(), self.matched.last);
@@ -69,8 +61,11 @@ impl State {
         let rows = from..from + positions.len();
         if let (true, Some(unready)) = (rows.is_empty(), unready) {
             let number = self.pool.transfer_of(self.pool.tree().blocks(unready));
-            let serial = number.map(|number| self.transfers.serial(number));
-            return Ok(serial.map_or(Reserved::NotNeeded, Reserved::Loading));
+            return Ok(
+                number.map_or(Reserve::NotNeeded, |number| Reserve::Loading {
+                    transfer: self.transfers.serial(number),
+                }),
+            );
         }
         let matched = BlockTable::of_match(&self.matched, before, &self.groups);
         let table = &self.seqs.at(key.slot).table;
@@ -93,12 +88,12 @@ impl State {
             }
         }
         if loading.is_empty() {
-            return Ok(Reserved::NotNeeded);
+            return Ok(Reserve::NotNeeded);
         }
         let revived = held.iter().filter(|&&block| self.pool.is_queued(block));
         let (needed, available) = (loading.len() + revived.count(), self.pool.available());
         if needed > available {
-            return Ok(Reserved::NoRoom { needed, available });
+            return Ok(Reserve::NoRoom { needed, available });
         }
         // Held before anything is allocated, which could evict them.
         held.iter().for_each(|&block| self.pool.pin_source(block));
@@ -118,7 +113,8 @@ impl State {
             loading: loading.clone(),
             held,
         });
-        Ok(Reserved::Blocks(transfer, rows, loading))
+        let handle = Transfer::new(self.pool.shared(), transfer, rows, loading);
+        Ok(Reserve::Reserved(handle))
     }
 
     /// The positions of these rows, which follow the current match, as far as they are in the tree; up to the first one
@@ -203,7 +199,7 @@ impl State {
     fn register_loaded(&mut self, loading: &[LoadingBlock], end: usize, step: u32) -> u64 {
         let pool = &mut self.pool;
         let (mut restored, mut stored, mut last) = (0, 0, NodePosition::NONE);
-        for row in loading.chunk_by(|one, other| one.index == other.index) {
+        for row in loading.chunk_by(|a, b| a.index == b.index) {
             let cached = pool.cached_at(row[0].block);
             let Some(position) = cached.filter(|_| row[0].index < end) else {
                 break; // it ends here, or was abandoned
@@ -231,7 +227,7 @@ impl State {
         restored as u64
     }
 
-    /// Removes a transfer's blocks from the index, so that nobody waits for it. It still holds them.
+    /// Removes a transfer's blocks from the index, so that no prefill waits for it. It still holds them.
     pub(crate) fn abandon_transfer(&mut self, key: TransferKey) -> Result<(), Error> {
         let at = self.transfers.find(key)?;
         let open = &mut self.transfers.open[at];

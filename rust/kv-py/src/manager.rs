@@ -250,8 +250,8 @@ impl BlockManager {
         evicted_list(py, evicted)
     }
 
-    /// Evicts the next `num_blocks` blocks ahead of need, or as many as there are, and pins them. Returns what they
-    /// held, and the pin: their KV is whole until it is released, then they are free.
+    /// Evicts the next `num_blocks` evictable blocks ahead of need, or all of them, and pins them. Returns a record of
+    /// each, and the pin: their KV is whole until it is released, then they are free.
     fn evict<'py>(
         &self,
         py: Python<'py>,

@@ -13,8 +13,8 @@ use crate::numbers::number;
 
 /// Blocks of a prefix that is to come from outside the pool: from a disk, host memory, another process.
 ///
-/// Until it ends, by `complete` or `fail`, nobody reads its blocks and nobody else writes them, whatever becomes
-/// of the sequence. Dropping the object fails it: keep it until the last byte is written.
+/// Until it ends, by `complete` or `fail`, no step reads or writes its blocks, also if the sequence is freed. Dropping
+/// the object fails it: keep it until the last byte is written.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct Transfer {
     core: Arc<Locked>,
@@ -63,13 +63,13 @@ impl Transfer {
             .with(py, |core| core.complete(self.handle.key(), num_blocks))
     }
 
-    /// Ends the transfer: nothing is seen of it, and its blocks are free. Raises `PlanError` if it has ended.
+    /// Ends the transfer as failed: no block is cached, and its blocks are free. Raises `PlanError` if it has ended.
     fn fail(&self, py: Python<'_>) -> PyResult<()> {
         self.core.with(py, |core| core.fail(self.handle.key()))
     }
 
-    /// Gives it up while the I/O still runs: nobody waits for it any more, and completing it caches nothing. It holds
-    /// its blocks until it ends. Raises `PlanError` if it has ended.
+    /// Abandons it while the I/O still runs: no prefill waits for it any more, and completing it caches no block. It
+    /// holds its blocks until it ends. Raises `PlanError` if it has ended.
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {
         self.core.with(py, |core| core.abandon(self.handle.key()))
     }

@@ -8,6 +8,7 @@ import pytest
 
 from pyengine.kv_cache import (
     BlockManager,
+    ConfigError,
     HandleError,
     Loading,
     NoRoom,
@@ -110,8 +111,8 @@ def test_misuse_is_named() -> None:
     transfer = reserved(sequence, 10)
     with pytest.raises(PlanError, match="transfer 1 restores 2 blocks, 3 cannot be complete"):
         transfer.complete(3)
-    with pytest.raises(TypeError):
-        transfer.complete("all")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="num_blocks=-1"):
+        transfer.complete(-1)
     assert transfer.complete(1) == 4
     for call in (transfer.complete, transfer.fail, transfer.abandon):
         with pytest.raises(PlanError, match="transfer 1 has ended already"):
@@ -127,18 +128,16 @@ def test_threads_complete_and_drop() -> None:
     transfers = [reserved(sequence, 8) for sequence in prompts]
 
     def end(number: int) -> None:
-        transfer = transfers[number]
-        transfers[number] = transfers[-1]
+        transfer = transfers.pop()
         if number % 2:
             transfer.complete()
 
-    threads = [threading.Thread(target=end, args=(number,)) for number in range(15)]
+    threads = [threading.Thread(target=end, args=(number,)) for number in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    transfers.clear()
-    assert usage(manager) == (50, 0, 14, 0, 0)
+    assert usage(manager) == (48, 0, 16, 0, 0)
 
 
 def test_evicted_blocks_are_told() -> None:

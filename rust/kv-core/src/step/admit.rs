@@ -144,13 +144,14 @@ impl Steps {
 
     /// Matches the sequence, and plans the tokens after the match.
     fn match_and_plan(&mut self, state: &mut State, slot: u32, request: PrefillRequest) -> Prefill {
-        let mut source = match state.find_match(slot, request.replay) {
-            true => state.find_copy_source(slot),
-            false => None,
-        };
+        let is_matched = state.find_match(slot, request.replay);
         if let Some(transfer) = state.awaited_transfer(slot) {
             return Prefill::Loading { transfer };
         }
+        let mut source = match is_matched {
+            true => state.find_copy_source(slot),
+            false => None,
+        };
         loop {
             match self.plan_after_match(state, slot, request, source) {
                 // A prefill does not wait for the sake of a partial copy.
@@ -383,7 +384,8 @@ impl State {
         seen.map(|(_, &block)| block)
     }
 
-    /// Blocks of these and of the copy source that are evictable now.
+    /// Blocks of the current match, as far as a token after it reads them, and of the copy source that are evictable
+    /// now.
     fn num_revived(&self, slot: u32, source: Option<CopySource>) -> usize {
         let source = source.into_iter();
         let source = source.flat_map(|source| self.pool.tree().blocks(source.position));

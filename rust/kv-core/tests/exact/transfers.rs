@@ -348,7 +348,7 @@ fn a_transfer_holds_its_whole_prefix() {
     assert_eq!(asked(&mut m, &other), planned(0, 9));
 }
 
-/// For a disk that does not answer: nobody waits any more, and its blocks are not free before it ends.
+/// For a disk that does not answer: no prefill waits any more, and its blocks are not free before it ends.
 #[test]
 fn an_abandoned_transfer_holds_its_blocks() {
     let mut m = manager(4);
