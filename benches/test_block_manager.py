@@ -277,6 +277,12 @@ def _(world: World) -> Iterator[Timed]:
     yield world.manager.sequence(world.prompt).reuse_cached
 
 
+@case("Sequence.reserve", "tokens + blocks", "1,024, none cached")
+def _(world: World) -> Iterator[Timed]:
+    sequence = world.manager.sequence(world.tokens(PROMPT))
+    yield lambda: sequence.reserve(PROMPT)
+
+
 @case("Sequence.extend", "new blocks", "1 block")
 def _(world: World) -> Iterator[Timed]:
     sequence = world.manager.sequence([1])
@@ -356,6 +362,24 @@ look(
 def _(world: World) -> Iterator[Timed]:
     world.computed(world.tokens(PROMPT)).free()
     yield world.manager.evict_all
+
+
+@case("BlockManager.evict", "evicted blocks", "64 blocks")
+def _(world: World) -> Iterator[Timed]:
+    world.computed(world.tokens(PROMPT)).free()
+    yield lambda: world.manager.evict(PROMPT // BLOCK)
+
+
+@case("BlockManager.take_evicted", "evicted blocks", "64 blocks")
+def _(world: World) -> Iterator[Timed]:
+    manager = BlockManager(PROMPT // BLOCK, BLOCK, keep_evicted=True)
+    sequence = manager.sequence(world.tokens(PROMPT))
+    sequence.extend(PROMPT)
+    sequence.publish(PROMPT)
+    sequence.free()
+    taker = manager.sequence(world.tokens(PROMPT))
+    taker.extend(PROMPT)
+    yield manager.take_evicted
 
 
 @case("BlockManager.take_events", "events", "64 stored", events=True)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         BlockManager,
         Extended,
         KvError,
+        Loading,
         NoBudget,
         NoRoom,
         Pin,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         Stats,
         StepBuffers,
         StepPlan,
+        Transfer,
         replay,
     )
     from pyengine.llm import LLM
@@ -43,6 +45,7 @@ __all__ = [
     "CompletionOutput",
     "Extended",
     "KvError",
+    "Loading",
     "NoBudget",
     "NoRoom",
     "Pin",
@@ -59,6 +62,7 @@ __all__ = [
     "StepBuffers",
     "StepPlan",
     "StructuredOutputs",
+    "Transfer",
     "__version__",
     "replay",
 ]

@@ -71,7 +71,8 @@ def _hit_rate(stats: Stats) -> str:
 
 
 def _usage(usage: PoolUsage) -> dict[str, int]:
-    return {name: getattr(usage, name) for name in ("free", "evictable", "active", "pinned")}
+    states = ("free", "evictable", "active", "pinned", "loading")
+    return {name: getattr(usage, name) for name in states}
 
 
 def _grouped(counts: Mapping[str, int]) -> dict[str, str]:

@@ -19,10 +19,12 @@ from pyengine._kv import (
     CpuCache,
     CpuStep,
     Divergence,
+    Evicted,
     Extended,
     HandleError,
     InvariantError,
     KvError,
+    Loading,
     NoBudget,
     NoRoom,
     PackedWeight,
@@ -45,6 +47,7 @@ from pyengine._kv import (
     SuffixIndex,
     TokenError,
     TraceError,
+    Transfer,
     replay,
 )
 
@@ -58,10 +61,12 @@ __all__ = [
     "CpuCache",
     "CpuStep",
     "Divergence",
+    "Evicted",
     "Extended",
     "HandleError",
     "InvariantError",
     "KvError",
+    "Loading",
     "NoBudget",
     "NoRoom",
     "PackedWeight",
@@ -84,11 +89,12 @@ __all__ = [
     "SuffixIndex",
     "TokenError",
     "TraceError",
+    "Transfer",
     "replay",
 ]
 
 COUNTERS: Mapping[str, str] = {
-    "prompt_tokens": "Prefill tokens planned: cached and computed.",
+    "prompt_tokens": "Prefill tokens planned: cached, restored and computed.",
     "cached_tokens": "Of the prefill tokens, those reused and not computed.",
     "computed_tokens": "Tokens computed, prefill and decode.",
     "hit_blocks": "Cached blocks reused: matched at admission or at a later block boundary.",
@@ -110,5 +116,9 @@ COUNTERS: Mapping[str, str] = {
     "hashed_blocks": "Blocks hashed, for events or for a lookup.",
     "committed_steps": "Steps committed.",
     "rolled_back_steps": "Steps rolled back.",
+    "reserved_blocks": "Blocks reserved for transfers.",
+    "restored_blocks": "Of these, blocks cached when their transfer completed.",
+    "restored_tokens": "Of the prefill tokens, those that a transfer of the sequence restored.",
+    "failed_transfers": "Transfers that ended without any block.",
 }
 """Descriptions of the counters of `BlockManager.stats()`, in the order of `Stats.as_dict()`."""

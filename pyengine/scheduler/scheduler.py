@@ -34,7 +34,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.errors import ConfigurationError, PyEngineError
-from pyengine.kv_cache import BlockManager, NoBudget, NoRoom, Pin, Prefilled, Remapping
+from pyengine.kv_cache import (
+    BlockManager,
+    Loading,
+    NoBudget,
+    NoRoom,
+    Pin,
+    Prefilled,
+    Remapping,
+)
 from pyengine.kv_cache import Sequence as KVSequence
 from pyengine.scheduler.batch import ReuseCounters, ScheduledStep
 
@@ -347,7 +355,7 @@ class Scheduler:
 
     def _prefill(
         self, step: ScheduledStep, sequence: "SequenceState", reserve: int | None = None
-    ) -> Prefilled | NoRoom | NoBudget:
+    ) -> Prefilled | NoRoom | NoBudget | Loading:
         """Plan the next chunk of a prompt."""
         bound = sequence.request.max_chunk - step.num_bounded
         most = int(min(self.limits.max_num_batched_tokens, bound))
@@ -356,7 +364,7 @@ class Scheduler:
 
     def _admit(
         self, step: ScheduledStep, without: "Collection[SequenceState]"
-    ) -> NoRoom | NoBudget | None:
+    ) -> NoRoom | NoBudget | Loading | None:
         """Admit waiting sequences in order, while whole prompts fit blocks, budget and slots.
 
         Returns the shortage of the first rejected one; None if that was a slot, or none was.

@@ -247,7 +247,7 @@ class EngineMetrics:
             "Blocks by state; together the pool.",
             labels=[*self._labels, "state"],
         )
-        for state in ("free", "evictable", "active", "pinned"):
+        for state in ("free", "evictable", "active", "pinned", "loading"):
             blocks.add_metric([*self._labels.values(), state], getattr(usage, state))
         yield blocks
 

@@ -17,7 +17,7 @@ from pyengine.errors import ConfigurationError
 from pyengine.executor.executor import Executor
 from pyengine.executor.memory_profile import CachePlan, cache_specs, plan_cache
 from pyengine.executor.model_runner import Runner
-from pyengine.kv_cache import BlockManager, NoBudget, NoRoom, StepPlan
+from pyengine.kv_cache import BlockManager, Loading, NoBudget, NoRoom, StepPlan
 from pyengine.kv_cache import Sequence as CachedSequence
 from pyengine.kv_cache.pool import PoolSettings, bytes_per_block, resolve_kv_cache_dtype
 from pyengine.models.int8_linear import quantise_linears
@@ -227,7 +227,7 @@ class DraftModel:
                     answer = plan.prefill(sequence, self._budget)
                 if isinstance(answer, NoBudget):
                     break
-                if isinstance(answer, NoRoom):
+                if isinstance(answer, NoRoom | Loading):
                     self.forget(context)
                 elif answer.samples:
                     last_tokens.append(_last_token(context))

@@ -49,7 +49,7 @@ fn play(u: &mut Unstructured) -> Result<()> {
 /// One operation of few bytes, within the ranges of the property test.
 fn op(u: &mut Unstructured) -> Result<Op> {
     let at = |u: &mut Unstructured| u.arbitrary::<u8>().map(usize::from);
-    Ok(match u.int_in_range(0..=27_u8)? {
+    Ok(match u.int_in_range(0..=31_u8)? {
         0 | 1 => Op::New {
             namespace: u.int_in_range(0..=1)?,
             pattern: u.int_in_range(0..=3)?,
@@ -99,6 +99,13 @@ fn op(u: &mut Unstructured) -> Result<Op> {
         24 => Op::Launch,
         25 => Op::Reuse(at(u)?),
         26 => Op::Extend(at(u)?, u.int_in_range(0..=11)?),
-        _ => Op::Publish(at(u)?, u.arbitrary()?),
+        27 => Op::Publish(at(u)?, u.arbitrary()?),
+        28 | 29 => Op::Reserve(at(u)?, at(u)?),
+        30 => Op::Complete(at(u)?, u.arbitrary()?),
+        _ => match u.int_in_range(0..=7)? {
+            0 => Op::DropTransfer(at(u)?),
+            1 => Op::Abandon(at(u)?),
+            count => Op::Evict(count - 2),
+        },
     })
 }

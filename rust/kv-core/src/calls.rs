@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::stats::PoolUsage;
 use crate::step::{Extend, Prefill, Remapping};
+use crate::transfers::Reserve;
 
 /// Receives the operations of a manager (see [`BlockManager::set_recorder`](crate::BlockManager::set_recorder)).
 pub trait Recorder: Any + Send {
@@ -18,8 +19,8 @@ pub trait Recorder: Any + Send {
 
 macro_rules! calls {
     ($($(#[$doc:meta])* $word:ident $name:ident { $($(#[$how:meta])* $field:ident: $type:ty),* })*) => {
-        /// An operation that changes a manager. It names sequences by their ids, plans by their serials, and pins
-        /// by their numbers, from 1 in the order in which they were granted.
+        /// An operation that changes a manager. It names sequences by their ids, plans and transfers by their serials,
+        /// and pins by their numbers, from 1 in the order in which they were granted.
         ///
         /// Recordings contain the index of a variant: add new ones at the end.
         #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -100,6 +101,16 @@ calls! {
     extend Extend { sequence: u64, num_tokens: usize }
     /// [`BlockManager::publish`](crate::BlockManager::publish)
     publish Publish { sequence: u64, num_tokens: usize, tokens: Vec<u32> }
+    /// [`BlockManager::reserve`](crate::BlockManager::reserve)
+    reserve Reserve { sequence: u64, num_tokens: usize }
+    /// [`BlockManager::complete`](crate::BlockManager::complete); no block: it failed
+    complete Complete { transfer: u64, num_blocks: usize }
+    /// [`BlockManager::abandon`](crate::BlockManager::abandon)
+    abandon Abandon { transfer: u64 }
+    /// The [`Transfer`](crate::Transfer) of an open transfer was dropped.
+    drop_transfer DropTransfer { transfer: u64 }
+    /// [`BlockManager::evict`](crate::BlockManager::evict)
+    evict Evict { num_blocks: usize }
 }
 
 /// The answer of an operation.
@@ -111,13 +122,13 @@ pub enum Answer {
     Number(u64),
     /// Positions of rejected sequences, or ids of cancelled ones.
     Numbers(#[serde(with = "distances")] Vec<u64>),
-    /// Of `prefill` and `speculate`.
+    /// Of `prefill` and `speculate`, and of `reserve` if another transfer is in the way.
     Prefill(Prefill),
     /// Of `commit`.
     Remappings(Vec<Remapping>),
     /// Blocks by state.
     PoolUsage(PoolUsage),
-    /// Of `extend`.
+    /// Of `extend`, and of `reserve` with the reserved blocks.
     Extend(Extend),
 }
 
@@ -141,6 +152,17 @@ answers! {
     &Vec<Remapping>: remappings => Self::Remappings(remappings.clone()),
     PoolUsage: usage => Self::PoolUsage(usage),
     &Extend: answer => Self::Extend(answer.clone()),
+    &Reserve: answer => match answer {
+        Reserve::Reserved(transfer) => Self::Extend(Extend::Extended {
+            blocks: transfer.blocks().iter().map(|place| place.block).collect(),
+            copies: Vec::new(),
+        }),
+        &Reserve::NoRoom { needed, available } => {
+            Self::Extend(Extend::NoRoom { needed, available })
+        }
+        &Reserve::Loading { transfer } => Self::Prefill(Prefill::Loading { transfer }),
+        Reserve::NotNeeded => Self::Done,
+    },
 }
 
 /// Ids mostly ascend, so each is encoded as the difference from the one before.

@@ -25,6 +25,9 @@ pub struct Config {
     pub partial_reuse: bool,
     /// On: changes of the set of cached blocks are kept for [`take_events`](crate::BlockManager::take_events).
     pub events: bool,
+    /// On: cached blocks that an allocation evicts are kept for [`take_evicted`](crate::BlockManager::take_evicted).
+    #[serde(skip)] // it changes no answer, so recordings need not have it
+    pub keep_evicted: bool,
     /// The order of eviction.
     pub eviction: Eviction,
     /// The seed of block hashes; `None`: random per manager.
@@ -44,6 +47,7 @@ impl Config {
             in_flight_sharing: true,
             partial_reuse: true,
             events: false,
+            keep_evicted: false,
             eviction: Eviction::Lru,
             hash_seed: None,
             hash_bits: 128,

@@ -38,7 +38,7 @@ pub enum Error {
     /// The sequence was freed.
     #[error("sequence {sequence} was freed; make a new one")]
     FreedSequence { sequence: u64 },
-    /// A sequence or plan of another manager.
+    /// A sequence, plan or transfer of another manager.
     #[error("{what} {id} belongs to another BlockManager; use it there")]
     WrongManager { what: &'static str, id: u64 },
     /// A pin of another manager.
@@ -94,6 +94,16 @@ pub enum Error {
     /// The plan was committed or rolled back.
     #[error("step {plan} was committed or rolled back already")]
     PlanClosed { plan: u64 },
+    /// The transfer has ended.
+    #[error("transfer {transfer} has ended already")]
+    TransferEnded { transfer: u64 },
+    /// `complete` of more blocks than were reserved.
+    #[error("transfer {transfer} restores {reserved} blocks, {num_blocks} cannot be complete")]
+    TransferBlocks {
+        transfer: u64,
+        reserved: usize,
+        num_blocks: usize,
+    },
     /// `publish` of tokens for which the sequence has no slots.
     #[error(
         "sequence {sequence} has slots for {slots} tokens, {end} cannot be computed; extend it first"

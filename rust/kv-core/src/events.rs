@@ -5,7 +5,24 @@
 
 use std::sync::Arc;
 
-use crate::ids::NodePosition;
+use crate::ids::{BlockId, NodePosition};
+
+/// A cached block that was evicted. Its KV is whole until the block is written again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Evicted {
+    /// The block that held it.
+    pub block: BlockId,
+    /// The layer group for which it held it.
+    pub group: usize,
+    /// The block hash.
+    pub hash: u128,
+    /// The hash of the block before it; `None` at the beginning of a prompt, or where that block has no hash.
+    pub parent: Option<u128>,
+    /// The tokens of the block.
+    pub tokens: Vec<u32>,
+    /// The namespace in which it matched.
+    pub namespace: Arc<[u8]>,
+}
 
 /// A change of the set of cached blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]

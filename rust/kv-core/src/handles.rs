@@ -1,13 +1,13 @@
-//! Handles of sequences, plans and pins, and the releases that they defer to the manager.
+//! Handles of sequences, plans, transfers and pins, and the releases that they defer to the manager.
 //!
 //! Any thread may drop a handle at any time, without the manager's lock. A [`Pin`] lowers the counts of its
 //! blocks itself; everything else is deferred: the manager drains the deferred releases at the beginning of its
 //! next call. The list has its own lock, held for a few instructions and never while another is taken.
 
 use std::collections::HashSet;
+use std::ops::Range;
 
-use crate::ids::NodePosition;
-use crate::ids::{BlockId, PlanKey, SeqKey};
+use crate::ids::{BlockId, NodePosition, PlanKey, SeqKey, TransferKey};
 use crate::sync::{
     Arc, AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering,
 };
@@ -22,6 +22,8 @@ pub(crate) enum Deferred {
     Sequence(SeqKey),
     /// An open plan's handle was dropped.
     Plan(PlanKey),
+    /// A transfer's handle was dropped. It may have ended before.
+    Transfer(TransferKey),
     /// A recorded pin was dropped; it still holds its blocks.
     Pin(u64, Vec<BlockId>),
 }
@@ -199,6 +201,66 @@ impl Drop for PlanHandle {
         if self.key.serial > self.shared.last_closed_plan.load(Ordering::Acquire) {
             self.shared.defer(Deferred::Plan(self.key));
         }
+    }
+}
+
+/// A block that a transfer is to fill.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoadingBlock {
+    /// The index of the block in the prefix: it holds the KV of the tokens from `index * block_size` on.
+    pub index: usize,
+    /// The layer group.
+    pub group: usize,
+    /// The block.
+    pub block: BlockId,
+}
+
+/// Owns a transfer: blocks that are to be filled with KV from outside the pool. Dropping it fails the transfer at the
+/// manager's next call, unless it has ended.
+///
+/// Until it ends no step reads or writes its blocks. So keep it until the last byte is written.
+#[derive(Debug)]
+pub struct Transfer {
+    shared: Arc<Shared>,
+    key: TransferKey,
+    indices: Range<usize>,
+    blocks: Vec<LoadingBlock>,
+}
+
+impl Transfer {
+    pub(crate) fn new(
+        shared: &Arc<Shared>,
+        key: TransferKey,
+        indices: Range<usize>,
+        blocks: Vec<LoadingBlock>,
+    ) -> Self {
+        Self {
+            shared: Arc::clone(shared),
+            key,
+            indices,
+            blocks,
+        }
+    }
+
+    /// The key for the manager's calls.
+    pub fn key(&self) -> TransferKey {
+        self.key
+    }
+
+    /// The indices in the prefix of the blocks that it restores. A layer group with a window has only the last ones.
+    pub fn indices(&self) -> Range<usize> {
+        self.indices.clone()
+    }
+
+    /// The blocks to fill, by index, then by layer group.
+    pub fn blocks(&self) -> &[LoadingBlock] {
+        &self.blocks
+    }
+}
+
+impl Drop for Transfer {
+    fn drop(&mut self) {
+        self.shared.defer(Deferred::Transfer(self.key));
     }
 }
 

@@ -111,6 +111,20 @@ impl PlanKey {
     }
 }
 
+/// A copyable reference to a transfer.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct TransferKey {
+    pub(crate) manager: u32,
+    pub(crate) serial: u64,
+}
+
+impl TransferKey {
+    /// The transfer's number, counted from 1 in each manager.
+    pub fn serial(self) -> u64 {
+        self.serial
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

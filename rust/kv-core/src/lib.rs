@@ -5,13 +5,13 @@
 //! # The contract in short
 //!
 //! * **Two counters per block.** `refs` counts all references, `seq_refs` the live sequences among them.
-//!   `free + evictable + active + pinned == num_blocks` after every call.
+//!   `free + evictable + active + pinned + loading == num_blocks` after every call.
 //! * **An exact index.** Cached blocks form a radix tree; a block matches only if its parent and its tokens are equal.
 //!   A hash collision costs a miss, never a wrong block.
 //! * **Late merge.** A commit looks each block that became full up once more, so no prefix has two cached blocks.
 //! * **All or nothing.** A call that cannot do all of its work changes nothing. Running out of blocks is an answer
 //!   ([`Prefill::NoRoom`]), misuse is an [`Error`].
-//! * **No leaks.** Dropping a handle frees its sequence, plan or pin. Any thread may drop one, without the manager.
+//! * **No leaks.** Dropping a handle frees its sequence, plan, transfer or pin. Any thread may drop one, without the manager.
 //!
 //! ```
 //! use kv_core::{BlockManager, Config, Prefill};
@@ -44,6 +44,7 @@ mod handles;
 mod hash;
 mod ids;
 mod manager;
+mod open_transfers;
 mod pool;
 mod queue;
 mod radix;
@@ -53,19 +54,21 @@ mod stats;
 mod step;
 mod sync;
 mod table;
+mod transfers;
 
 pub use calls::{Answer, Call, Recorder};
 pub use config::Config;
 pub use elements::{SharedI32, SharedI64};
 pub use error::Error;
-pub use events::Event;
+pub use events::{Event, Evicted};
 pub use eviction::Eviction;
-pub use handles::{Pin, PlanHandle, SeqHandle};
+pub use handles::{LoadingBlock, Pin, PlanHandle, SeqHandle, Transfer};
 pub use hash::ContentHasher;
-pub use ids::{BlockId, PlanKey, SeqKey};
+pub use ids::{BlockId, PlanKey, SeqKey, TransferKey};
 pub use manager::{BlockManager, SequenceView};
 pub use stats::{BlockState, PoolSnapshot, PoolUsage, SnapshotNode, Stats};
 pub use step::{
     Extend, IntArray, PlanView, Prefill, PrefixArrays, Remapping, SharedPrefix, SharedPrefixes,
     StepArrays, TableRows,
 };
+pub use transfers::Reserve;

@@ -5,13 +5,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use crate::calls::{Answer, Call, Recorder};
 use crate::config::Config;
 use crate::error::Error;
-use crate::events::Event;
+use crate::events::{Event, Evicted};
 use crate::handles::{Deferred, Pin, PlanHandle, SeqHandle, Shared};
 use crate::hash::ContentHasher;
-use crate::ids::{BlockId, NodePosition, PlanKey, SeqKey};
+use crate::ids::{BlockId, NodePosition, PlanKey, SeqKey, TransferKey};
 use crate::pool::Pool;
 use crate::radix::RadixTree;
-use crate::sequence::Sequences;
 use crate::state::State;
 use crate::stats::{BlockState, PoolSnapshot, PoolUsage, Stats};
 use crate::step::{
@@ -20,6 +19,7 @@ use crate::step::{
 };
 use crate::sync::Arc;
 use crate::table::BlockTable;
+use crate::transfers::Reserve;
 
 static MANAGERS: AtomicU32 = AtomicU32::new(0);
 
@@ -44,10 +44,9 @@ impl BlockManager {
         let id = MANAGERS.fetch_add(1, Ordering::Relaxed);
         let shared = Arc::new(Shared::new(id, num_blocks).map_err(oom)?);
         let pool = Pool::new(&config, Arc::clone(&shared)).map_err(oom)?;
-        let seqs = Sequences::new(id, groups.len());
         Ok(Self {
             shared,
-            state: State::new(&config, groups, pool, seqs),
+            state: State::new(&config, groups, pool, id),
             steps: Steps::new(id),
             recorder: None,
             pins_recorded: 0,
@@ -82,6 +81,13 @@ impl BlockManager {
                     if self.steps.is_open(key) {
                         self.report(|_| Call::drop_plan(key.serial), ());
                         self.steps.roll_back_from(&mut self.state, key);
+                    }
+                }
+                Deferred::Transfer(key) => {
+                    if self.state.transfers.is_open(key) {
+                        self.report(|_| Call::drop_transfer(key.serial), ());
+                        let ended = self.state.end_transfer(key, 0, 0);
+                        debug_assert_eq!(ended, Ok(0));
                     }
                 }
                 Deferred::Pin(serial, blocks) => self.release_pin(serial, &blocks),
@@ -175,6 +181,7 @@ impl BlockManager {
             num_planned_tokens: seq.planned_end,
             num_pending_tokens: usize::from(seq.pending),
             num_cached_tokens: seq.cached,
+            num_restored_tokens: seq.restored,
             num_registered_blocks: seq.registered.rows(),
         })
     }
@@ -347,7 +354,7 @@ impl BlockManager {
     /// [`Error::InPlan`]
     pub fn reuse_cached(&mut self, key: SeqKey) -> Result<usize, Error> {
         self.drain_deferred();
-        let reused = self.state.reuse_cached(key)?;
+        let reused = self.state.reuse_cached(key, usize::MAX)?;
         self.report(|_| Call::reuse_cached(key.id), reused);
         Ok(reused)
     }
@@ -386,6 +393,89 @@ impl BlockManager {
             .publish(&mut self.state, key, num_tokens, tokens)?;
         self.report(|_| Call::publish(key.id, num_tokens, tokens), &remappings);
         Ok(remappings)
+    }
+}
+
+/// KV that comes from outside the pool, or goes there.
+impl BlockManager {
+    /// Reserves blocks for the first `num_tokens` tokens of a sequence, whose KV the caller has elsewhere: on a disk, in
+    /// host memory, in another process.
+    ///
+    /// The transfer restores whole blocks after the longest cached prefix. It ends before a block that an open step
+    /// is to compute or another transfer is to fill; ask again later for the rest. All or nothing: it has all of its
+    /// blocks, or nothing was changed. The sequence is not changed.
+    ///
+    /// Until the transfer ends it holds its blocks and the cached ones before them, whatever becomes of the sequence.
+    /// A prefill that would reuse one of its blocks answers [`Prefill::Loading`]. A sequence that computes the same
+    /// block nevertheless (without `read_cache`) registers it once the transfer has ended.
+    ///
+    /// # Errors
+    /// [`Error::InPlan`]
+    pub fn reserve(&mut self, key: SeqKey, num_tokens: usize) -> Result<Reserve, Error> {
+        self.drain_deferred();
+        let answer = self.state.reserve(key, num_tokens)?;
+        self.report(|_| Call::reserve(key.id, num_tokens), &answer);
+        Ok(answer)
+    }
+
+    /// Ends a transfer whose first `num_blocks` indices are filled: they are cached now, as if a step had computed
+    /// them. Its other blocks are free. Nothing may write to its blocks any more.
+    ///
+    /// If the sequence that asked for it is still there, in no open plan and where it was, it reuses them at once.
+    /// Returns how many tokens it reuses; these count as computed.
+    ///
+    /// # Errors
+    /// [`Error::TransferEnded`], [`Error::TransferBlocks`]
+    pub fn complete(&mut self, transfer: TransferKey, num_blocks: usize) -> Result<usize, Error> {
+        self.drain_deferred();
+        let step = self.steps.last_closed();
+        let reused = self.state.end_transfer(transfer, num_blocks, step)?;
+        let call = |_: &Self| Call::complete(transfer.serial, num_blocks);
+        self.report(call, reused);
+        Ok(reused)
+    }
+
+    /// Ends a transfer that has failed: its blocks are free, and nothing was seen of it.
+    ///
+    /// # Errors
+    /// [`Error::TransferEnded`]
+    pub fn fail(&mut self, transfer: TransferKey) -> Result<(), Error> {
+        self.complete(transfer, 0).map(drop)
+    }
+
+    /// Abandons an open transfer: no prefill waits for it any more, and completing it caches no block. It holds its
+    /// blocks until it ends, because the I/O may still write to them.
+    ///
+    /// # Errors
+    /// [`Error::TransferEnded`]
+    pub fn abandon(&mut self, transfer: TransferKey) -> Result<(), Error> {
+        self.drain_deferred();
+        self.state.abandon_transfer(transfer)?;
+        self.report(|_| Call::abandon(transfer.serial), ());
+        Ok(())
+    }
+
+    /// The cached blocks that allocations evicted since the last call, in order, if `Config::keep_evicted` is on. Blocks
+    /// without a hash are left out.
+    ///
+    /// Take them after a step is planned and before it runs, or after another call that allocates: until then their
+    /// KV is whole. [`BlockManager::evict`] keeps it whole for longer.
+    pub fn take_evicted(&mut self) -> Vec<Evicted> {
+        self.state.pool.take_evicted()
+    }
+
+    /// Evicts the next `num_blocks` evictable blocks ahead of need, or all of them, and pins them. Returns a record of
+    /// each, and the pin: their KV stays whole until it is dropped, then they are free.
+    ///
+    /// For a store that copies blocks in the background: with enough free blocks no allocation evicts.
+    pub fn evict(&mut self, num_blocks: usize) -> (Vec<Evicted>, Pin) {
+        self.drain_deferred();
+        let (blocks, evicted) = self.state.pool.evict_next(num_blocks);
+        let serial = self.next_pin();
+        let table = BlockTable::of_blocks(self.state.groups.len(), blocks);
+        let pin = Pin::new(&self.shared, serial, table, NodePosition::NONE, 0);
+        self.report(|_| Call::evict(num_blocks), pin.num_blocks());
+        (evicted, pin)
     }
 }
 
@@ -472,7 +562,8 @@ impl BlockManager {
     /// Plans up to `max_tokens` of the sequence's uncomputed tokens.
     ///
     /// At a block boundary it matches the cache first: cached tokens are reused, and neither charged nor computed.
-    /// That includes blocks that sequences planned before it in this step compute. A chunk that does not reach the
+    /// That includes blocks that sequences planned before it in this step compute. If a transfer is to fill any of
+    /// them, the answer is [`Prefill::Loading`]. A chunk that does not reach the
     /// last known token ends on a block boundary if it can. A full hit computes its last token, allocates no block and
     /// writes nothing.
     ///
@@ -623,9 +714,9 @@ impl BlockManager {
         let deferred = self.shared.deferred_blocks();
         let held = self.state.check()?;
         self.steps.check(&self.state)?;
-        self.state
-            .pool
-            .check(&held, &self.steps.plan_pins(), pins, &deferred)
+        let mut counts = self.steps.plan_pins();
+        self.state.check_transfers(&mut counts)?;
+        self.state.pool.check(&held, &counts, pins, &deferred)
     }
 }
 
@@ -741,6 +832,8 @@ pub struct SequenceView<'a> {
     pub num_pending_tokens: usize,
     /// Cached tokens that it reuses, since it was last without blocks.
     pub num_cached_tokens: usize,
+    /// Tokens that its own transfers restored, since then.
+    pub num_restored_tokens: usize,
     /// Leading blocks that are registered.
     pub num_registered_blocks: usize,
 }

@@ -5,11 +5,13 @@
 
 #[path = "pool/check.rs"]
 mod check;
+#[path = "pool/loading.rs"]
+mod loading;
 
 use std::collections::TryReserveError;
 
 use crate::config::Config;
-use crate::events::{Event, EventLog};
+use crate::events::{Event, EventLog, Evicted};
 use crate::eviction::{Ghost, Policy};
 use crate::groups::Groups;
 use crate::handles::Shared;
@@ -53,6 +55,12 @@ impl OpenSteps {
     fn contain(self, step: u32) -> bool {
         step.wrapping_sub(self.oldest) < self.count
     }
+
+    /// Whether a block's KV exists.
+    #[inline]
+    fn are_done_with(self, meta: &BlockMeta) -> bool {
+        !self.contain(meta.step) & !meta.loading
+    }
 }
 
 /// The use of a match.
@@ -75,9 +83,13 @@ pub(crate) struct Pool {
     shared: Arc<Shared>,
     /// Blocks in the tables of live sequences.
     active: usize,
+    /// Blocks that transfers are to fill.
+    loading: usize,
     open: OpenSteps,
     /// If events are on.
     events: Option<EventLog>,
+    /// Blocks that allocations evicted, if they are kept.
+    evicted: Option<Vec<Evicted>>,
     pub(crate) stats: Stats,
 }
 
@@ -101,7 +113,7 @@ impl Pool {
         batch.end();
         let policy = Policy::new(config.eviction, num_blocks);
         let mut tree = RadixTree::new(num_blocks, block_size, config.groups.len(), hasher);
-        if config.events || policy.has_ghosts() {
+        if config.events || config.keep_evicted || policy.has_ghosts() {
             tree.reserve_hashes()?;
         }
         Ok(Self {
@@ -111,8 +123,10 @@ impl Pool {
             tree,
             shared,
             active: 0,
+            loading: 0,
             open: OpenSteps::default(),
             events: config.events.then(EventLog::default),
+            evicted: config.keep_evicted.then(Vec::new),
             stats: Stats::default(),
         })
     }
@@ -123,6 +137,10 @@ impl Pool {
 
     pub(crate) fn num_blocks(&self) -> usize {
         self.cached.len()
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
     }
 
     /// Blocks that can be allocated.
@@ -143,7 +161,8 @@ impl Pool {
             free,
             evictable: self.queue.len() - free,
             active: self.active,
-            pinned: self.num_blocks() - self.queue.len() - self.active,
+            pinned: self.num_blocks() - self.queue.len() - self.active - self.loading,
+            loading: self.loading,
         }
     }
 
@@ -158,6 +177,9 @@ impl Pool {
 
     pub(crate) fn state(&self, block: BlockId) -> BlockState {
         let is_cached = self.cached_at(block).is_some();
+        if self.is_loading(block) {
+            return BlockState::Loading;
+        }
         match (self.is_queued(block), is_cached, self.seq_refs(block)) {
             (true, false, _) => BlockState::Free,
             (true, true, _) => BlockState::Evictable,
@@ -182,7 +204,10 @@ impl Pool {
             states: ids().map(|block| self.state(block) as u8).collect(),
             refs: ids().map(|block| self.refs(block)).collect(),
             seq_refs: ids().map(|block| self.seq_refs(block)).collect(),
-            ages: of_cached(&|_, meta| (steps as u32).wrapping_sub(meta.step)),
+            ages: of_cached(&|_, meta| match meta.loading {
+                true => 0,
+                false => (steps as u32).wrapping_sub(meta.step),
+            }),
             nodes: of_cached(&|cached, _| numbers[cached.node.at()]),
             node_indices: of_cached(&|cached, _| cached.offset),
             tree,
@@ -223,10 +248,10 @@ impl Pool {
         self.open = open;
     }
 
-    /// Whether a block's KV exists: no open step is to compute it.
+    /// Whether a block's KV exists: no open step is to compute it, and no transfer is to load it.
     #[inline]
     pub(crate) fn is_ready(&self, block: BlockId) -> bool {
-        !self.open.contain(self.queue.meta(block).step)
+        self.open.are_done_with(self.queue.meta(block))
     }
 
     /// Whether all blocks that hold a cached block are ready.
@@ -244,7 +269,7 @@ impl Pool {
         purpose: Purpose,
     ) {
         let (queue, open) = (&self.queue, self.open);
-        let is_ready = |block: BlockId| !open.contain(queue.meta(block).step);
+        let is_ready = |block: BlockId| open.are_done_with(queue.meta(block));
         match purpose {
             Purpose::Read => {
                 found.begin(from.0, 0);
@@ -398,7 +423,15 @@ impl Pool {
     pub(crate) fn take(&mut self, count: usize, taken: &mut Vec<BlockId>) {
         let end = taken.len() + count;
         self.queue.pop_front(List::Free, count, taken);
-        let evicted = taken.len();
+        self.take_victims(end - taken.len(), taken);
+        self.active += count;
+        self.stats.allocated_blocks += count as u64;
+    }
+
+    /// Evicts the next `count` blocks and adds them to `taken`, each with one table entry.
+    #[inline]
+    fn take_victims(&mut self, count: usize, taken: &mut Vec<BlockId>) {
+        let (evicted, end) = (taken.len(), taken.len() + count);
         while taken.len() < end {
             let (list, most) = self.policy.victims(&self.queue);
             self.queue
@@ -406,14 +439,48 @@ impl Pool {
         }
         if evicted < taken.len() {
             self.hash_stored_blocks();
+            self.keep_evicted(&taken[evicted..]);
         }
         let mut run = EvictedRun::NONE;
         for &block in &taken[evicted..] {
             self.evict(block, &mut run);
         }
         self.end_run(run);
-        self.active += count;
-        self.stats.allocated_blocks += count as u64;
+    }
+
+    /// Keeps a record of evicted blocks, if that is on.
+    #[inline]
+    fn keep_evicted(&mut self, blocks: &[BlockId]) {
+        let Some(evicted) = &mut self.evicted else {
+            return;
+        };
+        for &block in blocks {
+            let group = usize::from(self.queue.meta(block).group);
+            let held = self.tree.evicted(self.cached[block.at()], group, block);
+            evicted.extend(held);
+        }
+    }
+
+    /// The blocks that allocations evicted since the last call.
+    pub(crate) fn take_evicted(&mut self) -> Vec<Evicted> {
+        self.evicted
+            .as_mut()
+            .map(std::mem::take)
+            .unwrap_or_default()
+    }
+
+    /// Evicts the next `count` blocks, or all of them. They are in no list; the caller pins them. Returns a record of
+    /// each, too.
+    pub(crate) fn evict_next(&mut self, count: usize) -> (Vec<BlockId>, Vec<Evicted>) {
+        let kept = self.evicted.replace(Vec::new());
+        let evictable = self.queue.len() - self.queue.len_of(List::Free);
+        let mut taken = Vec::new();
+        self.take_victims(count.min(evictable), &mut taken);
+        for &block in &taken {
+            *self.queue.meta_mut(block).counts_mut() = [0; 2];
+        }
+        let evicted = std::mem::replace(&mut self.evicted, kept);
+        (taken, evicted.unwrap_or_default())
     }
 
     /// Evicts a block: it is no longer cached. Extends `run`, or ends it and begins the next one.

@@ -32,15 +32,17 @@ impl List {
 #[repr(align(16))]
 pub(crate) struct BlockMeta {
     /// In the queue: the blocks before and after it. Else two counts: live sequences whose table contains it, and
-    /// pins of open plans.
+    /// open plans and transfers that hold it.
     pair: [u32; 2],
-    /// The step that computes the cached block, or has computed it.
+    /// The step that computes the cached block, or has computed it; of a loading block, its transfer.
     pub(crate) step: u32,
     /// The layer group for which it is cached.
     pub(crate) group: u8,
     /// Its list in the queue, now or once it has no holder.
     pub(crate) list: List,
     queued: bool,
+    /// Whether a transfer is to fill it.
+    pub(crate) loading: bool,
 }
 
 const _: () = assert!(size_of::<BlockMeta>() == 16);
@@ -51,6 +53,7 @@ const UNUSED: BlockMeta = BlockMeta {
     group: 0,
     list: List::Free,
     queued: false,
+    loading: false,
 };
 
 #[derive(Clone, Copy)]
@@ -70,7 +73,7 @@ impl BlockMeta {
         self.queued
     }
 
-    /// Live sequences whose table contains the block, and pins of open plans.
+    /// Live sequences whose table contains the block, and holds of open plans and transfers.
     #[inline]
     pub(crate) fn counts(&self) -> [u32; 2] {
         if self.queued { [0; 2] } else { self.pair }

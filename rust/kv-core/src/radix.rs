@@ -30,7 +30,7 @@ use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::block_hashes::BlockHashSet;
-use crate::events::Event;
+use crate::events::{Event, Evicted};
 use crate::groups::Groups;
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, NodeId, NodePosition};
@@ -755,6 +755,24 @@ impl RadixTree {
             parent,
             tokens: node.tokens[first * self.block_size..last * self.block_size].to_vec(),
             namespace: self.namespace(end),
+        })
+    }
+
+    /// The record of a block that is about to be evicted; `None` if it has no hash.
+    pub(crate) fn evicted(
+        &mut self,
+        position: NodePosition,
+        group: usize,
+        block: BlockId,
+    ) -> Option<Evicted> {
+        let before = self.parent(position).filter(|before| before.offset > 0);
+        Some(Evicted {
+            block,
+            group,
+            hash: self.hash(position)?,
+            parent: before.and_then(|before| self.hash(before)),
+            tokens: self.tokens(position).to_vec(),
+            namespace: self.namespace(position),
         })
     }
 

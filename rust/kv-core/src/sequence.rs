@@ -87,6 +87,8 @@ pub(crate) struct SequenceState {
     pub(crate) root: NodePosition,
     /// Cached tokens that it reuses, since it was last without blocks.
     pub(crate) cached: usize,
+    /// Tokens that its own transfers restored, since then.
+    pub(crate) restored: usize,
     /// False: it computes its whole prompt. Its blocks are registered all the same.
     pub(crate) read_cache: bool,
 }
@@ -164,6 +166,7 @@ impl Sequence {
             table,
             root,
             cached: 0,
+            restored: 0,
             read_cache,
         })
     }
@@ -278,6 +281,11 @@ impl Sequence {
         self.0.cached += tokens;
     }
 
+    /// Counts tokens that its own transfer restored.
+    pub(crate) fn count_restored(&mut self, tokens: usize) {
+        self.0.restored += tokens;
+    }
+
     /// Sets its computed tokens, outside a plan.
     pub(crate) fn set_computed(&mut self, computed: usize) {
         (self.0.computed, self.0.planned_end) = (computed, computed);
@@ -307,7 +315,7 @@ impl Sequence {
     /// Replaces its table, outside a plan: `computed` tokens are in it, and its rows are `registered`.
     pub(crate) fn set_table(&mut self, table: BlockTable, registered: Registered, computed: usize) {
         (self.0.table, self.0.registered) = (table, registered);
-        (self.0.cached, self.0.shared_rows) = (0, 0);
+        (self.0.cached, self.0.restored, self.0.shared_rows) = (0, 0, 0);
         self.set_computed(computed);
     }
 

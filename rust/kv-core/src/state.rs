@@ -8,6 +8,7 @@ use crate::error::Error;
 use crate::groups::Groups;
 use crate::handles::Pin;
 use crate::ids::{BlockId, NodePosition, SeqKey};
+use crate::open_transfers::Transfers;
 use crate::pool::{Pool, Purpose};
 use crate::radix::Match;
 use crate::sequence::{PlanSet, Registered, Sequence, Sequences};
@@ -18,6 +19,7 @@ pub(crate) struct State {
     pub(crate) groups: Groups,
     pub(crate) pool: Pool,
     pub(crate) seqs: Sequences,
+    pub(crate) transfers: Transfers,
     /// Whether blocks are registered, matched and merged.
     pub(crate) caching: bool,
     /// Whether blocks are shared before they are computed.
@@ -31,11 +33,12 @@ pub(crate) struct State {
 }
 
 impl State {
-    pub(crate) fn new(config: &Config, groups: Groups, pool: Pool, seqs: Sequences) -> Self {
+    pub(crate) fn new(config: &Config, groups: Groups, pool: Pool, manager: u32) -> Self {
         Self {
+            seqs: Sequences::new(manager, groups.len()),
+            transfers: Transfers::new(manager),
             groups,
             pool,
-            seqs,
             caching: config.prefix_caching,
             sharing: config.prefix_caching && config.in_flight_sharing,
             partial_reuse: config.prefix_caching && config.partial_reuse,
@@ -259,6 +262,7 @@ impl State {
         });
         let tokens = seq.tokens[..num_tokens].to_vec();
         let (root, read_cache, cached) = (seq.root, seq.read_cache, seq.cached.min(computed));
+        let restored = seq.restored.min(computed - cached);
         for group in 0..self.groups.len() {
             self.pool.hold_all(table.blocks_of(group));
         }
@@ -269,6 +273,7 @@ impl State {
         let fork = self.seqs.at_mut(key.slot);
         fork.set_table(table, registered, computed);
         fork.count_cached(cached);
+        fork.count_restored(restored);
         fork.share_rows(shared_rows);
         Ok(key)
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-/// Blocks of the pool by state. `free + evictable + active + pinned` is the pool, after every call.
+/// Blocks of the pool by state. `free + evictable + active + pinned + loading` is the pool, after every call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct PoolUsage {
     /// Not held and not cached.
@@ -11,8 +11,10 @@ pub struct PoolUsage {
     pub evictable: usize,
     /// In the tables of live sequences.
     pub active: usize,
-    /// Held by pins and open steps only.
+    /// Held by pins, open steps and transfers only.
     pub pinned: usize,
+    /// To be filled by transfers.
+    pub loading: usize,
 }
 
 impl PoolUsage {
@@ -23,7 +25,7 @@ impl PoolUsage {
 
     /// All blocks of the pool.
     pub fn num_blocks(&self) -> usize {
-        self.free + self.evictable + self.active + self.pinned
+        self.available() + self.active + self.pinned + self.loading
     }
 }
 
@@ -36,15 +38,17 @@ pub enum BlockState {
     Evictable,
     /// In the table of a live sequence.
     Active,
-    /// Held by pins and open steps only.
+    /// Held by pins, open steps and transfers only.
     Pinned,
+    /// To be filled by a transfer.
+    Loading,
 }
 
 /// The pool at one moment, for dashboards: one entry per block in each column, and the radix tree. It contains
 /// no tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PoolSnapshot {
-    /// As `BlockState`: 0 free, 1 evictable, 2 active, 3 pinned.
+    /// As `BlockState`: 0 free, 1 evictable, 2 active, 3 pinned, 4 loading.
     pub states: Vec<u8>,
     /// All references.
     pub refs: Vec<u32>,
@@ -91,7 +95,7 @@ macro_rules! stats {
 }
 
 stats! {
-    /// Prompt tokens of committed prefills: cached and computed.
+    /// Prompt tokens of committed prefills and completed transfers: cached, restored and computed.
     prompt_tokens,
     /// Of these, tokens that were cached: prefill work saved.
     cached_tokens,
@@ -136,4 +140,12 @@ stats! {
     committed_steps,
     /// Steps rolled back.
     rolled_back_steps,
+    /// Blocks reserved for transfers.
+    reserved_blocks,
+    /// Of these, blocks that became cached when their transfer completed.
+    restored_blocks,
+    /// Prompt tokens that sequences did not compute because their own transfer restored them.
+    restored_tokens,
+    /// Transfers that ended without any block.
+    failed_transfers,
 }

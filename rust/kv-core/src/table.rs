@@ -73,6 +73,13 @@ impl BlockTable {
         table
     }
 
+    /// Blocks that are no prefix, for a pin.
+    pub(crate) fn of_blocks(groups: usize, blocks: Vec<BlockId>) -> Self {
+        let mut table = Self::new(groups);
+        table.first.blocks = blocks;
+        table
+    }
+
     #[inline]
     fn column(&self, group: usize) -> &Column {
         match group {

@@ -7,7 +7,7 @@
 //! Exhaustive for two threads; with three, bounded by the number of preemptions.
 #![cfg(loom)]
 
-use kv_core::{BlockManager, Config, Pin, Prefill, SeqHandle};
+use kv_core::{BlockManager, Config, Error, Pin, Prefill, Reserve, SeqHandle, Transfer};
 use kv_trace::Record;
 use loom::sync::{Arc, Mutex};
 use loom::thread;
@@ -117,6 +117,90 @@ fn drop_against_usage_and_preview() {
     drop_against(|manager| {
         let usage = manager.usage();
         assert_eq!(usage.num_blocks(), 3);
+    });
+}
+
+/// A pool of three blocks of one token each; a transfer is to fill the first two.
+fn loading() -> (BlockManager, Transfer) {
+    let mut manager = BlockManager::new(Config::new(3, 1)).expect("valid");
+    let seq = manager.sequence(vec![1, 2, 3], b"", true).expect("tokens");
+    match manager.reserve(seq.key(), 2).expect("at rest") {
+        Reserve::Reserved(transfer) => (manager, transfer),
+        answer => panic!("{answer:?}"),
+    }
+}
+
+/// The drop of a transfer against calls of the manager.
+fn drop_transfer_against(work: fn(&mut BlockManager)) {
+    loom::model(move || {
+        let (mut manager, transfer) = loading();
+        let dropper = thread::spawn(move || drop(transfer));
+        work(&mut manager);
+        manager.check().expect("consistent while the transfer goes");
+        dropper.join().expect("no panic");
+        all_released(&mut manager, 0);
+    });
+}
+
+#[test]
+fn drop_of_a_transfer_against_allocate() {
+    drop_transfer_against(|manager| drop(run(manager, &[8, 9])));
+}
+
+#[test]
+fn drop_of_a_transfer_against_a_prefill_that_waits() {
+    drop_transfer_against(|manager| drop(run(manager, &[1, 2, 3])));
+}
+
+#[test]
+fn drop_of_a_transfer_against_evict() {
+    drop_transfer_against(|manager| {
+        let (_, pin) = manager.evict(3);
+        assert_eq!(pin.num_blocks(), 0);
+        manager.evict_all();
+    });
+}
+
+/// One thread completes a transfer, another drops its handle: one of them ends it.
+#[test]
+fn drop_of_a_transfer_against_complete() {
+    loom::model(|| {
+        let (mut manager, transfer) = loading();
+        let key = transfer.key();
+        let dropper = thread::spawn(move || drop(transfer));
+        let restored = match manager.complete(key, 2) {
+            Ok(_) => 2,
+            Err(error) => {
+                assert_eq!(error, Error::TransferEnded { transfer: 1 });
+                0
+            }
+        };
+        drop(run(&mut manager, &[8]));
+        manager.check().expect("consistent");
+        dropper.join().expect("no panic");
+        all_released(&mut manager, 0);
+        assert!(matched(&mut manager).num_blocks() <= restored);
+    });
+}
+
+/// The bytes of a transfer are written before its blocks are anybody else's.
+#[test]
+fn what_was_written_in_a_transfer_happens_before_reuse() {
+    loom::model(|| {
+        let (mut manager, transfer) = loading();
+        let cell = std::sync::Arc::new(loom::cell::UnsafeCell::new(0));
+        let block = transfer.blocks()[0].block.get();
+        let writer = {
+            let cell = std::sync::Arc::clone(&cell);
+            thread::spawn(move || {
+                cell.with_mut(|value| assert!(!value.is_null()));
+                drop(transfer);
+            })
+        };
+        if manager.refs(block).expect("known") == 0 {
+            cell.with_mut(|value| assert!(!value.is_null())); // loom reports a race if unordered
+        }
+        writer.join().expect("no panic");
     });
 }
 

@@ -57,6 +57,11 @@ fn op() -> impl Strategy<Value = Op> {
         6 => any::<usize>().prop_map(Op::Reuse),
         14 => (any::<usize>(), 0..12_usize).prop_map(|(seq, more)| Op::Extend(seq, more)),
         20 => any::<(usize, u8)>().prop_map(|(seq, how)| Op::Publish(seq, how)),
+        14 => any::<(usize, usize)>().prop_map(|(seq, len)| Op::Reserve(seq, len)),
+        9 => any::<(usize, u8)>().prop_map(|(transfer, how)| Op::Complete(transfer, how)),
+        1 => any::<usize>().prop_map(Op::DropTransfer),
+        1 => any::<usize>().prop_map(Op::Abandon),
+        2 => (0..6_usize).prop_map(Op::Evict),
     ]
 }
 

@@ -4,7 +4,7 @@ use kv_core::{BlockId, Extend, Prefill, Remapping as CoreRemapping, Stats as Cor
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// Where every block of the pool is; `free + evictable + active + pinned == num_blocks`, always.
+/// Where every block of the pool is; `free + evictable + active + pinned + loading == num_blocks`, always.
 #[pyclass(frozen, eq, module = "pyengine._kv")]
 #[derive(PartialEq)]
 pub(crate) struct PoolUsage(pub(crate) kv_core::PoolUsage);
@@ -29,10 +29,16 @@ impl PoolUsage {
         self.0.active
     }
 
-    /// Blocks that only pins hold.
+    /// Blocks that only pins, open steps and transfers hold.
     #[getter]
     fn pinned(&self) -> usize {
         self.0.pinned
+    }
+
+    /// Blocks that transfers are to fill.
+    #[getter]
+    fn loading(&self) -> usize {
+        self.0.loading
     }
 
     /// Blocks that can be allocated: free + evictable.
@@ -53,8 +59,10 @@ impl PoolUsage {
             evictable,
             active,
             pinned,
+            loading,
         } = self.0;
-        format!("PoolUsage(free={free}, evictable={evictable}, active={active}, pinned={pinned})")
+        let held = format!("active={active}, pinned={pinned}, loading={loading}");
+        format!("PoolUsage(free={free}, evictable={evictable}, {held})")
     }
 }
 
@@ -113,6 +121,10 @@ stats!(
     hashed_blocks,
     committed_steps,
     rolled_back_steps,
+    reserved_blocks,
+    restored_blocks,
+    restored_tokens,
+    failed_transfers,
 );
 
 /// Frozen values with an attribute for each field, which show themselves as they would be called.
@@ -192,6 +204,12 @@ values! {
 
     /// The token budget (or `max_tokens`) is used up; nothing was changed.
     NoBudget {}
+
+    /// A transfer is to fill blocks that the call would reuse; nothing was changed. Ask again once it has ended.
+    Loading {
+        /// `Transfer.id`.
+        transfer: u64,
+    }
 }
 
 impl From<CoreRemapping> for Remapping {
@@ -225,6 +243,7 @@ pub(crate) fn prefill_answer(py: Python<'_>, answer: Prefill) -> PyResult<Py<PyA
             Py::new(py, NoRoom { needed, available })?.into_any()
         }
         Prefill::NoBudget => Py::new(py, NoBudget {})?.into_any(),
+        Prefill::Loading { transfer } => Py::new(py, Loading { transfer })?.into_any(),
     })
 }
 

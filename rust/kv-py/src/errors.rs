@@ -23,7 +23,7 @@ exceptions! {
     TokenError: KvError, "Token ids that are not integers, do not fit 32 unsigned bits, or are not there at all.";
     HandleError: KvError, "A freed sequence, a released pin, or a handle of another manager.";
     PinError: KvError, "A pin that cannot be attached: not a prefix of the sequence, or the sequence holds blocks.";
-    PlanError: KvError, "A plan or a planned sequence used out of turn, or a wrong number of sampled tokens.";
+    PlanError: KvError, "A plan, a planned sequence or a transfer used out of turn, or a wrong number of tokens or blocks.";
     BufferError: KvError, "An array is too small, not writable, not contiguous, of another type, or does not fit the others.";
     TraceError: KvError, "A recording that cannot begin, or a file that cannot be replayed: another format, version, cut or damaged.";
     InvariantError: KvError, "`check()` found a difference: a bug in the manager, please report it.";
@@ -58,6 +58,8 @@ pub(crate) fn raise(error: Error) -> PyErr {
         | Error::PlanOrder { .. }
         | Error::PlanClosed { .. }
         | Error::TrimBelowComputed { .. }
+        | Error::TransferEnded { .. }
+        | Error::TransferBlocks { .. }
         | Error::NotExtended { .. }
         | Error::SharedBlock { .. }
         | Error::NotKnown { .. }

@@ -30,6 +30,7 @@ mod snapshot;
 mod suffix_index;
 mod tokens;
 mod trace;
+mod transfer;
 
 use pyo3::prelude::*;
 
@@ -41,6 +42,8 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<manager::BlockManager>()?;
     module.add_class::<sequence::Sequence>()?;
     module.add_class::<pin::Pin>()?;
+    module.add_class::<transfer::Transfer>()?;
+    module.add_class::<transfer::Evicted>()?;
     module.add_class::<plan::StepPlan>()?;
     module.add_class::<buffers::StepBuffers>()?;
     module.add_class::<prefixes::SharedPrefixes>()?;
@@ -58,6 +61,7 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<answers::Extended>()?;
     module.add_class::<answers::NoRoom>()?;
     module.add_class::<answers::NoBudget>()?;
+    module.add_class::<answers::Loading>()?;
     module.add_class::<replica_index::ReplicaIndex>()?;
     module.add_class::<suffix_index::SuffixIndex>()?;
     module.add_class::<snapshot::PoolSnapshot>()?;

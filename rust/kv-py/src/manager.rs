@@ -24,6 +24,7 @@ use crate::sequence::Sequence;
 use crate::snapshot::PoolSnapshot;
 use crate::tokens::token_ids;
 use crate::trace::os_error;
+use crate::transfer::evicted_list;
 
 /// Decides which physical block holds the KV cache of which tokens.
 ///
@@ -34,7 +35,8 @@ use crate::trace::os_error;
 /// With `prefix_caching=False` no block is registered, matched or merged. With `in_flight_sharing` a sequence shares
 /// blocks that an earlier sequence of the same step computes. With `partial_reuse` a prefill whose match ends inside
 /// a block copies the matching tokens of a cached block. Every step must carry out `StepPlan.copies`; `commit` is
-/// refused until they were read. With `events` the manager keeps KV events for `take_events`.
+/// refused until they were read. With `events` the manager keeps KV events for `take_events`, with `keep_evicted` the
+/// blocks that allocations evict for `take_evicted`.
 ///
 /// `eviction` is the order of eviction: "lru", or "2q", which protects blocks that were used again from those that
 /// are used once. `hash_seed` makes block hashes equal in every process (random by default). `hash_bits` below 128
@@ -52,7 +54,7 @@ pub(crate) struct BlockManager {
 impl BlockManager {
     #[new]
     #[allow(clippy::too_many_arguments)] // one per keyword
-    #[pyo3(signature = (num_blocks, block_size, *, groups = None, prefix_caching = true, in_flight_sharing = true, partial_reuse = true, events = false, eviction = "lru", hash_seed = None, hash_bits = None))]
+    #[pyo3(signature = (num_blocks, block_size, *, groups = None, prefix_caching = true, in_flight_sharing = true, partial_reuse = true, events = false, keep_evicted = false, eviction = "lru", hash_seed = None, hash_bits = None))]
     fn new(
         py: Python<'_>,
         num_blocks: &Bound<'_, PyAny>,
@@ -62,6 +64,7 @@ impl BlockManager {
         in_flight_sharing: bool,
         partial_reuse: bool,
         events: bool,
+        keep_evicted: bool,
         eviction: &str,
         hash_seed: Option<&Bound<'_, PyAny>>,
         hash_bits: Option<&Bound<'_, PyAny>>,
@@ -81,6 +84,7 @@ impl BlockManager {
             in_flight_sharing,
             partial_reuse,
             events,
+            keep_evicted,
             eviction: eviction.parse().map_err(raise)?,
             hash_seed,
             hash_bits,
@@ -212,7 +216,7 @@ impl BlockManager {
         self.core.with(py, |core| core.seq_refs(block))
     }
 
-    /// "free", "evictable", "active" or "pinned".
+    /// "free", "evictable", "active", "pinned" or "loading".
     fn state(&self, py: Python<'_>, block: &Bound<'_, PyAny>) -> PyResult<&'static str> {
         let block = number("block", block)?;
         Ok(match self.core.with(py, |core| core.state(block))? {
@@ -220,6 +224,7 @@ impl BlockManager {
             BlockState::Evictable => "evictable",
             BlockState::Active => "active",
             BlockState::Pinned => "pinned",
+            BlockState::Loading => "loading",
         })
     }
 
@@ -234,6 +239,27 @@ impl BlockManager {
     /// without the GIL.
     fn evict_all(&self, py: Python<'_>) -> PyResult<usize> {
         self.core.detached(py, |core| Ok(core.evict_all()))
+    }
+
+    /// The cached blocks that allocations evicted since the last call, in order. Empty unless the manager was made with
+    /// `keep_evicted=True`. A block whose hash another one has is left out.
+    ///
+    /// Take them after a step is planned and before it runs: until then their KV is whole.
+    fn take_evicted<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let evicted = self.core.with_events(py, Core::take_evicted)?;
+        evicted_list(py, evicted)
+    }
+
+    /// Evicts the next `num_blocks` evictable blocks ahead of need, or all of them, and pins them. Returns a record of
+    /// each, and the pin: their KV is whole until it is released, then they are free.
+    fn evict<'py>(
+        &self,
+        py: Python<'py>,
+        num_blocks: &Bound<'_, PyAny>,
+    ) -> PyResult<(Bound<'py, PyList>, Pin)> {
+        let num_blocks = number("num_blocks", num_blocks)?;
+        let (evicted, pin) = self.core.with_events(py, |core| core.evict(num_blocks))?;
+        Ok((evicted_list(py, evicted)?, Pin::new(pin)))
     }
 
     /// What became of the set of contents since the last call, in order: `Stored`, `Removed`,

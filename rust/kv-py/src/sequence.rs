@@ -12,6 +12,7 @@ use crate::locked::Locked;
 use crate::numbers::number;
 use crate::pin::Pin;
 use crate::tokens::token_ids;
+use crate::transfer::reserve_answer;
 
 /// Tokens, their block table, and how many of them have their KV computed.
 #[pyclass(frozen, module = "pyengine._kv")]
@@ -76,6 +77,12 @@ impl Sequence {
     #[getter]
     fn num_cached_tokens(&self, py: Python<'_>) -> PyResult<usize> {
         self.view(py, |view| view.num_cached_tokens)
+    }
+
+    /// Tokens that its own transfers restored since it was last without blocks.
+    #[getter]
+    fn num_restored_tokens(&self, py: Python<'_>) -> PyResult<usize> {
+        self.view(py, |view| view.num_restored_tokens)
     }
 
     /// Ids of its blocks, first to last; those of the first layer group where there are several.
@@ -153,6 +160,24 @@ impl Sequence {
     /// an open plan holds it.
     fn reuse_cached(&self, py: Python<'_>) -> PyResult<usize> {
         self.core.with(py, |core| core.reuse_cached(self.key()))
+    }
+
+    /// Blocks for the first `num_tokens` tokens, whose KV the caller has outside the pool: for the whole blocks after
+    /// the longest cached prefix.
+    ///
+    /// A `Transfer`; `NoRoom`; `Loading` if another transfer is to fill the next block; None if there is nothing to
+    /// restore: the blocks are cached, or an open step computes them, or the sequence stands between blocks. All or
+    /// nothing, and the sequence is not changed. Raises `PlanError` if an open plan holds it.
+    fn reserve(
+        &self,
+        py: Python<'_>,
+        num_tokens: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<Py<PyAny>>> {
+        let num_tokens = number("num_tokens", num_tokens)?;
+        let answer = self
+            .core
+            .with(py, |core| core.reserve(self.key(), num_tokens))?;
+        reserve_answer(py, &self.core, answer)
     }
 
     /// Slots for `num_tokens` tokens after those that are computed, for a step without a plan.

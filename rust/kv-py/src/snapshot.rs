@@ -35,7 +35,7 @@ macro_rules! columns {
                 }
             )*
 
-            /// By block: 0 free, 1 evictable, 2 active, 3 pinned.
+            /// By block: 0 free, 1 evictable, 2 active, 3 pinned, 4 loading.
             #[getter]
             fn states<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
                 bounded::bytes(py, &self.0.states)

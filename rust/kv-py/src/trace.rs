@@ -48,6 +48,7 @@ impl ReplayReport {
             in_flight_sharing,
             partial_reuse,
             events,
+            keep_evicted: _, // it is not recorded
             eviction,
             hash_seed,
             hash_bits,

@@ -13,7 +13,7 @@ use crate::error::{TraceError, place};
 const MAGIC: &[u8; 8] = b"kvtrace\n";
 
 /// The version of the format: of the encoding of `Call`, `Answer`, `Header` and their fields.
-const VERSION: u64 = 3;
+const VERSION: u64 = 4;
 
 /// Bytes of the longest varint.
 const LONGEST_NUMBER: usize = 10;
@@ -233,5 +233,11 @@ mod tests {
             tokens: vec![3],
         };
         assert_eq!(there_and_back(publish), [24, 1, 2, 1, 3]);
+        let complete = Call::Complete {
+            transfer: 300,
+            num_blocks: 4,
+        };
+        assert_eq!(there_and_back(complete), [26, 172, 2, 4]);
+        assert_eq!(there_and_back(Call::Evict { num_blocks: 5 }), [29, 5]);
     }
 }

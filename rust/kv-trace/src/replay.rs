@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::io::{BufReader, Read};
 
 use kv_core::{
-    Answer, BlockManager, Call, Config, Error, Pin, PlanHandle, PlanKey, SeqHandle, SeqKey,
+    Answer, BlockManager, Call, Config, Error, Pin, PlanHandle, PlanKey, Reserve, SeqHandle,
+    SeqKey, Transfer, TransferKey,
 };
 
 use crate::error::TraceError;
@@ -72,6 +73,7 @@ struct Player {
     sequences: HashMap<u64, (SeqHandle, usize)>,
     plans: HashMap<u64, PlanHandle>,
     pins: HashMap<u64, Pin>,
+    transfers: HashMap<u64, Transfer>,
     granted: u64,
     /// Tokens of all sequences at their creation, and blocks of all pins: a fork or a pin takes few bytes of a file and
     /// much memory.
@@ -85,7 +87,7 @@ struct Player {
 enum Halt {
     /// The manager has refused it.
     Refused(Error),
-    /// It names a sequence, plan or pin that does not exist.
+    /// It names a sequence, plan, pin or transfer that does not exist.
     Missing(&'static str, u64),
     /// Sequences and pins exceed the limit.
     TooMuch,
@@ -104,6 +106,7 @@ impl Player {
             sequences: HashMap::new(),
             plans: HashMap::new(),
             pins: HashMap::new(),
+            transfers: HashMap::new(),
             granted: 0,
             held: 0,
             most_held,
@@ -231,6 +234,46 @@ impl Player {
                 let gone = self.pins.remove(pin);
                 self.held -= gone.as_ref().map_or(0, Pin::num_blocks);
                 self.forget(gone, "pin", *pin)?
+            }
+            Call::Evict { num_blocks } => {
+                let (_, pin) = self.manager.evict(*num_blocks);
+                self.grant(pin)?
+            }
+            _ => return self.apply_to_transfers(call),
+        })
+    }
+
+    fn apply_to_transfers(&mut self, call: &Call) -> Result<Answer, Halt> {
+        Ok(match call {
+            Call::Reserve {
+                sequence,
+                num_tokens,
+            } => {
+                let reserve = self
+                    .manager
+                    .reserve(self.sequence(*sequence)?, *num_tokens)?;
+                let answer = (&reserve).into();
+                if let Reserve::Reserved(transfer) = reserve {
+                    self.transfers.insert(transfer.key().serial(), transfer);
+                }
+                answer
+            }
+            Call::Complete {
+                transfer,
+                num_blocks,
+            } => {
+                let key = self.transfer(*transfer)?;
+                let reused = self.manager.complete(key, *num_blocks)?;
+                self.transfers.remove(transfer);
+                reused.into()
+            }
+            Call::Abandon { transfer } => {
+                let key = self.transfer(*transfer)?;
+                self.manager.abandon(key)?.into()
+            }
+            Call::DropTransfer { transfer } => {
+                let gone = self.transfers.remove(transfer);
+                self.forget(gone, "transfer", *transfer)?
             }
             _ => return self.apply_to_steps(call),
         })
@@ -369,6 +412,11 @@ impl Player {
     fn sequence(&self, id: u64) -> Result<SeqKey, Halt> {
         let found = self.sequences.get(&id).map(|(handle, _)| handle.key());
         found.ok_or(Halt::Missing("sequence", id))
+    }
+
+    fn transfer(&self, serial: u64) -> Result<TransferKey, Halt> {
+        let found = self.transfers.get(&serial).map(Transfer::key);
+        found.ok_or(Halt::Missing("transfer", serial))
     }
 
     fn plan(&self, serial: u64) -> Result<PlanKey, Halt> {

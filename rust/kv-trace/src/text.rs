@@ -88,6 +88,11 @@ impl Text for Call {
             ReuseCached { sequence }
             Extend { sequence, num_tokens }
             Publish { sequence, num_tokens, tokens }
+            Reserve { sequence, num_tokens }
+            Complete { transfer, num_blocks }
+            Abandon { transfer }
+            DropTransfer { transfer }
+            Evict { num_blocks }
         );
         format!("{}({})", self.kind(), arguments.join(", "))
     }
@@ -111,6 +116,7 @@ impl Text for Answer {
                 format!("planned, {cached_tokens} tokens cached, {tokens} to compute, {samples}")
             }
             Self::Prefill(Prefill::NoBudget) => "no budget".into(),
+            Self::Prefill(Prefill::Loading { transfer }) => format!("transfer {transfer} loads"),
             Self::Prefill(Prefill::NoRoom { needed, available })
             | Self::Extend(Extend::NoRoom { needed, available }) => {
                 format!("no room, {needed} blocks needed, {available} available")
@@ -122,8 +128,8 @@ impl Text for Answer {
             }
             Self::Remappings(remappings) => format!("remappings {}", remappings.text()),
             Self::PoolUsage(usage) => format!(
-                "{} blocks free, {} evictable, {} active, {} pinned",
-                usage.free, usage.evictable, usage.active, usage.pinned
+                "{} blocks free, {} evictable, {} active, {} pinned, {} loading",
+                usage.free, usage.evictable, usage.active, usage.pinned, usage.loading
             ),
         }
     }

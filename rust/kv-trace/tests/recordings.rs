@@ -74,6 +74,13 @@ fn operations_as_text() {
             },
             "publish(sequence=1, num_tokens=2, tokens=[3])",
         ),
+        (
+            Call::Complete {
+                transfer: 1,
+                num_blocks: 2,
+            },
+            "complete(transfer=1, num_blocks=2)",
+        ),
     ];
     for (call, text) in calls {
         assert_eq!(divergence(call, Answer::Done).call_text(), text);
@@ -105,6 +112,7 @@ fn answers_as_text() {
         evictable: 2,
         active: 3,
         pinned: 4,
+        loading: 5,
     };
     let answers = [
         (Answer::Done, "done"),
@@ -123,6 +131,10 @@ fn answers_as_text() {
             "no room, 6 blocks needed, 7 available",
         ),
         (Answer::Prefill(Prefill::NoBudget), "no budget"),
+        (
+            Answer::Prefill(Prefill::Loading { transfer: 3 }),
+            "transfer 3 loads",
+        ),
         (
             Answer::Remappings(vec![remapping]),
             "remappings [sequence 1 group 2 entry 3 from block 4 to 5]",
@@ -143,7 +155,7 @@ fn answers_as_text() {
         ),
         (
             Answer::PoolUsage(usage),
-            "1 blocks free, 2 evictable, 3 active, 4 pinned",
+            "1 blocks free, 2 evictable, 3 active, 4 pinned, 5 loading",
         ),
     ];
     for (answer, text) in answers {

@@ -9,7 +9,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use kv_core::{Answer, BlockManager, Call, Config, Error, Eviction, Prefill};
+use kv_core::{Answer, BlockManager, Call, Config, Error, Eviction, Prefill, Reserve};
 use kv_trace::{Limits, Record, Report, TraceError, replay, replay_within};
 use recording::Recording;
 
@@ -69,6 +69,18 @@ fn every_operation(m: &mut BlockManager) -> Result<(), Error> {
     m.extend(loose.key(), 3)?;
     m.publish(loose.key(), 3, &[90_000])?;
     drop(loose);
+    let restored = m.sequence((500..510).collect(), b"", true)?;
+    for end in 0..3 {
+        let Reserve::Reserved(transfer) = m.reserve(restored.key(), 10)? else {
+            panic!("no transfer");
+        };
+        match end {
+            0 => drop(transfer),
+            1 => m.abandon(transfer.key())?,
+            _ => assert_eq!(m.complete(transfer.key(), 2)?, 8),
+        }
+    }
+    drop(m.evict(1));
     m.evict_all();
     assert_eq!(m.usage().num_blocks(), 9);
     drop((first, equal));
@@ -410,7 +422,7 @@ fn another_format_is_refused_by_its_writer() {
         assert_eq!(
             said(format),
             format!(
-                "the recording has format {format}, this version reads format 3; version {version} \
+                "the recording has format {format}, this version reads format 4; version {version} \
                  wrote it: replay it with that one, or record again"
             )
         );
@@ -422,7 +434,7 @@ fn another_format_is_refused_by_its_writer() {
     let error = verdict(&first).expect_err("the first format");
     assert!(matches!(
         error,
-        TraceError::Version { found: 1, supported: 3, recorded_by: Some(version) } if version == "0.1.0"
+        TraceError::Version { found: 1, supported: 4, recorded_by: Some(version) } if version == "0.1.0"
     ));
     // The writer's name is missing or cannot be shown.
     for header in [&b""[..], b"\x05", b"\x04\0\0abcd"] {

@@ -105,10 +105,10 @@ def test_where_recording_and_this_version_part(file: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"kvtrace\n\x03\x40", "is cut at byte 10, in its header; end one with stop_recording()"),
+        (b"kvtrace\n\x04\x40", "is cut at byte 10, in its header; end one with stop_recording()"),
         (
             b"kvtrace\n\x07",
-            "format 7, this version reads format 3; replay it with the version that",
+            "format 7, this version reads format 4; replay it with the version that",
         ),
         (b"{}", "is no recording of a BlockManager; give a file that record() has written"),
     ],
@@ -162,7 +162,7 @@ def test_damaged_files_are_replayed_or_refused(file: Path, tmp_path: Path) -> No
     assert set(statuses) <= {0, 1, 2} and statuses[2] > 20, statuses
 
 
-@pytest.mark.parametrize("start", [b"", b"kvtrace\n", b"kvtrace\n\x03"])
+@pytest.mark.parametrize("start", [b"", b"kvtrace\n", b"kvtrace\n\x04"])
 def test_a_huge_file_takes_no_memory_of_its_size(tmp_path: Path, start: bytes) -> None:
     huge = tmp_path / "huge"
     with huge.open("wb") as out:

@@ -73,7 +73,7 @@ def damaged(whole: bytes, rng: random.Random) -> Iterator[bytes]:
     yield whole[:at] + b"\xff" * rng.randrange(1, 12) + whole[other:]
     yield noise
     yield MAGIC + noise
-    yield MAGIC + b"\x03" + noise
+    yield MAGIC + b"\x04" + noise
     yield whole + noise
 
 

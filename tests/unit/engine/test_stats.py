@@ -13,12 +13,12 @@ from tests.support.callers import FakeModel
 from tests.support.engines import make_bench
 
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=150)
-STATES = ("free", "evictable", "active", "pinned")
+STATES = ("free", "evictable", "active", "pinned", "loading")
 
 
 def is_exact(view: EngineView) -> bool:
     counts, usage = Counter(view.pool.states), view.stats.usage
-    return [counts[at] for at in range(4)] == [getattr(usage, name) for name in STATES]
+    return [counts[at] for at in range(5)] == [getattr(usage, name) for name in STATES]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

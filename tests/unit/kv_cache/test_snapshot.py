@@ -5,7 +5,7 @@ import pytest
 
 from pyengine.kv_cache import BlockManager
 
-STATES = ["free", "evictable", "active", "pinned"]
+STATES = ["free", "evictable", "active", "pinned", "loading"]
 
 
 @pytest.mark.parametrize("groups", [None, [None, 8]])

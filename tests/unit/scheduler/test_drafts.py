@@ -10,7 +10,7 @@ from collections.abc import Collection
 import pytest
 
 from pyengine.engine.request import SequenceState
-from pyengine.kv_cache import BlockManager, NoBudget, NoRoom
+from pyengine.kv_cache import BlockManager, Loading, NoBudget, NoRoom
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.requests import make_sequence
@@ -30,7 +30,7 @@ class DraftsFirst(Scheduler):
 
     def _admit(
         self, step: ScheduledStep, without: Collection[SequenceState]
-    ) -> NoRoom | NoBudget | None:
+    ) -> NoRoom | NoBudget | Loading | None:
         self.draft(step, {sequence: [WRONG] * DRAFTS for sequence in step.decodes})
         return super()._admit(step, without)
 

@@ -3,11 +3,12 @@
 use crate::config::Config;
 use crate::eviction::Eviction;
 use crate::handles::Pin;
-use crate::handles::{PlanHandle, SeqHandle};
+use crate::handles::{PlanHandle, SeqHandle, Transfer};
 use crate::ids::PlanKey;
 use crate::manager::BlockManager;
 use crate::sequence::Sequence;
 use crate::step::Prefill;
+use crate::transfers::Reserve;
 
 // The sequences of the scene by their slots; their numbers are one more.
 /// At rest on four full rows, the first two of which have slid out of the window.
@@ -53,6 +54,7 @@ pub(crate) struct Scene {
     handles: Vec<Option<SeqHandle>>,
     plans: Vec<PlanHandle>,
     pins: Vec<Pin>,
+    transfers: Vec<Transfer>,
 }
 
 impl Scene {
@@ -66,6 +68,7 @@ impl Scene {
             handles: Vec::new(),
             plans: Vec::new(),
             pins: Vec::new(),
+            transfers: Vec::new(),
         }
     }
 
@@ -175,7 +178,18 @@ pub(crate) fn scene() -> Scene {
     rest_of_the_pool(&mut scene);
     older_plan(&mut scene);
     newer_plan(&mut scene);
+    transfer(&mut scene);
     scene
+}
+
+/// A transfer of two rows after those of `REST`.
+fn transfer(scene: &mut Scene) {
+    let slot = scene.add(0..18, b"");
+    let key = scene.handle(slot).key();
+    match scene.manager.reserve(key, 18) {
+        Ok(Reserve::Reserved(transfer)) => scene.transfers.push(transfer),
+        answer => panic!("{answer:?}"),
+    }
 }
 
 /// Evictable blocks of every kind, blocks that only a pin holds.
@@ -250,6 +264,8 @@ fn healthy_scenes_have_no_differences() {
     scene.commit();
     assert_eq!(scene.manager.check(), Ok(()));
     assert_eq!(nameless().manager.check(), Ok(()));
+    scene.transfers.clear();
+    assert_eq!(scene.manager.check(), Ok(()));
     drop(scene.plans);
     assert_eq!(scene.manager.check(), Ok(()));
 }

@@ -18,7 +18,7 @@ impl Pool {
         metas.map(|(index, (meta, held))| (BlockId::new(index), meta, held.some()))
     }
 
-    /// Recounts everything. `held`: table entries per block; `plan_pins`: pins of open plans; `before`: references of
+    /// Recounts everything. `held`: table entries per block; `plan_pins`: holds of open plans and transfers; `before`: references of
     /// pins when `deferred`, the blocks of deferred releases, was read.
     pub(crate) fn check(
         &self,
@@ -114,12 +114,20 @@ impl Pool {
         Ok(())
     }
 
+    /// Blocks that transfers are to fill, by their records.
+    pub(crate) fn marked_loading(&self) -> usize {
+        self.queue
+            .metas()
+            .iter()
+            .filter(|meta| meta.loading)
+            .count()
+    }
+
     /// Blocks that an open step is to compute, and the step.
     pub(crate) fn unready(&self) -> impl Iterator<Item = (BlockId, u32)> + '_ {
-        let unready =
-            |id: BlockId, held: Option<NodePosition>| held.is_some() && !self.is_ready(id);
+        let unready = |id: BlockId| !self.is_ready(id) && !self.is_loading(id);
         self.each()
-            .filter(move |&(id, _, held)| unready(id, held))
+            .filter(move |&(id, _, held)| held.is_some() && unready(id))
             .map(|(id, meta, _)| (id, meta.step))
     }
 

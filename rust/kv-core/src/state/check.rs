@@ -81,9 +81,11 @@ impl State {
                 "sequence {id} is planned to {end}, before the end of its {computed} computed tokens"
             )
         })?;
-        ensure(seq.cached <= computed, || {
-            let cached = seq.cached;
-            format!("sequence {id}: {cached} cached of {computed} computed tokens")
+        ensure(seq.cached + seq.restored <= computed, || {
+            let (cached, restored) = (seq.cached, seq.restored);
+            format!(
+                "sequence {id}: {cached} cached and {restored} restored of {computed} computed tokens"
+            )
         })?;
         // The last token of a full hit is computed again.
         let registered = seq.registered.rows() * block_size;
@@ -201,9 +203,10 @@ mod tests {
                 s.seq(REST).planned_end = 11;
             },
         ),
-        ("sequence 6: 12 cached of 11 computed tokens", |s| {
-            s.seq(ATTACHED).cached = 12
-        }),
+        (
+            "sequence 6: 12 cached and 0 restored of 11 computed tokens",
+            |s| s.seq(ATTACHED).cached = 12,
+        ),
         (
             "sequence 6 is planned to 10 with 12 registered tokens",
             |s| {

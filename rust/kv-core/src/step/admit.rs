@@ -144,7 +144,11 @@ impl Steps {
 
     /// Matches the sequence, and plans the tokens after the match.
     fn match_and_plan(&mut self, state: &mut State, slot: u32, request: PrefillRequest) -> Prefill {
-        let mut source = match state.find_match(slot, request.replay) {
+        let is_matched = state.find_match(slot, request.replay);
+        if let Some(transfer) = state.awaited_transfer(slot) {
+            return Prefill::Loading { transfer };
+        }
+        let mut source = match is_matched {
             true => state.find_copy_source(slot),
             false => None,
         };
@@ -367,20 +371,25 @@ impl State {
         true
     }
 
-    /// Blocks of the current match and of the copy source that are evictable now, as far as a token after the
-    /// match reads them.
-    fn num_revived(&self, slot: u32, source: Option<CopySource>) -> usize {
+    /// Blocks of the current match that a token after it reads.
+    pub(crate) fn matched_blocks(&self, slot: u32) -> impl Iterator<Item = BlockId> + '_ {
         let from = self.seqs.at(slot).registered.rows();
         let groups = self.groups.len();
         let blocks = self.matched.blocks.iter().enumerate();
-        let seen = blocks.filter(|(place, _)| {
+        let seen = blocks.filter(move |(place, _)| {
             let (row, group) = (from + place / groups, place % groups);
             let end = from + self.matched.num_rows;
             row >= self.groups.first_row_of(group, end, self.matched.replay)
         });
+        seen.map(|(_, &block)| block)
+    }
+
+    /// Blocks of the current match, as far as a token after it reads them, and of the copy source that are evictable
+    /// now.
+    fn num_revived(&self, slot: u32, source: Option<CopySource>) -> usize {
         let source = source.into_iter();
         let source = source.flat_map(|source| self.pool.tree().blocks(source.position));
-        let reused = seen.map(|(_, &block)| block).chain(source);
+        let reused = self.matched_blocks(slot).chain(source);
         reused.filter(|&block| self.pool.is_queued(block)).count()
     }
 }

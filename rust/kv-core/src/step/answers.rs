@@ -23,6 +23,11 @@ pub enum Prefill {
     },
     /// The budget or `max_tokens` is used up; nothing was changed.
     NoBudget,
+    /// A transfer is to fill blocks that this call would reuse; nothing was changed. Ask again once it has ended.
+    Loading {
+        /// The number of the transfer.
+        transfer: u64,
+    },
 }
 
 /// The answer to [`BlockManager::extend`](crate::BlockManager::extend).

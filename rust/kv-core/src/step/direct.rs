@@ -12,15 +12,15 @@ use crate::pool::Purpose;
 use crate::state::State;
 
 impl State {
-    /// Reuses the cached blocks after a block boundary. Returns how many tokens they hold.
-    pub(crate) fn reuse_cached(&mut self, key: SeqKey) -> Result<usize, Error> {
-        self.at_rest(key)?;
-        let seq = self.seqs.at(key.slot);
+    /// Matches the tokens after a sequence's position into `self.matched`, as far as they can be read now. False if it
+    /// is not on a block boundary, has slots reserved, or may not read the cache.
+    pub(crate) fn match_ready(&mut self, slot: u32) -> bool {
+        let seq = self.seqs.at(slot);
         let (last, from) = (seq.registered.last, seq.registered.rows());
         let on_boundary =
             seq.computed == from * self.groups.block_size() && seq.table.rows() == from;
         if !on_boundary || !self.caching || !seq.read_cache {
-            return Ok(0);
+            return false;
         }
         self.pool.find_match(
             &mut self.matched,
@@ -29,24 +29,36 @@ impl State {
             (last, from),
             Purpose::Read,
         );
-        if self.matched.num_rows == 0 {
+        true
+    }
+
+    /// Reuses the cached blocks after a block boundary. Returns how many tokens they hold. Blocks from row `restored`
+    /// on are counted as restored by a transfer.
+    pub(crate) fn reuse_cached(&mut self, key: SeqKey, restored: usize) -> Result<usize, Error> {
+        self.at_rest(key)?;
+        if !self.match_ready(key.slot) || self.matched.num_rows == 0 {
             return Ok(0);
         }
-        let mut slid = Vec::new();
-        let (blocks, _) = self.insert_match(key.slot, &mut slid);
+        let (mut slid, block_size) = (Vec::new(), self.groups.block_size());
+        self.insert_match(key.slot, &mut slid);
         for &(_, block) in &slid {
             self.pool.release(block);
         }
         let seq = self.seqs.at_mut(key.slot);
-        let end = seq.registered.rows() * self.groups.block_size();
-        let end = end.min(seq.tokens.len() - 1);
-        let reused = end - seq.computed;
+        let (rows, before) = (seq.registered.rows(), seq.computed);
+        let end = (rows * block_size).min(seq.tokens.len() - 1);
+        let first = restored.clamp(rows - self.matched.num_rows, rows);
+        let cached = end.min(first * block_size) - before;
+        let hits = (rows - self.matched.num_rows..first).flat_map(|row| seq.table.row(row));
+        let (hits, reused) = (hits.count(), end - before);
         seq.set_computed(end);
-        seq.count_cached(reused);
+        seq.count_cached(cached);
+        seq.count_restored(reused - cached);
         let stats = &mut self.pool.stats;
         stats.prompt_tokens += reused as u64;
-        stats.cached_tokens += reused as u64;
-        stats.hit_blocks += blocks as u64;
+        stats.cached_tokens += cached as u64;
+        stats.restored_tokens += (reused - cached) as u64;
+        stats.hit_blocks += hits as u64;
         stats.slid_blocks += slid.len() as u64;
         Ok(reused)
     }

@@ -260,7 +260,7 @@ impl State {
     /// Same-step sharing: registers the rows that computing these positions fills, as computed by this step, so
     /// that sequences planned later in it share them. Of a row that has lost some of its blocks, the cached ones
     /// go into the table, and only the others are written. Stops at a row that the commit must merge: one with a
-    /// block of this sequence while another block is cached.
+    /// block of this sequence while another block is cached, or one that a transfer is to fill.
     fn preregister(
         &mut self,
         slot: u32,
@@ -286,7 +286,8 @@ impl State {
                 prefill.preregistered += rows - row;
                 break;
             };
-            if has_row && self.pool.tree().is_held(cached) {
+            let is_held = has_row && self.pool.tree().is_held(cached);
+            if is_held || self.pool.is_loaded_at(cached) {
                 break;
             }
             self.pool.protect(cached);

@@ -43,8 +43,8 @@ impl Steps {
         self.made
     }
 
-    /// The step before the oldest open one: published blocks count as computed by it.
-    pub(super) fn last_closed(&self) -> u32 {
+    /// The step before the oldest open one: published and restored blocks count as computed by it.
+    pub(crate) fn last_closed(&self) -> u32 {
         let oldest = self
             .open
             .first()

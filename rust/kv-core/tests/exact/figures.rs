@@ -13,8 +13,9 @@ fn a_usage_adds_up() {
         evictable: 2,
         active: 4,
         pinned: 8,
+        loading: 16,
     };
-    assert_eq!((usage.available(), usage.num_blocks()), (3, 15));
+    assert_eq!((usage.available(), usage.num_blocks()), (3, 31));
 }
 
 #[test]
@@ -25,7 +26,7 @@ fn counters_have_names_in_order() {
         ..Stats::default()
     };
     let each: Vec<_> = stats.each().collect();
-    assert_eq!(each.len(), 22);
+    assert_eq!(each.len(), 26);
     assert_eq!(each[0], ("prompt_tokens", 7));
     assert_eq!(each[1], ("cached_tokens", 0));
     assert_eq!(each[21], ("rolled_back_steps", 9));
@@ -39,6 +40,7 @@ fn a_pool_shows_where_its_blocks_are() {
         evictable: 0,
         active: 0,
         pinned: 0,
+        loading: 0,
     };
     assert_eq!(m.usage(), free);
     drop(computed(&mut m, vec![1; 5])); // one evictable
@@ -51,6 +53,7 @@ fn a_pool_shows_where_its_blocks_are() {
         evictable: 1,
         active: 3,
         pinned: 2,
+        loading: 0,
     };
     assert_eq!((m.usage(), m.usage().available()), (usage, 3));
     let states: Vec<_> = (0..8).map(|block| m.state(block).expect("known")).collect();

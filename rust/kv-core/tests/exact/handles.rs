@@ -10,6 +10,7 @@ fn usage(m: &mut BlockManager) -> [usize; 4] {
         evictable,
         active,
         pinned,
+        ..
     } = m.usage();
     [free, evictable, active, pinned]
 }

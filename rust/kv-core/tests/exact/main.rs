@@ -22,4 +22,5 @@ mod snapshot;
 mod statistics;
 mod tables;
 mod tools;
+mod transfers;
 mod windows;

@@ -354,6 +354,7 @@ fn the_usage_is_whole_at_the_end() {
         evictable: 0,
         active: 0,
         pinned: 0,
+        loading: 0,
     };
     assert_eq!(m.usage(), all_free);
     m.check().expect("sound");

@@ -82,6 +82,28 @@ pub(crate) struct Plan {
     pinned: Vec<u32>,
 }
 
+/// Blocks that are being filled from outside.
+#[derive(Clone, Debug)]
+pub(crate) struct Load {
+    seq: u64,
+    /// Rows of its tokens.
+    from: usize,
+    end: usize,
+    /// By row, then by layer group.
+    pub(crate) places: Vec<(usize, usize, u32)>,
+    /// The cached blocks before and among them, in this order.
+    held: Vec<u32>,
+}
+
+/// The answer to a reservation.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Answer {
+    Reserved(Vec<(usize, usize, u32)>),
+    NoRoom(usize, usize),
+    Loading(u64),
+    NotNeeded,
+}
+
 #[derive(Clone, Debug)]
 pub(crate) struct Model {
     pub(crate) block_size: usize,
@@ -96,6 +118,9 @@ pub(crate) struct Model {
     contents: HashMap<(Content, usize), u32>,
     pub(crate) seqs: BTreeMap<u64, Seq>,
     pub(crate) pins: BTreeMap<usize, Vec<Row>>,
+    /// By number.
+    pub(crate) loads: BTreeMap<u64, Load>,
+    num_loads: u64,
     /// Oldest first.
     pub(crate) plans: Vec<Plan>,
     num_blocks: usize,
@@ -115,6 +140,8 @@ impl Model {
             contents: HashMap::new(),
             seqs: BTreeMap::new(),
             pins: BTreeMap::new(),
+            loads: BTreeMap::new(),
+            num_loads: 0,
             plans: Vec::new(),
         }
     }
@@ -141,11 +168,23 @@ impl Model {
     pub(crate) fn refs(&self, block: u32) -> u32 {
         let pins = self.pins.values();
         let pinned = self.plans.iter().flat_map(|plan| &plan.pinned);
+        let held = self.loads.values().flat_map(|load| &load.held);
+        let pinned = pinned.chain(held);
         self.seq_refs(block)
+            + u32::from(self.loading(block).is_some())
             + pins
                 .filter(|rows| blocks(rows).any(|held| held == block))
                 .count() as u32
             + pinned.filter(|&&pinned| pinned == block).count() as u32
+    }
+
+    /// The transfer that is to fill a block.
+    fn loading(&self, block: u32) -> Option<u64> {
+        let fills = |load: &Load| load.places.iter().any(|place| place.2 == block);
+        let mut loads = self.loads.iter();
+        loads
+            .find(|(_, load)| fills(load))
+            .map(|(&number, _)| number)
     }
 
     fn has_content(&self, block: u32) -> bool {
@@ -162,11 +201,13 @@ impl Model {
             .filter(|&block| self.seq_refs(block) > 0)
             .count();
         let free = self.queue.len() - evictable;
+        let loading = self.loads.values().map(|load| load.places.len()).sum();
         PoolUsage {
             free,
             evictable,
             active,
-            pinned: self.num_blocks - free - evictable - active,
+            pinned: self.num_blocks - free - evictable - active - loading,
+            loading,
         }
     }
 
@@ -245,10 +286,14 @@ impl Model {
     }
 
     fn is_ready(&self, block: u32) -> bool {
+        !self.is_computing(block) && self.loading(block).is_none()
+    }
+
+    fn is_computing(&self, block: u32) -> bool {
         let entries = self.plans.iter().flat_map(|plan| &plan.entries);
         entries
             .flat_map(|entry| &entry.preregistered)
-            .all(|&computing| computing != block)
+            .any(|&computing| computing == block)
     }
 
     pub(crate) fn match_prefix(&mut self, pin: usize, namespace: u8, tokens: &[u32]) {
@@ -572,6 +617,10 @@ impl Model {
         let tokens = s.tokens[..(row + 1) * self.block_size].to_vec();
         let (namespace, mine) = (s.namespace, s.table.get(row).cloned());
         let content = (namespace, tokens.clone());
+        let mut known = (0..self.groups.len()).filter_map(|g| self.known(namespace, &tokens, g));
+        if known.any(|block| self.loading(block).is_some()) {
+            return false;
+        }
         let mut entries = Vec::new();
         for group in 0..self.groups.len() {
             // Allocating for one group may evict what was there for the next.
@@ -703,6 +752,9 @@ impl Model {
         } else {
             Vec::new()
         };
+        if let Some(transfer) = blocks(&matched).find_map(|block| self.loading(block)) {
+            return Ok(Prefill::Loading { transfer });
+        }
         let source = if may_match && self.partial_reuse {
             self.lender(s.namespace, &s.tokens, s.registered + matched.len())
         } else {
@@ -938,9 +990,9 @@ impl Model {
         if found
             .iter()
             .flatten()
-            .any(|block| computing.contains(block))
+            .any(|&block| computing.contains(&block) || self.loading(block).is_some())
         {
-            return false; // the step after this one is to compute it, if it comes to that
+            return false; // a later step or a transfer is to bring it, if it comes to that
         }
         for (group, found) in found.into_iter().enumerate() {
             let mine = self.seqs[&seq].table[row][group].expect("not slid past");
@@ -1018,6 +1070,144 @@ impl Model {
             }
         }
         reused
+    }
+
+    pub(crate) fn reserve(&mut self, seq: u64, num_tokens: usize) -> Answer {
+        let (size, s) = (self.block_size, self.seqs[&seq].clone());
+        let stands = s.computed == s.registered * size && s.table.len() == s.registered;
+        if !stands || !self.caching || !s.read_cache {
+            return Answer::NotNeeded;
+        }
+        let matched = self.matched(s.namespace, &s.tokens, s.registered, 0, |block| {
+            self.is_ready(block)
+        });
+        let from = s.registered + matched.len();
+        let known = |row: usize| -> Vec<Option<u32>> {
+            let tokens = &s.tokens[..(row + 1) * size];
+            let groups = 0..self.groups.len();
+            groups
+                .map(|group| self.known(s.namespace, tokens, group))
+                .collect()
+        };
+        let whole = num_tokens.min(s.tokens.len()) / size;
+        let is_unready = |row: &usize| {
+            let mut blocks = known(*row).into_iter().flatten();
+            blocks.any(|block| !self.is_ready(block))
+        };
+        let unready = (from..whole).find(is_unready);
+        let end = unready.unwrap_or(whole).max(from);
+        if unready == Some(from) {
+            let mut blocks = known(from).into_iter().flatten();
+            let loading = blocks.find_map(|block| self.loading(block));
+            return loading.map_or(Answer::NotNeeded, Answer::Loading);
+        }
+        let mut held: Vec<u32> = blocks(&s.table).chain(blocks(&matched)).collect();
+        let mut missing = Vec::new();
+        for row in from..end {
+            for (group, block) in known(row).into_iter().enumerate() {
+                match block {
+                    Some(block) => held.push(block),
+                    None if row >= self.first_row(group, end) => missing.push((row, group)),
+                    None => {}
+                }
+            }
+        }
+        if missing.is_empty() {
+            return Answer::NotNeeded;
+        }
+        let revived = held.iter().filter(|block| self.queue.contains(block));
+        let (needed, available) = (missing.len() + revived.count(), self.queue.len());
+        if needed > available {
+            return Answer::NoRoom(needed, available);
+        }
+        held.iter().for_each(|&block| self.unqueue(block));
+        let places = missing.into_iter();
+        let places: Vec<_> = places
+            .map(|(row, group)| (row, group, self.allocate()))
+            .collect();
+        for &(row, group, block) in &places {
+            let tokens = s.tokens[..(row + 1) * size].to_vec();
+            self.contents.insert(((s.namespace, tokens), group), block);
+        }
+        self.num_loads += 1;
+        let load = Load {
+            seq,
+            from,
+            end,
+            places: places.clone(),
+            held,
+        };
+        self.loads.insert(self.num_loads, load);
+        Answer::Reserved(places)
+    }
+
+    /// The rows of a transfer.
+    pub(crate) fn rows_of(&self, load: u64) -> std::ops::Range<usize> {
+        let load = &self.loads[&load];
+        load.from..load.end
+    }
+
+    /// Whether others can meet the blocks of a transfer.
+    pub(crate) fn is_awaited(&self, load: u64) -> bool {
+        let places = &self.loads[&load].places;
+        places.iter().all(|place| self.has_content(place.2))
+    }
+
+    /// Returns the tokens that its sequence reuses.
+    pub(crate) fn end_load(&mut self, number: u64, num_blocks: usize) -> usize {
+        let awaited = self.is_awaited(number);
+        let ended = self.loads.remove(&number).expect("open");
+        let end = ended.from + num_blocks;
+        let mut restored = 0;
+        for &(row, _, block) in &ended.places {
+            if row >= end || !awaited {
+                self.contents.retain(|_, block_id| *block_id != block);
+            } else {
+                restored += 1;
+            }
+        }
+        let places = ended.places.iter().map(|place| place.2);
+        let held: Vec<u32> = ended.held.iter().copied().chain(places).collect();
+        // Nothing is loading any more, and everything is held until its sequence has reused it.
+        let last = Load {
+            places: Vec::new(),
+            held: held.clone(),
+            ..ended
+        };
+        let seq = last.seq;
+        self.loads.insert(number, last);
+        let at_rest = self.seqs.get(&seq);
+        let at_rest = at_rest.is_some_and(|seq| seq.planned == 0);
+        let reused = match restored > 0 && at_rest {
+            true => self.reuse_cached(seq),
+            false => 0,
+        };
+        self.loads.remove(&number);
+        self.enqueue_unused(held.into_iter().rev());
+        reused
+    }
+
+    pub(crate) fn abandon(&mut self, load: u64) {
+        let load = self.loads.get_mut(&load).expect("open");
+        let held = std::mem::take(&mut load.held);
+        let places = load.places.clone();
+        for (_, _, block) in places {
+            self.contents.retain(|_, block_id| *block_id != block);
+        }
+        self.enqueue_unused(held.into_iter().rev());
+    }
+
+    pub(crate) fn evict(&mut self, pin: usize, count: usize) -> Vec<u32> {
+        let queued = self.queued().into_iter();
+        let evictable = queued.filter(|&block| self.has_content(block));
+        let evicted: Vec<u32> = evictable.take(count).collect();
+        for &block in &evicted {
+            self.unqueue(block);
+            self.contents.retain(|_, block_id| *block_id != block);
+        }
+        let rows = evicted.iter().map(|&block| vec![Some(block)]);
+        self.pins.insert(pin, rows.collect());
+        evicted
     }
 
     pub(crate) fn extend(&mut self, seq: u64, num_tokens: usize) -> Extend {

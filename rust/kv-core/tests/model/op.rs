@@ -44,6 +44,12 @@ pub(crate) enum Op {
     Reuse(usize),
     Extend(usize, usize),
     Publish(usize, u8),
+    Reserve(usize, usize),
+    /// How many of the blocks have arrived, if it is not how it is lost.
+    Complete(usize, u8),
+    DropTransfer(usize),
+    Abandon(usize),
+    Evict(usize),
 }
 
 /// Few patterns with common prefixes, so that contents meet.

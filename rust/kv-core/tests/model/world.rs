@@ -2,12 +2,13 @@
 
 mod direct;
 mod steps;
+mod transfers;
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use kv_core::{
-    BlockId, BlockManager, BlockState, Config, Error, Event, Eviction, Pin, PlanHandle, PoolUsage,
-    SeqHandle, SharedI32, SharedI64, SharedPrefixes, Stats, TableRows,
+    BlockId, BlockManager, BlockState, Config, Error, Event, Evicted, Eviction, Pin, PlanHandle,
+    PoolUsage, SeqHandle, SharedI32, SharedI64, SharedPrefixes, Stats, TableRows,
 };
 #[allow(unused_imports)] // not every test records
 use kv_trace::Record;
@@ -29,6 +30,9 @@ pub(crate) struct World {
     exact: bool,
     handles: Vec<SeqHandle>,
     pins: Vec<(usize, Pin)>,
+    /// Blocks evicted ahead of need, and what they held.
+    victims: Vec<(usize, Vec<Evicted>, Pin)>,
+    loads: Vec<transfers::Load>,
     /// The open steps, oldest first.
     steps: VecDeque<Step>,
     next_pin: usize,
@@ -39,6 +43,11 @@ pub(crate) struct World {
     /// Tokens reused and published without a plan.
     num_reused: u64,
     num_published: u64,
+    /// Transfers begun, those that others were refused for, prefills that waited, and blocks evicted by allocations.
+    num_reserved: u64,
+    num_awaited: u64,
+    num_waiting: u64,
+    num_evicted: u64,
     /// The set of contents as the events tell it.
     emitted: HashSet<u128>,
     kv: Vec<Option<Kv>>,
@@ -121,6 +130,7 @@ impl World {
     pub(crate) fn new(config: Config) -> Self {
         let config = Config {
             events: true,
+            keep_evicted: true,
             hash_seed: Some(1),
             ..config
         };
@@ -131,12 +141,18 @@ impl World {
             exact,
             handles: Vec::new(),
             pins: Vec::new(),
+            victims: Vec::new(),
+            loads: Vec::new(),
             steps: VecDeque::new(),
             next_pin: 0,
             sampled: Vec::new(),
             num_pending: 0,
             num_reused: 0,
             num_published: 0,
+            num_reserved: 0,
+            num_awaited: 0,
+            num_waiting: 0,
+            num_evicted: 0,
             emitted: HashSet::new(),
             kv: vec![None; config.num_blocks * config.block_size],
             arrays: Arrays {
@@ -310,6 +326,11 @@ impl World {
             Op::Reuse(i) => self.reuse_cached(i)?,
             Op::Extend(i, more) => self.extend(i, more)?,
             Op::Publish(i, how) => self.publish(i, how)?,
+            Op::Reserve(i, len) => self.reserve(i, len)?,
+            Op::Complete(i, how) => self.complete(i, how)?,
+            Op::DropTransfer(i) => self.drop_transfer(i)?,
+            Op::Abandon(i) => self.abandon(i)?,
+            Op::Evict(count) => self.evict(count)?,
             _ => self.apply_step(op)?,
         }
         Ok(())
@@ -398,7 +419,10 @@ impl World {
                 } => {
                     let size = self.manager.config().block_size;
                     prop_assert_eq!(tokens.len(), hashes.len() * size);
+                    // Where no layer sees everything, a transfer restores the last blocks of a prefix only.
+                    let sees_all = self.model.groups.contains(&None);
                     let known = parent.is_none_or(|parent| self.emitted.contains(&parent));
+                    let known = known || !sees_all;
                     prop_assert!(known, "{hashes:x?} were stored before {parent:x?}");
                     let mut before = parent;
                     for (hash, tokens) in hashes.into_iter().zip(tokens.chunks(size)) {
@@ -426,6 +450,7 @@ impl World {
         if !self.exact {
             self.count_plans();
         }
+        self.check_all_evicted()?;
         self.replay_events()?;
         self.manager.check().map_err(TestCaseError::fail)?;
         let usage = self.manager.usage();
@@ -506,9 +531,11 @@ impl World {
         self.steps.clear();
         self.handles.clear();
         self.pins.clear();
+        self.loads.clear();
+        self.victims.clear();
         self.manager.check().map_err(TestCaseError::fail)?;
         let usage = self.manager.usage();
-        prop_assert_eq!((usage.active, usage.pinned), (0, 0));
+        prop_assert_eq!((usage.active, usage.pinned, usage.loading), (0, 0, 0));
         self.manager.evict_all();
         prop_assert_eq!(self.manager.usage().free, self.manager.config().num_blocks);
         prop_assert_eq!(
@@ -520,6 +547,10 @@ impl World {
             ("pending_tokens", self.num_pending),
             ("reused_tokens", self.num_reused),
             ("published_tokens", self.num_published),
+            ("transfers", self.num_reserved),
+            ("awaited_transfers", self.num_awaited),
+            ("waiting_prefills", self.num_waiting),
+            ("kept_blocks", self.num_evicted),
             ("shared_prefixes", self.sharing.num_prefixes),
             ("unchanged_prefixes", self.sharing.num_unchanged),
         ];

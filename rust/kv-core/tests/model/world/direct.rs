@@ -12,7 +12,7 @@ use super::World;
 type Table = Vec<Vec<Option<usize>>>;
 
 impl World {
-    fn chosen(&self, i: usize) -> Option<(SeqKey, u64)> {
+    pub(super) fn chosen(&self, i: usize) -> Option<(SeqKey, u64)> {
         let i = Self::pick(&self.handles, i)?;
         Some((self.handles[i].key(), self.handles[i].id()))
     }
@@ -31,6 +31,11 @@ impl World {
         if self.exact {
             prop_assert_eq!(reused, self.model.reuse_cached(id));
         }
+        self.read_reused(key, id)
+    }
+
+    /// The next token reads what a sequence has reused.
+    pub(super) fn read_reused(&self, key: SeqKey, id: u64) -> Result<(), TestCaseError> {
         let view = self.manager.view(key).expect("live");
         let (computed, rows) = (view.num_computed_tokens, view.num_registered_blocks);
         // A full hit holds the block of the token that it computes again.
@@ -53,6 +58,7 @@ impl World {
         if self.exact {
             prop_assert_eq!(&answer, &self.model.extend(id, num_tokens));
         }
+        self.check_all_evicted()?;
         let Extend::Extended { blocks, copies } = answer else {
             prop_assert_eq!(self.table(key), before);
             return Ok(());

@@ -145,6 +145,11 @@ impl World {
         if matches!(answer, Ok(Prefill::Planned { .. })) {
             self.steps.back_mut().expect("open").rows.push(id);
         }
+        if let Ok(Prefill::Loading { transfer }) = answer {
+            let mut loads = self.loads.iter();
+            prop_assert!(loads.any(|load| load.transfer.key().serial() == transfer));
+            self.num_waiting += 1;
+        }
         Ok(())
     }
 

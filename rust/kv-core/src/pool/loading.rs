@@ -1,0 +1,58 @@
+//! Blocks that transfers are to fill. A transfer holds each of them until it ends, and no table contains one, so they
+//! are neither evicted nor read. While one is in the prefix index, a match ends before it, and a prefill that would
+//! match it waits.
+
+use super::Pool;
+use crate::ids::{BlockId, NodePosition};
+
+impl Pool {
+    /// Whether a transfer is to fill a block.
+    #[inline]
+    pub(crate) fn is_loading(&self, block: BlockId) -> bool {
+        self.queue.meta(block).loading
+    }
+
+    /// The number of the transfer that is to fill the first loading one of these cached blocks.
+    #[inline]
+    pub(crate) fn transfer_of(&self, mut blocks: impl Iterator<Item = BlockId>) -> Option<u32> {
+        if self.loading == 0 {
+            return None;
+        }
+        let loading = blocks.find(|&block| self.is_loading(block));
+        loading.map(|block| self.queue.meta(block).step)
+    }
+
+    /// Whether a transfer is to fill any block of a cached block.
+    pub(crate) fn is_loaded_at(&self, cached: NodePosition) -> bool {
+        self.transfer_of(self.tree.blocks(cached)).is_some()
+    }
+
+    /// Allocates blocks for a transfer, which holds them. The caller has checked that they are available.
+    pub(crate) fn take_loading(&mut self, count: usize) -> Vec<BlockId> {
+        let mut taken = Vec::new();
+        self.take(count, &mut taken);
+        for &block in &taken {
+            let meta = self.queue.meta_mut(block);
+            (*meta.counts_mut(), meta.loading) = ([0, 1], true);
+        }
+        self.active -= count;
+        self.loading += count;
+        taken
+    }
+
+    /// Adds a block without block ids after `position`. The caller stores one of it or of a block after it.
+    pub(crate) fn append_empty(&mut self, position: NodePosition, tokens: &[u32]) -> NodePosition {
+        let blocks = vec![BlockId::NONE; self.tree.groups()];
+        self.tree.append(position, tokens, &blocks)
+    }
+
+    /// The transfer of a block has ended: it is cached as if `step` had computed it, or not at all.
+    pub(crate) fn end_loading(&mut self, block: BlockId, step: Option<u32>) {
+        self.loading -= 1;
+        self.queue.meta_mut(block).loading = false;
+        match step {
+            Some(step) => self.queue.meta_mut(block).step = step,
+            None => self.forget(block),
+        }
+    }
+}

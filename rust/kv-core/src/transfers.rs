@@ -1,0 +1,242 @@
+//! Transfers: blocks reserved for KV that comes from outside the pool.
+//!
+//! A transfer holds the blocks that it is to fill, and the cached blocks before and among them, until it ends. Neither
+//! the end of its sequence nor a rollback touches it. Its blocks are in the prefix index, where prefills meet them and
+//! wait, and in no table.
+
+#[path = "transfers/check.rs"]
+mod check;
+
+use std::ops::Range;
+
+use crate::error::Error;
+use crate::handles::{LoadingBlock, Transfer};
+use crate::ids::{BlockId, NodePosition, SeqKey, TransferKey};
+use crate::open_transfers::OpenTransfer;
+use crate::state::State;
+use crate::table::BlockTable;
+
+/// The answer to [`BlockManager::reserve`](crate::BlockManager::reserve).
+#[derive(Debug)]
+pub enum Reserve {
+    /// Blocks are reserved, and are to be filled.
+    Reserved(Transfer),
+    /// Too few blocks; nothing was changed.
+    NoRoom {
+        /// Blocks needed, including evictable ones that the transfer would hold.
+        needed: usize,
+        /// Blocks free or evictable.
+        available: usize,
+    },
+    /// Another transfer is to fill the next block; nothing was changed.
+    Loading {
+        /// The number of that transfer.
+        transfer: u64,
+    },
+    /// The blocks are cached, an open step is to compute the next one, or the sequence may not reuse any now; nothing
+    /// was changed.
+    NotNeeded,
+}
+
+impl State {
+    /// The transfer that is to fill blocks of the current match.
+    #[inline]
+    pub(crate) fn awaited_transfer(&self, slot: u32) -> Option<u64> {
+        let number = self.pool.transfer_of(self.matched_blocks(slot))?;
+        Some(self.transfers.serial(number))
+    }
+
+    /// Reserves blocks for the first `num_tokens` tokens of a sequence: for those after the longest cached prefix, up
+    /// to the first block that an open step or another transfer brings.
+    pub(crate) fn reserve(&mut self, key: SeqKey, num_tokens: usize) -> Result<Reserve, Error> {
+        self.at_rest(key)?;
+        if !self.match_ready(key.slot) {
+            return Ok(Reserve::NotNeeded);
+        }
+        let seq = self.seqs.at(key.slot);
+        let (before, last) = (seq.registered.rows(), self.matched.last);
+        let from = before + self.matched.num_rows;
+        let most = self.groups.row_of(num_tokens.min(seq.tokens.len()));
+        let (positions, unready) = self.follow_missing(key.slot, from..most);
+        let rows = from..from + positions.len();
+        if let (true, Some(unready)) = (rows.is_empty(), unready) {
+            let number = self.pool.transfer_of(self.pool.tree().blocks(unready));
+            return Ok(
+                number.map_or(Reserve::NotNeeded, |number| Reserve::Loading {
+                    transfer: self.transfers.serial(number),
+                }),
+            );
+        }
+        let matched = BlockTable::of_match(&self.matched, before, &self.groups);
+        let table = &self.seqs.at(key.slot).table;
+        let mut held: Vec<BlockId> = table.blocks().chain(matched.blocks()).collect();
+        let mut loading = Vec::new();
+        for (index, position) in rows.clone().zip(positions) {
+            for group in 0..self.groups.len() {
+                let block = position.and_then(|at| self.pool.tree().block(at, group));
+                let block = block.unwrap_or(BlockId::NONE);
+                if block != BlockId::NONE {
+                    held.push(block);
+                } else if index >= self.groups.first_row(group, rows.end) {
+                    let place = LoadingBlock {
+                        index,
+                        group,
+                        block,
+                    };
+                    loading.push(place);
+                }
+            }
+        }
+        if loading.is_empty() {
+            return Ok(Reserve::NotNeeded);
+        }
+        let revived = held.iter().filter(|&&block| self.pool.is_queued(block));
+        let (needed, available) = (loading.len() + revived.count(), self.pool.available());
+        if needed > available {
+            return Ok(Reserve::NoRoom { needed, available });
+        }
+        // Held before anything is allocated, which could evict them.
+        held.iter().for_each(|&block| self.pool.pin_source(block));
+        let taken = self.pool.take_loading(loading.len());
+        for (place, block) in loading.iter_mut().zip(taken) {
+            place.block = block;
+        }
+        self.pool.stats.reserved_blocks += loading.len() as u64;
+        self.transfers.made += 1;
+        let (manager, serial) = (self.transfers.manager, self.transfers.made);
+        self.index_loading(key.slot, rows.clone(), last, &loading, serial as u32);
+        let transfer = TransferKey { manager, serial };
+        self.transfers.open.push(OpenTransfer {
+            key: transfer,
+            sequence: key,
+            rows: rows.clone(),
+            loading: loading.clone(),
+            held,
+        });
+        let handle = Transfer::new(self.pool.shared(), transfer, rows, loading);
+        Ok(Reserve::Reserved(handle))
+    }
+
+    /// The positions of these rows, which follow the current match, as far as they are in the tree; up to the first one
+    /// with a block that is not ready, which comes second.
+    fn follow_missing(
+        &mut self,
+        slot: u32,
+        rows: Range<usize>,
+    ) -> (Vec<Option<NodePosition>>, Option<NodePosition>) {
+        let block_size = self.groups.block_size();
+        let (mut next, mut positions) = (Some(self.matched.last), Vec::new());
+        for row in rows {
+            let tokens = &self.seqs.at(slot).tokens[row * block_size..][..block_size];
+            next = next.and_then(|position| self.pool.next(position, tokens));
+            if !next.is_none_or(|position| self.pool.are_ready(position)) {
+                return (positions, next);
+            }
+            positions.push(next);
+        }
+        (positions, None)
+    }
+
+    /// Puts loading blocks into the index, at the rows after `position`.
+    fn index_loading(
+        &mut self,
+        slot: u32,
+        rows: Range<usize>,
+        mut position: NodePosition,
+        loading: &[LoadingBlock],
+        number: u32,
+    ) {
+        let block_size = self.groups.block_size();
+        let mut loading = loading.iter().peekable();
+        for row in rows {
+            let tokens = &self.seqs.at(slot).tokens[row * block_size..][..block_size];
+            position = match self.pool.next(position, tokens) {
+                Some(next) => next,
+                None => self.pool.append_empty(position, tokens),
+            };
+            while let Some(place) = loading.next_if(|place| place.index == row) {
+                self.pool.store(position, place.group, place.block, number);
+            }
+        }
+    }
+
+    /// Ends a transfer. The blocks of its first `num_blocks` rows are cached, as if `step` had computed them. If its
+    /// sequence can, it reuses them; returns how many tokens it reuses.
+    pub(crate) fn end_transfer(
+        &mut self,
+        key: TransferKey,
+        num_blocks: usize,
+        step: u32,
+    ) -> Result<usize, Error> {
+        let at = self.transfers.find(key)?;
+        let reserved = self.transfers.open[at].rows.len();
+        if num_blocks > reserved {
+            return Err(Error::TransferBlocks {
+                transfer: key.serial,
+                reserved,
+                num_blocks,
+            });
+        }
+        let ended = self.transfers.open.remove(at);
+        let from = ended.rows.start;
+        let restored = self.register_loaded(&ended.loading, from + num_blocks, step);
+        let stats = &mut self.pool.stats;
+        stats.restored_blocks += restored;
+        stats.failed_transfers += u64::from(restored == 0);
+        let reused = match restored {
+            0 => 0,
+            _ => self.reuse_cached(ended.sequence, from).unwrap_or(0),
+        };
+        let loaded = ended.loading.iter().map(|place| place.block);
+        for block in ended.held.into_iter().chain(loaded).rev() {
+            self.pool.unpin(block);
+        }
+        Ok(reused)
+    }
+
+    /// Caches the loaded blocks of rows before `end`, and removes the others from the index. Returns how many are
+    /// cached.
+    fn register_loaded(&mut self, loading: &[LoadingBlock], end: usize, step: u32) -> u64 {
+        let pool = &mut self.pool;
+        let (mut restored, mut stored, mut last) = (0, 0, NodePosition::NONE);
+        for row in loading.chunk_by(|a, b| a.index == b.index) {
+            let cached = pool.cached_at(row[0].block);
+            let Some(position) = cached.filter(|_| row[0].index < end) else {
+                break; // it ends here, or was abandoned
+            };
+            // A row of which a layer group had a block is not stored again.
+            if pool
+                .tree()
+                .blocks(position)
+                .all(|block| pool.is_loading(block))
+            {
+                if pool.tree().parent(position) != Some(last) {
+                    pool.emit_stored(last, std::mem::take(&mut stored));
+                }
+                (last, stored) = (position, stored + 1);
+            }
+            for place in row {
+                pool.end_loading(place.block, Some(step));
+                restored += 1;
+            }
+        }
+        pool.emit_stored(last, stored);
+        for place in loading[restored..].iter().rev() {
+            pool.end_loading(place.block, None);
+        }
+        restored as u64
+    }
+
+    /// Removes a transfer's blocks from the index, so that no prefill waits for it. It still holds them.
+    pub(crate) fn abandon_transfer(&mut self, key: TransferKey) -> Result<(), Error> {
+        let at = self.transfers.find(key)?;
+        let open = &mut self.transfers.open[at];
+        for place in open.loading.iter().rev() {
+            self.pool.forget(place.block);
+        }
+        for block in std::mem::take(&mut open.held).into_iter().rev() {
+            self.pool.unpin(block);
+        }
+        Ok(())
+    }
+}

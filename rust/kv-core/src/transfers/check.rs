@@ -1,0 +1,83 @@
+//! Validation of open transfers: their blocks are theirs alone, and in the index as loading or not at all.
+
+use std::collections::{HashMap, HashSet};
+
+use crate::check::ensure;
+use crate::ids::BlockId;
+use crate::state::State;
+
+impl State {
+    /// Recounts the open transfers. Adds the blocks that they hold to `counts`.
+    pub(crate) fn check_transfers(&self, counts: &mut HashMap<BlockId, u32>) -> Result<(), String> {
+        let (mut last, mut loading) = (0, HashSet::new());
+        for open in &self.transfers.open {
+            let (serial, made) = (open.key.serial, self.transfers.made);
+            ensure(last < serial && serial <= made, || {
+                format!("transfer {serial} follows transfer {last} of {made}")
+            })?;
+            last = serial;
+            for place in &open.loading {
+                let block = place.block;
+                let is_its = self.pool.is_loading(block) && loading.insert(block);
+                ensure(is_its && self.pool.seq_refs(block) == 0, || {
+                    format!("transfer {serial} fills {block:?}, which is not its own")
+                })?;
+                let cached = self.pool.cached_info(block);
+                let is_known = cached.is_none_or(|(_, group, number)| {
+                    group == place.group && number == serial as u32
+                });
+                ensure(is_known && open.rows.contains(&place.index), || {
+                    format!("transfer {serial} fills {place:?}, cached as {cached:?}")
+                })?;
+            }
+            let loading = open.loading.iter().map(|place| place.block);
+            for block in loading.chain(open.held.iter().copied()) {
+                *counts.entry(block).or_default() += 1;
+            }
+        }
+        let (says, marked, counted) = (
+            self.pool.usage().loading,
+            self.pool.marked_loading(),
+            loading.len(),
+        );
+        ensure((says, marked) == (counted, counted), || {
+            format!("usage: {says} loading, {marked} marked, counted {counted}")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::check::scene::*;
+    use crate::ids::BlockId;
+
+    const CASES: &[Case] = &[
+        ("transfer 1 follows transfer 0 of 0", |s| {
+            s.manager.state.transfers.made = 0;
+        }),
+        ("transfer 1 fills BlockId(0), which is not its own", |s| {
+            s.manager.state.transfers.open[0].loading[0].block = BlockId::from(0);
+        }),
+        ("transfer 1 fills BlockId(", |s| {
+            let loading = &mut s.manager.state.transfers.open[0].loading;
+            loading[1].block = loading[0].block;
+        }),
+        ("transfer 1 fills LoadingBlock { index: 9, group: 0", |s| {
+            s.manager.state.transfers.open[0].loading[0].index = 9;
+        }),
+        ("transfer 1 fills LoadingBlock { index: 4, group: 0", |s| {
+            s.manager.state.transfers.open[0].loading[1].group = 0;
+        }),
+        ("usage: 4 loading, 4 marked, counted 3", |s| {
+            s.manager.state.transfers.open[0].loading.pop();
+        }),
+        (", 1], counted [", |s| {
+            s.manager.state.transfers.open[0].held.clear();
+        }),
+    ];
+
+    #[test]
+    fn each_of_them_is_named() {
+        each_is_named(scene, CASES);
+    }
+}

@@ -1,0 +1,157 @@
+//! `Transfer`: blocks that are to be filled with KV from outside the pool; and blocks that were evicted.
+
+use std::sync::Arc;
+
+use kv_core::{Evicted as CoreEvicted, Reserve};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::answers::{Loading, NoRoom};
+use crate::bounded;
+use crate::locked::Locked;
+use crate::numbers::number;
+
+/// Blocks of a prefix that is to come from outside the pool: from a disk, host memory, another process.
+///
+/// Until it ends, by `complete` or `fail`, no step reads or writes its blocks, also if the sequence is freed. Dropping
+/// the object fails it: keep it until the last byte is written.
+#[pyclass(frozen, module = "pyengine._kv")]
+pub(crate) struct Transfer {
+    core: Arc<Locked>,
+    handle: kv_core::Transfer,
+}
+
+#[pymethods]
+impl Transfer {
+    /// The transfer's number, counted from 1 in its manager.
+    #[getter]
+    fn id(&self) -> u64 {
+        self.handle.key().serial()
+    }
+
+    /// The index in the prefix of the first block that it restores: that of the tokens from `index * block_size` on.
+    #[getter]
+    fn first_index(&self) -> usize {
+        self.handle.indices().start
+    }
+
+    /// Blocks of tokens that it restores.
+    #[getter]
+    fn num_blocks(&self) -> usize {
+        self.handle.indices().len()
+    }
+
+    /// The blocks to fill, as (index in the prefix, layer group, block id), by index. A layer group with a window has
+    /// only the last ones, and blocks that are cached already are left out.
+    #[getter]
+    fn blocks(&self) -> Vec<(usize, usize, u32)> {
+        let places = self.handle.blocks().iter();
+        let places = places.map(|place| (place.index, place.group, place.block.get()));
+        places.collect()
+    }
+
+    /// Ends the transfer: its first `num_blocks` blocks of tokens are filled (None: all), and cached now as if a step
+    /// had computed them. The other blocks are free.
+    ///
+    /// If the sequence that asked for it can reuse them, it does so at once. Returns how many tokens it reuses.
+    /// Raises `PlanError` if the transfer has ended, or for more blocks than it has.
+    #[pyo3(signature = (num_blocks = None))]
+    fn complete(&self, py: Python<'_>, num_blocks: Option<&Bound<'_, PyAny>>) -> PyResult<usize> {
+        let all = self.handle.indices().len();
+        let num_blocks = num_blocks.map_or(Ok(all), |blocks| number("num_blocks", blocks))?;
+        self.core
+            .with(py, |core| core.complete(self.handle.key(), num_blocks))
+    }
+
+    /// Ends the transfer as failed: no block is cached, and its blocks are free. Raises `PlanError` if it has ended.
+    fn fail(&self, py: Python<'_>) -> PyResult<()> {
+        self.core.with(py, |core| core.fail(self.handle.key()))
+    }
+
+    /// Abandons it while the I/O still runs: no prefill waits for it any more, and completing it caches no block. It
+    /// holds its blocks until it ends. Raises `PlanError` if it has ended.
+    fn abandon(&self, py: Python<'_>) -> PyResult<()> {
+        self.core.with(py, |core| core.abandon(self.handle.key()))
+    }
+
+    fn __repr__(&self) -> String {
+        let blocks = self.handle.indices();
+        format!("<Transfer {} of blocks {blocks:?}>", self.id())
+    }
+}
+
+/// An answer to `reserve` as the Python object of its kind; None if there is nothing to restore.
+pub(crate) fn reserve_answer(
+    py: Python<'_>,
+    core: &Arc<Locked>,
+    answer: Reserve,
+) -> PyResult<Option<Py<PyAny>>> {
+    Ok(Some(match answer {
+        Reserve::Reserved(handle) => {
+            let core = Arc::clone(core);
+            Py::new(py, Transfer { core, handle })?.into_any()
+        }
+        Reserve::NoRoom { needed, available } => {
+            Py::new(py, NoRoom { needed, available })?.into_any()
+        }
+        Reserve::Loading { transfer } => Py::new(py, Loading { transfer })?.into_any(),
+        Reserve::NotNeeded => return Ok(None),
+    }))
+}
+
+/// A cached block that was evicted. Its KV is whole until the block is written again.
+#[pyclass(frozen, module = "pyengine._kv")]
+pub(crate) struct Evicted(CoreEvicted);
+
+#[pymethods]
+impl Evicted {
+    /// The block id.
+    #[getter]
+    fn block(&self) -> u32 {
+        self.0.block.get()
+    }
+
+    /// The layer group for which it was cached.
+    #[getter]
+    fn group(&self) -> usize {
+        self.0.group
+    }
+
+    /// The block hash: 16 bytes, little endian.
+    #[getter]
+    fn hash<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.0.hash.to_le_bytes())
+    }
+
+    /// The hash of the block before it; None for the first block of a prompt.
+    #[getter]
+    fn parent<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
+        let parent = self.0.parent?;
+        Some(PyBytes::new(py, &parent.to_le_bytes()))
+    }
+
+    /// The block's own token ids.
+    #[getter]
+    fn tokens(&self) -> &[u32] {
+        &self.0.tokens
+    }
+
+    /// The namespace in which it was cached.
+    #[getter]
+    fn namespace<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.0.namespace)
+    }
+
+    fn __repr__(&self) -> String {
+        let CoreEvicted { block, hash, .. } = &self.0;
+        format!("Evicted(block={}, hash={hash:032x})", block.get())
+    }
+}
+
+/// A list of evicted blocks.
+pub(crate) fn evicted_list<'py>(
+    py: Python<'py>,
+    evicted: Vec<CoreEvicted>,
+) -> PyResult<Bound<'py, pyo3::types::PyList>> {
+    bounded::list(py, evicted, |evicted| Ok(Evicted(evicted)))
+}
