@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
 from pyengine import LLM, BlockManager, SamplingParams
+from pyengine.engine.core import Engine
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import Request
 from pyengine.errors import ConfigurationError, ModelLoadError
@@ -66,6 +67,12 @@ def mtp(folder: Path, **settings: Any) -> LLM:
     llm = served(folder, speculation="mtp", **{**ROOMY, **settings})
     keen(llm, drafts)
     return llm
+
+
+def by_hand(llm: LLM) -> Engine:
+    """The engine of an `LLM` whose thread has ended: the test runs the steps."""
+    llm._engine_loop.close()
+    return llm._engine
 
 
 def prompts(count: int, seed: int = 1) -> list[list[int]]:
@@ -156,7 +163,7 @@ def mtp_cache(llm: LLM, request: Request, mtp_layers: int) -> list[torch.Tensor]
 
 def run_to_middle(llm: LLM, prompt: list[int], stop: int = 12) -> Request:
     """Generate until the answer has so many tokens."""
-    engine = llm._engine
+    engine = by_hand(llm)
     request = add_request(engine, str(prompt), Prompt(token_ids=prompt), GREEDY)
     while len(request.sequences[0].token_ids) < stop:
         engine.step()
@@ -183,8 +190,9 @@ def test_the_heads_cache_is_the_same_with_and_without_a_hit(made: Any) -> None:
 def test_a_hit_costs_one_row_a_head_and_never_a_block(made: Any) -> None:
     folder, mtp_layers = made
     llm = mtp(folder)
-    engine, prompt = llm._engine, list(range(3, 23))  # five blocks of four
+    prompt = list(range(3, 23))  # five blocks of four
     llm.generate([prompt], GREEDY, use_tqdm=False)
+    engine = by_hand(llm)
     before = llm.stats().usage
     request = add_request(engine, "hit", Prompt(token_ids=prompt), GREEDY)
     assert engine.step().num_tokens == mtp_layers
@@ -274,7 +282,7 @@ RUNNING, DRAFTS, ARRIVALS = 256, 7, 8
 def waited(llm: LLM) -> list[int]:
     """Steps of the engine from the arrival of each of a stream of prompts until it is computed,
     beside 256 that run and in a pool without a free block; each other prompt is in the cache."""
-    engine, random = llm._engine, Random(4)
+    engine, random = by_hand(llm), Random(4)
     known = [[random.randrange(3, VOCAB) for _ in range(21)] for _ in range(ARRIVALS // 2)]
     for at in range(10_000):
         free = llm.stats().usage.free

@@ -117,7 +117,7 @@ class WatchedScheduler(Scheduler):
 
     def _namespaces_of(self, step: ScheduledStep | None) -> list[int]:
         entries = [] if step is None else step.entries
-        return [self.namespaces[e.request.request_id] for e in entries]
+        return [self.namespaces[entry.sequence.request.request_id] for entry in entries]
 
 
 class FaultyRunner(FakeRunner):
