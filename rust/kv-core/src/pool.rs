@@ -439,7 +439,9 @@ impl Pool {
         }
         if evicted < taken.len() {
             self.hash_stored_blocks();
-            self.keep_evicted(&taken[evicted..]);
+            if self.evicted.is_some() {
+                self.keep_evicted(&taken[evicted..]);
+            }
         }
         let mut run = EvictedRun::NONE;
         for &block in &taken[evicted..] {
@@ -448,16 +450,16 @@ impl Pool {
         self.end_run(run);
     }
 
-    /// Keeps a record of evicted blocks, if that is on.
-    #[inline]
+    /// Keeps a record of evicted blocks.
+    #[cold]
     fn keep_evicted(&mut self, blocks: &[BlockId]) {
-        let Some(evicted) = &mut self.evicted else {
-            return;
-        };
-        for &block in blocks {
-            let group = usize::from(self.queue.meta(block).group);
-            let held = self.tree.evicted(self.cached[block.at()], group, block);
-            evicted.extend(held);
+        let (queue, tree) = (&self.queue, &mut self.tree);
+        let records = blocks.iter().filter_map(|&block| {
+            let group = usize::from(queue.meta(block).group);
+            tree.evicted(self.cached[block.at()], group, block)
+        });
+        if let Some(evicted) = &mut self.evicted {
+            evicted.extend(records);
         }
     }
 

@@ -321,6 +321,7 @@ impl Sequence {
 
     /// Inserts matched rows after its registered ones. Rows before `seen` of a group slide out of its window, and go to
     /// `slid`.
+    #[inline(always)] // every hit comes here
     pub(crate) fn insert_match(
         &mut self,
         rows: BlockTable,

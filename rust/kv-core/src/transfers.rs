@@ -40,7 +40,7 @@ pub enum Reserve {
 
 impl State {
     /// The transfer that is to fill blocks of the current match.
-    #[inline]
+    #[cold] // inlined into a prefill, it would cost those that meet no transfer
     pub(crate) fn awaited_transfer(&self, slot: u32) -> Option<u64> {
         let number = self.pool.transfer_of(self.matched_blocks(slot))?;
         Some(self.transfers.serial(number))

@@ -13,18 +13,20 @@ impl Pool {
     }
 
     /// The number of the transfer that is to fill the first loading one of these cached blocks.
-    #[inline]
     pub(crate) fn transfer_of(&self, mut blocks: impl Iterator<Item = BlockId>) -> Option<u32> {
-        if self.loading == 0 {
-            return None;
-        }
         let loading = blocks.find(|&block| self.is_loading(block));
         loading.map(|block| self.queue.meta(block).step)
     }
 
+    /// Whether any block is loading.
+    #[inline]
+    pub(crate) fn any_loading(&self) -> bool {
+        self.loading > 0
+    }
+
     /// Whether a transfer is to fill any block of a cached block.
-    pub(crate) fn is_loaded_at(&self, cached: NodePosition) -> bool {
-        self.transfer_of(self.tree.blocks(cached)).is_some()
+    pub(crate) fn is_loading_at(&self, cached: NodePosition) -> bool {
+        self.any_loading() && self.transfer_of(self.tree.blocks(cached)).is_some()
     }
 
     /// Allocates blocks for a transfer, which holds them. The caller has checked that they are available.

@@ -144,14 +144,15 @@ impl Steps {
 
     /// Matches the sequence, and plans the tokens after the match.
     fn match_and_plan(&mut self, state: &mut State, slot: u32, request: PrefillRequest) -> Prefill {
-        let is_matched = state.find_match(slot, request.replay);
-        if let Some(transfer) = state.awaited_transfer(slot) {
-            return Prefill::Loading { transfer };
+        let mut source = None;
+        if state.find_match(slot, request.replay) {
+            if state.pool.any_loading()
+                && let Some(transfer) = state.awaited_transfer(slot)
+            {
+                return Prefill::Loading { transfer };
+            }
+            source = state.find_copy_source(slot);
         }
-        let mut source = match is_matched {
-            true => state.find_copy_source(slot),
-            false => None,
-        };
         loop {
             match self.plan_after_match(state, slot, request, source) {
                 // A prefill does not wait for the sake of a partial copy.
@@ -209,14 +210,14 @@ impl Steps {
         let seq = state.seqs.at(slot);
         let cached_tokens = start - seq.planned_end;
         let samples = start + len == seq.tokens.len();
-        let mut prefill = PrefillWork::new(seq.registered);
-        (prefill.reused_tokens, prefill.replay) = (cached_tokens, replay);
-        if let Some(CopySource { position, tokens }) = source {
-            let blocks = state.pool.tree().blocks(position);
-            prefill.copy_sources.extend(blocks);
-            prefill.copied_tokens = tokens;
-        }
-        let details = Details::new(Work::Prefill(prefill));
+        let blocks = |of: CopySource| state.pool.tree().blocks(of.position).collect();
+        let details = Details::new(Work::Prefill(PrefillWork {
+            reused_tokens: cached_tokens,
+            replay,
+            copy_sources: source.map_or(Vec::new(), blocks),
+            copied_tokens: source.map_or(0, |source| source.tokens),
+            ..PrefillWork::new(seq.registered)
+        }));
         self.enter(state, slot, (len, 0), Some(details));
         Prefill::Planned {
             cached_tokens,

@@ -238,6 +238,7 @@ impl State {
     /// Puts the current match into a table. Blocks that no token to be computed reads leave the table, so that it
     /// has no gap; they go to `slid`, still held. Returns how many blocks were inserted, and how many of them an
     /// open step computes.
+    #[inline]
     pub(super) fn insert_match(
         &mut self,
         slot: u32,
@@ -287,7 +288,7 @@ impl State {
                 break;
             };
             let is_held = has_row && self.pool.tree().is_held(cached);
-            if is_held || self.pool.is_loaded_at(cached) {
+            if is_held || self.pool.is_loading_at(cached) {
                 break;
             }
             self.pool.protect(cached);
