@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from pyengine._kv import BlockManager, KvError, Pin, Sequence, StepBuffers, StepPlan
+from pyengine._kv import BlockManager, KvError, Pin, Sequence, StepBuffers, StepPlan, Transfer
 from tests.support.blocks import computed, step_arrays
 
 PROMPT = list(range(9))
 GROUPS: list[int | None] = [None, *range(8, 32)]
 """More than 20: shorter tuples come from a free list, and the collector sleeps."""
 BLOCKS = 64 * len(GROUPS)
-WALKED = (BlockManager, Sequence, Pin, StepPlan)
+WALKED = (BlockManager, Sequence, Pin, StepPlan, Transfer)
 
 
 class Walk:
@@ -90,6 +90,9 @@ def walk_manager(walk: Walk, keep: Sequence, folder: str) -> None:
     walk(manager, "take_events")
     computed(manager, range(50, 70)).free()
     walk(manager, "take_packed_events")
+    computed(manager, range(50, 70)).free()
+    walk(manager, "take_evicted")
+    walk(manager, "evict", 2)
     walk(manager, "begin_step", 64)
     walk(manager, "record", f"{folder}/no/such/folder")
     fresh = BlockManager(8, 4)
@@ -99,11 +102,13 @@ def walk_manager(walk: Walk, keep: Sequence, folder: str) -> None:
 
 def walk_sequence(walk: Walk, keep: Sequence) -> None:
     getters = ("id", "is_live", "num_tokens", "num_computed_tokens", "num_cached_tokens")
+    getters += ("num_restored_tokens",)
     for name in (*getters, "block_table", "block_tables", "tokens", "pin", "__repr__"):
         walk(keep, name)
     walk(keep, "fork", 5)
     walk(keep, "fork", 5000)
     other, pin = walk.manager.sequence(PROMPT), walk.manager.match_prefix(PROMPT)
+    walk_transfer(walk)
     walk(other, "attach", pin)
     walk(other, "append", [1])
     walk(other, "reset")
@@ -118,6 +123,18 @@ def walk_sequence(walk: Walk, keep: Sequence) -> None:
     walk(pin, "__exit__", None, None, None)
     walk(pin, "release")
     walk(keep, "attach", pin)
+
+
+def walk_transfer(walk: Walk) -> None:
+    manager = walk.manager
+    for end in (("complete", 1), ("fail",), ("abandon",)):
+        walk(manager.sequence(range(200, 210)), "reserve", 9)  # a dropped answer is a failure
+        transfer = manager.sequence(range(300, 310)).reserve(9)
+        assert isinstance(transfer, Transfer)
+        for name in ("id", "first_index", "num_blocks", "blocks", "__repr__"):
+            walk(transfer, name)
+        walk(transfer, *end)
+    manager.evict_all()
 
 
 def walk_plan(walk: Walk, keep: Sequence) -> None:
@@ -146,7 +163,7 @@ def walk_plan(walk: Walk, keep: Sequence) -> None:
 
 
 def main(folder: str) -> None:
-    manager = BlockManager(BLOCKS, 4, groups=GROUPS, events=True)
+    manager = BlockManager(BLOCKS, 4, groups=GROUPS, events=True, keep_evicted=True)
     keep, walk = computed(manager, PROMPT), Walk(manager)
     gc.set_threshold(1)
     walk_manager(walk, keep, folder)
