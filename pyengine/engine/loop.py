@@ -1,14 +1,16 @@
 """One thread runs the steps: callers put requests into its inbox, sinks get the outputs."""
 
-import atexit
+import concurrent.futures.thread  # noqa: F401 (registers its end before this module does)
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread, get_ident
 from typing import TypeVar
+from weakref import WeakSet
 
 from pyengine.engine.core import Engine
 from pyengine.engine.output_stream import OutputNotifier
@@ -45,6 +47,9 @@ def refuse_engine_in_fork() -> None:
         )
 
 
+_running: "WeakSet[EngineLoop]" = WeakSet()
+
+
 class EngineLoop:
     """Runs the steps of an engine in a thread of its own, for callers in any thread.
 
@@ -73,8 +78,7 @@ class EngineLoop:
         self._has_ended = False
         self.notifier = OutputNotifier(lambda: engine.is_running)
         self._thread = Thread(target=self._run, name="pyengine-engine", daemon=True)
-        # A thread in the middle of a step when the interpreter ends would crash the process.
-        atexit.register(self.close)
+        _running.add(self)
         self._thread.start()
 
     @property
@@ -190,7 +194,7 @@ class EngineLoop:
             self._has_ended = True
             self._read_inbox()
             self.notifier.deliver()
-            atexit.unregister(self.close)
+            _running.discard(self)
 
     def _read_inbox(self) -> None:
         with suppress(Empty):
@@ -230,3 +234,14 @@ class EngineLoop:
         finally:
             for sink in sinks:
                 sink.fail(copy_error(error))
+
+
+def _close_all() -> None:
+    for loop in list(_running):
+        loop.close()
+
+
+# A thread in the middle of a step when the interpreter ends would crash the process, and a step may
+# need a pool of `concurrent.futures`. These end before `atexit` is called: only what is registered
+# as they are comes first.
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]

@@ -1,5 +1,7 @@
 """A real model in a separate thread while the next step is planned gives the same tokens."""
 
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -134,3 +136,19 @@ def test_a_step_that_samples_nothing_is_followed_by_one_that_does(folder: Path) 
         together = llm.generate(prompts, params, use_tqdm=False)
         outputs.append((alone, [item.outputs for item in together]))
     assert outputs[0] == outputs[1]
+
+
+OPEN_STREAM = """
+import sys
+from pyengine import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], num_blocks=64, block_size=4, max_model_len=200, async_scheduling=True)
+stream = llm.stream([3, 4], SamplingParams(max_tokens=190, ignore_eos=True, detokenize=False))
+print(next(stream).finished)
+"""
+
+
+def test_python_ends_quietly_in_an_open_stream(folder: Path) -> None:
+    command = [sys.executable, "-c", OPEN_STREAM, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
