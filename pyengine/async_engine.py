@@ -228,7 +228,7 @@ class AsyncEngine(EngineClient):
                 except Exception as error:
                     future.set_exception(error)
 
-        self._engine_loop.post(answer)
+        self._engine_loop.enqueue(answer)
         return await asyncio.wrap_future(future)
 
     @property

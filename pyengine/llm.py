@@ -171,7 +171,7 @@ class LLM(EngineClient):
 
         Waits for the step that runs, so all requests that were left have ended.
         """
-        self._engine_loop.settle()
+        self._engine_loop.flush()
         return super().stats()
 
     def _requests(

@@ -15,8 +15,8 @@ Rows: decodes of one sequence and of eight. Columns:
 
 Engines are separate processes (`serve.py`), started anew for every column, and take turns.
 A line names each missing measurement. Results: `benches/results/busy-MACHINE.json`. The goal is to
-reach 0.9 of the fastest other engine in every column; llama.cpp, whose weights are a seventh of the
-bytes, has a line of its own. `--docs` puts the table into
+reach 0.9 of the fastest other engine in every column; llama.cpp, whose weights have less than a
+sixth of the bytes, has a separate line. `--docs` puts the table into
 docs/benchmarks/engine.md, between this machine's marks.
 """
 

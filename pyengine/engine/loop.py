@@ -51,7 +51,7 @@ _running: "WeakSet[EngineLoop]" = WeakSet()
 
 
 class EngineLoop:
-    """Runs the steps of an engine in a thread of its own, for callers in any thread.
+    """Runs the steps of an engine in a separate thread, for callers in any thread.
 
     Requests and aborts go into an inbox that the thread empties between steps; outputs go to each
     request's sink. A step that fails ends all requests with its error. The thread ends with
@@ -109,12 +109,12 @@ class EngineLoop:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests before the next step."""
         self.check()
-        self.post(partial(self._add, requests))
+        self.enqueue(partial(self._add, requests))
 
     def abort(self, requests: Sequence[Request]) -> None:
         """End requests before the next step."""
         if not self.is_elsewhere:  # requests of a fork are those of its parent
-            self.post(partial(self._engine.abort, requests))
+            self.enqueue(partial(self._engine.abort, requests))
 
     def interrupt(self, requests: Sequence[Request]) -> None:
         """Abort requests after Ctrl-C, and wait until they have ended.
@@ -123,25 +123,25 @@ class EngineLoop:
         """
         self.abort(requests)
         try:
-            self.settle(PATIENCE)
+            self.flush(PATIENCE)
         except (Empty, KeyboardInterrupt):
             if self._kill is not None:
                 self._kill()
 
-    def post(self, message: Callable[[], object]) -> None:
+    def enqueue(self, message: Callable[[], object]) -> None:
         """Have the thread call `message` before the next step."""
         self._inbox.put(message)
         if self._has_ended:
             self._read_inbox()
             self.notifier.deliver()
 
-    def settle(self, timeout: float | None = None) -> None:
+    def flush(self, timeout: float | None = None) -> None:
         """Wait until the thread has emptied the inbox. Raises `Empty` after `timeout` seconds."""
         self.refuse_fork()
         if get_ident() != self._thread.ident:
-            settled: SimpleQueue[None] = SimpleQueue()
-            self.post(partial(settled.put, None))
-            settled.get(timeout=timeout)
+            flushed: SimpleQueue[None] = SimpleQueue()
+            self.enqueue(partial(flushed.put, None))
+            flushed.get(timeout=timeout)
 
     def wait(self, queue: "SimpleQueue[T]") -> T:
         """The next item of a queue that the thread fills. Ctrl-C ends the wait."""
@@ -157,7 +157,7 @@ class EngineLoop:
         """Let the thread end after the step that runs, without waiting for it."""
         if self._error is None and not self.is_elsewhere:
             self._error = EngineClosedError("the engine was closed: make a new one")
-            self.post(lambda: None)
+            self.enqueue(lambda: None)
 
     def close(self) -> None:
         """Abort all requests, and end the thread after the step that runs."""

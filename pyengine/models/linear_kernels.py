@@ -21,8 +21,8 @@ from pyengine.models.cpu_kernels import Product, available_products, prepared_pr
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
 ROWS = (1, 2, 8)
-"""Numbers of rows that are timed: decode steps of as many sequences. More rows take most of the
-time of a measurement, and say what 8 say."""
+"""Numbers of rows that are timed: decode steps of as many sequences. More rows, those of prefills,
+would take most of the time of a measurement."""
 _SAMPLE = 32 << 20
 """Bytes of weights that one pass reads: copies of a small layer, the first outputs of a large one.
 A step reads its weights from memory, and what stays in caches is another measurement."""

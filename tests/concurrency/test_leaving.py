@@ -97,7 +97,7 @@ def run(stage: Stage, states: dict[str, Request]) -> None:
     stage.abort = loop.abort
     loop.submit(list(states.values()))
     while any(state.finished_time is None for state in states.values()):
-        loop.settle()
+        loop.flush()
     loop.close()
     for state in states.values():
         sink: Any = state.sink

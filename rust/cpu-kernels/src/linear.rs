@@ -135,7 +135,7 @@ impl Attention {
     }
 }
 
-/// A share of the tasks for each thread, one after the other: what a task reads ahead is for the next one.
+/// Neighbouring tasks for each thread: a task prefetches the weights of the next one.
 struct Shares<T>(Vec<Mutex<VecDeque<T>>>);
 
 impl<T> Shares<T> {

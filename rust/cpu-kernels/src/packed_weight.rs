@@ -105,8 +105,8 @@ impl PackedWeight {
     }
 }
 
-/// Asks Linux to keep this memory, which nobody has written yet, in pages of 2 MiB where it has them: a product of a few
-/// rows reads a weight once, and finds fewer of its addresses unknown.
+/// Asks Linux for pages of 2 MiB under memory that is not written yet. A product of a few rows reads each weight once, so
+/// misses in the TLB cost it most.
 fn ask_for_large_pages(floats: &mut [f32]) {
     #[cfg(target_os = "linux")]
     {

@@ -53,10 +53,10 @@ def running(bench: Bench, kill: Callable[[], object] | None = None) -> Iterator[
 
 def run(loop: EngineLoop, engine: Engine) -> None:
     """Wait until all requests have ended."""
-    loop.settle()
+    loop.flush()
     while engine.has_work:
-        loop.settle()
-    loop.settle()  # the step that ended the last one
+        loop.flush()
+    loop.flush()  # the step that ended the last one
 
 
 def test_a_request_that_comes_while_everybody_is_told_of_a_failure_is_served() -> None:
@@ -79,7 +79,7 @@ def test_a_request_that_comes_while_everybody_is_told_of_a_failure_is_served() -
                 loop._fail_all(ValueError("all of it"))  # noqa: B023
 
         loop.submit([state for state, _ in states])
-        loop.post(fail_all)
+        loop.enqueue(fail_all)
         run(loop, bench.engine)
         assert all(isinstance(sink.error, ValueError) for _, sink in states)
         if moment.has_come:
@@ -116,7 +116,7 @@ def test_each_reader_has_an_exception_of_its_own(error: Exception) -> None:
     bench.engine.step = partial(fail, error)  # type: ignore[method-assign]
     with running(bench) as loop:
         loop.submit([state for state, _ in states])
-        loop.settle()
+        loop.flush()
     found = [sink.error for _, sink in states]
     assert len({id(match) for match in [error, *found]}) == 4
     length = len(traceback.extract_tb(error.__traceback__))
@@ -148,7 +148,7 @@ def test_no_request_is_lost_that_comes_when_the_thread_ends(death: BaseException
 
     def submit() -> None:  # as a caller does that had looked before
         late.append(request(bench, [3]))
-        loop.post(partial(loop._add, [late[-1][0]]))
+        loop.enqueue(partial(loop._add, [late[-1][0]]))
 
     codes = {EngineLoop._run.__wrapped__.__code__, EngineLoop._read_inbox.__code__}  # type: ignore[attr-defined]
     for moment in moments(codes, submit):
@@ -174,7 +174,7 @@ def test_no_request_is_lost_that_comes_when_the_thread_ends(death: BaseException
             assert sink.items or isinstance(sink.error, EngineDeadError | EngineClosedError)
         with pytest.raises(EngineClosedError if death is None else EngineDeadError):
             loop.submit([state])
-        loop.settle()
+        loop.flush()
         bench.assert_all_free()
 
 
@@ -240,7 +240,7 @@ def test_the_thread_may_close_its_own_loop() -> None:
     """As a finalizer does that the garbage collector calls there."""
     bench = make_bench()
     with running(bench) as loop:
-        loop.post(loop.close)
+        loop.enqueue(loop.close)
         loop._thread.join(10)
         assert not loop._thread.is_alive()
 
@@ -256,5 +256,5 @@ def test_waiting_is_for_other_threads() -> None:
             except RuntimeError as error:
                 answers.put(error)
 
-        loop.post(wait)
+        loop.enqueue(wait)
         assert "cannot wait for its own steps" in str(loop.wait(answers))
