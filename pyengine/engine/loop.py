@@ -26,6 +26,9 @@ _log = logging.getLogger(__name__)
 PATIENCE = 5.0
 """Seconds that `close` and Ctrl-C wait for the step that runs."""
 
+SIGNAL_DELAY = 0.5
+"""Seconds after which a caller that waits sees a signal at the latest."""
+
 
 _made_in: list[int] = []
 """The process that made the first engine, here or in a process of which this one is a fork."""
@@ -144,14 +147,20 @@ class EngineLoop:
             flushed.get(timeout=timeout)
 
     def wait(self, queue: "SimpleQueue[T]") -> T:
-        """The next item of a queue that the thread fills. Ctrl-C ends the wait."""
+        """The next item of a queue that the thread fills. Ctrl-C ends the wait.
+
+        A signal that comes just before `get` begins to wait does not end it (a wait for a lock
+        ends only by a signal that comes during it), so the wait begins anew every `SIGNAL_DELAY`.
+        """
         self.refuse_fork()
         if get_ident() == self._thread.ident:
             raise RuntimeError(
                 "the engine's thread cannot wait for its own steps: call this from another thread, "
                 "not from an observer or a finalizer"
             )
-        return queue.get()
+        while True:
+            with suppress(Empty):
+                return queue.get(timeout=SIGNAL_DELAY)
 
     def end(self) -> None:
         """Let the thread end after the step that runs, without waiting for it."""

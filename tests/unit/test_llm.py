@@ -56,12 +56,25 @@ def at_a_step(model: FakeModel, number: int, act: Callable[[], object]) -> None:
     model.bench.runner.run = acts  # type: ignore[method-assign]
 
 
-def wait_for_message(llm: LLM) -> None:
-    """Until there is one in the inbox."""
-    deadline = monotonic() + 10
-    while llm._engine_loop._inbox.empty():
-        assert monotonic() < deadline
-        sleep(0.001)
+class Messages:
+    """Counts the messages to an engine's thread."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        enqueue = llm._engine_loop.enqueue
+
+        def counted(message: Callable[[], object]) -> None:
+            enqueue(message)
+            self.count += 1
+
+        monkeypatch.setattr(llm._engine_loop, "enqueue", counted)
+
+    def wait_for(self, count: int) -> None:
+        """Until so many have been sent."""
+        deadline = monotonic() + 10
+        while self.count < count:
+            assert monotonic() < deadline
+            sleep(0.001)
 
 
 class Ends:
@@ -111,11 +124,14 @@ def test_a_stream_goes_on_while_nobody_reads_it(model: FakeModel) -> None:
     assert tokens_of([first])[0] + tokens_of([rest])[0] == continued([1, 2], 8)
 
 
-def test_a_stream_that_is_left_ends_its_request_and_no_other(model: FakeModel) -> None:
+def test_a_stream_that_is_left_ends_its_request_and_no_other(
+    model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm, ends = model.llm(), Ends()
     llm.observe(ends)
-    at_a_step(model, 2, lambda: wait_for_message(llm))  # of the second stream
-    at_a_step(model, 6, lambda: wait_for_message(llm))  # of its end
+    messages = Messages(llm, monkeypatch)
+    at_a_step(model, 2, lambda: messages.wait_for(2))  # of the second stream
+    at_a_step(model, 6, lambda: messages.wait_for(3))  # of its end
     kept, left = llm.stream([1, 2], GREEDY), llm.stream([5], LONG)
     next(kept), next(left)
     left.close()
@@ -185,18 +201,21 @@ def test_generate_iter_gives_each_as_it_ends(model: FakeModel) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 5])
-def test_ctrl_c_ends_this_callers_requests_and_nobody_elses(number: int, model: FakeModel) -> None:
+def test_ctrl_c_ends_this_callers_requests_and_nobody_elses(
+    number: int, model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm, gate, ends = model.llm(), Gate(model.bench, 3), Ends()
     llm.observe(ends)
+    messages = Messages(llm, monkeypatch)
     other = llm.stream([90, 2], LONG)
     next(other)
     assert gate.is_held.wait(10)
 
     def interrupted() -> None:
         ctrl_c()
-        wait_for_message(llm)
+        messages.wait_for(3)  # the abort
 
-    at_a_step(model, 0, lambda: wait_for_message(llm))
+    at_a_step(model, 0, lambda: messages.wait_for(2))
     at_a_step(model, 1 + number, interrupted)
     gate.is_open.set()
     with pytest.raises(KeyboardInterrupt):
@@ -206,12 +225,15 @@ def test_ctrl_c_ends_this_callers_requests_and_nobody_elses(number: int, model: 
     assert tokens_of([list(other)[-1]]) == [continued([90, 2], 190)]
 
 
-def test_a_second_ctrl_c_does_not_wait_and_leaves_none_of_50_000(model: FakeModel) -> None:
+def test_a_second_ctrl_c_does_not_wait_and_leaves_none_of_50_000(
+    model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm, goes_on = model.llm(), threading.Event()
+    messages = Messages(llm, monkeypatch)
 
     def interrupted() -> None:
         ctrl_c()
-        wait_for_message(llm)
+        messages.wait_for(2)
         ctrl_c()
         assert goes_on.wait(10)
 

@@ -16,7 +16,7 @@ import pytest
 from pyengine.async_engine import AsyncEngine
 from pyengine.errors import RequestFailedError
 from pyengine.sampling_params import SamplingParams
-from tests.support.callers import FakeModel
+from tests.support.callers import FakeModel, Gate
 from tests.support.engines import GREEDY, make_bench
 from tests.support.fake_runner import continued
 
@@ -56,9 +56,10 @@ def assert_refused(reply: str) -> None:
 
 
 def test_an_llm_is_refused_in_a_fork_and_goes_on_in_the_parent(model: FakeModel) -> None:
-    llm = model.llm()
+    llm, gate = model.llm(), Gate(model.bench, 3)
     stream = llm.stream([1, 2], GREEDY)
     next(stream)
+    assert gate.is_held.wait(10)  # the stream goes on after the forks
     for act in (
         lambda: llm.generate([[5]], GREEDY, use_tqdm=False),
         lambda: list(llm.generate_iter([[5]], GREEDY)),
@@ -68,6 +69,7 @@ def test_an_llm_is_refused_in_a_fork_and_goes_on_in_the_parent(model: FakeModel)
     ):
         assert_refused(in_a_fork(act))
     assert in_a_fork(llm.close) == in_a_fork(stream.close) == "None"  # type: ignore[attr-defined]
+    gate.is_open.set()
     assert list(stream)[-1].outputs[0].token_ids == continued([1, 2], 8)
     (output,) = llm.generate([[5]], GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == continued([5], 8)
@@ -178,7 +180,7 @@ SCRIPT = """
     import asyncio, sys
     import pytest
     from pyengine.sampling_params import SamplingParams
-    from tests.support.callers import FakeModel
+    from tests.support.callers import FakeModel, Gate
 
     LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=190)
     model = FakeModel(pytest.MonkeyPatch(), num_blocks=512, max_num_seqs=16, max_model_len=200)

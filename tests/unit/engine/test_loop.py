@@ -1,5 +1,6 @@
 """The engine's thread: what callers bring to it, at every moment, and how it ends."""
 
+import os
 import signal
 import threading
 import traceback
@@ -258,3 +259,31 @@ def test_waiting_is_for_other_threads() -> None:
 
         loop.enqueue(wait)
         assert "cannot wait for its own steps" in str(loop.wait(answers))
+
+
+def test_a_signal_just_before_a_wait_ends_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when the wait has looked for signals and does not sleep yet: likely on one CPU."""
+    monkeypatch.setattr("pyengine.engine.loop.SIGNAL_DELAY", 0.02)
+    main, seen = threading.main_thread().ident or 0, list[bool]()
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})  # the loop's thread has it from this one
+    try:
+        with running(make_bench()) as loop:
+            for _ in range(100):
+                is_seen, answers = threading.Event(), SimpleQueue[None]()
+
+                def interrupt(
+                    is_seen: threading.Event = is_seen, answers: SimpleQueue[None] = answers
+                ) -> None:
+                    signal.pthread_kill(main, signal.SIGINT)
+                    seen.append(is_seen.wait(1))
+                    answers.put(None)
+
+                with pytest.raises(KeyboardInterrupt):
+                    loop.enqueue(interrupt)
+                    loop.wait(answers)
+                is_seen.set()
+                loop.flush()
+                assert seen.pop()
+    finally:
+        os.sched_setaffinity(0, cpus)
