@@ -6,6 +6,7 @@ Imports the standard library only; what needs torch or the block manager is chec
 
 import math
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,11 +21,11 @@ _GIB = 1 << 30
 _MOST_DRAFTS = 64
 
 
-def _bytes_of_gib(gib: float | None) -> int | None:
+def _bytes_of_gib(name: str, gib: float | None) -> int | None:
     if gib is None:
         return None
     if not math.isfinite(gib) or not 1 <= gib * _GIB < 2**63:
-        raise ConfigurationError(f"kv_cache_gib={gib}: it must be a number of GiB above 0")
+        raise ConfigurationError(f"{name}={gib}: it must be a number of GiB above 0")
     return int(gib * _GIB)
 
 
@@ -109,7 +110,7 @@ class EngineSettings:
         "memory for the KV pool, on the command line in GiB, else in bytes",
         flag="--kv-cache-gib",
         parse=float | None,
-        convert=_bytes_of_gib,
+        convert=partial(_bytes_of_gib, "kv_cache_gib"),
         least=1,
     )
     gpu_memory_utilization: float = setting(
@@ -142,6 +143,21 @@ class EngineSettings:
         "lru",
         "which evictable block goes first: by lru, or by 2q, where what comes back outlives what "
         "does not",
+    )
+    kv_cache_dir: str | Path | None = setting(
+        None,
+        "folder that keeps the KV cache over restarts, made if it is missing; whoever can write to "
+        "it can make answers wrong",
+        parse=str | None,
+    )
+    kv_cache_disk: int | None = setting(
+        None,
+        "size of kv_cache_dir at most, on the command line in GiB, else in bytes; without it 20 "
+        "GiB, or less where the disk holds less",
+        flag="--kv-cache-disk-gib",
+        parse=float | None,
+        convert=partial(_bytes_of_gib, "kv_cache_disk_gib"),
+        least=1,
     )
     event_hash_seed: int | None = setting(
         None,
@@ -234,6 +250,7 @@ class EngineSettings:
                 "given"
             )
         self._check_linear_backend()
+        self._check_store()
         if self.tensor_parallel_size != 1:
             self._check_divided()
         if self.speculation == "mtp" and self.compile:
@@ -253,6 +270,25 @@ class EngineSettings:
         if self.linear_backend != "torch" and self.tensor_parallel_size != 1:
             raise ConfigurationError(
                 f"linear_backend={self.linear_backend!r} does not go together with "
+                f"tensor_parallel_size={self.tensor_parallel_size} yet: leave one of them out"
+            )
+
+    def _check_store(self) -> None:
+        if self.kv_cache_dir is None:
+            if self.kv_cache_disk is not None:
+                raise ConfigurationError(
+                    f"kv_cache_disk={self.kv_cache_disk} is the size of kv_cache_dir, which is not "
+                    "given"
+                )
+            return
+        if not self.enable_prefix_caching:
+            raise ConfigurationError(
+                f"kv_cache_dir={shown(self.kv_cache_dir)} keeps cached prefixes, and "
+                "enable_prefix_caching=False has none: leave one of them out"
+            )
+        if self.tensor_parallel_size != 1:
+            raise ConfigurationError(
+                f"kv_cache_dir={shown(self.kv_cache_dir)} does not go together with "
                 f"tensor_parallel_size={self.tensor_parallel_size} yet: leave one of them out"
             )
 

@@ -87,3 +87,5 @@ class RequestOutput:
     """Position of the prompt among those of the same call."""
     error: str | None = None
     """The reason of the failure if ``finish_reason`` is "error"."""
+    num_restored_tokens: int = 0
+    """Of the cached tokens, those that were restored from the store for this request."""

@@ -18,6 +18,7 @@ from pyengine.attention.needs import AttentionNeeds, dtype_name, needs_of
 from pyengine.config import EngineSettings
 from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits, compute_model_limits
+from pyengine.engine.offloading import KVOffloader
 from pyengine.errors import ConfigurationError
 from pyengine.executor.cpu_threads import ComputeThreads, compute_threads
 from pyengine.executor.cuda_graphs import CudaGraphRecorder
@@ -36,11 +37,12 @@ from pyengine.executor.memory_profile import (
 from pyengine.executor.model_runner import ModelRunner, Runner
 from pyengine.executor.tensor_parallel.distributed import WorkerGroup
 from pyengine.executor.tensor_parallel.ranks import RunnerSetup
-from pyengine.kv_cache import BlockManager, ConfigError
+from pyengine.kv_cache import BlockManager, ConfigError, KVStore, StoreError, kv_fingerprint
 from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.memory import available_memory
 from pyengine.kv_cache.pool import KVPool, PoolSettings, resolve_kv_cache_dtype
 from pyengine.models.cpu_kernels import fuse_norms
+from pyengine.models.fingerprint import model_properties
 from pyengine.models.int8_linear import quantise_linears
 from pyengine.models.linear import can_prepack, fuse_linears, prepack_linears
 from pyengine.models.linear_kernels import ProductChooser
@@ -59,6 +61,10 @@ _log = logging.getLogger(__name__)
 
 _SOME_BLOCK_SIZE = 16
 """For checks of settings, before the backend has chosen a block size."""
+_DISK_BYTES = 20 << 30
+"""The size of a store, if nothing sets it."""
+_STORED_LAYOUT = b"1: keys of the layers of a group, then values, [block_size, kv_heads, head_dim]"
+"""Changes with everything that would make stored KV wrong and is no property of the model."""
 _DRAFTS = 7
 """The most drafts for a sequence and step, unless the model's MTP layers set the number."""
 
@@ -163,6 +169,8 @@ def _connect(
         tokenizer=loaded.tokenizer,
         seed=settings.seed,
     )
+    if settings.kv_cache_dir is not None:
+        engine.offload(_offloader(settings, loaded, needs, plan, manager, runner))
     if settings.speculation is not None:
         costs = measured_costs(runner, plan.manager(), limits)
         mtp = MTPDrafter(executor, plan.block_size) if loaded.mtp_layers is not None else None
@@ -182,6 +190,8 @@ def _connect(
         **_about_linears(settings, products),
         **_about_attention(choice, needs, runner),
         **_about_cache(plan, model_limits, settings),
+        "kv_cache_dir": str(settings.kv_cache_dir or "none"),
+        **({} if engine.offloader is None else engine.offloader.describe()),
         "async_scheduling": executor.depth > 1,
         **_about_speculation(settings, limits),
         **({} if draft is None else draft.describe(draft.plan_cache(settings, plan))),
@@ -196,6 +206,52 @@ def _connect(
         default_params=params,
         description=description,
     )
+
+
+def _open_store(settings: EngineSettings) -> KVStore:
+    """The store of `kv_cache_dir`. Raises `ConfigurationError` if it cannot be opened."""
+    assert settings.kv_cache_dir is not None
+    try:
+        return KVStore(
+            settings.kv_cache_dir,
+            max_bytes=settings.kv_cache_disk or _DISK_BYTES,
+        )
+    except StoreError as error:
+        raise ConfigurationError(f"kv_cache_dir: {error}") from error
+
+
+def _offloader(
+    settings: EngineSettings,
+    loaded: LoadedModel,
+    needs: AttentionNeeds,
+    plan: CachePlan,
+    manager: BlockManager,
+    runner: Runner,
+) -> KVOffloader:
+    """Restores KV from the store and stores KV there; entries are those of this model alone."""
+    if loaded.device.type != "cpu" or not isinstance(runner, ModelRunner):
+        raise ConfigurationError(
+            f"kv_cache_dir={str(settings.kv_cache_dir)!r} works on the CPU only yet: leave it out "
+            f"on {loaded.device}"
+        )
+    properties = [
+        ("layout", _STORED_LAYOUT),
+        ("block size", str(plan.block_size).encode()),
+        ("dtypes", f"{dtype_name(loaded.dtype)} {dtype_name(needs.cache_dtype)}".encode()),
+        ("quantization", str(settings.quantization).encode()),
+        ("MTP layers", str(loaded.num_mtp_layers).encode()),
+        *loaded.properties,
+    ]
+    fingerprints = [
+        kv_fingerprint([("layers", _layers_of(plan.groups, group)), *properties])
+        for group in range(len(plan.groups.windows))
+    ]
+    return KVOffloader(_open_store(settings), runner.pool.block_memory(), manager, fingerprints)
+
+
+def _layers_of(groups: LayerGroups, group: int) -> bytes:
+    layers = [layer for layer, place in enumerate(groups.places) if place.group == group]
+    return f"{layers} {groups.windows[group]}".encode()
 
 
 def default_params(settings: EngineSettings, loaded: LoadedModel) -> SamplingParams:
@@ -261,6 +317,8 @@ def _load(settings: EngineSettings) -> LoadedModel:
         revision=settings.revision,
         token=settings.token,
     )
+    if settings.kv_cache_dir is not None:  # before the weights are rearranged
+        loaded = replace(loaded, properties=tuple(model_properties(loaded.model)))
     if settings.quantization is not None:
         quantise_linears(loaded.model, loaded.device)
     return with_mtp_layers(loaded) if settings.speculation == "mtp" else loaded

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from pyengine.engine.input_processor import InputProcessor, ModelLimits, refuse_taken
+from pyengine.engine.offloading import KVOffloader
 from pyengine.engine.prompt_logprobs import PromptLogprobCache
 from pyengine.engine.recovery import FailureLog, FaultFinder, LimitRecovery, is_out_of_memory
 from pyengine.engine.request import Request, SequenceState
@@ -70,6 +71,8 @@ class EngineStats:
     """Decodes with drafts so far. With the counters `draft_tokens` and `accepted_draft_tokens`, the
     acceptance rate is `accepted_draft_tokens / draft_tokens`, and such a decode gives
     `1 + accepted_draft_tokens / num_drafts` tokens."""
+    store: Mapping[str, float] = field(default_factory=dict)
+    """Counters of what was restored and stored, and of the store; empty without one."""
 
 
 class EngineObserver(Protocol):
@@ -111,6 +114,9 @@ class Engine:
         self._deadlines: list[tuple[float, int, Request]] = []
         self._numbers = count()
         self._drafting: Drafting | None = None
+        self.offloader: KVOffloader | None = None
+        self._waits_for_blocks = False
+        """True if no step could be planned, and blocks come free without one."""
         self._unread: InputBatch | None = None
         """The batch with buffered tokens of the last steps."""
         self._queue: deque[SubmittedStep] = deque()
@@ -140,6 +146,11 @@ class Engine:
         return bool(self._queue)
 
     @property
+    def is_waiting(self) -> bool:
+        """True if no step runs, and the next one waits for bytes to be moved."""
+        return self._waits_for_blocks and not self._queue
+
+    @property
     def unfinished(self) -> list[Request]:
         """Requests that have not ended, in order of arrival."""
         return list(self._requests.values())
@@ -154,6 +165,10 @@ class Engine:
         `mtp` is the drafter if it is the model's MTP layers.
         """
         self._drafting = Drafting(speculator, self._scheduler, mtp)
+
+    def offload(self, offloader: KVOffloader) -> None:
+        """Restore KV of waiting requests, and store KV of others, from now on."""
+        self.offloader = offloader
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises `InvalidRequestError` for an id that is in use."""
@@ -197,6 +212,7 @@ class Engine:
             raise EngineDeadError(self.death)
         self._is_stepping = True
         try:
+            self._waits_for_blocks = False
             while len(self._queue) < self._executor.depth and self._submit(self._schedule()):
                 pass
             result = self._emit(self._commit()) if self._queue else StepResult()
@@ -220,11 +236,18 @@ class Engine:
             held = self._faults.held(self._requests.values())
         if before is not None and self._drafting is not None:
             self._drafting.expect(before.step)
+        offloader = self.offloader
+        if offloader is not None:
+            offloader.restore(self._scheduler.waiting)
         try:
             step = self._scheduler.schedule(ahead=before is not None, without=held)
         except StalledError as error:
-            self._fail(error.sequence.request, error)
-            return None
+            if offloader is None or not offloader.is_busy:
+                self._fail(error.sequence.request, error)
+                return None
+            step = None
+        if offloader is not None:
+            self._waits_for_blocks = step is None and offloader.is_busy
         if step is None and self._faults.suspects:
             self._faults.release()
         return step
@@ -278,6 +301,8 @@ class Engine:
             return None
         if self._is_recovering or self.failures.logged:
             self._recover(step)
+        if self.offloader is not None:
+            self.offloader.observe_step(submitted.num_tokens, monotonic() - step.planned_time)
         return submitted
 
     def _roll_back(self, *oldest: SubmittedStep) -> None:
@@ -395,6 +420,8 @@ class Engine:
             if not request.sequences[0].max_output:  # it wants its prompt alone
                 continue
             request.first_token_time = monotonic()
+            if self.offloader is not None:
+                self.offloader.store(request.sequences[0])
             if len(request.sequences) > 1:
                 self._fork(request)
         finished = self._finish(ended) if ended else []
@@ -462,7 +489,7 @@ class Engine:
 
     def _finish(self, ended: list[SequenceState]) -> list[Request]:
         """Remove ended sequences; return the finished requests."""
-        self._scheduler.finish(ended)
+        self._finish_sequences(ended)
         finished = [
             request
             for request in dict.fromkeys([sequence.request for sequence in ended])
@@ -471,6 +498,13 @@ class Engine:
         for request in finished:
             self._remove(request)
         return finished
+
+    def _finish_sequences(self, sequences: list[SequenceState]) -> None:
+        """Remove sequences from the scheduler, and have their computed blocks stored."""
+        if self.offloader is not None:
+            for sequence in sequences:
+                self.offloader.store(sequence)
+        self._scheduler.finish(sequences)
 
     def _remove(self, request: Request) -> None:
         """Remove a finished request, and emit its last output."""
@@ -503,7 +537,7 @@ class Engine:
         if live:
             self._flush()
         for request in live:
-            self._scheduler.finish(request.sequences)
+            self._finish_sequences(request.sequences)
             request.finish("abort", stop_reason)
             self._remove(request)
         self._faults.forget(live)
@@ -560,4 +594,5 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             num_new_tokens=self.num_new_tokens,
             num_drafts=0 if self._drafting is None else self._drafting.num_drafts,
+            store={} if self.offloader is None else self.offloader.stats(),
         )

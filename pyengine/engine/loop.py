@@ -26,6 +26,9 @@ _log = logging.getLogger(__name__)
 PATIENCE = 5.0
 """Seconds that `close` and Ctrl-C wait for the step that runs."""
 
+_LOAD_CHECK = 0.1
+"""Seconds after which a load that has not ended is looked at again."""
+
 SIGNAL_DELAY = 0.5
 """Seconds after which a caller that waits sees a signal at the latest."""
 
@@ -80,6 +83,8 @@ class EngineLoop:
         """The error of all later requests: the engine is closed or dead."""
         self._has_ended = False
         self.notifier = OutputNotifier(lambda: engine.is_running)
+        if engine.offloader is not None:
+            engine.offloader.notify = partial(self._inbox.put, engine.offloader.finish_loads)
         self._thread = Thread(target=self._run, name="pyengine-engine", daemon=True)
         _running.add(self)
         self._thread.start()
@@ -184,6 +189,9 @@ class EngineLoop:
             while self._error is None:
                 if not self._engine.has_work:
                     self._inbox.get()()
+                elif self._engine.is_waiting:
+                    with suppress(Empty):
+                        self._inbox.get(timeout=_LOAD_CHECK)()
                 self._read_inbox()
                 if self._engine.has_work:
                     self._step()
@@ -203,6 +211,8 @@ class EngineLoop:
             self._has_ended = True
             self._read_inbox()
             self.notifier.deliver()
+            if self._engine.offloader is not None:
+                self._engine.offloader.close(PATIENCE / 2)
             _running.discard(self)
 
     def _read_inbox(self) -> None:

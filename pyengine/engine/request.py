@@ -13,6 +13,7 @@ from pyengine.engine.detokenizer import IncrementalDetokenizer, text_of
 from pyengine.engine.prompt_logprobs import PromptLogprobs
 from pyengine.engine.prompts import Prompt
 from pyengine.kv_cache import Sequence as KVSequence
+from pyengine.kv_cache import StoredPrefix
 from pyengine.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from pyengine.sampling.logprobs import TokenLogprobs
 from pyengine.sampling.state import SamplingState
@@ -67,6 +68,8 @@ class SequenceState:
         "finish_reason",
         "index",
         "is_drawn",
+        "is_loading",
+        "is_looked_up",
         "is_running",
         "is_streamed",
         "kv",
@@ -81,6 +84,7 @@ class SequenceState:
         "speculates",
         "stop_ids",
         "stop_reason",
+        "stored_prefix",
         "token_ids",
         "waits_for_tokens",
         "wants_drafts",
@@ -106,6 +110,12 @@ class SequenceState:
         """Tokens whose KV is in the cache, or will be by open steps."""
         self.is_running = False
         """Admitted: it holds blocks, or will once the open step is planned."""
+        self.is_looked_up = False
+        """What a store has of its tokens was restored, or is not there, or does not pay."""
+        self.is_loading = False
+        """Bytes of its prefix are on their way from a store: it is not admitted."""
+        self.stored_prefix: StoredPrefix | None = None
+        """The keys of its blocks in the store, once they were needed."""
         self.wants_drafts = False
         """Drafts for its next tokens wait for the value of its last token."""
         self.params = request.params
@@ -284,6 +294,7 @@ class Request:
         "num_cached_tokens",
         "num_failures",
         "num_preemptions",
+        "num_restored_tokens",
         "num_sequences",
         "params",
         "place",
@@ -332,6 +343,8 @@ class Request:
         self.error: str | None = None
         self.num_cached_tokens = 0
         """Prompt tokens that were cached when it first ran."""
+        self.num_restored_tokens = 0
+        """Prompt tokens that were restored from a store for it; they are cached when it runs."""
         self.num_preemptions = 0
         """Preemptions, each followed by recomputation."""
         self.num_failures = 0
@@ -410,6 +423,7 @@ class Request:
             outputs=outputs,
             finished=self.is_finished,
             num_cached_tokens=self.num_cached_tokens,
+            num_restored_tokens=min(self.num_restored_tokens, self.num_cached_tokens),
             metrics=metrics,
             index=self.place,
             error=self.error,

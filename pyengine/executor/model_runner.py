@@ -170,7 +170,7 @@ class ModelRunner:
     ) -> None:
         """With `record`, `capture` can be called; the backend must support graphs then."""
         self._model: Any = loaded.model
-        self._pool = pool
+        self.pool = pool
         self._is_on_cuda = pool.device.type == "cuda"
         self._windows = pool.groups.layer_windows
         self._num_layers = pool.num_layers - loaded.num_mtp_layers
@@ -199,8 +199,8 @@ class ModelRunner:
 
         Call it before `compile` and `capture`, and not for a model divided over processes.
         """
-        if isinstance(self._backend, CpuBackend) or has_kernels(self._pool.device):
-            with on_device(self._pool.device):
+        if isinstance(self._backend, CpuBackend) or has_kernels(self.pool.device):
+            with on_device(self.pool.device):
                 take_over_rotations(self._model)
 
     @property
@@ -220,7 +220,7 @@ class ModelRunner:
         obstacle = make_rotary_static(self._model, self._longest)
         if obstacle is not None:
             raise ConfigurationError(f"{obstacle}; or set enforce_eager=True")
-        with on_device(self._pool.device):
+        with on_device(self.pool.device):
             self.graphs.capture(asked, self._record)
 
     def compile(self, backend: str = "inductor") -> None:
@@ -231,8 +231,8 @@ class ModelRunner:
         name, start = type(self._model).__name__, monotonic()
         make_rotary_static(self._model, self._longest)
         print(f"pyengine: compiling {name}, up to a minute or two ...", file=sys.stderr)
-        with on_device(self._pool.device):
-            self._compiled = CompiledForward(self._model, self._pool.num_layers, backend)
+        with on_device(self.pool.device):
+            self._compiled = CompiledForward(self._model, self.pool.num_layers, backend)
         print(f"pyengine: {name} is compiled ({monotonic() - start:.0f} s)", file=sys.stderr)
 
     @property
@@ -257,7 +257,7 @@ class ModelRunner:
 
         def forward(sampled: torch.Tensor | None) -> StepLogits:
             if copies:
-                self._pool.copy_blocks(copies)
+                self.pool.copy_blocks(copies)
             inputs = filled.upload() if filled.copies else filled.inputs
             if sampled is not None and len(sampled):  # else no token is pending
                 inputs = replace(inputs, input_ids=_known(inputs.input_ids, sampled))
@@ -280,7 +280,7 @@ class ModelRunner:
         """Make the pool's device the current one while `forward` runs, in whatever thread."""
 
         def forward_there(sampled: torch.Tensor | None) -> StepLogits:
-            with on_device(self._pool.device):
+            with on_device(self.pool.device):
                 return forward(sampled)
 
         return forward_there
@@ -303,8 +303,8 @@ class ModelRunner:
         )
 
         def draft() -> list[list[int]]:
-            with on_device(self._pool.device):
-                self._pool.copy_blocks(copies)  # the step copies again, to the same effect
+            with on_device(self.pool.device):
+                self.pool.copy_blocks(copies)  # the step copies again, to the same effect
                 return mtp.draft(inputs)
 
         return draft

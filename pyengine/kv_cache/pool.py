@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyengine._kv import CpuCache
+from pyengine._kv import CpuCache, KVBlocks
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.memory import available_memory, populate
@@ -298,6 +298,16 @@ class KVPool:
             for keys, values in zip(self._tensors[:count], self._tensors[count:], strict=True)
         ]
         return [caches[place.index] for place in self.groups.places]
+
+    def block_memory(self) -> KVBlocks:
+        """The memory of each block, for a store to read and write; only on the CPU."""
+        count = len(self._tensor_specs)
+        groups = [
+            sorted({place.index for place in self.groups.places if place.group == group})
+            for group in range(len(self.groups.windows))
+        ]
+        both = [[*used, *(index + count for index in used)] for used in groups]
+        return KVBlocks([cpu_array(tensor) for tensor in self._tensors], both)
 
     def populate(self) -> bool:
         """On the CPU, allocate the memory of all blocks now, not at the first write of each.

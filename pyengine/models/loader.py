@@ -54,7 +54,8 @@ class LoadedModel:
     the model is divided over processes, this is one process's part, which has 1 / `kv_shards` of
     the KV heads. `dtype_reason` says why the weights are of `dtype`. `default_sampling` holds the
     fields of `SamplingParams` that the model's generation_config.json sets. `mtp_layers` predict
-    tokens after the next one; None if they were not loaded."""
+    tokens after the next one; None if they were not loaded. `properties` are those that its KV
+    depends on (`model_properties`), if they are needed."""
 
     model: Any
     tokenizer: Any
@@ -69,6 +70,7 @@ class LoadedModel:
     kv_shards: int = 1
     default_sampling: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     mtp_layers: Any = None
+    properties: tuple[tuple[str, bytes], ...] = ()
 
     @property
     def config(self) -> Any:

@@ -10,7 +10,8 @@ Its promises (tests refer to the numbers):
 5. Each token is hashed at most once.
 6. Nothing starves: admission follows the order of priority and arrival and reads exact counts
    only. (Requests of a lower priority wait while others of a higher one keep arriving. Others may
-   overtake a request whose prefix a running one computes, until it is computed.)
+   overtake a request whose prefix a running one computes, until it is computed, or whose prefix is
+   being loaded, until it is loaded or given up: that has a time limit.)
 7. Out of blocks, the last request in that order that frees some is preempted, by recomputation.
 8. Same input, same seed, same tokens, whatever the schedule.
 9. Drafts get the budget and blocks that decodes, chunks and admissions leave: they are planned
@@ -194,6 +195,11 @@ class Scheduler:
         return list(self._running)
 
     @property
+    def waiting(self) -> "Iterator[SequenceState]":
+        """Sequences that hold no blocks, in order; meanwhile nothing may be added."""
+        return self._waiting.in_order()
+
+    @property
     def has_work(self) -> bool:
         """True if any request is unfinished."""
         return bool(self._running or self._waiting.entries)
@@ -364,10 +370,11 @@ class Scheduler:
 
     def _admit(
         self, step: ScheduledStep, without: "Collection[SequenceState]"
-    ) -> NoRoom | NoBudget | Loading | None:
+    ) -> NoRoom | NoBudget | None:
         """Admit waiting sequences in order, while whole prompts fit blocks, budget and slots.
 
-        Returns the shortage of the first rejected one; None if that was a slot, or none was.
+        Others overtake one whose prefix is being loaded. Returns the shortage of the first
+        rejected one; None if that was a slot, or none was.
         """
         candidates = self._candidates(step, without)
         sequence = next(candidates, None)
@@ -389,6 +396,9 @@ class Scheduler:
             answer = self._prefill(step, sequence, reserve)
             if not isinstance(answer, Prefilled):
                 _release_blocks(sequence)
+                if isinstance(answer, Loading):
+                    sequence = next(candidates, None)
+                    continue
                 return answer
             insort(self._running, sequence, key=_by_order)
             self._waiting.discard(sequence)
@@ -452,7 +462,7 @@ class Scheduler:
         may_await = self._prefix_caching and not without
         num_passed = 0
         for sequence in self._waiting.in_order():
-            if sequence in without:
+            if sequence in without or sequence.is_loading:
                 continue
             request = sequence.request
             scores = request.scores if may_await else None
@@ -494,6 +504,7 @@ class Scheduler:
                 self._put_back(other)
         sequence.kv.reset()
         sequence.num_computed = 0
+        sequence.is_looked_up, sequence.stored_prefix = False, None
         sequence.request.num_preemptions += 1
         self.num_preemptions += 1
         self._put_back(sequence)

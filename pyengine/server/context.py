@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from secrets import token_hex
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -57,6 +58,8 @@ class ServerContext:
     """Calls of `reset_prefix_cache` by an administrator, for all keys."""
     resets_of_keys: Counter[bytes] = field(default_factory=Counter)
     """Calls of `reset_prefix_cache` by each client, for its own key."""
+    process: str = field(default_factory=token_hex)
+    """Text of this process alone: what was stored after a reset is not found after a restart."""
 
     def check_model(self, name: str | None) -> str:
         """The model's name in responses. Raises `ApiError` (404) for any other model."""
@@ -86,7 +89,8 @@ class ServerContext:
         resets = [self.num_resets, self.resets_of_keys[key]]
         if digest is None and cache_salt is None and not any(resets):
             return None
-        return json.dumps([*resets, digest, cache_salt])
+        process = self.process if any(resets) else None
+        return json.dumps([process, *resets, digest, cache_salt])
 
     def reset(self, caller: Caller) -> None:
         """Hide cached blocks from later requests: of all keys for an admin, else of the caller's.

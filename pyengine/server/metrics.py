@@ -17,6 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 
 from pyengine.engine.core import EngineStats, StepResult
+from pyengine.engine.offloading import COUNTERS as OFFLOAD_COUNTERS
+from pyengine.engine.offloading import STORE_COUNTERS
 from pyengine.engine.request import Request as EngineRequest
 from pyengine.kv_cache import COUNTERS
 from pyengine.server.callers import caller_of
@@ -80,6 +82,7 @@ class _Counts:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    restored_tokens: int = 0
     generation_tokens: int = 0
 
 
@@ -163,6 +166,7 @@ class EngineMetrics:
                 self._times.stop(state.sequences)
             counts.prompt_tokens += len(state.prompt_token_ids)
             counts.cached_tokens += state.num_cached_tokens
+            counts.restored_tokens += min(state.num_restored_tokens, state.num_cached_tokens)
             if state.first_token_time is not None:
                 self._first.add(state.first_token_time - state.arrival_time)
         counts.generation_tokens += self._times.step(result.rows, result.ended, now)
@@ -261,8 +265,9 @@ class EngineMetrics:
             ),
             (
                 "prefix_cache_hits",
-                "Of the prompt tokens, those in the cache when the request first ran.",
-                counts.cached_tokens,
+                "Of the prompt tokens, those in the cache when the request first ran, and not "
+                "restored for it.",
+                counts.cached_tokens - counts.restored_tokens,
             ),
             (
                 "num_preemptions",
@@ -270,7 +275,12 @@ class EngineMetrics:
                 stats.num_preemptions,
             ),
             ("prompt_tokens", "The same as prefix_cache_queries.", counts.prompt_tokens),
-            ("prompt_tokens_cached", "The same as prefix_cache_hits.", counts.cached_tokens),
+            (
+                "prompt_tokens_cached",
+                "Of the prompt tokens, those that were not computed: prefix_cache_hits, and those "
+                "restored from the store.",
+                counts.cached_tokens,
+            ),
             ("generation_tokens", "Tokens generated.", counts.generation_tokens),
             ("spec_decode_num_drafts", "Decodes that were computed with drafts.", stats.num_drafts),
             ("spec_decode_num_draft_tokens", "Drafts computed.", of_manager["draft_tokens"]),
@@ -289,6 +299,42 @@ class EngineMetrics:
         for reason in FINISH_REASONS:
             ends.add_metric([*self._labels.values(), reason], self._ends[reason])
         yield ends
+        if stats.store:
+            yield from self._of_the_store(stats.store)
+
+    def _of_the_store(self, store: Mapping[str, float]) -> Iterator[Metric]:
+        counts = self._counts
+        local = counts.cached_tokens - counts.restored_tokens
+        for name, help, value in (
+            (
+                "external_prefix_cache_queries",
+                "Prompt tokens that were not in the cache: those asked of the store.",
+                counts.prompt_tokens - local,
+            ),
+            (
+                "external_prefix_cache_hits",
+                "Of these, the ones that were restored.",
+                counts.restored_tokens,
+            ),
+            ("kv_offload_load_bytes", "Bytes read from the store.", store["hit_bytes"]),
+            ("kv_offload_load_time", "Seconds that loads took.", store["load_seconds"]),
+            ("kv_offload_store_bytes", "Bytes written to the store.", store["stored_bytes"]),
+        ):
+            yield self._counter(f"vllm:{name}", help, value)
+        sources = CounterMetricFamily(
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens of requests that had their first token, by what they came from.",
+            labels=[*self._labels, "source"],
+        )
+        for source, value in (
+            ("local_compute", counts.prompt_tokens - counts.cached_tokens),
+            ("local_cache_hit", local),
+            ("external_kv_transfer", counts.restored_tokens),
+        ):
+            sources.add_metric([*self._labels.values(), source], value)
+        yield sources
+        for name, help in {**OFFLOAD_COUNTERS, **STORE_COUNTERS}.items():
+            yield self._counter(f"pyengine:kv_store_{name}", help, store[name])
 
     def _ours(self, stats: EngineStats) -> Iterator[Metric]:
         counters = stats.counters

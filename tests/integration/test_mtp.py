@@ -151,7 +151,7 @@ def test_tokens_are_those_of_transformers_generate(
 def mtp_cache(llm: LLM, request: Request, mtp_layers: int) -> list[torch.Tensor]:
     """Keys and values of a request's MTP layers, at all positions that are computed and have
     some."""
-    sequence, pool = request.sequences[0], llm._engine._executor.runner._pool  # type: ignore[attr-defined]
+    sequence, pool = request.sequences[0], llm._engine._executor.runner.pool  # type: ignore[attr-defined]
     table = list(sequence.kv.block_table)
     return [
         tensor[table].flatten(0, 1)[1 + layer : sequence.num_computed]
@@ -208,7 +208,7 @@ def test_stale_heads_cost_acceptance_only(made: Any) -> None:
     plain = served(folder, **ROOMY).generate(asked, GREEDY, use_tqdm=False)
     llm = mtp(folder)
     same(plain, llm.generate(asked, GREEDY, use_tqdm=False))
-    pool = llm._engine._executor.runner._pool  # type: ignore[attr-defined]
+    pool = llm._engine._executor.runner.pool  # type: ignore[attr-defined]
     for layer in range(LAYERS, LAYERS + mtp_layers):
         pool.keys[layer].normal_(std=9)
         pool.values[layer].normal_(std=9)

@@ -157,6 +157,7 @@ class UsageCounter:
     call: Call
     prompt: dict[int, int] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
+    restored: int = 0
     completion: int = 0
 
     def add(self, item: RequestOutput) -> None:
@@ -166,6 +167,7 @@ class UsageCounter:
             self.prompt[item.index] = len(item.prompt_token_ids)
             cached = self.call.context.reported_cached_tokens(item.num_cached_tokens)
             self.cached[item.index] = cached
+            self.restored += item.num_restored_tokens
             counts.prompt_tokens += len(item.prompt_token_ids)
             counts.cached_tokens += cached
         count = sum([len(output.token_ids) for output in item.outputs])
@@ -175,11 +177,14 @@ class UsageCounter:
     def usage(self) -> Usage:
         """The usage so far."""
         prompt = sum(self.prompt.values())
+        details = PromptTokensDetails(cached_tokens=sum(self.cached.values()))
+        if self.restored:
+            details.restored_tokens = self.restored
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=self.completion,
             total_tokens=prompt + self.completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self.cached.values())),
+            prompt_tokens_details=details,
         )
 
 

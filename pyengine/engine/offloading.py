@@ -1,0 +1,422 @@
+"""KV outside the pool: stored when a prompt is computed or ends, restored while a request waits.
+
+    waiting -> look up -> reserve -> [load thread] -> complete -> waiting, its prefix cached
+    prompt computed, or sequence ended -> pin -> [store thread] -> release
+
+The engine's thread reserves, completes and pins; the two other threads only move bytes. A block
+that they read or write is held until they have let go of it, whatever becomes of the request. No
+step waits for them: a request whose prefix is being loaded stays in the queue, others overtake it,
+and after `_PATIENCE` it is computed instead.
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from queue import Empty, SimpleQueue
+from threading import Thread, get_native_id
+from time import monotonic, sleep
+
+from pyengine.engine.request import SequenceState
+from pyengine.kv_cache import (
+    BlockManager,
+    KVBlocks,
+    KVStore,
+    Loading,
+    NoRoom,
+    Pin,
+    StoredPrefix,
+    StoreError,
+    Transfer,
+)
+from pyengine.kv_cache import Sequence as KVSequence
+
+_log = logging.getLogger(__name__)
+
+_LOOKAHEAD = 16
+"""Waiting sequences that are looked up, from the front of the queue."""
+_SHORT = 256
+"""Fewer tokens are stored only if some of them were cached: they are used a second time."""
+_PATIENCE = 10.0
+"""Seconds that a load may take beyond what it should, and a store without any progress."""
+_PINNED_SHARE = 0.25
+"""Of the pool, at most, that waits to be stored, unless it is a single sequence."""
+_LOADING_SHARE = 0.5
+"""Of the blocks that are free or evictable, at most, that one load takes."""
+_GAIN = 0.8
+"""A prefix is restored if that takes at most so much of the time that computing it takes."""
+_FORGET = 60.0
+"""Seconds after which a rate is measured anew."""
+_LEAST_TOKENS = 64
+"""Smaller steps say little about how fast a prompt is computed."""
+_CHECK = 1.0
+"""Seconds between looks at what the store has to say, and at what another process has stored."""
+_BACKGROUND = 10
+"""The niceness of the threads that move bytes."""
+
+
+class Rate:
+    """Units per second lately; None before the first measurement and `_FORGET` after the last."""
+
+    def __init__(self) -> None:
+        self._value = self._time = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        """Count `amount` units that took `seconds`."""
+        new = amount / max(seconds, 1e-9)
+        self._value, before = new, self.value
+        if before is not None:
+            self._value = 0.75 * before + 0.25 * new
+        self._time = monotonic()
+
+    @property
+    def value(self) -> float | None:
+        """The rate now."""
+        is_known = self._value and monotonic() - self._time < _FORGET
+        return self._value if is_known else None
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A transfer that waits for the load thread, is in it, or comes from it."""
+
+    sequence: SequenceState
+    transfer: Transfer
+    prefix: StoredPrefix
+    blocks: list[tuple[int, int, int]]
+    num_bytes: int
+    deadline: float
+    num_loaded: int = 0
+    """Entries that were read whole, from the front of `blocks`."""
+    seconds: float = 0.0
+    is_abandoned: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Put:
+    """Blocks to be stored, with the pin that holds them."""
+
+    pin: Pin
+    tokens: list[int]
+    namespace: bytes
+    blocks: list[tuple[int, int, int]]
+
+
+class KVOffloader:
+    """Stores the KV of sequences, and restores it for requests that wait.
+
+    `memory` has the blocks of the manager's pool; there is one fingerprint for each of its layer
+    groups. Public methods but `close` are for the engine's thread.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        memory: KVBlocks,
+        manager: BlockManager,
+        fingerprints: Sequence[bytes],
+    ) -> None:
+        self._store, self._memory, self._manager = store, memory, manager
+        self._fingerprints = tuple(fingerprints)
+        self._windows = manager.groups
+        self._bytes = [memory.block_bytes(group) for group in range(len(self._windows))]
+        self.notify: Callable[[], object] = lambda: None
+        """Called in the load thread when a load has ended: `finish_loads` is to be called."""
+        self._open: deque[_Load] = deque()
+        """Loads that have not been finished, the oldest first."""
+        self._loads: SimpleQueue[_Load | None] = SimpleQueue()
+        self._loaded: SimpleQueue[_Load] = SimpleQueue()
+        self._puts: SimpleQueue[_Put | None] = SimpleQueue()
+        self._next_check = 0.0
+        self._num_pinned = 0
+        self._released: SimpleQueue[int] = SimpleQueue()
+        """Numbers of blocks that the store thread has let go of."""
+        self._load_rate, self._compute_rate = Rate(), Rate()
+        self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        self._threads = [
+            Thread(target=run, name=f"pyengine-kv-{name}", daemon=True)  # a disk may never answer
+            for name, run in (("load", self._run_loads), ("store", self._run_puts))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """True if blocks are held that come free without any step."""
+        self._count_released()
+        return self._num_pinned > 0 or any(not load.is_abandoned for load in self._open)
+
+    def restore(self, waiting: Iterable[SequenceState]) -> None:
+        """Start to load what the first of the waiting sequences can reuse, and end what is late."""
+        self.finish_loads()
+        now = monotonic()
+        if now > self._next_check:
+            self._next_check = now + _CHECK
+            self._check_store()
+        for load in self._open:
+            if now > load.deadline and not load.is_abandoned:
+                load.transfer.abandon()  # its blocks stay held until the disk answers
+                load.is_abandoned, load.sequence.is_loading = True, False
+                self.counters["abandoned_loads"] += 1
+        if any(load.is_abandoned for load in self._open):  # the disk does not answer
+            return
+        for sequence in islice(waiting, _LOOKAHEAD):
+            if not (sequence.is_looked_up or sequence.is_loading):
+                self._look_up(sequence)
+
+    def finish_loads(self) -> None:
+        """Complete the transfers whose bytes have come."""
+        with suppress(Empty):
+            while True:
+                self._finish(self._loaded.get_nowait())
+
+    def _finish(self, load: _Load) -> None:
+        self._open.remove(load)
+        sequence, transfer, blocks = load.sequence, load.transfer, load.blocks
+        sequence.is_loading = False
+        rows = transfer.num_blocks
+        if load.num_loaded < len(blocks):
+            rows = blocks[load.num_loaded][0] - transfer.first_index
+        if load.is_abandoned or rows == 0:
+            transfer.fail()
+        else:
+            transfer.complete(rows)
+            tokens = rows * self._manager.block_size
+            sequence.request.num_restored_tokens += tokens
+            self.counters["restored_tokens"] += tokens
+        if load.num_loaded < len(blocks):  # what is not there now will not be there soon
+            sequence.is_looked_up = True
+            self.counters["failed_loads"] += 1
+        else:
+            self._load_rate.add(load.num_bytes, load.seconds)
+        self.counters["load_seconds"] += load.seconds
+
+    def _look_up(self, sequence: SequenceState) -> None:
+        """Reserve blocks for the stored prefix of a sequence, if it has one that is worth it."""
+        request, size = sequence.request, self._manager.block_size
+        if not request.read_cache:  # its log-probabilities must be computed
+            sequence.is_looked_up = True
+            return
+        tokens = sequence.kv.tokens() if sequence.token_ids else request.prompt_token_ids
+        if sequence.stored_prefix is None:
+            sequence.stored_prefix = self._prefix(tokens, request.namespace)
+        prefix = sequence.stored_prefix
+        with self._manager.match_prefix(tokens, namespace=request.namespace) as pin:
+            first = pin.num_tokens // size
+        end = self._stored_end(prefix, first)
+        num_bytes = sum(
+            own * (end - max(first, self._first_row(window, end)))
+            for own, window in zip(self._bytes, self._windows, strict=True)
+        )
+        if end <= first or not self._pays((end - first) * size, num_bytes):
+            sequence.is_looked_up = True
+            return
+        most = _LOADING_SHARE * self._manager.usage().available
+        if (end - first) * len(self._windows) > most:
+            end = first + int(most) // len(self._windows)
+        kv = self._manager.sequence(tokens, namespace=request.namespace)
+        transfer = kv.reserve(end * size)
+        kv.free()
+        if isinstance(transfer, NoRoom | Loading):
+            return  # it is looked up again before the next step
+        if transfer is None:
+            sequence.is_looked_up = True
+            return
+        blocks = transfer.blocks
+        num_bytes = sum(self._bytes[group] for _, group, _ in blocks)
+        seconds = self._load_seconds(num_bytes) or 0.0
+        deadline = monotonic() + _PATIENCE + 2 * seconds
+        load = _Load(sequence, transfer, prefix, blocks, num_bytes, deadline)
+        self._open.append(load)
+        sequence.is_loading = True
+        self.counters["loads"] += 1
+        self._loads.put(load)
+
+    def _prefix(self, tokens: "Sequence[int]", namespace: bytes) -> StoredPrefix:
+        size = self._manager.block_size
+        fingerprints = self._fingerprints
+        return self._store.prefix(tokens, size, fingerprints=fingerprints, namespace=namespace)
+
+    def _first_row(self, window: int | None, end: int) -> int:
+        """The first block that tokens after the first `end` blocks see."""
+        size = self._manager.block_size
+        return 0 if window is None else max(0, end * size - window + 1) // size
+
+    def _stored_end(self, prefix: StoredPrefix, first: int) -> int:
+        """The most blocks of a prefix, of which `first` are cached, that can be restored."""
+        ends = [
+            first + prefix.stored_blocks(first, group)
+            for group, window in enumerate(self._windows)
+            if window is None
+        ]
+        end = min(ends, default=prefix.num_blocks)
+        sliding = [
+            (group, window) for group, window in enumerate(self._windows) if window is not None
+        ]
+        while end > first:
+            gaps = [  # of the blocks that a window needs, the last that is not there
+                row
+                for group, window in sliding
+                for row in range(end - 1, max(first, self._first_row(window, end)) - 1, -1)
+                if not prefix.contains(row, group)
+            ]
+            if not gaps:
+                return end
+            end = max(gaps)
+        return first
+
+    def _pays(self, num_tokens: int, num_bytes: int) -> bool:
+        """True if loading takes clearly less time than computing, or if either is unknown."""
+        compute, seconds = self._compute_rate.value, self._load_seconds(num_bytes)
+        return compute is None or seconds is None or seconds <= _GAIN * num_tokens / compute
+
+    def _load_seconds(self, num_bytes: int) -> float | None:
+        """The seconds until a load of so many bytes would have ended, after those before it."""
+        before = sum([load.num_bytes for load in self._open if not load.is_abandoned])
+        rate = self._load_rate.value
+        return None if rate is None else (before + num_bytes) / rate
+
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
+        """Count a step of `num_tokens` tokens that took `seconds`."""
+        if num_tokens >= _LEAST_TOKENS:
+            self._compute_rate.add(num_tokens, seconds)
+
+    def store(self, sequence: SequenceState) -> None:
+        """Have the computed blocks of a sequence stored, unless they are few and new."""
+        kv: KVSequence | None = getattr(sequence, "kv", None)  # a sample before its fork has none
+        if kv is None or not kv.is_live or not self._store.is_writer:
+            return
+        size, pin = self._manager.block_size, kv.pin()
+        rows = pin.num_tokens // size
+        is_reused = sequence.request.num_cached_tokens > 0
+        if rows == 0 or (rows * size < _SHORT and not is_reused):
+            pin.release()
+            return
+        held = set(pin.blocks)
+        self._count_released()
+        most = max(len(held), int(_PINNED_SHARE * self._manager.num_blocks))  # one at a time may
+        if self._num_pinned + len(held) > most:
+            pin.release()
+            self.counters["dropped_stores"] += 1
+            return
+        tables = [table[:rows] for table in kv.block_tables]
+        blocks = [
+            (row, group, block)
+            for row, row_blocks in enumerate(zip(*tables, strict=True))
+            for group, block in enumerate(row_blocks)
+            if block in held  # not what a window has left behind
+        ]
+        self._num_pinned += len(held)
+        self._puts.put(_Put(pin, kv.tokens()[: rows * size], sequence.request.namespace, blocks))
+
+    def _count_released(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._num_pinned -= self._released.get_nowait()
+
+    def _run_loads(self) -> None:
+        _lower_priority()
+        while (load := self._loads.get()) is not None:
+            start = monotonic()
+            try:
+                if not load.is_abandoned:
+                    load.num_loaded = load.prefix.load(self._memory, load.blocks)
+            except StoreError as error:
+                _log.warning("KV store: a load failed, the KV is computed instead: %s", error)
+            load.seconds = monotonic() - start
+            self._loaded.put(load)
+            self.notify()
+
+    def _run_puts(self) -> None:
+        _lower_priority()
+        while (put := self._puts.get()) is not None:
+            count = len(set(put.pin.blocks))
+            try:
+                self._put(put)
+            except StoreError as error:
+                _log.warning("KV store: blocks are not stored: %s", error)
+            finally:
+                put.pin.release()
+                self._released.put(count)
+                self.notify()
+
+    def _put(self, put: _Put) -> None:
+        """Store blocks, and wait for room in the queue meanwhile."""
+        prefix = self._prefix(put.tokens, put.namespace)
+        done, deadline, had_room = 0, monotonic() + _PATIENCE, False
+        while True:
+            stored = prefix.store(self._memory, put.blocks[done:])
+            done += stored
+            if stored:
+                deadline, had_room = monotonic() + _PATIENCE, False
+            stats = self._store.stats()
+            is_refused = had_room or stats["is_suspended"] or monotonic() > deadline
+            if done == len(put.blocks) or is_refused:
+                return
+            had_room = stats["queued_bytes"] == 0
+            sleep(0.005)
+
+    def describe(self) -> dict[str, object]:
+        """What the store holds, its limit, and whether this process writes to it."""
+        stats = self._store.stats()
+        return {
+            "kv_cache_disk_bytes": stats["limit_bytes"],
+            "kv_cache_entries": stats["readable_entries"],
+            "kv_cache_access": "write" if self._store.is_writer else "read: another process writes",
+        }
+
+    def _check_store(self) -> None:
+        """Log what the store has to say."""
+        for notice in self._store.take_notices():
+            _log.warning("%s", notice)
+
+    def stats(self) -> dict[str, float]:
+        """`COUNTERS` and `STORE_COUNTERS`, each by its name."""
+        of_store = self._store.stats()
+        return {**self.counters, **{name: of_store[name] for name in STORE_COUNTERS}}
+
+    def close(self, timeout: float) -> bool:
+        """Write what is queued. False if that takes longer than `timeout` seconds."""
+        deadline = monotonic() + timeout
+        self._loads.put(None)
+        self._puts.put(None)
+        self._threads[1].join(timeout)
+        return self._store.close(max(0.0, deadline - monotonic()))
+
+
+COUNTERS = {
+    "loads": "Loads that were started.",
+    "failed_loads": "Loads of which some entry could not be read.",
+    "abandoned_loads": "Loads that took too long; their prefixes were computed.",
+    "load_seconds": "Seconds that loads took.",
+    "restored_tokens": "Prompt tokens that were restored from the store.",
+    "dropped_stores": "Sequences that were not stored because too many waited to be.",
+}
+"""Descriptions of the counters of an offloader."""
+
+STORE_COUNTERS = {
+    "stored": "Entries written.",
+    "stored_bytes": "Bytes written, without headers.",
+    "known": "Entries that were to be stored and were there.",
+    "dropped_queue_full": "Entries not stored because too many waited to be written.",
+    "dropped_failed": "Entries not stored because the disk failed or did not answer.",
+    "hits": "Entries read.",
+    "hit_bytes": "Bytes read, without headers.",
+    "misses": "Entries that were to be read and were not there.",
+    "failed": "Entries that could not be read because the disk failed or did not answer.",
+    "damaged": "Entries dropped because their bytes were not what had been written.",
+    "evicted": "Entries evicted because the store was full.",
+    "write_errors": "Write operations that failed.",
+    "read_errors": "Read operations that failed.",
+    "stalls": "Times that the disk did not answer.",
+}
+"""Descriptions of the counters of a store since it was opened."""
+
+
+def _lower_priority() -> None:
+    """Let the threads that compute go first; does nothing where the system cannot."""
+    with suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), _BACKGROUND)

@@ -1,0 +1,381 @@
+"""KV that a store keeps: restored, it gives the tokens that computed KV gives, whatever fails."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+
+from pyengine.engine import offloading
+from pyengine.engine.offloading import KVOffloader
+from pyengine.kv_cache import KVBlocks, KVStore, StoreError, kv_fingerprint
+from pyengine.sampling_params import SamplingParams
+from tests.support.engines import GREEDY, Bench, make_bench
+from tests.support.fake_runner import continued
+
+GROUPS = [(None,), (None, 6), (9, 5)]
+
+
+class FaultyPrefix:
+    """A stored prefix whose transfers `act` may spoil: it gets the blocks, and returns how many."""
+
+    def __init__(self, prefix: Any, act: Callable[[str, Any], int | None]) -> None:
+        self._prefix, self._act = prefix, act
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._prefix, name)
+
+    def load(self, memory: Any, blocks: Sequence[Any]) -> int:
+        most = self._act("load", blocks)
+        return int(self._prefix.load(memory, blocks if most is None else blocks[:most]))
+
+    def store(self, memory: Any, blocks: Sequence[Any]) -> int:
+        most = self._act("store", blocks)
+        return int(self._prefix.store(memory, blocks if most is None else blocks[:most]))
+
+
+class FaultyStore:
+    """A store with such prefixes."""
+
+    def __init__(self, store: KVStore, act: Callable[[str, Any], int | None]) -> None:
+        self._store, self.act = store, act
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def prefix(self, *args: Any, **kwargs: Any) -> FaultyPrefix:
+        return FaultyPrefix(self._store.prefix(*args, **kwargs), self.act)
+
+
+def with_store(bench: Bench, store: Any, name: str = "model") -> KVOffloader:
+    """Have the bench's engine use a store."""
+    runner, groups = bench.runner, bench.manager.groups
+    rows = (-1, runner.block_size)
+    memory = KVBlocks(
+        [runner.slots.reshape(rows), runner.writers.reshape(rows)], [[0, 1]] * len(groups)
+    )
+    fingerprints = [kv_fingerprint([(name, str(group).encode())]) for group in range(len(groups))]
+    offloader = KVOffloader(store, memory, bench.manager, fingerprints)
+    bench.engine.offload(offloader)
+    return offloader
+
+
+@pytest.fixture
+def store() -> Iterator[KVStore]:
+    store = KVStore.in_memory(64 << 20, segment_bytes=1 << 20)
+    yield store
+    store.close(5)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloading, "_SHORT", 8)
+
+
+def run(bench: Bench, seconds: float = 30) -> None:
+    """Steps until no request is left."""
+    deadline = monotonic() + seconds
+    while bench.engine.has_work:
+        assert monotonic() < deadline
+        bench.engine.step()
+        bench.manager.check()
+        if bench.engine.is_waiting:
+            sleep(0.001)
+
+
+def settle(offloader: KVOffloader, seconds: float = 30) -> None:
+    """Until no byte moves any more."""
+    deadline = monotonic() + seconds
+    while offloader.is_busy or not offloader._store.flush(0.1):
+        assert monotonic() < deadline
+        offloader.finish_loads()
+        sleep(0.001)
+
+
+def generate(bench: Bench, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Any]:
+    bench.submit({str(at): prompt for at, prompt in enumerate(prompts)}, params)
+    run(bench)
+    done = bench.take_finished()
+    return [done[str(at)] for at in range(len(prompts))]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    random = Random(seed)
+    return [random.randrange(3, 97) for _ in range(length)]
+
+
+def widest(groups: Sequence[int | None]) -> int | None:
+    return None if None in groups else max(window for window in groups if window)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_a_new_engine_restores_what_an_earlier_one_computed(
+    groups: tuple[int | None, ...], depth: int, store: KVStore
+) -> None:
+    prompt = prompt_of(40)
+    first = make_bench(groups=groups, depth=depth)
+    offloader = with_store(first, store)
+    (answer,) = generate(first, [prompt])
+    assert (answer.num_cached_tokens, answer.num_restored_tokens) == (0, 0)
+    settle(offloader)
+    first.assert_all_free()
+
+    second = make_bench(groups=groups, depth=depth)
+    offloader = with_store(second, store)
+    (again,) = generate(second, [prompt])
+    assert again.outputs[0].token_ids == answer.outputs[0].token_ids
+    assert again.outputs[0].token_ids == continued(prompt, 8, widest(groups))
+    assert again.num_restored_tokens >= 36  # of 40: the last token is computed for its logits
+    assert again.num_cached_tokens == again.num_restored_tokens
+    assert sum(second.runner.computed) <= 4 + 8
+    settle(offloader)
+    second.assert_all_free()
+    assert second.engine.stats().store["restored_tokens"] == 40
+
+
+def test_the_next_turn_restores_prompt_and_answer(store: KVStore) -> None:
+    prompt = prompt_of(21)
+    first = make_bench()
+    offloader = with_store(first, store)
+    (answer,) = generate(
+        first, [prompt], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    )
+    settle(offloader)
+    turn = [*prompt, *answer.outputs[0].token_ids, 5, 6, 7]
+    second = make_bench()
+    with_store(second, store)
+    (again,) = generate(second, [turn])
+    assert again.outputs[0].token_ids == continued(turn, 8)
+    assert again.num_restored_tokens == 40  # 41 tokens, of which the last was not computed
+
+
+def test_several_that_wait_for_one_prefix_load_it_once(store: KVStore) -> None:
+    prompt = prompt_of(40)
+    first = make_bench()
+    settle_after(first, with_store(first, store), [prompt])
+    second = make_bench()
+    faulty = FaultyStore(store, lambda kind, blocks: sleep(0.05) if kind == "load" else None)
+    offloader = with_store(second, faulty)
+    prompts = [[*prompt, at] for at in range(6)]
+    answers = generate(second, prompts)
+    for own, answer in zip(prompts, answers, strict=True):
+        assert answer.outputs[0].token_ids == continued(own, 8)
+    assert sorted(answer.num_restored_tokens for answer in answers) == [0] * 5 + [40]
+    assert offloader.counters["loads"] == 1
+    assert sum(second.runner.computed) <= 6 * 9
+
+
+def settle_after(bench: Bench, offloader: KVOffloader, prompts: list[list[int]]) -> None:
+    generate(bench, prompts)
+    settle(offloader)
+
+
+@pytest.mark.parametrize("wrong", ["fingerprint", "salt"])
+def test_another_model_or_namespace_finds_nothing(wrong: str, store: KVStore) -> None:
+    prompt = prompt_of(40)
+    first = make_bench()
+    settle_after(first, with_store(first, store), [prompt])
+    second = make_bench()
+    offloader = with_store(second, store, "other" if wrong == "fingerprint" else "model")
+    second.submit({"0": prompt})
+    if wrong == "salt":
+        second.engine.abort(list(second.requests.values()))
+        request = second.requests.pop("0")
+        from pyengine.engine.prompts import Prompt
+        from tests.support.engines import add_request
+
+        second.requests["0"] = add_request(
+            second.engine, "1", Prompt(token_ids=request.prompt_token_ids, namespace=b"x"), GREEDY
+        )
+    run(second)
+    answer = second.take_finished()["0"]
+    assert answer.outputs[0].token_ids == continued(prompt, 8)
+    assert (answer.num_restored_tokens, offloader.counters["loads"]) == (0, 0)
+
+
+def test_a_disk_that_never_answers_delays_its_request_alone(
+    store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise 6 of the scheduler holds: others go on, and this one is computed after a time."""
+    monkeypatch.setattr(offloading, "_PATIENCE", 0.3)
+    prompt = prompt_of(40)
+    first = make_bench()
+    settle_after(first, with_store(first, store), [prompt])
+    answers, is_held = threading.Event(), threading.Event()
+
+    def hang(kind: str, blocks: Any) -> None:
+        if kind == "load":
+            is_held.set()
+            assert answers.wait(30)
+
+    second = make_bench()
+    offloader = with_store(second, FaultyStore(store, hang))
+    second.submit({"slow": prompt, "same": [*prompt, 9], "other": [5, 6]})
+    start = monotonic()
+    ends: dict[str, float] = {}
+    while second.engine.has_work:
+        second.engine.step()
+        second.manager.check()
+        ends |= dict.fromkeys(second.take_finished(), monotonic() - start)
+        assert monotonic() - start < 20
+    assert is_held.is_set() and ends["other"] < 0.3 <= min(ends["slow"], ends["same"])
+    assert second.manager.usage().loading == 10  # nobody reuses them while the disk may still write
+    assert offloader.counters["abandoned_loads"] == 1
+    answers.set()
+    while second.manager.usage().loading:
+        offloader.finish_loads()
+        assert monotonic() - start < 20
+    settle(offloader)
+    second.assert_all_free()
+    (answer,) = generate(second, [prompt])
+    assert answer.outputs[0].token_ids == continued(prompt, 8)
+
+
+def test_an_abort_waits_for_no_disk_and_frees_no_block_of_it(store: KVStore) -> None:
+    prompt = prompt_of(40)
+    first = make_bench()
+    settle_after(first, with_store(first, store), [prompt])
+    answers = threading.Event()
+    second = make_bench()
+    faulty = FaultyStore(store, lambda kind, blocks: answers.wait(30) and None)
+    offloader = with_store(second, faulty)
+    second.submit({"0": prompt})
+    second.engine.step()
+    (ended,) = second.abort(["0"])
+    assert ended.outputs[0].finish_reason == "abort" and not second.engine.has_work
+    assert second.manager.usage().loading == 10
+    answers.set()
+    settle(offloader)
+    assert second.manager.usage().loading == 0  # and they are cached now
+    (answer,) = generate(second, [prompt])
+    assert answer.num_cached_tokens >= 36 and answer.num_restored_tokens == 0
+
+
+def test_what_is_slower_than_computing_is_computed(store: KVStore) -> None:
+    prompt = prompt_of(40)
+    first = make_bench()
+    settle_after(first, with_store(first, store), [prompt])
+    second = make_bench()
+    offloader = with_store(second, store)
+    offloader._load_rate.add(1, 1.0)  # a byte per second
+    offloader.observe_step(1000, 0.1)
+    (answer,) = generate(second, [prompt])
+    assert answer.outputs[0].token_ids == continued(prompt, 8)
+    assert (answer.num_cached_tokens, offloader.counters["loads"]) == (0, 0)
+
+
+def test_short_ones_are_stored_at_their_second_use(
+    store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offloading, "_SHORT", 256)
+    bench = make_bench()
+    offloader = with_store(bench, store)
+    generate(bench, [prompt_of(20)])
+    settle(offloader)
+    assert store.stats()["stored"] == 0
+    generate(bench, [prompt_of(20)])
+    settle(offloader)
+    assert store.stats()["stored"] >= 5
+
+
+def test_pins_of_stores_do_not_stop_admission(store: KVStore) -> None:
+    """A request that finds the pool held by stores waits for them, and fails only without."""
+    may_go = threading.Event()
+    bench = make_bench(num_blocks=16)
+    faulty = FaultyStore(store, lambda kind, blocks: may_go.wait(30) and None)
+    offloader = with_store(bench, faulty)
+    bench.submit({"0": prompt_of(40)}, SamplingParams(temperature=0, max_tokens=1))
+    while bench.engine.has_work:
+        bench.engine.step()
+    assert offloader.is_busy
+    bench.submit({"1": prompt_of(48, seed=1)})
+    for _ in range(50):
+        bench.engine.step()
+        assert bench.engine.is_waiting
+    may_go.set()
+    run(bench)
+    answer = bench.take_finished()["1"]
+    assert answer.outputs[0].token_ids == continued(prompt_of(48, seed=1), 8)
+
+
+def test_entries_of_another_length_are_computed(store: KVStore) -> None:
+    """As if a part of the layout were missing in the fingerprint."""
+    prompt = prompt_of(40)
+    first = make_bench()
+    settle_after(first, with_store(first, store), [prompt])
+
+    def refuse(kind: str, blocks: Any) -> None:
+        if kind == "load":
+            raise StoreError("the entry holds 64 bytes, the buffers 32")
+
+    second = make_bench()
+    offloader = with_store(second, FaultyStore(store, refuse))
+    (answer,) = generate(second, [prompt])
+    assert answer.outputs[0].token_ids == continued(prompt, 8)
+    assert (answer.num_restored_tokens, offloader.counters["failed_loads"]) == (0, 1)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_faults_in_a_third_of_all_transfers_change_no_answer(
+    groups: tuple[int | None, ...], depth: int, store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small pools, shared prefixes, aborts; loads end early, late, with errors, or too late."""
+    monkeypatch.setattr(offloading, "_PATIENCE", 0.02)
+    random, faults = Random(depth), Random(7)
+    stats = {"faults": 0, "transfers": 0}
+    engine = threading.get_ident()
+
+    def act(kind: str, blocks: Any) -> int | None:
+        assert threading.get_ident() != engine
+        stats["transfers"] += 1
+        if faults.random() > 1 / 3:
+            return None
+        stats["faults"] += 1
+        match faults.choice(["error", "none", "some", "late"]):
+            case "error":
+                raise StoreError("as if the disk had failed")
+            case "none":
+                return 0
+            case "some":
+                return faults.randrange(len(blocks) + 1)
+            case _:
+                sleep(faults.choice([0.001, 0.01, 0.05]))
+        return None
+
+    faulty = FaultyStore(store, act)
+    documents = [prompt_of(random.randint(12, 60), seed) for seed in range(8)]
+    total = 0
+    for round_number in range(4):
+        bench = make_bench(num_blocks=48, groups=groups, depth=depth, max_num_batched_tokens=64)
+        offloader = with_store(bench, faulty)
+        for batch in range(12):
+            prompts = {}
+            for at in range(random.randint(1, 6)):
+                document = random.choice(documents)
+                begin = document[: random.randint(1, len(document))]
+                prompts[f"{round_number}.{batch}.{at}"] = [
+                    *begin,
+                    *prompt_of(2, random.randrange(9)),
+                ]
+            bench.submit(prompts)
+            for _ in range(random.randint(0, 3)):
+                bench.engine.step()
+            if random.random() < 0.3:
+                bench.abort([random.choice(list(prompts))])
+            run(bench)
+            for name, answer in bench.take_finished().items():
+                total += 1
+                if answer.outputs[0].finish_reason != "abort":
+                    expected = continued(prompts[name], 8, widest(groups))
+                    assert answer.outputs[0].token_ids == expected
+        settle(offloader)
+        while bench.manager.usage().loading:
+            offloader.finish_loads()
+            sleep(0.001)
+        bench.assert_all_free()
+        assert bench.engine.stats().store["failed_loads"] <= stats["faults"]
+    assert total > 100 and stats["faults"] > 20
