@@ -1,5 +1,5 @@
-"""The KV-cache block manager, attention on the CPU and guesses at what comes next, written in Rust
-(the crates in `rust/`, bound by `rust/kv-py`).
+"""The KV-cache block manager, the KV store, attention on the CPU and guesses at what comes next,
+written in Rust (the crates in `rust/`, bound by `rust/kv-py`).
 """
 
 from collections.abc import Sequence as ListLike
@@ -24,6 +24,8 @@ __all__ = [
     "Extended",
     "HandleError",
     "InvariantError",
+    "KVBlocks",
+    "KVStore",
     "KvError",
     "Loading",
     "NoBudget",
@@ -44,12 +46,15 @@ __all__ = [
     "Stats",
     "StepBuffers",
     "StepPlan",
+    "StoreError",
     "Stored",
+    "StoredPrefix",
     "SuffixIndex",
     "TokenError",
     "TraceError",
     "Transfer",
     "__version__",
+    "kv_fingerprint",
     "replay",
 ]
 
@@ -60,6 +65,7 @@ class _Tensor(Protocol):
     def __dlpack_device__(self) -> tuple[Any, Any]: ...
 
 _Array: TypeAlias = npt.NDArray[np.integer[Any]] | Buffer | _Tensor
+_AnyArray: TypeAlias = npt.NDArray[Any] | Buffer | _Tensor
 _Floats: TypeAlias = npt.NDArray[np.float32] | Buffer
 _Norm: TypeAlias = tuple[_Floats, _Floats, float, float]
 _Rotation: TypeAlias = tuple[_Floats, _Floats, int, bool, int, _Norm | None]
@@ -74,6 +80,7 @@ class PinError(KvError): ...
 class PlanError(KvError): ...
 class BufferError(KvError): ...
 class TraceError(KvError): ...
+class StoreError(KvError): ...
 class InvariantError(KvError): ...
 
 @final
@@ -376,6 +383,70 @@ class PoolSnapshot:
     def lengths(self) -> bytes: ...
     @property
     def namespaces(self) -> list[tuple[int, bytes]]: ...
+
+def kv_fingerprint(properties: ListLike[tuple[str, bytes]]) -> bytes: ...
+
+@final
+class KVBlocks:
+    def __new__(cls, tensors: ListLike[_AnyArray], groups: ListLike[ListLike[int]]) -> Self: ...
+    @property
+    def num_blocks(self) -> int: ...
+    def block_bytes(self, group: int) -> int: ...
+
+@final
+class StoredPrefix:
+    @property
+    def num_blocks(self) -> int: ...
+    def stored_blocks(self, first: int | None = None, group: int | None = None) -> int: ...
+    def contains(self, index: int, group: int | None = None) -> bool: ...
+    def store(self, memory: KVBlocks, blocks: ListLike[tuple[int, int, int]]) -> int: ...
+    def load(self, memory: KVBlocks, blocks: ListLike[tuple[int, int, int]]) -> int: ...
+
+@final
+class KVStore:
+    def __new__(
+        cls,
+        folder: str | PathLike[str],
+        *,
+        max_bytes: int,
+        access: Literal["write", "read", "write_or_read"] | None = None,
+        queue_bytes: int | None = None,
+        segment_bytes: int | None = None,
+        auth_key: bytes | None = None,
+        stall_after: float | None = None,
+        retry_after: float | None = None,
+    ) -> Self: ...
+    @staticmethod
+    def in_memory(
+        max_bytes: int,
+        *,
+        queue_bytes: int | None = None,
+        segment_bytes: int | None = None,
+        auth_key: bytes | None = None,
+        stall_after: float | None = None,
+        retry_after: float | None = None,
+    ) -> KVStore: ...
+    @property
+    def is_writer(self) -> bool: ...
+    def prefix(
+        self,
+        tokens: _TokenIds,
+        block_size: int,
+        *,
+        fingerprints: ListLike[bytes],
+        namespace: bytes | None = None,
+    ) -> StoredPrefix: ...
+    def stats(self) -> dict[str, int]: ...
+    def take_notices(self) -> list[str]: ...
+    def flush(self, timeout: float) -> bool: ...
+    def sync(self) -> None: ...
+    def refresh(self) -> int: ...
+    def prune(
+        self, *, fingerprints: ListLike[bytes] | None = None, older_than: float | None = None
+    ) -> int: ...
+    def verify(self) -> tuple[int, list[str]]: ...
+    def fingerprints(self) -> list[tuple[bytes, int, int, int]]: ...
+    def close(self, timeout: float) -> bool: ...
 
 def replay(path: str | PathLike[str], /) -> ReplayReport: ...
 

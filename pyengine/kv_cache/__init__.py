@@ -1,4 +1,7 @@
-"""The KV cache: the block manager, its handles, and the KV tensors.
+"""The KV cache: the block manager, its handles, the KV tensors, and the store that outlives them.
+
+`KVStore` keeps blocks in a folder or in memory. `StoredPrefix` finds those of a prompt, and moves
+them from and to the tensors, `KVBlocks`.
 
 `CpuAttention`, with its `CpuCache` (the keys and values of a layer) and `CpuStep` (the sequences of
 a step), attends over such tensors in Rust, and multiplies by a `PackedWeight`; `SuffixIndex` drafts
@@ -23,7 +26,9 @@ from pyengine._kv import (
     Extended,
     HandleError,
     InvariantError,
+    KVBlocks,
     KvError,
+    KVStore,
     Loading,
     NoBudget,
     NoRoom,
@@ -44,10 +49,13 @@ from pyengine._kv import (
     StepBuffers,
     StepPlan,
     Stored,
+    StoredPrefix,
+    StoreError,
     SuffixIndex,
     TokenError,
     TraceError,
     Transfer,
+    kv_fingerprint,
     replay,
 )
 
@@ -65,6 +73,8 @@ __all__ = [
     "Extended",
     "HandleError",
     "InvariantError",
+    "KVBlocks",
+    "KVStore",
     "KvError",
     "Loading",
     "NoBudget",
@@ -85,11 +95,14 @@ __all__ = [
     "Stats",
     "StepBuffers",
     "StepPlan",
+    "StoreError",
     "Stored",
+    "StoredPrefix",
     "SuffixIndex",
     "TokenError",
     "TraceError",
     "Transfer",
+    "kv_fingerprint",
     "replay",
 ]
 
