@@ -21,6 +21,7 @@ mod locked;
 mod manager;
 mod memory;
 mod numbers;
+mod opened_store;
 mod pin;
 mod plan;
 mod prefixes;

@@ -1,8 +1,7 @@
 //! `KVStore`: blocks on a disk or in memory, which survive the pool.
 
 use std::path::PathBuf;
-use std::process;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kv_store::{Access, Amount, Config, Fingerprint, MemoryDisk, Stats, Store};
@@ -13,6 +12,7 @@ use crate::bounded;
 use crate::errors::{ConfigError, StoreError};
 use crate::items::items;
 use crate::numbers::{in_words, number, seconds};
+use crate::opened_store::OpenedStore;
 use crate::stored_prefix::StoredPrefix;
 use crate::tokens::token_ids;
 
@@ -21,54 +21,6 @@ const MOST: usize = 1 << 16;
 
 /// A fingerprint, the entries that it has, their bytes, and when the newest was written.
 type FingerprintRow<'py> = (Bound<'py, PyBytes>, u64, u64, u64);
-
-/// A store until it is closed, and the process that opened it.
-pub(crate) struct Opened {
-    store: Mutex<Option<Arc<Store>>>,
-    process: u32,
-    name: String,
-}
-
-impl Opened {
-    /// The store, or `None` if it is closed. An error in a process that was forked from the one that opened it: the
-    /// thread that writes is not there.
-    pub(crate) fn store(&self) -> PyResult<Option<Arc<Store>>> {
-        Ok(self.lock()?.clone())
-    }
-
-    fn lock(&self) -> PyResult<MutexGuard<'_, Option<Arc<Store>>>> {
-        let here = process::id();
-        if here == self.process {
-            return Ok(self.store.lock().unwrap_or_else(PoisonError::into_inner));
-        }
-        let Self { process, name, .. } = self;
-        Err(StoreError::new_err(format!(
-            "process {process} opened the KV store {name}, this is process {here}: open it after the fork"
-        )))
-    }
-}
-
-impl Drop for Opened {
-    /// Waits for the writer without the GIL.
-    fn drop(&mut self) {
-        let Some(store) = self
-            .store
-            .get_mut()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take()
-        else {
-            return;
-        };
-        if process::id() != self.process {
-            return std::mem::forget(store); // its locks may be held by threads that are not here
-        }
-        let mut store = Some(store);
-        let mut end = || drop(store.take());
-        if Python::try_attach(|py| py.detach(&mut end)).is_none() {
-            end();
-        }
-    }
-}
 
 /// KV-cache blocks in a folder that outlive the process, or in memory. Calls may come from any thread; they release the GIL.
 ///
@@ -85,7 +37,7 @@ impl Drop for Opened {
 /// `ConfigError` for an argument of another type or range.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct KVStore {
-    opened: Arc<Opened>,
+    opened: Arc<OpenedStore>,
     is_writer: bool,
 }
 
@@ -135,11 +87,7 @@ impl KVStore {
         let store = store.map_err(|error| StoreError::new_err(error.to_string()))?;
         Ok(Self {
             is_writer: store.is_writer(),
-            opened: Arc::new(Opened {
-                store: Mutex::new(Some(Arc::new(store))),
-                process: process::id(),
-                name,
-            }),
+            opened: Arc::new(OpenedStore::new(store, name)),
         })
     }
 
@@ -156,7 +104,7 @@ impl KVStore {
     }
 
     fn closed(&self) -> PyErr {
-        StoreError::new_err(format!("the KV store {} is closed", self.opened.name))
+        StoreError::new_err(format!("the KV store {} is closed", self.opened.name()))
     }
 }
 
@@ -316,7 +264,7 @@ impl KVStore {
         if !self.is_writer {
             return Err(StoreError::new_err(format!(
                 "the KV store {} is open for reading: only the process that writes prunes it",
-                self.opened.name
+                self.opened.name()
             )));
         }
         self.with(py, |store| Ok(store.prune_where(is_dropped)))
@@ -347,20 +295,20 @@ impl KVStore {
     fn close(&self, py: Python<'_>, timeout: &Bound<'_, PyAny>) -> PyResult<bool> {
         let timeout = seconds("timeout", timeout)?;
         py.detach(|| {
-            let store = self.opened.lock()?.take();
+            let store = self.opened.take()?;
             Ok(store.is_none_or(|store| store.close(timeout)))
         })
     }
 
     fn __repr__(&self) -> String {
         let access = if self.is_writer { "writes" } else { "reads" };
-        format!("<KVStore {}, {access}>", self.opened.name)
+        format!("<KVStore {}, {access}>", self.opened.name())
     }
 }
 
 impl KVStore {
     fn failed(&self, what: &str, error: &std::io::Error) -> PyErr {
-        let name = &self.opened.name;
+        let name = &self.opened.name();
         StoreError::new_err(format!("cannot {what} the KV store {name}: {error}"))
     }
 }

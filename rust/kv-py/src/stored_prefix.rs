@@ -10,7 +10,7 @@ use crate::errors::{ConfigError, StoreError};
 use crate::items::items;
 use crate::kv_blocks::KVBlocks;
 use crate::numbers::{in_words, number};
-use crate::store::Opened;
+use crate::opened_store::OpenedStore;
 
 /// More blocks than a prefix has in all of its layer groups.
 const MOST: usize = 1 << 31;
@@ -36,7 +36,7 @@ struct Move {
 /// not there, before anything moves, and `StoreError` in a process that did not open the store.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct StoredPrefix {
-    opened: Arc<Opened>,
+    opened: Arc<OpenedStore>,
     tokens: Vec<u32>,
     namespace: Vec<u8>,
     block_size: usize,
@@ -46,7 +46,7 @@ pub(crate) struct StoredPrefix {
 impl StoredPrefix {
     /// Hashes every full block once for each fingerprint.
     pub(crate) fn hash(
-        opened: Arc<Opened>,
+        opened: Arc<OpenedStore>,
         tokens: Vec<u32>,
         namespace: Vec<u8>,
         block_size: usize,
