@@ -1,5 +1,5 @@
-"""The KV-cache block manager, the KV store, attention on the CPU and guesses at what comes next, written in Rust
-(the crates in `rust/`, bound by `rust/kv-py`).
+"""The KV-cache block manager, the KV store, attention on the CPU and guesses at what comes next,
+written in Rust (the crates in `rust/`, bound by `rust/kv-py`).
 """
 
 from collections.abc import Sequence as ListLike

@@ -26,6 +26,7 @@ exceptions! {
     PlanError: KvError, "A plan, a planned sequence or a transfer used out of turn, or a wrong number of tokens or blocks.";
     BufferError: KvError, "An array is too small, not writable, not contiguous, of another type, or does not fit the others.";
     TraceError: KvError, "A recording that cannot begin, or a file that cannot be replayed: another format, version, cut or damaged.";
+    StoreError: KvError, "A KV store that cannot be opened or is closed, a process that did not open it, or an entry of another length.";
     InvariantError: KvError, "`check()` found a difference: a bug in the manager, please report it.";
 }
 

@@ -1,4 +1,4 @@
-//! `pyengine._kv`: the block manager for Python, attention on the CPU, and guesses at what comes next.
+//! `pyengine._kv`: the block manager for Python, the KV store, attention on the CPU, and guesses at what comes next.
 //! Thin: conversions, the lock, the errors.
 #![deny(unsafe_code)]
 
@@ -14,12 +14,14 @@ mod exported;
 mod float_arrays;
 mod guarded;
 mod items;
+mod kv_blocks;
 mod linear;
 mod lists;
 mod locked;
 mod manager;
 mod memory;
 mod numbers;
+mod opened_store;
 mod pin;
 mod plan;
 mod prefixes;
@@ -27,6 +29,8 @@ mod replica_index;
 mod rotation;
 mod sequence;
 mod snapshot;
+mod store;
+mod stored_prefix;
 mod suffix_index;
 mod tokens;
 mod trace;
@@ -34,7 +38,7 @@ mod transfer;
 
 use pyo3::prelude::*;
 
-/// The KV-cache block manager, written in Rust; and attention over such a cache on the CPU.
+/// The KV-cache block manager and the KV store, written in Rust; and attention over such a cache on the CPU.
 #[pymodule(gil_used = false)]
 fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
@@ -62,10 +66,14 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<answers::NoRoom>()?;
     module.add_class::<answers::NoBudget>()?;
     module.add_class::<answers::Loading>()?;
+    module.add_class::<store::KVStore>()?;
+    module.add_class::<stored_prefix::StoredPrefix>()?;
+    module.add_class::<kv_blocks::KVBlocks>()?;
     module.add_class::<replica_index::ReplicaIndex>()?;
     module.add_class::<suffix_index::SuffixIndex>()?;
     module.add_class::<snapshot::PoolSnapshot>()?;
     module.add_class::<trace::ReplayReport>()?;
     module.add_class::<trace::Divergence>()?;
+    module.add_function(wrap_pyfunction!(store::kv_fingerprint, module)?)?;
     module.add_function(wrap_pyfunction!(trace::replay, module)?)
 }

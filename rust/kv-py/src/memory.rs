@@ -182,6 +182,72 @@ pub(crate) fn unique_slice<T: Element>(buffer: &mut PyBuffer<T>) -> &mut [T] {
     }
 }
 
+/// The memory of blocks: a writable C-contiguous buffer whose first dimension is the block id.
+pub(crate) struct BlockRows {
+    buffer: PyUntypedBuffer,
+    num_blocks: usize,
+    row_bytes: usize,
+}
+
+impl BlockRows {
+    /// `None` for a buffer that is read-only, not contiguous or empty.
+    pub(crate) fn over(buffer: PyUntypedBuffer) -> Option<Self> {
+        let is_fit = buffer.is_c_contiguous() && !buffer.readonly() && buffer.len_bytes() > 0;
+        let num_blocks = *buffer.shape().first().filter(|_| is_fit)?;
+        let row_bytes = buffer.len_bytes() / num_blocks;
+        Some(Self {
+            buffer,
+            num_blocks,
+            row_bytes,
+        })
+    }
+
+    pub(crate) fn num_blocks(&self) -> usize {
+        self.num_blocks
+    }
+
+    pub(crate) fn row_bytes(&self) -> usize {
+        self.row_bytes
+    }
+
+    /// The addresses of all rows.
+    pub(crate) fn addresses(&self) -> std::ops::Range<usize> {
+        let start = self.buffer.buf_ptr() as usize;
+        start..start + self.num_blocks * self.row_bytes
+    }
+
+    /// The bytes of a block, to be read while the GIL is released.
+    ///
+    /// The caller of the Python function promises that no thread writes to this block meanwhile.
+    #[allow(unsafe_code)]
+    pub(crate) fn row(&self, block: usize) -> &[u8] {
+        let start = self.start(block);
+        // SAFETY: the row lies in the buffer (see `start`), whose memory stays in place while the buffer is held; all
+        // bits are a `u8`; no thread writes to it (see above). Attention over the same array, in another thread,
+        // reads and writes other blocks.
+        unsafe { std::slice::from_raw_parts(start, self.row_bytes) }
+    }
+
+    /// The bytes of a block, to be written while the GIL is released. One at a time: rows of one block that are in
+    /// use must be of different buffers, none of which overlap.
+    ///
+    /// The caller of the Python function promises that no other thread reads or writes this block meanwhile.
+    #[allow(unsafe_code, clippy::mut_from_ref)]
+    pub(crate) fn row_mut(&self, block: usize) -> &mut [u8] {
+        let start = self.start(block);
+        // SAFETY: as in `row`, and no other thread reads either; the buffer is writable.
+        unsafe { std::slice::from_raw_parts_mut(start, self.row_bytes) }
+    }
+
+    #[allow(unsafe_code)]
+    fn start(&self, block: usize) -> *mut u8 {
+        assert!(block < self.num_blocks, "looked at when it came in");
+        let start = self.buffer.buf_ptr().cast::<u8>();
+        // SAFETY: the buffer is contiguous and has `num_blocks` times `row_bytes` bytes.
+        unsafe { start.add(block * self.row_bytes) }
+    }
+}
+
 /// New `bytes` of this length, which `fill` fills without the GIL.
 #[allow(unsafe_code)]
 pub(crate) fn bytes_filled_by(

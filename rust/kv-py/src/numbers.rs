@@ -1,5 +1,7 @@
 //! Counts and ids in: integers of their range, or an error that names argument and value.
 
+use std::time::Duration;
+
 use pyo3::conversion::FromPyObjectOwned;
 use pyo3::exceptions::{PyException, PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
@@ -8,6 +10,9 @@ use crate::errors::ConfigError;
 
 /// Characters of a value that a message shows.
 const SHOWN: usize = 100;
+
+/// Seconds beyond which a time is not told apart from for ever.
+const LONGEST: f64 = 1e9;
 
 /// An argument as an unsigned integer.
 #[inline]
@@ -23,6 +28,19 @@ where
             ))
         })
     })
+}
+
+/// An argument in seconds as a duration; more than 30 years are 30 years.
+pub(crate) fn seconds(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Duration> {
+    let refuse = |shown: &str| {
+        ConfigError::new_err(format!("{name}={shown} is not a number of seconds from 0"))
+    };
+    let number = value.extract::<f64>();
+    let number = number.map_err(|error| not_an_int(value, error, refuse))?;
+    match number >= 0.0 {
+        true => Ok(Duration::from_secs_f64(number.min(LONGEST))),
+        false => Err(refuse(&number.to_string())), // NaN is one of them
+    }
 }
 
 /// The error for a value that is not an integer: `refuse` of the value in words, caused by `error`. Errors of

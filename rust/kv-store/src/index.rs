@@ -3,6 +3,7 @@
 mod check;
 mod segments;
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher as _, RandomState};
 
@@ -10,7 +11,7 @@ use hashbrown::HashTable;
 
 use crate::format::RECORD;
 use crate::key::{BlockKey, Fingerprint};
-use crate::usage::{Amount, Usage};
+use crate::usage::{Amount, FingerprintUsage, Usage};
 
 /// Bytes of memory that an entry takes in the index, with its share of tables.
 pub const INDEX_BYTES_PER_ENTRY: usize = 128;
@@ -280,26 +281,23 @@ impl Index {
         }
     }
 
-    /// Readable entries and their bytes by fingerprint, largest first.
-    pub(crate) fn by_fingerprint(&self) -> Vec<(Fingerprint, Amount)> {
-        let mut amounts = vec![Amount::default(); self.fingerprints.len()];
-        for slot in self
-            .slots
-            .iter()
-            .filter(|slot| slot.state == State::Readable)
-        {
-            let amount = &mut amounts[usize::from(slot.fingerprint)];
-            amount.entries += 1;
-            amount.bytes += slot.place.bytes();
+    /// Readable entries by fingerprint, the one with the most bytes first.
+    pub(crate) fn by_fingerprint(&self) -> Vec<FingerprintUsage> {
+        let unused = |&fingerprint: &Fingerprint| FingerprintUsage {
+            fingerprint,
+            amount: Amount::default(),
+            last_written: 0,
+        };
+        let mut all: Vec<_> = self.fingerprints.iter().map(unused).collect();
+        for id in self.readable() {
+            let slot = self.slot(id);
+            let usage = &mut all[usize::from(slot.fingerprint)];
+            usage.amount.entries += 1;
+            usage.amount.bytes += slot.place.bytes();
+            usage.last_written = usage.last_written.max(slot.written);
         }
-        let mut all: Vec<_> = self
-            .fingerprints
-            .iter()
-            .copied()
-            .zip(amounts)
-            .filter(|(_, a)| a.entries > 0)
-            .collect();
-        all.sort_by_key(|(fingerprint, amount)| (std::cmp::Reverse(amount.bytes), *fingerprint));
+        all.retain(|usage| usage.amount.entries > 0);
+        all.sort_by_key(|usage| (Reverse(usage.amount.bytes), usage.fingerprint));
         all
     }
 

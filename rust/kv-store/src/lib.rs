@@ -25,4 +25,4 @@ pub use index::INDEX_BYTES_PER_ENTRY;
 pub use key::{Block, BlockKey, Fingerprint, Prefix};
 pub use stats::{Counters, Stats};
 pub use store::{Prune, Store, Verification};
-pub use usage::{Amount, Usage};
+pub use usage::{Amount, FingerprintUsage, Usage};

@@ -25,56 +25,71 @@ pub struct Stats {
     pub counters: Counters,
 }
 
-/// Counters since the store was opened.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Counters {
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident)*) => {
+        /// Counters since the store was opened.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub struct Counters {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        impl Counters {
+            /// Names and values, in the order of the fields.
+            pub fn by_name(&self) -> impl Iterator<Item = (&'static str, u64)> {
+                [$((stringify!($name), self.$name)),*].into_iter()
+            }
+        }
+    };
+}
+
+counters! {
     /// Entries found at opening.
-    pub loaded: u64,
+    loaded
     /// Entries written.
-    pub stored: u64,
+    stored
     /// Payload bytes written.
-    pub stored_bytes: u64,
+    stored_bytes
     /// Puts of entries that were there already.
-    pub known: u64,
+    known
     /// Puts dropped because the queue was full.
-    pub dropped_queue_full: u64,
+    dropped_queue_full
     /// Puts dropped because the entry is larger than a segment.
-    pub dropped_too_large: u64,
+    dropped_too_large
     /// Puts dropped because the disk failed or did not answer, before or after they were queued.
-    pub dropped_failed: u64,
+    dropped_failed
     /// Puts dropped because the store only reads.
-    pub dropped_read_only: u64,
+    dropped_read_only
     /// Puts dropped because the store was closing.
-    pub dropped_closed: u64,
+    dropped_closed
     /// Gets that returned a payload.
-    pub hits: u64,
+    hits
     /// Payload bytes of hits.
-    pub hit_bytes: u64,
+    hit_bytes
     /// Gets of entries that were not there.
-    pub misses: u64,
+    misses
     /// Gets that failed because the disk did.
-    pub failed: u64,
+    failed
     /// Entries dropped because their bytes were not what had been written.
-    pub damaged: u64,
+    damaged
     /// Gets that found an entry of the same key and another prefix.
-    pub collisions: u64,
+    collisions
     /// Entries evicted because the store was full.
-    pub evicted: u64,
+    evicted
     /// Segments removed.
-    pub evicted_segments: u64,
+    evicted_segments
     /// Entries copied to a later segment because they are in use.
-    pub relocated: u64,
+    relocated
     /// Entries dropped by `prune`.
-    pub pruned: u64,
+    pruned
     /// Entries dropped because their files are gone or cannot be read.
-    pub lost: u64,
+    lost
     /// Write operations that failed.
-    pub write_errors: u64,
+    write_errors
     /// Read operations that failed.
-    pub read_errors: u64,
+    read_errors
     /// Times that the disk did not answer.
-    pub stalls: u64,
+    stalls
 }
 
 impl Counters {

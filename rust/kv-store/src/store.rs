@@ -15,7 +15,7 @@ use crate::key::{Block, BlockKey, Fingerprint};
 use crate::read::dropped;
 use crate::state::{Shared, Work, WriteJob};
 use crate::stats::Stats;
-use crate::usage::Amount;
+use crate::usage::FingerprintUsage;
 use crate::writer::Writer;
 
 const MAX_QUEUED: u64 = 65_536;
@@ -172,6 +172,7 @@ impl Store {
                     let mut buffer = state.spare.pop().unwrap_or_default();
                     drop(state);
                     buffer.clear();
+                    buffer.reserve_exact(bytes as usize);
                     payload
                         .iter()
                         .for_each(|part| buffer.extend_from_slice(part));
@@ -251,17 +252,25 @@ impl Store {
 
     /// Drops entries. Their bytes are freed with their segments; those left empty are removed at once.
     pub fn prune(&self, what: Prune) -> u64 {
-        if !self.shared.is_writer {
+        self.prune_where(|entry, age| match what {
+            Prune::All => true,
+            Prune::Fingerprint(fingerprint) => entry == fingerprint,
+            Prune::Except(fingerprint) => entry != fingerprint,
+            Prune::OlderThan(limit) => age > limit,
+        })
+    }
+
+    /// Drops the entries for whose fingerprint and age `is_dropped` is true.
+    pub fn prune_where(&self, is_dropped: impl Fn(Fingerprint, Duration) -> bool) -> u64 {
+        let mut state = self.shared.lock();
+        if !self.shared.is_writer || state.is_closing {
             return 0;
         }
-        let mut state = self.shared.lock();
         let now = UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
         let index = &state.index;
-        let is_dropped = |&slot: &_| match what {
-            Prune::All => true,
-            Prune::Fingerprint(fingerprint) => index.fingerprint(slot) == fingerprint,
-            Prune::Except(fingerprint) => index.fingerprint(slot) != fingerprint,
-            Prune::OlderThan(age) => now.saturating_sub(index.written(slot)) > age.as_secs(),
+        let is_dropped = |&slot: &_| {
+            let age = Duration::from_secs(now.saturating_sub(index.written(slot)));
+            is_dropped(index.fingerprint(slot), age)
         };
         let slots: Vec<_> = index.readable().filter(is_dropped).collect();
         let mut records = Vec::with_capacity(slots.len());
@@ -331,8 +340,8 @@ impl Store {
         }
     }
 
-    /// Readable entries and their bytes by fingerprint, largest first.
-    pub fn by_fingerprint(&self) -> Vec<(Fingerprint, Amount)> {
+    /// Readable entries by fingerprint, the one with the most bytes first.
+    pub fn by_fingerprint(&self) -> Vec<FingerprintUsage> {
         self.shared.lock().index.by_fingerprint()
     }
 
@@ -346,8 +355,9 @@ impl Store {
         self.shared.lock().index.check()
     }
 
-    /// Writes queued entries and ends the writer. False if that takes longer than `timeout`.
-    pub fn close(self, timeout: Duration) -> bool {
+    /// Writes queued entries and ends the writer. False if that takes longer than `timeout`. Later puts are dropped;
+    /// reads go on.
+    pub fn close(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         let is_written = self.shared.wait_idle(deadline);
         self.end(deadline) && is_written

@@ -1,4 +1,6 @@
-//! Entries and bytes by state.
+//! Entries and bytes by state, and by fingerprint.
+
+use crate::key::Fingerprint;
 
 /// Entries and their bytes on disk, headers included.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -7,6 +9,17 @@ pub struct Amount {
     pub entries: u64,
     /// Their bytes.
     pub bytes: u64,
+}
+
+/// The readable entries of a fingerprint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FingerprintUsage {
+    /// The fingerprint.
+    pub fingerprint: Fingerprint,
+    /// Entries and their bytes.
+    pub amount: Amount,
+    /// When the newest was written, in seconds since 1970.
+    pub last_written: u64,
 }
 
 /// Entries by state. An entry is in exactly one of them.

@@ -1,0 +1,147 @@
+//! `KVBlocks`: the memory of a pool's blocks, as a store reads and writes it.
+
+use pyo3::prelude::*;
+
+use crate::claims::overlap;
+use crate::errors::{BufferError, ConfigError, no_buffer};
+use crate::exported::buffer_of;
+use crate::items::items;
+use crate::memory::BlockRows;
+use crate::numbers::number;
+
+/// More tensors, groups and layers than any model has.
+const MOST: usize = 1 << 20;
+
+/// The memory of a pool's blocks: writable, C-contiguous arrays whose first dimension is the block id.
+///
+/// `groups[g]` lists the tensors that hold the layers of layer group `g`, by their indices in `tensors`. The payload of a block
+/// is its row in each of them, in that order. Elements are of any type: the bits of bfloat16 come as uint16 or uint8. All
+/// tensors have the same number of blocks. Groups may share tensors.
+///
+/// Raises `BufferError` for an array that is read-only, not contiguous or empty, has another number of blocks than the others
+/// or shares memory with one of them, and for a group that names a tensor twice or one that is not there.
+#[pyclass(frozen, module = "pyengine._kv")]
+pub(crate) struct KVBlocks {
+    tensors: Vec<BlockRows>,
+    groups: Vec<Vec<usize>>,
+}
+
+impl KVBlocks {
+    /// The tensors of a group.
+    pub(crate) fn tensors(&self, group: usize) -> impl Iterator<Item = &BlockRows> {
+        self.groups[group].iter().map(|&at| &self.tensors[at])
+    }
+
+    pub(crate) fn num_groups(&self) -> usize {
+        self.groups.len()
+    }
+
+    fn len(&self) -> usize {
+        self.tensors[0].num_blocks()
+    }
+
+    /// The error for a block that is not there.
+    pub(crate) fn check_block(&self, block: usize) -> Result<(), String> {
+        match self.len() {
+            len if block < len => Ok(()),
+            len => Err(format!("block {block} is not there: the arrays have {len}")),
+        }
+    }
+}
+
+#[pymethods]
+impl KVBlocks {
+    #[new]
+    fn new(tensors: &Bound<'_, PyAny>, groups: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let refuse_many = |count| BufferError::new_err(format!("{count} are too many"));
+        let tensors = items(tensors, MOST, refuse_many, tensor)?;
+        let group = |group: &Bound<'_, PyAny>, at: usize| {
+            let name = format!("an index in groups[{at}]");
+            items(group, MOST, refuse_many, |index, _| number(&name, index))
+        };
+        let groups = items(groups, MOST, refuse_many, group)?;
+        check_tensors(&tensors)?;
+        check_groups(&groups, tensors.len())?;
+        Ok(Self { tensors, groups })
+    }
+
+    /// Blocks in each array.
+    #[getter]
+    fn num_blocks(&self) -> usize {
+        self.len()
+    }
+
+    /// Bytes of a block's payload in a layer group.
+    fn block_bytes(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let group = number("group", group)?;
+        if group < self.groups.len() {
+            return Ok(self.tensors(group).map(BlockRows::row_bytes).sum());
+        }
+        let count = self.groups.len();
+        let message = format!("group={group}: there are {count} layer groups");
+        Err(ConfigError::new_err(message))
+    }
+
+    fn __repr__(&self) -> String {
+        let (blocks, tensors, groups) = (self.len(), self.tensors.len(), self.groups.len());
+        format!("<KVBlocks, {blocks} blocks in {tensors} arrays of {groups} layer groups>")
+    }
+}
+
+fn tensor(object: &Bound<'_, PyAny>, at: usize) -> PyResult<BlockRows> {
+    let name = format!("tensors[{at}]");
+    let refuse = |what: &str| Err(BufferError::new_err(format!("array {name} {what}")));
+    let buffer = buffer_of(object).map_err(|error| no_buffer(object.py(), &name, error.into()))?;
+    if buffer.readonly() {
+        return refuse("is read-only");
+    }
+    if !buffer.is_c_contiguous() {
+        return refuse("is not contiguous in C order");
+    }
+    BlockRows::over(buffer).map_or_else(|| refuse("has no blocks, or blocks of no bytes"), Ok)
+}
+
+fn check_tensors(tensors: &[BlockRows]) -> PyResult<()> {
+    let Some(first) = tensors.first() else {
+        return Err(BufferError::new_err("tensors has no arrays"));
+    };
+    for (at, tensor) in tensors.iter().enumerate() {
+        let (found, wanted) = (tensor.num_blocks(), first.num_blocks());
+        if found != wanted {
+            return Err(BufferError::new_err(format!(
+                "array tensors[{at}] has {found} blocks, tensors[0] has {wanted}"
+            )));
+        }
+        let addresses = tensor.addresses();
+        let mut others = tensors[..at].iter();
+        if let Some(other) = others.position(|other| overlap(&addresses, &other.addresses())) {
+            return Err(BufferError::new_err(format!(
+                "arrays tensors[{other}] and tensors[{at}] share memory"
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn check_groups(groups: &[Vec<usize>], num_tensors: usize) -> PyResult<()> {
+    let refuse = |what: String| Err(BufferError::new_err(what));
+    if groups.is_empty() {
+        return refuse("groups has no layer group".into());
+    }
+    for (at, group) in groups.iter().enumerate() {
+        if group.is_empty() {
+            return refuse(format!("groups[{at}] has no tensor"));
+        }
+        for (position, index) in group.iter().enumerate() {
+            if *index >= num_tensors {
+                return refuse(format!(
+                    "groups[{at}] names tensor {index}: there are {num_tensors}"
+                ));
+            }
+            if group[..position].contains(index) {
+                return refuse(format!("groups[{at}] names tensor {index} twice"));
+            }
+        }
+    }
+    Ok(())
+}

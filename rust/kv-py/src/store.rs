@@ -1,0 +1,384 @@
+//! `KVStore`: blocks on a disk or in memory, which survive the pool.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kv_store::{Access, Amount, Config, Fingerprint, MemoryDisk, Stats, Store};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList, PyString};
+
+use crate::bounded;
+use crate::errors::{ConfigError, StoreError};
+use crate::items::items;
+use crate::numbers::{in_words, number, seconds};
+use crate::opened_store::OpenedStore;
+use crate::stored_prefix::StoredPrefix;
+use crate::tokens::token_ids;
+
+/// More fingerprints than a store holds.
+const MOST: usize = 1 << 16;
+
+/// A fingerprint, the entries that it has, their bytes, and when the newest was written.
+type FingerprintRow<'py> = (Bound<'py, PyBytes>, u64, u64, u64);
+
+/// KV-cache blocks in a folder that outlive the process, or in memory. Calls may come from any thread; they release the GIL.
+///
+/// `max_bytes` is the limit of all files together. `access`: "write" is refused while another process writes, "read" reads
+/// what another one wrote, and "write_or_read" reads if another one writes. `queue_bytes` bounds the payloads that wait to be
+/// written, and `segment_bytes` is the unit of eviction. With `auth_key`, 32 secret bytes, every entry is authenticated. For
+/// `retry_after` seconds after a failed write, blocks are dropped; `stall_after` is how long the disk may take until the
+/// store answers without it.
+///
+/// A new folder is made so that only its owner can enter. Without `close`, queued blocks are dropped.
+///
+/// Raises `StoreError` for a folder that is accessible to others, belongs to another user, is a symbolic link or not a store,
+/// and if another process writes to it; also for every call after `close` and in a process forked later. Raises
+/// `ConfigError` for an argument of another type or range.
+#[pyclass(frozen, module = "pyengine._kv")]
+pub(crate) struct KVStore {
+    opened: Arc<OpenedStore>,
+    is_writer: bool,
+}
+
+/// Limits as they were given.
+struct Limits<'a, 'py> {
+    max_bytes: &'a Bound<'py, PyAny>,
+    queue_bytes: Option<&'a Bound<'py, PyAny>>,
+    segment_bytes: Option<&'a Bound<'py, PyAny>>,
+    auth_key: Option<&'a [u8]>,
+    stall_after: Option<&'a Bound<'py, PyAny>>,
+    retry_after: Option<&'a Bound<'py, PyAny>>,
+}
+
+impl Limits<'_, '_> {
+    fn config(self, access: Access) -> PyResult<Config> {
+        let mut config = Config::new(number("max_bytes", self.max_bytes)?);
+        config.access = access;
+        if let Some(bytes) = self.queue_bytes {
+            config.queue_bytes = number("queue_bytes", bytes)?;
+        }
+        if let Some(bytes) = self.segment_bytes {
+            config.segment_bytes = number("segment_bytes", bytes)?;
+        }
+        if let Some(after) = self.stall_after {
+            config.stall_after = seconds("stall_after", after)?;
+        }
+        if let Some(after) = self.retry_after {
+            config.retry_after = seconds("retry_after", after)?;
+        }
+        let auth_key = self.auth_key.map(|key| {
+            let refuse =
+                |_| ConfigError::new_err(format!("auth_key has {} bytes, not 32", key.len()));
+            <[u8; 32]>::try_from(key).map_err(refuse)
+        });
+        config.auth_key = auth_key.transpose()?;
+        Ok(config)
+    }
+}
+
+impl KVStore {
+    fn opened(
+        py: Python<'_>,
+        name: String,
+        open: impl FnOnce() -> Result<Store, kv_store::OpenError> + Send,
+    ) -> PyResult<Self> {
+        let store = py.detach(open);
+        let store = store.map_err(|error| StoreError::new_err(error.to_string()))?;
+        Ok(Self {
+            is_writer: store.is_writer(),
+            opened: Arc::new(OpenedStore::new(store, name)),
+        })
+    }
+
+    /// Does `work` with the store, without the GIL.
+    fn with<R: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&Store) -> PyResult<R> + Send,
+    ) -> PyResult<R> {
+        py.detach(|| match self.opened.store()? {
+            Some(store) => work(&store),
+            None => Err(self.closed()),
+        })
+    }
+
+    fn closed(&self) -> PyErr {
+        StoreError::new_err(format!("the KV store {} is closed", self.opened.name()))
+    }
+}
+
+#[pymethods]
+impl KVStore {
+    #[new]
+    #[pyo3(signature = (folder, *, max_bytes, access = None, queue_bytes = None, segment_bytes = None, auth_key = None, stall_after = None, retry_after = None))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        folder: PathBuf,
+        max_bytes: &Bound<'_, PyAny>,
+        access: Option<&Bound<'_, PyAny>>,
+        queue_bytes: Option<&Bound<'_, PyAny>>,
+        segment_bytes: Option<&Bound<'_, PyAny>>,
+        auth_key: Option<&[u8]>,
+        stall_after: Option<&Bound<'_, PyAny>>,
+        retry_after: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let limits = Limits {
+            max_bytes,
+            queue_bytes,
+            segment_bytes,
+            auth_key,
+            stall_after,
+            retry_after,
+        };
+        let config = limits.config(access.map_or(Ok(Access::WriteOrRead), access_of)?)?;
+        let name = folder.display().to_string();
+        Self::opened(py, name, || Store::open(&folder, config))
+    }
+
+    /// A store in memory: it ends with the process, and is empty at first.
+    #[staticmethod]
+    #[pyo3(signature = (max_bytes, *, queue_bytes = None, segment_bytes = None, auth_key = None, stall_after = None, retry_after = None))]
+    fn in_memory(
+        py: Python<'_>,
+        max_bytes: &Bound<'_, PyAny>,
+        queue_bytes: Option<&Bound<'_, PyAny>>,
+        segment_bytes: Option<&Bound<'_, PyAny>>,
+        auth_key: Option<&[u8]>,
+        stall_after: Option<&Bound<'_, PyAny>>,
+        retry_after: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let limits = Limits {
+            max_bytes,
+            queue_bytes,
+            segment_bytes,
+            auth_key,
+            stall_after,
+            retry_after,
+        };
+        let config = limits.config(Access::Write)?;
+        let disk = Box::new(MemoryDisk::new(u64::MAX)); // the store keeps to its own limit
+        Self::opened(py, "in memory".into(), || Store::on_disk(disk, config))
+    }
+
+    /// Whether it writes; otherwise it reads what another process writes.
+    #[getter]
+    fn is_writer(&self) -> bool {
+        self.is_writer
+    }
+
+    /// The full blocks of a prompt in this store, for layer groups with these fingerprints, one each. Hashes every block once
+    /// for each fingerprint.
+    ///
+    /// Raises `TokenError` for tokens that are none, `ConfigError` for a `block_size` of 0 and for fingerprints that are
+    /// none.
+    #[pyo3(signature = (tokens, block_size, *, fingerprints, namespace = None))]
+    fn prefix(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        block_size: &Bound<'_, PyAny>,
+        fingerprints: &Bound<'_, PyAny>,
+        namespace: Option<&[u8]>,
+    ) -> PyResult<StoredPrefix> {
+        let block_size = number("block_size", block_size)?;
+        if block_size == 0 {
+            return Err(ConfigError::new_err("block_size=0: it must be at least 1"));
+        }
+        let fingerprints = fingerprints_of(fingerprints)?;
+        if fingerprints.is_empty() {
+            return Err(ConfigError::new_err(
+                "fingerprints is empty: each layer group has one",
+            ));
+        }
+        let namespace = namespace.unwrap_or_default().to_vec();
+        let (tokens, opened) = (token_ids(tokens)?, Arc::clone(&self.opened));
+        self.with(py, |_| {
+            Ok(StoredPrefix::hash(
+                opened,
+                tokens,
+                namespace,
+                block_size,
+                &fingerprints,
+            ))
+        })
+    }
+
+    /// Entries and bytes by state (`readable_entries`, `readable_bytes`, and so on for `writing`, `reading` and `condemned`),
+    /// `disk_bytes`, `limit_bytes`, `queued_bytes`, `is_writer`, `is_suspended`, `is_stalled`, and all counters since it was
+    /// opened.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.with(py, |store| Ok(store.stats()))?;
+        stats_dict(py, &stats)
+    }
+
+    /// Takes the messages for the operator: one per fault, however many blocks it concerns.
+    fn take_notices(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        let notices = self.with(py, |store| Ok(store.take_notices()))?;
+        Ok(notices.iter().map(ToString::to_string).collect())
+    }
+
+    /// Waits until everything queued is written or dropped; False if that takes longer than `timeout` seconds.
+    fn flush(&self, py: Python<'_>, timeout: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let timeout = seconds("timeout", timeout)?;
+        self.with(py, |store| Ok(store.flush(timeout)))
+    }
+
+    /// Waits until everything written is on the device: it survives a power failure then. Raises `StoreError` if that fails.
+    fn sync(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, |store| {
+            store.sync().map_err(|error| self.failed("sync", &error))
+        })
+    }
+
+    /// For a reader: loads entries that the writer stored, and drops those that it removed. Returns the number of readable
+    /// entries. Raises `StoreError` if the folder cannot be read.
+    fn refresh(&self, py: Python<'_>) -> PyResult<u64> {
+        self.with(py, |store| {
+            store
+                .refresh()
+                .map_err(|error| self.failed("refresh", &error))
+        })
+    }
+
+    /// Drops the entries of these fingerprints that were written longer ago than `older_than` seconds; an argument that is
+    /// None excludes none. Returns how many. Raises `StoreError` if another process writes.
+    #[pyo3(signature = (*, fingerprints = None, older_than = None))]
+    fn prune(
+        &self,
+        py: Python<'_>,
+        fingerprints: Option<&Bound<'_, PyAny>>,
+        older_than: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<u64> {
+        let fingerprints = fingerprints.map(fingerprints_of).transpose()?;
+        let older_than = older_than
+            .map(|age| seconds("older_than", age))
+            .transpose()?;
+        let is_dropped = |fingerprint: Fingerprint, age: Duration| {
+            let is_named = fingerprints
+                .as_ref()
+                .is_none_or(|named| named.contains(&fingerprint));
+            is_named && older_than.is_none_or(|limit| age > limit)
+        };
+        if !self.is_writer {
+            return Err(StoreError::new_err(format!(
+                "the KV store {} is open for reading: only the process that writes prunes it",
+                self.opened.name()
+            )));
+        }
+        self.with(py, |store| Ok(store.prune_where(is_dropped)))
+    }
+
+    /// Reads every entry, and drops those that are damaged. Returns how many are whole, and the keys of those that are damaged
+    /// or cannot be read.
+    fn verify<'py>(&self, py: Python<'py>) -> PyResult<(u64, Bound<'py, PyList>)> {
+        let found = self.with(py, |store| Ok(store.verify()))?;
+        let damaged = bounded::list(py, found.damaged, |key| Ok(key.to_string()))?;
+        Ok((found.whole, damaged))
+    }
+
+    /// Fingerprints with readable entries, the one with the most bytes first: the fingerprint, its entries, their bytes, and
+    /// when the newest was written, in seconds since 1970.
+    fn fingerprints<'py>(&self, py: Python<'py>) -> PyResult<Vec<FingerprintRow<'py>>> {
+        let rows = self.with(py, |store| Ok(store.by_fingerprint()))?;
+        let row = |usage: &kv_store::FingerprintUsage| {
+            let fingerprint = PyBytes::new(py, usage.fingerprint.as_bytes());
+            let Amount { entries, bytes } = usage.amount;
+            (fingerprint, entries, bytes, usage.last_written)
+        };
+        Ok(rows.iter().map(row).collect())
+    }
+
+    /// Writes what is queued and ends the store: every other call raises `StoreError` from now on. False if `timeout` seconds
+    /// are not enough; the rest is dropped. True if it is closed already.
+    fn close(&self, py: Python<'_>, timeout: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let timeout = seconds("timeout", timeout)?;
+        py.detach(|| {
+            let store = self.opened.take()?;
+            Ok(store.is_none_or(|store| store.close(timeout)))
+        })
+    }
+
+    fn __repr__(&self) -> String {
+        let access = if self.is_writer { "writes" } else { "reads" };
+        format!("<KVStore {}, {access}>", self.opened.name())
+    }
+}
+
+impl KVStore {
+    fn failed(&self, what: &str, error: &std::io::Error) -> PyErr {
+        let name = &self.opened.name();
+        StoreError::new_err(format!("cannot {what} the KV store {name}: {error}"))
+    }
+}
+
+/// The fingerprint of a model: of named properties, in order. Entries of different fingerprints never match each other.
+#[pyfunction]
+pub(crate) fn kv_fingerprint<'py>(
+    py: Python<'py>,
+    properties: Vec<(String, Vec<u8>)>,
+) -> Bound<'py, PyBytes> {
+    let named = properties
+        .iter()
+        .map(|(name, value)| (&name[..], &value[..]));
+    PyBytes::new(py, Fingerprint::of(named).as_bytes())
+}
+
+fn access_of(access: &Bound<'_, PyAny>) -> PyResult<Access> {
+    let text = access
+        .cast::<PyString>()
+        .ok()
+        .map(|text| text.to_cow())
+        .transpose()?;
+    match text.as_deref() {
+        Some("write") => Ok(Access::Write),
+        Some("read") => Ok(Access::Read),
+        Some("write_or_read") => Ok(Access::WriteOrRead),
+        _ => {
+            let shown = in_words(access)?;
+            Err(ConfigError::new_err(format!(
+                "access={shown} is none of \"write\", \"read\" and \"write_or_read\""
+            )))
+        }
+    }
+}
+
+fn fingerprints_of(fingerprints: &Bound<'_, PyAny>) -> PyResult<Vec<Fingerprint>> {
+    let too_many = |count| ConfigError::new_err(format!("{count} fingerprints are too many"));
+    items(fingerprints, MOST, too_many, |fingerprint, at| {
+        let bytes = fingerprint.cast::<PyBytes>().ok();
+        let bytes = bytes.and_then(|bytes| <[u8; 32]>::try_from(bytes.as_bytes()).ok());
+        let Some(bytes) = bytes else {
+            let shown = in_words(fingerprint)?;
+            return Err(ConfigError::new_err(format!(
+                "fingerprints[{at}]={shown} is not 32 bytes"
+            )));
+        };
+        Ok(Fingerprint::from_bytes(bytes))
+    })
+}
+
+fn stats_dict<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    let usage = &stats.usage;
+    for (state, amount) in [
+        ("readable", usage.readable),
+        ("writing", usage.writing),
+        ("reading", usage.reading),
+        ("condemned", usage.condemned),
+    ] {
+        dict.set_item(format!("{state}_entries"), amount.entries)?;
+        dict.set_item(format!("{state}_bytes"), amount.bytes)?;
+    }
+    dict.set_item("disk_bytes", stats.disk_bytes)?;
+    dict.set_item("limit_bytes", stats.limit_bytes)?;
+    dict.set_item("queued_bytes", stats.queued_bytes)?;
+    dict.set_item("is_writer", stats.is_writer)?;
+    dict.set_item("is_suspended", stats.is_suspended)?;
+    dict.set_item("is_stalled", stats.is_stalled)?;
+    for (name, value) in stats.counters.by_name() {
+        dict.set_item(name, value)?;
+    }
+    Ok(dict)
+}

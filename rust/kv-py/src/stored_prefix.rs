@@ -1,0 +1,273 @@
+//! `StoredPrefix`: the full blocks of a prompt in a store; payloads between a pool and the store.
+
+use std::sync::Arc;
+
+use kv_store::{Block, BlockKey, Fingerprint, Get, Prefix, Put};
+use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::errors::{ConfigError, StoreError};
+use crate::items::items;
+use crate::kv_blocks::KVBlocks;
+use crate::numbers::{in_words, number};
+use crate::opened_store::OpenedStore;
+
+/// More blocks than a prefix has in all of its layer groups.
+const MOST: usize = 1 << 31;
+
+/// The keys of a prompt's blocks for one layer group.
+struct GroupKeys {
+    fingerprint: Fingerprint,
+    root: BlockKey,
+    keys: Vec<BlockKey>,
+}
+
+/// A block to move: its index in the prefix, its layer group, its id in the pool.
+#[derive(Clone, Copy)]
+struct Move {
+    index: usize,
+    group: usize,
+    block: usize,
+}
+
+/// The full blocks of a prompt in a `KVStore`: made by `KVStore.prefix`.
+///
+/// After `close`, nothing is stored and nothing moves. Raises `ConfigError` for an index, a layer group or a block that is
+/// not there, before anything moves, and `StoreError` in a process that did not open the store.
+#[pyclass(frozen, module = "pyengine._kv")]
+pub(crate) struct StoredPrefix {
+    opened: Arc<OpenedStore>,
+    tokens: Vec<u32>,
+    namespace: Vec<u8>,
+    block_size: usize,
+    groups: Vec<GroupKeys>,
+}
+
+impl StoredPrefix {
+    /// Hashes every full block once for each fingerprint.
+    pub(crate) fn hash(
+        opened: Arc<OpenedStore>,
+        tokens: Vec<u32>,
+        namespace: Vec<u8>,
+        block_size: usize,
+        fingerprints: &[Fingerprint],
+    ) -> Self {
+        let keys = |&fingerprint: &Fingerprint| GroupKeys {
+            fingerprint,
+            root: BlockKey::root(fingerprint, &namespace),
+            keys: Prefix::new(fingerprint, &namespace, &tokens, block_size)
+                .keys()
+                .to_vec(),
+        };
+        Self {
+            groups: fingerprints.iter().map(keys).collect(),
+            opened,
+            tokens,
+            namespace,
+            block_size,
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.tokens.len() / self.block_size
+    }
+
+    fn block(&self, index: usize, group: usize) -> Block<'_> {
+        let group = &self.groups[group];
+        let parent = index.checked_sub(1).map(|parent| group.keys[parent]);
+        Block {
+            fingerprint: group.fingerprint,
+            namespace: &self.namespace,
+            parent: parent.unwrap_or(group.root),
+            tokens: &self.tokens[index * self.block_size..][..self.block_size],
+        }
+    }
+
+    fn group(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let group = number("group", group)?;
+        match self.check_group(group) {
+            Ok(()) => Ok(group),
+            Err(message) => Err(ConfigError::new_err(format!("group={group}: {message}"))),
+        }
+    }
+
+    fn check_group(&self, group: usize) -> Result<(), String> {
+        match self.groups.len() {
+            count if group < count => Ok(()),
+            count => Err(format!("the prefix has fingerprints of {count} groups")),
+        }
+    }
+
+    fn check_index(&self, index: usize) -> Result<(), String> {
+        match self.len() {
+            len if index < len => Ok(()),
+            len => Err(format!("the prefix has {len} full blocks")),
+        }
+    }
+
+    /// The blocks to move, each of which is there.
+    fn moves(&self, memory: &KVBlocks, blocks: &Bound<'_, PyAny>) -> PyResult<Vec<Move>> {
+        let too_many = |count| ConfigError::new_err(format!("{count} blocks are too many"));
+        items(blocks, MOST, too_many, |item, at| {
+            let (index, group, block) = item
+                .extract::<(usize, usize, usize)>()
+                .map_err(|error| not_a_block(item, at, error))?;
+            let check = self
+                .check_index(index)
+                .map_err(|e| format!("index {index}: {e}"));
+            let check = check.and_then(|()| {
+                self.check_group(group)
+                    .map_err(|e| format!("group {group}: {e}"))?;
+                match memory.num_groups() {
+                    count if group < count => memory.check_block(block),
+                    count => Err(format!("group {group}: the arrays are of {count} groups")),
+                }
+            });
+            match check {
+                Ok(()) => Ok(Move {
+                    index,
+                    group,
+                    block,
+                }),
+                Err(message) => Err(ConfigError::new_err(format!("blocks[{at}]: {message}"))),
+            }
+        })
+    }
+}
+
+#[pymethods]
+impl StoredPrefix {
+    /// Full blocks of the prompt.
+    #[getter]
+    fn num_blocks(&self) -> usize {
+        self.len()
+    }
+
+    /// The number of blocks of a layer group, from index `first` on, that are stored without a gap. From memory and by key:
+    /// `load` proves each.
+    #[pyo3(signature = (first = None, group = None))]
+    fn stored_blocks(
+        &self,
+        py: Python<'_>,
+        first: Option<&Bound<'_, PyAny>>,
+        group: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<usize> {
+        let first = first.map_or(Ok(0), |first| number("first", first))?;
+        let group = group.map_or(Ok(0), |group| self.group(group))?;
+        let Some(keys) = self.groups[group].keys.get(first..) else {
+            let len = self.len();
+            let message = format!("first={first}: the prefix has {len} full blocks");
+            return Err(ConfigError::new_err(message));
+        };
+        py.detach(|| {
+            let store = self.opened.store()?;
+            Ok(store.map_or(0, |store| store.stored_blocks(keys)))
+        })
+    }
+
+    /// Whether the block at `index` is stored for a layer group.
+    #[pyo3(signature = (index, group = None))]
+    fn contains(
+        &self,
+        py: Python<'_>,
+        index: &Bound<'_, PyAny>,
+        group: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<bool> {
+        let index = number("index", index)?;
+        self.check_index(index)
+            .map_err(|message| ConfigError::new_err(format!("index={index}: {message}")))?;
+        let group = group.map_or(Ok(0), |group| self.group(group))?;
+        let key = &self.groups[group].keys[index];
+        py.detach(|| {
+            let store = self.opened.store()?;
+            Ok(store.is_some_and(|store| store.contains(key)))
+        })
+    }
+
+    /// Stores blocks of a pool: (index in the prefix, layer group, block id) each, as `Transfer.blocks` has them. Copies the
+    /// payloads into the queue of the store, and never waits for the disk.
+    ///
+    /// Returns how many from the front are queued, or stored already: it stops at the first one that the store drops. The
+    /// caller holds the blocks meanwhile, by a pin: no other thread writes to them.
+    fn store(
+        &self,
+        py: Python<'_>,
+        memory: &KVBlocks,
+        blocks: &Bound<'_, PyAny>,
+    ) -> PyResult<usize> {
+        let moves = self.moves(memory, blocks)?;
+        py.detach(|| {
+            for (done, each) in moves.iter().enumerate() {
+                let Some(store) = self.opened.store()? else {
+                    return Ok(done);
+                };
+                let rows = memory.tensors(each.group).map(|rows| rows.row(each.block));
+                let payload: Vec<_> = rows.collect();
+                if let Put::Dropped(_) = store.put(&self.block(each.index, each.group), &payload) {
+                    return Ok(done);
+                }
+            }
+            Ok(moves.len())
+        })
+    }
+
+    /// Loads blocks into a pool: (index in the prefix, layer group, block id) each, as `Transfer.blocks` has them.
+    ///
+    /// Returns how many from the front hold exactly the bytes that were stored: it stops at the first one that is missing or
+    /// damaged, and at a disk that fails. The others are as they were or hold bytes to be ignored. The caller holds the
+    /// blocks meanwhile, by a `Transfer`: no other thread reads or writes them.
+    ///
+    /// Raises `StoreError` for a stored block of another length: the fingerprint lacks a part of the layout.
+    fn load(
+        &self,
+        py: Python<'_>,
+        memory: &KVBlocks,
+        blocks: &Bound<'_, PyAny>,
+    ) -> PyResult<usize> {
+        let moves = self.moves(memory, blocks)?;
+        py.detach(|| {
+            for (done, each) in moves.iter().enumerate() {
+                let Some(store) = self.opened.store()? else {
+                    return Ok(done);
+                };
+                let rows = memory.tensors(each.group);
+                let mut payload: Vec<_> = rows.map(|rows| rows.row_mut(each.block)).collect();
+                match store.get(&self.block(each.index, each.group), &mut payload) {
+                    Ok(Get::Hit) => {}
+                    Ok(Get::Miss | Get::Failed) => return Ok(done),
+                    Err(error) => {
+                        let (index, group) = (each.index, each.group);
+                        let message = format!("block {index} of group {group}: {error}");
+                        return Err(StoreError::new_err(message));
+                    }
+                }
+            }
+            Ok(moves.len())
+        })
+    }
+
+    fn __repr__(&self) -> String {
+        let (blocks, groups) = (self.len(), self.groups.len());
+        format!("<StoredPrefix of {blocks} blocks, {groups} layer groups>")
+    }
+}
+
+#[cold]
+fn not_a_block(item: &Bound<'_, PyAny>, at: usize, error: PyErr) -> PyErr {
+    let py = item.py();
+    let is_of_this = error.is_instance_of::<PyTypeError>(py)
+        || error.is_instance_of::<PyValueError>(py) // a tuple of another length
+        || error.is_instance_of::<PyOverflowError>(py);
+    if !is_of_this {
+        return error;
+    }
+    let shown = match in_words(item) {
+        Ok(shown) => shown,
+        Err(error) => return error,
+    };
+    let refused = ConfigError::new_err(format!(
+        "blocks[{at}]={shown} is not (index in the prefix, layer group, block id)"
+    ));
+    refused.set_cause(py, Some(error));
+    refused
+}
