@@ -16,7 +16,7 @@ from weakref import finalize
 
 from pyengine.errors import InvalidRequestError, PyEngineError, QueueFullError
 from pyengine.sampling import grammar_checker
-from pyengine.sampling.token_masks import TokenMatcher
+from pyengine.sampling.token_matcher import CompiledGrammar, TokenMatcher, num_filling_threads
 from pyengine.sampling_params import StructuredOutputs
 from pyengine.utils.packaging import needs_serve_extra
 
@@ -53,7 +53,7 @@ class _Job:
     """A waiting grammar, in the queue of each tenant that has sent it."""
 
     structured_outputs: StructuredOutputs
-    matcher: Future[TokenMatcher] = field(default_factory=Future)
+    compiled: Future[CompiledGrammar] = field(default_factory=Future)
     tenants: set[bytes] = field(default_factory=set)
     is_started: bool = False
 
@@ -119,6 +119,8 @@ class Grammars:
         self._queue = _FairQueue()
         self._num_workers = 0
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pyengine-grammars")
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="pyengine-grammars-again")
+        self._max_bases = num_filling_threads()
         self._vocabulary: Any = None
         """`llguidance.LLTokenizer`, made at first use."""
         self._checker_setup: dict[str, Any] = {}
@@ -133,7 +135,7 @@ class Grammars:
         `compile` does.
         """
         try:
-            return self.compile(structured_outputs, tenant).result().copy()
+            return self.compile(structured_outputs, tenant).result().matcher()
         except InvalidRequestError as error:  # each thread raises its own error
             raise InvalidRequestError(str(error)) from error
 
@@ -147,7 +149,7 @@ class Grammars:
 
     def compile(
         self, structured_outputs: StructuredOutputs, tenant: bytes = b""
-    ) -> Future[TokenMatcher]:
+    ) -> Future[CompiledGrammar]:
         """Compile a grammar in the background, unless it is known. The future fails as `matcher`.
 
         Tenants take turns, so none waits for the many grammars of another one. Raises
@@ -156,7 +158,7 @@ class Grammars:
         key = (structured_outputs.kind, structured_outputs.text)
         with self._lock:
             job = self._known.get(key)
-            if job is None or not job.matcher.done():
+            if job is None or not job.compiled.done():
                 job = job or _Job(structured_outputs)
                 self._queue.add(job, tenant)
                 if self._num_workers < _THREADS:
@@ -166,7 +168,7 @@ class Grammars:
             self._known.move_to_end(key)
             while len(self._known) > _KEPT:
                 self._known.popitem(last=False)
-            return job.matcher
+            return job.compiled
 
     def _work(self) -> None:
         """Compile grammars until no grammar is left for this thread."""
@@ -178,7 +180,7 @@ class Grammars:
                     return
             job, tenant = taken
             try:
-                job.matcher.set_result(self._compile(job.structured_outputs))
+                job.compiled.set_result(self._compile(job.structured_outputs))
             except Exception as error:
                 self._fail(job, error)
             finally:
@@ -194,9 +196,9 @@ class Grammars:
         with self._lock:
             if not is_lasting and self._known.get(key) is job:
                 del self._known[key]
-        job.matcher.set_exception(error)
+        job.compiled.set_exception(error)
 
-    def _compile(self, asked: StructuredOutputs) -> TokenMatcher:
+    def _compile(self, asked: StructuredOutputs) -> CompiledGrammar:
         checker = self._checker()
         answer = checker.ask([asked.kind, asked.text], _SECONDS)
         if checker.is_alive:
@@ -209,9 +211,11 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(**_LIMITS)
-        return TokenMatcher(
-            LLMatcher(self._vocabulary, answer["grammar"], log_level=0, limits=limits)
-        )
+
+        def compiled() -> LLMatcher:
+            return LLMatcher(self._vocabulary, answer["grammar"], log_level=0, limits=limits)
+
+        return CompiledGrammar(compiled, self._max_bases, self._background)
 
     def _checker(self) -> "_Checker":
         """An idle checker, or a new one."""

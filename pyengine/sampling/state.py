@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.errors import InvalidRequestError
-from pyengine.sampling.token_masks import TokenMatcher
+from pyengine.sampling.token_matcher import TokenMatcher
 from pyengine.sampling_params import SamplingParams
 
 Positions: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
@@ -247,7 +247,7 @@ class SamplingState:
         made = copy(self)
         made.seed, made.token_ids = seed % 2**64, []
         made.counts = None if self.counts is None else self.counts.copy()
-        made.matcher = None if self.matcher is None else self.matcher.copy()
+        made.matcher = None if self.matcher is None else self.matcher.sibling()
         return made
 
     def ahead(self, drafts: Sequence[int]) -> "list[SamplingState]":

@@ -1,11 +1,9 @@
 """Constrained answers: the allowed next tokens, by `llguidance`, as masks over logits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from threading import Lock, get_ident
+from threading import get_ident
 from time import clock_gettime, pthread_getcpuclockid, thread_time
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,122 +11,17 @@ import torch
 import torch.nn.functional as F
 
 from pyengine.sampling.draw_cpu import largest
+from pyengine.sampling.token_matcher import LEAST_ROWS, TokenMatcher, num_filling_threads
 from pyengine.utils.host_copy import upload
 
 _LONGEST_MASK = 0.1
 """Seconds of the processor; a row that takes longer fails."""
 _LOOKS_EVERY = 0.05
-_LEAST_ROWS, _MOST_THREADS = 16, 8
-"""The least rows per thread, if there are several, and the most threads."""
 _WORD = 32
 """Tokens in a word of a mask."""
 _OCTETS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _SUMMANDS = np.where(_OCTETS == 1, 0, -np.inf).astype(np.float32)
 """For each byte of a mask the summands of the logits of its eight tokens: [256, 8]."""
-_FREE_SECONDS = 0.5
-_SECONDS_PER_TOKEN = 0.005
-"""The limit of the processor time of a sample's masks: a base, and a part per token.
-
-A mask usually takes 0.05 ms; all requests of a step wait for all of its masks."""
-
-
-@dataclass(slots=True)
-class _Spent:
-    """Processor time that a sequence's masks have taken."""
-
-    seconds: float = 0.0
-    num_masks: int = 0
-    lock: Lock = field(default_factory=Lock, repr=False)
-    """Drafts of a sample may be filled by several threads."""
-
-
-class TokenMatcher:
-    """The position of one sample in its grammar.
-
-    Several threads may use it, never at the same time.
-    """
-
-    __slots__ = ("_matcher", "_spent", "error")
-
-    def __init__(self, matcher: Any, spent: _Spent | None = None) -> None:
-        """`matcher` is an `llguidance.LLMatcher`."""
-        self._matcher = matcher
-        self._spent = spent or _Spent()
-        self.error = str(matcher.get_error())
-        """The reason why no token can be chosen any more; empty while that is possible."""
-
-    @property
-    def is_finished(self) -> bool:
-        """True if the answer is complete: no token can follow."""
-        return bool(self._matcher.is_stopped()) and not self.error
-
-    def copy(self) -> "TokenMatcher":
-        """Return an independent copy."""
-        return TokenMatcher(self._matcher.deep_copy())
-
-    def ahead(self) -> "TokenMatcher":
-        """Return a copy for drafts, whose time counts as this one's."""
-        return TokenMatcher(self._matcher.deep_copy(), self._spent)
-
-    def num_allowed(self, tokens: Sequence[int]) -> int:
-        """The number of leading `tokens` that are allowed and do not end the answer."""
-        matcher = self._matcher
-        consumed: int = matcher.try_consume_tokens([*tokens])
-        is_stopped = consumed > 0 and bool(matcher.is_stopped())
-        matcher.rollback(consumed)
-        return consumed - is_stopped
-
-    def append(self, token: int) -> None:
-        """Advance by one allowed token."""
-        if not self.error and not self._matcher.consume_token(token):
-            self.error = str(self._matcher.get_error())
-
-    def fail(self, reason: str) -> None:
-        """Set the error to `reason`, unless one is set or `reason` is empty."""
-        self.error = self.error or reason
-
-    def may_come(self, token: int) -> bool:
-        """True if this token is allowed, without computing the mask.
-
-        After an error any token is. False for the end of the answer, which needs the mask.
-        """
-        if self.error:
-            return True
-        begin = thread_time()
-        may_come: bool = self._matcher.validate_tokens([token]) == 1
-        self._charge(thread_time() - begin)
-        return may_come or bool(self.error)
-
-    def fill(self, masks: npt.NDArray[np.int32], row: int) -> None:
-        """Write a bit for each allowed next token into `masks[row]`, int32 [V / 32].
-
-        After an error all bits are set: the chosen token is ignored.
-        """
-        from llguidance.numpy import fill_next_token_bitmask
-
-        if not self.error:
-            begin = thread_time()
-            fill_next_token_bitmask(self._matcher, masks, row)
-            self._charge(thread_time() - begin)
-        if self.error:
-            masks[row] = -1
-
-    def _charge(self, seconds: float) -> None:
-        spent = self._spent
-        with spent.lock:
-            spent.seconds += seconds
-            spent.num_masks += 1
-        self.fail(str(self._matcher.get_error()) or self._excess())
-
-    def _excess(self) -> str:
-        spent = self._spent
-        allowed = _FREE_SECONDS + _SECONDS_PER_TOKEN * spent.num_masks
-        if spent.seconds <= allowed:
-            return ""
-        return (
-            f"the masks of {spent.num_masks} tokens took {spent.seconds:.1f} s, "
-            f"and {allowed:.1f} s are allowed"
-        )
 
 
 class TokenMasks:
@@ -234,29 +127,37 @@ def _unpacked(words: torch.Tensor, count: int) -> torch.Tensor:
 class _Filling:
     """Masks that threads fill, each a part of the rows."""
 
-    def __init__(self, parts: "list[_Part]") -> None:
-        self._parts = parts
+    def __init__(self, masks: torch.Tensor, parts: "list[_Part]") -> None:
+        self._masks, self._parts = masks, parts
 
     def result(self) -> npt.NDArray[np.int32]:
         """Wait for the masks: int32 [R, V / 32]. Raises the error of filling."""
-        several = [part.result() for part in self._parts]
-        return several[0] if len(several) == 1 else np.concatenate(several)
+        dropped = [row for part in self._parts for row in part.wait_for_masks()]
+        bits: npt.NDArray[np.int32] = self._masks.numpy()
+        if dropped:
+            bits = bits.copy()  # their threads may write into the rows later
+            bits[dropped] = -1
+        return bits
 
 
 class _Part:
-    """Masks of rows that a thread fills one after the other."""
+    """Rows that a thread fills one after the other."""
 
     def __init__(
         self,
         thread: "_Thread",
         matchers: list[TokenMatcher],
-        num_words: int,
+        masks: torch.Tensor,
+        rows: list[int],
         earlier: "list[_Part]",
     ) -> None:
-        """It starts after the `earlier` parts, which may have the same matchers."""
-        self._thread, self._matchers = thread, matchers
-        self._bits = np.full((len(matchers), num_words), -1, dtype=np.int32)
-        self._run = _Run(matchers, self._bits, 0, earlier)
+        """It starts after the `earlier` parts, which may have the same matchers.
+
+        `matchers` and `masks` are those of all parts.
+        """
+        self._thread, self._matchers, self._masks, self._rows = thread, matchers, masks, rows
+        self._dropped: list[int] = []
+        self._run = _Run(matchers, masks, rows, 0, earlier)
         self._filled = thread.submit(self._run)
 
     @property
@@ -269,15 +170,15 @@ class _Part:
         while not self.is_filled:  # it may time out meanwhile, and go on in another thread
             wait((self._filled,), _LOOKS_EVERY)
 
-    def result(self) -> npt.NDArray[np.int32]:
-        """Wait for its rows: int32 [R, V / 32].
+    def wait_for_masks(self) -> list[int]:
+        """Wait for its masks. Returns the dropped rows; raises the error of filling.
 
         A row that takes too much processor time is dropped, with its matcher.
         """
         while True:
             try:
                 self._filled.result(_LOOKS_EVERY)
-                return self._bits
+                return self._dropped
             except TimeoutError:
                 if self._run.seconds > _LONGEST_MASK:
                     self._time_out(self._run)
@@ -285,29 +186,30 @@ class _Part:
     def _time_out(self, run: "_Run") -> None:
         """Go on in another thread, after the current row of this one."""
         run.is_timed_out = True
-        self._matchers[run.at].fail(
+        row = self._rows[run.at]
+        self._matchers[row].fail(
             f"the allowed next tokens take more than {_LONGEST_MASK:g} s to compute"
         )
-        self._bits = self._bits.copy()  # the thread will write into the other ones
-        self._bits[run.at] = -1
+        self._dropped.append(row)
         self._thread.renew()
-        self._run = _Run(self._matchers, self._bits, run.at + 1, [])
+        self._run = _Run(self._matchers, self._masks, self._rows, run.at + 1, [])
         self._filled = self._thread.submit(self._run)
 
 
 class _Run:
-    """The work of a thread: the rows from `at` on."""
+    """The work of a thread: of its rows those from number `first` on."""
 
     def __init__(
         self,
         matchers: list[TokenMatcher],
-        bits: npt.NDArray[np.int32],
+        masks: torch.Tensor,
+        rows: list[int],
         first: int,
         earlier: list[_Part],
     ) -> None:
         self.at = first
         self.is_timed_out = False
-        self._matchers, self._bits, self._earlier = matchers, bits, earlier
+        self._matchers, self._masks, self._rows, self._earlier = matchers, masks, rows, earlier
         self._clock: int | None = None
         """The clock of the thread, once it has begun."""
         self._begin = 0.0
@@ -318,9 +220,9 @@ class _Run:
         self._earlier = []
         self._begin = thread_time()
         self._clock = pthread_getcpuclockid(get_ident())
-        while self.at < len(self._matchers) and not self.is_timed_out:
-            self._matchers[self.at].fill(self._bits, self.at)
-            self._begin = thread_time()
+        while self.at < len(self._rows) and not self.is_timed_out:
+            row = self._rows[self.at]
+            self._begin = self._matchers[row].fill(self._masks, row, self._begin)
             self.at += 1
 
     @property
@@ -348,7 +250,8 @@ class MaskFiller:
     """Fills the masks of a step in its own threads, while the device computes the step.
 
     `llguidance` computes a mask without the interpreter's lock, so threads fill rows at the same
-    time. Few rows get one thread: a hand-off takes as long as a few masks.
+    time, except those of one base matcher. Few rows get one thread: a hand-off takes as long as a
+    few masks.
     """
 
     def __init__(self) -> None:
@@ -361,13 +264,33 @@ class MaskFiller:
 
         Earlier fillings end first: no two threads ever use the same matcher.
         """
-        count = max(1, min(torch.get_num_threads(), _MOST_THREADS, len(matchers) // _LEAST_ROWS))
-        while len(self._threads) < count:
+        count = max(1, min(num_filling_threads(), len(matchers) // LEAST_ROWS))
+        parts = _divided(matchers, count)
+        while len(self._threads) < len(parts):
             self._threads.append(_Thread())
+        masks = torch.from_numpy(np.full((len(matchers), num_words), -1, dtype=np.int32))
         earlier = [part for part in self._latest if not part.is_filled]
-        ends = [len(matchers) * number // count for number in range(count + 1)]
         self._latest = [
-            _Part(thread, matchers[first:end], num_words, earlier)
-            for thread, first, end in zip(self._threads, ends, ends[1:], strict=False)
+            _Part(thread, matchers, masks, rows, earlier)
+            for thread, rows in zip(self._threads, parts, strict=False)
         ]
-        return _Filling(self._latest)
+        return _Filling(masks, self._latest)
+
+
+def _divided(matchers: list[TokenMatcher], count: int) -> list[list[int]]:
+    """Rows for each of at most `count` threads, about equal in time; a base's stay together."""
+    if count == 1:
+        return [[*range(len(matchers))]]
+    rows_by_base: dict[object, list[int]] = {}
+    for row, matcher in enumerate(matchers):
+        rows_by_base.setdefault(matcher.base, []).append(row)
+    seconds = {
+        base: len(rows) * matchers[rows[0]].seconds_per_mask for base, rows in rows_by_base.items()
+    }
+    parts: list[list[int]] = [[] for _ in range(min(count, len(rows_by_base)))]
+    loads = [0.0] * len(parts)
+    for base in sorted(rows_by_base, key=seconds.__getitem__, reverse=True):
+        part = loads.index(min(loads))
+        parts[part] += rows_by_base[base]
+        loads[part] += seconds[base]
+    return parts

@@ -220,9 +220,9 @@ def test_many_slow_grammars_of_one_tenant_do_not_make_another_wait(
     assert time.monotonic() - begin < 2  # a process begins, too
     assert len(checkers.texts) <= 8
     mine = there.compile(slow(19), b"two")  # the last one of the other's queue
-    assert not mine.result().error and mine is several[19]
+    assert not mine.result().matcher().error and mine is several[19]
     assert not all(future.done() for future in several)
-    assert [future.result().error for future in several] == [""] * 20
+    assert [future.result().matcher().error for future in several] == [""] * 20
     assert len(checkers.texts) == 20
     assert_soon(lambda: not there._num_workers)
     assert not there._queue._running and not there._queue._waiting
@@ -239,11 +239,11 @@ def test_a_tenant_has_so_many_waiting_and_known_ones_never_wait(
     with pytest.raises(QueueFullError, match="4 other grammars of this sender wait"):
         for place in range(100):
             several.append(there.compile(slow(place), b"one"))
-    assert not there.compile(ONE_OF, b"one").result().error
+    assert not there.compile(ONE_OF, b"one").result().matcher().error
     for _ in range(10):  # nor does one that is in the queue already count again
         assert there.compile(slow(0), b"one") is several[0]
     assert not there.matcher(slow(1000), b"two").error
-    assert [future.result().error for future in several] == [""] * len(several)
+    assert [future.result().matcher().error for future in several] == [""] * len(several)
     assert not there.matcher(slow(1001), b"one").error
 
 

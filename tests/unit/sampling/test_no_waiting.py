@@ -104,8 +104,9 @@ def test_nothing_in_a_launch_waits_for_the_device(asked: str, uploads: Uploads) 
 class Anything:
     """A matcher that allows every token."""
 
-    def fill(self, masks: Any, row: int) -> None:
-        masks[row] = -1
+    def fill(self, masks: torch.Tensor, row: int, begin: float) -> float:
+        masks.numpy()[row] = -1
+        return begin
 
 
 def test_masks_of_some_rows_do_not_wait_either(uploads: Uploads) -> None:

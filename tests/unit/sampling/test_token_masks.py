@@ -1,7 +1,8 @@
 """Masks over logits: rows of every kind, vocabularies of every size."""
 
+from collections import Counter
 from threading import Barrier, Event, Lock, get_ident
-from time import monotonic, sleep
+from time import monotonic, sleep, thread_time
 from typing import Any
 
 import llguidance
@@ -10,24 +11,29 @@ import pytest
 import torch
 
 from pyengine.sampling import token_masks as structured
+from pyengine.sampling import token_matcher
 from pyengine.sampling.batch import SamplingBatch
 from pyengine.sampling.sampler import Sampler
 from pyengine.sampling.state import SamplingState
-from pyengine.sampling.token_masks import MaskFiller, TokenMasks, TokenMatcher
+from pyengine.sampling.token_masks import MaskFiller, TokenMasks
+from pyengine.sampling.token_matcher import LEAST_ROWS, CompiledGrammar, TokenMatcher
 from pyengine.sampling_params import SamplingParams
 
 
 class FakeMatcher:
     """Allows some tokens; records the ones it got."""
 
+    seconds_per_mask = 1e-5
+
     def __init__(self, allowed: set[int]) -> None:
         self.allowed, self.seen, self.error, self.num_filled = allowed, [0] * 0, "", 0
         self.is_finished = False
+        self.base = object()
 
     def append(self, token: int) -> None:
         self.seen.append(token)
 
-    def copy(self) -> "FakeMatcher":
+    def sibling(self) -> "FakeMatcher":
         return FakeMatcher(self.allowed)
 
     def fail(self, reason: str) -> None:
@@ -36,14 +42,15 @@ class FakeMatcher:
     def may_come(self, token: int) -> bool:
         return bool(self.error) or token in self.allowed
 
-    def fill(self, masks: Any, row: int) -> None:
+    def fill(self, masks: torch.Tensor, row: int, begin: float) -> float:
         self.num_filled += 1
         if not self.allowed:
             raise RuntimeError("broken")
-        masks[row] = 0
-        words = masks[row].view(np.uint32)
+        words = masks.numpy()[row].view(np.uint32)
+        words[:] = 0
         for token in self.allowed:
             words[token // 32] |= np.uint32(1 << token % 32)
+        return thread_time()
 
 
 def state(vocab_size: int, allowed: set[int] | None, **params: Any) -> SamplingState:
@@ -155,11 +162,11 @@ def test_a_row_that_takes_too_long_is_given_up_and_the_others_are_served(
     go_on = Event()
 
     class Stuck(FakeMatcher):
-        def fill(self, masks: Any, row: int) -> None:
-            begin = monotonic()
-            while not (self.error and go_on.is_set()) and monotonic() - begin < 10:
+        def fill(self, masks: torch.Tensor, row: int, begin: float) -> float:
+            start = monotonic()
+            while not (self.error and go_on.is_set()) and monotonic() - start < 10:
                 pass
-            super().fill(masks, row)
+            return super().fill(masks, row, begin)
 
     stuck: Any = Stuck({1})
     states = [state(97, {7}), state(97, None), state(97, {8})]
@@ -185,9 +192,9 @@ class Meeting(FakeMatcher):
         super().__init__(allowed)
         self._barrier = barrier
 
-    def fill(self, masks: Any, row: int) -> None:
+    def fill(self, masks: torch.Tensor, row: int, begin: float) -> float:
         self._barrier.wait()
-        super().fill(masks, row)
+        return super().fill(masks, row, begin)
 
 
 def bits_of(filling: Any) -> list[set[int]]:
@@ -210,9 +217,9 @@ def test_few_rows_are_filled_by_one_thread(
     threads = set()
 
     class Seen(FakeMatcher):
-        def fill(self, masks: Any, row: int) -> None:
+        def fill(self, masks: torch.Tensor, row: int, begin: float) -> float:
             threads.add(get_ident())
-            super().fill(masks, row)
+            return super().fill(masks, row, begin)
 
     matchers: list[Any] = [Seen({row % 97}) for row in range(num_rows)]
     assert bits_of(MaskFiller().fill(matchers, 4)) == [{row % 97} for row in range(num_rows)]
@@ -228,11 +235,12 @@ def test_no_matcher_is_used_by_two_threads_at_once(monkeypatch: pytest.MonkeyPat
             super().__init__(allowed)
             self._lock = Lock()
 
-        def fill(self, masks: Any, row: int) -> None:
+        def fill(self, masks: torch.Tensor, row: int, begin: float) -> float:
             assert self._lock.acquire(blocking=False)
             sleep(0.0005)
-            super().fill(masks, row)
+            end = super().fill(masks, row, begin)
             self._lock.release()
+            return end
 
     matchers: list[Any] = [Alone({row % 97}) for row in range(100)]
     filler, chance = MaskFiller(), np.random.default_rng(0)
@@ -250,25 +258,51 @@ def test_a_stuck_row_of_many_costs_no_other_its_mask(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(structured, "_LOOKS_EVERY", 0.005)
     go_on = Event()
 
+    late = Barrier(4, timeout=20)
+
     class Stuck(FakeMatcher):
-        def fill(self, masks: Any, row: int) -> None:
+        def fill(self, masks: torch.Tensor, row: int, begin: float) -> float:
             if self.error:
-                masks[row] = -1
-                return
-            begin = monotonic()
-            while not go_on.is_set() and monotonic() - begin < 10:
+                masks.numpy()[row] = -1
+                return begin
+            start = monotonic()
+            while not go_on.is_set() and monotonic() - start < 10:
                 pass
+            masks.numpy()[row] = 0
+            late.wait()
+            return thread_time()
 
     matchers: list[Any] = [
         Stuck({0}) if row in (5, 40, 63) else FakeMatcher({row}) for row in range(64)
     ]
     filler, everything = MaskFiller(), set(range(96))
+    filling = filler.fill(matchers, 3)
+    bits = filling.result()
     for _ in range(2):  # the second time they are known to be stuck
-        found = bits_of(filler.fill(matchers, 3))
-        for row, (matcher, bits) in enumerate(zip(matchers, found, strict=True)):
-            assert bits == (everything if isinstance(matcher, Stuck) else {row})
+        for row, (matcher, found) in enumerate(zip(matchers, bits_of(filling), strict=True)):
+            assert found == (everything if isinstance(matcher, Stuck) else {row})
             assert bool(matcher.error) == isinstance(matcher, Stuck)
+        filling = filler.fill(matchers, 3)
+    before = bits.copy()
     go_on.set()
+    late.wait()
+    assert np.array_equal(bits, before)
+
+
+def compiled_grammar(
+    grammar: str, tokenizer: Any = None, *, max_bases: int = 1, background: Any = None
+) -> CompiledGrammar:
+    vocabulary = tokenizer or llguidance.LLTokenizer("byte")
+    return CompiledGrammar(
+        lambda: llguidance.LLMatcher(vocabulary, grammar, log_level=0), max_bases, background
+    )
+
+
+def alone(matcher: TokenMatcher) -> Any:
+    """The mask of a copy: int32 [V / 32]."""
+    masks = torch.zeros((1, 9), dtype=torch.int32)
+    matcher.ahead().fill(masks, 0, thread_time())
+    return masks.numpy()[0]
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])
@@ -278,15 +312,13 @@ def test_masks_are_those_of_the_grammar_whoever_fills_them(
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     tokenizer = llguidance.LLTokenizer("byte")
     grammar = llguidance.LLMatcher.grammar_from_regex(r"([ab]{2,9}|c[0-9]+d?)*")
-    first, num_words = TokenMatcher(llguidance.LLMatcher(tokenizer, grammar)), 9
-    matchers = [first.copy() for _ in range(70)]
+    compiled, num_words = compiled_grammar(grammar, tokenizer), 9
+    matchers = [compiled.matcher() for _ in range(70)]
     chance, filler = np.random.default_rng(0), MaskFiller()
     for _ in range(5):
         bits = filler.fill(matchers, num_words).result()
         for row, matcher in enumerate(matchers):
-            alone = np.zeros((1, num_words), np.int32)
-            matcher.copy().fill(alone, 0)
-            assert np.array_equal(alone[0], bits[row])
+            assert np.array_equal(alone(matcher), bits[row])
             allowed = np.flatnonzero(np.unpackbits(bits[row].view(np.uint8), bitorder="little"))
             matcher.append(int(chance.choice(allowed[allowed < 256])))
 
@@ -305,7 +337,7 @@ def test_a_device_unpacks_masks_as_the_host_does(width: int) -> None:
 
 def test_a_matcher_walks_drafts_and_stays_where_it_is() -> None:
     grammar = llguidance.LLMatcher.grammar_from_regex("ab(c|d)e")
-    matcher = TokenMatcher(llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar))
+    matcher = compiled_grammar(grammar).matcher()
     a, b, c, x, e = b"abcxe"
     for drafts, count in (([a, b, c], 3), ([a, b, x, e], 2), ([x], 0), ([], 0)):
         assert matcher.num_allowed(drafts) == count
@@ -313,8 +345,7 @@ def test_a_matcher_walks_drafts_and_stays_where_it_is() -> None:
     ahead = matcher.ahead()
     ahead.append(a)
     assert (ahead.num_allowed([b]), matcher.num_allowed([b]), matcher.num_allowed([a])) == (1, 0, 1)
-    masks = np.zeros((1, 9), np.int32)
-    ahead.fill(masks, 0)
+    ahead.fill(torch.zeros((1, 9), dtype=torch.int32), 0, thread_time())
     assert ahead._spent is matcher._spent and matcher._spent.num_masks == 1
 
 
@@ -332,14 +363,134 @@ def test_a_token_may_come_where_the_mask_has_it_or_that_is_not_said(grammar: str
     tokenizer = llguidance.LLTokenizer("byte")
     chance = np.random.default_rng(0)
     for _ in range(20):
-        matcher = TokenMatcher(llguidance.LLMatcher(tokenizer, grammar))
-        masks = np.zeros((1, -(-tokenizer.vocab_size // 32)), np.int32)
+        matcher = compiled_grammar(grammar, tokenizer).matcher()
         for _ in range(12):
-            matcher.fill(masks, 0)
-            bits = np.unpackbits(masks.view(np.uint8), bitorder="little")[: tokenizer.vocab_size]
+            mask = alone(matcher)
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: tokenizer.vocab_size]
             said = np.array([matcher.may_come(token) for token in range(len(bits))])
             assert not (said & (bits == 0)).any()
             assert set(np.flatnonzero(~said & (bits == 1))) <= {tokenizer.eos_token}
             if matcher.is_finished:
                 break
             matcher.append(int(chance.choice(np.flatnonzero(bits))))
+
+
+class Queue:
+    """An executor whose tasks run when the test says so."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Any] = []
+
+    def submit(self, task: Any) -> None:
+        self.tasks.append(task)
+
+    def run(self) -> None:
+        for task in self.tasks:
+            task()
+        self.tasks.clear()
+
+
+REGEX = llguidance.LLMatcher.grammar_from_regex(r"([ab]{2,9}|c[0-9]+d?)*")
+LARK = llguidance.LLMatcher.grammar_from_lark('start: "x" start "y" | /[0-9]{1,30}/')
+SCHEMA = llguidance.LLMatcher.grammar_from_json_schema({"type": "array", "items": {"enum": [1]}})
+
+
+def test_many_matchers_of_a_grammar_are_dealt_to_several_bases() -> None:
+    queue = Queue()
+    compiled = compiled_grammar(REGEX, max_bases=2, background=queue)
+    matchers = [compiled.matcher() for _ in range(LEAST_ROWS)]
+    assert not queue.tasks, "few matchers have one base"
+    matchers += [compiled.matcher() for _ in range(20)]
+    assert len({matcher.base for matcher in matchers}) == len(queue.tasks) == 1
+    queue.run()
+    matchers += [matchers[0].sibling() for _ in range(40)]
+    assert by_base(matchers) == [38, 38]
+    del matchers[:20]  # of the first base
+    matchers += [compiled.matcher() for _ in range(20)]
+    assert by_base(matchers) == [38, 38]
+    assert not queue.tasks, "one base for each thread"
+
+
+def by_base(matchers: list[TokenMatcher]) -> list[int]:
+    return sorted(Counter(matcher.base for matcher in matchers).values())
+
+
+@pytest.mark.parametrize("reason", ["one thread", "slow to compile", "fails the second time"])
+def test_a_grammar_keeps_its_only_base(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, grammars = llguidance.LLTokenizer("byte"), [REGEX]
+    if reason == "slow to compile":
+        monkeypatch.setattr(token_matcher, "_QUICK", 0.0)
+    queue: Any = Queue()
+    compiled = CompiledGrammar(
+        lambda: llguidance.LLMatcher(tokenizer, grammars[-1], log_level=0),
+        1 if reason == "one thread" else 2,
+        queue,
+    )
+    grammars.append("start: nowhere")
+    matchers = []
+    for _ in range(3):
+        matchers += [compiled.matcher() for _ in range(30)]
+        queue.run()
+    assert by_base(matchers) == [90]
+    assert not any(matcher.error for matcher in matchers)
+
+
+def test_rows_of_one_base_are_filled_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the others are about equal in time."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    threads: dict[object, set[int]] = {}
+
+    class Seen(FakeMatcher):
+        def __init__(self, row: int, base: object, seconds: float) -> None:
+            super().__init__({row})
+            self.base, self.seconds_per_mask = base, seconds
+
+        def fill(self, masks: torch.Tensor, row: int, begin: float) -> float:
+            threads.setdefault(self.base, set()).add(get_ident())
+            return super().fill(masks, row, begin)
+
+    slow, quick = 3e-4, 1e-5
+    bases = [("a", slow), ("b", quick), ("c", slow), ("d", quick)]
+    matchers: list[Any] = [Seen(row, *bases[row % 4]) for row in range(64)]
+    filler = MaskFiller()
+    for rows in ([*range(64)], [*range(63, -1, -1)]):
+        filling = filler.fill([matchers[row] for row in rows], 2)
+        assert bits_of(filling) == [{row} for row in rows]
+        [first], [second] = threads["a"], threads["c"]
+        assert first != second
+        assert threads["b"] != threads["d"]
+        threads.clear()
+    assert bits_of(filler.fill(matchers[::4] * 2, 2)) == [{row} for row in range(0, 64, 4)] * 2
+    assert len(threads["a"]) == 1, "a second thread would only wait"
+
+
+def test_masks_of_many_bases_are_those_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For mixed grammars, while rows end and begin; one row fails."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    chance, filler, queue = np.random.default_rng(0), MaskFiller(), Queue()
+    several = [
+        compiled_grammar(text, max_bases=3, background=queue) for text in (REGEX, LARK, SCHEMA)
+    ]
+    rows: list[TokenMatcher] = []
+    num_threads, bases = 0, set()
+    for _ in range(12):
+        chance.shuffle(rows)  # type: ignore[arg-type]
+        del rows[: chance.integers(0, 40)]
+        rows += [several[at].matcher() for at in chance.integers(0, 3, 200 - len(rows))]
+        queue.run()
+        expected = [alone(matcher) for matcher in rows]
+        failing = rows[int(chance.integers(0, len(rows)))]
+        failing.append(ord("!"))
+        assert failing.error
+        filling = filler.fill(rows, 9)
+        num_threads, bases = len(filler._latest), bases | {matcher.base for matcher in rows}
+        for matcher, bits, mask in zip(rows, filling.result(), expected, strict=True):
+            assert np.array_equal(bits, np.full(9, -1) if matcher is failing else mask)
+            assert bool(matcher.error) == (matcher is failing)
+        rows.remove(failing)
+        for matcher, mask in zip(rows, (alone(matcher) for matcher in rows), strict=True):
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            matcher.append(int(chance.choice(allowed)))
+        rows = [matcher for matcher in rows if not matcher.is_finished]
+    assert num_threads == 3
+    assert len(bases) == 9
