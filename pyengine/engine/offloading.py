@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
 from threading import Thread, get_native_id
@@ -129,7 +130,8 @@ class KVOffloader:
         """Loads that have not been finished, the oldest first."""
         self._loads: SimpleQueue[_Load | None] = SimpleQueue()
         self._loaded: SimpleQueue[_Load] = SimpleQueue()
-        self._puts: SimpleQueue[_Put | None] = SimpleQueue()
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        """What the store thread does."""
         self._next_check = 0.0
         self._num_pinned = 0
         self._released: SimpleQueue[int] = SimpleQueue()
@@ -138,7 +140,7 @@ class KVOffloader:
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._threads = [
             Thread(target=run, name=f"pyengine-kv-{name}", daemon=True)  # a disk may never answer
-            for name, run in (("load", self._run_loads), ("store", self._run_puts))
+            for name, run in (("load", self._run_loads), ("store", self._run_stores))
         ]
         for thread in self._threads:
             thread.start()
@@ -310,7 +312,8 @@ class KVOffloader:
             if block in held  # not what a window has left behind
         ]
         self._num_pinned += len(held)
-        self._puts.put(_Put(pin, kv.tokens()[: rows * size], sequence.request.namespace, blocks))
+        put = _Put(pin, kv.tokens()[: rows * size], sequence.request.namespace, blocks)
+        self._work.put(partial(self._put_all, put))
 
     def _count_released(self) -> None:
         with suppress(Empty):
@@ -330,18 +333,22 @@ class KVOffloader:
             self._loaded.put(load)
             self.notify()
 
-    def _run_puts(self) -> None:
+    def _run_stores(self) -> None:
         _lower_priority()
-        while (put := self._puts.get()) is not None:
-            count = len(set(put.pin.blocks))
+        while (work := self._work.get()) is not None:
             try:
-                self._put(put)
-            except StoreError as error:
-                _log.warning("KV store: blocks are not stored: %s", error)
-            finally:
-                put.pin.release()
-                self._released.put(count)
-                self.notify()
+                work()
+            except (StoreError, OSError) as error:
+                _log.warning("KV store: %s", error)
+
+    def _put_all(self, put: _Put) -> None:
+        count = len(set(put.pin.blocks))
+        try:
+            self._put(put)
+        finally:
+            put.pin.release()
+            self._released.put(count)
+            self.notify()
 
     def _put(self, put: _Put) -> None:
         """Store blocks, and wait for room in the queue meanwhile."""
@@ -369,9 +376,11 @@ class KVOffloader:
         }
 
     def _check_store(self) -> None:
-        """Log what the store has to say."""
+        """Log what the store has to say; a reader follows the writer."""
         for notice in self._store.take_notices():
             _log.warning("%s", notice)
+        if not self._store.is_writer and self._work.empty():
+            self._work.put(self._store.refresh)
 
     def stats(self) -> dict[str, float]:
         """`COUNTERS` and `STORE_COUNTERS`, each by its name."""
@@ -382,7 +391,7 @@ class KVOffloader:
         """Write what is queued. False if that takes longer than `timeout` seconds."""
         deadline = monotonic() + timeout
         self._loads.put(None)
-        self._puts.put(None)
+        self._work.put(None)
         self._threads[1].join(timeout)
         return self._store.close(max(0.0, deadline - monotonic()))
 

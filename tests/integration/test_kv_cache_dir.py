@@ -1,0 +1,191 @@
+"""`kv_cache_dir`: after a restart, restored prefixes give the bits that computed ones gave."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from pyengine import LLM, SamplingParams
+from pyengine.engine import offloading
+from pyengine.errors import ConfigurationError
+from tests.unit.executor.hand_made import random_model
+from tests.unit.executor.test_model_runner import FAMILIES
+
+GIB = 1 << 30
+WITH_LOGPROBS = SamplingParams(temperature=0, ignore_eos=True, max_tokens=12, logprobs=5)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloading, "_SHORT", 8)
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    random = Random(seed)
+    return [random.randrange(3, 32) for _ in range(length)]
+
+
+def answer(llm: LLM, prompt: Any) -> tuple[list[Any], int]:
+    """Tokens with their log-probabilities, to the bit, and how many tokens were restored."""
+    (output,) = llm.generate([prompt], WITH_LOGPROBS, use_tqdm=False)
+    (completion,) = output.outputs
+    assert completion.logprobs is not None
+    bits = [
+        {token: value.logprob.hex() for token, value in each.items()}
+        for each in completion.logprobs
+    ]
+    return [completion.token_ids, bits], output.num_restored_tokens
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "gpt_oss"])
+def test_restored_and_computed_are_the_same_bits(name: str, dtype: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    random_model(name, **FAMILIES[name]).save_pretrained(model)
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "block_size": 4,
+        "linear_backend": "pyengine" if dtype == "float32" else "torch",
+        "partial_reuse": False,  # what is computed beside the cached blocks is the same
+        "kv_cache_dir": tmp_path / "kv",
+        "kv_cache_disk": GIB,
+    }
+    prompt = tokens(50)
+    with LLM(model, **settings) as llm:
+        computed, restored = answer(llm, prompt)
+        assert restored == 0
+        again, _ = answer(llm, prompt)  # cached in the pool
+    with LLM(model, **settings) as llm:
+        from_disk, restored = answer(llm, prompt)
+        assert restored >= 48
+    assert from_disk == again
+    if dtype == "float32" and name != "gpt_oss":  # a row has the same bits in every batch
+        assert from_disk == computed
+    assert from_disk[0] == computed[0]
+
+
+def test_the_embedded_model_after_a_restart(tmp_path: Path) -> None:
+    """In processes of their own, as a user has it."""
+    code = """
+import json, sys
+from pyengine import LLM, SamplingParams
+text = "The capital of France is Paris. The capital of Japan is Tokyo. " * 25
+with LLM(kv_cache_dir=sys.argv[1], kv_cache_disk=1 << 30, dtype=sys.argv[2],
+         kv_cache_memory=1 << 28, max_num_seqs=8) as llm:
+    [output] = llm.generate([text + "The capital of Italy is"],
+                            SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    computed = llm.stats().counters["computed_tokens"]
+print(json.dumps([output.outputs[0].text, output.num_restored_tokens, computed]))
+"""
+    for dtype in ("float32", "bfloat16"):
+        found = []
+        for _ in range(2):
+            done = subprocess.run(
+                [sys.executable, "-c", code, str(tmp_path / "kv"), dtype],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr
+            found.append(json.loads(done.stdout))
+        (first, restored, computed), (second, restored_now, computed_now) = found
+        assert "Rome" in first and second == first
+        assert restored == 0 and restored_now > 300
+        assert computed_now <= 16 + 4 < 300 < computed
+
+
+def test_other_weights_and_types_share_nothing(tmp_path: Path) -> None:
+    """The same folder, the same configuration: by content, not by name."""
+    model, prompt = tmp_path / "model", tokens(50)
+    settings: dict[str, Any] = {
+        "block_size": 4,
+        "kv_cache_dir": tmp_path / "kv",
+        "kv_cache_disk": GIB,
+    }
+    random_model("llama", **FAMILIES["llama"]).save_pretrained(model)
+    with LLM(model, dtype="float32", **settings) as llm:
+        answer(llm, prompt)
+    with LLM(model, dtype="bfloat16", **settings) as llm:
+        assert answer(llm, prompt)[1] == 0
+    other = random_model("llama", **FAMILIES["llama"])
+    weight = next(iter(other.state_dict().values()))
+    weight.view(-1)[-1] += 1
+    other.save_pretrained(model)
+    with LLM(model, dtype="float32", **settings) as llm:
+        assert answer(llm, prompt)[1] == 0
+        assert llm.describe()["kv_cache_entries"] >= 24
+
+
+def test_a_second_engine_reads_what_the_first_one_writes(tiny_folder: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "block_size": 4,
+        "kv_cache_dir": tmp_path / "kv",
+        "kv_cache_disk": GIB,
+    }
+    with LLM(tiny_folder, **settings) as writer, LLM(tiny_folder, **settings) as reader:
+        assert writer.describe()["kv_cache_access"] == "write"
+        assert reader.describe()["kv_cache_access"] == "read: another process writes"
+        prompt = tokens(50)
+        expected, _ = answer(writer, prompt)
+        writer._engine.offloader._store.flush(10)  # type: ignore[union-attr]
+        for _ in range(40):  # a reader looks once a second
+            found, restored = answer(reader, [*prompt, 5])
+            if restored:
+                break
+            reader._manager.evict_all()
+        assert restored >= 48
+        assert found[0] == answer(writer, [*prompt, 5])[0][0]
+        assert answer(reader, prompt)[0][0] == expected[0]
+
+
+def refusal(tiny_folder: Path, **settings: Any) -> str:
+    with pytest.raises(ConfigurationError) as raised:
+        LLM(tiny_folder, **settings)
+    return str(raised.value)
+
+
+def test_folders_that_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir(mode=0o700)
+    (mine / "notes.txt").write_text("mine")
+    assert "not empty and not a KV store" in refusal(tiny_folder, kv_cache_dir=mine)
+    assert (mine / "notes.txt").read_text() == "mine"
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    assert "symbolic link" in refusal(tiny_folder, kv_cache_dir=link)
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir(mode=0o755)
+    os.chmod(open_to_all, 0o755)
+    assert "chmod 700" in refusal(tiny_folder, kv_cache_dir=open_to_all)
+    assert "Not a directory" in refusal(tiny_folder, kv_cache_dir=mine / "notes.txt")
+
+
+def test_settings_that_do_not_go_together(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    for settings, words in (
+        ({"kv_cache_disk": GIB}, "kv_cache_dir"),
+        ({"kv_cache_dir": folder, "enable_prefix_caching": False}, "enable_prefix_caching"),
+        ({"kv_cache_dir": folder, "tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"kv_cache_dir": folder, "kv_cache_disk": 1000}, "max_bytes"),
+    ):
+        assert words in refusal(tiny_folder, **settings)
+    assert not folder.exists()
+
+
+def test_a_folder_that_vanishes_costs_hits_alone(tiny_folder: Path, tmp_path: Path) -> None:
+    folder, prompt = tmp_path / "kv", tokens(50)
+    with LLM(tiny_folder, block_size=4, kv_cache_dir=folder, kv_cache_disk=GIB) as llm:
+        expected, _ = answer(llm, prompt)
+        llm._engine.offloader._store.flush(10)  # type: ignore[union-attr]
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+        for _ in range(2):
+            llm._manager.evict_all()
+            found, restored = answer(llm, prompt)
+            assert (found, restored) == (expected, 0)
