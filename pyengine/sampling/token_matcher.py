@@ -21,6 +21,7 @@ _SECONDS_PER_TOKEN = 0.005
 
 A mask usually takes 0.05 ms; all requests of a step wait for all of its masks."""
 _FIRST_GUESS = 5e-5
+"""Seconds of a mask, before there is any."""
 
 
 @dataclass(slots=True)
@@ -112,7 +113,7 @@ class TokenMatcher:
             end = thread_time()
             self._charge(end - begin)
         if self.error:
-            masks.numpy()[row] = -1  # torch refuses that for a tensor of inference mode
+            masks.numpy()[row] = -1  # not by torch, which may refuse a tensor of inference mode
         return end
 
     def _charge(self, seconds: float) -> None:
@@ -174,7 +175,7 @@ class CompiledGrammar:
 
     def _add_base(self) -> None:
         matcher = self._compile()
-        if matcher.get_error():  # out of memory, perhaps: `is_compiling` stays, to not try again
+        if matcher.get_error():  # compiled before, so unlikely; `_is_compiling` prevents a retry
             return
         with self._lock:
             self._bases.append(BaseMatcher(matcher))

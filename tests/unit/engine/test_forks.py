@@ -169,10 +169,10 @@ def test_the_prompt_may_change_once_it_was_given(model: FakeModel) -> None:
     prompt, stop = [1, 2], [next(at for at in range(97) if at not in expected)]
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8, stop_token_ids=stop)
     stream = llm.stream(prompt, params)
-    next(stream)
+    first = next(stream)  # the only item, if all is computed by now
     prompt[:] = [9, 9, 9, 9, 9, 9]
     stop[:] = expected
-    last = list(stream)[-1]
+    last = [first, *stream][-1]
     assert (last.prompt_token_ids, last.outputs[0].token_ids) == ([1, 2], expected)
 
 

@@ -5,15 +5,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
 
 import pytest
+import torch
 
 from pyengine.errors import InvalidRequestError, QueueFullError
 from pyengine.sampling import grammar as grammars_module
 from pyengine.sampling.grammar import Grammars
+from pyengine.sampling.state import SamplingState
+from pyengine.sampling.token_matcher import LEAST_ROWS
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from tests.support.callers import FakeModel
 from tests.support.docs import ROOT
@@ -60,6 +64,34 @@ def test_a_matcher_is_at_the_beginning_each_time_and_the_grammar_compiled_once(
         matchers = list(pool.map(there.matcher, forms))
     assert len(matchers) == len({id(matcher) for matcher in matchers}) == 64
     assert len([item for item in compiled if isinstance(item, list)]) == 9
+
+
+def test_a_grammar_of_many_requests_is_compiled_for_each_thread_without_another_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    there = grammars()
+    few = [there.matcher(ONE_OF) for _ in range(LEAST_ROWS)]
+    monkeypatch.setattr(grammars_module._Checker, "ask", None)
+    sampling = SamplingState(SamplingParams(structured_outputs=ONE_OF), [1], seed=1, vocab_size=97)
+    sampling.keep_to(there.matcher(ONE_OF))
+    assert len({matcher.base for matcher in few}) == 1
+    samples = []
+
+    def has_other_base() -> bool:
+        samples.append(sampling.sibling(len(samples)))
+        return sampling_base(samples[-1]) is not few[0].base
+
+    assert_soon(has_other_base)
+    samples += [sampling.sibling(seed) for seed in range(64)]
+    counts = Counter([*map(sampling_base, samples), *(matcher.base for matcher in few)])
+    assert len(counts) == 2
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def sampling_base(state: SamplingState) -> object:
+    assert state.matcher is not None
+    return state.matcher.base
 
 
 def test_the_last_ones_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

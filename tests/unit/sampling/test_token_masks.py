@@ -426,7 +426,8 @@ def test_a_grammar_keeps_its_only_base(reason: str, monkeypatch: pytest.MonkeyPa
         1 if reason == "one thread" else 2,
         queue,
     )
-    grammars.append("start: nowhere")
+    if reason == "fails the second time":
+        grammars.append("start: nowhere")
     matchers = []
     for _ in range(3):
         matchers += [compiled.matcher() for _ in range(30)]
