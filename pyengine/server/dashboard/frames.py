@@ -135,10 +135,9 @@ class FrameMaker:
         message = {
             "time": time(),
             "about": self._about,
-            "usage": {
-                name: getattr(usage, name) for name in ("free", "evictable", "active", "pinned")
-            },
+            "usage": {name: getattr(usage, name) for name in _STATES},
             "counters": stats.counters,
+            "store": stats.store,
             "running": stats.num_running,
             "waiting": stats.num_waiting,
             "preemptions": stats.num_preemptions,
@@ -194,6 +193,8 @@ def _digest(namespace: bytes) -> str:
     return blake2b(namespace, digest_size=3, key=_KEY).hexdigest() if namespace else "default"
 
 
+_STATES = ("free", "evictable", "active", "pinned", "loading")
+"""The states of a block, by their numbers in a snapshot."""
 _KEY = np.random.default_rng().bytes(16)
 """Random per process, so digests cannot be looked up."""
 

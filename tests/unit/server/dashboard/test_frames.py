@@ -15,7 +15,7 @@ from pyengine.sampling_params import SamplingParams
 from pyengine.server.dashboard.frames import MAX_NAMESPACES, FrameMaker, Tree
 from tests.support.engines import Bench, add_request, make_bench
 
-STATES = ["free", "evictable", "active", "pinned"]
+STATES = ["free", "evictable", "active", "pinned", "loading"]
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=30)
 
 
