@@ -47,6 +47,8 @@ TRACES = ROOT.parent / "shared/data/traces"
 LLAMA = ROOT / ".venv-llama/bin/python"
 LONG = 8000
 GIB = 1 << 30
+VOCABULARY = 1 << 12
+"""Of the engine without a model."""
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -240,7 +242,9 @@ class NoModel:
         from pyengine.executor.model_runner import StepLogits
 
         count = plan.num_samples
-        return lambda sampled: StepLogits(torch.zeros(count, 2), torch.zeros(0, 2))
+        return lambda sampled: StepLogits(
+            torch.zeros(count, VOCABULARY), torch.zeros(0, VOCABULARY)
+        )
 
 
 def trace(traces: str, store_blocks: int, pool_blocks: int) -> dict[str, Any]:
@@ -249,6 +253,7 @@ def trace(traces: str, store_blocks: int, pool_blocks: int) -> dict[str, Any]:
 
     import numpy as np
 
+    from pyengine.engine import offloading
     from pyengine.engine.core import Engine
     from pyengine.engine.input_processor import ModelLimits
     from pyengine.engine.offloading import KVOffloader
@@ -258,6 +263,7 @@ def trace(traces: str, store_blocks: int, pool_blocks: int) -> dict[str, Any]:
     from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 
     size, entry = 16, 64
+    offloading._SHORT //= 512 // size  # of real tokens
     manager = BlockManager(pool_blocks, size, eviction="lru")
     limits = SchedulerLimits(max_num_batched_tokens=1 << 16, max_num_seqs=8)
     engine = Engine(
@@ -265,7 +271,7 @@ def trace(traces: str, store_blocks: int, pool_blocks: int) -> dict[str, Any]:
         Scheduler(manager, limits),
         Executor(NoModel()),
         ModelLimits(
-            vocab_size=1 << 30,
+            vocab_size=VOCABULARY,
             eos_token_ids=frozenset(),
             max_model_len=1 << 20,
             max_num_seqs=8,
@@ -284,11 +290,11 @@ def trace(traces: str, store_blocks: int, pool_blocks: int) -> dict[str, Any]:
     params = greedy(1)
     total = 0
     for number, ids in enumerate(prompts):
-        flat = (np.array(ids, dtype=np.int64)[:, None] * size + np.arange(size)).ravel()
-        total += len(flat)
-        request = engine.input_processor.request(
-            str(number), Prompt(token_ids=flat.tolist()), params
-        )
+        blocks = np.zeros((len(ids), size), dtype=np.int64)  # the id, in two digits
+        blocks[:, 0], blocks[:, 1] = np.divmod(np.array(ids), VOCABULARY)
+        total += blocks.size
+        prompt = Prompt(token_ids=blocks.ravel().tolist())
+        request = engine.input_processor.request(str(number), prompt, params)
         engine.add(request)
         while engine.has_work:
             engine.step()
