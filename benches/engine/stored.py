@@ -33,7 +33,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
-from threading import Thread
+from threading import Event, Thread
 from time import monotonic, sleep
 from typing import Any
 
@@ -150,8 +150,8 @@ def gaps(folder: str | None, work: str) -> dict[str, Any]:
         if work != "none":
             llm.generate(prompts, greedy(1), use_tqdm=False)
         if work == "store":
-            while offloader.is_busy or not offloader._store.flush(0.01):
-                sleep(0.01)
+            settle(offloader)
+            offloader._store.flush(600)
         end = monotonic() if work != "none" else begin + 10
         for reader in readers:
             reader.join()
@@ -196,6 +196,13 @@ def start(folder: str, count: int) -> dict[str, Any]:
     entries = store.stats()["readable_entries"]
     store.close(60)
     return {"seconds": seconds, "entries": entries}
+
+
+def settle(offloader: Any) -> None:
+    """Wait until what is to be stored is in the store's queue."""
+    is_stored = Event()
+    offloader._work.put(is_stored.set)
+    is_stored.wait()
 
 
 class NoModel:
@@ -267,8 +274,7 @@ def trace(traces: str, store_blocks: int, pool_blocks: int) -> dict[str, Any]:
             if engine.is_waiting:
                 sleep(0.0002)
         if store_blocks:
-            while offloader.is_busy:
-                sleep(0.0002)
+            settle(offloader)
             store.flush(10)
     counters = engine.stats()
     return {

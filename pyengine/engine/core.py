@@ -168,7 +168,7 @@ class Engine:
 
     def offload(self, offloader: KVOffloader) -> None:
         """Restore KV of waiting requests, and store KV of others, from now on."""
-        self.offloader = offloader
+        self.offloader, self._scheduler.look_up = offloader, offloader.look_up
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises `InvalidRequestError` for an id that is in use."""
@@ -239,10 +239,11 @@ class Engine:
         offloader = self.offloader
         if offloader is not None:
             offloader.restore(self._scheduler.waiting)
+            num_pins = offloader.num_pins
         try:
             step = self._scheduler.schedule(ahead=before is not None, without=held)
         except StalledError as error:
-            if offloader is None or not offloader.is_busy:
+            if offloader is None or not (offloader.is_busy or offloader.num_pins != num_pins):
                 self._fail(error.sequence.request, error)
                 return None
             step = None

@@ -1,12 +1,11 @@
 """KV outside the pool: stored when a prompt is computed or ends, restored while a request waits.
 
     waiting -> look up -> reserve -> [load thread] -> complete -> waiting, its prefix cached
-    prompt computed, or sequence ended -> pin -> [store thread] -> release
+    prompt computed, or sequence ended -> [store thread: pin, copy, release]
 
-The engine's thread reserves, completes and pins; the two other threads only move bytes. A block
-that they read or write is held until they have let go of it, whatever becomes of the request. No
-step waits for them: a request whose prefix is being loaded stays in the queue, others overtake it,
-and after `_PATIENCE` it is computed instead.
+A block that the two threads read or write is held until they have let go of it, whatever becomes
+of the request. No step waits for them: a request whose prefix is being loaded stays in the queue,
+others overtake it, and after `_PATIENCE` it is computed instead.
 """
 
 import logging
@@ -38,13 +37,13 @@ from pyengine.kv_cache import Sequence as KVSequence
 _log = logging.getLogger(__name__)
 
 _LOOKAHEAD = 16
-"""Waiting sequences that are looked up, from the front of the queue."""
+"""Waiting sequences that are looked up before they could be admitted."""
 _SHORT = 256
 """Fewer tokens are stored only if some of them were cached: they are used a second time."""
 _PATIENCE = 10.0
 """Seconds that a load may take beyond what it should, and a store without any progress."""
-_PINNED_SHARE = 0.25
-"""Of the pool, at most, that waits to be stored, unless it is a single sequence."""
+_MOST_QUEUED = 1024
+"""Sequences that may wait to be stored."""
 _LOADING_SHARE = 0.5
 """Of the blocks that are free or evictable, at most, that one load takes."""
 _GAIN = 0.8
@@ -96,16 +95,6 @@ class _Load:
     is_abandoned: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class _Put:
-    """Blocks to be stored, with the pin that holds them."""
-
-    pin: Pin
-    tokens: list[int]
-    namespace: bytes
-    blocks: list[tuple[int, int, int]]
-
-
 class KVOffloader:
     """Stores the KV of sequences, and restores it for requests that wait.
 
@@ -133,9 +122,8 @@ class KVOffloader:
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         """What the store thread does."""
         self._next_check = 0.0
-        self._num_pinned = 0
-        self._released: SimpleQueue[int] = SimpleQueue()
-        """Numbers of blocks that the store thread has let go of."""
+        self.num_pins = 0
+        """Pins that the store thread has taken and released so far."""
         self._load_rate, self._compute_rate = Rate(), Rate()
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._threads = [
@@ -148,8 +136,7 @@ class KVOffloader:
     @property
     def is_busy(self) -> bool:
         """True if blocks are held that come free without any step."""
-        self._count_released()
-        return self._num_pinned > 0 or any(not load.is_abandoned for load in self._open)
+        return bool(self.num_pins % 2) or any(not load.is_abandoned for load in self._open)
 
     def restore(self, waiting: Iterable[SequenceState]) -> None:
         """Start to load what the first of the waiting sequences can reuse, and end what is late."""
@@ -163,11 +150,8 @@ class KVOffloader:
                 load.transfer.abandon()  # its blocks stay held until the disk answers
                 load.is_abandoned, load.sequence.is_loading = True, False
                 self.counters["abandoned_loads"] += 1
-        if any(load.is_abandoned for load in self._open):  # the disk does not answer
-            return
         for sequence in islice(waiting, _LOOKAHEAD):
-            if not (sequence.is_looked_up or sequence.is_loading):
-                self._look_up(sequence)
+            self.look_up(sequence)
 
     def finish_loads(self) -> None:
         """Complete the transfers whose bytes have come."""
@@ -196,8 +180,12 @@ class KVOffloader:
             self._load_rate.add(load.num_bytes, load.seconds)
         self.counters["load_seconds"] += load.seconds
 
-    def _look_up(self, sequence: SequenceState) -> None:
-        """Reserve blocks for the stored prefix of a sequence, if it has one that is worth it."""
+    def look_up(self, sequence: SequenceState) -> None:
+        """Start to load the stored prefix of a waiting sequence, if it has one that is worth it."""
+        if sequence.is_looked_up or sequence.is_loading:
+            return
+        if any(load.is_abandoned for load in self._open):  # the disk does not answer
+            return
         request, size = sequence.request, self._manager.block_size
         if not request.read_cache:  # its log-probabilities must be computed
             sequence.is_looked_up = True
@@ -223,7 +211,7 @@ class KVOffloader:
         transfer = kv.reserve(end * size)
         kv.free()
         if isinstance(transfer, NoRoom | Loading):
-            return  # it is looked up again before the next step
+            return  # it is looked up again
         if transfer is None:
             sequence.is_looked_up = True
             return
@@ -291,34 +279,15 @@ class KVOffloader:
         kv: KVSequence | None = getattr(sequence, "kv", None)  # a sample before its fork has none
         if kv is None or not kv.is_live or not self._store.is_writer:
             return
-        size, pin = self._manager.block_size, kv.pin()
-        rows = pin.num_tokens // size
-        is_reused = sequence.request.num_cached_tokens > 0
-        if rows == 0 or (rows * size < _SHORT and not is_reused):
-            pin.release()
+        size, request = self._manager.block_size, sequence.request
+        num_tokens = kv.num_computed_tokens // size * size
+        if num_tokens < (size if request.num_cached_tokens else max(size, _SHORT)):
             return
-        held = set(pin.blocks)
-        self._count_released()
-        most = max(len(held), int(_PINNED_SHARE * self._manager.num_blocks))  # one at a time may
-        if self._num_pinned + len(held) > most:
-            pin.release()
+        if self._work.qsize() >= _MOST_QUEUED:
             self.counters["dropped_stores"] += 1
             return
-        tables = [table[:rows] for table in kv.block_tables]
-        blocks = [
-            (row, group, block)
-            for row, row_blocks in enumerate(zip(*tables, strict=True))
-            for group, block in enumerate(row_blocks)
-            if block in held  # not what a window has left behind
-        ]
-        self._num_pinned += len(held)
-        put = _Put(pin, kv.tokens()[: rows * size], sequence.request.namespace, blocks)
-        self._work.put(partial(self._put_all, put))
-
-    def _count_released(self) -> None:
-        with suppress(Empty):
-            while True:
-                self._num_pinned -= self._released.get_nowait()
+        tokens = kv.tokens()[:num_tokens]
+        self._work.put(partial(self._store_prefix, tokens, request.namespace))
 
     def _run_loads(self) -> None:
         _lower_priority()
@@ -341,27 +310,43 @@ class KVOffloader:
             except (StoreError, OSError) as error:
                 _log.warning("KV store: %s", error)
 
-    def _put_all(self, put: _Put) -> None:
-        count = len(set(put.pin.blocks))
+    def _store_prefix(self, tokens: list[int], namespace: bytes) -> None:
+        """Store what the pool still has of a prefix."""
+        prefix = self._prefix(tokens, namespace)
+        self.num_pins += 1
         try:
-            self._put(put)
+            with self._manager.match_prefix(tokens, namespace=namespace) as pin:
+                self._put(prefix, self._blocks(pin, tokens, namespace))
         finally:
-            put.pin.release()
-            self._released.put(count)
+            self.num_pins += 1
             self.notify()
 
-    def _put(self, put: _Put) -> None:
+    def _blocks(self, pin: Pin, tokens: list[int], namespace: bytes) -> list[tuple[int, int, int]]:
+        """The blocks of a pin, as (index in the prefix, layer group, block id)."""
+        if len(self._windows) == 1 and self._windows[0] is None:
+            return [(row, 0, block) for row, block in enumerate(pin.blocks)]
+        kv = self._manager.sequence(tokens, namespace=namespace)
+        kv.attach(pin)
+        tables, held = kv.block_tables, set(pin.blocks)
+        kv.free()
+        return [
+            (row, group, block)
+            for row, blocks in enumerate(zip(*tables, strict=True))
+            for group, block in enumerate(blocks)
+            if block in held  # not what a window has left behind
+        ]
+
+    def _put(self, prefix: StoredPrefix, blocks: list[tuple[int, int, int]]) -> None:
         """Store blocks, and wait for room in the queue meanwhile."""
-        prefix = self._prefix(put.tokens, put.namespace)
         done, deadline, had_room = 0, monotonic() + _PATIENCE, False
         while True:
-            stored = prefix.store(self._memory, put.blocks[done:])
+            stored = prefix.store(self._memory, blocks[done:])
             done += stored
             if stored:
                 deadline, had_room = monotonic() + _PATIENCE, False
             stats = self._store.stats()
             is_refused = had_room or stats["is_suspended"] or monotonic() > deadline
-            if done == len(put.blocks) or is_refused:
+            if done == len(blocks) or is_refused:
                 return
             had_room = stats["queued_bytes"] == 0
             sleep(0.005)

@@ -24,7 +24,7 @@ its prefix is hashed again each time that it is considered.
 """
 
 from bisect import insort
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -176,6 +176,8 @@ class Scheduler:
         self._arrivals = 0
         self.num_preemptions = 0
         """Preemptions so far."""
+        self.look_up: Callable[[SequenceState], object] | None = None
+        """Called before a sequence is admitted: it may set `is_loading`, and then it waits."""
         self.reuse = ReuseCounters(manager.block_size, manager.null_block)
         """Counters to add to those of the block manager."""
 
@@ -462,8 +464,12 @@ class Scheduler:
         may_await = self._prefix_caching and not without
         num_passed = 0
         for sequence in self._waiting.in_order():
-            if sequence in without or sequence.is_loading:
+            if sequence in without:
                 continue
+            if self.look_up is not None:
+                self.look_up(sequence)
+                if sequence.is_loading:
+                    continue
             request = sequence.request
             scores = request.scores if may_await else None
             is_awaiting = scores is not None and scores.awaits_prefix()
