@@ -186,11 +186,11 @@ class _Part:
     def _time_out(self, run: "_Run") -> None:
         """Go on in another thread, after the current row of this one."""
         run.is_timed_out = True
-        row = self._rows[run.at]
-        self._matchers[row].fail(
+        dropped = self._rows[run.at]
+        self._matchers[dropped].fail(
             f"the allowed next tokens take more than {_LONGEST_MASK:g} s to compute"
         )
-        self._dropped.append(row)
+        self._dropped.append(dropped)
         self._thread.renew()
         self._run = _Run(self._matchers, self._masks, self._rows, run.at + 1, [])
         self._filled = self._thread.submit(self._run)

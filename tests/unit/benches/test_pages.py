@@ -59,6 +59,7 @@ SHOWN: list[tuple[Path, str, Callable[[str], Iterator[str]]]] = [
     (ENGINE, "busy-epyc-avx512", from_file(busy.tables)),
     (ENGINE, "mask-threads-epyc-avx512", from_file(mask_threads.table)),
     (ENGINE, "engine-overhead-xeon-amx", from_file(overhead.page)),
+    (ENGINE, "engine-overhead-epyc-avx512", from_file(overhead.page)),
     (ENGINE, "shared-length-xeon-amx", from_file(shared_length.table)),
     (SERVING, "serving-epyc-avx512", from_file(serving_tables.tables)),
     (SERVING, "serving-xeon-amx", from_file(serving_tables.tables)),
