@@ -1,4 +1,4 @@
-"""The command line: `pyengine generate`, `chat`, `serve`, `info` and `trace replay`."""
+"""The command line: `pyengine generate`, `chat`, `serve`, `info`, `trace replay` and `cache`."""
 
 import atexit
 import gc

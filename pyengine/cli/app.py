@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from pyengine.cli.backend import factory_of
+from pyengine.cli.cache import cache
 from pyengine.cli.chat import chat
 from pyengine.cli.display import print_rows
 from pyengine.cli.generate import generate
@@ -43,6 +44,7 @@ app.command()(chat)
 app.command()(serve)
 app.command()(info)
 app.add_typer(trace)
+app.add_typer(cache)
 
 
 def _versions() -> dict[str, object]:

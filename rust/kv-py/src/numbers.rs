@@ -11,7 +11,7 @@ use crate::errors::ConfigError;
 /// Characters of a value that a message shows.
 const SHOWN: usize = 100;
 
-/// Seconds beyond which a time is not told apart from for ever.
+/// The longest time in seconds; any longer one is the same.
 const LONGEST: f64 = 1e9;
 
 /// An argument as an unsigned integer.

@@ -217,7 +217,8 @@ impl StoredPrefix {
     /// damaged, and at a disk that fails. The others are as they were or hold bytes to be ignored. The caller holds the
     /// blocks meanwhile, by a `Transfer`: no other thread reads or writes them.
     ///
-    /// Raises `StoreError` for a stored block of another length: the fingerprint lacks a part of the layout.
+    /// Raises `StoreError` for a stored block of another length: the fingerprint lacks a part of the layout. The blocks before
+    /// it are loaded then.
     fn load(
         &self,
         py: Python<'_>,

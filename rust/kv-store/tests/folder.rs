@@ -8,7 +8,7 @@ use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 
 use common::{MINUTE, flush, get, prefix, put, small, tokens};
-use kv_store::{Access, Config, Get, OpenError, Store};
+use kv_store::{Access, Config, DropReason, Get, OpenError, Prune, Put, Store};
 
 struct Scratch(PathBuf);
 
@@ -242,4 +242,53 @@ fn configurations_that_contradict_themselves_are_refused() {
         reader.is_ok_and(|reader| !reader.is_writer()),
         "an empty store is read as one"
     );
+}
+
+#[test]
+fn a_payload_fills_buffers_of_any_lengths() {
+    let scratch = Scratch::new("buffers");
+    let store = Store::open(scratch.0.join("store"), Config::new(64 << 20)).unwrap();
+    let tokens = tokens(0, 1);
+    let prefix = prefix(&tokens);
+    let payload: Vec<u8> = (0..500_000_u32).map(|at| (at % 251) as u8).collect();
+    store.put(&prefix.block(0), &[&payload]);
+    flush(&store);
+    let read = 128 << 10; // bytes that are read at once
+    for ends in [
+        vec![],
+        vec![0, 1, 1, 2, 499_999, 500_000],
+        vec![read - 1, read, read, read + 1, 2 * read],
+        (0..500_000).step_by(12_288).collect(),
+    ] {
+        let mut buffer = vec![0; payload.len()];
+        let (mut rest, mut parts) = (&mut buffer[..], Vec::new());
+        let mut start = 0;
+        for end in ends {
+            let (part, after) = rest.split_at_mut(end - start);
+            parts.push(part);
+            (rest, start) = (after, end);
+        }
+        parts.push(rest);
+        assert_eq!(store.get(&prefix.block(0), &mut parts), Ok(Get::Hit));
+        assert!(buffer == payload);
+    }
+}
+
+#[test]
+fn a_closed_store_reads_and_drops_what_is_put() {
+    let scratch = Scratch::new("closed");
+    let store = Store::open(scratch.0.join("store"), small()).unwrap();
+    let tokens = tokens(0, 2);
+    let prefix = prefix(&tokens);
+    put(&store, &prefix.block(0), 1000);
+    assert!(store.close(MINUTE));
+    assert_eq!(get(&store, &prefix.block(0), 1000), Get::Hit);
+    assert_eq!(
+        put(&store, &prefix.block(1), 1000),
+        Put::Dropped(DropReason::Closed)
+    );
+    assert_eq!(store.prune(Prune::All), 0);
+    assert!(store.close(MINUTE));
+    let again = Store::open(scratch.0.join("store"), small()).unwrap();
+    assert_eq!(again.stats().counters.loaded, 1);
 }
