@@ -43,7 +43,7 @@ def moves(block: int, times: int = 1) -> list[tuple[int, int, int]]:
 
 def runs_in_peace(call: Callable[[], object]) -> bool:
     """Whether this thread keeps running Python while another one is in `call`."""
-    calling = Timed(call)
+    calling = Timed(call, after=0.02)  # this thread is in its loop by then
     calling.start()
     pause = longest_pause([calling])
     assert calling.error is None

@@ -106,16 +106,19 @@ def test_sampling_options_are_fields_of_the_sampling_parameters() -> None:
     assert engine.params == SamplingParams(temperature=0, max_tokens=9, stop=("a", "b"), min_p=0.1)
 
 
+CACHE = ("cache ls", "cache verify", "cache prune")
+
+
 def test_the_page_about_the_command_line_names_what_there_is() -> None:
     shown = {
         name: CliRunner().invoke(app, [*name.split(), "--help"], env=WIDE).output
-        for name in ("generate", "chat", "info", "trace replay")
+        for name in ("generate", "chat", "info", "trace replay", *CACHE)
     }
     page = (ROOT / "docs/guides/command-line.md").read_text()
     for option in set(re.findall(r"--[a-z][a-z-]+", page)) - {"--help"}:
         assert any(option in text for text in shown.values()), option
     for words in commands("docs/guides/command-line.md"):
-        name = " ".join(words[1:3]) if words[1] == "trace" else words[1]
+        name = " ".join(words[1:3]) if words[1] in ("trace", "cache") else words[1]
         assert all(word in shown[name] for word in words if word.startswith("--")), words
 
 

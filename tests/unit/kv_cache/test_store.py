@@ -71,7 +71,7 @@ def store(folder: Path) -> Iterator[KVStore]:
 
 @pytest.fixture
 def filled(store: KVStore) -> Arrays:
-    """What the four blocks of `TOKENS` were stored from: of both groups, from the blocks 0 to 3."""
+    """The source of the stored blocks of `TOKENS`, for both groups: its blocks 0 to 3."""
     tensors = arrays(1)
     blocks = [(i, group, i) for group in range(2) for i in range(4)]
     assert prefix(store).store(memory(tensors), blocks) == 8
