@@ -413,10 +413,9 @@ def tables(results: dict[str, Any]) -> Iterator[str]:
         none = found["gaps"]["none"][0]["p99"]
         for work in ("store", "load"):
             each = found["gaps"][work][0]
-            yield (
-                f"| p99 between tokens while {each['bytes'] / 1e9:.1f} GB are {dict(store='stored', load='loaded')[work]} / without "
-                f"| {each['p99'] / none:.2f} | 1.1 |"
-            )
+            moved = f"{each['bytes'] / 1e9:.1f} GB are {'stored' if work == 'store' else 'loaded'}"
+            share = each["p99"] / none
+            yield f"| p99 between tokens while {moved} / without | {share:.2f} | 1.1 |"
     if "start" in found:
         worst = max(each["seconds"] for each in found["start"])
         yield f"| opening {found['start'][0]['entries']:,} entries, worst, s | {worst:.2f} | 1 |"

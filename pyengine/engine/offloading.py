@@ -11,14 +11,15 @@ others overtake it, and after `_PATIENCE` it is computed instead.
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
 from threading import Thread, get_native_id
 from time import monotonic, sleep
+from typing import TypeAlias
 
 from pyengine.engine.request import SequenceState
 from pyengine.kv_cache import (
@@ -54,8 +55,16 @@ _LEAST_TOKENS = 64
 """Smaller steps say little about how fast a prompt is computed."""
 _CHECK = 1.0
 """Seconds between looks at what the store has to say, and at what another process has stored."""
+_PIECE = 4 << 20
+"""Bytes that are moved at a time."""
+_REST = 3.0
+"""Rest after each of them while steps run, as a multiple of the time that it took."""
 _BACKGROUND = 10
 """The niceness of the threads that move bytes."""
+
+
+_Block: TypeAlias = tuple[int, int, int]
+"""Index in the prefix, layer group, block id."""
 
 
 class Rate:
@@ -86,7 +95,7 @@ class _Load:
     sequence: SequenceState
     transfer: Transfer
     prefix: StoredPrefix
-    blocks: list[tuple[int, int, int]]
+    blocks: list[_Block]
     num_bytes: int
     deadline: float
     num_loaded: int = 0
@@ -122,6 +131,7 @@ class KVOffloader:
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         """What the store thread does."""
         self._next_check = 0.0
+        self._are_steps_running = False
         self.num_pins = 0
         """Pins that the store thread has taken and released so far."""
         self._load_rate, self._compute_rate = Rate(), Rate()
@@ -138,8 +148,12 @@ class KVOffloader:
         """True if blocks are held that come free without any step."""
         return bool(self.num_pins % 2) or any(not load.is_abandoned for load in self._open)
 
-    def restore(self, waiting: Iterable[SequenceState]) -> None:
-        """Start to load what the first of the waiting sequences can reuse, and end what is late."""
+    def restore(self, waiting: Iterable[SequenceState], num_running: int) -> None:
+        """Start to load what the first of the waiting sequences can reuse, and end what is late.
+
+        While `num_running` sequences run, bytes move more slowly.
+        """
+        self._are_steps_running = num_running > 0
         self.finish_loads()
         now = monotonic()
         if now > self._next_check:
@@ -294,13 +308,30 @@ class KVOffloader:
         while (load := self._loads.get()) is not None:
             start = monotonic()
             try:
-                if not load.is_abandoned:
-                    load.num_loaded = load.prefix.load(self._memory, load.blocks)
+                while load.num_loaded < len(load.blocks) and not load.is_abandoned:
+                    piece = self._piece(load.blocks, load.num_loaded)
+                    with self._paused():
+                        moved = load.prefix.load(self._memory, piece)
+                    load.num_loaded += moved
+                    if moved < len(piece):
+                        break
             except StoreError as error:
                 _log.warning("KV store: a load failed, the KV is computed instead: %s", error)
             load.seconds = monotonic() - start
             self._loaded.put(load)
             self.notify()
+
+    def _piece(self, blocks: list[_Block], done: int) -> list[_Block]:
+        """The next blocks to move, some milliseconds of work."""
+        return blocks[done : done + max(1, _PIECE // max(self._bytes))]
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """While steps run, rest after a piece, so that they keep processors and memory."""
+        start = monotonic()
+        yield
+        if self._are_steps_running:
+            sleep(_REST * (monotonic() - start))
 
     def _run_stores(self) -> None:
         _lower_priority()
@@ -321,7 +352,7 @@ class KVOffloader:
             self.num_pins += 1
             self.notify()
 
-    def _blocks(self, pin: Pin, tokens: list[int], namespace: bytes) -> list[tuple[int, int, int]]:
+    def _blocks(self, pin: Pin, tokens: list[int], namespace: bytes) -> list[_Block]:
         """The blocks of a pin, as (index in the prefix, layer group, block id)."""
         if len(self._windows) == 1 and self._windows[0] is None:
             return [(row, 0, block) for row, block in enumerate(pin.blocks)]
@@ -336,11 +367,12 @@ class KVOffloader:
             if block in held  # not what a window has left behind
         ]
 
-    def _put(self, prefix: StoredPrefix, blocks: list[tuple[int, int, int]]) -> None:
+    def _put(self, prefix: StoredPrefix, blocks: list[_Block]) -> None:
         """Store blocks, and wait for room in the queue meanwhile."""
         done, deadline, had_room = 0, monotonic() + _PATIENCE, False
         while True:
-            stored = prefix.store(self._memory, blocks[done:])
+            with self._paused():
+                stored = prefix.store(self._memory, self._piece(blocks, done))
             done += stored
             if stored:
                 deadline, had_room = monotonic() + _PATIENCE, False
@@ -348,8 +380,9 @@ class KVOffloader:
             is_refused = had_room or stats["is_suspended"] or monotonic() > deadline
             if done == len(blocks) or is_refused:
                 return
-            had_room = stats["queued_bytes"] == 0
-            sleep(0.005)
+            if not stored:
+                had_room = stats["queued_bytes"] == 0
+                sleep(0.005)
 
     def describe(self) -> dict[str, object]:
         """What the store holds, its limit, and whether this process writes to it."""

@@ -57,6 +57,7 @@ impl Writer {
 
     /// Works until the store closes.
     pub(crate) fn run(mut self) {
+        lower_priority();
         let shared = Arc::clone(&self.shared);
         let _ended = Ended(&shared);
         while let Some(work) = self.next() {
@@ -300,4 +301,10 @@ fn create(shared: &Shared, segment: u32) -> io::Result<Active> {
         data,
         index,
     })
+}
+
+/// Lets the threads that compute go first. On Linux a thread has a niceness of its own.
+fn lower_priority() {
+    #[cfg(target_os = "linux")]
+    let _ = rustix::process::setpriority_process(None, 10);
 }
