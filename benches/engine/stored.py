@@ -140,7 +140,7 @@ def gaps(folder: str | None, work: str) -> dict[str, Any]:
         stamps: list[list[float]] = [[] for _ in range(8)]
 
         def read(at: int) -> None:
-            for _ in llm.stream(tokens(at, 64), greedy(400)):
+            for _ in llm.stream(tokens(at, 64), greedy(900)):
                 stamps[at].append(monotonic())
 
         readers = [Thread(target=read, args=(at,)) for at in range(8)]

@@ -42,7 +42,7 @@ _LOOKAHEAD = 16
 _SHORT = 256
 """Fewer tokens are stored only if some of them were cached: they are used a second time."""
 _PATIENCE = 10.0
-"""Seconds that a load may take beyond what it should, and a store without any progress."""
+"""Seconds without any progress after which loads, or a store, are given up."""
 _MOST_QUEUED = 1024
 """Sequences that may wait to be stored."""
 _LOADING_SHARE = 0.5
@@ -97,7 +97,6 @@ class _Load:
     prefix: StoredPrefix
     blocks: list[_Block]
     num_bytes: int
-    deadline: float
     num_loaded: int = 0
     """Entries that were read whole, from the front of `blocks`."""
     seconds: float = 0.0
@@ -131,6 +130,8 @@ class KVOffloader:
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         """What the store thread does."""
         self._next_check = 0.0
+        self._last_progress = 0.0
+        """When the load thread last moved something."""
         self._are_steps_running = False
         self.num_pins = 0
         """Pins that the store thread has taken and released so far."""
@@ -159,13 +160,18 @@ class KVOffloader:
         if now > self._next_check:
             self._next_check = now + _CHECK
             self._check_store()
-        for load in self._open:
-            if now > load.deadline and not load.is_abandoned:
-                load.transfer.abandon()  # its blocks stay held until the disk answers
-                load.is_abandoned, load.sequence.is_loading = True, False
-                self.counters["abandoned_loads"] += 1
+        if self._open and now > self._last_progress + _PATIENCE:
+            self._abandon()
         for sequence in islice(waiting, _LOOKAHEAD):
             self.look_up(sequence)
+
+    def _abandon(self) -> None:
+        """Let nobody wait for a disk that does not answer. Blocks stay held until it does."""
+        for load in self._open:
+            if not load.is_abandoned:
+                load.transfer.abandon()
+                load.is_abandoned, load.sequence.is_loading = True, False
+                self.counters["abandoned_loads"] += 1
 
     def finish_loads(self) -> None:
         """Complete the transfers whose bytes have come."""
@@ -231,9 +237,9 @@ class KVOffloader:
             return
         blocks = transfer.blocks
         num_bytes = sum(self._bytes[group] for _, group, _ in blocks)
-        seconds = self._load_seconds(num_bytes) or 0.0
-        deadline = monotonic() + _PATIENCE + 2 * seconds
-        load = _Load(sequence, transfer, prefix, blocks, num_bytes, deadline)
+        if not self._open:
+            self._last_progress = monotonic()
+        load = _Load(sequence, transfer, prefix, blocks, num_bytes)
         self._open.append(load)
         sequence.is_loading = True
         self.counters["loads"] += 1
@@ -313,6 +319,7 @@ class KVOffloader:
                     with self._paused():
                         moved = load.prefix.load(self._memory, piece)
                     load.num_loaded += moved
+                    self._last_progress = monotonic()
                     if moved < len(piece):
                         break
             except StoreError as error:
@@ -417,7 +424,7 @@ class KVOffloader:
 COUNTERS = {
     "loads": "Loads that were started.",
     "failed_loads": "Loads of which some entry could not be read.",
-    "abandoned_loads": "Loads that took too long; their prefixes were computed.",
+    "abandoned_loads": "Loads given up because the disk did not answer; computed instead.",
     "load_seconds": "Seconds that loads took.",
     "restored_tokens": "Prompt tokens that were restored from the store.",
     "dropped_stores": "Sequences that were not stored because too many waited to be.",
