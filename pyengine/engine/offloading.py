@@ -129,6 +129,7 @@ class KVOffloader:
         self._loaded: SimpleQueue[_Load] = SimpleQueue()
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         """What the store thread does."""
+        self._last_stats = store.stats()
         self._next_check = 0.0
         self._last_progress = 0.0
         """When the load thread last moved something."""
@@ -216,7 +217,8 @@ class KVOffloader:
         prefix = sequence.stored_prefix
         with self._manager.match_prefix(tokens, namespace=request.namespace) as pin:
             first = pin.num_tokens // size
-        end = self._stored_end(prefix, first)
+        room = int(_LOADING_SHARE * self._manager.usage().available) // len(self._windows)
+        end = self._stored_end(prefix, first, first + room)
         num_bytes = sum(
             own * (end - max(first, self._first_row(window, end)))
             for own, window in zip(self._bytes, self._windows, strict=True)
@@ -224,9 +226,6 @@ class KVOffloader:
         if end <= first or not self._pays((end - first) * size, num_bytes):
             sequence.is_looked_up = True
             return
-        most = _LOADING_SHARE * self._manager.usage().available
-        if (end - first) * len(self._windows) > most:
-            end = first + int(most) // len(self._windows)
         kv = self._manager.sequence(tokens, namespace=request.namespace)
         transfer = kv.reserve(end * size)
         kv.free()
@@ -255,14 +254,14 @@ class KVOffloader:
         size = self._manager.block_size
         return 0 if window is None else max(0, end * size - window + 1) // size
 
-    def _stored_end(self, prefix: StoredPrefix, first: int) -> int:
-        """The most blocks of a prefix, of which `first` are cached, that can be restored."""
+    def _stored_end(self, prefix: StoredPrefix, first: int, most: int) -> int:
+        """The blocks of a prefix, at most `most`, that can be restored; `first` are cached."""
         ends = [
             first + prefix.stored_blocks(first, group)
             for group, window in enumerate(self._windows)
             if window is None
         ]
-        end = min(ends, default=prefix.num_blocks)
+        end = min([*ends, prefix.num_blocks, most])
         sliding = [
             (group, window) for group, window in enumerate(self._windows) if window is not None
         ]
@@ -409,8 +408,9 @@ class KVOffloader:
 
     def stats(self) -> dict[str, float]:
         """`COUNTERS` and `STORE_COUNTERS`, each by its name."""
-        of_store = self._store.stats()
-        return {**self.counters, **{name: of_store[name] for name in STORE_COUNTERS}}
+        with suppress(StoreError):  # it is closed: what it was at last
+            self._last_stats = self._store.stats()
+        return {**self.counters, **{name: self._last_stats[name] for name in STORE_COUNTERS}}
 
     def close(self, timeout: float) -> bool:
         """Write what is queued. False if that takes longer than `timeout` seconds."""
@@ -418,6 +418,7 @@ class KVOffloader:
         self._loads.put(None)
         self._work.put(None)
         self._threads[1].join(timeout)
+        self.stats()
         return self._store.close(max(0.0, deadline - monotonic()))
 
 

@@ -63,6 +63,7 @@ def test_restored_and_computed_are_the_same_bits(name: str, dtype: str, tmp_path
     with LLM(model, **settings) as llm:
         from_disk, restored = answer(llm, prompt)
         assert restored >= 48
+    assert llm.stats().store["restored_tokens"] >= 48  # closed, and still there to be read
     assert from_disk == again
     if dtype == "float32" and name != "gpt_oss":  # a row has the same bits in every batch
         assert from_disk == computed
