@@ -23,7 +23,7 @@ SERIES = "0.32"
 
 logger = logging.getLogger("vllm.pyengine")  # a child of vLLM's logger, for the same format
 
-_config: ContextVar[Any] = ContextVar("vllm_config", default=None)
+_scheduler: ContextVar[Any] = ContextVar("scheduler", default=None)
 
 
 class State:
@@ -34,7 +34,7 @@ class State:
 
     def __init__(self) -> None:
         self.reasons = []
-        self.latest_is_ours = False
+        self.needs_hashes = True
 
 
 state = State()
@@ -75,8 +75,10 @@ def install() -> None:
     if getattr(scheduler.KVCacheManager, "_pyengine", False):
         return
     scheduler.KVCacheManager = manager_in_place_of(scheduler.KVCacheManager)
-    _wrap(scheduler.Scheduler, "__init__", _with_config)
+    _wrap(scheduler.Scheduler, "__init__", _with_scheduler)
     _wrap(scheduler.Scheduler, "_make_cached_request_data", _with_merged_rows)
+    _wrap(scheduler.Scheduler, "_build_kv_connector_meta", _with_planned_loads)
+    _wrap(scheduler.Scheduler, "update_from_output", _with_ended_loads)
     _wrap(importlib.import_module("vllm.v1.engine.core"), "get_request_block_hasher", _if_needed)
 
 
@@ -90,15 +92,13 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-def _with_config(
-    original: Any, scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any
-) -> None:
-    """`Scheduler.__init__`: makes the configuration available to the manager created inside."""
-    token = _config.set(vllm_config)
+def _with_scheduler(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """`Scheduler.__init__`: makes the Scheduler available to the manager created inside."""
+    token = _scheduler.set(scheduler)
     try:
-        original(scheduler, vllm_config, *args, **kwargs)
+        original(scheduler, *args, **kwargs)
     finally:
-        _config.reset(token)
+        _scheduler.reset(token)
 
 
 def _with_merged_rows(
@@ -121,15 +121,36 @@ def _with_merged_rows(
     return data
 
 
+def _with_planned_loads(
+    original: Any, scheduler: Any, connector: Any, scheduler_output: Any
+) -> Any:
+    """`_build_kv_connector_meta`: the manager learns which step its synchronous loads are in."""
+    if isinstance(scheduler.kv_cache_manager, KVCacheManager):
+        scheduler.kv_cache_manager.loads_planned(scheduler_output)
+    return original(scheduler, connector, scheduler_output)
+
+
+def _with_ended_loads(
+    original: Any, scheduler: Any, scheduler_output: Any, model_runner_output: Any
+) -> Any:
+    """`update_from_output`: the manager learns first which blocks a step did not load."""
+    if isinstance(scheduler.kv_cache_manager, KVCacheManager):
+        output = model_runner_output.kv_connector_output
+        invalid = output.invalid_block_ids if output else ()
+        scheduler.kv_cache_manager.loads_ended(scheduler_output, invalid)
+    return original(scheduler, scheduler_output, model_runner_output)
+
+
 def takes_whole_rows(scheduler: Any) -> bool:
-    """True if tables of running requests can be replaced: one step at a time, runner v1."""
+    """True if tables of running requests can be replaced: one step at a time, runner v1, and no
+    connector, which may save blocks by the ids that it got first."""
     overlapping = scheduler.scheduler_config.async_scheduling or scheduler.use_pp
-    return not overlapping and not scheduler.use_v2_model_runner
+    return not (overlapping or scheduler.use_v2_model_runner or scheduler.connector)
 
 
 def _if_needed(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """`get_request_block_hasher`: our manager does not need vLLM's hashes."""
-    return None if state.latest_is_ours else original(*args, **kwargs)
+    """`get_request_block_hasher`: our manager does not need vLLM's hashes, connectors may."""
+    return original(*args, **kwargs) if state.needs_hashes else None
 
 
 def manager_in_place_of(own: type) -> Callable[..., Any]:
@@ -138,8 +159,9 @@ def manager_in_place_of(own: type) -> Callable[..., Any]:
 
     def make(kv_cache_config: Any, **settings: Any) -> Any:
         settings["kv_cache_config"] = kv_cache_config
-        reason = out_of_scope(settings, _config.get(), classes)
-        state.latest_is_ours = reason is None
+        scheduler = _scheduler.get()
+        reason = out_of_scope(settings, scheduler, classes)
+        state.needs_hashes = reason is not None or getattr(scheduler, "connector", None) is not None
         if reason is not None:
             state.reasons.append(reason)
             logger.warning("using vLLM's block manager, not pyengine's: %s", reason)
@@ -155,6 +177,7 @@ def manager_in_place_of(own: type) -> Callable[..., Any]:
 def vllm_classes() -> SimpleNamespace:
     """vLLM's classes of returned and inspected objects."""
     places = {
+        "vllm.distributed.kv_transfer.kv_connector.v1.base": ("KVConnectorBase_V1",),
         "vllm.distributed.kv_events": ("AllBlocksCleared", "BlockRemoved", "BlockStored"),
         "vllm.v1.core.kv_cache_utils": ("KVCacheBlockCopy",),
         "vllm.v1.kv_cache_interface": ("FullAttentionSpec", "MLAAttentionSpec"),
@@ -170,12 +193,15 @@ def vllm_classes() -> SimpleNamespace:
     )
 
 
-def out_of_scope(settings: dict[str, Any], config: Any, classes: Any) -> str | None:
-    """The reason to use vLLM's own manager; None if ours supports the configuration."""
-    return next((reason for reason in _reasons(settings, config, classes) if reason), None)
+def out_of_scope(settings: dict[str, Any], scheduler: Any, classes: Any) -> str | None:
+    """The reason to use vLLM's own manager; None if ours supports the configuration.
+
+    `scheduler` is being created: it has a configuration and a connector, or is None.
+    """
+    return next((reason for reason in _reasons(settings, scheduler, classes) if reason), None)
 
 
-def _reasons(settings: dict[str, Any], config: Any, classes: Any) -> Any:
+def _reasons(settings: dict[str, Any], scheduler: Any, classes: Any) -> Any:
     cache = settings["kv_cache_config"]
     groups = cache.kv_cache_groups
     if len(groups) != 1:
@@ -195,8 +221,9 @@ def _reasons(settings: dict[str, Any], config: Any, classes: Any) -> Any:
         yield f"prefix_cache_retention_interval is {cache.prefix_cache_retention_interval}"
     if cache.hisparse_host_num_blocks:
         yield "HiSparse keeps blocks on the host"
-    if config is not None:
-        yield from _reasons_of_the_engine(config)
+    if scheduler is not None:
+        yield from _reasons_of_the_engine(scheduler.vllm_config)
+        yield from _reasons_of_the_connector(scheduler.connector, classes.KVConnectorBase_V1)
 
 
 def _reasons_of_the_layers(settings: dict[str, Any], spec: Any, classes: Any) -> Any:
@@ -216,8 +243,6 @@ def _reasons_of_the_layers(settings: dict[str, Any], spec: Any, classes: Any) ->
 
 def _reasons_of_the_engine(config: Any) -> Any:
     model = config.model_config
-    if config.kv_transfer_config is not None:
-        yield f"the connector {config.kv_transfer_config.kv_connector} reads vLLM's own blocks"
     if model.runner_type == "pooling":
         yield "the model is a pooling model"
     if model.is_encoder_decoder:
@@ -226,3 +251,19 @@ def _reasons_of_the_engine(config: Any) -> Any:
         yield "the model is a diffusion model"
     if config.parallel_config.prefill_context_parallel_size > 1:
         yield "context parallelism (prefill_context_parallel_size)"
+
+
+def _reasons_of_the_connector(connector: Any, base: Any) -> Any:
+    """Most connectors get block ids; some count references in vLLM's pool or read its index."""
+    if connector is None:
+        return
+    cls = type(connector)
+    children = getattr(connector, "_connectors", None)  # of a MultiConnector
+    if children is not None:
+        for child in children:
+            yield from _reasons_of_the_connector(child, base)
+    elif any(
+        getattr(cls, name) is not getattr(base, name)
+        for name in ("bind_kv_cache_manager", "bind_gpu_block_pool")
+    ):
+        yield f"the connector {cls.__name__} uses vLLM's own pool of blocks"

@@ -5,24 +5,25 @@ names and arguments; `vllm_tables` manages the blocks.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from pyengine.integrations.vllm_keys import EventWriter
 from pyengine.integrations.vllm_tables import RequestBlocks, RequiredBlocks, Tables
-from pyengine.kv_cache import BlockManager
+from pyengine.kv_cache import BlockManager, Pin
 
 logger = logging.getLogger("vllm.pyengine")  # a child of vLLM's logger, for the same format
 
 
 class Blocks:
-    """vLLM's `KVCacheBlocks`: block ids of the single group."""
+    """vLLM's `KVCacheBlocks`: block ids of the single group, the first `num_cached` registered."""
 
-    __slots__ = ("_view", "ids")
+    __slots__ = ("_view", "ids", "num_cached")
 
-    def __init__(self, ids: list[int], view: Callable[[int], Any]) -> None:
+    def __init__(self, ids: list[int], view: Callable[[int, bool], Any], num_cached: int) -> None:
         self.ids = ids
+        self.num_cached = num_cached
         self._view = view
 
     def get_block_ids(self, allow_none: bool = False, *, group_ids: Any = None) -> Any:
@@ -32,10 +33,23 @@ class Blocks:
         groups = (0,) if group_ids is None else group_ids
         return tuple(self.ids.copy() for _ in groups)
 
+    def get_unhashed_block_ids(self) -> list[int]:
+        """The block ids that are not registered: a connector fills them."""
+        return self.ids[self.num_cached :]
+
+    def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
+        """The same, in a list for the single group."""
+        return [self.get_unhashed_block_ids()]
+
+    def new_empty(self) -> "Blocks":
+        """No blocks, of the same pool."""
+        return Blocks([], self._view, 0)
+
     @property
     def blocks(self) -> tuple[list[Any], ...]:
-        """Block objects with a `block_id`."""
-        return ([self._view(block) for block in self.ids],)
+        """Block objects with a `block_id` and a `block_hash`."""
+        cached = self.num_cached
+        return ([self._view(block, index < cached) for index, block in enumerate(self.ids)],)
 
     def __repr__(self) -> str:
         return f"<Blocks {self.ids}>"
@@ -46,6 +60,7 @@ class BlockView:
     """The public part of vLLM's `KVCacheBlock`."""
 
     block_id: int
+    is_cached: bool
     _manager: BlockManager
 
     @property
@@ -57,6 +72,11 @@ class BlockView:
     def is_null(self) -> bool:
         """True for the null block."""
         return self.block_id == 0
+
+    @property
+    def block_hash(self) -> bytes | None:
+        """None if the block is not registered. Connectors use no more of it."""
+        return b"registered" if self.is_cached else None
 
 
 class BlockPool:
@@ -74,10 +94,21 @@ class BlockPool:
         usable = self._manager.num_blocks - 1
         return 1.0 - self.get_num_free_blocks() / usable if usable else 0.0
 
-    def free_blocks(self, ordered_blocks: Iterable[RequestBlocks]) -> None:
-        """Release the blocks returned by `pop_blocks_for_free`."""
-        for row in ordered_blocks:
-            row.free()
+    def free_blocks(self, ordered_blocks: "Iterable[RequestBlocks | CopySource]") -> None:
+        """Release what `pop_blocks_for_free` and `take_kv_cache_block_copies` returned."""
+        for held in ordered_blocks:
+            held.free()
+
+
+@dataclass(frozen=True, slots=True)
+class CopySource:
+    """A block that must stay until its copy is made."""
+
+    pin: Pin
+
+    def free(self) -> None:
+        """Release the block."""
+        self.pin.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +124,30 @@ class Coordinator:
     """The part of vLLM's coordinator that is used."""
 
     single_type_managers: tuple[Group, ...]
+    tables: Tables
     enable_partial_hash_hits: bool = False
+
+    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, **_unused: Any) -> int:
+        """Blocks that an admitted request still needs for `num_tokens` tokens."""
+        row = self.tables.rows.get(request_id)
+        return max(self.tables.blocks_of(num_tokens) - (len(row.blocks) if row else 0), 0)
+
+
+@dataclass(slots=True)
+class Load:
+    """A synchronous load: `step` fills the blocks from `first` to `end` and then computes, up to
+    `num_tokens` tokens."""
+
+    request: Any
+    row: RequestBlocks
+    first: int
+    end: int
+    num_tokens: int
+    step: Any = None
 
 
 class KVCacheManager:
-    """vLLM's `KVCacheManager` for one group of full attention, without connectors.
+    """vLLM's `KVCacheManager` for one group of full attention.
 
     `classes` holds vLLM's classes of returned objects: `PrefixCacheStats`, `KVCacheBlockCopy`,
     `RequestStatus`, and those of the events.
@@ -135,10 +185,11 @@ class KVCacheManager:
         )
         kv, self._rows = self.tables.kv, self.tables.rows
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        self.coordinator = Coordinator((Group(scheduler_block_size, spec),))
+        self.coordinator = Coordinator((Group(scheduler_block_size, spec),), self.tables)
         self.block_pool = BlockPool(kv)
-        self._view = lambda block: BlockView(block, kv)
-        self.empty_kv_cache_blocks = Blocks([], self._view)
+        self._view = lambda block, is_cached: BlockView(block, is_cached, kv)
+        self.empty_kv_cache_blocks = Blocks([], self._view, 0)
+        self._loads: list[Load] = []
         self._classes = classes
         self._not_running = (classes.RequestStatus.WAITING, classes.RequestStatus.PREEMPTED)
         images, adapter_ids = self.tables.images, self.tables.adapter_ids
@@ -161,12 +212,11 @@ class KVCacheManager:
         return blocks
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
-        """Copies to make before the step, for prompts whose every token is cached.
-
-        Sources need not be retained: blocks allocated by the next step are written later.
-        """
-        copy = self._classes.KVCacheBlockCopy
-        return [copy(source, target) for source, target in self.tables.take_copies()], []
+        """Copies to make before the step, for prompts whose every token is cached; and their
+        sources, which stay until `block_pool.free_blocks`."""
+        copies = self.tables.take_copies()
+        pairs = [self._classes.KVCacheBlockCopy(source, target) for source, target, _ in copies]
+        return pairs, [CopySource(pin) for _, _, pin in copies]
 
     def take_boundary_state_offloads(self) -> dict[str, Any]:
         """For recurrent layers only: empty."""
@@ -185,7 +235,10 @@ class KVCacheManager:
             return self.empty_kv_cache_blocks, 0, 0
         lookup = self.tables.look_up(request)
         ids = lookup.blocks if lookup.source is None else [*lookup.blocks, lookup.source]
-        return Blocks(ids, self._view) if ids else self.empty_kv_cache_blocks, lookup.hit, 0
+        return self._cached(ids), lookup.hit, 0
+
+    def _cached(self, ids: list[int]) -> Blocks:
+        return Blocks(ids, self._view, len(ids)) if ids else self.empty_kv_cache_blocks
 
     def allocate_slots(
         self,
@@ -207,18 +260,18 @@ class KVCacheManager:
         Returns None without a change if the pool is full. Within a block, a running request needs
         no call of the block manager.
         """
-        end = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
+        computed = request.num_computed_tokens + num_new_computed_tokens
+        end = computed + num_external_computed_tokens + num_new_tokens
         row = self._rows.get(request.request_id)
         if (
             row is not None
             and end + num_lookahead_tokens <= row.capacity
             and end < row.next_publish
+            and not reserved_blocks
         ):
             return self.empty_kv_cache_blocks
-        if num_external_computed_tokens or delay_cache_blocks:
-            raise NotImplementedError("blocks that a connector fills are not supported")
-        if num_new_tokens == 0 and num_new_computed_tokens == 0:
-            raise ValueError("num_new_tokens must be above 0 if no tokens are cached")
+        if end == request.num_computed_tokens:
+            raise ValueError("num_new_tokens must be above 0 if no tokens are cached or loaded")
         tables = self.tables
         whole = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
         waits = has_scheduled_reqs and request.status in self._not_running
@@ -230,7 +283,12 @@ class KVCacheManager:
         )
         known = min(end, request.num_tokens)
         if row is None:
-            new = tables.admit(request, num_new_computed_tokens, required, known)
+            loads = num_external_computed_tokens > 0
+            new = tables.admit(request, num_new_computed_tokens, required, known, loads=loads)
+            if new is not None and loads:
+                self._begin_load(
+                    request, computed, num_external_computed_tokens, known, delay_cache_blocks
+                )
         else:
             new = tables.grow(row, required)
             if new is not None and known >= row.next_publish:
@@ -238,15 +296,99 @@ class KVCacheManager:
         if new is None:
             return None
         if self._zeroed:
-            self._new_blocks.extend(new)
-        return Blocks(new, self._view) if new else self.empty_kv_cache_blocks
+            loaded = tables.blocks_of(num_external_computed_tokens) if skip_zeroing_group_ids else 0
+            self._new_blocks.extend(new[loaded:])
+        return Blocks(new, self._view, 0) if new else self.empty_kv_cache_blocks
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
-        """Register the full blocks of a request. Their tokens are computed before others read."""
+        """Register the full blocks of a request. Their tokens are computed before others read.
+
+        For a request with an asynchronous load, this is vLLM's word that the load has ended.
+        """
         row = self._rows.get(request.request_id)
-        if row is not None and num_computed_tokens >= row.next_publish:
+        if row is None:
+            return
+        if row.loading:
+            # If all tokens were loaded, the last one is computed again, in place. Its block is
+            # registered then.
+            self.tables.loaded(row, request, min(num_computed_tokens, request.num_tokens - 1))
+        elif num_computed_tokens >= row.next_publish:
             known = min(num_computed_tokens, request.num_tokens)
             self.tables.publish_in_time(row, request, known)
+
+    # -- loads of a connector ----------------------------------------------------------------
+
+    def _begin_load(
+        self, request: Any, start: int, num_tokens: int, known: int, is_async: bool
+    ) -> None:
+        """A connector fills the blocks of `num_tokens` tokens from `start` on."""
+        row = self._rows[request.request_id]
+        row.loading = is_async
+        if not is_async:
+            first, end = start // self.block_size, self.tables.blocks_of(start + num_tokens)
+            self._loads.append(Load(request, row, first, end, known))
+
+    def loads_planned(self, step: Any) -> None:
+        """The synchronous loads begun since the last call happen in this step; not of vLLM."""
+        for load in self._loads:
+            load.step = step if load.step is None else load.step
+
+    def loads_ended(self, step: Any, invalid_blocks: Collection[int]) -> None:
+        """Register the blocks that a step loaded and computed, up to the first invalid one.
+
+        vLLM computes a request's tokens again from that one on, in place. Not a method of vLLM.
+        """
+        ended = [load for load in self._loads if load.step is step]
+        if not ended:
+            return
+        self._loads = [load for load in self._loads if load.step is not step]
+        for load in ended:
+            if self._rows.get(load.request.request_id) is not load.row:
+                continue  # preempted, or finished
+            blocks = load.row.blocks
+            failed = (i for i in range(load.first, load.end) if blocks[i] in invalid_blocks)
+            index = next(failed, None)
+            filled = load.num_tokens if index is None else index * self.block_size
+            self.tables.loaded(load.row, load.request, filled)
+
+    def get_computed_blocks_for_connector(self, request: Any) -> tuple[Blocks, int, int, bool]:
+        """The same as `get_computed_blocks`: layers of one group match the same."""
+        return *self.get_computed_blocks(request), False
+
+    def truncate_computed_blocks(self, blocks: Blocks, num_computed_tokens: int) -> Blocks:
+        """The blocks of the first `num_computed_tokens` tokens of a look-up, which are full."""
+        return self._cached(blocks.ids[: num_computed_tokens // self.block_size])
+
+    def get_block_ids_for_computed_tokens(
+        self, request_id: str, num_computed_tokens: int
+    ) -> tuple[list[int], ...]:
+        """The ids of a request's blocks with computed tokens."""
+        [ids] = self.get_block_ids(request_id)
+        return (ids[: self.tables.blocks_of(num_computed_tokens)],)
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """For layers with a window only: nothing to do."""
+
+    def finalize_partial_tail_offloads(self, request: Any) -> list[tuple[int, int, int]]:
+        """For recurrent layers only: empty."""
+        return []
+
+    def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
+        """Zero a request's blocks from `start_token` on: a failed load did not fill them."""
+        row = self._rows.get(request_id)
+        if row is not None and self._zeroed:
+            self._new_blocks.extend(row.blocks[start_token // self.block_size :])
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """vLLM's call after failed loads. `loads_ended` has not registered any of these blocks."""
+        nodes = memoryview(self.tables.kv.snapshot().nodes).cast("I")
+        if late := sorted(block for block in block_ids if nodes[block]):
+            logger.error("Loads of blocks %s failed after their step: they stay cached", late)
 
     def merged_rows(self, running: Iterable[Any]) -> dict[str, list[int]]:
         """See `Tables.merged_rows`; not a method of vLLM."""
@@ -266,7 +408,9 @@ class KVCacheManager:
     def get_blocks(self, request_id: str) -> Blocks:
         """The block table of a request as the workers have it."""
         row = self._rows.get(request_id)
-        return Blocks(row.blocks, self._view) if row else self.empty_kv_cache_blocks
+        if row is None:
+            return self.empty_kv_cache_blocks
+        return Blocks(row.blocks, self._view, row.published // self.block_size)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """The block ids of a request."""

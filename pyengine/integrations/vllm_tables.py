@@ -3,6 +3,14 @@
 The workers' tables only grow, so they may still refer to a block that was merged into another one.
 Such a block is allocated again at once (`RequestBlocks.keepers`) until the workers get the new
 table (`merged_rows`) or the request ends.
+
+A KV connector fills blocks from outside the pool. Its blocks are allocated with `Sequence.extend`
+and registered with `Sequence.publish` once they are filled. Until then they are in no index, so no
+request can match them, and they belong to their request until vLLM frees it. Transfers
+(`Sequence.reserve`) do not fit vLLM's order of calls. A transfer has full blocks only, which are in
+no block table, and it releases those that were not filled. vLLM needs the whole block table when a
+load starts, with a partial last block. It computes further tokens in the step of a synchronous
+load, and failed blocks in place. And two requests may load the same prefix.
 """
 
 import math
@@ -23,7 +31,8 @@ class RequestBlocks:
 
     `blocks` is the block table of the workers. `published` tokens are in registered blocks, `known`
     tokens were passed to the sequence, `hit` tokens came from the cache. The blocks have slots for
-    `capacity` tokens, and the next block is full at `next_publish` tokens.
+    `capacity` tokens, and the next block is registered at `next_publish` tokens: `NEVER` during a
+    load, and without `shares`. `loading` is true during an asynchronous load.
     """
 
     sequence: Sequence
@@ -33,6 +42,8 @@ class RequestBlocks:
     hit: int
     capacity: int
     next_publish: float
+    shares: bool
+    loading: bool = False
     keepers: list[Sequence] = field(default_factory=list)
     merges: list[tuple[int, int]] = field(default_factory=list)
     merged_in_step: int = 0
@@ -198,12 +209,15 @@ class Tables:
         return new
 
     def admit(
-        self, request: Any, hit: int, required: RequiredBlocks, known: int
+        self, request: Any, hit: int, required: RequiredBlocks, known: int, *, loads: bool
     ) -> list[int] | None:
         """Allocate the first blocks of a request after its `hit` cached tokens.
 
         Returns None without a change if the pool is full. This step computes up to `known` tokens.
+        If a connector `loads` some of them, no block is registered before `loaded`.
         """
+        if loads and hit % self.block_size:
+            raise ValueError(f"a connector loads tokens after {hit}, inside a block")
         lookup = self._take_lookup(request, hit)
         published = len(lookup.blocks) * self.block_size
         new = self._extend(lookup.sequence, required, len(lookup.blocks), published)
@@ -218,7 +232,8 @@ class Tables:
             known=lookup.known,
             hit=hit,
             capacity=len(blocks) * self.block_size,
-            next_publish=published + self.block_size if lookup.shares else NEVER,
+            next_publish=published + self.block_size if lookup.shares and not loads else NEVER,
+            shares=lookup.shares,
         )
         if lookup.source is not None and lookup.pin is not None:
             # The last block is registered already; the copy exists before the source is released.
@@ -283,7 +298,17 @@ class Tables:
                 self._publish(row, request, num_tokens)
             self._due.clear()
 
-    def _publish(self, row: RequestBlocks, request: Any, num_tokens: int) -> None:
+    def loaded(self, row: RequestBlocks, request: Any, num_tokens: int) -> None:
+        """Register the blocks of the first `num_tokens` tokens: a load of them has ended."""
+        row.loading = False
+        if row.shares:
+            row.next_publish = row.published + self.block_size
+            self._publish(row, request, num_tokens, filled=True)
+
+    def _publish(
+        self, row: RequestBlocks, request: Any, num_tokens: int, *, filled: bool = False
+    ) -> None:
+        """Register blocks that are `filled` already, or that the open step computes."""
         end = num_tokens // self.block_size * self.block_size
         if end <= row.published:
             return
@@ -297,7 +322,7 @@ class Tables:
             return
         if self.events is not None:
             self.events.collect(self.kv.take_events(), request.session_id)
-        if self._in_step:
+        if self._in_step and not filled:
             first, last = row.published // self.block_size, end // self.block_size
             self._fresh.update(row.blocks[first:last])
         row.published, row.known = end, max(row.known, end)
@@ -347,11 +372,9 @@ class Tables:
             tables[request.request_id] = row.blocks.copy()
         return tables
 
-    def take_copies(self) -> list[tuple[int, int]]:
-        """Pairs (source, copy) of blocks to copy before the step. Unpins the sources."""
-        copies = [(source, copy) for source, copy, _ in self._copies.values()]
-        for _, _, pin in self._copies.values():
-            pin.release()
+    def take_copies(self) -> list[tuple[int, int, Pin]]:
+        """Triples (source, copy, pin of the source) of blocks to copy before the step."""
+        copies = list(self._copies.values())
         self._copies.clear()
         return copies
 

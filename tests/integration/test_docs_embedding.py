@@ -17,7 +17,7 @@ def test_the_switch_the_plugin_and_the_version_are_the_plugins() -> None:
 
 
 def test_tests_of_vllm_that_are_out_are_those_of_the_runner() -> None:
-    named = json.loads((ROOT / "tests/peers/vllm_own/reads_insides.json").read_text())
+    named = json.loads((ROOT / "tests/peers/vllm_own/left_out.json").read_text())
     rows = {
         row[0]: row[1]
         for row in table("docs/benchmarks/vllm.md", "tests", "why")

@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is in the peers' environment: make vllm
 
 from pyengine.integrations import vllm as plugin
 from pyengine.integrations.vllm_manager import KVCacheManager
+from tests.peers.connector import POOL_CONNECTOR, connected
 from tests.peers.test_differential import check_nothing_is_held
 from tests.peers.world import Settings, World, make_scheduler, managers
 
@@ -22,14 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def connector(config: Any, cache: Any) -> None:
-    from vllm.config import KVTransferConfig
-
-    config.scheduler_config.disable_hybrid_kv_cache_manager = True
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector="ExampleConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={"shared_storage_path": "nowhere"},
-    )
+    connected()(config, cache)
+    config.kv_transfer_config.kv_connector = POOL_CONNECTOR
 
 
 def hybrid(config: Any, cache: Any) -> None:
@@ -57,7 +52,7 @@ def nothing(config: Any, cache: Any) -> None:
 @pytest.mark.parametrize(
     ("adjust", "runner", "reason"),
     [
-        (connector, "auto", "the connector ExampleConnector reads vLLM's own blocks"),
+        (connector, "auto", "the connector PoolConnector uses vLLM's own pool of blocks"),
         (hybrid, "auto", "the model has 2 groups of layers, not one"),
         (context_parallel, "auto", "context parallelism (dcp_world_size is 2)"),
         (nothing, "pooling", "the model is a pooling model"),

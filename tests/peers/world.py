@@ -18,6 +18,7 @@ from tests.peers.vllm_own import models
 
 MASK = (1 << 62) - 1
 EMPTY = -1
+BAD = -2  # a load that failed, and what is computed after it
 
 
 def link(before: int, token: int) -> int:
@@ -53,6 +54,8 @@ class Worker:
         self.roots: dict[str, int] = {}
         self.reads = 0
         self.wrong: list[str] = []
+        self.invalid: set[int] = set()
+        """Blocks of this step whose load failed: the Scheduler drops what their requests sample."""
 
     def run(self, step: Any) -> Any:
         """The output of a step."""
@@ -72,7 +75,8 @@ class Worker:
                 raise AssertionError(f"{request_id}: {end} tokens computed, {len(tokens)} known")
             state.link_up_to(start, tokens, end)
             slots = self._slots(state, start, end)
-            self.kv.reshape(-1)[slots] = state.chain[start:end]
+            is_bad = not self.invalid.isdisjoint(state.table)
+            self.kv.reshape(-1)[slots] = BAD if is_bad else state.chain[start:end]
             inputs[request_id] = (start, end, drafts)
         sampled = [self._read(request_id, *inputs[request_id]) for request_id in inputs]
         outputs = importlib.import_module("vllm.v1.outputs")
@@ -114,6 +118,8 @@ class Worker:
 
     def _read(self, request_id: str, start: int, end: int, drafts: list[int]) -> list[int]:
         state = self.states[request_id]
+        if not self.invalid.isdisjoint(state.table):
+            return [0] if end >= len(state.tokens) else []
         found = self.kv.reshape(-1)[self._slots(state, 0, end)]
         self.reads += end
         wrong = np.flatnonzero(found != state.chain[:end])
@@ -231,6 +237,7 @@ def make_scheduler(settings: Settings, folder: Path) -> Any:
         kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
     )
+    config.scheduler_config.async_scheduling = settings.overlapping  # which the CPU turns off
     config.cache_config.num_gpu_blocks = settings.num_blocks
     settings.adjust(config, cache)
     register_all_kvcache_specs(config)

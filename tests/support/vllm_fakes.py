@@ -11,6 +11,7 @@ KVCacheBlockCopy = namedtuple("KVCacheBlockCopy", "src_block_id dst_block_id")
 
 class RequestStatus(Enum):
     WAITING = auto()
+    WAITING_FOR_REMOTE_KVS = auto()
     RUNNING = auto()
     PREEMPTED = auto()
 
@@ -74,7 +75,36 @@ class MambaSpec(FullAttentionSpec):
     pass
 
 
+class KVConnectorBase_V1:
+    """A connector, which gets block ids."""
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self.bind_gpu_block_pool(kv_cache_manager.block_pool)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        pass
+
+
+class PoolConnector(KVConnectorBase_V1):
+    """A connector that uses the pool."""
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self.pool = gpu_block_pool
+
+
+class MultiConnector(KVConnectorBase_V1):
+    """A connector over others."""
+
+    def __init__(self, *connectors: KVConnectorBase_V1) -> None:
+        self._connectors = connectors
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        for connector in self._connectors:
+            connector.bind_kv_cache_manager(kv_cache_manager)
+
+
 CLASSES = SimpleNamespace(
+    KVConnectorBase_V1=KVConnectorBase_V1,
     KVCacheBlockCopy=KVCacheBlockCopy,
     RequestStatus=RequestStatus,
     PrefixCacheStats=PrefixCacheStats,
@@ -122,10 +152,9 @@ def cache_config(num_blocks: int, spec: Any = None, **more: Any) -> Any:
 
 
 def engine_config(**more: Any) -> Any:
-    """A `VllmConfig` of an engine in our scope."""
+    """A `VllmConfig` of an engine that our manager supports."""
     model = {"runner_type": "generate", "is_encoder_decoder": False, "is_diffusion": False}
     return SimpleNamespace(
         model_config=SimpleNamespace(**(model | more.pop("model", {}))),
-        kv_transfer_config=more.pop("connector", None),
         parallel_config=SimpleNamespace(prefill_context_parallel_size=more.pop("pcp", 1)),
     )

@@ -4,6 +4,7 @@ managers were ours and why others were not, checks ours after each test, and wri
 `PYENGINE_REPORT`.
 """
 
+import importlib
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ def engage() -> None:
     """Put ours in place, and note every one that is made."""
     import vllm.v1.core.kv_cache_manager as module
 
+    insides: Any = importlib.import_module("insides")  # beside this file
     own = module.KVCacheManager
     integration.install()
     module.KVCacheManager = integration.manager_in_place_of(own)
@@ -33,6 +35,7 @@ def engage() -> None:
 
     def noted(self: Any, *args: Any, **settings: Any) -> None:
         initialise(self, *args, **settings)
+        insides.show(self)
         made.append(self)
 
     KVCacheManager.__init__ = noted  # type: ignore[method-assign]

@@ -2,10 +2,11 @@
 
     python tests/peers/vllm_own/run.py --python .venv-peers/bin/python
 
-They are in its source distribution on PyPI, which is fetched once. A test is in scope if it makes
-a manager and every one that it makes is ours; one for which any goes back to vLLM's is listed with
-the reason. It fails if a test in scope that passes with vLLM's manager fails with ours, but for
-those of `READS_INSIDES`, which look at vLLM's own structures; or if any other ends differently.
+They are in its source distribution on PyPI, which is fetched once: those of its core, and those of
+its KV connectors that drive a Scheduler. A test is in scope if it makes a manager and every one
+that it makes is ours; one for which any goes back to vLLM's is listed with the reason. It fails if
+a test in scope that passes with vLLM's manager fails with ours, but for those of `LEFT_OUT`, with
+the reason; or if any other ends differently. `insides.py` shows those tests vLLM's structures.
 """
 
 import argparse
@@ -23,13 +24,26 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 VERSION = "0.32.0"
 DIST = f"vllm-{VERSION}"
-TESTS = "tests/v1/core"
+CORE = "tests/v1/core"
+UNIT = "tests/v1/kv_connector/unit"
+CONNECTORS = [  # those that drive a Scheduler and need no further package
+    f"{UNIT}/{name}.py"
+    for name in (
+        "test_cache_pollution_prevention",
+        "test_decode_bench_connector",
+        "test_error_propagation",
+        "test_invalid_blocks_correctness",
+        "test_kv_load_failure_recovery",
+        "test_remote_decode_lifecycle",
+        "test_remote_prefill_lifecycle",
+        "test_scheduler_kv_connector_override",
+        "offloading_connector/test_scheduler",
+    )
+]
 TORCHVISION = "torchvision==0.28.*"  # that of torch 2.13
 JSON = "application/vnd.pypi.simple.v1+json"
 
-READS_INSIDES: dict[str, str] = json.loads(
-    (HERE / "reads_insides.json").read_text(encoding="utf-8")
-)
+LEFT_OUT: dict[str, str] = json.loads((HERE / "left_out.json").read_text(encoding="utf-8"))
 
 
 def index_url() -> str:
@@ -62,7 +76,7 @@ def fetch(folder: Path) -> Path:
 def unpack(archive: Path, folder: Path) -> Path:
     """Its tests, beside the models that they name."""
     root = folder / DIST
-    if not (root / TESTS).exists():
+    if not (root / CORE).exists():
         with tarfile.open(archive) as tar:
             members = [each for each in tar if each.name.startswith(f"{DIST}/tests/")]
             tar.extractall(folder, members, filter="data")
@@ -98,7 +112,8 @@ def run(python: Path, root: Path, ours: bool, options: list[str]) -> dict[str, A
     }
     command = [str(python), "-W", "ignore", "-m", "pytest", "-q", "--tb=no", "-rN"]
     command += ["-p", "no:cacheprovider", "-p", "pyengine_plugin", "-c", os.devnull]
-    command += ["--rootdir", str(root), "--confcutdir", TESTS, *(options or [TESTS])]
+    command += ["--rootdir", str(root), "--confcutdir", "tests/v1"]
+    command += options or [CORE, *CONNECTORS]
     print(f"vLLM's tests with {'our' if ours else 'its own'} manager", flush=True)
     subprocess.run(command, cwd=root, env=environment, check=False)
     if not report.exists():
@@ -117,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--python", type=Path, default=ROOT / ".venv-peers/bin/python")
     parser.add_argument("--folder", type=Path, default=ROOT / "target/vllm-own")
-    parser.add_argument("tests", nargs="*", help=f"some of {TESTS}, as pytest takes them")
+    parser.add_argument("tests", nargs="*", help="some of them, as pytest takes them")
     options = parser.parse_args()
     folder, python = options.folder.absolute(), options.python.absolute()
     root = unpack(fetch(folder), folder)
@@ -131,20 +146,30 @@ def main() -> None:
     subprocess.run([python, "-O", "-c", imports], env=writes_bytecode, check=True)
     stock = run(python, root, False, options.tests)
     ours = run(python, root, True, options.tests)
-    raise SystemExit(compare(stock, ours, folder / "vllm-own.md"))
+    page, pages, wrong = folder / "vllm-own.md", [], 0
+    for part in (CORE, UNIT):
+        tests = {name: each for name, each in ours.items() if name.startswith(part)}
+        if tests:
+            lines, bad = compare(part, stock, tests)
+            pages += lines
+            wrong += bad
+    page.write_text("\n".join(pages) + "\n", encoding="utf-8")
+    print(f"all of them: {page}")
+    raise SystemExit(wrong)
 
 
-def compare(stock: dict[str, Any], ours: dict[str, Any], page: Path) -> int:
-    """Print and write what is in scope, what passes, and why the rest is not; 0 if all is well."""
+def compare(part: str, stock: dict[str, Any], ours: dict[str, Any]) -> tuple[list[str], int]:
+    """Print what is in scope, what passes, and why the rest is not. Returns a longer version, and 0
+    if all is well."""
     scope = {name: each for name, each in ours.items() if each["ours"] and not each["reasons"]}
-    broken, insides, passed, control = [], [], [], []
+    broken, left_out, passed, control = [], [], [], []
     for name, each in sorted(scope.items()):
         if stock[name]["outcome"] != "passed":
             control.append(f"{name}: {stock[name]['outcome']} with vLLM's own, too")
         elif each["outcome"] == "passed":
             passed.append(name)
-        elif (bare := function(name).rpartition("::")[2]) in READS_INSIDES:
-            insides.append(f"{name}: {READS_INSIDES[bare]}")
+        elif (bare := function(name).rpartition("::")[2]) in LEFT_OUT:
+            left_out.append(f"{name}: {LEFT_OUT[bare]}")
         else:
             broken.append(f"{name}: {each.get('error', each['outcome'])}")
     outside = {
@@ -157,11 +182,11 @@ def compare(stock: dict[str, Any], ours: dict[str, Any], page: Path) -> int:
     functions = len({function(name) for name in passed})
     made = sum(scope[name]["ours"] for name in passed)
     lines = [
-        f"vLLM {VERSION}, {TESTS}: {len(ours)} tests",
+        f"vLLM {VERSION}, {part}: {len(ours)} tests",
         f"in scope and passed with both: {len(passed)} tests of {functions} functions, in which "
         f"{made} managers were made, all of them ours",
-        f"in scope, and they read vLLM's own structures: {len(insides)}",
-        *(f"  {line}" for line in insides),
+        f"in scope, and left out: {len(left_out)}",
+        *(f"  {line}" for line in left_out),
         f"in scope, but not even vLLM's own passes here: {len(control)}",
         *(f"  {line}" for line in control),
         f"in scope and BROKEN: {len(broken)}",
@@ -171,25 +196,17 @@ def compare(stock: dict[str, Any], ours: dict[str, Any], page: Path) -> int:
         f"not in scope, and failing with vLLM's own, too: {failing}",
     ]
     print("\n".join(lines))
-    print(
-        f"back to vLLM's own manager: {len(outside)}; without a manager: {len(none)} (see {page})"
-    )
-    page.write_text(
-        "\n".join(
-            [
-                *lines,
-                f"back to vLLM's own manager: {len(outside)}",
-                *(f"  {name}: {reason}" for name, reason in outside.items()),
-                f"without a manager: {len(none)}",
-                *(f"  {name}" for name in none),
-                "passed:",
-                *(f"  {name}" for name in passed),
-            ]
-        )
-        + "\n",
-        encoding="utf-8",
-    )
-    return len(broken) + len(changed) or not passed
+    print(f"back to vLLM's own manager: {len(outside)}; without a manager: {len(none)}")
+    longer = [
+        *lines,
+        f"back to vLLM's own manager: {len(outside)}",
+        *(f"  {name}: {reason}" for name, reason in outside.items()),
+        f"without a manager: {len(none)}",
+        *(f"  {name}" for name in none),
+        "passed:",
+        *(f"  {name}" for name in passed),
+    ]
+    return longer, len(broken) + len(changed) + (not passed)
 
 
 if __name__ == "__main__":

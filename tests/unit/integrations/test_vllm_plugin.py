@@ -14,8 +14,11 @@ from tests.support import vllm_fakes
 from tests.support.vllm_fakes import (
     CLASSES,
     FullAttentionSpec,
+    KVConnectorBase_V1,
     MambaSpec,
     MLAAttentionSpec,
+    MultiConnector,
+    PoolConnector,
     Request,
     cache_config,
     engine_config,
@@ -50,7 +53,9 @@ class Scheduler:
     use_pp = False
     use_v2_model_runner = False
 
-    def __init__(self, vllm_config: Any, overlapping: bool = False) -> None:
+    def __init__(self, vllm_config: Any, overlapping: bool = False, connector: Any = None) -> None:
+        self.vllm_config = vllm_config
+        self.connector = connector
         self.scheduler_config = SimpleNamespace(async_scheduling=overlapping)
         module = sys.modules["vllm.v1.core.sched.scheduler"]
         self.kv_cache_manager: Any = module.KVCacheManager(**settings())
@@ -61,6 +66,13 @@ class Scheduler:
             new_block_ids=[None for _ in running_reqs],
             resumed_req_ids=set(),
         )
+
+    def _build_kv_connector_meta(self, connector: Any, scheduler_output: Any) -> Any:
+        return connector, scheduler_output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        request = scheduler_output.request
+        return self.kv_cache_manager.estimate_cached_tokens(request)
 
 
 @pytest.fixture
@@ -74,6 +86,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ),
         "vllm.v1.engine.core": SimpleNamespace(get_request_block_hasher=lambda *_: "a hasher"),
         "vllm.distributed.kv_events": vllm_fakes,
+        "vllm.distributed.kv_transfer.kv_connector.v1.base": vllm_fakes,
         "vllm.v1.core.kv_cache_utils": vllm_fakes,
         "vllm.v1.kv_cache_interface": vllm_fakes,
         "vllm.v1.metrics.stats": vllm_fakes,
@@ -147,14 +160,13 @@ def test_out_of_scope_it_is_vllms_and_the_log_says_why(
     vllm: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     plugin.register()
-    connector = SimpleNamespace(kv_connector="NixlConnector")
-    scheduler = vllm.Scheduler(engine_config(connector=connector))
+    scheduler = vllm.Scheduler(engine_config(), connector=PoolConnector())
     assert isinstance(scheduler.kv_cache_manager, OwnManager)
     assert scheduler.kv_cache_manager.settings["max_model_len"] == 100
     [line] = caplog.messages
     assert line == (
         "using vLLM's block manager, not pyengine's: "
-        "the connector NixlConnector reads vLLM's own blocks"
+        "the connector PoolConnector uses vLLM's own pool of blocks"
     )
     assert sys.modules["vllm.v1.engine.core"].get_request_block_hasher(16, hash) == "a hasher"
     assert isinstance(vllm.Scheduler(engine_config()).kv_cache_manager, KVCacheManager)
@@ -164,6 +176,8 @@ IN_SCOPE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"spec": MLAAttentionSpec()}, {}),
     ({"enable_caching": False}, {}),
+    ({}, {"connector": KVConnectorBase_V1()}),
+    ({}, {"connector": MultiConnector(KVConnectorBase_V1())}),
 ]
 OUT_OF_SCOPE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("2 groups of layers", {"groups": 2}, {}),
@@ -189,12 +203,21 @@ OUT_OF_SCOPE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("an encoder", {}, {"model": {"is_encoder_decoder": True}}),
     ("diffusion", {}, {"model": {"is_diffusion": True}}),
     ("prefill_context_parallel_size", {}, {"pcp": 2}),
+    ("the connector PoolConnector", {}, {"connector": PoolConnector()}),
+    ("PoolConnector", {}, {"connector": MultiConnector(KVConnectorBase_V1(), PoolConnector())}),
 ]
+
+
+def scheduler_of(engine: dict[str, Any]) -> Any:
+    """A Scheduler that has no manager yet."""
+    connector = engine.get("connector")
+    rest = {name: value for name, value in engine.items() if name != "connector"}
+    return SimpleNamespace(vllm_config=engine_config(**rest), connector=connector)
 
 
 @pytest.mark.parametrize(("more", "engine"), IN_SCOPE)
 def test_what_is_in_scope(more: dict[str, Any], engine: dict[str, Any]) -> None:
-    assert plugin.out_of_scope(settings(**more), engine_config(**engine), CLASSES) is None
+    assert plugin.out_of_scope(settings(**more), scheduler_of(engine), CLASSES) is None
     assert plugin.out_of_scope(settings(**more), None, CLASSES) is None
 
 
@@ -205,7 +228,7 @@ def test_what_is_out_of_scope(reason: str, more: dict[str, Any], engine: dict[st
     given["kv_cache_config"].kv_cache_groups *= groups or 1
     given["kv_cache_config"].prefix_cache_retention_interval = retention
     given["kv_cache_config"].hisparse_host_num_blocks = host
-    found = plugin.out_of_scope(given, engine_config(**engine), CLASSES)
+    found = plugin.out_of_scope(given, scheduler_of(engine), CLASSES)
     assert found is not None
     assert reason in found
 
@@ -232,11 +255,13 @@ def test_workers_are_told_of_merged_blocks_where_steps_do_not_overlap(vllm: Any)
     assert data.req_ids == ["a", "b"]
 
 
-@pytest.mark.parametrize("reason", ["overlapping", "use_pp", "use_v2_model_runner"])
+@pytest.mark.parametrize("reason", ["overlapping", "use_pp", "use_v2_model_runner", "connector"])
 def test_elsewhere_duplicates_stay(vllm: Any, reason: str) -> None:
     plugin.register()
-    scheduler = vllm.Scheduler(engine_config(), overlapping=reason == "overlapping")
-    setattr(scheduler, reason, True)
+    connector = KVConnectorBase_V1() if reason == "connector" else None
+    scheduler = vllm.Scheduler(engine_config(), reason == "overlapping", connector)
+    if reason.startswith("use_"):
+        setattr(scheduler, reason, True)
     data = scheduler._make_cached_request_data([*duplicates(scheduler)], [])
     assert (data.resumed_req_ids, data.new_block_ids) == (set(), [None, None])
 
@@ -246,3 +271,30 @@ def test_a_scheduler_with_vllms_own_manager_is_left_alone(vllm: Any) -> None:
     scheduler = vllm.Scheduler(engine_config(model={"runner_type": "pooling"}))
     data = scheduler._make_cached_request_data([Request("a", [1])], [])
     assert data.new_block_ids == [None]
+
+
+def test_connectors_get_vllms_hashes(vllm: Any) -> None:
+    plugin.register()
+    scheduler = vllm.Scheduler(engine_config(), connector=KVConnectorBase_V1())
+    assert isinstance(scheduler.kv_cache_manager, KVCacheManager)
+    assert sys.modules["vllm.v1.engine.core"].get_request_block_hasher(16, hash) == "a hasher"
+
+
+@pytest.mark.parametrize(("invalid", "cached"), [(None, 12), (set(), 12), ({2}, 4), ({1}, 0)])
+def test_a_synchronous_load_ends_before_its_output_is_handled(
+    vllm: Any, invalid: set[int] | None, cached: int
+) -> None:
+    plugin.register()
+    scheduler = vllm.Scheduler(engine_config(), connector=KVConnectorBase_V1())
+    manager, request = scheduler.kv_cache_manager, Request("a", list(range(14)))
+    manager.new_step_starts()
+    manager.get_computed_blocks(request)
+    manager.allocate_slots(request, 6, num_external_computed_tokens=8)
+    manager.take_new_block_ids()
+    step = SimpleNamespace(request=request)
+    assert scheduler._build_kv_connector_meta("a connector", step) == ("a connector", step)
+    before = SimpleNamespace(request=request)  # a step that was planned earlier
+    transfers = None if invalid is None else SimpleNamespace(invalid_block_ids=invalid)
+    output = SimpleNamespace(kv_connector_output=transfers)
+    assert scheduler.update_from_output(before, output) == 0
+    assert scheduler.update_from_output(step, output) == cached
