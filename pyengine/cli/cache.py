@@ -17,6 +17,7 @@ from pyengine.cli.options import guarded
 from pyengine.cli.status import FAILED
 from pyengine.errors import InvalidRequestError
 from pyengine.kv_cache import KVStore, StoreError
+from pyengine.kv_cache.store_key import store_key
 
 NO_LIMIT = 2**62
 """Bytes; a limit below what is stored would evict it."""
@@ -118,7 +119,7 @@ def _opened(folder: Path, access: Literal["read", "write"]) -> Iterator[KVStore]
     if not folder.is_dir():  # opening it would make one
         raise InvalidRequestError(f"{folder} is no folder; name the folder of a KV store")
     try:
-        store = KVStore(folder, max_bytes=NO_LIMIT, access=access)
+        store = KVStore(folder, max_bytes=NO_LIMIT, access=access, auth_key=store_key())
     except StoreError as error:
         raise InvalidRequestError(str(error)) from error
     try:

@@ -41,6 +41,7 @@ from pyengine.kv_cache import BlockManager, ConfigError, KVStore, StoreError, kv
 from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.memory import available_memory
 from pyengine.kv_cache.pool import KVPool, PoolSettings, resolve_kv_cache_dtype
+from pyengine.kv_cache.store_key import store_key
 from pyengine.models.cpu_kernels import fuse_norms
 from pyengine.models.fingerprint import model_properties
 from pyengine.models.int8_linear import quantise_linears
@@ -215,6 +216,7 @@ def _open_store(settings: EngineSettings) -> KVStore:
         return KVStore(
             settings.kv_cache_dir,
             max_bytes=settings.kv_cache_disk or _DISK_BYTES,
+            auth_key=store_key(),
         )
     except StoreError as error:
         raise ConfigurationError(f"kv_cache_dir: {error}") from error

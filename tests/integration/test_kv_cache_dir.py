@@ -13,6 +13,7 @@ import pytest
 from pyengine import LLM, SamplingParams
 from pyengine.engine import offloading
 from pyengine.errors import ConfigurationError
+from pyengine.kv_cache.store_key import VARIABLE
 from tests.unit.executor.hand_made import random_model
 from tests.unit.executor.test_model_runner import FAMILIES
 
@@ -164,6 +165,23 @@ def test_folders_that_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     os.chmod(open_to_all, 0o755)
     assert "chmod 700" in refusal(tiny_folder, kv_cache_dir=open_to_all)
     assert "Not a directory" in refusal(tiny_folder, kv_cache_dir=mine / "notes.txt")
+
+
+def test_a_key_of_the_environment_authenticates_entries(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, prompt = tmp_path / "kv", tokens(50)
+    monkeypatch.setenv(VARIABLE, "ab" * 32)
+    for expected in (0, 48):
+        with LLM(tiny_folder, block_size=4, kv_cache_dir=folder, kv_cache_disk=GIB) as llm:
+            assert answer(llm, prompt)[1] >= expected
+    monkeypatch.setenv(VARIABLE, "cd" * 32)
+    assert "another authentication key" in refusal(tiny_folder, kv_cache_dir=folder)
+    monkeypatch.setenv(VARIABLE, "secret")
+    message = refusal(tiny_folder, kv_cache_dir=folder)
+    assert "64 hexadecimal digits" in message and "secret" not in message
+    monkeypatch.delenv(VARIABLE)
+    assert "another authentication key" in refusal(tiny_folder, kv_cache_dir=folder)
 
 
 def test_settings_that_do_not_go_together(tiny_folder: Path, tmp_path: Path) -> None:
