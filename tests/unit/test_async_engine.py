@@ -44,7 +44,7 @@ def model(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModel]:
     yield model
     model.bench.assert_all_free()
     assert model.bench.engine.unfinished == []
-    assert not [thread for thread in threading.enumerate() if thread.name == "pyengine-engine"]
+    assert not threads()
 
 
 async def last_of(items: AsyncIterator[RequestOutput]) -> RequestOutput:
@@ -429,8 +429,21 @@ def test_closing_ends_everything_and_every_reader(model: FakeModel) -> None:
 
 
 def threads() -> list[threading.Thread]:
-    """The threads of engines."""
-    return [thread for thread in threading.enumerate() if thread.name == "pyengine-engine"]
+    """The threads of this test's engines."""
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "pyengine-engine" and thread not in _of_others
+    ]
+
+
+_of_others: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+"""Threads of engines that an earlier test of this process has left."""
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_others() -> None:
+    _of_others.update(threads())
 
 
 def has_ended(engine: "weakref.ref[AsyncEngine]") -> bool:

@@ -33,6 +33,7 @@ def model(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModel]:
     yield model
     model.bench.assert_all_free()
     assert not model.bench.engine.has_work
+    model.close()
 
 
 def tokens_of(outputs: Any) -> list[list[int]]:

@@ -24,8 +24,10 @@ LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=190)
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
-    return FakeModel(monkeypatch, num_blocks=512, max_num_seqs=16, max_model_len=200)
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModel]:
+    model = FakeModel(monkeypatch, num_blocks=512, max_num_seqs=16, max_model_len=200)
+    yield model
+    model.close()
 
 
 def in_a_fork(act: Callable[[], object], seconds: int = 20) -> str:
