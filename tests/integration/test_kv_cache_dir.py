@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from random import Random
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -135,11 +136,14 @@ def test_a_second_engine_reads_what_the_first_one_writes(tiny_folder: Path, tmp_
         prompt = tokens(50)
         expected, _ = answer(writer, prompt)
         writer._engine.offloader._store.flush(10)  # type: ignore[union-attr]
-        for _ in range(40):  # a reader looks once a second
+        deadline = monotonic() + 60
+        restored = 0
+        while monotonic() < deadline:  # a reader looks once a second
             found, restored = answer(reader, [*prompt, 5])
             if restored:
                 break
             reader._manager.evict_all()
+            sleep(0.1)
         assert restored >= 48
         assert found[0] == answer(writer, [*prompt, 5])[0][0]
         assert answer(reader, prompt)[0][0] == expected[0]

@@ -205,7 +205,7 @@ def test_a_disk_that_never_answers_delays_its_request_alone(
     store: KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Promise 6 of the scheduler holds: others go on, and this one is computed after a time."""
-    monkeypatch.setattr(offloading, "_PATIENCE", 0.3)
+    monkeypatch.setattr(offloading, "_PATIENCE", 2.0)
     prompt = prompt_of(40)
     first = make_bench()
     settle_after(first, with_store(first, store), [prompt])
@@ -226,7 +226,7 @@ def test_a_disk_that_never_answers_delays_its_request_alone(
         second.manager.check()
         ends |= dict.fromkeys(second.take_finished(), monotonic() - start)
         assert monotonic() - start < 20
-    assert is_held.is_set() and ends["other"] < 0.3 <= min(ends["slow"], ends["same"])
+    assert is_held.is_set() and ends["other"] < 2.0 <= min(ends["slow"], ends["same"])
     assert second.manager.usage().loading == 10  # nobody reuses them while the disk may still write
     assert offloader.counters["abandoned_loads"] == 1
     answers.set()
