@@ -286,17 +286,12 @@ class EngineSettings:
                 f"kv_cache_dir={shown(self.kv_cache_dir)} keeps cached prefixes, and "
                 "enable_prefix_caching=False has none: leave one of them out"
             )
-        if self.tensor_parallel_size != 1:
-            raise ConfigurationError(
-                f"kv_cache_dir={shown(self.kv_cache_dir)} does not go together with "
-                f"tensor_parallel_size={self.tensor_parallel_size} yet: leave one of them out"
-            )
 
     def _check_divided(self) -> None:
-        for name in ("async_scheduling", "compile", "quantization"):
+        for name in ("async_scheduling", "compile", "quantization", "kv_cache_dir"):
             if value := getattr(self, name):
                 raise ConfigurationError(
-                    f"{name}={value!r} does not go together with tensor_parallel_size="
+                    f"{name}={shown(value)} does not go together with tensor_parallel_size="
                     f"{self.tensor_parallel_size} yet: leave one of them out"
                 )
         if self.speculation in {"mtp", "draft"}:

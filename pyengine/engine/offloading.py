@@ -3,7 +3,7 @@
     waiting -> look up -> reserve -> [load thread] -> complete -> waiting, its prefix cached
     prompt computed, or sequence ended -> [store thread: pin, copy, release]
 
-A block that the two threads read or write is held until they have let go of it, whatever becomes
+A block that the two threads read or write is held until they are done with it, whatever becomes
 of the request. No step waits for them: a request whose prefix is being loaded stays in the queue,
 others overtake it, and after `_PATIENCE` it is computed instead.
 """
@@ -42,7 +42,7 @@ _LOOKAHEAD = 16
 _SHORT = 256
 """Fewer tokens are stored only if some of them were cached: they are used a second time."""
 _PATIENCE = 10.0
-"""Seconds without any progress after which loads, or a store, are given up."""
+"""Seconds without any progress after which loads, or a store, are abandoned."""
 _MOST_QUEUED = 1024
 """Sequences that may wait to be stored."""
 _LOADING_SHARE = 0.5
@@ -128,7 +128,7 @@ class KVOffloader:
         self._loads: SimpleQueue[_Load | None] = SimpleQueue()
         self._loaded: SimpleQueue[_Load] = SimpleQueue()
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        """What the store thread does."""
+        """Calls for the store thread."""
         self._last_stats = store.stats()
         self._next_check = 0.0
         self._last_progress = 0.0
@@ -167,7 +167,7 @@ class KVOffloader:
             self.look_up(sequence)
 
     def _abandon(self) -> None:
-        """Let nobody wait for a disk that does not answer. Blocks stay held until it does."""
+        """End all waits for a disk that does not answer. Blocks stay held until it does."""
         for load in self._open:
             if not load.is_abandoned:
                 load.transfer.abandon()
@@ -217,8 +217,8 @@ class KVOffloader:
         prefix = sequence.stored_prefix
         with self._manager.match_prefix(tokens, namespace=request.namespace) as pin:
             first = pin.num_tokens // size
-        room = int(_LOADING_SHARE * self._manager.usage().available) // len(self._windows)
-        end = self._stored_end(prefix, first, first + room)
+        free = int(_LOADING_SHARE * self._manager.usage().available) // len(self._windows)
+        end = self._stored_end(prefix, first, first + free)
         num_bytes = sum(
             own * (end - max(first, self._first_row(window, end)))
             for own, window in zip(self._bytes, self._windows, strict=True)
@@ -302,9 +302,12 @@ class KVOffloader:
         num_tokens = kv.num_computed_tokens // size * size
         if num_tokens < (size if request.num_cached_tokens else max(size, _SHORT)):
             return
+        if num_tokens <= sequence.num_stored:  # the prompt was, and no block has become full since
+            return
         if self._work.qsize() >= _MOST_QUEUED:
             self.counters["dropped_stores"] += 1
             return
+        sequence.num_stored = num_tokens
         tokens = kv.tokens()[:num_tokens]
         self._work.put(partial(self._store_prefix, tokens, request.namespace))
 
@@ -374,24 +377,24 @@ class KVOffloader:
         ]
 
     def _put(self, prefix: StoredPrefix, blocks: list[_Block]) -> None:
-        """Store blocks, and wait for room in the queue meanwhile."""
-        done, deadline, had_room = 0, monotonic() + _PATIENCE, False
+        """Store blocks, and wait for space in the queue meanwhile."""
+        done, deadline, was_empty = 0, monotonic() + _PATIENCE, False
         while True:
             with self._paused():
                 stored = prefix.store(self._memory, self._piece(blocks, done))
             done += stored
             if stored:
-                deadline, had_room = monotonic() + _PATIENCE, False
+                deadline, was_empty = monotonic() + _PATIENCE, False
             stats = self._store.stats()
-            is_refused = had_room or stats["is_suspended"] or monotonic() > deadline
+            is_refused = was_empty or stats["is_suspended"] or monotonic() > deadline
             if done == len(blocks) or is_refused:
                 return
             if not stored:
-                had_room = stats["queued_bytes"] == 0
+                was_empty = stats["queued_bytes"] == 0
                 sleep(0.005)
 
     def describe(self) -> dict[str, object]:
-        """What the store holds, its limit, and whether this process writes to it."""
+        """The store's entries, its limit, and whether this process writes to it."""
         stats = self._store.stats()
         return {
             "kv_cache_disk_bytes": stats["limit_bytes"],
@@ -425,7 +428,7 @@ class KVOffloader:
 COUNTERS = {
     "loads": "Loads that were started.",
     "failed_loads": "Loads of which some entry could not be read.",
-    "abandoned_loads": "Loads given up because the disk did not answer; computed instead.",
+    "abandoned_loads": "Loads abandoned because the disk did not answer; computed instead.",
     "load_seconds": "Seconds that loads took.",
     "restored_tokens": "Prompt tokens that were restored from the store.",
     "dropped_stores": "Sequences that were not stored because too many waited to be.",

@@ -76,6 +76,7 @@ class SequenceState:
         "max_output",
         "num_computed",
         "num_slots",
+        "num_stored",
         "num_tokens",
         "order",
         "params",
@@ -111,9 +112,11 @@ class SequenceState:
         self.is_running = False
         """Admitted: it holds blocks, or will once the open step is planned."""
         self.is_looked_up = False
-        """What a store has of its tokens was restored, or is not there, or does not pay."""
+        """The stored part of its tokens was restored, is missing, or is faster to compute."""
         self.is_loading = False
         """Bytes of its prefix are on their way from a store: it is not admitted."""
+        self.num_stored = 0
+        """Tokens that were queued to be stored."""
         self.stored_prefix: StoredPrefix | None = None
         """The keys of its blocks in the store, once they were needed."""
         self.wants_drafts = False

@@ -1,4 +1,4 @@
-"""What the KV of a model depends on, by content: models that differ in it share no stored KV."""
+"""The properties that determine the KV of a model: its configuration and its weights."""
 
 import hashlib
 import json

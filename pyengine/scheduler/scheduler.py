@@ -11,7 +11,7 @@ Its promises (tests refer to the numbers):
 6. Nothing starves: admission follows the order of priority and arrival and reads exact counts
    only. (Requests of a lower priority wait while others of a higher one keep arriving. Others may
    overtake a request whose prefix a running one computes, until it is computed, or whose prefix is
-   being loaded, until it is loaded or given up: that has a time limit.)
+   being loaded, until the load ends or is abandoned after a time limit.)
 7. Out of blocks, the last request in that order that frees some is preempted, by recomputation.
 8. Same input, same seed, same tokens, whatever the schedule.
 9. Drafts get the budget and blocks that decodes, chunks and admissions leave: they are planned

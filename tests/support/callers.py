@@ -50,7 +50,7 @@ class FakeModel:
         return self._built
 
     def close(self) -> None:
-        """End the threads of engines that the steps of a test refer to: nobody drops these."""
+        """End the threads of engines that the steps of a test refer to, which are never dropped."""
         for client, thread in self.made:
             if (engine := client()) is not None:
                 engine.close()

@@ -303,7 +303,7 @@ fn create(shared: &Shared, segment: u32) -> io::Result<Active> {
     })
 }
 
-/// Lets the threads that compute go first. On Linux a thread has a niceness of its own.
+/// Lets the threads that compute go first. On Linux each thread has its niceness.
 fn lower_priority() {
     #[cfg(target_os = "linux")]
     let _ = rustix::process::setpriority_process(None, 10);

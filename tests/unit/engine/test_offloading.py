@@ -11,9 +11,10 @@ import pytest
 
 from pyengine.engine import offloading
 from pyengine.engine.offloading import KVOffloader
+from pyengine.engine.prompts import Prompt
 from pyengine.kv_cache import KVBlocks, KVStore, StoreError, kv_fingerprint
 from pyengine.sampling_params import SamplingParams
-from tests.support.engines import GREEDY, Bench, make_bench
+from tests.support.engines import GREEDY, Bench, add_request, make_bench
 from tests.support.fake_runner import continued
 from tests.support.soak import soak_only
 
@@ -88,7 +89,7 @@ def run(bench: Bench, seconds: float = 30) -> None:
             sleep(0.001)
 
 
-def settle(offloader: KVOffloader, seconds: float = 30) -> None:
+def wait_until_stored(offloader: KVOffloader, seconds: float = 30) -> None:
     """Until no byte moves any more."""
     deadline, is_stored = monotonic() + seconds, threading.Event()
     offloader._work.put(is_stored.set)
@@ -125,7 +126,7 @@ def test_a_new_engine_restores_what_an_earlier_one_computed(
     offloader = with_store(first, store)
     (answer,) = generate(first, [prompt])
     assert (answer.num_cached_tokens, answer.num_restored_tokens) == (0, 0)
-    settle(offloader)
+    wait_until_stored(offloader)
     first.assert_all_free()
 
     second = make_bench(groups=groups, depth=depth)
@@ -136,7 +137,7 @@ def test_a_new_engine_restores_what_an_earlier_one_computed(
     assert again.num_restored_tokens >= 36  # of 40: the last token is computed for its logits
     assert again.num_cached_tokens == again.num_restored_tokens
     assert sum(second.runner.computed) <= 4 + 8
-    settle(offloader)
+    wait_until_stored(offloader)
     second.assert_all_free()
     assert second.engine.stats().store["restored_tokens"] == 40
 
@@ -148,7 +149,7 @@ def test_the_next_turn_restores_prompt_and_answer(store: KVStore) -> None:
     (answer,) = generate(
         first, [prompt], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     )
-    settle(offloader)
+    wait_until_stored(offloader)
     turn = [*prompt, *answer.outputs[0].token_ids, 5, 6, 7]
     second = make_bench()
     with_store(second, store)
@@ -160,7 +161,7 @@ def test_the_next_turn_restores_prompt_and_answer(store: KVStore) -> None:
 def test_several_that_wait_for_one_prefix_load_it_once(store: KVStore) -> None:
     prompt = prompt_of(40)
     first = make_bench()
-    settle_after(first, with_store(first, store), [prompt])
+    generate_and_store(first, with_store(first, store), [prompt])
     second = make_bench()
     faulty = FaultyStore(store, lambda kind, blocks: sleep(0.05) if kind == "load" else None)
     offloader = with_store(second, faulty)
@@ -173,25 +174,22 @@ def test_several_that_wait_for_one_prefix_load_it_once(store: KVStore) -> None:
     assert sum(second.runner.computed) <= 6 * 9
 
 
-def settle_after(bench: Bench, offloader: KVOffloader, prompts: list[list[int]]) -> None:
+def generate_and_store(bench: Bench, offloader: KVOffloader, prompts: list[list[int]]) -> None:
     generate(bench, prompts)
-    settle(offloader)
+    wait_until_stored(offloader)
 
 
 @pytest.mark.parametrize("wrong", ["fingerprint", "salt"])
 def test_another_model_or_namespace_finds_nothing(wrong: str, store: KVStore) -> None:
     prompt = prompt_of(40)
     first = make_bench()
-    settle_after(first, with_store(first, store), [prompt])
+    generate_and_store(first, with_store(first, store), [prompt])
     second = make_bench()
     offloader = with_store(second, store, "other" if wrong == "fingerprint" else "model")
     second.submit({"0": prompt})
     if wrong == "salt":
         second.engine.abort(list(second.requests.values()))
         request = second.requests.pop("0")
-        from pyengine.engine.prompts import Prompt
-        from tests.support.engines import add_request
-
         second.requests["0"] = add_request(
             second.engine, "1", Prompt(token_ids=request.prompt_token_ids, namespace=b"x"), GREEDY
         )
@@ -208,16 +206,16 @@ def test_a_disk_that_never_answers_delays_its_request_alone(
     monkeypatch.setattr(offloading, "_PATIENCE", 2.0)
     prompt = prompt_of(40)
     first = make_bench()
-    settle_after(first, with_store(first, store), [prompt])
+    generate_and_store(first, with_store(first, store), [prompt])
     answers, is_held = threading.Event(), threading.Event()
 
-    def hang(kind: str, blocks: Any) -> None:
+    def block(kind: str, blocks: Any) -> None:
         if kind == "load":
             is_held.set()
             assert answers.wait(30)
 
     second = make_bench()
-    offloader = with_store(second, FaultyStore(store, hang))
+    offloader = with_store(second, FaultyStore(store, block))
     second.submit({"slow": prompt, "same": [*prompt, 9], "other": [5, 6]})
     start = monotonic()
     ends: dict[str, float] = {}
@@ -227,13 +225,13 @@ def test_a_disk_that_never_answers_delays_its_request_alone(
         ends |= dict.fromkeys(second.take_finished(), monotonic() - start)
         assert monotonic() - start < 20
     assert is_held.is_set() and ends["other"] < 2.0 <= min(ends["slow"], ends["same"])
-    assert second.manager.usage().loading == 10  # nobody reuses them while the disk may still write
+    assert second.manager.usage().loading == 10  # not reused while the disk may still write
     assert offloader.counters["abandoned_loads"] == 1
     answers.set()
     while second.manager.usage().loading:
         offloader.finish_loads()
         assert monotonic() - start < 20
-    settle(offloader)
+    wait_until_stored(offloader)
     second.assert_all_free()
     (answer,) = generate(second, [prompt])
     assert answer.outputs[0].token_ids == continued(prompt, 8)
@@ -242,7 +240,7 @@ def test_a_disk_that_never_answers_delays_its_request_alone(
 def test_an_abort_waits_for_no_disk_and_frees_no_block_of_it(store: KVStore) -> None:
     prompt = prompt_of(40)
     first = make_bench()
-    settle_after(first, with_store(first, store), [prompt])
+    generate_and_store(first, with_store(first, store), [prompt])
     answers = threading.Event()
     second = make_bench()
     faulty = FaultyStore(store, lambda kind, blocks: answers.wait(30) and None)
@@ -253,7 +251,7 @@ def test_an_abort_waits_for_no_disk_and_frees_no_block_of_it(store: KVStore) -> 
     assert ended.outputs[0].finish_reason == "abort" and not second.engine.has_work
     assert second.manager.usage().loading == 10
     answers.set()
-    settle(offloader)
+    wait_until_stored(offloader)
     assert second.manager.usage().loading == 0  # and they are cached now
     (answer,) = generate(second, [prompt])
     assert answer.num_cached_tokens >= 36 and answer.num_restored_tokens == 0
@@ -265,7 +263,7 @@ def test_what_is_slower_than_computing_is_computed(
     monkeypatch.setattr(offloading, "_GAIN", 0.8)
     prompt = prompt_of(40)
     first = make_bench()
-    settle_after(first, with_store(first, store), [prompt])
+    generate_and_store(first, with_store(first, store), [prompt])
     second = make_bench()
     offloader = with_store(second, store)
     offloader._load_rate.add(1, 1.0)  # a byte per second
@@ -282,10 +280,10 @@ def test_short_ones_are_stored_at_their_second_use(
     bench = make_bench()
     offloader = with_store(bench, store)
     generate(bench, [prompt_of(20)])
-    settle(offloader)
+    wait_until_stored(offloader)
     assert store.stats()["stored"] == 0
     generate(bench, [prompt_of(20)])
-    settle(offloader)
+    wait_until_stored(offloader)
     assert store.stats()["stored"] >= 5
 
 
@@ -314,7 +312,7 @@ def test_entries_of_another_length_are_computed(store: KVStore) -> None:
     """As if a part of the layout were missing in the fingerprint."""
     prompt = prompt_of(40)
     first = make_bench()
-    settle_after(first, with_store(first, store), [prompt])
+    generate_and_store(first, with_store(first, store), [prompt])
 
     def refuse(kind: str, blocks: Any) -> None:
         if kind == "load":
@@ -388,7 +386,7 @@ def test_faults_in_a_third_of_all_transfers_change_no_answer(
                 if answer.outputs[0].finish_reason != "abort":
                     expected = continued(prompts[name], 8, widest(groups))
                     assert answer.outputs[0].token_ids == expected
-        settle(offloader)
+        wait_until_stored(offloader)
         while bench.manager.usage().loading:
             offloader.finish_loads()
             sleep(0.001)
@@ -402,7 +400,7 @@ def test_everything_that_is_admitted_at_once_is_looked_up(store: KVStore) -> Non
     begin = prompt_of(24)
     prompts = [[*begin, *prompt_of(12, seed)] for seed in range(40)]
     first = make_bench(num_blocks=512)
-    settle_after(first, with_store(first, store), prompts)
+    generate_and_store(first, with_store(first, store), prompts)
     second = make_bench(num_blocks=512)
     with_store(second, store)
     answers = generate(second, prompts)
