@@ -56,8 +56,11 @@ _CHECK = 1.0
 """Seconds between looks at what the store has to say, and at what another process has stored."""
 _PIECE = 512 << 10
 """Bytes that are moved at a time, or one block: a fraction of a millisecond's work."""
-_REST = 10.0
-"""Rest after each of them while steps run, as a multiple of the processor time that it took."""
+_LOAD_REST, _STORE_REST = 10.0, 30.0
+"""Rests after each of them while steps run, as multiples of the processor time that it took.
+
+Of a block that is stored that is the copy; the store's thread takes three times as long to write.
+"""
 
 
 _Block: TypeAlias = tuple[int, int, int]
@@ -312,7 +315,7 @@ class KVOffloader:
             try:
                 while load.num_loaded < len(load.blocks) and not load.is_abandoned:
                     piece = self._piece(load.blocks, load.num_loaded)
-                    with self._paused():
+                    with self._paused(_LOAD_REST):
                         moved = load.prefix.load(self._memory, piece)
                     load.num_loaded += moved
                     self._last_progress = monotonic()
@@ -329,7 +332,7 @@ class KVOffloader:
         return blocks[done : done + max(1, _PIECE // max(self._bytes))]
 
     @contextmanager
-    def _paused(self) -> Iterator[None]:
+    def _paused(self, rest: float) -> Iterator[None]:
         """While steps run, rest after a piece, so that they keep the processors.
 
         Short pieces instead of a low priority: a thread of low priority that is stopped while it
@@ -338,7 +341,7 @@ class KVOffloader:
         start = thread_time()
         yield
         if self.are_steps_running:
-            sleep(_REST * (thread_time() - start))
+            sleep(rest * (thread_time() - start))
 
     def _run_stores(self) -> None:
         while (work := self._work.get()) is not None:
@@ -377,7 +380,7 @@ class KVOffloader:
         """Store blocks, and wait for space in the queue meanwhile."""
         done, deadline, was_empty = 0, monotonic() + _PATIENCE, False
         while True:
-            with self._paused():
+            with self._paused(_STORE_REST):
                 stored = prefix.store(self._memory, self._piece(blocks, done))
             done += stored
             if stored:

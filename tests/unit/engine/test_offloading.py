@@ -324,7 +324,7 @@ def test_transfers_rest_while_steps_run_and_not_after_them(
     second.submit({"loads": prompt})
     assert offloader.are_steps_running
     run(second)
-    assert offloading._REST in rests
+    assert offloading._LOAD_REST in rests
     assert not offloader.are_steps_running
 
 
