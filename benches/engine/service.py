@@ -17,6 +17,7 @@ from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits
 from pyengine.engine.prompts import parse_prompt
 from pyengine.engine.request import Request
+from pyengine.executor import executor as executor_module
 from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
 from pyengine.executor.model_runner import Forward, StepLogits
@@ -155,11 +156,10 @@ class Service:
 
     def parts(self, timed: Callable[[str, Any], Any]) -> None:
         """Puts `timed(part, call)` in the place of the parts of a step."""
-        sampler: Any = self._executor._sampler
         for owner, name, part in (
             (self._scheduler, "schedule", "schedule"),
             (self._runner, "prepare", "fill"),
-            (sampler, "launch", "sample"),
+            (executor_module, "sample", "sample"),
             (self._scheduler, "commit", "commit"),
         ):
             setattr(owner, name, timed(part, getattr(owner, name)))

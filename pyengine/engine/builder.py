@@ -6,6 +6,7 @@ settings -> model -> attention backend -> KV pool and its manager -> runner -> e
 import logging
 import platform
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -22,7 +23,7 @@ from pyengine.engine.offloading import KVOffloader
 from pyengine.errors import ConfigurationError
 from pyengine.executor.cpu_threads import ComputeThreads, compute_threads
 from pyengine.executor.cuda_graphs import CudaGraphRecorder
-from pyengine.executor.executor import Executor, InlineQueue, ThreadQueue
+from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import RunnerLimits
 from pyengine.executor.memory_profile import (
     CachePlan,
@@ -433,7 +434,7 @@ def _setup(
 
 
 def _executor(settings: EngineSettings, runner: Runner, device: torch.device) -> Executor:
-    """The executor, with a queue of two steps if requested or (None) if that is faster.
+    """The executor, with two steps in its queue if requested or (None) if that is faster.
 
     CUDA runs beside the host by itself; the CPU gets a thread for it, which gains little if the
     model uses all cores. The processes of a divided model run one step at a time.
@@ -441,9 +442,9 @@ def _executor(settings: EngineSettings, runner: Runner, device: torch.device) ->
     on_cuda = device.type == "cuda"
     ahead = on_cuda if settings.async_scheduling is None else settings.async_scheduling
     if not ahead or settings.tensor_parallel_size != 1:
-        return Executor(runner, InlineQueue(device), device=device)
-    queue = InlineQueue(device) if on_cuda else ThreadQueue()
-    return Executor(runner, queue, depth=2, device=device)
+        return Executor(runner, device=device)
+    thread = None if on_cuda else ThreadPoolExecutor(1, thread_name_prefix="pyengine-device")
+    return Executor(runner, thread, depth=2, device=device)
 
 
 def _drafter(

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, islice
 from time import monotonic
 from typing import Any, Protocol
 
@@ -280,7 +280,7 @@ class Engine:
         submitted = self._queue.popleft()
         step, batch = submitted.step, submitted.batch
         try:
-            submitted.wait()
+            submitted.sampled = submitted.work.result().wait()
             token_ids = submitted.sampled.token_ids
             if self._drafting is None or not step.drafts:
                 if batch.repeats is not None:
@@ -397,7 +397,9 @@ class Engine:
         if submitted is None:
             return StepResult()
         batch = submitted.batch
-        for part, logprobs in zip(batch.prompt_parts, submitted.prompt_logprobs, strict=True):
+        of_prompts = iter(submitted.sampled.prompt_logprobs)
+        for part in batch.prompt_parts:
+            logprobs = list(islice(of_prompts, part.length))
             part.request.append_prompt_logprobs(part.entry.start + 1, logprobs)
         tokens = submitted.sampled.token_ids.numpy()
         if self._unread is not batch:

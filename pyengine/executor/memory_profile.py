@@ -26,7 +26,7 @@ from pyengine.kv_cache.pool import (
     resolve_num_blocks,
 )
 from pyengine.models.loader import LoadedModel
-from pyengine.sampling.sampler import Sampler
+from pyengine.sampling.sampler import sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
 
@@ -209,10 +209,10 @@ class LargestStep:
             row += length
             arrays.query_start_loc[sequence + 1] = row
             arrays.seq_lens[sequence] = length
-        for sample in range(self.num_samples):
-            last = tokens // self.num_samples * (sample + 1)
-            last += min(sample + 1, tokens % self.num_samples) - 1
-            arrays.logits_indices[sample] = last
+        for number in range(self.num_samples):
+            last = tokens // self.num_samples * (number + 1)
+            last += min(number + 1, tokens % self.num_samples) - 1
+            arrays.logits_indices[number] = last
 
 
 def activation_bytes(
@@ -232,7 +232,7 @@ def activation_bytes(
 
     def run() -> None:
         logits: StepLogits = runner.prepare(plan)(None)
-        Sampler()(logits.sampling, states)
+        sample(logits.sampling, states).wait()
 
     try:
         return meter.peak(run)

@@ -14,7 +14,7 @@ from pyengine.executor.input_buffers import RunnerLimits
 from pyengine.executor.model_runner import MTPStep, Runner
 from pyengine.kv_cache import BlockManager, NoBudget, NoRoom, StepPlan
 from pyengine.sampling.batch import SamplingBatch
-from pyengine.sampling.sampler import Sampler
+from pyengine.sampling.sampler import sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.batch import ScheduledStep
@@ -279,6 +279,6 @@ def _sample(logits: torch.Tensor, temperature: float) -> float:
     """Choose a token for each row; return the time afterwards."""
     params, (size, vocab_size) = SamplingParams(temperature=temperature), logits.shape
     state = SamplingState(params, (), seed=0, vocab_size=vocab_size)
-    sampled = Sampler().launch(logits, SamplingBatch([state] * size))
+    sampled = sample(logits, SamplingBatch([state] * size))
     sampled.token_ids.tolist()  # waits for the device
     return perf_counter()
