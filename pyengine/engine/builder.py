@@ -54,7 +54,7 @@ from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from pyengine.speculation.draft_model import DraftModel, LoadedDraft, load_draft
 from pyengine.speculation.drafters import Drafter, NgramDrafter, SuffixDrafter
-from pyengine.speculation.drafting import Speculator, measured_costs
+from pyengine.speculation.drafting import measured_costs
 from pyengine.speculation.mtp import MTPDrafter
 from pyengine.speculation.policy import DraftPolicy
 from pyengine.utils.packaging import package_version
@@ -175,11 +175,8 @@ def _connect(
         engine.offload(_offloader(settings, loaded, needs, plan, manager, runner))
     if settings.speculation is not None:
         costs = measured_costs(runner, plan.manager(), limits)
-        mtp = MTPDrafter(executor, plan.block_size) if loaded.mtp_layers is not None else None
-        drafter = mtp or _drafter(settings, executor, draft, plan)
-        most, vocab_size = limits.rows_per_seq - 1, model_limits.vocab_size
-        speculator = Speculator(drafter, DraftPolicy(costs), most=most, vocab_size=vocab_size)
-        engine.speculate(speculator, mtp)
+        drafter = _drafter(settings, executor, draft, plan)
+        engine.speculate(drafter, DraftPolicy(costs), most=limits.rows_per_seq - 1)
     is_alone = worker_group is None and executor.depth == 1
     threads = replace(
         threads,
@@ -453,7 +450,9 @@ def _drafter(
     draft: LoadedDraft | None,
     plan: CachePlan,
 ) -> Drafter:
-    """The drafter of the settings, unless that is the model's MTP layers."""
+    """The drafter of the settings."""
+    if settings.speculation == "mtp":
+        return MTPDrafter(executor, plan.block_size)
     if draft is not None:
         return _draft_model(settings, executor, draft, draft.plan_cache(settings, plan))
     return NgramDrafter() if settings.speculation == "ngram" else SuffixDrafter()

@@ -31,8 +31,9 @@ from pyengine.kv_cache import BlockManager, PoolUsage
 from pyengine.outputs import RequestOutput
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, StalledError
-from pyengine.speculation.drafting import Drafting, Speculator
-from pyengine.speculation.mtp import MTPDrafter
+from pyengine.speculation.drafters import Drafter
+from pyengine.speculation.drafting import Drafting
+from pyengine.speculation.policy import DraftPolicy
 
 _log = logging.getLogger(__name__)
 
@@ -159,12 +160,12 @@ class Engine:
         """Notify `observer` of every request and step from now on."""
         self._observers.append(observer)
 
-    def speculate(self, speculator: Speculator, mtp: MTPDrafter | None = None) -> None:
-        """Compute drafts with decodes from now on: a decode may give several tokens in a step.
-
-        `mtp` is the drafter if it is the model's MTP layers.
-        """
-        self._drafting = Drafting(speculator, self._scheduler, mtp)
+    def speculate(self, drafter: Drafter, policy: DraftPolicy, *, most: int) -> None:
+        """Compute up to `most` drafts with a decode from now on: it may give several tokens."""
+        vocab_size = self.input_processor.limits.vocab_size
+        self._drafting = Drafting(
+            self._scheduler, drafter, policy, most=most, vocab_size=vocab_size
+        )
 
     def offload(self, offloader: KVOffloader) -> None:
         """Restore KV of waiting requests, and store KV of others, from now on."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from secrets import token_hex
 from threading import Lock
 from typing import Any
 
@@ -140,13 +141,18 @@ class InputProcessor:
             return tokens_of_words(words, self._tokenizer)
 
     def request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: float = 0
+        self, request_id: Any, prompt: Prompt, params: SamplingParams, *, priority: float = 0
     ) -> Request:
         """Make a checked request, not queued yet. Thread-safe.
 
-        It waits until the grammar of `structured_outputs` is compiled, so call it outside of event
-        loops. Raises `InvalidRequestError` if the request cannot be served.
+        `request_id` is text; None: one that nobody can guess. It waits until the grammar of
+        `structured_outputs` is compiled, so call it outside of event loops. Raises
+        `InvalidRequestError` if the request cannot be served.
         """
+        if request_id is None:
+            request_id = token_hex(16)
+        elif not isinstance(request_id, str) or not request_id:
+            raise InvalidRequestError(f"request_id={request_id!r}: it must be text, or None")
         if type(priority) is not int and (not is_real(priority) or math.isnan(priority)):
             raise InvalidRequestError(
                 f"priority={priority!r} is no number: smaller ones are served first, 0 is usual"

@@ -225,8 +225,7 @@ class SequenceState:
         if first >= num_tokens:
             return None
         self._num_decoded = num_tokens
-        match = self._detokenizer.append_many(self.token_ids[first:num_tokens])
-        return None if match is None else match.stop
+        return self._detokenizer.append(self.token_ids[first:num_tokens])
 
     def _text(self) -> IncrementalDetokenizer | None:
         """The text so far; all of it once the sequence has ended."""
