@@ -44,11 +44,10 @@ from pyengine.kv_cache.memory import available_memory
 from pyengine.kv_cache.pool import KVPool, PoolSettings, resolve_kv_cache_dtype
 from pyengine.kv_cache.store_key import store_key
 from pyengine.models.cpu_kernels import fuse_norms
-from pyengine.models.fingerprint import model_properties
 from pyengine.models.int8_linear import quantise_linears
 from pyengine.models.linear import can_prepack, fuse_linears, prepack_linears
 from pyengine.models.linear_kernels import ProductChooser
-from pyengine.models.loader import LoadedModel, load_model, with_mtp_layers
+from pyengine.models.loader import LoadedModel, load_model, model_properties, with_mtp_layers
 from pyengine.models.source import resolve_source
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits

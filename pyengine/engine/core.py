@@ -14,7 +14,7 @@ import torch
 from pyengine.engine.input_processor import InputProcessor, ModelLimits, refuse_taken
 from pyengine.engine.offloading import KVOffloader
 from pyengine.engine.prompt_logprobs import PromptLogprobCache
-from pyengine.engine.recovery import FailureLog, FaultFinder, LimitRecovery, is_out_of_memory
+from pyengine.engine.recovery import FaultFinder, LimitRecovery, is_out_of_memory
 from pyengine.engine.request import Request, SequenceState
 from pyengine.engine.stats import EngineView, view_of
 from pyengine.errors import (
@@ -122,9 +122,7 @@ class Engine:
         """The batch with buffered tokens of the last steps."""
         self._queue: deque[SubmittedStep] = deque()
         """Running steps: at most two, the older one first."""
-        self._faults = FaultFinder()
-        self.failures = FailureLog()
-        """The logged tracebacks of failed steps."""
+        self.faults = FaultFinder()
         self._memory = LimitRecovery(scheduler.limits)
         self._is_recovering = False
         """True from a failed step until its requests are cleared and the limits are what they
@@ -231,10 +229,10 @@ class Engine:
             self._end_overdue()
         before = self._queue[-1] if self._queue else None
         held: Collection[SequenceState] = ()
-        if self._faults.suspects:
+        if self.faults.suspects:
             if before is not None:  # one step at a time during the search
                 return None
-            held = self._faults.held(self._requests.values())
+            held = self.faults.held(self._requests.values())
         if before is not None and self._drafting is not None:
             self._drafting.expect(before.step)
         offloader = self.offloader
@@ -250,8 +248,8 @@ class Engine:
             step = None
         if offloader is not None:
             self._waits_for_blocks = step is None and offloader.is_busy
-        if step is None and self._faults.suspects:
-            self._faults.release()
+        if step is None and self.faults.suspects:
+            self.faults.release()
         return step
 
     def _submit(self, step: ScheduledStep | None) -> bool:
@@ -262,7 +260,7 @@ class Engine:
         mtp = None
         try:
             if self._drafting is not None:
-                if not self._faults.suspects:
+                if not self.faults.suspects:
                     self._drafting.extend(step)
                 mtp = self._drafting.mtp_step(step)
             self._queue.append(self._executor.submit(step, before, mtp))
@@ -301,7 +299,7 @@ class Engine:
             else:
                 self._failed(step.sequences, num_tokens, error)
             return None
-        if self._is_recovering or self.failures.logged:
+        if self._is_recovering or self.faults.logged:
             self._recover(step)
         if self.offloader is not None:
             self.offloader.observe_step(submitted.num_tokens, monotonic() - step.planned_time)
@@ -320,9 +318,8 @@ class Engine:
     def _recover(self, step: ScheduledStep) -> None:
         """After a good step, clear its requests of suspicion, and raise reduced limits again."""
         limits = self._scheduler.limits = self._memory.after_a_step(self._scheduler.limits)
-        self._faults.succeeded(step.sequences)
-        if not self._faults.suspects:
-            self.failures.logged.clear()
+        self.faults.succeeded(step.sequences)
+        if not self.faults.suspects:
             self._is_recovering = limits != self._memory.asked
 
     def _fail_broken(self, batch: InputBatch, error: BrokenLogitsError) -> None:
@@ -354,13 +351,13 @@ class Engine:
             if isinstance(error, EngineDeadError):
                 self.death = str(error)
             raise error
-        verdict = self._faults.failed(sequences)
+        verdict = self.faults.failed(sequences)
         if verdict.is_hopeless:
             raise error
         if verdict.culprit is not None:
             self._fail(verdict.culprit, error)
         else:
-            traceback = self.failures.unlogged(error)
+            traceback = self.faults.unlogged(error)
             _log.warning(
                 "a step failed and is tried again with others: %r", error, exc_info=traceback
             )
@@ -544,7 +541,7 @@ class Engine:
             self._finish_sequences(request.sequences)
             request.finish("abort", stop_reason)
             self._remove(request)
-        self._faults.forget(live)
+        self.faults.forget(live)
         if not self._requests and not self._is_stepping:
             self._end_idle()
         return live
@@ -561,7 +558,7 @@ class Engine:
         self._scheduler.finish(request.sequences)
         request.error = f"{type(error).__name__}: {error}"
         request.finish("error")
-        self._faults.forget([request])
+        self.faults.forget([request])
         sink, request.sink = request.sink, None
         self._remove(request)
         if sink is not None:
@@ -588,7 +585,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """The current usage and counters."""
         counters = self._manager.stats().as_dict()
-        for name, number in self._scheduler.reuse.values.items():
+        for name, number in self._scheduler.reuse.items():
             counters[name] = counters.get(name, 0) + number
         return EngineStats(
             usage=self._manager.usage(),

@@ -23,7 +23,7 @@ from pyengine.utils.host_copy import upload
 
 if TYPE_CHECKING:
     from pyengine.engine.request import Request, SequenceState
-    from pyengine.executor.model_runner import DraftRow, MTPRunner, MTPStep, Runner
+    from pyengine.executor.model_runner import DraftRow, ModelRunner, MTPStep, Runner
 
 T = TypeVar("T")
 
@@ -295,11 +295,7 @@ class Executor:
         batch, positions = self._batch(step)
         parts = batch.prompt_parts
         extra = np.concatenate([part.rows for part in parts]) if parts else None
-        if mtp is None:
-            forward = self.runner.prepare(step.plan, extra_rows=extra)
-        else:
-            runner = cast("MTPRunner", self.runner)
-            forward = runner.prepare(step.plan, extra_rows=extra, mtp=mtp)
+        forward = self.runner.prepare(step.plan, extra_rows=extra, mtp=mtp)
         masks: TokenMasks | None = None
         if batch.sampling.matchers:
             masks = TokenMasks(batch.sampling.matchers, batch.sampling.vocab_size, self._masks)
@@ -360,7 +356,7 @@ class Executor:
 
     def draft(self, plan: StepPlan, asked: "Sequence[DraftRow]") -> list[list[int]]:
         """Wait for the drafts of the model's MTP layers after these decodes of a plan."""
-        return self.run(cast("MTPRunner", self.runner).prepare_drafts(plan, asked))
+        return self.run(cast("ModelRunner", self.runner).prepare_drafts(plan, asked))
 
     def run(self, work: Callable[[], T]) -> T:
         """Run `work` after the steps in the queue, and wait for its result."""

@@ -8,7 +8,7 @@ import platform
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -138,18 +138,6 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.2f} GiB"
 
 
-class MemoryMeter(Protocol):
-    """Measures the memory of a call: its peak, and the rest that it keeps."""
-
-    def peak(self, run: Callable[[], object]) -> int:
-        """Peak bytes allocated while `run` runs, beyond those before."""
-        ...
-
-    def kept(self, run: Callable[[], object]) -> int:
-        """Bytes that `run` leaves allocated."""
-        ...
-
-
 class CudaMeter:
     """Memory that torch's allocator has allocated on a CUDA device."""
 
@@ -157,7 +145,10 @@ class CudaMeter:
         self._device = device
 
     def peak(self, run: Callable[[], object]) -> int:
-        """See `MemoryMeter.peak`. The allocator's cache is empty afterwards."""
+        """Peak bytes allocated while `run` runs, beyond those before.
+
+        The allocator's cache is empty afterwards.
+        """
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
@@ -168,7 +159,7 @@ class CudaMeter:
         return taken
 
     def kept(self, run: Callable[[], object]) -> int:
-        """See `MemoryMeter.kept`. Counts the driver's memory beside torch's, too."""
+        """Bytes that `run` leaves allocated, of the driver's memory beside torch's, too."""
         before = self._free()
         run()
         return max(0, before - self._free())
@@ -216,7 +207,7 @@ class LargestStep:
 
 
 def activation_bytes(
-    runner: ModelRunner, limits: RunnerLimits, null_block: int, vocab_size: int, meter: MemoryMeter
+    runner: ModelRunner, limits: RunnerLimits, null_block: int, vocab_size: int, meter: CudaMeter
 ) -> int:
     """Bytes of the largest step: forward pass, logits, and sampling at its most costly.
 
@@ -244,7 +235,7 @@ def activation_bytes(
         ) from error
 
 
-def graph_bytes(runner: ModelRunner, meter: MemoryMeter) -> int:
+def graph_bytes(runner: ModelRunner, meter: CudaMeter) -> int:
     """Bytes that the graphs of decode steps keep; `runner` can capture them.
 
     They share the memory of the largest. So two are captured: the second measures each further one.

@@ -160,7 +160,7 @@ class Case:
         bench = self.bench
         bench.assert_all_free()
         assert not bench.engine.unfinished and bench.engine._unread is None
-        assert not bench.engine._faults.suspects
+        assert not bench.engine.faults.suspects
         bench.manager.evict_all()
         assert bench.manager.usage().free == bench.manager.num_blocks
         assert bench.manager.cached_hashes() == []

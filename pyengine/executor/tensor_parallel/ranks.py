@@ -42,7 +42,6 @@ from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.pool import KVPool, kv_cache_specs
 from pyengine.models.loader import LoadedModel
 from pyengine.models.source import ModelSource
-from pyengine.utils.cpus import usable_cpus
 
 Int64Array = npt.NDArray[np.int64]
 _HEADER_SIZE = 7
@@ -53,7 +52,7 @@ class RankSetup:
     """The first message to a worker: which rank it is, of which model.
 
     `store` is a file through which the ranks find each other. `device` is that of rank 0.
-    `num_threads` compute on the CPU in each rank; None: as `OMP_NUM_THREADS` says.
+    `num_threads` compute on the CPU in each rank.
     """
 
     rank: int
@@ -62,7 +61,7 @@ class RankSetup:
     model: ModelSource
     device: str
     dtype: torch.dtype | str
-    num_threads: int | None = None
+    num_threads: int
 
     @property
     def own_device(self) -> torch.device:
@@ -216,7 +215,6 @@ class ReceivedPlan:
 _MEETING_TIME = timedelta(seconds=60)
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOCAL_RANK = "LOCAL_RANK"
-_THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 
 @contextmanager
@@ -261,13 +259,6 @@ def join(setup: RankSetup) -> None:
         world_size=setup.size,
         device_id=device if on_cuda else None,
     )
-
-
-def threads_per_rank(size: int) -> int | None:
-    """CPU threads of one of `size` processes; None: the user has said it, `OMP_NUM_THREADS`."""
-    if _THREADS_VARIABLE in os.environ:
-        return None
-    return max(1, usable_cpus().count // size)
 
 
 class StepAbandoned(Exception):

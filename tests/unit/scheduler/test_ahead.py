@@ -4,7 +4,7 @@ from pyengine.engine.request import SequenceState
 from pyengine.kv_cache import BlockManager
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
-from tests.support.requests import make_sequence
+from tests.support.requests import entries_of, make_sequence
 
 
 def make(num_blocks: int = 32, budget: int = 32, slots: int = 4) -> Scheduler:
@@ -28,7 +28,7 @@ def planned(step: ScheduledStep | None) -> list[tuple[str, int, int]]:
     assert step is not None
     return [
         (entry.sequence.request.request_id, entry.start, entry.start + entry.num_tokens)
-        for entry in step.entries
+        for entry in entries_of(step)
     ]
 
 
