@@ -21,10 +21,9 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from pyengine.attention.backend import AttentionOptions, GraphPlan, Int32Array, StepInputs
+from pyengine.attention.backend import AttentionBackend, AttentionOptions, Int32Array, StepInputs
 from pyengine.attention.needs import FLOAT8_DTYPES
 from pyengine.attention.paged import KVWriter
-from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.pool import KVPool
 from pyengine.utils.host_copy import upload
 
@@ -38,13 +37,11 @@ Visible: TypeAlias = torch.Tensor | Literal["all", "causal"]
 """The keys that a query row sees: a mask (True: seen), all, or those up to its own."""
 
 
-class GatherBackend:
+class GatherBackend(AttentionBackend):
     """Attention over a `KVPool` by gather and `scaled_dot_product_attention`."""
 
     name = "gather"
-    supports_graphs = False
     reads_tables = False
-    shared_group = None
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
@@ -58,12 +55,6 @@ class GatherBackend:
         see them, and the results of those rows are not used.
         """
         return GatherPlan(self._pool, inputs, self._scratch, self._writer, first_key)
-
-    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
-        """Raises `ConfigurationError`: the gathered shapes differ from step to step."""
-        raise ConfigurationError(
-            "attention_backend='gather' cannot be captured in a CUDA graph: set enforce_eager=True"
-        )
 
 
 class Scratch:

@@ -278,6 +278,7 @@ class Executor:
         self.runner = runner
         self.depth = depth
         self._device = device
+        self._on_device = on_device(device)
         self._thread = thread
         self._masks = MaskFiller()
         self._recent: list[InputBatch] = []
@@ -323,7 +324,7 @@ class Executor:
             return self._thread.submit(work)
         future: Future[T] = Future()
         try:
-            with on_device(self._device):
+            with self._on_device:
                 result = work()
         except BaseException as error:
             future.set_exception(error)

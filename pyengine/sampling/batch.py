@@ -148,16 +148,6 @@ class SamplingBatch:
     While the same requests are sampled step after step, the same object serves.
     """
 
-    __slots__ = (
-        "adjustments",
-        "depends_on_output",
-        "draws",
-        "matchers",
-        "states",
-        "vocab_size",
-        "wanted",
-    )
-
     def __init__(self, states: Sequence[SamplingState]) -> None:
         self.states = tuple(states)
         self.vocab_size = max([state.vocab_size for state in states], default=0)
@@ -199,8 +189,6 @@ class DrawSettings:
 
 class DrawBatch:
     """The requests of a batch that draw their tokens; ``rows`` are their rows in it."""
-
-    __slots__ = ("_settings", "columns", "rows", "seeds")
 
     def __init__(self, states: Sequence[SamplingState], rows: Sequence[int]) -> None:
         self.rows = np.array(rows, dtype=np.int64)

@@ -31,10 +31,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from pyengine.attention.backend import AttentionBackend, AttentionPlan, GraphPlan, StepInputs
+from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
 from pyengine.attention.choice import choose_backend
 from pyengine.attention.needs import AttentionNeeds
-from pyengine.errors import ConfigurationError
 from pyengine.executor.input_buffers import HostArrays, RunnerLimits
 from pyengine.executor.model_runner import ModelRunner, Plan
 from pyengine.kv_cache import SharedPrefixes, StepBuffers
@@ -292,14 +291,11 @@ class Barrier:
         return bool(self._ready.item())
 
 
-class AgreedBackend:
+class AgreedBackend(AttentionBackend):
     """An attention backend whose plans are made on all ranks or on none.
 
     A graph would be captured without asking the others, so it makes no plans for graphs.
     """
-
-    supports_graphs = False
-    shared_group = None
 
     def __init__(self, backend: AttentionBackend, barrier: Barrier) -> None:
         self.name = backend.name
@@ -312,10 +308,6 @@ class AgreedBackend:
         plan = self._backend.plan(inputs)
         self._barrier.confirm()
         return plan
-
-    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
-        """See `AttentionBackend.graph_plan`."""
-        raise ConfigurationError("tensor parallelism runs without CUDA graphs: enforce_eager=True")
 
 
 def make_runner(loaded: LoadedModel, setup: RunnerSetup, barrier: Barrier) -> ModelRunner:
