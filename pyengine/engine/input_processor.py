@@ -136,10 +136,6 @@ class InputProcessor:
             )
         return max_output
 
-    def _tokens_of(self, words: tuple[str, ...]) -> list[tuple[int, ...]]:
-        with self._encoding, tokenizer_errors():  # tokenizers are not re-entrant
-            return tokens_of_words(words, self._tokenizer)
-
     def request(
         self, request_id: Any, prompt: Prompt, params: SamplingParams, *, priority: float = 0
     ) -> Request:
@@ -183,13 +179,17 @@ class InputProcessor:
         request.tokenizer = self._tokenizer
         if top is not None:
             request.scores = PromptLogprobs(self._prompt_logprobs, prompt, top)
+        bad_words: list[tuple[int, ...]] = []
+        if params.bad_words:
+            with self._encoding, tokenizer_errors():  # tokenizers are not re-entrant
+                bad_words = tokens_of_words(params.bad_words, self._tokenizer)
         sampling = SamplingState(
             params,
             prompt.token_ids,
             seed=seed,
             vocab_size=self.limits.vocab_size,
             stop_ids=self.limits.eos_token_ids,
-            bad_words=self._tokens_of(params.bad_words) if params.bad_words else (),
+            bad_words=bad_words,
         )
         if params.structured_outputs is not None:
             sampling.keep_to(self.grammars.matcher(params.structured_outputs))

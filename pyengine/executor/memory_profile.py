@@ -98,11 +98,11 @@ def cache_specs(loaded: LoadedModel, kv_dtype: torch.dtype) -> list[KVCacheSpec]
 
 def longest_sequence(manager: BlockManager, max_tokens: int, most: int) -> int:
     """The most tokens, up to `most`, of one sequence alone in the pool."""
-
-    def blocks(num_tokens: int) -> int:
-        return manager.blocks_for(num_tokens, max_tokens)
-
-    return bisect_right(range(1, most + 1), manager.num_blocks, key=blocks)
+    return bisect_right(
+        range(1, most + 1),
+        manager.num_blocks,
+        key=lambda num_tokens: manager.blocks_for(num_tokens, max_tokens),
+    )
 
 
 def check_step_fits(limits: RunnerLimits, settings: PoolSettings, loaded: LoadedModel) -> None:
