@@ -142,8 +142,9 @@ class Service:
 
     def look_at(self, names: Iterable[str]) -> None:
         """What is asked for at the end of an answer: all of it."""
+        self._engine._flush()
         for name in names:
-            _ = self._engine.output(self._states[name]).outputs[0].text
+            _ = self._states[name].output().outputs[0].text
 
     def abort(self, names: Iterable[str]) -> None:
         """Ends requests."""

@@ -161,7 +161,7 @@ def _connect(
         manager,
         Scheduler(
             manager,
-            _scheduler_limits(settings),
+            SchedulerLimits(max_num_batched_tokens=most, max_num_seqs=settings.max_num_seqs),
             replay=loaded.num_mtp_layers,
             prefix_caching=settings.enable_prefix_caching,
         ),
@@ -299,13 +299,6 @@ def _pool_settings(
         memory = _memory_left(settings, pool, choice, needs.cache_dtype, loaded)
         return replace(pool, available_memory=memory)
     return pool
-
-
-def _scheduler_limits(settings: EngineSettings) -> SchedulerLimits:
-    """The largest step."""
-    return SchedulerLimits(
-        max_num_batched_tokens=settings.max_num_batched_tokens, max_num_seqs=settings.max_num_seqs
-    )
 
 
 def _load(settings: EngineSettings) -> LoadedModel:

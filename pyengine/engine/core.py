@@ -28,7 +28,6 @@ from pyengine.errors import (
 )
 from pyengine.executor.executor import Executor, InputBatch, SubmittedStep
 from pyengine.kv_cache import BlockManager, PoolUsage
-from pyengine.outputs import RequestOutput
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, StalledError
 from pyengine.speculation.drafters import Drafter
@@ -522,11 +521,6 @@ class Engine:
                 sink.put(output)
         for observer in self._observers:
             observer.on_finish(request)
-
-    def output(self, request: Request) -> RequestOutput:
-        """The output of a request so far."""
-        self._flush()
-        return request.output()
 
     def abort(
         self, requests: Iterable[Request], *, stop_reason: str | None = None

@@ -256,38 +256,6 @@ class Request:
     computed, cached or not, except those that `scores` allows.
     """
 
-    __slots__ = (
-        "_metrics",
-        "_prompt_ids",
-        "arrival_time",
-        "deadline",
-        "error",
-        "finished_time",
-        "first_token_time",
-        "is_submitted",
-        "max_chunk",
-        "max_tokens",
-        "namespace",
-        "num_cached_tokens",
-        "num_failures",
-        "num_preemptions",
-        "num_restored_tokens",
-        "num_sequences",
-        "params",
-        "place",
-        "priority",
-        "prompt",
-        "prompt_logprobs",
-        "prompt_token_ids",
-        "read_cache",
-        "request_id",
-        "scheduled_time",
-        "scores",
-        "sequences",
-        "sink",
-        "tokenizer",
-    )
-
     def __init__(
         self,
         request_id: str,

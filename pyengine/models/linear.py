@@ -311,12 +311,7 @@ Choose = Callable[[LayerShape, Sequence[torch.Tensor]], Product]
 """The product of layers of a shape; the weights are those of one of them."""
 
 
-def always_onednn(_shape: LayerShape, _weights: Sequence[torch.Tensor]) -> Product:
-    """oneDNN's product, in its own layout, for every layer."""
-    return "onednn"
-
-
-def prepack_linears(model: nn.Module, choose: Choose = always_onednn) -> int:
+def prepack_linears(model: nn.Module, choose: Choose) -> int:
     """Let every `nn.Linear` of `model` multiply as `choose` says; returns how many there are.
 
     Query, key and value become one (`models/linear.py`), a gated MLP with its SiLU a

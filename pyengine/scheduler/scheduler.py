@@ -113,10 +113,6 @@ class WaitingQueue:
         self.entries: dict[SequenceState, _Entry] = {}
         """Waiting sequences, each with its valid entry; it may wait again later, with another."""
 
-    def __iter__(self) -> "Iterator[SequenceState]":
-        """The sequences in order; O(n log n)."""
-        return iter(sorted(self.entries, key=_by_order))
-
     def add(self, sequence: "SequenceState") -> None:
         """Add a sequence."""
         entry = (sequence.order, next(self._numbers), sequence)

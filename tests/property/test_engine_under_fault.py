@@ -127,7 +127,7 @@ class Case:
     def check_jobs(self) -> None:
         """The scheduler's counts mirror the manager's; who waits holds nothing, who runs does."""
         scheduler = self.bench.scheduler
-        sequences = [*scheduler._waiting, *scheduler._running]
+        sequences = [*scheduler.waiting, *scheduler.running]
         live = {sample for request in self.bench.engine.unfinished for sample in request.unfinished}
         assert len(sequences) == len(set(sequences))
         assert set(sequences) <= live  # samples that are not forked yet are nowhere

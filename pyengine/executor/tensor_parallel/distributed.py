@@ -184,7 +184,7 @@ class DistributedRunner:
         barrier: Barrier,
         block_size: int,
     ) -> None:
-        self._worker_group = worker_group
+        self._worker_group = worker_group  # whose workers end with it
         self._workers = workers
         self._runner = runner
         self._barrier = barrier
@@ -255,10 +255,6 @@ class DistributedRunner:
                     f"rank {rank} failed in a step, which is rolled back; its traceback:\n"
                     f"{report.traceback}"
                 )
-
-    def close(self) -> None:
-        """End the workers; later calls raise `EngineDeadError`."""
-        self._worker_group.close()
 
 
 def _release(resources: ExitStack, owner: int) -> None:

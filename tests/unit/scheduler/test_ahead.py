@@ -20,7 +20,7 @@ def add(scheduler: Scheduler, name: str, length: int, **settings: int) -> None:
 
 def finish(scheduler: Scheduler, *names: str) -> None:
     """End requests by their names."""
-    sequences = [*scheduler._waiting, *scheduler._running]
+    sequences = [*scheduler.waiting, *scheduler.running]
     scheduler.finish([sequence for sequence in sequences if sequence.request.request_id in names])
 
 
@@ -66,7 +66,7 @@ def test_rolled_back_newest_first_nothing_was_planned() -> None:
     ]
     scheduler.rollback(first)
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 2)
-    assert [(sequence.num_computed, sequence.num_tokens) for sequence in scheduler._waiting] == [
+    assert [(sequence.num_computed, sequence.num_tokens) for sequence in scheduler.waiting] == [
         (0, 3),
         (0, 14),
     ]

@@ -39,7 +39,7 @@ def add(scheduler: Scheduler, name: str, prompt: list[int]) -> None:
 
 def finish(scheduler: Scheduler, *names: str) -> None:
     """End requests by their names."""
-    sequences = [*scheduler._waiting, *scheduler._running]
+    sequences = [*scheduler.waiting, *scheduler.running]
     scheduler.finish([sequence for sequence in sequences if sequence.request.request_id in names])
 
 
