@@ -141,7 +141,7 @@ class InputProcessor:
     ) -> Request:
         """Make a checked request, not queued yet. Thread-safe.
 
-        `request_id` is text; None: one that nobody can guess. It waits until the grammar of
+        `request_id` is text; None: a random one. It waits until the grammar of
         `structured_outputs` is compiled, so call it outside of event loops. Raises
         `InvalidRequestError` if the request cannot be served.
         """

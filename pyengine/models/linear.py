@@ -143,7 +143,7 @@ _numbers = count()
 
 
 def numbered(layer: nn.Module) -> int:
-    """The number by which `layer_of` finds a layer; compiled graphs cannot hold packed weights."""
+    """The number by which `layer_of` finds a layer; compiled graphs cannot hold such weights."""
     number = next(_numbers)
     _layers[number] = layer
     return number
