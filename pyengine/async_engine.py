@@ -108,7 +108,8 @@ class AsyncEngine(EngineClient):
         self._engine_loop.refuse_fork()
         parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
         (params,) = match_params(sampling_params, 1, self._default_params)
-        request = self._request(parsed, params, request_id, priority=priority)
+        make = self._engine.input_processor.request
+        request = make(request_id, parsed, params, priority=priority)
         request.deadline = _checked_deadline(deadline)
         return request
 

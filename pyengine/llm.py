@@ -1,6 +1,7 @@
 """Offline use: a model, prompts, answers. Names and defaults are those of vLLM."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import repeat
 from queue import SimpleQueue
@@ -12,7 +13,7 @@ from tqdm import tqdm
 from pyengine.config import EngineSettings, takes_settings
 from pyengine.engine.chat_template import Message, as_conversations
 from pyengine.engine.client import EngineClient
-from pyengine.engine.core import Engine, EngineStats
+from pyengine.engine.core import EngineStats
 from pyengine.engine.output_stream import OutputCollector
 from pyengine.engine.prompts import (
     Prompt,
@@ -149,7 +150,8 @@ class LLM(EngineClient):
         """
         parsed = parse_prompt(prompt, self.tokenizer)
         (params,) = match_params(sampling_params, 1, self._default_params)
-        return self._read([self._request(parsed, params, priority=priority)])
+        make = self._engine.input_processor.request
+        return self._read([make(None, parsed, params, priority=priority)])
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer of the model; None for a model without one."""
@@ -189,8 +191,9 @@ class LLM(EngineClient):
                 f"{len(priorities)} priorities for {len(prompts)} prompts: give one for all, or "
                 "one for each"
             )
+        make = self._engine.input_processor.request
         requests = [
-            self._request(prompt, param, priority=priority)
+            make(None, prompt, param, priority=priority)
             for prompt, param, priority in zip(prompts, params, priorities, strict=True)
         ]
         for place, request in enumerate(requests):
@@ -230,11 +233,21 @@ class LLM(EngineClient):
                 self._engine_loop.abort(requests)
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        """Run requests to their ends, with a progress bar: tokens per second, tokens cached."""
         done: dict[int, RequestOutput] = {}
-        with _Progress(len(requests), self._engine, use_tqdm) as progress:
+        start, before = monotonic(), self._engine.num_new_tokens
+        num_cached = num_prompt = 0
+        bar = tqdm(total=len(requests), unit="prompt", dynamic_ncols=True) if use_tqdm else None
+        with nullcontext() if bar is None else bar:
             for output in self._read(requests, RequestOutputKind.FINAL_ONLY):
                 done[output.index] = output
-                progress.update(output)
+                if bar is not None:
+                    num_cached += output.num_cached_tokens
+                    num_prompt += len(output.prompt_token_ids)
+                    rate = (self._engine.num_new_tokens - before) / max(monotonic() - start, 1e-9)
+                    share = num_cached / max(num_prompt, 1)
+                    bar.set_postfix_str(f"{rate:.1f} tok/s, {share:.0%} cached", refresh=False)
+                    bar.update()
         outputs = [done[place] for place in range(len(requests))]
         failed = [each_output for each_output in outputs if each_output.error is not None]
         if failed:
@@ -245,32 +258,3 @@ class LLM(EngineClient):
                 outputs,
             )
         return outputs
-
-
-class _Progress:
-    """The bar of `generate`: prompts done, tokens per second, share of prompt tokens cached."""
-
-    def __init__(self, num_prompts: int, engine: Engine, use_tqdm: bool) -> None:
-        self._bar = tqdm(total=num_prompts, unit="prompt", dynamic_ncols=True) if use_tqdm else None
-        self._engine = engine
-        self._start, self._before = monotonic(), engine.num_new_tokens
-        self._cached = self._prompt = 0
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def update(self, output: RequestOutput) -> None:
-        """Take a result."""
-        if self._bar is None:
-            return
-        self._cached += output.num_cached_tokens
-        self._prompt += len(output.prompt_token_ids)
-        new = self._engine.num_new_tokens - self._before
-        rate = new / max(monotonic() - self._start, 1e-9)
-        share = self._cached / max(self._prompt, 1)
-        self._bar.set_postfix_str(f"{rate:.1f} tok/s, {share:.0%} cached", refresh=False)
-        self._bar.update()

@@ -52,7 +52,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from pyengine import LLM, SamplingParams
 
-    llm = LLM(num_blocks=64) if options.model is None else LLM(options.model, num_blocks=64)
+    llm = LLM(options.model, num_blocks=64, num_threads=1)  # more would be adapted now and then
     params = SamplingParams(max_tokens=6, temperature=0.0)
     llm.generate("A warm-up", params, use_tqdm=False)
     sys.setprofile(walk)

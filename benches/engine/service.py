@@ -17,6 +17,7 @@ from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits
 from pyengine.engine.prompts import parse_prompt
 from pyengine.engine.request import Request
+from pyengine.executor import executor as executor_module
 from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
 from pyengine.executor.model_runner import Forward, StepLogits
@@ -56,7 +57,7 @@ class StubRunner:
         self.logits = prepared_logits(limits.max_num_seqs, vocab_size)
         self.turn = 0
 
-    def prepare(self, plan: Any, *, extra_rows: Any = None) -> Forward:
+    def prepare(self, plan: Any, *, extra_rows: Any = None, mtp: Any = None) -> Forward:
         """Logits of a step, without a model."""
         plan.copies()
         count = len(self.buffers.fill(plan).upload().logits_indices)
@@ -141,8 +142,9 @@ class Service:
 
     def look_at(self, names: Iterable[str]) -> None:
         """What is asked for at the end of an answer: all of it."""
+        self._engine._flush()
         for name in names:
-            _ = self._engine.output(self._states[name]).outputs[0].text
+            _ = self._states[name].output().outputs[0].text
 
     def abort(self, names: Iterable[str]) -> None:
         """Ends requests."""
@@ -155,11 +157,10 @@ class Service:
 
     def parts(self, timed: Callable[[str, Any], Any]) -> None:
         """Puts `timed(part, call)` in the place of the parts of a step."""
-        sampler: Any = self._executor._sampler
         for owner, name, part in (
             (self._scheduler, "schedule", "schedule"),
             (self._runner, "prepare", "fill"),
-            (sampler, "launch", "sample"),
+            (executor_module, "sample", "sample"),
             (self._scheduler, "commit", "commit"),
         ):
             setattr(owner, name, timed(part, getattr(owner, name)))

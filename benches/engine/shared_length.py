@@ -40,7 +40,7 @@ def measure(dtype: str, length: int) -> dict[str, float]:
     from pyengine.attention.backend import AttentionOptions
     from pyengine.attention.cpu import CpuBackend
     from pyengine.kv_cache.pool import KVCacheSpec, KVPool
-    from tests.support.attention import Shared, inputs_of
+    from tests.support.attention import inputs_of, shared_rows
 
     kind = getattr(torch, dtype)
     shared, own = length // BLOCK, OWN // BLOCK
@@ -53,7 +53,7 @@ def measure(dtype: str, length: int) -> dict[str, float]:
     tables = [ids[:shared].tolist() + row for row in owned]
     each = inputs_of([(1, length + OWN - 1)] * ROWS, tables, block=BLOCK)
     prefix = np.array([[0, ROWS, 0, shared, -1]] * bool(shared), np.int32).reshape(-1, 5)
-    once = replace(each, shared=Shared(0, np.arange(ROWS, dtype=np.int32), prefix))
+    once = replace(each, shared=shared_rows(0, np.arange(ROWS, dtype=np.int32), prefix))
     backend, options = CpuBackend(pool), AttentionOptions(scaling=DIM**-0.5)
     plans = {"once": backend.plan(once), "each": backend.plan(each)}
     heads = (HEADS, KV_HEADS, KV_HEADS)

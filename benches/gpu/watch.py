@@ -48,7 +48,7 @@ def watched(engine: Engine) -> Iterator[Stopwatch]:
     targets: tuple[tuple[str, Any, str], ...] = (
         ("schedule", scheduler, "schedule"),
         ("fill", executor.runner, "prepare"),
-        ("launch", executor._queue, "submit"),
+        ("launch", executor, "_enqueue"),
         ("wait", Future, "result"),
         ("wait", Sampled, "wait"),
         ("commit", scheduler, "commit"),

@@ -5,12 +5,16 @@ write (`models/rotary.py`), one kernel does it on CUDA (`kernels/rotation.py`), 
 on CPUs, and elsewhere `rotated`, the oracle of both. All compute in float32 and round once.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from pyengine.errors import ConfigurationError
+from pyengine.kv_cache import SharedPrefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +85,26 @@ def _turned(rows: torch.Tensor, weight: torch.Tensor | None, rotation: Rotation)
 Int32Array = npt.NDArray[np.int32]
 
 
-class SharedRows(Protocol):
+class SharedRows:
     """The leading blocks that sequences of a step have in common, in one layer group.
 
-    Written by the block manager with the step: `pyengine.SharedPrefixes`. int32, on the host.
+    Written by the block manager with the step, through `found`. Arrays on the host, int32: `order`
+    `[B]` are the sequences, with those that share blocks next to each other, `prefixes` `[P, 5]`
+    as in `pyengine.SharedPrefixes`; P may be 0.
     """
 
-    @property
-    def group(self) -> int:
-        """The layer group."""
-        ...
-
-    @property
-    def order(self) -> Int32Array:
-        """`[B]`: the sequences, with those that share blocks next to each other."""
-        ...
-
-    @property
-    def prefixes(self) -> Int32Array:
-        """`[P, 5]`; P may be 0."""
-        ...
+    def __init__(self, group: int, sequences: int) -> None:
+        """For steps of up to so many sequences."""
+        self.group = group
+        self.order = np.zeros(sequences, np.int32)
+        self.own_blocks = np.zeros(sequences, np.int32)
+        self.rows = np.zeros((max(1, sequences - 1), 5), np.int32)
+        self.found = SharedPrefixes(
+            order=self.order, own_blocks=self.own_blocks, prefixes=self.rows, group=group
+        )
+        """The arrays as the block manager writes them."""
+        self.prefixes = self.rows[:0]
+        """The prefixes of the step: the first of `rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,32 +195,21 @@ class GraphPlan(AttentionPlan, Protocol):
         ...
 
 
-class AttentionBackend(Protocol):
+class AttentionBackend(ABC):
     """A way to attend over the blocks of one KV pool."""
 
-    @property
-    def name(self) -> str:
-        """The name for `choose_backend`."""
-        ...
+    name: str
+    """The name for `choose_backend`."""
+    supports_graphs = False
+    """True if `graph_plan` can be called."""
+    shared_group: int | None = None
+    """The layer group whose shared blocks it reads once; None: none."""
+    reads_tables = True
+    """True if it reads `StepInputs.block_tables`; else only `host_block_tables` are filled."""
 
-    @property
-    def supports_graphs(self) -> bool:
-        """Whether `graph_plan` can be called."""
-        ...
-
-    @property
-    def shared_group(self) -> int | None:
-        """The layer group whose shared blocks it reads once; None: none."""
-        ...
-
-    @property
-    def reads_tables(self) -> bool:
-        """True if it reads `StepInputs.block_tables`; else only `host_block_tables` are filled."""
-        ...
-
+    @abstractmethod
     def plan(self, inputs: StepInputs) -> AttentionPlan:
         """Prepare a step: called once, before the first layer."""
-        ...
 
     def graph_plan(self, inputs: StepInputs) -> GraphPlan:
         """Prepare a decode step, one token per sequence, that is to be captured.
@@ -232,4 +225,7 @@ class AttentionBackend(Protocol):
 
         Raises `ConfigurationError` where `supports_graphs` is false.
         """
-        ...
+        raise ConfigurationError(
+            f"attention_backend={self.name!r} cannot be captured in a CUDA graph: set "
+            "enforce_eager=True"
+        )

@@ -127,11 +127,8 @@ def choose_backend(
         if obstacle is None and needs.device.type in candidate.auto_on:
             passed_over = f" ({'; '.join(obstacles)})" if obstacles else ""
             return _choice(name, candidate.strength + passed_over, needs)
-        obstacles.append(f"{name}: {obstacle or _NOT_BY_ITSELF.format(needs.device.type)}")
+        obstacles.append(f"{name}: {obstacle or f'on {needs.device.type} only when asked for'}")
     raise ConfigurationError(f"no attention backend can serve: {'; '.join(obstacles)}")
-
-
-_NOT_BY_ITSELF = "on {} only when asked for"
 
 
 def _obstacle(name: str, needs: AttentionNeeds, failed: Mapping[str, str] | None) -> str | None:
@@ -171,11 +168,6 @@ def explain_backends(choice: Choice, needs: AttentionNeeds) -> dict[str, str]:
         if name == choice.backend:
             verdicts[name] = "chosen"
     return verdicts
-
-
-def backend_names() -> tuple[str, ...]:
-    """The names that `choose_backend` accepts, in order of preference."""
-    return tuple(_CANDIDATES)
 
 
 def try_out(

@@ -12,14 +12,13 @@ import numpy.typing as npt
 import torch
 
 from pyengine.attention.backend import (
+    AttentionBackend,
     AttentionOptions,
-    GraphPlan,
     Int32Array,
     Rotation,
     StepInputs,
 )
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
-from pyengine.errors import ConfigurationError
 from pyengine.kv_cache import CpuAttention, CpuStep
 from pyengine.kv_cache.pool import KVPool
 from pyengine.utils.host_copy import cpu_array
@@ -37,11 +36,10 @@ def cpu_obstacle(needs: AttentionNeeds) -> str | None:
     return cache_dtype_obstacle(needs)
 
 
-class CpuBackend:
+class CpuBackend(AttentionBackend):
     """Attention over a `KVPool` in host memory, with as many threads as torch has."""
 
     name = "cpu"
-    supports_graphs = False
     reads_tables = False
 
     def __init__(self, pool: KVPool) -> None:
@@ -50,16 +48,12 @@ class CpuBackend:
         self.groups = [place.group for place in pool.groups.places]
         """The group of each layer."""
         full = [group for group, window in enumerate(pool.groups.windows) if window is None]
-        self.shared_group: int | None = full[0] if full else None
+        self.shared_group = full[0] if full else None
         """Groups with a window share no blocks."""
 
     def plan(self, inputs: StepInputs) -> "CpuPlan":
         """Prepare a step; the sequences are checked here, once for all layers."""
         return CpuPlan(self, inputs)
-
-    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
-        """Raises `ConfigurationError`: there is no GPU to capture for."""
-        raise ConfigurationError("attention_backend='cpu' cannot be captured in a CUDA graph")
 
 
 def _rows(tensor: torch.Tensor) -> npt.NDArray[Any]:

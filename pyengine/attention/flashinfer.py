@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.backend import AttentionOptions, StepInputs
+from pyengine.attention.backend import AttentionBackend, AttentionOptions, StepInputs
 from pyengine.attention.needs import (
     FLOAT8_DTYPES,
     AttentionNeeds,
@@ -164,13 +164,12 @@ def workspace_bytes(kind: _Kind, processors: int, most_decodes: int) -> int:
     return max(_LEAST_WORKSPACE, 4 * kind.query_heads * rows * (kind.head_dim + 1) + 1024)
 
 
-class FlashInferBackend:
+class FlashInferBackend(AttentionBackend):
     """Attention over a `KVPool` by flashinfer. Raises `ImportError` where that is missing."""
 
     name = "flashinfer"
     supports_graphs = True
     reads_tables = False
-    shared_group = None
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
@@ -201,22 +200,18 @@ class FlashInferBackend:
 
     def decoder(self, kind: _Kind) -> Any:
         """The wrapper for sequences with one new token."""
-        wrapper = self._wrappers.get(("decode", kind))
-        if wrapper is None:
-            wrapper = self.library.BatchDecodeWithPagedKVCacheWrapper(
-                self._workspace_for(kind, 0), "NHD", use_tensor_cores=True
-            )
-            self._wrappers["decode", kind] = wrapper
-        return wrapper
+        return self._wrapper("BatchDecodeWithPagedKVCacheWrapper", kind, use_tensor_cores=True)
 
     def prefiller(self, kind: _Kind) -> Any:
         """The wrapper for all others."""
-        wrapper = self._wrappers.get(("prefill", kind))
+        return self._wrapper("BatchPrefillWithPagedKVCacheWrapper", kind)
+
+    def _wrapper(self, name: str, kind: _Kind, **settings: Any) -> Any:
+        wrapper = self._wrappers.get((name, kind))
         if wrapper is None:
-            wrapper = self.library.BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace_for(kind, 0), "NHD"
-            )
-            self._wrappers["prefill", kind] = wrapper
+            make = getattr(self.library, name)
+            wrapper = make(self._workspace_for(kind, 0), "NHD", **settings)
+            self._wrappers[name, kind] = wrapper
         return wrapper
 
     def graph_decoder(self, kind: _Kind, pages: GraphPages) -> Any:

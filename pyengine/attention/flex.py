@@ -20,7 +20,7 @@ import torch
 import torch.fx.experimental._config
 import torch.nn.functional as F
 
-from pyengine.attention.backend import AttentionOptions, Int32Array, StepInputs
+from pyengine.attention.backend import AttentionBackend, AttentionOptions, Int32Array, StepInputs
 from pyengine.attention.needs import (
     AttentionNeeds,
     cache_dtype_obstacle,
@@ -65,7 +65,7 @@ def flex_obstacle(needs: AttentionNeeds) -> str | None:
     return cache_dtype_obstacle(needs)
 
 
-class FlexBackend:
+class FlexBackend(AttentionBackend):
     """Attention over a `KVPool` by FlexAttention: compiled on CUDA, for tests on the CPU.
 
     Raises `ConfigurationError` for a pool whose slots the compiled kernels cannot reach.
@@ -73,8 +73,6 @@ class FlexBackend:
 
     name = "flex"
     supports_graphs = True
-    reads_tables = True
-    shared_group = None
 
     def __init__(self, pool: KVPool) -> None:
         if pool.device.type != "cpu":

@@ -21,10 +21,9 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from pyengine.attention.backend import AttentionOptions, GraphPlan, Int32Array, StepInputs
+from pyengine.attention.backend import AttentionBackend, AttentionOptions, Int32Array, StepInputs
 from pyengine.attention.needs import FLOAT8_DTYPES
 from pyengine.attention.paged import KVWriter
-from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.pool import KVPool
 from pyengine.utils.host_copy import upload
 
@@ -38,13 +37,11 @@ Visible: TypeAlias = torch.Tensor | Literal["all", "causal"]
 """The keys that a query row sees: a mask (True: seen), all, or those up to its own."""
 
 
-class GatherBackend:
+class GatherBackend(AttentionBackend):
     """Attention over a `KVPool` by gather and `scaled_dot_product_attention`."""
 
     name = "gather"
-    supports_graphs = False
     reads_tables = False
-    shared_group = None
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
@@ -58,12 +55,6 @@ class GatherBackend:
         see them, and the results of those rows are not used.
         """
         return GatherPlan(self._pool, inputs, self._scratch, self._writer, first_key)
-
-    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
-        """Raises `ConfigurationError`: the gathered shapes differ from step to step."""
-        raise ConfigurationError(
-            "attention_backend='gather' cannot be captured in a CUDA graph: set enforce_eager=True"
-        )
 
 
 class Scratch:
@@ -138,7 +129,7 @@ class GatherPlan:
         spec = self._pool.specs[layer]
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         for piece in self._pieces_for(group, options.sliding_window):
-            k, v = piece.gather(keys, values, self._scratch)
+            k, v = _gather(keys, values, piece.blocks, piece.num_keys, self._scratch)
             if spec.dtype in FLOAT8_DTYPES:
                 k, v = k.to(query.dtype) * spec.scale_k, v.to(query.dtype) * spec.scale_v
             piece.attend(query, k, v, options, out)
@@ -278,8 +269,8 @@ class SpanPiece:
         self, span: Span, window: int | None, device: torch.device, *, first_key: int = 0
     ) -> None:
         self._rows = slice(span.start, span.start + span.count)
-        self._num_keys = span.num_keys
-        self._blocks = _block_index(span.blocks[None], device)
+        self.num_keys = span.num_keys
+        self.blocks = _block_index(span.blocks[None], device)
         self._visible: Visible = "causal"
         is_cut = first_key > 0 or (window is not None and span.num_keys > window)
         if span.num_keys != span.count or is_cut:
@@ -291,12 +282,6 @@ class SpanPiece:
             if first_key:
                 self._visible &= key_positions >= positions.clamp(max=first_key)[:, None]
 
-    def gather(
-        self, keys: torch.Tensor, values: torch.Tensor, scratch: Scratch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The visible keys and values of the sequence: `[1, kv_heads, num_keys, d]`."""
-        return _gather(keys, values, self._blocks, self._num_keys, scratch)
-
     def attend(
         self,
         query: torch.Tensor,
@@ -305,7 +290,7 @@ class SpanPiece:
         options: AttentionOptions,
         out: torch.Tensor,
     ) -> None:
-        """Write the attention of the rows over the result of `gather` into `out`."""
+        """Write the attention of the rows over the gathered `key` and `value` into `out`."""
         kv_heads = key.shape[1]
         rows = _by_kv_head(query[self._rows], kv_heads).permute(1, 2, 0, 3)
         k, v = key.transpose(0, 1), value.transpose(0, 1)
@@ -323,20 +308,14 @@ class _BatchPiece:
 
     def __init__(self, batch: Batch, block_size: int, device: torch.device) -> None:
         self._rows = upload(batch.rows, device)
-        self._blocks = _block_index(batch.blocks, device)
+        self.blocks = _block_index(batch.blocks, device)
         self._visible: Visible = "all"
-        self._num_keys = int(batch.highs[0])
+        self.num_keys = int(batch.highs[0])
         if not batch.is_uniform:
-            self._num_keys = batch.blocks.shape[1] * block_size
+            self.num_keys = batch.blocks.shape[1] * block_size
             lows, highs = (upload(bound, device)[:, None] for bound in (batch.lows, batch.highs))
-            key = torch.arange(self._num_keys, device=device)
+            key = torch.arange(self.num_keys, device=device)
             self._visible = ((key >= lows) & (key < highs))[:, None, None]
-
-    def gather(
-        self, keys: torch.Tensor, values: torch.Tensor, scratch: Scratch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The blocks of every row, padded to the longest: `[R, kv_heads, num_keys, d]`."""
-        return _gather(keys, values, self._blocks, self._num_keys, scratch)
 
     def attend(
         self,
@@ -346,7 +325,7 @@ class _BatchPiece:
         options: AttentionOptions,
         out: torch.Tensor,
     ) -> None:
-        """Write the attention of the rows over the result of `gather` into `out`."""
+        """Write the attention of the rows over the gathered `key` and `value` into `out`."""
         kv_heads = key.shape[1]
         rows = _by_kv_head(query.index_select(0, self._rows), kv_heads)
         sinks = options.sinks
@@ -362,26 +341,17 @@ def _by_kv_head(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return query.reshape(rows, kv_heads, heads // kv_heads, head_dim)
 
 
-@dataclass(frozen=True, slots=True)
-class _BlockIndex:
-    """Block ids `[R, W]` of R sequences, flat on the device."""
-
-    flat: torch.Tensor
-    num_rows: int
-
-
-def _block_index(blocks: npt.NDArray[np.int32], device: torch.device) -> _BlockIndex | slice:
-    """An index for `blocks` `[R, W]`; a slice for one row of neighbouring blocks: no copy then."""
+def _block_index(blocks: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor | slice:
+    """`blocks` `[R, W]` on the device; a slice for one row of neighbouring blocks: no copy then."""
     if len(blocks) == 1 and (np.diff(blocks[0]) == 1).all():
         return slice(int(blocks[0, 0]), int(blocks[0, -1]) + 1)
-    flat = upload(blocks.reshape(-1).astype(np.int64), device)
-    return _BlockIndex(flat, len(blocks))
+    return upload(blocks.astype(np.int64), device)
 
 
 def _gather(
     keys: torch.Tensor,
     values: torch.Tensor,
-    blocks: _BlockIndex | slice,
+    blocks: torch.Tensor | slice,
     num_keys: int,
     scratch: Scratch,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -389,8 +359,8 @@ def _gather(
     if isinstance(blocks, slice):
         num_rows, k, v = 1, keys[blocks], values[blocks]
     else:
-        num_rows = blocks.num_rows
-        k, v = scratch.keys(keys, blocks.flat), scratch.values(values, blocks.flat)
+        num_rows, flat = len(blocks), blocks.flatten()
+        k, v = scratch.keys(keys, flat), scratch.values(values, flat)
     return (
         k.view(num_rows, -1, *k.shape[2:])[:, :num_keys].transpose(1, 2),
         v.view(num_rows, -1, *v.shape[2:])[:, :num_keys].transpose(1, 2),

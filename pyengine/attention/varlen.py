@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pyengine.attention.backend import AttentionOptions, StepInputs
+from pyengine.attention.backend import AttentionBackend, AttentionOptions, StepInputs
 from pyengine.attention.needs import (
     AttentionNeeds,
     cache_dtype_obstacle,
@@ -58,13 +58,11 @@ def flash_kernel_obstacle(needs: AttentionNeeds) -> str | None:
     )
 
 
-class FlashAttnBackend:
+class FlashAttnBackend(AttentionBackend):
     """Attention over a `KVPool` by flash-attn. Raises `ImportError` where that is missing."""
 
     name = "flash-attn"
     supports_graphs = True
-    reads_tables = True
-    shared_group = None
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
@@ -185,7 +183,7 @@ def varlen_obstacle(needs: AttentionNeeds) -> str | None:
     return flash_kernel_obstacle(needs)
 
 
-class VarlenBackend:
+class VarlenBackend(AttentionBackend):
     """Attention over a `KVPool` by `torch.nn.attention.varlen.varlen_attn`.
 
     Raises `ImportError` for a torch that has none.
@@ -193,8 +191,6 @@ class VarlenBackend:
 
     name = "varlen"
     supports_graphs = True
-    reads_tables = True
-    shared_group = None
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool

@@ -6,6 +6,7 @@ settings -> model -> attention backend -> KV pool and its manager -> runner -> e
 import logging
 import platform
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -22,7 +23,7 @@ from pyengine.engine.offloading import KVOffloader
 from pyengine.errors import ConfigurationError
 from pyengine.executor.cpu_threads import ComputeThreads, compute_threads
 from pyengine.executor.cuda_graphs import CudaGraphRecorder
-from pyengine.executor.executor import Executor, InlineQueue, ThreadQueue
+from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import RunnerLimits
 from pyengine.executor.memory_profile import (
     CachePlan,
@@ -43,17 +44,16 @@ from pyengine.kv_cache.memory import available_memory
 from pyengine.kv_cache.pool import KVPool, PoolSettings, resolve_kv_cache_dtype
 from pyengine.kv_cache.store_key import store_key
 from pyengine.models.cpu_kernels import fuse_norms
-from pyengine.models.fingerprint import model_properties
 from pyengine.models.int8_linear import quantise_linears
 from pyengine.models.linear import can_prepack, fuse_linears, prepack_linears
 from pyengine.models.linear_kernels import ProductChooser
-from pyengine.models.loader import LoadedModel, load_model, with_mtp_layers
+from pyengine.models.loader import LoadedModel, load_model, model_properties, with_mtp_layers
 from pyengine.models.source import resolve_source
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from pyengine.speculation.draft_model import DraftModel, LoadedDraft, load_draft
 from pyengine.speculation.drafters import Drafter, NgramDrafter, SuffixDrafter
-from pyengine.speculation.drafting import Speculator, measured_costs
+from pyengine.speculation.drafting import measured_costs
 from pyengine.speculation.mtp import MTPDrafter
 from pyengine.speculation.policy import DraftPolicy
 from pyengine.utils.packaging import package_version
@@ -169,7 +169,7 @@ def _connect(
         manager,
         Scheduler(
             manager,
-            _scheduler_limits(settings),
+            SchedulerLimits(max_num_batched_tokens=most, max_num_seqs=settings.max_num_seqs),
             replay=loaded.num_mtp_layers,
             prefix_caching=settings.enable_prefix_caching,
         ),
@@ -182,11 +182,8 @@ def _connect(
         engine.offload(_offloader(settings, loaded, needs, plan, manager, runner))
     if settings.speculation is not None:
         costs = measured_costs(runner, plan.manager(), limits)
-        mtp = MTPDrafter(executor, plan.block_size) if loaded.mtp_layers is not None else None
-        drafter = mtp or _drafter(settings, executor, draft, plan)
-        most, vocab_size = limits.rows_per_seq - 1, model_limits.vocab_size
-        speculator = Speculator(drafter, DraftPolicy(costs), most=most, vocab_size=vocab_size)
-        engine.speculate(speculator, mtp)
+        drafter = _drafter(settings, executor, draft, plan)
+        engine.speculate(drafter, DraftPolicy(costs), most=limits.rows_per_seq - 1)
     is_alone = worker_group is None and executor.depth == 1
     threads = replace(
         threads,
@@ -314,13 +311,6 @@ def _pool_settings(
     return pool
 
 
-def _scheduler_limits(settings: EngineSettings) -> SchedulerLimits:
-    """The largest step."""
-    return SchedulerLimits(
-        max_num_batched_tokens=settings.max_num_batched_tokens, max_num_seqs=settings.max_num_seqs
-    )
-
-
 def _load(settings: EngineSettings) -> LoadedModel:
     loaded = load_model(
         settings.model,
@@ -443,7 +433,7 @@ def _setup(
 
 
 def _executor(settings: EngineSettings, runner: Runner, device: torch.device) -> Executor:
-    """The executor, with a queue of two steps if requested or (None) if that is faster.
+    """The executor, with two steps in its queue if requested or (None) if that is faster.
 
     CUDA runs beside the host by itself; the CPU gets a thread for it, which gains little if the
     model uses all cores. The processes of a divided model run one step at a time.
@@ -451,9 +441,9 @@ def _executor(settings: EngineSettings, runner: Runner, device: torch.device) ->
     on_cuda = device.type == "cuda"
     ahead = on_cuda if settings.async_scheduling is None else settings.async_scheduling
     if not ahead or settings.tensor_parallel_size != 1:
-        return Executor(runner, InlineQueue(device), device=device)
-    queue = InlineQueue(device) if on_cuda else ThreadQueue()
-    return Executor(runner, queue, depth=2, device=device)
+        return Executor(runner, device=device)
+    thread = None if on_cuda else ThreadPoolExecutor(1, thread_name_prefix="pyengine-device")
+    return Executor(runner, thread, depth=2, device=device)
 
 
 def _drafter(
@@ -462,7 +452,9 @@ def _drafter(
     draft: LoadedDraft | None,
     plan: CachePlan,
 ) -> Drafter:
-    """The drafter of the settings, unless that is the model's MTP layers."""
+    """The drafter of the settings."""
+    if settings.speculation == "mtp":
+        return MTPDrafter(executor, plan.block_size)
     if draft is not None:
         return _draft_model(settings, executor, draft, draft.plan_cache(settings, plan))
     return NgramDrafter() if settings.speculation == "ngram" else SuffixDrafter()

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from secrets import token_hex
 from typing import Any, Never, Self
 from weakref import finalize
 
@@ -13,9 +12,7 @@ from pyengine.engine.builder import build_engine
 from pyengine.engine.chat_template import ChatOptions, Message, render_chat
 from pyengine.engine.core import EngineObserver, EngineStats
 from pyengine.engine.loop import EngineLoop, refuse_engine_in_fork
-from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import Request
-from pyengine.errors import ConfigurationError, InvalidRequestError
+from pyengine.errors import ConfigurationError
 from pyengine.kv_cache import TraceError
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from pyengine.utils.openmp import release_threads
@@ -115,20 +112,6 @@ class EngineClient:
     def describe(self) -> dict[str, object]:
         """Versions, device, attention backend and its reason, sampling defaults, pool size."""
         return dict(self._description)
-
-    def _request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: Any = None,
-        *,
-        priority: float = 0,
-    ) -> Request:
-        """A request that was checked and is not queued yet."""
-        if request_id is not None and (not isinstance(request_id, str) or not request_id):
-            raise InvalidRequestError(f"request_id={request_id!r}: it must be text, or None")
-        name = token_hex(16) if request_id is None else request_id  # nobody can guess the next one
-        return self._engine.input_processor.request(name, prompt, params, priority=priority)
 
     def close(self) -> None:
         """Abort all requests, and end the engine's thread and the processes of a divided model.

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, islice
 from time import monotonic
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ import torch
 from pyengine.engine.input_processor import InputProcessor, ModelLimits, refuse_taken
 from pyengine.engine.offloading import KVOffloader
 from pyengine.engine.prompt_logprobs import PromptLogprobCache
-from pyengine.engine.recovery import FailureLog, FaultFinder, LimitRecovery, is_out_of_memory
+from pyengine.engine.recovery import FaultFinder, LimitRecovery, is_out_of_memory
 from pyengine.engine.request import Request, SequenceState
 from pyengine.engine.stats import EngineView, view_of
 from pyengine.errors import (
@@ -28,11 +28,11 @@ from pyengine.errors import (
 )
 from pyengine.executor.executor import Executor, InputBatch, SubmittedStep
 from pyengine.kv_cache import BlockManager, PoolUsage
-from pyengine.outputs import RequestOutput
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, StalledError
-from pyengine.speculation.drafting import Drafting, Speculator
-from pyengine.speculation.mtp import MTPDrafter
+from pyengine.speculation.drafters import Drafter
+from pyengine.speculation.drafting import Drafting
+from pyengine.speculation.policy import DraftPolicy
 
 _log = logging.getLogger(__name__)
 
@@ -121,9 +121,7 @@ class Engine:
         """The batch with buffered tokens of the last steps."""
         self._queue: deque[SubmittedStep] = deque()
         """Running steps: at most two, the older one first."""
-        self._faults = FaultFinder()
-        self.failures = FailureLog()
-        """The logged tracebacks of failed steps."""
+        self.faults = FaultFinder()
         self._memory = LimitRecovery(scheduler.limits)
         self._is_recovering = False
         """True from a failed step until its requests are cleared and the limits are what they
@@ -159,12 +157,12 @@ class Engine:
         """Notify `observer` of every request and step from now on."""
         self._observers.append(observer)
 
-    def speculate(self, speculator: Speculator, mtp: MTPDrafter | None = None) -> None:
-        """Compute drafts with decodes from now on: a decode may give several tokens in a step.
-
-        `mtp` is the drafter if it is the model's MTP layers.
-        """
-        self._drafting = Drafting(speculator, self._scheduler, mtp)
+    def speculate(self, drafter: Drafter, policy: DraftPolicy, *, most: int) -> None:
+        """Compute up to `most` drafts with a decode from now on: it may give several tokens."""
+        vocab_size = self.input_processor.limits.vocab_size
+        self._drafting = Drafting(
+            self._scheduler, drafter, policy, most=most, vocab_size=vocab_size
+        )
 
     def offload(self, offloader: KVOffloader) -> None:
         """Restore KV of waiting requests, and store KV of others, from now on."""
@@ -230,10 +228,10 @@ class Engine:
             self._end_overdue()
         before = self._queue[-1] if self._queue else None
         held: Collection[SequenceState] = ()
-        if self._faults.suspects:
+        if self.faults.suspects:
             if before is not None:  # one step at a time during the search
                 return None
-            held = self._faults.held(self._requests.values())
+            held = self.faults.held(self._requests.values())
         if before is not None and self._drafting is not None:
             self._drafting.expect(before.step)
         offloader = self.offloader
@@ -249,8 +247,8 @@ class Engine:
             step = None
         if offloader is not None:
             self._waits_for_blocks = step is None and offloader.is_busy
-        if step is None and self._faults.suspects:
-            self._faults.release()
+        if step is None and self.faults.suspects:
+            self.faults.release()
         return step
 
     def _submit(self, step: ScheduledStep | None) -> bool:
@@ -261,7 +259,7 @@ class Engine:
         mtp = None
         try:
             if self._drafting is not None:
-                if not self._faults.suspects:
+                if not self.faults.suspects:
                     self._drafting.extend(step)
                 mtp = self._drafting.mtp_step(step)
             self._queue.append(self._executor.submit(step, before, mtp))
@@ -280,7 +278,7 @@ class Engine:
         submitted = self._queue.popleft()
         step, batch = submitted.step, submitted.batch
         try:
-            submitted.wait()
+            submitted.sampled = submitted.work.result().wait()
             token_ids = submitted.sampled.token_ids
             if self._drafting is None or not step.drafts:
                 if batch.repeats is not None:
@@ -300,7 +298,7 @@ class Engine:
             else:
                 self._failed(step.sequences, num_tokens, error)
             return None
-        if self._is_recovering or self.failures.logged:
+        if self._is_recovering or self.faults.logged:
             self._recover(step)
         if self.offloader is not None:
             self.offloader.observe_step(submitted.num_tokens, monotonic() - step.planned_time)
@@ -319,9 +317,8 @@ class Engine:
     def _recover(self, step: ScheduledStep) -> None:
         """After a good step, clear its requests of suspicion, and raise reduced limits again."""
         limits = self._scheduler.limits = self._memory.after_a_step(self._scheduler.limits)
-        self._faults.succeeded(step.sequences)
-        if not self._faults.suspects:
-            self.failures.logged.clear()
+        self.faults.succeeded(step.sequences)
+        if not self.faults.suspects:
             self._is_recovering = limits != self._memory.asked
 
     def _fail_broken(self, batch: InputBatch, error: BrokenLogitsError) -> None:
@@ -353,13 +350,13 @@ class Engine:
             if isinstance(error, EngineDeadError):
                 self.death = str(error)
             raise error
-        verdict = self._faults.failed(sequences)
+        verdict = self.faults.failed(sequences)
         if verdict.is_hopeless:
             raise error
         if verdict.culprit is not None:
             self._fail(verdict.culprit, error)
         else:
-            traceback = self.failures.unlogged(error)
+            traceback = self.faults.unlogged(error)
             _log.warning(
                 "a step failed and is tried again with others: %r", error, exc_info=traceback
             )
@@ -399,7 +396,9 @@ class Engine:
         if submitted is None:
             return StepResult()
         batch = submitted.batch
-        for part, logprobs in zip(batch.prompt_parts, submitted.prompt_logprobs, strict=True):
+        of_prompts = iter(submitted.sampled.prompt_logprobs)
+        for part in batch.prompt_parts:
+            logprobs = list(islice(of_prompts, part.length))
             part.request.append_prompt_logprobs(part.entry.start + 1, logprobs)
         tokens = submitted.sampled.token_ids.numpy()
         if self._unread is not batch:
@@ -525,11 +524,6 @@ class Engine:
         for observer in self._observers:
             observer.on_finish(request)
 
-    def output(self, request: Request) -> RequestOutput:
-        """The output of a request so far."""
-        self._flush()
-        return request.output()
-
     def abort(
         self, requests: Iterable[Request], *, stop_reason: str | None = None
     ) -> list[Request]:
@@ -543,7 +537,7 @@ class Engine:
             self._finish_sequences(request.sequences)
             request.finish("abort", stop_reason)
             self._remove(request)
-        self._faults.forget(live)
+        self.faults.forget(live)
         if not self._requests and not self._is_stepping:
             self._end_idle()
         return live
@@ -560,7 +554,7 @@ class Engine:
         self._scheduler.finish(request.sequences)
         request.error = f"{type(error).__name__}: {error}"
         request.finish("error")
-        self._faults.forget([request])
+        self.faults.forget([request])
         sink, request.sink = request.sink, None
         self._remove(request)
         if sink is not None:
@@ -587,7 +581,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """The current usage and counters."""
         counters = self._manager.stats().as_dict()
-        for name, number in self._scheduler.reuse.values.items():
+        for name, number in self._scheduler.reuse.items():
             counters[name] = counters.get(name, 0) + number
         return EngineStats(
             usage=self._manager.usage(),

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import DecodeStream
@@ -27,33 +27,8 @@ _SHORTEST_CONTEXT = 6
 _Decode: TypeAlias = Callable[[list[int]], str]
 
 
-class Tokenizer(Protocol):
-    """The used part of a Hugging Face tokenizer.
-
-    A ``backend_tokenizer`` of the tokenizers library is used directly.
-    """
-
-    def decode(
-        self,
-        token_ids: list[int],
-        *,
-        skip_special_tokens: bool,
-        clean_up_tokenization_spaces: bool,
-    ) -> Any:
-        """Return the text of ``token_ids``: a ``str`` for a flat list."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopMatch:
-    """A stop string was found; the text has been cut there."""
-
-    stop: str
-    num_tokens: int
-    """The number of output tokens up to the one that completed it, inclusive."""
-
-
 class IncrementalDetokenizer:
-    """The text of one growing completion of a prompt.
+    """The text of one growing completion of a prompt, by a Hugging Face tokenizer.
 
     ``text`` holds every complete character. ``stable_text`` leaves out an end that may be the
     beginning of a stop string: it only grows, so it may be streamed. ``finish`` makes the two
@@ -68,7 +43,7 @@ class IncrementalDetokenizer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Any,
         *,
         prompt_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
@@ -123,18 +98,11 @@ class IncrementalDetokenizer:
         self._num_taken += len(new)
         return new
 
-    def append(self, token_id: int) -> StopMatch | None:
-        """Add one token; return the stop string that it completed, if any.
+    def append(self, token_ids: list[int]) -> str | None:
+        """Add tokens up to one that completes a stop string, which is returned, if any does.
 
+        The text is cut there. The result is that of adding the tokens one by one, in less time.
         Raises ``RuntimeError`` after a match or :meth:`finish`: the text has ended.
-        """
-        return self.append_many([token_id])
-
-    def append_many(self, token_ids: list[int]) -> StopMatch | None:
-        """Add tokens up to one that completes a stop string; later ones are ignored.
-
-        The result is that of adding them one by one, in less time. Raises ``RuntimeError`` after a
-        match or :meth:`finish`.
         """
         if self._is_finished:
             raise RuntimeError(f"token {token_ids[0]} comes after the end of the text")
@@ -198,7 +166,7 @@ class IncrementalDetokenizer:
             self._pieces.append(piece)
             self._length += len(piece)
 
-    def _append_searched(self, stops: "StopSearch", token_ids: list[int]) -> StopMatch | None:
+    def _append_searched(self, stops: "StopSearch", token_ids: list[int]) -> str | None:
         piece = self._push(token_ids)
         if stops.find(piece) is None:
             stops.skip(piece)
@@ -216,18 +184,17 @@ class IncrementalDetokenizer:
         self._length -= num_after + (0 if self._includes_stop else len(stop))
         self._pieces = [self.text[: self._length]]
         self._is_finished, self._may_be_cut = True, False
-        return StopMatch(stop, self._num_tokens)
+        return stop
 
     def _stable_length(self) -> int:
         assert self._stops is not None
         return self._length - self._stops.length_held_back()
 
 
-def text_of(tokenizer: Tokenizer, token: int) -> str:
+def text_of(tokenizer: Any, token: int) -> str:
     """The text of a single token; U+FFFD if the tokenizer fails on it."""
-    decode: Any = tokenizer.decode
     try:
-        return str(decode([token]))
+        return str(tokenizer.decode([token]))
     except BaseException as error:
         if not is_failure(error):
             raise
@@ -235,7 +202,7 @@ def text_of(tokenizer: Tokenizer, token: int) -> str:
 
 
 def _decoder(
-    tokenizer: Tokenizer, skip_special_tokens: bool, before: Sequence[int]
+    tokenizer: Any, skip_special_tokens: bool, before: Sequence[int]
 ) -> "_StreamDecoder | _WindowDecoder":
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(backend, RustTokenizer):

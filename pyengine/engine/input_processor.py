@@ -4,6 +4,7 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from secrets import token_hex
 from threading import Lock
 from typing import Any
 
@@ -135,18 +136,19 @@ class InputProcessor:
             )
         return max_output
 
-    def _tokens_of(self, words: tuple[str, ...]) -> list[tuple[int, ...]]:
-        with self._encoding, tokenizer_errors():  # tokenizers are not re-entrant
-            return tokens_of_words(words, self._tokenizer)
-
     def request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: float = 0
+        self, request_id: Any, prompt: Prompt, params: SamplingParams, *, priority: float = 0
     ) -> Request:
         """Make a checked request, not queued yet. Thread-safe.
 
-        It waits until the grammar of `structured_outputs` is compiled, so call it outside of event
-        loops. Raises `InvalidRequestError` if the request cannot be served.
+        `request_id` is text; None: a random one. It waits until the grammar of
+        `structured_outputs` is compiled, so call it outside of event loops. Raises
+        `InvalidRequestError` if the request cannot be served.
         """
+        if request_id is None:
+            request_id = token_hex(16)
+        elif not isinstance(request_id, str) or not request_id:
+            raise InvalidRequestError(f"request_id={request_id!r}: it must be text, or None")
         if type(priority) is not int and (not is_real(priority) or math.isnan(priority)):
             raise InvalidRequestError(
                 f"priority={priority!r} is no number: smaller ones are served first, 0 is usual"
@@ -177,13 +179,17 @@ class InputProcessor:
         request.tokenizer = self._tokenizer
         if top is not None:
             request.scores = PromptLogprobs(self._prompt_logprobs, prompt, top)
+        bad_words: list[tuple[int, ...]] = []
+        if params.bad_words:
+            with self._encoding, tokenizer_errors():  # tokenizers are not re-entrant
+                bad_words = tokens_of_words(params.bad_words, self._tokenizer)
         sampling = SamplingState(
             params,
             prompt.token_ids,
             seed=seed,
             vocab_size=self.limits.vocab_size,
             stop_ids=self.limits.eos_token_ids,
-            bad_words=self._tokens_of(params.bad_words) if params.bad_words else (),
+            bad_words=bad_words,
         )
         if params.structured_outputs is not None:
             sampling.keep_to(self.grammars.matcher(params.structured_outputs))

@@ -228,7 +228,7 @@ class EngineLoop:
         except EngineDeadError:
             raise
         except Exception as error:
-            traceback = self._engine.failures.unlogged(error)
+            traceback = self._engine.faults.unlogged(error)
             _log.error("a step failed for all requests: %r", error, exc_info=traceback)
             self._fail_all(error)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Event, Lock
 from time import monotonic
-from weakref import ref
+from weakref import WeakMethod
 
 from pyengine.engine.request import Request
 from pyengine.outputs import CompletionOutput, Logprob, RequestOutput
@@ -210,7 +210,14 @@ class OutputStream:
         them out, each in one call of C."""
         self._num_left = len(requests)
         """Requests whose last item, or whose error, was not read yet."""
-        notify = _of(self)
+        # A stream holds its `AsyncEngine`, whose thread holds the requests and their collectors.
+        weak = WeakMethod(self._notify)
+
+        def notify(collector: OutputCollector) -> None:
+            method = weak()
+            if method is not None:
+                method(collector)
+
         for place, request in enumerate(requests):
             request.place = place
             request.sink = OutputCollector(request.params.output_kind, notify)
@@ -256,18 +263,3 @@ class OutputStream:
     def close(self) -> None:
         """End what has not ended. May be called more than once."""
         self._leave(self._requests)
-
-
-def _of(stream: OutputStream) -> Callable[[OutputCollector], None]:
-    """Return its `_notify`, without a reference to the stream.
-
-    A stream holds its `AsyncEngine`, whose thread holds the requests and these their collectors.
-    """
-    held = ref(stream)
-
-    def notify(collector: OutputCollector) -> None:
-        there = held()
-        if there is not None:
-            there._notify(collector)
-
-    return notify

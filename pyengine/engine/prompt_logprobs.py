@@ -79,18 +79,6 @@ class PromptLogprobs:
     a prompt has an entry too.
     """
 
-    __slots__ = (
-        "_awaited",
-        "_cache",
-        "_entries",
-        "_hashes",
-        "_known",
-        "_num_known",
-        "_prompt",
-        "_sequence",
-        "_top",
-    )
-
     def __init__(self, cache: PromptLogprobCache, prompt: Prompt, top: int) -> None:
         """`top` is the number of most probable tokens to report; the cache has one."""
         self._cache = cache

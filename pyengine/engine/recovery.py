@@ -65,6 +65,9 @@ class FaultFinder:
         """True if the next step may leave requests out."""
         self._num_failed = 0
         """Requests found at fault since the last good step."""
+        self.logged: set[tuple[type[BaseException], str]] = set()
+        """Failures that were logged with tracebacks: a search repeats the same one in many steps.
+        Cleared after a good step outside of a search: later failures are new ones."""
 
     def held(self, unfinished: Iterable[Request]) -> set[SequenceState]:
         """The sequences of unfinished requests that the next step leaves out.
@@ -111,6 +114,7 @@ class FaultFinder:
         """Record a good step with these sequences, during a search or not."""
         self._num_failed = 0
         if not self.suspects:
+            self.logged.clear()
             return
         self._can_hold = True
         took_part = _requests_of(sequences)
@@ -121,6 +125,16 @@ class FaultFinder:
             self._hold_back()
         else:
             self._held.clear()
+        if not self.suspects:
+            self.logged.clear()
+
+    def unlogged(self, error: BaseException) -> BaseException | None:
+        """Return `error` as logging's `exc_info`, None if an equal one was logged."""
+        key = (type(error), str(error))
+        if key in self.logged:
+            return None
+        self.logged.add(key)
+        return error
 
     def forget(self, requests: Iterable[Request]) -> None:
         """Drop requests that have ended."""
@@ -157,25 +171,6 @@ class FaultFinder:
             self._held = set(suspects[:-1])
         else:
             self._held = set(suspects[len(suspects) // 2 :])
-
-
-class FailureLog:
-    """The failures that were logged with tracebacks: each once in a search.
-
-    A search for the request at fault repeats the same failure in many steps.
-    """
-
-    def __init__(self) -> None:
-        self.logged: set[tuple[type[BaseException], str]] = set()
-        """Cleared after a good step outside of a search: later failures are new ones."""
-
-    def unlogged(self, error: BaseException) -> BaseException | None:
-        """Return `error` as logging's `exc_info`, None if an equal one was logged."""
-        key = (type(error), str(error))
-        if key in self.logged:
-            return None
-        self.logged.add(key)
-        return error
 
 
 class LimitRecovery:

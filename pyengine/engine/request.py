@@ -1,7 +1,7 @@
 """A request and its sequences: tokens, text, and end conditions."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from time import monotonic
@@ -49,6 +49,7 @@ class EndConditions:
     length_reason: str | None = None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SequenceState:
     """One continuation of a prompt, from the queue to its last token.
 
@@ -56,97 +57,71 @@ class SequenceState:
     token that such a step samples is counted before its value is known.
     """
 
-    __slots__ = (
-        "_cumulative",
-        "_detokenizer",
-        "_drops_last",
-        "_ends",
-        "_is_end_emitted",
-        "_logprobs",
-        "_num_decoded",
-        "_num_taken",
-        "finish_reason",
-        "index",
-        "is_drawn",
-        "is_loading",
-        "is_looked_up",
-        "is_running",
-        "is_streamed",
-        "kv",
-        "max_output",
-        "num_computed",
-        "num_slots",
-        "num_stored",
-        "num_tokens",
-        "order",
-        "params",
-        "request",
-        "sampling",
-        "speculates",
-        "stop_ids",
-        "stop_reason",
-        "stored_prefix",
-        "token_ids",
-        "waits_for_tokens",
-        "wants_drafts",
-    )
+    request: "Request"
+    index: int
+    """Position among the sequences of its request; the first computes the prompt for all."""
+    sampling: SamplingState
+    ends: EndConditions
+    params: SamplingParams = field(init=False)
+    kv: KVSequence = field(init=False)
+    """Its blocks in the KV cache; made by the scheduler when it is queued or forked."""
+    order: tuple[float, int, int] = field(init=False)
+    """Priority, position in the order of submission, and in its request."""
+    num_slots: int = field(init=False)
+    """Its slots in the batch, including those of sequences to be forked from it."""
+    num_tokens: int = field(init=False)
+    """Tokens of prompt and output, including those that open steps sample."""
+    num_computed: int = 0
+    """Tokens whose KV is in the cache, or will be by open steps."""
+    is_running: bool = False
+    """Admitted: it holds blocks, or will once the open step is planned."""
+    is_looked_up: bool = False
+    """The stored part of its tokens was restored, is missing, or is faster to compute."""
+    is_loading: bool = False
+    """Bytes of its prefix are on their way from a store: it is not admitted."""
+    num_stored: int = 0
+    """Tokens that were queued to be stored."""
+    stored_prefix: StoredPrefix | None = None
+    """The keys of its blocks in the store, once they were needed."""
+    waits_for_tokens: bool = field(init=False)
+    """Its next token cannot be chosen before the value of its last one is known."""
+    wants_drafts: bool = False
+    """Drafts for its next tokens wait for the value of its last token."""
+    token_ids: list[int] = field(init=False)
+    """The output so far."""
+    is_drawn: bool = field(init=False)
+    """True if its tokens are drawn; otherwise the most probable are taken."""
+    stop_ids: frozenset[int] = field(init=False)
+    """Tokens that end it after `min_tokens`."""
+    max_output: int = field(init=False)
+    """The most output tokens."""
+    speculates: bool = False
+    """True if its next tokens may be drafted."""
+    is_streamed: bool = False
+    """True if its tokens are appended one by one; those of other sequences are buffered.
 
-    def __init__(
-        self, request: "Request", index: int, sampling: SamplingState, ends: EndConditions
-    ) -> None:
-        self.request = request
-        self.index = index
-        """Position among the sequences of its request; the first computes the prompt for all."""
-        self.waits_for_tokens = sampling.depends_on_output
-        """Its next token cannot be chosen before the value of its last one is known."""
-        self.kv: KVSequence
-        """Its blocks in the KV cache; made by the scheduler when it is queued or forked."""
-        self.order: tuple[float, int, int] = (request.priority, 0, index)
-        """Priority, position in the order of submission, and in its request."""
-        self.num_slots = request.num_sequences if index == 0 else 1
-        """Its slots in the batch, including those of sequences to be forked from it."""
-        self.num_tokens = len(request.prompt_token_ids)
-        """Tokens of prompt and output, including those that open steps sample."""
-        self.num_computed = 0
-        """Tokens whose KV is in the cache, or will be by open steps."""
-        self.is_running = False
-        """Admitted: it holds blocks, or will once the open step is planned."""
-        self.is_looked_up = False
-        """The stored part of its tokens was restored, is missing, or is faster to compute."""
-        self.is_loading = False
-        """Bytes of its prefix are on their way from a store: it is not admitted."""
-        self.num_stored = 0
-        """Tokens that were queued to be stored."""
-        self.stored_prefix: StoredPrefix | None = None
-        """The keys of its blocks in the store, once they were needed."""
-        self.wants_drafts = False
-        """Drafts for its next tokens wait for the value of its last token."""
+    So it is if its sink streams, a stop string may end it, tokens change later logits, and with
+    drafts or log-probabilities.
+    """
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    _logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    _cumulative: float = 0.0
+    _detokenizer: IncrementalDetokenizer | None = None
+    _num_taken: int = 0
+    _num_decoded: int = 0
+    _is_end_emitted: bool = False
+    _drops_last: bool = False
+
+    def __post_init__(self) -> None:
+        request, sampling = self.request, self.sampling
         self.params = request.params
-        self.sampling = sampling
-        self.token_ids = sampling.token_ids
-        """The output so far."""
-        self.is_drawn = sampling.is_drawn
-        """True if its tokens are drawn; otherwise the most probable are taken."""
-        self.stop_ids = ends.stop_ids
-        """Tokens that end it after `min_tokens`."""
-        self.max_output = ends.max_output
-        """The most output tokens."""
-        self.speculates = False
-        """True if its next tokens may be drafted."""
-        self.is_streamed = False
-        """True if its tokens are appended one by one; those of other sequences are buffered.
-
-        So it is if its sink streams, a stop string may end it, tokens change later logits, and with
-        drafts or log-probabilities.
-        """
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
-        self._ends = ends
-        self._logprobs: list[dict[int, Logprob]] = []
-        self._cumulative = 0.0
-        self._detokenizer: IncrementalDetokenizer | None = None
-        self._num_taken = self._num_decoded = 0
-        self._is_end_emitted = self._drops_last = False
+        self.order = (request.priority, 0, self.index)
+        self.num_slots = request.num_sequences if self.index == 0 else 1
+        self.num_tokens = len(request.prompt_token_ids)
+        self.waits_for_tokens = sampling.depends_on_output
+        self.token_ids, self.is_drawn = sampling.token_ids, sampling.is_drawn
+        self.stop_ids, self.max_output = self.ends.stop_ids, self.ends.max_output
 
     @property
     def num_uncomputed(self) -> int:
@@ -191,13 +166,13 @@ class SequenceState:
             match = self._text_to(num_output)
         if is_stop:
             self._drops_last = not self.params.include_stop_str_in_output
-            self.finish("stop", None if token in self._ends.eos_ids else token)
+            self.finish("stop", None if token in self.ends.eos_ids else token)
         elif match is not None:
             self.finish("stop", match)
         elif self.sampling.matcher is not None and self.sampling.matcher.is_finished:
             self.finish("stop")
         elif num_output >= self.max_output:
-            self.finish("length", self._ends.length_reason)
+            self.finish("length", self.ends.length_reason)
         return self.finish_reason is not None
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -225,8 +200,7 @@ class SequenceState:
         if first >= num_tokens:
             return None
         self._num_decoded = num_tokens
-        match = self._detokenizer.append_many(self.token_ids[first:num_tokens])
-        return None if match is None else match.stop
+        return self._detokenizer.append(self.token_ids[first:num_tokens])
 
     def _text(self) -> IncrementalDetokenizer | None:
         """The text so far; all of it once the sequence has ended."""
@@ -281,38 +255,6 @@ class Request:
     `max_chunk` tokens of all prompts with such a bound. With `read_cache` off every prompt token is
     computed, cached or not, except those that `scores` allows.
     """
-
-    __slots__ = (
-        "_metrics",
-        "_prompt_ids",
-        "arrival_time",
-        "deadline",
-        "error",
-        "finished_time",
-        "first_token_time",
-        "is_submitted",
-        "max_chunk",
-        "max_tokens",
-        "namespace",
-        "num_cached_tokens",
-        "num_failures",
-        "num_preemptions",
-        "num_restored_tokens",
-        "num_sequences",
-        "params",
-        "place",
-        "priority",
-        "prompt",
-        "prompt_logprobs",
-        "prompt_token_ids",
-        "read_cache",
-        "request_id",
-        "scheduled_time",
-        "scores",
-        "sequences",
-        "sink",
-        "tokenizer",
-    )
 
     def __init__(
         self,

@@ -4,17 +4,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from pyengine.attention.paged import on_device
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache import StepPlan
 from pyengine.sampling.batch import SamplingBatch
-from pyengine.sampling.logprobs import PendingPromptLogprobs, PromptRows, TokenLogprobs
-from pyengine.sampling.sampler import Sampled, Sampler
+from pyengine.sampling.logprobs import PendingLogprobs
+from pyengine.sampling.sampler import Sampled, sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling.token_masks import MaskFiller, TokenMasks
 from pyengine.scheduler.batch import Entry, ScheduledStep
@@ -22,7 +23,7 @@ from pyengine.utils.host_copy import upload
 
 if TYPE_CHECKING:
     from pyengine.engine.request import Request, SequenceState
-    from pyengine.executor.model_runner import DraftRow, MTPRunner, MTPStep, Runner
+    from pyengine.executor.model_runner import DraftRow, ModelRunner, MTPStep, Runner
 
 T = TypeVar("T")
 
@@ -224,56 +225,11 @@ def _prompt_parts(step: ScheduledStep) -> list[PromptPart]:
     return parts
 
 
-def _prompt_logprobs(parts: Sequence[PromptPart], logits: torch.Tensor) -> PendingPromptLogprobs:
+def _prompt_logprobs(parts: Sequence[PromptPart], logits: torch.Tensor) -> PendingLogprobs:
     """Log-probabilities of the tokens after `parts`, by their logits `[E, V]`."""
-    rows = [PromptRows(part.following, part.num_logprobs(logits.shape[1])) for part in parts]
-    return PendingPromptLogprobs(logits, rows)
-
-
-class DeviceQueue(Protocol):
-    """The queue of a device."""
-
-    def submit(self, work: Callable[[], T]) -> "Future[T]":
-        """Run `work` after everything that was submitted before. Its error is kept."""
-        ...
-
-
-class InlineQueue:
-    """Runs work at once, in the caller's thread.
-
-    For the CPU without overlap, and for CUDA, where running it enqueues it in the stream of
-    `device`, which is made the current device of the thread.
-    """
-
-    def __init__(self, device: torch.device = _CPU) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._device = device
-
-    def submit(self, work: Callable[[], T]) -> "Future[T]":
-        """See `DeviceQueue.submit`."""
-        future: Future[T] = Future()
-        try:
-            if self._is_cuda:
-                with torch.cuda.device(self._device):
-                    result = work()
-            else:
-                result = work()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-        return future
-
-
-class ThreadQueue:
-    """Runs work in a separate thread: the CPU computes while the caller plans the next step."""
-
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="pyengine-device")
-
-    def submit(self, work: Callable[[], T]) -> "Future[T]":
-        """See `DeviceQueue.submit`."""
-        return self._executor.submit(work)
+    following = upload(np.concatenate([part.following for part in parts]), logits.device)
+    top = [part.num_logprobs(logits.shape[1]) for part in parts for _ in range(part.length)]
+    return PendingLogprobs(logits, following, top)
 
 
 @dataclass(slots=True, eq=False)
@@ -288,33 +244,29 @@ class SubmittedStep:
     positions: npt.NDArray[np.int64]
     num_tokens: int
     """Tokens that it computes."""
-    work: "Future[tuple[Sampled, PendingPromptLogprobs | None]]"
+    work: "Future[Sampled]"
+    """Has the error of the step, if it failed."""
     sampled: Sampled = field(init=False)
-    prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
-    """One list for each of the batch's `prompt_parts`."""
+    """The tokens, once they are on the host."""
     rejected: Collection[int] = ()
     """Rows after wrong drafts, once it is committed: they are ignored."""
 
-    def wait(self) -> None:
-        """Wait for the tokens. Raises the error of the step."""
-        self.sampled, of_prompts = self.work.result()
-        self.sampled.wait()
-        if of_prompts is not None:
-            self.prompt_logprobs = of_prompts.result()
-
 
 class Executor:
-    """A runner, a sampler, and the queue in which both run.
+    """Runs the forward pass and the sampling of steps, in order.
 
-    `depth` is the number of steps in it at a time. With 2, a step decodes the tokens of the one
-    before while those are still on the device; they are fed forward there. `device` is that of the
-    runner's logits.
+    `depth` is the number of steps in the device's queue at a time. With 2, a step decodes the
+    tokens of the one before while those are still on the device; they are fed forward there.
+    `device` is that of the runner's logits.
+
+    Without a `thread`, steps run in the caller's thread; on CUDA that enqueues them in the stream
+    of the device. With one, the CPU computes a step while the caller plans the next.
     """
 
     def __init__(
         self,
         runner: "Runner",
-        queue: DeviceQueue | None = None,
+        thread: ThreadPoolExecutor | None = None,
         *,
         depth: int = 1,
         device: torch.device = _CPU,
@@ -326,8 +278,8 @@ class Executor:
         self.runner = runner
         self.depth = depth
         self._device = device
-        self._queue = queue or InlineQueue()
-        self._sampler = Sampler()
+        self._on_device = on_device(device)
+        self._thread = thread
         self._masks = MaskFiller()
         self._recent: list[InputBatch] = []
         """With overlap, sequences that wait for their tokens decode in every other step: two."""
@@ -338,38 +290,47 @@ class Executor:
     ) -> SubmittedStep:
         """Enqueue a step, after `before` if that is still in the queue.
 
-        Reads the plan now and does not wait. `SubmittedStep.wait` raises errors of the device.
+        Reads the plan now and does not wait. Errors of the device are in `SubmittedStep.work`.
         `mtp` is for a model that has MTP layers.
         """
         batch, positions = self._batch(step)
         parts = batch.prompt_parts
         extra = np.concatenate([part.rows for part in parts]) if parts else None
-        if mtp is None:
-            forward = self.runner.prepare(step.plan, extra_rows=extra)
-        else:
-            runner = cast("MTPRunner", self.runner)
-            forward = runner.prepare(step.plan, extra_rows=extra, mtp=mtp)
+        forward = self.runner.prepare(step.plan, extra_rows=extra, mtp=mtp)
         masks: TokenMasks | None = None
         if batch.sampling.matchers:
             masks = TokenMasks(batch.sampling.matchers, batch.sampling.vocab_size, self._masks)
             if batch.sampling.draws is not None or self._device.type != "cpu":
                 masks.begin()  # else `TokenMasks.largest` needs few of them
 
-        def work() -> tuple[Sampled, PendingPromptLogprobs | None]:
+        def work() -> Sampled:
             known: torch.Tensor | None = None
             if before is not None:
-                sampled, _ = before.work.result()  # it was queued first: it has run
-                known = (
-                    before.batch.own_tokens(sampled.token_ids) if len(sampled.token_ids) else None
-                )
+                token_ids = before.work.result().token_ids  # it was queued first: it has run
+                known = before.batch.own_tokens(token_ids) if len(token_ids) else None
             logits = forward(known)
             # At once: the logits are large.
             of_prompts = _prompt_logprobs(parts, logits.extra) if parts else None
             rows = logits.sampling if batch.repeats is None else batch.repeated(logits.sampling)
-            return self._sampler.launch(rows, batch.sampling, positions, masks), of_prompts
+            sampled = sample(rows, batch.sampling, positions, masks)
+            sampled.pending_prompts = of_prompts
+            return sampled
 
-        num_tokens = step.plan.num_tokens
-        return SubmittedStep(step, batch, positions, num_tokens, self._queue.submit(work))
+        return SubmittedStep(step, batch, positions, step.plan.num_tokens, self._enqueue(work))
+
+    def _enqueue(self, work: Callable[[], T]) -> "Future[T]":
+        """Run `work` after everything that was enqueued before. Its error is kept."""
+        if self._thread is not None:
+            return self._thread.submit(work)
+        future: Future[T] = Future()
+        try:
+            with self._on_device:
+                result = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        return future
 
     def _batch(self, step: ScheduledStep) -> tuple[InputBatch, npt.NDArray[np.int64]]:
         """The rows of a step's logits, and their positions: the same batch if the same decode.
@@ -396,8 +357,8 @@ class Executor:
 
     def draft(self, plan: StepPlan, asked: "Sequence[DraftRow]") -> list[list[int]]:
         """Wait for the drafts of the model's MTP layers after these decodes of a plan."""
-        return self.run(cast("MTPRunner", self.runner).prepare_drafts(plan, asked))
+        return self.run(cast("ModelRunner", self.runner).prepare_drafts(plan, asked))
 
     def run(self, work: Callable[[], T]) -> T:
         """Run `work` after the steps in the queue, and wait for its result."""
-        return self._queue.submit(work).result()
+        return self._enqueue(work).result()

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.backend import StepInputs
+from pyengine.attention.backend import SharedRows, StepInputs
 from pyengine.errors import ConfigurationError
-from pyengine.kv_cache import SharedPrefixes, StepBuffers
+from pyengine.kv_cache import StepBuffers
 
 if TYPE_CHECKING:
     from pyengine.executor.model_runner import Plan
@@ -62,23 +62,6 @@ class HostArrays:
     seq_lens: npt.NDArray[np.int32]
     block_tables: npt.NDArray[np.int32]
     logits_indices: npt.NDArray[np.int64]
-
-
-class SharedArrays:
-    """Blocks that sequences of a step share in a layer group. See
-    `attention.backend.SharedRows`."""
-
-    def __init__(self, group: int, sequences: int) -> None:
-        self.group = group
-        self.order = np.zeros(sequences, np.int32)
-        self.own_blocks = np.zeros(sequences, np.int32)
-        self.rows = np.zeros((max(1, sequences - 1), 5), np.int32)
-        self.found = SharedPrefixes(
-            order=self.order, own_blocks=self.own_blocks, prefixes=self.rows, group=group
-        )
-        """The arrays as the block manager writes them."""
-        self.prefixes = self.rows[:0]
-        """The prefixes of the step: the first of `rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +190,7 @@ class InputBuffers:
         self._upload: Upload = upload_in_stream if self._pins else upload_at_once
         self._wait_for_upload: Wait | None = None
         group = needs.shared_group
-        self._shared = None if group is None else SharedArrays(group, sequences)
+        self._shared = None if group is None else SharedRows(group, sequences)
         self._sizes: tuple[int, int, int, int] | None = None
         self._filled: FilledStep | None = None
 

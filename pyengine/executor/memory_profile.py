@@ -8,7 +8,7 @@ import platform
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ from pyengine.kv_cache.pool import (
     resolve_num_blocks,
 )
 from pyengine.models.loader import LoadedModel
-from pyengine.sampling.sampler import Sampler
+from pyengine.sampling.sampler import sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
 
@@ -98,11 +98,11 @@ def cache_specs(loaded: LoadedModel, kv_dtype: torch.dtype) -> list[KVCacheSpec]
 
 def longest_sequence(manager: BlockManager, max_tokens: int, most: int) -> int:
     """The most tokens, up to `most`, of one sequence alone in the pool."""
-
-    def blocks(num_tokens: int) -> int:
-        return manager.blocks_for(num_tokens, max_tokens)
-
-    return bisect_right(range(1, most + 1), manager.num_blocks, key=blocks)
+    return bisect_right(
+        range(1, most + 1),
+        manager.num_blocks,
+        key=lambda num_tokens: manager.blocks_for(num_tokens, max_tokens),
+    )
 
 
 def check_step_fits(limits: RunnerLimits, settings: PoolSettings, loaded: LoadedModel) -> None:
@@ -138,18 +138,6 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.2f} GiB"
 
 
-class MemoryMeter(Protocol):
-    """Measures the memory of a call: its peak, and the rest that it keeps."""
-
-    def peak(self, run: Callable[[], object]) -> int:
-        """Peak bytes allocated while `run` runs, beyond those before."""
-        ...
-
-    def kept(self, run: Callable[[], object]) -> int:
-        """Bytes that `run` leaves allocated."""
-        ...
-
-
 class CudaMeter:
     """Memory that torch's allocator has allocated on a CUDA device."""
 
@@ -157,7 +145,10 @@ class CudaMeter:
         self._device = device
 
     def peak(self, run: Callable[[], object]) -> int:
-        """See `MemoryMeter.peak`. The allocator's cache is empty afterwards."""
+        """Peak bytes allocated while `run` runs, beyond those before.
+
+        The allocator's cache is empty afterwards.
+        """
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
@@ -168,7 +159,7 @@ class CudaMeter:
         return taken
 
     def kept(self, run: Callable[[], object]) -> int:
-        """See `MemoryMeter.kept`. Counts the driver's memory beside torch's, too."""
+        """Bytes that `run` leaves allocated, of the driver's memory beside torch's, too."""
         before = self._free()
         run()
         return max(0, before - self._free())
@@ -209,14 +200,14 @@ class LargestStep:
             row += length
             arrays.query_start_loc[sequence + 1] = row
             arrays.seq_lens[sequence] = length
-        for sample in range(self.num_samples):
-            last = tokens // self.num_samples * (sample + 1)
-            last += min(sample + 1, tokens % self.num_samples) - 1
-            arrays.logits_indices[sample] = last
+        for number in range(self.num_samples):
+            last = tokens // self.num_samples * (number + 1)
+            last += min(number + 1, tokens % self.num_samples) - 1
+            arrays.logits_indices[number] = last
 
 
 def activation_bytes(
-    runner: ModelRunner, limits: RunnerLimits, null_block: int, vocab_size: int, meter: MemoryMeter
+    runner: ModelRunner, limits: RunnerLimits, null_block: int, vocab_size: int, meter: CudaMeter
 ) -> int:
     """Bytes of the largest step: forward pass, logits, and sampling at its most costly.
 
@@ -232,7 +223,7 @@ def activation_bytes(
 
     def run() -> None:
         logits: StepLogits = runner.prepare(plan)(None)
-        Sampler()(logits.sampling, states)
+        sample(logits.sampling, states).wait()
 
     try:
         return meter.peak(run)
@@ -244,7 +235,7 @@ def activation_bytes(
         ) from error
 
 
-def graph_bytes(runner: ModelRunner, meter: MemoryMeter) -> int:
+def graph_bytes(runner: ModelRunner, meter: CudaMeter) -> int:
     """Bytes that the graphs of decode steps keep; `runner` can capture them.
 
     They share the memory of the largest. So two are captured: the second measures each further one.

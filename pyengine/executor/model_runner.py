@@ -74,20 +74,6 @@ Forward: TypeAlias = Callable[[torch.Tensor | None], StepLogits]
 sampled, which this step may compute; None or empty if it computes known tokens only."""
 
 
-class Runner(Protocol):
-    """A model over its KV pool."""
-
-    def prepare(self, plan: Plan, *, extra_rows: npt.NDArray[np.int64] | None = None) -> Forward:
-        """Read everything from `plan`; the result computes its tokens.
-
-        `extra_rows` are further rows of logits, in `0 .. num_tokens` (for the log-probabilities of
-        a prompt).
-
-        Two steps may be prepared at a time. They are run in order, each once or never.
-        """
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class StepStates:
     """Hidden states of a step's tokens, `[K, heads, hidden]`, once it has run."""
@@ -129,8 +115,8 @@ class DraftRow:
     count: int
 
 
-class MTPRunner(Runner, Protocol):
-    """A model with MTP layers that predict further tokens."""
+class Runner(Protocol):
+    """A model over its KV pool."""
 
     def prepare(
         self,
@@ -139,22 +125,19 @@ class MTPRunner(Runner, Protocol):
         extra_rows: npt.NDArray[np.int64] | None = None,
         mtp: MTPStep | None = None,
     ) -> Forward:
-        """See `Runner.prepare`. The MTP layers compute the same tokens from the states in `mtp`,
-        and keep theirs there."""
-        ...
+        """Read everything from `plan`; the result computes its tokens.
 
-    def prepare_drafts(
-        self, plan: Plan, asked: Sequence[DraftRow]
-    ) -> Callable[[], list[list[int]]]:
-        """Read everything from `plan`, which decodes these sequences; the result drafts for them.
+        `extra_rows` are further rows of logits, in `0 .. num_tokens` (for the log-probabilities of
+        a prompt). MTP layers compute the same tokens from the states in `mtp`, and keep theirs
+        there.
 
-        It runs on the device after the steps that were prepared before.
+        Two steps may be prepared at a time. They are run in order, each once or never.
         """
         ...
 
 
 class ModelRunner:
-    """Runs a model over its KV pool. See `Runner`, and `MTPRunner` for a model with MTP layers.
+    """Runs a model over its KV pool. See `Runner`.
 
     The model is switched to paged attention over `pool` for good; plain calls of it are refused.
     """
@@ -247,7 +230,7 @@ class ModelRunner:
         extra_rows: npt.NDArray[np.int64] | None = None,
         mtp: MTPStep | None = None,
     ) -> Forward:
-        """See `MTPRunner.prepare`."""
+        """See `Runner.prepare`."""
         copies = plan.copies()
         extra = extra_rows if extra_rows is not None and len(extra_rows) else None
         padding = self.graphs.padding(plan) if self.graphs.sizes and extra is None else None
@@ -288,7 +271,11 @@ class ModelRunner:
     def prepare_drafts(
         self, plan: Plan, asked: Sequence[DraftRow]
     ) -> Callable[[], list[list[int]]]:
-        """See `MTPRunner.prepare_drafts`."""
+        """Read everything from `plan`, which decodes these sequences; the result drafts for them.
+
+        Only for a model with MTP layers. It runs on the device after the steps that were prepared
+        before.
+        """
         mtp, buffers = self._mtp, self._draft_buffers
         assert mtp is not None and buffers is not None
         copies = plan.copies()

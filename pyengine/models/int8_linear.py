@@ -17,17 +17,22 @@ instruction set.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import count
 from time import thread_time
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from pyengine.errors import ConfigurationError
-from pyengine.models.linear import ATTENTION, GATED, replace_linears
+from pyengine.models.linear import (
+    ATTENTION,
+    GATED,
+    define_operator,
+    layer_of,
+    numbered,
+    replace_linears,
+)
 
 LARGEST = 127
 """Digits and weights are from -127 to 127."""
@@ -154,8 +159,6 @@ _SECOND = 1 / (2 * LARGEST)
 _TINY = 1e-12
 """The least scale: rows and channels of zeros stay zeros."""
 
-_numbers = count()
-
 
 def _units(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows `[R, K]` in units of their scales, -127 to 127, and the scales, float32 `[R, 1]`."""
@@ -197,8 +200,7 @@ class Int8Linear(nn.Module):
             self._scales = scales.flatten()
         bias: torch.Tensor | None = linear.bias
         self.bias = None if bias is None else bias.detach().float()
-        self._number = next(_numbers)
-        _layers[self._number] = self
+        self._number = numbered(self)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`, of the same type."""
@@ -233,24 +235,19 @@ class Int8Embedding(nn.Module):
         return rows.to(self.dtype)
 
 
-_layers: "WeakValueDictionary[int, Int8Linear]" = WeakValueDictionary()
-"""Layers by number: a compiled graph cannot hold a prepacked weight, only this number."""
-
-
 def _int8_product(numbers: torch.Tensor, number: int, _out_features: int) -> torch.Tensor:
-    return _layers[number].product(numbers)
+    product: torch.Tensor = layer_of(number).product(numbers)
+    return product
 
 
 def _shape(numbers: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
-    num_rows = numbers.shape[0] // _layers[number].encoding.parts
+    num_rows = numbers.shape[0] // layer_of(number).encoding.parts
     return numbers.new_empty(num_rows, out_features, dtype=torch.float32)
 
 
-torch.library.define(
-    "pyengine::int8_product", "(Tensor numbers, int number, int out_features) -> Tensor"
+define_operator(
+    "int8_product(Tensor numbers, int number, int out_features) -> Tensor", _int8_product, _shape
 )
-torch.library.impl("pyengine::int8_product", "CPU")(_int8_product)
-torch.library.register_fake("pyengine::int8_product")(_shape)
 
 
 def quantise_linears(model: Any, device: torch.device) -> int:

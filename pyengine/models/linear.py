@@ -138,7 +138,34 @@ def _concatenated(linears: Sequence[nn.Linear]) -> nn.Linear:
     return whole
 
 
+_layers: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
 _numbers = count()
+
+
+def numbered(layer: nn.Module) -> int:
+    """The number by which `layer_of` finds a layer; compiled graphs cannot hold such weights."""
+    number = next(_numbers)
+    _layers[number] = layer
+    return number
+
+
+def layer_of(number: int) -> Any:
+    """The layer of this number."""
+    return _layers[number]
+
+
+def define_operator(
+    schema: str, compute: Callable[..., torch.Tensor], shape: Callable[..., torch.Tensor]
+) -> None:
+    """Define the operator `pyengine::...` for the CPU, opaque to the compiler.
+
+    `shape` returns an empty tensor like the result. Not `custom_op`, which costs several
+    microseconds more for each of some hundred layers.
+    """
+    name = f"pyengine::{schema.partition('(')[0]}"
+    torch.library.define(name, schema[schema.index("(") :])
+    torch.library.impl(name, "CPU")(compute)
+    torch.library.register_fake(name)(shape)
 
 
 class PrepackedLinear(nn.Module):
@@ -152,8 +179,7 @@ class PrepackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.product = prepared_product(linear.weight, linear.bias, product)
-        self.number = next(_numbers)
-        _layers[self.number] = self
+        self.number = numbered(self)
 
     @property
     def weight(self) -> Any:
@@ -197,17 +223,13 @@ class PrepackedMLP(nn.Module):
         return found
 
 
-_layers: "WeakValueDictionary[int, PrepackedLinear]" = WeakValueDictionary()
-"""A compiled graph cannot hold a prepacked weight: it holds the number of the layer that does."""
-
-
 def _prepacked_linear(rows: torch.Tensor, number: int, _out_features: int) -> torch.Tensor:
-    found: torch.Tensor = _layers[number].product.multiply(rows)
+    found: torch.Tensor = layer_of(number).product.multiply(rows)
     return found
 
 
 def _prepacked_gated(rows: torch.Tensor, up: int, gate: int, _out_features: int) -> torch.Tensor:
-    found: torch.Tensor = _layers[up].product.multiply_gated(rows, _layers[gate].product)
+    found: torch.Tensor = layer_of(up).product.multiply_gated(rows, layer_of(gate).product)
     return found
 
 
@@ -215,17 +237,16 @@ def _shape(rows: torch.Tensor, *numbers: int) -> torch.Tensor:
     return rows.new_empty(*rows.shape[:-1], numbers[-1])
 
 
-# Not `custom_op`, which costs several microseconds more for each of some hundred layers.
-torch.library.define(
-    "pyengine::prepacked_linear", "(Tensor rows, int number, int out_features) -> Tensor"
+define_operator(
+    "prepacked_linear(Tensor rows, int number, int out_features) -> Tensor",
+    _prepacked_linear,
+    _shape,
 )
-torch.library.impl("pyengine::prepacked_linear", "CPU")(_prepacked_linear)
-torch.library.register_fake("pyengine::prepacked_linear")(_shape)
-torch.library.define(
-    "pyengine::prepacked_gated", "(Tensor rows, int up, int gate, int out_features) -> Tensor"
+define_operator(
+    "prepacked_gated(Tensor rows, int up, int gate, int out_features) -> Tensor",
+    _prepacked_gated,
+    _shape,
 )
-torch.library.impl("pyengine::prepacked_gated", "CPU")(_prepacked_gated)
-torch.library.register_fake("pyengine::prepacked_gated")(_shape)
 
 
 class PackedEmbedding(nn.Module):
@@ -239,8 +260,7 @@ class PackedEmbedding(nn.Module):
         super().__init__()
         self.product = product
         self._scale = scale
-        self._number = next(_numbers)
-        _embeddings[self._number] = self
+        self._number = numbered(self)
 
     @property
     def weight(self) -> Any:
@@ -268,23 +288,18 @@ def _packed_embedding(embedding: nn.Module, product: KernelProduct) -> nn.Module
     return embedding
 
 
-_embeddings: "WeakValueDictionary[int, PackedEmbedding]" = WeakValueDictionary()
-"""By number, as `_layers`."""
-
-
 def _look_up(ids: torch.Tensor, number: int, _features: int) -> torch.Tensor:
-    return _embeddings[number].product.gather(ids)
+    found: torch.Tensor = layer_of(number).product.gather(ids)
+    return found
 
 
 def _rows_shape(ids: torch.Tensor, _number: int, features: int) -> torch.Tensor:
     return ids.new_empty(*ids.shape, features, dtype=torch.float32)
 
 
-torch.library.define(
-    "pyengine::packed_embedding", "(Tensor ids, int number, int features) -> Tensor"
+define_operator(
+    "packed_embedding(Tensor ids, int number, int features) -> Tensor", _look_up, _rows_shape
 )
-torch.library.impl("pyengine::packed_embedding", "CPU")(_look_up)
-torch.library.register_fake("pyengine::packed_embedding")(_rows_shape)
 
 
 def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -296,12 +311,7 @@ Choose = Callable[[LayerShape, Sequence[torch.Tensor]], Product]
 """The product of layers of a shape; the weights are those of one of them."""
 
 
-def always_onednn(_shape: LayerShape, _weights: Sequence[torch.Tensor]) -> Product:
-    """oneDNN's product, in its own layout, for every layer."""
-    return "onednn"
-
-
-def prepack_linears(model: nn.Module, choose: Choose = always_onednn) -> int:
+def prepack_linears(model: nn.Module, choose: Choose) -> int:
     """Let every `nn.Linear` of `model` multiply as `choose` says; returns how many there are.
 
     Query, key and value become one (`models/linear.py`), a gated MLP with its SiLU a

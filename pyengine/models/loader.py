@@ -7,9 +7,12 @@ Their weights are in the model's files, as the layers after its last; transforme
 it loads the model.
 """
 
+import hashlib
+import json
 import logging
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -42,6 +45,8 @@ _log = logging.getLogger(__name__)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LAYER = re.compile(r"\.(\d+)\.")
+_OF_THE_FOLDER = ("_name_or_path", "transformers_version")
+"""Entries of a configuration that say where a model came from."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -115,6 +120,33 @@ def load_model(
                 return _load(source, where, dtype, tensor_parallel_size)
         except ModelLoadError as error:
             raise ModelLoadError(f"{error}{source.way_out}") from error
+
+
+def model_properties(model: Any) -> list[tuple[str, bytes]]:
+    """The configuration of a transformers model, and a SHA-256 digest of each of its weights.
+
+    Names and values, in order. Reads all weights once: 0.5 to 2 GB/s on each core.
+    """
+    config = model.config.to_dict()
+    for name in _OF_THE_FOLDER:
+        config.pop(name, None)
+    weights = sorted(model.state_dict().items())
+    with ThreadPoolExecutor() as threads:
+        digests = list(threads.map(_digest, [tensor for _, tensor in weights]))
+    return [
+        ("class", type(model).__name__.encode()),
+        ("config", json.dumps(config, sort_keys=True, default=str).encode()),
+        *((name, digest) for (name, _), digest in zip(weights, digests, strict=True)),
+    ]
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    """The digest of a tensor: its type, its shape and its elements."""
+    about = f"{tensor.dtype} {list(tensor.shape)} ".encode()
+    content: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    digest = hashlib.sha256(about)
+    digest.update(memoryview(content))  # the interpreter's lock is released meanwhile
+    return digest.digest()
 
 
 def _load(

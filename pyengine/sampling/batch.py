@@ -7,7 +7,7 @@ tokens that a request has seen, not the vocabulary.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -148,16 +148,6 @@ class SamplingBatch:
     While the same requests are sampled step after step, the same object serves.
     """
 
-    __slots__ = (
-        "adjustments",
-        "depends_on_output",
-        "draws",
-        "matchers",
-        "states",
-        "vocab_size",
-        "wanted",
-    )
-
     def __init__(self, states: Sequence[SamplingState]) -> None:
         self.states = tuple(states)
         self.vocab_size = max([state.vocab_size for state in states], default=0)
@@ -200,14 +190,14 @@ class DrawSettings:
 class DrawBatch:
     """The requests of a batch that draw their tokens; ``rows`` are their rows in it."""
 
-    __slots__ = ("_settings", "columns", "rows", "seeds")
-
     def __init__(self, states: Sequence[SamplingState], rows: Sequence[int]) -> None:
         self.rows = np.array(rows, dtype=np.int64)
         self.seeds: npt.NDArray[np.uint64] = np.array(
             [states[row].seed for row in rows], dtype=np.uint64
         )
-        self.columns = _columns([states[row] for row in rows])
+        table = np.array([states[row].draw_settings for row in rows], dtype=np.float64).T.copy()
+        temperature, min_p, top_k, top_p = table[:, :, None]
+        self.columns = Columns(temperature, min_p, top_k.astype(np.int64), top_p)
         self._settings: dict[tuple[int, int, torch.device], DrawSettings] = {}
 
     def __len__(self) -> int:
@@ -217,26 +207,17 @@ class DrawBatch:
         """The settings of these requests, made at first use."""
         key = (rows.start, rows.stop, device)
         if key not in self._settings:
-            self._settings[key] = _settings(self.columns, rows, device)
+            self._settings[key] = self._made(rows, device)
         return self._settings[key]
 
-
-def _columns(states: Sequence[SamplingState]) -> Columns:
-    table = np.array([state.draw_settings for state in states], dtype=np.float64).T.copy()
-    temperature, min_p, top_k, top_p = table[:, :, None]
-    return Columns(temperature, min_p, top_k.astype(np.int64), top_p)
-
-
-def _settings(columns: Columns, rows: slice, device: torch.device) -> DrawSettings:
-    def moved(column: npt.NDArray[Any]) -> torch.Tensor:
-        return upload(column, device)
-
-    min_p, top_k, top_p = columns.min_p[rows], columns.top_k[rows], columns.top_p[rows]
-    return DrawSettings(
-        temperature=moved(columns.temperature[rows]),
-        min_p=moved(min_p) if (min_p > 0).any() else None,
-        top_k=moved(top_k) if (top_k > 0).any() else None,
-        top_p=moved(top_p) if (top_p < 1).any() else None,
-        largest_k=int(top_k.max(initial=0)) or 1,
-        has_bare_top_p=bool(((top_p < 1) & (top_k == 0)).any()),
-    )
+    def _made(self, rows: slice, device: torch.device) -> DrawSettings:
+        columns = self.columns
+        min_p, top_k, top_p = columns.min_p[rows], columns.top_k[rows], columns.top_p[rows]
+        return DrawSettings(
+            temperature=upload(columns.temperature[rows], device),
+            min_p=upload(min_p, device) if (min_p > 0).any() else None,
+            top_k=upload(top_k, device) if (top_k > 0).any() else None,
+            top_p=upload(top_p, device) if (top_p < 1).any() else None,
+            largest_k=int(top_k.max(initial=0)) or 1,
+            has_bare_top_p=bool(((top_p < 1) & (top_k == 0)).any()),
+        )

@@ -5,14 +5,11 @@ They are of the model's distribution: raw logits, before bias, penalties and tem
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from pyengine.outputs import Logprob
-from pyengine.utils.host_copy import HostCopy, upload
+from pyengine.utils.host_copy import HostCopy
 
 _CHUNK_ELEMENTS = 1 << 22
 """Logits of a chunk of rows; a float32 copy of one is 16 MiB."""
@@ -74,45 +71,6 @@ class PendingLogprobs:
             for chunk, top in zip(self._chunks, self._top, strict=True)
             for entry in _entries(chunk.wait(), top)
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRows:
-    """Positions of a prompt whose logits give the log-probabilities of the next tokens."""
-
-    next_token_ids: Sequence[int] | npt.NDArray[np.int64]
-    """The prompt's tokens at the positions after these."""
-    top: int
-    """The number of most probable tokens to report with them, from 0 to V."""
-
-    def __len__(self) -> int:
-        return len(self.next_token_ids)
-
-
-class PendingPromptLogprobs:
-    """Log-probabilities of the prompts of a step, on the device.
-
-    ``logits`` [T, V] are the raw rows of the parts, one part after the other. They are read at
-    construction only.
-    """
-
-    def __init__(self, logits: torch.Tensor, parts: Sequence[PromptRows]) -> None:
-        if len(logits) != sum(map(len, parts)):
-            raise ValueError(
-                f"{len(logits)} rows of logits for {sum(map(len, parts))} positions of prompts"
-            )
-        self._parts = parts
-        ids = [np.asarray(part.next_token_ids, dtype=np.int64) for part in parts]
-        self._pending: PendingLogprobs | None = None
-        if len(logits):
-            top = [part.top for part in parts for _ in range(len(part))]
-            following = upload(np.concatenate(ids), logits.device)
-            self._pending = PendingLogprobs(logits, following, top)
-
-    def result(self) -> list[list[TokenLogprobs]]:
-        """Wait for them; one list per part, one entry per position."""
-        entries = iter(() if self._pending is None else self._pending.result())
-        return [list(islice(entries, len(part))) for part in self._parts]
 
 
 def _chunk(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:

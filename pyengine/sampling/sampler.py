@@ -22,8 +22,6 @@ each. A float64 copy of one is 128 MiB."""
 class Sampled:
     """The tokens of one step, in the order of the logits' rows: chosen on the device, then read."""
 
-    __slots__ = ("_chosen", "_copy", "_pending", "_rows", "logprobs", "token_ids")
-
     def __init__(
         self,
         token_ids: torch.Tensor,
@@ -36,6 +34,10 @@ class Sampled:
         """int64 [B], on the device, for work queued after the sampling; after `wait` on the CPU."""
         self.logprobs: list[TokenLogprobs | None] = []
         """After `wait` B entries, ``None`` for requests without log-probabilities."""
+        self.pending_prompts: PendingLogprobs | None = None
+        """Log-probabilities of the prompts in the step."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """The same after `wait`, one prompt after the other."""
         self._chosen = chosen
         self._copy = HostCopy([token_ids, chosen]) if token_ids.is_cuda else None
         self._rows = rows
@@ -52,11 +54,20 @@ class Sampled:
         if self._pending is not None:
             for row, entry in zip(self._rows, self._pending.result(), strict=True):
                 self.logprobs[row] = entry
+        if self.pending_prompts is not None:
+            self.prompt_logprobs = self.pending_prompts.result()
         return self
 
 
-class Sampler:
-    """Chooses tokens as vLLM does, in this order.
+def sample(
+    logits: torch.Tensor,
+    states: Sequence[SamplingState] | SamplingBatch,
+    positions: Positions | None = None,
+    masks: TokenMasks | None = None,
+) -> Sampled:
+    """Choose one token per row of ``logits``: [B, V], any floating type and device.
+
+    As vLLM does, in this order:
 
     1. Log-probabilities are those of the raw logits.
     2. Stop tokens barred by ``min_tokens``, logit bias, penalties (:mod:`.batch`); then tokens
@@ -64,60 +75,40 @@ class Sampler:
     3. Greedy requests take the largest logit, of equal ones the lowest id.
     4. The others: temperature, min-p, top-k, top-p, draw (:func:`draw`).
 
-    It holds no state and never changes a request's: the caller records an accepted token with
-    :meth:`SamplingState.append`. A row's token depends on that row and its state only, not on the
-    rest of the batch.
+    A row's token depends on that row and its state only, not on the rest of the batch. No state
+    changes: the caller records an accepted token with :meth:`SamplingState.append`.
+
+    Does not wait for the device. ``positions[i]`` is the position of row i's token in its output,
+    by default the length of the state's output: a state without its pending last token is one
+    short. ``masks`` are the allowed tokens of rows with a grammar; this waits for them. Raises
+    ``ValueError`` if rows and states don't correspond.
     """
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        states: Sequence[SamplingState] | SamplingBatch,
-        positions: Positions | None = None,
-    ) -> Sampled:
-        """Return one token per row of ``logits``, as :meth:`launch` does, and wait for them."""
-        return self.launch(logits, states, positions).wait()
-
-    def launch(
-        self,
-        logits: torch.Tensor,
-        states: Sequence[SamplingState] | SamplingBatch,
-        positions: Positions | None = None,
-        masks: TokenMasks | None = None,
-    ) -> Sampled:
-        """Choose one token per row of ``logits``: [B, V], any floating type and device.
-
-        Does not wait for the device. ``positions[i]`` is the position of row i's token in its
-        output, by default the length of the state's output: a state without its pending last
-        token is one short. ``masks`` are the allowed tokens of rows with a grammar; this waits for
-        them. Raises ``ValueError`` if rows and states don't correspond.
-        """
-        batch = states if isinstance(states, SamplingBatch) else SamplingBatch(states)
-        num_rows = len(batch.states)
-        if logits.dim() != 2 or len(logits) != num_rows or batch.vocab_size > logits.shape[1]:
-            raise _wrong_shape(logits, batch)
-        if not num_rows:
-            return Sampled(logits.new_empty(0, dtype=torch.int64), torch.empty(0))
-        if positions is None:
-            positions = [state.num_output for state in batch.states]
-        candidates = logits
-        if batch.adjustments is not None:
-            candidates = batch.adjustments.apply(logits, positions)
-        if masks is not None and batch.draws is None and logits.device.type == "cpu":
-            token_ids, chosen = masks.largest(candidates)
+    batch = states if isinstance(states, SamplingBatch) else SamplingBatch(states)
+    num_rows = len(batch.states)
+    if logits.dim() != 2 or len(logits) != num_rows or batch.vocab_size > logits.shape[1]:
+        raise _wrong_shape(logits, batch)
+    if not num_rows:
+        return Sampled(logits.new_empty(0, dtype=torch.int64), torch.empty(0))
+    if positions is None:
+        positions = [state.num_output for state in batch.states]
+    candidates = logits
+    if batch.adjustments is not None:
+        candidates = batch.adjustments.apply(logits, positions)
+    if masks is not None and batch.draws is None and logits.device.type == "cpu":
+        token_ids, chosen = masks.largest(candidates)
+    else:
+        if masks is not None:
+            candidates = masks.apply(candidates, to_copy=candidates is logits)
+        if batch.draws is None:
+            token_ids = largest(candidates)
         else:
-            if masks is not None:
-                candidates = masks.apply(candidates, to_copy=candidates is logits)
-            if batch.draws is None:
-                token_ids = largest(candidates)
-            else:
-                token_ids = _drawn(candidates, batch.draws, positions)
-            chosen = candidates.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-        if not batch.wanted:
-            return Sampled(token_ids, chosen)
-        rows = upload(np.array([*batch.wanted]), logits.device)
-        logprobs = PendingLogprobs(logits[rows], token_ids[rows], [*batch.wanted.values()])
-        return Sampled(token_ids, chosen, list(batch.wanted), logprobs)
+            token_ids = _drawn(candidates, batch.draws, positions)
+        chosen = candidates.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+    if not batch.wanted:
+        return Sampled(token_ids, chosen)
+    rows = upload(np.array([*batch.wanted]), logits.device)
+    logprobs = PendingLogprobs(logits[rows], token_ids[rows], [*batch.wanted.values()])
+    return Sampled(token_ids, chosen, list(batch.wanted), logprobs)
 
 
 def _drawn(candidates: torch.Tensor, draws: DrawBatch, positions: Positions) -> torch.Tensor:

@@ -127,26 +127,6 @@ class SamplingState:
     a repetition penalty, and not kept.
     """
 
-    __slots__ = (
-        "allowed_ids",
-        "bad_words",
-        "barred_ids",
-        "bias_ids",
-        "bias_values",
-        "counts",
-        "depends_on_output",
-        "draw_settings",
-        "is_drawn",
-        "matcher",
-        "may_change_logits",
-        "num_logprobs",
-        "params",
-        "seed",
-        "stop_ids",
-        "token_ids",
-        "vocab_size",
-    )
-
     def __init__(
         self,
         params: SamplingParams,

@@ -6,7 +6,6 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from pyengine.kv_cache import Sequence as KVSequence
 from pyengine.kv_cache import StepPlan
 
 if TYPE_CHECKING:
@@ -79,15 +78,6 @@ class ScheduledStep:
             if sequence.is_awaited or sequence in self.drafts
         ]
 
-    @property
-    def entries(self) -> list[Entry]:
-        """All parts in plan order, for tests and statistics; valid for the newest step."""
-        decodes = [
-            Entry(sequence, sequence.num_computed - 1, 1, 0, samples=True)
-            for sequence in self.decodes
-        ]
-        return decodes + self.chunks
-
     def add_decodes(self, sequences: "tuple[SequenceState, ...]") -> None:
         """Record sequences whose next token the plan decodes."""
         self.decodes = self.decodes + sequences if self.decodes else sequences
@@ -148,38 +138,3 @@ def _move_back(decodes: "Iterable[SequenceState]", chunks: Iterable[Entry]) -> N
     for entry in chunks:
         entry.sequence.num_computed = entry.start - entry.num_cached
         entry.sequence.num_tokens -= entry.samples
-
-
-class ReuseCounters:
-    """Counters of reuse outside of step plans, to add to the block manager's.
-
-    The block manager counts the cached tokens of step plans. Prefixes that are attached before the
-    step is planned, and blocks that a fork shares, are counted here.
-    """
-
-    def __init__(self, block_size: int, null_block: int) -> None:
-        self._block_size = block_size
-        self._null_block = null_block
-        self.values = dict.fromkeys(
-            ("prompt_tokens", "cached_tokens", "hit_blocks", "forked_tokens", "forked_blocks"), 0
-        )
-        """The counters by name; they only grow."""
-
-    def num_blocks(self, blocks: Iterable[int]) -> int:
-        """The number of blocks in a table that no window has passed."""
-        return len([block for block in blocks if block != self._null_block])
-
-    def add_attached(self, num_tokens: int, num_blocks: int) -> None:
-        """Count a cached prefix that a committed step did not compute."""
-        self.values["prompt_tokens"] += num_tokens
-        self.values["cached_tokens"] += num_tokens
-        self.values["hit_blocks"] += num_blocks
-
-    def add_fork(self, kv: KVSequence) -> None:
-        """Count the blocks that a new fork shares; the last one only if it is full."""
-        computed = kv.num_computed_tokens
-        full = computed // self._block_size
-        self.values["forked_tokens"] += computed
-        self.values["forked_blocks"] += sum(
-            [self.num_blocks(table[:full]) for table in kv.block_tables]
-        )

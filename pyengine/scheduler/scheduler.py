@@ -24,6 +24,7 @@ its prefix is hashed again each time that it is considered.
 """
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -45,7 +46,7 @@ from pyengine.kv_cache import (
     Remapping,
 )
 from pyengine.kv_cache import Sequence as KVSequence
-from pyengine.scheduler.batch import ReuseCounters, ScheduledStep
+from pyengine.scheduler.batch import ScheduledStep
 
 if TYPE_CHECKING:
     from pyengine.engine.request import SequenceState
@@ -112,10 +113,6 @@ class WaitingQueue:
         self.entries: dict[SequenceState, _Entry] = {}
         """Waiting sequences, each with its valid entry; it may wait again later, with another."""
 
-    def __iter__(self) -> "Iterator[SequenceState]":
-        """The sequences in order; O(n log n)."""
-        return iter(sorted(self.entries, key=_by_order))
-
     def add(self, sequence: "SequenceState") -> None:
         """Add a sequence."""
         entry = (sequence.order, next(self._numbers), sequence)
@@ -178,8 +175,9 @@ class Scheduler:
         """Preemptions so far."""
         self.look_up: Callable[[SequenceState], object] | None = None
         """Called before a sequence is admitted: it may set `is_loading`, and then it waits."""
-        self.reuse = ReuseCounters(manager.block_size, manager.null_block)
-        """Counters to add to those of the block manager."""
+        self.reuse = Counter(forked_tokens=0, forked_blocks=0)
+        """Counters to add to those of the block manager, which counts the cached tokens of plans:
+        prefixes that are attached before the step is planned, and blocks that a fork shares."""
 
     @property
     def num_waiting(self) -> int:
@@ -229,10 +227,23 @@ class Scheduler:
             sequence.kv.append([token])
             sequence.order = (*parent.order[:2], sequence.index)
             sequence.num_tokens, sequence.num_computed = prompt + 1, parent.num_computed
-            self.reuse.add_fork(sequence.kv)
+            self._count_fork(sequence.kv)
             insort(self._running, sequence, key=_by_order)
             sequence.is_running = True
         self._is_steady = False
+
+    def _count_fork(self, kv: KVSequence) -> None:
+        """Count the blocks that a new fork shares; the last one only if it is full."""
+        computed = kv.num_computed_tokens
+        full = computed // self._manager.block_size
+        self.reuse["forked_tokens"] += computed
+        self.reuse["forked_blocks"] += sum(
+            [self._num_blocks(table[:full]) for table in kv.block_tables]
+        )
+
+    def _num_blocks(self, blocks: Iterable[int]) -> int:
+        """The number of blocks in a table that no window has passed."""
+        return len([block for block in blocks if block != self._manager.null_block])
 
     def schedule(
         self, *, ahead: bool = False, without: "Collection[SequenceState]" = _NONE
@@ -433,7 +444,7 @@ class Scheduler:
                 self._attach_all_but_one(sequence, pin)
             else:
                 sequence.kv.attach(pin)
-            num_blocks = self.reuse.num_blocks(pin.blocks)
+            num_blocks = self._num_blocks(pin.blocks)
         return sequence.kv.num_computed_tokens, num_blocks
 
     def _attach_all_but_one(self, sequence: "SequenceState", pin: Pin) -> None:
@@ -559,7 +570,9 @@ class Scheduler:
             if request.num_preemptions == 0:
                 request.num_cached_tokens += entry.num_cached
             if entry.num_attached:
-                self.reuse.add_attached(entry.num_attached, entry.num_attached_blocks)
+                self.reuse["prompt_tokens"] += entry.num_attached
+                self.reuse["cached_tokens"] += entry.num_attached
+                self.reuse["hit_blocks"] += entry.num_attached_blocks
         return remappings
 
     def rollback(self, step: ScheduledStep) -> None:

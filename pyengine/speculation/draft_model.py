@@ -144,7 +144,7 @@ class DraftModel:
         self._sequences: dict[Context, CachedSequence] = {}
 
     def begin_step(self, budget: int) -> None:
-        """See `ComputingDrafter.begin_step`."""
+        """Until the next call, compute at most `budget` tokens of texts, drafts excluded."""
         self._budget = min(budget, self._most)
 
     def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:

@@ -14,7 +14,7 @@ answers. The search is in Rust (`rust/suffix-index`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -71,15 +71,6 @@ class Drafter(Protocol):
 
     def forget(self, context: Context) -> None:
         """Drop a sample that has ended; it may be unknown."""
-        ...
-
-
-@runtime_checkable
-class ComputingDrafter(Drafter, Protocol):
-    """A drafter that computes texts itself, within the token budget of the engine's steps."""
-
-    def begin_step(self, budget: int) -> None:
-        """Until the next call, compute at most `budget` tokens of texts, drafts excluded."""
         ...
 
 

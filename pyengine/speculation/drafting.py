@@ -14,12 +14,13 @@ from pyengine.executor.input_buffers import RunnerLimits
 from pyengine.executor.model_runner import MTPStep, Runner
 from pyengine.kv_cache import BlockManager, NoBudget, NoRoom, StepPlan
 from pyengine.sampling.batch import SamplingBatch
-from pyengine.sampling.sampler import Sampler
+from pyengine.sampling.sampler import sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler
-from pyengine.speculation.drafters import NO_DRAFT, ComputingDrafter, Context, Draft, Drafter
+from pyengine.speculation.draft_model import DraftModel
+from pyengine.speculation.drafters import NO_DRAFT, Draft, Drafter
 from pyengine.speculation.mtp import MTPDrafter
 from pyengine.speculation.policy import Curve, DraftPolicy, StepCosts, StepSize
 
@@ -30,105 +31,29 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Speculator:
-    """Asks the drafter, and keeps valid drafts.
+class Drafting:
+    """Speculation: the decodes that get drafts, and the drafter.
 
     If the drafter raises, or proposes invalid tokens, the sequence goes on without drafts, and the
     log says so once per sequence.
     """
 
     def __init__(
-        self, drafter: Drafter, policy: DraftPolicy, *, most: int, vocab_size: int
+        self,
+        scheduler: Scheduler,
+        drafter: Drafter,
+        policy: DraftPolicy,
+        *,
+        most: int,
+        vocab_size: int,
     ) -> None:
         """Draft at most `most` tokens per sequence and step."""
+        self._scheduler = scheduler
         self._drafter = drafter
+        self._mtp = drafter if isinstance(drafter, MTPDrafter) else None
         self._policy = policy
         self._most = most
         self._vocab_size = vocab_size
-        self._without: set[Context] = set()
-        """Contexts that go on without drafts."""
-
-    def begin_step(self, budget: int) -> None:
-        """Set the token budget of a drafter that computes. See `ComputingDrafter`."""
-        if isinstance(self._drafter, ComputingDrafter):
-            self._drafter.begin_step(budget)
-
-    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
-        """A draft for each context, of at most `most[i]` tokens; it may be empty."""
-        asked = [
-            (at, context, min(count, self._most))
-            for at, (context, count) in enumerate(zip(contexts, most, strict=True))
-            if count > 0 and context not in self._without
-        ]
-        drafts = [NO_DRAFT] * len(contexts)
-        if not asked:
-            return drafts
-        given = self._ask([item for _, item, _ in asked], [count for *_, count in asked])
-        for (at, context, count), draft in zip(asked, given, strict=True):
-            fault = self._fault(draft, count)
-            if fault:
-                self.disable(context, fault)
-            else:
-                drafts[at] = draft
-        return drafts
-
-    def keep(
-        self, contexts: Sequence[Context], drafts: Sequence[Draft], step: StepSize
-    ) -> Sequence[int]:
-        """See `DraftPolicy.keep`."""
-        return self._policy.keep(contexts, drafts, step)
-
-    def disable(self, context: Context, reason: object) -> None:
-        """Run a sequence without drafts from now on, and log the reason."""
-        self._without.add(context)
-        _log.warning("request %r goes on without drafts: %s", context.request.request_id, reason)
-
-    def forget(self, context: Context) -> None:
-        """Drop a sequence that has ended."""
-        self._without.discard(context)
-        self._policy.forget(context)
-        try:
-            self._drafter.forget(context)
-        except Exception as error:
-            _log.warning("the drafter failed to forget a sequence: %r", error)
-
-    def _ask(self, contexts: Sequence[Context], most: Sequence[int]) -> Sequence[Draft]:
-        """Ask for all at once; if that fails, one by one, to find the context at fault."""
-        try:
-            drafts = self._drafter.propose(contexts, most)
-            if len(drafts) == len(contexts):
-                return drafts
-            error: object = f"{len(drafts)} drafts for {len(contexts)} sequences"
-        except Exception as raised:
-            error = repr(raised)
-        if len(contexts) == 1:
-            self.disable(contexts[0], f"the drafter failed: {error}")
-            return [NO_DRAFT]
-        return [
-            self._ask([context], [count])[0] for context, count in zip(contexts, most, strict=True)
-        ]
-
-    def _fault(self, draft: Draft, most: int) -> str:
-        """The error of a draft; empty if it is valid."""
-        if len(draft.tokens) > most:
-            return f"{len(draft.tokens)} tokens were drafted, at most {most} were asked for"
-        if len(draft.tokens):
-            for token in (min(draft.tokens), max(draft.tokens)):
-                if not 0 <= token < self._vocab_size:
-                    return f"token id {token} was drafted, the vocabulary has {self._vocab_size}"
-        return ""
-
-
-class Drafting:
-    """The engine's side of speculation."""
-
-    def __init__(
-        self, speculator: Speculator, scheduler: Scheduler, mtp: MTPDrafter | None = None
-    ) -> None:
-        """`mtp` is the speculator's drafter if that is the model's MTP layers."""
-        self._speculator = speculator
-        self._scheduler = scheduler
-        self._mtp = mtp
         self._asked: frozenset[SequenceState] = frozenset()
         """The sequences that were asked for drafts when the newest step was planned."""
         self.num_drafts = 0
@@ -175,14 +100,18 @@ class Drafting:
             self._mtp.history.fork(sequence, others)
 
     def disable(self, sequence: "SequenceState", reason: object) -> None:
-        """Run a sequence without drafts from now on."""
+        """Run a sequence without drafts from now on, and log the reason."""
         sequence.speculates = False
-        self._speculator.disable(sequence, reason)
+        _log.warning("request %r goes on without drafts: %s", sequence.request.request_id, reason)
 
     def forget(self, sequences: "Sequence[SequenceState]") -> None:
         """Drop sequences that have ended."""
         for sequence in sequences:
-            self._speculator.forget(sequence)
+            self._policy.forget(sequence)
+            try:
+                self._drafter.forget(sequence)
+            except Exception as error:
+                _log.warning("the drafter failed to forget a sequence: %r", error)
 
     def _found(
         self, sequences: "Sequence[SequenceState]", step: ScheduledStep
@@ -190,21 +119,68 @@ class Drafting:
         """The drafts that a step computes."""
         if not sequences:
             return {}
-        budget = self._scheduler.limits.max_num_batched_tokens - step.num_tokens
-        self._speculator.begin_step(max(0, budget))
+        if isinstance(self._drafter, DraftModel):
+            budget = self._scheduler.limits.max_num_batched_tokens - step.num_tokens
+            self._drafter.begin_step(max(0, budget))
         most = [other.max_output - len(other.token_ids) - 1 for other in sequences]
-        given = self._speculator.propose(sequences, most)
+        given = self.propose(sequences, most)
         drafts = [
             _possible(sequence, draft) for sequence, draft in zip(sequences, given, strict=True)
         ]
         num_drawn = sum([sequence.is_drawn for sequence in step.decodes])
         size = StepSize(step.num_tokens, len(step.decodes), num_drawn)
-        counts = self._speculator.keep(sequences, drafts, size)
+        counts = self._policy.keep(sequences, drafts, size)
         return {
             sequence: draft.tokens[:count]
             for sequence, draft, count in zip(sequences, drafts, counts, strict=True)
             if count
         }
+
+    def propose(self, sequences: "Sequence[SequenceState]", most: Sequence[int]) -> list[Draft]:
+        """A valid draft for each sequence, of at most `most[i]` tokens; it may be empty."""
+        asked = [
+            (at, sequence, min(count, self._most))
+            for at, (sequence, count) in enumerate(zip(sequences, most, strict=True))
+            if count > 0 and sequence.speculates
+        ]
+        drafts = [NO_DRAFT] * len(sequences)
+        if not asked:
+            return drafts
+        given = self._ask([item for _, item, _ in asked], [count for *_, count in asked])
+        for (at, sequence, count), draft in zip(asked, given, strict=True):
+            fault = self._fault(draft, count)
+            if fault:
+                self.disable(sequence, fault)
+            else:
+                drafts[at] = draft
+        return drafts
+
+    def _ask(self, sequences: "Sequence[SequenceState]", most: Sequence[int]) -> Sequence[Draft]:
+        """Ask for all at once; if that fails, one by one, to find the sequence at fault."""
+        try:
+            drafts = self._drafter.propose(sequences, most)
+            if len(drafts) == len(sequences):
+                return drafts
+            error: object = f"{len(drafts)} drafts for {len(sequences)} sequences"
+        except Exception as raised:
+            error = repr(raised)
+        if len(sequences) == 1:
+            self.disable(sequences[0], f"the drafter failed: {error}")
+            return [NO_DRAFT]
+        return [
+            self._ask([sequence], [count])[0]
+            for sequence, count in zip(sequences, most, strict=True)
+        ]
+
+    def _fault(self, draft: Draft, most: int) -> str:
+        """The error of a draft; empty if it is valid."""
+        if len(draft.tokens) > most:
+            return f"{len(draft.tokens)} tokens were drafted, at most {most} were asked for"
+        if len(draft.tokens):
+            for token in (min(draft.tokens), max(draft.tokens)):
+                if not 0 <= token < self._vocab_size:
+                    return f"token id {token} was drafted, the vocabulary has {self._vocab_size}"
+        return ""
 
 
 def _possible(sequence: "SequenceState", draft: Draft) -> Draft:
@@ -279,6 +255,6 @@ def _sample(logits: torch.Tensor, temperature: float) -> float:
     """Choose a token for each row; return the time afterwards."""
     params, (size, vocab_size) = SamplingParams(temperature=temperature), logits.shape
     state = SamplingState(params, (), seed=0, vocab_size=vocab_size)
-    sampled = Sampler().launch(logits, SamplingBatch([state] * size))
+    sampled = sample(logits, SamplingBatch([state] * size))
     sampled.token_ids.tolist()  # waits for the device
     return perf_counter()

@@ -8,7 +8,7 @@ import torch
 
 from benches.gpu.steps import Target
 from pyengine import LLM
-from pyengine.attention.choice import backend_names
+from pyengine.attention.choice import _CANDIDATES
 from pyengine.errors import ConfigurationError
 from pyengine.models.transformers_calls import quiet_transformers
 
@@ -159,4 +159,4 @@ class Place(Target):
 
 def backends() -> list[str]:
     """All that there are; what compiles for each model, or is slow, comes last."""
-    return sorted(backend_names(), key=lambda name: name == "flex")
+    return sorted(_CANDIDATES, key=lambda name: name == "flex")

@@ -18,10 +18,9 @@ from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import Request
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.speculation.drafters import Context, Draft
-from pyengine.speculation.drafting import Speculator
 from pyengine.speculation.mtp import MTPDrafter
 from tests.integration.test_speculation import ROOMY, VOCAB, answers, same, served
-from tests.support.drafters import EveryDraft
+from tests.support.drafters import speculate
 from tests.support.engines import add_request
 from tests.support.mtp import LAYERS, Reference, save_with_mtp_layers
 from tests.support.soak import soak_only
@@ -57,8 +56,7 @@ def keen(llm: LLM, drafts: int) -> MTPDrafter:
     """Let an engine compute every draft of its MTP layers; returns the drafter."""
     engine = llm._engine
     drafter = MTPDrafter(engine._executor, engine._manager.block_size)
-    speculator = Speculator(drafter, EveryDraft(), most=drafts, vocab_size=VOCAB)
-    engine.speculate(speculator, drafter)
+    speculate(engine, drafter, drafts)
     return drafter
 
 

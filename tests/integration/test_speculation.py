@@ -114,7 +114,7 @@ def test_the_tokens_are_those_without(folder: Path) -> None:
         drafters += [SuffixDrafter()] if setup is tight else [NgramDrafter(shortest=1)]
         for drafter in drafters:
             llm = served(folder, **setup, speculation="ngram", num_speculative_tokens=5)
-            speculate(llm._engine, drafter, vocab=VOCAB)
+            speculate(llm._engine, drafter)
             same(plain, answers(llm))
             stats = llm.stats()
             assert stats.num_drafts >= (0 if isinstance(drafter, SuffixDrafter) else 10)
@@ -158,9 +158,9 @@ def test_a_second_model_can_draft(pair: tuple[Path, Path], is_ahead: bool) -> No
             assert llm.describe()["draft_model"] == str(drafts_by)
             drafting = llm._engine._drafting
             assert drafting is not None
-            drafter = drafting._speculator._drafter
+            drafter = drafting._drafter
             assert isinstance(drafter, DraftModel)
-            speculate(llm._engine, drafter, vocab=VOCAB)
+            speculate(llm._engine, drafter)
             same(plain, answers(llm))
             stats = llm.stats()
             drafted = stats.counters["draft_tokens"]
@@ -182,8 +182,8 @@ def drafting(pair: tuple[Path, Path], **settings: Any) -> tuple[LLM, DraftModel]
     whole, first = pair
     llm = served(whole, speculation="draft", draft_model=first, **settings)
     found = llm._engine._drafting
-    assert found is not None and isinstance(found._speculator._drafter, DraftModel)
-    return llm, found._speculator._drafter
+    assert found is not None and isinstance(found._drafter, DraftModel)
+    return llm, found._drafter
 
 
 def test_a_draft_model_is_as_the_model_was_asked_for(pair: tuple[Path, Path]) -> None:
@@ -281,7 +281,7 @@ def test_a_request_can_do_without(tmp_path: Path) -> None:
     llm = served(tmp_path, **ROOMY, speculation="ngram")
     assert llm.describe()["speculation"] == "ngram"
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=200)
-    speculate(llm._engine, NgramDrafter(), vocab=97)  # also where it gains nothing
+    speculate(llm._engine, NgramDrafter())  # also where it gains nothing
     prompt = [5, 6, 7, 5, 6, 7, 5, 6]
     llm.generate([prompt], replace(params, speculate=False), use_tqdm=False)
     assert llm.stats().num_drafts == 0

@@ -127,7 +127,7 @@ class Case:
     def check_jobs(self) -> None:
         """The scheduler's counts mirror the manager's; who waits holds nothing, who runs does."""
         scheduler = self.bench.scheduler
-        sequences = [*scheduler._waiting, *scheduler._running]
+        sequences = [*scheduler.waiting, *scheduler.running]
         live = {sample for request in self.bench.engine.unfinished for sample in request.unfinished}
         assert len(sequences) == len(set(sequences))
         assert set(sequences) <= live  # samples that are not forked yet are nowhere
@@ -160,7 +160,7 @@ class Case:
         bench = self.bench
         bench.assert_all_free()
         assert not bench.engine.unfinished and bench.engine._unread is None
-        assert not bench.engine._faults.suspects
+        assert not bench.engine.faults.suspects
         bench.manager.evict_all()
         assert bench.manager.usage().free == bench.manager.num_blocks
         assert bench.manager.cached_hashes() == []

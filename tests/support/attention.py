@@ -1,21 +1,19 @@
 """Steps for attention backends, made by hand."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.backend import StepInputs
+from pyengine.attention.backend import SharedRows, StepInputs
 
 
-@dataclass(frozen=True)
-class Shared:
-    """`attention.backend.SharedRows`: the sequences that share leading blocks."""
-
-    group: int
-    order: npt.NDArray[np.int32]
-    prefixes: npt.NDArray[np.int32]
+def shared_rows(
+    group: int, order: npt.NDArray[np.int32], prefixes: npt.NDArray[np.int32]
+) -> SharedRows:
+    """The sequences that share leading blocks, as the block manager writes them."""
+    shared = SharedRows(group, len(order))
+    shared.order, shared.prefixes = order, prefixes
+    return shared
 
 
 def inputs_of(

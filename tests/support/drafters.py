@@ -6,7 +6,6 @@ from typing import Any, cast
 
 from pyengine.engine.core import Engine
 from pyengine.speculation.drafters import Context, Draft, Drafter
-from pyengine.speculation.drafting import Speculator
 from pyengine.speculation.policy import StepSize
 from tests.support.fake_runner import VOCAB_SIZE, continued
 
@@ -23,9 +22,9 @@ class EveryDraft:
         pass
 
 
-def speculate(engine: Engine, drafter: Drafter, most: int = 5, vocab: int = VOCAB_SIZE) -> None:
+def speculate(engine: Engine, drafter: Drafter, most: int = 5) -> None:
     """Let an engine compute every draft that it can be given."""
-    engine.speculate(Speculator(drafter, cast(Any, EveryDraft()), most=most, vocab_size=vocab))
+    engine.speculate(drafter, cast(Any, EveryDraft()), most=most)
 
 
 class RandomDrafter:

@@ -103,7 +103,8 @@ class Bench:
             self.requests[request_id] = request
 
     def output(self, name: str) -> RequestOutput:
-        return self.engine.output(self.requests[name])
+        self.engine._flush()
+        return self.requests[name].output()
 
     def abort(self, names: list[str]) -> list[RequestOutput]:
         """Those that had not ended."""

@@ -22,6 +22,7 @@ from tests.support.drafters import MixedDrafter, speculate
 from tests.support.engines import EOS, Bench, LazyQueue
 from tests.support.fake_runner import VOCAB_SIZE, FakeRunner
 from tests.support.lookahead import LookaheadManager
+from tests.support.requests import entries_of
 
 NO_TOKEN = 10**6
 """The value that a failed step leaves in written slots."""
@@ -104,7 +105,7 @@ class WatchedScheduler(Scheduler):
         step = super().schedule(ahead=ahead, without=without)
         # What the step before computes may be shared before that step ends.
         warm = self._warm | set(self.planned if ahead else ())
-        entries = [] if step is None else step.entries
+        entries = [] if step is None else entries_of(step)
         self.planned = self._namespaces_of(step)
         for entry, namespace in zip(entries, self.planned, strict=True):
             assert namespace in warm or entry.num_cached == 0, "served from the other namespace"
@@ -116,7 +117,7 @@ class WatchedScheduler(Scheduler):
         return super().commit(step, sampled, counts)
 
     def _namespaces_of(self, step: ScheduledStep | None) -> list[int]:
-        entries = [] if step is None else step.entries
+        entries = [] if step is None else entries_of(step)
         return [self.namespaces[entry.sequence.request.request_id] for entry in entries]
 
 
@@ -133,7 +134,7 @@ class FaultyRunner(FakeRunner):
         self._scheduler = scheduler
         self._random = random
 
-    def prepare(self, plan: Any, *, extra_rows: Any = None) -> Forward:
+    def prepare(self, plan: Any, *, extra_rows: Any = None, mtp: Any = None) -> Forward:
         forward, planned = super().prepare(plan, extra_rows=extra_rows), self._scheduler.planned
         arrays, copies = self._sets[0], plan.copies()
         total = plan.num_tokens

@@ -7,6 +7,7 @@ from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import EndConditions, Request, SequenceState
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
+from pyengine.scheduler.batch import Entry, ScheduledStep
 
 VOCAB_SIZE = 1 << 17
 
@@ -37,3 +38,11 @@ def make_sequence(
 ) -> SequenceState:
     """The first sequence of a request. See `make_request`."""
     return make_request(request_id, prompt_token_ids, **settings).sequences[0]
+
+
+def entries_of(step: ScheduledStep) -> list[Entry]:
+    """All parts of the newest step in plan order, its decodes too."""
+    decodes = [
+        Entry(sequence, sequence.num_computed - 1, 1, 0, samples=True) for sequence in step.decodes
+    ]
+    return decodes + step.chunks

@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 
 from pyengine.errors import ConfigurationError, EngineDeadError, WorkerError
-from pyengine.executor.model_runner import Forward, ModelRunner, Plan, StepLogits
+from pyengine.executor.cpu_threads import compute_threads
+from pyengine.executor.model_runner import Forward, ModelRunner, MTPStep, Plan, StepLogits
 from pyengine.executor.tensor_parallel.ranks import (
     Barrier,
     Failed,
@@ -40,7 +41,6 @@ from pyengine.executor.tensor_parallel.ranks import (
     make_runner,
     pack_step,
     rank_environment,
-    threads_per_rank,
 )
 from pyengine.executor.tensor_parallel.workers import WORKER, Workers
 from pyengine.kv_cache.memory import available_memory
@@ -93,7 +93,8 @@ class WorkerGroup:
         try:
             store = Path(tempfile.mkdtemp(prefix="pyengine-"))
             self._resources.callback(shutil.rmtree, store, ignore_errors=True)
-            threads = threads_per_rank(size) if num_threads is None else num_threads
+            if num_threads is None:
+                num_threads = compute_threads(None, size).count
             setups = [
                 RankSetup(
                     rank=rank,
@@ -102,7 +103,7 @@ class WorkerGroup:
                     model=source,
                     device=str(first),
                     dtype=dtype,
-                    num_threads=threads,
+                    num_threads=num_threads,
                 )
                 for rank in range(size)
             ]
@@ -183,13 +184,19 @@ class DistributedRunner:
         barrier: Barrier,
         block_size: int,
     ) -> None:
-        self._worker_group = worker_group
+        self._worker_group = worker_group  # whose workers end with it
         self._workers = workers
         self._runner = runner
         self._barrier = barrier
         self._block_size = block_size
 
-    def prepare(self, plan: Plan, *, extra_rows: npt.NDArray[np.int64] | None = None) -> Forward:
+    def prepare(
+        self,
+        plan: Plan,
+        *,
+        extra_rows: npt.NDArray[np.int64] | None = None,
+        mtp: MTPStep | None = None,
+    ) -> Forward:
         """See `Runner.prepare`. One step at a time: the workers do not learn the sampled tokens."""
         self._workers.check()
         arrays = self._runner.buffers.arrays  # those that the step is written into
@@ -248,10 +255,6 @@ class DistributedRunner:
                     f"rank {rank} failed in a step, which is rolled back; its traceback:\n"
                     f"{report.traceback}"
                 )
-
-    def close(self) -> None:
-        """End the workers; later calls raise `EngineDeadError`."""
-        self._worker_group.close()
 
 
 def _release(resources: ExitStack, owner: int) -> None:

@@ -31,10 +31,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from pyengine.attention.backend import AttentionBackend, AttentionPlan, GraphPlan, StepInputs
+from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
 from pyengine.attention.choice import choose_backend
 from pyengine.attention.needs import AttentionNeeds
-from pyengine.errors import ConfigurationError
 from pyengine.executor.input_buffers import HostArrays, RunnerLimits
 from pyengine.executor.model_runner import ModelRunner, Plan
 from pyengine.kv_cache import SharedPrefixes, StepBuffers
@@ -42,7 +41,6 @@ from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.pool import KVPool, kv_cache_specs
 from pyengine.models.loader import LoadedModel
 from pyengine.models.source import ModelSource
-from pyengine.utils.cpus import usable_cpus
 
 Int64Array = npt.NDArray[np.int64]
 _HEADER_SIZE = 7
@@ -53,7 +51,7 @@ class RankSetup:
     """The first message to a worker: which rank it is, of which model.
 
     `store` is a file through which the ranks find each other. `device` is that of rank 0.
-    `num_threads` compute on the CPU in each rank; None: as `OMP_NUM_THREADS` says.
+    `num_threads` compute on the CPU in each rank.
     """
 
     rank: int
@@ -62,7 +60,7 @@ class RankSetup:
     model: ModelSource
     device: str
     dtype: torch.dtype | str
-    num_threads: int | None = None
+    num_threads: int
 
     @property
     def own_device(self) -> torch.device:
@@ -216,7 +214,6 @@ class ReceivedPlan:
 _MEETING_TIME = timedelta(seconds=60)
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOCAL_RANK = "LOCAL_RANK"
-_THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 
 @contextmanager
@@ -263,13 +260,6 @@ def join(setup: RankSetup) -> None:
     )
 
 
-def threads_per_rank(size: int) -> int | None:
-    """CPU threads of one of `size` processes; None: the user has said it, `OMP_NUM_THREADS`."""
-    if _THREADS_VARIABLE in os.environ:
-        return None
-    return max(1, usable_cpus().count // size)
-
-
 class StepAbandoned(Exception):
     """Another rank was not ready, and no rank has entered the forward pass."""
 
@@ -301,14 +291,11 @@ class Barrier:
         return bool(self._ready.item())
 
 
-class AgreedBackend:
+class AgreedBackend(AttentionBackend):
     """An attention backend whose plans are made on all ranks or on none.
 
     A graph would be captured without asking the others, so it makes no plans for graphs.
     """
-
-    supports_graphs = False
-    shared_group = None
 
     def __init__(self, backend: AttentionBackend, barrier: Barrier) -> None:
         self.name = backend.name
@@ -321,10 +308,6 @@ class AgreedBackend:
         plan = self._backend.plan(inputs)
         self._barrier.confirm()
         return plan
-
-    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
-        """See `AttentionBackend.graph_plan`."""
-        raise ConfigurationError("tensor parallelism runs without CUDA graphs: enforce_eager=True")
 
 
 def make_runner(loaded: LoadedModel, setup: RunnerSetup, barrier: Barrier) -> ModelRunner:

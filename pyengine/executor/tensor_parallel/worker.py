@@ -115,8 +115,7 @@ def _run(setup: RankSetup, connection: Connection) -> int:
 
 def _start(setup: RankSetup, connection: Connection) -> Worker:
     """Meet the others, load this rank's part, and make a runner for it."""
-    if setup.num_threads is not None:
-        torch.set_num_threads(setup.num_threads)
+    torch.set_num_threads(setup.num_threads)
     with rank_environment(setup.rank):
         join(setup)
         loaded = load_model(

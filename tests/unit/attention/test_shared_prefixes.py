@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from pyengine import LLM, SamplingParams
-from pyengine.attention.backend import AttentionOptions, StepInputs
+from pyengine.attention.backend import AttentionOptions, SharedRows, StepInputs
 from pyengine.attention.cpu import CpuBackend, CpuPlan
 from pyengine.kv_cache import BufferError, CpuAttention
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
-from tests.support.attention import Shared, inputs_of
+from tests.support.attention import inputs_of, shared_rows
 
 BLOCK, SHARED, HEADS, KV_HEADS, DIM = 16, 600, 6, 2, 16
 
 
-def prefixes(*rows: list[int]) -> Shared:
+def prefixes(*rows: list[int]) -> SharedRows:
     """Three sequences on one prefix, two of which share more."""
-    return Shared(0, np.arange(3, dtype=np.int32), np.array(rows, dtype=np.int32))
+    return shared_rows(0, np.arange(3, dtype=np.int32), np.array(rows, dtype=np.int32))
 
 
 def tables() -> list[list[int]]:

@@ -16,7 +16,7 @@ import torch
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import SequenceState
 from pyengine.executor.executor import Accepted, InputBatch
-from pyengine.sampling.sampler import Sampler
+from pyengine.sampling.sampler import sample
 from pyengine.sampling_params import SamplingParams
 from pyengine.speculation.drafters import Context, Draft, NgramDrafter, SuffixDrafter
 from tests.support.drafters import RandomDrafter
@@ -112,7 +112,7 @@ def outcomes(drafter: Any, rule: Rule, num_seeds: int) -> Iterator[tuple[int, ..
                 for entry, each in zip(left, drafts, strict=True)
                 for at in range(1 + len(each))
             ]
-            drawn = Sampler()(padded, batch.sampling, positions).token_ids.tolist()
+            drawn = sample(padded, batch.sampling, positions).wait().token_ids.tolist()
             accepted = rule(batch, drawn, chances)
             rest = iter(accepted.tokens)
             for entry, count in zip(left, accepted.counts, strict=True):

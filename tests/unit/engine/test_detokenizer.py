@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.engine.detokenizer import IncrementalDetokenizer, StopMatch
+from pyengine.engine.detokenizer import IncrementalDetokenizer
 from tests.support.tokenizers import CORPUS, Decoder, Fast, byte_fallback, byte_level
 
 REPLACEMENT = "\ufffd"
@@ -28,7 +28,7 @@ def pieces(tokenizer: Any, tokens: list[int], **settings: object) -> Iterator[st
     detokenizer = IncrementalDetokenizer(tokenizer, **settings)  # type: ignore[arg-type]
     shown = ""
     for token in tokens:
-        match = detokenizer.append(token)
+        match = detokenizer.append([token])
         assert detokenizer.text.startswith(detokenizer.stable_text)
         assert detokenizer.stable_text.startswith(shown)
         yield detokenizer.stable_text[len(shown) :]
@@ -106,7 +106,7 @@ def test_bytes_that_no_token_can_complete_are_not_held_back_for_ever(
     lengths = []
     BYTES.num_decoded = 0
     for _ in range(400):
-        detokenizer.append(token)
+        detokenizer.append([token])
         lengths.append(len(detokenizer.text))
     assert lengths[:4] == [0, 0, 0, 3]
     assert lengths[-1] == 399
@@ -185,13 +185,12 @@ def run(text: str, tokenizer: Any = BYTES, **settings: object) -> tuple[str, str
     detokenizer = IncrementalDetokenizer(tokenizer, **settings)  # type: ignore[arg-type]
     match, taken = None, 0
     for token in BYTES.encode(text):
-        match = detokenizer.append(token)
+        match = detokenizer.append([token])
         taken += 1
         if match is not None:
             break
     detokenizer.finish()
-    assert match is None or match.num_tokens == taken
-    return detokenizer.text, None if match is None else match.stop, taken
+    return detokenizer.text, match, taken
 
 
 def test_a_stop_string_cuts_the_text_before_it() -> None:
@@ -209,14 +208,14 @@ def test_text_behind_a_stop_string_in_the_same_token_is_cut() -> None:
         detokenizer = IncrementalDetokenizer(
             MERGES, stop=("h",), include_stop_str_in_output=included
         )
-        assert detokenizer.append(token) == StopMatch("h", 1)
+        assert detokenizer.append([token]) == "h"
         assert detokenizer.text == detokenizer.stable_text == text
 
 
 def test_the_stop_string_that_is_complete_first_wins_in_any_order() -> None:
     for stop in (("abcd", "bc"), ("bc", "abcd")):
         detokenizer = IncrementalDetokenizer(MERGES, stop=stop)
-        matches = [detokenizer.append(token) for token in MERGES.encode("x")]
+        matches = [detokenizer.append([token]) for token in MERGES.encode("x")]
         assert matches == [None]
         assert run("xabcd", stop=stop) == ("xa", "bc", 4)
 
@@ -229,7 +228,7 @@ def test_the_beginning_of_a_stop_string_is_not_streamed() -> None:
     detokenizer = IncrementalDetokenizer(BYTES, stop=("<end>",))
     shown = []
     for token in BYTES.encode("a<en<end"):
-        assert detokenizer.append(token) is None
+        assert detokenizer.append([token]) is None
         shown.append(detokenizer.stable_text)
     assert shown == ["a", "a", "a", "a", "a<en", "a<en", "a<en", "a<en"]
     assert detokenizer.text == "a<en<end"
@@ -239,7 +238,7 @@ def test_the_beginning_of_a_stop_string_is_not_streamed() -> None:
 
 def test_a_stop_string_that_came_too_early_is_streamed() -> None:
     detokenizer = IncrementalDetokenizer(BYTES, stop=("x", "abc"), min_tokens=9)
-    assert detokenizer.append(BYTES.encode("x")[0]) is None
+    assert detokenizer.append([BYTES.encode("x")[0]]) is None
     assert detokenizer.stable_text == "x"
 
 
@@ -281,10 +280,10 @@ def test_stop_strings_against_a_search_of_every_beginning(text: str, stop: list[
 def test_the_text_has_an_end() -> None:
     detokenizer = IncrementalDetokenizer(BYTES, stop=("b",))
     for token in BYTES.encode("ab"):
-        match = detokenizer.append(token)
-    assert match == StopMatch("b", 2)
+        match = detokenizer.append([token])
+    assert match == "b"
     detokenizer.finish()
     detokenizer.finish()
     assert detokenizer.text == "a"
     with pytest.raises(RuntimeError, match="token 5 comes after the end"):
-        detokenizer.append(5)
+        detokenizer.append([5])

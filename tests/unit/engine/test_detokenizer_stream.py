@@ -45,7 +45,7 @@ def incremental(
     detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids=prompt, **settings)
     got = []
     for part in parts:
-        assert detokenizer.append_many(part) is None
+        assert detokenizer.append(part) is None
         got.append(detokenizer.take_new_text())
         assert "".join(got) == detokenizer.stable_text
     detokenizer.finish()
@@ -216,7 +216,7 @@ def test_many_tokens_at_once_stop_where_single_ones_do(
         )
         match = None
         for part in parts:
-            match = detokenizer.append_many(part) if part else None
+            match = detokenizer.append(part) if part else None
             assert detokenizer.text.startswith(detokenizer.stable_text)
             if match is not None:
                 break
@@ -230,22 +230,20 @@ def test_many_and_long_stop_strings_cost_little() -> None:
     stop = [f"{number:x}!" for number in range(10**5)] + ["a" * 10**6]
     detokenizer = IncrementalDetokenizer(tokenizer, stop=stop)
     for token in tokenizer.encode("one two three " * 20 + "beef"):
-        assert detokenizer.append(token) is None
+        assert detokenizer.append([token]) is None
     assert detokenizer.text[len(detokenizer.stable_text) :] == "beef"
-    match = detokenizer.append_many(tokenizer.encode("!?"))
-    assert match is not None
-    assert match.stop == "beef!"
+    assert detokenizer.append(tokenizer.encode("!?")) == "beef!"
 
 
 def test_new_text_is_taken_once() -> None:
     tokenizer = Fast(SLOW["bytes"])
     detokenizer = IncrementalDetokenizer(tokenizer, stop=["<end>"])
-    detokenizer.append_many(tokenizer.encode("a<en"))
+    detokenizer.append(tokenizer.encode("a<en"))
     assert [detokenizer.take_new_text() for _ in range(2)] == ["a", ""]
-    detokenizer.append_many(tokenizer.encode("x<e"))
+    detokenizer.append(tokenizer.encode("x<e"))
     assert detokenizer.text == "a<enx<e"
     assert detokenizer.take_new_text() == "<enx"
-    detokenizer.append_many(tokenizer.encode("nd>zzz"))
+    detokenizer.append(tokenizer.encode("nd>zzz"))
     assert [detokenizer.take_new_text() for _ in range(2)] == ["", ""]
     assert detokenizer.text == "a<enx"
 

@@ -352,7 +352,7 @@ def test_in_a_tiny_pool_nothing_is_ever_taken_for_another(
         name = str(number)
         expected[name] = reference(prompt, params, groups)
         bench.submit({name: prompt}, params)
-        if faults and not bench.engine._faults.suspects and random.random() < 0.1:
+        if faults and not bench.engine.faults.suspects and random.random() < 0.1:
             bench.runner.fault = Fault(len(bench.runner.computed) + 1, RuntimeError("by chance"))
         for _ in range(random.choice([0, 1, 3])):
             bench.engine.step()

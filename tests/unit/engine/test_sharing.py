@@ -15,6 +15,7 @@ from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.batch import ScheduledStep
 from tests.support.engines import GREEDY, Bench, make_bench
 from tests.support.fake_runner import FakeRunner, continued
+from tests.support.requests import entries_of
 
 BLOCK = 16
 DRAWN = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -91,7 +92,7 @@ def test_a_second_request_while_the_first_is_half_through() -> None:
 
     def watched(*, ahead: bool, without: Collection[SequenceState]) -> ScheduledStep | None:
         step = schedule(ahead=ahead, without=without)
-        for entry in step.entries if step else ():
+        for entry in entries_of(step) if step else ():
             planned[entry.sequence.request.request_id].append((entry.num_cached, entry.num_tokens))
         return step
 

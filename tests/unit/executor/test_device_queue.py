@@ -1,21 +1,23 @@
 """Work is run in order, and what it raises is kept for whoever asks."""
 
 import threading
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from pyengine.executor.executor import InlineQueue, ThreadQueue
+from pyengine.executor.executor import Executor
+from tests.support.fake_runner import FakeRunner
 
 
-@pytest.mark.parametrize("make", [InlineQueue, ThreadQueue])
-def test_results_and_errors_come_when_they_are_asked_for(make: Any) -> None:
-    queue, done = make(), []
-    works = [queue.submit(lambda at=at: done.append(at) or at * at) for at in range(5)]
-    failing = queue.submit(lambda: 1 // 0)
-    interrupted = queue.submit(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
-    after = queue.submit(lambda: "fine")
+@pytest.mark.parametrize("has_thread", [False, True])
+def test_results_and_errors_come_when_they_are_asked_for(has_thread: bool) -> None:
+    executor = Executor(FakeRunner(8, 4), ThreadPoolExecutor(1) if has_thread else None)
+    enqueue, done = executor._enqueue, []
+    works = [enqueue(lambda at=at: done.append(at) or at * at) for at in range(5)]
+    failing = enqueue(lambda: 1 // 0)
+    interrupted = enqueue(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    after = enqueue(lambda: "fine")
     assert after.result() == "fine"
     assert [work.result() for work in works] == [0, 1, 4, 9, 16]
     assert done == [0, 1, 2, 3, 4]
@@ -26,10 +28,10 @@ def test_results_and_errors_come_when_they_are_asked_for(make: Any) -> None:
 
 
 def test_a_thread_runs_beside_its_caller() -> None:
-    queue, may_go_on = ThreadQueue(), threading.Event()
-    first = queue.submit(lambda: may_go_on.wait(60))
-    second = queue.submit(threading.get_ident)
-    may_go_on.set()  # an inline queue would never have come here
+    executor, may_go_on = Executor(FakeRunner(8, 4), ThreadPoolExecutor(1)), threading.Event()
+    first = executor._enqueue(lambda: may_go_on.wait(60))
+    second = executor._enqueue(threading.get_ident)
+    may_go_on.set()  # without a thread it would never have come here
     assert first.result() is True
     assert second.result() != threading.get_ident()
 
@@ -54,12 +56,12 @@ def test_work_for_a_cuda_device_finds_it_current_in_whatever_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device", CurrentDevice)
-    queue, seen = InlineQueue(torch.device("cuda", 1)), []
+    executor, seen = Executor(FakeRunner(8, 4), device=torch.device("cuda", 1)), []
 
     def submit() -> None:
-        queue.submit(lambda: seen.append(CurrentDevice.current.device)).result()
+        executor.run(lambda: seen.append(CurrentDevice.current.device))
         with pytest.raises(ZeroDivisionError):
-            queue.submit(lambda: 1 // 0).result()
+            executor.run(lambda: 1 // 0)
         seen.append(CurrentDevice.current.device)
 
     thread = threading.Thread(target=submit)

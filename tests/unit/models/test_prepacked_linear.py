@@ -29,6 +29,10 @@ ROUNDED = pytest.param(
 )
 
 
+def always_onednn(_shape: Any, _weights: Any) -> Any:
+    return "onednn"
+
+
 PRODUCTS = ("onednn", "onednn-unpacked", "pyengine")
 
 
@@ -72,7 +76,7 @@ def test_every_linear_of_a_model_is_replaced_and_its_weight_given_back(dtype, _e
     assert torch.equal(model.get_input_embeddings().weight, embedding)  # it was not tied
     assert model.lm_head.weight.dtype == dtype
     assert model.lm_head.weight.shape == embedding.shape
-    assert prepack_linears(model) == 0
+    assert prepack_linears(model, always_onednn) == 0
 
 
 @needs_onednn
@@ -92,7 +96,7 @@ def test_gated_mlps_do_all_at_once_where_they_are_the_usual_ones(family, setting
     tokens = torch.tensor([[3, 9, 27, 81, 50]])
     with torch.no_grad():
         expected = model(tokens).logits
-        prepack_linears(model)
+        prepack_linears(model, always_onednn)
         torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=1e-5)
     assert sum(isinstance(module, PrepackedMLP) for module in model.modules()) == num_gated
 
@@ -107,7 +111,7 @@ def test_an_mlp_that_does_something_else_stays():
             return 2 * super().forward(rows)
 
     model.model.layers[0].mlp.__class__ = Doubled
-    prepack_linears(model)
+    prepack_linears(model, always_onednn)
     mlps = [layer.mlp for layer in model.model.layers]
     assert [isinstance(mlp, PrepackedMLP) for mlp in mlps] == [False, True, True]
 
@@ -118,7 +122,7 @@ def test_a_graph_holds_the_layer_by_its_number():
     plain = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4, bias=False))
     rows = torch.randn(5, 8)
     expected = plain(rows).detach()
-    assert prepack_linears(plain) == 2
+    assert prepack_linears(plain, always_onednn) == 2
     torch._dynamo.reset()
     graph = torch.compile(plain, fullgraph=True, backend="aot_eager")
     with torch.inference_mode():
@@ -155,7 +159,7 @@ def test_what_is_no_plain_linear_stays():
 
     model = nn.ModuleList([Own(2, 2), nn.Embedding(2, 2), nn.Linear(2, 2, dtype=torch.float16)])
     before = list(model)
-    assert prepack_linears(model) == 0
+    assert prepack_linears(model, always_onednn) == 0
     assert list(model) == before
 
 

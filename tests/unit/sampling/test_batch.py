@@ -3,7 +3,7 @@
 import torch
 
 from pyengine.sampling.batch import SamplingBatch
-from pyengine.sampling.sampler import Sampler
+from pyengine.sampling.sampler import sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
 
@@ -28,7 +28,7 @@ def test_a_batch_follows_its_requests_from_step_to_step() -> None:
     batch = SamplingBatch(kept)
     for _ in range(8):
         logits = torch.randn(len(MIXED), VOCAB, generator=generator)
-        ours, expected = Sampler()(logits, batch), Sampler()(logits, fresh)
+        ours, expected = sample(logits, batch).wait(), sample(logits, fresh).wait()
         assert ours.token_ids.tolist() == expected.token_ids.tolist()
         assert ours.logprobs == expected.logprobs
         for entry, other, token in zip(kept, fresh, ours.token_ids.tolist(), strict=True):
@@ -42,8 +42,8 @@ def test_positions_stand_for_tokens_that_the_states_do_not_have_yet() -> None:
         item.append(3)
     for number in (0, 2, 3, 4, 5):  # the penalty needs the tokens themselves
         logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(number))
-        expected = Sampler()(logits, [known[number]])
-        assert Sampler()(logits, [pending[number]], [2]).token_ids == expected.token_ids
+        expected = sample(logits, [known[number]]).wait()
+        assert sample(logits, [pending[number]], [2]).wait().token_ids == expected.token_ids
     assert [item.depends_on_output for item in known] == [
         False,
         True,

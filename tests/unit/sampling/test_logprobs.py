@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,12 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyengine.outputs import Logprob
-from pyengine.sampling.logprobs import (
-    PendingLogprobs,
-    PendingPromptLogprobs,
-    PromptRows,
-    TokenLogprobs,
-)
+from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
 
 ROW = [1.0, 3.0, 3.0, 0.0, 2.0]
 NORMALISER = math.log(sum(math.exp(x) for x in ROW))
@@ -42,8 +36,8 @@ def token_logprobs(
 
 
 def prompt_logprobs(logits: torch.Tensor, next_ids: list[int], top: int) -> list[TokenLogprobs]:
-    (entries,) = PendingPromptLogprobs(logits, [PromptRows(next_ids, top)]).result()
-    return entries
+    tokens = torch.tensor(next_ids, dtype=torch.int64)
+    return token_logprobs(logits, tokens, [top] * len(next_ids))
 
 
 def assert_same(got: TokenLogprobs, expected: TokenLogprobs) -> None:
@@ -114,30 +108,14 @@ def test_prompt_rows_speak_about_the_next_token() -> None:
 def test_several_prompts_of_a_step_at_once() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(150, 50, generator=generator).to(torch.bfloat16)
-    parts = [
-        PromptRows(list(range(50)), 3),
-        PromptRows([], 2),
-        PromptRows(np.arange(20, 50), 50),
-        PromptRows([7] * 70, 0),
-    ]
-    pending = PendingPromptLogprobs(logits, parts)
-    expected = [
-        [
-            reference(row, int(token), part.top)
-            for row, token in zip(rows, part.next_token_ids, strict=True)
-        ]
-        for part, rows in zip(parts, (logits[:50], [], logits[50:80], logits[80:]), strict=True)
-        for rows in [[row.double().tolist() for row in rows]]
-    ]
+    tokens = [*range(50), *range(20, 50), *[7] * 70]
+    top = [3] * 50 + [50] * 30 + [0] * 70
+    pending = PendingLogprobs(logits, torch.tensor(tokens), top)
+    rows = logits.double().tolist()
+    expected = [reference(*item) for item in zip(rows, tokens, top, strict=True)]
     logits.fill_(0)  # they may be dropped: everything was read
-    got = pending.result()
-    assert [len(item) for item in got] == [50, 0, 30, 70]
-    for item, wanted in zip(got, expected, strict=True):
-        for entry, other in zip(item, wanted, strict=True):
-            assert_same(entry, other)
-    assert PendingPromptLogprobs(torch.empty(0, 50), []).result() == []
-    with pytest.raises(ValueError, match="3 rows of logits for 2 positions"):
-        PendingPromptLogprobs(logits[:3], [PromptRows([1, 2], 0)])
+    for entry, other in zip(pending.result(), expected, strict=True):
+        assert_same(entry, other)
 
 
 class Sizes(TorchDispatchMode):
@@ -169,7 +147,7 @@ def test_memory_does_not_follow_the_length_of_the_prompt(top: int) -> None:
     logits = torch.randn(1000, vocab_size).to(torch.bfloat16)
     whole = weakref.ref(logits)
     with Sizes(logits) as sizes:
-        pending = PendingPromptLogprobs(logits, [PromptRows([1] * 1000, top)])
+        pending = PendingLogprobs(logits, torch.ones(1000, dtype=torch.int64), [top] * 1000)
     assert sizes.largest <= 64 * vocab_size * 4
     gc.collect()
     storages = {
@@ -178,7 +156,7 @@ def test_memory_does_not_follow_the_length_of_the_prompt(top: int) -> None:
     assert sum(size for _, size in storages) <= 1000 * (8 + 4 + 8 + top * 12) + 4096
     del logits
     assert whole() is None
-    assert len(pending.result()[0]) == 1000
+    assert len(pending.result()) == 1000
 
 
 def test_the_users_form_has_the_token_first_and_each_token_once() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyengine.sampling.sampler import Sampler, SamplingBatch
+from pyengine.sampling.sampler import SamplingBatch, sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling.token_masks import MaskFiller, TokenMasks
 from pyengine.sampling_params import SamplingParams
@@ -95,7 +95,7 @@ def test_nothing_in_a_launch_waits_for_the_device(asked: str, uploads: Uploads) 
     batch = SamplingBatch(states(*ASKED[asked]))
     logits = torch.empty(len(batch.states), VOCAB, dtype=torch.bfloat16, device=META)
     with uploads:
-        pending = Sampler().launch(logits, batch, [1] * len(batch.states))
+        pending = sample(logits, batch, [1] * len(batch.states))
     assert pending.token_ids.shape == (len(batch.states),)
     assert pending.token_ids.device == META
     assert (uploads.count == 0) == (asked == "greedy")
@@ -114,5 +114,5 @@ def test_masks_of_some_rows_do_not_wait_either(uploads: Uploads) -> None:
     logits = torch.empty(2, VOCAB, device=META)
     masks = TokenMasks({1: Anything()}, VOCAB, MaskFiller())  # type: ignore[dict-item]
     with uploads:
-        Sampler().launch(logits, batch, [1, 1], masks)
+        sample(logits, batch, [1, 1], masks)
     assert uploads.count == 2

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyengine.errors import BrokenLogitsError
-from pyengine.sampling.sampler import Sampler
+from pyengine.sampling.sampler import sample
 from pyengine.sampling.state import SamplingState, uniforms
 from pyengine.sampling_params import SamplingParams
 
@@ -81,9 +81,10 @@ def test_every_row_as_if_it_were_alone(
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(len(batch), VOCAB, generator=generator) * scale).to(dtype)
     states = [state(params, seed=seed + i, num_output=i) for i, params in enumerate(batch)]
-    together = Sampler()(logits, states).token_ids.tolist()
+    together = sample(logits, states).wait().token_ids.tolist()
     alone = [
-        int(Sampler()(logits[[i]], [each_state]).token_ids) for i, each_state in enumerate(states)
+        int(sample(logits[[i]], [each_state]).wait().token_ids)
+        for i, each_state in enumerate(states)
     ]
     assert together == alone
     rows = logits.double().tolist()
@@ -106,10 +107,10 @@ def test_the_order_of_the_batch_and_the_chunks_make_no_difference(
         SamplingParams(top_p=0.9999, temperature=3),
     ]
     states = [state(choices[i % 5], seed=i) for i in range(40)]
-    expected = Sampler()(logits, states).token_ids
+    expected = sample(logits, states).wait().token_ids
     order = torch.randperm(40)
     monkeypatch.setattr("pyengine.sampling.draw_cpu._CHUNK_ELEMENTS", 3 * VOCAB + 5)
-    shuffled = Sampler()(logits[order], [states[i] for i in order.tolist()]).token_ids
+    shuffled = sample(logits[order], [states[i] for i in order.tolist()]).wait().token_ids
     assert torch.equal(shuffled, expected[order])
 
 
@@ -127,7 +128,7 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
     row = [0.0, 2.0, -1.0, 1.0, 1.0, -8.0, 0.5, 1.5]
     count = 20_000
     states = [state(params, seed=seed, vocab_size=len(row)) for seed in range(count)]
-    drawn = Counter(Sampler()(torch.tensor([row]).expand(count, -1), states).token_ids.tolist())
+    drawn = Counter(sample(torch.tensor([row]).expand(count, -1), states).wait().token_ids.tolist())
     weights = kept_weights(row, params)
     assert set(drawn) <= set(weights)
     total = math.fsum(weights.values())
@@ -144,14 +145,14 @@ def test_a_number_on_a_border_belongs_to_the_token_above(
     monkeypatch.setattr("pyengine.sampling.sampler.uniforms", lambda *_args: np.array([number]))
     logits = torch.tensor([[-1.0, 2.0, -1.0, 2.0, -1.0]])  # top-k leaves the tokens 1 and 3
     sampling_state = state(SamplingParams(top_k=2), vocab_size=5)
-    assert int(Sampler()(logits, [sampling_state]).token_ids) == token
+    assert int(sample(logits, [sampling_state]).wait().token_ids) == token
 
 
 def test_positions_of_one_request_follow_the_distribution_too() -> None:
     sampling_state = state(SamplingParams(seed=11), seed=11, vocab_size=2)
     ones = 0
     for _ in range(4000):
-        token = int(Sampler()(torch.tensor([[0.0, math.log(3)]]), [sampling_state]).token_ids)
+        token = int(sample(torch.tensor([[0.0, math.log(3)]]), [sampling_state]).wait().token_ids)
         sampling_state.append(token)
         ones += token
     assert abs(ones / 4000 - 0.75) < 0.025
@@ -161,7 +162,7 @@ def test_a_state_made_again_goes_on_where_it_was() -> None:
     torch.manual_seed(0)
     logits = torch.randn(1, VOCAB)
     first, second = (state(SamplingParams(), seed=5, num_output=9) for _ in range(2))
-    assert Sampler()(logits, [first]).token_ids == Sampler()(logits, [second]).token_ids
+    assert sample(logits, [first]).wait().token_ids == sample(logits, [second]).wait().token_ids
     assert first.num_output == 9, "the sampler must leave the state alone"
 
 
@@ -169,7 +170,7 @@ def test_greedy_takes_the_lowest_of_equal_tokens() -> None:
     logits = torch.zeros(3, VOCAB, dtype=torch.bfloat16)
     logits[0, [700, 900]] = 1
     logits[1, [3, 4, 1199]] = 2
-    assert Sampler()(logits, [state(SamplingParams(temperature=0))] * 3).token_ids.tolist() == [
+    assert sample(logits, [state(SamplingParams(temperature=0))] * 3).wait().token_ids.tolist() == [
         700,
         3,
         0,
@@ -182,10 +183,12 @@ def test_greedy_rows_of_every_precision_and_chunk(
 ) -> None:
     monkeypatch.setattr("pyengine.sampling.draw_cpu._CHUNK_ELEMENTS", 3 * VOCAB)
     logits = (torch.randn(11, VOCAB, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
-    got = Sampler()(logits, [state(SamplingParams(temperature=0))] * 11).token_ids.tolist()
+    got = sample(logits, [state(SamplingParams(temperature=0))] * 11).wait().token_ids.tolist()
     assert got == [row.index(max(row)) for row in logits.tolist()]
     wide = logits.T.contiguous().T  # another order of the same in memory
-    assert Sampler()(wide, [state(SamplingParams(temperature=0))] * 11).token_ids.tolist() == got
+    assert (
+        sample(wide, [state(SamplingParams(temperature=0))] * 11).wait().token_ids.tolist() == got
+    )
 
 
 def test_a_greedy_batch_neither_sorts_nor_draws(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +197,9 @@ def test_a_greedy_batch_neither_sorts_nor_draws(monkeypatch: pytest.MonkeyPatch)
 
     greedy = [state(SamplingParams(temperature=0, top_k=3, top_p=0.5)) for _ in range(2)]
     monkeypatch.setattr("pyengine.sampling.sampler.draw", forbidden)
-    assert Sampler()(torch.eye(2, VOCAB), greedy).token_ids.tolist() == [0, 1]
+    assert sample(torch.eye(2, VOCAB), greedy).wait().token_ids.tolist() == [0, 1]
     with pytest.raises(AssertionError, match="drew"):
-        Sampler()(torch.eye(2, VOCAB), [greedy[0], state(SamplingParams())])
+        sample(torch.eye(2, VOCAB), [greedy[0], state(SamplingParams())]).wait()
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e30])
@@ -205,7 +208,7 @@ def test_extreme_temperatures_stay_in_range(temperature: float) -> None:
     states = [
         state(SamplingParams(temperature=temperature), seed=i, vocab_size=5) for i in range(50)
     ]
-    drawn = set(Sampler()(logits, states).token_ids.tolist())
+    drawn = set(sample(logits, states).wait().token_ids.tolist())
     assert drawn == {4} if temperature < 1 else drawn <= set(range(5))
 
 
@@ -214,7 +217,7 @@ def test_a_barred_token_is_never_drawn() -> None:
     states = [
         SamplingState(params, (), seed=seed, vocab_size=3, stop_ids=[1]) for seed in range(200)
     ]
-    drawn = Sampler()(torch.tensor([[0.0, 50.0, 0.0]]).expand(200, -1), states).token_ids
+    drawn = sample(torch.tensor([[0.0, 50.0, 0.0]]).expand(200, -1), states).wait().token_ids
     assert set(drawn.tolist()) == {0, 2}
 
 
@@ -235,15 +238,15 @@ def test_rows_without_a_choice_are_named(params: SamplingParams, dtype: torch.dt
     logits[4] = -math.inf
     logits[5, 100] = math.nan
     with pytest.raises(BrokenLogitsError, match="in 3 of 6 rows, the first of which is row 1") as e:
-        Sampler()(logits, [state(params)] * 6)
+        sample(logits, [state(params)] * 6).wait()
     assert e.value.rows == (1, 4, 5)
     assert pickle.loads(pickle.dumps(e.value)).rows == (1, 4, 5)
     logits[1] = logits[4] = logits[5] = 0.0
-    assert len(Sampler()(logits, [state(params)] * 6).token_ids) == 6
+    assert len(sample(logits, [state(params)] * 6).wait().token_ids) == 6
 
 
 def test_nothing_waits_to_see_whether_a_row_is_broken() -> None:
-    pending = Sampler().launch(torch.full((2, VOCAB), math.nan), [state(SamplingParams())] * 2)
+    pending = sample(torch.full((2, VOCAB), math.nan), [state(SamplingParams())] * 2)
     assert pending.token_ids.shape == (2,)
     with pytest.raises(BrokenLogitsError):
         pending.wait()
@@ -253,7 +256,7 @@ def test_nothing_waits_to_see_whether_a_row_is_broken() -> None:
 def test_an_infinite_logit_is_chosen(params: SamplingParams) -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 70] = math.inf
-    assert Sampler()(logits, [state(params)]).token_ids.tolist() == [70]
+    assert sample(logits, [state(params)]).wait().token_ids.tolist() == [70]
 
 
 def test_a_request_that_bad_words_leave_no_token_fails_alone() -> None:
@@ -261,7 +264,7 @@ def test_a_request_that_bad_words_leave_no_token_fails_alone() -> None:
     stuck = SamplingState(params, (), seed=0, vocab_size=VOCAB, bad_words=[(3, 3)])
     stuck.append(3)
     with pytest.raises(BrokenLogitsError) as caught:
-        Sampler()(torch.zeros(2, VOCAB), [state(SamplingParams()), stuck])
+        sample(torch.zeros(2, VOCAB), [state(SamplingParams()), stuck]).wait()
     assert caught.value.rows == (1,)
 
 
@@ -275,7 +278,7 @@ def test_logprobs_are_the_models_own_and_only_for_those_who_ask() -> None:
         SamplingParams(temperature=0, logprobs=-1),
     ]
     states = [state(p, vocab_size=3) for p in params]
-    sampled = Sampler()(row.expand(5, -1), states)
+    sampled = sample(row.expand(5, -1), states).wait()
     expected = torch.log_softmax(row, 0).tolist()
     assert sampled.token_ids.tolist() == [2, 0, 2, 2, 2]
     nothing, biased, bare, all_three, every_one = sampled.logprobs
@@ -296,18 +299,20 @@ def test_a_top_k_of_more_than_the_vocabulary_is_no_limit() -> None:
     for top_p in (1.0, 0.9):
         every = [state(SamplingParams(top_p=top_p, top_k=k), seed=3) for k in (2**63, 10**30)]
         none = [state(SamplingParams(top_p=top_p), seed=3)] * 2
-        assert torch.equal(Sampler()(logits, every).token_ids, Sampler()(logits, none).token_ids)
+        assert torch.equal(
+            sample(logits, every).wait().token_ids, sample(logits, none).wait().token_ids
+        )
 
 
 def test_rows_and_requests_must_correspond() -> None:
     with pytest.raises(ValueError, match=r"\(2, 1200\) for 1 requests"):
-        Sampler()(torch.zeros(2, VOCAB), [state(SamplingParams())])
+        sample(torch.zeros(2, VOCAB), [state(SamplingParams())]).wait()
     with pytest.raises(ValueError, match=r"logits of 1199 tokens .* vocabulary of 1200"):
-        Sampler()(torch.zeros(1, VOCAB - 1), [state(SamplingParams())])
+        sample(torch.zeros(1, VOCAB - 1), [state(SamplingParams())]).wait()
 
 
 def test_no_rows_no_tokens() -> None:
-    sampled = Sampler()(torch.zeros(0, VOCAB), [])
+    sampled = sample(torch.zeros(0, VOCAB), []).wait()
     assert sampled.token_ids.shape == (0,)
     assert sampled.token_ids.dtype == torch.int64
     assert sampled.logprobs == []
@@ -315,6 +320,6 @@ def test_no_rows_no_tokens() -> None:
 
 def test_where_nothing_is_sampled_the_tokens_are_on_the_device_all_the_same():
     """Otherwise no event of that step could be waited for: it is recorded on the device."""
-    pending = Sampler().launch(torch.empty(0, 8, device="meta"), [])
+    pending = sample(torch.empty(0, 8, device="meta"), [])
     assert pending.token_ids.device.type == "meta"
     assert len(pending.token_ids) == 0

@@ -13,7 +13,7 @@ import torch
 from pyengine.sampling import token_masks as structured
 from pyengine.sampling import token_matcher
 from pyengine.sampling.batch import SamplingBatch
-from pyengine.sampling.sampler import Sampler
+from pyengine.sampling.sampler import sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling.token_masks import MaskFiller, TokenMasks
 from pyengine.sampling.token_matcher import LEAST_ROWS, CompiledGrammar, TokenMatcher
@@ -68,7 +68,7 @@ def start(batch: SamplingBatch) -> Any:
 
 def sampled(logits: torch.Tensor, states: list[SamplingState]) -> Any:
     batch = SamplingBatch(states)
-    return Sampler().launch(logits, batch, None, start(batch)).wait()
+    return sample(logits, batch, None, start(batch)).wait()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -175,13 +175,13 @@ def test_a_row_that_takes_too_long_is_given_up_and_the_others_are_served(
     batch, filler = SamplingBatch(states), MaskFiller()
     logits = torch.arange(97.0).expand(3, 97)
     masks = TokenMasks(batch.matchers, 97, filler)
-    tokens = Sampler().launch(logits, batch, None, masks).wait().token_ids.tolist()
+    tokens = sample(logits, batch, None, masks).wait().token_ids.tolist()
     assert tokens == [7, 96, 8]
     assert "take more than 0.02 s" in stuck.error
     states = [state(97, {3})]
     batch = SamplingBatch(states)  # the next step has another thread
     masks = TokenMasks(batch.matchers, 97, filler)
-    assert Sampler().launch(logits[:1], batch, None, masks).wait().token_ids.tolist() == [3]
+    assert sample(logits[:1], batch, None, masks).wait().token_ids.tolist() == [3]
     go_on.set()
 
 

@@ -4,7 +4,7 @@ from pyengine.engine.request import SequenceState
 from pyengine.kv_cache import BlockManager
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
-from tests.support.requests import make_sequence
+from tests.support.requests import entries_of, make_sequence
 
 
 def make(num_blocks: int = 32, budget: int = 32, slots: int = 4) -> Scheduler:
@@ -20,7 +20,7 @@ def add(scheduler: Scheduler, name: str, length: int, **settings: int) -> None:
 
 def finish(scheduler: Scheduler, *names: str) -> None:
     """End requests by their names."""
-    sequences = [*scheduler._waiting, *scheduler._running]
+    sequences = [*scheduler.waiting, *scheduler.running]
     scheduler.finish([sequence for sequence in sequences if sequence.request.request_id in names])
 
 
@@ -28,7 +28,7 @@ def planned(step: ScheduledStep | None) -> list[tuple[str, int, int]]:
     assert step is not None
     return [
         (entry.sequence.request.request_id, entry.start, entry.start + entry.num_tokens)
-        for entry in step.entries
+        for entry in entries_of(step)
     ]
 
 
@@ -66,7 +66,7 @@ def test_rolled_back_newest_first_nothing_was_planned() -> None:
     ]
     scheduler.rollback(first)
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 2)
-    assert [(sequence.num_computed, sequence.num_tokens) for sequence in scheduler._waiting] == [
+    assert [(sequence.num_computed, sequence.num_tokens) for sequence in scheduler.waiting] == [
         (0, 3),
         (0, 14),
     ]

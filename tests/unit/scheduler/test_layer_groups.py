@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pyengine.kv_cache import BlockManager
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.engines import GREEDY, make_bench
-from tests.support.requests import make_sequence
+from tests.support.requests import entries_of, make_sequence
 
 
 class Service:
@@ -34,7 +34,7 @@ class Service:
         self.scheduler.commit(step, [1] * len(step.sampling_sequences))
         self.manager.check()
         self.scheduler.finish(step.sampling_sequences)
-        return [(entry.sequence.request.request_id, entry.num_tokens) for entry in step.entries]
+        return [(entry.sequence.request.request_id, entry.num_tokens) for entry in entries_of(step)]
 
 
 @settings(max_examples=300, deadline=None)

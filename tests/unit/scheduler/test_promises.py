@@ -12,7 +12,7 @@ from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledError
 from tests.support.engines import make_bench
 from tests.support.fake_runner import continued
-from tests.support.requests import make_sequence
+from tests.support.requests import entries_of, make_sequence
 
 
 def tokens(count: int, start: int = 0) -> list[int]:
@@ -39,7 +39,7 @@ def add(scheduler: Scheduler, name: str, prompt: list[int]) -> None:
 
 def finish(scheduler: Scheduler, *names: str) -> None:
     """End requests by their names."""
-    sequences = [*scheduler._waiting, *scheduler._running]
+    sequences = [*scheduler.waiting, *scheduler.running]
     scheduler.finish([sequence for sequence in sequences if sequence.request.request_id in names])
 
 
@@ -48,7 +48,7 @@ def planned(scheduler: Scheduler) -> list[tuple[str, int]]:
     step = scheduler.schedule()
     assert step is not None
     scheduler.commit(step, [1] * len(step.sampling_sequences))
-    return [(entry.sequence.request.request_id, entry.num_tokens) for entry in step.entries]
+    return [(entry.sequence.request.request_id, entry.num_tokens) for entry in entries_of(step)]
 
 
 def test_promise_1_prefix_is_matched_before_the_budget_is_charged() -> None:
@@ -61,7 +61,7 @@ def test_promise_1_prefix_is_matched_before_the_budget_is_charged() -> None:
     add(scheduler, "a", tokens(16 * 16))
     step = scheduler.schedule()
     assert step is not None
-    assert (step.entries[0].num_cached, step.entries[0].num_tokens) == (12 * 16, 4 * 16)
+    assert (entries_of(step)[0].num_cached, entries_of(step)[0].num_tokens) == (12 * 16, 4 * 16)
     assert step.plan.budget_left == 0
     assert manager.usage().available == 0
     assert len(scheduler.commit(step, [1])) == 0

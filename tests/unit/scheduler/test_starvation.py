@@ -15,7 +15,7 @@ from pyengine.kv_cache import BlockManager, PoolUsage
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledError
 from tests.support.lookahead import LookaheadManager
-from tests.support.requests import make_sequence
+from tests.support.requests import entries_of, make_sequence
 
 NUM_BLOCKS, BLOCK_SIZE = 16, 4
 MAX_NUM_SEQS, BUDGET = 4, 16
@@ -55,7 +55,7 @@ class Service:
         step = self.scheduler.schedule()
         assert step is not None
         self.scheduler.commit(step, [1] * len(step.sampling_sequences))
-        for entry in step.entries:
+        for entry in entries_of(step):
             self.admitted.setdefault(entry.sequence.request.request_id, self.num_steps)
         for sequence in step.sampling_sequences:
             self.left[sequence.request.request_id] -= 1

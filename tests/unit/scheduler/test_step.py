@@ -3,7 +3,7 @@
 from pyengine.kv_cache import BlockManager
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
-from tests.support.requests import make_sequence
+from tests.support.requests import entries_of, make_sequence
 
 
 def started(*lengths: int) -> Scheduler:
@@ -23,7 +23,7 @@ def submit(scheduler: Scheduler, name: str, length: int) -> None:
 
 def finish(scheduler: Scheduler, *names: str) -> None:
     """End requests by their names."""
-    sequences = [*scheduler._waiting, *scheduler._running]
+    sequences = [*scheduler.waiting, *scheduler.running]
     scheduler.finish([sequence for sequence in sequences if sequence.request.request_id in names])
 
 
@@ -80,8 +80,10 @@ def test_entries_are_in_plan_order_and_know_their_positions() -> None:
             entry.start + entry.num_tokens,
             entry.samples,
         )
-        for entry in step.entries
+        for entry in entries_of(step)
     ]
     assert found == [("0", 5, 6, True), ("1", 9, 10, True), ("2", 0, 6, True)]
-    assert step.sampling_sequences == step.sequences == [entry.sequence for entry in step.entries]
+    assert (
+        step.sampling_sequences == step.sequences == [entry.sequence for entry in entries_of(step)]
+    )
     scheduler.rollback(step)

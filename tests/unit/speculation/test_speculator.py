@@ -3,11 +3,12 @@
 import logging
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from pyengine.speculation.drafters import Context, Draft
-from pyengine.speculation.drafting import Speculator
+from pyengine.speculation.drafting import Drafting
 from tests.support.drafters import EveryDraft
 from tests.unit.speculation.test_ngram import Text
 
@@ -30,7 +31,13 @@ class Given:
 def named(name: str) -> Text:
     text = Text([1, 2])
     text.request.request_id = name
+    text.speculates = True
     return text
+
+
+def drafting(drafter: Any) -> Drafting:
+    no_scheduler: Any = None
+    return Drafting(no_scheduler, drafter, EveryDraft(), most=3, vocab_size=VOCAB)
 
 
 def broken(context: Context, most: int) -> Draft:
@@ -61,7 +68,7 @@ def test_a_sample_whose_drafter_fails_goes_on_without(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     draft, words = BAD[what]
-    speculator = Speculator(Given(draft), EveryDraft(), most=3, vocab_size=VOCAB)
+    speculator = drafting(Given(draft))
     good, bad = named("good"), named("bad")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -70,8 +77,7 @@ def test_a_sample_whose_drafter_fails_goes_on_without(
     (record,) = caplog.records
     assert "'bad' goes on without drafts" in record.getMessage()
     assert re.search(words, record.getMessage())
-    speculator.forget(bad)
-    assert not speculator._without
+    speculator.forget([bad])
 
 
 def test_a_wrong_number_of_drafts_is_looked_into_one_by_one() -> None:
@@ -79,8 +85,6 @@ def test_a_wrong_number_of_drafts_is_looked_into_one_by_one() -> None:
         def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
             return super().propose(contexts, most)[:1]
 
-    speculator = Speculator(
-        Short(lambda item, most: Draft([7] * most)), EveryDraft(), most=3, vocab_size=VOCAB
-    )
+    speculator = drafting(Short(lambda item, most: Draft([7] * most)))
     drafts = speculator.propose([named("a"), named("b"), named("c")], [3, 0, 1])
     assert [list(draft.tokens) for draft in drafts] == [[7, 7, 7], [], [7]]

@@ -57,14 +57,13 @@ def test_what_drawing_takes_is_told_from_what_the_rest_takes(
             clock.now += 10 + args[0][0]
             return super().run(*args)
 
-    class SlowSampler:
-        def launch(self, logits: torch.Tensor, batch: Any) -> Any:
-            clock.now += 0 if batch.draws is None else 3 * len(logits)
-            return SimpleNamespace(token_ids=torch.zeros(len(logits), dtype=torch.int64))
+    def sample_slowly(logits: torch.Tensor, batch: Any) -> Any:
+        clock.now += 0 if batch.draws is None else 3 * len(logits)
+        return SimpleNamespace(token_ids=torch.zeros(len(logits), dtype=torch.int64))
 
     monkeypatch.setattr(step_costs, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(step_costs, "_SECONDS", seconds)
-    monkeypatch.setattr(step_costs, "Sampler", SlowSampler)
+    monkeypatch.setattr(step_costs, "sample", sample_slowly)
     limits = RunnerLimits(
         max_num_batched_tokens=32, max_num_seqs=32, max_blocks_per_seq=9, rows_per_seq=8
     )

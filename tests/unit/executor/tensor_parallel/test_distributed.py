@@ -157,7 +157,7 @@ class Faults:
             failures.append(error)
             if "forward" not in str(error) and self._control.read_text() == "forward":
                 self.are("calm")
-            engine._faults.failed = lambda _: Verdict()  # steps fail by chance, no request's fault
+            engine.faults.failed = lambda _: Verdict()  # steps fail by chance, no request's fault
             go_on(sequences, num_tokens, error)
 
         engine._failed = watched
