@@ -19,12 +19,11 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from threading import Thread, get_native_id
 from time import monotonic, sleep
-from typing import TypeAlias
+from typing import Any
 
 from pyengine.engine.request import SequenceState
 from pyengine.kv_cache import (
     BlockManager,
-    KVBlocks,
     KVStore,
     Loading,
     NoRoom,
@@ -34,6 +33,8 @@ from pyengine.kv_cache import (
     Transfer,
 )
 from pyengine.kv_cache import Sequence as KVSequence
+from pyengine.kv_cache.block_memory import Block as _Block
+from pyengine.kv_cache.block_memory import BlockMemory
 
 _log = logging.getLogger(__name__)
 
@@ -61,10 +62,6 @@ _REST = 3.0
 """Rest after each of them while steps run, as a multiple of the time that it took."""
 _BACKGROUND = 10
 """The niceness of the threads that move bytes."""
-
-
-_Block: TypeAlias = tuple[int, int, int]
-"""Index in the prefix, layer group, block id."""
 
 
 class Rate:
@@ -97,6 +94,8 @@ class _Load:
     prefix: StoredPrefix
     blocks: list[_Block]
     num_bytes: int
+    after: Any
+    """The `mark` of the memory behind the steps that may still write to the blocks."""
     num_loaded: int = 0
     """Entries that were read whole, from the front of `blocks`."""
     seconds: float = 0.0
@@ -113,7 +112,7 @@ class KVOffloader:
     def __init__(
         self,
         store: KVStore,
-        memory: KVBlocks,
+        memory: BlockMemory,
         manager: BlockManager,
         fingerprints: Sequence[bytes],
     ) -> None:
@@ -238,7 +237,7 @@ class KVOffloader:
         num_bytes = sum(self._bytes[group] for _, group, _ in blocks)
         if not self._open:
             self._last_progress = monotonic()
-        load = _Load(sequence, transfer, prefix, blocks, num_bytes)
+        load = _Load(sequence, transfer, prefix, blocks, num_bytes, self._memory.mark())
         self._open.append(load)
         sequence.is_loading = True
         self.counters["loads"] += 1
@@ -319,7 +318,7 @@ class KVOffloader:
                 while load.num_loaded < len(load.blocks) and not load.is_abandoned:
                     piece = self._piece(load.blocks, load.num_loaded)
                     with self._paused():
-                        moved = load.prefix.load(self._memory, piece)
+                        moved = self._memory.load(load.prefix, piece, load.after)
                     load.num_loaded += moved
                     self._last_progress = monotonic()
                     if moved < len(piece):
@@ -381,7 +380,7 @@ class KVOffloader:
         done, deadline, was_empty = 0, monotonic() + _PATIENCE, False
         while True:
             with self._paused():
-                stored = prefix.store(self._memory, self._piece(blocks, done))
+                stored = self._memory.store(prefix, self._piece(blocks, done))
             done += stored
             if stored:
                 deadline, was_empty = monotonic() + _PATIENCE, False
@@ -397,7 +396,7 @@ class KVOffloader:
         """The store's entries, its limit, and whether this process writes to it."""
         stats = self._store.stats()
         return {
-            "kv_cache_disk_bytes": stats["limit_bytes"],
+            "kv_cache_store_bytes": stats["limit_bytes"],
             "kv_cache_entries": stats["readable_entries"],
             "kv_cache_access": "write" if self._store.is_writer else "read: another process writes",
         }

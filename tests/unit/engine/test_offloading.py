@@ -1,5 +1,6 @@
 """KV that a store keeps: restored, it gives the tokens that computed KV gives, whatever fails."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -8,11 +9,13 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
+import torch
 
 from pyengine.engine import offloading
 from pyengine.engine.offloading import KVOffloader
 from pyengine.engine.prompts import Prompt
-from pyengine.kv_cache import KVBlocks, KVStore, StoreError, kv_fingerprint
+from pyengine.kv_cache import KVStore, StoreError, kv_fingerprint
+from pyengine.kv_cache.block_memory import BlockMemory, DeviceBlocks, HostBlocks
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import GREEDY, Bench, add_request, make_bench
 from tests.support.fake_runner import continued
@@ -52,13 +55,24 @@ class FaultyStore:
         return FaultyPrefix(self._store.prefix(*args, **kwargs), self.act)
 
 
+def device_blocks(arrays: Sequence[Any], groups: Sequence[Sequence[int]]) -> BlockMemory:
+    """As if the arrays were a device's: blocks go the way that they go there."""
+    return DeviceBlocks([torch.from_numpy(array) for array in arrays], groups)
+
+
+make_memory: Callable[[Any, Any], BlockMemory] = HostBlocks
+
+
+@pytest.fixture(autouse=True, params=[HostBlocks, device_blocks], ids=["host", "device"])
+def each_memory(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "make_memory", request.param)
+
+
 def with_store(bench: Bench, store: Any, name: str = "model") -> KVOffloader:
     """Have the bench's engine use a store."""
     runner, groups = bench.runner, bench.manager.groups
-    rows = (-1, runner.block_size)
-    memory = KVBlocks(
-        [runner.slots.reshape(rows), runner.writers.reshape(rows)], [[0, 1]] * len(groups)
-    )
+    arrays = [each.reshape(-1, runner.block_size) for each in (runner.slots, runner.writers)]
+    memory = make_memory(arrays, [[0, 1]] * len(groups))
     fingerprints = [kv_fingerprint([(name, str(group).encode())]) for group in range(len(groups))]
     offloader = KVOffloader(store, memory, bench.manager, fingerprints)
     bench.engine.offload(offloader)
