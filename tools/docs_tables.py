@@ -63,7 +63,7 @@ class _IdleEngine:
     def stats(self) -> EngineStats:
         manager = BlockManager(1, 1)
         counters = {**manager.stats().as_dict(), "forked_tokens": 0, "forked_blocks": 0}
-        store = dict.fromkeys({**OFFLOAD_COUNTERS, **STORE_COUNTERS}, 0.0)
+        store = dict.fromkeys({**OFFLOAD_COUNTERS, **STORE_COUNTERS, "restore_cost": ""}, 0.0)
         return EngineStats(manager.usage(), counters, 0, 0, 0, 0, store=store)
 
     def describe(self) -> dict[str, object]:

@@ -84,6 +84,11 @@ class Rate:
         is_known = self._value and monotonic() - self._time < _FORGET
         return self._value if is_known else None
 
+    @property
+    def last(self) -> float | None:
+        """The last rate, of whatever age."""
+        return self._value or None
+
 
 @dataclass(slots=True, eq=False)
 class _Load:
@@ -287,6 +292,17 @@ class KVOffloader:
         rate = self._load_rate.value
         return None if rate is None else (before + num_bytes) / rate
 
+    @property
+    def restore_cost(self) -> float:
+        """The time to restore a token relative to computing one, by the last rates; at most 1.
+
+        1 until both rates were measured.
+        """
+        load, compute = self._load_rate.last, self._compute_rate.last
+        if load is None or compute is None:
+            return 1.0
+        return min(1.0, sum(self._bytes) / self._manager.block_size * compute / load)
+
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """Count a step of `num_tokens` tokens that took `seconds`."""
         if num_tokens >= _LEAST_TOKENS:
@@ -409,10 +425,11 @@ class KVOffloader:
             self._work.put(self._store.refresh)
 
     def stats(self) -> dict[str, float]:
-        """`COUNTERS` and `STORE_COUNTERS`, each by its name."""
+        """`COUNTERS` and `STORE_COUNTERS`, each by its name, and `restore_cost`."""
         with suppress(StoreError):  # it is closed: what it was at last
             self._last_stats = self._store.stats()
-        return {**self.counters, **{name: self._last_stats[name] for name in STORE_COUNTERS}}
+        of_store = {name: self._last_stats[name] for name in STORE_COUNTERS}
+        return {**self.counters, **of_store, "restore_cost": self.restore_cost}
 
     def close(self, timeout: float) -> bool:
         """Write what is queued. False if that takes longer than `timeout` seconds."""

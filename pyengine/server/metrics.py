@@ -337,6 +337,13 @@ class EngineMetrics:
         ):
             sources.add_metric([*self._labels.values(), source], value)
         yield sources
+        cost = GaugeMetricFamily(
+            "pyengine:kv_store_restore_cost",
+            "The time to restore a token relative to computing one; 1 until both are known.",
+            labels=[*self._labels, "tier"],
+        )
+        cost.add_metric([*self._labels.values(), tier], store["restore_cost"])
+        yield cost
         for name, help in {**OFFLOAD_COUNTERS, **STORE_COUNTERS}.items():
             yield self._counter(f"pyengine:kv_store_{name}", help, store[name], tier=tier)
 

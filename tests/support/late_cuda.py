@@ -1,8 +1,8 @@
-"""CUDA streams over tensors of the CPU: what is queued runs as late as it may.
+"""CUDA streams over tensors of the CPU: queued work runs as late as it may.
 
-A copy of blocks inside `torch.cuda.stream` is queued. It runs when somebody waits for an event
-behind it: the host, or another stream whose turn it is. What nobody waits for is late, and a test
-sees it. With a `random`, queued work sometimes runs earlier.
+A copy of blocks inside `torch.cuda.stream` is queued. It runs when the host, or work in another
+stream, waits for a later event. A copy without such a wait is late, and a test sees it. With a
+`random`, queued work sometimes runs earlier.
 """
 
 import threading
