@@ -39,7 +39,7 @@ class AsyncEngine(EngineClient):
 
     @takes_settings
     def __init__(self, settings: EngineSettings) -> None:
-        super().__init__(settings)
+        super().__init__(settings, populate=True)  # it serves for long
         self._max_num_waiting = settings.max_num_waiting
         self._lock = Lock()
         """Guards what follows; held for moments."""
@@ -199,7 +199,8 @@ class AsyncEngine(EngineClient):
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests and wait for those that are there; whether all could end.
 
-        After `timeout` seconds the others are ended, with the finish reason "abort".
+        After `timeout` seconds the others are ended, with the finish reason "abort". What is to be
+        stored in `kv_cache_dir` is written in the rest of that time.
         """
         self._engine_loop.refuse_fork()
         with self._lock:
@@ -210,6 +211,8 @@ class AsyncEngine(EngineClient):
                 self._engine_loop.abort(left)
                 return False
             await asyncio.sleep(min(0.01, max(0.0, end - monotonic())))
+        if self._engine.offloader is not None:
+            await asyncio.to_thread(self._engine.offloader.flush, end - monotonic())
         return True
 
     def _unfinished(self) -> list[Request]:

@@ -16,7 +16,8 @@ from the root of the repository, on a machine that does nothing else, with the e
 - `examples`: BIG-Bench-Hard, its worked examples before every question, twice with a restart
   between: tokens computed the second time.
 - `nothing`: tokens per second of random prompts of 512 tokens with 32 of answer, with and without.
-- `gaps`: time between the tokens of eight streams while 2 GB are stored, then loaded, and without.
+- `gaps`: time between the tokens of eight streams while 2 GB are stored, or loaded, and without, in
+  turns in one process.
 - `start`: opening a folder of 100,000 entries.
 
 Results: `benches/results/stored-MACHINE.json`.
@@ -121,57 +122,70 @@ def throughput(folder: str | None, seed: int) -> dict[str, Any]:
     return {"rate": 24 * (512 + 32) / seconds}
 
 
-def gaps(folder: str | None, work: str) -> dict[str, Any]:
-    """Milliseconds between tokens of eight streams, while `work` goes on, and the bytes it moved.
+def gaps(folder: str, work: str, rounds: int) -> dict[str, Any]:
+    """Milliseconds between tokens of eight streams with and without `work`, and the bytes it moved.
 
-    Six long prompts come meanwhile. `none`: they are cached, and there is no store; `store`: they
-    are cached, and stored now; `load`: they are restored.
+    Six long prompts come meanwhile. They are cached ("none"), cached and stored now ("store"), or
+    restored ("load"). Each time there are eight new streams.
     """
     with make_llm(folder, dtype="float32", kv_cache_memory=3 * GIB) as llm:
+        llm._engine._executor.runner.pool.populate()
         llm.generate([tokens(WARM, 600)], greedy(4), use_tqdm=False)
         offloader = llm._engine.offloader
         prompts = [tokens(100 + at, 7600) for at in range(6)]
-        if work != "load":  # they are computed first, and stored while others stream
-            if offloader is not None:
-                store, offloader.store = offloader.store, lambda sequence: None
-            llm.generate(prompts, greedy(1), use_tqdm=False)
-            if offloader is not None:
-                offloader.store = store
-        stamps: list[list[float]] = [[] for _ in range(8)]
-
-        def read(at: int) -> None:
-            for _ in llm.stream(tokens(at, 64), greedy(900)):
-                stamps[at].append(monotonic())
-
-        readers = [Thread(target=read, args=(at,)) for at in range(8)]
-        for reader in readers:
-            reader.start()
-        while any(len(each) < 20 for each in stamps):
-            sleep(0.01)
-        begin, before = monotonic(), llm._engine.stats().store
+        store = offloader.store
+        offloader.store = lambda sequence: None
         llm.generate(prompts, greedy(1), use_tqdm=False)
-        if work == "store":
-            wait_until_stored(offloader)
-            offloader._store.flush(600)
-        end = max(monotonic(), begin + 4)
-        for reader in readers:
-            reader.join()
-        after = llm._engine.stats().store
-    found = [
-        1000 * (b - a)
-        for each in stamps
-        for a, b in pairwise(each)
-        if begin <= a and b <= end + 0.5
+        found: dict[str, list[dict[str, float]]] = {"none": [], work: []}
+        for turn in range(2 * rounds):
+            kind = ("none", work, work, "none")[turn % 4]
+            if kind == "load":
+                llm._manager.evict_all()
+            elif kind == "store":
+                offloader._store.prune()
+                offloader.store = store
+            found[kind].append(streamed(llm, offloader, prompts, kind))
+            offloader.store = lambda sequence: None
+    return found
+
+
+def streamed(llm: Any, offloader: Any, prompts: list[list[int]], work: str) -> dict[str, float]:
+    """The time between tokens of eight streams while the prompts come."""
+    stamps: list[list[float]] = [[] for _ in range(8)]
+    is_over = Event()
+
+    def read(at: int) -> None:
+        for _ in llm.stream(tokens(at, 64), greedy(4000)):
+            stamps[at].append(monotonic())
+            if is_over.is_set():
+                return
+
+    readers = [Thread(target=read, args=(at,)) for at in range(8)]
+    for reader in readers:
+        reader.start()
+    while any(len(each) < 20 for each in stamps):
+        sleep(0.01)
+    begin, before = monotonic(), offloader.stats()
+    llm.generate(prompts, greedy(1), use_tqdm=False)
+    while work == "none" and monotonic() < begin + 8:
+        sleep(2)
+        llm.generate(prompts, greedy(1), use_tqdm=False)
+    if work == "store":
+        offloader.flush(600)
+    end, after = monotonic(), offloader.stats()
+    is_over.set()
+    for reader in readers:
+        reader.join()
+    between = [
+        1000 * (b - a) for each in stamps for a, b in pairwise(each) if begin <= a and b <= end
     ]
-    name = {"store": "stored_bytes", "load": "hit_bytes"}.get(work)
-    moved = after[name] - before[name] if name else 0
-    cuts = quantiles(found, n=100)
+    cuts = quantiles(between, n=100)
     return {
         "p50": cuts[49],
         "p99": cuts[98],
-        "max": max(found),
-        "count": len(found),
-        "bytes": moved,
+        "max": max(between),
+        "count": len(between),
+        "bytes": sum(after[name] - before[name] for name in ("stored_bytes", "hit_bytes")),
         "seconds": end - begin,
     }
 
@@ -369,10 +383,7 @@ def measure(only: list[str], rounds: int, traces: Path, folder: str) -> Iterator
         place = f"{folder}/gaps"
         yield (
             "gaps",
-            {
-                work: [child(gaps, place if work != "none" else None, work)]
-                for work in ("none", "store", "load")
-            },
+            {work: child(gaps, place, work, rounds) for work in ("store", "load")},
         )
     if "start" in only:
         place = f"{folder}/start"
@@ -413,17 +424,22 @@ def tables(results: dict[str, Any]) -> Iterator[str]:
         share = with_ / without
         yield f"| nothing to reuse: tokens per second with / without | {share:.3f} | 0.98 |"
     if "gaps" in found:
-        none = found["gaps"]["none"][0]["p99"]
-        for work in ("store", "load"):
-            each = found["gaps"][work][0]
-            moved = f"{each['bytes'] / 1e9:.1f} GB are {'stored' if work == 'store' else 'loaded'}"
-            share = each["p99"] / none
-            yield f"| p99 between tokens while {moved} / without | {share:.2f} | 1.1 |"
+        for work, each in found["gaps"].items():
+            with_, without = (median(one["p99"] for one in each[kind]) for kind in (work, "none"))
+            worst = max(one["p99"] for one in each[work]) / min(one["p99"] for one in each["none"])
+            moved, seconds = (median(one[name] for one in each[work]) for name in MOVED)
+            yield (
+                f"| p99 between tokens while {moved / 1e9:.1f} GB are "
+                f"{'stored' if work == 'store' else 'loaded'} in {seconds:.0f} s / without "
+                f"({with_:.0f} / {without:.0f} ms; worst / best {worst:.2f}) "
+                f"| {with_ / without:.2f} | 1.1 |"
+            )
     if "start" in found:
         worst = max(each["seconds"] for each in found["start"])
         yield f"| opening {found['start'][0]['entries']:,} entries, worst, s | {worst:.2f} | 1 |"
 
 
+MOVED = ("bytes", "seconds")
 ALL = ("first-token", "trace", "examples", "nothing", "gaps", "start")
 
 

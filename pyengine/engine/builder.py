@@ -91,8 +91,12 @@ class BuiltEngine:
     description: dict[str, object]
 
 
-def build_engine(settings: EngineSettings) -> BuiltEngine:
-    """Build an engine. Raises as `LLM` does, and then leaves no process running."""
+def build_engine(settings: EngineSettings, *, populate: bool = False) -> BuiltEngine:
+    """Build an engine. Raises as `LLM` does, and then leaves no process running.
+
+    With `populate` the memory of the KV pool is allocated at once, in the background, and not when
+    a step first writes to it; so it is with a store.
+    """
     _check(settings)
     threads = compute_threads(settings.num_threads, settings.tensor_parallel_size)
     with threads.used(), ExitStack() as undo:
@@ -101,7 +105,7 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
             undo.callback(store.close, _CLOSE_SECONDS)
         worker_group = _worker_group(settings, threads)
         with worker_group or nullcontext():  # the workers end if this fails
-            built = _connect(settings, worker_group, threads, store)
+            built = _connect(settings, worker_group, threads, store, populate=populate)
         undo.pop_all()
     return built
 
@@ -134,6 +138,8 @@ def _connect(
     worker_group: WorkerGroup | None,
     threads: ComputeThreads,
     store: KVStore | None,
+    *,
+    populate: bool,
 ) -> BuiltEngine:
     loaded = worker_group.loaded if worker_group else _load(settings)
     draft = load_draft(settings, loaded)  # before the free memory is measured
@@ -199,6 +205,8 @@ def _connect(
         threads,
         adapts=threads.adapts and is_alone and _any_threads_agree(settings, choice, products),
     )
+    if isinstance(runner, ModelRunner) and (populate or settings.kv_cache_dir is not None):
+        runner.pool.populate_in_background()
     params = default_params(settings, loaded)
     description = {
         **_about_model(loaded, settings),

@@ -24,9 +24,9 @@ from pyengine.utils.openmp import release_threads
 class EngineClient:
     """A model, its KV cache and an engine that several callers share."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, *, populate: bool = False) -> None:
         refuse_engine_in_fork()
-        parts = build_engine(settings)
+        parts = build_engine(settings, populate=populate)
         release_threads()  # another thread runs the steps
         self.model_path: Path = parts.loaded.path
         self.tokenizer: Any = parts.loaded.tokenizer

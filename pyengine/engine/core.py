@@ -389,6 +389,8 @@ class Engine:
         """Without requests, roll back running steps and drop their results."""
         self._executor.forget_batches()
         self._unread = None
+        if self.offloader is not None:
+            self.offloader.are_steps_running = False
         if self._queue:
             self._roll_back()
 

@@ -9,7 +9,6 @@ others overtake it, and after `_PATIENCE` it is computed instead.
 """
 
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
-from threading import Thread, get_native_id
-from time import monotonic, sleep
+from threading import Event, Thread
+from time import monotonic, sleep, thread_time
 from typing import Any
 
 from pyengine.engine.request import SequenceState
@@ -56,12 +55,10 @@ _LEAST_TOKENS = 64
 """Smaller steps say little about how fast a prompt is computed."""
 _CHECK = 1.0
 """Seconds between looks at what the store has to say, and at what another process has stored."""
-_PIECE = 4 << 20
-"""Bytes that are moved at a time."""
-_REST = 3.0
-"""Rest after each of them while steps run, as a multiple of the time that it took."""
-_BACKGROUND = 10
-"""The niceness of the threads that move bytes."""
+_PIECE = 512 << 10
+"""Bytes that are moved at a time, or one block: a fraction of a millisecond's work."""
+_REST = 10.0
+"""Rest after each of them while steps run, as a multiple of the processor time that it took."""
 
 
 class Rate:
@@ -137,7 +134,8 @@ class KVOffloader:
         self._next_check = 0.0
         self._last_progress = 0.0
         """When the load thread last moved something."""
-        self._are_steps_running = False
+        self.are_steps_running = False
+        """While they are, bytes move more slowly."""
         self.num_pins = 0
         """Pins that the store thread has taken and released so far."""
         self._load_rate, self._compute_rate = Rate(), Rate()
@@ -155,11 +153,8 @@ class KVOffloader:
         return bool(self.num_pins % 2) or any(not load.is_abandoned for load in self._open)
 
     def restore(self, waiting: Iterable[SequenceState], num_running: int) -> None:
-        """Start to load what the first of the waiting sequences can reuse, and end what is late.
-
-        While `num_running` sequences run, bytes move more slowly.
-        """
-        self._are_steps_running = num_running > 0
+        """Start to load what the first of the waiting sequences can reuse, and end what is late."""
+        self.are_steps_running = num_running > 0
         self.finish_loads()
         now = monotonic()
         if now > self._next_check:
@@ -327,7 +322,6 @@ class KVOffloader:
         self._work.put(partial(self._store_prefix, tokens, request.namespace))
 
     def _run_loads(self) -> None:
-        _lower_priority()
         while (load := self._loads.get()) is not None:
             start = monotonic()
             try:
@@ -346,19 +340,22 @@ class KVOffloader:
             self.notify()
 
     def _piece(self, blocks: list[_Block], done: int) -> list[_Block]:
-        """The next blocks to move, some milliseconds of work."""
+        """The next blocks to move."""
         return blocks[done : done + max(1, _PIECE // max(self._bytes))]
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """While steps run, rest after a piece, so that they keep processors and memory."""
-        start = monotonic()
+        """While steps run, rest after a piece, so that they keep the processors.
+
+        Short pieces instead of a low priority: a thread of low priority that is stopped while it
+        holds the interpreter's lock stops the steps too.
+        """
+        start = thread_time()
         yield
-        if self._are_steps_running:
-            sleep(_REST * (monotonic() - start))
+        if self.are_steps_running:
+            sleep(_REST * (thread_time() - start))
 
     def _run_stores(self) -> None:
-        _lower_priority()
         while (work := self._work.get()) is not None:
             try:
                 work()
@@ -431,9 +428,25 @@ class KVOffloader:
         of_store = {name: self._last_stats[name] for name in STORE_COUNTERS}
         return {**self.counters, **of_store, "restore_cost": self.restore_cost}
 
+    def flush(self, timeout: float) -> bool:
+        """Write what is queued. False after `timeout` seconds, or if the disk does not answer.
+
+        Any thread may call it.
+        """
+        is_copied, end = Event(), monotonic() + timeout
+        self._work.put(is_copied.set)
+        with suppress(StoreError):  # it is closed
+            while not (is_copied.is_set() and self._store.flush(0)):
+                now = monotonic()
+                if now > end or self._store.stats()["is_suspended"]:
+                    return False
+                sleep(max(0.0, min(0.01, end - now)))
+        return True
+
     def close(self, timeout: float) -> bool:
         """Write what is queued. False if that takes longer than `timeout` seconds."""
         deadline = monotonic() + timeout
+        self.are_steps_running = False
         self._loads.put(None)
         self._work.put(None)
         self._threads[1].join(timeout)
@@ -468,9 +481,3 @@ STORE_COUNTERS = {
     "stalls": "Times that the disk did not answer.",
 }
 """Descriptions of the counters of a store since it was opened."""
-
-
-def _lower_priority() -> None:
-    """Let the threads that compute go first; does nothing where the system cannot."""
-    with suppress(AttributeError, OSError):
-        os.setpriority(os.PRIO_PROCESS, get_native_id(), _BACKGROUND)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 _CPU_DEFAULT_LIMIT = 4 * _GIB
 _CPU_DEFAULT_SHARE = 0.25
+_POPULATED = 8 << 20
+"""Bytes whose pages are allocated at a time in the background."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +328,22 @@ class KVPool:
             return all(
                 threads.map(lambda item: populate(item.data_ptr(), item.nbytes), self._tensors)
             )
+
+    def populate_in_background(self) -> None:
+        """As `populate`, in a thread and a few MiB at a time, while steps run.
+
+        Without it a step that is the first to write to some part of the pool takes up to 0.3 s
+        longer on a virtual machine.
+        """
+        if self.device.type == "cpu":
+            Thread(target=self._populate_slowly, name="pyengine-populate", daemon=True).start()
+
+    def _populate_slowly(self) -> None:
+        for tensor in self._tensors:
+            start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+            for address in range(start, end, _POPULATED):
+                if not populate(address, min(_POPULATED, end - address)):
+                    return
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination): all are read before any is written.

@@ -40,7 +40,7 @@ class FakeModel:
         self.made: list[tuple[ref[EngineClient], Thread]] = []
         patch.setattr(frontend_module, "build_engine", self._build)
 
-    def _build(self, settings: EngineSettings) -> BuiltEngine:
+    def _build(self, settings: EngineSettings, *, populate: bool) -> BuiltEngine:
         """The engine; those that had it before must be dropped, and their threads end first."""
         if self.made:
             gc.collect()

@@ -322,6 +322,41 @@ def test_pins_of_stores_do_not_stop_admission(store: KVStore) -> None:
     assert answer.outputs[0].token_ids == continued(prompt_of(48, seed=1), 8)
 
 
+def test_transfers_rest_while_steps_run_and_not_after_them(
+    store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr(offloading, "sleep", rests.append)
+    monkeypatch.setattr(offloading, "thread_time", count().__next__)
+    prompt = prompt_of(40)
+    first = make_bench()
+    generate_and_store(first, with_store(first, store), [prompt])
+    offloader = with_store(second := make_bench(), store)
+    second.submit({"runs": prompt_of(8, seed=1)})
+    second.engine.step()
+    second.engine.step()
+    second.submit({"loads": prompt})
+    assert offloader.are_steps_running
+    run(second)
+    assert offloading._REST in rests
+    assert not offloader.are_steps_running
+
+
+def test_a_flush_writes_what_is_queued_or_says_that_it_cannot(store: KVStore) -> None:
+    may_go = threading.Event()
+
+    def wait(kind: str, blocks: Any) -> None:
+        assert may_go.wait(30)
+
+    bench = make_bench()
+    offloader = with_store(bench, FaultyStore(store, wait))
+    generate(bench, [prompt_of(40)])
+    assert not offloader.flush(0.05)
+    may_go.set()
+    assert offloader.flush(30)
+    assert store.stats()["readable_entries"] >= 10
+
+
 def test_entries_of_another_length_are_computed(store: KVStore) -> None:
     """As if a part of the layout were missing in the fingerprint."""
     prompt = prompt_of(40)

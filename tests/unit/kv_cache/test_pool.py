@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -245,9 +246,30 @@ def test_a_pool_can_take_its_memory_before_it_is_written() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_pool_takes_its_memory_in_the_background_piece_by_piece(monkeypatch):
+    monkeypatch.setattr("pyengine.kv_cache.pool._POPULATED", 512)
+    pieces = []
+    monkeypatch.setattr(
+        "pyengine.kv_cache.pool.populate", lambda *piece: pieces.append(piece) or True
+    )
+    pool = KVPool(LAYERS, 4, 16, CPU)
+    pool.populate_in_background()
+    for thread in threading.enumerate():
+        if thread.name == "pyengine-populate":
+            thread.join(60)
+    expected = [
+        (tensor.data_ptr() + at, min(512, tensor.nbytes - at))
+        for tensor in [*pool.keys, *pool.values]
+        for at in range(0, tensor.nbytes, 512)
+    ]
+    assert sorted(pieces) == sorted(expected)
+
+
 def test_a_pool_on_a_device_has_its_memory():
     pool = KVPool(LAYERS, 4, 16, torch.device("meta"))
     assert not pool.populate()
+    pool.populate_in_background()
+    assert "pyengine-populate" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_rows_are_written_where_their_slots_say():
