@@ -55,10 +55,6 @@ _LEAST_TOKENS = 64
 """Smaller steps say little about how fast a prompt is computed."""
 _CHECK = 1.0
 """Seconds between looks at what the store has to say, and at what another process has stored."""
-_PIECE = 512 << 10
-"""Bytes that are moved at a time, or one block: a fraction of a millisecond's work."""
-_REST = 10.0
-"""Rest after each of them while steps run, as a multiple of the processor time that it took."""
 
 
 class Rate:
@@ -341,7 +337,7 @@ class KVOffloader:
 
     def _piece(self, blocks: list[_Block], done: int) -> list[_Block]:
         """The next blocks to move."""
-        return blocks[done : done + max(1, _PIECE // max(self._bytes))]
+        return blocks[done : done + max(1, self._memory.piece_bytes // max(self._bytes))]
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -353,7 +349,7 @@ class KVOffloader:
         start = thread_time()
         yield
         if self.are_steps_running:
-            sleep(_REST * (thread_time() - start))
+            sleep(self._memory.rest * (thread_time() - start))
 
     def _run_stores(self) -> None:
         while (work := self._work.get()) is not None:

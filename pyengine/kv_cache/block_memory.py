@@ -29,6 +29,16 @@ _STAGING_BYTES = 8 << 20
 class BlockMemory(Protocol):
     """Copies blocks between a pool and a store. One thread stores, and one loads."""
 
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes to copy at a time, or one block."""
+        ...
+
+    @property
+    def rest(self) -> float:
+        """Rest after each piece while steps run, as a multiple of the processor time it took."""
+        ...
+
     def block_bytes(self, group: int) -> int:
         """Bytes of a block in a layer group."""
         ...
@@ -50,7 +60,14 @@ class BlockMemory(Protocol):
 
 
 class HostBlocks:
-    """Blocks in arrays of the host; for the arguments see `KVBlocks`."""
+    """Blocks in arrays of the host; for the arguments see `KVBlocks`.
+
+    The processors that copy are those that steps need: pieces are a fraction of a millisecond's
+    work.
+    """
+
+    piece_bytes = 512 << 10
+    rest = 10.0
 
     def __init__(self, arrays: Sequence[Any], groups: Sequence[Sequence[int]]) -> None:
         self._blocks = KVBlocks(arrays, groups)
@@ -116,8 +133,11 @@ class DeviceBlocks:
     """Blocks in contiguous tensors `[num_blocks, ...]` of a device.
 
     `groups[g]` lists the tensors of layer group `g`. Tensors on the CPU are for tests: they take
-    the same way, without streams.
+    the same way, without streams. Steps run on the device, so that copies need no rests.
     """
+
+    piece_bytes = _STAGING_BYTES
+    rest = 0.0
 
     def __init__(self, tensors: Sequence["torch.Tensor"], groups: Sequence[Sequence[int]]) -> None:
         rows = [_rows(tensor) for tensor in tensors]

@@ -338,7 +338,7 @@ def test_transfers_rest_while_steps_run_and_not_after_them(
     second.submit({"loads": prompt})
     assert offloader.are_steps_running
     run(second)
-    assert offloading._REST in rests
+    assert offloader._memory.rest in rests
     assert not offloader.are_steps_running
 
 
