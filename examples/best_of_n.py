@@ -1,4 +1,4 @@
-"""Several answers from one prompt: its blocks are shared, and the likeliest answer wins."""
+"""Generate several answers to one prompt, which share its blocks, and print the likeliest first."""
 
 from pyengine import LLM, SamplingParams
 
@@ -6,7 +6,7 @@ PROMPT = "A short poem about the sea, in one sentence:"
 
 
 def main() -> None:
-    """Draw four answers and print them, the likeliest first."""
+    """Sample four answers and print them, the likeliest first."""
     llm = LLM()
     params = SamplingParams(n=4, seed=7, temperature=0.9, top_p=0.95, max_tokens=24, logprobs=0)
     [output] = llm.generate([PROMPT], params, use_tqdm=False)

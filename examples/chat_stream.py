@@ -1,4 +1,4 @@
-"""A conversation, streamed. The second turn begins with the first one, and reuses its blocks."""
+"""Stream a conversation. The second prompt begins with the first turn and reuses its blocks."""
 
 from pyengine import LLM, RequestOutputKind, SamplingParams
 

@@ -1,7 +1,7 @@
-"""Multiple choice by log-probabilities: which answer does the model find likeliest?
+"""Multiple choice by log-probabilities: which answer does the model find most likely?
 
-Each question is computed once, whatever the number of answers: with `prompt_logprobs` of 1 the
-prefix cache is read, and the log-probabilities of a cached prefix are kept beside it.
+Each question is computed once for all of its answers: with `prompt_logprobs=1`, prompts use the
+prefix cache, which also keeps the log-probabilities of cached prefixes.
 """
 
 from pyengine import LLM, SamplingParams
@@ -15,7 +15,7 @@ QUESTIONS = [
 
 
 def main() -> None:
-    """Score every answer in one call, and count the right choices."""
+    """Score all answers in one call, and count the correct choices."""
     llm = LLM()
     questions, tokens = [], []
     for question, answers, _ in QUESTIONS:

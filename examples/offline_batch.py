@@ -1,4 +1,4 @@
-"""Many prompts in one call: the engine batches them and computes their shared beginning once."""
+"""Many prompts in one call: the engine batches them and computes their shared prefix once."""
 
 from pyengine import LLM, SamplingParams
 
@@ -10,7 +10,7 @@ COUNTRIES = ["France", "Japan", "Italy", "Egypt", "Norway", "Peru", "Kenya", "Ca
 
 
 def main() -> None:
-    """Answer eight questions and say how much of their prompts was computed."""
+    """Answer eight questions, and print how many prompt tokens came from the cache."""
     llm = LLM()
     prompts = [f"{PREAMBLE}The capital of {country} is" for country in COUNTRIES]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)

@@ -1,7 +1,7 @@
-"""A router that knows, by events, what each of two replicas has cached. No Ray, no model.
+"""A router that follows the cache events of two replicas. It needs neither Ray nor a model.
 
-The replicas are block managers. Prompts come from four tenants, each with a long preamble of its
-own; each replica has room for two preambles.
+The replicas are block managers. Prompts come from four tenants, each with its own long preamble.
+Each replica has space for two preambles.
 """
 
 from random import Random
@@ -24,7 +24,7 @@ class Replica:
         self.log = EventLog(self.manager)
 
     def serve(self, prompt: list[int]) -> int:
-        """Compute a prompt. Returns how many of its tokens came from the cache."""
+        """Compute a prompt. Returns the number of its tokens that came from the cache."""
         sequence = self.manager.sequence(prompt)
         plan = self.manager.begin_step(len(prompt))
         plan.prefill(sequence, len(prompt))
@@ -36,7 +36,7 @@ class Replica:
 
 
 def prompts() -> list[list[int]]:
-    """Eighty prompts in random order: a tenant's preamble and a question."""
+    """Eighty prompts in random order, each a tenant's preamble and a question."""
     random = Random(0)
     found = []
     for number in range(80):
@@ -47,13 +47,13 @@ def prompts() -> list[list[int]]:
 
 
 def by_turns() -> int:
-    """Cached tokens if the replicas take turns."""
+    """The number of cached tokens if the replicas take turns."""
     replicas = [Replica("0"), Replica("1")]
     return sum(replicas[at % 2].serve(prompt) for at, prompt in enumerate(prompts()))
 
 
 def by_prefix() -> int:
-    """Cached tokens if the router chooses."""
+    """The number of cached tokens if the router chooses."""
     router = PrefixRouter(KIND)
     replicas = {name: Replica(name) for name in ("0", "1")}
     for replica in replicas.values():
@@ -65,7 +65,7 @@ def by_prefix() -> int:
         ticket = router.begin(choice)
         replica = replicas[choice.replica]
         cached += replica.serve(prompt)
-        router.apply(replica.name, replica.log.take(Load()))  # what it stored and evicted
+        router.apply(replica.name, replica.log.take(Load()))  # blocks stored and evicted
         if ticket is not None:  # None: the replica has left
             router.end(ticket)
     return cached

@@ -1,7 +1,7 @@
-"""The server and its clients: streams at the same time, usage, metrics, a clean stop.
+"""The server and its clients: concurrent streams, usage, metrics, a clean shutdown.
 
-The clients use the standard library, to show what goes over the wire. The openai package works as
-well: `OpenAI(base_url="http://127.0.0.1:PORT/v1", api_key="none")`.
+The clients use the standard library, to show the HTTP requests. The openai package works as well:
+`OpenAI(base_url="http://127.0.0.1:PORT/v1", api_key="none")`.
 """
 
 import json
@@ -26,7 +26,7 @@ def free_port() -> int:
 
 
 def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
-    """Wait until the server takes requests."""
+    """Wait until the server accepts requests."""
     while server.poll() is None:
         try:
             urlopen(f"{url}/health").close()
@@ -37,7 +37,7 @@ def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def ask(url: str, country: str) -> tuple[str, int]:
-    """One streamed chat: its text, and how many chunks it came in."""
+    """Stream one chat. Returns its text and the number of chunks."""
     question = f"What is the capital of {country}? Answer with one word."
     body = {
         "messages": [{"role": "user", "content": question}],
@@ -69,7 +69,7 @@ def metric(url: str, name: str) -> float:
 
 
 def main() -> None:
-    """Start a server, let four clients talk to it at once, and stop it."""
+    """Start a server, call it from four clients at once, and stop it."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     program = Path(sys.executable).with_name("pyengine")
     command = [str(program), "serve", "--port", str(port), "--log-format", "none"]

@@ -1,4 +1,4 @@
-"""Drafts from the text itself: fewer steps where an answer repeats it, and the same tokens."""
+"""Draft tokens from earlier text: the same tokens in fewer steps if an answer repeats it."""
 
 from pyengine import LLM, SamplingParams
 
@@ -11,7 +11,7 @@ PROMPT = (
 
 
 def main() -> None:
-    """Generate with drafts and without, and compare."""
+    """Generate with and without drafts, and compare the tokens."""
     params = SamplingParams(temperature=0, max_tokens=40)
     llm = LLM(speculation="ngram", num_speculative_tokens=7, dtype="float32")
     [drafted] = llm.generate([PROMPT], params, use_tqdm=False)

@@ -1,8 +1,8 @@
 """An engine in one file: continuous batching, chunked prefill, shared prefixes, preemption.
 
-Needs NumPy only. The model is a toy, but each token depends on every token so far, and the model
-reads those from `kv` through block tables. Ten blocks are too few for five prompts at once: some
-sequences are preempted, and find their own blocks in the cache when they start over.
+It needs NumPy only. The model is a toy, but each of its tokens depends on all tokens so far, which
+it reads from `kv` through block tables. Ten blocks are too few for five prompts at once, so some
+sequences are preempted. When they restart, they find their own blocks in the cache.
 """
 
 import numpy as np
@@ -33,7 +33,7 @@ class ToyEngine:
         self.num_preemptions = 0
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Prompts with what follows them."""
+        """Generate for all prompts. Returns each prompt with its new tokens."""
         waiting = [self.manager.sequence(prompt) for prompt in prompts]
         order = [sequence.id for sequence in waiting]
         lengths = {sequence.id: sequence.num_tokens + NEW_TOKENS for sequence in waiting}
@@ -50,9 +50,9 @@ class ToyEngine:
         return [outputs[number] for number in order]
 
     def schedule(self, waiting: list[Sequence], running: list[Sequence]) -> StepPlan:
-        """Plan one step: all decodes, then prefills as far as budget and blocks reach."""
+        """Plan one step: all decodes, then prefills while budget and blocks last."""
         plan = self.manager.begin_step(BUDGET)
-        for index in reversed(plan.decode(running)):  # no block left: preempt these
+        for index in reversed(plan.decode(running)):  # too few blocks: preempt these
             running[index].reset()
             waiting.append(running.pop(index))
             self.num_preemptions += 1
@@ -64,13 +64,13 @@ class ToyEngine:
         return plan
 
     def forward(self, plan: StepPlan) -> np.ndarray:
-        """The next token is the sum of token * (position + 1) over all tokens so far."""
+        """Compute the next token: the sum of token * (position + 1) over all tokens so far."""
         for source, destination in plan.copies():  # before anything else of the step
             self.kv[destination] = self.kv[source]
         plan.fill(self.buffers)
         ids, positions = self.arrays["input_ids"], self.arrays["positions"]
         slots = self.arrays["slot_mapping"]
-        new = np.flatnonzero(slots[: plan.num_tokens] >= 0)  # -1: its KV is cached already
+        new = np.flatnonzero(slots[: plan.num_tokens] >= 0)  # -1: its KV is already cached
         self.kv.reshape(-1)[slots[new]] = ids[new] * (positions[new] + 1)
         starts = self.arrays["query_start_loc"][: plan.num_sequences + 1]
         sampled = []

@@ -27,11 +27,11 @@ T = TypeVar("T")
 class AsyncEngine(EngineClient):
     """A model, its KV cache, and a thread that runs the steps for callers on event loops.
 
-    The settings are those of `LLM`. `generate` may be called from any number of tasks, on any
-    event loop. Requests and aborts reach the engine between steps; after each step every event
-    loop is called once, whatever the number of its callers, and a caller that reads slowly finds
-    what has come meanwhile merged into one item. Nobody waits for a reader, but steps that do not
-    overlap let the event loops hand on what there is first, for 5 ms at most.
+    The settings are those of `LLM`. Any number of tasks, on any event loop, may call `generate`.
+    Requests and aborts reach the engine between steps. After each step, every event loop is called
+    once for all of its readers. A slow reader gets the output since its last item merged into one.
+    The engine does not wait for readers, except that steps without overlap give the event loops up
+    to 5 ms to deliver outputs.
 
     The thread ends with `close`, at the end of a `with` block, with the interpreter, or when this
     object and all of its streams have been dropped.
@@ -59,16 +59,16 @@ class AsyncEngine(EngineClient):
         priority: float = 0,
         deadline: float | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Continue a prompt, in any form that `LLM.generate` takes; items as `LLM.stream` gives.
+        """Continue a prompt, given as for `LLM.generate`. Yields items as `LLM.stream` does.
 
-        The request joins the steps of all others. `request_id` must not be in use. Smaller
-        priorities are served first, then earlier arrivals. `deadline` is a time of
-        `time.monotonic`: a request that has not ended by then is ended, with the finish reason
+        The request runs in the same steps as all others. `request_id` must not be in use. Smaller
+        priorities run first, then earlier arrivals. `deadline` is a time on the clock of
+        `time.monotonic`: a request that has not ended by then is aborted, with the finish reason
         "abort" and the stop reason "deadline". Closing the iterator, or cancelling the task that
         reads it, ends the request.
 
         Raises `InvalidRequestError` for a request that cannot be served, `QueueFullError` if
-        `max_num_waiting` requests wait already, `EngineClosedError` while the engine is drained
+        `max_num_waiting` requests already wait, `EngineClosedError` while the engine is drained
         and after `close`, `RequestFailedError` if the forward pass fails on this request, and
         `EngineDeadError` once the engine has ended.
         """
@@ -100,11 +100,10 @@ class AsyncEngine(EngineClient):
         priority: float = 0,
         deadline: float | None = None,
     ) -> Request:
-        """A request as `generate` takes it, checked and not queued yet. For `submit`, once.
+        """Check a request with the parameters of `generate`, for one call of `submit`.
 
-        It takes the time that reading the prompt takes, and with `structured_outputs` up to
-        seconds: not for the thread of an event loop then. Any thread may do it. Raises
-        `InvalidRequestError`.
+        Any thread may call it. It tokenizes the prompt. With `structured_outputs` it may take
+        seconds: do not call it in the thread of an event loop then. Raises `InvalidRequestError`.
         """
         self._engine_loop.refuse_fork()
         parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
@@ -114,11 +113,11 @@ class AsyncEngine(EngineClient):
         return request
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
-        """Queue requests that were made by `request`, all or none of them, at once.
+        """Queue requests made by `request`, all or none of them. Returns one stream of their items.
 
-        Whoever does not read the stream to its end closes it. Raises what `generate` raises, and
-        `InvalidRequestError` for a request that was submitted before. A call that raises has
-        changed nothing.
+        Close the stream if you do not read it to its end. Raises the errors of `generate`, and
+        `InvalidRequestError` for a request that was submitted before. A call that raises an error
+        has changed nothing.
         """
         self._engine_loop.refuse_fork()
         with self._lock:
@@ -149,7 +148,7 @@ class AsyncEngine(EngineClient):
             self._engine_loop.abort(unfinished)
 
     def check_room(self) -> None:
-        """Raise what `submit` would raise for one more request, before that one is made."""
+        """Raise the error that `submit` would raise for one more request."""
         self._engine_loop.refuse_fork()
         with self._lock:
             self._refuse_new()
@@ -182,9 +181,9 @@ class AsyncEngine(EngineClient):
             raise EngineClosedError("the engine takes no more requests: it is being drained")
 
     async def abort(self, request_id: str) -> bool:
-        """End a request; its reader gets what there is, with the finish reason "abort".
+        """Abort a request; its reader gets the output so far, with the finish reason "abort".
 
-        Returns whether it was there.
+        Returns True if such a request was live.
         """
         self._engine_loop.refuse_fork()
         with self._lock:
@@ -197,10 +196,10 @@ class AsyncEngine(EngineClient):
         return True
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Take no more requests and wait for those that are there; whether all could end.
+        """Refuse new requests and wait for the others. Returns True if all of them finished.
 
-        After `timeout` seconds the others are ended, with the finish reason "abort". What is to be
-        stored in `kv_cache_dir` is written in the rest of that time.
+        After `timeout` seconds the remaining requests are aborted, with the finish reason "abort".
+        What is queued for `kv_cache_dir` is written in the rest of that time.
         """
         self._engine_loop.refuse_fork()
         with self._lock:
@@ -220,7 +219,7 @@ class AsyncEngine(EngineClient):
             return [request for request in self._live.values() if request.finished_time is None]
 
     async def between_steps(self, do: Callable[[], T]) -> T:
-        """What `do` gives, called in the engine's thread between two steps; they wait for it."""
+        """Call `do` in the engine's thread between two steps, and return its result."""
         self._engine_loop.refuse_fork()
         future: Future[T] = Future()
 
@@ -236,13 +235,13 @@ class AsyncEngine(EngineClient):
 
     @property
     def model_limits(self) -> ModelLimits:
-        """The limits that requests are checked against."""
+        """The limits for requests."""
         return self._engine.input_processor.limits
 
     def take_packed_events(self) -> tuple[bytes, bytes]:
-        """What became of the cache's contents since the last call, if `event_hash_seed` was given.
+        """The cache events since the last call; needs `event_hash_seed`.
 
-        See `BlockManager.take_packed_events`. For the thread that runs the steps, as an observer.
+        See `BlockManager.take_packed_events`. Call it in the engine's thread, as an observer does.
         """
         return self._manager.take_packed_events()
 
@@ -251,15 +250,15 @@ class AsyncEngine(EngineClient):
         return self._manager.cached_hashes()
 
     async def view(self, most_requests: int = 1000) -> EngineView:
-        """The pool block by block, who runs and who waits, as they are between two steps.
+        """Every block of the pool, and the running and waiting requests, between two steps.
 
-        It costs the engine's thread a fraction of a millisecond for 10,000 blocks, and about a
-        microsecond for each of at most `most_requests` requests; it waits for the step that runs.
+        It waits for the running step. It takes the engine's thread a fraction of a millisecond per
+        10,000 blocks, and about a microsecond for each of at most `most_requests` requests.
         """
         return await self.between_steps(lambda: self._engine.view(most_requests))
 
     def check_health(self) -> None:
-        """Raise `EngineDeadError` if no step can be run any more."""
+        """Raise `EngineDeadError` if the engine can run no more steps."""
         self._engine_loop.refuse_fork()
         if self._engine_loop.death is not None:
             raise copy_error(self._engine_loop.death)

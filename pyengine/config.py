@@ -42,72 +42,73 @@ class EngineSettings:
 
     model: str | Path | None = setting(
         None,
-        "hub id, local folder or GGUF file; without it the embedded default model",
+        "hub id, local folder or GGUF file; default: the embedded model",
         parse=str | None,
     )
     _: KW_ONLY
     revision: str | None = setting(
-        None, "branch, tag or commit of a model of the hub; without it the newest"
+        None, "branch, tag or commit of a hub model; default: the newest"
     )
     token: str | None = setting(
         None,
-        "access token for gated models of the hub; without it HF_TOKEN of the environment",
+        "access token for gated hub models; default: the environment variable HF_TOKEN",
         repr=False,
     )
     device: "str | torch.device" = setting(
-        "auto", "device to run on: auto (CUDA where there is one), cpu, cuda or cuda:1", parse=str
+        "auto", "device to run on: auto (CUDA if available), cpu, cuda or cuda:1", parse=str
     )
     dtype: "str | torch.dtype" = setting(
         "auto",
-        "type of the weights: auto (as saved; on the CPU bfloat16 where it has instructions for "
-        "that, else float32), float32, bfloat16, float16",
+        "type of the weights: auto (as saved, but on a CPU without bfloat16 instructions float32), "
+        "float32, bfloat16, float16",
         parse=str,
     )
     quantization: Literal["int8"] | None = setting(
         None,
-        "int8: linear layers in 8-bit integers, on the CPU; from any checkpoint of plain linear "
-        "layers",
+        "int8: 8-bit linear layers, on the CPU; for checkpoints with plain linear layers",
         parse=str | None,
     )
     linear_backend: Literal["auto", "torch", "onednn", "pyengine"] = setting(
         "auto",
-        "product of linear layers on the CPU: auto (what a short measurement finds faster, for "
-        "each shape), torch, onednn or pyengine (our kernel, float32); name one where several "
-        "processes must agree in every bit",
+        "implementation of linear layers on the CPU: auto (the fastest in a short measurement, for "
+        "each shape), torch, onednn or pyengine (float32 only); fix it if several processes must "
+        "agree in every bit",
         parse=str,
     )
-    attention_backend: str = setting("auto", "backend of attention by name; auto chooses one")
+    attention_backend: str = setting("auto", "attention backend by name; auto chooses one")
     compile: bool | None = setting(
         None,
-        "let torch compile the forward pass: a minute or two and a C++ compiler at first, "
-        "faster then, and on the CPU the pool's memory is taken at the start; without it, in CUDA "
-        "graphs where torch can",
+        "let torch compile the forward pass, which needs a C++ compiler and a minute or two at "
+        "startup; on the CPU, the pool's memory is then allocated at startup; default: only with "
+        "CUDA graphs, if torch can compile the model",
     )
     enforce_eager: bool = setting(False, "no CUDA graphs for decode steps")
     async_scheduling: bool | None = setting(
-        None, "plan the next step while one runs, with the same tokens; without it, on CUDA"
+        None, "plan the next step while one runs; the tokens are the same; default: only on CUDA"
     )
     num_threads: int | None = setting(
         None,
-        "threads that compute on the CPU, in each process of a divided model; without it "
-        "OMP_NUM_THREADS, or the CPUs of affinity mask and cgroup quota",
+        "compute threads on the CPU, in each process of a divided model; default: OMP_NUM_THREADS, "
+        "or the CPUs of affinity mask and cgroup quota",
         flag="--threads",
         least=1,
     )
     tensor_parallel_size: int = setting(
-        1, "processes that the model is divided over; sizes of the pool are those of each", least=1
+        1, "processes that the model is divided over; pool sizes apply to each process", least=1
     )
     block_size: int | Literal["auto"] | None = setting(
         None,
-        "tokens per KV block; without it (or with auto), what the attention backend likes best",
+        "tokens per KV block; default, or with auto: the preferred size of the attention backend",
         parse=str | None,
         convert=_int_or_text,
         least=1,
     )
-    num_blocks: int | None = setting(None, "blocks in the KV pool; without it, by memory", least=1)
+    num_blocks: int | None = setting(
+        None, "blocks in the KV pool; default: from the memory", least=1
+    )
     kv_cache_memory: int | None = setting(
         None,
-        "memory for the KV pool, on the command line in GiB, else in bytes",
+        "memory for the KV pool, in bytes; on the command line in GiB",
         flag="--kv-cache-gib",
         parse=float | None,
         convert=partial(_bytes_of_gib, "kv_cache_gib"),
@@ -115,15 +116,15 @@ class EngineSettings:
     )
     gpu_memory_utilization: float = setting(
         0.9,
-        "share of a GPU's memory for the KV pool, of what weights and the largest step leave, "
-        "where no other size is given",
+        "share of the GPU memory left by weights and the largest step that the KV pool uses, if no "
+        "other size is given",
     )
     kv_cache_dtype: str = setting(
-        "auto", "type of the KV cache: auto (the model's), or fp8 (fp8_e4m3), where the backend can"
+        "auto", "type of the KV cache: auto (the model's), or fp8 (fp8_e4m3), if the backend can"
     )
     layer_groups: bool = setting(
         True,
-        "layers with sliding windows free the KV blocks behind them",
+        "layers with sliding windows free the KV blocks that no later token sees",
         flag="--layer-groups/--no-layer-groups",
     )
     enable_prefix_caching: bool = setting(
@@ -131,29 +132,28 @@ class EngineSettings:
     )
     in_flight_sharing: bool = setting(
         True,
-        "compute equal prefixes of one step once; without it they are merged after the step",
+        "compute equal prefixes in one step once; otherwise they are merged after the step",
         flag="--in-flight-sharing/--no-in-flight-sharing",
     )
     partial_reuse: bool = setting(
         True,
-        "where a known prefix ends inside a block, copy what is equal and compute the rest",
+        "if a cached prefix ends inside a block, copy its tokens and compute the rest",
         flag="--partial-reuse/--no-partial-reuse",
     )
     eviction: str = setting(
         "lru",
-        "which evictable block goes first: by lru, or by 2q, where what comes back outlives what "
-        "does not",
+        "order of eviction: lru, or 2q, which keeps reused prefixes longer than those used once",
     )
     kv_cache_dir: str | Path | None = setting(
         None,
-        "folder that keeps the KV cache over restarts, made if it is missing; whoever can write to "
-        "it can make answers wrong",
+        "folder that keeps the KV cache over restarts; it is created if missing; users who can "
+        "write to it can make answers wrong",
         parse=str | None,
     )
     kv_cache_disk: int | None = setting(
         None,
-        "size of kv_cache_dir at most, on the command line in GiB, else in bytes; without it 20 "
-        "GiB, or less where the disk holds less",
+        "maximum size of kv_cache_dir, in bytes; on the command line in GiB; default: 20 GiB, or "
+        "less if the disk is smaller",
         flag="--kv-cache-disk-gib",
         parse=float | None,
         convert=partial(_bytes_of_gib, "kv_cache_disk_gib"),
@@ -170,56 +170,56 @@ class EngineSettings:
     )
     event_hash_seed: int | None = setting(
         None,
-        "keep events of the KV cache, for routers; blocks are named under this seed, which must be "
-        "the same for all",
+        "keep events of the KV cache, for routers; blocks are hashed with this seed, which must be "
+        "the same for all replicas",
         hidden=True,
         least=0,
     )
-    max_num_seqs: int = setting(256, "sequences in one step at most", least=1)
-    max_num_batched_tokens: int = setting(2048, "tokens in one step at most", least=1)
+    max_num_seqs: int = setting(256, "maximum number of sequences in one step", least=1)
+    max_num_batched_tokens: int = setting(2048, "maximum number of tokens in one step", least=1)
     speculation: Literal["ngram", "suffix", "mtp", "draft"] | None = setting(
         None,
-        "drafts of the next tokens, computed with decodes where that gains time; ngram: what came "
-        "after the last few tokens before, in prompt and answer; suffix: in earlier answers, too; "
-        "mtp: what the model's own MTP layers say; draft: what draft_model says",
+        "draft the next tokens and compute them with decodes if that saves time; ngram: tokens "
+        "after an earlier occurrence of the last few tokens, in prompt and answer; suffix: in "
+        "earlier answers, too; mtp: from the model's own MTP layers; draft: from draft_model",
         parse=str | None,
     )
     draft_model: str | Path | None = setting(
         None,
-        "the smaller model of speculation=draft, named as the model is; of the same tokenizer; "
-        "it has the model's dtype, quantization, attention backend, and a share of the KV memory",
+        "the smaller model for speculation=draft, with the same tokenizer; it uses the dtype, "
+        "quantization and attention backend of the model, and a share of the KV memory",
         parse=str | None,
     )
     draft_revision: str | None = setting(
-        None, "branch, tag or commit of a draft_model of the hub; without it the newest"
+        None, "branch, tag or commit of a draft_model from the hub; default: the newest"
     )
     num_speculative_tokens: int | None = setting(
         None,
-        "tokens drafted for a sequence and step at most; without it 7, and with mtp as many as the "
-        "model has MTP layers",
+        "maximum number of drafts per sequence and step; default: 7, or with mtp the number of MTP "
+        "layers",
         least=1,
     )
     max_model_len: int | None = setting(
         None,
-        "prompt and answer together at most; without it the model's positions, or the pool where "
-        "that is smaller",
+        "maximum number of tokens of prompt and answer together; default: the model's positions, "
+        "or what the pool holds if that is less",
         least=2,
     )
     max_num_waiting: int | None = setting(
         None,
-        "requests that may wait for a slot; more are refused; without it any number",
+        "maximum number of waiting requests; more are refused; default: no limit",
         hidden=True,
         least=1,
     )
     generation_config: str = setting(
         "auto",
-        "where requests without sampling parameters have theirs from: auto (the model's "
-        "generation_config), none or vllm (the defaults of SamplingParams)",
+        "source of the default sampling parameters: auto (the model's generation_config), none or "
+        "vllm (the defaults of SamplingParams)",
         choices=("auto", "none", "vllm"),
     )
     seed: int = setting(
         0,
-        "seed of the draws of requests without one, in the order of submission",
+        "seed from which requests without a seed get theirs, in the order of submission",
         panel="Sampling",
     )
 

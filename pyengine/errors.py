@@ -1,8 +1,8 @@
 """The errors for callers of pyengine.
 
-One exception per decision a caller can take: correct the request, change the settings, provide
-another model; and where a process or a device failed: try again, or start again. Every
-message names the value that was found and the way out.
+There is one exception for each decision that a caller can make: correct the request, change the
+settings, provide another model, try again, or create a new engine. Every message names the value
+that was found, and says what to do.
 """
 
 from collections.abc import Sequence
@@ -20,33 +20,33 @@ class PyEngineError(Exception):
 
 
 class InvalidRequestError(PyEngineError, ValueError):
-    """A request that can never be served; refused at submission, before anything runs."""
+    """A request can never be served; it is refused at submission, before anything runs."""
 
 
 class ContextLengthError(InvalidRequestError):
-    """A prompt that is longer than the model's context, or than the pool can hold."""
+    """A prompt is longer than the model's context, or than the pool can hold."""
 
 
 class QueueFullError(PyEngineError):
-    """The queue is full; no request was accepted. Try again later, or elsewhere."""
+    """The queue is full, and no request was accepted. Try again later."""
 
 
 class EngineClosedError(PyEngineError):
-    """The engine accepts no more requests: it drains, or is closed."""
+    """The engine accepts no more requests: it is being drained, or is closed."""
 
 
 class NoReplicaError(PyEngineError):
-    """No replica of a cluster accepts requests now. Try again later."""
+    """No replica of a cluster accepts requests at the moment. Try again later."""
 
 
 class ReplicaLostError(PyEngineError):
-    """The replica was lost in the middle of the answer. Send the request again."""
+    """The replica was lost during the answer. Send the request again."""
 
 
 class RequestFailedError(PyEngineError):
-    """The forward pass fails repeatedly on this request; the others went on.
+    """The forward pass fails repeatedly on this request; the other requests continued.
 
-    `outputs` are those of the whole call, in order, failed or not.
+    `outputs` has the outputs of the whole call, in order, failed or not.
     """
 
     def __init__(self, message: str, outputs: "Sequence[RequestOutput]" = ()) -> None:
@@ -55,17 +55,17 @@ class RequestFailedError(PyEngineError):
 
 
 class ConfigurationError(PyEngineError, ValueError):
-    """Engine settings that contradict each other, the model, or the machine."""
+    """Engine settings contradict each other, or do not fit the model or the machine."""
 
 
 class DeviceMemoryError(PyEngineError):
-    """The smallest step does not fit into the device's memory; it was rolled back."""
+    """Even the smallest step does not fit into the device's memory; it was rolled back."""
 
 
 class BrokenLogitsError(PyEngineError):
-    """No token can be chosen for some requests: no logit of theirs is above minus infinity, or NaN.
+    """No token can be chosen for some requests: their logits are NaN, or all minus infinity.
 
-    ``rows`` are their places in the batch; the other requests are not concerned.
+    ``rows`` are their rows in the batch; the other requests are not affected.
     """
 
     def __init__(self, rows: Sequence[int], num_rows: int) -> None:
@@ -87,15 +87,15 @@ class StructuredOutputError(PyEngineError):
 
 
 class ModelLoadError(PyEngineError):
-    """A model that is missing, damaged, or of a kind that cannot be loaded."""
+    """A model is missing, damaged, or of an unsupported kind."""
 
 
 class WorkerError(PyEngineError):
-    """A worker process failed in a step, which was rolled back; the engine goes on."""
+    """A worker process failed in a step, which was rolled back; the engine continues."""
 
 
 class EngineDeadError(PyEngineError):
-    """The engine lost a worker process or its device and has ended: make a new one."""
+    """The engine lost a worker process or its device and has ended: create a new one."""
 
 
 def copy_error(error: _E) -> _E:

@@ -1,4 +1,4 @@
-"""Offline use: a model, prompts, answers. Names and defaults as vLLM users know them."""
+"""Offline use: a model, prompts, answers. Names and defaults are those of vLLM."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -35,26 +35,26 @@ Priorities = float | Sequence[float]
 class LLM(EngineClient):
     """A model, its KV cache and the engine that runs them.
 
-    `LLM(model, **settings)`: `model` is a hub id, a local folder, a GGUF file, or None for the
-    embedded default; `help(LLM.__init__)` lists the settings. The KV pool holds `num_blocks`
-    blocks of `block_size` tokens, or what `kv_cache_memory` bytes pay for, or by default a share
-    of the free memory. With `layer_groups`, layers whose attention slides free the blocks
-    behind their window: a block is one of a group of layers then, and a sequence takes blocks for
-    each group; without it one block holds all layers and none is freed.
+    In `LLM(model, **settings)`, `model` is a hub id, a local folder, a GGUF file, or None for the
+    embedded default; `help(LLM.__init__)` lists the settings. The KV pool has `num_blocks` blocks
+    of `block_size` tokens, or as many as `kv_cache_memory` bytes hold. By default it uses a share
+    of the free memory. With `layer_groups`, layers with sliding windows free the blocks that no
+    later token sees: each block then belongs to a group of layers, and a sequence takes blocks for
+    each group. Without it, a block holds all layers and is kept.
 
-    Any thread may call any method at any time. A thread of the engine runs the steps, with the
-    requests of all callers, and each caller gets its own answers.
+    Any thread may call any method at any time. The engine's thread runs the steps, which batch the
+    requests of all callers.
 
-    With a `tensor_parallel_size` above 1 the model is divided over as many processes, this one
-    among them: on CUDA one device each, on the CPU a share of the cores each. There can be one such
-    LLM at a time.
+    With a `tensor_parallel_size` above 1, the model is divided over that many processes, including
+    this one: on CUDA each has a device, on the CPU a share of the cores. There can be only one
+    such LLM at a time.
 
     The thread and the processes end with `close`, at the end of a `with` block, with this object,
     or with the interpreter.
 
-    Raises `ConfigurationError` for settings that cannot be served or that are unknown, and
-    `ModelLoadError` for a model that cannot be loaded. If one of several processes ends, this and
-    every later call raises `EngineDeadError`.
+    Raises `ConfigurationError` for settings that are unknown or cannot be used, and
+    `ModelLoadError` for a model that cannot be loaded. If one of several processes ends, the
+    running call and every later one raise `EngineDeadError`.
     """
 
     @takes_settings
@@ -69,15 +69,15 @@ class LLM(EngineClient):
         *,
         priority: Priorities = 0,
     ) -> list[RequestOutput]:
-        """Continue every prompt; results in the order of the prompts.
+        """Continue every prompt. Returns complete results in the order of the prompts.
 
         A prompt is text, token ids (a list or an array), or a mapping with `prompt` or
-        `prompt_token_ids` and perhaps a `cache_salt`: only prompts with the same salt share cached
-        blocks. One set of sampling parameters serves all, or one each; None: what the model's
-        `generation_config.json` says (`get_default_sampling_params`). Of all that wait, those of a
-        smaller `priority` come first. Whatever `output_kind` says, results are whole.
+        `prompt_token_ids` and optionally a `cache_salt`: only prompts with the same salt share
+        cached blocks. Give one set of sampling parameters for all prompts or one for each; None
+        means `get_default_sampling_params`. Waiting requests with a smaller `priority` run first.
+        Results are complete, whatever the `output_kind`.
 
-        Raises `InvalidRequestError` if any prompt cannot be served: then none was run; and
+        Raises `InvalidRequestError` if any prompt cannot be served; then none has run. Raises
         `RequestFailedError`, which has all outputs, if the forward pass failed on any of them.
         """
         parsed = [parse_prompt(prompt, self.tokenizer) for prompt in as_list(prompts)]
@@ -90,10 +90,10 @@ class LLM(EngineClient):
         *,
         priority: Priorities = 0,
     ) -> Iterator[RequestOutput]:
-        """Continue every prompt; each result as soon as it is whole, in the order of their ends.
+        """Continue every prompt. Yields each result as soon as it is complete.
 
-        `RequestOutput.index` says which prompt it is of. A request that fails is a result, too:
-        its `error` says why. Leaving the loop early ends the others.
+        `RequestOutput.index` is the position of its prompt. A request that fails is a result, too:
+        its `error` says why. Leaving the loop early ends the other requests.
         """
         parsed = [parse_prompt(prompt, self.tokenizer) for prompt in as_list(prompts)]
         requests = self._requests(parsed, sampling_params, priority)
@@ -112,11 +112,11 @@ class LLM(EngineClient):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: Priorities = 0,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, by the model's chat template.
+        """Answer one conversation or several, using the model's chat template.
 
-        `tools` are JSON schemas of functions that the model may call, `chat_template` replaces the
-        model's own template, `chat_template_kwargs` are variables for it. With
-        `continue_final_message` (and without `add_generation_prompt`) the model goes on with the
+        `tools` are JSON schemas of functions that the model may call. `chat_template` replaces the
+        model's own template, and `chat_template_kwargs` are variables for it. With
+        `continue_final_message` (and without `add_generation_prompt`), the model continues the
         last message.
         """
         parsed = [
@@ -141,35 +141,35 @@ class LLM(EngineClient):
         *,
         priority: float = 0,
     ) -> Iterator[RequestOutput]:
-        """Continue one prompt; every item holds the text so far, the last one is finished.
+        """Continue one prompt. Every item holds all output so far; the last one is finished.
 
-        With `output_kind=RequestOutputKind.DELTA` an item holds what is new. A request that cannot
-        be served is refused at once. Leaving the loop early ends it. Several streams may be read in
-        any order: each has its own answer.
+        With `output_kind=RequestOutputKind.DELTA`, an item holds only new output. A request that
+        cannot be served is refused at once. Leaving the loop early ends it. Several streams may be
+        read in any order.
         """
         parsed = parse_prompt(prompt, self.tokenizer)
         (params,) = match_params(sampling_params, 1, self._default_params)
         return self._read([self._request(parsed, params, priority=priority)])
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer, one of transformers; None for a model without one."""
+        """The transformers tokenizer of the model; None for a model without one."""
         return self.tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text, as `generate` makes them of a prompt.
+        """The token ids of a text, tokenized as `generate` does.
 
-        Raises `InvalidRequestError` where the model has no tokenizer.
+        Raises `InvalidRequestError` if the model has no tokenizer.
         """
         return tokens_of(text, self.tokenizer, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: TokenIds, *, skip_special_tokens: bool = False) -> str:
-        """The text of token ids. Raises `InvalidRequestError` where the model has no tokenizer."""
+        """The text of token ids. Raises `InvalidRequestError` if the model has no tokenizer."""
         return text_from(token_ids, self.tokenizer, skip_special_tokens=skip_special_tokens)
 
     def stats(self) -> EngineStats:
-        """The block manager's usage and counters, and what the scheduler is at.
+        """The block manager's usage and counters, and the number of running and waiting requests.
 
-        Waits for the step that runs, so all requests that were left have ended.
+        Waits for the running step, so all requests that were closed have ended.
         """
         self._engine_loop.flush()
         return super().stats()

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
-"""Why a completion ended: a stop condition, a length limit, the caller's own wish or a deadline,
-or because the forward pass failed on it (`RequestOutput.error` says how)."""
+"""Why a completion ended: a stop condition, a length limit, an abort or a deadline, or a failure
+of the forward pass (`RequestOutput.error` has the message)."""
 
 CONTEXT_FULL = "max_model_len"
 """The stop reason of a completion that ends because prompt and answer fill the context."""
@@ -13,7 +13,7 @@ CONTEXT_FULL = "max_model_len"
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's place in the model's distribution, before penalties and temperature."""
+    """One token's log-probability and rank, before penalties and temperature."""
 
     logprob: float
     """Natural logarithm of the probability."""
@@ -34,16 +34,16 @@ class CompletionOutput:
     token_ids: list[int]
     """All generated tokens, including a final stop token."""
     cumulative_logprob: float | None = None
-    """Sum of the generated tokens' log-probabilities, if ``logprobs`` was asked for."""
+    """Sum of the generated tokens' log-probabilities, if ``logprobs`` was requested."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """Per generated token: the token itself and the most probable ones, by token id."""
+    """For each generated token: the token itself and the most probable ones, by token id."""
     finish_reason: FinishReason | None = None
     """``None`` while the completion is still growing."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it; ``None`` for end of sequence.
 
-    "deadline" where it was aborted because its time was over; "max_model_len" where it ended with
-    fewer tokens than ``max_tokens``, or without one, because prompt and answer fill the context.
+    "deadline" if the deadline aborted it; "max_model_len" if it ended before ``max_tokens``, or
+    without a ``max_tokens``, because prompt and answer fill the context.
     """
 
     @property
@@ -58,7 +58,7 @@ class RequestMetrics:
 
     arrival_time: float
     scheduled_time: float | None = None
-    """When the first of its tokens were computed: before that it waited in the queue."""
+    """When its first tokens were computed; before that it waited in the queue."""
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
@@ -69,7 +69,7 @@ class RequestMetrics:
 class RequestOutput:
     """The state of one request: final from ``generate``, a snapshot or a delta from ``stream``.
 
-    Lists that did not change since the output before are shared with it: read, don't write.
+    Lists that did not change are shared with the previous output: do not modify them.
     """
 
     request_id: str
@@ -77,7 +77,7 @@ class RequestOutput:
     """The prompt as text, ``None`` when it came as token ids."""
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
-    """One entry per prompt token, ``None`` for the first, which nothing precedes."""
+    """One entry per prompt token; ``None`` for the first, which has no context."""
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
@@ -86,6 +86,6 @@ class RequestOutput:
     index: int = 0
     """Position of the prompt among those of the same call."""
     error: str | None = None
-    """The reason of the failure if ``finish_reason`` is "error"."""
+    """The error message if ``finish_reason`` is "error"."""
     num_restored_tokens: int = 0
-    """Of the cached tokens, those that were restored from the store for this request."""
+    """The cached tokens that were restored from ``kv_cache_dir`` for this request."""

@@ -35,19 +35,19 @@ MAX_CHOICES = 1_024
 @refuses_unknown("form of structured outputs")
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """The form that an answer must have; exactly one field is given. By vLLM's names.
+    """A constraint on the form of an answer, with vLLM's field names. Give exactly one field.
 
-    Raises :class:`InvalidRequestError` for none or several of them, for what is none of its kind
-    by its type, and for what is too long (64 KiB) or, a schema, nested too deeply (64). Whether
-    it can be served is found out when the request comes.
+    Raises :class:`InvalidRequestError` for no field or several, for a value of the wrong type, for
+    more than 64 KiB, and for a schema with nesting above 64. Whether a constraint can be served is
+    checked when a request is submitted.
     """
 
     json: str | Mapping[str, Any] | None = None
-    """A JSON schema, as text or as what `json.loads` makes of it; read back as text."""
+    """A JSON schema, as text or as parsed by `json.loads`; stored as text."""
     regex: str | None = None
-    """A regular expression (Rust's syntax) for the whole of the answer."""
+    """A regular expression (Rust syntax) that matches the whole answer."""
     choice: Iterable[str] | None = None
-    """The answer is one of these texts; read back as a tuple."""
+    """The answer is one of these texts; stored as a tuple."""
     grammar: str | None = None
     """A context-free grammar: Lark with a rule `start`, or GBNF with a rule `root`."""
     json_object: bool | None = None
@@ -196,9 +196,9 @@ class RequestOutputKind(Enum):
     """The content of a running request's outputs."""
 
     CUMULATIVE = 0
-    """Everything so far, each time."""
+    """All output so far, each time."""
     DELTA = 1
-    """What is new since the output before."""
+    """The output since the previous item."""
     FINAL_ONLY = 2
     """There is one output, at the end."""
 
@@ -257,27 +257,27 @@ _RULES: Mapping[str, Rule] = {
 @refuses_unknown("sampling parameter")
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Settings of one request, by vLLM's names and with its defaults.
+    """Settings of one request, with vLLM's names and defaults.
 
-    Raises :class:`InvalidRequestError` for a value outside its range or of another type, and for
-    an unknown name, with the nearest one that is known.
-    ``stop`` and ``bad_words`` take a string, ``stop_token_ids`` and ``allowed_token_ids`` an id,
-    or any iterable of them; they are read back as tuples.
+    Raises :class:`InvalidRequestError` for a value that is out of range or has a wrong type, and
+    for an unknown name, for which it suggests the most similar known one.
+    ``stop`` and ``bad_words`` accept a string or several, ``stop_token_ids`` and
+    ``allowed_token_ids`` a token id or several; they are stored as tuples.
     """
 
     n: int = 1
     """How many completions of the prompt to generate; the prompt is computed once."""
     temperature: float = 1.0
-    """Divides the logits; 0 is greedy: always the most probable token."""
+    """Divides the logits; 0 is greedy and always chooses the most probable token."""
     top_p: float = 1.0
-    """Keep the fewest most probable tokens that together reach this probability."""
+    """Keep the smallest set of most probable tokens whose total probability reaches this."""
     top_k: int = 0
-    """Keep this many most probable tokens, and any as probable as the last; 0, -1 or more than
-    the vocabulary has: all."""
+    """Keep this many of the most probable tokens, and any as probable as the last of them; 0, -1,
+    or more than the vocabulary size: keep all."""
     min_p: float = 0.0
     """Keep tokens at least this many times as probable as the most probable one."""
     repetition_penalty: float = 1.0
-    """Tokens of the prompt and the output: divides logits above 0, multiplies the others."""
+    """For tokens of the prompt and the output: divides logits above 0, multiplies the others."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that was generated before."""
     frequency_penalty: float = 0.0
@@ -285,43 +285,43 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     """Added to the logits of these token ids."""
     seed: int | None = None
-    """Makes the draws reproducible, whatever else is in the batch; ``None``: engine's choice."""
+    """Makes sampling reproducible in any batch; ``None``: the engine chooses a seed."""
     stop: _TupleField[str] = _TupleField(text_item)
     """End the text at the first of these strings."""
     stop_token_ids: _TupleField[int] = _TupleField(token_item)
     """End at the first of these tokens."""
     include_stop_str_in_output: bool = False
-    """Whether the text keeps the stop string that ended it."""
+    """True: the text includes the stop string that ended it."""
     ignore_eos: bool = False
-    """Go on after the model's end-of-sequence tokens."""
+    """Continue after the model's end-of-sequence tokens."""
     max_tokens: int | None = 16
-    """How many tokens to generate at most; 0: the prompt is computed and nothing else, for its
+    """Maximum number of generated tokens. 0: only the prompt is computed, for its
     log-probabilities; ``None``: up to the model's positions. If the context holds fewer, the
     answer ends there, with the ``stop_reason`` "max_model_len"."""
     min_tokens: int = 0
-    """How many tokens must be generated before any stop condition is looked at."""
+    """Number of tokens to generate before any stop condition applies."""
     logprobs: int | None = None
-    """Report the chosen token's log-probability and this many of the most probable ones; -1: all.
-    More than 20 are limited in total, by :meth:`check_sizes`."""
+    """Return the log-probabilities of the chosen token and of this many most probable ones; -1: of
+    all. Above 20, the total per request is limited, see :meth:`check_sizes`."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
     detokenize: bool = True
-    """Whether to produce text at all."""
+    """False: produce token ids only, no text."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Omit special tokens from the text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """The content of each output while the request runs."""
     bad_words: _TupleField[str] = _TupleField(text_item)
-    """Words whose last token is never chosen where it would complete one of them, at the
-    beginning of a text or after a space."""
+    """Words that the answer must not contain, at the beginning of the text or after a space: a
+    token that would complete one is never chosen."""
     allowed_token_ids: Sequence[int] | None = None
-    """Choose among these tokens only; ``None``: among all."""
+    """Choose only among these tokens; ``None``: among all."""
     truncate_prompt_tokens: int | None = None
-    """Keep this many tokens of the prompt, the last ones; -1: as many as the model takes."""
+    """Keep only this many tokens at the end of the prompt; -1: as many as the model accepts."""
     structured_outputs: StructuredOutputs | None = None
-    """The form that the answer must have; it ends when that is complete."""
+    """A constraint on the form of the answer, which ends when the form is complete."""
     speculate: bool = True
-    """Whether drafts may be tried, where the engine has them: the tokens are the same."""
+    """False: use no drafts for this request, if the engine has them. The tokens are the same."""
 
     _SWITCHES: ClassVar[tuple[str, ...]] = (
         "include_stop_str_in_output",

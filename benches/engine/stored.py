@@ -125,8 +125,8 @@ def throughput(folder: str | None, seed: int) -> dict[str, Any]:
 def gaps(folder: str, work: str, rounds: int) -> dict[str, Any]:
     """Milliseconds between tokens of eight streams with and without `work`, and the bytes it moved.
 
-    Six long prompts come meanwhile. They are cached ("none"), cached and stored now ("store"), or
-    restored ("load"). Each time there are eight new streams.
+    Six long prompts come meanwhile, one by one, 1.5 s apart at least. They are cached ("none"),
+    cached and stored now ("store"), or restored ("load"). Each time there are eight new streams.
     """
     with make_llm(folder, dtype="float32", kv_cache_memory=3 * GIB) as llm:
         llm._engine._executor.runner.pool.populate()
@@ -166,10 +166,9 @@ def streamed(llm: Any, offloader: Any, prompts: list[list[int]], work: str) -> d
     while any(len(each) < 20 for each in stamps):
         sleep(0.01)
     begin, before = monotonic(), offloader.stats()
-    llm.generate(prompts, greedy(1), use_tqdm=False)
-    while work == "none" and monotonic() < begin + 8:
-        sleep(2)
-        llm.generate(prompts, greedy(1), use_tqdm=False)
+    for at, prompt in enumerate(prompts, 1):
+        llm.generate([prompt], greedy(1), use_tqdm=False)
+        sleep(max(0.0, begin + 1.5 * at - monotonic()))
     if work == "store":
         offloader.flush(600)
     end, after = monotonic(), offloader.stats()

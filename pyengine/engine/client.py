@@ -66,42 +66,42 @@ class EngineClient:
         return render_chat(messages, self.tokenizer, options)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The sampling parameters of requests that come without any."""
+        """The sampling parameters of requests without any: those of the model, by default."""
         return self._default_params
 
     def prepare_structured_outputs(self) -> None:
-        """Make ready what all `structured_outputs` need, a second or two that the first one takes.
+        """Do the setup for `structured_outputs`, a second or two that the first request waits for.
 
-        Any thread may call it. Half of it keeps other threads from running Python, steps too: call
-        it before there are any. Raises `InvalidRequestError` where no form can be kept:
-        `llguidance` or a tokenizer is missing.
+        Any thread may call it. Half of that time blocks Python in other threads, steps included:
+        call it before requests run. Raises `InvalidRequestError` if `llguidance` or a tokenizer is
+        missing.
         """
         self._engine.input_processor.grammars.prepare()
 
     def compile_structured_outputs(
         self, structured_outputs: StructuredOutputs, tenant: bytes = b""
     ) -> Future[Any]:
-        """Have a grammar compiled, before a request needs it; nobody has to wait in a thread.
+        """Compile a grammar before a request needs it, without blocking a thread.
 
         Grammars of different tenants are compiled in turns. Raises `QueueFullError` if too many of
-        this tenant wait; the future fails with `InvalidRequestError` for what cannot be served.
+        this tenant wait. If the grammar cannot be served, the future has an `InvalidRequestError`.
         """
         return self._engine.input_processor.grammars.compile(structured_outputs, tenant)
 
     def stats(self) -> EngineStats:
-        """The block manager's usage and counters, and what the scheduler is at."""
+        """The block manager's usage and counters, and the number of requests that run and wait."""
         self._engine_loop.refuse_fork()
         return self._engine.stats()
 
     def observe(self, observer: EngineObserver) -> None:
-        """Tell `observer` of every request and step from now on, in the thread that runs it."""
+        """Call `observer` for every request and step from now on, in the engine's thread."""
         self._engine.observe(observer)
 
     @contextmanager
     def recording(self, path: str | Path) -> Iterator[None]:
-        """Record what the block manager does meanwhile, for `pyengine trace replay`.
+        """Record the block manager's operations inside the block, for `pyengine trace replay`.
 
-        Only before the first request. Raises `ConfigurationError` after it, or if the file cannot
+        Start before the first request. Raises `ConfigurationError` after it, or if the file cannot
         be written.
         """
         with _writing(path):
@@ -113,7 +113,7 @@ class EngineClient:
                 self._manager.stop_recording()
 
     def describe(self) -> dict[str, object]:
-        """Versions, device, attention backend and why, sampling defaults, size of the KV pool."""
+        """Versions, device, attention backend and its reason, sampling defaults, pool size."""
         return dict(self._description)
 
     def _request(

@@ -55,6 +55,11 @@ _LEAST_TOKENS = 64
 """Smaller steps say little about how fast a prompt is computed."""
 _CHECK = 1.0
 """Seconds between looks at what the store has to say, and at what another process has stored."""
+_LOAD_REST, _STORE_REST = 10.0, 30.0
+"""Rests after each piece while steps run, as multiples of the processor time that it took.
+
+Of a block that is stored that is the copy; the store's thread takes three times as long to write.
+"""
 
 
 class Rate:
@@ -323,7 +328,7 @@ class KVOffloader:
             try:
                 while load.num_loaded < len(load.blocks) and not load.is_abandoned:
                     piece = self._piece(load.blocks, load.num_loaded)
-                    with self._paused():
+                    with self._paused(_LOAD_REST):
                         moved = self._memory.load(load.prefix, piece, load.after)
                     load.num_loaded += moved
                     self._last_progress = monotonic()
@@ -340,7 +345,7 @@ class KVOffloader:
         return blocks[done : done + max(1, self._memory.piece_bytes // max(self._bytes))]
 
     @contextmanager
-    def _paused(self) -> Iterator[None]:
+    def _paused(self, rest: float) -> Iterator[None]:
         """While steps run, rest after a piece, so that they keep the processors.
 
         Short pieces instead of a low priority: a thread of low priority that is stopped while it
@@ -348,8 +353,8 @@ class KVOffloader:
         """
         start = thread_time()
         yield
-        if self.are_steps_running:
-            sleep(self._memory.rest * (thread_time() - start))
+        if self.are_steps_running and self._memory.shares_processors:
+            sleep(rest * (thread_time() - start))
 
     def _run_stores(self) -> None:
         while (work := self._work.get()) is not None:
@@ -388,7 +393,7 @@ class KVOffloader:
         """Store blocks, and wait for space in the queue meanwhile."""
         done, deadline, was_empty = 0, monotonic() + _PATIENCE, False
         while True:
-            with self._paused():
+            with self._paused(_STORE_REST):
                 stored = self._memory.store(prefix, self._piece(blocks, done))
             done += stored
             if stored:

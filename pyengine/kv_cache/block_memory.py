@@ -35,8 +35,8 @@ class BlockMemory(Protocol):
         ...
 
     @property
-    def rest(self) -> float:
-        """Rest after each piece while steps run, as a multiple of the processor time it took."""
+    def shares_processors(self) -> bool:
+        """True if steps run on the processors that copy."""
         ...
 
     def block_bytes(self, group: int) -> int:
@@ -60,14 +60,11 @@ class BlockMemory(Protocol):
 
 
 class HostBlocks:
-    """Blocks in arrays of the host; for the arguments see `KVBlocks`.
-
-    The processors that copy are those that steps need: pieces are a fraction of a millisecond's
-    work.
-    """
+    """Blocks in arrays of the host; for the arguments see `KVBlocks`."""
 
     piece_bytes = 512 << 10
-    rest = 10.0
+    """A fraction of a millisecond's work."""
+    shares_processors = True
 
     def __init__(self, arrays: Sequence[Any], groups: Sequence[Sequence[int]]) -> None:
         self._blocks = KVBlocks(arrays, groups)
@@ -133,11 +130,11 @@ class DeviceBlocks:
     """Blocks in contiguous tensors `[num_blocks, ...]` of a device.
 
     `groups[g]` lists the tensors of layer group `g`. Tensors on the CPU are for tests: they take
-    the same way, without streams. Steps run on the device, so that copies need no rests.
+    the same way, without streams.
     """
 
     piece_bytes = _STAGING_BYTES
-    rest = 0.0
+    shares_processors = False
 
     def __init__(self, tensors: Sequence["torch.Tensor"], groups: Sequence[Sequence[int]]) -> None:
         rows = [_rows(tensor) for tensor in tensors]

@@ -24,7 +24,7 @@ def _several(help: str, flag: str, **form: Any) -> Any:
     """A setting of any number of texts; on the command line the option is given again for each."""
     return setting(
         (),
-        f"{help}; may be given again",
+        f"{help}; may be repeated",
         flag=flag,
         parse=list[str] | None,
         convert=lambda texts: tuple(texts or ()),
@@ -41,104 +41,103 @@ def _server(default: Any, help: str, **form: Any) -> Any:
 class ServerSettings:
     """Settings of a server. Bad values raise `ConfigurationError` at once."""
 
-    host: str = _server("127.0.0.1", "address to listen on; 0.0.0.0 for all of this machine")
-    port: int = _server(8000, "port to listen on; 0 for any that is free", least=0)
+    host: str = _server(
+        "127.0.0.1", "address to listen on; 0.0.0.0 for all addresses of this machine"
+    )
+    port: int = _server(8000, "port to listen on; 0 for any free port", least=0)
     uds: str | None = _server(None, "path of a Unix socket to listen on instead")
-    root_path: str = _server("", "prefix of the paths that a proxy in front takes away")
+    root_path: str = _server("", "path prefix that a proxy removes")
     served_model_name: tuple[str, ...] = _several(
-        "name of the model for clients; without it the one it was opened by",
+        "name of the model for clients; default: the name it was opened by",
         "--served-model-name",
     )
     api_key: tuple[str, ...] = _several(
-        "key that clients must send as `Authorization: Bearer KEY`; without it everybody is "
-        "served; PYENGINE_API_KEY keeps it out of the list of processes",
+        "key that clients must send as `Authorization: Bearer KEY`; default: no key is needed; "
+        "PYENGINE_API_KEY keeps it out of the process list",
         "--api-key",
         env="PYENGINE_API_KEY",
         repr=False,
     )
     admin_key: tuple[str, ...] = _several(
-        "key of those who run the server: /kv, /metrics of all, other keys' requests; a single "
-        "--api-key is one; PYENGINE_ADMIN_KEY keeps it out of the list of processes",
+        "key for operators: /kv, all of /metrics, other keys' requests; a single --api-key is also "
+        "an admin key; PYENGINE_ADMIN_KEY keeps it out of the process list",
         "--admin-key",
         env="PYENGINE_ADMIN_KEY",
         repr=False,
     )
-    insecure: bool = _server(
-        False, "without a key, listen also on addresses that other machines can reach"
-    )
+    insecure: bool = _server(False, "without a key, allow addresses that other machines can reach")
     allowed_host: tuple[str, ...] = _several(
-        "name by which clients reach the server, for the check of the Host header; * for any",
+        "host name that clients use, for the check of the Host header; * for any",
         "--allowed-host",
     )
     max_priority: float = _server(
-        0.0, "`priority` of a request may be so far from 0; of an admin's any", least=0
+        0.0, "maximum distance of a request's `priority` from 0; no limit for admin keys", least=0
     )
     share_prefix_cache: bool = _server(
         False,
-        "prompts share cached blocks whatever their key; without it those of each key share among "
-        "themselves, where there are several keys",
+        "share cached blocks among all keys; by default, each of several keys has its own cache",
     )
     exact_cached_tokens: bool = _server(
         False,
-        "`cached_tokens` in the usage is exact, and tells clients how many tokens of their prompt "
-        "others have sent before; without it whole blocks are counted",
+        "count `cached_tokens` exactly, which reveals how many tokens of a prompt other clients "
+        "have sent before; by default, whole blocks are counted",
     )
     cors_origin: tuple[str, ...] = _several(
-        "origin whose pages may call from a browser; * for all", "--cors-origin"
+        "origin whose pages may call the server from a browser; * for all", "--cors-origin"
     )
-    ssl_keyfile: Path | None = _server(None, "file of the private key, for https")
-    ssl_certfile: Path | None = _server(None, "file of the certificate, for https")
+    ssl_keyfile: Path | None = _server(None, "file with the private key, for HTTPS")
+    ssl_certfile: Path | None = _server(None, "file with the certificate, for HTTPS")
     max_body_mib: float = _server(
         4.0,
-        "largest body of a request, in MiB; larger ones get 413. To read a body keeps all others "
-        "waiting, up to some 10 ms for each MiB",
+        "largest request body in MiB; larger ones get 413; parsing a body delays other requests by "
+        "up to 10 ms per MiB",
     )
     max_answer_tokens: int | None = _server(
         None,
-        "tokens of an answer at most; requests that ask for more get 400; without it as many as "
-        "the context holds",
+        "maximum number of tokens of an answer; requests for more get 400; default: as many as the "
+        "context holds",
         least=1,
     )
     max_inflight_mib: float = _server(
         64.0,
-        "MiB of bodies that have come and are not queued yet, of all requests together; where "
-        "there are several keys, half of it for each; more get 503",
+        "MiB of all bodies that were received but are not queued yet; more get 503; each of "
+        "several keys may use half of it",
     )
     max_connections: int = _server(
-        1024, "connections at once; one more gets 503 and is closed", least=1
+        1024, "maximum number of connections; more get 503 and are closed", least=1
     )
     header_timeout: float = _server(
-        10.0, "seconds in which the headers of a request must have come"
+        10.0, "seconds within which the headers of a request must arrive"
     )
     body_timeout: float = _server(
-        60.0, "seconds in which the body of a request must have come, and an answer be read"
+        60.0, "seconds within which a body must arrive, and a client must read its answer"
     )
-    keep_alive: int = _server(5, "seconds that a connection without a request stays open", least=1)
+    keep_alive: int = _server(5, "seconds that an idle connection stays open", least=1)
     drain_timeout: float = _server(
         60.0,
-        "seconds after SIGTERM or Ctrl-C in which requests may end; then they are aborted, as "
-        "they are by a second signal",
+        "seconds that running requests have to finish after SIGTERM or Ctrl-C; then, or at a "
+        "second signal, they are aborted",
     )
     template_variable: tuple[str, ...] = setting(
         ("enable_thinking", "thinking", "reasoning_effort"),
-        "variable of the chat template that `chat_template_kwargs` of a request may set; may be "
-        "given again, and replaces enable_thinking, thinking and reasoning_effort",
+        "chat template variable that `chat_template_kwargs` of a request may set; may be repeated; "
+        "replaces the default enable_thinking, thinking and reasoning_effort",
         parse=list[str] | None,
         convert=lambda texts: tuple(texts or ()),
         panel="Server",
     )
     strict: bool = _server(
         False,
-        "refuse fields of requests that have no effect here, instead of naming them in the header "
+        "refuse request fields that have no effect, instead of listing them in the header "
         "x-pyengine-ignored",
     )
     log_format: LogFormat = _server(
         "text",
-        "a line for each request that has ended: text, json or none; no prompts, ever",
+        "log line for each ended request: text, json or none; never contains prompts",
         choices=("text", "json", "none"),
     )
     show_prompts: bool = _server(
-        False, "the page /kv shows the beginning of each prompt, to all who have a key"
+        False, "show the beginning of each prompt on the page /kv, which needs an admin key"
     )
     template_timeout: float = _server(5.0, "seconds that a chat template may take")
 

@@ -32,7 +32,7 @@ def test_what_users_call_is_named() -> None:
 
 
 def test_errors_of_running_requests_are_named() -> None:
-    named = " ".join(row[1] for row in table(DOCUMENT, "what", "who gets an error"))
+    named = " ".join(row[1] for row in table(DOCUMENT, "failure", "the error goes to"))
     for error in (
         errors.InvalidRequestError,
         errors.RequestFailedError,

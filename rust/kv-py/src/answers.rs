@@ -4,20 +4,20 @@ use kv_core::{BlockId, Extend, Prefill, Remapping as CoreRemapping, Stats as Cor
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// Where every block of the pool is; `free + evictable + active + pinned + loading == num_blocks`, always.
+/// The number of blocks in each state; `free + evictable + active + pinned + loading == num_blocks`.
 #[pyclass(frozen, eq, module = "pyengine._kv")]
 #[derive(PartialEq)]
 pub(crate) struct PoolUsage(pub(crate) kv_core::PoolUsage);
 
 #[pymethods]
 impl PoolUsage {
-    /// Blocks without content that nobody holds.
+    /// Blocks that are neither referenced nor cached.
     #[getter]
     fn free(&self) -> usize {
         self.0.free
     }
 
-    /// Blocks that nobody holds and whose content can be matched; evicted least recently used first.
+    /// Cached blocks without a reference; they can be matched, and are evicted least recently used first.
     #[getter]
     fn evictable(&self) -> usize {
         self.0.evictable
@@ -29,13 +29,13 @@ impl PoolUsage {
         self.0.active
     }
 
-    /// Blocks that only pins, open steps and transfers hold.
+    /// Blocks referenced only by pins, open steps and transfers.
     #[getter]
     fn pinned(&self) -> usize {
         self.0.pinned
     }
 
-    /// Blocks that transfers are to fill.
+    /// Blocks that transfers will fill.
     #[getter]
     fn loading(&self) -> usize {
         self.0.loading
@@ -47,7 +47,7 @@ impl PoolUsage {
         self.0.available()
     }
 
-    /// The pool.
+    /// Number of blocks in the pool.
     #[getter]
     fn num_blocks(&self) -> usize {
         self.0.num_blocks()
@@ -68,7 +68,7 @@ impl PoolUsage {
 
 macro_rules! stats {
     ($($name:ident),* $(,)?) => {
-        /// Monotonic counters since the manager was made.
+        /// Monotonic counters since the manager was created.
         #[pyclass(frozen, module = "pyengine._kv")]
         pub(crate) struct Stats(pub(crate) CoreStats);
 
@@ -162,50 +162,50 @@ pub(crate) fn shown(value: &impl std::fmt::Debug) -> String {
 }
 
 values! {
-    /// A table entry that a commit moved to the block which held the same content first.
+    /// A table entry that a commit changed to the block that already held the same prefix.
     Remapping {
         /// `Sequence.id`.
         sequence_id: u64,
         /// The layer group whose table it is in.
         group: usize,
-        /// Index in that table.
+        /// The index in that table.
         index: usize,
-        /// The duplicate, given back to the pool.
+        /// The duplicate, which was released.
         old_block: u32,
-        /// The block that holds the content.
+        /// The block that already held the prefix.
         new_block: u32,
     }
 
-    /// The sequence is in the plan.
+    /// The tokens were planned.
     Prefilled {
-        /// Tokens that this call reused from the cache: not charged, not computed.
+        /// Number of tokens that this call reused from the cache; they are neither charged nor computed.
         num_cached_tokens: usize,
-        /// Tokens to compute: what the budget was charged.
+        /// Number of tokens to compute, which were charged to the budget.
         num_tokens: usize,
-        /// Whether the step reaches the last known token, so that its logits give the next one.
+        /// True if the step computes the last known token, so that its logits give the next one.
         samples: bool,
     }
 
-    /// The slots are there.
+    /// The slots are reserved.
     Extended {
-        /// Ids of the blocks more at the end of each table: a list per layer group.
+        /// Ids of the new blocks at the end of each table: one list per layer group.
         blocks: Vec<Vec<u32>>,
-        /// Blocks to copy before anything is written, as (source, destination): a fork's partial block.
+        /// Blocks to copy before any block is written, as (source, destination): the partial block of a fork.
         copies: Vec<(u32, u32)>,
     }
 
-    /// Too few blocks; nothing was changed.
+    /// There are too few blocks; nothing was changed.
     NoRoom {
-        /// Blocks needed: new ones, evictable ones that a match would revive, and the reserve.
+        /// Number of blocks needed: new ones, matched evictable ones, and the reserve.
         needed: usize,
-        /// Blocks free or evictable.
+        /// Number of blocks that are free or evictable.
         available: usize,
     }
 
     /// The token budget (or `max_tokens`) is used up; nothing was changed.
     NoBudget {}
 
-    /// A transfer is to fill blocks that the call would reuse; nothing was changed. Ask again once it has ended.
+    /// A transfer will fill blocks that the call would reuse; nothing was changed. Call again after it has ended.
     Loading {
         /// `Transfer.id`.
         transfer: u64,

@@ -24,11 +24,11 @@ enum Tensors {
     BFloat16(Pair<u16>),
 }
 
-/// Keys and values of one layer: writable arrays `[blocks, block_size, kv_heads, head_dim]`, which may
-/// differ in `head_dim`; both float32, or both the bits of bfloat16 as uint16.
+/// Keys and values of one layer: writable arrays `[blocks, block_size, kv_heads, head_dim]`, which may differ in
+/// `head_dim`. Both are float32, or both are bfloat16, passed as uint16.
 ///
-/// Raises `BufferError` for an array of another type, shape or layout, and for one that shares memory with
-/// another `CpuCache`, as long as that lives: two threads could write there at once.
+/// Raises `BufferError` for an array of another type, shape or layout, and for an array that shares memory with
+/// another `CpuCache` while that exists, because two threads could write there at once.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct CpuCache {
     shape: CacheShape,
@@ -93,16 +93,16 @@ impl CpuCache {
 
 /// The sequences of one step, copied and checked.
 ///
-/// With T tokens and B sequences: `query_start_loc` int32 `[B + 1]`, `seq_lens` int32 `[B]`,
-/// `block_tables` int32 `[B, W]`, `slots` int64 `[T]` (-1: the keys and values are there already), all as
-/// `StepPlan.fill` writes them for one layer group. `cache` is one of the layers: they all have its blocks.
+/// With T tokens and B sequences: `query_start_loc` int32 `[B + 1]`, `seq_lens` int32 `[B]`, `block_tables` int32
+/// `[B, W]`, `slots` int64 `[T]` (-1: the KV is already cached), as `StepPlan.fill` writes them for one layer
+/// group. `cache` is that of any layer, because all have the same number of blocks.
 ///
-/// `order` int32 `[B]` and `prefixes` int32 `[P, 5]`, both or neither, are what `StepPlan.fill` wrote for these
-/// tables as `SharedPrefixes`: blocks that several sequences share are then read once for all of them. What
-/// a sequence gives has the same bits either way.
+/// `order` int32 `[B]` and `prefixes` int32 `[P, 5]`, both or neither, are those that `StepPlan.fill` wrote for
+/// these tables as `SharedPrefixes`. Blocks that several sequences share are then read once for all of them;
+/// results have the same bits either way.
 ///
-/// Raises `BufferError`, naming the value, for arrays that contradict each other or refer to a block or
-/// slot that the cache does not have.
+/// Raises `BufferError`, naming the value, for arrays that contradict each other or refer to a block or slot that
+/// the cache does not have.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct CpuStep {
     step: Step,
@@ -163,17 +163,17 @@ impl CpuStep {
     }
 }
 
-/// Threads that attend: `num_threads`, the caller's among them. float32 and bfloat16.
+/// Attention in float32 and bfloat16 on `num_threads` threads, including the caller's.
 ///
-/// `openmp`: they are those of the OpenMP runtime (libgomp, libomp) in this file, for callers that compute
-/// by it too, as torch does. Without it they are a separate pool.
+/// `openmp` is the file of an OpenMP runtime (libgomp, libomp) whose threads are used, for callers that compute
+/// with it too, as torch does. Without it, the threads are a separate pool.
 ///
-/// `isa` is the level of instructions: the best that this machine has, or a lower one that the environment
-/// variable `PYENGINE_CPU_ISA` names: "plain", "neon", "avx2", "avx512", "avx512_bf16" or "amx". `is_fast` is
-/// whether the kernel is written for it; otherwise it gives the same numbers slowly.
+/// `isa` is the instruction level: the best one of this machine, or a lower one named by the environment variable
+/// `PYENGINE_CPU_ISA`: "plain", "neon", "avx2", "avx512", "avx512_bf16" or "amx". `is_fast` is True if the kernel
+/// has code for that level; otherwise it computes the same numbers slowly.
 ///
-/// Raises `ConfigError` for no threads, more than the system gives, a file that is no such runtime, and a level
-/// that is not known or that this machine lacks; `isa` and `is_fast` raise it for the last.
+/// Raises `ConfigError` for no threads, more threads than the system allows, a file that is not such a runtime, and
+/// a level that is unknown or that this machine lacks; `isa` and `is_fast` raise it for the level.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct CpuAttention {
     pub(crate) attention: Attention,
@@ -204,10 +204,12 @@ impl CpuAttention {
         Ok(isa.name())
     }
 
-    /// `out` becomes `row / sqrt(mean(row ^ 2) + epsilon) * weight` for each row: `rows` and `out` `[T, size]`, `weight`
-    /// `[size]`, all C-contiguous and float32, or the bits of bfloat16 as uint16. Sums are float32. The GIL is released.
+    /// Sets `out` to `row / sqrt(mean(row ^ 2) + epsilon) * weight` for each row. `rows` and `out` are `[T, size]`,
+    /// `weight` is `[size]`, all C-contiguous and float32, or bfloat16 passed as uint16. Sums are float32. The GIL
+    /// is released.
     ///
-    /// Raises `BufferError` for arrays that do not fit and `ConfigError` for a weight of no elements; then `out` is as it was.
+    /// Raises `BufferError` for arrays that do not fit, and `ConfigError` for an empty weight; `out` is then
+    /// unchanged.
     fn rms_norm(
         &self,
         py: Python<'_>,
@@ -223,18 +225,20 @@ impl CpuAttention {
         }
     }
 
-    /// Writes keys and values of all tokens into their slots, then attends with the rows of the step.
+    /// Writes the keys and values of all tokens into their slots, then attends with the rows of the step.
     ///
-    /// `query` is `[T, query_heads, head_dim_k]`, `key` `[T, kv_heads, head_dim_k]`, `value`
-    /// `[T, kv_heads, head_dim_v]`, `out` `[T, query_heads, head_dim_v]`, of the cache's type; `out` C-contiguous, of
-    /// the others each row. `rotation`: queries and keys are turned first, by cosines and sines `[T, columns]`, both float32
-    /// or both as uint16; so many numbers of each head, two neighbours together or those of two halves, by every so many
-    /// columns; and before normalised by weights `[head_dim_k]`, what is added under the root, and to the weights. `softcap`: scores become `softcap * tanh(score / softcap)`. `sinks` float32 `[query_heads]`: one more
-    /// score per head, without a value. No other thread may write to the arrays meanwhile; the GIL is
-    /// released.
+    /// `query` is `[T, query_heads, head_dim_k]`, `key` `[T, kv_heads, head_dim_k]`, `value` `[T, kv_heads,
+    /// head_dim_v]`, `out` `[T, query_heads, head_dim_v]`, all of the cache's type. `out` is C-contiguous, the
+    /// others have contiguous rows. `softcap`: scores become `softcap * tanh(score / softcap)`. `sinks` float32
+    /// `[query_heads]` is one more score per head, without a value.
     ///
-    /// Raises `BufferError` for arrays that do not fit and `ConfigError` for settings that cannot be; then
-    /// `out` is as it was.
+    /// With `rotation`, queries and keys are first rotated by cosines and sines `[T, columns]`, both float32 or
+    /// both bfloat16 as uint16. It also says how many elements of each head are rotated, whether pairs are adjacent
+    /// or in two halves, and the stride of the columns. Before that, heads may be normalized with weights
+    /// `[head_dim_k]`, an epsilon, and an offset that is added to the weights.
+    ///
+    /// No other thread may write to the arrays during the call; the GIL is released. Raises `BufferError` for
+    /// arrays that do not fit, and `ConfigError` for impossible settings; `out` is then unchanged.
     #[pyo3(signature = (step, cache, query, key, value, out, *, scaling, sliding_window = None, softcap = None, sinks = None, rotation = None))]
     #[allow(clippy::too_many_arguments)]
     fn forward(

@@ -72,18 +72,17 @@ impl IntBuffer {
     }
 }
 
-/// The arrays that `StepPlan.fill` writes: one set per runner, made once.
+/// The arrays that `StepPlan.fill` writes: one set per runner, created once.
 ///
-/// Each is a writable, C-contiguous int32 or int64 array (NumPy, anything with a buffer, or a tensor in the
-/// memory of the CPU that speaks DLPack, as torch's do). With T
-/// tokens, B sequences and S sampling rows in the largest step: `input_ids [T]`, `positions [T]`,
-/// `slot_mapping [T]` (block * block_size + offset; -1: the KV is there already),
-/// `query_start_loc [B + 1]`, `seq_lens [B]`, `block_tables [B, W]`, `logits_indices [S]`.
+/// Each array is writable, C-contiguous and int32 or int64: a NumPy array, any object with a buffer, or a CPU
+/// tensor with DLPack, as those of torch. With T tokens, B sequences and S sampling rows in the largest step:
+/// `input_ids [T]`, `positions [T]`, `slot_mapping [T]` (block * block_size + offset; -1: the KV is already
+/// cached), `query_start_loc [B + 1]`, `seq_lens [B]`, `block_tables [B, W]`, `logits_indices [S]`.
 ///
-/// With G layer groups: `slot_mapping [G, T]` and `block_tables [G, B, W]`; a block that was given back
-/// is the null block there.
+/// With G layer groups: `slot_mapping [G, T]` and `block_tables [G, B, W]`, where the null block stands for a
+/// released block.
 ///
-/// Rows of `block_tables` are updated, not rewritten: nothing else may write to them.
+/// Only changed entries of `block_tables` are written, so no other code may write to it.
 ///
 /// Raises `BufferError` for an array of another type, shape or layout.
 #[pyclass(frozen, module = "pyengine._kv")]

@@ -18,16 +18,16 @@ macro_rules! exceptions {
 }
 
 exceptions! {
-    KvError: PyException, "Base of every error of the block manager. The call that raised it changed nothing.";
-    ConfigError: KvError, "A setting cannot be served: `block_size` 0, a pool whose tables do not fit into memory, no threads.";
-    TokenError: KvError, "Token ids that are not integers, do not fit 32 unsigned bits, or are not there at all.";
-    HandleError: KvError, "A freed sequence, a released pin, or a handle of another manager.";
-    PinError: KvError, "A pin that cannot be attached: not a prefix of the sequence, or the sequence holds blocks.";
-    PlanError: KvError, "A plan, a planned sequence or a transfer used out of turn, or a wrong number of tokens or blocks.";
+    KvError: PyException, "Base of all errors of the block manager. The call that raised it has changed nothing.";
+    ConfigError: KvError, "A setting is invalid, such as `block_size` 0, no threads, or a pool whose tables do not fit into memory.";
+    TokenError: KvError, "Token ids are missing, are not integers, or do not fit 32 unsigned bits.";
+    HandleError: KvError, "The handle is a freed sequence, a released pin, or belongs to another manager.";
+    PinError: KvError, "The pin cannot be attached: it is not a prefix of the sequence, or the sequence holds blocks.";
+    PlanError: KvError, "A plan, a planned sequence or a transfer is used in the wrong order, or with a wrong number of tokens or blocks.";
     BufferError: KvError, "An array is too small, not writable, not contiguous, of another type, or does not fit the others.";
-    TraceError: KvError, "A recording that cannot begin, or a file that cannot be replayed: another format, version, cut or damaged.";
-    StoreError: KvError, "A KV store that cannot be opened or is closed, a process that did not open it, or an entry of another length.";
-    InvariantError: KvError, "`check()` found a difference: a bug in the manager, please report it.";
+    TraceError: KvError, "A recording cannot begin, or a file cannot be replayed: it has another format or version, or is truncated or damaged.";
+    StoreError: KvError, "A KV store cannot be opened, is closed, was opened by another process, or has an entry of another length.";
+    InvariantError: KvError, "`check()` found a difference, which is a bug in the manager: please report it.";
 }
 
 /// Every error of the core as a Python exception.

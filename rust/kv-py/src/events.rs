@@ -16,7 +16,7 @@ struct Row {
     namespace: Arc<[u8]>,
 }
 
-/// A block holds this content now; before, none did. Parents are stored before their children.
+/// A prefix became cached in a block. Parents are stored before their children.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct Stored {
     /// One for all of them: thousands come with every prompt, and few of them are looked at.
@@ -26,13 +26,13 @@ pub(crate) struct Stored {
 
 #[pymethods]
 impl Stored {
-    /// The content's name: 16 bytes, little endian.
+    /// The block hash: 16 bytes, little-endian.
     #[getter]
     fn hash<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         name(py, self.row.hashes[self.at])
     }
 
-    /// The name of the content before it; None for the first block of a prompt.
+    /// The hash of the parent block; None for the first block of a prompt.
     #[getter]
     fn parent<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         let parent = match self.at {
@@ -42,14 +42,14 @@ impl Stored {
         parent.map(|parent| name(py, parent))
     }
 
-    /// The block's own token ids.
+    /// The token ids of the block.
     #[getter]
     fn tokens(&self) -> &[u32] {
         let block_size = self.row.tokens.len() / self.row.hashes.len();
         &self.row.tokens[self.at * block_size..][..block_size]
     }
 
-    /// The namespace under which it can be matched.
+    /// The namespace in which it can be matched.
     #[getter]
     fn namespace<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.row.namespace)
@@ -61,7 +61,7 @@ impl Stored {
     }
 }
 
-/// No block holds this content any more.
+/// A prefix is no longer cached in any block.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct Removed {
     hash: u128,
@@ -69,7 +69,7 @@ pub(crate) struct Removed {
 
 #[pymethods]
 impl Removed {
-    /// The content's name: 16 bytes, little endian.
+    /// The block hash: 16 bytes, little-endian.
     #[getter]
     fn hash<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         name(py, self.hash)
@@ -80,7 +80,7 @@ impl Removed {
     }
 }
 
-/// No block holds any content any more.
+/// No block is cached any more.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct Cleared;
 

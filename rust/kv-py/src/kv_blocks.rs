@@ -14,12 +14,13 @@ const MOST: usize = 1 << 20;
 
 /// The memory of a pool's blocks: writable, C-contiguous arrays whose first dimension is the block id.
 ///
-/// `groups[g]` lists the tensors that hold the layers of layer group `g`, by their indices in `tensors`. The payload of a block
-/// is its row in each of them, in that order. Elements are of any type: the bits of bfloat16 come as uint16 or uint8. All
-/// tensors have the same number of blocks. Groups may share tensors.
+/// `groups[g]` lists the tensors with the layers of layer group `g`, by their indices in `tensors`. The payload of
+/// a block is its row in each of them, in that order. Elements may be of any type; pass bfloat16 as uint16 or
+/// uint8. All tensors have the same number of blocks. Groups may share tensors.
 ///
-/// Raises `BufferError` for an array that is read-only, not contiguous or empty, has another number of blocks than the others
-/// or shares memory with one of them, and for a group that names a tensor twice or one that is not there.
+/// Raises `BufferError` for an array that is read-only, not contiguous or empty, has another number of blocks than
+/// the others, or shares memory with one of them. Also raises it for a group that names a tensor twice or one that
+/// does not exist.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct KVBlocks {
     tensors: Vec<BlockRows>,
@@ -65,13 +66,13 @@ impl KVBlocks {
         Ok(Self { tensors, groups })
     }
 
-    /// Blocks in each array.
+    /// Number of blocks in each array.
     #[getter]
     fn num_blocks(&self) -> usize {
         self.len()
     }
 
-    /// Bytes of a block's payload in a layer group.
+    /// Size of a block's payload in a layer group, in bytes.
     fn block_bytes(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
         let group = number("group", group)?;
         if group < self.groups.len() {

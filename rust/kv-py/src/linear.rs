@@ -7,14 +7,14 @@ use crate::errors::{BufferError, raise_attention};
 use crate::float_arrays::{apart, array, writable};
 use crate::memory::{shared_slice, unique_slice};
 
-/// A copy of a linear layer's weight, float32 `[out_features, in_features]` and C-contiguous, in the layout that its
-/// products read. The GIL is released while the copy is made.
+/// A copy of a linear layer's weight, float32 `[out_features, in_features]` and C-contiguous, in the layout that
+/// its products read. The GIL is released during the copy.
 ///
-/// `rows` are `[T, in_features]` and `out` is `[T, out_features]`, both float32 and C-contiguous. `threads` multiply, with
-/// the GIL released. A row has the same bits in every batch, with any number of threads and at every level of
-/// instructions.
+/// In the calls, `rows` are `[T, in_features]` and `out` is `[T, out_features]`, both float32 and C-contiguous.
+/// `threads` compute the product, with the GIL released. A row has the same bits in every batch, with any number of
+/// threads, and at every instruction level.
 ///
-/// Raises `BufferError` for arrays that do not fit and `ConfigError` for a weight of no elements; then `out` is as it was.
+/// Raises `BufferError` for arrays that do not fit, and `ConfigError` for an empty weight; `out` is then unchanged.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct PackedWeight {
     weight: cpu_kernels::PackedWeight,

@@ -26,23 +26,23 @@ use crate::tokens::token_ids;
 use crate::trace::os_error;
 use crate::transfer::evicted_list;
 
-/// Decides which physical block holds the KV cache of which tokens.
+/// Decides which block of the KV cache holds which tokens.
 ///
-/// `num_blocks` blocks of `block_size` token positions each. `groups` has one entry per layer group: the
-/// sliding window of its layers in tokens (a query sees its own position and the `window - 1` before
-/// it), or None for full attention; each group has its tables over the same pool.
+/// The pool has `num_blocks` blocks of `block_size` token positions each. `groups` has one entry per layer group:
+/// the sliding window of its layers in tokens (a query sees its own position and the `window - 1` positions before
+/// it), or None for full attention. Each group has its own block tables over the same pool.
 ///
-/// With `prefix_caching=False` no block is registered, matched or merged. With `in_flight_sharing` a sequence shares
-/// blocks that an earlier sequence of the same step computes. With `partial_reuse` a prefill whose match ends inside
-/// a block copies the matching tokens of a cached block. Every step must carry out `StepPlan.copies`; `commit` is
-/// refused until they were read. With `events` the manager keeps KV events for `take_events`, with `keep_evicted` the
-/// blocks that allocations evict for `take_evicted`.
+/// With `prefix_caching=False`, no block is cached, matched or merged. With `in_flight_sharing`, a sequence shares
+/// blocks that an earlier sequence of the same step computes. With `partial_reuse`, a prefill whose match ends
+/// inside a block copies the matching tokens of a cached block. Every step must perform the copies of
+/// `StepPlan.copies`; `commit` is refused until they were read. With `events`, the manager keeps KV events for
+/// `take_events`. With `keep_evicted`, it keeps a record of the blocks that allocations evict, for `take_evicted`.
 ///
-/// `eviction` is the order of eviction: "lru", or "2q", which protects blocks that were used again from those that
-/// are used once. `hash_seed` makes block hashes equal in every process (random by default). `hash_bits` below 128
-/// forces hash collisions, for tests.
+/// `eviction` is the order of eviction: "lru", or "2q", which keeps blocks that were reused longer than blocks that
+/// were used once. With `hash_seed`, block hashes are equal in every process (random by default). `hash_bits` below
+/// 128 forces hash collisions, for tests.
 ///
-/// All calls may come from any thread. Raises `ConfigError`.
+/// Calls may come from any thread. Raises `ConfigError`.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct BlockManager {
     core: Arc<Locked>,
@@ -98,7 +98,7 @@ impl BlockManager {
         })
     }
 
-    /// Blocks in the pool.
+    /// Number of blocks in the pool.
     #[getter]
     fn num_blocks(&self) -> usize {
         self.num_blocks
@@ -110,7 +110,7 @@ impl BlockManager {
         self.block_size
     }
 
-    /// The layer groups: the sliding window of each in tokens, or None.
+    /// The sliding window of each layer group in tokens, or None.
     #[getter]
     fn groups<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         let groups = self
@@ -119,19 +119,18 @@ impl BlockManager {
         PyTuple::new(py, groups)
     }
 
-    /// The id of the one block more that the tensors have: padded rows write there.
+    /// The id of the null block, which follows the pool's last block in the tensors: padded rows write there.
     #[getter]
     fn null_block(&self) -> usize {
         self.num_blocks
     }
 
-    /// A new sequence of at least one token; it holds no block until it is planned.
+    /// Creates a sequence of at least one token. It holds no block until it is planned.
     ///
-    /// `tokens`: a list of ints, a one-dimensional integer buffer, or such a tensor in the memory of the CPU
-    /// (DLPack). `namespace` separates everything
-    /// under it: nothing is shared across namespaces. With `read_cache=False` every token gets
-    /// computed, for those who want the logits of all prompt tokens. Dropping the object frees the
-    /// sequence. Raises `TokenError`.
+    /// `tokens` is a list of ints, a one-dimensional integer buffer, or such a tensor in CPU memory (DLPack). No
+    /// block is shared across different values of `namespace`. With `read_cache=False`, every token is computed,
+    /// for callers that need the logits of all prompt tokens. Dropping the object frees the sequence. Raises
+    /// `TokenError`.
     #[pyo3(signature = (tokens, *, namespace = None, read_cache = true))]
     fn sequence(
         &self,
@@ -149,7 +148,7 @@ impl BlockManager {
         Ok(Sequence { core, handle })
     }
 
-    /// A pin on the longest cached prefix of `tokens`, in whole blocks; perhaps on none.
+    /// Pins the longest cached prefix of `tokens`, in whole blocks; it may be empty.
     #[pyo3(signature = (tokens, *, namespace = None))]
     fn match_prefix(
         &self,
@@ -166,8 +165,8 @@ impl BlockManager {
 
     /// Opens a step that may compute `token_budget` tokens.
     ///
-    /// Two may be open: the second is planned while the first one runs. They are committed in order.
-    /// Raises `PlanError` for a third.
+    /// Two steps may be open: the second is planned while the first one runs. They are committed in order. Raises
+    /// `PlanError` for a third.
     fn begin_step(&self, py: Python<'_>, token_budget: &Bound<'_, PyAny>) -> PyResult<StepPlan> {
         let token_budget = number("token_budget", token_budget)?;
         let handle = self.core.with(py, |core| core.begin_step(token_budget))?;
@@ -175,23 +174,23 @@ impl BlockManager {
         Ok(StepPlan { core, handle })
     }
 
-    /// Where every block is. O(1).
+    /// The number of blocks in each state. O(1).
     fn usage(&self, py: Python<'_>) -> PyResult<PoolUsage> {
         self.core.with(py, |core| Ok(core.usage())).map(PoolUsage)
     }
 
-    /// The counters so far. With events on, what was stored since they were last taken is named first.
+    /// The counters so far. With events on, it first hashes the blocks stored since events were last taken.
     fn stats(&self, py: Python<'_>) -> PyResult<Stats> {
         self.core.with_events(py, Core::stats).map(Stats)
     }
 
-    /// Blocks that freeing this sequence would really give back: those that no one else holds.
+    /// The number of blocks that freeing this sequence would release: those with no other reference.
     fn preview(&self, py: Python<'_>, sequence: &Sequence) -> PyResult<usize> {
         self.core.with(py, |core| core.preview(sequence.key()))
     }
 
-    /// The most blocks that one sequence holds at once on its way to `num_tokens` tokens, when a step
-    /// computes at most `max_tokens` of them: what a pool must have to serve it at all.
+    /// The largest number of blocks that one sequence holds at once until it has `num_tokens` tokens, if a step
+    /// computes at most `max_tokens` of them. A pool needs at least that many to serve it.
     fn blocks_for(
         &self,
         py: Python<'_>,
@@ -204,19 +203,19 @@ impl BlockManager {
             .with(py, |core| Ok(core.blocks_for(num_tokens, max_tokens)))
     }
 
-    /// All holders of a block: table entries and pins.
+    /// The number of references to a block: table entries, pins, open steps and transfers.
     fn refs(&self, py: Python<'_>, block: &Bound<'_, PyAny>) -> PyResult<u32> {
         let block = number("block", block)?;
         self.core.with(py, |core| core.refs(block))
     }
 
-    /// Live sequences whose table holds a block.
+    /// The number of live sequences whose table contains a block.
     fn seq_refs(&self, py: Python<'_>, block: &Bound<'_, PyAny>) -> PyResult<u32> {
         let block = number("block", block)?;
         self.core.with(py, |core| core.seq_refs(block))
     }
 
-    /// "free", "evictable", "active", "pinned" or "loading".
+    /// The state of a block: "free", "evictable", "active", "pinned" or "loading".
     fn state(&self, py: Python<'_>, block: &Bound<'_, PyAny>) -> PyResult<&'static str> {
         let block = number("block", block)?;
         Ok(match self.core.with(py, |core| core.state(block))? {
@@ -228,30 +227,31 @@ impl BlockManager {
         })
     }
 
-    /// `state`, `refs` and `seq_refs` of every block and the tree of contents, of one moment, for those
-    /// who draw the pool. O(blocks + contents), without the GIL.
+    /// `state`, `refs` and `seq_refs` of every block, and the radix tree of cached prefixes, at one moment, for
+    /// dashboards. O(blocks + cached blocks), without the GIL.
     fn snapshot(&self, py: Python<'_>) -> PyResult<PoolSnapshot> {
         self.core
             .detached(py, |core| Ok(PoolSnapshot(core.snapshot())))
     }
 
-    /// Forgets every content that nobody holds: evictable blocks become free. Returns how many. O(contents),
-    /// without the GIL.
+    /// Evicts all evictable blocks, which become free. Returns their number. O(cached blocks), without the GIL.
     fn evict_all(&self, py: Python<'_>) -> PyResult<usize> {
         self.core.detached(py, |core| Ok(core.evict_all()))
     }
 
-    /// The cached blocks that allocations evicted since the last call, in order. Empty unless the manager was made with
-    /// `keep_evicted=True`. A block whose hash another one has is left out.
+    /// The cached blocks that allocations evicted since the last call, in order. It is empty unless the manager was
+    /// created with `keep_evicted=True`. A block without a hash, because another block has the same one, is left
+    /// out.
     ///
-    /// Take them after a step is planned and before it runs: until then their KV is whole.
+    /// Take them after a step is planned and before it runs: until then their KV is intact.
     fn take_evicted<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let evicted = self.core.with_events(py, Core::take_evicted)?;
         evicted_list(py, evicted)
     }
 
-    /// Evicts the next `num_blocks` evictable blocks ahead of need, or all of them, and pins them. Returns a record of
-    /// each, and the pin: their KV is whole until it is released, then they are free.
+    /// Evicts the next `num_blocks` evictable blocks ahead of need, or all of them if there are fewer, and pins
+    /// them. Returns a record of each block, and the pin. Their KV is intact until the pin is released; then they
+    /// are free.
     fn evict<'py>(
         &self,
         py: Python<'py>,
@@ -262,8 +262,8 @@ impl BlockManager {
         Ok((evicted_list(py, evicted)?, Pin::new(pin)))
     }
 
-    /// What became of the set of contents since the last call, in order: `Stored`, `Removed`,
-    /// `Cleared`. Empty unless the manager was made with `events=True`.
+    /// The changes of the set of cached blocks since the last call, in order: `Stored`, `Removed`, `Cleared`. It is
+    /// empty unless the manager was created with `events=True`.
     fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let (events, list) = (
             self.core.with_events(py, Core::take_events)?,
@@ -275,8 +275,8 @@ impl BlockManager {
         Ok(list)
     }
 
-    /// The same as bytes: a kind for each (0 removed, 1 stored, 2 cleared), and a name of 16 bytes for
-    /// each, of zeros where all is cleared. What `ReplicaIndex.apply` takes.
+    /// The same events as bytes: one byte per event for its kind (0 removed, 1 stored, 2 cleared), and 16 bytes per
+    /// event for the block hash, which are zeros in a cleared event. `ReplicaIndex.apply` accepts them.
     fn take_packed_events<'py>(
         &self,
         py: Python<'py>,
@@ -286,8 +286,7 @@ impl BlockManager {
         Ok((bounded::bytes(py, &kinds)?, bounded::bytes(py, &names)?))
     }
 
-    /// The hashes (16 bytes, little endian) of all cached blocks. O(cached blocks); other threads
-    /// run meanwhile.
+    /// The hashes (16 bytes, little-endian) of all cached blocks. O(cached blocks), without the GIL.
     fn cached_hashes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let contents = self.core.detached(py, |core| Ok(core.cached_hashes()))?;
         bounded::list(py, contents, |hash| {
@@ -295,12 +294,11 @@ impl BlockManager {
         })
     }
 
-    /// Writes every operation from now on to a new file, for `replay`.
+    /// Writes all further operations to a new file, for `replay`.
     ///
-    /// Only a manager that has had no sequence and no step can be recorded. A separate thread writes the
-    /// file. If that fails later on or falls 32 MiB behind, the recording ends there and the manager goes on:
-    /// `stop_recording` raises.
-    /// Raises `TraceError`, and then makes no file; `OSError` if the file cannot be made.
+    /// Only a manager that has had no sequence and no step can be recorded. A separate thread writes the file. If
+    /// writing fails or falls 32 MiB behind, the recording ends and the manager continues; `stop_recording` then
+    /// raises an error. Raises `TraceError` without creating a file, or `OSError` if the file cannot be created.
     fn record(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
         self.core.with(py, |core| core.check_recordable())?;
         // Without the lock and without the GIL: a pipe waits here for its reader.
@@ -309,10 +307,10 @@ impl BlockManager {
         self.core.with(py, |core| core.record(file))
     }
 
-    /// Ends the recording and closes its file; without a recording it does nothing. Waits for the file without
-    /// the manager's lock and without the GIL.
+    /// Ends the recording and closes its file; does nothing without a recording. It waits for the file without the
+    /// manager's lock and without the GIL.
     ///
-    /// Raises `OSError` if not everything could be written.
+    /// Raises `OSError` if the recording is not complete.
     fn stop_recording(&self, py: Python<'_>) -> PyResult<()> {
         let Some(mut ended) = self.core.with(py, |core| Ok(core.end_recording()))? else {
             return Ok(());
@@ -325,7 +323,7 @@ impl BlockManager {
         }
     }
 
-    /// Recounts everything from scratch and compares; runs without the GIL. O(blocks + tokens).
+    /// Recounts everything and compares, without the GIL. O(blocks + tokens).
     ///
     /// Raises `InvariantError` with the first difference.
     fn check(&self, py: Python<'_>) -> PyResult<()> {

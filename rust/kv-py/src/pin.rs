@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use pyo3::prelude::*;
 
-/// Keeps a prefix alive without being a sequence. Any thread may let go of it at any time: that takes
+/// Keeps the blocks of a prefix cached without a sequence. Any thread may release it at any time, which takes
 /// neither the manager's lock nor the GIL.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct Pin(Mutex<Option<kv_core::Pin>>);
@@ -27,13 +27,14 @@ impl Pin {
 
 #[pymethods]
 impl Pin {
-    /// Tokens covered: blocks x block size; 0 once released.
+    /// Number of tokens covered: blocks times block size; 0 after the release.
     #[getter]
     fn num_tokens(&self) -> usize {
         self.with(|pin| pin.map_or(0, kv_core::Pin::num_tokens))
     }
 
-    /// Ids of the blocks kept, first to last (of each block of tokens those of all layer groups); empty once released.
+    /// Ids of the pinned blocks in order; for each block of tokens, those of all layer groups. Empty after the
+    /// release.
     #[getter]
     fn blocks(&self) -> Vec<u32> {
         self.with(|pin| {
@@ -43,13 +44,13 @@ impl Pin {
         })
     }
 
-    /// Whether it was let go of.
+    /// True after the release.
     #[getter]
     fn is_released(&self) -> bool {
         self.with(|pin| pin.is_none())
     }
 
-    /// Lets go of the blocks; a second call does nothing.
+    /// Releases the blocks; a second call does nothing.
     fn release(&self) {
         let pin = self
             .0

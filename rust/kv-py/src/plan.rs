@@ -16,7 +16,7 @@ use crate::prefixes::SharedPrefixes;
 use crate::sequence::Sequence;
 use crate::tokens::token_ids;
 
-/// One step: decodes and prefills, the inputs, then commit or rollback. Dropping an open one rolls it
+/// One step: plan decodes and prefills, fill the inputs, then commit or roll back. Dropping an open plan rolls it
 /// back.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct StepPlan {
@@ -32,42 +32,42 @@ impl StepPlan {
 
 #[pymethods]
 impl StepPlan {
-    /// Tokens to compute.
+    /// Number of tokens to compute.
     #[getter]
     fn num_tokens(&self, py: Python<'_>) -> PyResult<usize> {
         Ok(self.view(py)?.num_tokens)
     }
 
-    /// Sequences in the plan.
+    /// Number of sequences in the plan.
     #[getter]
     fn num_sequences(&self, py: Python<'_>) -> PyResult<usize> {
         Ok(self.view(py)?.num_sequences)
     }
 
-    /// Rows whose logits give a token: what `commit` takes.
+    /// Number of rows whose logits give a token, for each of which `commit` needs one.
     #[getter]
     fn num_samples(&self, py: Python<'_>) -> PyResult<usize> {
         Ok(self.view(py)?.num_samples)
     }
 
-    /// Tokens that may still be planned.
+    /// Number of tokens that may still be planned.
     #[getter]
     fn budget_left(&self, py: Python<'_>) -> PyResult<usize> {
         Ok(self.view(py)?.budget_left)
     }
 
-    /// Neither committed nor rolled back.
+    /// True if the plan is neither committed nor rolled back.
     #[getter]
     fn is_open(&self, py: Python<'_>) -> PyResult<bool> {
         let key = self.handle.key();
         self.core.with(py, |core| Ok(core.plan_view(key).is_ok()))
     }
 
-    /// Plans one token for each sequence, in their order, as far as blocks and budget reach.
+    /// Plans one token for each sequence, in order, while blocks and budget last.
     ///
-    /// Returns the positions in `sequences` of those that did not fit. Each must have exactly one
-    /// token left to compute; on misuse (`PlanError`, `HandleError`) none is planned. With
-    /// `lookahead` each gets blocks for so many slots past its known tokens too.
+    /// Returns the positions in `sequences` of those that did not fit. Each sequence must have exactly one token
+    /// left to compute. On misuse (`PlanError`, `HandleError`), none is planned. With `lookahead`, each sequence
+    /// also gets blocks for that many slots beyond its known tokens.
     #[pyo3(signature = (sequences, *, lookahead = None))]
     fn decode(
         &self,
@@ -81,12 +81,13 @@ impl StepPlan {
             .with(py, |core| core.decode(plan, &sequences.0, lookahead))
     }
 
-    /// Plans up to `max_tokens` of the sequence's uncomputed tokens: match, reuse, allocate, charge.
+    /// Plans up to `max_tokens` uncomputed tokens of the sequence: matches the prefix, reuses and allocates blocks,
+    /// and charges the budget.
     ///
-    /// `reserve=None`: the blocks of this step's tokens must be there. `reserve=n`: those of all its
-    /// known tokens must be there with `n` to spare (only this step's are taken): admission. `replay=n`
-    /// computes the last `n` cached tokens again, all in this step, and writes none of them (slot -1).
-    /// Where fewer were found, all of those.
+    /// With `reserve=None`, there must be blocks for the tokens of this step. With `reserve=n`, for admission,
+    /// there must be blocks for all known tokens and `n` more blocks; only those of this step are allocated.
+    /// `replay=n` computes the last `n` cached tokens again, all in this step, without writing their KV (slot -1);
+    /// if fewer tokens are cached, all of them.
     #[pyo3(signature = (sequence, max_tokens, *, reserve = None, replay = None))]
     fn prefill(
         &self,
@@ -109,17 +110,17 @@ impl StepPlan {
         prefill_answer(py, answer)
     }
 
-    /// Takes a sequence out of the plan again, as if it had not been planned.
+    /// Removes a sequence from the plan, as if it had not been planned.
     ///
-    /// Sequences that depend on it go with it, as they share what it was to compute, or write in place in
-    /// a partial block that it left to them; returns their ids, in plan order.
+    /// Sequences that depend on it are removed too: those that share blocks that it was to compute, and those that
+    /// would write in place to a partial block that it left to them. Returns their ids, in plan order.
     fn cancel(&self, py: Python<'_>, sequence: &Sequence) -> PyResult<Vec<u64>> {
         let (plan, key) = (self.handle.key(), sequence.key());
         self.core.with(py, |core| core.cancel(plan, key))
     }
 
-    /// Blocks to copy before the step runs, as (source, destination), in order. `commit` is refused until they
-    /// were read.
+    /// Blocks to copy before the step runs, as (source, destination), in order. `commit` is refused until they were
+    /// read.
     fn copies(&self, py: Python<'_>) -> PyResult<Vec<(u32, u32)>> {
         let ids = |(from, to): &(BlockId, BlockId)| (from.get(), to.get());
         self.core.with(py, |core| {
@@ -128,10 +129,10 @@ impl StepPlan {
         })
     }
 
-    /// Writes the step's inputs into the arrays, sequences in plan order; on an error, nothing.
+    /// Writes the inputs of the step into the arrays, with sequences in plan order. On an error, it writes nothing.
     ///
-    /// With `shared`, which of its rows share which leading blocks, too. That is found anew when the rows of
-    /// these buffers are others than before, or share something else; until then it costs nothing.
+    /// With `shared`, it also finds which rows share which leading blocks. This takes time only if the rows or
+    /// their shared blocks have changed since the last call with these buffers.
     #[pyo3(signature = (buffers, *, shared = None))]
     fn fill(
         &self,
@@ -154,9 +155,10 @@ impl StepPlan {
         })
     }
 
-    /// Plans a sequence that has one token left to compute together with drafts that may follow it.
+    /// Plans a sequence that has one token left to compute, together with drafts that may follow it.
     ///
-    /// The step computes all of them and samples a row for each. All or nothing. Raises as `decode`.
+    /// The step computes all of them, and samples a row for each. All drafts are planned, or none. Raises the
+    /// errors of `decode`.
     fn speculate(
         &self,
         py: Python<'_>,
@@ -171,12 +173,12 @@ impl StepPlan {
         prefill_answer(py, answer)
     }
 
-    /// Extends decodes that are in the plan by drafts that may follow them: `counts` says how many of
-    /// `drafts` are for each of `sequences`, one sequence after the other.
+    /// Adds drafts to decodes that are already planned. `drafts` holds those of all `sequences` one after the
+    /// other, and `counts` their number for each.
     ///
-    /// Drafts take what is left of budget and blocks, and no decode waits for them: returns how many each
-    /// got. The step samples a row for each, as after `speculate`. On misuse (`PlanError`, `HandleError`)
-    /// no sequence gets any.
+    /// Drafts use only the budget and blocks that are left, so no decode waits for them. Returns the number planned
+    /// for each sequence. The step samples a row for each draft, as with `speculate`. On misuse (`PlanError`,
+    /// `HandleError`), no draft is added.
     fn draft(
         &self,
         py: Python<'_>,
@@ -193,13 +195,13 @@ impl StepPlan {
             .with(py, |core| core.draft(plan, &sequences.0, &drafts, &counts))
     }
 
-    /// Takes the step as computed. `sampled`: one token id per sampling sequence, in plan order; or
-    /// all accepted ones, with `counts` saying how many each sequence accepted.
+    /// Commits the step after it was computed. `sampled` has one token id per sampling sequence, in plan order.
+    /// With `counts`, it has all accepted tokens, and `counts` says how many belong to each sequence.
     ///
-    /// A sequence accepts the drafts that turned out right and one token after them. Registers every
-    /// block that became full or merges it into the one that held its content first; returns the
-    /// merges. Raises `PlanError` and changes nothing if the counts are wrong, a token is no draft, or blocks are
-    /// to be copied and `copies` was not read since they were planned.
+    /// A sequence accepts its correct drafts and one token after them. Every block that became full is cached, or
+    /// merged into the block that already holds the same prefix; the merges are returned. Raises `PlanError` and
+    /// changes nothing if the counts are wrong, an accepted token is not the draft, or `copies` was not read
+    /// although there are blocks to copy.
     #[pyo3(signature = (sampled, counts = None))]
     fn commit(
         &self,
@@ -218,7 +220,7 @@ impl StepPlan {
         Ok(remappings.into_iter().map(Remapping::from).collect())
     }
 
-    /// Undoes the plan: its sequences are what they were before it.
+    /// Undoes the plan and restores its sequences.
     fn rollback(&self, py: Python<'_>) -> PyResult<()> {
         self.core.with(py, |core| core.rollback(self.handle.key()))
     }

@@ -8,21 +8,21 @@ use crate::errors::{BufferError, raise};
 use crate::guarded::Guarded;
 use crate::numbers::number;
 
-/// Groups of rows that share their leading blocks, as `StepPlan.fill(buffers, shared=...)` finds them: a
-/// tree of prefixes, for kernels that read a shared block once for all of its rows.
+/// The prefixes that rows of a step share, found by `StepPlan.fill(buffers, shared=...)`: a tree, for kernels that
+/// read a shared block once for all of its rows.
 ///
-/// Writable, C-contiguous int32 or int64 arrays; with B sequences in the largest step: `order [B]`, the
-/// rows of the batch, in an order in which those that share stand side by side; `own_blocks [B]`, by row of
-/// the batch, the first entry of its block table that is in no prefix; `prefixes [B - 1, 5]`, level by
-/// level: first place in `order` and the one after the last, first block and the one after the last, parent
-/// (-1: none). Elements past `num_prefixes`, and past the step's sequences, are undefined.
+/// The arrays are writable, C-contiguous and int32 or int64. With B sequences in the largest step: `order [B]` has
+/// the rows of the batch, ordered so that rows that share a prefix are adjacent. `own_blocks [B]` has, for each row
+/// of the batch, the index of the first block in its table that is in no prefix. `prefixes [B - 1, 5]` has, level
+/// by level, start and end in `order`, start and end among the blocks, and the parent (-1: none). Elements beyond
+/// `num_prefixes`, and beyond the step's sequences, are undefined.
 ///
-/// A prefix has at least `min_blocks` blocks and `min_rows` rows; what is shorter belongs to those in it, or
-/// to the rows themselves. It ends where a row begins to compute, so that no row needs a mask there.
-/// `group` is the layer group; in one with a window nothing is shared.
+/// A prefix has at least `min_blocks` blocks and `min_rows` rows; shorter ones belong to the prefixes inside them,
+/// or to the rows themselves. A prefix ends before the first token that one of its rows computes, so no row needs a
+/// mask there. `group` is the layer group; groups with a window share no blocks.
 ///
-/// Raises `BufferError` for an array of another type, shape or layout, `ConfigError` for limits below 1
-/// block or 2 rows.
+/// Raises `BufferError` for an array of another type, shape or layout, and `ConfigError` for limits below 1 block
+/// or 2 rows.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct SharedPrefixes {
     order: IntBuffer,
@@ -91,13 +91,13 @@ impl SharedPrefixes {
         })
     }
 
-    /// Prefixes in the arrays.
+    /// Number of prefixes in the arrays.
     #[getter]
     fn num_prefixes(&self) -> PyResult<usize> {
         self.look(|core| core.prefixes().len())
     }
 
-    /// Grows whenever the arrays have been written to: copies of them elsewhere are good until then.
+    /// Increases whenever the arrays are written: until then, copies of them are valid.
     #[getter]
     fn version(&self) -> PyResult<u64> {
         self.look(Core::version)

@@ -32,12 +32,12 @@ pub(crate) fn packed(events: &[Event]) -> (Vec<u8>, Vec<u8>) {
     (kinds, packed.into_flattened())
 }
 
-/// The cached blocks, of `block_size` tokens each, of at most 128 replicas, which are numbered from 0.
+/// An index of the cached blocks, of `block_size` tokens each, of at most 128 replicas, which are numbered from 0.
 ///
-/// `apply` takes the KV events of `BlockManager.take_packed_events`. `add_request` counts the blocks of a request
-/// that was routed to a replica, until `remove_request`. Block hashes are 16 bytes each, one after the other, and
-/// are those of block managers with the same `hash_seed`. Raises `ConfigError` for an unknown replica, and for
-/// bytes that are no events or hashes; nothing has changed then.
+/// `apply` applies the KV events of `BlockManager.take_packed_events`. `add_request` counts the blocks of a request
+/// that was routed to a replica, until `remove_request`. Block hashes are concatenated, 16 bytes each, and come
+/// from block managers with the same `hash_seed`. Raises `ConfigError` for an unknown replica, and for bytes that
+/// are not events or hashes; nothing has changed then.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct ReplicaIndex {
     index: Mutex<kv_router::ReplicaIndex>,
@@ -92,8 +92,8 @@ impl ReplicaIndex {
         })
     }
 
-    /// Applies the KV events of a replica, in order: a kind (0 removed, 1 stored, 2 cleared) and a block
-    /// hash each. Returns how many blocks the replica has cached then.
+    /// Applies the KV events of a replica in order, each with a kind (0 removed, 1 stored, 2 cleared) and a block
+    /// hash. Returns the number of blocks that the replica then has cached.
     fn apply(
         &self,
         py: Python<'_>,
@@ -118,15 +118,15 @@ impl ReplicaIndex {
         }))
     }
 
-    /// Forgets the cached blocks of a replica. O(blocks in the index).
+    /// Removes all cached blocks of a replica. O(blocks in the index).
     fn clear(&self, py: Python<'_>, replica: &Bound<'_, PyAny>) -> PyResult<()> {
         let replica = replica_number(replica)?;
         self.with(py, |index| index.clear(replica));
         Ok(())
     }
 
-    /// Adds a request that was routed to a replica: the hashes of its prompt's blocks. Returns how many
-    /// different blocks the replica's requests have then.
+    /// Adds a request that was routed to a replica, with the hashes of its prompt's blocks. Returns the number of
+    /// different blocks that the replica's requests then have.
     fn add_request(
         &self,
         py: Python<'_>,
@@ -140,7 +140,7 @@ impl ReplicaIndex {
         }))
     }
 
-    /// Removes a request that was added and has finished. Returns the same count.
+    /// Removes an added request that has finished. Returns the same number.
     fn remove_request(
         &self,
         py: Python<'_>,
@@ -154,8 +154,8 @@ impl ReplicaIndex {
         }))
     }
 
-    /// The number of leading blocks of a prompt that each replica has cached or in a request, by its number.
-    /// Replicas beyond the end of the list have none. O(hashes).
+    /// For each replica, by its number, how many leading blocks of a prompt it has cached or in a request. Replicas
+    /// beyond the end of the list have none. O(hashes).
     fn matched_blocks(&self, py: Python<'_>, hashes: &[u8]) -> PyResult<Vec<usize>> {
         let hashes = hashes_from(hashes)?;
         Ok(self.with(py, |index| index.matched_blocks(&hashes)))
@@ -172,7 +172,7 @@ impl ReplicaIndex {
         bounded::list(py, hashes, |hash| Ok(PyBytes::new(py, &hash.to_le_bytes())))
     }
 
-    /// Blocks that any replica has cached.
+    /// Number of different blocks that the replicas have cached.
     #[getter]
     fn num_blocks(&self, py: Python<'_>) -> usize {
         self.with(py, |index| index.num_blocks())

@@ -14,7 +14,7 @@ use crate::pin::Pin;
 use crate::tokens::token_ids;
 use crate::transfer::reserve_answer;
 
-/// Tokens, their block table, and how many of them have their KV computed.
+/// The tokens of a request, their block tables, and the number of tokens whose KV is computed.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct Sequence {
     pub(crate) core: Arc<Locked>,
@@ -55,44 +55,44 @@ impl Sequence {
         self.handle.id()
     }
 
-    /// False once it was freed.
+    /// False after the sequence was freed.
     #[getter]
     fn is_live(&self, py: Python<'_>) -> PyResult<bool> {
         self.core.with(py, |core| Ok(core.view(self.key()).is_ok()))
     }
 
-    /// Tokens known: prompt and output.
+    /// Number of known tokens: prompt and output.
     #[getter]
     fn num_tokens(&self, py: Python<'_>) -> PyResult<usize> {
         self.view(py, |view| view.tokens.len())
     }
 
-    /// Tokens whose KV is computed and committed.
+    /// Number of tokens whose KV is computed and committed.
     #[getter]
     fn num_computed_tokens(&self, py: Python<'_>) -> PyResult<usize> {
         self.view(py, |view| view.num_computed_tokens)
     }
 
-    /// Tokens reused from the cache since the sequence was last without blocks.
+    /// Number of tokens reused from the cache since the sequence last had no blocks.
     #[getter]
     fn num_cached_tokens(&self, py: Python<'_>) -> PyResult<usize> {
         self.view(py, |view| view.num_cached_tokens)
     }
 
-    /// Tokens that its own transfers restored since it was last without blocks.
+    /// Number of tokens that its own transfers restored since the sequence last had no blocks.
     #[getter]
     fn num_restored_tokens(&self, py: Python<'_>) -> PyResult<usize> {
         self.view(py, |view| view.num_restored_tokens)
     }
 
-    /// Ids of its blocks, first to last; those of the first layer group where there are several.
+    /// Ids of its blocks in order; with several layer groups, those of the first group.
     #[getter]
     fn block_table(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
         Ok(self.tables(py, Some(1))?.swap_remove(0))
     }
 
-    /// Ids of its blocks, one list per layer group. A block that was given back, because no later
-    /// token sees it, reads as the null block.
+    /// Ids of its blocks, one list per layer group. The null block stands for a block that was released because no
+    /// later token sees it.
     #[getter]
     fn block_tables(&self, py: Python<'_>) -> PyResult<Vec<Vec<u32>>> {
         self.tables(py, None)
@@ -104,9 +104,9 @@ impl Sequence {
         bounded::list(py, tokens, Ok)
     }
 
-    /// Puts a pin's blocks into the empty table of this sequence; the pin stays in force.
+    /// Puts the blocks of a pin into the empty table of this sequence. The pin remains valid.
     ///
-    /// Raises `PinError` if the pin is no prefix of it, `HandleError`, `PlanError`.
+    /// Raises `PinError` if the pin is not a prefix of the sequence, `HandleError`, `PlanError`.
     fn attach(&self, py: Python<'_>, pin: &Pin) -> PyResult<()> {
         self.core.with(py, |core| {
             pin.with(|pin| match pin {
@@ -116,17 +116,17 @@ impl Sequence {
         })
     }
 
-    /// A pin on the longest prefix of this sequence's registered blocks that is computed and whole:
-    /// no window lacks a block of it that the next token sees. Perhaps on none.
+    /// Pins the longest computed prefix of this sequence's cached blocks for which each window still has all blocks
+    /// that the next token sees. It may be empty.
     fn pin(&self, py: Python<'_>) -> PyResult<Pin> {
         let pin = self.core.with(py, |core| core.pin(self.key()))?;
         Ok(Pin::new(pin))
     }
 
-    /// A new sequence of the first `num_tokens` tokens of this one, on the same blocks.
+    /// Creates a sequence from the first `num_tokens` tokens of this one, on the same blocks.
     ///
-    /// Nothing is copied now: a partial last block is copied when one of several sequences writes to it
-    /// (`StepPlan.copies`). Raises `PlanError` if an open plan holds it, `TokenError` for a length
+    /// It copies no KV: a partial last block is copied when one of several sequences writes to it
+    /// (`StepPlan.copies`). Raises `PlanError` if an open plan holds this sequence, and `TokenError` for a length
     /// that it does not have.
     fn fork(&self, py: Python<'_>, num_tokens: &Bound<'_, PyAny>) -> PyResult<Sequence> {
         let num_tokens = number("num_tokens", num_tokens)?;
@@ -137,37 +137,38 @@ impl Sequence {
         Ok(Sequence { core, handle })
     }
 
-    /// Adds known tokens to its end: the next turn of a conversation, a fork's own token.
+    /// Appends known tokens, such as the next turn of a conversation or the first token of a fork.
     fn append(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>) -> PyResult<()> {
         let tokens = token_ids(tokens)?;
         self.core.with(py, |core| core.append(self.key(), &tokens))
     }
 
-    /// Gives back the blocks past the first `num_tokens` tokens: slots reserved for a speculation that
-    /// was rejected, to the block. Returns how many.
+    /// Releases the blocks beyond the first `num_tokens` tokens, such as slots for rejected drafts. Returns their
+    /// number.
     ///
-    /// Raises `PlanError` for fewer tokens than are computed, or if an open plan holds it.
+    /// Raises `PlanError` for fewer tokens than are computed, or if an open plan holds the sequence.
     fn trim(&self, py: Python<'_>, num_tokens: &Bound<'_, PyAny>) -> PyResult<usize> {
         let num_tokens = number("num_tokens", num_tokens)?;
         self.core.with(py, |core| core.trim(self.key(), num_tokens))
     }
 
-    /// Goes on with what is cached, from the block boundary on which it stands: its tokens are computed then
-    /// and its blocks held. Returns how many tokens that are.
+    /// Attaches the cached blocks that continue this sequence from a block boundary. Their tokens count as
+    /// computed. Returns the number of these tokens.
     ///
-    /// At most all known tokens but one, whose KV is not written where its block was reused, too. Nothing
-    /// is reused between blocks, with slots reserved, or of what an open plan computes. Raises `PlanError` if
-    /// an open plan holds it.
+    /// At most all known tokens but one are reused. The last token must still be computed; its KV is not written if
+    /// its block was reused. Nothing is reused if the computed tokens end inside a block, if slots are reserved, or
+    /// from blocks that an open plan computes. Raises `PlanError` if an open plan holds the sequence.
     fn reuse_cached(&self, py: Python<'_>) -> PyResult<usize> {
         self.core.with(py, |core| core.reuse_cached(self.key()))
     }
 
-    /// Blocks for the first `num_tokens` tokens, whose KV the caller has outside the pool: for the whole blocks after
-    /// the longest cached prefix.
+    /// Reserves blocks for KV that the caller has outside the pool: for the whole blocks of the first `num_tokens`
+    /// tokens that follow the longest cached prefix.
     ///
-    /// A `Transfer`; `NoRoom`; `Loading` if another transfer is to fill the next block; None if there is nothing to
-    /// restore: the blocks are cached, or an open step computes them, or the sequence stands between blocks. All or
-    /// nothing, and the sequence is not changed. Raises `PlanError` if an open plan holds it.
+    /// Returns a `Transfer`; `NoRoom`; `Loading` if another transfer will fill the next block; or None if there is
+    /// nothing to restore, because the blocks are cached, an open step computes them, or the computed tokens end
+    /// inside a block. It reserves all blocks or none, and does not change the sequence. Raises `PlanError` if an
+    /// open plan holds the sequence.
     fn reserve(
         &self,
         py: Python<'_>,
@@ -180,10 +181,10 @@ impl Sequence {
         reserve_answer(py, &self.core, answer)
     }
 
-    /// Slots for `num_tokens` tokens after those that are computed, for a step without a plan.
+    /// Reserves slots for the `num_tokens` tokens after the computed ones, for a step without a plan.
     ///
-    /// All or nothing. Slots that are there already count, so a call is due where a block ends, and after
-    /// a fork. Raises `PlanError` if an open plan holds it.
+    /// It reserves all slots or none. Slots that are already reserved count, so a call is needed only at a block
+    /// boundary and after a fork. Raises `PlanError` if an open plan holds the sequence.
     fn extend(&self, py: Python<'_>, num_tokens: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let num_tokens = number("num_tokens", num_tokens)?;
         let (answer, groups) = self.core.with(py, |core| {
@@ -193,12 +194,12 @@ impl Sequence {
         extend_answer(py, answer, groups)
     }
 
-    /// The next `num_tokens` tokens are computed; `tokens` follow those that were known.
+    /// Marks the next `num_tokens` tokens as computed, and appends `tokens` to the known ones.
     ///
-    /// Registers every block that became full or merges it into the one that held its content first;
-    /// returns the merges. From now on others reuse what was published: whatever reads it must come after what
-    /// computes it on the device. Raises `PlanError` and changes nothing if an open plan holds it, or for more
-    /// tokens than it has slots for or knows.
+    /// Every block that became full is cached, or merged into the block that already holds the same prefix; the
+    /// merges are returned. Other sequences may reuse the published blocks at once, so their reads must run after
+    /// the writes on the device. Raises `PlanError` and changes nothing if an open plan holds the sequence, or for
+    /// more tokens than it knows or has slots for.
     #[pyo3(signature = (num_tokens, tokens = None))]
     fn publish(
         &self,
@@ -214,12 +215,12 @@ impl Sequence {
         Ok(remappings.into_iter().map(Remapping::from).collect())
     }
 
-    /// Gives its blocks back and keeps its tokens: preemption by recomputation.
+    /// Releases its blocks and keeps its tokens: preemption by recomputation.
     fn reset(&self, py: Python<'_>) -> PyResult<()> {
         self.core.with(py, |core| core.reset(self.key()))
     }
 
-    /// Ends the sequence; in an open plan it lives on until that is closed.
+    /// Frees the sequence. If an open plan holds it, it lives until the plan is closed.
     fn free(&self, py: Python<'_>) -> PyResult<()> {
         self.core.with(py, |core| core.free(self.key()))
     }

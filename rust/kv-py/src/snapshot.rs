@@ -6,8 +6,8 @@ use pyo3::types::PyBytes;
 use crate::bounded;
 use crate::memory::bytes_filled_by;
 
-/// The pool at one moment, in columns for NumPy: `states` uint8, all others uint32 of the machine's
-/// byte order. No token is in it.
+/// The pool at one moment, in columns for NumPy: `states` is uint8, all others uint32 in the machine's byte order.
+/// It contains no tokens.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct PoolSnapshot(pub(crate) kv_core::PoolSnapshot);
 
@@ -47,7 +47,7 @@ macro_rules! columns {
                 column(py, self.0.tree.iter().map(|node| node.parent))
             }
 
-            /// By node: it is attached after so many blocks of its parent.
+            /// By node: the number of the parent's blocks after which it is attached.
             #[getter]
             fn parent_indices<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
                 column(py, self.0.tree.iter().map(|node| node.parent_index))
@@ -59,7 +59,7 @@ macro_rules! columns {
                 column(py, self.0.tree.iter().map(|node| node.len))
             }
 
-            /// The roots: the number of the node, and its namespace.
+            /// The roots, as (number of the node, namespace).
             #[getter]
             fn namespaces<'py>(&self, py: Python<'py>) -> Vec<(u32, Bound<'py, PyBytes>)> {
                 let tree = (1..).zip(&self.0.tree);

@@ -22,19 +22,20 @@ const MOST: usize = 1 << 16;
 /// A fingerprint, the entries that it has, their bytes, and when the newest was written.
 type FingerprintRow<'py> = (Bound<'py, PyBytes>, u64, u64, u64);
 
-/// KV-cache blocks in a folder that outlive the process, or in memory. Calls may come from any thread; they release the GIL.
+/// Keeps KV-cache blocks in a folder, where they outlive the process, or in memory. Calls may come from any thread;
+/// they release the GIL.
 ///
-/// `max_bytes` is the limit of all files together. `access`: "write" is refused while another process writes, "read" reads
-/// what another one wrote, and "write_or_read" reads if another one writes. `queue_bytes` bounds the payloads that wait to be
-/// written, and `segment_bytes` is the unit of eviction. With `auth_key`, 32 secret bytes, every entry is authenticated. For
-/// `retry_after` seconds after a failed write, blocks are dropped; `stall_after` is how long the disk may take until the
-/// store answers without it.
+/// `max_bytes` limits all files together. With `access="write"`, opening is refused while another process writes;
+/// "read" reads the entries of another process; "write_or_read" reads if another process writes. `queue_bytes`
+/// limits the payloads that wait to be written, and `segment_bytes` is the unit of eviction. With `auth_key`, 32
+/// secret bytes, every entry is authenticated. After a failed write, blocks are dropped for `retry_after` seconds.
+/// If the disk does not answer for `stall_after` seconds, calls return without it.
 ///
-/// A new folder is made so that only its owner can enter. Without `close`, queued blocks are dropped.
+/// A new folder can be entered only by its owner. Queued blocks are dropped unless `close` is called.
 ///
-/// Raises `StoreError` for a folder that is accessible to others, belongs to another user, is a symbolic link or not a store,
-/// and if another process writes to it; also for every call after `close` and in a process forked later. Raises
-/// `ConfigError` for an argument of another type or range.
+/// Raises `StoreError` for a folder that is accessible to others, belongs to another user, is a symbolic link or is
+/// not a store, and if another process writes to it; also for every call after `close`, and in a process forked
+/// later. Raises `ConfigError` for an argument of a wrong type or range.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct KVStore {
     opened: Arc<OpenedStore>,
@@ -137,7 +138,7 @@ impl KVStore {
         Self::opened(py, name, || Store::open(&folder, config))
     }
 
-    /// A store in memory: it ends with the process, and is empty at first.
+    /// Creates an empty store in memory, which ends with the process.
     #[staticmethod]
     #[pyo3(signature = (max_bytes, *, queue_bytes = None, segment_bytes = None, auth_key = None, stall_after = None, retry_after = None))]
     fn in_memory(
@@ -162,17 +163,16 @@ impl KVStore {
         Self::opened(py, "in memory".into(), || Store::on_disk(disk, config))
     }
 
-    /// Whether it writes; otherwise it reads what another process writes.
+    /// True if it writes; otherwise it reads the entries of another process.
     #[getter]
     fn is_writer(&self) -> bool {
         self.is_writer
     }
 
-    /// The full blocks of a prompt in this store, for layer groups with these fingerprints, one each. Hashes every block once
-    /// for each fingerprint.
+    /// The full blocks of a prompt in this store, with one fingerprint for each layer group. It hashes every block
+    /// once per fingerprint.
     ///
-    /// Raises `TokenError` for tokens that are none, `ConfigError` for a `block_size` of 0 and for fingerprints that are
-    /// none.
+    /// Raises `TokenError` for invalid tokens, and `ConfigError` for a `block_size` of 0 or invalid fingerprints.
     #[pyo3(signature = (tokens, block_size, *, fingerprints, namespace = None))]
     fn prefix(
         &self,
@@ -205,35 +205,37 @@ impl KVStore {
         })
     }
 
-    /// Entries and bytes by state (`readable_entries`, `readable_bytes`, and so on for `writing`, `reading` and `condemned`),
-    /// `disk_bytes`, `limit_bytes`, `queued_bytes`, `is_writer`, `is_suspended`, `is_stalled`, and all counters since it was
-    /// opened.
+    /// Entries and bytes by state (`readable_entries`, `readable_bytes`, and the same for `writing`, `reading` and
+    /// `condemned`), `disk_bytes`, `limit_bytes`, `queued_bytes`, `is_writer`, `is_suspended`, `is_stalled`, and
+    /// all counters since the store was opened.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.with(py, |store| Ok(store.stats()))?;
         stats_dict(py, &stats)
     }
 
-    /// Takes the messages for the operator: one per fault, however many blocks it concerns.
+    /// Takes the messages for the operator: one per fault, however many blocks it affects.
     fn take_notices(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         let notices = self.with(py, |store| Ok(store.take_notices()))?;
         Ok(notices.iter().map(ToString::to_string).collect())
     }
 
-    /// Waits until everything queued is written or dropped; False if that takes longer than `timeout` seconds.
+    /// Waits until all queued blocks are written or dropped. Returns False if that takes longer than `timeout`
+    /// seconds.
     fn flush(&self, py: Python<'_>, timeout: &Bound<'_, PyAny>) -> PyResult<bool> {
         let timeout = seconds("timeout", timeout)?;
         self.with(py, |store| Ok(store.flush(timeout)))
     }
 
-    /// Waits until everything written is on the device: it survives a power failure then. Raises `StoreError` if that fails.
+    /// Waits until all written blocks are on the device, so that they survive a power failure. Raises `StoreError`
+    /// if that fails.
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
         self.with(py, |store| {
             store.sync().map_err(|error| self.failed("sync", &error))
         })
     }
 
-    /// For a reader: loads entries that the writer stored, and drops those that it removed. Returns the number of readable
-    /// entries. Raises `StoreError` if the folder cannot be read.
+    /// For a reader: loads entries that the writer has stored, and drops those that it has removed. Returns the
+    /// number of readable entries. Raises `StoreError` if the folder cannot be read.
     fn refresh(&self, py: Python<'_>) -> PyResult<u64> {
         self.with(py, |store| {
             store
@@ -242,8 +244,8 @@ impl KVStore {
         })
     }
 
-    /// Drops the entries of these fingerprints that were written longer ago than `older_than` seconds; an argument that is
-    /// None excludes none. Returns how many. Raises `StoreError` if another process writes.
+    /// Drops the entries of these fingerprints that were written more than `older_than` seconds ago; an argument
+    /// that is None excludes none. Returns their number. Raises `StoreError` if another process writes.
     #[pyo3(signature = (*, fingerprints = None, older_than = None))]
     fn prune(
         &self,
@@ -270,16 +272,16 @@ impl KVStore {
         self.with(py, |store| Ok(store.prune_where(is_dropped)))
     }
 
-    /// Reads every entry, and drops those that are damaged. Returns how many are whole, and the keys of those that are damaged
-    /// or cannot be read.
+    /// Reads every entry, and drops damaged ones. Returns the number of intact entries, and the keys of those that
+    /// are damaged or cannot be read.
     fn verify<'py>(&self, py: Python<'py>) -> PyResult<(u64, Bound<'py, PyList>)> {
         let found = self.with(py, |store| Ok(store.verify()))?;
         let damaged = bounded::list(py, found.damaged, |key| Ok(key.to_string()))?;
         Ok((found.whole, damaged))
     }
 
-    /// Fingerprints with readable entries, the one with the most bytes first: the fingerprint, its entries, their bytes, and
-    /// when the newest was written, in seconds since 1970.
+    /// The fingerprints with readable entries, the one with the most bytes first: the fingerprint, the number of
+    /// its entries, their bytes, and the time when the newest was written, in seconds since 1970.
     fn fingerprints<'py>(&self, py: Python<'py>) -> PyResult<Vec<FingerprintRow<'py>>> {
         let rows = self.with(py, |store| Ok(store.by_fingerprint()))?;
         let row = |usage: &kv_store::FingerprintUsage| {
@@ -290,8 +292,8 @@ impl KVStore {
         Ok(rows.iter().map(row).collect())
     }
 
-    /// Writes what is queued and ends the store: every other call raises `StoreError` from now on. False if `timeout` seconds
-    /// are not enough; the rest is dropped. True if it is closed already.
+    /// Writes queued blocks and closes the store: every later call raises `StoreError`. Returns False if `timeout`
+    /// seconds are not enough; the rest is dropped. Returns True if it is already closed.
     fn close(&self, py: Python<'_>, timeout: &Bound<'_, PyAny>) -> PyResult<bool> {
         let timeout = seconds("timeout", timeout)?;
         py.detach(|| {
@@ -313,7 +315,8 @@ impl KVStore {
     }
 }
 
-/// The fingerprint of a model: of named properties, in order. Entries of different fingerprints never match each other.
+/// The fingerprint of a model, computed from named properties in order. Entries with different fingerprints never
+/// match.
 #[pyfunction]
 pub(crate) fn kv_fingerprint<'py>(
     py: Python<'py>,

@@ -30,10 +30,10 @@ struct Move {
     block: usize,
 }
 
-/// The full blocks of a prompt in a `KVStore`: made by `KVStore.prefix`.
+/// The full blocks of a prompt in a `KVStore`, created by `KVStore.prefix`.
 ///
-/// After `close`, nothing is stored and nothing moves. Raises `ConfigError` for an index, a layer group or a block that is
-/// not there, before anything moves, and `StoreError` in a process that did not open the store.
+/// After `close`, nothing is stored or loaded. Raises `ConfigError` for an index, a layer group or a block that
+/// does not exist, before any block is moved, and `StoreError` in a process that did not open the store.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct StoredPrefix {
     opened: Arc<OpenedStore>,
@@ -137,14 +137,14 @@ impl StoredPrefix {
 
 #[pymethods]
 impl StoredPrefix {
-    /// Full blocks of the prompt.
+    /// Number of full blocks of the prompt.
     #[getter]
     fn num_blocks(&self) -> usize {
         self.len()
     }
 
-    /// The number of blocks of a layer group, from index `first` on, that are stored without a gap. From memory and by key:
-    /// `load` proves each.
+    /// The number of consecutive stored blocks of a layer group, from index `first` on. It only looks up keys in
+    /// memory; `load` verifies each block.
     #[pyo3(signature = (first = None, group = None))]
     fn stored_blocks(
         &self,
@@ -165,7 +165,7 @@ impl StoredPrefix {
         })
     }
 
-    /// Whether the block at `index` is stored for a layer group.
+    /// True if the block at `index` is stored for a layer group.
     #[pyo3(signature = (index, group = None))]
     fn contains(
         &self,
@@ -184,11 +184,12 @@ impl StoredPrefix {
         })
     }
 
-    /// Stores blocks of a pool: (index in the prefix, layer group, block id) each, as `Transfer.blocks` has them. Copies the
-    /// payloads into the queue of the store, and never waits for the disk.
+    /// Stores blocks of a pool, given as (index in the prefix, layer group, block id), as in `Transfer.blocks`. It
+    /// copies the payloads into the queue of the store, and never waits for the disk.
     ///
-    /// Returns how many from the front are queued, or stored already: it stops at the first one that the store drops. The
-    /// caller holds the blocks meanwhile, by a pin: no other thread writes to them.
+    /// Returns the number of blocks, from the front, that are queued or already stored: it stops at the first block
+    /// that the store drops. Meanwhile the caller must hold the blocks with a pin, so that no other thread writes
+    /// to them.
     fn store(
         &self,
         py: Python<'_>,
@@ -211,14 +212,14 @@ impl StoredPrefix {
         })
     }
 
-    /// Loads blocks into a pool: (index in the prefix, layer group, block id) each, as `Transfer.blocks` has them.
+    /// Loads blocks into a pool, given as (index in the prefix, layer group, block id), as in `Transfer.blocks`.
     ///
-    /// Returns how many from the front hold exactly the bytes that were stored: it stops at the first one that is missing or
-    /// damaged, and at a disk that fails. The others are as they were or hold bytes to be ignored. The caller holds the
-    /// blocks meanwhile, by a `Transfer`: no other thread reads or writes them.
+    /// Returns the number of blocks, from the front, that now hold exactly the stored bytes: it stops at the first
+    /// block that is missing or damaged, or if the disk fails. Ignore the bytes of the other blocks. Meanwhile the
+    /// caller must hold the blocks with a `Transfer`, so that no other thread reads or writes them.
     ///
-    /// Raises `StoreError` for a stored block of another length: the fingerprint lacks a part of the layout. The blocks before
-    /// it are loaded then.
+    /// Raises `StoreError` for a stored block of another length, which means that the fingerprint lacks a part of
+    /// the layout. The blocks before it have then been loaded.
     fn load(
         &self,
         py: Python<'_>,

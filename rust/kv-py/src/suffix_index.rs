@@ -7,8 +7,9 @@ use pyo3::prelude::*;
 use crate::numbers::number;
 use crate::tokens::token_ids;
 
-/// Draft tokens for sequences: the tokens that followed a sequence's suffix where it occurred before, in the
-/// sequence and in finished ones of its namespace. Of these the latest `max_tokens` tokens are kept.
+/// Drafts tokens for sequences: the tokens that followed a sequence's suffix at an earlier occurrence, in the
+/// sequence or in finished sequences of its namespace. It keeps the latest `max_tokens` tokens of finished
+/// sequences.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct SuffixIndex(Mutex<suffix_index::SuffixIndex>);
 
@@ -31,7 +32,7 @@ impl SuffixIndex {
         Ok(Self(Mutex::new(suffix_index::SuffixIndex::new(max_tokens))))
     }
 
-    /// Adds a sequence that begins with a prompt; returns its id.
+    /// Adds a sequence with its prompt. Returns its id.
     #[pyo3(signature = (prompt, *, namespace = None))]
     fn start(
         &self,
@@ -44,30 +45,30 @@ impl SuffixIndex {
         Ok(self.with(py, |index| index.start(namespace, &prompt)))
     }
 
-    /// Appends tokens to a sequence; false for an unknown one.
+    /// Appends tokens to a sequence. Returns False if it is unknown.
     fn extend(&self, py: Python<'_>, sequence: u64, tokens: &Bound<'_, PyAny>) -> PyResult<bool> {
         let tokens = token_ids(tokens)?;
         Ok(self.with(py, |index| index.extend(sequence, &tokens)))
     }
 
-    /// Keeps the output of a finished sequence for later ones. Does nothing for an unknown one.
+    /// Keeps the output of a finished sequence for later drafts. Does nothing for an unknown one.
     fn finish(&self, py: Python<'_>, sequence: u64) {
         self.with(py, |index| index.finish(sequence));
     }
 
-    /// Up to `max_tokens` draft tokens, and the length of the suffix that matched.
+    /// Up to `max_tokens` draft tokens, and the length of the matched suffix.
     fn draft(&self, py: Python<'_>, sequence: u64, max_tokens: usize) -> (Vec<u32>, usize) {
         let draft = self.with(py, |index| index.draft(sequence, max_tokens));
         (draft.tokens, draft.match_len)
     }
 
-    /// Tokens of finished sequences that are kept.
+    /// Number of kept tokens of finished sequences.
     #[getter]
     fn num_archived(&self, py: Python<'_>) -> usize {
         self.with(py, |index| index.num_archived())
     }
 
-    /// Sequences that are not finished.
+    /// Number of sequences that are not finished.
     #[getter]
     fn num_sequences(&self, py: Python<'_>) -> usize {
         self.with(py, |index| index.num_sequences())

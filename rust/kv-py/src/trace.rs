@@ -31,13 +31,13 @@ pub(crate) struct ReplayReport(kv_trace::Report);
 
 #[pymethods]
 impl ReplayReport {
-    /// The version that recorded.
+    /// The version of kv-core that wrote the recording.
     #[getter]
     fn recorded_by(&self) -> &str {
         &self.0.recorded_by
     }
 
-    /// The manager's settings by their names; `hash_seed` is the one that was in force.
+    /// The manager's settings by name; `hash_seed` is the actual seed.
     #[getter]
     fn settings<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let kv_core::Config {
@@ -67,7 +67,7 @@ impl ReplayReport {
         Ok(dict)
     }
 
-    /// How many operations of each kind were replayed.
+    /// Number of replayed operations of each kind.
     #[getter]
     fn operations<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
@@ -77,7 +77,7 @@ impl ReplayReport {
         Ok(dict)
     }
 
-    /// Where every block is at the end.
+    /// The number of blocks in each state at the end.
     #[getter]
     fn usage(&self) -> PoolUsage {
         PoolUsage(self.0.usage)
@@ -89,19 +89,19 @@ impl ReplayReport {
         Stats(self.0.stats)
     }
 
-    /// The first difference that `check()` found at the end; None if it found none.
+    /// The first difference that `check()` found at the end, or None.
     #[getter]
     fn failed_check(&self) -> Option<&str> {
         self.0.check.as_ref().err().map(String::as_str)
     }
 
-    /// Whether `stop_recording()` has ended the recording.
+    /// True if `stop_recording()` ended the recording.
     #[getter]
     fn is_complete(&self) -> bool {
         self.0.complete
     }
 
-    /// The first operation that was answered otherwise; None if there is none.
+    /// The first operation whose answer differs from the recording, or None.
     #[getter]
     fn divergence(&self) -> Option<Divergence> {
         self.0.divergence.as_ref().map(|divergence| Divergence {
@@ -122,24 +122,24 @@ impl ReplayReport {
 }
 
 values! {
-    /// An operation that a replay answered otherwise; nothing was replayed after it.
+    /// An operation whose answer differs from the recording; the replay ended there.
     Divergence {
-        /// Its number, from 1.
+        /// The number of the operation, from 1.
         operation: u64,
-        /// The operation, in words.
+        /// The operation, as text.
         call: String,
-        /// Its answer in the recording, in words.
+        /// Its answer in the recording, as text.
         recorded: String,
-        /// Its answer now, in words.
+        /// Its answer in the replay, as text.
         obtained: String,
     }
 }
 
-/// Replays a file that `BlockManager.record` wrote, up to the first operation that is answered
-/// otherwise. Runs without the GIL.
+/// Replays a file that `BlockManager.record` wrote, up to the first operation whose answer differs. Runs without
+/// the GIL.
 ///
-/// Raises `TraceError` for a file that is no recording, is of another version, cut or damaged;
-/// `OSError` for one that cannot be read.
+/// Raises `TraceError` for a file that is not a recording, has another version, or is truncated or damaged, and
+/// `OSError` for a file that cannot be read.
 #[pyfunction]
 #[pyo3(signature = (path, /))]
 pub(crate) fn replay(py: Python<'_>, path: PathBuf) -> PyResult<ReplayReport> {

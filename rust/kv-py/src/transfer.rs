@@ -11,10 +11,10 @@ use crate::bounded;
 use crate::locked::Locked;
 use crate::numbers::number;
 
-/// Blocks of a prefix that is to come from outside the pool: from a disk, host memory, another process.
+/// Blocks reserved for a prefix whose KV comes from outside the pool: from a disk, host memory or another process.
 ///
-/// Until it ends, by `complete` or `fail`, no step reads or writes its blocks, also if the sequence is freed. Dropping
-/// the object fails it: keep it until the last byte is written.
+/// Until the transfer ends with `complete` or `fail`, no step reads or writes its blocks, even if the sequence is
+/// freed. Dropping the object fails the transfer, so keep it until the last byte is written.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct Transfer {
     core: Arc<Locked>,
@@ -23,26 +23,27 @@ pub(crate) struct Transfer {
 
 #[pymethods]
 impl Transfer {
-    /// The transfer's number, counted from 1 in its manager.
+    /// The number of the transfer in its manager, from 1.
     #[getter]
     fn id(&self) -> u64 {
         self.handle.key().serial()
     }
 
-    /// The index in the prefix of the first block that it restores: that of the tokens from `index * block_size` on.
+    /// The index in the prefix of the first block to restore: the block with the tokens from `index * block_size`
+    /// on.
     #[getter]
     fn first_index(&self) -> usize {
         self.handle.indices().start
     }
 
-    /// Blocks of tokens that it restores.
+    /// Number of blocks of tokens to restore.
     #[getter]
     fn num_blocks(&self) -> usize {
         self.handle.indices().len()
     }
 
-    /// The blocks to fill, as (index in the prefix, layer group, block id), by index. A layer group with a window has
-    /// only the last ones, and blocks that are cached already are left out.
+    /// The blocks to fill, as (index in the prefix, layer group, block id), ordered by index. A layer group with a
+    /// window needs only the last ones. Blocks that are already cached are left out.
     #[getter]
     fn blocks(&self) -> Vec<(usize, usize, u32)> {
         let places = self.handle.blocks().iter();
@@ -50,11 +51,11 @@ impl Transfer {
         places.collect()
     }
 
-    /// Ends the transfer: its first `num_blocks` blocks of tokens are filled (None: all), and cached now as if a step
-    /// had computed them. The other blocks are free.
+    /// Ends the transfer. Its first `num_blocks` blocks of tokens (None: all) are filled, and become cached as if a
+    /// step had computed them. The other blocks are freed.
     ///
-    /// If the sequence that asked for it can reuse them, it does so at once. Returns how many tokens it reuses.
-    /// Raises `PlanError` if the transfer has ended, or for more blocks than it has.
+    /// If the sequence that reserved the blocks can reuse them, it does so at once. Returns the number of tokens
+    /// that it reuses. Raises `PlanError` if the transfer has ended, or for more blocks than it has.
     #[pyo3(signature = (num_blocks = None))]
     fn complete(&self, py: Python<'_>, num_blocks: Option<&Bound<'_, PyAny>>) -> PyResult<usize> {
         let all = self.handle.indices().len();
@@ -63,13 +64,14 @@ impl Transfer {
             .with(py, |core| core.complete(self.handle.key(), num_blocks))
     }
 
-    /// Ends the transfer as failed: no block is cached, and its blocks are free. Raises `PlanError` if it has ended.
+    /// Ends the transfer as failed: no block is cached, and its blocks are freed. Raises `PlanError` if it has
+    /// ended.
     fn fail(&self, py: Python<'_>) -> PyResult<()> {
         self.core.with(py, |core| core.fail(self.handle.key()))
     }
 
-    /// Abandons it while the I/O still runs: no prefill waits for it any more, and completing it caches no block. It
-    /// holds its blocks until it ends. Raises `PlanError` if it has ended.
+    /// Abandons the transfer while its I/O still runs: prefills no longer wait for it, and completing it caches no
+    /// block. It holds its blocks until it ends. Raises `PlanError` if it has ended.
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {
         self.core.with(py, |core| core.abandon(self.handle.key()))
     }
@@ -99,7 +101,7 @@ pub(crate) fn reserve_answer(
     }))
 }
 
-/// A cached block that was evicted. Its KV is whole until the block is written again.
+/// A cached block that was evicted. Its KV is intact until the block is written again.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct Evicted(CoreEvicted);
 
@@ -117,20 +119,20 @@ impl Evicted {
         self.0.group
     }
 
-    /// The block hash: 16 bytes, little endian.
+    /// The block hash: 16 bytes, little-endian.
     #[getter]
     fn hash<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.0.hash.to_le_bytes())
     }
 
-    /// The hash of the block before it; None for the first block of a prompt.
+    /// The hash of the parent block; None for the first block of a prompt.
     #[getter]
     fn parent<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         let parent = self.0.parent?;
         Some(PyBytes::new(py, &parent.to_le_bytes()))
     }
 
-    /// The block's own token ids.
+    /// The token ids of the block.
     #[getter]
     fn tokens(&self) -> &[u32] {
         &self.0.tokens

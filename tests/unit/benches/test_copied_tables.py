@@ -80,7 +80,7 @@ POLICIES = {
     "round robin": "round robin",
     "least load": "least load",
     "sticky by session": "sticky",
-    "ours, deaf to evictions": "no removals",
+    "ours, without eviction events": "no removals",
     "**ours**": "ours",
     "knows every cache and queue": "exact",
 }

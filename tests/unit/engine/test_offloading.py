@@ -338,7 +338,7 @@ def test_transfers_rest_while_steps_run_and_not_after_them(
     second.submit({"loads": prompt})
     assert offloader.are_steps_running
     run(second)
-    assert offloader._memory.rest in rests
+    assert (offloading._LOAD_REST in rests) == offloader._memory.shares_processors
     assert not offloader.are_steps_running
 
 
