@@ -38,7 +38,7 @@ class StoredBlocks:
             self._slots[folder] = next(slot for slot in range(len(used) + 1) if slot not in used)
 
     def leave(self, info: ReplicaInfo) -> None:
-        """Remove a replica that has joined. The folder of the last one is dropped."""
+        """Remove a replica that was added. The folder of the last one is dropped."""
         if info.store is None:
             return
         folder = info.store.folder
