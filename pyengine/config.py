@@ -159,6 +159,15 @@ class EngineSettings:
         convert=partial(_bytes_of_gib, "kv_cache_disk_gib"),
         least=1,
     )
+    kv_cache_host_memory: int | None = setting(
+        None,
+        "memory of the host for KV that the pool of a GPU evicts, on the command line in GiB, else "
+        "in bytes; it ends with the process",
+        flag="--kv-cache-host-gib",
+        parse=float | None,
+        convert=partial(_bytes_of_gib, "kv_cache_host_gib"),
+        least=1,
+    )
     event_hash_seed: int | None = setting(
         None,
         "keep events of the KV cache, for routers; blocks are hashed with this seed, which must be "
@@ -274,21 +283,30 @@ class EngineSettings:
             )
 
     def _check_store(self) -> None:
-        if self.kv_cache_dir is None:
-            if self.kv_cache_disk is not None:
-                raise ConfigurationError(
-                    f"kv_cache_disk={self.kv_cache_disk} is the size of kv_cache_dir, which is not "
-                    "given"
-                )
-            return
-        if not self.enable_prefix_caching:
+        if self.kv_cache_disk is not None and self.kv_cache_dir is None:
             raise ConfigurationError(
-                f"kv_cache_dir={shown(self.kv_cache_dir)} keeps cached prefixes, and "
-                "enable_prefix_caching=False has none: leave one of them out"
+                f"kv_cache_disk={self.kv_cache_disk} is the size of kv_cache_dir, which is not "
+                "given"
             )
+        if self.kv_cache_dir is not None and self.kv_cache_host_memory is not None:
+            raise ConfigurationError(
+                f"kv_cache_dir={shown(self.kv_cache_dir)} does not go together with "
+                f"kv_cache_host_memory={self.kv_cache_host_memory}: leave the latter out, as the "
+                "system keeps files of late in host memory anyway"
+            )
+        for name in ("kv_cache_dir", "kv_cache_host_memory"):
+            value = getattr(self, name)
+            if value is not None and not self.enable_prefix_caching:
+                raise ConfigurationError(
+                    f"{name}={shown(value)} keeps cached prefixes, and "
+                    "enable_prefix_caching=False has none: leave one of them out"
+                )
 
     def _check_divided(self) -> None:
-        for name in ("async_scheduling", "compile", "quantization", "kv_cache_dir"):
+        for name in (
+            *("async_scheduling", "compile", "quantization"),
+            *("kv_cache_dir", "kv_cache_host_memory"),
+        ):
             if value := getattr(self, name):
                 raise ConfigurationError(
                     f"{name}={shown(value)} does not go together with tensor_parallel_size="

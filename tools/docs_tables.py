@@ -13,6 +13,8 @@ from typing import Any
 
 from pyengine.config import EngineSettings
 from pyengine.engine.core import EngineStats
+from pyengine.engine.offloading import COUNTERS as OFFLOAD_COUNTERS
+from pyengine.engine.offloading import STORE_COUNTERS
 from pyengine.kv_cache import COUNTERS, BlockManager
 from pyengine.server.metrics import EngineMetrics
 from pyengine.server.settings import ServerSettings
@@ -61,7 +63,8 @@ class _IdleEngine:
     def stats(self) -> EngineStats:
         manager = BlockManager(1, 1)
         counters = {**manager.stats().as_dict(), "forked_tokens": 0, "forked_blocks": 0}
-        return EngineStats(manager.usage(), counters, 0, 0, 0, 0)
+        store = dict.fromkeys({**OFFLOAD_COUNTERS, **STORE_COUNTERS, "restore_cost": ""}, 0.0)
+        return EngineStats(manager.usage(), counters, 0, 0, 0, 0, store=store)
 
     def describe(self) -> dict[str, object]:
         return {}

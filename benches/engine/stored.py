@@ -246,7 +246,8 @@ def trace(traces: str, store_blocks: int, pool_blocks: int) -> dict[str, Any]:
     from pyengine.engine.offloading import KVOffloader
     from pyengine.engine.prompts import Prompt
     from pyengine.executor.executor import Executor
-    from pyengine.kv_cache import BlockManager, KVBlocks, KVStore, kv_fingerprint
+    from pyengine.kv_cache import BlockManager, KVStore, kv_fingerprint
+    from pyengine.kv_cache.block_memory import HostBlocks
     from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 
     size, entry = 16, 64
@@ -268,7 +269,7 @@ def trace(traces: str, store_blocks: int, pool_blocks: int) -> dict[str, Any]:
     if store_blocks:
         per_entry = entry + 16 + 164 + 4 * size  # payload, and what the format adds
         store = KVStore.in_memory(store_blocks * per_entry, segment_bytes=64 << 10)
-        memory = KVBlocks([np.zeros((pool_blocks + 1, entry), np.uint8)], [[0]])
+        memory = HostBlocks([np.zeros((pool_blocks + 1, entry), np.uint8)], [[0]])
         offloader = KVOffloader(store, memory, manager, [kv_fingerprint([("trace", b"")])])
         engine.offload(offloader)
     with gzip.open(Path(traces) / "mooncake_conversation.jsonl.gz", "rt") as lines:

@@ -49,6 +49,7 @@ class Delta:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
+    num_restored_tokens: int
     metrics: RequestMetrics
     error: str | None
     prompt_logprobs: list[dict[int, Logprob] | None] | None
@@ -60,6 +61,7 @@ class Delta:
             outputs=item.outputs,
             finished=item.finished,
             num_cached_tokens=item.num_cached_tokens,
+            num_restored_tokens=item.num_restored_tokens,
             metrics=item.metrics,
             error=item.error,
             prompt_logprobs=item.prompt_logprobs if is_first else None,

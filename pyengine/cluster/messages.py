@@ -14,12 +14,25 @@ class CacheFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedStore:
+    """The folder in which a replica keeps KV, and from which others on the machine restore it."""
+
+    folder: str
+    """The same text for all replicas that have this folder."""
+    num_blocks: int
+    """The most blocks that it holds."""
+    is_writer: bool
+    """True for the one replica that stores there; the others read."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaInfo:
     """A replica that joins."""
 
     name: str
     kind: CacheFormat
     num_blocks: int
+    store: SharedStore | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +49,8 @@ class Load:
     """Cached blocks that are not in use."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    restore_cost: float = 1.0
+    """The time to restore a token relative to the time to compute it, at most 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
 Cache events give the exact set of block hashes of each replica, and a prompt's blocks are looked up
 by the same hashes. The cost of a replica is the number of blocks to compute, for this request and
 those queued there, plus a small weight for blocks in use: the rule of NVIDIA Dynamo's router, over
-exact sets. Prompts in progress count as cached where they were sent, so a burst of equal prompts
-stays together. The load of a replica is bounded by a multiple of the mean (Mirrokni, Thorup,
+exact sets. A block that the replica can restore from a folder costs a part of a computed one.
+Prompts in progress count as cached where they were sent, so a burst of equal prompts stays
+together. The load of a replica is bounded by a multiple of the mean (Mirrokni, Thorup,
 Zadimoghaddam: Consistent hashing with bounded loads, 2016).
 """
 
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.cluster.messages import CacheFormat, Events, Load, ReplicaInfo, Snapshot
+from pyengine.cluster.stored_blocks import StoredBlocks
 from pyengine.errors import ConfigurationError, NoReplicaError
 from pyengine.kv_cache import ReplicaIndex
 
@@ -46,13 +48,25 @@ class UpdateResult(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The replica chosen for a prompt of `num_blocks` blocks, the first `num_hits` cached there."""
+    """The replica chosen for a prompt of `num_blocks` blocks, the first `num_hits` cached there.
+
+    The replica can restore the next `num_restorable` blocks.
+    """
 
     replica: str
     num_blocks: int
     num_hits: int
     hashes: bytes = field(repr=False)
     """Hashes of the prompt's full blocks."""
+    num_restorable: int = 0
+    restore_cost: float = 1.0
+    """Cost of a block to restore relative to a block to compute."""
+
+    @property
+    def num_to_compute(self) -> int:
+        """Blocks to compute, and those to restore at their cost, rounded."""
+        saved = self.num_restorable * (1 - self.restore_cost)
+        return self.num_blocks - self.num_hits - round(saved)
 
 
 @dataclass(slots=True)
@@ -68,7 +82,7 @@ class Ticket:
 
 @dataclass(slots=True)
 class RouterStats:
-    """Counters of a router. Hits are tokens."""
+    """Counters of a router. Hits are tokens, restored ones included."""
 
     num_routed: int = 0
     prompt_tokens: int = 0
@@ -127,7 +141,7 @@ class _Replica:
         self.num_used_blocks = 0
         """Distinct blocks of the prompts in progress."""
         self.num_pending = 0
-        """Blocks of these prompts that are not computed yet."""
+        """Blocks of these prompts that are not computed yet; those to restore at their cost."""
         self.num_requests = self.num_routed = 0
         self.last = 0
         """Sequence number of the last request sent to it."""
@@ -137,6 +151,29 @@ class _Replica:
     def num_running(self) -> int:
         """Blocks in use: by the requests sent to it, or by its own report if that is more."""
         return max(self.num_used_blocks - self.num_pending, self.load.num_active)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt, and the number of its leading blocks that replicas, by slot, and folders have."""
+
+    hashes: bytes
+    num_blocks: int
+    cached: list[int]
+    stored: dict[str, int]
+
+    def reuse(self, replica: _Replica) -> tuple[int, int]:
+        """The blocks that a replica has cached, and those after them that it can restore."""
+        hits = self.cached[replica.slot] if replica.slot < len(self.cached) else 0
+        if not self.stored or replica.info.store is None:
+            return hits, 0
+        return hits, max(0, self.stored.get(replica.info.store.folder, 0) - hits)
+
+    def choice(self, replica: _Replica) -> Choice:
+        """This replica as the choice."""
+        hits, restorable = self.reuse(replica)
+        cost = replica.load.restore_cost
+        return Choice(replica.info.name, self.num_blocks, hits, self.hashes, restorable, cost)
 
 
 class PrefixRouter:
@@ -166,6 +203,7 @@ class PrefixRouter:
         self._imbalance = imbalance
         self._slack = slack
         self._index = ReplicaIndex(kind.block_size, hash_seed=kind.hash_seed)
+        self._stored = StoredBlocks(ReplicaIndex(kind.block_size, hash_seed=kind.hash_seed))
         self._replicas: dict[str, _Replica] = {}
         self._free = list(range(MAX_REPLICAS - 1, -1, -1))
         self._lock = Lock()
@@ -182,6 +220,7 @@ class PrefixRouter:
                 self.stats.num_refused += 1
                 raise
             self._replicas[info.name] = _Replica(info, self._free.pop())
+            self._stored.join(info)
 
     def _check(self, info: ReplicaInfo) -> None:
         for name in ("model", "block_size", "hash_seed"):
@@ -206,6 +245,7 @@ class PrefixRouter:
             if replica is None:
                 return
             self._index.clear(replica.slot)
+            self._stored.leave(replica.info)
             if replica.num_requests == 0:
                 self._free.append(replica.slot)
 
@@ -228,12 +268,20 @@ class PrefixRouter:
                 return UpdateResult.DUPLICATE
             replica.load = events.load
             kinds, hashes = events.kinds[skipped:], events.hashes[skipped * _HASH_BYTES :]
-            replica.num_cached_blocks = self._index.apply(replica.slot, kinds, hashes)
+            replica.num_cached_blocks = self._apply(replica, kinds, hashes)
             replica.next = events.end
             self.stats.num_events += len(kinds)
             if replica.num_cached_blocks > replica.info.num_blocks:  # impossible: an event was lost
                 return self._lost(replica, "")
             return UpdateResult.APPLIED
+
+    def _apply(self, replica: _Replica, kinds: bytes, hashes: bytes) -> int:
+        """Apply events to the indices; the number of blocks that the replica has cached then."""
+        num_cached = self._index.apply(replica.slot, kinds, hashes)
+        self._stored.apply(
+            replica.info, kinds, hashes, lambda: self._index.cached_blocks(replica.slot)
+        )
+        return num_cached
 
     def _lost(self, replica: _Replica, epoch: str) -> UpdateResult:
         """Mark a replica as outdated. Its blocks are kept, unless the epoch has changed."""
@@ -265,9 +313,7 @@ class PrefixRouter:
                 )
             self._index.clear(replica.slot)
             replica.is_current = False
-            replica.num_cached_blocks = self._index.apply(
-                replica.slot, _STORED * count, snapshot.hashes
-            )
+            replica.num_cached_blocks = self._apply(replica, _STORED * count, snapshot.hashes)
             replica.epoch, replica.next, replica.load = snapshot.epoch, snapshot.next, snapshot.load
             replica.is_current = True
             self.stats.num_snapshots += 1
@@ -294,22 +340,23 @@ class PrefixRouter:
             ]
             if not replicas:
                 raise NoReplicaError("no replica is available: try again later")
-            depths = self._index.matched_blocks(hashes)
-            best = min(replicas, key=lambda replica: self._cost(replica, num_blocks, depths))
+            prompt = self._look_up(hashes, num_blocks)
+            best = min(replicas, key=lambda replica: self._cost(replica, prompt))
             least = self._least_loaded(replicas, best)
             if least is not replicas:
-                best = min(least, key=lambda replica: self._cost(replica, num_blocks, depths))
-            hits = depths[best.slot] if best.slot < len(depths) else 0
-            return Choice(best.info.name, num_blocks, hits, hashes)
+                best = min(least, key=lambda replica: self._cost(replica, prompt))
+            return prompt.choice(best)
 
-    def _cost(
-        self, replica: _Replica, num_blocks: int, depths: list[int]
-    ) -> tuple[float, int, int, float, int]:
+    def _look_up(self, hashes: bytes, num_blocks: int) -> "_Prompt":
+        cached, stored = self._index.matched_blocks(hashes), self._stored.matched_blocks(hashes)
+        return _Prompt(hashes, num_blocks, cached, stored)
+
+    def _cost(self, replica: _Replica, prompt: "_Prompt") -> tuple[float, int, int, float, int]:
         """The cost; ties are broken by cache hits, then load, then cached blocks, then age."""
-        hits = depths[replica.slot] if replica.slot < len(depths) else 0
-        to_compute = num_blocks - hits + replica.num_pending
+        hits, restorable = prompt.reuse(replica)
+        to_compute = prompt.num_blocks - hits - restorable * (1 - replica.load.restore_cost)
         return (
-            to_compute + self._running_weight * replica.num_running,
+            to_compute + replica.num_pending + self._running_weight * replica.num_running,
             -hits,
             replica.num_requests,
             replica.num_cached_blocks / replica.info.num_blocks,
@@ -335,13 +382,11 @@ class PrefixRouter:
             if target is None:
                 return None
             if target.info.name != choice.replica:
-                depths = self._index.matched_blocks(choice.hashes)
-                hits = depths[target.slot] if target.slot < len(depths) else 0
-                choice = Choice(target.info.name, choice.num_blocks, hits, choice.hashes)
+                choice = self._look_up(choice.hashes, choice.num_blocks).choice(target)
             target.last = self.stats.num_routed = self.stats.num_routed + 1
             target.num_requests += 1
             target.num_routed += 1
-            target.num_pending += choice.num_blocks - choice.num_hits
+            target.num_pending += choice.num_to_compute
             target.num_used_blocks = self._index.add_request(target.slot, choice.hashes)
             return Ticket(choice, target)
 
@@ -352,12 +397,12 @@ class PrefixRouter:
                 self._computed(ticket)
                 self.stats.prompt_tokens += num_prompt
                 self.stats.real_hits += num_cached
-                self.stats.expected_hits += ticket.choice.num_hits * self.kind.block_size
+                num_hits = ticket.choice.num_hits + ticket.choice.num_restorable
+                self.stats.expected_hits += num_hits * self.kind.block_size
 
     def _computed(self, ticket: Ticket) -> None:
         ticket.is_pending = False
-        choice = ticket.choice
-        ticket.replica.num_pending -= choice.num_blocks - choice.num_hits
+        ticket.replica.num_pending -= ticket.choice.num_to_compute
 
     def end(self, ticket: Ticket) -> None:
         """Record the end of a request. Idempotent."""

@@ -3,8 +3,9 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from io import StringIO
+from pathlib import Path
 
 import ray
 from ray import serve
@@ -24,10 +25,13 @@ def local_replicas(settings: EngineSettings, num_replicas: int) -> Iterator[Remo
     """Start Ray and replicas, and stop them at the end of the block.
 
     Each replica gets a share of the cores, and a GPU per process of its model if there are GPUs.
+    All of them share the folder of `kv_cache_dir`.
     Raises `ConfigurationError` if a replica cannot be created.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     size = settings.tensor_parallel_size
+    if settings.kv_cache_dir is not None:  # replicas may have another working directory
+        settings = replace(settings, kv_cache_dir=Path(settings.kv_cache_dir).absolute())
     cores = os.cpu_count() or 1
     share = max(1, cores // (num_replicas * size))
     ray.init(

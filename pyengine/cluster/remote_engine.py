@@ -231,6 +231,7 @@ class _Remote:
             outputs=delta.outputs,
             finished=delta.finished,
             num_cached_tokens=delta.num_cached_tokens,
+            num_restored_tokens=delta.num_restored_tokens,
             metrics=delta.metrics,
             index=self.place,
             error=delta.error,

@@ -1,6 +1,8 @@
 """A replica: an engine that publishes its cache events. Independent of the transport."""
 
-from collections.abc import AsyncGenerator
+import os
+import platform
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, replace
 
@@ -10,7 +12,7 @@ from pyengine.async_engine import AsyncEngine
 from pyengine.cluster.calls import Delta, ModelInfo, RemoteRequest
 from pyengine.cluster.feed import EventFeed
 from pyengine.cluster.fleet import ReplicaUpdate
-from pyengine.cluster.messages import CacheFormat, Load, ReplicaInfo
+from pyengine.cluster.messages import CacheFormat, Load, ReplicaInfo, SharedStore
 from pyengine.config import EngineSettings
 from pyengine.engine.core import StepResult
 from pyengine.engine.request import Request
@@ -32,7 +34,8 @@ class Replica:
         kind = CacheFormat(
             str(about["model"]), int(str(about["block_size"])), settings.event_hash_seed
         )
-        self.info = ReplicaInfo(name, kind, int(str(about["num_blocks"])))
+        num_blocks = int(str(about["num_blocks"]))
+        self.info = ReplicaInfo(name, kind, num_blocks, _shared_store(settings, about, num_blocks))
         self._feed = EventFeed(self.engine, self._load)
         self.engine.observe(self)
         self._metrics = EngineMetrics(self.engine, model_name=kind.model, name=name)
@@ -48,6 +51,7 @@ class Replica:
             num_evictable=usage.evictable,
             prompt_tokens=counters["prompt_tokens"],
             cached_tokens=counters["cached_tokens"],
+            restore_cost=stats.store.get("restore_cost", 1.0),
         )
 
     def on_arrival(self, request: Request) -> None:
@@ -109,3 +113,18 @@ class Replica:
     def close(self) -> None:
         """Close the engine and abort running requests."""
         self.engine.close()
+
+
+def _shared_store(
+    settings: EngineSettings, about: Mapping[str, object], num_blocks: int
+) -> SharedStore | None:
+    """The folder of an engine, by machine, device and inode; host memory is not shared."""
+    if settings.kv_cache_dir is None:
+        return None
+    where = os.stat(settings.kv_cache_dir)
+    block_bytes = int(str(about["kv_cache_bytes"])) // (num_blocks + 1)
+    return SharedStore(
+        folder=f"{platform.node()}:{where.st_dev}:{where.st_ino}",
+        num_blocks=int(str(about["kv_cache_store_bytes"])) // block_bytes,
+        is_writer=about["kv_cache_access"] == "write",
+    )

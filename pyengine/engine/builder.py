@@ -7,7 +7,7 @@ import logging
 import platform
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -48,6 +48,7 @@ from pyengine.models.int8_linear import quantise_linears
 from pyengine.models.linear import can_prepack, fuse_linears, prepack_linears
 from pyengine.models.linear_kernels import ProductChooser
 from pyengine.models.loader import LoadedModel, load_model, model_properties, with_mtp_layers
+from pyengine.models.placement import resolve_device
 from pyengine.models.source import resolve_source
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -64,6 +65,10 @@ _SOME_BLOCK_SIZE = 16
 """For checks of settings, before the backend has chosen a block size."""
 _DISK_BYTES = 20 << 30
 """The size of a store, if nothing sets it."""
+_CLOSE_SECONDS = 5
+"""For a store to close, if the engine cannot be built. Nothing is queued then."""
+_QUEUE_BYTES = 256 << 20
+"""Of a store in memory, at most, for blocks that wait to be written."""
 _STORED_LAYOUT = b"1: keys of the layers of a group, then values, [block_size, kv_heads, head_dim]"
 """Changes with everything that would make stored KV wrong and is no property of the model."""
 _DRAFTS = 7
@@ -94,10 +99,15 @@ def build_engine(settings: EngineSettings, *, populate: bool = False) -> BuiltEn
     """
     _check(settings)
     threads = compute_threads(settings.num_threads, settings.tensor_parallel_size)
-    with threads.used():
+    with threads.used(), ExitStack() as undo:
+        store = _open_store(settings)  # what is wrong with it is known before the model is loaded
+        if store is not None:
+            undo.callback(store.close, _CLOSE_SECONDS)
         worker_group = _worker_group(settings, threads)
         with worker_group or nullcontext():  # the workers end if this fails
-            return _connect(settings, worker_group, threads, populate=populate)
+            built = _connect(settings, worker_group, threads, store, populate=populate)
+        undo.pop_all()
+    return built
 
 
 def _worker_group(settings: EngineSettings, threads: ComputeThreads) -> WorkerGroup | None:
@@ -127,6 +137,7 @@ def _connect(
     settings: EngineSettings,
     worker_group: WorkerGroup | None,
     threads: ComputeThreads,
+    store: KVStore | None,
     *,
     populate: bool,
 ) -> BuiltEngine:
@@ -178,8 +189,10 @@ def _connect(
         tokenizer=loaded.tokenizer,
         seed=settings.seed,
     )
-    if settings.kv_cache_dir is not None:
-        engine.offload(_offloader(settings, loaded, needs, plan, manager, runner))
+    if store is not None:
+        assert isinstance(runner, ModelRunner)  # settings refuse a divided model
+        fingerprints = _fingerprints(settings, loaded, needs, plan)
+        engine.offload(KVOffloader(store, runner.pool.block_memory(), manager, fingerprints))
     if settings.speculation is not None:
         costs = measured_costs(runner, plan.manager(), limits)
         drafter = _drafter(settings, executor, draft, plan)
@@ -198,8 +211,7 @@ def _connect(
         **_about_linears(settings, products),
         **_about_attention(choice, needs, runner),
         **_about_cache(plan, model_limits, settings),
-        "kv_cache_dir": str(settings.kv_cache_dir or "none"),
-        **({} if engine.offloader is None else engine.offloader.describe()),
+        **_about_store(settings, engine.offloader),
         "async_scheduling": executor.depth > 1,
         **_about_speculation(settings, limits),
         **({} if draft is None else draft.describe(draft.plan_cache(settings, plan))),
@@ -216,9 +228,12 @@ def _connect(
     )
 
 
-def _open_store(settings: EngineSettings) -> KVStore:
-    """The store of `kv_cache_dir`. Raises `ConfigurationError` if it cannot be opened."""
-    assert settings.kv_cache_dir is not None
+def _open_store(settings: EngineSettings) -> KVStore | None:
+    """The store of the settings, if any. Raises `ConfigurationError` if it cannot be had."""
+    if settings.kv_cache_host_memory is not None:
+        return _host_store(settings.kv_cache_host_memory, resolve_device(settings.device))
+    if settings.kv_cache_dir is None:
+        return None
     try:
         return KVStore(
             settings.kv_cache_dir,
@@ -229,33 +244,49 @@ def _open_store(settings: EngineSettings) -> KVStore:
         raise ConfigurationError(f"kv_cache_dir: {error}") from error
 
 
-def _offloader(
-    settings: EngineSettings,
-    loaded: LoadedModel,
-    needs: AttentionNeeds,
-    plan: CachePlan,
-    manager: BlockManager,
-    runner: Runner,
-) -> KVOffloader:
-    """Restores KV from the store and stores KV there; entries are those of this model alone."""
-    if loaded.device.type != "cpu" or not isinstance(runner, ModelRunner):
+def _host_store(num_bytes: int, device: torch.device) -> KVStore:
+    """A store in the host's memory, for an engine on a device."""
+    asked = f"kv_cache_host_memory={num_bytes}"
+    if device.type == "cpu":
         raise ConfigurationError(
-            f"kv_cache_dir={str(settings.kv_cache_dir)!r} works on the CPU only yet: leave it out "
-            f"on {loaded.device}"
+            f"{asked} is for GPUs: on the CPU the KV pool is in the host's memory, and a larger "
+            "kv_cache_memory takes the place of both"
         )
+    available = available_memory(torch.device("cpu"))
+    if num_bytes > available:
+        raise ConfigurationError(f"{asked}: {available} bytes of the host's memory are available")
+    queue = min(_QUEUE_BYTES, num_bytes // 8)
+    try:
+        return KVStore.in_memory(num_bytes - queue, queue_bytes=queue)
+    except StoreError as error:
+        raise ConfigurationError(f"{asked}: {error}") from error
+
+
+def _fingerprints(
+    settings: EngineSettings, loaded: LoadedModel, needs: AttentionNeeds, plan: CachePlan
+) -> list[bytes]:
+    """The fingerprint of each layer group: entries are those of this model alone."""
     properties = [
         ("layout", _STORED_LAYOUT),
         ("block size", str(plan.block_size).encode()),
+        ("device", loaded.device.type.encode()),
         ("dtypes", f"{dtype_name(loaded.dtype)} {dtype_name(needs.cache_dtype)}".encode()),
         ("quantization", str(settings.quantization).encode()),
         ("MTP layers", str(loaded.num_mtp_layers).encode()),
         *loaded.properties,
     ]
-    fingerprints = [
+    return [
         kv_fingerprint([("layers", _layers_of(plan.groups, group)), *properties])
         for group in range(len(plan.groups.windows))
     ]
-    return KVOffloader(_open_store(settings), runner.pool.block_memory(), manager, fingerprints)
+
+
+def _about_store(settings: EngineSettings, offloader: KVOffloader | None) -> dict[str, object]:
+    about: dict[str, object] = {"kv_cache_dir": str(settings.kv_cache_dir or "none")}
+    if offloader is not None:
+        tier = "disk" if settings.kv_cache_host_memory is None else "host"
+        about |= {"kv_cache_tier": tier, **offloader.describe()}
+    return about
 
 
 def _layers_of(groups: LayerGroups, group: int) -> bytes:

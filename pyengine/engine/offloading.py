@@ -18,12 +18,11 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from time import monotonic, sleep, thread_time
-from typing import TypeAlias
+from typing import Any
 
 from pyengine.engine.request import SequenceState
 from pyengine.kv_cache import (
     BlockManager,
-    KVBlocks,
     KVStore,
     Loading,
     NoRoom,
@@ -33,6 +32,8 @@ from pyengine.kv_cache import (
     Transfer,
 )
 from pyengine.kv_cache import Sequence as KVSequence
+from pyengine.kv_cache.block_memory import Block as _Block
+from pyengine.kv_cache.block_memory import BlockMemory
 
 _log = logging.getLogger(__name__)
 
@@ -54,17 +55,11 @@ _LEAST_TOKENS = 64
 """Smaller steps say little about how fast a prompt is computed."""
 _CHECK = 1.0
 """Seconds between looks at what the store has to say, and at what another process has stored."""
-_PIECE = 512 << 10
-"""Bytes that are moved at a time, or one block: a fraction of a millisecond's work."""
 _LOAD_REST, _STORE_REST = 10.0, 30.0
-"""Rests after each of them while steps run, as multiples of the processor time that it took.
+"""Rests after each piece while steps run, as multiples of the processor time that it took.
 
 Of a block that is stored that is the copy; the store's thread takes three times as long to write.
 """
-
-
-_Block: TypeAlias = tuple[int, int, int]
-"""Index in the prefix, layer group, block id."""
 
 
 class Rate:
@@ -87,6 +82,11 @@ class Rate:
         is_known = self._value and monotonic() - self._time < _FORGET
         return self._value if is_known else None
 
+    @property
+    def last(self) -> float | None:
+        """The last rate, of whatever age."""
+        return self._value or None
+
 
 @dataclass(slots=True, eq=False)
 class _Load:
@@ -97,6 +97,8 @@ class _Load:
     prefix: StoredPrefix
     blocks: list[_Block]
     num_bytes: int
+    after: Any
+    """The `mark` of the memory behind the steps that may still write to the blocks."""
     num_loaded: int = 0
     """Entries that were read whole, from the front of `blocks`."""
     seconds: float = 0.0
@@ -113,7 +115,7 @@ class KVOffloader:
     def __init__(
         self,
         store: KVStore,
-        memory: KVBlocks,
+        memory: BlockMemory,
         manager: BlockManager,
         fingerprints: Sequence[bytes],
     ) -> None:
@@ -236,7 +238,7 @@ class KVOffloader:
         num_bytes = sum(self._bytes[group] for _, group, _ in blocks)
         if not self._open:
             self._last_progress = monotonic()
-        load = _Load(sequence, transfer, prefix, blocks, num_bytes)
+        load = _Load(sequence, transfer, prefix, blocks, num_bytes, self._memory.mark())
         self._open.append(load)
         sequence.is_loading = True
         self.counters["loads"] += 1
@@ -286,6 +288,17 @@ class KVOffloader:
         rate = self._load_rate.value
         return None if rate is None else (before + num_bytes) / rate
 
+    @property
+    def restore_cost(self) -> float:
+        """The time to restore a token relative to computing one, by the last rates; at most 1.
+
+        1 until both rates were measured.
+        """
+        load, compute = self._load_rate.last, self._compute_rate.last
+        if load is None or compute is None:
+            return 1.0
+        return min(1.0, sum(self._bytes) / self._manager.block_size * compute / load)
+
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """Count a step of `num_tokens` tokens that took `seconds`."""
         if num_tokens >= _LEAST_TOKENS:
@@ -316,7 +329,7 @@ class KVOffloader:
                 while load.num_loaded < len(load.blocks) and not load.is_abandoned:
                     piece = self._piece(load.blocks, load.num_loaded)
                     with self._paused(_LOAD_REST):
-                        moved = load.prefix.load(self._memory, piece)
+                        moved = self._memory.load(load.prefix, piece, load.after)
                     load.num_loaded += moved
                     self._last_progress = monotonic()
                     if moved < len(piece):
@@ -329,7 +342,7 @@ class KVOffloader:
 
     def _piece(self, blocks: list[_Block], done: int) -> list[_Block]:
         """The next blocks to move."""
-        return blocks[done : done + max(1, _PIECE // max(self._bytes))]
+        return blocks[done : done + max(1, self._memory.piece_bytes // max(self._bytes))]
 
     @contextmanager
     def _paused(self, rest: float) -> Iterator[None]:
@@ -340,7 +353,7 @@ class KVOffloader:
         """
         start = thread_time()
         yield
-        if self.are_steps_running:
+        if self.are_steps_running and self._memory.shares_processors:
             sleep(rest * (thread_time() - start))
 
     def _run_stores(self) -> None:
@@ -381,7 +394,7 @@ class KVOffloader:
         done, deadline, was_empty = 0, monotonic() + _PATIENCE, False
         while True:
             with self._paused(_STORE_REST):
-                stored = prefix.store(self._memory, self._piece(blocks, done))
+                stored = self._memory.store(prefix, self._piece(blocks, done))
             done += stored
             if stored:
                 deadline, was_empty = monotonic() + _PATIENCE, False
@@ -397,7 +410,7 @@ class KVOffloader:
         """The store's entries, its limit, and whether this process writes to it."""
         stats = self._store.stats()
         return {
-            "kv_cache_disk_bytes": stats["limit_bytes"],
+            "kv_cache_store_bytes": stats["limit_bytes"],
             "kv_cache_entries": stats["readable_entries"],
             "kv_cache_access": "write" if self._store.is_writer else "read: another process writes",
         }
@@ -410,10 +423,11 @@ class KVOffloader:
             self._work.put(self._store.refresh)
 
     def stats(self) -> dict[str, float]:
-        """`COUNTERS` and `STORE_COUNTERS`, each by its name."""
+        """`COUNTERS` and `STORE_COUNTERS`, each by its name, and `restore_cost`."""
         with suppress(StoreError):  # it is closed: what it was at last
             self._last_stats = self._store.stats()
-        return {**self.counters, **{name: self._last_stats[name] for name in STORE_COUNTERS}}
+        of_store = {name: self._last_stats[name] for name in STORE_COUNTERS}
+        return {**self.counters, **of_store, "restore_cost": self.restore_cost}
 
     def flush(self, timeout: float) -> bool:
         """Write what is queued. False after `timeout` seconds, or if the disk does not answer.

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyengine._kv import CpuCache, KVBlocks
+from pyengine._kv import CpuCache
 from pyengine.errors import ConfigurationError
+from pyengine.kv_cache.block_memory import BlockMemory, DeviceBlocks, HostBlocks
 from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.memory import available_memory, populate
 from pyengine.utils.host_copy import cpu_array, upload
@@ -302,15 +303,17 @@ class KVPool:
         ]
         return [caches[place.index] for place in self.groups.places]
 
-    def block_memory(self) -> KVBlocks:
-        """The memory of each block, for a store to read and write; only on the CPU."""
+    def block_memory(self) -> BlockMemory:
+        """The memory of each block, for a store to read and write."""
         count = len(self._tensor_specs)
         groups = [
             sorted({place.index for place in self.groups.places if place.group == group})
             for group in range(len(self.groups.windows))
         ]
         both = [[*used, *(index + count for index in used)] for used in groups]
-        return KVBlocks([cpu_array(tensor) for tensor in self._tensors], both)
+        if self.device.type != "cpu":
+            return DeviceBlocks(self._tensors, both)
+        return HostBlocks([cpu_array(tensor) for tensor in self._tensors], both)
 
     def populate(self) -> bool:
         """On the CPU, allocate the memory of all blocks now, not at the first write of each.

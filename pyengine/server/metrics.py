@@ -305,6 +305,7 @@ class EngineMetrics:
     def _of_the_store(self, store: Mapping[str, float]) -> Iterator[Metric]:
         counts = self._counts
         local = counts.cached_tokens - counts.restored_tokens
+        tier = str(self._about.get("kv_cache_tier", "disk"))
         for name, help, value in (
             (
                 "external_prefix_cache_queries",
@@ -316,11 +317,14 @@ class EngineMetrics:
                 "Of these, the ones that were restored.",
                 counts.restored_tokens,
             ),
+        ):
+            yield self._counter(f"vllm:{name}", help, value)
+        for name, help, amount in (
             ("kv_offload_load_bytes", "Bytes read from the store.", store["hit_bytes"]),
             ("kv_offload_load_time", "Seconds that loads took.", store["load_seconds"]),
             ("kv_offload_store_bytes", "Bytes written to the store.", store["stored_bytes"]),
         ):
-            yield self._counter(f"vllm:{name}", help, value)
+            yield self._counter(f"vllm:{name}", help, amount, tier=tier)
         sources = CounterMetricFamily(
             "vllm:prompt_tokens_by_source",
             "Prompt tokens of requests that had their first token, by what they came from.",
@@ -333,8 +337,15 @@ class EngineMetrics:
         ):
             sources.add_metric([*self._labels.values(), source], value)
         yield sources
+        cost = GaugeMetricFamily(
+            "pyengine:kv_store_restore_cost",
+            "The time to restore a token relative to computing one; 1 until both are known.",
+            labels=[*self._labels, "tier"],
+        )
+        cost.add_metric([*self._labels.values(), tier], store["restore_cost"])
+        yield cost
         for name, help in {**OFFLOAD_COUNTERS, **STORE_COUNTERS}.items():
-            yield self._counter(f"pyengine:kv_store_{name}", help, store[name])
+            yield self._counter(f"pyengine:kv_store_{name}", help, store[name], tier=tier)
 
     def _ours(self, stats: EngineStats) -> Iterator[Metric]:
         counters = stats.counters
@@ -354,9 +365,10 @@ class EngineMetrics:
         family.add_metric(list(self._labels.values()), value)
         return family
 
-    def _counter(self, name: str, help: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(name, help, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
+    def _counter(self, name: str, help: str, value: float, **labels: str) -> CounterMetricFamily:
+        labels = {**self._labels, **labels}
+        family = CounterMetricFamily(name, help, labels=list(labels))
+        family.add_metric(list(labels.values()), value)
         return family
 
 

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.cluster.messages import CacheFormat, Events, Load, ReplicaInfo, Snapshot
+from pyengine.cluster.messages import (
+    CacheFormat,
+    Events,
+    Load,
+    ReplicaInfo,
+    SharedStore,
+    Snapshot,
+)
 from pyengine.cluster.prefix_router import MAX_REPLICAS, PrefixRouter, UpdateResult
 from pyengine.errors import ConfigurationError, NoReplicaError
 from pyengine.kv_cache import ConfigError
@@ -219,6 +226,111 @@ def test_a_request_that_went_elsewhere_is_counted_there() -> None:
     assert [replica.num_requests for replica in router.replicas()] == [0, 1]
 
 
+def sharing(
+    *readers: str, cost: float, folder_blocks: int = 64
+) -> tuple[PrefixRouter, dict[str, Cache]]:
+    """Replicas on one folder, to which "w" writes."""
+    router = PrefixRouter(KIND)
+    caches = {name: Cache(16) for name in ("w", *readers)}
+    for name, cache in caches.items():
+        store = SharedStore("folder", folder_blocks, is_writer=name == "w")
+        router.join(ReplicaInfo(name, KIND, 16, store))
+        router.restore(name, cache.log.snapshot(Load(restore_cost=cost)))
+    return router, caches
+
+
+def learn(router: PrefixRouter, name: str, cache: Cache, prompt: list[int], cost: float) -> None:
+    run(cache.manager, prompt)
+    router.apply(name, cache.log.take(Load(restore_cost=cost)))
+
+
+def keep_busy(router: PrefixRouter, name: str, num_blocks: int) -> None:
+    """A request of other tokens that waits there."""
+    prompt = [99] * (BLOCK_SIZE * num_blocks)
+    assert router.begin(router.choose(prompt, among={name})) is not None
+
+
+@pytest.mark.parametrize(("cost", "expected"), [(0.1, "r"), (0.3, "w"), (1.0, "w")])
+def test_a_cached_block_is_worth_what_a_restore_would_cost(cost: float, expected: str) -> None:
+    """The writer has 10 blocks and 2 others to compute; a reader can restore these 10."""
+    router, caches = sharing("r", cost=cost)
+    learn(router, "w", caches["w"], PROMPT, cost)
+    assert router.choose(PROMPT).replica == "w"
+    keep_busy(router, "w", 2)
+    choice = router.choose(PROMPT)
+    assert choice.replica == expected
+    if expected == "r":
+        assert (choice.num_hits, choice.num_restorable, choice.num_to_compute) == (0, 10, 1)
+
+
+def test_evicted_blocks_of_the_writer_can_be_restored_anywhere() -> None:
+    router, caches = sharing("r", cost=0.1)
+    learn(router, "w", caches["w"], PROMPT, 0.1)
+    caches["w"].manager.evict_all()
+    router.apply("w", caches["w"].log.take(Load(restore_cost=0.1)))
+    found = {router.choose(PROMPT, among={name}).num_restorable for name in ("w", "r")}
+    assert found == {10}
+    learn(router, "r", caches["r"], PROMPT[: BLOCK_SIZE * 4], 0.1)
+    choice = router.choose(PROMPT)
+    assert (choice.replica, choice.num_hits, choice.num_restorable) == ("r", 4, 6)
+
+
+def test_blocks_of_a_reader_are_in_no_folder() -> None:
+    router, caches = sharing("r", cost=0.1)
+    learn(router, "r", caches["r"], PROMPT, 0.1)
+    keep_busy(router, "r", 8)
+    assert router.choose(PROMPT).replica == "r"
+    assert router.choose(PROMPT, among={"w"}).num_restorable == 0
+
+
+def test_a_prompt_in_progress_cannot_be_restored_yet() -> None:
+    """A burst of one prompt stays together."""
+    router, _ = sharing("r", cost=0.01)
+    assert router.begin(router.choose(PROMPT, among={"w"})) is not None
+    assert router.choose(PROMPT).replica == "w"
+    assert router.choose(PROMPT, among={"r"}).num_restorable == 0
+
+
+def test_replicas_with_another_folder_or_none_restore_nothing() -> None:
+    router, caches = sharing(cost=0.1)
+    other = SharedStore("another", 64, is_writer=True)
+    for name, store in (("other", other), ("none", None)):
+        router.join(ReplicaInfo(name, KIND, 16, store))
+    learn(router, "w", caches["w"], PROMPT, 0.1)
+    for name in ("other", "none"):
+        assert router.choose(PROMPT, among={name}).num_restorable == 0
+
+
+def test_restored_tokens_are_expected_hits_and_restores_pending_work() -> None:
+    router, caches = sharing("r", cost=0.2)
+    learn(router, "w", caches["w"], PROMPT, 0.2)
+    ticket = router.begin(router.choose(PROMPT), "r")
+    assert ticket is not None
+    assert router._replicas["r"].num_pending == 2  # 10 blocks at a fifth
+    router.begun(ticket, 40, 40)
+    router.end(ticket)
+    assert router._replicas["r"].num_pending == 0
+    assert router.stats.expected_hits == router.stats.real_hits == 40
+
+
+def test_what_is_known_of_a_folder_is_bounded_and_ends_with_its_last_replica() -> None:
+    router, caches = sharing("r", cost=0.1, folder_blocks=20)
+    for number in range(40):
+        learn(router, "w", caches["w"], [number] * (BLOCK_SIZE * 8), 0.1)
+        assert router._stored._index.num_blocks <= 32  # twice the pool
+    last = [39] * (BLOCK_SIZE * 8)
+    assert router.choose(last, among={"r"}).num_restorable == 8
+    assert router.choose([0] * (BLOCK_SIZE * 8), among={"r"}).num_restorable == 0
+    router.leave("w")
+    assert router.choose(last).num_restorable == 8
+    again = SharedStore("folder", 20, is_writer=True)  # another process writes now
+    router.join(ReplicaInfo("w2", KIND, 16, again))
+    assert router.choose(last, among={"w2"}).num_restorable == 8
+    router.leave("r")
+    router.leave("w2")
+    assert router._stored._index.num_blocks == 0
+
+
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 400))
 @settings(max_examples=60, deadline=None)
 def test_the_picture_is_right_once_it_has_caught_up(seed: int, count: int) -> None:
@@ -236,7 +348,7 @@ def test_the_picture_is_right_over_a_hundred_thousand_operations() -> None:
         if number % 1000 == 999:
             world.catch_up()
     assert min(world.num_checked, world.num_events) > 10_000
-    assert min(world.num_gaps, world.num_snapshots) > 1_000
+    assert min(world.num_gaps, world.num_snapshots, world.num_restorable) > 1_000
 
 
 def test_threads_may_call_it_at_once() -> None:

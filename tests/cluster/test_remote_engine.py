@@ -14,6 +14,7 @@ from pyengine.cluster.fleet import Fleet
 from pyengine.cluster.observers import ClusterObservers
 from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.cluster.replica import Replica
+from pyengine.engine import offloading
 from pyengine.errors import EngineClosedError, InvalidRequestError, NoReplicaError, ReplicaLostError
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
 from pyengine.server.app import create_app
@@ -366,6 +367,48 @@ def test_without_a_replica_nothing_is_taken(two: tuple[Replica, Replica]) -> Non
             engine.submit([request])
 
     over(two, main)
+
+
+def test_replicas_on_a_folder_restore_what_one_of_them_computed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller sees the tokens that were restored, and the router counts them."""
+    monkeypatch.setattr(offloading, "_GAIN", 1e6)  # a tiny model computes faster than any disk
+    store = {"kv_cache_dir": tmp_path / "kv", "kv_cache_disk": 1 << 30}
+    two = small_replica("a", folder, **store), small_replica("b", folder, **store)
+    first, second = [replica.info.store for replica in two]
+    assert first is not None and second is not None
+    assert (first.is_writer, second.is_writer) == (True, False)
+    assert first.folder == second.folder and first.num_blocks > 1000
+    prompt = [7] * 512
+
+    async def ask_b(local: LocalReplicas, engine: RemoteEngine, at: int) -> Any:
+        route = local.fleet.route
+        with monkeypatch.context() as patched:
+            patched.setattr(local.fleet, "route", lambda request, among: route(request, {"b"}))
+            return (await read(engine, [*prompt, at], GREEDY))[0]
+
+    async def main(local: LocalReplicas, engine: RemoteEngine, _: httpx2.AsyncClient) -> None:
+        item, _ = await read(engine, prompt, GREEDY)
+        assert item.num_restored_tokens == 0
+        restored, at = 0, 8
+        async with asyncio.timeout(60):
+            while not restored:  # a reader looks once a second
+                await asyncio.sleep(0.2)
+                restored, at = (await ask_b(local, engine, at)).num_restored_tokens, at + 1
+                two[1].engine._engine_loop._engine._manager.evict_all()
+        assert restored >= 496
+        router = local.router
+        assert router is not None
+        choice = router.choose([*prompt, 5], among={"b"})
+        assert choice.num_hits + choice.num_restorable >= 31
+        assert choice.restore_cost <= 1
+
+    try:
+        over(two, main)
+    finally:
+        for replica in two:
+            replica.close()
 
 
 def test_metrics_and_page_of_all(two: tuple[Replica, Replica]) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -97,6 +98,11 @@ def test_preemption_changes_no_token(in_child: InChild, is_used: bool) -> None:
     in_child(preemption, is_used)
 
 
+@MODES
+def test_restored_prompts_change_no_token(in_child: InChild, is_used: bool) -> None:
+    in_child(restores, is_used)
+
+
 def overlap(place: Place, is_used: bool) -> Numbers:
     """The next step planned while one runs, for random requests of all kinds."""
     mode, random = Mode(place, is_used), Random(1)
@@ -183,3 +189,28 @@ def preemption(place: Place, is_used: bool) -> Numbers:
     preempted = tight.stats().num_preemptions
     assert preempted > 0
     return {"preemptions": preempted} | mode.same_tokens(got, want)
+
+
+def restores(place: Place, is_used: bool) -> Numbers:
+    """Prompts that were evicted and are restored while others run: the tokens of computed ones.
+
+    From host memory on CUDA; elsewhere from a folder.
+    """
+    mode, random = Mode(place, is_used), Random(8)
+    prompts = [tokens(600, random) for _ in range(8)]
+    want = mode.llm().generate(prompts, GREEDY, use_tqdm=False)
+    once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    with TemporaryDirectory() as folder:
+        on_disk = {"kv_cache_dir": f"{folder}/kv", "kv_cache_disk": 2 << 30}
+        store = {"kv_cache_host_memory": 2 << 30} if place.on_cuda else on_disk
+        llm = mode.llm(kv_cache_memory=256 << 20, **store)
+        llm.generate(prompts, once, use_tqdm=False)
+        assert llm._engine.offloader is not None
+        assert llm._engine.offloader.flush(60)
+        llm._manager.evict_all()
+        others = [tokens(40, random) for _ in range(4)]
+        got = llm.generate([*others, *prompts], GREEDY, use_tqdm=False)[len(others) :]
+        restored = sum(output.num_restored_tokens for output in got)
+        llm.close()
+    assert restored > 0
+    return {"restored_tokens": restored} | mode.same_tokens(got, want)

@@ -1,4 +1,4 @@
-"""`kv_cache_dir`: after a restart, restored prefixes give the bits that computed ones gave."""
+"""KV of a folder or of host memory: restored prefixes give the bits that computed ones gave."""
 
 import json
 import os
@@ -10,11 +10,15 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
+import torch
 
 from pyengine import LLM, SamplingParams
-from pyengine.engine import offloading
-from pyengine.errors import ConfigurationError
+from pyengine.engine import builder, offloading
+from pyengine.errors import ConfigurationError, ModelLoadError
+from pyengine.kv_cache import block_memory, pool
+from pyengine.kv_cache.block_memory import DeviceBlocks
 from pyengine.kv_cache.store_key import VARIABLE
+from pyengine.server.metrics import EngineMetrics
 from tests.unit.executor.hand_made import random_model
 from tests.unit.executor.test_model_runner import FAMILIES
 
@@ -44,9 +48,61 @@ def answer(llm: LLM, prompt: Any) -> tuple[list[Any], int]:
     return [completion.token_ids, bits], output.num_restored_tokens
 
 
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks take the way that they take on a device, few at a time."""
+
+    def blocks(arrays: Any, groups: Any) -> DeviceBlocks:
+        return DeviceBlocks([torch.from_numpy(array) for array in arrays], groups)
+
+    monkeypatch.setattr(pool, "HostBlocks", blocks)
+    monkeypatch.setattr(block_memory, "_STAGING_BYTES", 1 << 14)
+    monkeypatch.setattr(builder, "resolve_device", lambda _device: torch.device("cuda"))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "gpt_oss"])
 def test_restored_and_computed_are_the_same_bits(name: str, dtype: str, tmp_path: Path) -> None:
+    check_bits(name, dtype, tmp_path)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "bfloat16"), ("gemma3_text", "float32")])
+def test_the_way_of_a_device_changes_no_bit(name: str, dtype: str, tmp_path: Path) -> None:
+    check_bits(name, dtype, tmp_path)
+
+
+@pytest.mark.usefixtures("device")
+def test_host_memory_has_what_the_pool_has_evicted(tiny_folder: Path) -> None:
+    settings: dict[str, Any] = {"block_size": 4, "kv_cache_host_memory": GIB, "device": "cpu"}
+    with LLM(tiny_folder, **settings) as llm:
+        about = llm.describe()
+        assert (about["kv_cache_tier"], about["kv_cache_access"]) == ("host", "write")
+        assert 0 < int(str(about["kv_cache_store_bytes"])) < GIB
+        prompt = tokens(50)
+        computed, restored = answer(llm, prompt)
+        again, _ = answer(llm, prompt)
+        assert restored == 0
+        assert llm._engine.offloader is not None
+        deadline = monotonic() + 60
+        while restored < 48 and monotonic() < deadline:  # once it is stored
+            llm._manager.evict_all()
+            evicted, restored = answer(llm, prompt)
+        assert restored >= 48 and evicted[0] == computed[0] == again[0]
+        found = [
+            (sample.name, sample.labels["tier"])
+            for family in EngineMetrics(llm, model_name="tiny").collect()
+            for sample in family.samples
+            if "tier" in sample.labels
+        ]
+        assert ("vllm:kv_offload_load_bytes_total", "host") in found
+        assert ("pyengine:kv_store_restored_tokens_total", "host") in found
+    with LLM(tiny_folder, **settings) as llm:
+        assert answer(llm, prompt)[1] == 0  # it has ended with the process
+
+
+def check_bits(name: str, dtype: str, tmp_path: Path) -> None:
+    """Compute, restart, restore."""
     model = tmp_path / "model"
     random_model(name, **FAMILIES[name]).save_pretrained(model)
     settings: dict[str, Any] = {
@@ -195,9 +251,37 @@ def test_settings_that_do_not_go_together(tiny_folder: Path, tmp_path: Path) -> 
         ({"kv_cache_dir": folder, "enable_prefix_caching": False}, "enable_prefix_caching"),
         ({"kv_cache_dir": folder, "tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"kv_cache_dir": folder, "kv_cache_disk": 1000}, "max_bytes"),
+        ({"kv_cache_dir": folder, "kv_cache_host_memory": GIB}, "kv_cache_host_memory"),
+        ({"kv_cache_host_memory": GIB, "enable_prefix_caching": False}, "enable_prefix_caching"),
+        ({"kv_cache_host_memory": GIB, "tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"kv_cache_host_memory": GIB, "device": "cpu"}, "is for GPUs"),
     ):
         assert words in refusal(tiny_folder, **settings)
     assert not folder.exists()
+
+
+@pytest.mark.usefixtures("device")
+def test_host_memory_that_is_not_there_or_too_little(tiny_folder: Path) -> None:
+    assert "are available" in refusal(tiny_folder, kv_cache_host_memory=1 << 60)
+    assert "four segments" in refusal(tiny_folder, kv_cache_host_memory=1000)
+
+
+def test_what_is_refused_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir(mode=0o700)
+    (mine / "notes.txt").write_text("mine")
+    no_model = tmp_path / "nothing"
+    assert "not a KV store" in refusal(no_model, kv_cache_dir=mine)
+    assert "is for GPUs" in refusal(no_model, kv_cache_host_memory=GIB, device="cpu")
+
+
+def test_a_store_is_closed_if_the_model_cannot_be_loaded(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    with pytest.raises(ModelLoadError) as raised:
+        LLM(tmp_path / "nothing", kv_cache_dir=folder, kv_cache_disk=GIB)
+    with LLM(tiny_folder, kv_cache_dir=folder, kv_cache_disk=GIB) as llm:
+        assert llm.describe()["kv_cache_access"] == "write"
+    assert raised.value  # with its traceback, to the frames that had the store
 
 
 def test_a_folder_that_vanishes_costs_hits_alone(tiny_folder: Path, tmp_path: Path) -> None:

@@ -4,7 +4,14 @@ from collections import deque
 from random import Random
 
 from pyengine.cluster.feed import EventLog, merged
-from pyengine.cluster.messages import CacheFormat, Events, Load, ReplicaInfo, Snapshot
+from pyengine.cluster.messages import (
+    CacheFormat,
+    Events,
+    Load,
+    ReplicaInfo,
+    SharedStore,
+    Snapshot,
+)
 from pyengine.cluster.prefix_router import PrefixRouter, Ticket, UpdateResult
 from pyengine.kv_cache import BlockManager
 
@@ -55,10 +62,13 @@ class World:
         self.queues: dict[str, deque[Events | Snapshot]] = {name: deque() for name in self.names}
         self.tickets: list[Ticket] = []
         self.restart_router()
+        self.written: set[bytes] = set()
         self.num_checked = self.num_gaps = self.num_snapshots = self.num_events = 0
+        self.num_restorable = 0
 
     def info(self, name: str) -> ReplicaInfo:
-        return ReplicaInfo(name, KIND, self.sizes[name])
+        store = SharedStore("folder", 2 * self.sizes["r0"], is_writer=name == "r0")
+        return ReplicaInfo(name, KIND, self.sizes[name], store)
 
     def prompt(self) -> list[int]:
         family, length = self.random.randrange(6), self.random.randrange(1, 24)
@@ -70,6 +80,8 @@ class World:
         if len(prompt) <= BLOCK_SIZE * self.sizes[name]:
             run(self.caches[name].manager, prompt)
         self.queues[name].append(self.caches[name].take())
+        if name == "r0":  # the one that writes to the folder
+            self.written |= set(self.caches[name].manager.cached_hashes())
 
     def forget_evictable(self, name: str) -> None:
         self.caches[name].manager.evict_all()
@@ -158,6 +170,10 @@ class World:
                 break
             hits += 1
         assert choice.num_hits == hits
+        restorable = cut(choice.hashes)[hits : hits + choice.num_restorable]
+        assert len(restorable) == choice.num_restorable
+        assert self.written.issuperset(restorable)
+        self.num_restorable += choice.num_restorable
         ticket = self.router.begin(choice)
         assert ticket is not None
         self.tickets.append(ticket)

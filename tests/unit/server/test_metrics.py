@@ -14,6 +14,7 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from pyengine.engine.core import StepResult
+from pyengine.kv_cache import KVStore
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
 from pyengine.server.histograms import one_two_five
@@ -22,6 +23,7 @@ from tests.support.callers import FakeModel
 from tests.support.docs import ROOT
 from tests.support.drafters import MixedDrafter, speculate
 from tests.support.engines import EOS, GREEDY
+from tests.unit.engine.test_offloading import with_store
 from tools.docs_tables import metrics_table
 
 GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
@@ -290,8 +292,11 @@ def test_a_failed_step_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_document_lists_every_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
+    store = KVStore.in_memory(64 << 20, segment_bytes=1 << 20)
+    with_store(run.bench, store)
     run.bench.submit({"one": [1, EOS, 3]})
     scraped = run.finish()
+    store.close(5)
     shown = {
         f"{family.name}_total" if family.type == "counter" else family.name
         for family in scraped.families

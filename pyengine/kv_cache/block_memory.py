@@ -1,0 +1,257 @@
+"""The memory of a pool's blocks, from and to which a store copies.
+
+On the CPU a store reads and writes the pool itself, `HostBlocks`. On a device blocks pass through
+pinned staging memory, `DeviceBlocks`:
+
+    store: device -> [copy stream] -> staging -> store
+    load:  store -> staging -> [copy stream, after the steps queued before] -> device
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+
+from pyengine._kv import KVBlocks, StoredPrefix, StoreError
+from pyengine.utils.host_copy import cpu_array, upload
+
+if TYPE_CHECKING:
+    import torch
+
+Block: TypeAlias = tuple[int, int, int]
+"""Index in the prefix, layer group, block id."""
+
+_STAGING_BYTES = 8 << 20
+"""Staging memory in each direction, or that of one block if this is more."""
+
+
+class BlockMemory(Protocol):
+    """Copies blocks between a pool and a store. One thread stores, and one loads."""
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes to copy at a time, or one block."""
+        ...
+
+    @property
+    def shares_processors(self) -> bool:
+        """True if steps run on the processors that copy."""
+        ...
+
+    def block_bytes(self, group: int) -> int:
+        """Bytes of a block in a layer group."""
+        ...
+
+    def mark(self) -> Any:
+        """A point behind all work that the calling thread has queued on the device."""
+        ...
+
+    def store(self, prefix: StoredPrefix, blocks: Sequence[Block]) -> int:
+        """See `StoredPrefix.store`. The steps that computed the blocks have ended."""
+        ...
+
+    def load(self, prefix: StoredPrefix, blocks: Sequence[Block], after: Any) -> int:
+        """See `StoredPrefix.load`. Blocks are written after the `mark` named `after`.
+
+        Steps that are queued from the return on read what was loaded.
+        """
+        ...
+
+
+class HostBlocks:
+    """Blocks in arrays of the host; for the arguments see `KVBlocks`."""
+
+    piece_bytes = 512 << 10
+    """A fraction of a millisecond's work."""
+    shares_processors = True
+
+    def __init__(self, arrays: Sequence[Any], groups: Sequence[Sequence[int]]) -> None:
+        self._blocks = KVBlocks(arrays, groups)
+
+    def block_bytes(self, group: int) -> int:
+        """See `BlockMemory`."""
+        return self._blocks.block_bytes(group)
+
+    def mark(self) -> None:
+        """See `BlockMemory`: nothing is queued."""
+
+    def store(self, prefix: StoredPrefix, blocks: Sequence[Block]) -> int:
+        """See `BlockMemory`."""
+        return prefix.store(self._blocks, blocks)
+
+    def load(self, prefix: StoredPrefix, blocks: Sequence[Block], after: None = None) -> int:
+        """See `BlockMemory`."""
+        return prefix.load(self._blocks, blocks)
+
+
+class CopyStream:
+    """A CUDA stream for copies, which run beside the steps."""
+
+    def __init__(self, device: "torch.device") -> None:
+        import torch
+
+        self._cuda = torch.cuda
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> Any:
+        """An event behind all work in the calling thread's stream."""
+        event: Any = self._cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._cuda.current_stream(self._stream.device))
+        return event
+
+    @contextmanager
+    def copying(self, after: Any = None) -> Iterator[None]:
+        """Queue copies here, after an event; at the end, with an error too, none is left."""
+        with self._cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            try:
+                yield
+            finally:
+                end: Any = self._cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                end.record(self._stream)
+                end.synchronize()
+
+
+class _HostStream:
+    """In place of a `CopyStream` where tensors are on the CPU: copies are made at once."""
+
+    def mark(self) -> None:
+        """Nothing is queued."""
+
+    @contextmanager
+    def copying(self, after: None = None) -> Iterator[None]:
+        """Make copies."""
+        yield
+
+
+class DeviceBlocks:
+    """Blocks in contiguous tensors `[num_blocks, ...]` of a device.
+
+    `groups[g]` lists the tensors of layer group `g`. Tensors on the CPU are for tests: they take
+    the same way, without streams.
+    """
+
+    piece_bytes = _STAGING_BYTES
+    shares_processors = False
+
+    def __init__(self, tensors: Sequence["torch.Tensor"], groups: Sequence[Sequence[int]]) -> None:
+        rows = [_rows(tensor) for tensor in tensors]
+        self._stored = _Staging(rows, groups)
+        self._loaded = _Staging(rows, groups)
+
+    def block_bytes(self, group: int) -> int:
+        """See `BlockMemory`."""
+        return self._stored.blocks.block_bytes(group)
+
+    def mark(self) -> Any:
+        """See `BlockMemory`."""
+        return self._loaded.stream.mark()
+
+    def store(self, prefix: StoredPrefix, blocks: Sequence[Block]) -> int:
+        """See `BlockMemory`. Raises `StoreError` too if the device fails."""
+        staging, done = self._stored, 0
+        for part in staging.parts(blocks):
+            with _failures(), staging.stream.copying():
+                staging.copy_from_device(part)
+            stored = prefix.store(staging.blocks, part.staged)
+            done += stored
+            if stored < len(part.staged):
+                break
+        return done
+
+    def load(self, prefix: StoredPrefix, blocks: Sequence[Block], after: Any) -> int:
+        """See `BlockMemory`. Raises `StoreError` too if the device fails."""
+        staging, done = self._loaded, 0
+        for part in staging.parts(blocks):
+            loaded = prefix.load(staging.blocks, part.staged)
+            with _failures(), staging.stream.copying(after):
+                staging.copy_to_device(part, loaded)
+            done += loaded
+            if loaded < len(part.staged):
+                break
+        return done
+
+
+class _Part:
+    """Blocks that fit into the staging memory together; those of a group are in a row there."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        by_group: dict[int, list[int]] = {}
+        for position, (_, group, _) in enumerate(blocks):
+            by_group.setdefault(group, []).append(position)
+        self._positions, self._blocks = by_group, blocks
+        order = [position for positions in by_group.values() for position in positions]
+        rows = {position: row for row, position in enumerate(order)}
+        self.staged: list[Block] = [
+            (index, group, rows[position]) for position, (index, group, _) in enumerate(blocks)
+        ]
+        """The blocks, each with its row in the staging memory in place of its id."""
+
+    def copies(self, most: int) -> Iterator[tuple[int, int, list[int]]]:
+        """A layer group, its first row, and block ids in order, of the first `most` blocks."""
+        first = 0
+        for group, positions in self._positions.items():
+            ids = [self._blocks[position][2] for position in positions if position < most]
+            if ids:
+                yield group, first, ids
+            first += len(positions)
+
+
+class _Staging:
+    """Staging memory of one direction, and its stream. For one thread."""
+
+    def __init__(self, rows: Sequence["torch.Tensor"], groups: Sequence[Sequence[int]]) -> None:
+        import torch
+
+        self._device = device = rows[0].device
+        self._rows, self._groups = rows, groups
+        is_cuda = device.type == "cuda"
+        self.stream = CopyStream(device) if is_cuda else _HostStream()
+        self._most = max(1, _STAGING_BYTES // sum([row[0].nbytes for row in rows]))
+        self._host = [
+            torch.zeros((self._most, row.shape[1]), dtype=row.dtype, pin_memory=is_cuda)
+            for row in rows
+        ]
+        self.blocks = KVBlocks([cpu_array(tensor) for tensor in self._host], groups)
+
+    def parts(self, blocks: Sequence[Block]) -> Iterable[_Part]:
+        """The blocks in order, as many at a time as fit."""
+        for start in range(0, len(blocks), self._most):
+            yield _Part(blocks[start : start + self._most])
+
+    def copy_from_device(self, part: _Part) -> None:
+        """Queue the copies of all blocks of a part."""
+        for at, rows, ids in self._copies(part, len(part.staged)):
+            self._host[at][rows].copy_(self._rows[at].index_select(0, ids), non_blocking=True)
+
+    def copy_to_device(self, part: _Part, most: int) -> None:
+        """Queue the copies of the first `most` blocks of a part."""
+        for at, rows, ids in self._copies(part, most):
+            source = self._host[at][rows].to(self._device, non_blocking=True)
+            self._rows[at].index_copy_(0, ids, source)
+
+    def _copies(self, part: _Part, most: int) -> Iterator[tuple[int, slice, "torch.Tensor"]]:
+        """A tensor by its index, rows of the staging memory, and the blocks' ids there."""
+        for group, first, block_ids in part.copies(most):
+            ids = upload(np.array(block_ids, dtype=np.int64), self._device)
+            for at in self._groups[group]:
+                yield at, slice(first, first + len(block_ids)), ids
+
+
+def _rows(tensor: "torch.Tensor") -> "torch.Tensor":
+    """The same memory, a row of integers for each block: copies are the same for every type."""
+    import torch
+
+    rows = tensor.view(len(tensor), -1).view(torch.uint8)
+    return rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Raise errors of the device as `StoreError`: the transfer fails, and its thread goes on."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise StoreError(f"the device did not copy blocks: {error}") from error
