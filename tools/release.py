@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-_HEADING = re.compile(r"^## (?P<version>\d+\.\d+\.\d+)\b.*$", re.MULTILINE)
+_HEADING = re.compile(r"## (?P<version>\d+\.\d+\.\d+) - \d{4}-\d\d-\d\d")
 
 
 def versions(root: Path) -> dict[str, str]:
@@ -26,11 +26,11 @@ def versions(root: Path) -> dict[str, str]:
 def notes(root: Path, version: str) -> str | None:
     """The changelog's part on a version; None without one."""
     text = (root / "CHANGELOG.md").read_text(encoding="utf-8")
-    headings = list(_HEADING.finditer(text))
-    for heading, following in zip(headings, [*headings[1:], None], strict=True):
-        if heading["version"] == version:
-            end = following.start() if following else len(text)
-            return text[heading.end() : end].strip()
+    for part in re.split(r"^(?=## )", text, flags=re.MULTILINE):
+        heading, _, rest = part.partition("\n")
+        found = _HEADING.fullmatch(heading)
+        if found is not None and found["version"] == version:
+            return rest.strip()
     return None
 
 

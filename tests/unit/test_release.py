@@ -22,6 +22,10 @@ CHANGELOG = """# Changelog
 ## 1.1.0 - 2025-01-01
 
 - old
+
+## 1.0.0 (unreleased)
+
+- not yet
 """
 
 
@@ -38,6 +42,7 @@ def test_a_release_whose_versions_agree_is_ready(tmp_path: Path) -> None:
     assert problems(sources(tmp_path), "v1.2.0") == []
     assert notes(tmp_path, "1.2.0") == "- new"
     assert notes(tmp_path, "1.1.0") == "- old"
+    assert notes(tmp_path, "1.0.0") is None
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
