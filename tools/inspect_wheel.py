@@ -21,7 +21,7 @@ _WINDOWS = re.compile(
     r"python3\.dll|(kernel32|ntdll|advapi32|bcrypt(primitives)?|ws2_32|userenv|ucrtbase|msvcrt"
     r"|dbghelp|user32|api-ms-win-[a-z0-9-]+)\.dll"
 )
-_MACOS = re.compile(r"/usr/lib/lib(System\.B|iconv\.2|c\+\+\.1)\.dylib")
+_MACOS = re.compile(r"/usr/lib/lib(System\.B|charset\.1|iconv\.2|c\+\+\.1)\.dylib")
 _X86_64, _ARM64 = 0x01000007, 0x0100000C
 
 
@@ -33,7 +33,7 @@ def of_windows(extension: bytes) -> tuple[str, list[str]]:
     exported = [symbol.name for symbol in image.DIRECTORY_ENTRY_EXPORT.symbols]
     if b"PyInit__kv" not in exported:
         raise SystemExit(f"it does not export PyInit__kv: {exported}")
-    names = [entry.dll.decode().lower() for entry in image.DIRECTORY_ENTRY_IMPORT]
+    names = {entry.dll.decode().lower() for entry in image.DIRECTORY_ENTRY_IMPORT}
     return "Windows x86-64", sorted(names)
 
 

@@ -1,4 +1,4 @@
-"""`make release-check`, `make release-notes`, and what workflows and deploy/ repeat of the sources."""
+"""`make release-check`, `release-notes`, and what workflows and deploy/ repeat of the sources."""
 
 import re
 import tomllib
