@@ -143,8 +143,11 @@ test-portable: ## Rust tests of the crates that run on every platform
 	$(PYTHON) tools/portable.py test
 
 test-windows: $(WHEELS)/.installed ## the same, built for Windows and run by wine, where it is installed
-	PATH="$(abspath $(WHEELS)/bin):$$PATH" CARGO_TARGET_X86_64_PC_WINDOWS_GNU_RUNNER=wine WINEDEBUG=-all \
-	  $(PYTHON) tools/portable.py zigbuild-test x86_64-pc-windows-gnu
+	mkdir -p target/wine
+	$(WHEELS)/bin/python -m ziglang cc -target x86_64-windows-gnu -shared -o target/wine/bcryptprimitives.dll tools/bcryptprimitives.c -ladvapi32
+	PATH="$(abspath $(WHEELS)/bin):$$PATH" CARGO_TARGET_X86_64_PC_WINDOWS_GNU_RUNNER=wine \
+	WINEPATH="Z:$(CURDIR)/target/wine" WINEDEBUG=-all WINEPREFIX="$(CURDIR)/target/wine/prefix" \
+	  $(PYTHON) tools/portable.py zigbuild-test x86_64-pc-windows-gnu --tests
 
 soak: $(DEV) $(BUILT) ## the long runs: ten million random operations, the full token comparison
 	KV_OPS=10000000 cargo test --release --workspace

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 
-CRATES = ("kv-core", "kv-trace", "kv-store", "kv-router", "suffix-index")
+CRATES = ("kv-core", "kv-trace", "kv-store", "kv-router", "suffix-index", "kv-conformance")
 FEW = {"KV_OPS": "5000", "PROPTEST_CASES": "6"}
 """Fewer random operations for another platform's tests, as an emulator is slow."""
 
