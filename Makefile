@@ -181,7 +181,7 @@ deny: ## licences, sources and known vulnerabilities of the crates; the last nee
 audit: $(AUDIT)/.installed ## known vulnerabilities of the Python packages; needs the network
 	$(BIN)/python tools/requirements.py serve > $(AUDIT)/serve.txt
 	$(BIN)/python tools/requirements.py engine >> $(AUDIT)/serve.txt
-	$(AUDIT)/bin/pip-audit --progress-spinner off -r $(AUDIT)/serve.txt
+	$(AUDIT)/bin/pip-audit --strict --progress-spinner off -r $(AUDIT)/serve.txt
 
 release-check: ## does TAG=v1.2.3 name the version of Cargo.toml and of the changelog?
 	$(PYTHON) tools/release.py check $(TAG)

@@ -1,4 +1,4 @@
-"""What a release needs of the sources: one version everywhere, and a part of the changelog.
+"""Check that the sources are ready for a release: one version, and a part of the changelog.
 
 python tools/release.py check v1.2.3
 python tools/release.py notes v1.2.3

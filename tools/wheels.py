@@ -73,7 +73,7 @@ def build(platform: Platform) -> Path:
     for old in OUT.glob(f"*{platform.tag}.whl"):
         old.unlink()
     environment = os.environ | {"CARGO_ENCODED_RUSTFLAGS": rust_flags()}
-    # maturin looks for zig in the Python of its own environment.
+    # maturin runs `python3 -m ziglang`, so this environment comes first.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     if platform.wrapper is not None:
         environment["RUSTC_WRAPPER"] = str(ROOT / platform.wrapper)

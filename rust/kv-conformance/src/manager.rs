@@ -1,4 +1,4 @@
-//! What a block manager is to this suite.
+//! The calls of a block manager that this suite needs.
 
 /// A block manager under test.
 ///
@@ -6,7 +6,7 @@
 /// [`prefill`](Self::prefill) and [`decode`](Self::decode) plan sequences, each at most once. A planned sequence is not
 /// appended to, forked, preempted or freed before the commit.
 pub trait BlockManager: Sized {
-    /// What it promises beyond correctness.
+    /// Properties that are checked beyond correctness.
     const PROMISES: Promises;
 
     /// A pool of blocks that are all free. Blocks are numbered from 0.
@@ -32,7 +32,7 @@ pub trait BlockManager: Sized {
     /// Appends known tokens, such as the next turn of a conversation.
     fn append(&mut self, id: u64, tokens: &[u32]);
 
-    /// Adds a sequence with the tokens of another one, on its blocks as far as they are shared. Called where
+    /// Adds a sequence with the tokens of another one, which may share its blocks. Called where
     /// [`Promises::forks`] says so.
     fn fork(&mut self, id: u64, child: u64);
 

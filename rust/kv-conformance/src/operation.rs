@@ -8,14 +8,14 @@ pub enum Operation {
     Add {
         /// Its namespace.
         namespace: u8,
-        /// Which tokens; patterns begin alike.
+        /// The pattern of its tokens; patterns begin alike.
         pattern: u8,
         /// How many.
         len: usize,
     },
     /// Plans a prefill of up to `max_tokens` tokens.
     Prefill {
-        /// Which sequence.
+        /// Index of the sequence.
         sequence: usize,
         /// The chunk.
         max_tokens: usize,
@@ -29,7 +29,7 @@ pub enum Operation {
     },
     /// Appends tokens.
     Append {
-        /// Which sequence.
+        /// Index of the sequence.
         sequence: usize,
         /// How many.
         len: usize,

@@ -27,7 +27,7 @@ impl Default for Runs {
     }
 }
 
-/// What was tried, so that a test can see that it looked.
+/// Counts of the run: a test can check that they are not 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     /// Steps committed.
@@ -49,7 +49,7 @@ pub struct Failure {
     pub block_size: usize,
     /// The operations; none of them can be left out.
     pub operations: Vec<Operation>,
-    /// What was observed after the last one.
+    /// The observation after the last one.
     pub difference: String,
 }
 

@@ -27,7 +27,7 @@ impl Sequence {
     }
 }
 
-/// What a step computes of a sequence.
+/// The tokens of a sequence that a step computes.
 struct Planned {
     id: u64,
     from: usize,
@@ -344,7 +344,7 @@ impl<M: BlockManager> World<M> {
         Ok(())
     }
 
-    /// What holds after every operation.
+    /// Checks the invariants of every state.
     fn check(&mut self) -> Outcome {
         let mut held = BTreeSet::new();
         let mut full: BTreeMap<Kv, u32> = BTreeMap::new();
