@@ -147,7 +147,7 @@ test-windows: $(WHEELS)/.installed ## the same, built for Windows and run by win
 	$(WHEELS)/bin/python -m ziglang cc -target x86_64-windows-gnu -shared -o target/wine/bcryptprimitives.dll tools/bcryptprimitives.c -ladvapi32
 	PATH="$(abspath $(WHEELS)/bin):$$PATH" CARGO_TARGET_X86_64_PC_WINDOWS_GNU_RUNNER=wine \
 	WINEPATH="Z:$(CURDIR)/target/wine" WINEDEBUG=-all WINEPREFIX="$(CURDIR)/target/wine/prefix" \
-	  $(PYTHON) tools/portable.py zigbuild-test x86_64-pc-windows-gnu --tests
+	  $(PYTHON) tools/portable.py zigbuild-test x86_64-pc-windows-gnu --tests --no-fail-fast
 
 soak: $(DEV) $(BUILT) ## the long runs: ten million random operations, the full token comparison
 	KV_OPS=10000000 cargo test --release --workspace

@@ -9,9 +9,9 @@ use crate::error::OpenError;
 
 pub(crate) struct Folder(Infallible);
 
-/// True if the device failed to read; no error of this system is known to say so.
-pub(crate) fn is_device_error(_: &io::Error) -> bool {
-    false
+/// True if the device failed to read, in contrast to the file system: `ERROR_CRC` and `ERROR_IO_DEVICE` of Windows.
+pub(crate) fn is_device_error(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(23 | 1117))
 }
 
 pub(crate) struct WriterLock(#[allow(dead_code, reason = "there is no value of it")] Infallible);
