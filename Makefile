@@ -22,6 +22,9 @@ CLIENTS := .venv-clients
 CLUSTER := .venv-cluster
 MUTANTS := .venv-mutants
 FREE_THREADED := .venv-free-threaded
+WHEELS := .venv-wheels
+LINT_DEPLOY := .venv-lint-deploy
+AUDIT := .venv-audit
 
 # What `make serve` serves and how: a model, options of `pyengine serve`.
 SERVE_ARGS ?=
@@ -43,11 +46,24 @@ PYTHON_T ?= python3.14t
 AARCH64_CASES ?= 6
 AARCH64_OPS ?= 5000
 
+# The platforms of `make wheels`, all without: PLATFORMS="linux-x86_64 windows-x86_64".
+PLATFORMS ?=
+
+# What `make deny` looks at, all without: DENY="licenses bans sources" without the network.
+DENY ?=
+
+# Options of `make crates`: CRATES_ARGS=--allow-dirty before a commit.
+CRATES_ARGS ?=
+
+# The oldest Rust.
+MSRV := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
+
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
 .PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom fuzz mutants mutants-python bench vllm-tests gpu-check gpu-bench bench-rust bench-worst guard guard-update clean
-.PHONY: distclean rust-tools valgrind
+.PHONY: distclean rust-tools valgrind wheels try-wheels try-musl sdist sbom test-portable test-windows
+.PHONY: crates publish-crates msrv lint-workflows lint-deploy deny audit release-check release-notes
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -79,7 +95,7 @@ test-free-threaded: free-threaded ## the block manager's threads in a Python wit
 clients: $(CLIENTS)/.installed $(BUILT) ## programs of others against the server; the page needs Debian's chromium
 	$(CLIENTS)/bin/python -m pytest -m clients tests/clients
 
-check: rust-tools $(DEV) $(BUILT) docs ## formats, lints, types, import rules, the site; changes no file of yours
+check: rust-tools $(DEV) $(BUILT) docs lint-workflows lint-deploy ## formats, lints, types, import rules, the site; changes no file of yours
 	cargo fmt --all --check
 	cargo fmt --manifest-path rust/fuzz/Cargo.toml --check
 	cargo clippy --workspace --all-targets -- -D warnings
@@ -106,9 +122,72 @@ wheel: $(DEV) $(BUILT) ## the abi3 wheel in dist/, tried in an empty environment
 	$(BIN)/maturin build --release --out dist
 	$(BIN)/python tools/try_wheel.py dist/*.whl
 
+wheels: $(WHEELS)/.installed ## wheels for Linux, macOS and Windows in dist/, checked; PLATFORMS="linux-x86_64 windows-x86_64"
+	$(WHEELS)/bin/python -m tools.wheels $(PLATFORMS)
+
+try-wheels: $(WHEELS)/.installed ## those of dist/ are used where this machine can run them; make aarch64 brings an emulator
+	$(WHEELS)/bin/python -m tools.try_wheels
+
+try-musl: ## the musl wheel of dist/ is used in a container; needs docker
+	docker run --rm --volume "$(CURDIR):/src:ro" --workdir /src python:3.13-alpine python tools/try_wheel.py dist/*musllinux*.whl
+
+sdist: $(WHEELS)/.installed ## the sources as pip takes them, in dist/
+	rm -f dist/*.tar.gz
+	$(WHEELS)/bin/python -m maturin sdist --out dist
+
+sbom: ## what the extension in dist/ was built of, in target/sbom
+	mkdir -p target/sbom
+	$(PYTHON) tools/sbom.py dist > target/sbom/pyengine-kv.cdx.json
+
+test-portable: ## Rust tests of the crates that run on every platform
+	$(PYTHON) tools/portable.py test
+
+test-windows: $(WHEELS)/.installed ## the same, built for Windows and run by wine, where it is installed
+	mkdir -p target/wine
+	$(WHEELS)/bin/python -m ziglang cc -target x86_64-windows-gnu -shared -o target/wine/bcryptprimitives.dll tools/bcryptprimitives.c -ladvapi32
+	PATH="$(abspath $(WHEELS)/bin):$$PATH" CARGO_TARGET_X86_64_PC_WINDOWS_GNU_RUNNER=wine \
+	WINEPATH="Z:$(CURDIR)/target/wine" WINEDEBUG=-all WINEPREFIX="$(CURDIR)/target/wine/prefix" \
+	  $(PYTHON) tools/portable.py zigbuild-test x86_64-pc-windows-gnu --tests --no-fail-fast
+
 soak: $(DEV) $(BUILT) ## the long runs: ten million random operations, the full token comparison
 	KV_OPS=10000000 cargo test --release --workspace
 	$(BIN)/pytest -m soak
+
+crates: ## are the crates ready for crates.io? documentation without a warning, packages that build
+	RUSTDOCFLAGS="-D warnings" $(PYTHON) tools/portable.py doc --no-deps
+	$(PYTHON) tools/portable.py package --locked $(CRATES_ARGS)
+
+publish-crates: ## puts the crates on crates.io, in the order in which they need each other
+	$(PYTHON) tools/portable.py publish --locked
+
+msrv: ## the crates build and pass their tests with the oldest Rust that Cargo.toml names
+	rustup toolchain install --profile minimal $(MSRV)
+	$(PYTHON) tools/portable.py +$(MSRV) test --locked --target-dir target/msrv
+
+lint-workflows: $(LINT_DEPLOY)/.installed ## errors and weak points of .github
+	$(LINT_DEPLOY)/bin/actionlint
+	$(LINT_DEPLOY)/bin/zizmor --offline --no-progress -q .github
+	$(LINT_DEPLOY)/bin/check-jsonschema -q --builtin-schema vendor.dependabot .github/dependabot.yml
+
+lint-deploy: $(LINT_DEPLOY)/.installed ## the Dockerfile, compose and Kubernetes files of deploy/ against their schemas
+	$(LINT_DEPLOY)/bin/hadolint deploy/Dockerfile
+	$(LINT_DEPLOY)/bin/check-jsonschema -q --builtin-schema vendor.compose-spec deploy/compose.yaml
+	$(LINT_DEPLOY)/bin/kubernetes-validate --strict deploy/kubernetes/*.yaml
+
+deny: ## licences, sources and known vulnerabilities of the crates; the last need the network
+	@command -v cargo-deny > /dev/null || cargo install cargo-deny --locked
+	cargo deny --workspace check $(DENY)
+
+audit: $(AUDIT)/.installed ## known vulnerabilities of the Python packages; needs the network
+	$(BIN)/python tools/requirements.py serve > $(AUDIT)/serve.txt
+	$(BIN)/python tools/requirements.py engine >> $(AUDIT)/serve.txt
+	$(AUDIT)/bin/pip-audit --strict --progress-spinner off -r $(AUDIT)/serve.txt
+
+release-check: ## does TAG=v1.2.3 name the version of Cargo.toml and of the changelog?
+	$(PYTHON) tools/release.py check $(TAG)
+
+release-notes: ## the changelog's part on TAG=v1.2.3
+	$(PYTHON) tools/release.py notes $(TAG)
 
 loom: ## every interleaving of a pin's drop with the manager's work
 	RUSTFLAGS="--cfg loom" cargo test -p kv-core --release --test loom --target-dir target/loom
@@ -163,7 +242,7 @@ clean: ## remove what was built; .venv stays
 	find pyengine tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(CLUSTER) $(MUTANTS) $(FREE_THREADED)
+	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(CLUSTER) $(MUTANTS) $(FREE_THREADED) $(WHEELS) $(LINT_DEPLOY) $(AUDIT)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -221,6 +300,18 @@ $(CLUSTER)/.installed: pyproject.toml $(DEV)
 $(MUTANTS)/.installed: pyproject.toml $(DEV)
 	$(call environment,$(MUTANTS),mutants)
 	$(call borrow,$(MUTANTS))
+	@touch $@
+
+$(WHEELS)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(call environment,$(WHEELS),wheels)
+	@touch $@
+
+$(LINT_DEPLOY)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(call environment,$(LINT_DEPLOY),lint-deploy)
+	@touch $@
+
+$(AUDIT)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(call environment,$(AUDIT),audit)
 	@touch $@
 
 $(BUILT): $(RUST_SOURCES) $(ENGINE)

@@ -76,7 +76,19 @@ _ELSEWHERE = {
     "CompletionOutput": "pyengine.outputs",
     "RequestOutput": "pyengine.outputs",
 }
+_ENGINE = {"LLM", "AsyncEngine"}
 _ENGINE_EXTRA = {"accelerate", "safetensors", "tokenizers", "torch", "tqdm", "transformers"}
+
+
+def _explain(what: str, missing: str | None) -> str | None:
+    """The error message that says how to install the module `missing`; None for one of our own."""
+    from pyengine.utils.packaging import needs_engine_extra, needs_extension
+
+    if missing == "pyengine._kv":
+        return needs_extension(what)
+    if missing is not None and missing.split(".")[0] in _ENGINE_EXTRA:
+        return needs_engine_extra(what, missing)
+    return None
 
 
 def _resolve(name: str) -> object:
@@ -88,16 +100,17 @@ def _resolve(name: str) -> object:
     elif name in __all__:
         from importlib import import_module
 
+        if name in _ENGINE:
+            from pyengine.utils.packaging import require_posix
+
+            require_posix(f"pyengine.{name}")
         try:
             value = getattr(import_module(_ELSEWHERE.get(name, "pyengine.kv_cache")), name)
         except ModuleNotFoundError as error:
-            if error.name is None or error.name.split(".")[0] not in _ENGINE_EXTRA:
+            message = _explain(f"pyengine.{name}", error.name)
+            if message is None:
                 raise
-            from pyengine.utils.packaging import needs_engine_extra
-
-            raise ModuleNotFoundError(
-                needs_engine_extra(f"pyengine.{name}", error.name), name=error.name
-            ) from error
+            raise ModuleNotFoundError(message, name=error.name) from error
     else:
         raise AttributeError(f"module 'pyengine' has no attribute {name!r}")
     globals()[name] = value

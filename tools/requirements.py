@@ -1,4 +1,4 @@
-"""Print the requirements of one group of pyproject.toml, one a line: `engine`, `dev` or `build`.
+"""Print the requirements of one extra or group of pyproject.toml, one a line, or those of `build`.
 
 The Makefile installs them before anything is built, so that pyproject.toml stays the only
 place that lists them.
@@ -10,11 +10,13 @@ from pathlib import Path
 
 
 def main(group: str) -> None:
-    """Print `build-system.requires`, or the base dependencies followed by those of an extra."""
+    """Print `build-system.requires`, a dependency group, or the base dependencies and an extra."""
     settings = tomllib.loads(Path("pyproject.toml").read_text())
     project = settings["project"]
     if group == "build":
         lines = settings["build-system"]["requires"]
+    elif group in settings["dependency-groups"]:
+        lines = settings["dependency-groups"][group]
     else:
         lines = project["dependencies"] + project["optional-dependencies"][group]
     print("\n".join(lines))

@@ -19,6 +19,8 @@ def main(factory: "EngineFactory | None" = None) -> None:
 
     `factory` creates the engines, by default real ones.
     """
+    if sys.platform == "win32":
+        raise SystemExit(_run_on_windows())
     wait_briefly()
     # Importing torch and transformers creates a million objects and frees none: collections would
     # take a fifth of the time to the first token. `open_llm` turns them on again.
@@ -52,6 +54,21 @@ def main(factory: "EngineFactory | None" = None) -> None:
         raise
     finally:
         _discard_unwritable_output()
+
+
+def _run_on_windows() -> int:
+    """Run `trace replay`, which needs the block manager only; refuse the rest."""
+    if sys.argv[1:3] == ["trace", "replay"]:
+        from pyengine.cli.replay import run_bare
+
+        return run_bare(sys.argv[3:])
+    from pyengine.utils.packaging import require_posix
+
+    try:
+        require_posix("the command line")
+    except ImportError as error:
+        print(f"error: {error}", file=sys.stderr)
+    return 1
 
 
 class _QuickEnd:

@@ -4,6 +4,7 @@ The package is imported as `pyengine`. That name belongs to another project on P
 distribution has another one.
 """
 
+import sys
 from importlib.metadata import PackageNotFoundError, version
 
 DISTRIBUTION = "pyengine-kv"
@@ -16,6 +17,23 @@ def package_version() -> str:
         return version(DISTRIBUTION)
     except PackageNotFoundError:
         return "unknown"
+
+
+def require_posix(what: str) -> None:
+    """Raise `ImportError` on Windows: `what`, a part of the engine, cannot run there."""
+    if sys.platform == "win32":
+        raise ImportError(
+            f"{what} does not run on Windows: the engine needs POSIX (fcntl, resource). "
+            "pyengine.BlockManager runs here; for the engine, use the Windows Subsystem for Linux"
+        )
+
+
+def needs_extension(what: str) -> str:
+    """The error message: `what` needs the Rust extension, which sources alone do not have."""
+    return (
+        f"{what} needs pyengine._kv, the Rust extension, which is not built: say `make hello` in a "
+        f"checkout, or install a wheel of {DISTRIBUTION}"
+    )
 
 
 def needs_engine_extra(what: str, missing: str) -> str:

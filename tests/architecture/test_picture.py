@@ -43,9 +43,11 @@ def names(requirements: list[str]) -> set[str]:
 
 
 def test_every_dependency_has_its_reason() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project = settings["project"]
     real = {("", name) for name in names(project["dependencies"])}
-    for extra, requirements in project["optional-dependencies"].items():
+    groups = project["optional-dependencies"] | settings["dependency-groups"]
+    for extra, requirements in groups.items():
         real |= {(extra, name) for name in names(requirements)}
     said = [
         (extra, name.strip())

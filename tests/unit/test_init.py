@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import pyengine
-from pyengine.utils.packaging import needs_engine_extra
+from pyengine.utils.packaging import needs_engine_extra, needs_extension
 
 
 def python(code: str) -> str:
@@ -45,6 +45,42 @@ def test_llm_without_torch_names_the_extra() -> None:
         "except ModuleNotFoundError as error: print(error)\n"
     )
     assert python(code) == needs_engine_extra("pyengine.LLM", "torch")
+
+
+def test_sources_without_the_extension_name_the_command_that_builds_it() -> None:
+    code = (
+        "import sys; sys.modules['pyengine._kv'] = None; import pyengine\n"
+        "try: pyengine.BlockManager\n"
+        "except ModuleNotFoundError as error: print(error)\n"
+    )
+    assert python(code) == needs_extension("pyengine.BlockManager")
+
+
+WINDOWS = "import sys, numpy, pyengine; sys.platform = 'win32'\n"
+
+
+def test_on_windows_the_block_manager_runs_and_the_engine_says_that_it_does_not() -> None:
+    code = WINDOWS + (
+        "pyengine.BlockManager(num_blocks=8, block_size=4), pyengine.SamplingParams()\n"
+        "for part in ('LLM', 'AsyncEngine'):\n"
+        "    try: getattr(pyengine, part)\n"
+        "    except ImportError as error: print(error)\n"
+        "try: import pyengine.engine.core\n"
+        "except ImportError as error: print(error)\n"
+    )
+    first, second, third = python(code).splitlines()
+    assert first.startswith("pyengine.LLM does not run on Windows")
+    assert second.startswith("pyengine.AsyncEngine does not run on Windows")
+    assert third.startswith("pyengine.engine does not run on Windows")
+    assert "Windows Subsystem for Linux" in first
+
+
+def test_on_windows_the_command_line_says_that_it_does_not_run() -> None:
+    code = WINDOWS + "import pyengine.cli; sys.argv = ['pyengine', 'serve']; pyengine.cli.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the command line does not run on Windows")
+    assert done.stdout == ""
 
 
 def test_a_defect_of_our_own_is_not_blamed_on_the_extra() -> None:

@@ -29,7 +29,34 @@
 //! assert_eq!(manager.usage().evictable, 2);
 //! # Ok::<(), kv_core::Error>(())
 //! ```
+//!
+//! # A step
+//!
+//! | call | what for |
+//! |---|---|
+//! | [`BlockManager::sequence`] | a request's tokens; it holds no block yet |
+//! | [`BlockManager::begin_step`] | a plan with a budget of tokens; two may be open |
+//! | [`BlockManager::prefill`], [`decode`](BlockManager::decode), [`speculate`](BlockManager::speculate) | match what is cached, allocate blocks for the rest |
+//! | [`BlockManager::fill`] | the model's inputs: token ids, positions, slots, block tables, in arrays of yours |
+//! | [`BlockManager::copies`] | blocks to copy before the model runs |
+//! | [`BlockManager::commit`], [`commit_accepted`](BlockManager::commit_accepted) | the sampled tokens; full blocks are cached and merged |
+//!
+//! [`fork`](BlockManager::fork), [`pin`](BlockManager::pin), [`append`](BlockManager::append),
+//! [`trim`](BlockManager::trim) and [`reset`](BlockManager::reset) work between steps; [`reserve`](BlockManager::reserve)
+//! begins a transfer of KV that comes from elsewhere.
+//!
+//! # Threads
+//!
+//! One thread calls the manager. Handles are `Send` and may be dropped anywhere, at any time: the release is deferred to the
+//! manager's next call.
+//!
+//! # Panics
+//!
+//! No call of [`BlockManager`] panics for its arguments: misuse is an [`Error`]. [`SequenceView::table`] panics for a layer
+//! group that does not exist. Running out of memory for the manager's own tables is an [`Error`] in
+//! [`BlockManager::new`]; later it panics or aborts.
 #![forbid(unsafe_code)]
+#![deny(missing_docs)]
 
 mod block_hashes;
 mod calls;
@@ -72,3 +99,7 @@ pub use step::{
     StepArrays, TableRows,
 };
 pub use transfers::Reserve;
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

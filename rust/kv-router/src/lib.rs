@@ -4,7 +4,10 @@
 //! hash there is one set of replicas, a bit each: a prompt is looked up once for all of them, in time
 //! linear in its blocks. *Cached* blocks follow from KV events. *Pending* blocks are those of requests
 //! that were routed to a replica and have not finished: it has them, or will have them soon.
+//!
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
+#![deny(missing_docs)]
 
 mod hash_table;
 mod replica_index;

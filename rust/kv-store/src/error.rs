@@ -10,6 +10,15 @@ pub enum OpenError {
     /// The configuration contradicts itself.
     #[error("{0}")]
     Config(String),
+    /// This system has no folders that owner and mode make private.
+    #[error(
+        "{path}: a KV store in a folder needs a Unix system, whose owners and modes keep the folder \
+         private; on this one, keep the store in memory"
+    )]
+    Unsupported {
+        /// The path.
+        path: PathBuf,
+    },
     /// The path is a symbolic link.
     #[error("{path} is a symbolic link; name the folder itself")]
     Symlink {

@@ -20,6 +20,11 @@ pub(crate) struct Folder {
     descriptor: OwnedFd,
 }
 
+/// True if the device failed to read, in contrast to the file system.
+pub(crate) fn is_device_error(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(rustix::io::Errno::IO.raw_os_error())
+}
+
 /// Held by the one process that writes; released when the process ends, however it ends.
 pub(crate) struct WriterLock {
     _file: File,

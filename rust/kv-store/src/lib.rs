@@ -5,6 +5,7 @@
 mod config;
 mod disk;
 mod error;
+#[cfg_attr(not(unix), path = "folder_unsupported.rs")]
 mod folder;
 mod format;
 mod index;

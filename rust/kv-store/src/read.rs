@@ -4,6 +4,7 @@ use std::io;
 
 use crate::disk::{DiskFile, read_exact};
 use crate::error::{Get, LengthMismatch, Notice};
+use crate::folder::is_device_error;
 use crate::format::{FileKind, Header, Record, RecordKind};
 use crate::index::{Place, SlotId};
 use crate::key::{Block, BlockKey, Fingerprint};
@@ -145,7 +146,7 @@ impl Shared {
                 if error.kind() == io::ErrorKind::NotFound {
                     let lost = state.index.condemn_segment(place.segment);
                     state.counters.lost += lost as u64;
-                } else if error.raw_os_error() == Some(rustix::io::Errno::IO.raw_os_error()) {
+                } else if is_device_error(&error) {
                     state.counters.lost += u64::from(state.index.is_readable(slot));
                     state.index.condemn(slot);
                 }

@@ -1,4 +1,5 @@
 //! A process that stores is killed at random points; `KILLS=2000` for the long run.
+#![cfg(unix)]
 #![allow(clippy::unwrap_used)]
 
 mod common;

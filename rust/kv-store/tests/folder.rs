@@ -1,4 +1,5 @@
 //! New folders, and folders that are refused with a sentence.
+#![cfg(unix)]
 #![allow(clippy::unwrap_used)]
 
 mod common;

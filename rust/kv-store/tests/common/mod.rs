@@ -161,8 +161,9 @@ impl Faults {
     }
 }
 
+/// `EIO`; on Windows `ERROR_IO_DEVICE`.
 fn eio() -> io::Error {
-    io::Error::from_raw_os_error(5)
+    io::Error::from_raw_os_error(if cfg!(windows) { 1117 } else { 5 })
 }
 
 /// A disk on which faults are injected.

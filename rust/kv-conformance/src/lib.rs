@@ -1,0 +1,12 @@
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+#![deny(missing_docs)]
+
+mod manager;
+mod operation;
+mod runs;
+mod world;
+
+pub use manager::{BlockManager, Prefilled, Promises};
+pub use operation::Operation;
+pub use runs::{Failure, Report, Runs, check};
