@@ -8,8 +8,9 @@ from the root of the repository, on a machine that does nothing else, with the e
 (SmolLM2-135M). Every engine runs in a separate process. Measurements:
 
 - `first-token`: the first token of a prompt of 8,000 tokens, computed and after a restart, in
-  float32 and bfloat16; and llama.cpp's, with its state saved to a file and loaded (embedded file,
-  `.venv-llama`). The file is in the page cache in all cases.
+  float32 and bfloat16; vLLM's, with the connector that runs on CPUs (`.venv-peers`); and
+  llama.cpp's, with its state saved to a file and loaded (embedded file, `.venv-llama`). The files
+  are in the page cache in all cases.
 - `trace`: the Mooncake conversation trace on this engine without a model, in blocks of 16 tokens
   for 512 of the trace: tokens computed with a pool of a tenth of the working set, with and without
   a store of nine tenths, and with a pool of both sizes.
@@ -25,10 +26,11 @@ Results: `benches/results/stored-MACHINE.json`.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -42,10 +44,12 @@ from benches.engine.end_to_end import say
 from benches.engine.llama_state import LONG, WARM, tokens
 from benches.engine.page import publish
 from benches.peers.report import heading, libraries, machine, results_file, results_name
+from pyengine.models.source import embedded_model
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT.parent / "shared/data/traces"
 LLAMA = ROOT / ".venv-llama/bin/python"
+VLLM = ROOT / ".venv-peers/bin/python"
 GIB = 1 << 30
 VOCABULARY = 1 << 12
 """Of the engine without a model."""
@@ -323,9 +327,24 @@ def llama_state(folder: str, seeds: list[int], work: str) -> Any:
     return result
 
 
-def printed(command: list[str]) -> Any:
+def vllm_state(folder: str, dtype: str, seeds: list[int]) -> Any:
+    """The result of vLLM, in a separate environment: it stores the first time, and loads then."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    environment = os.environ | {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+    }
+    args = [str(embedded_model()), folder, dtype, *map(str, seeds)]
+    result = printed([str(VLLM), "-m", "benches.engine.vllm_state", *args], environment)
+    say(f"vLLM, {dtype}: {result}")
+    return result
+
+
+def printed(command: list[str], environment: Mapping[str, str] | None = None) -> Any:
     """The last line that a command prints, which is JSON."""
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, check=False, env=environment
+    )
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr else "no output")
     return json.loads(done.stdout.splitlines()[-1])
@@ -348,6 +367,13 @@ def measure(only: list[str], rounds: int, traces: Path, folder: str) -> Iterator
                     "restored_tokens": restored["restored"],
                 },
             )
+            if VLLM.exists():
+                place = f"{folder}/vllm-{dtype}"
+                computed, restored = (vllm_state(place, dtype, seeds) for _ in range(2))
+                yield (
+                    f"first-token-vLLM {dtype}",
+                    {"computed": computed["seconds"], "restored": restored["seconds"]},
+                )
         if LLAMA.exists():
             computed, loaded = (llama_state(f"{folder}/state", seeds, w) for w in ("save", "load"))
             yield (
@@ -401,10 +427,11 @@ def tables(results: dict[str, Any]) -> Iterator[str]:
         if name.startswith("first-token"):
             computed, restored = median(each["computed"]), median(each["restored"])
             label = name.removeprefix("first-token-")
+            goal = "1/15" if label in ("float32", "bfloat16") else ""
             yield (
                 f"| first token of {LONG:,} tokens, {label}: computed {computed:.2f} s, restored "
                 f"{restored:.3f} s (worst {max(each['restored']):.3f}) "
-                f"| 1/{computed / restored:.1f} | {'' if 'llama' in label else '1/15'} |"
+                f"| 1/{computed / restored:.1f} | {goal} |"
             )
     if "trace" in found:
         pool, both, large = (

@@ -4,7 +4,8 @@
 
 Called by `stored.py`, twice: the first process computes and stores, the second one loads. The
 connector is `ExampleConnector`, the only one of vLLM 0.32 that keeps KV on a disk and runs on CPUs:
-`OffloadingConnector` refuses them.
+`OffloadingConnector` refuses them. It stores what the first step computes, so that step takes a
+whole prompt.
 """
 
 import json
@@ -24,6 +25,7 @@ def main() -> None:
         model,
         dtype=dtype,
         max_model_len=8192,
+        max_num_batched_tokens=8192,
         max_num_seqs=8,
         kv_cache_memory_bytes=2 << 30,
         kv_transfer_config=KVTransferConfig(

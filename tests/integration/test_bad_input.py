@@ -1,6 +1,7 @@
 """Bad input is refused by name and number, and leaves the engine as it was."""
 
 import json
+import linecache
 import shutil
 import signal
 import sys
@@ -290,7 +291,11 @@ CLEANING = {"abort", "interrupt", "__exit__", "close"}
 
 
 class Interruption:
-    """Raises `KeyboardInterrupt` at the n-th line of ours that a caller's thread runs."""
+    """Raises `KeyboardInterrupt` at the n-th line of ours that a caller's thread runs.
+
+    Not at a line of `try:` alone: CPython looks for no signal there, and in 3.11 an exception there
+    passes by the handlers of an outer `try`.
+    """
 
     def __init__(self, at: int | None) -> None:
         self.at = at
@@ -309,8 +314,9 @@ class Interruption:
         return self._line if is_ours and not self._cleans(frame) else None
 
     def _line(self, frame: FrameType, event: str, _arg: Any) -> Callable[..., Any]:
-        if event == "line":
-            self.lines.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        file = frame.f_code.co_filename
+        if event == "line" and linecache.getline(file, frame.f_lineno).strip() != "try:":
+            self.lines.append(f"{Path(file).name}:{frame.f_lineno}")
             if len(self.lines) == self.at:
                 raise KeyboardInterrupt
         return self._line

@@ -279,7 +279,7 @@ def run_on_fake_cuda() -> None:
 
 def wait_for_a_step_without_tokens(cuda: LateCuda, fake: Any) -> None:
     """What is committed was computed: a store waits for no step."""
-    from pyengine.sampling.sampler import Sampler
+    from pyengine.sampling.sampler import sample
 
     has_run: list[bool] = []
     with cuda.using(cuda.steps):
@@ -288,7 +288,7 @@ def wait_for_a_step_without_tokens(cuda: LateCuda, fake: Any) -> None:
         logits = torch.empty(0, 50, device="cuda")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(host_copy, "_pinned_copy", lambda tensor: torch.zeros(len(tensor)))
-        sampled = Sampler().launch(logits, [])
+        sampled = sample(logits, [])
     assert not has_run
     sampled.wait()
     assert has_run
