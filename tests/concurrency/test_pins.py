@@ -1,5 +1,6 @@
 """Eight threads that match, allocate, attach, drop and check; then everything is free again."""
 
+import faulthandler
 import random
 import sys
 import threading
@@ -53,7 +54,9 @@ class Hammer:
             thread.start()
         for thread in threads:
             thread.join(self.deadline - monotonic() + 60)
-        assert not any(thread.is_alive() for thread in threads), "a thread never came back"
+        if any(thread.is_alive() for thread in threads):
+            faulthandler.dump_traceback()
+            pytest.fail("a thread never came back")
         if self.errors:
             raise self.errors[0]
 
