@@ -95,7 +95,7 @@ def build_engine(settings: EngineSettings, *, populate: bool = False) -> BuiltEn
     """Build an engine. Raises as `LLM` does, and then leaves no process running.
 
     With `populate` the memory of the KV pool is allocated at once, in the background, and not when
-    a step first writes to it; so it is with a store.
+    a step first writes to it.
     """
     _check(settings)
     threads = compute_threads(settings.num_threads, settings.tensor_parallel_size)
@@ -202,7 +202,7 @@ def _connect(
         threads,
         adapts=threads.adapts and is_alone and _any_threads_agree(settings, choice, products),
     )
-    if isinstance(runner, ModelRunner) and (populate or settings.kv_cache_dir is not None):
+    if populate and isinstance(runner, ModelRunner):
         runner.pool.populate_in_background()
     params = default_params(settings, loaded)
     description = {

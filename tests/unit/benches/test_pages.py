@@ -17,6 +17,7 @@ from benches.engine import (
     overhead,
     serving_tables,
     shared_length,
+    stored,
 )
 from benches.engine.end_to_end import Record
 from benches.integrations import end_to_end as in_vllm
@@ -58,6 +59,7 @@ SHOWN: list[tuple[Path, str, Callable[[str], Iterator[str]]]] = [
     (ENGINE, "decode-products-epyc-avx512", from_file(decode_products.tables)),
     (ENGINE, "busy-epyc-avx512", from_file(busy.tables)),
     (ENGINE, "mask-threads-epyc-avx512", from_file(mask_threads.table)),
+    (ENGINE, "stored-epyc-avx512", from_file(stored.tables)),
     (ENGINE, "engine-overhead-xeon-amx", from_file(overhead.page)),
     (ENGINE, "engine-overhead-epyc-avx512", from_file(overhead.page)),
     (ENGINE, "shared-length-xeon-amx", from_file(shared_length.table)),
