@@ -327,7 +327,13 @@ def test_transfers_rest_while_steps_run_and_not_after_them(
 ) -> None:
     rests: list[float] = []
     monkeypatch.setattr(offloading, "sleep", rests.append)
-    monkeypatch.setattr(offloading, "thread_time", count().__next__)
+    clocks = threading.local()
+
+    def tick() -> int:
+        clocks.now = getattr(clocks, "now", 0) + 1
+        return int(clocks.now)
+
+    monkeypatch.setattr(offloading, "thread_time", tick)
     prompt = prompt_of(40)
     first = make_bench()
     generate_and_store(first, with_store(first, store), [prompt])
