@@ -110,30 +110,13 @@ class Storm:
 
     def assert_over(self) -> None:
         """Nobody waits, nothing is held, no thread is left."""
-        bench, seen = self.model.bench, self.seen
+        bench = self.model.bench
         assert not bench.engine.has_work
         assert bench.engine.unfinished == []
         assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (0, 0)
         bench.assert_all_free()
         assert bench.engine.stats().num_preemptions > 0
         assert not any(thread.is_alive() for _, thread in self.model.made)
-        for event in (
-            "finished",
-            "finished after a preemption",
-            "had cached tokens",
-            "left by its caller",
-            "ended before its first token",
-            "ended while it ran",
-            "steps that failed",
-            "steps that failed on a request",
-            "stop, str",
-            "stop, int",
-            "stop, NoneType",
-            "length, NoneType",
-        ):
-            assert seen[event], (event, seen)
-        # The request of a step that fails may be ended by its caller before it fails alone.
-        assert seen["failed alone"] or seen["steps that failed on a request"] < 5, seen
 
 
 def added_up(wish: Wish, items: list[RequestOutput]) -> Tokens:
@@ -291,6 +274,23 @@ def whole(params: SamplingParams) -> SamplingParams:
     return replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
+EVENTS = (
+    "finished",
+    "finished after a preemption",
+    "had cached tokens",
+    "left by its caller",
+    "ended before its first token",
+    "ended while it ran",
+    "steps that failed",
+    "steps that failed on a request",
+    "failed alone",
+    "stop, str",
+    "stop, int",
+    "stop, NoneType",
+    "length, NoneType",
+)
+
+
 @pytest.mark.parametrize(
     ("callers", "depth"),
     [
@@ -303,9 +303,14 @@ def whole(params: SamplingParams) -> SamplingParams:
 def test_everybody_gets_what_he_gets_alone(
     count: int, callers: Callable[[Storm], None], depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storm = Storm(monkeypatch, count, depth, seed=count + depth)
-    callers(storm)
-    storm.judge()
-    storm.assert_over()
-    if callers is tasks_and_threads:
-        assert storm.seen["deadline"] and storm.seen["abort, NoneType"], storm.seen
+    expected = {*EVENTS, *(["deadline", "abort, NoneType"] if callers is tasks_and_threads else [])}
+    seen: Counter[str] = Counter()
+    for turn in range(3):  # which requests meet a failing step depends on the threads
+        storm = Storm(monkeypatch, count, depth, seed=count + depth + 1000 * turn)
+        callers(storm)
+        storm.judge()
+        storm.assert_over()
+        seen += storm.seen
+        if expected <= set(seen):
+            break
+    assert expected <= set(seen), (expected - set(seen), seen)
