@@ -43,6 +43,8 @@ _SHORT = 256
 """Fewer tokens are stored only if some of them were cached: they are used a second time."""
 _PATIENCE = 10.0
 """Seconds without any progress after which loads, or a store, are abandoned."""
+_LAST_WAIT = 20.0
+"""Seconds after which a request ends that does not fit beside the blocks of abandoned loads."""
 _MOST_QUEUED = 1024
 """Sequences that may wait to be stored."""
 _LOADING_SHARE = 0.5
@@ -135,6 +137,7 @@ class KVOffloader:
         self._next_check = 0.0
         self._last_progress = 0.0
         """When the load thread last moved something."""
+        self._last_abandoned = 0.0
         self.are_steps_running = False
         """While they are, bytes move more slowly."""
         self.num_pins = 0
@@ -150,8 +153,10 @@ class KVOffloader:
 
     @property
     def is_busy(self) -> bool:
-        """True if blocks are held that come free without any step."""
-        return bool(self.num_pins % 2) or any(not load.is_abandoned for load in self._open)
+        """True if blocks are held that come free without any step, as far as can be known."""
+        if self.num_pins % 2 or any(not load.is_abandoned for load in self._open):
+            return True
+        return bool(self._open) and monotonic() < self._last_abandoned + _LAST_WAIT
 
     def restore(self, waiting: Iterable[SequenceState], num_running: int) -> None:
         """Start to load what the first of the waiting sequences can reuse, and end what is late."""
@@ -170,6 +175,7 @@ class KVOffloader:
         """End all waits for a disk that does not answer. Blocks stay held until it does."""
         for load in self._open:
             if not load.is_abandoned:
+                self._last_abandoned = monotonic()
                 load.transfer.abandon()
                 load.is_abandoned, load.sequence.is_loading = True, False
                 self.counters["abandoned_loads"] += 1

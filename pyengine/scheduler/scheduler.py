@@ -544,9 +544,13 @@ class Scheduler:
                 "of the device",
                 sequence,
             )
+        usage = self._manager.usage()
+        way_out = "release pins to go on"
+        if usage.loading:
+            way_out = "the disk of the KV store does not answer, and holds the blocks that load"
         raise StalledError(
             f"request {sequence.request.request_id!r} of {sequence.num_tokens} tokens cannot be "
-            f"admitted although no request runs: {self._manager.usage()!r}; release pins to go on",
+            f"admitted although no request runs: {usage!r}; {way_out}",
             sequence,
         )
 
