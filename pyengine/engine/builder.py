@@ -193,6 +193,8 @@ def _connect(
         assert isinstance(runner, ModelRunner)  # settings refuse a divided model
         fingerprints = _fingerprints(settings, loaded, needs, plan)
         engine.offload(KVOffloader(store, runner.pool.block_memory(), manager, fingerprints))
+        if not populate and (entries := store.stats()["readable_entries"]):
+            runner.pool.populate(entries // len(fingerprints))  # for what is to be restored
     if settings.speculation is not None:
         costs = measured_costs(runner, plan.manager(), limits)
         drafter = _drafter(settings, executor, draft, plan)

@@ -315,8 +315,8 @@ class KVPool:
             return DeviceBlocks(self._tensors, both)
         return HostBlocks([cpu_array(tensor) for tensor in self._tensors], both)
 
-    def populate(self) -> bool:
-        """On the CPU, allocate the memory of all blocks now, not at the first write of each.
+    def populate(self, num_blocks: int | None = None) -> bool:
+        """On the CPU, allocate the memory of the first blocks, or of all, before they are written.
 
         Otherwise the system clears pages within steps, up to a tenth of a prefill on a virtual
         machine whose host has to allocate them too. Takes 0.2 s for each GiB, there up to 2.
@@ -324,10 +324,9 @@ class KVPool:
         """
         if self.device.type != "cpu":
             return False
+        rows = [tensor[:num_blocks] for tensor in self._tensors]
         with ThreadPoolExecutor() as threads:
-            return all(
-                threads.map(lambda item: populate(item.data_ptr(), item.nbytes), self._tensors)
-            )
+            return all(threads.map(lambda each: populate(each.data_ptr(), each.nbytes), rows))
 
     def populate_in_background(self) -> None:
         """As `populate`, in a thread and a few MiB at a time, while steps run.

@@ -66,6 +66,20 @@ def test_restored_and_computed_are_the_same_bits(name: str, dtype: str, tmp_path
     check_bits(name, dtype, tmp_path)
 
 
+def test_a_warm_start_allocates_the_memory_of_what_is_stored(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    populated: list[int | None] = []
+    monkeypatch.setattr(
+        pool.KVPool, "populate", lambda _, num_blocks=None: populated.append(num_blocks)
+    )
+    for _ in range(2):
+        with LLM(tiny_folder, block_size=4, kv_cache_dir=tmp_path / "kv", device="cpu") as llm:
+            answer(llm, tokens(20))
+    (num_blocks,) = populated  # an empty folder needs no memory
+    assert num_blocks is not None and num_blocks >= 5
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "bfloat16"), ("gemma3_text", "float32")])
 def test_the_way_of_a_device_changes_no_bit(name: str, dtype: str, tmp_path: Path) -> None:

@@ -233,6 +233,9 @@ def resident_share(tensor):
 pool = KVPool([KVCacheSpec(8, 64, 64, torch.float32)] * 2, 1024, 16, torch.device("cpu"))
 pool.keys[1][7] = 3.0
 assert resident_share(pool.keys[1]) < 0.5
+if pool.populate(256):
+    assert [resident_share(tensor[:256]) for tensor in (*pool.keys, *pool.values)] == [1.0] * 4
+    assert resident_share(pool.keys[0]) < 0.5
 if pool.populate():  # not before Linux 5.14
     assert [resident_share(tensor) for tensor in (*pool.keys, *pool.values)] == [1.0] * 4
 assert pool.keys[1][:9, 0, 0, 0].tolist() == [0, 0, 0, 0, 0, 0, 0, 3, 0]
