@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -163,6 +164,41 @@ def test_the_warning_names_the_variable_where_torch_was_imported_first(
     watch = StepThreads(ComputeThreads(2, "because"), clocks.read)
     clocks.run(watch, 10, processor=0.1, waiting=1)
     assert f"GOMP_SPINCOUNT={BRIEF_SPIN}" in caplog.text
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="not counted here")
+@pytest.mark.parametrize("is_system", [True, False])
+def test_the_waits_of_threads_that_copy_kv_are_not_counted(is_system: bool) -> None:
+    """By the name that Python or the system has for the thread."""
+    waits, may_end = threading.Event(), threading.Event()
+
+    def copy() -> None:
+        if is_system:
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("kv-store")
+        waited = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        while int(waited.read_text().split()[1]) < 300_000_000:
+            pass
+        waits.set()
+        may_end.wait(60)
+
+    before = threads._waiting_seconds()
+    name = None if is_system else "pyengine-kv-store"
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    spinning = "while True: pass"
+    other = subprocess.Popen([sys.executable, "-c", spinning])
+    thread = threading.Thread(target=copy, name=name, daemon=True)
+    thread.start()
+    try:
+        assert waits.wait(60)
+        counted = threads._waiting_seconds() - before
+        may_end.set()
+        thread.join()
+    finally:
+        os.sched_setaffinity(0, allowed)
+        other.kill()
+        other.wait()
+    assert counted < 0.2
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="not counted here")
