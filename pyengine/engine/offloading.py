@@ -129,6 +129,8 @@ class KVOffloader:
         """Called in the load thread when a load has ended: `finish_loads` is to be called."""
         self._open: deque[_Load] = deque()
         """Loads that have not been finished, the oldest first."""
+        self._behind: set[SequenceState] = set()
+        """Sequences whose prefix is in another's load; looked up again when one has ended."""
         self._loads: SimpleQueue[_Load | None] = SimpleQueue()
         self._loaded: SimpleQueue[_Load] = SimpleQueue()
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -173,6 +175,7 @@ class KVOffloader:
 
     def _abandon(self) -> None:
         """End all waits for a disk that does not answer. Blocks stay held until it does."""
+        self._behind.clear()
         for load in self._open:
             if not load.is_abandoned:
                 self._last_abandoned = monotonic()
@@ -188,6 +191,7 @@ class KVOffloader:
 
     def _finish(self, load: _Load) -> None:
         self._open.remove(load)
+        self._behind.clear()
         sequence, transfer, blocks = load.sequence, load.transfer, load.blocks
         sequence.is_loading = False
         rows = transfer.num_blocks
@@ -209,7 +213,7 @@ class KVOffloader:
 
     def look_up(self, sequence: SequenceState) -> None:
         """Start to load the stored prefix of a waiting sequence, if it has one that is worth it."""
-        if sequence.is_looked_up or sequence.is_loading:
+        if sequence.is_looked_up or sequence.is_loading or sequence in self._behind:
             return
         if any(load.is_abandoned for load in self._open):  # the disk does not answer
             return
@@ -235,7 +239,10 @@ class KVOffloader:
         kv = self._manager.sequence(tokens, namespace=request.namespace)
         transfer = kv.reserve(end * size)
         kv.free()
-        if isinstance(transfer, NoRoom | Loading):
+        if isinstance(transfer, Loading):
+            self._behind.add(sequence)
+            return
+        if isinstance(transfer, NoRoom):
             return  # it is looked up again
         if transfer is None:
             sequence.is_looked_up = True

@@ -393,6 +393,29 @@ def test_transfers_rest_while_steps_run_and_not_after_them(
     assert not offloader.are_steps_running
 
 
+def test_a_prefix_that_another_request_loads_is_looked_up_once(store: KVStore) -> None:
+    prompt = prompt_of(40)
+    first = make_bench()
+    generate_and_store(first, with_store(first, store), [prompt])
+    may_go = threading.Event()
+    matched: list[Any] = []
+    second = make_bench()
+    faulty = FaultyStore(store, lambda kind, blocks: may_go.wait(30) and None)
+    offloader = with_store(second, faulty)
+    stored_end = offloader._stored_end
+    offloader._stored_end = lambda *args: matched.append(args) or stored_end(*args)
+    second.submit({"0": prompt, "1": [*prompt, 5]})
+    for _ in range(20):
+        second.engine.step()
+    assert len(matched) == 2
+    may_go.set()
+    run(second)
+    assert offloader.counters["loads"] == 1
+    answers = second.take_finished()
+    assert answers["0"].outputs[0].token_ids == continued(prompt, 8)
+    assert answers["1"].outputs[0].token_ids == continued([*prompt, 5], 8)
+
+
 def test_a_flush_writes_what_is_queued_or_says_that_it_cannot(store: KVStore) -> None:
     may_go = threading.Event()
 
