@@ -110,7 +110,9 @@ class Binding(RuleBasedStateMachine):
     # ---- sequences and pins
 
     @precondition(lambda self: len(self.live) < MAX_LIVE)
-    @rule(tokens=TOKENS, namespace=NAMESPACES, read_cache=st.booleans())
+    @rule(
+        tokens=TOKENS, namespace=NAMESPACES, read_cache=st.sampled_from([True, True, True, False])
+    )
     def add(self, tokens: list[int], namespace: bytes, read_cache: bool) -> None:
         handle = self.manager.sequence(tokens, namespace=namespace, read_cache=read_cache)
         self.live.append(ExpectedSequence([handle], namespace, list(tokens), read_cache=read_cache))
@@ -299,6 +301,14 @@ class Binding(RuleBasedStateMachine):
             except PlanError:
                 continue
             raise AssertionError
+
+    @precondition(lambda self: self.live and len(self.transfers) < MAX_TRANSFERS)
+    @rule(pick=PICK, missing=st.sampled_from([0, 1]))
+    def load(self, pick: int, missing: int) -> None:
+        before = len(self.transfers)
+        self.reserve(pick, 0)
+        if len(self.transfers) > before:
+            self.complete(before, missing)
 
     @precondition(lambda self: self.transfers)
     @rule(pick=PICK, forget=st.booleans())
