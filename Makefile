@@ -149,8 +149,8 @@ test-windows: $(WHEELS)/.installed ## the same, built for Windows and run by win
 	WINEPATH="Z:$(CURDIR)/target/wine" WINEDEBUG=-all WINEPREFIX="$(CURDIR)/target/wine/prefix" \
 	  $(PYTHON) tools/portable.py zigbuild-test x86_64-pc-windows-gnu --tests --no-fail-fast
 
-soak: $(DEV) $(BUILT) ## the long runs: ten million random operations, the full token comparison
-	KV_OPS=10000000 cargo test --release --workspace
+soak: $(DEV) $(BUILT) ## the long runs: ten million random operations, 2,000 kills, the full token comparison
+	KV_OPS=10000000 KILLS=2000 cargo test --release --workspace
 	$(BIN)/pytest -m soak
 
 crates: ## are the crates ready for crates.io? documentation without a warning, packages that build

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from pyengine.async_engine import AsyncEngine
 from pyengine.cluster.observers import ClusterObservers
 from pyengine.cluster.remote_engine import RemoteEngine
+from pyengine.engine import offloading
 from pyengine.engine.stats import EngineView
 from pyengine.sampling_params import SamplingParams
 from pyengine.server.app import create_app
@@ -216,6 +218,31 @@ def test_keys_and_tables_say_what_the_pictures_show(
         polls = page_server.broadcaster.num_polls
         page.wait_for_timeout(800)
         assert page_server.broadcaster.num_polls == polls
+        assert errors == []
+        page.close()
+
+
+def test_the_tiers_are_those_of_the_store(
+    chromium: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(offloading, "_SHORT", 8)
+    settings: dict[str, Any] = {"kv_cache_dir": tmp_path / "kv", "kv_cache_disk": 1 << 30}
+    with (
+        open_small_engine(save_small_model(tmp_path / "model"), **settings) as engine,
+        ServedPage(engine) as page_server,
+    ):
+        page_server.served.submit(exhausted(engine.generate([*range(3, 83)], LONG))).result()
+        offloader = engine._engine_loop._engine.offloader
+        assert offloader is not None and offloader.flush(10)
+        page = chromium.new_page()
+        errors = errors_of(page)
+        page.goto(f"{page_server.served.url}/kv")
+        page.wait_for_function("() => frame !== null")
+        pool, disk = page.locator("#tiers tbody tr").all_inner_texts()
+        assert pool.split()[0] == "Pool" and disk.startswith("Disk\tat most 1.0 GiB\t0 (0 B)")
+        stored = int(engine.stats().store["stored"])
+        assert stored >= 5 and f"\t{stored} (" in disk
+        assert page.locator("#loads").inner_text() == "0 tokens restored in 0 loads, 0 loads failed"
         assert errors == []
         page.close()
 

@@ -363,6 +363,46 @@ def test_serve_with_replicas_and_its_end(folder: Path) -> None:
         print(process.stderr.read()[-3000:])
 
 
+def test_replicas_share_a_folder_over_a_restart(folder: Path, tmp_path: Path) -> None:
+    """One writes, both read, each in a process of its own; so do those of the next start."""
+    from pyengine.cluster.fleet import Fleet
+
+    store: dict[str, Any] = {"kv_cache_dir": tmp_path / "kv", "kv_cache_disk": 1 << 30}
+    settings = EngineSettings(folder, num_blocks=64, **SMALL, **store)  # a prompt and a half
+    prompts = [[*([5 + family, 17 + family] * 256), family] for family in range(6)]
+    with AsyncEngine(folder, num_blocks=512, **SMALL) as single:
+        wanted = [alone(single, prompt, GREEDY).outputs[0].token_ids for prompt in prompts]
+    route = Fleet.route
+
+    async def ask(engine: Any, replica: str) -> list[int]:
+        """Restored tokens of each prompt; every answer is that of an engine without a store."""
+
+        def to_replica(self: Fleet, request: Any, among: Any) -> str:
+            return route(self, request, {replica})
+
+        found = []
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Fleet, "route", to_replica)
+            for prompt, tokens in zip(prompts, wanted, strict=True):
+                item, given = await read(engine, prompt, GREEDY)
+                assert given == tokens
+                found.append(item.num_restored_tokens)
+        return found
+
+    async def store_and_restore(engine: Any) -> None:
+        async with asyncio.timeout(120):
+            for name in sorted(routed(engine)):  # a reader looks once a second
+                while sum(await ask(engine, name)) < 480:
+                    await asyncio.sleep(0.5)
+
+    async def restore(engine: Any) -> None:
+        for name in sorted(routed(engine)):
+            assert (await ask(engine, name))[0] >= 480  # it sees it for the first time
+
+    with_replicas(settings, 2, store_and_restore)
+    with_replicas(settings, 2, restore)
+
+
 def test_the_application_of_a_config_file(folder: Path) -> None:
     """The ingress as a deployment: Serve's own proxy in front of the same routes."""
     from ray import serve

@@ -1,9 +1,11 @@
 """Random operations through Python against an oracle of contents.
 
 After every one, each position that a block table or a pin leads to must hold the KV of exactly
-its tokens, whatever was shared, merged, taken over, evicted or rolled back before.
+its tokens, whatever was shared, merged, taken over, evicted, loaded or rolled back before.
+`KV_OPS=200000` for a long run.
 """
 
+import os
 from collections import Counter
 
 from hypothesis import settings
@@ -16,8 +18,27 @@ from hypothesis.stateful import (
     rule,
 )
 
-from pyengine.kv_cache import BlockManager, NoBudget, NoRoom, Pin, PinError, Prefilled, StepPlan
-from tests.support.kv_oracle import ExpectedEntry, ExpectedPin, ExpectedSequence, KVOracle
+from pyengine.kv_cache import (
+    BlockManager,
+    Evicted,
+    Loading,
+    NoBudget,
+    NoRoom,
+    Pin,
+    PinError,
+    PlanError,
+    Prefilled,
+    StepPlan,
+    Transfer,
+)
+from tests.support.kv_oracle import (
+    Chain,
+    ExpectedEntry,
+    ExpectedPin,
+    ExpectedSequence,
+    ExpectedTransfer,
+    KVOracle,
+)
 
 # Few families of prompts, so that most have a prefix in common with some other.
 TOKENS = st.builds(
@@ -32,6 +53,9 @@ SAMPLED = st.integers(0, 2**32 - 1)
 """Sampled tokens, one bit each."""
 MAX_TOKENS = 24
 MAX_LIVE = 8
+MAX_TRANSFERS = 3
+MAX_EVICTED = 2
+NUM_OPERATIONS = int(os.environ.get("KV_OPS", "16000"))
 
 
 class Binding(RuleBasedStateMachine):
@@ -56,12 +80,20 @@ class Binding(RuleBasedStateMachine):
             hash_bits=hash_bits,
             prefix_caching=prefix_caching,
             in_flight_sharing=False,  # this oracle looks at the KV when a block is reused
+            keep_evicted=True,
             hash_seed=1,
         )
-        self.block_size = block_size
+        self.block_size, self.is_caching = block_size, prefix_caching
         self.kv = KVOracle(block_size, num_blocks)
         self.live: list[ExpectedSequence] = []
         self.pins: list[ExpectedPin] = []
+        self.transfers: list[ExpectedTransfer] = []
+        self.evicted: list[tuple[Pin, list[int], list[Chain]]] = []
+        """Blocks that were evicted ahead and are being copied."""
+        self.hashes: dict[Chain, bytes] = {}
+        self.transfer_stats = dict.fromkeys(
+            ("reserved_blocks", "restored_blocks", "failed_transfers"), 0
+        )
         self.plan: StepPlan | None = None
         self.entries: list[ExpectedEntry] = []
         self.sources: list[int] = []
@@ -78,10 +110,12 @@ class Binding(RuleBasedStateMachine):
     # ---- sequences and pins
 
     @precondition(lambda self: len(self.live) < MAX_LIVE)
-    @rule(tokens=TOKENS, namespace=NAMESPACES, read_cache=st.booleans())
+    @rule(
+        tokens=TOKENS, namespace=NAMESPACES, read_cache=st.sampled_from([True, True, True, False])
+    )
     def add(self, tokens: list[int], namespace: bytes, read_cache: bool) -> None:
         handle = self.manager.sequence(tokens, namespace=namespace, read_cache=read_cache)
-        self.live.append(ExpectedSequence([handle], namespace, list(tokens)))
+        self.live.append(ExpectedSequence([handle], namespace, list(tokens), read_cache=read_cache))
 
     @precondition(lambda self: self.live)
     @rule(pick=PICK, forget=st.booleans())
@@ -151,6 +185,185 @@ class Binding(RuleBasedStateMachine):
         assert self.manager.evict_all() == evictable
         assert self.manager.usage().evictable == 0
 
+    # ---- transfers
+
+    def prefix_of(self, expected: ExpectedSequence, rows: int) -> Chain:
+        return expected.namespace, tuple(expected.tokens[: rows * self.block_size])
+
+    def loads_at(self, expected: ExpectedSequence, row: int) -> list[ExpectedTransfer]:
+        """The transfers that are to fill this block of a sequence: none or one."""
+        if (row + 1) * self.block_size > len(expected.tokens):
+            return []
+        chain = self.prefix_of(expected, row + 1)
+        found = [
+            each
+            for each in self.transfers
+            if not each.is_abandoned
+            and each.first <= row < each.first + len(each.blocks)
+            and (each.namespace, tuple(each.tokens[: len(chain[1])])) == chain
+        ]
+        assert len(found) <= 1
+        return found
+
+    def may_wait(self, expected: ExpectedSequence, before: tuple[int, list[int]]) -> bool:
+        """True if it certainly looks into the cache from where it is."""
+        computed, table = before
+        is_at_boundary = computed == len(table) * self.block_size
+        has_collisions = self.manager.stats().collisions > 0
+        return self.is_caching and expected.read_cache and is_at_boundary and not has_collisions
+
+    def assert_awaits(self, answer: Loading, expected: ExpectedSequence, rows: range) -> None:
+        """The answer names a transfer that is to fill one of these blocks."""
+        loads = [each for row in rows for each in self.loads_at(expected, row)]
+        assert answer.transfer in [each.handle.id for each in loads]
+
+    @precondition(lambda self: self.live and len(self.transfers) < MAX_TRANSFERS)
+    @rule(pick=PICK, less=st.sampled_from([0, 0, 0, 1, 3, 9]))
+    def reserve(self, pick: int, less: int) -> None:
+        expected = self.live[pick % len(self.live)]
+        handle, size = expected.handle, self.block_size
+        num_tokens = max(len(expected.tokens) + 1 - less, 0)
+        if self.in_plan(expected):
+            try:
+                handle.reserve(num_tokens)
+            except PlanError:
+                return
+            raise AssertionError
+        with self.manager.match_prefix(expected.tokens, namespace=expected.namespace) as pin:
+            cached = pin.blocks
+        before, first = self.manager.usage(), max(len(cached), len(expected.table))
+        holds = [*expected.table, *cached[len(expected.table) :]]
+        states = [self.manager.state(block) for block in range(self.manager.num_blocks)]
+        may_wait = self.may_wait(expected, (expected.computed, expected.table))
+        whole = min(num_tokens, len(expected.tokens)) // size
+        answer = handle.reserve(num_tokens)
+        if isinstance(answer, Transfer):
+            end = next((row for row in range(first, whole) if self.loads_at(expected, row)), whole)
+            assert self.is_caching and expected.read_cache
+            assert (answer.first_index, answer.num_blocks) == (first, end - first)
+            assert [(row, group) for row, group, _ in answer.blocks] == [
+                (row, 0) for row in range(first, end)
+            ]
+            blocks = [block for _, _, block in answer.blocks]
+            assert all(states[block] in ("free", "evictable") for block in blocks)
+            assert not {*holds} & {*blocks}
+            self.transfer_stats["reserved_blocks"] += len(blocks)
+            namespace, tokens = expected.namespace, expected.tokens[: end * size]
+            self.transfers.append(
+                ExpectedTransfer([answer], expected, namespace, tokens, first, blocks, holds)
+            )
+            self.check_evicted(self.manager.take_evicted())
+            return
+        assert self.manager.usage() == before
+        if isinstance(answer, NoRoom):
+            assert answer.needed > answer.available == before.available
+        elif isinstance(answer, Loading):
+            self.assert_awaits(answer, expected, range(first, first + 1))
+        else:
+            assert answer is None
+            assert not may_wait or whole <= first
+
+    @precondition(lambda self: self.transfers)
+    @rule(pick=PICK, missing=st.sampled_from([0, 0, 1, 2, 9]))
+    def complete(self, pick: int, missing: int) -> None:
+        transfer = self.transfers.pop(pick % len(self.transfers))
+        expected, size = transfer.expected, self.block_size
+        num_blocks = max(len(transfer.blocks) - missing, 0)
+        try:
+            transfer.handle.complete(len(transfer.blocks) + 1)
+        except PlanError:
+            pass
+        else:
+            raise AssertionError
+        self.kv.load(transfer, num_blocks)
+        reused = transfer.handle.complete(num_blocks)
+        self.count_end(transfer, num_blocks)
+        is_restored = num_blocks > 0 and not transfer.is_abandoned
+        end = transfer.first + num_blocks
+        if is_restored:
+            with self.manager.match_prefix(
+                transfer.tokens[: end * size], namespace=transfer.namespace
+            ) as pin:
+                assert len(pin.blocks) == end
+        if expected.held and is_restored and not self.in_plan(expected):
+            before = expected.computed, expected.table
+            expected.table = expected.handle.block_table
+            expected.computed = expected.handle.num_computed_tokens
+            assert expected.table[: len(before[1])] == before[1]
+            assert reused == expected.computed - before[0]
+            if self.may_wait(expected, before):
+                assert expected.computed >= min(end * size, len(expected.tokens) - 1)
+        else:
+            assert reused == 0
+        for call in (transfer.handle.complete, transfer.handle.fail, transfer.handle.abandon):
+            try:
+                call()
+            except PlanError:
+                continue
+            raise AssertionError
+
+    @precondition(lambda self: self.live and len(self.transfers) < MAX_TRANSFERS)
+    @rule(pick=PICK, missing=st.sampled_from([0, 1]))
+    def load(self, pick: int, missing: int) -> None:
+        before = len(self.transfers)
+        self.reserve(pick, 0)
+        if len(self.transfers) > before:
+            self.complete(before, missing)
+
+    @precondition(lambda self: self.transfers)
+    @rule(pick=PICK, forget=st.booleans())
+    def fail(self, pick: int, forget: bool) -> None:
+        transfer = self.transfers.pop(pick % len(self.transfers))
+        self.kv.load(transfer, 0)
+        if not forget:
+            transfer.handle.fail()
+        transfer.held.clear()
+        self.count_end(transfer, 0)
+
+    def count_end(self, transfer: ExpectedTransfer, num_blocks: int) -> None:
+        restored = 0 if transfer.is_abandoned else num_blocks
+        self.transfer_stats["restored_blocks"] += restored
+        self.transfer_stats["failed_transfers"] += restored == 0
+
+    @precondition(lambda self: self.transfers)
+    @rule(pick=PICK)
+    def abandon(self, pick: int) -> None:
+        transfer = self.transfers[pick % len(self.transfers)]
+        transfer.handle.abandon()
+        transfer.is_abandoned, transfer.holds = True, []
+
+    @precondition(lambda self: len(self.evicted) < MAX_EVICTED)
+    @rule(count=st.integers(0, 4))
+    def evict_ahead(self, count: int) -> None:
+        evictable = self.manager.usage().evictable
+        records, pin = self.manager.evict(count)
+        blocks = pin.blocks
+        assert len(blocks) == min(count, evictable)
+        assert {record.block for record in records} <= {*blocks}
+        self.check_evicted(records)
+        self.evicted.append((pin, blocks, [self.kv.chain_of(block) for block in blocks]))
+
+    @precondition(lambda self: self.evicted)
+    @rule(forget=st.booleans())
+    def drop_evicted(self, forget: bool) -> None:
+        pin, *_ = self.evicted.pop(0)
+        if not forget:
+            pin.release()
+
+    def check_evicted(self, records: list[Evicted]) -> None:
+        """Their KV is whole, and each prefix has one hash."""
+        for record in records:
+            namespace, tokens = chain = self.kv.chain_of(record.block)
+            before = tokens[: len(tokens) - self.block_size]
+            assert (record.group, record.namespace) == (0, namespace)
+            assert record.tokens == list(tokens[len(before) :])
+            assert self.hashes.setdefault(chain, record.hash) == record.hash
+            if record.parent is None:
+                assert not before or self.manager.stats().collisions > 0
+            else:
+                parent = self.hashes.setdefault((namespace, before), record.parent)
+                assert parent == record.parent
+
     # ---- steps
 
     def begun(self, budget: int) -> StepPlan:
@@ -191,11 +404,18 @@ class Binding(RuleBasedStateMachine):
             sources = {copy: source for source, copy in copies_added}
             self.kv.assert_holds(expected, [sources.get(b, b) for b in expected.table], start)
             self.entries.append(entry)
+            assert not self.may_wait(expected, before) or not self.loads_at(
+                expected, start // self.block_size
+            )
         elif isinstance(answer, NoRoom):
             assert answer.needed > answer.available == self.manager.usage().available
+        elif isinstance(answer, Loading):
+            assert expected.read_cache
+            self.assert_awaits(answer, expected, range(len(before[1]), len(expected.tokens)))
         else:
             assert isinstance(answer, NoBudget)
             assert min(most, left) == 0
+        self.check_evicted(self.manager.take_evicted())
         spent = answer.num_tokens if isinstance(answer, Prefilled) else 0
         assert plan.budget_left == left - spent
 
@@ -215,6 +435,7 @@ class Binding(RuleBasedStateMachine):
                 before = (expected.computed, expected.table)
                 self.entries.append(ExpectedEntry(expected, expected.computed, 1, before))
                 expected.table = expected.handle.block_table
+        self.check_evicted(self.manager.take_evicted())
 
     def undo(self, entry: ExpectedEntry) -> None:
         entry.expected.computed, entry.expected.table = entry.before
@@ -287,6 +508,10 @@ class Binding(RuleBasedStateMachine):
         for kept in self.pins:
             assert kept.handle.blocks == kept.blocks
             self.kv.assert_holds(kept, kept.blocks, len(kept.tokens))
+        for pin, blocks, chains in self.evicted:
+            assert pin.blocks == blocks
+            assert [self.kv.chain_of(block) for block in blocks] == chains
+        self.check_evicted(manager.take_evicted())
         self.counters_agree()
 
     def counters_agree(self) -> None:
@@ -294,7 +519,10 @@ class Binding(RuleBasedStateMachine):
         in_tables = Counter(
             block for expected in [*self.live, *dropped] for block in expected.table
         )
-        held = [*(block for kept in self.pins for block in kept.blocks), *self.sources]
+        loading = {block for each in self.transfers for block in each.blocks}
+        held = [*(block for kept in self.pins for block in kept.blocks), *self.sources, *loading]
+        held += [block for _, blocks, _ in self.evicted for block in blocks]
+        held += [block for each in self.transfers for block in each.holds]
         in_pins = Counter(held)
         states: Counter[str] = Counter()
         for block in range(self.manager.num_blocks):
@@ -303,10 +531,16 @@ class Binding(RuleBasedStateMachine):
             state = self.manager.state(block)
             states[state] += 1
             assert (state == "active") == (in_tables[block] > 0)
-            assert (state == "pinned") == (in_pins[block] > 0 == in_tables[block])
+            assert (state == "loading") == (block in loading)
+            is_pinned = in_pins[block] > 0 == in_tables[block] and block not in loading
+            assert (state == "pinned") == is_pinned
         now = self.manager.usage()
         assert states == Counter(
-            free=now.free, evictable=now.evictable, active=now.active, pinned=now.pinned
+            free=now.free,
+            evictable=now.evictable,
+            active=now.active,
+            pinned=now.pinned,
+            loading=now.loading,
         )
         for expected in self.live:
             alone = [b for b in expected.table if in_tables[b] + in_pins[b] == 1]
@@ -314,6 +548,7 @@ class Binding(RuleBasedStateMachine):
         stats = self.manager.stats().as_dict()
         assert all(stats[name] >= count for name, count in self.last_stats.items())
         self.last_stats = stats
+        assert self.transfer_stats.items() <= stats.items()
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):
@@ -321,10 +556,12 @@ class Binding(RuleBasedStateMachine):
         self.plan, self.entries, self.sources = None, [], []
         self.live.clear()
         self.pins.clear()
+        self.transfers.clear()
+        self.evicted.clear()
         now = self.manager.usage()
-        assert (now.active, now.pinned) == (0, 0)
+        assert (now.active, now.pinned, now.loading) == (0, 0, 0)
         self.manager.check()
 
 
-Binding.TestCase.settings = settings(max_examples=400, stateful_step_count=40)
+Binding.TestCase.settings = settings(max_examples=NUM_OPERATIONS // 40, stateful_step_count=40)
 TestBinding = Binding.TestCase

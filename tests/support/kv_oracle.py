@@ -8,7 +8,7 @@ row is read.
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyengine.kv_cache import Pin, Sequence, StepBuffers, StepPlan
+from pyengine.kv_cache import Pin, Sequence, StepBuffers, StepPlan, Transfer
 from tests.support.blocks import step_arrays
 
 Chain = tuple[bytes, tuple[int, ...]]
@@ -24,6 +24,7 @@ class ExpectedSequence:
     tokens: list[int]
     computed: int = 0
     table: list[int] = field(default_factory=list)
+    read_cache: bool = True
 
     @property
     def handle(self) -> Sequence:
@@ -58,6 +59,29 @@ class ExpectedPin:
     blocks: list[int]
 
 
+@dataclass(eq=False)
+class ExpectedTransfer:
+    """The expected state of a transfer."""
+
+    held: list[Transfer]
+    """Its handle; empty once it was dropped."""
+    expected: ExpectedSequence
+    """The sequence that asked for it."""
+    namespace: bytes
+    tokens: list[int]
+    """Up to its last block."""
+    first: int
+    blocks: list[int]
+    """Those that it fills, of consecutive indices from `first` on."""
+    holds: list[int]
+    """Cached blocks before them."""
+    is_abandoned: bool = False
+
+    @property
+    def handle(self) -> Transfer:
+        return self.held[0]
+
+
 class KVOracle:
     """The token in every slot of a pool."""
 
@@ -83,6 +107,24 @@ class KVOracle:
                 position,
                 block,
             )
+
+    def load(self, transfer: ExpectedTransfer, num_blocks: int) -> None:
+        """The bytes of its first blocks have come; in the others there is anything."""
+        size = self.block_size
+        for row, block in enumerate(transfer.blocks):
+            for offset in range(size):
+                end = (transfer.first + row) * size + offset + 1
+                chain = transfer.namespace, tuple(transfer.tokens[:end])
+                self.slots[block * size + offset] = chain if row < num_blocks else (b"torn", ())
+
+    def chain_of(self, block: int) -> Chain:
+        """Of the last token in a block that is computed; all its tokens are of one prefix."""
+        size = self.block_size
+        namespace, tokens = self.slots[(block + 1) * size - 1]
+        for offset in range(size):
+            before = tokens[: len(tokens) - size + offset + 1]
+            assert self.slots[block * size + offset] == (namespace, before)
+        return namespace, tokens
 
     def copy(self, source: int, copy: int) -> None:
         for offset in range(self.block_size):

@@ -199,6 +199,8 @@ def _about(engine: ViewedEngine, model_name: str) -> dict[str, Any]:
         "model": model_name,
         "block_size": about.get("block_size"),
         "bytes_per_block": bytes_per_block(about),
+        "store_tier": about.get("kv_cache_tier"),
+        "store_bytes": about.get("kv_cache_store_bytes"),
         "version": about.get("pyengine"),
     }
 

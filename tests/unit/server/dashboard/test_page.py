@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
+from importlib.resources import files
 from time import monotonic
 from typing import Any
 
@@ -11,12 +13,15 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from pyengine.async_engine import AsyncEngine
+from pyengine.engine import offloading
+from pyengine.kv_cache import KVStore
 from pyengine.sampling_params import SamplingParams
 from pyengine.server.dashboard import page as page_module
 from pyengine.server.dashboard.page import EngineBroadcaster, page_router
 from pyengine.server.errors import handle_errors
 from tests.support.callers import FakeModel
 from tests.support.serving import error_of
+from tests.unit.engine.test_offloading import with_store
 
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=100)
 
@@ -148,6 +153,42 @@ def test_a_look_that_fails_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> Non
                 await next_frame(broadcaster.stream())
 
     asyncio.run(main())
+
+
+def test_frames_name_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the table of tiers shows is in a frame, for a store on disk."""
+    monkeypatch.setattr(offloading, "_SHORT", 8)
+    model = FakeModel(monkeypatch)
+    store = KVStore.in_memory(64 << 20, segment_bytes=1 << 20)
+    offloader = with_store(model.bench, store)
+    model._built.description.update({"kv_cache_tier": "disk", **offloader.describe()})
+
+    async def main() -> None:
+        async with model.async_engine() as engine:
+            broadcaster = EngineBroadcaster(engine, model_name="tiny")
+            await exhausted(engine.generate([*range(3, 23)], LONG))
+            assert offloader.flush(10)
+            stream = broadcaster.stream()
+            frame = await next_frame(stream)
+            await stream.aclose()  # type: ignore[attr-defined]
+        about, used = frame["about"], names_in_page()
+        assert (about["store_tier"], about["store_bytes"]) == ("disk", 64 << 20)
+        assert used["store"] >= {"hits", "hit_bytes", "stored", "stored_bytes", "evicted", "loads"}
+        assert used["store"] <= frame["store"].keys()
+        assert used["about"] <= about.keys()
+        assert used["counters"] <= frame["counters"].keys()
+        assert frame["store"]["stored"] > 0 < frame["store"]["stored_bytes"]
+
+    asyncio.run(main())
+
+
+def names_in_page() -> dict[str, set[str]]:
+    """Fields of frames that the page reads."""
+    html = files("pyengine.server.dashboard").joinpath("kv.html").read_text(encoding="utf-8")
+    names = ("store", "about", "counters")
+    found = {name: set(re.findall(rf"\b{name}\.(\w+)", html)) for name in names}
+    assert all(found.values())
+    return found
 
 
 def test_the_page_is_there_without_data_and_guards_itself(

@@ -1,0 +1,147 @@
+"""Engines with `kv_cache_dir` that are killed at random moments: the next one restores no wrong KV.
+
+`KILLS=1000` for the long run.
+"""
+
+import multiprocessing
+import os
+import shutil
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+
+from pyengine import LLM, SamplingParams
+from pyengine.engine import offloading
+from tests.unit.executor.hand_made import random_model
+from tests.unit.executor.test_model_runner import FAMILIES
+
+pytestmark = pytest.mark.slow
+
+KILLS = int(os.environ.get("KILLS", "12"))
+PROMPTS = 24
+FRESH = 12
+"""Kills after which the folder begins anew."""
+SHORT = 8
+IMPORTED = ["transformers.models.llama.modeling_llama", "sympy"]
+"""What a first engine imports."""
+PARAMS = SamplingParams(temperature=0, ignore_eos=True, max_tokens=6, logprobs=3)
+
+
+def prompt_of(number: int) -> list[int]:
+    """Of each four, the first two have a prefix in common."""
+    random, own = Random(number // 4 if number % 4 < 2 else number), Random(number)
+    begin = [random.randrange(3, 32) for _ in range(28)]
+    return begin + [own.randrange(3, 32) for _ in range(4 + number)]
+
+
+def make_llm(model: Path, folder: Path | None) -> LLM:
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "block_size": 4,
+        "linear_backend": "pyengine",
+        "partial_reuse": False,  # what is computed beside the cached blocks is the same
+        "num_blocks": 64,
+    }
+    if folder is not None:
+        settings |= {"kv_cache_dir": folder, "kv_cache_disk": 1 << 26}
+    return LLM(model, **settings)
+
+
+def answer(llm: LLM, number: int) -> tuple[list[Any], int]:
+    """Tokens with their log-probabilities, to the bit, and how many tokens were restored."""
+    (output,) = llm.generate([prompt_of(number)], PARAMS, use_tqdm=False)
+    (completion,) = output.outputs
+    assert completion.logprobs is not None
+    bits = [
+        sorted((token, value.logprob.hex()) for token, value in each.items())
+        for each in completion.logprobs
+    ]
+    return [completion.token_ids, bits], output.num_restored_tokens
+
+
+def run(model: Path, folder: Path, seed: int, said: Connection) -> None:
+    """The killed process: engines that answer, store, restore, and end, one after the other."""
+    offloading._SHORT = SHORT
+    random = Random(seed)
+    said.send("started")
+    while True:
+        with make_llm(model, folder) as llm:
+            for _ in range(random.randint(4, 24)):
+                number = random.randrange(PROMPTS)
+                given, _restored = answer(llm, number)
+                is_stored = False
+                if random.random() < 0.5:
+                    assert llm._engine.offloader is not None
+                    is_stored = llm._engine.offloader.flush(30)
+                said.send((number, given, is_stored))
+
+
+def received(said: Connection) -> list[Any]:
+    """What the process said before it was killed."""
+    items = []
+    try:
+        while True:
+            items.append(said.recv())
+    except EOFError:
+        return items
+
+
+@pytest.mark.timeout(3600)
+def test_killed_engines_leave_no_wrong_kv_and_lose_none_that_was_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of the killed engine, and of the next one, have the bits of one without a store."""
+    monkeypatch.setattr(offloading, "_SHORT", SHORT)
+    model, folder = tmp_path / "model", tmp_path / "kv"
+    random_model("llama", **FAMILIES["llama"]).save_pretrained(model)
+    with make_llm(model, None) as llm:
+        expected = [answer(llm, number)[0] for number in range(PROMPTS)]
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([*IMPORTED, __name__])  # once, not for each kill
+    random = Random(KILLS)
+    stored: set[int] = set()
+    longest, counted, restored_tokens = 0.0, 0, 0
+    for kill in range(KILLS):
+        if kill % FRESH == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            stored.clear()
+        said, says = processes.Pipe(duplex=False)
+        process = processes.Process(target=run, args=(model, folder, kill, says), daemon=True)
+        process.start()
+        says.close()
+        first, start = said.recv(), monotonic()
+        assert first == "started"
+        if not longest:
+            said.recv()
+            longest = 5 * (monotonic() - start)  # an engine's start, and many answers
+        sleep(random.uniform(0, longest))
+        process.kill()
+        items = received(said)
+        counted += len(items)
+        process.join()
+        assert process.exitcode == -9
+        for number, given, is_stored in items:
+            assert given == expected[number]
+            if is_stored:
+                stored.add(number)
+        with make_llm(model, folder) as llm:
+            assert llm.describe()["kv_cache_access"] == "write"
+            offloader = llm._engine.offloader
+            assert offloader is not None
+            offloader.store = lambda sequence: None  # type: ignore[method-assign]  # only killed ones do
+            for number in range(PROMPTS):
+                llm._manager.evict_all()
+                given, restored = answer(llm, number)
+                assert given == expected[number], f"kill {kill}, prompt {number}"
+                if number in stored:
+                    whole = (len(prompt_of(number)) - 1) // 4 * 4
+                    assert restored >= whole, f"kill {kill}, prompt {number}"
+                restored_tokens += restored
+            found = llm.stats().store
+            assert (found["damaged"], found["failed"], found["failed_loads"]) == (0, 0, 0)
+    print(f"{KILLS} kills, {counted} answers before them, {restored_tokens} tokens restored after")
+    assert restored_tokens > 100 * KILLS
