@@ -66,7 +66,7 @@ MSRV := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 SECONDS ?= 600
 
 .PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom fuzz mutants mutants-python bench vllm-tests gpu-check gpu-bench bench-rust bench-worst guard guard-update clean
-.PHONY: distclean rust-tools valgrind wheels try-wheels try-musl sdist sbom test-portable test-windows
+.PHONY: distclean rust-tools valgrind wheels try-wheels try-bare try-musl sdist sbom test-portable test-windows
 .PHONY: crates publish-crates msrv lint-workflows lint-deploy deny audit release-check release-notes
 .DEFAULT_GOAL := help
 
@@ -111,6 +111,7 @@ check: rust-tools $(DEV) $(BUILT) docs lint-workflows lint-deploy ## formats, li
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml pyengine._kv
 	$(BIN)/lint-imports --no-cache
+	$(UV) lock --check --quiet
 
 docs: $(DOCS) $(BUILT) ## the documentation as a site in target/site; links are checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
@@ -131,6 +132,10 @@ wheels: $(WHEELS)/.installed ## wheels for Linux, macOS and Windows in dist/, ch
 
 try-wheels: $(WHEELS)/.installed ## those of dist/ are used where this machine can run them; make aarch64 brings an emulator
 	$(WHEELS)/bin/python -m tools.try_wheels
+
+try-bare: ## as root: the x86-64 wheel of dist/ in a new Debian with Python alone; block manager, generate, serve
+	@command -v debootstrap > /dev/null || { apt-get update && apt-get install -y debootstrap; }
+	sh tools/try_bare.sh dist/*manylinux*x86_64.whl
 
 try-musl: ## the musl wheel of dist/ is used in a container; needs docker
 	docker run --rm --volume "$(CURDIR):/src:ro" --workdir /src python:3.13-alpine python tools/try_wheel.py dist/*musllinux*.whl
