@@ -38,10 +38,10 @@ def _model(about: Mapping[str, object], server: ServerSettings, replicas: int) -
 
 def _capacity(about: Mapping[str, object], engine: EngineSettings, replicas: int) -> str:
     blocks, block_size = int(str(about["num_blocks"])), int(str(about["block_size"]))
-    each = f"up to {int(str(about['max_model_len'])):,} tokens each"
+    longest = int(str(about["max_model_len"]))
     seqs = replicas * engine.max_num_seqs
     tokens = replicas * blocks * block_size
-    return f"{tokens:,} tokens of KV cache; {seqs:,} sequences at a time, {each}"
+    return f"{tokens:,} tokens of KV; {seqs:,} sequences of up to {longest:,} tokens at a time"
 
 
 def _access(server: ServerSettings, is_local: bool) -> str:

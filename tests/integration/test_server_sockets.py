@@ -320,7 +320,7 @@ def test_a_process_ends_with_status_0(folder: Path) -> None:
         assert "".join(server.said[-6:]) == (
             f"serving on {server.address}\n"
             f"  model   {folder.name}: float32 on cpu\n"
-            "  fits    32,768 tokens of KV cache; 256 sequences at a time, up to 1,024 tokens each\n"
+            "  fits    32,768 tokens of KV; 256 sequences of up to 1,024 tokens at a time\n"
             "  access  programs of this machine, without a key\n"
             "  pages   /kv (the pool) and /metrics; /openapi.json (the API)\n"
             "  store   none: the KV cache ends with the server (--kv-cache-dir DIR keeps it)\n"

@@ -35,7 +35,7 @@ def test_six_lines() -> None:
     assert lines == [
         "serving on http://127.0.0.1:8000",
         "  model   SmolLM2-135M-Instruct: bfloat16 on cpu",
-        "  fits    186,384 tokens of KV cache; 256 sequences at a time, up to 8,192 tokens each",
+        "  fits    186,384 tokens of KV; 256 sequences of up to 8,192 tokens at a time",
         "  access  programs of this machine, without a key",
         "  pages   /kv (the pool) and /metrics; /openapi.json (the API)",
         "  store   none: the KV cache ends with the server (--kv-cache-dir DIR keeps it)",
@@ -45,7 +45,7 @@ def test_six_lines() -> None:
 def test_replicas_hold_as_much_each() -> None:
     lines = said(ServerSettings(served_model_name=("small", "fast")), replicas=2)
     assert lines[1] == "  model   small, fast: bfloat16 on 2 replicas on cpu"
-    assert lines[2].startswith("  fits    372,768 tokens of KV cache; 512 sequences at a time")
+    assert lines[2].startswith("  fits    372,768 tokens of KV; 512 sequences of up to")
 
 
 @pytest.mark.parametrize(
