@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     build = torch_build(given.torch)
     if given.wanted == "engine":
-        size = "0.2 GB" if build == "cpu" else "3 GB on Linux, with CUDA"
+        size = "0.2 GB" if build == "cpu" else "5 GB on Linux, with CUDA"
         print(f"installing torch ({size}), transformers, ...: a few minutes", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for command in commands(given.uv, given.wanted, build, Path(folder) / "requirements.txt"):
