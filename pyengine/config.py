@@ -220,7 +220,6 @@ class EngineSettings:
     seed: int = setting(
         0,
         "seed from which requests without a seed get theirs, in the order of submission",
-        panel="Sampling",
     )
 
     def __post_init__(self) -> None:

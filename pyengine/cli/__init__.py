@@ -1,4 +1,4 @@
-"""The command line: `pyengine generate`, `chat`, `serve`, `info`, `trace replay` and `cache`."""
+"""The command line, `pyengine`. `pyengine --help` lists the commands."""
 
 import atexit
 import gc
@@ -30,20 +30,20 @@ def main(factory: "EngineFactory | None" = None) -> None:
     _prepare_streams()
     try:
         from pyengine.cli.app import app
+        from pyengine.cli.completion import answer_shells
         from pyengine.cli.status import report
     except ModuleNotFoundError as error:
         if error.name != "typer":
             raise
-        if sys.argv[1:3] == ["trace", "replay"]:  # works in the base install
-            from pyengine.cli.replay import run_bare
-
-            raise SystemExit(run_bare(sys.argv[3:])) from None
+        if (status := _run_bare()) is not None:
+            raise SystemExit(status) from None
         from pyengine.utils.packaging import needs_engine_extra
 
         print(f"error: {needs_engine_extra('the command line', 'typer')}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    answer_shells()
     try:
         app(obj=factory)
     except (KeyboardInterrupt, OSError) as error:  # raised outside of a command
@@ -57,11 +57,9 @@ def main(factory: "EngineFactory | None" = None) -> None:
 
 
 def _run_on_windows() -> int:
-    """Run `trace replay`, which needs the block manager only; refuse the rest."""
-    if sys.argv[1:3] == ["trace", "replay"]:
-        from pyengine.cli.replay import run_bare
-
-        return run_bare(sys.argv[3:])
+    """Run the commands that need the block manager only; refuse the rest."""
+    if (status := _run_bare()) is not None:
+        return status
     from pyengine.utils.packaging import require_posix
 
     try:
@@ -69,6 +67,19 @@ def _run_on_windows() -> int:
     except ImportError as error:
         print(f"error: {error}", file=sys.stderr)
     return 1
+
+
+def _run_bare() -> int | None:
+    """Run `trace replay` or `doctor`, which work in the base install; None for other commands."""
+    if sys.argv[1:3] == ["trace", "replay"]:
+        from pyengine.cli import replay
+
+        return replay.run_bare(sys.argv[3:])
+    if sys.argv[1:2] == ["doctor"]:
+        from pyengine.cli import doctor
+
+        return doctor.run_bare(sys.argv[2:])
+    return None
 
 
 class _QuickEnd:

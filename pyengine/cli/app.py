@@ -7,11 +7,15 @@ from typing import Annotated
 import typer
 
 from pyengine.cli.backend import factory_of
+from pyengine.cli.bench import bench
 from pyengine.cli.cache import cache
 from pyengine.cli.chat import chat
+from pyengine.cli.completion import Shell, print_completion
 from pyengine.cli.display import print_rows
+from pyengine.cli.doctor import JSON_HELP, examine
 from pyengine.cli.generate import generate
-from pyengine.cli.options import command
+from pyengine.cli.models import list_models, pull
+from pyengine.cli.options import command, guarded
 from pyengine.cli.serve import serve
 from pyengine.cli.trace import trace
 from pyengine.config import EngineSettings
@@ -21,10 +25,10 @@ LIBRARIES = ("numpy", "torch", "transformers", "tokenizers", "safetensors", "ggu
 
 app = typer.Typer(
     name="pyengine",
-    help="Run language models through a Rust KV-cache block manager.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"auto_envvar_prefix": "PYENGINE"},  # PYENGINE_SERVE_PORT, and so on
 )
 
@@ -39,10 +43,27 @@ def info(context: typer.Context, *, settings: EngineSettings) -> None:
     print_rows("engine", {"model_path": engine.model_path, **rows})
 
 
-app.command()(generate)
-app.command()(chat)
-app.command()(serve)
-app.command()(info)
+@app.command("doctor", help=examine.__doc__, short_help="Find what is missing or slow.")
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP, show_envvar=False)] = False,
+) -> None:
+    """Examine this machine."""
+    with guarded():
+        status = examine(as_json=as_json)
+    if status:
+        raise typer.Exit(status)
+
+
+for body, summary in (
+    (generate, "Answer one prompt, or many from a file."),
+    (chat, "Chat with the model."),
+    (serve, "Serve a model with OpenAI's HTTP API."),
+    (info, "Open the model and print what the engine uses."),
+):
+    app.command(short_help=summary)(body)
+app.command(short_help="Is this machine as fast as it should be?")(bench)
+app.command(short_help="Download a model and check it.")(pull)
+app.command("list", short_help="Print the models on this machine.")(list_models)
 app.add_typer(trace)
 app.add_typer(cache)
 
@@ -68,8 +89,25 @@ def root(
     show_version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Print the version.", callback=_print_version, is_eager=True
+            "--version",
+            help="Print the version.",
+            callback=_print_version,
+            is_eager=True,
+            show_envvar=False,
         ),
     ] = False,
+    completion: Annotated[
+        Shell | None,
+        typer.Option(
+            help="Print a script for this shell, which completes commands and options.",
+            callback=print_completion,
+            is_eager=True,
+            show_envvar=False,
+        ),
+    ] = None,
 ) -> None:
-    """Run language models through a Rust KV-cache block manager."""
+    """Run language models through a Rust KV-cache block manager.
+
+    Each option may also be in the environment: PYENGINE_SERVE_PORT is --port of serve. Commands
+    that open a model read a file of options, too: --config FILE.
+    """

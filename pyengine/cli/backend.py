@@ -115,7 +115,7 @@ def held_interrupt() -> Iterator[None]:
 
 
 @contextmanager
-def _libraries() -> Iterator[None]:
+def libraries() -> Iterator[None]:
     """Import torch within this block. Raises `ConfigurationError` if a library cannot be loaded."""
     try:
         yield
@@ -131,7 +131,7 @@ def _libraries() -> Iterator[None]:
 
 def open_llm(settings: EngineSettings) -> Engine:
     """Load the model and build a real engine. Imports torch and transformers."""
-    with held_interrupt(), _libraries():
+    with held_interrupt(), libraries():
         from pyengine.llm import LLM
 
     return _frozen(LLM(**asdict(settings)))
@@ -139,7 +139,7 @@ def open_llm(settings: EngineSettings) -> Engine:
 
 def open_async_engine(settings: EngineSettings) -> "AsyncEngine":
     """Load the model and build an engine for a server."""
-    with held_interrupt(), _libraries():
+    with held_interrupt(), libraries():
         from pyengine.async_engine import AsyncEngine
 
     return _frozen(AsyncEngine(**asdict(settings)))

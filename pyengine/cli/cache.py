@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from pyengine.cli.display import note, print_rows, write
+from pyengine.cli.display import note, print_rows, size_text, write
 from pyengine.cli.options import guarded
 from pyengine.cli.status import FAILED
 from pyengine.errors import InvalidRequestError
@@ -40,27 +40,27 @@ def root() -> None:
     """Folders with stored KV-cache blocks."""
 
 
-@cache.command("ls")
+@cache.command("ls", short_help="Print entries by model, and the totals.")
 def list_entries(folder: _Folder) -> None:
     """Print the entries of DIR by the fingerprint of their model, and the totals."""
     with guarded(), _opened(folder, "read") as store:
         rows, stats = store.fingerprints(), store.stats()
         shown = {
-            fingerprint.hex()[:DIGITS]: f"{_entries(entries)}, {_size(size)}, last written "
+            fingerprint.hex()[:DIGITS]: f"{_entries(entries)}, {size_text(size)}, last written "
             f"{datetime.fromtimestamp(written):%Y-%m-%d %H:%M}"
             for fingerprint, entries, size, written in rows
         }
         print_rows("fingerprints", shown or {"none": ""})
         totals = {
             "entries": f"{stats['readable_entries']:,}",
-            "their size": _size(stats["readable_bytes"]),
-            "size of all files": _size(stats["disk_bytes"]),
-            "free on the disk": _size(shutil.disk_usage(folder).free),
+            "their size": size_text(stats["readable_bytes"]),
+            "size of all files": size_text(stats["disk_bytes"]),
+            "free on the disk": size_text(shutil.disk_usage(folder).free),
         }
         print_rows("total", totals)
 
 
-@cache.command("verify")
+@cache.command("verify", short_help="Read all entries and print damaged ones.")
 def verify_entries(folder: _Folder) -> None:
     """Read all entries of DIR and print the keys of damaged ones; status 1 if there are any."""
     with guarded(), _opened(folder, "read") as store:
@@ -75,18 +75,28 @@ def verify_entries(folder: _Folder) -> None:
         raise typer.Exit(FAILED)
 
 
-@cache.command("prune")
+@cache.command("prune", short_help="Remove entries.")
 def prune_entries(
     folder: _Folder,
     older_than: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help="Only entries older than this: 30m, 12h, 7d, 2w."),
+        typer.Option(
+            metavar="AGE",
+            help="Only entries older than this: 30m, 12h, 7d, 2w.",
+            show_envvar=False,
+        ),
     ] = None,
     fingerprint: Annotated[
         str | None,
-        typer.Option(metavar="HEX", help="Only entries of this fingerprint, or its first digits."),
+        typer.Option(
+            metavar="HEX",
+            help="Only entries of this fingerprint, or its first digits.",
+            show_envvar=False,
+        ),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All entries.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="All entries.", show_envvar=False)
+    ] = False,
 ) -> None:
     """Remove entries from DIR. Refused while another process writes to it."""
     with guarded():
@@ -109,7 +119,7 @@ def prune_entries(
             after = store.stats()
         write(
             f"{_entries(count)} removed, {_entries(after['readable_entries'])} left; "
-            f"files: {_size(before)} before, {_size(after['disk_bytes'])} now\n",
+            f"files: {size_text(before)} before, {size_text(after['disk_bytes'])} now\n",
             bold=True,
         )
 
@@ -160,9 +170,3 @@ def _named(digits: str, known: list[bytes]) -> bytes:
 
 def _entries(count: int) -> str:
     return "1 entry" if count == 1 else f"{count:,} entries"
-
-
-def _size(size: int) -> str:
-    power = min(max(size.bit_length() - 1, 0) // 10, 3)
-    unit = ("bytes", "KiB", "MiB", "GiB")[power]
-    return f"{size:,} {unit}" if power == 0 else f"{size / 1024**power:,.1f} {unit}"

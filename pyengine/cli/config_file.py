@@ -17,6 +17,7 @@ def config_option() -> inspect.Parameter:
         help="TOML file of options, such as `port = 8001`; the command line overrides it.",
         callback=_read,
         is_eager=True,
+        show_envvar=False,
     )
     kind = Annotated[Path | None, option]
     return inspect.Parameter(

@@ -7,6 +7,7 @@ file names are escaped.
 import math
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ from pyengine.sampling_params import SamplingParams
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 del _CONTROLS[ord("\n")], _CONTROLS[ord("\t")]
+
+COLUMNS = 80
+"""Of a terminal, for wrapped text."""
 
 _BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 """ANSI sequences for a terminal."""
@@ -51,12 +55,36 @@ def _write(stream: TextIO, text: str, style: str) -> None:
         raise
 
 
-def print_rows(title: str, rows: Mapping[str, object]) -> None:
-    """Print a title and a line per row; names of nested rows follow the name of their parent."""
+def print_rows(title: str, rows: Mapping[str, object], *, is_wrapped: bool = False) -> None:
+    """Print a title and a line per row; names of nested rows follow the name of their parent.
+
+    `is_wrapped` breaks long values into lines of at most `COLUMNS`.
+    """
     flat = dict(_flatten(rows))
     width = max(map(len, flat), default=0)
+    lines = [f"  {key:<{width}}  {value}" for key, value in flat.items()]
     write(f"{title}\n", bold=True)
-    write("".join(f"  {key:<{width}}  {value}\n" for key, value in flat.items()))
+    if is_wrapped:
+        lines = [wrapped(line, indent=width + 4) for line in lines]
+    write("".join(f"{line}\n" for line in lines))
+
+
+def wrapped(line: str, *, indent: int) -> str:
+    """Break a line into lines of at most `COLUMNS`; all but the first are indented."""
+    return textwrap.fill(
+        line,
+        COLUMNS,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def size_text(size: int) -> str:
+    """A number of bytes for people, such as 1.5 MiB."""
+    power = min(max(size.bit_length() - 1, 0) // 10, 3)
+    unit = ("bytes", "KiB", "MiB", "GiB")[power]
+    return f"{size:,} {unit}" if power == 0 else f"{size / 1024**power:,.1f} {unit}"
 
 
 def _flatten(rows: Mapping[str, object]) -> Iterator[tuple[str, object]]:

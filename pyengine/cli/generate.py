@@ -19,6 +19,7 @@ from pyengine.cli.prompts import (
     TextPrompt,
     check_encodable,
     read_prompts,
+    read_standard_input,
     to_engine,
 )
 from pyengine.cli.results import Batch, Printed, Results, opened
@@ -34,7 +35,10 @@ RECORDING = b"kvtrace\n"
 @command()
 def generate(
     context: typer.Context,
-    prompt: Annotated[list[str] | None, typer.Argument(help="One or more prompts.")] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Argument(help="One or more prompts; - is the text on standard input."),
+    ] = None,
     *,
     file: Annotated[
         Path | None, typer.Option(help="Prompts, one per line: a text file or .jsonl.")
@@ -66,6 +70,8 @@ def generate(
     """Stream the answer to one prompt, or answer several as a batch, with a summary at the end."""
     if resume and output is None:
         raise InvalidRequestError("--resume needs --output: the file to continue")
+    if (prompt or []).count("-") > 1:
+        raise InvalidRequestError("standard input is one prompt: give - once")
     _check_apart({"--file": file, "--output": output, "--record": record})
     _check_recording(record)
     template = {None: Template.AUTO, True: Template.CHAT, False: Template.RAW}[chat]
@@ -85,7 +91,8 @@ def generate(
                 _answer_many(engine, batch, dict(zip(remaining, ready, strict=True)), results)
 
 
-def _collect(texts: Sequence[str], file: Path | None) -> list[AnyPrompt]:
+def _collect(arguments: Sequence[str], file: Path | None) -> list[AnyPrompt]:
+    texts = [read_standard_input() if text == "-" else text for text in arguments]
     for number, text in enumerate(texts, start=1):
         if not text.strip():
             raise InvalidRequestError(f"prompt {number} is empty")
@@ -97,7 +104,7 @@ def _collect(texts: Sequence[str], file: Path | None) -> list[AnyPrompt]:
     if file is not None:
         prompts += read_prompts(file)
     if not prompts:
-        raise InvalidRequestError("no prompt: give a PROMPT or --file")
+        raise InvalidRequestError("no prompt: give a PROMPT or --file; - is standard input")
     return prompts
 
 

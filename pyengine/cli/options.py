@@ -102,6 +102,9 @@ def command(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., No
                 settings = {name: make(values) for name, make in makers.items()}
                 body(**{name: values[name] for name in own}, **settings)
 
+        for parameter in own.values():
+            for option in getattr(parameter.annotation, "__metadata__", ()):
+                option.show_envvar = False  # the epilog names the rule
         shown: Any = run  # what typer reads
         shown.__signature__ = inspect.Signature([*own.values(), *options])
         shown.__annotations__ = {
@@ -120,7 +123,7 @@ def _option(name: str, default: Any, kind: Any, option: Any) -> inspect.Paramete
 
 def _sampling_option(name: str, form: _Sampling) -> inspect.Parameter:
     flag = f"--{name.replace('_', '-')}"
-    option = typer.Option(flag, help=form.help, rich_help_panel="Sampling")
+    option = typer.Option(flag, help=form.help, show_envvar=False)
     return _option(name, form.default, form.kind, option)
 
 
@@ -132,9 +135,9 @@ def _setting_option(setting: Any, serves: bool) -> inspect.Parameter:
     option = typer.Option(
         form.flag or flag,
         help=f"{form.help[0].upper()}{form.help[1:]}.",
-        rich_help_panel=form.panel,
         hidden=form.hidden and not serves,
         envvar=form.env,
+        show_envvar=False,
     )
     is_repeatable = isinstance(setting.default, tuple)
     return _option(

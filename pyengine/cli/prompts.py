@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -88,6 +89,16 @@ def read_prompts(path: Path) -> list[AnyPrompt]:
     if not prompts:
         raise InvalidRequestError(f"{path} contains no prompts")
     return prompts
+
+
+def read_standard_input() -> str:
+    """Read standard input to its end, as one prompt; a line end at its end is dropped."""
+    text = sys.stdin.read(LONGEST_LINE + 1)
+    if len(text) > LONGEST_LINE:
+        raise InvalidRequestError(
+            f"standard input has more than {LONGEST_LINE >> 20} Mi characters: no prompt"
+        )
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _lines(path: Path) -> Iterator[bytes]:

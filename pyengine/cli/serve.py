@@ -1,12 +1,13 @@
 """`pyengine serve`: an OpenAI-compatible HTTP server."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pyengine.cli.announcement import announcement
 from pyengine.cli.backend import open_async_engine
 from pyengine.cli.display import note
 from pyengine.cli.options import command
@@ -16,7 +17,7 @@ from pyengine.server.settings import ServerSettings
 from pyengine.utils.packaging import needs_cluster_extra, needs_serve_extra
 
 if TYPE_CHECKING:
-    from pyengine.server.lifetime import SignalledServer
+    from pyengine.server.engine_protocol import EngineClient, MakeObservers
 
 _MAX_REPLICAS = 64
 """Limit of replicas on one machine; each is a process with its own copy of the model."""
@@ -42,6 +43,7 @@ def serve(
     """Serve MODEL with OpenAI's HTTP API. On SIGTERM or Ctrl-C, running requests finish first."""
     try:
         from pyengine.server import lifetime
+        from pyengine.server.observers import EngineObservers
     except ModuleNotFoundError as error:
         missing = str(error.name).partition(".")[0]
         if missing not in _LIBRARIES:
@@ -50,23 +52,31 @@ def serve(
     # Bind the address first, to fail before the model is loaded.
     with lifetime.listening(server) as socket, ExitStack() as stack:
         where = lifetime.address_of(server, socket)
-        on_ready = partial(note, f"serving on {where}")
+        note(f"{where}: loading {model or 'the default model'}", dim=True)
+        started = perf_counter()
+        engine: EngineClient
         if replicas == 1:
             engine = stack.enter_context(open_async_engine(settings))
-            http_server = lifetime.make_server(engine, server, on_ready)
+            observers: MakeObservers = EngineObservers
         else:
-            http_server = _over_replicas(settings, replicas, server, on_ready, stack)
-        http_server.run(sockets=[socket])
+            engine, observers = _over_replicas(settings, replicas, stack)
+        note(f"loaded in {perf_counter() - started:.1f} s", dim=True)
+        lines = announcement(
+            where,
+            engine.describe(),
+            settings,
+            server,
+            is_local=lifetime.is_local(socket),
+            replicas=replicas,
+        )
+        on_ready = partial(note, "\n".join(lines))
+        lifetime.make_server(engine, server, on_ready, observers).run(sockets=[socket])
 
 
 def _over_replicas(
-    settings: EngineSettings,
-    count: int,
-    server: ServerSettings,
-    on_ready: Callable[[], object],
-    stack: ExitStack,
-) -> "SignalledServer":
-    """A server in front of replicas on this machine, which end with `stack`."""
+    settings: EngineSettings, count: int, stack: ExitStack
+) -> "tuple[EngineClient, MakeObservers]":
+    """Replicas on this machine, which end with `stack`, and their observers."""
     try:
         from pyengine.cluster.ray_local import local_replicas
     except ModuleNotFoundError as error:
@@ -75,7 +85,5 @@ def _over_replicas(
         needed = needs_cluster_extra("pyengine serve --replicas", "ray")
         raise ConfigurationError(needed) from error
     from pyengine.cluster.observers import ClusterObservers
-    from pyengine.server.lifetime import make_server
 
-    engine = stack.enter_context(local_replicas(settings, count))
-    return make_server(engine, server, on_ready, ClusterObservers)
+    return stack.enter_context(local_replicas(settings, count)), ClusterObservers

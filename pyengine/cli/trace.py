@@ -13,10 +13,10 @@ trace = typer.Typer(name="trace", no_args_is_help=True)
 
 @trace.callback()
 def root() -> None:
-    """Recordings of the block manager, written by `BlockManager.record`."""
+    """Replay recordings of the block manager."""
 
 
-@trace.command("replay", help=show_recording.__doc__)
+@trace.command("replay", help=show_recording.__doc__, short_help="Replay FILE and compare.")
 def replay_file(
     file: Annotated[Path, typer.Argument(help="Recording written by `BlockManager.record`.")],
 ) -> None:

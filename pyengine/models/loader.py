@@ -122,6 +122,17 @@ def load_model(
             raise ModelLoadError(f"{error}{source.way_out}") from error
 
 
+def check_folder(folder: Path) -> None:
+    """Raise `ModelLoadError` if the engine cannot run the model in `folder`.
+
+    Builds the model without its weights; only their headers are read.
+    """
+    headers = check_weights(folder)
+    config = read_config(folder, headers)
+    with load_errors(f"the model in {folder} could not be loaded"), quiet_transformers():
+        _refuse_unpageable(empty_model(config), folder)
+
+
 def model_properties(model: Any) -> list[tuple[str, bytes]]:
     """The configuration of a transformers model, and a SHA-256 digest of each of its weights.
 

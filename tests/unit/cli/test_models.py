@@ -1,0 +1,99 @@
+"""`pyengine pull` and `pyengine list`."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from pyengine.cli.app import app
+from tests.unit.models.tiny import save_tiny_model
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of an empty cache of the hub's client."""
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
+    monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "converted"))
+    return folder
+
+
+def downloaded(hub: Path, name: str, commit: str = "a" * 40) -> Path:
+    """The folder in which the hub's client keeps a revision of a model."""
+    repository = hub / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs/main").write_text(commit)
+    (repository / "blobs").mkdir(exist_ok=True)
+    folder = repository / "snapshots" / commit
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_local_models_have_a_size_and_say_whether_they_run(hub: Path) -> None:
+    save_tiny_model(downloaded(hub, "owner/good"))
+    broken = downloaded(hub, "owner/broken")
+    save_tiny_model(broken)
+    (broken / "config.json").write_text('{"model_type": "mamba"}')
+    converted = hub.parent / "converted/models/a-0123-own"
+    converted.mkdir(parents=True)
+    save_tiny_model(converted)
+    (downloaded(hub, "owner/dataset").parents[1]).rename(hub / "datasets--owner--dataset")
+    found = {each["name"]: each for each in json.loads(run("list", "--json").stdout)}
+    assert found.keys() == {"owner/good", "owner/broken", str(converted)}
+    assert found["owner/good"]["refusal"] is None
+    size = sum(path.stat().st_size for path in converted.iterdir())
+    assert found[str(converted)]["size"] == size
+    assert found[str(converted)]["refusal"] is None and not found[str(converted)]["is_default"]
+    assert found["owner/broken"]["refusal"]
+    shown = run("list").stdout
+    assert "  runs\n" in shown and "does not run: " in shown
+
+
+def test_the_default_model_is_marked(hub: Path) -> None:
+    folder = hub.parent / "converted/models/SmolLM2-135M-Instruct-0.1.2-v1"
+    folder.mkdir(parents=True)
+    save_tiny_model(folder)
+    assert "  runs; the default\n" in run("list").stdout
+
+
+def test_no_models(hub: Path) -> None:
+    result = run("list")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == "no models: `pyengine pull MODEL`\n"
+    hub.rmdir()
+    assert json.loads(run("list", "--json").stdout) == []
+
+
+def test_pull_prints_the_folder_of_a_model_that_runs(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    result = run("pull", str(tmp_path))
+    assert (result.exit_code, result.stdout) == (0, f"{tmp_path}\n")
+    assert "the engine can run it" in result.stderr
+
+
+def test_pull_fails_for_a_model_that_the_engine_cannot_run(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
+    result = run("pull", str(tmp_path))
+    assert result.exit_code == 1
+    assert f"{tmp_path.name} is in {tmp_path}, but " in result.stderr
+
+
+def test_without_the_network_a_sentence_says_so(hub: Path) -> None:
+    result = run("pull", "owner/none")
+    assert result.exit_code == 1
+    assert "the model 'owner/none' is neither a local folder nor could it be" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_path_that_is_not_there(hub: Path) -> None:
+    result = run("pull", "./none.gguf")
+    assert result.exit_code == 1
+    assert "there is no model at './none.gguf'" in result.stderr

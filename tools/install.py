@@ -1,0 +1,89 @@
+"""Install what the project needs into this Python's environment: the versions of uv.lock.
+
+    python tools/install.py engine --uv uv --torch auto
+
+torch is the build of the lock, which on Linux is the one for CUDA, or a build for CPUs from
+PyTorch's own index. `auto` takes the latter on machines without a GPU where that index answers.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+ROOT = Path(__file__).parents[1]
+CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
+PATIENCE = 5.0
+"""Seconds that the index has to answer."""
+
+WANTED = {
+    "engine": ["--extra", "engine", "--group", "embedded"],
+    "serve": ["--extra", "engine", "--group", "embedded", "--extra", "serve"],
+    "dev": ["--extra", "engine", "--group", "embedded", "--extra", "serve", "--extra", "dev"],
+    "docs": ["--extra", "docs"],
+}
+"""The options of uv for each target of the Makefile."""
+
+
+def torch_build(asked: str, driver: Path = Path("/proc/driver/nvidia")) -> str:
+    """The build of torch, "cpu" or "lock", for "auto", "cpu" or "cuda"."""
+    if asked not in ("auto", "cpu", "cuda"):
+        raise SystemExit(f"TORCH={asked}: use auto, cpu or cuda")
+    if asked != "auto":
+        return "cpu" if asked == "cpu" else "lock"
+    is_elsewhere = sys.platform != "linux"  # the only build is that for CPUs
+    return "lock" if is_elsewhere or driver.exists() or not _answers() else "cpu"
+
+
+def _answers() -> bool:
+    try:
+        with urlopen(CPU_INDEX, timeout=PATIENCE) as answer:
+            return bool(answer.status == 200)
+    except (OSError, URLError):
+        return False
+
+
+def commands(uv: str, wanted: str, build: str, requirements: Path) -> list[list[str]]:
+    """The commands, in order; `requirements` is a file that the first one may write."""
+    options = ["--frozen", "--no-default-groups", *WANTED[wanted]]
+    if build == "lock" or wanted == "docs":
+        return [[uv, "sync", "--inexact", "--no-install-project", "-q", *options]]
+    pinned = ["--no-emit-project", "--no-hashes", "--prune", "torch", "--output-file"]
+    target = ["-q", "--python", sys.executable]
+    return [
+        [uv, "export", "-q", *options, *pinned, str(requirements)],
+        [uv, "pip", "install", *target, "-r", str(requirements)],
+        [uv, "pip", "install", *target, "--torch-backend", "cpu", f"torch=={_locked('torch')}"],
+    ]
+
+
+def _locked(name: str) -> str:
+    """The version of a package in the lock."""
+    packages = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))["package"]
+    (version,) = {each["version"] for each in packages if each["name"] == name}
+    return str(version)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Say which torch it is, and install."""
+    parser = argparse.ArgumentParser(description="Install the versions of uv.lock.")
+    parser.add_argument("wanted", choices=WANTED)
+    parser.add_argument("--uv", default="uv")
+    parser.add_argument("--torch", default="auto", help="auto, cpu or cuda")
+    given = parser.parse_args(arguments)
+    build = torch_build(given.torch)
+    if given.wanted == "engine":
+        size = "0.2 GB" if build == "cpu" else "5 GB on Linux, with CUDA"
+        print(f"installing torch ({size}), transformers, ...: a few minutes", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for command in commands(given.uv, given.wanted, build, Path(folder) / "requirements.txt"):
+            subprocess.run(command, check=True, cwd=ROOT)
+
+
+if __name__ == "__main__":
+    main()
