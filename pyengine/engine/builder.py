@@ -174,7 +174,7 @@ def _connect(
     if worker_group is None:
         runner: Runner = _runner(settings, loaded, choice, plan, limits, products)
     else:
-        runner = worker_group.runner(_setup(choice, needs, plan, limits))
+        runner = worker_group.runner(RunnerSetup(plan, choice, limits))
     executor = _executor(settings, runner, loaded.device)
     engine = Engine(
         manager,
@@ -447,20 +447,6 @@ def _compile_if_possible(runner: ModelRunner) -> None:
         runner.compile()
     except ConfigurationError as error:
         _log.warning("%s: the model runs uncompiled; compile=False does not try", error)
-
-
-def _setup(
-    choice: Choice, needs: AttentionNeeds, plan: CachePlan, limits: RunnerLimits
-) -> RunnerSetup:
-    """The setup of every process of a divided model."""
-    return RunnerSetup(
-        num_blocks=plan.size.num_blocks,
-        block_size=plan.block_size,
-        groups=plan.groups,
-        attention_backend=choice.backend,
-        needs=needs,
-        limits=limits,
-    )
 
 
 def _executor(settings: EngineSettings, runner: Runner, device: torch.device) -> Executor:

@@ -6,6 +6,7 @@ closes.
 """
 
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -21,14 +22,10 @@ from pyengine.executor.model_runner import ModelRunner
 from pyengine.executor.tensor_parallel.ranks import (
     CARRY_ON,
     Barrier,
-    Done,
-    Failed,
-    Loaded,
+    PackedStep,
     RankSetup,
-    ReceivedPlan,
     Report,
     RunnerSetup,
-    Started,
     StepAbandoned,
     join,
     make_runner,
@@ -60,28 +57,29 @@ class Worker:
             message = connection.recv_bytes()
             report = self.step(message)
             connection.send(report)
-            if isinstance(report, Failed) and report.in_forward:
+            if report.in_forward:
                 if not connection.poll(_WAITS_FOR_OTHERS):
                     return ALONE
                 if connection.recv_bytes() != CARRY_ON:
                     return ALONE
-                connection.send(Done())
+                connection.send(Report())
 
     def step(self, message: bytes) -> Report:
         """Compute one step, with the other ranks."""
         self._barrier.begin()
         try:
-            plan = ReceivedPlan(message, self._runner.buffers.arrays)
+            plan: PackedStep = pickle.loads(message)
+            plan.arrays = self._runner.buffers.arrays
             self._runner.prepare(plan, extra_rows=plan.extra_rows)(None)
         except StepAbandoned:
-            return Done()
+            return Report()
         except Exception:
             text = traceback.format_exc()
             in_forward = not self._barrier.is_asked
             if not in_forward:
                 self._barrier.refuse()
-            return Failed(text, in_forward)
-        return Done()
+            return Report(text, in_forward)
+        return Report()
 
 
 def main(arguments: list[str]) -> int:
@@ -101,15 +99,15 @@ def main(arguments: list[str]) -> int:
 
 def _run(setup: RankSetup, connection: Connection) -> int:
     """Start, and serve to the end; the exit status."""
-    connection.send(Started())
+    connection.send(Report())  # it has imported what it needs
     try:
         worker = _start(setup, connection)
     except (EOFError, BrokenPipeError):
         raise
     except Exception:
-        connection.send(Failed(traceback.format_exc(), in_forward=False))
+        connection.send(Report(traceback.format_exc()))
         return FAILED
-    connection.send(Done())
+    connection.send(Report())
     return worker.serve(connection)
 
 
@@ -124,7 +122,7 @@ def _start(setup: RankSetup, connection: Connection) -> Worker:
             dtype=setup.dtype,
             tensor_parallel_size=setup.size,
         )
-    connection.send(Loaded(available_memory(loaded.device)))
+    connection.send(Report(available_memory=available_memory(loaded.device)))
     runner_setup: RunnerSetup = connection.recv()
     barrier = Barrier()
     return Worker(make_runner(loaded, runner_setup, barrier), barrier)
