@@ -13,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pyengine.attention.needs import AttentionNeeds
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache import SharedPrefixes
+from pyengine.kv_cache.pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +202,30 @@ class AttentionBackend(ABC):
 
     name: str
     """The name for `choose_backend`."""
+    strength: str
+    """Why "auto" chooses it, in words."""
+    auto_on: tuple[str, ...] = ("cpu", "cuda")
+    """Devices on which "auto" considers it."""
+    is_uncertain = False
+    """True if it needs a package or compiles kernels: it is tried out first."""
+    block_size = 16
+    """Tokens of a KV block that it prefers."""
     supports_graphs = False
     """True if `graph_plan` can be called."""
     shared_group: int | None = None
     """The layer group whose shared blocks it reads once; None: none."""
     reads_tables = True
     """True if it reads `StepInputs.block_tables`; else only `host_block_tables` are filled."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+
+    @staticmethod
+    def obstacle(needs: AttentionNeeds) -> str | None:
+        """Why it cannot serve; None: it can."""
+        if needs.device.type in ("cpu", "cuda"):
+            return None
+        return f"it runs on cpu and cuda, the device is {needs.device}"
 
     @abstractmethod
     def plan(self, inputs: StepInputs) -> AttentionPlan:

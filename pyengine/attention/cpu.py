@@ -25,24 +25,15 @@ from pyengine.utils.host_copy import cpu_array
 from pyengine.utils.openmp import openmp_runtime
 
 
-def cpu_obstacle(needs: AttentionNeeds) -> str | None:
-    """Why the kernel cannot serve; None: it can."""
-    if needs.device.type != "cpu":
-        return f"it runs on cpu, the device is {needs.device}"
-    if needs.dtype not in (torch.float32, torch.bfloat16):
-        return f"it takes float32 and bfloat16, the model is in {dtype_name(needs.dtype)}"
-    if not CpuAttention.is_fast():
-        return "this processor has no AVX2 with FMA"
-    return cache_dtype_obstacle(needs)
-
-
 class CpuBackend(AttentionBackend):
     """Attention over a `KVPool` in host memory, with as many threads as torch has."""
 
     name = "cpu"
+    strength = "reads the blocks in place, in Rust"
     reads_tables = False
 
     def __init__(self, pool: KVPool) -> None:
+        super().__init__(pool)
         self.caches = pool.cpu_caches
         self.threads = CpuAttention(torch.get_num_threads(), openmp_runtime())
         self.groups = [place.group for place in pool.groups.places]
@@ -50,6 +41,17 @@ class CpuBackend(AttentionBackend):
         full = [group for group, window in enumerate(pool.groups.windows) if window is None]
         self.shared_group = full[0] if full else None
         """Groups with a window share no blocks."""
+
+    @staticmethod
+    def obstacle(needs: AttentionNeeds) -> str | None:
+        """See `AttentionBackend.obstacle`."""
+        if needs.device.type != "cpu":
+            return f"it runs on cpu, the device is {needs.device}"
+        if needs.dtype not in (torch.float32, torch.bfloat16):
+            return f"it takes float32 and bfloat16, the model is in {dtype_name(needs.dtype)}"
+        if not CpuAttention.is_fast():
+            return "this processor has no AVX2 with FMA"
+        return cache_dtype_obstacle(needs)
 
     def plan(self, inputs: StepInputs) -> "CpuPlan":
         """Prepare a step; the sequences are checked here, once for all layers."""

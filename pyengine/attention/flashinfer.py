@@ -116,25 +116,6 @@ _COMPANIONS = {"tvm_ffi": "apache-tvm-ffi", "requests": "requests"}
 _LN2 = math.log(2)
 
 
-def flashinfer_obstacle(needs: AttentionNeeds) -> str | None:
-    """Why flashinfer cannot serve; None: it can."""
-    obstacle = cuda_obstacle(needs, (8, 0))
-    if obstacle is not None:
-        return obstacle
-    if "flashinfer" not in needs.packages:
-        return "the package flashinfer-python is not installed"
-    missing = [name for module, name in _COMPANIONS.items() if module not in needs.packages]
-    if missing:
-        names = " and ".join(missing)
-        return f"flashinfer-python needs {names} beside it: pip install {' '.join(missing)}"
-    for layer in needs.layers:
-        if layer.head_dim_k not in _HEAD_DIMS:
-            return f"its head sizes are 64, 128 and 256, the model has {layer.head_dim_k}"
-        if needs.cache_dtype in FLOAT8_DTYPES and layer.head_dim_k == 64:
-            return "it does not read an 8-bit KV cache with heads of size 64"
-    return half_obstacle(needs) or equal_dims_obstacle(needs)
-
-
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """Layers that one planned wrapper serves."""
@@ -168,11 +149,13 @@ class FlashInferBackend(AttentionBackend):
     """Attention over a `KVPool` by flashinfer. Raises `ImportError` where that is missing."""
 
     name = "flashinfer"
+    strength = "its paged kernels serve this model"
+    is_uncertain = True
     supports_graphs = True
     reads_tables = False
 
     def __init__(self, pool: KVPool) -> None:
-        self.pool = pool
+        super().__init__(pool)
         self.writer = KVWriter(pool)
         self.library: Any = importlib.import_module("flashinfer")
         self._workspace = torch.empty(0, dtype=torch.uint8, device=pool.device)
@@ -185,6 +168,25 @@ class FlashInferBackend(AttentionBackend):
             properties = torch.cuda.get_device_properties(pool.device)
             self._processors = properties.multi_processor_count
         self.plan_memory = PlanMemory(mark_in_stream if on_cuda else mark_at_once)
+
+    @staticmethod
+    def obstacle(needs: AttentionNeeds) -> str | None:
+        """See `AttentionBackend.obstacle`."""
+        obstacle = cuda_obstacle(needs, (8, 0))
+        if obstacle is not None:
+            return obstacle
+        if "flashinfer" not in needs.packages:
+            return "the package flashinfer-python is not installed"
+        missing = [name for module, name in _COMPANIONS.items() if module not in needs.packages]
+        if missing:
+            names = " and ".join(missing)
+            return f"flashinfer-python needs {names} beside it: pip install {' '.join(missing)}"
+        for layer in needs.layers:
+            if layer.head_dim_k not in _HEAD_DIMS:
+                return f"its head sizes are 64, 128 and 256, the model has {layer.head_dim_k}"
+            if needs.cache_dtype in FLOAT8_DTYPES and layer.head_dim_k == 64:
+                return "it does not read an 8-bit KV cache with heads of size 64"
+        return half_obstacle(needs) or equal_dims_obstacle(needs)
 
     def plan(self, inputs: StepInputs) -> "FlashInferPlan":
         """Prepare a step; a wrapper is planned when a layer of its kind first asks."""

@@ -48,23 +48,6 @@ RECOMPILE_LIMIT = 64
 limit is 8, and past it a step fails."""
 
 
-def flex_obstacle(needs: AttentionNeeds) -> str | None:
-    """Why FlexAttention cannot serve; None: it can."""
-    if needs.device.type == "cuda":
-        obstacle = cuda_obstacle(needs, (8, 0))
-        size = needs.block_size
-        if obstacle is None and size is not None and (size < 16 or size & (size - 1)):
-            obstacle = f"its blocks are powers of two from 16 on, block_size={size}"
-        if obstacle is not None:
-            return obstacle
-    elif needs.device.type != "cpu":
-        return f"it runs on cuda and cpu, the device is {needs.device}"
-    for layer in needs.layers:
-        if min(layer.head_dim_k, layer.head_dim_v) < 16 and needs.device.type == "cuda":
-            return f"its head sizes start at 16, the model has {layer.head_dim_k}"
-    return cache_dtype_obstacle(needs)
-
-
 class FlexBackend(AttentionBackend):
     """Attention over a `KVPool` by FlexAttention: compiled on CUDA, for tests on the CPU.
 
@@ -72,12 +55,16 @@ class FlexBackend(AttentionBackend):
     """
 
     name = "flex"
+    strength = "torch compiles a kernel for this model"
+    auto_on = ("cuda",)
+    is_uncertain = True
+    block_size = 64
     supports_graphs = True
 
     def __init__(self, pool: KVPool) -> None:
         if pool.device.type != "cpu":
             _check_reach(pool)
-        self.pool = pool
+        super().__init__(pool)
         self.writer = KVWriter(pool)
         self.library: Any = importlib.import_module("torch.nn.attention.flex_attention")
         self.attend: Any = self.library.flex_attention
@@ -90,6 +77,23 @@ class FlexBackend(AttentionBackend):
         if softcap not in self._score_mods:
             self._score_mods[softcap] = _capping(torch.tensor(softcap, device=self.pool.device))
         return self._score_mods[softcap]
+
+    @staticmethod
+    def obstacle(needs: AttentionNeeds) -> str | None:
+        """See `AttentionBackend.obstacle`."""
+        if needs.device.type == "cuda":
+            obstacle = cuda_obstacle(needs, (8, 0))
+            size = needs.block_size
+            if obstacle is None and size is not None and (size < 16 or size & (size - 1)):
+                obstacle = f"its blocks are powers of two from 16 on, block_size={size}"
+            if obstacle is not None:
+                return obstacle
+        elif needs.device.type != "cpu":
+            return f"it runs on cuda and cpu, the device is {needs.device}"
+        for layer in needs.layers:
+            if min(layer.head_dim_k, layer.head_dim_v) < 16 and needs.device.type == "cuda":
+                return f"its head sizes start at 16, the model has {layer.head_dim_k}"
+        return cache_dtype_obstacle(needs)
 
     def plan(self, inputs: StepInputs) -> "FlexPlan":
         """Prepare a step; tiles are laid out per group and window, at first use."""

@@ -41,10 +41,11 @@ class GatherBackend(AttentionBackend):
     """Attention over a `KVPool` by gather and `scaled_dot_product_attention`."""
 
     name = "gather"
+    strength = "serves every model on every device"
     reads_tables = False
 
     def __init__(self, pool: KVPool) -> None:
-        self._pool = pool
+        super().__init__(pool)
         self._scratch = Scratch(pool.device)
         self._writer = KVWriter(pool)
 
@@ -54,7 +55,7 @@ class GatherBackend(AttentionBackend):
         Positions before `first_key` have no keys in the layers of this plan. Only their own rows
         see them, and the results of those rows are not used.
         """
-        return GatherPlan(self._pool, inputs, self._scratch, self._writer, first_key)
+        return GatherPlan(self.pool, inputs, self._scratch, self._writer, first_key)
 
 
 class Scratch:

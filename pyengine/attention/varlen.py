@@ -33,16 +33,6 @@ PAGE = 256
 """The tokens of a page are a multiple of this."""
 
 
-def flash_attn_obstacle(needs: AttentionNeeds) -> str | None:
-    """Why flash-attn cannot serve; None: it can."""
-    obstacle = cuda_obstacle(needs, (8, 0))
-    if obstacle is not None:
-        return obstacle
-    if "flash_attn" not in needs.packages:
-        return "the package flash-attn is not installed"
-    return flash_kernel_obstacle(needs)
-
-
 def flash_kernel_obstacle(needs: AttentionNeeds) -> str | None:
     """Why the kernels of flash-attn 2, torch's copy of them too, cannot serve; None: they can."""
     for layer in needs.layers:
@@ -62,12 +52,25 @@ class FlashAttnBackend(AttentionBackend):
     """Attention over a `KVPool` by flash-attn. Raises `ImportError` where that is missing."""
 
     name = "flash-attn"
+    strength = "its paged kernels serve this model"
+    is_uncertain = True
+    block_size = PAGE
     supports_graphs = True
 
     def __init__(self, pool: KVPool) -> None:
-        self.pool = pool
+        super().__init__(pool)
         self.writer = KVWriter(pool)
         self.library: Any = importlib.import_module("flash_attn")
+
+    @staticmethod
+    def obstacle(needs: AttentionNeeds) -> str | None:
+        """See `AttentionBackend.obstacle`."""
+        obstacle = cuda_obstacle(needs, (8, 0))
+        if obstacle is not None:
+            return obstacle
+        if "flash_attn" not in needs.packages:
+            return "the package flash-attn is not installed"
+        return flash_kernel_obstacle(needs)
 
     def plan(self, inputs: StepInputs) -> "FlashAttnPlan":
         """Prepare a step."""
@@ -170,19 +173,6 @@ def _tensor(result: Any) -> torch.Tensor:
 _LEAST_TORCH = (2, 12)
 
 
-def varlen_obstacle(needs: AttentionNeeds) -> str | None:
-    """Why torch's varlen_attn cannot serve; None: it can."""
-    obstacle = cuda_obstacle(needs, (8, 0))
-    if obstacle is not None:
-        return obstacle
-    if needs.torch_version < _LEAST_TORCH:
-        version = ".".join(map(str, needs.torch_version))
-        return f"varlen_attn takes block tables from torch 2.12 on, this is {version}"
-    if any(layer.softcap is not None for layer in needs.layers):
-        return "varlen_attn has no softcap, which the model needs"
-    return flash_kernel_obstacle(needs)
-
-
 class VarlenBackend(AttentionBackend):
     """Attention over a `KVPool` by `torch.nn.attention.varlen.varlen_attn`.
 
@@ -190,12 +180,28 @@ class VarlenBackend(AttentionBackend):
     """
 
     name = "varlen"
+    strength = "torch's own paged kernel serves this model"
+    is_uncertain = True
+    block_size = PAGE
     supports_graphs = True
 
     def __init__(self, pool: KVPool) -> None:
-        self.pool = pool
+        super().__init__(pool)
         self.writer = KVWriter(pool)
         self.library: Any = importlib.import_module("torch.nn.attention.varlen")
+
+    @staticmethod
+    def obstacle(needs: AttentionNeeds) -> str | None:
+        """See `AttentionBackend.obstacle`."""
+        obstacle = cuda_obstacle(needs, (8, 0))
+        if obstacle is not None:
+            return obstacle
+        if needs.torch_version < _LEAST_TORCH:
+            version = ".".join(map(str, needs.torch_version))
+            return f"varlen_attn takes block tables from torch 2.12 on, this is {version}"
+        if any(layer.softcap is not None for layer in needs.layers):
+            return "varlen_attn has no softcap, which the model needs"
+        return flash_kernel_obstacle(needs)
 
     def plan(self, inputs: StepInputs) -> "VarlenPlan":
         """Prepare a step."""
