@@ -27,7 +27,6 @@ from pyengine.attention.backend import AttentionOptions, AttentionPlan, StepInpu
 from pyengine.attention.flashinfer import FlashInferBackend
 from pyengine.executor.cuda_graphs import DecodeGraphs
 from pyengine.executor.input_buffers import (
-    BufferNeeds,
     InputBuffers,
     Pairs,
     RunnerLimits,
@@ -125,8 +124,7 @@ class Host:
             max_blocks_per_seq=case.width,
             num_groups=case.groups,
         )
-        needs = BufferNeeds(apart=True, reads_tables=self.backend.reads_tables)
-        self.buffers = InputBuffers(limits, BLOCK, CPU, needs)
+        self.buffers = InputBuffers(limits, BLOCK, CPU, self.backend, apart=True)
         self.buffers._upload = self.copies
         self.graphs = DecodeGraphs(self._forward, self.backend, self.buffers, blocks)
         self.graphs.capture([case.rows], NoLaunches())

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 
 from pyengine.attention.paged import on_device
-from pyengine.errors import ConfigurationError
 from pyengine.kv_cache import StepPlan
 from pyengine.sampling.batch import SamplingBatch
 from pyengine.sampling.logprobs import PendingLogprobs
@@ -23,7 +22,8 @@ from pyengine.utils.host_copy import upload
 
 if TYPE_CHECKING:
     from pyengine.engine.request import Request, SequenceState
-    from pyengine.executor.model_runner import DraftRow, ModelRunner, MTPStep, Runner
+    from pyengine.executor.model_runner import ModelRunner, Runner
+    from pyengine.executor.mtp import DraftRow, MTPStep
 
 T = TypeVar("T")
 
@@ -255,8 +255,8 @@ class SubmittedStep:
 class Executor:
     """Runs the forward pass and the sampling of steps, in order.
 
-    `depth` is the number of steps in the device's queue at a time. With 2, a step decodes the
-    tokens of the one before while those are still on the device; they are fed forward there.
+    `depth` is the number of steps in the device's queue at a time, 1 or 2. With 2, a step decodes
+    the tokens of the one before while those are still on the device; they are fed forward there.
     `device` is that of the runner's logits.
 
     Without a `thread`, steps run in the caller's thread; on CUDA that enqueues them in the stream
@@ -271,10 +271,6 @@ class Executor:
         depth: int = 1,
         device: torch.device = _CPU,
     ) -> None:
-        if depth not in (1, 2):
-            raise ConfigurationError(
-                f"depth={depth}: one step runs at a time (1), or a second one waits after it (2)"
-            )
         self.runner = runner
         self.depth = depth
         self._device = device

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 
 from pyengine.executor.input_buffers import RunnerLimits
-from pyengine.executor.model_runner import MTPStep, Runner
+from pyengine.executor.model_runner import Runner
+from pyengine.executor.mtp import MTPStep
 from pyengine.kv_cache import BlockManager, NoBudget, NoRoom, StepPlan
 from pyengine.sampling.batch import SamplingBatch
 from pyengine.sampling.sampler import sample

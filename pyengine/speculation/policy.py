@@ -14,12 +14,15 @@ and of the one step in which the penalty was reached.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.speculation.drafters import NO_DRAFT, Context, Draft
+from pyengine.speculation.drafters import NO_DRAFT, Draft
+
+if TYPE_CHECKING:
+    from pyengine.engine.request import SequenceState
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -116,10 +119,10 @@ class DraftPolicy:
         self._costs = costs
         self._rates: dict[int, _Rate] = {}
         """Rates by match length."""
-        self._records: dict[Context, _DraftRecord] = {}
+        self._records: dict[SequenceState, _DraftRecord] = {}
 
     def keep(
-        self, contexts: Sequence[Context], drafts: Sequence[Draft], step: StepSize
+        self, contexts: "Sequence[SequenceState]", drafts: Sequence[Draft], step: StepSize
     ) -> Sequence[int]:
         """The number of tokens of each draft to compute in a step."""
         kept = [0] * len(drafts)
@@ -172,7 +175,7 @@ class DraftPolicy:
         more = rate * (drawing[count] - drawing[0]) / max(1, draws[count])
         return chosen, (price, price + more)
 
-    def _chance(self, context: Context, draft: Draft) -> float:
+    def _chance(self, context: "SequenceState", draft: Draft) -> float:
         """The probability of each token of a draft, if those before it are right; 0 without a
         draft, or if the penalty is too high."""
         tokens = context.token_ids
@@ -210,6 +213,6 @@ class DraftPolicy:
             rate = self._rates[match_length] = prior
         return rate
 
-    def forget(self, context: Context) -> None:
+    def forget(self, context: "SequenceState") -> None:
         """Drop a sample that has ended; it may be unknown."""
         self._records.pop(context, None)

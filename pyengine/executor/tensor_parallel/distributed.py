@@ -40,7 +40,8 @@ import torch.distributed as dist
 
 from pyengine.errors import ConfigurationError, EngineDeadError, WorkerError
 from pyengine.executor.cpu_threads import compute_threads
-from pyengine.executor.model_runner import Forward, ModelRunner, MTPStep, Plan, StepLogits
+from pyengine.executor.model_runner import Forward, ModelRunner, Plan, StepLogits
+from pyengine.executor.mtp import MTPStep
 from pyengine.executor.tensor_parallel.ranks import (
     CARRY_ON,
     Barrier,
