@@ -12,9 +12,8 @@ import torch
 
 from pyengine.attention.paged import on_device
 from pyengine.kv_cache import StepPlan
-from pyengine.sampling.batch import SamplingBatch
 from pyengine.sampling.logprobs import PendingLogprobs
-from pyengine.sampling.sampler import Sampled, sample
+from pyengine.sampling.sampler import Sampled, SamplingBatch, sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling.token_masks import MaskFiller, TokenMasks
 from pyengine.scheduler.batch import Entry, ScheduledStep

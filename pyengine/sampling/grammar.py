@@ -16,7 +16,7 @@ from weakref import finalize
 
 from pyengine.errors import InvalidRequestError, PyEngineError, QueueFullError
 from pyengine.sampling import grammar_checker
-from pyengine.sampling.token_matcher import CompiledGrammar, TokenMatcher, num_filling_threads
+from pyengine.sampling.token_masks import CompiledGrammar, TokenMatcher, num_filling_threads
 from pyengine.sampling_params import StructuredOutputs
 from pyengine.utils.packaging import needs_serve_extra
 

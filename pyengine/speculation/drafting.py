@@ -14,8 +14,7 @@ from pyengine.executor.input_buffers import RunnerLimits
 from pyengine.executor.model_runner import Runner
 from pyengine.executor.mtp import MTPStep
 from pyengine.kv_cache import BlockManager, NoBudget, NoRoom, StepPlan
-from pyengine.sampling.batch import SamplingBatch
-from pyengine.sampling.sampler import sample
+from pyengine.sampling.sampler import SamplingBatch, sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.batch import ScheduledStep
