@@ -140,7 +140,7 @@ class Host:
     def _forward(self, inputs: StepInputs, plan: AttentionPlan) -> torch.Tensor:
         rows = torch.zeros(len(inputs.seq_lens), 1, HEAD_DIM, dtype=torch.bfloat16)
         for layer in range(self.case.groups):
-            plan.forward(layer, rows, rows, rows, AttentionOptions(1.0))
+            plan.forward(layer, (rows, rows, rows), AttentionOptions(1.0))
         return rows[:, 0]
 
     def step(self) -> tuple[float, float]:

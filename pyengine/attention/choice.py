@@ -136,7 +136,7 @@ def try_out(
                 plan = backend.plan(_trial_inputs(new_tokens, block_size, needs.device))
                 for layer, kind in enumerate(kinds):
                     rows = _trial_rows(new_tokens, kind, needs)
-                    plan.forward(layer, *rows, _trial_options(kind, needs))
+                    plan.forward(layer, rows, _trial_options(kind, needs))
             if needs.device.type == "cuda":
                 torch.cuda.synchronize()
     except Exception as error:  # whatever an import, a compiler or a driver raises

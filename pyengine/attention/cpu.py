@@ -16,6 +16,7 @@ from pyengine.attention.backend import (
     AttentionOptions,
     Int32Array,
     Rotation,
+    Rows,
     StepInputs,
 )
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
@@ -91,16 +92,9 @@ class CpuPlan:
         """Cosines and sines as the kernel takes them, converted once for all layers."""
         self._angles_of: tuple[Any, ...] = ()
 
-    def forward(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
-        backend = self._backend
+        backend, (query, key, value) = self._backend, rows
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         sinks = options.sinks
         backend.threads.forward(

@@ -1,12 +1,9 @@
 """Attention by flash-attn 2, from its package or from torch (`varlen_attn`); pages of 256 tokens.
 
 The package: leading sequences with one new token go to `flash_attn_with_kvcache`, which splits long
-caches over the GPU, the rest to `flash_attn_varlen_func`.
-
-torch 2.12 and later: its copy of flash-attn 2. `num_splits=1`: with more, rows were left unwritten
-upstream. There is no softcap.
-
-Neither has sinks; they are added from the logarithm of the sum under the softmax.
+caches over the GPU, the rest to `flash_attn_varlen_func`. torch 2.12 and later has a copy without a
+softcap; with more than `num_splits=1`, rows were left unwritten upstream. Sinks are added from the
+logarithm of the sum under the softmax.
 """
 
 import importlib
@@ -15,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pyengine.attention.backend import AttentionBackend, AttentionOptions, StepInputs
+from pyengine.attention.backend import AttentionBackend, AttentionOptions, Rows, StepInputs
 from pyengine.attention.needs import (
     AttentionNeeds,
     cache_dtype_obstacle,
@@ -99,16 +96,9 @@ class FlashAttnPlan:
     def refresh(self, inputs: StepInputs) -> None:
         """See `GraphPlan.refresh`; there is nothing to do."""
 
-    def forward(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
-        rows, slots = (query, key, value), self._inputs.slot_mapping
+        slots = self._inputs.slot_mapping
         query = self._backend.writer.write_step(layer, rows, slots, options.rotation)
         query, decodes = query.contiguous(), self._decodes
         if self._starts is None:
@@ -228,14 +218,7 @@ class VarlenPlan:
         """See `GraphPlan.refresh`."""
         torch.cumsum(inputs.seq_lens, 0, dtype=torch.int32, out=self._key_starts[1:])
 
-    def forward(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         if options.softcap is not None:
             raise ConfigurationError(
@@ -244,9 +227,8 @@ class VarlenPlan:
             )
         pool, inputs = self._backend.pool, self._inputs
         group = pool.groups.places[layer].group
-        rows, writer = (query, key, value), self._backend.writer
+        writer, library = self._backend.writer, self._backend.library
         query = writer.write_step(layer, rows, inputs.slot_mapping, options.rotation)
-        library = self._backend.library
         sinks = options.sinks
         result = library.varlen_attn(
             query.contiguous(),

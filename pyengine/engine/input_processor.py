@@ -24,8 +24,7 @@ from pyengine.sampling.state import SamplingState, sample_seed, tokens_of_words
 from pyengine.sampling_params import SamplingParams
 from pyengine.utils.validation import is_real
 
-_PROMPT_LOGITS = 1 << 26
-"""The most logits of prompts' positions in a step: 256 MiB in float32."""
+_PROMPT_LOGITS = 1 << 26  # the most logits of prompts' positions in a step: 256 MiB in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

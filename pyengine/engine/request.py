@@ -35,11 +35,9 @@ class OutputSink(Protocol):
 
     def put(self, output: RequestOutput) -> None:
         """Accept a delta, or the whole output."""
-        ...
 
     def fail(self, error: Exception) -> None:
         """The request has failed: no further output."""
-        ...
 
 
 @dataclass(slots=True, eq=False, repr=False)

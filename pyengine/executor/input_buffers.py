@@ -164,8 +164,12 @@ class InputBuffers:
         self._is_apart = device.type != "cpu" or apart
         self._copies_tables = self._is_apart and (backend is None or backend.reads_tables)
         self._twins = self._host
-        if self._is_apart:
-            self._twins = beside._twins if beside else _like(self._host, device)
+        if self._is_apart and beside is not None:
+            self._twins = beside._twins
+        elif self._is_apart:
+            self._twins = {
+                name: torch.zeros_like(host, device=device) for name, host in self._host.items()
+            }
         self._staging = torch.empty(0, dtype=torch.int32)
         self._upload: Upload = upload_in_stream if self._pins else upload_at_once
         self._wait_for_upload: Wait | None = None
@@ -184,9 +188,9 @@ class InputBuffers:
     def fill(self, plan: "Plan", padding: Padding | None = None) -> FilledStep:
         """Let `plan` write its step, padded with `padding`. Only the rows of this step are copied.
 
-        Waits until the copy of the step before is done: if that step was rolled back, or samples no
-        tokens, no one else has waited for it. A pending token is written as `-1 - row` (see
-        `ModelRunner`). The result refers to the buffers: it is valid until the next call.
+        Waits for the copy of the step before: nobody has if that step was rolled back, or samples
+        no tokens. A pending token is written as `-1 - row` (see `ModelRunner`). The result refers
+        to the buffers: it is valid until the next call.
         """
         if self._wait_for_upload is not None:
             self._wait_for_upload()
@@ -309,7 +313,3 @@ class InputBuffers:
             capacity = min(self._tables.numel(), 1 << (size - 1).bit_length())
             self._staging = torch.empty(capacity, dtype=torch.int32, pin_memory=self._pins)
         return self._staging[:size].view(groups, sequences, width)
-
-
-def _like(host: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(tensor, device=device) for name, tensor in host.items()}

@@ -32,28 +32,23 @@ class Plan(Protocol):
     @property
     def num_tokens(self) -> int:
         """Tokens to compute in this step."""
-        ...
 
     @property
     def num_sequences(self) -> int:
         """Sequences that these tokens belong to."""
-        ...
 
     @property
     def num_samples(self) -> int:
         """Rows of logits to compute."""
-        ...
 
     def copies(self) -> list[tuple[int, int]]:
         """Blocks to copy before the step, (source, destination)."""
-        ...
 
     def fill(self, buffers: StepBuffers, /, *, shared: SharedPrefixes | None = None) -> None:
         """Write the step's inputs into the arrays that `buffers` was made over.
 
         Shared prefixes go into the arrays of `shared`.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +87,6 @@ class Runner(Protocol):
 
         Two steps may be prepared at a time. They are run in order, each once or never.
         """
-        ...
 
 
 class ModelRunner:

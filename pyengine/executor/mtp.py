@@ -2,16 +2,14 @@
 
 Layer i of the MTP layers has, at position j, the token t_j and the state before it: of layer i - 1
 at position j - 1, and for the first one the model's last hidden state there. It predicts t_(j + 1).
-Its keys and values of the pair go into slot j, in one more layer of the block of t_j. They depend
-on the tokens up to j only, as all of that block does, so prefixes are shared as without MTP layers.
-Layer i begins at position i + 1, and sees no key before.
+Its keys and values go into slot j, in one more layer of the block of t_j, and depend on the tokens
+up to j only: prefixes are shared as without MTP layers. Layer i begins at position i + 1, and sees
+no key before.
 
-There are two passes. In each step the MTP layers compute its tokens, as any other layer does. So
-their keys and values are those of accepted tokens, whatever drafts were tried. And after a token is
-known, they draft from there; the step that computes those positions overwrites the drafts' keys and
-values.
-
-MTP layers attend by the gather backend, one layer beside the many of the model.
+In each step the MTP layers compute its tokens, as any other layer does: their keys and values are
+those of accepted tokens, whatever drafts were tried. After a token is known, they draft from there;
+the step that computes those positions overwrites the drafts' keys and values. They attend by the
+gather backend.
 """
 
 from collections.abc import Sequence

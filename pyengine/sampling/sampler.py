@@ -345,10 +345,10 @@ def draw(logits: torch.Tensor, batch: DrawBatch, positions: Positions) -> torch.
     ``logits`` are [B, V], among them the batch's rows; ``positions[i]`` is the position of row i's
     token in its output, which determines its random number.
 
-    Every filter is a *floor*: tokens below it are out, all others stay. A floor is a value, so it
-    does not depend on the order of equal logits in a sort, nor on the method that finds it. The
-    draw is by inverse transform: the first token, in order of id, at which the cumulated weight
-    exceeds u times the total, in float64. So a row's token is a function of that row alone.
+    Every filter is a *floor*: tokens below it are out, all others stay, whatever the order of equal
+    logits. The draw is by inverse transform: the first token, in order of id, at which the
+    cumulated weight exceeds u times the total, in float64. So a row's token is a function of that
+    row alone.
     """
     numbers = uniforms(batch.seeds, np.asarray(positions)[batch.rows])
     if logits.device.type == "cpu":

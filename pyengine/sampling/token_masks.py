@@ -16,26 +16,22 @@ import torch.nn.functional as F
 from pyengine.sampling.draw_cpu import largest
 from pyengine.utils.host_copy import upload
 
-_LONGEST_MASK = 0.1
-"""Seconds of the processor; a row that takes longer fails."""
+_LONGEST_MASK = 0.1  # seconds of the processor; a row that takes longer fails
 _LOOKS_EVERY = 0.05
-_WORD = 32
-"""Tokens in a word of a mask."""
+_WORD = 32  # tokens in a word of a mask
 _OCTETS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _SUMMANDS = np.where(_OCTETS == 1, 0, -np.inf).astype(np.float32)
 """For each byte of a mask the summands of the logits of its eight tokens: [256, 8]."""
 LEAST_ROWS = 16
 """The least rows per thread that fills masks, if there are several threads."""
 _MOST_THREADS = 8
-_QUICK = 0.02
-"""Seconds of the processor; a grammar that takes longer is compiled once."""
+_QUICK = 0.02  # seconds of the processor; a grammar that takes longer is compiled once
 _FREE_SECONDS = 0.5
 _SECONDS_PER_TOKEN = 0.005
 """The limit of the processor time of a sample's masks: a base, and a part per token.
 
 A mask usually takes 0.05 ms; all requests of a step wait for all of its masks."""
-_FIRST_GUESS = 5e-5
-"""Seconds of a mask, before there is any."""
+_FIRST_GUESS = 5e-5  # seconds of a mask, before there is any
 
 
 @dataclass(slots=True)
@@ -160,9 +156,8 @@ class BaseMatcher:
 class CompiledGrammar:
     """Makes matchers of a grammar. Thread-safe.
 
-    Copies of an `llguidance.LLMatcher` share a lock. So a grammar that many matchers use is
-    compiled again, once for each thread that fills masks, and new matchers come from the base with
-    the fewest.
+    Copies of an `llguidance.LLMatcher` share a lock. So a grammar with many matchers is compiled
+    again, once for each thread that fills masks; new matchers come from the base with the fewest.
     """
 
     def __init__(self, compile: Callable[[], Any], max_bases: int, background: Executor) -> None:
@@ -387,8 +382,7 @@ class _Run:
         self.at = first
         self.is_timed_out = False
         self._matchers, self._masks, self._rows, self._earlier = matchers, masks, rows, earlier
-        self._clock: int | None = None
-        """The clock of the thread, once it has begun."""
+        self._clock: int | None = None  # the clock of the thread, once it has begun
         self._begin = 0.0
 
     def __call__(self) -> None:
@@ -426,15 +420,13 @@ class _Thread:
 class MaskFiller:
     """Fills the masks of a step in its own threads, while the device computes the step.
 
-    `llguidance` computes a mask without the interpreter's lock, so threads fill rows at the same
-    time, except those of one base matcher. Few rows get one thread: a hand-off takes as long as a
-    few masks.
+    `llguidance` computes a mask without the interpreter's lock; rows of one base matcher take
+    turns. Few rows get one thread: a hand-off takes as long as a few masks.
     """
 
     def __init__(self) -> None:
         self._threads: list[_Thread] = []
-        self._latest: list[_Part] = []
-        """The parts of the latest filling."""
+        self._latest: list[_Part] = []  # the parts of the latest filling
 
     def fill(self, matchers: list[TokenMatcher], num_words: int) -> _Filling:
         """Start to fill the masks of these matchers, `num_words` words each.

@@ -51,8 +51,7 @@ if TYPE_CHECKING:
 
 _by_order = attrgetter("order")
 _NONE: "frozenset[SequenceState]" = frozenset()
-_MOST_PASSED = 64
-"""Waiting sequences that others may overtake in a step, which bounds the search."""
+_MOST_PASSED = 64  # waiting sequences that others may overtake in a step, which bounds the search
 
 
 class StalledError(PyEngineError):

@@ -1,11 +1,9 @@
 """The interface of drafters, and drafters by look-up.
 
 `NgramDrafter`: the tokens after an earlier occurrence of the last n-gram (Saxena, "Prompt Lookup
-Decoding", 2023). The longest n-gram of up to `longest` tokens at the end of prompt and answer
-counts, and of several occurrences the latest. There is no index: each draft compares all tokens, in
-NumPy. A token has four bytes here and some thousands in the KV cache, which every decode step
-reads, so the search is cheap beside the step. An index of 128k tokens would take three quarters of
-a second to build, in one step.
+Decoding", 2023), the longest of up to `longest` tokens, and of several the latest. There is no
+index: each draft compares all tokens, in NumPy, which is cheap beside a step that reads some
+thousands of bytes for each of them.
 
 `SuffixDrafter`: the tokens after the longest matching suffix, in this text and in earlier answers
 (suffix decoding: Oliaro et al., 2024). Requests from templates, and agents in loops, repeat earlier
@@ -48,11 +46,9 @@ class Drafter(Protocol):
 
         Accepted tokens of earlier drafts are part of the contexts.
         """
-        ...
 
     def forget(self, context: "SequenceState") -> None:
         """Drop a sample that has ended; it may be unknown."""
-        ...
 
 
 class NgramDrafter:
@@ -143,8 +139,7 @@ def _last_true(flags: npt.NDArray[np.bool_]) -> int | None:
     return place if flags[place] else None
 
 
-_ARCHIVED = 1 << 20
-"""Tokens of earlier answers that are kept: up to 100 MB."""
+_ARCHIVED = 1 << 20  # tokens of earlier answers that are kept: up to 100 MB
 
 
 class SuffixDrafter:

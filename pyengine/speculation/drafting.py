@@ -197,8 +197,7 @@ _Times: TypeAlias = npt.NDArray[np.float64]
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _TURNS = 4
-_SECONDS = 1.5
-"""Sizes are measured in order, again and again, for this time."""
+_SECONDS = 1.5  # sizes are measured in order, again and again, for this time
 
 
 def measured_costs(runner: Runner, manager: BlockManager, limits: RunnerLimits) -> StepCosts:

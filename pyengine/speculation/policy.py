@@ -73,43 +73,36 @@ class StepCosts:
     drawn: Curve = field(default_factory=lambda: Curve([0, 1], [0.0, 0.0]))
 
 
-_PRIOR = 0.6
-"""The acceptance rate of unknown drafts: high enough to try one."""
+_PRIOR = 0.6  # the acceptance rate of unknown drafts: high enough to try one
 _PRIOR_WEIGHT = 8.0
-_REQUEST_WEIGHT = 4.0
-"""Weight of all other requests, in tokens of the request itself."""
-_MAX_PENALTY = 1.0
-"""In tokens."""
-_PENALTY_DECAY = 0.01
-"""Per generated token: the cost of further tries."""
+_REQUEST_WEIGHT = 4.0  # weight of all other requests, in tokens of the request itself
+_MAX_PENALTY = 1.0  # in tokens
+_PENALTY_DECAY = 0.01  # per generated token: the cost of further tries
 _DECAY = 0.9
 _GLOBAL_DECAY = 0.99
 
 
+@dataclass(slots=True)
 class _Rate:
     """The acceptance rate of tokens; old ones count less."""
 
-    __slots__ = ("_decay", "hits", "tries")
-
-    def __init__(self, decay: float, hits: float = 0.0, tries: float = 0.0) -> None:
-        self.hits, self.tries = hits, tries
-        self._decay = decay
+    decay: float
+    hits: float = 0.0
+    tries: float = 0.0
 
     def add(self, hits: int, tries: int) -> None:
-        self.hits = self.hits * self._decay + hits
-        self.tries = self.tries * self._decay + tries
+        self.hits = self.hits * self.decay + hits
+        self.tries = self.tries * self.decay + tries
 
 
+@dataclass(slots=True)
 class _DraftRecord:
     """A request's rate, its penalty, and its last draft with its number of tokens then."""
 
-    __slots__ = ("draft", "length", "penalty", "rate")
-
-    def __init__(self, length: int) -> None:
-        self.rate = _Rate(_DECAY)
-        self.penalty = 0.0
-        self.draft = NO_DRAFT
-        self.length = length
+    length: int
+    rate: _Rate = field(default_factory=lambda: _Rate(_DECAY))
+    penalty: float = 0.0
+    draft: Draft = NO_DRAFT
 
 
 class DraftPolicy:
@@ -117,8 +110,7 @@ class DraftPolicy:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._rates: dict[int, _Rate] = {}
-        """Rates by match length."""
+        self._rates: dict[int, _Rate] = {}  # rates by match length
         self._records: dict[SequenceState, _DraftRecord] = {}
 
     def keep(

@@ -99,10 +99,9 @@ class Workers:
         self,
         setups: Sequence[RankSetup],
         *,
-        on_death: Callable[[], None],
+        on_death: Callable[[], None] | None,
         module: str = WORKER,
     ) -> None:
-        self._owner = os.getpid()
         self._fate = _Fate()
         self._workers: list[_Worker] = []
         self._last_words = ""
@@ -125,17 +124,7 @@ class Workers:
             raise
 
     def check(self) -> None:
-        """Raise `EngineDeadError` if a worker has ended, or all were asked to end.
-
-        So it is in a fork of rank 0: the workers are not its own, and an answer that it takes is
-        one that rank 0 waits for.
-        """
-        if os.getpid() != self._owner:
-            raise EngineDeadError(
-                f"this engine belongs to process {self._owner}, of which this one "
-                f"({os.getpid()}) is a fork: start the process by multiprocessing's 'spawn', and "
-                "make a new LLM in it"
-            )
+        """Raise `EngineDeadError` if a worker has ended, or all were asked to end."""
         if self._fate.is_over.is_set() or self._fate.is_wanted:
             raise self.death()
 
@@ -244,7 +233,7 @@ def _start(rank: int, module: str) -> _Worker:
     return _Worker(rank, process, ours)
 
 
-def _watch(running: dict[int, _Worker], fate: _Fate, on_death: Callable[[], None]) -> None:
+def _watch(running: dict[int, _Worker], fate: _Fate, on_death: Callable[[], None] | None) -> None:
     """Wait for the ends of the workers, by their pidfd; the first not wanted ends them all."""
     poller = select.poll()
     workers = list(running.values())
@@ -263,7 +252,8 @@ def _watch(running: dict[int, _Worker], fate: _Fate, on_death: Callable[[], None
             for other in workers:
                 other.process.kill()
             fate.is_over.set()
-            on_death()
+            if on_death is not None:
+                on_death()
 
 
 def _cause(worker: _Worker, status: int) -> str:
@@ -327,7 +317,8 @@ class WorkerGroup:
                 )
                 for rank in range(size)
             ]
-            on_death = _abort if first.type == "cuda" else _nothing
+            # Gloo notices by itself that a connection has closed.
+            on_death = _abort if first.type == "cuda" else None
             self._workers = Workers(setups[1:], on_death=on_death, module=module)
             self._resources.callback(self._workers.close)
             self._start(setups[0])
@@ -492,7 +483,3 @@ def _abort() -> None:
     abort: Any = dist.distributed_c10d._abort_process_group
     with suppress(RuntimeError, ValueError):
         abort()
-
-
-def _nothing() -> None:
-    """Gloo notices by itself that a connection has closed."""

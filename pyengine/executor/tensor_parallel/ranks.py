@@ -2,12 +2,10 @@
 
 A worker receives two setups, then steps, and answers each with a report.
 
-Every rank meets the others, makes its runner, and enters a step with them or not at all.
-
 Inside the forward pass the ranks meet in one collective operation after the other, and a rank that
 waits there for one that does not come waits for ever. So they ask each other before the first of
-them: each has its inputs, has copied its blocks and has prepared its attention. A rank that failed
-at that says so, and all of them leave the step in the same state.
+them, when each has its inputs, has copied its blocks and has prepared its attention. If a rank
+failed at that, all of them leave the step in the same state.
 """
 
 import os

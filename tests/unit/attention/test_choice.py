@@ -248,9 +248,9 @@ def test_every_kind_of_layer_is_tried():
             plan = super().plan(inputs)
             forward = plan.forward
 
-            def watched(layer, query, key, value, options):
-                seen.append((len(query), options.sliding_window, options.sinks is not None))
-                return forward(layer, query, key, value, options)
+            def watched(layer, rows, options):
+                seen.append((len(rows[0]), options.sliding_window, options.sinks is not None))
+                return forward(layer, rows, options)
 
             plan.forward = watched
             return plan
