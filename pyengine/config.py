@@ -5,6 +5,7 @@ Imports the standard library only; what needs torch or the block manager is chec
 """
 
 import math
+import os
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _MOST_DRAFTS = 64
+
+STORE_KEY_VARIABLE = "PYENGINE_KV_CACHE_KEY"
+"""64 hexadecimal digits. Entries of a KV store that were not written with it are not read."""
 
 
 def _bytes_of_gib(name: str, gib: float | None) -> int | None:
@@ -334,3 +338,23 @@ takes_settings = takes(EngineSettings)
 Its signature, also for type checkers, and its docstring show the settings. A name that is none is
 refused with the nearest that is one: `ConfigurationError`.
 """
+
+
+def store_key() -> bytes | None:
+    """The secret key of a KV store, 32 bytes; None if there is none.
+
+    Raises `ConfigurationError` for another text.
+    """
+    text = os.environ.get(STORE_KEY_VARIABLE)
+    if not text:
+        return None
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != 32:
+        raise ConfigurationError(
+            f"{STORE_KEY_VARIABLE} has {len(text)} characters and is no key: it must be 64 "
+            "hexadecimal digits; `openssl rand -hex 32` makes some"
+        )
+    return key

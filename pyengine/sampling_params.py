@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 from pyengine.errors import InvalidRequestError
 from pyengine.utils.validation import (
@@ -175,21 +175,24 @@ class _TupleField(Generic[_Item]):
     """A dataclass field that takes one item, several or ``None``, and is read as a tuple.
 
     The standard library calls this a descriptor-typed field: the parameter of ``__init__`` has
-    the type that ``__set__`` takes, the attribute the type that ``__get__`` returns.
+    the type that ``__set__`` takes, the attribute the type that ``__get__`` returns. ``__set__`` is
+    for type checkers; `SamplingParams` makes the tuple, and is then read without a call.
     """
 
-    def __init__(self, checked: Callable[[str, Any], _Item]) -> None:
-        self._checked = checked
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
     def __get__(self, instance: object | None, owner: type) -> tuple[_Item, ...]:
-        items: tuple[_Item, ...] = () if instance is None else instance.__dict__[self._name]
-        return items
+        return ()  # the default
 
-    def __set__(self, instance: object, value: _Item | Iterable[_Item] | None) -> None:
-        instance.__dict__[self._name] = items_of(self._name, value, self._checked)
+    if TYPE_CHECKING:
+
+        def __set__(self, instance: object, value: _Item | Iterable[_Item] | None) -> None: ...
+
+
+_TUPLES: Mapping[str, Callable[[str, Any], Any]] = {
+    "stop": text_item,
+    "stop_token_ids": token_item,
+    "bad_words": text_item,
+}
+"""The fields that are read as tuples, and the checks of their items."""
 
 
 class RequestOutputKind(Enum):
@@ -286,9 +289,9 @@ class SamplingParams:
     """Added to the logits of these token ids."""
     seed: int | None = None
     """Makes sampling reproducible in any batch; ``None``: the engine chooses a seed."""
-    stop: _TupleField[str] = _TupleField(text_item)
+    stop: _TupleField[str] = _TupleField()
     """End the text at the first of these strings."""
-    stop_token_ids: _TupleField[int] = _TupleField(token_item)
+    stop_token_ids: _TupleField[int] = _TupleField()
     """End at the first of these tokens."""
     include_stop_str_in_output: bool = False
     """True: the text includes the stop string that ended it."""
@@ -311,7 +314,7 @@ class SamplingParams:
     """Omit special tokens from the text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """The content of each output while the request runs."""
-    bad_words: _TupleField[str] = _TupleField(text_item)
+    bad_words: _TupleField[str] = _TupleField()
     """Words that the answer must not contain, at the beginning of the text or after a space: a
     token that would complete one is never chosen."""
     allowed_token_ids: Sequence[int] | None = None
@@ -334,6 +337,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
             object.__setattr__(self, name, rule.checked(name, getattr(self, name)))
+        for name, checked in _TUPLES.items():
+            object.__setattr__(self, name, items_of(name, getattr(self, name), checked))
         for name in self._SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise refuse(name, getattr(self, name), "True or False")

@@ -110,7 +110,7 @@ def backend(attention: AttentionBackend, step: Step) -> Attend:
     slots = inputs.slot_mapping[0]
     key = step.pool.keys[0].flatten(0, 1)[slots].clone()
     value = step.pool.values[0].flatten(0, 1)[slots].clone()
-    return lambda: plan.forward(0, step.query, key, value, options)
+    return lambda: plan.forward(0, (step.query, key, value), options)
 
 
 def padded(step: Step) -> Attend:

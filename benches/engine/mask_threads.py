@@ -27,8 +27,7 @@ from benches.engine.page import publish
 from benches.peers.report import heading, machine, results_file, results_name
 from pyengine import LLM, StructuredOutputs
 from pyengine.sampling.grammar import Grammars
-from pyengine.sampling.token_masks import MaskFiller
-from pyengine.sampling.token_matcher import TokenMatcher
+from pyengine.sampling.token_masks import MaskFiller, TokenMatcher
 
 CITY = {
     "type": "object",

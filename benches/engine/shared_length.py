@@ -58,13 +58,13 @@ def measure(dtype: str, length: int) -> dict[str, float]:
     plans = {"once": backend.plan(once), "each": backend.plan(each)}
     heads = (HEADS, KV_HEADS, KV_HEADS)
     query, key, value = (torch.randn(ROWS, number, DIM).to(kind) for number in heads)
-    found = [plan.forward(0, query, key, value, options) for plan in plans.values()]
+    found = [plan.forward(0, (query, key, value), options) for plan in plans.values()]
     assert torch.equal(*found), "the two ways give different bits"
     seconds: dict[str, list[int]] = {name: [] for name in plans}
     for at in range(ROUNDS):
         for name, plan in plans.items():
             start = clock()
-            plan.forward(at % LAYERS, query, key, value, options)
+            plan.forward(at % LAYERS, (query, key, value), options)
             seconds[name].append(clock() - start)
     return {name: median(each) / 1000 for name, each in seconds.items()}
 

@@ -27,7 +27,6 @@ from pyengine.attention.backend import AttentionOptions, AttentionPlan, StepInpu
 from pyengine.attention.flashinfer import FlashInferBackend
 from pyengine.executor.cuda_graphs import DecodeGraphs
 from pyengine.executor.input_buffers import (
-    BufferNeeds,
     InputBuffers,
     Pairs,
     RunnerLimits,
@@ -125,8 +124,7 @@ class Host:
             max_blocks_per_seq=case.width,
             num_groups=case.groups,
         )
-        needs = BufferNeeds(apart=True, reads_tables=self.backend.reads_tables)
-        self.buffers = InputBuffers(limits, BLOCK, CPU, needs)
+        self.buffers = InputBuffers(limits, BLOCK, CPU, self.backend, apart=True)
         self.buffers._upload = self.copies
         self.graphs = DecodeGraphs(self._forward, self.backend, self.buffers, blocks)
         self.graphs.capture([case.rows], NoLaunches())
@@ -142,7 +140,7 @@ class Host:
     def _forward(self, inputs: StepInputs, plan: AttentionPlan) -> torch.Tensor:
         rows = torch.zeros(len(inputs.seq_lens), 1, HEAD_DIM, dtype=torch.bfloat16)
         for layer in range(self.case.groups):
-            plan.forward(layer, rows, rows, rows, AttentionOptions(1.0))
+            plan.forward(layer, (rows, rows, rows), AttentionOptions(1.0))
         return rows[:, 0]
 
     def step(self) -> tuple[float, float]:

@@ -21,7 +21,7 @@ import torch
 from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyengine.attention.backend import AttentionOptions
+from pyengine.attention.backend import AttentionOptions, Rows
 from pyengine.attention.dispatch import (
     CompiledModel,
     PagedContext,
@@ -70,15 +70,9 @@ class Launches(TorchDispatchMode):
 class Counting:
     """Attention that counts as a KV write and a kernel."""
 
-    def forward(
-        self,
-        _layer: int,
-        query: torch.Tensor,
-        _key: torch.Tensor,
-        value: torch.Tensor,
-        _options: AttentionOptions,
-    ) -> torch.Tensor:
+    def forward(self, _layer: int, rows: Rows, _options: AttentionOptions) -> torch.Tensor:
         """Something of the right shape, by two operations."""
+        query, _, value = rows
         return query.new_empty(*query.shape[:2], value.shape[-1]).zero_()
 
 

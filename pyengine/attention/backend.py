@@ -7,14 +7,16 @@ on CPUs, and elsewhere `rotated`, the oracle of both. All compute in float32 and
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from pyengine.attention.needs import AttentionNeeds
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache import SharedPrefixes
+from pyengine.kv_cache.pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,27 +163,23 @@ class AttentionOptions:
     rotation: Rotation | None = None
 
 
+Rows: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Query `[T, query_heads, head_dim_k]`, key `[T, kv_heads, head_dim_k]` and value `[T, kv_heads,
+head_dim_v]` of a layer's step, any strides."""
+
+
 class AttentionPlan(Protocol):
     """One step, prepared: index tensors that every layer of the step shares."""
 
-    def forward(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """Apply `options.rotation`, write the step's keys and values, then attend.
 
-        `query` is `[T, query_heads, head_dim_k]`, `key` `[T, kv_heads, head_dim_k]`, `value`
-        `[T, kv_heads, head_dim_v]`, any strides. Returns `[T, query_heads, head_dim_v]`.
-        The keys and values of the whole step are written before any of them is read, so that
-        a sequence may read blocks which another one computes in the same step.
+        Returns `[T, query_heads, head_dim_v]`. The keys and values of the whole step are written
+        before any of them is read: a sequence may read blocks that another one computes in the same
+        step.
 
         Raises `ConfigurationError` for an option that the backend cannot honour.
         """
-        ...
 
 
 class GraphPlan(AttentionPlan, Protocol):
@@ -192,7 +190,6 @@ class GraphPlan(AttentionPlan, Protocol):
 
         `inputs` has the tensors the plan was made over, filled anew, and their host arrays.
         """
-        ...
 
 
 class AttentionBackend(ABC):
@@ -200,12 +197,30 @@ class AttentionBackend(ABC):
 
     name: str
     """The name for `choose_backend`."""
+    strength: str
+    """Why "auto" chooses it, in words."""
+    auto_on: tuple[str, ...] = ("cpu", "cuda")
+    """Devices on which "auto" considers it."""
+    is_uncertain = False
+    """True if it needs a package or compiles kernels: it is tried out first."""
+    block_size = 16
+    """Tokens of a KV block that it prefers."""
     supports_graphs = False
     """True if `graph_plan` can be called."""
     shared_group: int | None = None
     """The layer group whose shared blocks it reads once; None: none."""
     reads_tables = True
     """True if it reads `StepInputs.block_tables`; else only `host_block_tables` are filled."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+
+    @staticmethod
+    def obstacle(needs: AttentionNeeds) -> str | None:
+        """Why it cannot serve; None: it can."""
+        if needs.device.type in ("cpu", "cuda"):
+            return None
+        return f"it runs on cpu and cuda, the device is {needs.device}"
 
     @abstractmethod
     def plan(self, inputs: StepInputs) -> AttentionPlan:

@@ -8,19 +8,13 @@ import numpy as np
 import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionOptions, StepInputs
-from pyengine.attention.cpu import CpuBackend, cpu_obstacle
-from pyengine.attention.flashinfer import FlashInferBackend, flashinfer_obstacle
-from pyengine.attention.flex import FlexBackend, flex_obstacle
+from pyengine.attention.cpu import CpuBackend
+from pyengine.attention.flashinfer import FlashInferBackend
+from pyengine.attention.flex import FlexBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.attention.needs import AttentionNeeds, LayerNeeds
 from pyengine.attention.paged import on_device
-from pyengine.attention.varlen import (
-    PAGE,
-    FlashAttnBackend,
-    VarlenBackend,
-    flash_attn_obstacle,
-    varlen_obstacle,
-)
+from pyengine.attention.varlen import FlashAttnBackend, VarlenBackend
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from pyengine.utils.host_copy import upload
@@ -40,62 +34,15 @@ class Choice:
 
     def build(self, pool: KVPool) -> AttentionBackend:
         """The backend over `pool`, whose blocks are of `block_size`."""
-        return _CANDIDATES[self.backend].build(pool)
+        return _CANDIDATES[self.backend](pool)
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A backend: how to build it, why it cannot serve (None: it can), and its strength.
-
-    `block_size` is its preferred one. "auto" considers it on the devices `auto_on`. One that needs
-    a package or compiles kernels is `uncertain`: it is tried out first.
-    """
-
-    build: Callable[[KVPool], AttentionBackend]
-    obstacle: Callable[[AttentionNeeds], str | None]
-    strength: str
-    block_size: int = 16
-    auto_on: tuple[str, ...] = ("cpu", "cuda")
-    uncertain: bool = False
-
-
-def _gather_obstacle(needs: AttentionNeeds) -> str | None:
-    if needs.device.type in ("cpu", "cuda"):
-        return None
-    return f"it runs on cpu and cuda, the device is {needs.device}"
-
-
-_CANDIDATES = {  # the preferred first
-    "cpu": _Candidate(CpuBackend, cpu_obstacle, "reads the blocks in place, in Rust"),
-    "flashinfer": _Candidate(
-        FlashInferBackend,
-        flashinfer_obstacle,
-        "its paged kernels serve this model",
-        uncertain=True,
-    ),
-    "flash-attn": _Candidate(
-        FlashAttnBackend,
-        flash_attn_obstacle,
-        "its paged kernels serve this model",
-        block_size=PAGE,
-        uncertain=True,
-    ),
-    "varlen": _Candidate(
-        VarlenBackend,
-        varlen_obstacle,
-        "torch's own paged kernel serves this model",
-        block_size=PAGE,
-        uncertain=True,
-    ),
-    "flex": _Candidate(
-        FlexBackend,
-        flex_obstacle,
-        "torch compiles a kernel for this model",
-        block_size=64,
-        auto_on=("cuda",),
-        uncertain=True,
-    ),
-    "gather": _Candidate(GatherBackend, _gather_obstacle, "serves every model on every device"),
+_CANDIDATES: dict[str, type[AttentionBackend]] = {
+    backend.name: backend
+    for backend in (  # the preferred first
+        *(CpuBackend, FlashInferBackend, FlashAttnBackend, VarlenBackend, FlexBackend),
+        GatherBackend,
+    )
 }
 
 
@@ -149,8 +96,8 @@ def select_backend(requested: str, needs: AttentionNeeds) -> Choice:
         choice = choose_backend(requested, needs, failed)
         candidate = _CANDIDATES[choice.backend]
         problem = None
-        if candidate.uncertain:
-            problem = try_out(candidate.build, needs, choice.block_size)
+        if candidate.is_uncertain:
+            problem = try_out(candidate, needs, choice.block_size)
         if problem is None:
             _log.info("attention backend %s: %s", choice.backend, choice.reason)
             return choice
@@ -189,7 +136,7 @@ def try_out(
                 plan = backend.plan(_trial_inputs(new_tokens, block_size, needs.device))
                 for layer, kind in enumerate(kinds):
                     rows = _trial_rows(new_tokens, kind, needs)
-                    plan.forward(layer, *rows, _trial_options(kind, needs))
+                    plan.forward(layer, rows, _trial_options(kind, needs))
             if needs.device.type == "cuda":
                 torch.cuda.synchronize()
     except Exception as error:  # whatever an import, a compiler or a driver raises

@@ -16,6 +16,7 @@ from pyengine.attention.backend import (
     AttentionOptions,
     Int32Array,
     Rotation,
+    Rows,
     StepInputs,
 )
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
@@ -25,24 +26,15 @@ from pyengine.utils.host_copy import cpu_array
 from pyengine.utils.openmp import openmp_runtime
 
 
-def cpu_obstacle(needs: AttentionNeeds) -> str | None:
-    """Why the kernel cannot serve; None: it can."""
-    if needs.device.type != "cpu":
-        return f"it runs on cpu, the device is {needs.device}"
-    if needs.dtype not in (torch.float32, torch.bfloat16):
-        return f"it takes float32 and bfloat16, the model is in {dtype_name(needs.dtype)}"
-    if not CpuAttention.is_fast():
-        return "this processor has no AVX2 with FMA"
-    return cache_dtype_obstacle(needs)
-
-
 class CpuBackend(AttentionBackend):
     """Attention over a `KVPool` in host memory, with as many threads as torch has."""
 
     name = "cpu"
+    strength = "reads the blocks in place, in Rust"
     reads_tables = False
 
     def __init__(self, pool: KVPool) -> None:
+        super().__init__(pool)
         self.caches = pool.cpu_caches
         self.threads = CpuAttention(torch.get_num_threads(), openmp_runtime())
         self.groups = [place.group for place in pool.groups.places]
@@ -50,6 +42,17 @@ class CpuBackend(AttentionBackend):
         full = [group for group, window in enumerate(pool.groups.windows) if window is None]
         self.shared_group = full[0] if full else None
         """Groups with a window share no blocks."""
+
+    @staticmethod
+    def obstacle(needs: AttentionNeeds) -> str | None:
+        """See `AttentionBackend.obstacle`."""
+        if needs.device.type != "cpu":
+            return f"it runs on cpu, the device is {needs.device}"
+        if needs.dtype not in (torch.float32, torch.bfloat16):
+            return f"it takes float32 and bfloat16, the model is in {dtype_name(needs.dtype)}"
+        if not CpuAttention.is_fast():
+            return "this processor has no AVX2 with FMA"
+        return cache_dtype_obstacle(needs)
 
     def plan(self, inputs: StepInputs) -> "CpuPlan":
         """Prepare a step; the sequences are checked here, once for all layers."""
@@ -89,16 +92,9 @@ class CpuPlan:
         """Cosines and sines as the kernel takes them, converted once for all layers."""
         self._angles_of: tuple[Any, ...] = ()
 
-    def forward(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
-        backend = self._backend
+        backend, (query, key, value) = self._backend, rows
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         sinks = options.sinks
         backend.threads.forward(

@@ -1,10 +1,9 @@
 """From a layer of the model to the plan of the step: the function that transformers calls.
 
-In an uncompiled model, `paged=` holds the step. A compiled graph holds tensors and numbers only,
-and the plan differs in every step. So there attention is one operator that torch.compile treats as
-opaque: the graph holds the number of its model, and the operator looks up the step that the model
-runs. This table is the only ambient state: an entry lives as long as one forward pass, and only
-`running` writes it.
+In an uncompiled model, `paged=` holds the step. A compiled graph holds tensors and numbers only. So
+there attention is one opaque operator: the graph holds the number of its model, and the operator
+looks up the step that the model runs. An entry of that table lives as long as one forward pass, and
+only `running` writes it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from pyengine.attention.backend import (
     HeadNorm,
     RotaryLayout,
     Rotation,
+    Rows,
 )
 from pyengine.errors import ConfigurationError
 
@@ -41,15 +41,8 @@ class PagedContext:
     kept: Sequence[int | None]
     attended: int = field(default=0)
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        """`AttentionPlan.forward`, counted.
+    def attend(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
+        """See `AttentionPlan.forward`. It is counted.
 
         Raises `ConfigurationError` for a layer that sees further back than its group keeps its
         blocks.
@@ -63,7 +56,7 @@ class PagedContext:
                 f"{kept} are kept, as the model's configuration says that its attention slides: "
                 "the two contradict each other, this model is not supported"
             )
-        return self.plan.forward(layer, query, key, value, options)
+        return self.plan.forward(layer, rows, options)
 
 
 class CompiledModel(NamedTuple):
@@ -119,7 +112,7 @@ def paged_attention(
     )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if isinstance(context, PagedContext):
-        return context.attend(module.layer_idx, q, k, v, options)[None], None
+        return context.attend(module.layer_idx, (q, k, v), options)[None], None
     found: torch.Tensor = torch.ops.pyengine.paged_attention(
         q,
         k,
@@ -177,7 +170,7 @@ def _attend_opaquely(  # noqa: PLR0913, PLR0917
     """
     rotation = _together(angles, layout, weights, norm)
     options = AttentionOptions(scaling, sliding_window, softcap, sinks, rotation)
-    return _running[number].attend(layer, query, key, value, options).contiguous()
+    return _running[number].attend(layer, (query, key, value), options).contiguous()
 
 
 def _apart(

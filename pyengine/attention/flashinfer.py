@@ -1,10 +1,9 @@
 """Attention by flashinfer: its paged wrappers, planned once per step and kind of layer.
 
-Written against flashinfer-python 0.6.18. Its kernels are compiled when they are first needed.
-Leading sequences with one new token go to the decode wrapper, the rest to the prefill wrapper.
-Decoding uses tensor cores, for then both share their kernels and any number of query heads per
-KV head is served. The `sinks` that the wrappers take are ignored by their fa2 and fa3 kernels;
-sinks are added from the logarithm of the sum under the softmax, which is in base 2 here.
+Written against flashinfer-python 0.6.18. Leading sequences with one new token go to the decode
+wrapper, the rest to the prefill wrapper. Decoding uses tensor cores: then both share their kernels
+and any number of query heads per KV head is served. Sinks, which the fa2 and fa3 kernels ignore,
+are added from the logarithm of the sum under the softmax, which is in base 2 here.
 """
 
 import importlib
@@ -18,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.backend import AttentionBackend, AttentionOptions, StepInputs
+from pyengine.attention.backend import AttentionBackend, AttentionOptions, Rows, StepInputs
 from pyengine.attention.needs import (
     FLOAT8_DTYPES,
     AttentionNeeds,
@@ -59,10 +58,8 @@ def mark_at_once() -> Callable[[], bool]:
 class PlanMemory:
     """Pinned memory that wrappers plan in.
 
-    `plan` writes into such memory and queues its copy to the device, without a way to see when that
-    is done. The wrapper would reuse the memory for the next step, which may be planned while the
-    copy still waits. So each plan gets memory whose last copy is done. There are as many pieces as
-    plans under way.
+    `plan` queues a copy of such memory to the device, without a way to see when that is done, and
+    the next step may be planned before. So each plan gets memory whose last copy is done.
     """
 
     def __init__(self, mark: Mark) -> None:
@@ -108,31 +105,11 @@ class GraphPages:
 
 
 _LEAST_WORKSPACE = 16 << 20
-_INT_WORKSPACE = 8 << 20
-"""Bytes of a wrapper's plan on the device."""
+_INT_WORKSPACE = 8 << 20  # bytes of a wrapper's plan on the device
 _HEAD_DIMS = (64, 128, 256)
 _COMPANIONS = {"tvm_ffi": "apache-tvm-ffi", "requests": "requests"}
 """Modules that flashinfer imports, and the packages that have them."""
 _LN2 = math.log(2)
-
-
-def flashinfer_obstacle(needs: AttentionNeeds) -> str | None:
-    """Why flashinfer cannot serve; None: it can."""
-    obstacle = cuda_obstacle(needs, (8, 0))
-    if obstacle is not None:
-        return obstacle
-    if "flashinfer" not in needs.packages:
-        return "the package flashinfer-python is not installed"
-    missing = [name for module, name in _COMPANIONS.items() if module not in needs.packages]
-    if missing:
-        names = " and ".join(missing)
-        return f"flashinfer-python needs {names} beside it: pip install {' '.join(missing)}"
-    for layer in needs.layers:
-        if layer.head_dim_k not in _HEAD_DIMS:
-            return f"its head sizes are 64, 128 and 256, the model has {layer.head_dim_k}"
-        if needs.cache_dtype in FLOAT8_DTYPES and layer.head_dim_k == 64:
-            return "it does not read an 8-bit KV cache with heads of size 64"
-    return half_obstacle(needs) or equal_dims_obstacle(needs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +129,9 @@ class _Kind:
 def workspace_bytes(kind: _Kind, processors: int, most_decodes: int) -> int:
     """Bytes of the kernels' workspace for sequences whose keys are split over several blocks.
 
-    flashinfer splits keys as long as that keeps a GPU of `processors` busy, and in a graph of
-    `most_decodes` sequences it reserves a part of each. A part is a tile of rows by all
-    query heads, in float32, with the logarithm of its sum (`PrefillPlan` in its `scheduler.cuh`).
+    flashinfer splits keys as long as that keeps a GPU of `processors` busy, and in a graph reserves
+    a part for each of `most_decodes` sequences. A part is a tile of rows by all query heads, in
+    float32, with the logarithm of its sum (`PrefillPlan` in its `scheduler.cuh`).
     """
     group = kind.query_heads // kind.kv_heads
     decode_tile = 16 if group <= 16 else 64 if group <= 64 else 128
@@ -168,11 +145,13 @@ class FlashInferBackend(AttentionBackend):
     """Attention over a `KVPool` by flashinfer. Raises `ImportError` where that is missing."""
 
     name = "flashinfer"
+    strength = "its paged kernels serve this model"
+    is_uncertain = True
     supports_graphs = True
     reads_tables = False
 
     def __init__(self, pool: KVPool) -> None:
-        self.pool = pool
+        super().__init__(pool)
         self.writer = KVWriter(pool)
         self.library: Any = importlib.import_module("flashinfer")
         self._workspace = torch.empty(0, dtype=torch.uint8, device=pool.device)
@@ -185,6 +164,25 @@ class FlashInferBackend(AttentionBackend):
             properties = torch.cuda.get_device_properties(pool.device)
             self._processors = properties.multi_processor_count
         self.plan_memory = PlanMemory(mark_in_stream if on_cuda else mark_at_once)
+
+    @staticmethod
+    def obstacle(needs: AttentionNeeds) -> str | None:
+        """See `AttentionBackend.obstacle`."""
+        obstacle = cuda_obstacle(needs, (8, 0))
+        if obstacle is not None:
+            return obstacle
+        if "flashinfer" not in needs.packages:
+            return "the package flashinfer-python is not installed"
+        missing = [name for module, name in _COMPANIONS.items() if module not in needs.packages]
+        if missing:
+            names = " and ".join(missing)
+            return f"flashinfer-python needs {names} beside it: pip install {' '.join(missing)}"
+        for layer in needs.layers:
+            if layer.head_dim_k not in _HEAD_DIMS:
+                return f"its head sizes are 64, 128 and 256, the model has {layer.head_dim_k}"
+            if needs.cache_dtype in FLOAT8_DTYPES and layer.head_dim_k == 64:
+                return "it does not read an 8-bit KV cache with heads of size 64"
+        return half_obstacle(needs) or equal_dims_obstacle(needs)
 
     def plan(self, inputs: StepInputs) -> "FlashInferPlan":
         """Prepare a step; a wrapper is planned when a layer of its kind first asks."""
@@ -264,6 +262,11 @@ class FlashInferBackend(AttentionBackend):
             scaling=options.scaling,
         )
 
+    def step_pages(self, inputs: StepInputs, rows: slice = slice(None)) -> list[PageTable]:
+        """The pages of some sequences of a step, for each layer group."""
+        size, lens = self.pool.block_size, inputs.host_seq_lens[rows]
+        return [page_table(lens, tables[rows], size) for tables in inputs.host_block_tables]
+
     def plan_decode(self, wrapper: Any, kind: _Kind, pages: PageTable) -> None:
         """Plan a decode wrapper over `pages`."""
         arguments = (*self._on_host(pages), *self._shape(kind))
@@ -340,31 +343,15 @@ class FlashInferPlan:
         starts = inputs.host_query_start_loc
         self._decodes = decodes = leading_decodes(starts)
         self._starts = starts[decodes:] - decodes
-        size = backend.pool.block_size
-        lens = inputs.host_seq_lens
-        self._decode_pages = [
-            page_table(lens[:decodes], tables[:decodes], size)
-            for tables in inputs.host_block_tables
-        ]
-        self._prefill_pages = [
-            page_table(lens[decodes:], tables[decodes:], size)
-            for tables in inputs.host_block_tables
-        ]
+        self._decode_pages = backend.step_pages(inputs, slice(decodes))
+        self._prefill_pages = backend.step_pages(inputs, slice(decodes, None))
         self._planned: dict[_Kind, tuple[Any, Any]] = {}
 
-    def forward(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         backend, decodes = self._backend, self._decodes
-        kind = backend.kind(layer, query, options)
-        rows, slots = (query, key, value), self._slots[kind.group]
-        query = backend.writer.write(layer, rows, slots, options.rotation)
+        kind = backend.kind(layer, rows[0], options)
+        query = backend.writer.write(layer, rows, self._slots[kind.group], options.rotation)
         decoder, prefiller = self._wrappers(kind)
         query = query.contiguous()
         out = torch.empty_like(query)
@@ -399,28 +386,20 @@ class FlashInferGraphPlan:
         self._wrappers: dict[_Kind, Any] = {}
         groups, batch, width = inputs.block_tables.shape  # the host's are as wide as the step
         self._fixed = [backend.graph_pages(group, batch, width) for group in range(groups)]
-        self._pages = self._step_pages(inputs)
+        self._pages = backend.step_pages(inputs)
 
     def refresh(self, inputs: StepInputs) -> None:
         """See `GraphPlan.refresh`."""
-        self._pages = self._step_pages(inputs)
+        self._pages = self._backend.step_pages(inputs)
         for fixed, pages in zip(self._fixed, self._pages, strict=True):
             fixed.fill(pages)
         for kind, wrapper in self._wrappers.items():
             self._backend.plan_again(wrapper, kind, self._pages[kind.group])
 
-    def forward(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         backend = self._backend
-        kind = backend.kind(layer, query, options)
-        rows = (query, key, value)
+        kind = backend.kind(layer, rows[0], options)
         query = backend.writer.write_step(layer, rows, self._slots, options.rotation)
         wrapper = self._wrappers.get(kind)
         if wrapper is None:
@@ -431,9 +410,3 @@ class FlashInferGraphPlan:
         out = torch.empty_like(query)
         backend.run(wrapper, layer, query, options.sinks, out)
         return out
-
-    def _step_pages(self, inputs: StepInputs) -> list[PageTable]:
-        size = self._backend.pool.block_size
-        return [
-            page_table(inputs.host_seq_lens, tables, size) for tables in inputs.host_block_tables
-        ]

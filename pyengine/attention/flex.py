@@ -20,7 +20,13 @@ import torch
 import torch.fx.experimental._config
 import torch.nn.functional as F
 
-from pyengine.attention.backend import AttentionBackend, AttentionOptions, Int32Array, StepInputs
+from pyengine.attention.backend import (
+    AttentionBackend,
+    AttentionOptions,
+    Int32Array,
+    Rows,
+    StepInputs,
+)
 from pyengine.attention.needs import (
     AttentionNeeds,
     cache_dtype_obstacle,
@@ -34,35 +40,15 @@ from pyengine.utils.host_copy import upload
 
 _WIDE_OFFSETS = (2, 15)
 """torch from which kernels multiply slots by strides in 64 bits (pytorch#185264): 2.13 does not."""
-_REACH = 1 << 31
-"""Elements of a tensor that older kernels can address."""
-_DECODE_TILE = 16
-"""The least number of rows of a tile."""
+_REACH = 1 << 31  # elements of a tensor that older kernels can address
+_DECODE_TILE = 16  # the least number of rows of a tile
 _PREFILL_TILE = 64
 _KEY_TILE = 64
-_LEAST = 2
-"""The least value of every size that changes from step to step."""
+_LEAST = 2  # the least value of every size that changes from step to step
 
 RECOMPILE_LIMIT = 64
 """Variants of the kernel in all: decodes and prefills of each kind of layer take a few. torch's own
 limit is 8, and past it a step fails."""
-
-
-def flex_obstacle(needs: AttentionNeeds) -> str | None:
-    """Why FlexAttention cannot serve; None: it can."""
-    if needs.device.type == "cuda":
-        obstacle = cuda_obstacle(needs, (8, 0))
-        size = needs.block_size
-        if obstacle is None and size is not None and (size < 16 or size & (size - 1)):
-            obstacle = f"its blocks are powers of two from 16 on, block_size={size}"
-        if obstacle is not None:
-            return obstacle
-    elif needs.device.type != "cpu":
-        return f"it runs on cuda and cpu, the device is {needs.device}"
-    for layer in needs.layers:
-        if min(layer.head_dim_k, layer.head_dim_v) < 16 and needs.device.type == "cuda":
-            return f"its head sizes start at 16, the model has {layer.head_dim_k}"
-    return cache_dtype_obstacle(needs)
 
 
 class FlexBackend(AttentionBackend):
@@ -72,12 +58,16 @@ class FlexBackend(AttentionBackend):
     """
 
     name = "flex"
+    strength = "torch compiles a kernel for this model"
+    auto_on = ("cuda",)
+    is_uncertain = True
+    block_size = 64
     supports_graphs = True
 
     def __init__(self, pool: KVPool) -> None:
         if pool.device.type != "cpu":
             _check_reach(pool)
-        self.pool = pool
+        super().__init__(pool)
         self.writer = KVWriter(pool)
         self.library: Any = importlib.import_module("torch.nn.attention.flex_attention")
         self.attend: Any = self.library.flex_attention
@@ -90,6 +80,23 @@ class FlexBackend(AttentionBackend):
         if softcap not in self._score_mods:
             self._score_mods[softcap] = _capping(torch.tensor(softcap, device=self.pool.device))
         return self._score_mods[softcap]
+
+    @staticmethod
+    def obstacle(needs: AttentionNeeds) -> str | None:
+        """See `AttentionBackend.obstacle`."""
+        if needs.device.type == "cuda":
+            obstacle = cuda_obstacle(needs, (8, 0))
+            size = needs.block_size
+            if obstacle is None and size is not None and (size < 16 or size & (size - 1)):
+                obstacle = f"its blocks are powers of two from 16 on, block_size={size}"
+            if obstacle is not None:
+                return obstacle
+        elif needs.device.type != "cpu":
+            return f"it runs on cuda and cpu, the device is {needs.device}"
+        for layer in needs.layers:
+            if min(layer.head_dim_k, layer.head_dim_v) < 16 and needs.device.type == "cuda":
+                return f"its head sizes start at 16, the model has {layer.head_dim_k}"
+        return cache_dtype_obstacle(needs)
 
     def plan(self, inputs: StepInputs) -> "FlexPlan":
         """Prepare a step; tiles are laid out per group and window, at first use."""
@@ -146,25 +153,18 @@ class FlexPlan:
             mask.kv_num_blocks.copy_(counts)
             mask.kv_indices.copy_(pages)
 
-    def forward(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         backend, pool = self._backend, self._backend.pool
         group = pool.groups.places[layer].group
-        rows, slots = (query, key, value), self._inputs.slot_mapping
+        slots = self._inputs.slot_mapping
         query = backend.writer.write_step(layer, rows, slots, options.rotation)
         keys, values = (
             cache.flatten(0, 1).transpose(0, 1)[None]  # [1, kv_heads, slots, d]
             for cache in (pool.keys[layer], pool.values[layer])
         )
         if self._decodes:
-            lanes = Lanes(query.shape[1], key.shape[1], _DECODE_TILE)
+            lanes = Lanes(query.shape[1], keys.shape[1], _DECODE_TILE)
         else:
             lanes = Lanes(query.shape[1], query.shape[1], 1)
         tile = lanes.count if self._decodes else _PREFILL_TILE

@@ -21,7 +21,13 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from pyengine.attention.backend import AttentionBackend, AttentionOptions, Int32Array, StepInputs
+from pyengine.attention.backend import (
+    AttentionBackend,
+    AttentionOptions,
+    Int32Array,
+    Rows,
+    StepInputs,
+)
 from pyengine.attention.needs import FLOAT8_DTYPES
 from pyengine.attention.paged import KVWriter
 from pyengine.kv_cache.pool import KVPool
@@ -41,12 +47,13 @@ class GatherBackend(AttentionBackend):
     """Attention over a `KVPool` by gather and `scaled_dot_product_attention`."""
 
     name = "gather"
+    strength = "serves every model on every device"
     reads_tables = False
 
     def __init__(self, pool: KVPool) -> None:
-        self._pool = pool
-        self._scratch = Scratch(pool.device)
-        self._writer = KVWriter(pool)
+        super().__init__(pool)
+        self.scratch = Scratch(pool.device)
+        self.writer = KVWriter(pool)
 
     def plan(self, inputs: StepInputs, *, first_key: int = 0) -> "GatherPlan":
         """Prepare a step; index tensors are made per sliding window, at first use.
@@ -54,15 +61,15 @@ class GatherBackend(AttentionBackend):
         Positions before `first_key` have no keys in the layers of this plan. Only their own rows
         see them, and the results of those rows are not used.
         """
-        return GatherPlan(self._pool, inputs, self._scratch, self._writer, first_key)
+        return GatherPlan(self, inputs, first_key)
 
 
 class Scratch:
     """Memory for gathered keys and values, used again by every layer of every step.
 
-    On the CPU an allocation of some MiB is returned to the system when it is freed, and then
-    each layer pays for fresh pages, several times the cost of the copy itself. CUDA tensors, which
-    torch caches, and tensors larger than a usual batch are allocated as usual.
+    On the CPU an allocation of some MiB is returned to the system when it is freed, and each layer
+    would pay for fresh pages. CUDA tensors, which torch caches, and large ones are allocated as
+    usual.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,42 +101,26 @@ class Scratch:
 class GatherPlan:
     """One step of the gather backend."""
 
-    def __init__(
-        self,
-        pool: KVPool,
-        inputs: StepInputs,
-        scratch: Scratch,
-        writer: KVWriter,
-        first_key: int = 0,
-    ) -> None:
-        self._pool = pool
+    def __init__(self, backend: GatherBackend, inputs: StepInputs, first_key: int = 0) -> None:
+        self._backend = backend
+        self._pool = pool = backend.pool
         self._first_key = first_key
-        self._scratch = scratch
-        self._writer = writer
         self._layouts = [
             StepLayout(inputs.host_query_start_loc, inputs.host_seq_lens, tables, pool.block_size)
             for tables in inputs.host_block_tables
         ]
-        self._slots = writer.slots(inputs.slot_mapping)
+        self._slots = backend.writer.slots(inputs.slot_mapping)
         self._pieces: dict[tuple[int, int | None], list[SpanPiece | _BatchPiece]] = {}
 
-    def forward(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         group = self._pool.groups.places[layer].group
-        rows, slots = (query, key, value), self._slots[group]
-        query = self._writer.write(layer, rows, slots, options.rotation)
+        query = self._backend.writer.write(layer, rows, self._slots[group], options.rotation)
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         spec = self._pool.specs[layer]
-        out = query.new_empty(*query.shape[:2], value.shape[-1])
+        out = query.new_empty(*query.shape[:2], values.shape[-1])
         for piece in self._pieces_for(group, options.sliding_window):
-            k, v = _gather(keys, values, piece.blocks, piece.num_keys, self._scratch)
+            k, v = _gather(keys, values, piece.blocks, piece.num_keys, self._backend.scratch)
             if spec.dtype in FLOAT8_DTYPES:
                 k, v = k.to(query.dtype) * spec.scale_k, v.to(query.dtype) * spec.scale_v
             piece.attend(query, k, v, options, out)

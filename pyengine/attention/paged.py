@@ -14,16 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.backend import Int32Array, Rotation, rotated
+from pyengine.attention.backend import Int32Array, Rotation, Rows, rotated
 from pyengine.attention.needs import FLOAT8_DTYPES
 from pyengine.kv_cache.pool import KVPool
 
 _FLOAT8_CAPABILITY = (8, 9)
 """Older GPUs convert to 8-bit floats in software, which torch does and Triton does not."""
-
-
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Query, key and value of a layer's step."""
 
 
 class KVWriter:

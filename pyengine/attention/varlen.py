@@ -1,12 +1,9 @@
 """Attention by flash-attn 2, from its package or from torch (`varlen_attn`); pages of 256 tokens.
 
 The package: leading sequences with one new token go to `flash_attn_with_kvcache`, which splits long
-caches over the GPU, the rest to `flash_attn_varlen_func`.
-
-torch 2.12 and later: its copy of flash-attn 2. `num_splits=1`: with more, rows were left unwritten
-upstream. There is no softcap.
-
-Neither has sinks; they are added from the logarithm of the sum under the softmax.
+caches over the GPU, the rest to `flash_attn_varlen_func`. torch 2.12 and later has a copy without a
+softcap; with more than `num_splits=1`, rows were left unwritten upstream. Sinks are added from the
+logarithm of the sum under the softmax.
 """
 
 import importlib
@@ -15,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pyengine.attention.backend import AttentionBackend, AttentionOptions, StepInputs
+from pyengine.attention.backend import AttentionBackend, AttentionOptions, Rows, StepInputs
 from pyengine.attention.needs import (
     AttentionNeeds,
     cache_dtype_obstacle,
@@ -31,16 +28,6 @@ from pyengine.utils.host_copy import upload
 
 PAGE = 256
 """The tokens of a page are a multiple of this."""
-
-
-def flash_attn_obstacle(needs: AttentionNeeds) -> str | None:
-    """Why flash-attn cannot serve; None: it can."""
-    obstacle = cuda_obstacle(needs, (8, 0))
-    if obstacle is not None:
-        return obstacle
-    if "flash_attn" not in needs.packages:
-        return "the package flash-attn is not installed"
-    return flash_kernel_obstacle(needs)
 
 
 def flash_kernel_obstacle(needs: AttentionNeeds) -> str | None:
@@ -62,12 +49,25 @@ class FlashAttnBackend(AttentionBackend):
     """Attention over a `KVPool` by flash-attn. Raises `ImportError` where that is missing."""
 
     name = "flash-attn"
+    strength = "its paged kernels serve this model"
+    is_uncertain = True
+    block_size = PAGE
     supports_graphs = True
 
     def __init__(self, pool: KVPool) -> None:
-        self.pool = pool
+        super().__init__(pool)
         self.writer = KVWriter(pool)
         self.library: Any = importlib.import_module("flash_attn")
+
+    @staticmethod
+    def obstacle(needs: AttentionNeeds) -> str | None:
+        """See `AttentionBackend.obstacle`."""
+        obstacle = cuda_obstacle(needs, (8, 0))
+        if obstacle is not None:
+            return obstacle
+        if "flash_attn" not in needs.packages:
+            return "the package flash-attn is not installed"
+        return flash_kernel_obstacle(needs)
 
     def plan(self, inputs: StepInputs) -> "FlashAttnPlan":
         """Prepare a step."""
@@ -96,16 +96,9 @@ class FlashAttnPlan:
     def refresh(self, inputs: StepInputs) -> None:
         """See `GraphPlan.refresh`; there is nothing to do."""
 
-    def forward(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
-        rows, slots = (query, key, value), self._inputs.slot_mapping
+        slots = self._inputs.slot_mapping
         query = self._backend.writer.write_step(layer, rows, slots, options.rotation)
         query, decodes = query.contiguous(), self._decodes
         if self._starts is None:
@@ -170,19 +163,6 @@ def _tensor(result: Any) -> torch.Tensor:
 _LEAST_TORCH = (2, 12)
 
 
-def varlen_obstacle(needs: AttentionNeeds) -> str | None:
-    """Why torch's varlen_attn cannot serve; None: it can."""
-    obstacle = cuda_obstacle(needs, (8, 0))
-    if obstacle is not None:
-        return obstacle
-    if needs.torch_version < _LEAST_TORCH:
-        version = ".".join(map(str, needs.torch_version))
-        return f"varlen_attn takes block tables from torch 2.12 on, this is {version}"
-    if any(layer.softcap is not None for layer in needs.layers):
-        return "varlen_attn has no softcap, which the model needs"
-    return flash_kernel_obstacle(needs)
-
-
 class VarlenBackend(AttentionBackend):
     """Attention over a `KVPool` by `torch.nn.attention.varlen.varlen_attn`.
 
@@ -190,12 +170,28 @@ class VarlenBackend(AttentionBackend):
     """
 
     name = "varlen"
+    strength = "torch's own paged kernel serves this model"
+    is_uncertain = True
+    block_size = PAGE
     supports_graphs = True
 
     def __init__(self, pool: KVPool) -> None:
-        self.pool = pool
+        super().__init__(pool)
         self.writer = KVWriter(pool)
         self.library: Any = importlib.import_module("torch.nn.attention.varlen")
+
+    @staticmethod
+    def obstacle(needs: AttentionNeeds) -> str | None:
+        """See `AttentionBackend.obstacle`."""
+        obstacle = cuda_obstacle(needs, (8, 0))
+        if obstacle is not None:
+            return obstacle
+        if needs.torch_version < _LEAST_TORCH:
+            version = ".".join(map(str, needs.torch_version))
+            return f"varlen_attn takes block tables from torch 2.12 on, this is {version}"
+        if any(layer.softcap is not None for layer in needs.layers):
+            return "varlen_attn has no softcap, which the model needs"
+        return flash_kernel_obstacle(needs)
 
     def plan(self, inputs: StepInputs) -> "VarlenPlan":
         """Prepare a step."""
@@ -222,14 +218,7 @@ class VarlenPlan:
         """See `GraphPlan.refresh`."""
         torch.cumsum(inputs.seq_lens, 0, dtype=torch.int32, out=self._key_starts[1:])
 
-    def forward(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         if options.softcap is not None:
             raise ConfigurationError(
@@ -238,9 +227,8 @@ class VarlenPlan:
             )
         pool, inputs = self._backend.pool, self._inputs
         group = pool.groups.places[layer].group
-        rows, writer = (query, key, value), self._backend.writer
+        writer, library = self._backend.writer, self._backend.library
         query = writer.write_step(layer, rows, inputs.slot_mapping, options.rotation)
-        library = self._backend.library
         sinks = options.sinks
         result = library.varlen_attn(
             query.contiguous(),

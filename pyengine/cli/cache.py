@@ -15,9 +15,9 @@ import typer
 from pyengine.cli.display import note, print_rows, size_text, write
 from pyengine.cli.options import guarded
 from pyengine.cli.status import FAILED
+from pyengine.config import store_key
 from pyengine.errors import InvalidRequestError
 from pyengine.kv_cache import KVStore, StoreError
-from pyengine.kv_cache.store_key import store_key
 
 NO_LIMIT = 2**62
 """Bytes; a limit below what is stored would evict it."""

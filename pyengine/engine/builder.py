@@ -16,7 +16,7 @@ import torch
 from pyengine.attention.backend import AttentionBackend
 from pyengine.attention.choice import Choice, explain_backends, select_backend
 from pyengine.attention.needs import AttentionNeeds, dtype_name, needs_of
-from pyengine.config import EngineSettings
+from pyengine.config import EngineSettings, store_key
 from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits, compute_model_limits
 from pyengine.engine.offloading import KVOffloader
@@ -42,7 +42,6 @@ from pyengine.kv_cache import BlockManager, ConfigError, KVStore, StoreError, kv
 from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.memory import available_memory
 from pyengine.kv_cache.pool import KVPool, PoolSettings, resolve_kv_cache_dtype
-from pyengine.kv_cache.store_key import store_key
 from pyengine.models.cpu_kernels import fuse_norms
 from pyengine.models.int8_linear import quantise_linears
 from pyengine.models.linear import can_prepack, fuse_linears, prepack_linears
@@ -57,22 +56,19 @@ from pyengine.speculation.drafters import Drafter, NgramDrafter, SuffixDrafter
 from pyengine.speculation.drafting import measured_costs
 from pyengine.speculation.mtp import MTPDrafter
 from pyengine.speculation.policy import DraftPolicy
+from pyengine.utils.openmp import torch_threads
 from pyengine.utils.packaging import package_version
 
 _log = logging.getLogger(__name__)
 
-_SOME_BLOCK_SIZE = 16
-"""For checks of settings, before the backend has chosen a block size."""
-_DISK_BYTES = 20 << 30
-"""The size of a store, if nothing sets it."""
+_SOME_BLOCK_SIZE = 16  # for checks of settings, before the backend has chosen a block size
+_DISK_BYTES = 20 << 30  # the size of a store, if nothing sets it
 _CLOSE_SECONDS = 5
 """For a store to close, if the engine cannot be built. Nothing is queued then."""
-_QUEUE_BYTES = 256 << 20
-"""Of a store in memory, at most, for blocks that wait to be written."""
+_QUEUE_BYTES = 256 << 20  # of a store in memory, at most, for blocks that wait to be written
 _STORED_LAYOUT = b"1: keys of the layers of a group, then values, [block_size, kv_heads, head_dim]"
 """Changes with everything that would make stored KV wrong and is no property of the model."""
-_DRAFTS = 7
-"""The most drafts for a sequence and step, unless the model's MTP layers set the number."""
+_DRAFTS = 7  # the most drafts for a sequence and step, unless the model's MTP layers set the number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +95,7 @@ def build_engine(settings: EngineSettings, *, populate: bool = False) -> BuiltEn
     """
     _check(settings)
     threads = compute_threads(settings.num_threads, settings.tensor_parallel_size)
-    with threads.used(), ExitStack() as undo:
+    with torch_threads(threads.count), ExitStack() as undo:
         store = _open_store(settings)  # what is wrong with it is known before the model is loaded
         if store is not None:
             undo.callback(store.close, _CLOSE_SECONDS)
@@ -174,7 +170,7 @@ def _connect(
     if worker_group is None:
         runner: Runner = _runner(settings, loaded, choice, plan, limits, products)
     else:
-        runner = worker_group.runner(_setup(choice, needs, plan, limits))
+        runner = worker_group.runner(RunnerSetup(plan, choice, limits))
     executor = _executor(settings, runner, loaded.device)
     engine = Engine(
         manager,
@@ -449,20 +445,6 @@ def _compile_if_possible(runner: ModelRunner) -> None:
         runner.compile()
     except ConfigurationError as error:
         _log.warning("%s: the model runs uncompiled; compile=False does not try", error)
-
-
-def _setup(
-    choice: Choice, needs: AttentionNeeds, plan: CachePlan, limits: RunnerLimits
-) -> RunnerSetup:
-    """The setup of every process of a divided model."""
-    return RunnerSetup(
-        num_blocks=plan.size.num_blocks,
-        block_size=plan.block_size,
-        groups=plan.groups,
-        attention_backend=choice.backend,
-        needs=needs,
-        limits=limits,
-    )
 
 
 def _executor(settings: EngineSettings, runner: Runner, device: torch.device) -> Executor:

@@ -24,24 +24,11 @@ _PART_KEYS = frozenset(("type", "text"))
 _INERT_PART_KEYS = frozenset(("annotations", "cache_control", "id", "prompt_cache_breakpoint"))
 """The same for parts of a content."""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_RESERVED = frozenset(
-    [
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    ]
-)
+_RESERVED = {
+    *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
+    *("max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict"),
+    *("return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
+}
 """Parameters of transformers' `apply_chat_template` that are no variables of a template."""
 _WALKS_PARTS = re.compile(r"for\s+\w+\s+in\s+(\w+\.content\b|\w+\[['\"]content['\"]\]|content\b)")
 
@@ -66,8 +53,8 @@ class ChatOptions:
     """Options of rendering a conversation to a prompt.
 
     `tools` are JSON schemas of functions, `template` replaces the model's own, and `variables` are
-    passed to it (vLLM's `chat_template_kwargs`). With `continue_final_message` the last message is
-    left open for the model to continue. `seconds` limits the time of rendering.
+    for it. With `continue_final_message` the model continues the last message. Rendering has
+    `seconds`.
     """
 
     add_generation_prompt: bool = True

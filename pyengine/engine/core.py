@@ -80,15 +80,12 @@ class EngineObserver(Protocol):
 
     def on_arrival(self, request: Request) -> None:
         """A request was queued."""
-        ...
 
     def on_step(self, result: StepResult) -> None:
         """A step was run."""
-        ...
 
     def on_finish(self, request: Request) -> None:
         """A request has ended, for any reason; its times are those of `RequestMetrics`."""
-        ...
 
 
 class Engine:

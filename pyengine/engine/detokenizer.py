@@ -21,8 +21,7 @@ _LONGEST_WINDOW = 24
 _KEPT_TOKENS = 12
 """Tokens that a shortened window keeps; a multiple of every length of a character, so that a text
 of single bytes is not always cut inside a character."""
-_SHORTEST_CONTEXT = 6
-"""Earlier tokens that are decoded first as context."""
+_SHORTEST_CONTEXT = 6  # earlier tokens that are decoded first as context
 
 _Decode: TypeAlias = Callable[[list[int]], str]
 
@@ -30,15 +29,13 @@ _Decode: TypeAlias = Callable[[list[int]], str]
 class IncrementalDetokenizer:
     """The text of one growing completion of a prompt, by a Hugging Face tokenizer.
 
-    ``text`` holds every complete character. ``stable_text`` leaves out an end that may be the
-    beginning of a stop string: it only grows, so it may be streamed. ``finish`` makes the two
-    equal. The text is the addition of the tokens to the text of the prompt: for some tokenizers
-    the first word begins with a space only after other text.
+    ``text`` holds every complete character; it is what the tokens add to the text of the prompt.
+    ``stable_text`` leaves out an end that may be the beginning of a stop string: it only grows, so
+    it may be streamed. ``finish`` makes the two equal.
 
-    Stop strings end the text where they begin, or after them with
-    ``include_stop_str_in_output``. Of several, the first complete one counts, whatever the tokens'
-    borders; of those, the longest. One that ends within the first ``min_tokens`` tokens is
-    ignored.
+    Stop strings end the text where they begin, or after them with ``include_stop_str_in_output``.
+    The first complete one counts, of several the longest; one that ends within the first
+    ``min_tokens`` tokens is ignored.
     """
 
     def __init__(
@@ -53,8 +50,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self._decoder: _StreamDecoder | _WindowDecoder | None = None
         """None once the tokenizer has failed: the text ends there."""
-        self._last, self._mark = "", _REPLACEMENT
-        """The last piece of text, and what a failure of the tokenizer adds, once."""
+        self._mark = _REPLACEMENT  # the text that a failure of the tokenizer adds, once
         try:
             self._decoder = _decoder(tokenizer, skip_special_tokens, prompt_token_ids)
         except BaseException as error:
@@ -101,21 +97,27 @@ class IncrementalDetokenizer:
     def append(self, token_ids: list[int]) -> str | None:
         """Add tokens up to one that completes a stop string, which is returned, if any does.
 
-        The text is cut there. The result is that of adding the tokens one by one, in less time.
+        The text is cut there. Without stop strings all are decoded at once, to the same text.
         Raises ``RuntimeError`` after a match or :meth:`finish`: the text has ended.
         """
         if self._is_finished:
             raise RuntimeError(f"token {token_ids[0]} comes after the end of the text")
         if self._stops is None:
-            self._add(self._push(token_ids), len(token_ids))
+            self._add(self._push(token_ids))
             return None
-        num_free = self._min_tokens - self._num_tokens  # tokens in which no match may end
-        if num_free > 0:
-            piece = self._push(token_ids[:num_free])
+        for token in token_ids:
+            piece = self._push([token])
+            self._add(piece)
+            self._num_tokens += 1
+            found = self._stops.find(piece) if self._num_tokens > self._min_tokens else None
+            if found is not None:
+                stop, num_after = found
+                self._length -= num_after + (0 if self._includes_stop else len(stop))
+                self._pieces = [self.text[: self._length]]
+                self._is_finished, self._may_be_cut = True, False
+                return stop
             self._stops.skip(piece)
-            self._add(piece, min(num_free, len(token_ids)))
-            token_ids = token_ids[num_free:]
-        return self._append_searched(self._stops, token_ids) if token_ids else None
+        return None
 
     def finish(self) -> None:
         """End the text; bytes that never became a character appear as U+FFFD.
@@ -130,28 +132,18 @@ class IncrementalDetokenizer:
             except BaseException as error:
                 self._stop(error)
                 piece = self._mark
-            self._add(piece, 0)
+            self._add(piece)
         self._is_finished, self._may_be_cut = True, False
 
     def _push(self, token_ids: list[int]) -> str:
         """Return the characters that are complete now and were not before."""
         if self._decoder is not None:
             try:
-                self._last = self._decoder.push(token_ids)
-                return self._last
+                return self._decoder.push(token_ids)
             except BaseException as error:
                 self._stop(error)
-        self._last, self._mark = self._mark, ""
-        return self._last
-
-    def _pieces_of(self, token_ids: list[int]) -> list[str]:
-        """Return the piece of text of each token that was pushed last."""
-        if self._decoder is not None:
-            try:
-                return self._decoder.pieces(token_ids)
-            except BaseException as error:
-                self._stop(error)
-        return [*[""] * (len(token_ids) - 1), self._last]
+        mark, self._mark = self._mark, ""
+        return mark
 
     def _stop(self, error: BaseException) -> None:
         """Decode no further after `error` of the tokenizer; raise other errors."""
@@ -160,31 +152,10 @@ class IncrementalDetokenizer:
         _log.warning("the tokenizer fails on tokens of an answer, whose text ends: %r", error)
         self._decoder = None
 
-    def _add(self, piece: str, num_tokens: int) -> None:
-        self._num_tokens += num_tokens
+    def _add(self, piece: str) -> None:
         if piece:
             self._pieces.append(piece)
             self._length += len(piece)
-
-    def _append_searched(self, stops: "StopSearch", token_ids: list[int]) -> str | None:
-        piece = self._push(token_ids)
-        if stops.find(piece) is None:
-            stops.skip(piece)
-            self._add(piece, len(token_ids))
-            return None
-        for piece in self._pieces_of(token_ids):
-            self._add(piece, 1)
-            found = stops.find(piece)
-            if found is not None:
-                break
-            stops.skip(piece)
-        else:
-            raise AssertionError("the tokens' texts, one by one, lack what they have together")
-        stop, num_after = found
-        self._length -= num_after + (0 if self._includes_stop else len(stop))
-        self._pieces = [self.text[: self._length]]
-        self._is_finished, self._may_be_cut = True, False
-        return stop
 
     def _stable_length(self) -> int:
         assert self._stops is not None
@@ -232,9 +203,8 @@ def _context(decode: _Decode, before: Sequence[int]) -> list[int]:
 class _StreamDecoder:
     """Text by the tokenizers library's stream, while it ends in whole characters.
 
-    The stream holds text back until it does; for invalid bytes that is for ever, and it decodes
-    tokens without text again and again. So if it returns no text, or fails, a window decoder
-    replaces it until the text is whole again.
+    The stream holds text back until it does, for invalid bytes for ever. So if it returns no text,
+    or fails, a window decoder replaces it until the text is whole again.
     """
 
     def __init__(
@@ -243,13 +213,11 @@ class _StreamDecoder:
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
         self._decode: _Decode = partial(backend.decode, skip_special_tokens=skip_special_tokens)
-        self._tokens = _context(self._decode, before)
-        """All tokens since some of the prompt."""
+        self._tokens = _context(self._decode, before)  # all tokens since some of the prompt
         self._stream = DecodeStream(self._tokens, skip_special_tokens)
         self._window: _WindowDecoder | None = None
         if self._decode(self._tokens).endswith(_REPLACEMENT):  # the stream would emit it again
             self._window = _WindowDecoder(self._decode, self._tokens)
-        self._last_pieces: list[str] | None = None
 
     def push(self, token_ids: list[int]) -> str:
         """Return the characters that are complete now and were not before."""
@@ -262,25 +230,14 @@ class _StreamDecoder:
                 piece = None
             if piece is not None:
                 self._tokens += token_ids
-                self._last_pieces = None
                 return piece
             self._window = _WindowDecoder(self._decode, _context(self._decode, self._tokens))
         piece = self._window.push(token_ids)
         self._tokens += token_ids
-        self._last_pieces = self._window.pieces(token_ids)
         if self._window.is_flushed:
             self._stream = DecodeStream(self._window.tokens, self._skip_special_tokens)
             self._window = None
         return piece
-
-    def pieces(self, token_ids: list[int]) -> list[str]:
-        """Return the piece of text of each token that was pushed last."""
-        if self._last_pieces is not None:
-            return self._last_pieces
-        before = self._tokens[: len(self._tokens) - len(token_ids)]
-        window = _WindowDecoder(self._decode, _context(self._decode, before))
-        window.push(token_ids)
-        return window.pieces(token_ids)
 
     def flush(self) -> str:
         """Return the characters that were held back."""
@@ -288,15 +245,14 @@ class _StreamDecoder:
 
 
 class _WindowDecoder:
-    """Decodes a few tokens again for each new one, so that the cost stays linear.
+    """Decodes the latest tokens together for each new one, so that the cost stays linear.
 
-    A token's text depends on its neighbours: characters are spread over tokens, and some
-    tokenizers drop the space in front of the first word. So the latest tokens are decoded
-    together, and the new end of their text is emitted. Where a text does not end in a whole
-    character, ``decode`` returns U+FFFD; that is held back while further bytes may complete it.
+    A token's text depends on its neighbours: characters are spread over tokens, and some tokenizers
+    drop the space in front of the first word. Where a text does not end in a whole character,
+    ``decode`` returns U+FFFD, which is held back while further bytes may complete it.
 
-    The window begins with earlier tokens, whose text is not emitted. If they end inside a
-    character, that character is emitted once it is complete.
+    The window begins with earlier tokens, whose text is not emitted, except a character that they
+    begin.
     """
 
     def __init__(self, decode: _Decode, before: list[int]) -> None:
@@ -307,7 +263,6 @@ class _WindowDecoder:
         # characters of the window's text that were emitted
         self._num_given = len(self._window_text.rstrip(_REPLACEMENT))
         self._num_waiting = 0  # tokens since the text ended in a whole character
-        self._last_pieces: list[str] = []
 
     @property
     def is_flushed(self) -> bool:
@@ -321,12 +276,7 @@ class _WindowDecoder:
 
     def push(self, token_ids: list[int]) -> str:
         """Return the characters that are complete now and were not before."""
-        self._last_pieces = [self._push(token) for token in token_ids]
-        return "".join(self._last_pieces)
-
-    def pieces(self, token_ids: list[int]) -> list[str]:
-        """Return the piece of text of each token that was pushed last."""
-        return self._last_pieces
+        return "".join([self._push(token) for token in token_ids])
 
     def _push(self, token_id: int) -> str:
         self._window.append(token_id)
@@ -371,8 +321,8 @@ class _WindowDecoder:
     def _shorten_window(self) -> None:
         """Forget the oldest tokens, if the text of the others stays what it is without them.
 
-        Where the cut falls inside a character, its remaining bytes show as U+FFFD in front;
-        they do no harm if a whole character follows. Otherwise a later cut will do.
+        A cut inside a character shows its remaining bytes as U+FFFD: harmless if a whole character
+        follows.
         """
         tail = self._window[-_KEPT_TOKENS:]
         tail_text = self._decode(tail)

@@ -12,21 +12,19 @@ import numpy as np
 
 from pyengine.engine.prompt_logprobs import PromptLogprobCache, PromptLogprobs
 from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import EndConditions, Request, SequenceState
+from pyengine.engine.request import Request, SequenceState
 from pyengine.engine.untrusted_calls import tokenizer_errors
 from pyengine.errors import ConfigurationError, ContextLengthError, InvalidRequestError
 from pyengine.executor.memory_profile import longest_sequence
 from pyengine.kv_cache import BlockManager
 from pyengine.kv_cache.pool import PoolSettings
 from pyengine.models.loader import LoadedModel
-from pyengine.outputs import CONTEXT_FULL
 from pyengine.sampling.grammar import Grammars
 from pyengine.sampling.state import SamplingState, sample_seed, tokens_of_words
 from pyengine.sampling_params import SamplingParams
 from pyengine.utils.validation import is_real
 
-_PROMPT_LOGITS = 1 << 26
-"""The most logits of prompts' positions in a step: 256 MiB in float32."""
+_PROMPT_LOGITS = 1 << 26  # the most logits of prompts' positions in a step: 256 MiB in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,25 +157,12 @@ class InputProcessor:
         max_output = self._check(prompt, params)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         eos_ids = frozenset() if params.ignore_eos else self.limits.eos_token_ids
-        ends = EndConditions(
-            stop_ids=eos_ids | set(params.stop_token_ids) if params.stop_token_ids else eos_ids,
-            eos_ids=eos_ids,
-            max_output=max_output,
-            length_reason=None if params.max_tokens == max_output else CONTEXT_FULL,
-        )
-        top = None
-        if params.prompt_logprobs is not None:
-            top = params.num_prompt_logprobs(self.limits.vocab_size)
         request = Request(
-            request_id,
-            prompt,
-            params,
-            max_tokens=len(prompt.token_ids) + ends.max_output,
-            max_chunk=math.inf if top is None else max(1, _PROMPT_LOGITS // self.limits.vocab_size),
-            priority=priority,
+            request_id, prompt, params, max_output=max_output, eos_ids=eos_ids, priority=priority
         )
         request.tokenizer = self._tokenizer
-        if top is not None:
+        if (top := params.num_prompt_logprobs(self.limits.vocab_size)) is not None:
+            request.max_chunk = max(1, _PROMPT_LOGITS // self.limits.vocab_size)
             request.scores = PromptLogprobs(self._prompt_logprobs, prompt, top)
         bad_words: list[tuple[int, ...]] = []
         if params.bad_words:
@@ -193,10 +178,10 @@ class InputProcessor:
         )
         if params.structured_outputs is not None:
             sampling.keep_to(self.grammars.matcher(params.structured_outputs))
-        request.sequences.append(SequenceState(request, 0, sampling, ends))
+        request.sequences.append(SequenceState(request, 0, sampling))
         for index in range(1, params.n):
-            sample = SequenceState(request, index, sampling.sibling(sample_seed(seed, index)), ends)
-            request.sequences.append(sample)
+            sibling = sampling.sibling(sample_seed(seed, index))
+            request.sequences.append(SequenceState(request, index, sibling))
         return request
 
 

@@ -26,8 +26,7 @@ _log = logging.getLogger(__name__)
 PATIENCE = 5.0
 """Seconds that `close` and Ctrl-C wait for the step that runs."""
 
-_LOAD_CHECK = 0.1
-"""Seconds after which a load that has not ended is looked at again."""
+_LOAD_CHECK = 0.1  # seconds after which a load that has not ended is looked at again
 
 SIGNAL_DELAY = 0.5
 """Seconds after which a caller that waits sees a signal at the latest."""
@@ -61,10 +60,9 @@ class EngineLoop:
 
     Requests and aborts go into an inbox that the thread empties between steps; outputs go to each
     request's sink. A step that fails ends all requests with its error. The thread ends with
-    `close`, with the interpreter, once the engine is dead, or after `end`. It has no reference to
-    the `LLM` or `AsyncEngine`, whose finalizer calls `end`.
-
-    No caller waits for a lock here: finalizers and signal handlers may call anything but `wait`.
+    `close`, with the interpreter, once the engine is dead, or after `end`, which a finalizer calls:
+    it has no reference to the `LLM` or `AsyncEngine`. No caller waits for a lock here: finalizers
+    and signal handlers may call anything but `wait`.
     """
 
     def __init__(

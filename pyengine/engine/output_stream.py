@@ -17,11 +17,10 @@ from pyengine.sampling_params import RequestOutputKind
 class OutputCollector:
     """Outputs of one request that its reader has not taken. See `OutputSink`.
 
-    The thread that runs the step puts, another one may get; nobody waits here for more than a
-    moment. With `DELTA` an item holds what is new since the item before, with `CUMULATIVE`
-    everything so far, and with `FINAL_ONLY` there is one item, at the end. The last item is
-    `finished`. What has not been read is one item, however slow the reader. `on_item` is called,
-    by the thread that puts, when there may be something to get.
+    The engine's thread puts, another one may get. With `DELTA` an item holds what is new since the
+    item before, with `CUMULATIVE` everything so far; with `FINAL_ONLY` there is one item, at the
+    end. Unread outputs are merged into one item. `on_item` is called, by the thread that puts, when
+    there may be one.
     """
 
     def __init__(
@@ -123,26 +122,23 @@ class _SoFar:
         )
 
 
-_TURN = 0.005
-"""Seconds that the engine's thread waits at most for event loops, after a step."""
+_TURN = 0.005  # seconds that the engine's thread waits at most for event loops, after a step
 
 
 class OutputNotifier:
-    """Readers with a new output: each event loop is called once after a step.
+    """Readers with a new output: each event loop is called once after a step, when observers have
+    seen it.
 
-    Whoever observes the engine has seen the step by then: what an answer's reader looks up next, in
-    metrics or in a router's picture of the cache, has the step in it. Then the loop has its turn,
-    unless a step `is_running` already: beside each other, loop and step would take the
-    interpreter's lock from one another several times a step, which costs both more time than the
-    turn takes. If a loop did not end its turn in time, none is waited for until it has.
+    Then the loops have a turn, unless a step `is_running` already: beside each other, loop and step
+    would take the interpreter's lock from one another. A loop that has not ended its turn in time
+    is not waited for until it has.
     """
 
     def __init__(self, is_running: Callable[[], bool]) -> None:
         self._is_running = is_running
         self._readers: dict[asyncio.AbstractEventLoop, dict[OutputStream, None]] = {}
         self._unread: list[tuple[SimpleQueue[OutputCollector], OutputCollector]] = []
-        self._turns: list[Event] = []
-        """Of the loops that were called last; set at the end of each."""
+        self._turns: list[Event] = []  # of the loops that were called last; set at the end of each
 
     def add(self, loop: asyncio.AbstractEventLoop, reader: "OutputStream") -> None:
         """Note, in the engine's thread, that a reader has something to read."""
@@ -186,12 +182,11 @@ def _wake_all(loop: asyncio.AbstractEventLoop, readers: "list[OutputStream]", tu
 
 
 class OutputStream:
-    """The outputs of requests that one caller has submitted together, of any of them as they come.
+    """The outputs of requests that one caller has submitted together, as they come.
 
-    For one task, which reads it with `async for`; `RequestOutput.index` says which request an item
-    is of. Of requests with unread items, the one that has waited longest is read first. It ends
-    when all have ended, and needs no `close` then. Raises the error of the first that fails. Call
-    `close` to stop reading before the end.
+    For one task, which reads it with `async for`; `RequestOutput.index` is the position of the
+    request. The request that has waited longest is read first. It ends when all have ended, and
+    raises the error of the first that fails. Call `close` to stop reading before the end.
     """
 
     def __init__(
@@ -208,8 +203,7 @@ class OutputStream:
         self._unread: OrderedDict[OutputCollector, None] = OrderedDict()
         """Those who have something to read, first in, first out: one thread puts them in, one takes
         them out, each in one call of C."""
-        self._num_left = len(requests)
-        """Requests whose last item, or whose error, was not read yet."""
+        self._num_left = len(requests)  # requests whose last item, or whose error, was not read yet
         # A stream holds its `AsyncEngine`, whose thread holds the requests and their collectors.
         weak = WeakMethod(self._notify)
 

@@ -30,8 +30,8 @@ _Entries: TypeAlias = npt.NDArray[np.void]
 class PromptLogprobCache:
     """Known log-probabilities of prompt tokens by block hash, for as many blocks as the pool has.
 
-    A block hash is that of its tokens, of all tokens before them, and of the namespace. So an entry
-    stays valid when the block is evicted. Entries are evicted by least recent use.
+    The hash is that of its tokens, of all before them, and of the namespace: an entry stays valid
+    when the block is evicted. The least recently used entry is evicted first.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -74,9 +74,8 @@ class PromptLogprobCache:
 class PromptLogprobs:
     """The computed and cached log-probabilities of one prompt, in the order of its tokens.
 
-    The log-probability of a token comes from the logits of the token before it. So the last token
-    with a known entry is computed even if the blocks before it are cached. A partial last block of
-    a prompt has an entry too.
+    That of a token comes from the logits of the token before it. So the last token with a known
+    entry is computed even if its block is cached. A partial last block has an entry too.
     """
 
     def __init__(self, cache: PromptLogprobCache, prompt: Prompt, top: int) -> None:
@@ -132,8 +131,8 @@ class PromptLogprobs:
     def extend(self, first: int, computed: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
         """Add the computed entries from position `first` on; return all new ones.
 
-        New ones before `first` come from the cache. A position that was computed before a
-        preemption is skipped.
+        New ones before `first` come from the cache. Positions computed before a preemption are
+        skipped.
         """
         last = min(first, len(self._prompt.token_ids))  # later tokens were generated
         new = [self._cached(at) for at in range(self._num_known, last)]

@@ -8,14 +8,12 @@ import torch
 from pyengine.engine.request import Request, SequenceState
 from pyengine.scheduler.scheduler import SchedulerLimits
 
-_FAILURES = 2
-"""Failed steps as the only suspect after which a request fails; the first may pass."""
+_FAILURES = 2  # failed steps as the only suspect after which a request fails; the first may pass
 _FAILURES_IN_COMPANY = 4
 """The same if it could never run alone: the requests beside it may be at fault."""
 _HOPELESS = 4
 """Requests found at fault with no good step in between: then the requests are not the cause."""
-_FIRST_CALM, _LONGEST_CALM = 64, 4096
-"""Steps without a failure before limits are raised again."""
+_FIRST_CALM, _LONGEST_CALM = 64, 4096  # steps without a failure before limits are raised again
 
 _OUT_OF_MEMORY = ("can't allocate memory", "cannot allocate memory", "bad_alloc")
 """Messages of torch's allocator for CPUs, the system, and libraries in C++, in lower case."""
@@ -45,26 +43,23 @@ class FaultFinder:
     """Finds the request on which the forward pass fails, by leaving others out of steps.
 
     Suspects are the requests in every failed step since the search began and in no good one. New
-    requests, without a token yet, are left out first. Then halves of the suspects are, the last in
-    the order of service first. A bad request that has just arrived beside n decodes is found within
-    2 steps after the failed one, any other within log2(n) + 2. The last suspect runs alone: a
-    request that arrived since may be at fault too, or a step may fail by chance. If it fails once
-    more, it is at fault. If no step is possible without the others (they hold the blocks or the
+    requests, without a token yet, are left out first, then halves of the suspects, the last in the
+    order of service first. A bad request that has just arrived is found within 2 steps after the
+    failed one, any other of n within log2(n) + 2. The last suspect runs alone, and is at fault if
+    it fails once more. If no step is possible without the others (they hold the blocks or the
     slots), one runs with all; if that fails, all requests in it become suspects.
 
-    Bad requests that arrive together would be found in a row, without a good step in between, as
-    they are first in the order. So the third search begins with the middle suspect alone, and the
-    fourth with the last one: if it is served, the requests are the cause.
+    Bad requests that arrive together would be found in a row, as they are first in the order. So
+    the third search begins with the middle suspect alone, and the fourth with the last one: if it
+    is served, the requests are not the cause.
     """
 
     def __init__(self) -> None:
         self.suspects: list[Request] = []
         """Not empty from a failed step until a request is found at fault or all are cleared."""
         self._held: set[Request] = set()
-        self._can_hold = True
-        """True if the next step may leave requests out."""
-        self._num_failed = 0
-        """Requests found at fault since the last good step."""
+        self._can_hold = True  # true if the next step may leave requests out
+        self._num_failed = 0  # requests found at fault since the last good step
         self.logged: set[tuple[type[BaseException], str]] = set()
         """Failures that were logged with tracebacks: a search repeats the same one in many steps.
         Cleared after a good step outside of a search: later failures are new ones."""

@@ -14,7 +14,14 @@ from pyengine.engine.prompt_logprobs import PromptLogprobs
 from pyengine.engine.prompts import Prompt
 from pyengine.kv_cache import Sequence as KVSequence
 from pyengine.kv_cache import StoredPrefix
-from pyengine.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from pyengine.outputs import (
+    CONTEXT_FULL,
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
 from pyengine.sampling.logprobs import TokenLogprobs
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
@@ -28,25 +35,9 @@ class OutputSink(Protocol):
 
     def put(self, output: RequestOutput) -> None:
         """Accept a delta, or the whole output."""
-        ...
 
     def fail(self, error: Exception) -> None:
         """The request has failed: no further output."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndConditions:
-    """Conditions that end a sequence: token ids, and length. The same for all sequences of a
-    request.
-
-    `length_reason` is the stop reason of a sequence with `max_output` tokens.
-    """
-
-    stop_ids: frozenset[int]
-    eos_ids: frozenset[int]
-    max_output: int
-    length_reason: str | None = None
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -61,7 +52,6 @@ class SequenceState:
     index: int
     """Position among the sequences of its request; the first computes the prompt for all."""
     sampling: SamplingState
-    ends: EndConditions
     params: SamplingParams = field(init=False)
     kv: KVSequence = field(init=False)
     """Its blocks in the KV cache; made by the scheduler when it is queued or forked."""
@@ -121,7 +111,7 @@ class SequenceState:
         self.num_tokens = len(request.prompt_token_ids)
         self.waits_for_tokens = sampling.depends_on_output
         self.token_ids, self.is_drawn = sampling.token_ids, sampling.is_drawn
-        self.stop_ids, self.max_output = self.ends.stop_ids, self.ends.max_output
+        self.stop_ids, self.max_output = request.stop_ids, request.max_output
 
     @property
     def num_uncomputed(self) -> int:
@@ -166,13 +156,13 @@ class SequenceState:
             match = self._text_to(num_output)
         if is_stop:
             self._drops_last = not self.params.include_stop_str_in_output
-            self.finish("stop", None if token in self.ends.eos_ids else token)
+            self.finish("stop", None if token in self.request.eos_ids else token)
         elif match is not None:
             self.finish("stop", match)
         elif self.sampling.matcher is not None and self.sampling.matcher.is_finished:
             self.finish("stop")
         elif num_output >= self.max_output:
-            self.finish("length", self.ends.length_reason)
+            self.finish("length", self.request.length_reason)
         return self.finish_reason is not None
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -213,16 +203,8 @@ class SequenceState:
 
     def output(self) -> CompletionOutput:
         """The output so far."""
-        text, wants_logprobs = self._text(), self.params.logprobs is not None
-        return CompletionOutput(
-            index=self.index,
-            text="" if text is None else text.stable_text,
-            token_ids=list(self.token_ids),
-            cumulative_logprob=self._cumulative if wants_logprobs else None,
-            logprobs=list(self._logprobs) if wants_logprobs else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
+        text = self._text()
+        return self._output(0, "" if text is None else text.stable_text)
 
     def take_delta(self) -> CompletionOutput | None:
         """The output since the last call; None if there is none."""
@@ -231,13 +213,18 @@ class SequenceState:
             return None
         self._is_end_emitted = self.finish_reason is not None
         self._num_taken = end
-        text, wants_logprobs = self._text(), self.params.logprobs is not None
+        text = self._text()
+        return self._output(first, "" if text is None else text.take_new_text())
+
+    def _output(self, first: int, text: str) -> CompletionOutput:
+        """The output from a token on."""
+        wants_logprobs = self.params.logprobs is not None
         return CompletionOutput(
             index=self.index,
-            text="" if text is None else text.take_new_text(),
-            token_ids=self.token_ids[first:end],
+            text=text,
+            token_ids=self.token_ids[first:],
             cumulative_logprob=self._cumulative if wants_logprobs else None,
-            logprobs=self._logprobs[first:end] if wants_logprobs else None,
+            logprobs=self._logprobs[first:] if wants_logprobs else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -251,9 +238,8 @@ class Request:
     there are slots for all of them. `namespace` separates its blocks from those of other
     namespaces.
 
-    It ends at `max_tokens` tokens, the prompt's included, if not before. A step computes at most
-    `max_chunk` tokens of all prompts with such a bound. With `read_cache` off every prompt token is
-    computed, cached or not, except those that `scores` allows.
+    A sequence ends at one of `eos_ids`, and after `max_output` tokens. With `read_cache` off every
+    prompt token is computed, cached or not, except those that `scores` allows.
     """
 
     def __init__(
@@ -262,8 +248,8 @@ class Request:
         prompt: Prompt,
         params: SamplingParams,
         *,
-        max_tokens: float = inf,
-        max_chunk: float = inf,
+        max_output: int,
+        eos_ids: frozenset[int] = frozenset(),
         priority: float = 0,
     ) -> None:
         self.request_id = request_id
@@ -272,8 +258,16 @@ class Request:
         self.namespace = prompt.namespace
         self.params = params
         self.priority = priority
-        self.max_tokens = max_tokens
-        self.max_chunk = max_chunk
+        self.max_output = max_output
+        self.eos_ids = eos_ids
+        self.stop_ids = eos_ids.union(params.stop_token_ids) if params.stop_token_ids else eos_ids
+        """Tokens that end a sequence."""
+        self.length_reason = None if params.max_tokens == max_output else CONTEXT_FULL
+        """The stop reason of a sequence with `max_output` tokens."""
+        self.max_tokens = len(prompt.token_ids) + max_output
+        """The most tokens of a sequence, the prompt's included."""
+        self.max_chunk = inf
+        """The most tokens of all prompts with such a bound that a step computes."""
         self.read_cache = params.prompt_logprobs is None  # log-probabilities need the logits
         self.num_sequences = params.n
         self.sequences: list[SequenceState] = []

@@ -22,9 +22,8 @@ class TimeIsUpError(BaseException):
 def within(seconds: float, work: Callable[[], _T], who: str) -> _T:
     """The result of `work`, or its error, computed in a thread so that it can be abandoned.
 
-    Raises `InvalidRequestError` about `who` if it takes longer than `seconds`. The work is
-    interrupted then where it runs Python, as templates do, and else left to itself: the thread is a
-    daemon, which holds up neither the caller nor the end of the process.
+    Raises `InvalidRequestError` about `who` after `seconds`. Work in Python is interrupted then,
+    other work is left to itself: the thread is a daemon.
     """
     task = _Task(work)
     Thread(target=task.run, name="pyengine-timed", daemon=True).start()
@@ -57,10 +56,7 @@ def raise_tokenizer_error(error: BaseException) -> NoReturn:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether it is not the process that is to end, but something that failed.
-
-    Libraries in Rust panic, which is no `Exception`: tokenizers where an expression tries too long.
-    """
+    """True unless the process is to end. Libraries in Rust panic, which is no `Exception`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -71,8 +67,7 @@ class _Task(Generic[_T]):
         self.result: Future[_T] = Future()
         self._work = work
         self._lock = Lock()
-        self._thread: int | None = None
-        """Where it runs; None before and after."""
+        self._thread: int | None = None  # where it runs; None before and after
 
     def run(self) -> None:
         """Do it."""
@@ -97,9 +92,8 @@ class _Task(Generic[_T]):
                 pass
 
     def interrupt(self) -> None:
-        """Raise `TimeIsUpError` in its thread, at its next line of Python.
-
-        Raise it again if the work goes on: callbacks of the garbage collector swallow errors.
+        """Raise `TimeIsUpError` in its thread, again if the work goes on: the garbage collector's
+        callbacks swallow errors.
         """
         for _ in range(_INTERRUPTS):
             with self._lock:

@@ -1,8 +1,7 @@
 """A model's forward pass, compiled by torch: one graph for prefills and decodes of every size.
 
-The number of tokens is a dynamic dimension, and so is that of the rows that give logits. A single
-token has a separate graph, as torch specialises a size of 1 in any case. Attention stays outside:
-`attention.dispatch`.
+The numbers of tokens and of rows that give logits are dynamic dimensions; a single token has a
+separate graph. Attention stays outside: `attention.dispatch`.
 """
 
 import shutil
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pyengine.attention.backend import AttentionOptions, StepInputs
+from pyengine.attention.backend import AttentionOptions, Rows, StepInputs
 from pyengine.attention.dispatch import CompiledModel, PagedContext, running
 from pyengine.errors import ConfigurationError
 
@@ -110,10 +109,8 @@ def _of_inputs(guards: Sequence[Any]) -> list[bool]:
 
 
 def _keep_rotations(model: Any) -> None:
-    """Compute cosines and sines of positions once a step.
-
-    The compiler would compute them in each layer, for each head: a third of a prefill's time
-    outside products and attention.
+    """Compute cosines and sines of positions once a step; the compiler would do so in each layer,
+    for each head.
     """
     for module in model.modules():
         if type(module).__name__.endswith("RotaryEmbedding"):
@@ -135,15 +132,9 @@ torch.library.register_fake("pyengine::kept")(torch.empty_like)
 class _NoStep:
     """A step without attention."""
 
-    def forward(
-        self,
-        _layer: int,
-        query: torch.Tensor,
-        _key: torch.Tensor,
-        value: torch.Tensor,
-        _options: AttentionOptions,
-    ) -> torch.Tensor:
+    def forward(self, _layer: int, rows: Rows, _options: AttentionOptions) -> torch.Tensor:
         """Zeros."""
+        query, _, value = rows
         return query.new_zeros(*query.shape[:2], value.shape[-1])
 
 

@@ -18,16 +18,11 @@ from pyengine.utils.openmp import BRIEF_SPIN, how_threads_wait
 _log = logging.getLogger(__name__)
 
 _VARIABLE = "OMP_NUM_THREADS"
-_WINDOW = 10.0
-"""Seconds of consecutive steps that are judged together."""
-_PAUSE = 0.1
-"""Seconds without a step after which another window begins."""
-_MANY_TIMES = 3
-"""The most times its processor time that a step may take."""
-_MOST_WAITING = 0.5
-"""Share of the time that threads may wait for a processor, all of them together."""
-_TRIAL = 0.5
-"""Seconds of steps after which the number of threads may change."""
+_WINDOW = 10.0  # seconds of consecutive steps that are judged together
+_PAUSE = 0.1  # seconds without a step after which another window begins
+_MANY_TIMES = 3  # the most times its processor time that a step may take
+_MOST_WAITING = 0.5  # share of the time that threads may wait for a processor, all of them together
+_TRIAL = 0.5  # seconds of steps after which the number of threads may change
 _CROWDED = 0.25
 """Share of the time that threads wait for a processor, beyond which one of them is too many."""
 _FIRST_PATIENCE, _LONGEST_PATIENCE = 2.0, 64.0
@@ -47,16 +42,6 @@ class ComputeThreads:
     reason: str
     adapts: bool = False
     """True if steps may use fewer while other programs take the processors."""
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """Inside, torch uses this number of threads in calls of this thread."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.count)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
 
     def describe(self) -> dict[str, object]:
         """For `describe()` and `pyengine info`."""
@@ -119,14 +104,11 @@ def _waiting_seconds() -> float:
 class StepThreads:
     """Runs steps with as many threads as get processors, and warns once if steps get none.
 
-    All threads of a step wait for the slowest one, hundreds of times. So a thread that shares its
-    processor slows all of them down: on two cores beside one busy process, steps with one thread
-    take half the time of steps with two. After half a second of steps whose threads waited for a
+    All threads of a step wait for the slowest one, hundreds of times, so one that shares its
+    processor slows all of them down. After half a second of steps whose threads waited for a
     processor for a quarter of the time, one thread less computes. It is tried again after two
-    seconds, and twice as late each time that it fails.
-
-    The number of threads changes no result: oneDNN and the attention kernel give the same bits with
-    any. Otherwise `ComputeThreads.adapts` is false.
+    seconds, and twice as late each time that it fails. Only if `ComputeThreads.adapts`: the number
+    must not change results.
 
     The warning is logged if ten seconds of steps take many times their processor time. `now` reads
     the clocks.

@@ -11,11 +11,9 @@ import numpy.typing as npt
 import torch
 
 from pyengine.attention.paged import on_device
-from pyengine.errors import ConfigurationError
 from pyengine.kv_cache import StepPlan
-from pyengine.sampling.batch import SamplingBatch
 from pyengine.sampling.logprobs import PendingLogprobs
-from pyengine.sampling.sampler import Sampled, sample
+from pyengine.sampling.sampler import Sampled, SamplingBatch, sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling.token_masks import MaskFiller, TokenMasks
 from pyengine.scheduler.batch import Entry, ScheduledStep
@@ -23,7 +21,8 @@ from pyengine.utils.host_copy import upload
 
 if TYPE_CHECKING:
     from pyengine.engine.request import Request, SequenceState
-    from pyengine.executor.model_runner import DraftRow, ModelRunner, MTPStep, Runner
+    from pyengine.executor.model_runner import ModelRunner, Runner
+    from pyengine.executor.mtp import DraftRow, MTPStep
 
 T = TypeVar("T")
 
@@ -79,10 +78,8 @@ class InputBatch:
     A new prompt has a row for each of its sequences; `repeats` is the number of rows of each row of
     logits (None: one). `beginners` are the requests that get their first token. `decodes` are the
     sequences that this batch may serve again (None: no further step). A sequence that drafts has a
-    row for its token and one after each draft; the latter are `ahead`.
-
-    `streamed` rows are read token by token. Tokens of other rows are buffered per step and flushed
-    on demand.
+    row for its token and one after each draft; the latter are `ahead`. `streamed` rows are read
+    token by token; tokens of others are buffered per step and flushed on demand.
     """
 
     def __init__(self, step: ScheduledStep) -> None:
@@ -92,8 +89,7 @@ class InputBatch:
         self.ahead: set[int] = set()
         self.prompt_parts = _prompt_parts(step) if step.num_bounded else []
         """The chunks of prompts with log-probabilities: they have a bound."""
-        self._spans: list[tuple[int, Sequence[int]]] = []
-        """Each sequence's first row and drafts."""
+        self._spans: list[tuple[int, Sequence[int]]] = []  # each sequence's first row and drafts
         states: list[SamplingState] = []
         counts: list[int] = []
         for sequence in step.sampling_sequences:
@@ -133,9 +129,8 @@ class InputBatch:
     def accept(self, drawn: Sequence[int]) -> Accepted:
         """Accept drafts for as long as each row drew the draft after it.
 
-        A row after a correct draft draws the same token as without drafts: it has the same tokens
-        before it, and the random number of its position. So the accepted tokens are the same, seed
-        by seed.
+        A row after a correct draft has the tokens before it and the random number of its position,
+        as without drafts: the accepted tokens are the same, seed by seed.
         """
         accepted = Accepted([], [], set())
         for first, drafts in self._spans:
@@ -255,12 +250,10 @@ class SubmittedStep:
 class Executor:
     """Runs the forward pass and the sampling of steps, in order.
 
-    `depth` is the number of steps in the device's queue at a time. With 2, a step decodes the
-    tokens of the one before while those are still on the device; they are fed forward there.
-    `device` is that of the runner's logits.
-
-    Without a `thread`, steps run in the caller's thread; on CUDA that enqueues them in the stream
-    of the device. With one, the CPU computes a step while the caller plans the next.
+    `depth` is the number of steps in the device's queue at a time, 1 or 2. With 2, a step decodes
+    the tokens of the one before on the device. `device` is that of the runner's logits. Without a
+    `thread`, steps run in the caller's thread, which on CUDA enqueues them. With one, the CPU
+    computes a step while the caller plans the next.
     """
 
     def __init__(
@@ -271,10 +264,6 @@ class Executor:
         depth: int = 1,
         device: torch.device = _CPU,
     ) -> None:
-        if depth not in (1, 2):
-            raise ConfigurationError(
-                f"depth={depth}: one step runs at a time (1), or a second one waits after it (2)"
-            )
         self.runner = runner
         self.depth = depth
         self._device = device

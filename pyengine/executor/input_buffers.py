@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.backend import SharedRows, StepInputs
-from pyengine.errors import ConfigurationError
+from pyengine.attention.backend import AttentionBackend, SharedRows, StepInputs
 from pyengine.kv_cache import StepBuffers
 
 if TYPE_CHECKING:
@@ -38,11 +37,6 @@ class RunnerLimits:
     max_blocks_per_seq: int
     num_groups: int = 1
     rows_per_seq: int = 1
-
-    def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name}={getattr(self, name)}: it must be at least 1")
 
     @property
     def max_num_samples(self) -> int:
@@ -70,20 +64,6 @@ class Padding:
 
     num_sequences: int
     null_block: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferNeeds:
-    """Demands of the runner and its attention backend on the buffers.
-
-    `apart`: the device's side is separate memory on the CPU too, as a graph's inputs must be.
-    `shared_group`: the layer group whose shared blocks each step reports. `reads_tables`: the
-    backend's kernels read block tables on the device.
-    """
-
-    apart: bool = False
-    shared_group: int | None = None
-    reads_tables: bool = True
 
 
 _WIDTHS = 64
@@ -142,7 +122,7 @@ class InputBuffers:
     """Host buffers of fixed capacity, pinned for CUDA, and their twins on the device.
 
     On the CPU the twins are the host buffers themselves, and nothing is copied, unless they are
-    needed `apart`. A block has `block_size` tokens.
+    wanted `apart`, as a graph's inputs must be. A block has `block_size` tokens.
     """
 
     def __init__(
@@ -150,16 +130,16 @@ class InputBuffers:
         limits: RunnerLimits,
         block_size: int,
         device: torch.device,
-        needs: BufferNeeds | None = None,
+        backend: AttentionBackend | None = None,
         *,
+        apart: bool = False,
         beside: "InputBuffers | None" = None,
     ) -> None:
-        """With `beside`, both share the device's side.
+        """`backend` says which tables are copied, and whether steps report shared blocks.
 
-        So the next step can be filled in while the one before is still read from its host buffers;
-        on the device they run one after the other.
+        With `beside`, both share the device's side. So the next step can be filled in while the one
+        before is still read from its host buffers; on the device they run one after the other.
         """
-        needs = needs or BufferNeeds()
         tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
         groups, self._max_width = limits.num_groups, limits.max_blocks_per_seq
         shapes = {
@@ -181,15 +161,19 @@ class InputBuffers:
             block_tables=tables.numpy(),
         )
         self._tables, self._block_size, self._device = tables, block_size, device
-        self._is_apart = device.type != "cpu" or needs.apart
-        self._copies_tables = self._is_apart and needs.reads_tables
+        self._is_apart = device.type != "cpu" or apart
+        self._copies_tables = self._is_apart and (backend is None or backend.reads_tables)
         self._twins = self._host
-        if self._is_apart:
-            self._twins = beside._twins if beside else _like(self._host, device)
+        if self._is_apart and beside is not None:
+            self._twins = beside._twins
+        elif self._is_apart:
+            self._twins = {
+                name: torch.zeros_like(host, device=device) for name, host in self._host.items()
+            }
         self._staging = torch.empty(0, dtype=torch.int32)
         self._upload: Upload = upload_in_stream if self._pins else upload_at_once
         self._wait_for_upload: Wait | None = None
-        group = needs.shared_group
+        group = None if backend is None else backend.shared_group
         self._shared = None if group is None else SharedRows(group, sequences)
         self._sizes: tuple[int, int, int, int] | None = None
         self._filled: FilledStep | None = None
@@ -204,9 +188,9 @@ class InputBuffers:
     def fill(self, plan: "Plan", padding: Padding | None = None) -> FilledStep:
         """Let `plan` write its step, padded with `padding`. Only the rows of this step are copied.
 
-        Waits until the copy of the step before is done: if that step was rolled back, or samples no
-        tokens, no one else has waited for it. A pending token is written as `-1 - row` (see
-        `ModelRunner`). The result refers to the buffers: it is valid until the next call.
+        Waits for the copy of the step before: nobody has if that step was rolled back, or samples
+        no tokens. A pending token is written as `-1 - row` (see `ModelRunner`). The result refers
+        to the buffers: it is valid until the next call.
         """
         if self._wait_for_upload is not None:
             self._wait_for_upload()
@@ -329,7 +313,3 @@ class InputBuffers:
             capacity = min(self._tables.numel(), 1 << (size - 1).bit_length())
             self._staging = torch.empty(capacity, dtype=torch.int32, pin_memory=self._pins)
         return self._staging[:size].view(groups, sequences, width)
-
-
-def _like(host: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(tensor, device=device) for name, tensor in host.items()}

@@ -30,8 +30,7 @@ from pyengine.sampling.sampler import sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Numbers of `mallopt` (glibc, malloc.h)."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # numbers of `mallopt` (glibc, malloc.h)
 _KEPT = 1 << 30
 _LARGEST = 32 << 20
 
@@ -250,10 +249,9 @@ def graph_bytes(runner: ModelRunner, meter: CudaMeter) -> int:
 def keep_freed_memory() -> bool:
     """Let glibc keep up to 1 GiB of freed memory for reuse; return True if it will.
 
-    Every operator of a forward pass allocates its result and frees its inputs. By default glibc
-    returns the free end of its heap to the system each time, and the next operator pays for fresh
-    pages: a fifth of a prefill. The setting is one of the process; other C libraries are not
-    changed.
+    Each operator allocates its result and frees its inputs. By default glibc returns the free end
+    of its heap to the system each time, and fresh pages cost a fifth of a prefill. The setting is
+    one of the process.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

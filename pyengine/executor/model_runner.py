@@ -17,8 +17,8 @@ from pyengine.attention.paged import has_kernels, on_device
 from pyengine.errors import ConfigurationError
 from pyengine.executor.compiled import CompiledForward
 from pyengine.executor.cuda_graphs import DecodeGraphs, Record, graph_sizes
-from pyengine.executor.input_buffers import BufferNeeds, InputBuffers, RunnerLimits
-from pyengine.executor.mtp import DraftInputs, MTPLayers
+from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
+from pyengine.executor.mtp import DraftRow, MTPLayers, MTPStep
 from pyengine.kv_cache import SharedPrefixes, StepBuffers
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loader import LoadedModel
@@ -32,28 +32,23 @@ class Plan(Protocol):
     @property
     def num_tokens(self) -> int:
         """Tokens to compute in this step."""
-        ...
 
     @property
     def num_sequences(self) -> int:
         """Sequences that these tokens belong to."""
-        ...
 
     @property
     def num_samples(self) -> int:
         """Rows of logits to compute."""
-        ...
 
     def copies(self) -> list[tuple[int, int]]:
         """Blocks to copy before the step, (source, destination)."""
-        ...
 
     def fill(self, buffers: StepBuffers, /, *, shared: SharedPrefixes | None = None) -> None:
         """Write the step's inputs into the arrays that `buffers` was made over.
 
         Shared prefixes go into the arrays of `shared`.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,47 +69,6 @@ Forward: TypeAlias = Callable[[torch.Tensor | None], StepLogits]
 sampled, which this step may compute; None or empty if it computes known tokens only."""
 
 
-@dataclass(slots=True, eq=False)
-class StepStates:
-    """Hidden states of a step's tokens, `[K, heads, hidden]`, once it has run."""
-
-    tensor: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HiddenState:
-    """The states of one token, one for each MTP layer: a row of `StepStates`."""
-
-    step: StepStates
-    row: int
-
-
-@dataclass(frozen=True, slots=True)
-class MTPStep:
-    """The MTP layers' part of a step (see `executor/mtp.py`).
-
-    `before` are the states of the token before each sequence's first one, None if unknown. `rows`,
-    int64 `[K]`, are the step's tokens whose states go into `after`.
-    """
-
-    before: Sequence[HiddenState | None]
-    rows: npt.NDArray[np.int64]
-    after: StepStates
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRow:
-    """A sequence to draft for: its place in the plan, its last token, the states before that.
-
-    It gets at most `count` tokens: no more than its last block has slots after that token.
-    """
-
-    row: int
-    token_id: int
-    before: HiddenState
-    count: int
-
-
 class Runner(Protocol):
     """A model over its KV pool."""
 
@@ -133,7 +87,6 @@ class Runner(Protocol):
 
         Two steps may be prepared at a time. They are run in order, each once or never.
         """
-        ...
 
 
 class ModelRunner:
@@ -161,14 +114,12 @@ class ModelRunner:
         self._backend = backend
         self._compiled: CompiledForward | None = None
         size, device = pool.block_size, pool.device
-        needs = BufferNeeds(
-            apart=record is not None,
-            shared_group=backend.shared_group,
-            reads_tables=backend.reads_tables,
-        )
-        self.buffers = InputBuffers(limits, size, device, needs)
+        apart = record is not None
+        self.buffers = InputBuffers(limits, size, device, backend, apart=apart)
         """The buffers of the next step."""
-        self._other_buffers = InputBuffers(limits, size, device, needs, beside=self.buffers)
+        self._other_buffers = InputBuffers(
+            limits, size, device, backend, apart=apart, beside=self.buffers
+        )
         _switch_to_paged_attention(self._model)
         self._mtp = MTPLayers(loaded, pool) if loaded.mtp_layers is not None else None
         self._draft_buffers = InputBuffers(limits, size, device) if self._mtp else None
@@ -281,18 +232,12 @@ class ModelRunner:
         copies = plan.copies()
         arrays = buffers.fill(plan).buffers.arrays
         rows = [request.row for request in asked]
-        inputs = DraftInputs(
-            token_ids=np.array([request.token_id for request in asked], dtype=np.int64),
-            positions=arrays.seq_lens[rows].astype(np.int64) - 1,
-            tables=arrays.block_tables[:, rows],
-            before=[request.before for request in asked],
-            counts=np.array([request.count for request in asked], dtype=np.int64),
-        )
+        positions, tables = arrays.seq_lens[rows].astype(np.int64) - 1, arrays.block_tables[:, rows]
 
         def draft() -> list[list[int]]:
             with on_device(self.pool.device):
                 self.pool.copy_blocks(copies)  # the step copies again, to the same effect
-                return mtp.draft(inputs)
+                return mtp.draft(asked, positions, tables)
 
         return draft
 

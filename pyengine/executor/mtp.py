@@ -2,21 +2,19 @@
 
 Layer i of the MTP layers has, at position j, the token t_j and the state before it: of layer i - 1
 at position j - 1, and for the first one the model's last hidden state there. It predicts t_(j + 1).
-Its keys and values of the pair go into slot j, in one more layer of the block of t_j. They depend
-on the tokens up to j only, as all of that block does, so prefixes are shared as without MTP layers.
-Layer i begins at position i + 1, and sees no key before.
+Its keys and values go into slot j, in one more layer of the block of t_j, and depend on the tokens
+up to j only: prefixes are shared as without MTP layers. Layer i begins at position i + 1, and sees
+no key before.
 
-There are two passes. In each step the MTP layers compute its tokens, as any other layer does. So
-their keys and values are those of accepted tokens, whatever drafts were tried. And after a token is
-known, they draft from there; the step that computes those positions overwrites the drafts' keys and
-values.
-
-MTP layers attend by the gather backend, one layer beside the many of the model.
+In each step the MTP layers compute its tokens, as any other layer does: their keys and values are
+those of accepted tokens, whatever drafts were tried. After a token is known, they draft from there;
+the step that computes those positions overwrites the drafts' keys and values. They attend by the
+gather backend.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,26 +27,48 @@ from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loader import LoadedModel
 from pyengine.utils.host_copy import upload
 
-if TYPE_CHECKING:
-    from pyengine.executor.model_runner import HiddenState, MTPStep
-
 Int64Array = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftInputs:
-    """B sequences whose last token is known but not computed yet, in a step that will compute it.
+@dataclass(slots=True, eq=False)
+class StepStates:
+    """Hidden states of a step's tokens, `[K, heads, hidden]`, once it has run."""
 
-    `token_ids` and `positions` `[B]` are those of that token, `tables` `[G, B, W]` are the blocks,
-    with a slot for it. `before` are the states of the token before it. `counts` `[B]` are the
-    tokens to draft for each, at most as many as its last block has free slots.
+    tensor: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenState:
+    """The states of one token, one for each MTP layer: a row of `StepStates`."""
+
+    step: StepStates
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class MTPStep:
+    """The MTP layers' part of a step.
+
+    `before` are the states of the token before each sequence's first one, None if unknown. `rows`,
+    int64 `[K]`, are the step's tokens whose states go into `after`.
     """
 
-    token_ids: Int64Array
-    positions: Int64Array
-    tables: npt.NDArray[np.int32]
-    before: "Sequence[HiddenState | None]"
-    counts: Int64Array
+    before: Sequence[HiddenState | None]
+    rows: npt.NDArray[np.int64]
+    after: StepStates
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """A sequence to draft for: its place in the plan, its last token, the states before that.
+
+    It gets at most `count` tokens: no more than its last block has slots after that token.
+    """
+
+    row: int
+    token_id: int
+    before: HiddenState
+    count: int
 
 
 class MTPLayers:
@@ -74,7 +94,7 @@ class MTPLayers:
         self._hidden = output.last_hidden_state[0]
 
     @torch.inference_mode()
-    def extend(self, inputs: StepInputs, step: "MTPStep | None") -> None:
+    def extend(self, inputs: StepInputs, step: MTPStep | None) -> None:
         """Compute the keys and values of a step's tokens, which the model has just computed.
 
         `step` has the states before them, and receives the states for later steps.
@@ -91,15 +111,20 @@ class MTPLayers:
             step.after.tensor = torch.stack(states[:-1], 1)[rows]
 
     @torch.inference_mode()
-    def draft(self, asked: DraftInputs) -> list[list[int]]:
-        """The MTP layers' predictions, each the most probable token.
+    def draft(
+        self, asked: Sequence[DraftRow], positions: Int64Array, tables: npt.NDArray[np.int32]
+    ) -> list[list[int]]:
+        """The MTP layers' predictions for B sequences, each the most probable token.
+
+        `positions` `[B]` are those of their known tokens, `tables` `[G, B, W]` their blocks, with a
+        slot for it. A step that will compute these tokens is planned.
 
         The first layer continues from the known token, each further one from the draft before it;
         after the last layer, that layer repeats.
         """
-        device, counts = self._pool.device, asked.counts
-        ids = upload(asked.token_ids, device)[:, None]
-        before = self._gathered(asked.before)
+        device, counts = self._pool.device, np.array([row.count for row in asked], dtype=np.int64)
+        ids = upload(np.array([row.token_id for row in asked], dtype=np.int64), device)[:, None]
+        before = self._gathered([row.before for row in asked])
         found = torch.zeros(len(counts), int(counts.max(initial=0)), dtype=torch.int64)
         alive = np.arange(len(counts))
         states = before[:, 0, None][:, :0]
@@ -107,13 +132,13 @@ class MTPLayers:
             chosen = np.flatnonzero(counts[alive] > number)
             alive, index = alive[chosen], upload(chosen, device)
             ids, states, before = ids[index], states[index], before[index]
-            layer, first = min(number, self._count - 1), asked.positions[alive]
+            layer, first = min(number, self._count - 1), positions[alive]
             if number < self._count:
                 previous = torch.cat([before[:, layer, None], states], 1)
             else:
                 previous, first = states[:, -1:], first + number
             rows = previous.shape[1]
-            inputs = self._inputs(ids[:, -rows:], first, asked.tables[:, alive])
+            inputs = self._inputs(ids[:, -rows:], first, tables[:, alive])
             states = self._layer(layer, previous.flatten(0, 1), inputs).view_as(previous)
             drawn = self._layers._project_to_logits(states[:, -1]).argmax(-1)
             found[torch.from_numpy(alive), number] = drawn.cpu()
@@ -159,7 +184,7 @@ class MTPLayers:
             host_block_tables=tables,
         )
 
-    def _gathered(self, wanted: "Sequence[HiddenState | None]") -> torch.Tensor:
+    def _gathered(self, wanted: Sequence[HiddenState | None]) -> torch.Tensor:
         """The states `wanted`, `[B, layers, hidden]`; zeros for missing ones."""
         shape = (len(wanted), self._count, self._size)
         out = torch.zeros(shape, dtype=self._dtype, device=self._pool.device)

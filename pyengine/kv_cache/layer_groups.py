@@ -118,16 +118,13 @@ def choose_layer_groups(
     `windows` and `shapes` (of a layer's KV cache, only compared) have one entry per layer.
 
     A group has layers of one window. With n layers of a kind and L to a group, that kind takes
-    ceil(n / L) groups, whose unused places cost as much as layers: in a full group for every token,
-    in a sliding one for a window. A small L wastes no memory but makes many groups, each with a
-    block table. The choice is the L with the least sum of memory and groups, where one more group
-    must save one percent of the memory of the layers. For gemma-3-1b (4 full layers, 22 of window
-    512) that is L = 4: one full group and six sliding ones, the last with two layers. L = 2 would
-    need thirteen groups without waste.
+    ceil(n / L) groups, whose unused places cost as much as layers. A small L wastes no memory but
+    makes many groups, each with a block table. The choice is the L with the least sum of memory and
+    groups, where one more group must save one percent of the memory of the layers. For gemma-3-1b
+    (4 full layers, 22 of window 512) that is L = 4: one full group and six sliding ones.
 
     All layers stay in one group, with the widest window of all, if that is the least sum, or if
-    shapes differ: then blocks of other groups would have other sizes. A window of `max_model_len`
-    or more is no window.
+    shapes differ. A window of `max_model_len` or more is no window.
     """
     kinds = [
         None if each_window is None or each_window >= max_model_len else each_window

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-_MADV_POPULATE_WRITE = 23
-"""Linux 5.14, asm-generic/mman-common.h."""
+_MADV_POPULATE_WRITE = 23  # Linux 5.14, asm-generic/mman-common.h
 
 
 def available_memory(device: "torch.device") -> int:

@@ -19,8 +19,7 @@ from pyengine.models.transformers_calls import load_errors
 
 CACHE_VARIABLE = "PYENGINE_CACHE"
 _WORKSHOP = re.compile(r"\..+-[a-z0-9_]{8}")
-_SPARE_BYTES = 64 << 20
-"""Free space to leave on the disk, for the tokenizer and other programs."""
+_SPARE_BYTES = 64 << 20  # free space to leave on the disk, for the tokenizer and other programs
 
 
 def cache_root() -> Path:
@@ -37,11 +36,10 @@ def cache_root() -> Path:
 def build_once(target: Path, build: Callable[[Path], None], *, num_bytes: int = 0) -> Path:
     """Return `target`; if it does not exist, let `build` fill a folder that becomes it.
 
-    The folder appears under its name in one step, complete: a build that fails or is killed
-    leaves no such folder, and of two processes that build at once the first to finish wins and the
-    other takes its result. The next build removes the files of a killed one. `num_bytes` is the
-    size of the result. Raises `ModelLoadError` if the cache cannot be written or has too little
-    space.
+    The folder appears under its name in one step, complete. Of two processes that build at once the
+    first to finish wins and the other takes its result; the next build removes the files of a
+    killed one. `num_bytes` is the size of the result. Raises `ModelLoadError` if the cache cannot
+    be written or has too little space.
     """
     if target.is_dir():
         return target

@@ -22,8 +22,7 @@ _LAYERS = re.compile(r"^(num_hidden_layers|num_layers|n_layers?|(num_)?(en|de)co
 _POSITIONS = re.compile(r"(positions?|position_embeddings|length|ctx|context_size)$")
 _UNQUESTIONED, _UNQUESTIONED_LAYERS, _UNQUESTIONED_EXPERTS = 2**24, 256, 2**16
 """Sizes that are always accepted: small models come with settings that they do not use."""
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-"""Sampling fields of generation_config.json."""
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # sampling fields of generation_config.json
 
 
 def read_config(folder: Path, headers: WeightHeaders | None = None) -> Any:

@@ -1,9 +1,7 @@
 """Products of linear layers and norms on the CPU, by oneDNN and by the Rust kernels.
 
-A product holds one weight, laid out once, with its bias. oneDNN also computes what follows a
-product while that is in the processor's cache, and so does the kernel: the SiLU of a gate, and the
-gate times what it lets through. By themselves they cost half as much as all products where there
-are many rows.
+A product holds one weight, laid out once, with its bias. It also computes what follows while that
+is in the processor's cache: the SiLU of a gate, and the gate times what it lets through.
 """
 
 from functools import cache
@@ -23,8 +21,7 @@ weights as they are; the Rust kernel, with a copy in its layout."""
 FORMATS = (torch.float32, torch.bfloat16)
 """Of weights that oneDNN multiplies by, and of norms that the Rust kernel computes."""
 
-_PACKED_FOR = 32
-"""Rows for which oneDNN lays weights out."""
+_PACKED_FOR = 32  # rows for which oneDNN lays weights out
 
 
 class OneDNNProduct:
@@ -142,9 +139,8 @@ def onednn_supports(dtype: torch.dtype) -> bool:
 class FusedRMSNorm(nn.Module):
     """Computes `norm`, a `LlamaRMSNorm` or its equal, up to the rounding of a sum.
 
-    transformers computes it by eight operators, each of which writes all rows to memory: in a
-    prefill that costs half as much as all products. The Rust kernel does it in one pass. Compiled
-    graphs keep their own fused norm.
+    transformers' eight operators each write all rows to memory; the Rust kernel makes one pass.
+    Compiled graphs keep their own fused norm.
     """
 
     def __init__(self, norm: Any, threads: CpuAttention) -> None:

@@ -33,6 +33,7 @@ from pyengine.models.linear import (
     numbered,
     replace_linears,
 )
+from pyengine.utils.openmp import torch_threads
 
 LARGEST = 127
 """Digits and weights are from -127 to 127."""
@@ -43,8 +44,7 @@ PACKED_ROWS = 32
 _SHAPES = ((1, 24, 17), (33, 96, 40), (4, 576, 64))
 """Rows, input and output features of the trials: with and without incomplete vectors."""
 
-_SLOW = 8
-"""Signed digits are not used if they are slower than unsigned ones by this factor."""
+_SLOW = 8  # signed digits are not used if they are slower than unsigned ones by this factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +120,11 @@ def _seconds(encoding: Encoding) -> float:
     """The processor time of a small product on one thread: other programs do not count."""
     numbers, weight = encoding.encode(torch.zeros(16, 128)), pack(torch.zeros(128, 128).char())
     scales, times = torch.ones(128), []
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         for _ in range(4):
             start = thread_time()
             encoding.multiply(numbers, weight, scales)
             times.append(thread_time() - start)
-    finally:
-        torch.set_num_threads(num_threads)
     return min(times)
 
 
@@ -156,8 +152,7 @@ def choose_encoding() -> Encoding:
 _SECOND = 1 / (2 * LARGEST)
 """The unit of the second digit, in units of the first, whose error is half a unit at most."""
 
-_TINY = 1e-12
-"""The least scale: rows and channels of zeros stay zeros."""
+_TINY = 1e-12  # the least scale: rows and channels of zeros stay zeros
 
 
 def _units(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

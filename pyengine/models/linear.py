@@ -4,10 +4,8 @@ Linear layers that multiply the same rows are one product, since a product has a
 depend on its size. The layers stay where transformers looks for them. The one that is called first
 multiplies for all of them; the others, called with the very same tensor, have their part.
 
-`models/cpu_kernels.py` has the products, `models/linear_kernels.py` chooses among them. In
-bfloat16 torch calls oneDNN in any case, and lays out the weights anew in every call. torch's
-compiler lays out weights that it freezes by the same operators
-(`torch._inductor.fx_passes.mkldnn_fusion`).
+`models/cpu_kernels.py` has the products, `models/linear_kernels.py` chooses among them. In bfloat16
+torch calls oneDNN in any case, and lays out the weights anew in every call.
 """
 
 from collections.abc import Callable, Mapping, Sequence

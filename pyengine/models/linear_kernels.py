@@ -1,9 +1,8 @@
 """The choice of the product of linear layers on this CPU: a short measurement, once per shape.
 
-torch multiplies float32 matrices by MKL, which is several times slower than oneDNN on some
-processors that are not Intel's, and faster on others. Neither the instruction sets nor the vendor
-tell which product is fastest, so all are timed. All layers of a shape use one product for every
-number of rows: the products differ in their last bits.
+MKL, by which torch multiplies float32 matrices, is several times slower than oneDNN on some
+processors and faster on others. Neither instruction sets nor vendor tell, so all are timed. All
+layers of a shape use one product for every number of rows: products differ in their last bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 
 from pyengine.errors import ConfigurationError
 from pyengine.models.cpu_kernels import Product, available_products, prepared_product
+from pyengine.utils.openmp import torch_threads
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
@@ -172,15 +172,11 @@ def measure(shape: LayerShape, weights: Sequence[torch.Tensor]) -> dict[Product,
 
     A time is the median over copies: the first one has oneDNN compile its kernel.
     """
-    num_threads = torch.get_num_threads()
     with torch.inference_mode():
         copies = _sample([weight.detach() for weight in weights])
         candidate_products = candidates(shape.dtype, copies)
-        torch.set_num_threads(1)
-        try:
+        with torch_threads(1):
             return _timed(shape, candidate_products)
-        finally:
-            torch.set_num_threads(num_threads)
 
 
 def _sample(weights: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:

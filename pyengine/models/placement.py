@@ -65,8 +65,6 @@ def resolve_first_device(device: str | torch.device, size: int) -> torch.device:
     for another first device, and for the CPU of a machine with CUDA devices: transformers always
     divides a model over those.
     """
-    if size < 1:
-        raise ConfigurationError(f"tensor_parallel_size={size}: it must be at least 1")
     first = resolve_device(device)
     if size == 1:
         return first
@@ -171,8 +169,6 @@ def check_tensor_parallel(config: Any, size: int) -> None:
     the KV heads, the intermediate sizes and the vocabulary of every layer. The message has these
     numbers and the possible sizes.
     """
-    if size < 1:
-        raise ConfigurationError(f"tensor_parallel_size={size}: it must be at least 1")
     if size == 1:
         return
     if not getattr(config.get_text_config(), "base_model_tp_plan", None):

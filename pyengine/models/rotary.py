@@ -1,16 +1,13 @@
 """Rotary embeddings: fused with the KV write, and made static for CUDA graphs.
 
 `make_rotary_static`: some kinds of scaling use other frequencies for long sequences. In each step
-the host reads the largest position, which waits for the device and cannot be captured. If no
-sequence may be so long, that check is removed.
+the host reads the largest position, which cannot be captured. If no sequence may be so long, that
+check is removed.
 
-`take_over_rotations`: a layer of transformers normalises its queries and keys, rotates them by
-their positions, and passes them to attention. If it does no more, `OwnRotation` replaces it, which
-passes the projections and the rotation to attention.
-
-A trial decides, not the layer's name. The model runs over a few tokens; the queries, keys and
-values that reach attention, and the use of its result, must be those of `OwnRotation` for the same
-input. Other layers stay as they are.
+`take_over_rotations`: a layer of transformers normalises its queries and keys, rotates them, and
+passes them to attention. If it does no more, `OwnRotation` replaces it, which passes the
+projections and the rotation to attention. A trial of the model over a few tokens decides, not the
+layer's name: what reaches attention, and the use of its result, must be those of `OwnRotation`.
 """
 
 import inspect
@@ -27,7 +24,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from pyengine.attention.backend import AttentionOptions, HeadNorm, RotaryLayout, Rotation, rotated
+from pyengine.attention.backend import (
+    AttentionOptions,
+    HeadNorm,
+    RotaryLayout,
+    Rotation,
+    Rows,
+    rotated,
+)
 from pyengine.attention.dispatch import PagedContext, paged_attention
 from pyengine.utils.host_copy import upload
 
@@ -198,7 +202,7 @@ def take_over_rotations(model: Any) -> int:
 class _Call(NamedTuple):
     """The inputs of attention, `[T, heads, d]`, and its result."""
 
-    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    rows: Rows
     options: AttentionOptions
     attended: torch.Tensor
 
@@ -218,18 +222,12 @@ class _Witness:
 
     calls: list[_Call] = field(default_factory=list)
 
-    def forward(
-        self,
-        _layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def forward(self, _layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
+        query, _, value = rows
         shape = (*query.shape[:2], value.shape[2])
         attended = torch.randn(shape, device=query.device).to(query.dtype)
-        self.calls.append(_Call((query, key, value), options, attended))
+        self.calls.append(_Call(rows, options, attended))
         return attended
 
 

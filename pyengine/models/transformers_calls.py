@@ -9,8 +9,7 @@ from typing import Any
 
 from pyengine.errors import ConfigurationError, ModelLoadError, PyEngineError
 
-_LONGEST_REASON = 1500
-"""The most characters of another library's error text."""
+_LONGEST_REASON = 1500  # the most characters of another library's error text
 
 
 @contextmanager

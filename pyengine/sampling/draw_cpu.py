@@ -17,14 +17,11 @@ _Floats: TypeAlias = npt.NDArray[np.float32]
 _Doubles: TypeAlias = npt.NDArray[np.float64]
 _Ints: TypeAlias = npt.NDArray[np.int64]
 
-_SHORT_ROW = 1024
-"""Rows of up to this many tokens are not worth a search for candidates."""
-_GROUP = 16
-"""Logits of a group; the search for the bound reads the largest of each group."""
+_SHORT_ROW = 1024  # rows of up to this many tokens are not worth a search for candidates
+_GROUP = 16  # logits of a group; the search for the bound reads the largest of each group
 _NUCLEUS_HEAD = 512
 """Most nuclei have at most this many tokens; only rows with a longer one are drawn whole."""
-_CHUNK_ELEMENTS = 1 << 18
-"""Logits of a chunk of whole rows, which stays in the processor's cache."""
+_CHUNK_ELEMENTS = 1 << 18  # logits of a chunk of whole rows, which stays in the processor's cache
 
 
 @dataclass(frozen=True, slots=True)

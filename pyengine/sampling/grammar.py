@@ -16,22 +16,18 @@ from weakref import finalize
 
 from pyengine.errors import InvalidRequestError, PyEngineError, QueueFullError
 from pyengine.sampling import grammar_checker
-from pyengine.sampling.token_matcher import CompiledGrammar, TokenMatcher, num_filling_threads
+from pyengine.sampling.token_masks import CompiledGrammar, TokenMatcher, num_filling_threads
 from pyengine.sampling_params import StructuredOutputs
 from pyengine.utils.packaging import needs_serve_extra
 
-_SECONDS = 2.0
-"""Time limit to compile a grammar."""
+_SECONDS = 2.0  # time limit to compile a grammar
 _SECONDS_TO_BEGIN = 60.0
-_KEPT = 64
-"""Compiled grammars that are kept, the most recently used."""
+_KEPT = 64  # compiled grammars that are kept, the most recently used
 _THREADS = 2
 _AT_ONCE = max(1, _THREADS - 1)
 """Grammars of one tenant that are compiled at once: the other threads are for others."""
-_MAX_WAITING = 32
-"""Grammars of one tenant that wait to be compiled."""
-_LONGEST_REASON = 500
-"""The most characters of a message of `llguidance`."""
+_MAX_WAITING = 32  # grammars of one tenant that wait to be compiled
+_LONGEST_REASON = 500  # the most characters of a message of `llguidance`
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
@@ -106,8 +102,7 @@ class Grammars:
     """Makes matchers for requests with a grammar. Thread-safe.
 
     Each grammar is compiled in another process first, which may take too long or crash: then its
-    request alone fails. A grammar that compiled there is compiled here, in milliseconds and without
-    the interpreter's lock.
+    request alone fails. Then it is compiled here, without the interpreter's lock.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
@@ -121,10 +116,8 @@ class Grammars:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pyengine-grammars")
         self._background = ThreadPoolExecutor(1, thread_name_prefix="pyengine-grammars-again")
         self._max_bases = num_filling_threads()
-        self._vocabulary: Any = None
-        """`llguidance.LLTokenizer`, made at first use."""
-        self._checker_setup: dict[str, Any] = {}
-        """The setup of checkers."""
+        self._vocabulary: Any = None  # `llguidance.LLTokenizer`, made at first use
+        self._checker_setup: dict[str, Any] = {}  # the setup of checkers
         self._idle: list[_Checker] = []
 
     def matcher(self, structured_outputs: StructuredOutputs, tenant: bytes = b"") -> TokenMatcher:

@@ -11,12 +11,9 @@ import torch
 from pyengine.outputs import Logprob
 from pyengine.utils.host_copy import HostCopy
 
-_CHUNK_ELEMENTS = 1 << 22
-"""Logits of a chunk of rows; a float32 copy of one is 16 MiB."""
-_CHUNK_ROWS = 64
-"""The most rows of a chunk."""
-_TIE_SLACK = 16
-"""Candidates beyond the requested ones, to see all equal logits."""
+_CHUNK_ELEMENTS = 1 << 22  # logits of a chunk of rows; a float32 copy of one is 16 MiB
+_CHUNK_ROWS = 64  # the most rows of a chunk
+_TIE_SLACK = 16  # candidates beyond the requested ones, to see all equal logits
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.errors import InvalidRequestError
-from pyengine.sampling.token_matcher import TokenMatcher
+from pyengine.sampling.token_masks import TokenMatcher
 from pyengine.sampling_params import SamplingParams
 
 Positions: TypeAlias = Sequence[int] | npt.NDArray[np.int64]

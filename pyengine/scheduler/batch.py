@@ -30,12 +30,9 @@ class Entry:
 class ScheduledStep:
     """A plan that is ready to run: first `decodes`, one token each, then `chunks` of prompts.
 
-    While the same sequences decode step after step, `decodes` is the same tuple in each step, so
-    results derived from it may be cached by its identity.
-
-    The step updates the counts of its sequences as they are planned or cancelled. `drafts` are
-    tokens that may follow those of decodes, computed with them; the number of accepted ones is
-    known after the step.
+    While the same sequences decode, `decodes` is the same tuple in each step: results may be cached
+    by its identity. The step updates the counts of its sequences as they are planned or cancelled.
+    `drafts` are tokens after those of decodes; the number of accepted ones is known after the step.
     """
 
     plan: StepPlan

@@ -23,19 +23,17 @@ part of the cache (`PromptLogprobs.readable_tokens`) gets cached blocks attached
 its prefix is hashed again each time that it is considered.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.errors import ConfigurationError, PyEngineError
+from pyengine.errors import PyEngineError
 from pyengine.kv_cache import (
     BlockManager,
     Loading,
@@ -53,13 +51,7 @@ if TYPE_CHECKING:
 
 _by_order = attrgetter("order")
 _NONE: "frozenset[SequenceState]" = frozenset()
-_MOST_PASSED = 64
-"""Waiting sequences that others may overtake in a step, which bounds the search."""
-_FEW = 64
-"""Stale entries that a waiting queue always keeps."""
-
-_Entry: TypeAlias = "tuple[tuple[float, int, int], int, SequenceState]"
-"""A sequence in the heap of a waiting queue: its order, and a number that no other entry has."""
+_MOST_PASSED = 64  # waiting sequences that others may overtake in a step, which bounds the search
 
 
 class StalledError(PyEngineError):
@@ -72,20 +64,10 @@ class StalledError(PyEngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """The largest step: tokens to compute, and sequences that run at once."""
+    """The largest step: tokens to compute, and sequences that run at once, at most as many."""
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name}={getattr(self, name)}: it must be at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigurationError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
-                f"max_num_seqs={self.max_num_seqs}: every running sequence needs a token per step"
-            )
 
 
 class _NoPlanAheadError(Exception):
@@ -97,51 +79,6 @@ class _Decodes(NamedTuple):
 
     sequences: "tuple[SequenceState, ...]" = ()
     handles: Sequence[KVSequence] = ()
-
-
-class WaitingQueue:
-    """Sequences by `SequenceState.order`: O(log n) to add and to admit the first, O(1) to remove
-    any.
-
-    A removed sequence leaves its entry in the heap. When most entries are stale, the heap is
-    rebuilt, which is amortised O(1).
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[_Entry] = []
-        self._numbers = count()
-        self.entries: dict[SequenceState, _Entry] = {}
-        """Waiting sequences, each with its valid entry; it may wait again later, with another."""
-
-    def add(self, sequence: "SequenceState") -> None:
-        """Add a sequence."""
-        entry = (sequence.order, next(self._numbers), sequence)
-        heappush(self._heap, entry)  # stale until the next line
-        self.entries[sequence] = entry
-
-    def in_order(self) -> "Iterator[SequenceState]":
-        """Iterate over the sequences in order, O(log n) each.
-
-        Meanwhile sequences may be removed, not added.
-        """
-        heap = self._heap
-        while heap and self.entries.get(heap[0][2]) is not heap[0]:
-            heappop(heap)
-        ahead = [(heap[0], 0)] if heap else []
-        while ahead:
-            entry, place = heappop(ahead)
-            for child in (2 * place + 1, 2 * place + 2):
-                if child < len(heap):
-                    heappush(ahead, (heap[child], child))
-            if self.entries.get(entry[2]) is entry:
-                yield entry[2]
-
-    def discard(self, sequence: "SequenceState") -> None:
-        """Remove a sequence, if it is here."""
-        self.entries.pop(sequence, None)
-        if len(self._heap) > 2 * len(self.entries) + _FEW:
-            self._heap = list(self.entries.values())
-            heapify(self._heap)
 
 
 class Scheduler:
@@ -164,7 +101,7 @@ class Scheduler:
         self._groups = manager.groups
         self.limits = limits
         """The largest step. Sequences that do not fit into a smaller one are preempted."""
-        self._waiting = WaitingQueue()
+        self._waiting: list[SequenceState] = []
         self._running: list[SequenceState] = []
         self._decodes = [_Decodes(), _Decodes()]
         self._newest: ScheduledStep | None = None
@@ -182,7 +119,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that hold no blocks."""
-        return len(self._waiting.entries)
+        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -196,13 +133,29 @@ class Scheduler:
 
     @property
     def waiting(self) -> "Iterator[SequenceState]":
-        """Sequences that hold no blocks, in order; meanwhile nothing may be added."""
-        return self._waiting.in_order()
+        """Sequences that hold no blocks, in order. Meanwhile the last one may be removed."""
+        place = 0
+        while place < len(self._waiting):
+            sequence = self._waiting[place]
+            yield sequence
+            place += self._waiting[place : place + 1] == [sequence]
+
+    def _enqueue(self, sequence: "SequenceState") -> None:
+        """Let a sequence wait, unless it does."""
+        place = bisect_left(self._waiting, sequence.order, key=_by_order)
+        if self._waiting[place : place + 1] != [sequence]:
+            self._waiting.insert(place, sequence)
+
+    def _dequeue(self, sequence: "SequenceState") -> None:
+        """Let a sequence wait no more, if it does."""
+        place = bisect_left(self._waiting, sequence.order, key=_by_order)
+        if self._waiting[place : place + 1] == [sequence]:
+            del self._waiting[place]
 
     @property
     def has_work(self) -> bool:
         """True if any request is unfinished."""
-        return bool(self._running or self._waiting.entries)
+        return bool(self._running or self._waiting)
 
     def add(self, sequence: "SequenceState") -> None:
         """Queue the first sample of a request."""
@@ -212,7 +165,7 @@ class Scheduler:
         )
         self._arrivals += 1
         sequence.order = (request.priority, self._arrivals, sequence.index)
-        self._waiting.add(sequence)
+        self._enqueue(sequence)
 
     def fork(self, parent: "SequenceState", samples: "Sequence[tuple[SequenceState, int]]") -> None:
         """Run further samples beside the one that has just got its first token.
@@ -272,7 +225,7 @@ class Scheduler:
             if len(step.decodes) < len(self._running):
                 self._plan_chunks(step, without)
             # Never admit into a pool that is too small.
-            if self._waiting.entries and self.num_preemptions == preemptions:
+            if self._waiting and self.num_preemptions == preemptions:
                 answer = self._admit(step, without)
                 if isinstance(answer, NoRoom) and before is not None and before.drafts:
                     raise _NoPlanAheadError  # drafts hold blocks until then
@@ -414,7 +367,7 @@ class Scheduler:
                     continue
                 return answer
             insort(self._running, sequence, key=_by_order)
-            self._waiting.discard(sequence)
+            self._dequeue(sequence)
             sequence.is_running = True
             slots -= sequence.num_slots
             num_cached = num_attached + answer.num_cached_tokens
@@ -474,7 +427,7 @@ class Scheduler:
         blocks."""
         may_await = self._prefix_caching and not without
         num_passed = 0
-        for sequence in self._waiting.in_order():
+        for sequence in self.waiting:
             if sequence in without:
                 continue
             if self.look_up is not None:
@@ -529,11 +482,11 @@ class Scheduler:
     def _put_back(self, sequence: "SequenceState") -> None:
         sequence.is_running = self._is_steady = False
         _release_blocks(sequence)
-        self._waiting.add(sequence)
+        self._enqueue(sequence)
         self._running.remove(sequence)
 
     def _nothing_planned(self, step: ScheduledStep) -> None:
-        sequence = next(self._waiting.in_order(), None)
+        sequence = next(self.waiting, None)
         if step.is_ahead or sequence is None:
             raise _NoPlanAheadError
         if sequence.num_slots > self.limits.max_num_seqs:
@@ -598,7 +551,7 @@ class Scheduler:
             kv: KVSequence | None = getattr(sequence, "kv", None)
             if kv is not None and kv.is_live:
                 kv.free()
-            self._waiting.discard(sequence)
+            self._dequeue(sequence)
             if sequence in self._running:
                 self._running.remove(sequence)
             sequence.is_running = False

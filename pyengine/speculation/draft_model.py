@@ -7,6 +7,7 @@ is released afterwards: so a wrong draft leaves no state.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,7 +23,10 @@ from pyengine.kv_cache import Sequence as CachedSequence
 from pyengine.kv_cache.pool import PoolSettings, bytes_per_block, resolve_kv_cache_dtype
 from pyengine.models.int8_linear import quantise_linears
 from pyengine.models.loader import LoadedModel, load_model
-from pyengine.speculation.drafters import Context, Draft
+from pyengine.speculation.drafters import Draft
+
+if TYPE_CHECKING:
+    from pyengine.engine.request import SequenceState
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,31 +145,31 @@ class DraftModel:
         self._manager = manager
         self._most = self._budget = most
         self._longest = longest
-        self._sequences: dict[Context, CachedSequence] = {}
+        self._sequences: dict[SequenceState, CachedSequence] = {}
 
     def begin_step(self, budget: int) -> None:
         """Until the next call, compute at most `budget` tokens of texts, drafts excluded."""
         self._budget = min(budget, self._most)
 
-    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: "Sequence[SequenceState]", most: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
         asked = dict(zip(contexts, most, strict=True))
         found = self._executor.run(lambda: self._drafts(asked))
         return [Draft(found.get(context, ())) for context in contexts]
 
-    def forget(self, context: Context) -> None:
+    def forget(self, context: "SequenceState") -> None:
         """See `Drafter.forget`."""
         sequence = self._sequences.pop(context, None)
         if sequence is not None:
             sequence.free()
 
-    def _drafts(self, asked: Mapping[Context, int]) -> dict[Context, list[int]]:
+    def _drafts(self, asked: "Mapping[SequenceState, int]") -> "dict[SequenceState, list[int]]":
         known = self._sequences
         counts = {
             context: min(asked[context], self._longest - known[context].num_tokens)
             for context in self._computed(asked)
         }
-        drafts: dict[Context, list[int]] = {context: [] for context in counts}
+        drafts: dict[SequenceState, list[int]] = {context: [] for context in counts}
         forks = {context: known[context].fork(known[context].num_tokens) for context in drafts}
         try:
             for number in range(max(counts.values(), default=0)):
@@ -177,12 +181,12 @@ class DraftModel:
                 fork.free()
         return drafts
 
-    def _computed(self, asked: Mapping[Context, int]) -> list[Context]:
+    def _computed(self, asked: "Mapping[SequenceState, int]") -> "list[SequenceState]":
         """Spend the budget; return the contexts whose text is computed except its last token.
 
         A text that does not fit has no sequence afterwards.
         """
-        missing: dict[Context, int] = {}
+        missing: dict[SequenceState, int] = {}
         for context in asked:
             num_tokens = _num_tokens(context)
             if 1 < num_tokens <= self._longest:
@@ -201,7 +205,7 @@ class DraftModel:
             if self._sequences[context].num_tokens == _num_tokens(context)
         ]
 
-    def _extended(self, context: Context) -> CachedSequence:
+    def _extended(self, context: "SequenceState") -> CachedSequence:
         """The sequence of a text, with all of its tokens but the last; only new ones are copied."""
         prompt, output = context.request.prompt_token_ids, context.token_ids
         sequence = self._sequences.get(context)
@@ -213,7 +217,9 @@ class DraftModel:
             sequence.append(new)
         return sequence
 
-    def _compute_some(self, incomplete: Sequence[Context], asked: Mapping[Context, int]) -> None:
+    def _compute_some(
+        self, incomplete: "Sequence[SequenceState]", asked: "Mapping[SequenceState, int]"
+    ) -> None:
         """Compute one step of these texts, in order.
 
         Each commits its known last token instead of a sampled one.
@@ -235,7 +241,7 @@ class DraftModel:
                 self._runner.prepare(plan)(None)
             plan.commit(last_tokens)
 
-    def _forget_others(self, asked: Mapping[Context, int]) -> bool:
+    def _forget_others(self, asked: "Mapping[SequenceState, int]") -> bool:
         """Release the blocks of texts that are not in `asked`; True if there were any."""
         others = [sequence for sequence in self._sequences if sequence not in asked]
         for context in others:
@@ -243,8 +249,8 @@ class DraftModel:
         return bool(others)
 
     def _decoded(
-        self, contexts: list[Context], forks: Mapping[Context, CachedSequence]
-    ) -> dict[Context, int]:
+        self, contexts: "list[SequenceState]", forks: "Mapping[SequenceState, CachedSequence]"
+    ) -> "dict[SequenceState, int]":
         """The most probable next token of each that fits."""
         with self._step(self._most) as plan:
             rejected = set(plan.decode([forks[context] for context in contexts]))
@@ -268,9 +274,9 @@ class DraftModel:
                 plan.rollback()
 
 
-def _num_tokens(context: Context) -> int:
+def _num_tokens(context: "SequenceState") -> int:
     return len(context.request.prompt_token_ids) + len(context.token_ids)
 
 
-def _last_token(context: Context) -> int:
+def _last_token(context: "SequenceState") -> int:
     return int((context.token_ids or context.request.prompt_token_ids)[-1])

@@ -1,11 +1,9 @@
 """The interface of drafters, and drafters by look-up.
 
 `NgramDrafter`: the tokens after an earlier occurrence of the last n-gram (Saxena, "Prompt Lookup
-Decoding", 2023). The longest n-gram of up to `longest` tokens at the end of prompt and answer
-counts, and of several occurrences the latest. There is no index: each draft compares all tokens, in
-NumPy. A token has four bytes here and some thousands in the KV cache, which every decode step
-reads, so the search is cheap beside the step. An index of 128k tokens would take three quarters of
-a second to build, in one step.
+Decoding", 2023), the longest of up to `longest` tokens, and of several the latest. There is no
+index: each draft compares all tokens, in NumPy, which is cheap beside a step that reads some
+thousands of bytes for each of them.
 
 `SuffixDrafter`: the tokens after the longest matching suffix, in this text and in earlier answers
 (suffix decoding: Oliaro et al., 2024). Requests from templates, and agents in loops, repeat earlier
@@ -22,26 +20,7 @@ import numpy.typing as npt
 from pyengine.kv_cache import SuffixIndex
 
 if TYPE_CHECKING:
-    from pyengine.engine.request import Request
-
-
-class Context(Protocol):
-    """A sample for drafters: the same object from its first draft to `forget`."""
-
-    @property
-    def request(self) -> "Request":
-        """Its request, with prompt and namespace."""
-        ...
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Tokens generated so far; only accepted ones are appended."""
-        ...
-
-    @property
-    def is_drawn(self) -> bool:
-        """True if its tokens are drawn; otherwise the most probable are taken."""
-        ...
+    from pyengine.engine.request import SequenceState
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +41,14 @@ NO_DRAFT = Draft()
 class Drafter(Protocol):
     """Drafts the next tokens. Called by the engine thread."""
 
-    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> Sequence[Draft]:
+    def propose(self, contexts: "Sequence[SequenceState]", most: Sequence[int]) -> Sequence[Draft]:
         """A draft for each context, of at most `most[i]` tokens; empty without a guess.
 
         Accepted tokens of earlier drafts are part of the contexts.
         """
-        ...
 
-    def forget(self, context: Context) -> None:
+    def forget(self, context: "SequenceState") -> None:
         """Drop a sample that has ended; it may be unknown."""
-        ...
 
 
 class NgramDrafter:
@@ -80,20 +57,20 @@ class NgramDrafter:
     def __init__(self, *, shortest: int = 2, longest: int = 4) -> None:
         """Search for n-grams of `shortest` to `longest` tokens."""
         self._lengths = range(shortest, longest + 1)
-        self._histories: dict[Context, _History] = {}
+        self._histories: dict[SequenceState, _History] = {}
 
-    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: "Sequence[SequenceState]", most: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
         return [self._draft(context, count) for context, count in zip(contexts, most, strict=True)]
 
-    def _draft(self, context: Context, most: int) -> Draft:
+    def _draft(self, context: "SequenceState", most: int) -> Draft:
         history = self._histories.get(context)
         if history is None:
             history = self._histories[context] = _History(context.request.prompt_token_ids)
         history.extend(context.token_ids[history.num_output :])
         return history.draft(most, self._lengths)
 
-    def forget(self, context: Context) -> None:
+    def forget(self, context: "SequenceState") -> None:
         """See `Drafter.forget`."""
         self._histories.pop(context, None)
 
@@ -162,8 +139,7 @@ def _last_true(flags: npt.NDArray[np.bool_]) -> int | None:
     return place if flags[place] else None
 
 
-_ARCHIVED = 1 << 20
-"""Tokens of earlier answers that are kept: up to 100 MB."""
+_ARCHIVED = 1 << 20  # tokens of earlier answers that are kept: up to 100 MB
 
 
 class SuffixDrafter:
@@ -174,10 +150,10 @@ class SuffixDrafter:
 
     def __init__(self, max_tokens: int = _ARCHIVED) -> None:
         self._suffixes = SuffixIndex(max_tokens)
-        self._texts: dict[Context, tuple[int, int]] = {}
+        self._texts: dict[SequenceState, tuple[int, int]] = {}
         """Each context's id in the index, and how many tokens of its answer the index has."""
 
-    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: "Sequence[SequenceState]", most: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
         drafts = []
         for context, count in zip(contexts, most, strict=True):
@@ -185,7 +161,7 @@ class SuffixDrafter:
             drafts.append(Draft(tokens, match_length) if tokens else NO_DRAFT)
         return drafts
 
-    def _grown(self, context: Context) -> int:
+    def _grown(self, context: "SequenceState") -> int:
         """Add the new tokens of a text to the index; return its id."""
         found, answer = self._texts.get(context), context.token_ids
         if found is None:
@@ -198,7 +174,7 @@ class SuffixDrafter:
         self._texts[context] = name, len(answer)
         return name
 
-    def forget(self, context: Context) -> None:
+    def forget(self, context: "SequenceState") -> None:
         """See `Drafter.forget`. The answer is kept for later ones."""
         if context in self._texts:
             name = self._grown(context)

@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 
 from pyengine.executor.input_buffers import RunnerLimits
-from pyengine.executor.model_runner import MTPStep, Runner
+from pyengine.executor.model_runner import Runner
+from pyengine.executor.mtp import MTPStep
 from pyengine.kv_cache import BlockManager, NoBudget, NoRoom, StepPlan
-from pyengine.sampling.batch import SamplingBatch
-from pyengine.sampling.sampler import sample
+from pyengine.sampling.sampler import SamplingBatch, sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.batch import ScheduledStep
@@ -197,8 +197,7 @@ _Times: TypeAlias = npt.NDArray[np.float64]
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _TURNS = 4
-_SECONDS = 1.5
-"""Sizes are measured in order, again and again, for this time."""
+_SECONDS = 1.5  # sizes are measured in order, again and again, for this time
 
 
 def measured_costs(runner: Runner, manager: BlockManager, limits: RunnerLimits) -> StepCosts:

@@ -3,14 +3,14 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pyengine.executor.executor import Executor
-from pyengine.executor.model_runner import DraftRow, HiddenState, MTPStep, StepStates
+from pyengine.executor.mtp import DraftRow, HiddenState, MTPStep, StepStates
 from pyengine.scheduler.batch import ScheduledStep
-from pyengine.speculation.drafters import Context, Draft
+from pyengine.speculation.drafters import Draft
 
 if TYPE_CHECKING:
     from pyengine.engine.request import SequenceState
@@ -35,7 +35,7 @@ class HiddenStateHistory:
     the accepted one. Two steps may be rolled back, so the states of three steps are kept."""
 
     def __init__(self) -> None:
-        self._spans: dict[Context, deque[_Span]] = {}
+        self._spans: dict[SequenceState, deque[_Span]] = {}
 
     def before(self, sequence: "SequenceState", position: int) -> HiddenState | None:
         """The states of its token before `position`; None if they are not known."""
@@ -75,7 +75,7 @@ class HiddenStateHistory:
         for other in others:
             self._spans[other] = self._spans[sequence].copy()
 
-    def forget(self, sequence: Context) -> None:
+    def forget(self, sequence: "SequenceState") -> None:
         """Drop a sequence that has ended."""
         self._spans.pop(sequence, None)
 
@@ -90,13 +90,13 @@ class MTPDrafter:
         self.step: ScheduledStep | None = None
         """The step that was just planned; drafts are for its decodes."""
 
-    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: "Sequence[SequenceState]", most: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`. Each draft ends with the block in which it begins."""
         assert self.step is not None
         places = {sequence: at for at, sequence in enumerate(self.step.decodes)}
         drafts = [Draft()] * len(contexts)
         asked: list[tuple[int, DraftRow]] = []
-        for at, sequence in enumerate(cast("Sequence[SequenceState]", contexts)):
+        for at, sequence in enumerate(contexts):
             position = sequence.num_computed - 1
             before = self.history.before(sequence, position)
             if before is not None:
@@ -110,6 +110,6 @@ class MTPDrafter:
                 drafts[at] = Draft(tokens)
         return drafts
 
-    def forget(self, context: Context) -> None:
+    def forget(self, context: "SequenceState") -> None:
         """See `Drafter.forget`."""
         self.history.forget(context)

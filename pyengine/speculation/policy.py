@@ -14,12 +14,15 @@ and of the one step in which the penalty was reached.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.speculation.drafters import NO_DRAFT, Context, Draft
+from pyengine.speculation.drafters import NO_DRAFT, Draft
+
+if TYPE_CHECKING:
+    from pyengine.engine.request import SequenceState
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -70,43 +73,36 @@ class StepCosts:
     drawn: Curve = field(default_factory=lambda: Curve([0, 1], [0.0, 0.0]))
 
 
-_PRIOR = 0.6
-"""The acceptance rate of unknown drafts: high enough to try one."""
+_PRIOR = 0.6  # the acceptance rate of unknown drafts: high enough to try one
 _PRIOR_WEIGHT = 8.0
-_REQUEST_WEIGHT = 4.0
-"""Weight of all other requests, in tokens of the request itself."""
-_MAX_PENALTY = 1.0
-"""In tokens."""
-_PENALTY_DECAY = 0.01
-"""Per generated token: the cost of further tries."""
+_REQUEST_WEIGHT = 4.0  # weight of all other requests, in tokens of the request itself
+_MAX_PENALTY = 1.0  # in tokens
+_PENALTY_DECAY = 0.01  # per generated token: the cost of further tries
 _DECAY = 0.9
 _GLOBAL_DECAY = 0.99
 
 
+@dataclass(slots=True)
 class _Rate:
     """The acceptance rate of tokens; old ones count less."""
 
-    __slots__ = ("_decay", "hits", "tries")
-
-    def __init__(self, decay: float, hits: float = 0.0, tries: float = 0.0) -> None:
-        self.hits, self.tries = hits, tries
-        self._decay = decay
+    decay: float
+    hits: float = 0.0
+    tries: float = 0.0
 
     def add(self, hits: int, tries: int) -> None:
-        self.hits = self.hits * self._decay + hits
-        self.tries = self.tries * self._decay + tries
+        self.hits = self.hits * self.decay + hits
+        self.tries = self.tries * self.decay + tries
 
 
+@dataclass(slots=True)
 class _DraftRecord:
     """A request's rate, its penalty, and its last draft with its number of tokens then."""
 
-    __slots__ = ("draft", "length", "penalty", "rate")
-
-    def __init__(self, length: int) -> None:
-        self.rate = _Rate(_DECAY)
-        self.penalty = 0.0
-        self.draft = NO_DRAFT
-        self.length = length
+    length: int
+    rate: _Rate = field(default_factory=lambda: _Rate(_DECAY))
+    penalty: float = 0.0
+    draft: Draft = NO_DRAFT
 
 
 class DraftPolicy:
@@ -114,12 +110,11 @@ class DraftPolicy:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._rates: dict[int, _Rate] = {}
-        """Rates by match length."""
-        self._records: dict[Context, _DraftRecord] = {}
+        self._rates: dict[int, _Rate] = {}  # rates by match length
+        self._records: dict[SequenceState, _DraftRecord] = {}
 
     def keep(
-        self, contexts: Sequence[Context], drafts: Sequence[Draft], step: StepSize
+        self, contexts: "Sequence[SequenceState]", drafts: Sequence[Draft], step: StepSize
     ) -> Sequence[int]:
         """The number of tokens of each draft to compute in a step."""
         kept = [0] * len(drafts)
@@ -172,7 +167,7 @@ class DraftPolicy:
         more = rate * (drawing[count] - drawing[0]) / max(1, draws[count])
         return chosen, (price, price + more)
 
-    def _chance(self, context: Context, draft: Draft) -> float:
+    def _chance(self, context: "SequenceState", draft: Draft) -> float:
         """The probability of each token of a draft, if those before it are right; 0 without a
         draft, or if the penalty is too high."""
         tokens = context.token_ids
@@ -210,6 +205,6 @@ class DraftPolicy:
             rate = self._rates[match_length] = prior
         return rate
 
-    def forget(self, context: Context) -> None:
+    def forget(self, context: "SequenceState") -> None:
         """Drop a sample that has ended; it may be unknown."""
         self._records.pop(context, None)

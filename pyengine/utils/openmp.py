@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import CDLL
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,6 +47,19 @@ def openmp_runtime() -> Path | None:
     if spec is None or spec.origin is None:
         return None
     return next((Path(spec.origin).parent / "lib").glob("libgomp*.so*"), None)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Inside, torch uses `count` threads in calls of this thread."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def release_threads() -> None:

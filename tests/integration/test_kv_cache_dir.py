@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from pyengine import LLM, SamplingParams
+from pyengine.config import STORE_KEY_VARIABLE
 from pyengine.engine import builder, offloading
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.kv_cache import block_memory, pool
 from pyengine.kv_cache.block_memory import DeviceBlocks
-from pyengine.kv_cache.store_key import VARIABLE
 from pyengine.server.metrics import EngineMetrics
 from tests.unit.executor.hand_made import random_model
 from tests.unit.executor.test_model_runner import FAMILIES
@@ -245,16 +245,16 @@ def test_a_key_of_the_environment_authenticates_entries(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, prompt = tmp_path / "kv", tokens(50)
-    monkeypatch.setenv(VARIABLE, "ab" * 32)
+    monkeypatch.setenv(STORE_KEY_VARIABLE, "ab" * 32)
     for expected in (0, 48):
         with LLM(tiny_folder, block_size=4, kv_cache_dir=folder, kv_cache_disk=GIB) as llm:
             assert answer(llm, prompt)[1] >= expected
-    monkeypatch.setenv(VARIABLE, "cd" * 32)
+    monkeypatch.setenv(STORE_KEY_VARIABLE, "cd" * 32)
     assert "another authentication key" in refusal(tiny_folder, kv_cache_dir=folder)
-    monkeypatch.setenv(VARIABLE, "secret")
+    monkeypatch.setenv(STORE_KEY_VARIABLE, "secret")
     message = refusal(tiny_folder, kv_cache_dir=folder)
     assert "64 hexadecimal digits" in message and "secret" not in message
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(STORE_KEY_VARIABLE)
     assert "another authentication key" in refusal(tiny_folder, kv_cache_dir=folder)
 
 

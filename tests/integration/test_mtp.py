@@ -15,9 +15,9 @@ from transformers.modeling_layers import MtpModel
 from pyengine import LLM, BlockManager, SamplingParams
 from pyengine.engine.core import Engine
 from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import Request
+from pyengine.engine.request import Request, SequenceState
 from pyengine.errors import ConfigurationError, ModelLoadError
-from pyengine.speculation.drafters import Context, Draft
+from pyengine.speculation.drafters import Draft
 from pyengine.speculation.mtp import MTPDrafter
 from tests.integration.test_speculation import ROOMY, VOCAB, answers, same, served
 from tests.support.drafters import speculate
@@ -109,7 +109,7 @@ def test_drafts_are_those_of_transformers(made: Any) -> None:
     seen: list[tuple[list[int], Sequence[int]]] = []
     propose = drafter.propose
 
-    def noted(contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+    def noted(contexts: Sequence[SequenceState], most: Sequence[int]) -> list[Draft]:
         drafts = propose(contexts, most)
         for context, count, draft in zip(contexts, most, drafts, strict=True):
             tokens = [*map(int, context.request.prompt_token_ids), *context.token_ids]

@@ -5,7 +5,8 @@ from random import Random
 from typing import Any, cast
 
 from pyengine.engine.core import Engine
-from pyengine.speculation.drafters import Context, Draft, Drafter
+from pyengine.engine.request import SequenceState
+from pyengine.speculation.drafters import Draft, Drafter
 from pyengine.speculation.policy import StepSize
 from tests.support.fake_runner import VOCAB_SIZE, continued
 
@@ -14,11 +15,11 @@ class EveryDraft:
     """A policy that computes every draft."""
 
     def keep(
-        self, contexts: Sequence[Context], drafts: Sequence[Draft], step: StepSize
+        self, contexts: Sequence[SequenceState], drafts: Sequence[Draft], step: StepSize
     ) -> Sequence[int]:
         return [len(draft.tokens) for draft in drafts]
 
-    def forget(self, context: Context) -> None:
+    def forget(self, context: SequenceState) -> None:
         pass
 
 
@@ -33,20 +34,20 @@ class RandomDrafter:
     def __init__(self, seed: int, vocab: int = VOCAB_SIZE) -> None:
         self._random, self._vocab = Random(seed), vocab
 
-    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: Sequence[SequenceState], most: Sequence[int]) -> list[Draft]:
         return [Draft(self._tokens(self._random.randint(0, count))) for count in most]
 
     def _tokens(self, count: int) -> list[int]:
         return [self._random.randrange(self._vocab) for _ in range(count)]
 
-    def forget(self, context: Context) -> None:
+    def forget(self, context: SequenceState) -> None:
         pass
 
 
 class MixedDrafter(RandomDrafter):
     """The fake model's greedy answer, often with an error."""
 
-    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: Sequence[SequenceState], most: Sequence[int]) -> list[Draft]:
         drafts = []
         for context, count in zip(contexts, most, strict=True):
             known = [*map(int, context.request.prompt_token_ids), *context.token_ids]
@@ -63,15 +64,15 @@ class AnswerDrafter:
     def __init__(self, answers: Mapping[tuple[tuple[int, ...], int], Sequence[int]]) -> None:
         self._answers = answers
 
-    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: Sequence[SequenceState], most: Sequence[int]) -> list[Draft]:
         return [
             Draft(self._answer(context)[len(context.token_ids) :][:count])
             for context, count in zip(contexts, most, strict=True)
         ]
 
-    def _answer(self, context: Context) -> Sequence[int]:
+    def _answer(self, context: SequenceState) -> Sequence[int]:
         prompt = tuple(int(token) for token in context.request.prompt_token_ids)
         return self._answers[prompt, getattr(context, "index", 0)]
 
-    def forget(self, context: Context) -> None:
+    def forget(self, context: SequenceState) -> None:
         pass

@@ -36,10 +36,10 @@ def inject(patch: Any) -> None:
             raise InjectedError("while preparing")
         return plan(self, inputs)
 
-    def faulty_forward(self: Any, layer: int, *tensors: Any) -> Any:
+    def faulty_forward(self: Any, layer: int, *given: Any) -> Any:
         if asked() == "forward" and layer == 1:
             raise InjectedError("in layer 1")
-        return forward(self, layer, *tensors)
+        return forward(self, layer, *given)
 
     patch(gather.GatherBackend, "plan", faulty_plan)
     patch(gather.GatherPlan, "forward", faulty_forward)

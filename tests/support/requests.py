@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import EndConditions, Request, SequenceState
+from pyengine.engine.request import Request, SequenceState
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.batch import Entry, ScheduledStep
@@ -19,17 +19,18 @@ def make_request(
     n: int = 1,
     namespace: bytes = b"",
     read_cache: bool = True,
+    max_tokens: int = 1 << 30,
     **settings: Any,
 ) -> Request:
-    """A request and its sequences. `settings` are those of `Request`."""
+    """A request and its sequences. It ends at `max_tokens` tokens; `settings` are `Request`'s."""
     prompt = Prompt(token_ids=prompt_token_ids, namespace=namespace)
     params = SamplingParams(n=n, temperature=float(n > 1))
-    request = Request(request_id, prompt, params, **settings)
+    most = max_tokens - len(prompt_token_ids)
+    request = Request(request_id, prompt, params, max_output=most, **settings)
     request.read_cache = read_cache
-    ends = EndConditions(stop_ids=frozenset(), eos_ids=frozenset(), max_output=1 << 30)
     for index in range(n):
         sampling = SamplingState(params, prompt_token_ids, seed=0, vocab_size=VOCAB_SIZE)
-        request.sequences.append(SequenceState(request, index, sampling, ends))
+        request.sequences.append(SequenceState(request, index, sampling))
     return request
 
 

@@ -6,7 +6,7 @@ is for. Steps that are not decodes go the way of the gather backend.
 
 import torch
 
-from pyengine.attention.backend import AttentionOptions, GraphPlan, StepInputs
+from pyengine.attention.backend import AttentionOptions, GraphPlan, Rows, StepInputs
 from pyengine.attention.gather import GatherBackend
 from pyengine.attention.paged import KVWriter
 from pyengine.kv_cache.pool import KVPool
@@ -25,7 +25,7 @@ class StaticBackend(GatherBackend):
         self.plans: list[StaticPlan] = []
 
     def graph_plan(self, inputs: StepInputs) -> GraphPlan:
-        self.plans.append(StaticPlan(self._pool, inputs))
+        self.plans.append(StaticPlan(self.pool, inputs))
         return self.plans[-1]
 
 
@@ -42,17 +42,9 @@ class StaticPlan:
         assert (inputs.host_seq_lens == inputs.seq_lens.numpy()).all()
         assert (inputs.host_query_start_loc == inputs.query_start_loc.numpy()).all()
 
-    def forward(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         pool, inputs = self._pool, self._inputs
         group = pool.groups.places[layer].group
-        rows = (query, key, value)
         query = KVWriter(pool).write_step(layer, rows, inputs.slot_mapping, options.rotation)
         tables = inputs.block_tables[group].long()
         keys = pool.keys[layer][tables].flatten(1, 2).transpose(1, 2)
@@ -61,13 +53,13 @@ class StaticPlan:
         seen = positions < inputs.seq_lens[:, None]
         if options.sliding_window is not None:
             seen &= positions >= inputs.seq_lens[:, None] - options.sliding_window
-        heads = query.unflatten(1, (key.shape[1], -1))
+        heads = query.unflatten(1, (keys.shape[1], -1))
         scores = heads @ keys.transpose(2, 3) * options.scaling
         if options.softcap is not None:
             scores = options.softcap * torch.tanh(scores / options.softcap)
         scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
         if options.sinks is not None:
-            sinks = options.sinks.view(1, key.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
+            sinks = options.sinks.view(1, keys.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sinks], dim=-1)
         weights = scores.softmax(-1)[..., : keys.shape[2]]
         return (weights @ values).flatten(1, 2)

@@ -7,18 +7,30 @@ the arrays of a step and know nothing else::
                      \\-> ModelRunner of rank 0 -> logits
 
 Each rank computes its part of every layer and keeps its part of the KV heads. The ranks meet in
-the collective operations of transformers' tensor-parallel plan. Why messages go over a socket and
-not as a broadcast of the process group: a rank that waits in a collective operation is subject to
-its timeout, and an engine may be idle for longer.
+the collective operations of transformers' tensor-parallel plan.
+
+A worker is a plain process (`worker.py` by `python -m`): no fork, and nothing is asked of the
+script that makes an `LLM`. Its socket is inherited, so there is no port that another process could
+find. Messages are no broadcast of the process group: a rank that waits in a collective operation is
+subject to its timeout, and an engine may be idle for longer.
 """
 
 import os
+import select
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -28,11 +40,11 @@ import torch.distributed as dist
 
 from pyengine.errors import ConfigurationError, EngineDeadError, WorkerError
 from pyengine.executor.cpu_threads import compute_threads
-from pyengine.executor.model_runner import Forward, ModelRunner, MTPStep, Plan, StepLogits
+from pyengine.executor.model_runner import Forward, ModelRunner, Plan, StepLogits
+from pyengine.executor.mtp import MTPStep
 from pyengine.executor.tensor_parallel.ranks import (
+    CARRY_ON,
     Barrier,
-    Failed,
-    Loaded,
     RankSetup,
     Report,
     RunnerSetup,
@@ -42,7 +54,6 @@ from pyengine.executor.tensor_parallel.ranks import (
     pack_step,
     rank_environment,
 )
-from pyengine.executor.tensor_parallel.workers import WORKER, Workers
 from pyengine.kv_cache.memory import available_memory
 from pyengine.models.config import read_config
 from pyengine.models.loader import LoadedModel, load_model
@@ -51,6 +62,205 @@ from pyengine.models.source import ModelSource, resolve_source
 
 _OTHERS_FAIL_TOO = 4.0
 """Seconds for the workers to report, once rank 0 has failed within the forward pass."""
+
+WORKER = "pyengine.executor.tensor_parallel.worker"
+"""The module that a worker runs."""
+
+_ENDING_TIME = 2.0
+_CAUSE_TIME = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    rank: int
+    process: "subprocess.Popen[bytes]"
+    connection: Connection
+
+
+@dataclass(slots=True)
+class _Fate:
+    """How the workers ended. Written by the thread that watches them, read by rank 0."""
+
+    is_over: threading.Event = field(default_factory=threading.Event)
+    cause: str = ""
+    first: int | None = None
+    """The rank that ended first, if that was not requested."""
+    is_wanted: bool = False
+
+
+class Workers:
+    """The ranks from 1 on, running until `close`.
+
+    `on_death` is called, in another thread, when a worker has ended by itself and the others have
+    been killed. `module` is what a worker runs.
+    """
+
+    def __init__(
+        self,
+        setups: Sequence[RankSetup],
+        *,
+        on_death: Callable[[], None] | None,
+        module: str = WORKER,
+    ) -> None:
+        self._fate = _Fate()
+        self._workers: list[_Worker] = []
+        self._last_words = ""
+        try:
+            for setup in setups:
+                self._workers.append(_start(setup.rank, module))
+            running = {
+                os.pidfd_open(each_worker.process.pid): each_worker for each_worker in self._workers
+            }
+            threading.Thread(
+                target=_watch,
+                args=(running, self._fate, on_death),
+                name="pyengine-workers",
+                daemon=True,
+            ).start()
+            for worker, setup in zip(self._workers, setups, strict=True):
+                self._tell(worker, setup)
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """Raise `EngineDeadError` if a worker has ended, or all were asked to end."""
+        if self._fate.is_over.is_set() or self._fate.is_wanted:
+            raise self.death()
+
+    def send(self, message: RunnerSetup | bytes) -> None:
+        """Tell every worker the same: a setup, or the bytes of a step."""
+        for worker in self._workers:
+            self._tell(worker, message)
+
+    def carry_on(self, reports: Sequence[Report]) -> None:
+        """Let workers go on that failed in the forward pass; `reports` has one of each worker.
+
+        They answer. One may have stopped waiting for the others, which made them fail.
+        """
+        pairs = zip(self._workers, reports, strict=True)
+        waiting = [worker for worker, report in pairs if report.in_forward]
+        try:
+            for worker in waiting:
+                worker.connection.send_bytes(CARRY_ON)
+            for worker in waiting:
+                worker.connection.recv()
+        except (EOFError, OSError) as error:
+            raise self.death(reports) from error
+
+    def _tell(self, worker: _Worker, message: RankSetup | RunnerSetup | bytes) -> None:
+        try:
+            if isinstance(message, bytes):
+                worker.connection.send_bytes(message)
+            else:
+                worker.connection.send(message)
+        except OSError as error:  # EPIPE: it is gone
+            raise self.death() from error
+
+    def reports(self, timeout: float | None = None) -> list[Report] | None:
+        """The next report of every worker, in the order of ranks; None after `timeout` seconds.
+
+        Raises `EngineDeadError` if one of them has ended.
+        """
+        deadline = None if timeout is None else monotonic() + timeout
+        reports: list[Report] = []
+        try:
+            for worker in self._workers:
+                left = None if deadline is None else max(0.0, deadline - monotonic())
+                if left is not None and not worker.connection.poll(left):
+                    return None
+                reports.append(worker.connection.recv())
+        except (EOFError, OSError) as error:
+            raise self.death(reports) from error
+        return reports
+
+    def death(self, reports: Sequence[Report] = ()) -> EngineDeadError:
+        """The error of an engine that has lost a worker.
+
+        It has the traceback of the worker that ended first, if that is among `reports`, the last
+        words of the first workers, or has not been read yet.
+        """
+        if self._fate.is_wanted:
+            return EngineDeadError("the engine was closed: make a new LLM")
+        self._fate.is_over.wait(_CAUSE_TIME)
+        if self._fate.first is not None:
+            self._last_words = self._last_words or self._read_last_words(self._fate.first, reports)
+        cause = self._fate.cause or "a worker process no longer answers"
+        return EngineDeadError(f"{cause}; the engine has ended, make a new LLM{self._last_words}")
+
+    def _read_last_words(self, rank: int, reports: Sequence[Report]) -> str:
+        said = list(reports[rank - 1 : rank])
+        connection = self._workers[rank - 1].connection
+        with suppress(EOFError, OSError):
+            while connection.poll(0):
+                said.append(connection.recv())
+        failures = [report.traceback for report in said if report.traceback]
+        return "".join(f"\nIts last words:\n{text}" for text in failures[-1:])
+
+    def kill(self, cause: str) -> EngineDeadError:
+        """End the workers at once because of `cause`; the error to raise."""
+        if not self._fate.cause:
+            self._fate.cause = cause
+        for worker in self._workers:
+            worker.process.kill()
+        return self.death()
+
+    def close(self) -> None:
+        """Close the connections, which ends the workers; kill who has not ended then."""
+        self._fate.is_wanted = True
+        for worker in self._workers:
+            worker.connection.close()
+        deadline = monotonic() + _ENDING_TIME
+        for worker in self._workers:
+            try:
+                worker.process.wait(max(0.0, deadline - monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+
+
+def _start(rank: int, module: str) -> _Worker:
+    ours, theirs = Pipe()
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # as it is here
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            process_group=0,  # Ctrl-C in a terminal goes to rank 0 alone
+            env={**os.environ, "PYTHONPATH": path},
+        )
+    return _Worker(rank, process, ours)
+
+
+def _watch(running: dict[int, _Worker], fate: _Fate, on_death: Callable[[], None] | None) -> None:
+    """Wait for the ends of the workers, by their pidfd; the first not wanted ends them all."""
+    poller = select.poll()
+    workers = list(running.values())
+    for descriptor in running:
+        poller.register(descriptor, select.POLLIN)
+    while running:
+        for descriptor, _ in poller.poll():
+            poller.unregister(descriptor)
+            os.close(descriptor)
+            worker = running.pop(descriptor)
+            status = worker.process.wait()
+            if fate.is_wanted or fate.is_over.is_set():
+                continue
+            fate.first = worker.rank
+            fate.cause = fate.cause or _cause(worker, status)
+            for other in workers:
+                other.process.kill()
+            fate.is_over.set()
+            if on_death is not None:
+                on_death()
+
+
+def _cause(worker: _Worker, status: int) -> str:
+    who = f"rank {worker.rank} (process {worker.process.pid})"
+    if status < 0:
+        return f"{who} was ended by {signal.Signals(-status).name}"
+    return f"{who} ended by itself with status {status}"
 
 
 class WorkerGroup:
@@ -107,7 +317,8 @@ class WorkerGroup:
                 )
                 for rank in range(size)
             ]
-            on_death = _abort if first.type == "cuda" else _nothing
+            # Gloo notices by itself that a connection has closed.
+            on_death = _abort if first.type == "cuda" else None
             self._workers = Workers(setups[1:], on_death=on_death, module=module)
             self._resources.callback(self._workers.close)
             self._start(setups[0])
@@ -131,7 +342,7 @@ class WorkerGroup:
         except RuntimeError as error:  # what gloo raises when another rank is gone
             self._workers.check()
             raise error
-        memory = [item.available_memory for item in self._await() if isinstance(item, Loaded)]
+        memory = [report.available_memory for report in self._await()]
         memory.append(available_memory(self.loaded.device))
         shared = setup.size if self.loaded.device.type == "cpu" else 1
         self.available_memory = min(memory) // shared
@@ -140,7 +351,7 @@ class WorkerGroup:
     def _await(self) -> list[Report]:
         """A report of every worker; `EngineDeadError` if one could not do what it was to do."""
         reports = self._workers.reports() or []
-        if any(isinstance(report, Failed) for report in reports):
+        if any(report.traceback for report in reports):
             raise self._workers.death(reports)
         return reports
 
@@ -150,7 +361,7 @@ class WorkerGroup:
         barrier = Barrier()
         runner = make_runner(self.loaded, setup, barrier)
         self._await()
-        return DistributedRunner(self, self._workers, runner, barrier, setup.block_size)
+        return DistributedRunner(self, self._workers, runner, barrier)
 
     def kill(self) -> None:
         """End the workers at once: a step that waits for one of them fails."""
@@ -182,13 +393,11 @@ class DistributedRunner:
         workers: Workers,
         runner: ModelRunner,
         barrier: Barrier,
-        block_size: int,
     ) -> None:
         self._worker_group = worker_group  # whose workers end with it
         self._workers = workers
         self._runner = runner
         self._barrier = barrier
-        self._block_size = block_size
 
     def prepare(
         self,
@@ -201,7 +410,7 @@ class DistributedRunner:
         self._workers.check()
         arrays = self._runner.buffers.arrays  # those that the step is written into
         forward = self._runner.prepare(plan, extra_rows=extra_rows)
-        message = pack_step(plan, arrays, extra_rows, self._block_size).tobytes()
+        message = pack_step(plan, arrays, extra_rows, self._runner.pool.block_size)
         return lambda sampled: self._run(forward, sampled, message)
 
     def _run(self, forward: Forward, sampled: torch.Tensor | None, message: bytes) -> StepLogits:
@@ -250,7 +459,7 @@ class DistributedRunner:
     @staticmethod
     def _raise_failure(reports: Sequence[Report]) -> None:
         for rank, report in enumerate(reports, start=1):
-            if isinstance(report, Failed):
+            if report.traceback:
                 raise WorkerError(
                     f"rank {rank} failed in a step, which is rolled back; its traceback:\n"
                     f"{report.traceback}"
@@ -274,7 +483,3 @@ def _abort() -> None:
     abort: Any = dist.distributed_c10d._abort_process_group
     with suppress(RuntimeError, ValueError):
         abort()
-
-
-def _nothing() -> None:
-    """Gloo notices by itself that a connection has closed."""

@@ -1,30 +1,21 @@
 """Messages between rank 0 and the workers, and the work of every rank.
 
-A worker receives two setups, then steps, and answers each with a report. A step is one int64 array:
-a header, then the arrays of `StepInputs`::
+A worker receives two setups, then steps, and answers each with a report.
 
-    tokens | sequences | samples | groups | width | extra rows | copies
-    input_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices
-    extra rows, copies
-
-`width` is that of the longest table in the step: what lies behind a sequence's last block is not
-sent, as nothing reads it.
-
-Every rank meets the others, makes its runner, and enters a step with them or not at all.
-
-Inside the forward pass the ranks meet in one collective operation after the other, and who waits
-there for a rank that does not come waits for ever. So they ask each other before the first of them:
-each has its inputs, has copied its blocks and has prepared its attention. A rank that failed at
-that says so, and all of them leave the step in the same state.
+Inside the forward pass the ranks meet in one collective operation after the other, and a rank that
+waits there for one that does not come waits for ever. So they ask each other before the first of
+them, when each has its inputs, has copied its blocks and has prepared its attention. If a rank
+failed at that, all of them leave the step in the same state.
 """
 
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -32,18 +23,15 @@ import torch
 import torch.distributed as dist
 
 from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
-from pyengine.attention.choice import choose_backend
-from pyengine.attention.needs import AttentionNeeds
+from pyengine.attention.choice import Choice
 from pyengine.executor.input_buffers import HostArrays, RunnerLimits
 from pyengine.executor.model_runner import ModelRunner, Plan
 from pyengine.kv_cache import SharedPrefixes, StepBuffers
-from pyengine.kv_cache.layer_groups import LayerGroups
-from pyengine.kv_cache.pool import KVPool, kv_cache_specs
 from pyengine.models.loader import LoadedModel
 from pyengine.models.source import ModelSource
 
-Int64Array = npt.NDArray[np.int64]
-_HEADER_SIZE = 7
+if TYPE_CHECKING:
+    from pyengine.executor.memory_profile import CachePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,146 +57,81 @@ class RankSetup:
         return torch.device("cuda", self.rank) if on_cuda else torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RunnerSetup:
-    """The second thing: the KV pool, the attention backend and the largest step.
+    """The second message: the KV cache, the attention backend and the largest step.
 
-    All ranks have the same number of blocks, each with its part of the KV heads in them. `needs`
-    are those of rank 0 but for the device.
+    All ranks have the same number of blocks, each with its part of the KV heads in them.
     """
 
-    num_blocks: int
-    block_size: int
-    groups: LayerGroups
-    attention_backend: str
-    needs: AttentionNeeds
+    cache: "CachePlan"
+    choice: Choice
     limits: RunnerLimits
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """A worker's first word: it has imported what it needs."""
+class Report:
+    """A worker has done its task, unless it has a traceback.
 
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A worker has its part of the model; bytes that are available on its device."""
-
-    available_memory: int
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A worker has done its task."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A worker did not: its traceback.
-
-    `in_forward`: it had entered the forward pass. Then it goes on only when rank 0 says that all
+    `in_forward`: it failed in the forward pass. Then it goes on only when rank 0 says that all
     ranks have left the pass.
     """
 
-    traceback: str
-    in_forward: bool
+    traceback: str = ""
+    in_forward: bool = False
+    available_memory: int = 0
+    """Bytes on its device, once it has its part of the model."""
 
-
-Report = Started | Loaded | Done | Failed
-"""A report of a worker."""
 
 CARRY_ON = b""
 """The message to a worker that failed in the forward pass; a step is never empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """The header."""
+@dataclass(slots=True)
+class PackedStep:
+    """A step plan for another process: it fills the arrays there as the plan filled rank 0's."""
 
-    tokens: int
-    sequences: int
-    samples: int
-    groups: int
-    width: int
-    extra_rows: int
-    copies: int
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every part, in the order of the message."""
-        return {
-            "input_ids": (self.tokens,),
-            "positions": (self.tokens,),
-            "slot_mapping": (self.groups, self.tokens),
-            "query_start_loc": (self.sequences + 1,),
-            "seq_lens": (self.sequences,),
-            "block_tables": (self.groups, self.sequences, self.width),
-            "logits_indices": (self.samples,),
-            "extra_rows": (self.extra_rows,),
-            "copies": (self.copies, 2),
-        }
-
-
-def pack_step(
-    plan: Plan, arrays: HostArrays, extra_rows: Int64Array | None, block_size: int
-) -> Int64Array:
-    """The message of a step whose plan has filled `arrays`."""
-    copies = np.array(plan.copies(), dtype=np.int64).reshape(-1, 2)
-    extra = np.empty(0, dtype=np.int64) if extra_rows is None else extra_rows
-    longest = int(arrays.seq_lens[: plan.num_sequences].max(initial=0))
-    sizes = _Sizes(
-        tokens=plan.num_tokens,
-        sequences=plan.num_sequences,
-        samples=plan.num_samples,
-        groups=len(arrays.block_tables),
-        width=-(-longest // block_size),
-        extra_rows=len(extra),
-        copies=len(copies),
-    )
-    parts: list[npt.NDArray[np.int64 | np.int32]] = [
-        np.array([getattr(sizes, name) for name in sizes.__dataclass_fields__], dtype=np.int64)
-    ]
-    for name, shape in sizes.shapes().items():
-        if name not in ("extra_rows", "copies"):
-            part = tuple(slice(size) for size in shape)
-            parts.append(getattr(arrays, name)[part].reshape(-1))
-    return np.concatenate([*parts, extra, copies.reshape(-1)], dtype=np.int64)
-
-
-class ReceivedPlan:
-    """A step plan out of a message: fills the arrays of this process as the plan filled rank 0's.
-
-    `message` is what `pack_step` gave, as bytes; `arrays` those of this process's buffers.
-    """
-
-    def __init__(self, message: bytes, arrays: HostArrays) -> None:
-        numbers = np.frombuffer(message, dtype=np.int64)
-        sizes = _Sizes(*numbers[:_HEADER_SIZE].tolist())
-        self._arrays = arrays
-        self._parts: dict[str, Int64Array] = {}
-        start = _HEADER_SIZE
-        for name, shape in sizes.shapes().items():
-            end = start + prod(shape)
-            self._parts[name] = numbers[start:end].reshape(shape)
-            start = end
-        if start != len(numbers):
-            raise ValueError(
-                f"a step's message has {len(numbers)} numbers, its header says {start}"
-            )
-        self.num_tokens = sizes.tokens
-        self.num_sequences = sizes.sequences
-        self.num_samples = sizes.samples
-        self.extra_rows = self._parts.pop("extra_rows").copy()
-        self._copies = [(source, target) for source, target in self._parts.pop("copies").tolist()]
+    num_tokens: int
+    num_sequences: int
+    num_samples: int
+    filled: HostArrays
+    """The part of the arrays that the step has written."""
+    extra_rows: npt.NDArray[np.int64] | None
+    block_copies: list[tuple[int, int]]
+    arrays: HostArrays | None = None
+    """Those of the process that has received it."""
 
     def copies(self) -> list[tuple[int, int]]:
         """Blocks to copy before the step, (source, destination)."""
-        return self._copies
+        return self.block_copies
 
     def fill(self, _buffers: StepBuffers, /, *, shared: SharedPrefixes | None = None) -> None:
         """Write the step's inputs into this process's arrays."""
-        for name, numbers in self._parts.items():
-            part = tuple(slice(size) for size in numbers.shape)
-            getattr(self._arrays, name)[part] = numbers
+        for name in HostArrays.__dataclass_fields__:
+            numbers = getattr(self.filled, name)
+            getattr(self.arrays, name)[tuple(map(slice, numbers.shape))] = numbers
+
+
+def pack_step(
+    plan: Plan, arrays: HostArrays, extra_rows: npt.NDArray[np.int64] | None, block_size: int
+) -> bytes:
+    """The message of a step whose plan has filled `arrays`: a `PackedStep`, pickled.
+
+    Tables are cut to the longest of the step.
+    """
+    tokens, sequences = plan.num_tokens, plan.num_sequences
+    longest = int(arrays.seq_lens[:sequences].max(initial=0))
+    filled = HostArrays(
+        input_ids=arrays.input_ids[:tokens],
+        positions=arrays.positions[:tokens],
+        slot_mapping=arrays.slot_mapping[:, :tokens],
+        query_start_loc=arrays.query_start_loc[: sequences + 1],
+        seq_lens=arrays.seq_lens[:sequences],
+        block_tables=arrays.block_tables[:, :sequences, : -(-longest // block_size)],
+        logits_indices=arrays.logits_indices[: plan.num_samples],
+    )
+    step = PackedStep(tokens, sequences, plan.num_samples, filled, extra_rows, plan.copies())
+    return pickle.dumps(step)
 
 
 _MEETING_TIME = timedelta(seconds=60)
@@ -312,8 +235,6 @@ class AgreedBackend(AttentionBackend):
 
 def make_runner(loaded: LoadedModel, setup: RunnerSetup, barrier: Barrier) -> ModelRunner:
     """A rank's runner, over its own pool: this process's part of every block."""
-    specs = kv_cache_specs(loaded.config, setup.needs.cache_dtype, loaded.kv_shards)
-    pool = KVPool(specs, setup.num_blocks, setup.block_size, loaded.device, setup.groups)
-    needs = replace(setup.needs, device=loaded.device)
-    backend = choose_backend(setup.attention_backend, needs).build(pool)
-    return ModelRunner(loaded, pool, AgreedBackend(backend, barrier), setup.limits)
+    pool = setup.cache.pool(loaded)
+    backend = AgreedBackend(setup.choice.build(pool), barrier)
+    return ModelRunner(loaded, pool, backend, setup.limits)

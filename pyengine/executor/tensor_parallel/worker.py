@@ -6,6 +6,7 @@ closes.
 """
 
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -21,14 +22,10 @@ from pyengine.executor.model_runner import ModelRunner
 from pyengine.executor.tensor_parallel.ranks import (
     CARRY_ON,
     Barrier,
-    Done,
-    Failed,
-    Loaded,
+    PackedStep,
     RankSetup,
-    ReceivedPlan,
     Report,
     RunnerSetup,
-    Started,
     StepAbandoned,
     join,
     make_runner,
@@ -46,42 +43,33 @@ ENDED, FAILED, ALONE = 0, 1, 3
 """Exit statuses: ended on request, could not start, failed in a forward pass with other ranks."""
 
 
-class Worker:
-    """Serves one rank: steps in, reports out. The logits are rank 0's affair."""
+@with_frame_room
+def serve(runner: ModelRunner, barrier: Barrier, connection: Connection) -> int:
+    """Compute steps until the connection closes; the exit status."""
+    while True:
+        report = _step(runner, barrier, connection.recv_bytes())
+        connection.send(report)
+        if report.in_forward:
+            if not connection.poll(_WAITS_FOR_OTHERS) or connection.recv_bytes() != CARRY_ON:
+                return ALONE
+            connection.send(Report())
 
-    def __init__(self, runner: ModelRunner, barrier: Barrier) -> None:
-        self._runner = runner
-        self._barrier = barrier
 
-    @with_frame_room
-    def serve(self, connection: Connection) -> int:
-        """Compute steps until the connection closes; the exit status."""
-        while True:
-            message = connection.recv_bytes()
-            report = self.step(message)
-            connection.send(report)
-            if isinstance(report, Failed) and report.in_forward:
-                if not connection.poll(_WAITS_FOR_OTHERS):
-                    return ALONE
-                if connection.recv_bytes() != CARRY_ON:
-                    return ALONE
-                connection.send(Done())
-
-    def step(self, message: bytes) -> Report:
-        """Compute one step, with the other ranks."""
-        self._barrier.begin()
-        try:
-            plan = ReceivedPlan(message, self._runner.buffers.arrays)
-            self._runner.prepare(plan, extra_rows=plan.extra_rows)(None)
-        except StepAbandoned:
-            return Done()
-        except Exception:
-            text = traceback.format_exc()
-            in_forward = not self._barrier.is_asked
-            if not in_forward:
-                self._barrier.refuse()
-            return Failed(text, in_forward)
-        return Done()
+def _step(runner: ModelRunner, barrier: Barrier, message: bytes) -> Report:
+    """Compute one step, with the other ranks."""
+    barrier.begin()
+    try:
+        plan: PackedStep = pickle.loads(message)
+        plan.arrays = runner.buffers.arrays
+        runner.prepare(plan, extra_rows=plan.extra_rows)(None)
+    except StepAbandoned:
+        pass
+    except Exception:
+        text, in_forward = traceback.format_exc(), not barrier.is_asked
+        if not in_forward:
+            barrier.refuse()
+        return Report(text, in_forward)
+    return Report()
 
 
 def main(arguments: list[str]) -> int:
@@ -101,19 +89,19 @@ def main(arguments: list[str]) -> int:
 
 def _run(setup: RankSetup, connection: Connection) -> int:
     """Start, and serve to the end; the exit status."""
-    connection.send(Started())
+    connection.send(Report())  # it has imported what it needs
     try:
-        worker = _start(setup, connection)
+        runner, barrier = _start(setup, connection)
     except (EOFError, BrokenPipeError):
         raise
     except Exception:
-        connection.send(Failed(traceback.format_exc(), in_forward=False))
+        connection.send(Report(traceback.format_exc()))
         return FAILED
-    connection.send(Done())
-    return worker.serve(connection)
+    connection.send(Report())
+    return serve(runner, barrier, connection)
 
 
-def _start(setup: RankSetup, connection: Connection) -> Worker:
+def _start(setup: RankSetup, connection: Connection) -> tuple[ModelRunner, Barrier]:
     """Meet the others, load this rank's part, and make a runner for it."""
     torch.set_num_threads(setup.num_threads)
     with rank_environment(setup.rank):
@@ -124,18 +112,17 @@ def _start(setup: RankSetup, connection: Connection) -> Worker:
             dtype=setup.dtype,
             tensor_parallel_size=setup.size,
         )
-    connection.send(Loaded(available_memory(loaded.device)))
+    connection.send(Report(available_memory=available_memory(loaded.device)))
     runner_setup: RunnerSetup = connection.recv()
     barrier = Barrier()
-    return Worker(make_runner(loaded, runner_setup, barrier), barrier)
+    return make_runner(loaded, runner_setup, barrier), barrier
 
 
 def _end_with(driver: int, folder: Path) -> None:
     """End this process when `driver` is no longer its parent, whatever it is doing then.
 
-    A process whose parent dies gets another one. Looking is all it takes, and unlike the signal
-    that Linux can send (`PR_SET_PDEATHSIG`) it is about the process, not about the thread that
-    started this one. `folder`, which the driver would have removed, goes too.
+    Unlike the signal that Linux can send (`PR_SET_PDEATHSIG`), this is about the process, not about
+    the thread that started this one. `folder`, which the driver would have removed, goes too.
     """
 
     def look() -> None:

@@ -54,7 +54,7 @@ class Step:
     value: torch.Tensor
 
     def run(self, plan: Any, options: AttentionOptions) -> torch.Tensor:
-        out: torch.Tensor = plan.forward(0, self.query, self.key, self.value, options)
+        out: torch.Tensor = plan.forward(0, (self.query, self.key, self.value), options)
         return out
 
 

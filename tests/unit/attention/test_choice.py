@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pyengine.attention import choice, cpu, flashinfer
+from pyengine.attention import cpu, flashinfer
 from pyengine.attention.choice import (
     _CANDIDATES,
     choose_backend,
@@ -231,8 +231,8 @@ def test_every_name_is_one_that_can_be_asked_for():
 def on_cpu(monkeypatch):
     """flashinfer as if it ran on the CPU, and nothing of ours there."""
     for name, obstacle in (("flashinfer", None), ("cpu", "it is left out")):
-        candidate = replace(choice._CANDIDATES[name], obstacle=lambda _, why=obstacle: why)
-        monkeypatch.setitem(choice._CANDIDATES, name, candidate)
+        stand_in = staticmethod(lambda _, why=obstacle: why)
+        monkeypatch.setattr(_CANDIDATES[name], "obstacle", stand_in)
     monkeypatch.setattr(flashinfer, "_LEAST_WORKSPACE", 1024)
 
 
@@ -248,9 +248,9 @@ def test_every_kind_of_layer_is_tried():
             plan = super().plan(inputs)
             forward = plan.forward
 
-            def watched(layer, query, key, value, options):
-                seen.append((len(query), options.sliding_window, options.sinks is not None))
-                return forward(layer, query, key, value, options)
+            def watched(layer, rows, options):
+                seen.append((len(rows[0]), options.sliding_window, options.sinks is not None))
+                return forward(layer, rows, options)
 
             plan.forward = watched
             return plan

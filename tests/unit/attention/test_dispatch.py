@@ -17,7 +17,8 @@ from pyengine.errors import ConfigurationError
 
 
 class RecordingPlan:
-    def forward(self, layer, query, key, value, options):
+    def forward(self, layer, rows, options):
+        query, key, value = rows
         self.call = (layer, query.shape, key.shape, value.shape, options)
         return query.new_ones(*query.shape[:2], value.shape[-1])
 
@@ -97,7 +98,7 @@ def test_a_model_runs_one_step_at_a_time_and_forgets_it():
 
 def test_options_reach_the_plan():
     class Plan:
-        def forward(self, layer, query, key, value, options):
+        def forward(self, layer, rows, options):
             self.call = (layer, options)
             return torch.zeros(2, 4, 6)
 

@@ -74,9 +74,11 @@ def test_every_row_attends_to_what_it_should(backend, step, window, softcap, sin
     plan = backend(pool).plan(inputs_of(lengths, tables, block=BLOCK))
     got = plan.forward(
         0,
-        torch.cat(queries),
-        torch.cat([k[c:] for (_, c), (k, _) in zip(lengths, full, strict=True)]),
-        torch.cat([v[c:] for (_, c), (_, v) in zip(lengths, full, strict=True)]),
+        (
+            torch.cat(queries),
+            torch.cat([k[c:] for (_, c), (k, _) in zip(lengths, full, strict=True)]),
+            torch.cat([v[c:] for (_, c), (_, v) in zip(lengths, full, strict=True)]),
+        ),
         options,
     )
 
@@ -124,8 +126,8 @@ def test_layer_groups_give_bit_for_bit_what_full_tables_give(backend, step, wind
         expected = backend(full).plan(inputs_of(lengths, tables[layer], block=BLOCK))
         got = backend(shared).plan(inputs_of(lengths, tables[0], slid, block=BLOCK))
         assert torch.equal(
-            got.forward(layer, query, *rows, options),
-            expected.forward(layer, query, *rows, options),
+            got.forward(layer, (query, *rows), options),
+            expected.forward(layer, (query, *rows), options),
         )
 
 

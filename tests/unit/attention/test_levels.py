@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyengine import LLM, SamplingParams
-from pyengine.attention.cpu import cpu_obstacle
+from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.needs import AttentionNeeds, LayerNeeds
 from pyengine.kv_cache import ConfigError, CpuAttention
 from pyengine.models.placement import bfloat16_instructions
@@ -60,7 +60,7 @@ def test_without_vectors_the_kernel_leaves_its_place_to_another(monkeypatch):
     monkeypatch.setenv(SWITCH, "plain")
     if CpuAttention.is_fast():
         pytest.skip("plain loops have an instruction that rounds once here")
-    assert cpu_obstacle(NEEDS) == "this processor has no AVX2 with FMA"
+    assert CpuBackend.obstacle(NEEDS) == "this processor has no AVX2 with FMA"
 
 
 @pytest.mark.slow

@@ -42,9 +42,9 @@ def test_no_bit_changes(dtype, softcap):
     rows = [torch.randn(5, heads, DIM).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     options = AttentionOptions(scaling=0.3, softcap=softcap)
     backend = CpuBackend(pool)
-    alone = backend.plan(inputs).forward(0, *rows, options)
+    alone = backend.plan(inputs).forward(0, rows, options)
     shared = prefixes([0, 3, 0, 32, -1], [0, 2, 32, 48, 0])
-    together = backend.plan(replace(inputs, shared=shared)).forward(0, *rows, options)
+    together = backend.plan(replace(inputs, shared=shared)).forward(0, rows, options)
     assert torch.equal(alone, together)
 
 

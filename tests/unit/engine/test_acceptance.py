@@ -18,7 +18,7 @@ from pyengine.engine.request import SequenceState
 from pyengine.executor.executor import Accepted, InputBatch
 from pyengine.sampling.sampler import sample
 from pyengine.sampling_params import SamplingParams
-from pyengine.speculation.drafters import Context, Draft, NgramDrafter, SuffixDrafter
+from pyengine.speculation.drafters import Draft, NgramDrafter, SuffixDrafter
 from tests.support.drafters import RandomDrafter
 from tests.support.engines import make_bench
 from tests.support.soak import soak_only
@@ -60,7 +60,7 @@ def rest_from_p(batch: InputBatch, drawn: list[int], chances: torch.Tensor) -> A
 class Likely(RandomDrafter):
     """The most probable token after each."""
 
-    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: Sequence[SequenceState], most: Sequence[int]) -> list[Draft]:
         drafts = []
         for context, count in zip(contexts, most, strict=True):
             tokens = [(FIRST, *context.token_ids)[-1]]

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from pyengine.errors import ConfigurationError
-from pyengine.executor.executor import Executor
 from pyengine.sampling_params import SamplingParams
-from tests.support.engines import EOS, GREEDY, Bench, LazyQueue, make_bench
-from tests.support.fake_runner import FakeRunner, Fault, continued
+from tests.support.engines import EOS, GREEDY, Bench, make_bench
+from tests.support.fake_runner import Fault, continued
 
 
 def ahead(**settings: Any) -> Bench:
@@ -207,9 +205,3 @@ def test_a_request_that_comes_meanwhile_joins_the_step_after() -> None:
     assert bench.runner.computed == [3, 1, 3]
     done = bench.run()
     assert done["b"].outputs[0].token_ids == continued([4, 5], 8)
-
-
-@pytest.mark.parametrize("depth", [0, 3])
-def test_a_depth_that_cannot_be_had_is_refused(depth: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"depth={depth}"):
-        Executor(FakeRunner(8, 4), LazyQueue(), depth=depth)

@@ -12,7 +12,7 @@ import pytest
 
 from pyengine.errors import InvalidRequestError
 from pyengine.outputs import RequestOutput
-from pyengine.sampling import token_matcher
+from pyengine.sampling import token_masks
 from pyengine.sampling.state import sample_seed
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from tests.support import tokenizers
@@ -223,7 +223,7 @@ def test_whoever_takes_too_much_time_for_its_masks_fails_alone(
 ) -> None:
     engine = bench()
     engine.generate([[1, 2]], asked(DIGITS))  # is compiled
-    monkeypatch.setattr(token_matcher, "_FREE_SECONDS", -1.0)
+    monkeypatch.setattr(token_masks, "_FREE_SECONDS", -1.0)
     engine.submit({"slow": [5, 6]}, asked(DIGITS))
     engine.submit({"free": [5, 6]}, SamplingParams(temperature=0, ignore_eos=True))
     done = engine.run()

@@ -1,14 +1,13 @@
 """The buffers are filled in place and cut to the step."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from pyengine.errors import ConfigurationError
 from pyengine.executor.input_buffers import (
-    BufferNeeds,
     InputBuffers,
     Padding,
     RunnerLimits,
@@ -16,7 +15,6 @@ from pyengine.executor.input_buffers import (
 )
 from pyengine.kv_cache import BlockManager
 
-APART = BufferNeeds(apart=True)
 LIMITS = RunnerLimits(max_num_batched_tokens=16, max_num_seqs=3, max_blocks_per_seq=4)
 
 
@@ -68,13 +66,6 @@ def test_every_layer_group_has_its_own_tables_and_slots():
     ]
     assert inputs.host_block_tables.shape == (2, 1, 4)
     assert (inputs.host_block_tables == inputs.block_tables.numpy()).all()
-
-
-@pytest.mark.parametrize("name", RunnerLimits.__dataclass_fields__)
-def test_a_limit_of_nothing_is_refused(name):
-    fields = {"max_num_batched_tokens": 1, "max_num_seqs": 1, "max_blocks_per_seq": 1, name: 0}
-    with pytest.raises(ConfigurationError, match=f"{name}=0"):
-        RunnerLimits(**fields)
 
 
 def test_steps_of_one_size_share_their_views_and_not_their_contents():
@@ -145,7 +136,7 @@ def test_what_is_copied_follows_from_the_step_and_not_from_the_longest_there_may
         max_blocks_per_seq=capacity,
         num_groups=groups,
     )
-    buffers = InputBuffers(limits, BLOCK, torch.device("cpu"), APART)
+    buffers = InputBuffers(limits, BLOCK, torch.device("cpu"), apart=True)
     buffers.arrays.block_tables[:] = -7  # stale
     buffers._upload = recording = Recording()
     others = ROWS * (8 + 8 + 8 * groups + 4 + 8) + 4 * (ROWS + 1)
@@ -181,8 +172,8 @@ class LateStream:
 
 def test_a_step_is_not_written_over_one_that_is_still_being_copied():
     """Nobody waits for the tokens of a step that samples nothing, or that is rolled back."""
-    first = InputBuffers(LIMITS, 4, torch.device("cpu"), APART)
-    second = InputBuffers(LIMITS, 4, torch.device("cpu"), APART, beside=first)
+    first = InputBuffers(LIMITS, 4, torch.device("cpu"), apart=True)
+    second = InputBuffers(LIMITS, 4, torch.device("cpu"), apart=True, beside=first)
     stream = LateStream()
     first._upload = second._upload = stream
     inputs = first.fill(Decodes([5, 9], first, 4)).upload()
@@ -202,7 +193,7 @@ def test_a_step_is_not_written_over_one_that_is_still_being_copied():
 
 
 def test_what_was_never_copied_is_not_waited_for():
-    buffers = InputBuffers(LIMITS, 4, torch.device("cpu"), APART)
+    buffers = InputBuffers(LIMITS, 4, torch.device("cpu"), apart=True)
     buffers._upload = stream = LateStream()
     for lengths in ([5, 9], [1, 2]):
         inputs = buffers.fill(Decodes(lengths, buffers, 4))  # rolled back before it was run
@@ -212,8 +203,8 @@ def test_what_was_never_copied_is_not_waited_for():
 
 @pytest.mark.parametrize("reads_tables", [False, True])
 def test_a_step_is_padded_on_the_host_and_costs_no_further_copy(reads_tables: bool) -> None:
-    needs = BufferNeeds(apart=True, reads_tables=reads_tables)
-    buffers = InputBuffers(LIMITS, 4, torch.device("cpu"), needs)
+    backend = SimpleNamespace(shared_group=None, reads_tables=reads_tables)
+    buffers = InputBuffers(LIMITS, 4, torch.device("cpu"), backend, apart=True)
     buffers.arrays.slot_mapping[:] = 9  # stale
     buffers._upload = recording = Recording()
     padding = Padding(3, null_block=8)
@@ -239,8 +230,8 @@ def test_tables_that_nobody_reads_on_the_device_are_not_copied(capacity: int) ->
     limits = RunnerLimits(
         max_num_batched_tokens=ROWS, max_num_seqs=ROWS, max_blocks_per_seq=capacity, num_groups=7
     )
-    needs = BufferNeeds(apart=True, reads_tables=False)
-    buffers = InputBuffers(limits, BLOCK, torch.device("cpu"), needs)
+    backend = SimpleNamespace(shared_group=None, reads_tables=False)
+    buffers = InputBuffers(limits, BLOCK, torch.device("cpu"), backend, apart=True)
     buffers._upload = recording = Recording()
     inputs = buffers.fill(Decodes([570] * ROWS, buffers, BLOCK)).upload()
     assert recording.num_bytes == ROWS * (8 + 8 + 8 * 7 + 4 + 8) + 4 * (ROWS + 1)

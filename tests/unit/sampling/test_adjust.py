@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.sampling.batch import Adjustments
+from pyengine.sampling.sampler import Adjustments
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from pyengine.sampling.batch import SamplingBatch
-from pyengine.sampling.sampler import sample
+from pyengine.sampling.sampler import SamplingBatch, sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
 

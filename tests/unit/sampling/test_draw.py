@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyengine.sampling import draw_cpu
-from pyengine.sampling.batch import SamplingBatch
-from pyengine.sampling.sampler import draw, draw_on_device
+from pyengine.sampling.sampler import SamplingBatch, draw, draw_on_device
 from pyengine.sampling.state import SamplingState, uniforms
 from pyengine.sampling_params import SamplingParams
 

@@ -17,7 +17,7 @@ from pyengine.errors import InvalidRequestError, QueueFullError
 from pyengine.sampling import grammar as grammars_module
 from pyengine.sampling.grammar import Grammars
 from pyengine.sampling.state import SamplingState
-from pyengine.sampling.token_matcher import LEAST_ROWS
+from pyengine.sampling.token_masks import LEAST_ROWS
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from tests.support.callers import FakeModel
 from tests.support.docs import ROOT

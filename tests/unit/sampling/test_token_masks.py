@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from pyengine.sampling import token_masks as structured
-from pyengine.sampling import token_matcher
-from pyengine.sampling.batch import SamplingBatch
-from pyengine.sampling.sampler import sample
+from pyengine.sampling.sampler import SamplingBatch, sample
 from pyengine.sampling.state import SamplingState
-from pyengine.sampling.token_masks import MaskFiller, TokenMasks
-from pyengine.sampling.token_matcher import LEAST_ROWS, CompiledGrammar, TokenMatcher
+from pyengine.sampling.token_masks import (
+    LEAST_ROWS,
+    CompiledGrammar,
+    MaskFiller,
+    TokenMasks,
+    TokenMatcher,
+)
 from pyengine.sampling_params import SamplingParams
 
 
@@ -419,7 +422,7 @@ def by_base(matchers: list[TokenMatcher]) -> list[int]:
 def test_a_grammar_keeps_its_only_base(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, grammars = llguidance.LLTokenizer("byte"), [REGEX]
     if reason == "slow to compile":
-        monkeypatch.setattr(token_matcher, "_QUICK", 0.0)
+        monkeypatch.setattr(structured, "_QUICK", 0.0)
     queue: Any = Queue()
     compiled = CompiledGrammar(
         lambda: llguidance.LLMatcher(tokenizer, grammars[-1], log_level=0),

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from pyengine.engine.request import SequenceState
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
-from pyengine.speculation.drafters import Context, Draft, NgramDrafter
+from pyengine.speculation.drafters import Draft, NgramDrafter
 from tests.support import fake_runner
 from tests.support.drafters import AnswerDrafter, MixedDrafter, RandomDrafter, speculate
 from tests.support.engines import GREEDY, Bench, Sink, make_bench
@@ -137,10 +138,10 @@ def test_those_that_draft_wait_for_their_tokens_and_the_others_do_not() -> None:
 class Silent:
     """Never has a guess."""
 
-    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: Sequence[SequenceState], most: Sequence[int]) -> list[Draft]:
         return [Draft() for _ in contexts]
 
-    def forget(self, context: Context) -> None:
+    def forget(self, context: SequenceState) -> None:
         pass
 
 
@@ -157,9 +158,9 @@ class Counted(NgramDrafter):
 
     def __init__(self) -> None:
         super().__init__(shortest=1)
-        self.asked: list[tuple[Context, int]] = []
+        self.asked: list[tuple[SequenceState, int]] = []
 
-    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: Sequence[SequenceState], most: Sequence[int]) -> list[Draft]:
         self.asked += [(context, len(context.token_ids)) for context in contexts]
         return super().propose(contexts, most)
 

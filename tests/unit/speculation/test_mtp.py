@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from pyengine.executor.model_runner import HiddenState, MTPStep
+from pyengine.executor.mtp import HiddenState, MTPStep
 from pyengine.speculation.mtp import HiddenStateHistory
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pyengine.speculation.drafters import Context, Draft
+from pyengine.engine.request import SequenceState
+from pyengine.speculation.drafters import Draft
 from pyengine.speculation.drafting import Drafting
 from tests.support.drafters import EveryDraft
 from tests.unit.speculation.test_ngram import Text
@@ -18,13 +19,13 @@ VOCAB = 50
 class Given:
     """Gives what a function of the sample says."""
 
-    def __init__(self, draft: Callable[[Context, int], Draft]) -> None:
+    def __init__(self, draft: Callable[[SequenceState, int], Draft]) -> None:
         self._draft = draft
 
-    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: Sequence[SequenceState], most: Sequence[int]) -> list[Draft]:
         return [self._draft(context, count) for context, count in zip(contexts, most, strict=True)]
 
-    def forget(self, context: Context) -> None:
+    def forget(self, context: SequenceState) -> None:
         raise RuntimeError("who is that?")
 
 
@@ -40,7 +41,7 @@ def drafting(drafter: Any) -> Drafting:
     return Drafting(no_scheduler, drafter, EveryDraft(), most=3, vocab_size=VOCAB)
 
 
-def broken(context: Context, most: int) -> Draft:
+def broken(context: SequenceState, most: int) -> Draft:
     if context.request.request_id == "bad":
         raise ValueError("out of ideas")
     return Draft([7] * most)
@@ -82,7 +83,7 @@ def test_a_sample_whose_drafter_fails_goes_on_without(
 
 def test_a_wrong_number_of_drafts_is_looked_into_one_by_one() -> None:
     class Short(Given):
-        def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+        def propose(self, contexts: Sequence[SequenceState], most: Sequence[int]) -> list[Draft]:
             return super().propose(contexts, most)[:1]
 
     speculator = drafting(Short(lambda item, most: Draft([7] * most)))

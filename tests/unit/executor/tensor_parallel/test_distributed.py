@@ -25,8 +25,7 @@ from pyengine.engine.prompts import Prompt
 from pyengine.engine.recovery import Verdict
 from pyengine.errors import ConfigurationError, EngineClosedError, EngineDeadError, WorkerError
 from pyengine.executor.tensor_parallel import distributed
-from pyengine.executor.tensor_parallel.distributed import WorkerGroup
-from pyengine.executor.tensor_parallel.workers import WORKER
+from pyengine.executor.tensor_parallel.distributed import WORKER, WorkerGroup
 from pyengine.models.loader import LoadedModel, load_model
 from tests.support import faulty_worker
 from tests.support.engines import add_request
