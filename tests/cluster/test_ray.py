@@ -364,7 +364,7 @@ def test_serve_with_replicas_and_its_end(folder: Path) -> None:
 
 
 def test_replicas_share_a_folder_over_a_restart(folder: Path, tmp_path: Path) -> None:
-    """One writes, both read, each in a process of its own; so do those of the next start."""
+    """One writes, both read, each in a separate process; so do those of the next start."""
     from pyengine.cluster.fleet import Fleet
 
     store: dict[str, Any] = {"kv_cache_dir": tmp_path / "kv", "kv_cache_disk": 1 << 30}

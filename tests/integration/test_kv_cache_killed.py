@@ -27,7 +27,7 @@ FRESH = 12
 """Kills after which the folder begins anew."""
 SHORT = 8
 IMPORTED = ["transformers.models.llama.modeling_llama", "sympy"]
-"""What a first engine imports."""
+"""Modules that a first engine imports."""
 PARAMS = SamplingParams(temperature=0, ignore_eos=True, max_tokens=6, logprobs=3)
 
 
@@ -63,11 +63,11 @@ def answer(llm: LLM, number: int) -> tuple[list[Any], int]:
     return [completion.token_ids, bits], output.num_restored_tokens
 
 
-def run(model: Path, folder: Path, seed: int, said: Connection) -> None:
+def run(model: Path, folder: Path, seed: int, messages: Connection) -> None:
     """The killed process: engines that answer, store, restore, and end, one after the other."""
     offloading._SHORT = SHORT
     random = Random(seed)
-    said.send("started")
+    messages.send("started")
     while True:
         with make_llm(model, folder) as llm:
             for _ in range(random.randint(4, 24)):
@@ -77,15 +77,15 @@ def run(model: Path, folder: Path, seed: int, said: Connection) -> None:
                 if random.random() < 0.5:
                     assert llm._engine.offloader is not None
                     is_stored = llm._engine.offloader.flush(30)
-                said.send((number, given, is_stored))
+                messages.send((number, given, is_stored))
 
 
-def received(said: Connection) -> list[Any]:
-    """What the process said before it was killed."""
+def received(messages: Connection) -> list[Any]:
+    """The messages of the process before it was killed."""
     items = []
     try:
         while True:
-            items.append(said.recv())
+            items.append(messages.recv())
     except EOFError:
         return items
 
@@ -109,18 +109,18 @@ def test_killed_engines_leave_no_wrong_kv_and_lose_none_that_was_stored(
         if kill % FRESH == 0:
             shutil.rmtree(folder, ignore_errors=True)
             stored.clear()
-        said, says = processes.Pipe(duplex=False)
-        process = processes.Process(target=run, args=(model, folder, kill, says), daemon=True)
+        messages, sender = processes.Pipe(duplex=False)
+        process = processes.Process(target=run, args=(model, folder, kill, sender), daemon=True)
         process.start()
-        says.close()
-        first, start = said.recv(), monotonic()
+        sender.close()
+        first, start = messages.recv(), monotonic()
         assert first == "started"
         if not longest:
-            said.recv()
+            messages.recv()
             longest = 5 * (monotonic() - start)  # an engine's start, and many answers
         sleep(random.uniform(0, longest))
         process.kill()
-        items = received(said)
+        items = received(messages)
         counted += len(items)
         process.join()
         assert process.exitcode == -9

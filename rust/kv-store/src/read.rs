@@ -1,5 +1,6 @@
 //! Reading entries: found by key, proven by header and checksum.
 
+use std::cell::RefCell;
 use std::io;
 
 use crate::disk::{DiskFile, read_exact};
@@ -13,6 +14,12 @@ use crate::state::{Shared, State, Work};
 /// Bytes that are read at once: they stay in the processor's cache until they are hashed and copied, and are enough for
 /// BLAKE3 to use its widest instructions.
 const CHUNK: usize = 128 << 10;
+
+thread_local! {
+    /// The chunk of a thread that reads. For a new one the system clears its pages, which takes longer than to read an
+    /// entry of that length.
+    static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
 
 /// Reasons for which an entry's payload was not read.
 enum Fault {
@@ -234,14 +241,16 @@ fn for_each_chunk(
 ) -> io::Result<()> {
     let mut offset = place.offset + u64::from(place.header_len);
     let end = offset + place.payload_len;
-    let mut chunk = vec![0; CHUNK.min(place.payload_len as usize)];
-    while offset < end {
-        let len = chunk.len().min((end - offset) as usize);
-        read_exact(file, &mut chunk[..len], offset)?;
-        each(&chunk[..len]);
-        offset += len as u64;
-    }
-    Ok(())
+    BUFFER.with_borrow_mut(|buffer| {
+        buffer.resize(CHUNK, 0);
+        while offset < end {
+            let chunk = &mut buffer[..CHUNK.min((end - offset) as usize)];
+            read_exact(file, chunk, offset)?;
+            each(chunk);
+            offset += chunk.len() as u64;
+        }
+        Ok(())
+    })
 }
 
 /// The record that takes an entry out of its segment's index.

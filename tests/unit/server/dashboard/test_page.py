@@ -156,7 +156,7 @@ def test_a_look_that_fails_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_frames_name_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the table of tiers shows is in a frame, for a store on disk."""
+    """A frame has every field that the page reads, here for a store on disk."""
     monkeypatch.setattr(offloading, "_SHORT", 8)
     model = FakeModel(monkeypatch)
     store = KVStore.in_memory(64 << 20, segment_bytes=1 << 20)
