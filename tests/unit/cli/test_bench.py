@@ -14,13 +14,13 @@ from pyengine.errors import ModelLoadError
 from tests.unit.cli.fakes import FakeEngine
 
 LIMITS = Limits(bandwidth=20e9, operations=100e9, steadiness=0.95)
-SPEED = Speed(decode=50, prefill=300, weights=100_000_000, weight_bytes=200_000_000)
+SPEED = Speed(decode=50, prefill=301, weights=100_000_000, weight_bytes=200_000_000)
 
 
 def test_shares_are_those_of_the_limits() -> None:
     assert SPEED.decode_share(LIMITS) == pytest.approx(0.5)
-    assert SPEED.prefill_share(LIMITS) == pytest.approx(0.6)
-    assert verdict(LIMITS, SPEED) == []
+    assert SPEED.prefill_share(LIMITS) == pytest.approx(0.602)
+    assert verdict(LIMITS, SPEED, (0.5, 0.6)) == []
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_shares_are_those_of_the_limits() -> None:
     ],
 )
 def test_what_is_slow_is_said(limits: Limits, words: str) -> None:
-    (slow,) = verdict(limits, SPEED)
+    (slow,) = verdict(limits, SPEED, (0.4, 0.4))
     assert words in slow
 
 
@@ -42,7 +42,7 @@ class DescribedEngine(FakeEngine):
 
 
 def run(monkeypatch: pytest.MonkeyPatch, limits: Limits, *options: str) -> tuple[int, str]:
-    monkeypatch.setattr(bench, "measure_limits", lambda device, dtype: limits)
+    monkeypatch.setattr(bench, "measure_limits", lambda dtype: limits)
     monkeypatch.setattr(bench, "measure_speed", lambda engine: SPEED)
     result = CliRunner().invoke(app, ["bench", *options], obj=DescribedEngine().open)
     return result.exit_code, result.stdout
@@ -63,7 +63,7 @@ def test_json_has_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = json.loads(shown)
     assert status == 0
     assert (figures["model"], figures["bandwidth"], figures["slow"]) == ("a", 20e9, [])
-    assert (figures["decode"], figures["prefill"]) == (50, 300)
+    assert (figures["decode"], figures["prefill"]) == (50, 301)
 
 
 SMALL = {
@@ -101,6 +101,10 @@ def test_without_the_default_model_a_random_one_is_measured(
     assert figures["bandwidth"] > 0 < figures["operations"]
     assert figures["decode"] > 0 < figures["prefill"]
     assert result.exit_code == int(bool(figures["slow"]))
+
+
+def test_a_type_without_a_least_share_is_refused() -> None:
+    assert CliRunner().invoke(app, ["bench", "--dtype", "float16"]).exit_code == 2
 
 
 def test_a_model_that_is_named_has_to_be_there() -> None:
