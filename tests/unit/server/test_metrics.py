@@ -90,6 +90,7 @@ class Run:
         self.bench = self.model.bench
         self.llm = self.model.llm()
         self.metrics = EngineMetrics(self.llm, model_name="tiny")
+        self.llm.close()  # its thread would run steps too
         self.outputs: dict[str, RequestOutput] = {}
 
     def finish(self) -> Scraped:
