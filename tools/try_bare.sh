@@ -10,8 +10,9 @@ root=${2:-$(mktemp -d)}
 name=$(basename "$wheel")
 
 leave() {
-  umount "$root/dev" "$root/proc" 2> /dev/null || true
-  [ -n "${kept:-}" ] || rm -rf --one-file-system "$root"
+  umount -R "$root/dev" 2> /dev/null || true
+  umount "$root/proc" 2> /dev/null || true
+  [ -n "$kept" ] || rm -rf --one-file-system "$root"
 }
 kept=${2:+yes}
 trap leave EXIT INT TERM
@@ -35,7 +36,7 @@ try() {
   status=0
   printf '$ %s\n' "$2"
   chroot "$root" /usr/bin/env -i HOME=/root LANG=C.UTF-8 PATH=/venv/bin:/usr/bin:/bin \
-    PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_PROGRESS_BAR=off sh -c "cd /tmp && $2" || status=$?
+    PIP_CERT=/etc/ssl/certs/ca-certificates.crt PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_PROGRESS_BAR=off sh -c "cd /tmp && $2" || status=$?
   printf '[status %s, %s s, %s MB]\n\n' "$status" "$(($(date +%s) - start))" "$(($(du -sxm "$root" | cut -f1) - before))"
   [ "$status" = "$expected" ] || { echo "the status should have been $expected"; exit 1; }
 }
