@@ -4,6 +4,9 @@
 //! an insertion or removal compares one cache line, without a search whose end cannot be predicted. Two hashes with
 //! equal stored bits count as equal, once in 2^32 comparisons: that block has no hash.
 
+#[path = "block_hashes/check.rs"]
+mod check;
+
 use std::collections::{HashSet, TryReserveError};
 
 /// Stored bits of hashes, 0 in empty slots: one cache line.
@@ -19,11 +22,9 @@ pub(crate) struct BlockHashSet {
     first: usize,
     /// Line and stored bits of hashes whose line was full.
     overflow: HashSet<(usize, u32)>,
-    len: usize,
     num_blocks: usize,
 }
 
-#[inline]
 fn mark(hash: u128) -> u32 {
     // The golden ratio: hashes of few bits, as tests ask for, have distinct marks.
     let mixed = (hash as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -31,7 +32,6 @@ fn mark(hash: u128) -> u32 {
 }
 
 /// The slot of this mark.
-#[inline]
 fn place(line: &Line, mark: u32) -> Option<usize> {
     let places = line.iter().enumerate();
     let found = places.fold(0_u32, |found, (at, &there)| {
@@ -41,18 +41,15 @@ fn place(line: &Line, mark: u32) -> Option<usize> {
 }
 
 /// The line of a hash.
-#[inline]
 fn line_of(hash: u128, lines: usize) -> usize {
     hash as usize & (lines - 1)
 }
 
-#[inline]
 fn in_overflow(overflow: &HashSet<(usize, u32)>, line: usize, mark: u32) -> bool {
     !overflow.is_empty() && overflow.contains(&(line, mark))
 }
 
 /// Adds a hash if it is missing.
-#[inline]
 fn add(lines: &mut [Line], overflow: &mut HashSet<(usize, u32)>, hash: u128) -> bool {
     let (at, mark) = (line_of(hash, lines.len()), mark(hash));
     let line = &mut lines[at];
@@ -73,16 +70,10 @@ impl BlockHashSet {
             words: Vec::new(),
             first: 0,
             overflow: HashSet::new(),
-            len: 0,
             num_blocks,
         }
     }
 
-    pub(crate) fn len(&self) -> usize {
-        self.len
-    }
-
-    #[inline]
     fn lines(&self) -> &[Line] {
         self.words[self.first..].as_chunks().0
     }
@@ -113,16 +104,7 @@ impl BlockHashSet {
         let (lines, _) = self.words[self.first..].as_chunks_mut::<16>();
         let overflow = &mut self.overflow;
         let adds = |hash: &&u128| add(lines, overflow, **hash);
-        let added = hashes.iter().take_while(adds).count();
-        self.len += added;
-        added
-    }
-
-    #[inline]
-    pub(crate) fn contains(&self, hash: u128) -> bool {
-        let (lines, mark) = (self.lines(), mark(hash));
-        let at = line_of(hash, lines.len());
-        place(&lines[at], mark).is_some() || in_overflow(&self.overflow, at, mark)
+        hashes.iter().take_while(adds).count()
     }
 
     /// Removes hashes, all of which are in the set.
@@ -137,7 +119,6 @@ impl BlockHashSet {
                 None => _ = self.overflow.remove(&(at, mark)),
             }
         }
-        self.len -= hashes.len();
     }
 
     /// Reads the lines of these hashes, so that the cache misses of the following loop overlap.

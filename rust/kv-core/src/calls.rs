@@ -4,6 +4,8 @@ use std::any::Any;
 
 use serde::{Deserialize, Serialize};
 
+use crate::handles::Pin;
+use crate::ids::{PlanKey, SeqKey};
 use crate::stats::PoolUsage;
 use crate::step::{Extend, Prefill, Remapping};
 use crate::transfers::Reserve;
@@ -134,8 +136,8 @@ pub enum Answer {
 
 macro_rules! answers {
     ($($type:ty: $value:pat => $answer:expr,)*) => {
-        $(impl From<$type> for Answer {
-            fn from($value: $type) -> Self {
+        $(impl From<&$type> for Answer {
+            fn from($value: &$type) -> Self {
                 $answer
             }
         })*
@@ -144,15 +146,17 @@ macro_rules! answers {
 
 answers! {
     (): () => Self::Done,
-    u64: number => Self::Number(number),
-    usize: number => Self::Number(number as u64),
-    &Vec<usize>: numbers => Self::Numbers(numbers.iter().map(|&number| number as u64).collect()),
-    &Vec<u64>: numbers => Self::Numbers(numbers.clone()),
-    Prefill: answer => Self::Prefill(answer),
-    &Vec<Remapping>: remappings => Self::Remappings(remappings.clone()),
-    PoolUsage: usage => Self::PoolUsage(usage),
-    &Extend: answer => Self::Extend(answer.clone()),
-    &Reserve: answer => match answer {
+    usize: &number => Self::Number(number as u64),
+    SeqKey: key => Self::Number(key.id),
+    PlanKey: key => Self::Number(key.serial),
+    Pin: pin => Self::Number(pin.num_blocks() as u64),
+    Vec<usize>: numbers => Self::Numbers(numbers.iter().map(|&number| number as u64).collect()),
+    Vec<u64>: numbers => Self::Numbers(numbers.clone()),
+    Prefill: answer => Self::Prefill(*answer),
+    Vec<Remapping>: remappings => Self::Remappings(remappings.clone()),
+    PoolUsage: usage => Self::PoolUsage(*usage),
+    Extend: answer => Self::Extend(answer.clone()),
+    Reserve: answer => match answer {
         Reserve::Reserved(transfer) => Self::Extend(Extend::Extended {
             blocks: transfer.blocks().iter().map(|place| place.block).collect(),
             copies: Vec::new(),

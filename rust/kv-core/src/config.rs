@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-use crate::error::Error;
+use crate::error::{Error, within};
 use crate::eviction::Eviction;
 use crate::groups::Groups;
 
@@ -55,15 +55,9 @@ impl Config {
     }
 
     pub(crate) fn validate(&self) -> Result<Groups, Error> {
-        if !(1..=65_536).contains(&self.block_size) {
-            return Err(Error::BlockSize(self.block_size));
-        }
-        if !(1..=1 << 31).contains(&self.num_blocks) {
-            return Err(Error::NumBlocks(self.num_blocks));
-        }
-        if self.hash_bits > 128 {
-            return Err(Error::HashBits(self.hash_bits));
-        }
+        within("block_size", 1..=65_536, self.block_size)?;
+        within("num_blocks", 1..=1 << 31, self.num_blocks)?;
+        within("hash_bits", 0..=128, self.hash_bits as usize)?;
         Groups::new(&self.groups, self.block_size)
     }
 }

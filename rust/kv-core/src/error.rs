@@ -1,29 +1,24 @@
 //! Errors of misuse. Running out of blocks or budget is an answer, not an error.
 
+use std::ops::RangeInclusive;
+
 use crate::eviction::Eviction;
 
 /// Why a call was refused. It has changed nothing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)] // the message explains the fields
 pub enum Error {
-    /// `block_size` outside `1..=65536`.
-    #[error("block_size must be 1 to 65536, got {0}")]
-    BlockSize(usize),
-    /// `num_blocks` outside `1..=2^31`.
-    #[error("num_blocks must be 1 to 2147483648, got {0}")]
-    NumBlocks(usize),
-    /// A number of layer groups outside `1..=64`.
-    #[error("a pool has 1 to 64 layer groups, got {0}")]
-    Groups(usize),
-    /// A sliding window of no tokens.
-    #[error("a layer group's window must be at least 1 token (or none), got {0}")]
-    Window(usize),
+    /// A setting outside its range.
+    #[error("{name} must be {least} to {most}, got {given}")]
+    OutOfRange {
+        name: &'static str,
+        least: usize,
+        most: usize,
+        given: usize,
+    },
     /// No eviction policy of this name.
     #[error("eviction={0:?} is not known; the policies are {known}", known = names(&Eviction::NAMES))]
     UnknownPolicy(Box<str>),
-    /// `hash_bits` outside `0..=128`.
-    #[error("hash_bits must be 0 to 128, got {0}")]
-    HashBits(u32),
     /// The tables of a pool this large do not fit into memory.
     #[error(
         "the tables of {num_blocks} blocks do not fit into memory; ask for fewer blocks or a larger block_size"
@@ -185,6 +180,23 @@ pub enum Error {
     /// No such block.
     #[error("block {block} is outside the pool of {num_blocks}")]
     UnknownBlock { block: u32, num_blocks: usize },
+}
+
+/// Checks a setting.
+pub(crate) fn within(
+    name: &'static str,
+    range: RangeInclusive<usize>,
+    given: usize,
+) -> Result<(), Error> {
+    match range.contains(&given) {
+        true => Ok(()),
+        false => Err(Error::OutOfRange {
+            name,
+            least: *range.start(),
+            most: *range.end(),
+            given,
+        }),
+    }
 }
 
 fn plural(count: usize) -> &'static str {

@@ -57,7 +57,6 @@ impl Policy {
 
     /// The list of blocks that were reused, or cached again soon after their eviction. All others are in
     /// `Probation`.
-    #[inline]
     pub(crate) fn list_of_reused(&self) -> List {
         match self.kind {
             Eviction::Lru => List::Probation,
@@ -67,7 +66,6 @@ impl Policy {
 
     /// The list to evict from, and how many blocks until the other list may be next. At least one block is
     /// evictable.
-    #[inline]
     pub(crate) fn victims(&self, queue: &FreeQueue) -> (List, usize) {
         let [once, again] = List::EVICTABLE.map(|list| queue.len_of(list));
         if once > again {
@@ -78,7 +76,6 @@ impl Policy {
     }
 
     /// Whether it remembers evictions.
-    #[inline]
     pub(crate) fn has_ghosts(&self) -> bool {
         self.kind != Eviction::Lru
     }
@@ -97,7 +94,6 @@ impl Policy {
     }
 
     /// Whether a block was evicted recently.
-    #[inline]
     pub(crate) fn has_ghost(&self, ghost: Ghost) -> bool {
         self.known_ghosts.contains(&ghost)
     }

@@ -13,7 +13,7 @@
 //!   window 32    -       -      10      13      16       `-`: released, no later token reads it
 //! ```
 
-use crate::error::Error;
+use crate::error::{Error, within};
 
 /// The block size, and divisions by it.
 #[derive(Clone, Copy, Debug)]
@@ -33,13 +33,11 @@ impl BlockSize {
     }
 
     /// Whether a row begins at a position.
-    #[inline]
     pub(crate) fn begins_row(self, position: usize) -> bool {
         position & self.low == 0 && self.start_of(self.row_of(position)) == position
     }
 
     /// The row of a position: the full rows before it.
-    #[inline]
     pub(crate) fn row_of(self, position: usize) -> usize {
         match self.shift {
             Some(shift) => position >> shift,
@@ -48,7 +46,6 @@ impl BlockSize {
     }
 
     /// The position at which a row begins.
-    #[inline]
     pub(crate) fn start_of(self, row: usize) -> usize {
         row * self.tokens
     }
@@ -57,8 +54,6 @@ impl BlockSize {
 /// The layer groups of a pool, and how many rows before the end of a prefix each of them reads.
 #[derive(Clone, Debug)]
 pub(crate) struct Groups {
-    /// Rows that a window reaches into; `usize::MAX` without a window.
-    reach: Box<[usize]>,
     /// The sliding windows, in tokens.
     windows: Box<[Option<usize>]>,
     block: BlockSize,
@@ -66,18 +61,14 @@ pub(crate) struct Groups {
 }
 
 impl Groups {
-    pub(crate) const MOST: usize = 64;
-
     pub(crate) fn new(windows: &[Option<usize>], block_size: usize) -> Result<Self, Error> {
-        if !(1..=Self::MOST).contains(&windows.len()) {
-            return Err(Error::Groups(windows.len()));
-        }
+        within("the number of layer groups", 1..=64, windows.len())?;
         if windows.contains(&Some(0)) {
-            return Err(Error::Window(0));
+            let name = "a layer group's window";
+            let (least, given) = (1, 0);
+            return Err(Error::TooFew { name, least, given });
         }
-        let reach = |window: &Option<usize>| window.map_or(usize::MAX, |w| w.div_ceil(block_size));
         Ok(Self {
-            reach: windows.iter().map(reach).collect(),
             windows: windows.into(),
             block: BlockSize::new(block_size),
             has_windows: windows.iter().any(Option::is_some),
@@ -85,62 +76,58 @@ impl Groups {
     }
 
     /// The number of groups: the width of a row.
-    #[inline]
     pub(crate) fn len(&self) -> usize {
-        self.reach.len()
+        self.windows.len()
     }
 
-    #[inline]
     pub(crate) fn block_size(&self) -> usize {
         self.block.tokens
     }
 
     /// The block size with its divisions, for loops.
-    #[inline]
     pub(crate) fn block(&self) -> BlockSize {
         self.block
     }
 
     /// The row of a position: the full rows before it.
-    #[inline]
     pub(crate) fn row_of(&self, position: usize) -> usize {
         self.block.row_of(position)
     }
 
     /// Rows that `num_tokens` tokens need.
-    #[inline]
     pub(crate) fn rows(&self, num_tokens: usize) -> usize {
         self.row_of(num_tokens.saturating_add(self.block_size() - 1))
     }
 
-    #[inline]
     pub(crate) fn have_windows(&self) -> bool {
         self.has_windows
     }
 
     /// Whether there is one group, without a window.
-    #[inline]
     pub(crate) fn is_one(&self) -> bool {
-        self.reach.len() == 1 && !self.has_windows
+        self.len() == 1 && !self.has_windows
     }
 
     pub(crate) fn is_window(&self, group: usize) -> bool {
-        self.reach[group] != usize::MAX
+        self.windows[group].is_some()
     }
 
     /// The first row of a prefix of `rows` full rows that a group needs for a query at its end or at its last
     /// position.
-    #[inline]
     pub(crate) fn first_row(&self, group: usize, rows: usize) -> usize {
-        rows.saturating_sub(self.reach[group])
+        self.first_row_of(group, rows, 0)
     }
 
     /// The same, also for queries at its last `replay` positions.
     pub(crate) fn first_row_of(&self, group: usize, rows: usize, replay: usize) -> usize {
+        rows.saturating_sub(self.reach(group, replay))
+    }
+
+    /// Rows that the window of a query reaches into, and of the `replay` - 1 positions before it.
+    fn reach(&self, group: usize, replay: usize) -> usize {
         let before = replay.saturating_sub(1);
-        let reach = self.windows[group].map(|window| window.saturating_add(before));
-        reach.map_or(0, |reach| {
-            rows.saturating_sub(reach.div_ceil(self.block_size()))
+        self.windows[group].map_or(usize::MAX, |window| {
+            self.rows(window.saturating_add(before))
         })
     }
 
@@ -149,7 +136,7 @@ impl Groups {
         let rows = num_tokens.div_ceil(self.block_size());
         // A step of n tokens touches at most this many rows, wherever it begins.
         let step = most.saturating_add(2 * self.block_size() - 2) / self.block_size();
-        rows.min(self.reach[group].saturating_add(step))
+        rows.min(self.reach(group, 0).saturating_add(step))
     }
 
     /// The most blocks that one sequence holds at once until `num_tokens` tokens are computed, at most `most` in a
@@ -253,8 +240,21 @@ mod tests {
 
     #[test]
     fn bad_groups_are_refused() {
-        assert_eq!(Groups::new(&[], 4).err(), Some(Error::Groups(0)));
-        assert_eq!(Groups::new(&[None; 65], 4).err(), Some(Error::Groups(65)));
-        assert_eq!(Groups::new(&[Some(0)], 4).err(), Some(Error::Window(0)));
+        let out_of_range = |given| Error::OutOfRange {
+            name: "the number of layer groups",
+            least: 1,
+            most: 64,
+            given,
+        };
+        assert_eq!(Groups::new(&[], 4).err(), Some(out_of_range(0)));
+        assert_eq!(Groups::new(&[None; 65], 4).err(), Some(out_of_range(65)));
+        assert_eq!(
+            Groups::new(&[Some(0)], 4).err(),
+            Some(Error::TooFew {
+                name: "a layer group's window",
+                least: 1,
+                given: 0
+            })
+        );
     }
 }

@@ -64,27 +64,23 @@ impl Shared {
     }
 
     /// Pins that hold a block.
-    #[inline]
     pub(crate) fn pin_refs_of(&self, block: BlockId) -> u32 {
         // Acquire: the last pin's owner read the block before it is reused.
         self.refs[block.at()].load(Ordering::Acquire)
     }
 
     /// Whether any pin may hold a block.
-    #[inline]
     pub(crate) fn has_pins(&self) -> bool {
         // As `pin_refs_of`: the ceiling is lowered after the counts.
         self.pin_refs_ceiling.load(Ordering::Acquire) > 0
     }
 
     /// Adds a pin's reference. Only the manager, under its lock, makes pins.
-    #[inline]
     pub(crate) fn hold(&self, block: BlockId) {
         self.refs[block.at()].fetch_add(1, Ordering::Relaxed);
     }
 
     /// Removes a pin's reference; true if it was the last.
-    #[inline]
     pub(crate) fn release(&self, block: BlockId) -> bool {
         // Release: this pin's owner read the block before it is reused.
         // Acquire: the last pin sees what the owners of all others did before they dropped theirs.
@@ -98,12 +94,14 @@ impl Shared {
         self.has_deferred.store(true, Ordering::Release);
     }
 
-    /// Takes all deferred releases. One load if there are none.
+    /// Whether a release is deferred.
     #[inline]
+    pub(crate) fn has_deferred(&self) -> bool {
+        self.has_deferred.load(Ordering::Acquire)
+    }
+
+    /// Takes all deferred releases.
     pub(crate) fn take_deferred(&self) -> Vec<Deferred> {
-        if !self.has_deferred.load(Ordering::Acquire) {
-            return Vec::new();
-        }
         let mut deferred = lock(&self.deferred);
         self.has_deferred.store(false, Ordering::Release);
         std::mem::take(&mut *deferred)

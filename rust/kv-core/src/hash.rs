@@ -43,7 +43,6 @@ impl ContentHasher {
     }
 
     /// Masks a hash of the index to as many bits as block hashes have.
-    #[inline]
     pub(crate) fn index_bits(&self, hash: u64) -> u64 {
         hash & self.mask as u64
     }
@@ -76,7 +75,6 @@ impl ContentHasher {
         xxh3_128(bytes)
     }
 
-    #[inline]
     fn lay_out(parent: u128, tokens: &[u32], bytes: &mut [u8]) {
         bytes[..16].copy_from_slice(&parent.to_le_bytes());
         if cfg!(target_endian = "little") {

@@ -15,23 +15,19 @@ macro_rules! index {
             pub(crate) const NONE: Self = Self(u32::MAX);
 
             /// The index as a number.
-            #[inline]
             pub fn get(self) -> u32 {
                 self.0
             }
 
-            #[inline]
             pub(crate) fn new(index: usize) -> Self {
                 debug_assert!(index < u32::MAX as usize);
                 Self(index as u32)
             }
 
-            #[inline]
             pub(crate) fn at(self) -> usize {
                 self.0 as usize
             }
 
-            #[inline]
             pub(crate) fn some(self) -> Option<Self> {
                 (self != Self::NONE).then_some(self)
             }
@@ -71,13 +67,11 @@ impl NodePosition {
         offset: 0,
     };
 
-    #[inline]
     pub(crate) fn some(self) -> Option<Self> {
         (self.node != NodeId::NONE).then_some(self)
     }
 
     /// Index in the node of the block that it stands for.
-    #[inline]
     pub(crate) fn index(self) -> usize {
         self.offset as usize - 1
     }

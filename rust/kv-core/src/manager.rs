@@ -14,8 +14,7 @@ use crate::radix::RadixTree;
 use crate::state::State;
 use crate::stats::{BlockState, PoolSnapshot, PoolUsage, Stats};
 use crate::step::{
-    Extend, PlanView, Prefill, PrefillRequest, Remapping, SharedPrefixes, StepArrays, Steps,
-    TableRows,
+    Extend, PlanView, Prefill, PrefillRequest, Remapping, SharedPrefixes, StepArrays, TableRows,
 };
 use crate::sync::Arc;
 use crate::table::BlockTable;
@@ -28,7 +27,6 @@ pub struct BlockManager {
     config: Config,
     shared: Arc<Shared>,
     pub(crate) state: State,
-    pub(crate) steps: Steps,
     recorder: Option<Box<dyn Recorder>>,
     /// Pins granted since the recorder was set.
     pins_recorded: u64,
@@ -47,7 +45,6 @@ impl BlockManager {
         Ok(Self {
             shared,
             state: State::new(&config, groups, pool, id),
-            steps: Steps::new(id),
             recorder: None,
             pins_recorded: 0,
             config,
@@ -68,25 +65,32 @@ impl BlockManager {
     /// begins with it; call it before `view`, `stats` or `plan_view` if they must see dropped handles.
     #[inline]
     pub fn drain_deferred(&mut self) {
+        if self.shared.has_deferred() {
+            self.drain_all();
+        }
+    }
+
+    #[cold]
+    fn drain_all(&mut self) {
         for release in self.shared.take_deferred() {
             match release {
                 Deferred::Blocks(blocks) => self.state.pool.enqueue_unused(&blocks),
                 Deferred::Sequence(key) => {
                     if self.state.seqs.get(key).is_ok() {
-                        self.report(|_| Call::drop_sequence(key.id), ());
+                        report(&mut self.recorder, || Call::drop_sequence(key.id), &());
                         self.state.end_sequence(key.slot);
                     }
                 }
                 Deferred::Plan(key) => {
-                    if self.steps.is_open(key) {
-                        self.report(|_| Call::drop_plan(key.serial), ());
-                        self.steps.roll_back_from(&mut self.state, key);
+                    if self.state.steps.is_open(key) {
+                        report(&mut self.recorder, || Call::drop_plan(key.serial), &());
+                        self.state.roll_back_from(key);
                     }
                 }
                 Deferred::Transfer(key) => {
                     if self.state.transfers.is_open(key) {
-                        self.report(|_| Call::drop_transfer(key.serial), ());
-                        let ended = self.state.end_transfer(key, 0, 0);
+                        report(&mut self.recorder, || Call::drop_transfer(key.serial), &());
+                        let ended = self.state.end_transfer(key, 0);
                         debug_assert_eq!(ended, Ok(0));
                     }
                 }
@@ -97,7 +101,7 @@ impl BlockManager {
 
     /// Releases the blocks of a recorded pin, last block first, as the pin itself would have done.
     fn release_pin(&mut self, serial: u64, blocks: &[BlockId]) {
-        self.report(|_| Call::drop_pin(serial), ());
+        report(&mut self.recorder, || Call::drop_pin(serial), &());
         for &block in blocks.iter().rev() {
             if self.shared.release(block) {
                 self.state.pool.enqueue_unused(&[block]);
@@ -157,7 +161,7 @@ impl BlockManager {
     /// State and references of every block, and the radix tree, in one call. O(blocks).
     pub fn snapshot(&mut self) -> PoolSnapshot {
         self.drain_deferred();
-        self.state.pool.snapshot(self.steps.made())
+        self.state.pool.snapshot(self.state.steps.made())
     }
 
     fn known(&self, block: u32) -> Result<BlockId, Error> {
@@ -190,7 +194,7 @@ impl BlockManager {
     pub fn evict_all(&mut self) -> usize {
         self.drain_deferred();
         let gone = self.state.pool.evict_all();
-        self.report(|_| Call::evict_all(), gone);
+        report(&mut self.recorder, Call::evict_all, &gone);
         gone
     }
 
@@ -237,7 +241,9 @@ impl BlockManager {
         check_namespace(namespace)?;
         let root = self.state.pool.acquire_root(namespace);
         let key = self.state.seqs.insert(tokens, root, read_cache);
-        self.report(|manager| manager.creation(key, namespace), key.id);
+        let tokens = &self.state.seqs.at(key.slot).tokens;
+        let call = || Call::sequence(&tokens[..], namespace, read_cache);
+        report(&mut self.recorder, call, &key);
         Ok(SeqHandle::new(&self.shared, key))
     }
 
@@ -249,9 +255,7 @@ impl BlockManager {
             Some(root) => self.state.match_prefix(tokens, root),
             None => self.state.no_pin(),
         };
-        let pin = self.grant(found);
-        self.report(|_| Call::match_prefix(tokens, namespace), pin.num_blocks());
-        Ok(pin)
+        Ok(self.grant(found, || Call::match_prefix(tokens, namespace)))
     }
 
     /// Pins the longest prefix of a sequence's registered blocks that is computed and of which no window lacks a
@@ -259,34 +263,37 @@ impl BlockManager {
     pub fn pin(&mut self, key: SeqKey) -> Result<Pin, Error> {
         self.drain_deferred();
         let found = self.state.pin_on(key)?;
-        let pin = self.grant(found);
-        self.report(|_| Call::pin(key.id), pin.num_blocks());
-        Ok(pin)
+        Ok(self.grant(found, || Call::pin(key.id)))
     }
 
-    fn grant(&mut self, (table, end, rows): (BlockTable, NodePosition, usize)) -> Pin {
-        let pool = &mut self.state.pool;
-        table.blocks().for_each(|block| pool.take_out(block));
-        let num_tokens = rows * self.config.block_size;
-        let serial = self.next_pin();
-        Pin::new(&self.shared, serial, table, end, num_tokens)
+    /// A pin on these blocks. Those of a prefix, which leads to `end`, may be queued.
+    fn grant(
+        &mut self,
+        (table, end): (BlockTable, NodePosition),
+        call: impl FnOnce() -> Call,
+    ) -> Pin {
+        let mut num_tokens = 0;
+        if end != NodePosition::NONE {
+            let pool = &mut self.state.pool;
+            table.blocks().for_each(|block| pool.take_out(block));
+            num_tokens = table.rows() * self.config.block_size;
+        }
+        let serial = self.recorder.as_ref().map(|_| {
+            self.pins_recorded += 1;
+            self.pins_recorded
+        });
+        let pin = Pin::new(&self.shared, serial, table, end, num_tokens);
+        report(&mut self.recorder, call, &pin);
+        pin
     }
 
     /// Puts the blocks of a pin into the table of a sequence without blocks. The pin stays in force.
     pub fn attach(&mut self, key: SeqKey, pin: &Pin) -> Result<(), Error> {
         self.drain_deferred();
-        self.state.seqs.get(key)?;
-        if pin.manager() != self.shared.manager {
-            return Err(Error::PinOfAnotherManager {
-                tokens: pin.num_tokens(),
-            });
-        }
         self.state.attach(key, pin)?;
         if pin.end().is_some() {
-            self.report(
-                |_| Call::attach(key.id, pin.serial().expect("a recorded pin")),
-                (),
-            );
+            let serial = || pin.serial().expect("a recorded pin");
+            report(&mut self.recorder, || Call::attach(key.id, serial()), &());
         }
         Ok(())
     }
@@ -297,47 +304,35 @@ impl BlockManager {
     /// it (see [`BlockManager::copies`]); the last one writes in place. If a window has slid past the end of the
     /// fork, the fork begins without blocks and matches the cache again.
     pub fn fork(&mut self, key: SeqKey, num_tokens: usize) -> Result<SeqHandle, Error> {
-        self.drain_deferred();
-        let fork = self.state.fork(key, num_tokens)?;
-        self.report(|_| Call::fork(key.id, num_tokens), fork.id);
+        let call = || Call::fork(key.id, num_tokens);
+        let fork = self.run(call, |state| state.fork(key, num_tokens))?;
         Ok(SeqHandle::new(&self.shared, fork))
     }
 
     /// Appends known tokens to a sequence, for example the next turn of a conversation.
     pub fn append(&mut self, key: SeqKey, tokens: &[u32]) -> Result<(), Error> {
-        self.drain_deferred();
-        self.state.at_rest(key)?;
-        self.state.seqs.at_mut(key.slot).append(tokens);
-        self.report(|_| Call::append(key.id, tokens), ());
-        Ok(())
+        let call = || Call::append(key.id, tokens);
+        self.run(call, |state| state.append(key, tokens))
     }
 
     /// Releases the blocks after the first `num_tokens` tokens: slots reserved for drafts that were rejected. Returns
     /// how many blocks.
     pub fn trim(&mut self, key: SeqKey, num_tokens: usize) -> Result<usize, Error> {
-        self.drain_deferred();
-        let released = self.state.trim(key, num_tokens)?;
-        self.report(|_| Call::trim(key.id, num_tokens), released);
-        Ok(released)
+        let call = || Call::trim(key.id, num_tokens);
+        self.run(call, |state| state.trim(key, num_tokens))
     }
 
     /// Releases a sequence's blocks and keeps its tokens: preemption by recomputation.
     ///
     /// Its registered blocks become evictable, so most of them are matched again later.
     pub fn reset(&mut self, key: SeqKey) -> Result<(), Error> {
-        self.drain_deferred();
-        self.state.reset(key)?;
-        self.report(|_| Call::reset(key.id), ());
-        Ok(())
+        let call = || Call::reset(key.id);
+        self.run(call, |state| state.reset(key))
     }
 
     /// Frees a sequence. One that an open plan holds ends with the plan.
     pub fn free(&mut self, key: SeqKey) -> Result<(), Error> {
-        self.drain_deferred();
-        self.state.seqs.get(key)?;
-        self.report(|_| Call::free(key.id), ());
-        self.state.end_sequence(key.slot);
-        Ok(())
+        self.run(|| Call::free(key.id), |state| state.free(key))
     }
 }
 
@@ -353,10 +348,8 @@ impl BlockManager {
     /// # Errors
     /// [`Error::InPlan`]
     pub fn reuse_cached(&mut self, key: SeqKey) -> Result<usize, Error> {
-        self.drain_deferred();
-        let reused = self.state.reuse_cached(key, usize::MAX)?;
-        self.report(|_| Call::reuse_cached(key.id), reused);
-        Ok(reused)
+        let call = || Call::reuse_cached(key.id);
+        self.run(call, |state| state.reuse_cached(key, usize::MAX))
     }
 
     /// Allocates slots for `num_tokens` tokens after the computed ones, for a step that the caller runs.
@@ -367,10 +360,8 @@ impl BlockManager {
     /// # Errors
     /// [`Error::InPlan`]
     pub fn extend(&mut self, key: SeqKey, num_tokens: usize) -> Result<Extend, Error> {
-        self.drain_deferred();
-        let answer = self.state.extend(key, num_tokens)?;
-        self.report(|_| Call::extend(key.id, num_tokens), &answer);
-        Ok(answer)
+        let call = || Call::extend(key.id, num_tokens);
+        self.run(call, |state| state.extend(key, num_tokens))
     }
 
     /// Publishes the next `num_tokens` tokens of a sequence as computed; `tokens` follow the known ones.
@@ -387,12 +378,8 @@ impl BlockManager {
         num_tokens: usize,
         tokens: &[u32],
     ) -> Result<Vec<Remapping>, Error> {
-        self.drain_deferred();
-        let remappings = self
-            .steps
-            .publish(&mut self.state, key, num_tokens, tokens)?;
-        self.report(|_| Call::publish(key.id, num_tokens, tokens), &remappings);
-        Ok(remappings)
+        let call = || Call::publish(key.id, num_tokens, tokens);
+        self.run(call, |state| state.publish(key, num_tokens, tokens))
     }
 }
 
@@ -412,10 +399,8 @@ impl BlockManager {
     /// # Errors
     /// [`Error::InPlan`]
     pub fn reserve(&mut self, key: SeqKey, num_tokens: usize) -> Result<Reserve, Error> {
-        self.drain_deferred();
-        let answer = self.state.reserve(key, num_tokens)?;
-        self.report(|_| Call::reserve(key.id, num_tokens), &answer);
-        Ok(answer)
+        let call = || Call::reserve(key.id, num_tokens);
+        self.run(call, |state| state.reserve(key, num_tokens))
     }
 
     /// Ends a transfer whose first `num_blocks` indices are filled: they are cached now, as if a step had computed
@@ -427,12 +412,8 @@ impl BlockManager {
     /// # Errors
     /// [`Error::TransferEnded`], [`Error::TransferBlocks`]
     pub fn complete(&mut self, transfer: TransferKey, num_blocks: usize) -> Result<usize, Error> {
-        self.drain_deferred();
-        let step = self.steps.last_closed();
-        let reused = self.state.end_transfer(transfer, num_blocks, step)?;
-        let call = |_: &Self| Call::complete(transfer.serial, num_blocks);
-        self.report(call, reused);
-        Ok(reused)
+        let call = || Call::complete(transfer.serial, num_blocks);
+        self.run(call, |state| state.end_transfer(transfer, num_blocks))
     }
 
     /// Ends a transfer that has failed: its blocks are free, and nothing was seen of it.
@@ -449,10 +430,8 @@ impl BlockManager {
     /// # Errors
     /// [`Error::TransferEnded`]
     pub fn abandon(&mut self, transfer: TransferKey) -> Result<(), Error> {
-        self.drain_deferred();
-        self.state.abandon_transfer(transfer)?;
-        self.report(|_| Call::abandon(transfer.serial), ());
-        Ok(())
+        let call = || Call::abandon(transfer.serial);
+        self.run(call, |state| state.abandon_transfer(transfer))
     }
 
     /// The cached blocks that allocations evicted since the last call, in order, if `Config::keep_evicted` is on. Blocks
@@ -471,10 +450,9 @@ impl BlockManager {
     pub fn evict(&mut self, num_blocks: usize) -> (Vec<Evicted>, Pin) {
         self.drain_deferred();
         let (blocks, evicted) = self.state.pool.evict_next(num_blocks);
-        let serial = self.next_pin();
         let table = BlockTable::of_blocks(self.state.groups.len(), blocks);
-        let pin = Pin::new(&self.shared, serial, table, NodePosition::NONE, 0);
-        self.report(|_| Call::evict(num_blocks), pin.num_blocks());
+        let call = || Call::evict(num_blocks);
+        let pin = self.grant((table, NodePosition::NONE), call);
         (evicted, pin)
     }
 }
@@ -486,9 +464,8 @@ impl BlockManager {
     /// Two may be open: the second is planned while the first one runs, before its tokens are known (see
     /// [`BlockManager::decode`]). They are committed in order.
     pub fn begin_step(&mut self, token_budget: usize) -> Result<PlanHandle, Error> {
-        self.drain_deferred();
-        let key = self.steps.begin(&mut self.state, token_budget)?;
-        self.report(|_| Call::begin_step(token_budget), key.serial);
+        let call = || Call::begin_step(token_budget);
+        let key = self.run(call, |state| state.begin_step(token_budget))?;
         Ok(PlanHandle::new(&self.shared, key))
     }
 
@@ -506,15 +483,8 @@ impl BlockManager {
         sequences: &[SeqKey],
         lookahead: usize,
     ) -> Result<Vec<usize>, Error> {
-        self.drain_deferred();
-        let rejected = self
-            .steps
-            .decode(&mut self.state, plan, sequences, lookahead)?;
-        self.report(
-            |_| Call::decode(plan.serial, ids(sequences), lookahead),
-            &rejected,
-        );
-        Ok(rejected)
+        let call = || Call::decode(plan.serial, ids(sequences), lookahead);
+        self.run(call, |state| state.decode(plan, sequences, lookahead))
     }
 
     /// Plans a sequence that has one token left to compute, together with `drafts` after it.
@@ -527,10 +497,8 @@ impl BlockManager {
         key: SeqKey,
         drafts: &[u32],
     ) -> Result<Prefill, Error> {
-        self.drain_deferred();
-        let answer = self.steps.speculate(&mut self.state, plan, key, drafts)?;
-        self.report(|_| Call::speculate(plan.serial, key.id, drafts), answer);
-        Ok(answer)
+        let call = || Call::speculate(plan.serial, key.id, drafts);
+        self.run(call, |state| state.speculate(plan, key, drafts))
     }
 
     /// Extends decodes of the plan by drafts: `counts` of `drafts` for each of `sequences`, in order.
@@ -549,14 +517,9 @@ impl BlockManager {
         drafts: &[u32],
         counts: &[usize],
     ) -> Result<Vec<usize>, Error> {
-        self.drain_deferred();
+        let call = || Call::draft(plan.serial, ids(sequences), drafts, counts);
         let given = (drafts, counts);
-        let taken = self.steps.draft(&mut self.state, plan, sequences, given)?;
-        self.report(
-            |_| Call::draft(plan.serial, ids(sequences), drafts, counts),
-            &taken,
-        );
-        Ok(taken)
+        self.run(call, |state| state.draft(plan, sequences, given))
     }
 
     /// Plans up to `max_tokens` of the sequence's uncomputed tokens.
@@ -598,18 +561,13 @@ impl BlockManager {
         (max_tokens, reserve): (usize, Option<usize>),
         replay: usize,
     ) -> Result<Prefill, Error> {
-        self.drain_deferred();
         let request = PrefillRequest {
             max_tokens,
             reserve,
             replay,
         };
-        let answer = self.steps.prefill(&mut self.state, plan, key, request)?;
-        self.report(
-            |_| Call::prefill(plan.serial, key.id, max_tokens, reserve, replay),
-            answer,
-        );
-        Ok(answer)
+        let call = || Call::prefill(plan.serial, key.id, max_tokens, reserve, replay);
+        self.run(call, |state| state.prefill(plan, key, request))
     }
 
     /// Cancels a sequence: it is as if it had not been planned.
@@ -617,15 +575,13 @@ impl BlockManager {
     /// Sequences that depend on it are cancelled, too: they share blocks that it was to compute, or write in place in
     /// a partial block that it left to them. Returns their ids, in plan order.
     pub fn cancel(&mut self, plan: PlanKey, key: SeqKey) -> Result<Vec<u64>, Error> {
-        self.drain_deferred();
-        let ids = self.steps.cancel(&mut self.state, plan, key)?;
-        self.report(|_| Call::cancel(plan.serial, key.id), &ids);
-        Ok(ids)
+        let call = || Call::cancel(plan.serial, key.id);
+        self.run(call, |state| state.cancel(plan, key))
     }
 
     /// Figures of an open plan.
     pub fn plan_view(&self, key: PlanKey) -> Result<PlanView, Error> {
-        self.steps.view(key)
+        self.state.steps.view(key)
     }
 
     /// Blocks to copy before the step runs, as (source, destination), in order: for forks, and for prefills that begin
@@ -633,7 +589,7 @@ impl BlockManager {
     ///
     /// A commit is refused until they were read: [`Error::CopiesNotRead`].
     pub fn copies(&mut self, key: PlanKey) -> Result<&[(BlockId, BlockId)], Error> {
-        self.steps.copies(key)
+        self.state.steps.copies(key)
     }
 
     /// Writes the inputs of an open plan, entries in plan order. On an error nothing is written.
@@ -643,7 +599,7 @@ impl BlockManager {
         arrays: &StepArrays<'_>,
         written: &mut TableRows,
     ) -> Result<(), Error> {
-        self.steps.fill(&self.state, plan, arrays, written)
+        self.state.fill(plan, arrays, written)
     }
 
     /// As [`BlockManager::fill`]; also finds which rows share which leading blocks. While the batch stays the same,
@@ -658,8 +614,7 @@ impl BlockManager {
         written: &mut TableRows,
         shared: &mut SharedPrefixes,
     ) -> Result<(), Error> {
-        self.steps
-            .fill_shared(&self.state, plan, arrays, written, shared)
+        self.state.fill_shared(plan, arrays, written, shared)
     }
 
     /// Commits a step that was computed: `sampled` holds one token per sampled row, in plan order.
@@ -668,11 +623,8 @@ impl BlockManager {
     /// merges. Appends the sampled tokens to their sequences. For a plan with drafts use
     /// [`BlockManager::commit_accepted`].
     pub fn commit(&mut self, plan: PlanKey, sampled: &[u32]) -> Result<Vec<Remapping>, Error> {
-        self.drain_deferred();
-        let remappings = self.steps.commit(&mut self.state, plan, sampled)?;
-        self.shared.close_plan(plan);
-        self.report(|_| Call::commit(plan.serial, sampled, &[][..]), &remappings);
-        Ok(remappings)
+        let call = || Call::commit(plan.serial, sampled, &[][..]);
+        self.run(call, |state| state.commit(plan, sampled))
     }
 
     /// Commits a step that was computed: sampling sequences, in plan order, accept `counts` of `tokens` each.
@@ -684,23 +636,14 @@ impl BlockManager {
         tokens: &[u32],
         counts: &[usize],
     ) -> Result<Vec<Remapping>, Error> {
-        self.drain_deferred();
-        let state = &mut self.state;
-        let remappings = self.steps.commit_accepted(state, plan, tokens, counts)?;
-        self.shared.close_plan(plan);
-        self.report(
-            |_| Call::commit(plan.serial, tokens, accepted(counts)),
-            &remappings,
-        );
-        Ok(remappings)
+        let call = || Call::commit(plan.serial, tokens, accepted(counts));
+        self.run(call, |state| state.commit_accepted(plan, tokens, counts))
     }
 
     /// Rolls back the plan. Sequences are as before it; dropped ones end now.
     pub fn rollback(&mut self, plan: PlanKey) -> Result<(), Error> {
-        self.drain_deferred();
-        self.steps.rollback(&mut self.state, plan)?;
-        self.report(|_| Call::rollback(plan.serial), ());
-        Ok(())
+        let call = || Call::rollback(plan.serial);
+        self.run(call, |state| state.rollback(plan))
     }
 
     /// Recounts references, states, the queue, the tree and the plans. O(blocks + tokens).
@@ -713,8 +656,8 @@ impl BlockManager {
         let pins = self.shared.pin_refs();
         let deferred = self.shared.deferred_blocks();
         let held = self.state.check()?;
-        self.steps.check(&self.state)?;
-        let mut counts = self.steps.plan_pins();
+        self.state.steps.check(&self.state)?;
+        let mut counts = self.state.steps.plan_pins();
         self.state.check_transfers(&mut counts)?;
         self.state.pool.check(&held, &counts, pins, &deferred)
     }
@@ -730,7 +673,7 @@ impl BlockManager {
         if self.recorder.is_some() {
             return Err(Error::Recording);
         }
-        match (self.state.seqs.made(), self.steps.made()) {
+        match (self.state.seqs.made(), self.state.steps.made()) {
             (0, 0) => Ok(()),
             (sequences, steps) => Err(Error::NotNew { sequences, steps }),
         }
@@ -756,37 +699,36 @@ impl BlockManager {
         self.recorder.take()
     }
 
-    /// Reports an operation, if there is a recorder: one branch if not.
-    #[inline]
-    fn report(&mut self, call: impl FnOnce(&Self) -> Call, answer: impl Into<Answer>) {
-        if self.recorder.is_some() {
-            self.send_report(call, answer);
-        }
+    /// Runs an operation, and reports it if it succeeded.
+    fn run<A>(
+        &mut self,
+        call: impl FnOnce() -> Call,
+        operation: impl FnOnce(&mut State) -> Result<A, Error>,
+    ) -> Result<A, Error>
+    where
+        Answer: for<'a> From<&'a A>,
+    {
+        self.drain_deferred();
+        let answer = operation(&mut self.state)?;
+        report(&mut self.recorder, call, &answer);
+        Ok(answer)
     }
+}
 
+/// Reports an operation, if there is a recorder: one branch if not.
+fn report<A>(recorder: &mut Option<Box<dyn Recorder>>, call: impl FnOnce() -> Call, answer: A)
+where
+    Answer: From<A>,
+{
     #[cold]
     #[inline(never)]
-    fn send_report(&mut self, call: impl FnOnce(&Self) -> Call, answer: impl Into<Answer>) {
-        if !self.recorder().is_some_and(Recorder::is_open) {
-            return;
-        }
-        let call = call(self);
-        if let Some(recorder) = &mut self.recorder {
-            recorder.record(&call, &answer.into());
+    fn send<A: Into<Answer>>(to: &mut dyn Recorder, call: impl FnOnce() -> Call, answer: A) {
+        if to.is_open() {
+            to.record(&call(), &answer.into());
         }
     }
-
-    /// The number of the next pin, while recording.
-    fn next_pin(&mut self) -> Option<u64> {
-        self.recorder.as_ref()?;
-        self.pins_recorded += 1;
-        Some(self.pins_recorded)
-    }
-
-    /// The call that created a sequence.
-    fn creation(&self, key: SeqKey, namespace: &[u8]) -> Call {
-        let seq = self.state.seqs.at(key.slot);
-        Call::sequence(&seq.tokens[..], namespace, seq.read_cache)
+    if let Some(recorder) = recorder {
+        send(&mut **recorder, call, answer);
     }
 }
 

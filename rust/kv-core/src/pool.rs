@@ -502,7 +502,8 @@ impl Pool {
                 ..EvictedRun::NONE
             };
         }
-        self.tree.clear_block_only(cached, usize::from(group));
+        self.tree
+            .set_block(cached, usize::from(group), BlockId::NONE);
         // With one layer group it was the only block.
         let is_held = self.tree.groups() > 1 && self.tree.is_held(cached);
         if self.events.is_some() && !is_held {

@@ -8,7 +8,9 @@
 //! Free blocks are allocated first, then evictable ones from the list that the eviction policy chooses. Every
 //! operation is O(1) and allocates nothing.
 
-use crate::check::ensure;
+#[path = "queue/check.rs"]
+mod check;
+
 use crate::ids::BlockId;
 
 /// The lists of the queue. A policy with one list of evictable blocks uses `Probation` only.
@@ -252,37 +254,6 @@ impl FreeQueue {
             })
         })
     }
-
-    /// Walks the rings both ways and counts.
-    pub(crate) fn check(&self) -> Result<(), String> {
-        LISTS.iter().try_for_each(|&list| self.check_ring(list))?;
-        let waiting = self.metas().iter().filter(|meta| meta.queued).count();
-        let len = self.len();
-        ensure(waiting == len, || {
-            format!("free queue: {waiting} blocks marked, {len} counted")
-        })
-    }
-
-    fn check_ring(&self, list: List) -> Result<(), String> {
-        let (sentinel, len) = (self.sentinel(list), self.len_of(list));
-        let (mut at, mut seen) = (sentinel, 0);
-        // Each link is checked in both directions, so the walk cannot enter a smaller ring.
-        loop {
-            let next = self.meta(at).link().next;
-            let back = self.metas.get(next.at()).map(|meta| meta.link().prev);
-            ensure(back == Some(at), || {
-                format!("{list:?}: {at:?} and {next:?} disagree")
-            })?;
-            if next == sentinel {
-                break;
-            }
-            seen += 1;
-            at = next;
-        }
-        ensure(seen == len, || {
-            format!("{list:?}: {seen} blocks linked, {len} counted")
-        })
-    }
 }
 
 /// Pushes blocks one after the other. The tail of the current list is linked once, at the end: until then the list is
@@ -436,6 +407,7 @@ mod tests {
         }
     }
 
+    #[inline]
     fn link(queue: &mut FreeQueue, block: usize, prev: usize, next: usize) {
         let meta = queue.meta_mut(BlockId::new(block));
         (meta.pair, meta.queued) = ([prev as u32, next as u32], true);

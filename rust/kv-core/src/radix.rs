@@ -111,7 +111,6 @@ impl Node {
     }
 
     /// Index of the child list of an offset, or where it would be inserted.
-    #[inline]
     fn find_children(&self, offset: u32) -> Result<usize, usize> {
         self.children
             .binary_search_by_key(&offset, |list| list.offset)
@@ -196,12 +195,10 @@ impl RadixTree {
         self.num_blocks + self.namespaces.len()
     }
 
-    #[inline]
     fn node(&self, node: NodeId) -> &Node {
         &self.nodes[node.at()]
     }
 
-    #[inline]
     fn node_mut(&mut self, node: NodeId) -> &mut Node {
         &mut self.nodes[node.at()]
     }
@@ -264,7 +261,6 @@ impl RadixTree {
     }
 
     /// The block that follows `position` with exactly these tokens.
-    #[inline]
     pub(crate) fn next(&mut self, position: NodePosition, tokens: &[u32]) -> Option<NodePosition> {
         debug_assert_eq!(tokens.len(), self.block_size);
         let node = self.node(position.node);
@@ -297,7 +293,6 @@ impl RadixTree {
     }
 
     /// Whether a node is a child of `parent` and begins with this block.
-    #[inline]
     fn begins_with(&self, node: NodeId, parent: NodePosition, tokens: &[u32]) -> bool {
         let node = self.node(node);
         node.parent == parent && node.tokens.get(..self.block_size) == Some(tokens)
@@ -564,13 +559,11 @@ impl RadixTree {
     }
 
     /// The block id that holds a cached block for a layer group.
-    #[inline]
     pub(crate) fn block(&self, position: NodePosition, group: usize) -> Option<BlockId> {
         self.node(position.node).blocks[position.index() * self.groups + group].some()
     }
 
     /// The block ids that hold a cached block, by layer group.
-    #[inline]
     pub(crate) fn blocks(&self, position: NodePosition) -> impl Iterator<Item = BlockId> + '_ {
         let at = position.index() * self.groups;
         let blocks = &self.node(position.node).blocks[at..at + self.groups];
@@ -578,13 +571,11 @@ impl RadixTree {
     }
 
     /// Whether any block id holds it.
-    #[inline]
     pub(crate) fn is_held(&self, position: NodePosition) -> bool {
         self.blocks(position).next().is_some()
     }
 
     /// Sets the block id that holds a cached block for a layer group.
-    #[inline]
     pub(crate) fn set_block(&mut self, position: NodePosition, group: usize, block: BlockId) {
         let at = position.index() * self.groups + group;
         self.node_mut(position.node).blocks[at] = block;
@@ -592,26 +583,18 @@ impl RadixTree {
 
     /// A layer group holds the block no more. It stays in the tree while others do, or it has descendants.
     pub(crate) fn clear_block(&mut self, position: NodePosition, group: usize) {
-        self.clear_block_only(position, group);
+        self.set_block(position, group, BlockId::NONE);
         if position.offset == self.node(position.node).len {
             self.truncate(position.node);
         }
     }
 
-    /// The same; the caller truncates the node afterwards.
-    #[inline(always)] // every eviction comes here
-    pub(crate) fn clear_block_only(&mut self, position: NodePosition, group: usize) {
-        self.set_block(position, group, BlockId::NONE);
-    }
-
     /// Where a node is attached; `None` for the root of a namespace.
-    #[inline]
     pub(crate) fn parent_of(&self, node: NodeId) -> Option<NodePosition> {
         self.node(node).parent.some()
     }
 
     /// The block before this one; `None` at a root.
-    #[inline]
     pub(crate) fn parent(&self, position: NodePosition) -> Option<NodePosition> {
         match position.offset {
             0 => None,
@@ -652,7 +635,6 @@ impl RadixTree {
         position == root && tokens.is_empty()
     }
 
-    #[inline]
     pub(crate) fn tokens(&self, position: NodePosition) -> &[u32] {
         &self.node(position.node).tokens[position.index() * self.block_size..][..self.block_size]
     }
@@ -920,7 +902,6 @@ impl RadixTree {
 }
 
 /// How many leading blocks are equal. Both have the same length.
-#[inline]
 fn equal_blocks(known: &[u32], tokens: &[u32], block_size: usize) -> usize {
     if known == tokens {
         return known.len() / block_size;
@@ -932,7 +913,6 @@ fn equal_blocks(known: &[u32], tokens: &[u32], block_size: usize) -> usize {
 }
 
 /// How many leading blocks are usable. Usually all of them are: a loop without branches.
-#[inline]
 fn leading(blocks: &[BlockId], usable: impl Fn(BlockId) -> bool) -> usize {
     match blocks.iter().fold(true, |all, &block| all & usable(block)) {
         true => blocks.len(),
@@ -941,7 +921,6 @@ fn leading(blocks: &[BlockId], usable: impl Fn(BlockId) -> bool) -> usize {
 }
 
 /// Releases capacity once most of it is unused.
-#[inline]
 fn shrink<T>(vec: &mut Vec<T>) {
     if vec.capacity() / 4 > vec.len() + 16 {
         vec.shrink_to(2 * vec.len());

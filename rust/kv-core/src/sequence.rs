@@ -276,14 +276,10 @@ impl Sequence {
         self.0.speculating = false;
     }
 
-    /// Counts cached tokens that it reuses.
-    pub(crate) fn count_cached(&mut self, tokens: usize) {
-        self.0.cached += tokens;
-    }
-
-    /// Counts tokens that its own transfer restored.
-    pub(crate) fn count_restored(&mut self, tokens: usize) {
-        self.0.restored += tokens;
+    /// Counts cached tokens that it reuses, and tokens that its own transfer restored.
+    pub(crate) fn count_reused(&mut self, cached: usize, restored: usize) {
+        self.0.cached += cached;
+        self.0.restored += restored;
     }
 
     /// Sets its computed tokens, outside a plan.

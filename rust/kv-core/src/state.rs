@@ -7,11 +7,12 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::groups::Groups;
 use crate::handles::Pin;
-use crate::ids::{BlockId, NodePosition, SeqKey};
+use crate::ids::{BlockId, NodePosition, PlanKey, SeqKey};
 use crate::open_transfers::Transfers;
 use crate::pool::{Pool, Purpose};
 use crate::radix::Match;
 use crate::sequence::{PlanSet, Registered, Sequence, Sequences};
+use crate::step::steps::Steps;
 use crate::table::BlockTable;
 
 /// The state that steps change.
@@ -19,6 +20,7 @@ pub(crate) struct State {
     pub(crate) groups: Groups,
     pub(crate) pool: Pool,
     pub(crate) seqs: Sequences,
+    pub(crate) steps: Steps,
     pub(crate) transfers: Transfers,
     /// Whether blocks are registered, matched and merged.
     pub(crate) caching: bool,
@@ -36,6 +38,7 @@ impl State {
     pub(crate) fn new(config: &Config, groups: Groups, pool: Pool, manager: u32) -> Self {
         Self {
             seqs: Sequences::new(manager, groups.len()),
+            steps: Steps::new(manager),
             transfers: Transfers::new(manager),
             groups,
             pool,
@@ -45,6 +48,13 @@ impl State {
             matched: Match::NONE,
             taken: Vec::new(),
         }
+    }
+
+    /// Opens a step.
+    pub(crate) fn begin_step(&mut self, token_budget: usize) -> Result<PlanKey, Error> {
+        let key = self.steps.begin(token_budget)?;
+        self.pool.set_open_steps(self.steps.open_steps());
+        Ok(key)
     }
 
     /// The sequence of a key; an error if an open plan holds it.
@@ -57,7 +67,6 @@ impl State {
     }
 
     /// Allocates blocks until the table has `rows` rows. The caller has checked that they are available.
-    #[inline]
     pub(crate) fn allocate(&mut self, slot: u32, rows: usize) {
         let seq = self.seqs.at_mut(slot);
         let missing = rows.saturating_sub(seq.table.rows()) * seq.table.groups();
@@ -116,7 +125,6 @@ impl State {
     }
 
     /// Releases the rows that no later token of the sequence reads: those before the windows of its last final row.
-    #[inline]
     pub(crate) fn slide(&mut self, slot: u32) {
         if self.groups.have_windows() {
             let gone = self.slide_windows(slot);
@@ -145,65 +153,56 @@ impl State {
         released
     }
 
-    /// The table, end and rows of a pin on the longest prefix of a sequence's registered rows that is ready and of
-    /// which no window has slid.
-    pub(crate) fn pin_on(&self, key: SeqKey) -> Result<(BlockTable, NodePosition, usize), Error> {
+    /// The table and end of a pin on the longest prefix of a sequence's registered rows that is ready and of which
+    /// no window has slid.
+    pub(crate) fn pin_on(&self, key: SeqKey) -> Result<(BlockTable, NodePosition), Error> {
         let seq = self.seqs.get(key)?;
+        let registered = seq.registered;
+        let starts = (0..self.groups.len()).map(|group| seq.table.start(group));
+        let first = starts.min().unwrap_or(0).min(registered.rows());
         let is_ready = |row: usize| seq.table.row(row).all(|block| self.pool.is_ready(block));
-        let first = (0..self.groups.len())
-            .map(|group| seq.table.start(group))
-            .min();
-        let first = first.unwrap_or(0).min(seq.registered.rows());
-        let missing = (first..seq.registered.rows()).find(|&row| !is_ready(row));
-        let rows = missing.unwrap_or(seq.registered.rows());
+        let missing = (first..registered.rows()).find(|&row| !is_ready(row));
+        let rows = missing.unwrap_or(registered.rows());
         // With fewer rows a window would begin even earlier.
-        let prefix = seq
-            .table
-            .prefix(rows, |group| self.groups.first_row(group, rows));
-        Ok(match prefix {
-            Some(table) if rows > 0 => {
-                let Registered { last, .. } = seq.registered;
-                let last = self
-                    .pool
-                    .tree()
-                    .ancestor(last, seq.registered.rows() - rows);
-                (table, last, rows)
-            }
-            _ => self.no_pin(),
-        })
+        let needed = |group| self.groups.first_row(group, rows);
+        let prefix = seq.table.prefix(rows, needed).filter(|_| rows > 0);
+        Ok(prefix.map_or_else(
+            || self.no_pin(),
+            |table| {
+                let unused = registered.rows() - rows;
+                (table, self.pool.tree().ancestor(registered.last, unused))
+            },
+        ))
     }
 
-    /// The table of a pin on the longest cached prefix of `tokens`, as `pin_on`.
+    /// The table and end of a pin on the longest cached prefix of `tokens`.
     pub(crate) fn match_prefix(
         &mut self,
         tokens: &[u32],
         root: NodePosition,
-    ) -> (BlockTable, NodePosition, usize) {
-        self.pool.find_match(
-            &mut self.matched,
-            &self.groups,
-            tokens,
-            (root, 0),
-            Purpose::Read,
-        );
-        let Match { last, num_rows, .. } = &self.matched;
-        match num_rows {
+    ) -> (BlockTable, NodePosition) {
+        let (found, groups) = (&mut self.matched, &self.groups);
+        let from = (root, 0);
+        self.pool
+            .find_match(found, groups, tokens, from, Purpose::Read);
+        match found.num_rows {
             0 => self.no_pin(),
-            _ => (
-                BlockTable::of_match(&self.matched, 0, &self.groups),
-                *last,
-                *num_rows,
-            ),
+            _ => (BlockTable::of_match(found, 0, groups), found.last),
         }
     }
 
-    pub(crate) fn no_pin(&self) -> (BlockTable, NodePosition, usize) {
-        (BlockTable::new(self.groups.len()), NodePosition::NONE, 0)
+    pub(crate) fn no_pin(&self) -> (BlockTable, NodePosition) {
+        (BlockTable::new(self.groups.len()), NodePosition::NONE)
     }
 
     /// Puts a pin's blocks into the table of a sequence that has none.
     pub(crate) fn attach(&mut self, key: SeqKey, pin: &Pin) -> Result<(), Error> {
         let seq = self.at_rest(key)?;
+        if pin.manager() != key.manager {
+            return Err(Error::PinOfAnotherManager {
+                tokens: pin.num_tokens(),
+            });
+        }
         if !seq.table.is_empty() {
             return Err(Error::NotFresh {
                 blocks: seq.table.len(),
@@ -223,7 +222,7 @@ impl State {
         let registered = Registered::new(last, pin.table().rows());
         let seq = self.seqs.at_mut(key.slot);
         seq.set_table(pin.table().clone(), registered, computed);
-        seq.count_cached(computed);
+        seq.count_reused(computed, 0);
         for group in 0..self.groups.len() {
             self.pool.hold_all(pin.table().blocks_of(group));
         }
@@ -272,10 +271,16 @@ impl State {
         let key = self.seqs.insert(tokens, root, read_cache);
         let fork = self.seqs.at_mut(key.slot);
         fork.set_table(table, registered, computed);
-        fork.count_cached(cached);
-        fork.count_restored(restored);
+        fork.count_reused(cached, restored);
         fork.share_rows(shared_rows);
         Ok(key)
+    }
+
+    /// Appends known tokens.
+    pub(crate) fn append(&mut self, key: SeqKey, tokens: &[u32]) -> Result<(), Error> {
+        self.at_rest(key)?;
+        self.seqs.at_mut(key.slot).append(tokens);
+        Ok(())
     }
 
     /// Releases the blocks after the first `num_tokens` tokens. Returns how many.
@@ -301,6 +306,13 @@ impl State {
         let seq = self.seqs.at_mut(key.slot);
         let root = Registered::at_root(seq.root);
         seq.set_table(BlockTable::new(self.groups.len()), root, 0);
+        Ok(())
+    }
+
+    /// Ends a sequence, of a caller's key.
+    pub(crate) fn free(&mut self, key: SeqKey) -> Result<(), Error> {
+        self.seqs.get(key)?;
+        self.end_sequence(key.slot);
         Ok(())
     }
 

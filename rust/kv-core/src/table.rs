@@ -283,16 +283,4 @@ impl BlockTable {
         }
         Some(prefix)
     }
-
-    /// Checks that every group has as many rows.
-    pub(crate) fn check(&self) -> Result<(), String> {
-        let ends = |group: &usize| self.column(*group).end() != self.rows();
-        match (0..self.groups()).find(ends) {
-            Some(group) => {
-                let (rows, end) = (self.rows(), self.column(group).end());
-                Err(format!("{rows} rows, {end} in group {group}"))
-            }
-            None => Ok(()),
-        }
-    }
 }

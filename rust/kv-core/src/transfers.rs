@@ -160,13 +160,12 @@ impl State {
         }
     }
 
-    /// Ends a transfer. The blocks of its first `num_blocks` rows are cached, as if `step` had computed them. If its
+    /// Ends a transfer. The blocks of its first `num_blocks` rows are cached, as if the last step had computed them. If its
     /// sequence can, it reuses them; returns how many tokens it reuses.
     pub(crate) fn end_transfer(
         &mut self,
         key: TransferKey,
         num_blocks: usize,
-        step: u32,
     ) -> Result<usize, Error> {
         let at = self.transfers.find(key)?;
         let reserved = self.transfers.open[at].rows.len();
@@ -178,7 +177,7 @@ impl State {
             });
         }
         let ended = self.transfers.open.remove(at);
-        let from = ended.rows.start;
+        let (from, step) = (ended.rows.start, self.steps.last_closed());
         let restored = self.register_loaded(&ended.loading, from + num_blocks, step);
         let stats = &mut self.pool.stats;
         stats.restored_blocks += restored;

@@ -34,11 +34,7 @@ exceptions! {
 pub(crate) fn raise(error: Error) -> PyErr {
     let text = error.to_string();
     match error {
-        Error::BlockSize(_)
-        | Error::NumBlocks(_)
-        | Error::HashBits(_)
-        | Error::Groups(_)
-        | Error::Window(_)
+        Error::OutOfRange { .. }
         | Error::Namespace { .. }
         | Error::UnknownPolicy(_)
         | Error::OutOfMemory { .. }

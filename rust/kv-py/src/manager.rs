@@ -340,7 +340,14 @@ const MOST_WINDOWS: usize = 1 << 10;
 
 /// The window of each layer group.
 fn windows(groups: &Bound<'_, PyAny>) -> PyResult<Vec<Option<usize>>> {
-    let too_many = |groups| raise(Error::Groups(groups));
+    let too_many = |given| {
+        raise(Error::OutOfRange {
+            name: "the number of layer groups",
+            least: 1,
+            most: 64,
+            given,
+        })
+    };
     items(groups, MOST_WINDOWS, too_many, |window, _| {
         match window.is_none() {
             true => Ok(None),

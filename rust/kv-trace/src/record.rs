@@ -114,7 +114,7 @@ impl Record for BlockManager {
         let usage = self.usage();
         end(self, |encoder| {
             if encoder.is_open() {
-                encoder.record(&Call::Stop {}, &usage.into());
+                encoder.record(&Call::Stop {}, &(&usage).into());
             }
         })
     }

@@ -169,18 +169,21 @@ impl Player {
                 let handle = self.manager.fork(self.sequence(*sequence)?, *num_tokens)?;
                 self.keep(handle)?
             }
-            Call::Append { sequence, tokens } => self
-                .manager
-                .append(self.sequence(*sequence)?, tokens)?
-                .into(),
+            Call::Append { sequence, tokens } => {
+                let key = self.sequence(*sequence)?;
+                (&self.manager.append(key, tokens)?).into()
+            }
             Call::Trim {
                 sequence,
                 num_tokens,
-            } => self
-                .manager
-                .trim(self.sequence(*sequence)?, *num_tokens)?
-                .into(),
-            Call::Reset { sequence } => self.manager.reset(self.sequence(*sequence)?)?.into(),
+            } => {
+                let key = self.sequence(*sequence)?;
+                (&self.manager.trim(key, *num_tokens)?).into()
+            }
+            Call::Reset { sequence } => {
+                let key = self.sequence(*sequence)?;
+                (&self.manager.reset(key)?).into()
+            }
             Call::Free { sequence } => {
                 self.manager.free(self.sequence(*sequence)?)?;
                 self.part(*sequence);
@@ -191,7 +194,8 @@ impl Player {
                 self.forget(gone, "sequence", *sequence)?
             }
             Call::ReuseCached { sequence } => {
-                self.manager.reuse_cached(self.sequence(*sequence)?)?.into()
+                let key = self.sequence(*sequence)?;
+                (&self.manager.reuse_cached(key)?).into()
             }
             Call::Extend {
                 sequence,
@@ -208,8 +212,8 @@ impl Player {
                 let key = self.sequence(*sequence)?;
                 (&self.manager.publish(key, *num_tokens, tokens)?).into()
             }
-            Call::EvictAll {} => self.manager.evict_all().into(),
-            Call::Stop {} => self.manager.usage().into(),
+            Call::EvictAll {} => (&self.manager.evict_all()).into(),
+            Call::Stop {} => (&self.manager.usage()).into(),
             _ => return self.apply_to_pins(call),
         })
     }
@@ -228,7 +232,7 @@ impl Player {
                 let (key, number) = (self.sequence(*sequence)?, *pin);
                 let pin = self.pins.get(pin);
                 let pin = pin.ok_or(Halt::Missing("pin", number))?;
-                self.manager.attach(key, pin)?.into()
+                (&self.manager.attach(key, pin)?).into()
             }
             Call::DropPin { pin } => {
                 let gone = self.pins.remove(pin);
@@ -265,11 +269,11 @@ impl Player {
                 let key = self.transfer(*transfer)?;
                 let reused = self.manager.complete(key, *num_blocks)?;
                 self.transfers.remove(transfer);
-                reused.into()
+                (&reused).into()
             }
             Call::Abandon { transfer } => {
                 let key = self.transfer(*transfer)?;
-                self.manager.abandon(key)?.into()
+                (&self.manager.abandon(key)?).into()
             }
             Call::DropTransfer { transfer } => {
                 let gone = self.transfers.remove(transfer);
@@ -283,9 +287,9 @@ impl Player {
         Ok(match call {
             Call::BeginStep { token_budget } => {
                 let handle = self.manager.begin_step(*token_budget)?;
-                let serial = handle.key().serial();
-                self.plans.insert(serial, handle);
-                serial.into()
+                let key = handle.key();
+                self.plans.insert(key.serial(), handle);
+                (&key).into()
             }
             Call::Decode {
                 plan,
@@ -303,7 +307,7 @@ impl Player {
                 drafts,
             } => {
                 let (plan, key) = (self.plan(*plan)?, self.sequence(*sequence)?);
-                self.manager.speculate(plan, key, drafts)?.into()
+                (&self.manager.speculate(plan, key, drafts)?).into()
             }
             Call::Draft {
                 plan,
@@ -326,7 +330,7 @@ impl Player {
                 let (plan, key) = (self.plan(*plan)?, self.sequence(*sequence)?);
                 let limits = (*max_tokens, *reserve);
                 let manager = &mut self.manager;
-                manager.prefill_again(plan, key, limits, *replay)?.into()
+                (&manager.prefill_again(plan, key, limits, *replay)?).into()
             }
             Call::Cancel { plan, sequence } => {
                 let (plan, key) = (self.plan(*plan)?, self.sequence(*sequence)?);
@@ -378,10 +382,11 @@ impl Player {
     }
 
     fn keep(&mut self, handle: SeqHandle) -> Result<Answer, Halt> {
-        let (id, tokens) = (handle.id(), self.manager.view(handle.key())?.tokens.len());
-        self.sequences.insert(id, (handle, tokens));
+        let key = handle.key();
+        let tokens = self.manager.view(key)?.tokens.len();
+        self.sequences.insert(handle.id(), (handle, tokens));
         self.hold(tokens)?;
-        Ok(id.into())
+        Ok((&key).into())
     }
 
     fn part(&mut self, id: u64) -> Option<SeqHandle> {
@@ -398,7 +403,7 @@ impl Player {
             self.pins.insert(self.granted, pin);
         }
         self.hold(blocks)?;
-        Ok(blocks.into())
+        Ok((&blocks).into())
     }
 
     fn hold(&mut self, count: usize) -> Result<(), Halt> {

@@ -36,7 +36,12 @@ fn a_trace_error_names_its_values() {
             &["this many is 11", "10 at most"],
         ),
         (
-            TraceError::Config(Error::BlockSize(0)),
+            TraceError::Config(Error::OutOfRange {
+                name: "block_size",
+                least: 1,
+                most: 65_536,
+                given: 0,
+            }),
             &["refused", "block_size must be 1 to 65536, got 0"],
         ),
         (
@@ -76,7 +81,7 @@ fn a_trace_error_has_the_source_that_it_wraps() {
     let source = |error: TraceError| error.source().map(ToString::to_string);
     let disk = TraceError::from(io::Error::other("the disk is gone"));
     assert_eq!(source(disk), Some("the disk is gone".into()));
-    let refused = Error::HashBits(129);
+    let refused = Error::EmptySequence;
     let text = refused.to_string();
     assert_eq!(source(TraceError::Config(refused)), Some(text));
     assert_eq!(source(TraceError::NotATrace), None);

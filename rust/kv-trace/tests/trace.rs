@@ -383,7 +383,10 @@ fn headers_that_cannot_be_served() {
     let none = forge(&recording, |bodies| bodies[0][SETTINGS] = 0);
     assert!(matches!(
         verdict(&none),
-        Err(TraceError::Config(Error::NumBlocks(0)))
+        Err(TraceError::Config(Error::OutOfRange {
+            name: "num_blocks",
+            ..
+        }))
     ));
     for name in [&b"\x1b[2J"[..], b"", &[b'1'; 70], b"\xff"] {
         let mut body = vec![name.len() as u8];

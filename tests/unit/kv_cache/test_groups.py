@@ -183,9 +183,9 @@ def test_blocks_for_is_what_a_sequence_takes() -> None:
 @pytest.mark.parametrize(
     ("groups", "says"),
     [
-        ((), "1 to 64 layer groups, got 0"),
+        ((), "layer groups must be 1 to 64, got 0"),
         ((None,) * 65, "got 65"),
-        ((None, 0), "at least 1 token"),
+        ((None, 0), "window must be at least 1"),
         ((-1,), "groups=-1"),
         ((2**64,), "groups=18446744073709551616"),
     ],

@@ -7,7 +7,6 @@ use crate::ids::{BlockId, NodePosition};
 
 impl Pool {
     /// Whether a transfer is to fill a block.
-    #[inline]
     pub(crate) fn is_loading(&self, block: BlockId) -> bool {
         self.queue.meta(block).loading
     }
@@ -19,7 +18,6 @@ impl Pool {
     }
 
     /// Whether any block is loading.
-    #[inline]
     pub(crate) fn any_loading(&self) -> bool {
         self.loading > 0
     }

@@ -21,11 +21,9 @@ struct Slot {
 pub(super) struct Index {
     /// A power of two of shards.
     shards: Vec<HashTable<Slot>>,
-    len: usize,
 }
 
 /// The hash as the table wants it: it looks at the low bits and at the highest seven.
-#[inline]
 fn spread(hash: u32) -> u64 {
     u64::from(hash) << 32 | u64::from(hash)
 }
@@ -36,18 +34,15 @@ impl Index {
         let shards = (num_blocks / USUAL).next_power_of_two().min(MOST_SHARDS);
         Self {
             shards: vec![HashTable::new(); shards],
-            len: 0,
         }
     }
 
     /// The table's own bits are lower ones, and the highest seven.
-    #[inline]
     fn shard(&self, hash: u32) -> usize {
         (hash >> 12) as usize & (self.shards.len() - 1)
     }
 
     /// The node with this hash that `matches`.
-    #[inline]
     pub(super) fn find(&self, hash: u32, matches: impl Fn(NodeId) -> bool) -> Option<NodeId> {
         let matches = |slot: &Slot| slot.hash == hash && matches(slot.node);
         let found = self.shards[self.shard(hash)].find(spread(hash), matches)?;
@@ -59,7 +54,6 @@ impl Index {
         let shard = self.shard(hash);
         let rehash = |slot: &Slot| spread(slot.hash);
         self.shards[shard].insert_unique(spread(hash), Slot { hash, node }, rehash);
-        self.len += 1;
     }
 
     /// Removes a node, if it is in the index.
@@ -68,12 +62,12 @@ impl Index {
         let entry = self.shards[shard].find_entry(spread(hash), |slot| slot.node == node);
         if let Ok(entry) = entry {
             entry.remove();
-            self.len -= 1;
         }
     }
 
+    /// Nodes in the index. It counts.
     pub(super) fn len(&self) -> usize {
-        self.len
+        self.shards.iter().map(HashTable::len).sum()
     }
 }
 

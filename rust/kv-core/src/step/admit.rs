@@ -4,7 +4,6 @@ use std::collections::HashSet;
 
 use super::answers::Prefill;
 use super::plan::{Details, Plan, PrefillWork, Work};
-use super::steps::Steps;
 use crate::error::Error;
 use crate::ids::{BlockId, NodePosition, PlanKey, SeqKey};
 use crate::pool::Purpose;
@@ -39,77 +38,75 @@ fn chunk(start: usize, rest: usize, most: usize, block_size: usize) -> usize {
     }
 }
 
-impl Steps {
+impl State {
     /// Plans one token for each of `sequences`. Returns the positions of those that were rejected.
     pub(crate) fn decode(
         &mut self,
-        state: &mut State,
         plan: PlanKey,
         sequences: &[SeqKey],
         lookahead: usize,
     ) -> Result<Vec<usize>, Error> {
-        let plan = self.newest_plan(plan)?;
+        let plan = self.steps.newest_plan(plan)?;
         let (bit, before) = (plan.bit, plan.entries.len());
         // No block is allocated before all sequences were checked.
-        let mut position = self.push_decodes(state, sequences, lookahead);
-        if let Err(error) = check_decodes(state, bit, &sequences[position..]) {
-            self.beginning.clear();
-            while self.newest().entries.len() > before {
-                self.undo_last(state);
+        let mut position = self.push_decodes(sequences, lookahead);
+        if let Err(error) = check_decodes(self, bit, &sequences[position..]) {
+            self.steps.beginning.clear();
+            while self.steps.newest().entries.len() > before {
+                self.undo_last();
             }
             return Err(error);
         }
-        self.begin_rows(state);
+        self.begin_rows();
         let mut rejected = Vec::new();
         while let Some(&key) = sequences.get(position) {
-            if !self.plan_decode(state, key.slot, lookahead) {
+            if !self.plan_decode(key.slot, lookahead) {
                 rejected.push(position);
             }
             position += 1;
-            position += self.push_decodes(state, &sequences[position..], lookahead);
-            self.begin_rows(state);
+            position += self.push_decodes(&sequences[position..], lookahead);
+            self.begin_rows();
         }
         Ok(rejected)
     }
 
-    fn plan_decode(&mut self, state: &mut State, slot: u32, lookahead: usize) -> bool {
-        let plan = self.newest();
+    fn plan_decode(&mut self, slot: u32, lookahead: usize) -> bool {
+        let plan = self.steps.newest();
         if plan.budget_left == 0 {
             return false;
         }
-        let needed = state.blocks_to_write(slot, lookahead.saturating_add(1));
-        if needed > state.pool.available() {
+        let needed = self.blocks_to_write(slot, lookahead.saturating_add(1));
+        if needed > self.pool.available() {
             return false;
         }
-        self.enter(state, slot, (1, lookahead), None);
+        self.enter(slot, (1, lookahead), None);
         true
     }
 
     /// Plans a sequence that has one token left to compute, together with `drafts` after it.
     pub(crate) fn speculate(
         &mut self,
-        state: &mut State,
         plan: PlanKey,
         key: SeqKey,
         drafts: &[u32],
     ) -> Result<Prefill, Error> {
-        self.newest_plan(plan)?;
-        let seq = state.seqs.get(key)?;
+        self.steps.newest_plan(plan)?;
+        let seq = self.seqs.get(key)?;
         if seq.pending > 0 {
             return Err(Error::InPlan { sequence: seq.id });
         }
-        seq.check_decode(self.newest_plan(plan)?.bit)?;
+        seq.check_decode(self.steps.newest_plan(plan)?.bit)?;
         let len = 1 + drafts.len();
-        let needed = state.blocks_to_write(key.slot, len);
-        let available = state.pool.available();
-        if len > self.newest().budget_left {
+        let needed = self.blocks_to_write(key.slot, len);
+        let available = self.pool.available();
+        if len > self.steps.newest().budget_left {
             return Ok(Prefill::NoBudget);
         }
         if needed > available {
             return Ok(Prefill::NoRoom { needed, available });
         }
         let details = (!drafts.is_empty()).then(|| Details::new(Work::Draft(drafts.to_vec())));
-        self.enter(state, key.slot, (len, 0), details);
+        self.enter(key.slot, (len, 0), details);
         Ok(Prefill::Planned {
             cached_tokens: 0,
             tokens: len,
@@ -120,15 +117,14 @@ impl Steps {
     /// Plans up to `max_tokens` of the sequence's uncomputed tokens.
     pub(crate) fn prefill(
         &mut self,
-        state: &mut State,
         plan: PlanKey,
         key: SeqKey,
         request: PrefillRequest,
     ) -> Result<Prefill, Error> {
         let &Plan {
             bit, budget_left, ..
-        } = self.newest_plan(plan)?;
-        let seq = state.seqs.get(key)?;
+        } = self.steps.newest_plan(plan)?;
+        let seq = self.seqs.get(key)?;
         let sequence = seq.id;
         if seq.plans.meets(bit) || seq.pending > 0 || seq.speculating {
             return Err(Error::InPlan { sequence });
@@ -139,22 +135,25 @@ impl Steps {
         if request.max_tokens.min(budget_left) == 0 {
             return Ok(Prefill::NoBudget);
         }
-        Ok(self.match_and_plan(state, key.slot, request))
+        Ok(self.match_and_plan(key.slot, request))
     }
 
     /// Matches the sequence, and plans the tokens after the match.
-    fn match_and_plan(&mut self, state: &mut State, slot: u32, request: PrefillRequest) -> Prefill {
+    fn match_and_plan(&mut self, slot: u32, request: PrefillRequest) -> Prefill {
         let mut source = None;
-        if state.find_match(slot, request.replay) {
-            if state.pool.any_loading()
-                && let Some(transfer) = state.awaited_transfer(slot)
+        let purpose = Purpose::Prefill {
+            replay: request.replay,
+        };
+        if self.find_match(slot, purpose) {
+            if self.pool.any_loading()
+                && let Some(transfer) = self.awaited_transfer(slot)
             {
                 return Prefill::Loading { transfer };
             }
-            source = state.find_copy_source(slot);
+            source = self.find_copy_source(slot);
         }
         loop {
-            match self.plan_after_match(state, slot, request, source) {
+            match self.plan_after_match(slot, request, source) {
                 // A prefill does not wait for the sake of a partial copy.
                 Prefill::NoRoom { .. } if source.is_some() => source = None,
                 answer => return answer,
@@ -165,7 +164,6 @@ impl Steps {
     /// Plans the tokens after the current match and the copied tokens of `source`.
     fn plan_after_match(
         &mut self,
-        state: &mut State,
         slot: u32,
         request: PrefillRequest,
         source: Option<CopySource>,
@@ -175,50 +173,50 @@ impl Steps {
             reserve,
             replay,
         } = request;
-        let most = max_tokens.min(self.newest().budget_left);
-        let (start, cached_end, replay) = state.start_after_match(slot, source, replay);
+        let most = max_tokens.min(self.steps.newest().budget_left);
+        let (start, cached_end, replay) = self.start_after_match(slot, source, replay);
         if start.saturating_add(most) < cached_end {
             return Prefill::NoBudget; // a replay is computed in one step
         }
-        let seq = state.seqs.at(slot);
+        let seq = self.seqs.at(slot);
         let rest = seq.tokens.len() - start;
-        let len = match chunk(start, rest, most, state.groups.block_size()) {
+        let len = match chunk(start, rest, most, self.groups.block_size()) {
             len if start + len < cached_end => most,
             len => len,
         };
-        let copies = match (state.matched.num_rows, source) {
-            (0, None) => state.must_copy(slot, start).count(),
+        let copies = match (self.matched.num_rows, source) {
+            (0, None) => self.must_copy(slot, start).count(),
             _ => 0,
         };
         let new = match reserve {
-            None => state.new_blocks(slot, start + len),
+            None => self.new_blocks(slot, start + len),
             Some(spare) => {
-                let whole = state.blocks_to_come(slot, start + len, max_tokens);
+                let whole = self.blocks_to_come(slot, start + len, max_tokens);
                 whole.saturating_add(spare)
             }
         };
         let new = new.saturating_add(copies);
-        let available = state.pool.available();
+        let available = self.pool.available();
         // Revived blocks are counted only if the pool lacks room for all that was matched.
-        let matched = state.matched.blocks.len() + source.map_or(0, |_| state.groups.len());
+        let matched = self.matched.blocks.len() + source.map_or(0, |_| self.groups.len());
         if new.saturating_add(matched) > available {
-            let needed = new.saturating_add(state.num_revived(slot, source));
+            let needed = new.saturating_add(self.num_revived(slot, source));
             if needed > available {
                 return Prefill::NoRoom { needed, available };
             }
         }
-        let seq = state.seqs.at(slot);
+        let seq = self.seqs.at(slot);
         let cached_tokens = start - seq.planned_end;
         let samples = start + len == seq.tokens.len();
-        let blocks = |of: CopySource| state.pool.tree().blocks(of.position).collect();
+        let blocks = |of: CopySource| self.pool.tree().blocks(of.position).collect();
         let details = Details::new(Work::Prefill(PrefillWork {
             reused_tokens: cached_tokens,
             replay,
             copy_sources: source.map_or(Vec::new(), blocks),
             copied_tokens: source.map_or(0, |source| source.tokens),
-            ..PrefillWork::new(seq.registered)
+            ..PrefillWork::default()
         }));
-        self.enter(state, slot, (len, 0), Some(details));
+        self.enter(slot, (len, 0), Some(details));
         Prefill::Planned {
             cached_tokens,
             tokens: len,
@@ -243,14 +241,12 @@ fn check_decodes(state: &State, plan: PlanSet, sequences: &[SeqKey]) -> Result<(
 impl State {
     /// Layer groups whose block of the row of `position` must be copied before it is written: other sequences hold
     /// it, or it is cached and a fork kept only its beginning.
-    #[inline]
     pub(super) fn must_copy(&self, slot: u32, position: usize) -> impl Iterator<Item = usize> + '_ {
         self.groups_shared_at(slot, position, |block| self.pool.seq_refs(block) > 1)
     }
 
     /// Layer groups whose block of the row of `position` was shared with a fork, and is `held` by others or cached
     /// still.
-    #[inline]
     pub(super) fn groups_shared_at(
         &self,
         slot: u32,
@@ -267,7 +263,6 @@ impl State {
     }
 
     /// Blocks to allocate before the sequence can write its next `len` positions.
-    #[inline]
     fn blocks_to_write(&self, slot: u32, len: usize) -> usize {
         let seq = self.seqs.at(slot);
         let rows = self.groups.rows(seq.planned_end.saturating_add(len));
@@ -354,7 +349,7 @@ impl State {
 
     /// Matches the tokens after the sequence's position into `self.matched`, if it is a block boundary and the
     /// sequence may read the cache; returns whether that is so. Rows that it has reserved come after the match.
-    fn find_match(&mut self, slot: u32, replay: usize) -> bool {
+    pub(super) fn find_match(&mut self, slot: u32, purpose: Purpose) -> bool {
         let seq = self.seqs.at(slot);
         let (last, rows) = (seq.registered.last, seq.registered.rows());
         let on_boundary = seq.planned_end == rows * self.groups.block_size();
@@ -362,13 +357,9 @@ impl State {
             self.matched.begin(last, 0);
             return false;
         }
-        self.pool.find_match(
-            &mut self.matched,
-            &self.groups,
-            &seq.tokens,
-            (last, rows),
-            Purpose::Prefill { replay },
-        );
+        let (found, groups) = (&mut self.matched, &self.groups);
+        self.pool
+            .find_match(found, groups, &seq.tokens, (last, rows), purpose);
         true
     }
 

@@ -2,11 +2,12 @@
 
 use std::collections::{HashMap, HashSet};
 
+use super::journal::Change;
 use super::plan::{Entry, Plan, PrefillWork};
 use super::steps::Steps;
 use crate::check::ensure;
 use crate::ids::BlockId;
-use crate::sequence::{PlanSet, SampleRow, Sequence};
+use crate::sequence::{PlanSet, Registered, SampleRow, Sequence};
 use crate::state::State;
 use crate::table::BlockTable;
 
@@ -66,7 +67,7 @@ impl Steps {
                     continue;
                 };
                 check_reused(state, entry, prefill, seq)?;
-                let table = self.table_of(state, plan, entry);
+                let table = state.table_of(plan, entry);
                 check_shared(state, prefill, &table, seq.id, &computing)?;
                 check_preregistered(state, plan, prefill, &table, &mut computing)?;
             }
@@ -91,7 +92,7 @@ impl Steps {
         let mut counted = 0;
         for entry in &plan.entries {
             let (seq, row) = (state.seqs.at(entry.slot), state.groups.row_of(entry.start));
-            let table = self.table_of(state, plan, entry);
+            let table = state.table_of(plan, entry);
             for (copied, group, source) in entry.copied() {
                 let id = seq.id;
                 ensure(copied == row, || {
@@ -179,7 +180,7 @@ fn check_copied_partly(
         })?;
         return Ok(0);
     }
-    let row = prefill.saved.rows() + prefill.matched_rows;
+    let row = prefill.preregister_from;
     let tokens = prefill.copied_tokens;
     let begins = row * state.groups.block_size();
     let pool = &state.pool;
@@ -226,7 +227,10 @@ fn check_extent(state: &State, entry: &Entry, seq: &Sequence, growth: usize) -> 
     let Some(prefill) = entry.prefill() else {
         return Ok(());
     };
-    let matched_end = prefill.saved.rows() + prefill.matched_rows;
+    let saved = registered_before(entry);
+    let matched_end = saved.map_or(prefill.preregister_from, |saved| {
+        saved.rows() + prefill.matched_rows
+    });
     let block_size = state.groups.block_size();
     let write = entry.write_from(block_size);
     ensure(
@@ -244,15 +248,25 @@ fn check_extent(state: &State, entry: &Entry, seq: &Sequence, growth: usize) -> 
     ensure(cached.is_sorted() && cached.iter().all(new), || {
         format!("sequence {id} has {cached:?} cached already of {places:?}")
     })?;
-    check_path(state, prefill, seq)
+    saved.map_or(Ok(()), |saved| check_path(state, prefill, seq, saved))
 }
 
-/// The sequence's registered rows end where the entry's do or later, on a path through its saved position.
-fn check_path(state: &State, prefill: &PrefillWork, seq: &Sequence) -> Result<(), String> {
-    let (id, registered, saved) = (seq.id, seq.registered, prefill.saved);
-    if prefill.matched_rows + prefill.preregistered == 0 {
-        return Ok(());
-    }
+/// The registered rows that the sequence of a prefill had before, if it changed them.
+fn registered_before(entry: &Entry) -> Option<Registered> {
+    entry.changes().find_map(|change| match change {
+        Change::Matched { before, .. } | Change::Preregistered { before } => Some(*before),
+        _ => None,
+    })
+}
+
+/// The sequence's registered rows end where the entry's do or later, on a path through those that it had before.
+fn check_path(
+    state: &State,
+    prefill: &PrefillWork,
+    seq: &Sequence,
+    saved: Registered,
+) -> Result<(), String> {
+    let (id, registered) = (seq.id, seq.registered);
     let end = prefill.preregister_from + prefill.preregistered;
     ensure(end <= registered.rows(), || {
         let rows = registered.rows();
@@ -431,7 +445,6 @@ impl Track {
 
 #[cfg(test)]
 mod tests {
-    use super::super::journal::Change;
     use super::super::plan::{Details, Work};
     use super::*;
     use crate::check::scene::*;
@@ -440,7 +453,7 @@ mod tests {
     const NEWER: usize = 1;
 
     fn plan(s: &mut Scene, plan: usize) -> &mut Plan {
-        &mut s.manager.steps.open[plan]
+        &mut s.manager.state.steps.open[plan]
     }
 
     fn entry(s: &mut Scene, at: usize, slot: u32) -> &mut Entry {
@@ -485,7 +498,7 @@ mod tests {
         }),
         ("follows plan 12 of 12", |s| plan(s, OLDER).key.serial = 12),
         ("plan 12 follows plan 11 of 11", |s| {
-            s.manager.steps.made = 11
+            s.manager.state.steps.made = 11
         }),
         ("plan 12 begins with 99 decodes, counted", |s| {
             plan(s, NEWER).decodes = 99
@@ -495,7 +508,7 @@ mod tests {
         }),
         ("1 entries are in no plan", |s| {
             let entry = plan(s, NEWER).entries.pop().expect("one");
-            s.manager.steps.spare_entries.push(entry);
+            s.manager.state.steps.spare_entries.push(entry);
         }),
         ("plan 11 holds a sequence that is gone", |s| {
             entry(s, OLDER, LEFT).slot = 99
@@ -567,7 +580,11 @@ mod tests {
         ),
         ("sequence 9 was at Node", |s| {
             let last = s.seq(REST).registered.last;
-            prefill(s, NEWER, LONG).saved.last = last;
+            let mut journal = details(s, NEWER, LONG).journal.iter_mut();
+            match journal.next() {
+                Some(Change::Matched { before, .. }) => before.last = last,
+                _ => panic!("no match"),
+            }
         }),
         ("sequence 9 has [5] cached already of 6..10", |s| {
             prefill(s, NEWER, LONG).already_cached = vec![5]

@@ -4,50 +4,41 @@
 
 use super::answers::Remapping;
 use super::plan::{Details, Entry, Plan, PrefillWork, Work};
-use super::steps::Steps;
 use crate::error::Error;
 use crate::ids::{BlockId, NodePosition, PlanKey};
 use crate::sequence::{PlanSet, Registered};
 use crate::state::State;
 
-impl Steps {
+impl State {
     /// Commits the oldest step with one token for each sampling sequence.
     pub(crate) fn commit(
         &mut self,
-        state: &mut State,
         plan: PlanKey,
         sampled: &[u32],
     ) -> Result<Vec<Remapping>, Error> {
-        let expected = self.runnable_plan(plan)?.num_sampling();
+        let expected = self.steps.runnable_plan(plan)?.num_sampling();
         if sampled.len() != expected {
             return Err(Error::SampleCount {
                 expected,
                 given: sampled.len(),
             });
         }
-        Ok(self.close_oldest(state, sampled, None))
+        Ok(self.close_oldest(sampled, None))
     }
 
     /// The same, with `counts` tokens for each sampling sequence.
     pub(crate) fn commit_accepted(
         &mut self,
-        state: &mut State,
         plan: PlanKey,
         tokens: &[u32],
         counts: &[usize],
     ) -> Result<Vec<Remapping>, Error> {
-        self.check_accepted(state, plan, tokens, counts)?;
-        Ok(self.close_oldest(state, tokens, Some(counts)))
+        self.check_accepted(plan, tokens, counts)?;
+        Ok(self.close_oldest(tokens, Some(counts)))
     }
 
-    fn check_accepted(
-        &self,
-        state: &State,
-        plan: PlanKey,
-        tokens: &[u32],
-        counts: &[usize],
-    ) -> Result<(), Error> {
-        let plan = self.runnable_plan(plan)?;
+    fn check_accepted(&self, plan: PlanKey, tokens: &[u32], counts: &[usize]) -> Result<(), Error> {
+        let plan = self.steps.runnable_plan(plan)?;
         let (expected, given) = (plan.num_sampling(), counts.len());
         if expected != given {
             return Err(Error::SampleCount { expected, given });
@@ -70,7 +61,7 @@ impl Steps {
             let fits = (1..=drafts.len() + 1).contains(&accepted);
             if !fits || mine[..accepted - 1] != drafts[..accepted - 1] {
                 return Err(Error::Accepted {
-                    sequence: state.seqs.at(entry.slot).id,
+                    sequence: self.seqs.at(entry.slot).id,
                     accepted,
                     drafts: drafts.len(),
                 });
@@ -80,14 +71,10 @@ impl Steps {
     }
 
     /// `counts: None`: one token for each sampling sequence.
-    fn close_oldest(
-        &mut self,
-        state: &mut State,
-        tokens: &[u32],
-        counts: Option<&[usize]>,
-    ) -> Vec<Remapping> {
-        let plan = self.open.remove(0);
-        self.update_open_steps(state);
+    fn close_oldest(&mut self, tokens: &[u32], counts: Option<&[usize]>) -> Vec<Remapping> {
+        let plan = self.steps.open.remove(0);
+        self.pool.shared().close_plan(plan.key);
+        self.pool.set_open_steps(self.steps.open_steps());
         let (step, copies) = (plan.step(), plan.copies().len());
         let Plan {
             mut entries,
@@ -102,18 +89,18 @@ impl Steps {
         // First: a row that a later entry registered may be the parent of one that an earlier entry registers now.
         for entry in others {
             if let Some(prefill) = entry.prefill() {
-                state.emit_preregistered(entry.slot, prefill);
+                self.emit_preregistered(entry.slot, prefill);
             }
         }
         let (sampled, mut rest) = tokens.split_at(decodes);
-        let mut full = std::mem::take(&mut self.full);
+        let mut full = std::mem::take(&mut self.steps.full);
         if decodes > 0 {
-            state.close_decodes(bit, first.iter().zip(sampled), &mut full, &mut dropped);
+            self.close_decodes(bit, first.iter().zip(sampled), &mut full, &mut dropped);
         }
         for slot in full.drain(..) {
-            self.finish_computed(state, slot, step, &mut remappings);
+            self.finish_computed(slot, step, &mut remappings);
         }
-        self.full = full;
+        self.steps.full = full;
         let mut sampling = decodes;
         for entry in others {
             let mut accepted = &[][..];
@@ -122,67 +109,55 @@ impl Steps {
                 (accepted, rest) = rest.split_at(count);
                 sampling += 1;
             }
-            if state.close_entry(bit, entry, accepted) {
+            if self.close_entry(bit, entry, accepted) {
                 dropped.push(entry.slot);
             }
-            self.finish_computed(state, entry.slot, step, &mut remappings);
+            self.finish_computed(entry.slot, step, &mut remappings);
         }
-        state.pool.stats.computed_tokens += num_tokens as u64;
+        self.pool.stats.computed_tokens += num_tokens as u64;
         // Last: the blocks of a dropped sequence are there for the whole batch to merge into.
         for slot in dropped {
-            state.end_sequence(slot);
+            self.end_sequence(slot);
         }
         if !entries.is_empty() {
             clear(&mut entries);
         }
-        self.spare_entries = entries;
+        self.steps.spare_entries = entries;
         for block in pinned {
-            state.pool.unpin(block);
+            self.pool.unpin(block);
         }
-        state.pool.stats.copied_blocks += copies as u64;
-        state.pool.stats.committed_steps += 1;
+        self.pool.stats.copied_blocks += copies as u64;
+        self.pool.stats.committed_steps += 1;
         remappings
     }
 
     /// Registers what a sequence has computed, and releases blocks that no later token reads.
-    fn finish_computed(
-        &mut self,
-        state: &mut State,
-        slot: u32,
-        step: u32,
-        remappings: &mut Vec<Remapping>,
-    ) {
-        self.register_full(state, slot, step, remappings);
-        state.slide(slot);
+    fn finish_computed(&mut self, slot: u32, step: u32, remappings: &mut Vec<Remapping>) {
+        self.register_full(slot, step, remappings);
+        self.slide(slot);
     }
 
     /// Registers the rows that became full, or merges them into the blocks that were cached first.
-    pub(super) fn register_full(
-        &mut self,
-        state: &mut State,
-        slot: u32,
-        step: u32,
-        remappings: &mut Vec<Remapping>,
-    ) {
-        let seq = state.seqs.at(slot);
-        let full = state.groups.row_of(seq.computed);
-        if !state.caching || seq.registered.rows() >= full {
+    pub(super) fn register_full(&mut self, slot: u32, step: u32, remappings: &mut Vec<Remapping>) {
+        let seq = self.seqs.at(slot);
+        let full = self.groups.row_of(seq.computed);
+        if !self.caching || seq.registered.rows() >= full {
             return;
         }
         for row in seq.registered.rows()..full {
-            let block_size = state.groups.block_size();
-            let seq = state.seqs.at(slot);
+            let block_size = self.groups.block_size();
+            let seq = self.seqs.at(slot);
             let tokens = &seq.tokens[row * block_size..][..block_size];
-            match state.pool.next(seq.registered.last, tokens) {
+            match self.pool.next(seq.registered.last, tokens) {
                 None => {
-                    state.append_rows(slot, row..full, step);
-                    let Registered { last, .. } = state.seqs.at(slot).registered;
-                    state.pool.emit_stored(last, full - row);
+                    self.append_rows(slot, row..full, step);
+                    let Registered { last, .. } = self.seqs.at(slot).registered;
+                    self.pool.emit_stored(last, full - row);
                     return;
                 }
                 // The next step is to compute it, and may yet be rolled back: looked up again later.
-                Some(cached) if !state.pool.are_ready(cached) => return,
-                Some(cached) => self.merge_row(state, (slot, row), cached, step, remappings),
+                Some(cached) if !self.pool.are_ready(cached) => return,
+                Some(cached) => self.merge_row((slot, row), cached, step, remappings),
             }
         }
     }
@@ -190,59 +165,57 @@ impl Steps {
     /// Late merge of one row.
     fn merge_row(
         &mut self,
-        state: &mut State,
         (slot, row): (u32, usize),
         cached: NodePosition,
         step: u32,
         remappings: &mut Vec<Remapping>,
     ) {
-        if !state.pool.tree().is_held(cached) {
-            state.pool.emit_stored(cached, 1);
+        if !self.pool.tree().is_held(cached) {
+            self.pool.emit_stored(cached, 1);
         }
-        for group in 0..state.groups.len() {
-            let block = state.seqs.at(slot).table.at(group, row);
-            match state.pool.tree().block(cached, group) {
+        for group in 0..self.groups.len() {
+            let block = self.seqs.at(slot).table.at(group, row);
+            match self.pool.tree().block(cached, group) {
                 // This group has lost its block.
-                None => state.pool.store(cached, group, block, step),
+                None => self.pool.store(cached, group, block, step),
                 // A fork shares the block and was first.
                 Some(first) if first == block => {}
                 // An evictable block (a dangling mapping): the new one takes over.
-                Some(first) if state.pool.is_queued(first) => {
-                    state.pool.take_over(first, group, block, step);
+                Some(first) if self.pool.is_queued(first) => {
+                    self.pool.take_over(first, group, block, step);
                 }
                 // In use: the first one wins.
                 Some(first) => {
-                    state.pool.hold(first);
-                    self.remap(state, (slot, row, group), first, remappings);
+                    self.pool.hold(first);
+                    self.remap((slot, row, group), first, remappings);
                 }
             }
         }
         let registered = Registered::new(cached, row + 1);
-        state.seqs.at_mut(slot).register(registered);
+        self.seqs.at_mut(slot).register(registered);
     }
 
     /// Remaps a table entry to the block that was cached first.
     fn remap(
         &mut self,
-        state: &mut State,
         (slot, row, group): (u32, usize, usize),
         first: BlockId,
         remappings: &mut Vec<Remapping>,
     ) {
-        let duplicate = state.replace_block(slot, group, row, first);
+        let duplicate = self.replace_block(slot, group, row, first);
         remappings.push(Remapping {
-            sequence: state.seqs.at(slot).id,
+            sequence: self.seqs.at(slot).id,
             group,
             index: row,
             old_block: duplicate,
             new_block: first,
         });
         // A step that is planned already may still read the duplicate.
-        if !self.open.is_empty() {
-            self.pin(state, duplicate);
+        if !self.steps.open.is_empty() {
+            self.pin(duplicate);
         }
-        state.pool.release(duplicate);
-        state.pool.stats.merged_blocks += 1;
+        self.pool.release(duplicate);
+        self.pool.stats.merged_blocks += 1;
     }
 }
 
@@ -336,7 +309,7 @@ impl State {
                 stats.partial_tokens += copied as u64;
                 stats.hit_blocks += prefill.matched_blocks as u64;
                 stats.slid_blocks += prefill.slid_blocks as u64;
-                seq.count_cached(prefill.reused_tokens);
+                seq.count_reused(prefill.reused_tokens, 0);
             }
             Work::Draft(drafts) => {
                 stats.draft_tokens += drafts.len() as u64;

@@ -5,7 +5,6 @@
 //! device runs the engine's steps in the order in which their blocks were allocated.
 
 use super::answers::{Extend, Remapping};
-use super::steps::Steps;
 use crate::error::Error;
 use crate::ids::SeqKey;
 use crate::pool::Purpose;
@@ -16,20 +15,7 @@ impl State {
     /// is not on a block boundary, has slots reserved, or may not read the cache.
     pub(crate) fn match_ready(&mut self, slot: u32) -> bool {
         let seq = self.seqs.at(slot);
-        let (last, from) = (seq.registered.last, seq.registered.rows());
-        let on_boundary =
-            seq.computed == from * self.groups.block_size() && seq.table.rows() == from;
-        if !on_boundary || !self.caching || !seq.read_cache {
-            return false;
-        }
-        self.pool.find_match(
-            &mut self.matched,
-            &self.groups,
-            &seq.tokens,
-            (last, from),
-            Purpose::Read,
-        );
-        true
+        seq.table.rows() == seq.registered.rows() && self.find_match(slot, Purpose::Read)
     }
 
     /// Reuses the cached blocks after a block boundary. Returns how many tokens they hold. Blocks from row `restored`
@@ -52,8 +38,7 @@ impl State {
         let hits = (rows - self.matched.num_rows..first).flat_map(|row| seq.table.row(row));
         let (hits, reused) = (hits.count(), end - before);
         seq.set_computed(end);
-        seq.count_cached(cached);
-        seq.count_restored(reused - cached);
+        seq.count_reused(cached, reused - cached);
         let stats = &mut self.pool.stats;
         stats.prompt_tokens += reused as u64;
         stats.cached_tokens += cached as u64;
@@ -108,20 +93,19 @@ impl State {
     }
 }
 
-impl Steps {
+impl State {
     /// Publishes the next `num_tokens` tokens of a sequence as computed; `tokens` were not known before.
     pub(crate) fn publish(
         &mut self,
-        state: &mut State,
         key: SeqKey,
         num_tokens: usize,
         tokens: &[u32],
     ) -> Result<Vec<Remapping>, Error> {
-        let seq = state.at_rest(key)?;
+        let seq = self.at_rest(key)?;
         let (sequence, computed) = (seq.id, seq.computed);
         let end = computed.saturating_add(num_tokens);
         let (slots, known) = (
-            seq.table.rows() * state.groups.block_size(),
+            seq.table.rows() * self.groups.block_size(),
             seq.tokens.len() + tokens.len(),
         );
         if end > slots {
@@ -138,27 +122,27 @@ impl Steps {
                 known,
             });
         }
-        if let Some(group) = state
+        if let Some(group) = self
             .held_by_others(key.slot, computed)
             .next()
             .filter(|_| num_tokens > 0)
         {
-            let block = seq.table.at(group, state.groups.row_of(computed)).get();
+            let block = seq.table.at(group, self.groups.row_of(computed)).get();
             return Err(Error::SharedBlock { sequence, block });
         }
         let unplanned = seq.num_unplanned();
-        let seq = state.seqs.at_mut(key.slot);
+        let seq = self.seqs.at_mut(key.slot);
         seq.append(tokens);
         seq.set_computed(end);
-        let stats = &mut state.pool.stats;
+        let stats = &mut self.pool.stats;
         stats.computed_tokens += num_tokens as u64;
         if unplanned > 1 {
             stats.prompt_tokens += num_tokens.min(unplanned) as u64;
         }
         let mut remappings = Vec::new();
-        let step = self.last_closed();
-        self.register_full(state, key.slot, step, &mut remappings);
-        state.slide(key.slot);
+        let step = self.steps.last_closed();
+        self.register_full(key.slot, step, &mut remappings);
+        self.slide(key.slot);
         Ok(remappings)
     }
 }

@@ -4,120 +4,81 @@ use std::ops::Range;
 
 use super::journal::{Change, Journal};
 use super::plan::{Details, Entry, PrefillWork, Work};
-use super::steps::Steps;
 use crate::ids::{BlockId, NodePosition, SeqKey};
 use crate::sequence::{Registered, SampleRow};
 use crate::state::State;
 use crate::table::BlockTable;
 
-impl Steps {
+impl State {
     /// Puts a sequence into the plan. A prefill reuses the current match; then it allocates for `len` tokens and
     /// `lookahead` more. Blocks and budget were checked before. `details`: `None` for a decode.
     pub(super) fn enter(
         &mut self,
-        state: &mut State,
         slot: u32,
         (len, lookahead): (usize, usize),
         mut details: Option<Box<Details>>,
     ) {
-        let rows_before = state.seqs.at(slot).table.rows();
+        let rows_before = self.seqs.at(slot).table.rows();
         if let Some(Details {
             work: Work::Prefill(prefill),
             journal,
             ..
         }) = details.as_deref_mut()
         {
-            self.reuse_match(state, slot, prefill, journal);
-            state.seqs.at_mut(slot).skip_cached(prefill.reused_tokens);
+            self.reuse_match(slot, prefill, journal);
+            self.seqs.at_mut(slot).skip_cached(prefill.reused_tokens);
         }
-        let seq = state.seqs.at(slot);
+        let seq = self.seqs.at(slot);
         let (start, rows) = (seq.planned_end, seq.table.rows());
-        if let Some(change) = self.copy_on_write(state, slot, start) {
+        if let Some(change) = self.copy_on_write(slot, start) {
             let details = details.get_or_insert_with(|| Details::new(Work::Decode));
             details.journal.push(change);
         }
-        let end = state.groups.rows(start + len + lookahead);
+        let end = self.groups.rows(start + len + lookahead);
         if let Some(Details { work, journal, .. }) = details.as_deref_mut() {
             if rows < end {
                 journal.push(Change::Grown { rows });
             }
             if let Work::Prefill(prefill) = work {
-                self.copy_partial(state, slot, prefill, journal);
-                let (before, step) = (state.seqs.at(slot).registered, self.newest().step());
-                state.preregister(slot, start..start + len, prefill, step);
+                self.copy_partial(slot, prefill, journal);
+                let (before, step) = (self.seqs.at(slot).registered, self.steps.newest().step());
+                self.preregister(slot, start..start + len, prefill, step);
                 if prefill.preregistered > 0 {
                     journal.push(Change::Preregistered { before });
                 }
             }
         }
-        state.allocate(slot, end);
-        self.push_entry(state, slot, len, rows_before, details);
+        self.allocate(slot, end);
+        self.push_entry(slot, len, rows_before, details);
     }
 
     /// Plans one token for each of `sequences`, up to the first one that needs more than a plain decode, is
     /// refused, or needs a row when no block is left. Returns how many. `begin_rows` allocates for those that begin a row.
-    pub(super) fn push_decodes(
-        &mut self,
-        state: &mut State,
-        sequences: &[SeqKey],
-        lookahead: usize,
-    ) -> usize {
-        let plan = self.open.last_mut().expect("checked before");
-        let most = match lookahead {
-            0 => sequences.len().min(plan.budget_left),
-            _ => 0,
-        };
-        let (before, samples) = (plan.entries.len(), plan.num_samples..);
-        let (bit, block) = (plan.bit, state.groups.block());
-        let mut rows_left = state.pool.available() / state.groups.len();
-        // In registers, not in the plan: the compiler cannot know that a sequence is not part of it.
-        let mut entries = std::mem::take(&mut plan.entries);
-        entries.reserve(most);
-        for (&key, sample) in sequences[..most].iter().zip(samples) {
-            let Some(seq) = state.seqs.decoding(key, bit) else {
-                break;
-            };
-            let start = seq.planned_end;
-            // Reads the table, which lies elsewhere in memory, only where a row begins.
-            let begins = block.begins_row(start) && seq.table.rows() == block.row_of(start);
-            // There is capacity; checked here, `push` does not grow the vector.
-            if begins && rows_left == 0 || entries.len() == entries.capacity() {
-                break;
-            }
-            entries.push(Entry {
-                slot: key.slot,
-                new_rows: 0,
-                start,
-                rows_written: seq.registered.rows() as u32,
-                pending_row: seq.pending_row(),
-                details: None,
-            });
-            seq.plan_to(bit, start + 1, Some(SampleRow::new(sample)));
-            if begins {
-                rows_left -= 1;
-                self.beginning.push(entries.len() - 1);
-            }
-        }
-        let pushed = entries.len() - before;
-        plan.entries = entries;
-        if plan.decodes == before {
-            plan.decodes += pushed;
-        }
-        plan.budget_left -= pushed;
-        plan.num_tokens += pushed;
-        plan.num_samples += pushed;
-        pushed
+    pub(super) fn push_decodes(&mut self, sequences: &[SeqKey], lookahead: usize) -> usize {
+        let sequences = if lookahead == 0 { sequences } else { &[] };
+        let rows_left = self.pool.available() / self.groups.len();
+        self.steps
+            .push_decodes(&mut self.seqs, sequences, &self.groups, rows_left)
     }
 
     /// Allocates a row for each of the entries that begin one.
-    pub(super) fn begin_rows(&mut self, state: &mut State) {
-        let (groups, taken) = (state.groups.len(), &mut state.taken);
-        state.pool.take(self.beginning.len() * groups, taken);
-        let plan = self.open.last_mut().expect("checked before");
-        for (at, row) in self.beginning.drain(..).zip(taken.chunks_exact(groups)) {
+    pub(super) fn begin_rows(&mut self) {
+        let (groups, taken) = (self.groups.len(), &mut self.taken);
+        self.pool.take(self.steps.beginning.len() * groups, taken);
+        let plan = self.steps.open.last_mut().expect("checked before");
+        for (at, row) in self
+            .steps
+            .beginning
+            .drain(..)
+            .zip(taken.chunks_exact(groups))
+        {
             let entry = &mut plan.entries[at];
             entry.new_rows = 1;
-            state.seqs.at_mut(entry.slot).push_rows(row);
+            let seq = self.seqs.at_mut(entry.slot);
+            match row {
+                [block] => seq.tail_of_one().push(*block),
+                _ => seq.push_rows(row),
+            }
         }
         taken.clear();
     }
@@ -125,13 +86,12 @@ impl Steps {
     /// Adds an entry for the next `len` positions of a sequence, whose blocks are in its table.
     fn push_entry(
         &mut self,
-        state: &mut State,
         slot: u32,
         len: usize,
         rows_before: usize,
         details: Option<Box<Details>>,
     ) {
-        let seq = state.seqs.at_mut(slot);
+        let seq = self.seqs.at_mut(slot);
         let (start, end) = (seq.planned_end, seq.planned_end + len);
         let mut entry = Entry {
             slot,
@@ -150,7 +110,7 @@ impl Steps {
         if let Some(details) = &mut entry.details {
             (details.len, details.samples) = (len, samples);
         }
-        let plan = self.open.last_mut().expect("checked before");
+        let plan = self.steps.open.last_mut().expect("checked before");
         plan.entries.push(entry);
         let row = samples.then_some(SampleRow::new(plan.num_samples));
         seq.plan_to(plan.bit, end, row);
@@ -164,40 +124,34 @@ impl Steps {
 
     /// Reuses the current match. The plan pins the blocks that slide out of windows with it: a rollback restores
     /// them, and the step before may still read them.
-    fn reuse_match(
-        &mut self,
-        state: &mut State,
-        slot: u32,
-        prefill: &mut PrefillWork,
-        journal: &mut Journal,
-    ) {
-        let (rows, mut slid) = (state.matched.num_rows, Vec::new());
+    fn reuse_match(&mut self, slot: u32, prefill: &mut PrefillWork, journal: &mut Journal) {
+        let (rows, mut slid) = (self.matched.num_rows, Vec::new());
         if rows == 0 {
             return;
         }
         prefill.matched_rows = rows;
-        let before = state.seqs.at(slot).registered;
-        (prefill.matched_blocks, prefill.in_flight) = state.insert_match(slot, &mut slid);
+        let before = self.seqs.at(slot).registered;
+        (prefill.matched_blocks, prefill.in_flight) = self.insert_match(slot, &mut slid);
         for &(_, block) in &slid {
-            self.pin(state, block);
-            state.pool.release(block);
+            self.pin(block);
+            self.pool.release(block);
         }
         prefill.slid_blocks = slid.len();
         journal.push(Change::Matched { before, rows, slid });
     }
 
     /// Copy on write: replaces the blocks of the row of `position` that others hold by copies.
-    fn copy_on_write(&mut self, state: &mut State, slot: u32, position: usize) -> Option<Change> {
-        let row = state.groups.row_of(position);
-        let shared: Vec<usize> = state.must_copy(slot, position).collect();
+    fn copy_on_write(&mut self, slot: u32, position: usize) -> Option<Change> {
+        let row = self.groups.row_of(position);
+        let shared: Vec<usize> = self.must_copy(slot, position).collect();
         let mut sources = Vec::new();
         for group in shared {
-            let copy = state.allocate_one();
-            let source = state.replace_block(slot, group, row, copy);
+            let copy = self.allocate_one();
+            let source = self.replace_block(slot, group, row, copy);
             // Pinned until the plan is closed: it is still to be read.
-            self.pin(state, source);
-            state.pool.release(source);
-            self.newest().add_copies([(source, copy)]);
+            self.pin(source);
+            self.pool.release(source);
+            self.steps.newest().add_copies([(source, copy)]);
             sources.push((group, source));
         }
         (!sources.is_empty()).then_some(Change::Copied { row, sources })
@@ -205,32 +159,26 @@ impl Steps {
 
     /// Partial reuse: copies the beginning of the copy sources to the row after the match. Pins the sources
     /// before anything is allocated, which could evict them.
-    fn copy_partial(
-        &mut self,
-        state: &mut State,
-        slot: u32,
-        prefill: &PrefillWork,
-        journal: &mut Journal,
-    ) {
+    fn copy_partial(&mut self, slot: u32, prefill: &PrefillWork, journal: &mut Journal) {
         if prefill.copy_sources.is_empty() {
             return;
         }
         for &source in &prefill.copy_sources {
-            state.pool.pin_source(source);
-            self.newest().pinned.push(source);
+            self.pool.pin_source(source);
+            self.steps.newest().pinned.push(source);
         }
-        let row = state.seqs.at(slot).registered.rows();
-        state.allocate(slot, row + 1);
-        let copies = state.seqs.at(slot).table.row(row);
+        let row = self.seqs.at(slot).registered.rows();
+        self.allocate(slot, row + 1);
+        let copies = self.seqs.at(slot).table.row(row);
         let copies = prefill.copy_sources.iter().copied().zip(copies);
-        self.newest().add_copies(copies);
+        self.steps.newest().add_copies(copies);
         journal.push(Change::CopiedPartly { row });
     }
 
     /// Pins a block until the newest plan is closed.
-    pub(super) fn pin(&mut self, state: &mut State, block: BlockId) {
-        state.pool.pin(block);
-        self.newest().pinned.push(block);
+    pub(super) fn pin(&mut self, block: BlockId) {
+        self.pool.pin(block);
+        self.steps.newest().pinned.push(block);
     }
 }
 

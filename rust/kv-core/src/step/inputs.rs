@@ -6,8 +6,6 @@
 use std::borrow::Cow;
 
 use super::plan::{Entry, Plan, PrefillWork};
-use super::steps::Steps;
-use super::versions::TableVersion;
 use crate::elements::{SharedI32, SharedI64};
 use crate::error::Error;
 use crate::groups::BlockSize;
@@ -36,10 +34,7 @@ impl IntArray<'_> {
     /// Writes element `at`.
     #[inline]
     fn put(&self, at: usize, value: i64) {
-        match self {
-            IntArray::I32(elements) => elements[at].set(value as i32),
-            IntArray::I64(elements) => elements[at].set(value),
-        }
+        self.write(at, std::iter::once(value));
     }
 
     /// Writes `values` from element `at` on.
@@ -96,8 +91,9 @@ pub struct TableRows {
     changed: Vec<u32>,
     /// Rows of the last batch.
     batch: usize,
-    /// Set once shared prefixes are asked for.
-    pub(super) version: Option<TableVersion>,
+    /// Set once shared prefixes are asked for: an id of the arrays, and a version of their tables. It changes whenever rows
+    /// may share other blocks than before; a row that grows by unshared blocks does not change it.
+    pub(super) version: Option<(u64, u64)>,
 }
 
 /// A version of a sequence's table.
@@ -186,25 +182,30 @@ impl StepArrays<'_> {
     }
 }
 
-impl Steps {
+impl State {
+    /// A sequence's table as a plan has it, before the changes of the plan after it.
+    #[inline]
+    pub(super) fn table_of(&self, plan: &Plan, entry: &Entry) -> Cow<'_, BlockTable> {
+        let table = &self.seqs.at(entry.slot).table;
+        match self.steps.displaces(plan) {
+            Some(newest) => newest.table_before(entry.slot, table),
+            None => Cow::Borrowed(table),
+        }
+    }
+
     /// Checks that every value fits an int32 array.
-    fn check_width(
-        &self,
-        state: &State,
-        plan: &Plan,
-        arrays: &StepArrays<'_>,
-    ) -> Result<(), Error> {
+    fn check_width(&self, plan: &Plan, arrays: &StepArrays<'_>) -> Result<(), Error> {
         let fits = |name, value: u64| match i32::try_from(value) {
             Ok(_) => Ok(()),
             Err(_) => Err(Error::BufferTooNarrow { name, value }),
         };
         if matches!(arrays.slot_mapping, IntArray::I32(_)) {
-            let slots = (state.pool.num_blocks() * state.groups.block_size()) as u64;
+            let slots = (self.pool.num_blocks() * self.groups.block_size()) as u64;
             fits("slot_mapping", slots - 1)?;
         }
         if matches!(arrays.input_ids, IntArray::I32(_)) {
             for entry in &plan.entries {
-                let tokens = entry_tokens(state, entry);
+                let tokens = entry_tokens(self, entry);
                 fits("input_ids", u64::from(tokens.max().unwrap_or(0)))?;
             }
         }
@@ -214,27 +215,26 @@ impl Steps {
     /// Writes the inputs of an open plan, entries in plan order. On an error nothing is written.
     pub(crate) fn fill(
         &self,
-        state: &State,
         plan: PlanKey,
         arrays: &StepArrays<'_>,
         written: &mut TableRows,
     ) -> Result<(), Error> {
-        let plan = self.open_plan(plan)?;
-        let columns = written.look_at(self.manager, state, &plan.entries);
-        arrays.check(plan, state.groups.len(), columns as usize)?;
-        self.check_width(state, plan, arrays)?;
+        let plan = self.steps.open_plan(plan)?;
+        let columns = written.look_at(self.steps.manager, self, &plan.entries);
+        arrays.check(plan, self.groups.len(), columns as usize)?;
+        self.check_width(plan, arrays)?;
         let sequences = plan.entries.len();
         arrays.query_start_loc.put(0, 0);
-        let decodes = match self.displaces(plan) {
+        let decodes = match self.steps.displaces(plan) {
             None => plan.decodes,
             Some(_) => 0,
         };
-        self.fill_decodes(state, &plan.entries[..decodes], arrays, written);
+        self.fill_decodes(&plan.entries[..decodes], arrays, written);
         let (mut at, mut sample) = (decodes, decodes);
         for (row, entry) in plan.entries.iter().enumerate().skip(decodes) {
-            let table = self.table_of(state, plan, entry);
-            fill_tokens(state, entry, at, arrays);
-            fill_slots(state, entry, &table, at, arrays);
+            let table = self.table_of(plan, entry);
+            fill_tokens(self, entry, at, arrays);
+            fill_slots(self, entry, &table, at, arrays);
             at += entry.len();
             arrays.query_start_loc.put(row + 1, at as i64);
             arrays.seq_lens.put(row, entry.end() as i64);
@@ -243,29 +243,23 @@ impl Steps {
                 sample += 1;
             }
             let now = match &table {
-                Cow::Borrowed(_) => Written::of(state.seqs.at(entry.slot)),
+                Cow::Borrowed(_) => Written::of(self.seqs.at(entry.slot)),
                 Cow::Owned(_) => NOTHING, // it is no version of its sequence's
             };
-            fill_table(state, (&table, now), row, arrays, written);
+            fill_table(self, (&table, now), row, arrays, written);
         }
         if let Some(version) = &mut written.version
             && written.batch != sequences
         {
-            version.change();
+            version.1 += 1;
         }
         written.batch = sequences;
         Ok(())
     }
 
     /// Writes the leading decodes, one token each, array by array: short loops whose reads from memory overlap.
-    fn fill_decodes(
-        &self,
-        state: &State,
-        entries: &[Entry],
-        arrays: &StepArrays<'_>,
-        written: &mut TableRows,
-    ) {
-        let (count, size) = (entries.len() as i64, state.groups.block());
+    fn fill_decodes(&self, entries: &[Entry], arrays: &StepArrays<'_>, written: &mut TableRows) {
+        let (count, size) = (entries.len() as i64, self.groups.block());
         let positions = entries.iter().map(|entry| entry.start as i64);
         arrays.positions.write(0, positions.clone());
         arrays.seq_lens.write(0, positions.map(|at| at + 1));
@@ -273,18 +267,18 @@ impl Steps {
         arrays.logits_indices.write(0, 0..count);
         let tokens = entries
             .iter()
-            .map(|entry| decoded_token(state.seqs.at(entry.slot), entry));
+            .map(|entry| decoded_token(self.seqs.at(entry.slot), entry));
         arrays.input_ids.write(0, tokens);
-        for group in 0..state.groups.len() {
-            let slot = |entry: &Entry| decoded_slot(state.seqs.at(entry.slot), entry, group, size);
+        for group in 0..self.groups.len() {
+            let slot = |entry: &Entry| decoded_slot(self.seqs.at(entry.slot), entry, group, size);
             let slots = entries.iter().map(slot);
             arrays.slot_mapping.write(group * arrays.slots_width, slots);
         }
         let changed = std::mem::take(&mut written.changed);
         for row in changed.iter().map(|&row| row as usize) {
             let Some(entry) = entries.get(row) else { break };
-            let seq = state.seqs.at(entry.slot);
-            fill_table(state, (&seq.table, Written::of(seq)), row, arrays, written);
+            let seq = self.seqs.at(entry.slot);
+            fill_table(self, (&seq.table, Written::of(seq)), row, arrays, written);
         }
         written.changed = changed;
     }
@@ -348,24 +342,20 @@ fn fill_slots(
         let (mut position, end) = (entry.start, entry.end());
         while position < end {
             let row = state.groups.row_of(position);
-            let is_cached = position < write_from;
-            let stop = match is_cached {
-                true => write_from.min((row + 1) * block_size),
-                false => (row + 1) * block_size,
-            };
-            let stop = end.min(stop);
-            let place = group * arrays.slots_width + at + position - entry.start;
-            let is_there = cached.is_some_and(|prefill: &PrefillWork| {
-                prefill.is_already_cached(row * groups + group)
-            });
-            if is_there || is_cached {
-                arrays
-                    .slot_mapping
-                    .write(place, std::iter::repeat_n(-1, stop - position));
+            let is_there = |prefill: &PrefillWork| prefill.is_already_cached(row * groups + group);
+            let mut stop = end.min((row + 1) * block_size);
+            let is_written = position < write_from || cached.is_some_and(is_there);
+            if position < write_from {
+                stop = stop.min(write_from);
+            }
+            let slots = group * arrays.slots_width + at + position - entry.start;
+            if is_written {
+                let none = std::iter::repeat_n(-1, stop - position);
+                arrays.slot_mapping.write(slots, none);
             } else {
                 let first = table.at(group, row).at() * block_size + position - row * block_size;
-                let slots = first as i64..(first + stop - position) as i64;
-                arrays.slot_mapping.write(place, slots);
+                let new = first as i64..(first + stop - position) as i64;
+                arrays.slot_mapping.write(slots, new);
             }
             position = stop;
         }
@@ -399,7 +389,7 @@ fn fill_table(
     if let Some(version) = &mut written.version
         && (!same || state.are_shared(table, from))
     {
-        version.change();
+        version.1 += 1;
     }
     let null = state.pool.num_blocks() as i64;
     for group in 0..table.groups() {

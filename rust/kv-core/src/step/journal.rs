@@ -32,7 +32,6 @@ pub(super) enum Change {
 pub(super) struct Journal([Option<Change>; 4]);
 
 impl Journal {
-    #[inline]
     pub(super) fn push(&mut self, change: Change) {
         let free = self.0.iter_mut().find(|place| place.is_none());
         *free.expect("no more changes than kinds") = Some(change);

@@ -22,13 +22,11 @@ mod inputs;
 mod journal;
 mod plan;
 mod sharing;
-mod steps;
+pub(crate) mod steps;
 mod undo;
-mod versions;
 
 pub(crate) use admit::PrefillRequest;
 pub use answers::{Extend, PlanView, Prefill, Remapping};
 pub use cascade::SharedPrefix;
 pub use inputs::{IntArray, StepArrays, TableRows};
 pub use sharing::{PrefixArrays, SharedPrefixes};
-pub(crate) use steps::Steps;

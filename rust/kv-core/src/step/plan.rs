@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use super::journal::{Change, Journal};
 use crate::error::Error;
 use crate::ids::{BlockId, PlanKey};
-use crate::sequence::{PlanSet, Registered, SampleRow};
+use crate::sequence::{PlanSet, SampleRow};
 use crate::table::BlockTable;
 
 /// A sequence's part of a step. Most decode one token, so entries are small.
@@ -58,9 +58,8 @@ pub(super) enum Work {
 }
 
 /// A prefill: the blocks that it reuses and registers. Places are indices of table entries, `row * groups + group`.
+#[derive(Default)]
 pub(super) struct PrefillWork {
-    /// The saved position: where the sequence stood before.
-    pub(super) saved: Registered,
     /// Cached tokens that it reuses, copied ones included.
     pub(super) reused_tokens: usize,
     pub(super) matched_rows: usize,
@@ -83,23 +82,6 @@ pub(super) struct PrefillWork {
 }
 
 impl PrefillWork {
-    pub(super) fn new(saved: Registered) -> Self {
-        Self {
-            saved,
-            reused_tokens: 0,
-            matched_rows: 0,
-            matched_blocks: 0,
-            slid_blocks: 0,
-            copy_sources: Vec::new(),
-            copied_tokens: 0,
-            replay: 0,
-            in_flight: 0,
-            preregistered: 0,
-            preregister_from: 0,
-            already_cached: Vec::new(),
-        }
-    }
-
     /// Whether another sequence has written the block of this place, or will.
     #[inline]
     pub(super) fn is_already_cached(&self, place: usize) -> bool {

@@ -4,21 +4,23 @@
 //! sequence through the tree says what it shares, node by node, however long the prefix is. Blocks that are shared
 //! without being registered (forks without a cache) are compared one by one.
 //!
-//! While a batch stays the same, nothing is compared: `fill` keeps a [`TableVersion`].
+//! While a batch stays the same, nothing is compared: `fill` keeps a version of the tables.
 
 use std::borrow::Cow;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::cascade::{SharedPrefix, prefixes};
 use super::inputs::{IntArray, StepArrays, TableRows, check_sizes};
 use super::plan::{Entry, Plan};
-use super::steps::Steps;
-use super::versions::TableVersion;
 use crate::error::Error;
 use crate::ids::{BlockId, NodeId, NodePosition, PlanKey};
 use crate::radix::RadixTree;
 use crate::sequence::Sequence;
 use crate::state::State;
 use crate::table::BlockTable;
+
+/// Arrays with a version so far.
+static NUM_ARRAYS: AtomicU64 = AtomicU64::new(0);
 
 /// Shared prefixes of the rows of a batch, in one layer group: a tree.
 ///
@@ -233,31 +235,31 @@ impl SharedPrefixes {
     }
 }
 
-impl Steps {
+impl State {
     /// As `fill`; also finds the shared prefixes of the rows. On an error nothing is written and `shared` is as it
     /// was.
     pub(crate) fn fill_shared(
         &self,
-        state: &State,
         plan: PlanKey,
         arrays: &StepArrays<'_>,
         written: &mut TableRows,
         shared: &mut SharedPrefixes,
     ) -> Result<(), Error> {
-        let (group, groups) = (shared.group, state.groups.len());
+        let (group, groups) = (shared.group, self.groups.len());
         if group >= groups {
             return Err(Error::UnknownGroup { group, groups });
         }
-        self.open_plan(plan)?;
-        written.version.get_or_insert_with(TableVersion::new);
-        self.fill(state, plan, arrays, written)?;
-        let tables = written.version.as_ref().map(TableVersion::key);
+        self.steps.open_plan(plan)?;
+        let new_version = || (NUM_ARRAYS.fetch_add(1, Ordering::Relaxed), 0);
+        written.version.get_or_insert_with(new_version);
+        self.fill(plan, arrays, written)?;
+        let tables = written.version;
         let step = plan.serial;
         let is_known = |source: Source| Some(source.tables) == tables && source.step <= step;
         if shared.source.is_some_and(is_known) {
             return Ok(());
         }
-        let is_final = self.compare_rows(state, self.open_plan(plan)?, shared);
+        let is_final = self.compare_rows(self.steps.open_plan(plan)?, shared);
         let source = tables.map(|tables| Source { tables, step });
         shared.source = source.filter(|_| is_final);
         shared.build();
@@ -266,31 +268,31 @@ impl Steps {
 
     /// Orders the rows and finds what neighbours have in common. False if the same tables may have more in common
     /// once their rows have advanced.
-    fn compare_rows(&self, state: &State, plan: &Plan, shared: &mut SharedPrefixes) -> bool {
+    fn compare_rows(&self, plan: &Plan, shared: &mut SharedPrefixes) -> bool {
         let rows = plan.entries.len();
-        if state.groups.is_window(shared.group) {
+        if self.groups.is_window(shared.group) {
             shared.order = (0..rows as u32).collect();
             shared.common = vec![0; rows];
             return true;
         }
-        let tree = state.pool.tree();
+        let tree = self.pool.tree();
         let mut paths = std::mem::take(&mut shared.paths);
         paths.clear();
         let (mut is_final, mut registered) = (true, true);
         for entry in &plan.entries {
-            let seq = state.seqs.at(entry.slot);
-            let (depth, most) = (seq.registered.rows(), full_rows_seen(state, entry));
+            let seq = self.seqs.at(entry.slot);
+            let (depth, most) = (seq.registered.rows(), full_rows_seen(self, entry));
             is_final &= depth <= most;
             let last = tree.ancestor(seq.registered.last, depth.saturating_sub(most));
             paths.push(tree, last, depth.min(most) as u32);
-            registered &= !state.shares_more(seq, shared.group, most)
-                && matches!(self.table_of(state, plan, entry), Cow::Borrowed(_));
+            registered &= !self.shares_more(seq, shared.group, most)
+                && matches!(self.table_of(plan, entry), Cow::Borrowed(_));
         }
         if registered {
             let compare = |one, other| paths.of(one).cmp(paths.of(other));
             shared.sort_rows(rows, compare, |one, other| paths.common(one, other));
         } else {
-            self.compare_tables(state, plan, shared);
+            self.compare_tables(plan, shared);
         }
         shared.paths = paths;
         is_final
@@ -298,10 +300,10 @@ impl Steps {
 
     /// The same, block by block.
     #[cold]
-    fn compare_tables(&self, state: &State, plan: &Plan, shared: &mut SharedPrefixes) {
+    fn compare_tables(&self, plan: &Plan, shared: &mut SharedPrefixes) {
         let tables = plan.entries.iter().map(|entry| {
-            let table = self.table_of(state, plan, entry);
-            (full_rows_seen(state, entry), table)
+            let table = self.table_of(plan, entry);
+            (full_rows_seen(self, entry), table)
         });
         let tables: Vec<(usize, Cow<'_, BlockTable>)> = tables.collect();
         let group = shared.group;
@@ -320,14 +322,12 @@ impl Steps {
 }
 
 /// The full rows before or at the first position that an entry computes: all of its tokens see them entirely.
-#[inline]
 fn full_rows_seen(state: &State, entry: &Entry) -> usize {
     state.groups.row_of(entry.start + 1)
 }
 
 impl State {
     /// Whether a table shares a block after its registered ones, among the first `most`.
-    #[inline]
     fn shares_more(&self, seq: &Sequence, group: usize, most: usize) -> bool {
         let row = seq.registered.rows();
         let next = seq.table.get(group, row).filter(|_| row < most);

@@ -1,15 +1,12 @@
 //! The open steps.
 
-use std::borrow::Cow;
-
 use super::answers::PlanView;
 use super::plan::{Entry, Plan};
 use crate::error::Error;
-use crate::ids::{BlockId, PlanKey};
+use crate::groups::Groups;
+use crate::ids::{BlockId, PlanKey, SeqKey};
 use crate::pool::OpenSteps;
-use crate::sequence::PlanSet;
-use crate::state::State;
-use crate::table::BlockTable;
+use crate::sequence::{PlanSet, SampleRow, Sequences};
 
 /// The open steps of a manager.
 pub(crate) struct Steps {
@@ -52,11 +49,7 @@ impl Steps {
         (oldest - 1) as u32
     }
 
-    pub(crate) fn begin(
-        &mut self,
-        state: &mut State,
-        token_budget: usize,
-    ) -> Result<PlanKey, Error> {
+    pub(crate) fn begin(&mut self, token_budget: usize) -> Result<PlanKey, Error> {
         if let (Some(oldest), 2..) = (self.open.first(), self.open.len()) {
             return Err(Error::PlanOpen {
                 plan: oldest.key.serial,
@@ -74,18 +67,17 @@ impl Steps {
         };
         let plan = Plan::new(key, bit, token_budget, entries);
         self.open.push(plan);
-        self.update_open_steps(state);
         Ok(key)
     }
 
-    /// Tells the pool which steps are open.
-    pub(super) fn update_open_steps(&self, state: &mut State) {
+    /// The numbers of the open steps.
+    pub(crate) fn open_steps(&self) -> OpenSteps {
         let steps = self.open.first().zip(self.open.last());
         let steps = steps.map(|(oldest, newest)| OpenSteps {
             oldest: oldest.step(),
             count: newest.step().wrapping_sub(oldest.step()) + 1,
         });
-        state.pool.set_open_steps(steps.unwrap_or_default());
+        steps.unwrap_or_default()
     }
 
     pub(super) fn open_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
@@ -99,35 +91,29 @@ impl Steps {
         found.ok_or(Error::PlanClosed { plan: key.serial })
     }
 
-    /// The plan, which must be the newest: the one that may be planned into.
-    pub(super) fn newest_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
+    /// The plan, which must be the `first` one.
+    #[inline]
+    fn in_turn(&self, key: PlanKey, first: Option<&Plan>) -> Result<&Plan, Error> {
         let plan = self.open_plan(key)?;
-        match self.open.last() {
-            Some(newest) if newest.key != key => Err(Error::PlanOrder {
+        match first {
+            Some(first) if first.key != key => Err(Error::PlanOrder {
                 plan: key.serial,
-                first: newest.key.serial,
+                first: first.key.serial,
             }),
             _ => Ok(plan),
         }
     }
 
-    /// The plan, which must be the oldest: the one that may be committed.
-    fn oldest_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
-        let plan = self.open_plan(key)?;
-        match self.open.first() {
-            Some(oldest) if oldest.key != key => Err(Error::PlanOrder {
-                plan: key.serial,
-                first: oldest.key.serial,
-            }),
-            _ => Ok(plan),
-        }
+    /// The plan, which must be the newest: the one that may be planned into.
+    pub(super) fn newest_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
+        self.in_turn(key, self.open.last())
     }
 
     /// The plan, which must be the oldest, and whose copies the caller must have read: without them, blocks
     /// would be cached whose first tokens were never written.
     #[inline]
     pub(super) fn runnable_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
-        match self.oldest_plan(key) {
+        match self.in_turn(key, self.open.first()) {
             Ok(plan) if !plan.has_read_copies() => Err(plan.copies_not_read()),
             plan => plan,
         }
@@ -136,6 +122,56 @@ impl Steps {
     #[inline]
     pub(super) fn newest(&mut self) -> &mut Plan {
         self.open.last_mut().expect("checked by newest_plan")
+    }
+
+    /// As `State::push_decodes`, with `rows_left` rows that can be allocated.
+    pub(super) fn push_decodes(
+        &mut self,
+        seqs: &mut Sequences,
+        sequences: &[SeqKey],
+        groups: &Groups,
+        rows_left: usize,
+    ) -> usize {
+        let plan = self.open.last_mut().expect("checked before");
+        let most = sequences.len().min(plan.budget_left);
+        let (before, samples) = (plan.entries.len(), plan.num_samples..);
+        let (bit, block) = (plan.bit, groups.block());
+        // In registers, not in the plan: the compiler cannot know that a sequence is not part of it.
+        let mut entries = std::mem::take(&mut plan.entries);
+        entries.reserve(most);
+        for (&key, sample) in sequences[..most].iter().zip(samples) {
+            let Some(seq) = seqs.decoding(key, bit) else {
+                break;
+            };
+            let start = seq.planned_end;
+            // Reads the table, which lies elsewhere in memory, only where a row begins.
+            let begins = block.begins_row(start) && seq.table.rows() == block.row_of(start);
+            // There is capacity; checked here, `push` does not grow the vector.
+            if begins && rows_left == self.beginning.len() || entries.len() == entries.capacity() {
+                break;
+            }
+            entries.push(Entry {
+                slot: key.slot,
+                new_rows: 0,
+                start,
+                rows_written: seq.registered.rows() as u32,
+                pending_row: seq.pending_row(),
+                details: None,
+            });
+            seq.plan_to(bit, start + 1, Some(SampleRow::new(sample)));
+            if begins {
+                self.beginning.push(entries.len() - 1);
+            }
+        }
+        let pushed = entries.len() - before;
+        plan.entries = entries;
+        if plan.decodes == before {
+            plan.decodes += pushed;
+        }
+        plan.budget_left -= pushed;
+        plan.num_tokens += pushed;
+        plan.num_samples += pushed;
+        pushed
     }
 
     /// The figures of an open plan.
@@ -159,21 +195,6 @@ impl Steps {
 
     pub(crate) fn is_open(&self, key: PlanKey) -> bool {
         self.open_plan(key).is_ok()
-    }
-
-    /// A sequence's table as a plan has it, before the changes of the plan after it.
-    #[inline]
-    pub(super) fn table_of<'a>(
-        &self,
-        state: &'a State,
-        plan: &Plan,
-        entry: &Entry,
-    ) -> Cow<'a, BlockTable> {
-        let table = &state.seqs.at(entry.slot).table;
-        match self.displaces(plan) {
-            Some(newest) => newest.table_before(entry.slot, table),
-            None => Cow::Borrowed(table),
-        }
     }
 
     /// The plan after this one, if it may have removed or replaced blocks of a table.

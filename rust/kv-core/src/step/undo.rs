@@ -4,43 +4,36 @@ use std::collections::HashSet;
 
 use super::journal::Change;
 use super::plan::{Entry, Plan};
-use super::steps::Steps;
 use crate::error::Error;
 use crate::ids::{BlockId, PlanKey, SeqKey};
 use crate::sequence::SampleRow;
 use crate::state::State;
 
-impl Steps {
+impl State {
     /// Cancels a sequence and those that depend on it. Returns the ids of the latter, in plan order.
-    pub(crate) fn cancel(
-        &mut self,
-        state: &mut State,
-        plan: PlanKey,
-        key: SeqKey,
-    ) -> Result<Vec<u64>, Error> {
-        let plan = self.newest_plan(plan)?;
-        let sequence = state.seqs.get(key)?.id;
+    pub(crate) fn cancel(&mut self, plan: PlanKey, key: SeqKey) -> Result<Vec<u64>, Error> {
+        let plan = self.steps.newest_plan(plan)?;
+        let sequence = self.seqs.get(key)?.id;
         let at = plan.entries.iter().position(|entry| entry.slot == key.slot);
         let at = at.ok_or(Error::NotPlanned { sequence })?;
-        let cancelled = dependents(state, &plan.entries, at);
+        let cancelled = dependents(self, &plan.entries, at);
         let mut ids = Vec::new();
         for &at in cancelled.iter().rev() {
-            ids.push(state.seqs.at(self.newest().entries[at].slot).id);
-            self.undo(state, at);
+            ids.push(self.seqs.at(self.steps.newest().entries[at].slot).id);
+            self.undo(at);
         }
         ids.pop();
         ids.reverse();
-        self.number_samples(state);
+        self.number_samples();
         Ok(ids)
     }
 
     /// Numbers the sampled rows again, after an entry was removed or extended.
-    pub(super) fn number_samples(&mut self, state: &mut State) {
+    pub(super) fn number_samples(&mut self) {
         let mut row = 0;
-        for entry in &self.newest().entries {
+        for entry in &self.steps.newest().entries {
             if entry.samples() {
-                state
-                    .seqs
+                self.seqs
                     .at_mut(entry.slot)
                     .set_sample_row(SampleRow::new(row));
             }
@@ -48,14 +41,14 @@ impl Steps {
         }
     }
 
-    pub(super) fn undo_last(&mut self, state: &mut State) {
-        let last = self.newest().entries.len() - 1;
-        self.undo(state, last);
+    pub(super) fn undo_last(&mut self) {
+        let last = self.steps.newest().entries.len() - 1;
+        self.undo(last);
     }
 
     /// Removes an entry from the newest plan.
-    fn undo(&mut self, state: &mut State, at: usize) {
-        let plan = self.newest();
+    fn undo(&mut self, at: usize) {
+        let plan = self.steps.newest();
         let (bit, entry) = (plan.bit, &plan.entries.remove(at));
         plan.decodes -= usize::from(at < plan.decodes);
         plan.budget_left += entry.len();
@@ -63,42 +56,42 @@ impl Steps {
         plan.num_samples -= entry.num_samples();
         let slot = entry.slot;
         if entry.details.is_none() {
-            let rows = state.seqs.at(slot).table.rows() - entry.new_rows as usize;
-            state.shorten(slot, rows);
+            let rows = self.seqs.at(slot).table.rows() - entry.new_rows as usize;
+            self.shorten(slot, rows);
         }
         for change in entry.changes().rev() {
-            self.revert(state, entry, change);
+            self.revert(entry, change);
         }
         let end = entry.start - entry.reused_tokens();
-        let seq = state.seqs.at_mut(slot);
+        let seq = self.seqs.at_mut(slot);
         seq.unplan(bit, end, entry.samples(), entry.pending_row);
         // A commit of the plan before may have computed more rows meanwhile.
-        state.slide(slot);
-        if state.seqs.at(slot).dropped {
-            state.end_sequence(slot);
+        self.slide(slot);
+        if self.seqs.at(slot).dropped {
+            self.end_sequence(slot);
         }
     }
 
     /// Reverts a change of an entry.
-    fn revert(&mut self, state: &mut State, entry: &Entry, change: &Change) {
+    fn revert(&mut self, entry: &Entry, change: &Change) {
         let slot = entry.slot;
         match change {
             Change::Matched { before, slid, .. } => {
-                let (seq, pool) = (state.seqs.at_mut(slot), &mut state.pool);
+                let (seq, pool) = (self.seqs.at_mut(slot), &mut self.pool);
                 seq.change_table(|table| change.revert(table, |block| pool.release(block)));
                 slid.iter().for_each(|&(_, block)| pool.hold(block));
                 seq.register(*before);
             }
-            Change::Grown { rows } => state.shorten(slot, *rows),
+            Change::Grown { rows } => self.shorten(slot, *rows),
             Change::CopiedPartly { row } => {
-                let table = &state.seqs.at(slot).table;
+                let table = &self.seqs.at(slot).table;
                 let is_copy = |copy: BlockId| table.row(*row).any(|block| block == copy);
-                self.newest().remove_copies(is_copy);
+                self.steps.newest().remove_copies(is_copy);
             }
             Change::Copied { sources, .. } => {
-                let (seq, pool) = (state.seqs.at_mut(slot), &mut state.pool);
+                let (seq, pool) = (self.seqs.at_mut(slot), &mut self.pool);
                 sources.iter().for_each(|&(_, source)| pool.hold(source));
-                let plan = self.newest();
+                let plan = self.steps.newest();
                 let mut released = |copy| {
                     pool.release(copy);
                     plan.remove_copies(|to| to == copy);
@@ -106,45 +99,45 @@ impl Steps {
                 seq.change_table(|table| change.revert(table, &mut released));
             }
             Change::Preregistered { before } => {
-                let groups = state.groups.len();
+                let groups = self.groups.len();
                 let places = entry
                     .prefill()
                     .into_iter()
                     .flat_map(|prefill| prefill.preregistered(groups).rev());
                 for place in places {
-                    let block = state.block_at(slot, place);
-                    state.pool.forget(block);
+                    let block = self.block_at(slot, place);
+                    self.pool.forget(block);
                 }
-                state.seqs.at_mut(slot).register(*before);
+                self.seqs.at_mut(slot).register(*before);
             }
         }
     }
 
     /// Rolls back the newest plan.
-    pub(crate) fn rollback(&mut self, state: &mut State, plan: PlanKey) -> Result<(), Error> {
-        self.newest_plan(plan)?;
-        self.roll_back_newest(state);
+    pub(crate) fn rollback(&mut self, plan: PlanKey) -> Result<(), Error> {
+        self.steps.newest_plan(plan)?;
+        self.roll_back_newest();
         Ok(())
     }
 
     /// Rolls back a plan, after those that were planned after it.
-    pub(crate) fn roll_back_from(&mut self, state: &mut State, key: PlanKey) {
+    pub(crate) fn roll_back_from(&mut self, key: PlanKey) {
         let is_later = |plan: &Plan| plan.key.serial >= key.serial;
-        while self.open.last().is_some_and(is_later) {
-            self.roll_back_newest(state);
+        while self.steps.open.last().is_some_and(is_later) {
+            self.roll_back_newest();
         }
     }
 
-    fn roll_back_newest(&mut self, state: &mut State) {
-        while !self.newest().entries.is_empty() {
-            self.undo_last(state);
+    fn roll_back_newest(&mut self) {
+        while !self.steps.newest().entries.is_empty() {
+            self.undo_last();
         }
-        let plan = self.open.pop().expect("checked by newest_plan");
-        self.update_open_steps(state);
+        let plan = self.steps.open.pop().expect("checked by newest_plan");
+        self.pool.set_open_steps(self.steps.open_steps());
         for block in plan.pinned {
-            state.pool.unpin(block);
+            self.pool.unpin(block);
         }
-        state.pool.stats.rolled_back_steps += 1;
+        self.pool.stats.rolled_back_steps += 1;
     }
 }
 

@@ -6,12 +6,16 @@ use kv_core::Error;
 fn errors() -> Vec<(Error, &'static [&'static str])> {
     use Error::*;
     vec![
-        (BlockSize(70_001), &["block_size", "1 to 65536", "70001"]),
-        (NumBlocks(0), &["num_blocks", "1 to 2147483648", "got 0"]),
-        (Groups(65), &["layer groups", "1 to 64", "65"]),
-        (Window(0), &["window", "at least 1", "got 0"]),
+        (
+            OutOfRange {
+                name: "block_size",
+                least: 1,
+                most: 65_536,
+                given: 70_001,
+            },
+            &["block_size", "1 to 65536", "70001"],
+        ),
         (UnknownPolicy("mru".into()), &["\"mru\"", "lru, 2q"]),
-        (HashBits(129), &["hash_bits", "0 to 128", "129"]),
         (OutOfMemory { num_blocks: 77 }, &["77 blocks", "memory"]),
         (Namespace { bytes: 65_537 }, &["65536 bytes", "65537"]),
         (EmptySequence, &["at least one token"]),

@@ -4,6 +4,16 @@ use kv_core::{BlockManager, BlockState, Config, ContentHasher, Error};
 
 use super::tools::{begin, computed, manager, prompt, sequence, settings, with};
 
+/// The setting `name` must be `least` to `most`.
+fn out_of_range(name: &'static str, least: usize, most: usize, given: usize) -> Option<Error> {
+    Some(Error::OutOfRange {
+        name,
+        least,
+        most,
+        given,
+    })
+}
+
 fn refused(config: Config) -> Option<Error> {
     BlockManager::new(config).err()
 }
@@ -12,7 +22,8 @@ fn refused(config: Config) -> Option<Error> {
 fn block_sizes() {
     for block_size in [0, 65_537] {
         let config = Config::new(1, block_size);
-        assert_eq!(refused(config), Some(Error::BlockSize(block_size)));
+        let error = out_of_range("block_size", 1, 65_536, block_size);
+        assert_eq!(refused(config), error);
     }
     for block_size in [1, 65_536] {
         assert_eq!(refused(Config::new(1, block_size)), None);
@@ -23,7 +34,8 @@ fn block_sizes() {
 fn pool_sizes() {
     for num_blocks in [0, (1 << 31) + 1] {
         let config = Config::new(num_blocks, 4);
-        assert_eq!(refused(config), Some(Error::NumBlocks(num_blocks)));
+        let error = out_of_range("num_blocks", 1, 1 << 31, num_blocks);
+        assert_eq!(refused(config), error);
     }
     let mut one = with(Config::new(1, 4));
     assert_eq!(one.usage().free, 1);
@@ -39,8 +51,8 @@ fn hash_bits() {
         (0, None),
         (127, None),
         (128, None),
-        (129, Some(Error::HashBits(129))),
-        (130, Some(Error::HashBits(130))),
+        (129, out_of_range("hash_bits", 0, 128, 129)),
+        (130, out_of_range("hash_bits", 0, 128, 130)),
     ] {
         let config = Config {
             hash_bits,
@@ -52,11 +64,17 @@ fn hash_bits() {
 
 #[test]
 fn layer_groups() {
+    let number = |given| out_of_range("the number of layer groups", 1, 64, given);
+    let window = Error::TooFew {
+        name: "a layer group's window",
+        least: 1,
+        given: 0,
+    };
     for (groups, error) in [
-        (vec![], Some(Error::Groups(0))),
+        (vec![], number(0)),
         (vec![None; 64], None),
-        (vec![None; 65], Some(Error::Groups(65))),
-        (vec![None, Some(0)], Some(Error::Window(0))),
+        (vec![None; 65], number(65)),
+        (vec![None, Some(0)], Some(window)),
         (vec![None, Some(1)], None),
     ] {
         let config = Config {
