@@ -2,7 +2,7 @@
 
     python tools/code_lines.py rust/kv-core/src
 
-Code lines are those that are neither blank nor a comment, outside `#[cfg(test)]`. Validators are the
+Code lines are neither blank nor a comment, and outside `#[cfg(test)]`. Validators are the
 files named check.rs and those in a folder of that name.
 """
 
