@@ -57,7 +57,7 @@ _LEAST_TOKENS = 64
 """Smaller steps say little about how fast a prompt is computed."""
 _CHECK = 1.0
 """Seconds between looks at what the store has to say, and at what another process has stored."""
-_LOAD_REST, _STORE_REST = 10.0, 30.0
+_LOAD_REST, _STORE_REST = 10.0, 100.0
 """Rests after each piece while steps run, as multiples of the processor time that it took.
 
 Of a block that is stored that is the copy; the store's thread takes three times as long to write.
