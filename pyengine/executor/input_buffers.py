@@ -188,9 +188,9 @@ class InputBuffers:
     def fill(self, plan: "Plan", padding: Padding | None = None) -> FilledStep:
         """Let `plan` write its step, padded with `padding`. Only the rows of this step are copied.
 
-        Waits for the copy of the step before: nobody has if that step was rolled back, or samples
-        no tokens. A pending token is written as `-1 - row` (see `ModelRunner`). The result refers
-        to the buffers: it is valid until the next call.
+        Waits for the copy of the step before, which may still run if that step was rolled back or
+        samples no tokens. A pending token is written as `-1 - row` (see `ModelRunner`). The result
+        refers to the buffers: it is valid until the next call.
         """
         if self._wait_for_upload is not None:
             self._wait_for_upload()

@@ -64,7 +64,7 @@ class StalledError(PyEngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """The largest step: tokens to compute, and sequences that run at once, at most as many."""
+    """The largest step: tokens to compute, and sequences that run at once. Settings check them."""
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256

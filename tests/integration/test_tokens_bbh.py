@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from pyengine import LLM, SamplingParams
+from pyengine.utils.openmp import torch_threads
 from tests.support.reference import Counts, Reference
-from tests.support.threads import torch_threads
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.threads import torch_threads
+from pyengine.utils.openmp import torch_threads
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,7 @@ from pyengine import LLM
 from pyengine.executor import cpu_threads as threads
 from pyengine.executor.cpu_threads import ComputeThreads, StepThreads, compute_threads
 from pyengine.utils.cpus import UsableCpus
-from pyengine.utils.openmp import BRIEF_SPIN, openmp_runtime
-from tests.support.threads import torch_threads
+from pyengine.utils.openmp import BRIEF_SPIN, openmp_runtime, torch_threads
 from tests.unit.models.tiny import save_tiny_model
 
 needs_libgomp = pytest.mark.skipif(openmp_runtime() is None, reason="torch brings no libgomp")

@@ -6,7 +6,7 @@ import torch
 
 from pyengine.kv_cache import BufferError, ConfigError, CpuAttention, PackedWeight
 from pyengine.models.cpu_kernels import KernelProduct, kernel_supports
-from tests.support.threads import torch_threads
+from pyengine.utils.openmp import torch_threads
 
 pytestmark = pytest.mark.levels
 

@@ -18,7 +18,7 @@ from pyengine.models.linear_kernels import (
     best_product,
     choose_product,
 )
-from tests.support.threads import torch_threads
+from pyengine.utils.openmp import torch_threads
 from tests.unit.models.tiny import save_tiny_model
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 
 from pyengine import LLM
 from pyengine.utils import openmp
-from tests.support.threads import torch_threads
+from pyengine.utils.openmp import torch_threads
 from tests.unit.models.tiny import save_tiny_model
 
 pytestmark = pytest.mark.skipif(openmp.openmp_runtime() is None, reason="torch brings no libgomp")

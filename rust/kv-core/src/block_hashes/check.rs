@@ -1,4 +1,4 @@
-//! What the validators ask of the set of block hashes.
+//! Validators of the set of block hashes.
 
 use super::{BlockHashSet, in_overflow, line_of, mark, place};
 
