@@ -117,6 +117,61 @@ fn copy_blocks<T: SharedInt>(from: &[T::Shared], to: &mut [T]) -> usize {
     blocks * BLOCK / size_of::<T>()
 }
 
+/// Appends the lower halves of 64-bit elements that other threads may write meanwhile, as many as there are whole
+/// blocks of eight, and returns their higher halves in one; `None` if the machine has no AVX2.
+///
+/// One pass in assembly: the compiler would take atomic accesses one by one, and must not read an element twice.
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)]
+pub(crate) fn append_low_halves<T: SharedInt>(
+    from: &[T::Shared],
+    to: &mut Vec<u32>,
+) -> Option<u64> {
+    const BLOCK: usize = 8;
+    let blocks = from.len() / BLOCK;
+    if size_of::<T>() != 8 || blocks == 0 || !is_x86_feature_detected!("avx2") {
+        return None;
+    }
+    to.reserve(blocks * BLOCK);
+    let mut all = [0u64; 4];
+    // SAFETY: `from` has so many blocks, which may be read at any time, and `to` has space for as many elements, all
+    // of which are written. The machine has AVX2.
+    unsafe {
+        std::arch::asm!(
+            "vpxor ymm3, ymm3, ymm3",
+            "2:",
+            "vmovdqu ymm0, [{from}]",
+            "vmovdqu ymm1, [{from} + 32]",
+            "vpor ymm3, ymm3, ymm0",
+            "vpor ymm3, ymm3, ymm1",
+            "vshufps ymm0, ymm0, ymm1, 0x88", // lower halves of 0, 1, 4, 5, 2, 3, 6, 7
+            "vpermq ymm0, ymm0, 0xd8",
+            "vmovdqu [{to}], ymm0",
+            "add {from}, 64",
+            "add {to}, 32",
+            "dec {blocks}",
+            "jnz 2b",
+            "vmovdqu [{all}], ymm3",
+            "vzeroupper",
+            from = inout(reg) from.as_ptr().cast::<u8>() => _,
+            to = inout(reg) to.as_mut_ptr().add(to.len()).cast::<u8>() => _,
+            blocks = inout(reg) blocks => _,
+            all = in(reg) all.as_mut_ptr(),
+            out("ymm0") _,
+            out("ymm1") _,
+            out("ymm3") _,
+            options(nostack),
+        );
+        to.set_len(to.len() + blocks * BLOCK);
+    }
+    Some(all.into_iter().fold(0, |all, each| all | each) >> 32)
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) fn append_low_halves<T: SharedInt>(_: &[T::Shared], _: &mut Vec<u32>) -> Option<u64> {
+    None
+}
+
 #[cfg(not(target_arch = "x86_64"))]
 fn copy_blocks<T: SharedInt>(_: &[T::Shared], _: &mut [T]) -> usize {
     0

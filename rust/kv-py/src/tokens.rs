@@ -11,7 +11,7 @@ use crate::errors::TokenError;
 use crate::exported::{NoBuffer, buffer_of};
 use crate::items::{items, reserved};
 use crate::lists::leading_ints;
-use crate::memory::{SharedInt, copy_shared, elements, is_swapped};
+use crate::memory::{SharedInt, append_low_halves, copy_shared, elements, is_swapped};
 use crate::numbers::{in_words, not_an_int};
 
 /// Spare capacity of a prompt, in tokens: the first sampled tokens do not reallocate it.
@@ -155,8 +155,11 @@ fn from_buffer(py: Python<'_>, buffer: &PyUntypedBuffer) -> PyResult<Option<Vec<
 fn convert<T: TokenInt>(py: Python<'_>, buffer: &PyBuffer<T>) -> PyResult<Vec<u32>> {
     let mut tokens = with_spare(buffer.item_count())?;
     if let Some(elements) = elements(buffer) {
+        if append_low_halves::<T>(elements, &mut tokens) != Some(0) {
+            tokens.clear(); // a value has higher bits, or the machine lacks the instructions
+        }
         let mut copy = [T::default(); CHUNK];
-        for chunk in elements.chunks(CHUNK) {
+        for chunk in elements[tokens.len()..].chunks(CHUNK) {
             let copy = &mut copy[..chunk.len()];
             copy_shared(chunk, copy);
             narrow(&mut tokens, copy)?;

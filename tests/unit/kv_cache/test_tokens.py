@@ -157,6 +157,19 @@ def test_array_elements_that_do_not_fit(manager: BlockManager, dtype: str, bad: 
     refused(manager, memoryview(tokens), f"token id {bad} at position 2 ")
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "int32"])
+def test_arrays_of_every_length_around_a_block_of_a_copy(dtype: str) -> None:
+    manager = BlockManager(num_blocks=64, block_size=4)
+    random = np.random.default_rng(0)
+    for length in [*range(1, 26), 255, 256, 257, 1000]:
+        tokens = random.integers(0, 2**31, length).astype(dtype)
+        assert manager.sequence(tokens).tokens() == tokens.tolist()
+        for bad in {0, length // 2, length - 1} if dtype != "int32" else ():
+            wrong = tokens.copy()
+            wrong[bad:] += 2**40  # also those behind it: the first is named
+            refused(manager, wrong, f"token id {wrong[bad]} at position {bad} ")
+
+
 @pytest.mark.parametrize("bad", [1.0, float("nan"), "7", None, b"7", [1], (), 1j, {}])
 def test_items_that_are_no_integers(manager: BlockManager, bad: Any) -> None:
     refused(manager, [1, 2, bad, 4], f"token id {bad} at position 2 ")
