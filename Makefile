@@ -59,6 +59,9 @@ DENY ?=
 # Options of `make crates`: CRATES_ARGS=--allow-dirty before a commit.
 CRATES_ARGS ?=
 
+# The revision with which `make semver` compares: the tag of the last release, once there is one.
+BASELINE ?= HEAD~1
+
 # The oldest Rust.
 MSRV := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 
@@ -67,7 +70,7 @@ SECONDS ?= 600
 
 .PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom fuzz mutants mutants-python bench vllm-tests gpu-check gpu-bench bench-rust bench-worst guard guard-update clean
 .PHONY: distclean rust-tools valgrind wheels try-wheels try-bare try-musl sdist sbom test-portable test-windows
-.PHONY: crates publish-crates msrv lint-workflows lint-deploy deny audit release-check release-notes
+.PHONY: crates publish-crates msrv semver lint-workflows lint-deploy deny audit release-check release-notes
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -103,6 +106,7 @@ check: rust-tools $(DEV) $(BUILT) docs lint-workflows lint-deploy ## formats, li
 	cargo fmt --all --check
 	cargo fmt --manifest-path rust/fuzz/Cargo.toml --check
 	cargo clippy --workspace --all-targets -- -D warnings
+	cargo clippy -p kv-core -- -D warnings
 	RUSTFLAGS="--cfg loom" cargo check -p kv-core --test loom --target-dir target/loom
 	PYO3_CONFIG_FILE=$(abspath rust/kv-py/python3.14t.cfg) cargo clippy -p kv-py --target-dir target/free-threaded -- -D warnings
 	CUSTOM_LIBFUZZER_PATH=none/libfuzzer.a cargo check --locked --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz
@@ -172,6 +176,10 @@ publish-crates: ## puts the crates on crates.io, in the order in which they need
 msrv: ## the crates build and pass their tests with the oldest Rust that Cargo.toml names
 	rustup toolchain install --profile minimal $(MSRV)
 	$(PYTHON) tools/portable.py +$(MSRV) test --locked --target-dir target/msrv
+
+semver: ## is the API of the crates compatible with that of BASELINE=v1.2.3, as their versions say?
+	@command -v cargo-semver-checks > /dev/null || cargo install cargo-semver-checks --locked
+	$(PYTHON) tools/portable.py semver-checks --baseline-rev $(BASELINE)
 
 lint-workflows: $(LINT_DEPLOY)/.installed ## errors and weak points of .github
 	$(LINT_DEPLOY)/bin/actionlint
