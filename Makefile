@@ -36,6 +36,9 @@ SERVE_ARGS ?=
 # Options of `make bench`: BENCH='--quick --only decode'; of `make bench-rust`: BENCH=decode.
 BENCH ?=
 
+# Options of the adapter of `make conformance`: CONFORMANCE='--promise deduplicates' shows why vLLM makes no such promise.
+CONFORMANCE ?=
+
 # Where `make gpu-check` and `make gpu-bench` run, and the folder that they write to.
 DEVICE ?= cuda
 OUT ?= target/gpu
@@ -68,7 +71,7 @@ MSRV := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom fuzz mutants mutants-python bench vllm-tests gpu-check gpu-bench bench-rust bench-worst guard guard-update clean
+.PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom fuzz mutants mutants-python bench vllm-tests conformance gpu-check gpu-bench bench-rust bench-worst guard guard-update clean
 .PHONY: distclean rust-tools valgrind wheels try-wheels try-bare try-musl sdist sbom test-portable test-windows
 .PHONY: crates publish-crates msrv semver lint-workflows lint-deploy deny audit release-check release-notes
 .DEFAULT_GOAL := help
@@ -233,6 +236,10 @@ vllm-tests: $(BUILT) ## vLLM's own tests of its block management with ours; both
 	$(BIN)/python benches/peers/env.py
 	$(BIN)/python tests/peers/vllm_own/run.py --python $(PEERS)/bin/python
 	PYTHONPATH=target/vllm-own/site $(PEERS)/bin/python -m pytest -c tests/peers/pytest.ini --rootdir . tests/peers
+
+conformance: $(ENGINE) ## vLLM's KVCacheManager in the conformance suite of block managers; installs it, as make bench does
+	$(BIN)/python benches/peers/env.py
+	cargo run --release -q -p kv-conformance -- $(PEERS)/bin/python tests/peers/vllm_conformance.py $(CONFORMANCE)
 
 gpu-check: $(DEV) $(BUILT) ## does the GPU path work? every backend on every family; DEVICE=cpu: on small models here
 	$(BIN)/python -m pytest tests/gpu --device $(DEVICE) --report $(OUT)/checks.md
