@@ -137,7 +137,7 @@ wheel: $(DEV) $(BUILT) ## the abi3 wheel in dist/, tried in an empty environment
 wheels: $(WHEELS)/.installed ## wheels for Linux, macOS and Windows in dist/, checked; PLATFORMS="linux-x86_64 windows-x86_64"
 	$(WHEELS)/bin/python -m tools.wheels $(PLATFORMS)
 
-try-wheels: $(WHEELS)/.installed ## those of dist/ are used where this machine can run them; make aarch64 brings an emulator
+try-wheels: $(WHEELS)/.installed ## those of dist/ are used where this machine can run them; make aarch64 brings an emulator, musl-tools a Python for musl
 	$(WHEELS)/bin/python -m tools.try_wheels
 
 try-bare: ## as root: the x86-64 wheel of dist/ in a new Debian with Python alone; block manager, generate, serve
