@@ -36,6 +36,9 @@ SERVE_ARGS ?=
 # Options of `make bench`: BENCH='--quick --only decode'; of `make bench-rust`: BENCH=decode.
 BENCH ?=
 
+# Options of the adapter of `make conformance`: CONFORMANCE='--promise deduplicates' shows why vLLM makes no such promise.
+CONFORMANCE ?=
+
 # Where `make gpu-check` and `make gpu-bench` run, and the folder that they write to.
 DEVICE ?= cuda
 OUT ?= target/gpu
@@ -59,15 +62,18 @@ DENY ?=
 # Options of `make crates`: CRATES_ARGS=--allow-dirty before a commit.
 CRATES_ARGS ?=
 
+# The revision with which `make semver` compares: the tag of the last release, once there is one.
+BASELINE ?= HEAD~1
+
 # The oldest Rust.
 MSRV := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom fuzz mutants mutants-python bench vllm-tests gpu-check gpu-bench bench-rust bench-worst guard guard-update clean
+.PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom fuzz mutants mutants-python bench vllm-tests conformance gpu-check gpu-bench bench-rust bench-worst guard guard-update clean
 .PHONY: distclean rust-tools valgrind wheels try-wheels try-bare try-musl sdist sbom test-portable test-windows
-.PHONY: crates publish-crates msrv lint-workflows lint-deploy deny audit release-check release-notes
+.PHONY: crates publish-crates msrv semver lint-workflows lint-deploy deny audit release-check release-notes
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -103,6 +109,7 @@ check: rust-tools $(DEV) $(BUILT) docs lint-workflows lint-deploy ## formats, li
 	cargo fmt --all --check
 	cargo fmt --manifest-path rust/fuzz/Cargo.toml --check
 	cargo clippy --workspace --all-targets -- -D warnings
+	cargo clippy -p kv-core -- -D warnings
 	RUSTFLAGS="--cfg loom" cargo check -p kv-core --test loom --target-dir target/loom
 	PYO3_CONFIG_FILE=$(abspath rust/kv-py/python3.14t.cfg) cargo clippy -p kv-py --target-dir target/free-threaded -- -D warnings
 	CUSTOM_LIBFUZZER_PATH=none/libfuzzer.a cargo check --locked --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz
@@ -130,7 +137,7 @@ wheel: $(DEV) $(BUILT) ## the abi3 wheel in dist/, tried in an empty environment
 wheels: $(WHEELS)/.installed ## wheels for Linux, macOS and Windows in dist/, checked; PLATFORMS="linux-x86_64 windows-x86_64"
 	$(WHEELS)/bin/python -m tools.wheels $(PLATFORMS)
 
-try-wheels: $(WHEELS)/.installed ## those of dist/ are used where this machine can run them; make aarch64 brings an emulator
+try-wheels: $(WHEELS)/.installed ## those of dist/ are used where this machine can run them; make aarch64 brings an emulator, musl-tools a Python for musl
 	$(WHEELS)/bin/python -m tools.try_wheels
 
 try-bare: ## as root: the x86-64 wheel of dist/ in a new Debian with Python alone; block manager, generate, serve
@@ -172,6 +179,10 @@ publish-crates: ## puts the crates on crates.io, in the order in which they need
 msrv: ## the crates build and pass their tests with the oldest Rust that Cargo.toml names
 	rustup toolchain install --profile minimal $(MSRV)
 	$(PYTHON) tools/portable.py +$(MSRV) test --locked --target-dir target/msrv
+
+semver: ## is the API of the crates compatible with that of BASELINE=v1.2.3, as their versions say?
+	@command -v cargo-semver-checks > /dev/null || cargo install cargo-semver-checks --locked
+	$(PYTHON) tools/portable.py semver-checks --baseline-rev $(BASELINE)
 
 lint-workflows: $(LINT_DEPLOY)/.installed ## errors and weak points of .github
 	$(LINT_DEPLOY)/bin/actionlint
@@ -225,6 +236,10 @@ vllm-tests: $(BUILT) ## vLLM's own tests of its block management with ours; both
 	$(BIN)/python benches/peers/env.py
 	$(BIN)/python tests/peers/vllm_own/run.py --python $(PEERS)/bin/python
 	PYTHONPATH=target/vllm-own/site $(PEERS)/bin/python -m pytest -c tests/peers/pytest.ini --rootdir . tests/peers
+
+conformance: $(ENGINE) ## vLLM's KVCacheManager in the conformance suite of block managers; installs it, as make bench does
+	$(BIN)/python benches/peers/env.py
+	cargo run --release -q -p kv-conformance -- $(PEERS)/bin/python tests/peers/vllm_conformance.py $(CONFORMANCE)
 
 gpu-check: $(DEV) $(BUILT) ## does the GPU path work? every backend on every family; DEVICE=cpu: on small models here
 	$(BIN)/python -m pytest tests/gpu --device $(DEVICE) --report $(OUT)/checks.md

@@ -1,8 +1,9 @@
 """Try each wheel in dist/ in the best way that this machine has, and say which one that was.
 
 A wheel for this platform is used in every Python that is found, one for aarch64 in an emulated
-Debian. Others are used with the command in `MUSL_PYTHON`, `WINDOWS_PYTHON` or `MACOS_PYTHON`, which
-runs such a Python; without it the libraries that the extension needs are looked at.
+Debian, one for musl in a Python that is built for it, where Debian's musl-tools are installed.
+Others are used with the command in `MUSL_PYTHON`, `WINDOWS_PYTHON` or `MACOS_PYTHON`, which runs
+such a Python; without it the libraries that the extension needs are looked at.
 """
 
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from tools.wheels import OUT, PLATFORMS, ROOT
 
 _AARCH64_ROOT = ROOT / "target" / "aarch64-root"
+_MUSL_PYTHON = ROOT / "target" / "musl-python"
 _NATIVE = {
     "linux-x86_64": ("Linux", "x86_64"),
     "linux-aarch64": ("Linux", "aarch64"),
@@ -47,6 +49,10 @@ def try_one(name: str, wheel: Path) -> str:
         command = f"qemu-aarch64-static -L {_AARCH64_ROOT} {_AARCH64_ROOT}/usr/bin/python3"
         subprocess.run([*trial, "--python", command, str(wheel)], check=True)
         return "used in an emulated Debian"
+    if name == "musl-x86_64" and platform.machine() == "x86_64" and shutil.which("musl-gcc"):
+        subprocess.run([str(ROOT / "tools" / "get_musl_python.sh"), str(_MUSL_PYTHON)], check=True)
+        subprocess.run([*trial, "--python", str(_MUSL_PYTHON / "python"), str(wheel)], check=True)
+        return "used in a Python that was built for musl"
     if name.startswith(("macos", "windows")):
         subprocess.run([sys.executable, "-m", "tools.inspect_wheel", str(wheel)], check=True)
         return "its libraries were looked at"

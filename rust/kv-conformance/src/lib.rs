@@ -4,9 +4,11 @@
 
 mod manager;
 mod operation;
+mod remote;
 mod runs;
 mod world;
 
 pub use manager::{BlockManager, Prefilled, Promises};
 pub use operation::Operation;
+pub use remote::{Remote, RemoteManager};
 pub use runs::{Failure, Report, Runs, check};

@@ -4,13 +4,12 @@
 ///
 /// A sequence goes by the id that [`add`](Self::add) gives it. Calls belong to one step until [`commit`](Self::commit):
 /// [`prefill`](Self::prefill) and [`decode`](Self::decode) plan sequences, each at most once. A planned sequence is not
-/// appended to, forked, preempted or freed before the commit.
-pub trait BlockManager: Sized {
+/// appended to, forked, preempted or freed before the commit. Blocks are numbered from 0.
+///
+/// A panic counts as a difference.
+pub trait BlockManager {
     /// Properties that are checked beyond correctness.
-    const PROMISES: Promises;
-
-    /// A pool of blocks that are all free. Blocks are numbered from 0.
-    fn new(num_blocks: usize, block_size: usize) -> Self;
+    fn promises(&self) -> Promises;
 
     /// Adds a sequence of at least one token. Sequences of different namespaces share no block.
     fn add(&mut self, id: u64, namespace: u8, tokens: &[u32]);
@@ -62,7 +61,7 @@ pub struct Prefilled {
 }
 
 /// Properties that not every block manager has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Promises {
     /// A new sequence reuses the full blocks of a live one that begins with the same tokens.
     pub reuses_live_prefixes: bool,

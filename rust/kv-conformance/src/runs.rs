@@ -1,6 +1,8 @@
 //! Runs of random operations; a failing one is made short.
 
+use std::any::Any;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::manager::BlockManager;
 use crate::operation::{Operation, Random};
@@ -69,11 +71,14 @@ impl fmt::Display for Failure {
 
 impl std::error::Error for Failure {}
 
-/// Drives a block manager through random operations.
+/// Drives a block manager through random operations. `new` makes one with that many blocks of that many tokens, all free.
 ///
 /// # Errors
 /// The first difference between what it does and what it must.
-pub fn check<M: BlockManager>(runs: &Runs) -> Result<Report, Failure> {
+pub fn check<M: BlockManager>(
+    runs: &Runs,
+    new: impl Fn(usize, usize) -> M,
+) -> Result<Report, Failure> {
     let mut random = Random(runs.seed);
     let mut report = Report::default();
     for _ in 0..runs.pools {
@@ -81,7 +86,8 @@ pub fn check<M: BlockManager>(runs: &Runs) -> Result<Report, Failure> {
         let block_size = 1 + random.below(4) as usize;
         let operations: Vec<_> = (0..runs.operations).map(|_| random.operation()).collect();
         let run = |operations: &[Operation], report: &mut Report| {
-            run::<M>(num_blocks, block_size, operations, report)
+            let world = || World::new(new(num_blocks, block_size), num_blocks, block_size);
+            run(world, operations, report)
         };
         if let Err((end, difference)) = run(&operations, &mut report) {
             let (operations, difference) =
@@ -101,20 +107,27 @@ pub fn check<M: BlockManager>(runs: &Runs) -> Result<Report, Failure> {
 
 /// Runs operations on a new pool, and frees all sequences at the end; the error has the number of operations done.
 fn run<M: BlockManager>(
-    num_blocks: usize,
-    block_size: usize,
+    world: impl FnOnce() -> World<M>,
     operations: &[Operation],
     report: &mut Report,
 ) -> Result<(), (usize, String)> {
-    let mut world = World::<M>::new(num_blocks, block_size);
-    for (done, operation) in operations.iter().enumerate() {
-        world
-            .apply(*operation, report)
-            .map_err(|difference| (done + 1, difference))?;
-    }
-    world
-        .end(report)
-        .map_err(|difference| (operations.len(), difference))
+    let mut done = 0;
+    let all = AssertUnwindSafe(|| {
+        let mut world = world();
+        for operation in operations {
+            done += 1;
+            world.apply(*operation, report)?;
+        }
+        world.end(report)
+    });
+    let outcome = catch_unwind(all).unwrap_or_else(|panic| Err(message(&*panic)));
+    outcome.map_err(|difference| (done, difference))
+}
+
+fn message(panic: &dyn Any) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+    format!("it panics: {}", text.unwrap_or("without a message"))
 }
 
 /// Leaves out operations, many at once and then one by one, as long as there is a difference.
@@ -136,7 +149,7 @@ fn shorten(
             }
             end = start.min(operations.len());
         }
-        if size == 1 && operations.len() == before {
+        if size <= 1 && operations.len() == before {
             return (operations, difference);
         }
         size = size.div_ceil(2);

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::manager::{BlockManager, Prefilled};
+use crate::manager::{BlockManager, Prefilled, Promises};
 use crate::operation::{Operation, tokens};
 use crate::runs::Report;
 
@@ -36,6 +36,7 @@ struct Planned {
 
 pub(crate) struct World<M> {
     manager: M,
+    promises: Promises,
     num_blocks: usize,
     block_size: usize,
     sequences: BTreeMap<u64, Sequence>,
@@ -52,9 +53,10 @@ fn ensure(holds: bool, difference: impl FnOnce() -> String) -> Outcome {
 }
 
 impl<M: BlockManager> World<M> {
-    pub(crate) fn new(num_blocks: usize, block_size: usize) -> Self {
+    pub(crate) fn new(manager: M, num_blocks: usize, block_size: usize) -> Self {
         Self {
-            manager: M::new(num_blocks, block_size),
+            promises: manager.promises(),
+            manager,
             num_blocks,
             block_size,
             sequences: BTreeMap::new(),
@@ -151,7 +153,7 @@ impl<M: BlockManager> World<M> {
                  reuses {cached} and computes {computed}"
             )
         })?;
-        if M::PROMISES.reuses_live_prefixes && before == 0 {
+        if self.promises.reuses_live_prefixes && before == 0 {
             let expected = self.live_prefix(id).min((len - 1) / self.block_size);
             ensure(cached >= expected * self.block_size, || {
                 format!(
@@ -280,7 +282,7 @@ impl<M: BlockManager> World<M> {
         let Some(id) = self.at_rest(index) else {
             return Ok(());
         };
-        if !M::PROMISES.forks || self.sequences.len() == MAX_SEQUENCES {
+        if !self.promises.forks || self.sequences.len() == MAX_SEQUENCES {
             return Ok(());
         }
         let parent = self.sequences[&id].clone();
@@ -361,7 +363,7 @@ impl<M: BlockManager> World<M> {
                 self.holds(*id, computed)?;
             }
             held.extend(table.iter().copied());
-            if M::PROMISES.deduplicates && self.step.is_empty() {
+            if self.promises.deduplicates && self.step.is_empty() {
                 for (index, block) in table[..computed / self.block_size].iter().enumerate() {
                     let kv = sequence.kv((index + 1) * self.block_size - 1);
                     let first = *full.entry(kv).or_insert(*block);

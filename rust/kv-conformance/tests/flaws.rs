@@ -8,14 +8,14 @@ use naive::{Naive, flaw};
 
 #[test]
 fn a_correct_manager_passes_and_everything_was_looked_at() {
-    let report = check::<Naive<{ flaw::NONE }>>(&Runs::default()).unwrap();
+    let report = check(&Runs::default(), Naive::<{ flaw::NONE }>::new).unwrap();
     assert!(report.steps > 1000, "{report:?}");
     assert!(report.cached_tokens > 1000, "{report:?}");
     assert!(report.refusals > 1000, "{report:?}");
 }
 
 fn failure<const FLAW: u8>() -> Failure {
-    let found = check::<Naive<FLAW>>(&Runs::default());
+    let found = check(&Runs::default(), Naive::<FLAW>::new);
     found.expect_err(&format!("flaw {FLAW}"))
 }
 

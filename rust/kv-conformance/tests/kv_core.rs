@@ -13,6 +13,14 @@ struct Adapter {
 }
 
 impl Adapter {
+    fn new(num_blocks: usize, block_size: usize) -> Self {
+        Self {
+            manager: Manager::new(Config::new(num_blocks, block_size)).unwrap(),
+            sequences: BTreeMap::new(),
+            plan: None,
+        }
+    }
+
     fn plan(&mut self) -> kv_core::PlanKey {
         let begin = || self.manager.begin_step(1 << 20).unwrap();
         self.plan.get_or_insert_with(begin).key()
@@ -20,17 +28,11 @@ impl Adapter {
 }
 
 impl BlockManager for Adapter {
-    const PROMISES: Promises = Promises {
-        reuses_live_prefixes: true,
-        deduplicates: true,
-        forks: true,
-    };
-
-    fn new(num_blocks: usize, block_size: usize) -> Self {
-        Self {
-            manager: Manager::new(Config::new(num_blocks, block_size)).unwrap(),
-            sequences: BTreeMap::new(),
-            plan: None,
+    fn promises(&self) -> Promises {
+        Promises {
+            reuses_live_prefixes: true,
+            deduplicates: true,
+            forks: true,
         }
     }
 
@@ -110,7 +112,8 @@ impl BlockManager for Adapter {
 
 #[test]
 fn kv_core_conforms() {
-    let report = check::<Adapter>(&Runs::default()).unwrap_or_else(|failure| panic!("{failure}"));
+    let report =
+        check(&Runs::default(), Adapter::new).unwrap_or_else(|failure| panic!("{failure}"));
     assert!(report.steps > 1000, "{report:?}");
     assert!(report.cached_tokens > 1000, "{report:?}");
     assert!(report.refusals > 1000, "{report:?}");

@@ -2,8 +2,6 @@
 
 use std::any::Any;
 
-use serde::{Deserialize, Serialize};
-
 use crate::handles::Pin;
 use crate::ids::{PlanKey, SeqKey};
 use crate::stats::PoolUsage;
@@ -25,7 +23,8 @@ macro_rules! calls {
         /// and pins by their numbers, from 1 in the order in which they were granted.
         ///
         /// Recordings contain the index of a variant: add new ones at the end.
-        #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+        #[derive(Clone, Debug, PartialEq, Eq)]
+        #[cfg_attr(feature = "trace", derive(serde::Serialize, serde::Deserialize))]
         #[allow(missing_docs)] // fields are the arguments of the call of that name
         pub enum Call {
             $($(#[$doc])* $name { $($(#[$how])* $field: $type),* },)*
@@ -74,7 +73,7 @@ calls! {
     /// [`BlockManager::begin_step`](crate::BlockManager::begin_step)
     begin_step BeginStep { token_budget: usize }
     /// [`BlockManager::decode`](crate::BlockManager::decode)
-    decode Decode { plan: u64, #[serde(with = "distances")] sequences: Vec<u64>, lookahead: usize }
+    decode Decode { plan: u64, #[cfg_attr(feature = "trace", serde(with = "distances"))] sequences: Vec<u64>, lookahead: usize }
     /// [`BlockManager::speculate`](crate::BlockManager::speculate)
     speculate Speculate { plan: u64, sequence: u64, drafts: Vec<u32> }
     /// [`BlockManager::prefill`](crate::BlockManager::prefill)
@@ -96,7 +95,7 @@ calls! {
     /// The end of a recording, answered by the pool's usage.
     stop_recording Stop {}
     /// [`BlockManager::draft`](crate::BlockManager::draft)
-    draft Draft { plan: u64, #[serde(with = "distances")] sequences: Vec<u64>, drafts: Vec<u32>, counts: Vec<usize> }
+    draft Draft { plan: u64, #[cfg_attr(feature = "trace", serde(with = "distances"))] sequences: Vec<u64>, drafts: Vec<u32>, counts: Vec<usize> }
     /// [`BlockManager::reuse_cached`](crate::BlockManager::reuse_cached)
     reuse_cached ReuseCached { sequence: u64 }
     /// [`BlockManager::extend`](crate::BlockManager::extend)
@@ -116,14 +115,15 @@ calls! {
 }
 
 /// The answer of an operation.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "trace", derive(serde::Serialize, serde::Deserialize))]
 pub enum Answer {
     /// No value.
     Done,
     /// An id, or a number of blocks.
     Number(u64),
     /// Positions of rejected sequences, or ids of cancelled ones.
-    Numbers(#[serde(with = "distances")] Vec<u64>),
+    Numbers(#[cfg_attr(feature = "trace", serde(with = "distances"))] Vec<u64>),
     /// Of `prefill` and `speculate`, and of `reserve` if another transfer is in the way.
     Prefill(Prefill),
     /// Of `commit`.
@@ -170,6 +170,7 @@ answers! {
 }
 
 /// Ids mostly ascend, so each is encoded as the difference from the one before.
+#[cfg(feature = "trace")]
 mod distances {
     use std::iter::once;
 

@@ -7,7 +7,8 @@ use crate::eviction::Eviction;
 use crate::groups::Groups;
 
 /// Settings of a pool, resolved once.
-#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Debug)]
+#[cfg_attr(feature = "trace", derive(serde::Serialize, serde::Deserialize))]
 pub struct Config {
     /// Physical blocks, `1..=2^31`.
     pub num_blocks: usize,
@@ -26,7 +27,8 @@ pub struct Config {
     /// On: changes of the set of cached blocks are kept for [`take_events`](crate::BlockManager::take_events).
     pub events: bool,
     /// On: cached blocks that an allocation evicts are kept for [`take_evicted`](crate::BlockManager::take_evicted).
-    #[serde(skip)] // it changes no answer, so recordings need not have it
+    // It changes no answer, so recordings do not have it.
+    #[cfg_attr(feature = "trace", serde(skip))]
     pub keep_evicted: bool,
     /// The order of eviction.
     pub eviction: Eviction,

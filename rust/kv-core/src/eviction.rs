@@ -5,7 +5,8 @@ use std::collections::{HashSet, VecDeque};
 use crate::queue::{FreeQueue, List};
 
 /// The order in which evictable blocks are evicted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "trace", derive(serde::Serialize, serde::Deserialize))]
 pub enum Eviction {
     /// Least recently used first.
     #[default]

@@ -5,7 +5,8 @@ use std::fmt;
 macro_rules! index {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
-        #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[cfg_attr(feature = "trace", derive(serde::Serialize, serde::Deserialize))]
         #[allow(unreachable_pub)]
         pub struct $name(u32);
 

@@ -288,6 +288,10 @@ impl BlockManager {
     }
 
     /// Puts the blocks of a pin into the table of a sequence without blocks. The pin stays in force.
+    #[expect(
+        clippy::missing_panics_doc,
+        reason = "a recorder precedes every pin that holds blocks"
+    )]
     pub fn attach(&mut self, key: SeqKey, pin: &Pin) -> Result<(), Error> {
         self.drain_deferred();
         self.state.attach(key, pin)?;
@@ -664,6 +668,7 @@ impl BlockManager {
 }
 
 /// Recording.
+#[cfg(feature = "trace")]
 impl BlockManager {
     /// Whether a recorder can be set now.
     ///
@@ -698,7 +703,9 @@ impl BlockManager {
     pub fn take_recorder(&mut self) -> Option<Box<dyn Recorder>> {
         self.recorder.take()
     }
+}
 
+impl BlockManager {
     /// Runs an operation, and reports it if it succeeded.
     fn run<A>(
         &mut self,

@@ -378,6 +378,7 @@ impl Sequences {
     }
 
     /// Sequences created so far.
+    #[cfg(feature = "trace")]
     pub(crate) fn made(&self) -> u64 {
         self.next_id
     }

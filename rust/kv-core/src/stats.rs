@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 /// Blocks of the pool by state. `free + evictable + active + pinned + loading` is the pool, after every call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "trace", derive(serde::Serialize, serde::Deserialize))]
 pub struct PoolUsage {
     /// Not held and not cached.
     pub free: usize,

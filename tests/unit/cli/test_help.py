@@ -1,39 +1,37 @@
 """Help fits a terminal of 80 columns; completion; standard input as a prompt."""
 
 import os
+import shutil
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from pyengine.cli.app import app
 from tests.support.docs import ROOT
 from tests.unit.cli.fakes import FakeEngine
 
-COMMANDS = [
-    "",
-    *("bench", "cache", "cache ls", "cache prune", "cache verify", "chat", "doctor", "generate"),
-    *("info", "list", "pull", "serve", "trace", "trace replay"),
-]
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of a command and of all commands below it."""
+    yield path
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, (*path, name))
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_fits_80_columns(name: str) -> None:
+@pytest.mark.parametrize("words", [*commands(typer.main.get_command(app))], ids=" ".join)
+def test_help_fits_80_columns(words: tuple[str, ...]) -> None:
     environment = {"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
-    shown = CliRunner().invoke(app, [*name.split(), "--help"], env=environment)
+    shown = CliRunner().invoke(app, [*words, "--help"], env=environment)
     assert shown.exit_code == 0
     assert max(map(len, shown.stdout.splitlines())) <= 80
     _, _, text = shown.stdout.partition("\n")  # after the usage, whose dots mean repetition
     assert "..." not in text.replace("prompt... <", "") and "…" not in text
     assert "[env var:" not in shown.stdout
-
-
-def test_every_command_is_tested() -> None:
-    names = {command.name or command.callback.__name__ for command in app.registered_commands}
-    names |= {str(group.typer_instance.info.name) for group in app.registered_groups}
-    assert names <= set(COMMANDS)
 
 
 def test_an_option_may_be_in_the_environment() -> None:
@@ -55,37 +53,75 @@ def test_another_shell_is_refused() -> None:
     assert CliRunner().invoke(app, ["--completion", "ksh"]).exit_code == 2
 
 
-@pytest.mark.parametrize(
+COMPLETIONS = pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("pyengine d", {"doctor"}),
-        ("pyengine generate --max-tok", {"--max-tokens"}),
-        ("pyengine cache p", {"prune"}),
+        ("pyengine d", "doctor"),
+        ("pyengine generate --max-tok", "--max-tokens"),
+        ("pyengine cache p", "prune"),
     ],
 )
-def test_bash_completes(typed: str, expected: set[str], tmp_path: Path) -> None:
-    """By the script itself, in a bash without the user's configuration."""
-    command = tmp_path / "pyengine"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where a shell finds `pyengine`."""
+    folder = tmp_path_factory.mktemp("bin")
+    command = folder / "pyengine"
     command.write_text(
         f"#!{sys.executable}\nimport sys\nfrom pyengine.cli import main\n"
         "sys.argv[0] = 'pyengine'\nmain()\n"
     )
     command.chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+
+
+def output_of(shell: str, *options: str, lines: list[str], environment: dict[str, str]) -> str:
+    """The output of lines in a shell without the user's configuration."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    command = [shell, *options, "-c", "\n".join(lines)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment, timeout=60
+    )
+    return done.stdout
+
+
+@COMPLETIONS
+def test_bash_completes(typed: str, expected: str, environment: dict[str, str]) -> None:
     lines = [
         'eval "$(pyengine --completion bash)"',
         f"COMP_WORDS=({typed}); COMP_CWORD={len(typed.split()) - 1}",
         "_pyengine_completion pyengine",
         'printf "%s\\n" "${COMPREPLY[@]}"',
     ]
-    done = subprocess.run(
-        ["bash", "--norc", "-c", "\n".join(lines)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment,
-    )
-    assert set(done.stdout.split()) == expected, done.stderr
+    assert output_of("bash", "--norc", lines=lines, environment=environment).split() == [expected]
+
+
+@COMPLETIONS
+def test_fish_completes(typed: str, expected: str, environment: dict[str, str]) -> None:
+    lines = ["pyengine --completion fish | source", f"complete --do-complete '{typed}'"]
+    shown = output_of("fish", "--no-config", lines=lines, environment=environment)
+    (line,) = shown.splitlines()
+    name, _, description = line.partition("\t")
+    assert name == expected
+    assert description  # of the command or option
+
+
+@COMPLETIONS
+def test_zsh_completes(typed: str, expected: str, environment: dict[str, str]) -> None:
+    """Its completion needs a line editor: a second zsh in a terminal, where a tab is typed."""
+    done = f"{typed.rpartition(' ')[0]} {expected} "
+    lines = [
+        "zmodload zsh/zpty",
+        "zpty shell env TERM=dumb COLUMNS=200 zsh -f -i",
+        r"""zpty -w shell 'PS1=; autoload -Uz compinit; compinit -D -u'""",
+        r"""zpty -w shell 'eval "$(pyengine --completion zsh)"; echo rea""dy'""",
+        r"zpty -r -m shell shown $'*ready\r\n*'",
+        rf"zpty -w -n shell '{typed}'$'\t'",
+        f"zpty -r -m shell shown '*{done}*' && print completed",
+    ]
+    assert output_of("zsh", "-f", lines=lines, environment=environment).split() == ["completed"]
 
 
 def answered(*arguments: str, text: str) -> FakeEngine:

@@ -62,6 +62,16 @@ pub(crate) struct Naive<const FLAW: u8> {
 }
 
 impl<const FLAW: u8> Naive<FLAW> {
+    pub(crate) fn new(num_blocks: usize, block_size: usize) -> Self {
+        Self {
+            block_size,
+            blocks: vec![Block::default(); num_blocks],
+            sequences: BTreeMap::new(),
+            step: Vec::new(),
+            clock: 0,
+        }
+    }
+
     fn find(&self, (namespace, tokens): &Content) -> Option<u32> {
         let own = |tokens: &[u32]| tokens[tokens.len() - self.block_size..].to_vec();
         let same = |content: &Content| match FLAW {
@@ -145,19 +155,11 @@ impl<const FLAW: u8> Naive<FLAW> {
 }
 
 impl<const FLAW: u8> BlockManager for Naive<FLAW> {
-    const PROMISES: Promises = Promises {
-        reuses_live_prefixes: true,
-        deduplicates: true,
-        forks: true,
-    };
-
-    fn new(num_blocks: usize, block_size: usize) -> Self {
-        Self {
-            block_size,
-            blocks: vec![Block::default(); num_blocks],
-            sequences: BTreeMap::new(),
-            step: Vec::new(),
-            clock: 0,
+    fn promises(&self) -> Promises {
+        Promises {
+            reuses_live_prefixes: true,
+            deduplicates: true,
+            forks: true,
         }
     }
 

@@ -3,7 +3,8 @@
 use crate::ids::BlockId;
 
 /// The answer to [`BlockManager::prefill`](crate::BlockManager::prefill) and [`BlockManager::speculate`](crate::BlockManager::speculate).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "trace", derive(serde::Serialize, serde::Deserialize))]
 pub enum Prefill {
     /// The sequence is in the plan.
     Planned {
@@ -31,7 +32,8 @@ pub enum Prefill {
 }
 
 /// The answer to [`BlockManager::extend`](crate::BlockManager::extend).
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "trace", derive(serde::Serialize, serde::Deserialize))]
 pub enum Extend {
     /// The sequence has the slots.
     Extended {
@@ -50,7 +52,8 @@ pub enum Extend {
 }
 
 /// A remapping: a commit moved a table entry to the block that was cached first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "trace", derive(serde::Serialize, serde::Deserialize))]
 pub struct Remapping {
     /// The sequence's id.
     pub sequence: u64,
