@@ -209,6 +209,12 @@ class EngineSettings:
         "or what the pool holds if that is less",
         least=2,
     )
+    max_overtakes: int = setting(
+        16,
+        "of waiting requests with equal priority, those with the longest cached prefix run first; "
+        "this limits how often each one is overtaken; 0: first come, first served",
+        least=0,
+    )
     max_num_waiting: int | None = setting(
         None,
         "maximum number of waiting requests; more are refused; default: no limit",

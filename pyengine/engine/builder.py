@@ -179,6 +179,7 @@ def _connect(
             SchedulerLimits(max_num_batched_tokens=most, max_num_seqs=settings.max_num_seqs),
             replay=loaded.num_mtp_layers,
             prefix_caching=settings.enable_prefix_caching,
+            max_overtakes=settings.max_overtakes,
         ),
         executor,
         model_limits,

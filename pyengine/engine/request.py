@@ -12,8 +12,8 @@ import numpy as np
 from pyengine.engine.detokenizer import IncrementalDetokenizer, text_of
 from pyengine.engine.prompt_logprobs import PromptLogprobs
 from pyengine.engine.prompts import Prompt
+from pyengine.kv_cache import Pin, StoredPrefix
 from pyengine.kv_cache import Sequence as KVSequence
-from pyengine.kv_cache import StoredPrefix
 from pyengine.outputs import (
     CONTEXT_FULL,
     CompletionOutput,
@@ -73,6 +73,12 @@ class SequenceState:
     """Tokens that were queued to be stored."""
     stored_prefix: StoredPrefix | None = None
     """The keys of its blocks in the store, once they were needed."""
+    prefix_length: int | None = None
+    """Tokens that were cached when it was last matched while it waited; None before."""
+    prefix_pin: Pin | None = None
+    """Keeps these tokens cached while it waits."""
+    num_overtaken: int = 0
+    """Admissions of later requests of its priority before its own."""
     waits_for_tokens: bool = field(init=False)
     """Its next token cannot be chosen before the value of its last one is known."""
     wants_drafts: bool = False
