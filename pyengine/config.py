@@ -210,10 +210,16 @@ class EngineSettings:
         least=2,
     )
     max_overtakes: int = setting(
-        16,
-        "of waiting requests with equal priority, those with the longest cached prefix run first; "
-        "this limits how often each one is overtaken; 0: first come, first served",
+        64,
+        "if blocks are short, requests with cached prefixes run before others of their priority, "
+        "each of which is overtaken at most so often; 0: first come, first served, and waiting "
+        "requests keep no prefixes",
         least=0,
+    )
+    max_pinned_share: float = setting(
+        0.25,
+        "largest share of the KV pool that pins and cache priorities of requests keep from "
+        "eviction, less if the longest request would not fit beside them; 0: no request keeps any",
     )
     max_num_waiting: int | None = setting(
         None,
@@ -241,6 +247,10 @@ class EngineSettings:
             raise ConfigurationError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization}: "
                 "it must be above 0 and at most 1"
+            )
+        if not 0 <= self.max_pinned_share <= 1:
+            raise ConfigurationError(
+                f"max_pinned_share={self.max_pinned_share}: it must be from 0 to 1"
             )
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ConfigurationError(

@@ -180,6 +180,7 @@ def _connect(
             replay=loaded.num_mtp_layers,
             prefix_caching=settings.enable_prefix_caching,
             max_overtakes=settings.max_overtakes,
+            max_pinned_blocks=_max_pinned_blocks(settings, manager, model_limits.max_model_len),
         ),
         executor,
         model_limits,
@@ -381,6 +382,13 @@ def _memory_left(
     taken = activation_bytes(runner, limits, smallest.num_blocks, loaded.vocab_size, meter)
     taken += graph_bytes(runner, meter)
     return max(0, available_memory(loaded.device) - taken)
+
+
+def _max_pinned_blocks(settings: EngineSettings, manager: BlockManager, max_model_len: int) -> int:
+    """The most blocks that callers may pin: the longest request always fits beside them."""
+    longest = manager.blocks_for(max_model_len, settings.max_num_batched_tokens)
+    share = int(settings.max_pinned_share * manager.num_blocks)
+    return max(0, min(share, manager.num_blocks - longest))
 
 
 def _runner_limits(

@@ -21,6 +21,7 @@ from pyengine.errors import (
     BrokenLogitsError,
     DeviceMemoryError,
     EngineDeadError,
+    PinQuotaError,
     PyEngineError,
     RequestFailedError,
     StructuredOutputError,
@@ -29,6 +30,7 @@ from pyengine.errors import (
 from pyengine.executor.executor import Executor, InputBatch, SubmittedStep
 from pyengine.kv_cache import BlockManager, PoolUsage
 from pyengine.scheduler.batch import ScheduledStep
+from pyengine.scheduler.pins import PinTable
 from pyengine.scheduler.scheduler import Scheduler, StalledError
 from pyengine.speculation.drafters import Drafter
 from pyengine.speculation.drafting import Drafting
@@ -150,6 +152,16 @@ class Engine:
         """Requests that have not ended, in order of arrival."""
         return list(self._requests.values())
 
+    @property
+    def pins(self) -> PinTable:
+        """The prefixes that callers asked to keep. For the thread that runs the steps."""
+        return self._scheduler.pins
+
+    def end_pins(self) -> float | None:
+        """End the pins whose time is over; return the seconds to the next end, None without one."""
+        self.pins.expire()
+        return self.pins.seconds_left
+
     def observe(self, observer: EngineObserver) -> None:
         """Notify `observer` of every request and step from now on."""
         self._observers.append(observer)
@@ -223,6 +235,7 @@ class Engine:
         """Plan the next step. None: no request can run, or it needs tokens of the one before."""
         if self._deadlines:
             self._end_overdue()
+        self.pins.expire()
         before = self._queue[-1] if self._queue else None
         held: Collection[SequenceState] = ()
         if self.faults.suspects:
@@ -416,6 +429,8 @@ class Engine:
             if not request.is_finished or request.sequences[0] in ended
         ]
         for request in begun:
+            if request.cache_hints.pins:
+                self._pin_prompt(request)
             if not request.sequences[0].max_output:  # it wants its prompt alone
                 continue
             request.first_token_time = monotonic()
@@ -445,6 +460,15 @@ class Engine:
             ended=ended,
             num_drafted=num_drafted,
         )
+
+    def _pin_prompt(self, request: Request) -> None:
+        """Pin the prefixes of a computed prompt that its hints name, within the quota."""
+        tokens, hints = request.prompt_token_ids, request.cache_hints
+        try:
+            request.pins = self.pins.pin(tokens, request.namespace, hints)
+        except PinQuotaError as error:
+            _log.info("request %r is not pinned: %s", request.request_id, error)
+            request.pin_error = error
 
     def _append_streamed(self, submitted: SubmittedStep, ended: list[SequenceState]) -> int:
         """Append the tokens of streamed rows; extends `ended`; returns the number of drafts."""
@@ -503,6 +527,11 @@ class Engine:
         if self.offloader is not None:
             for sequence in sequences:
                 self.offloader.store(sequence)
+        for sequence in sequences:
+            if sequence.params.cache_priority and sequence.is_running:
+                request = sequence.request
+                priority, hints = request.params.cache_priority, request.cache_hints
+                self.pins.keep(sequence.kv.pin(), priority, hints)
         self._scheduler.finish(sequences)
 
     def _remove(self, request: Request) -> None:

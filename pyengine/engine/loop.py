@@ -186,7 +186,8 @@ class EngineLoop:
         try:
             while self._error is None:
                 if not self._engine.has_work:
-                    self._inbox.get()()
+                    with suppress(Empty):
+                        self._inbox.get(timeout=self._engine.end_pins())()
                 elif self._engine.is_waiting:
                     with suppress(Empty):
                         self._inbox.get(timeout=_LOAD_CHECK)()

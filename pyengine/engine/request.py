@@ -12,6 +12,7 @@ import numpy as np
 from pyengine.engine.detokenizer import IncrementalDetokenizer, text_of
 from pyengine.engine.prompt_logprobs import PromptLogprobs
 from pyengine.engine.prompts import Prompt
+from pyengine.errors import PinQuotaError
 from pyengine.kv_cache import Pin, StoredPrefix
 from pyengine.kv_cache import Sequence as KVSequence
 from pyengine.outputs import (
@@ -25,6 +26,7 @@ from pyengine.outputs import (
 from pyengine.sampling.logprobs import TokenLogprobs
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
+from pyengine.scheduler.pins import NO_HINTS, CacheHints, KeptPrefix
 
 
 class OutputSink(Protocol):
@@ -283,6 +285,11 @@ class Request:
         """True once an engine has accepted it: it is for one call."""
         self.place = 0
         """Position among the prompts of the same call."""
+        self.cache_hints: CacheHints = NO_HINTS
+        self.pins: list[KeptPrefix] = []
+        """What was pinned by its hints, once its prompt is computed."""
+        self.pin_error: PinQuotaError | None = None
+        """The refusal of a pin."""
         self.deadline: float | None = None
         """The time at which it is aborted, in seconds of `time.monotonic`."""
         self.error: str | None = None

@@ -1,9 +1,10 @@
-"""The order in which waiting requests of equal priority are admitted, by their cached prefixes.
+"""The order in which waiting requests of equal priority are admitted, and the prefixes they keep.
 
-Requests with more cached tokens go first, and each is overtaken at most `max_overtakes` times by
-requests that came later. So requests that share a prefix run close together, before it is evicted.
 The first requests of the queue pin their cached prefixes: an eviction takes other blocks first.
-Pins give way before a running or admitted request lacks blocks, so they never delay one.
+Pins give way before a running or admitted request lacks blocks, so they never block one. As long as
+they leave enough of the pool, requests are admitted in order of arrival. Otherwise those with a
+larger part of their prompt in the cache go first, so that requests with a common prefix run close
+together, before it is evicted. Later requests overtake each one at most `max_overtakes` times.
 
 A step looks at the first `_WINDOW` requests of the queue. Each is matched once, when it comes into
 the window; after prompts were computed, `_REMATCHED` of them are matched again per step.
@@ -22,8 +23,11 @@ _WINDOW = 64
 """Waiting requests that are compared and whose prefixes are pinned."""
 _REMATCHED = 8
 """Requests of the window that are matched again in a step, after prompts were computed."""
-_SPARE = 8
-"""One in so many blocks of the pool is never pinned: for drafts, loads and the next decodes."""
+_PARTS = 4
+"""Cached prefixes are compared in quarters of the prompt; equal ones go in order of arrival."""
+_SPARE, _SHORT = 8, 4
+"""No request pins a prefix while fewer than one in eight blocks are free or evictable. While fewer
+than one in four are, requests with cached prefixes go first."""
 
 
 class PrefixOrder:
@@ -35,7 +39,6 @@ class PrefixOrder:
         self._manager = manager
         self._max_overtakes = max_overtakes
         self._pinned: dict[SequenceState, None] = {}
-        self._spare = manager.num_blocks // _SPARE
         self._num_stale = 0
         """Requests to match again since the last prompts were computed."""
         self._next = 0
@@ -44,26 +47,26 @@ class PrefixOrder:
         """True if a request came into the queue or left it since the last `protect`."""
 
     def choose(self, ready: "list[SequenceState]") -> "SequenceState":
-        """The next request to admit, of some in order.
-
-        Of those with the priority of the first: the one with the longest cached prefix that
-        overtakes none that was overtaken often enough.
-        """
-        chosen = first = ready[0]
-        if len(ready) == 1:
+        """The next request to admit, of some in order."""
+        first = ready[0]
+        if len(ready) == 1 or self._has_available(_SHORT):
             return first
-        priority, most = first.order[0], -1
+        chosen, most, priority = first, -1, first.order[0]
         for sequence in ready:
             if sequence.order[0] != priority:
                 break
             length = sequence.prefix_length
             if length is None:
                 length = self._match(sequence)
-            if length > most:
-                chosen, most = sequence, length
+            if (parts := _PARTS * length // sequence.num_tokens) > most:
+                chosen, most = sequence, parts
             if sequence.num_overtaken >= self._max_overtakes:
                 break
         return chosen
+
+    def _has_available(self, divisor: int) -> bool:
+        """True if one in so many blocks is free or evictable."""
+        return self._manager.usage().available * divisor >= self._manager.num_blocks
 
     def count(self, sequence: "SequenceState", ready: "list[SequenceState]") -> None:
         """Count an admission for the requests that it overtakes."""
@@ -79,8 +82,8 @@ class PrefixOrder:
 
     def refresh(self, waiting: "list[SequenceState]") -> None:
         """Match some waiting requests again, if prompts were computed since the last time."""
-        num = min(self._num_stale, len(waiting), _REMATCHED)
         size = min(len(waiting), _WINDOW)
+        num = min(self._num_stale, size, _REMATCHED)
         for _ in range(num):
             self._next = (self._next + 1) % size
             self._match(waiting[self._next])
@@ -105,11 +108,7 @@ class PrefixOrder:
         pin = self._manager.match_prefix(tokens, namespace=request.namespace)
         self.forget(sequence)
         length = sequence.prefix_length = pin.num_tokens
-        if (
-            length
-            and len(self._pinned) < _WINDOW
-            and self._manager.usage().available >= self._spare
-        ):
+        if length and len(self._pinned) < _WINDOW and self._has_available(_SPARE):
             sequence.prefix_pin = pin
             self._pinned[sequence] = None
         else:

@@ -1,4 +1,4 @@
-"""The scheduler: by priority, then first come, first served, over exact counts of blocks.
+"""The scheduler: by priority, cached prefixes and arrival, over exact counts of blocks.
 
 Its promises (tests refer to the numbers):
 
@@ -9,10 +9,13 @@ Its promises (tests refer to the numbers):
 4. Prefill chunks and decodes share one step and one token budget, decodes first.
 5. Each token is hashed at most once.
 6. Nothing starves: admission follows the order of priority and arrival and reads exact counts
-   only. (Requests of a lower priority wait while others of a higher one keep arriving. Others may
-   overtake a request whose prefix a running one computes, until it is computed, or whose prefix is
-   being loaded, until the load ends or is abandoned after a time limit.)
-7. Out of blocks, the last request in that order that frees some is preempted, by recomputation.
+   only. Requests with cached prefixes overtake others of their priority, each of which at most
+   `max_overtakes` times (`PrefixOrder`). (Requests of a lower priority wait while others of a
+   higher one keep arriving. Others may overtake a request whose prefix a running one computes,
+   until it is computed, or whose prefix is being loaded, until the load ends or is abandoned after
+   a time limit. What is kept cached for waiting requests and by priority gives way; pins of callers
+   leave space for the longest request.)
+7. Out of blocks, what is kept cached gives way; then the last request in that order that frees some is preempted, by recomputation.
 8. Same input, same seed, same tokens, whatever the schedule.
 9. Drafts get the budget and blocks that decodes, chunks and admissions leave: they are planned
    last, preempt no request, and release their blocks at the commit.
@@ -46,6 +49,7 @@ from pyengine.kv_cache import (
 from pyengine.kv_cache import Sequence as KVSequence
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.order import PrefixOrder
+from pyengine.scheduler.pins import PinTable
 
 if TYPE_CHECKING:
     from pyengine.engine.request import SequenceState
@@ -93,17 +97,20 @@ class Scheduler:
         replay: int = 0,
         prefix_caching: bool = True,
         max_overtakes: int = 0,
+        max_pinned_blocks: int = 0,
     ) -> None:
         """The last `replay` cached tokens are computed again, not written: MTP layers need their
         hidden states. `prefix_caching` is the manager's: without it no request waits for a prefix
-        that another one computes. Requests with longer cached prefixes overtake each other one up
-        to `max_overtakes` times."""
+        that another one computes. If blocks are short, requests with cached prefixes
+        overtake others, each up to `max_overtakes` times. Callers pin at most `max_pinned_blocks` blocks."""
         self._manager = manager
         self._replay = replay
         self._prefix_caching = prefix_caching
         self._order = (
             PrefixOrder(manager, max_overtakes) if max_overtakes and prefix_caching else None
         )
+        self.pins = PinTable(manager, max_pinned_blocks)
+        """Prefixes that callers asked to keep."""
         self._groups = manager.groups
         self.limits = limits
         """The largest step. Sequences that do not fit into a smaller one are preempted."""
@@ -353,7 +360,18 @@ class Scheduler:
         return step.plan.prefill(sequence.kv, most, reserve=reserve, replay=replay or None)
 
     def _give_way(self, num_blocks: int) -> bool:
-        """Release pins of waiting requests for so many blocks; True if there were any."""
+        """Release prefixes that are kept if possible, for so many blocks; True if there were any.
+
+        First those with a priority, then those of waiting requests, which will surely be used.
+        """
+        if self.pins.give_way(num_blocks):
+            return True
+        return self._order is not None and self._order.give_way(num_blocks)
+
+    def _make_room(self, num_blocks: int) -> bool:
+        """The same for an admission: while requests run, it does not take what has a priority."""
+        if not self._running:
+            return self._give_way(num_blocks)
         return self._order is not None and self._order.give_way(num_blocks)
 
     def _admit(
@@ -382,7 +400,7 @@ class Scheduler:
             if not request.read_cache:  # else the plan matches and charges in one call
                 num_attached, num_blocks = self._attach(sequence)
             answer = self._prefill(step, sequence, reserve)
-            while isinstance(answer, NoRoom) and self._give_way(answer.needed):
+            while isinstance(answer, NoRoom) and self._make_room(answer.needed):
                 answer = self._prefill(step, sequence, reserve)
             if not isinstance(answer, Prefilled):
                 _release_blocks(sequence)

@@ -5,11 +5,12 @@ The bound on overtaking is counted here from what was admitted, not from the sch
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
 from pyengine.engine.request import SequenceState
-from pyengine.kv_cache import BlockManager
+from pyengine.kv_cache import BlockManager, Pin
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledError
 from tests.support.requests import entries_of, make_sequence
 
@@ -27,6 +28,25 @@ def compute(manager: BlockManager, tokens: list[int]) -> None:
     plan.prefill(sequence, len(tokens))
     plan.commit([0])
     sequence.free()
+
+
+def occupied(num_left: int, num_occupied: int = 64) -> BlockManager:
+    """A manager with so many blocks left beside those that a pin holds."""
+    manager = BlockManager(num_occupied + num_left, BLOCK)
+    compute(manager, prompt(99, num_occupied * BLOCK))
+    HELD.append(manager.match_prefix(prompt(99, num_occupied * BLOCK)))
+    assert manager.usage().available == num_left
+    return manager
+
+
+HELD: list[Pin] = []
+
+
+@pytest.fixture(autouse=True)
+def release_held() -> Iterator[None]:
+    yield
+    while HELD:
+        HELD.pop().release()
 
 
 def make(
@@ -52,18 +72,42 @@ def next_step(scheduler: Scheduler) -> list[str]:
     return names
 
 
-def test_the_longest_cached_prefix_goes_first() -> None:
-    manager = BlockManager(32, BLOCK)
+def test_if_blocks_are_short_the_largest_cached_part_goes_first() -> None:
+    manager = occupied(16)
     compute(manager, prompt(1, 8))
     compute(manager, prompt(2, 12))
     scheduler = make(manager)
-    for name, tokens in (("cold", prompt(3)), ("short", prompt(1)), ("long", prompt(2))):
+    for name, tokens in (("cold", prompt(3)), ("half", prompt(1, 16)), ("most", prompt(2))):
         add(scheduler, name, tokens)
-    assert [next_step(scheduler) for _ in range(3)] == [["long"], ["short"], ["cold"]]
+    assert [next_step(scheduler) for _ in range(3)] == [["most"], ["half"], ["cold"]]
+
+
+def test_equal_quarters_go_in_order_of_arrival() -> None:
+    manager = occupied(16)
+    compute(manager, prompt(1, 8))
+    compute(manager, prompt(2, 12))
+    scheduler = make(manager)
+    add(scheduler, "8 of 20 tokens", prompt(1, 20))
+    add(scheduler, "12 of 25 tokens", prompt(2, 25))
+    assert [name for _ in range(2) for name in next_step(scheduler)] == [
+        "8 of 20 tokens",
+        "12 of 25 tokens",
+    ]
+
+
+def test_if_blocks_are_to_spare_the_first_comes_first_and_prefixes_are_kept() -> None:
+    manager = BlockManager(32, BLOCK)
+    compute(manager, prompt(2))
+    scheduler = make(manager)
+    add(scheduler, "cold", prompt(1))
+    add(scheduler, "hot", prompt(2))
+    assert next_step(scheduler) == ["cold"]
+    assert manager.usage().pinned == 3
+    assert next_step(scheduler) == ["hot"]
 
 
 def test_without_overtakes_the_first_comes_first() -> None:
-    manager = BlockManager(32, BLOCK)
+    manager = occupied(16)
     compute(manager, prompt(2))
     scheduler = make(manager, overtakes=0)
     add(scheduler, "cold", prompt(1))
@@ -72,7 +116,7 @@ def test_without_overtakes_the_first_comes_first() -> None:
 
 
 def test_a_request_of_a_lower_priority_overtakes_nobody() -> None:
-    manager = BlockManager(32, BLOCK)
+    manager = occupied(16)
     compute(manager, prompt(2))
     scheduler = make(manager)
     add(scheduler, "hot", prompt(2), priority=1)
@@ -81,7 +125,7 @@ def test_a_request_of_a_lower_priority_overtakes_nobody() -> None:
 
 
 def test_a_request_is_overtaken_only_so_often() -> None:
-    manager = BlockManager(32, BLOCK)
+    manager = occupied(16)
     compute(manager, prompt(2))
     scheduler = make(manager, overtakes=3)
     add(scheduler, "cold", prompt(1))
@@ -93,7 +137,7 @@ def test_a_request_is_overtaken_only_so_often() -> None:
 
 
 def test_a_prefix_that_is_computed_while_a_request_waits_brings_it_forward() -> None:
-    manager = BlockManager(32, BLOCK)
+    manager = occupied(16)
     scheduler = make(manager)
     for name, family in (("a", 1), ("b", 2), ("a again", 1)):
         add(scheduler, name, prompt(family, 13))
@@ -122,21 +166,21 @@ def test_a_waiting_request_keeps_its_prefix() -> None:
 
 def test_pins_give_way_to_a_decode() -> None:
     """Otherwise the running request would be preempted."""
-    manager = BlockManager(10, BLOCK)
+    manager = BlockManager(11, BLOCK)
     compute(manager, prompt(1, 24))
     scheduler = make(manager)
     running = add(scheduler, "runs", prompt(2, 12))
     running.num_overtaken = 4
     waiting = add(scheduler, "waits", prompt(1, 25))
     pinned = []
-    for _ in range(7):
+    for _ in range(11):
         step = scheduler.schedule()
         assert step is not None and step.sequences == [running]
         scheduler.commit(step, [1])
         pinned.append(manager.usage().pinned)
-    assert pinned == [6] * 5 + [0] * 2  # position 16 needs a fifth block
+    assert pinned == [6] * 9 + [0] * 2  # position 20 needs a sixth block
     assert scheduler.num_preemptions == 0
-    assert (running.num_computed, waiting.prefix_pin) == (18, None)
+    assert (running.num_computed, waiting.prefix_pin) == (22, None)
 
 
 def test_pins_give_way_to_a_chunk() -> None:
