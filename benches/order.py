@@ -12,6 +12,10 @@ random order. Blocks that end inside a prefix are not copied (`partial_reuse=Fal
 - gap: the part of the gap between first come, first served and Belady that is closed. Belady's rule
   knows the whole trace, serves it in order of arrival, one request after the other, and has the
   whole pool for what is cached: no order of arrival can do better, another order may.
+- knows the queue: the same, but the rule knows the next 64 requests only, and evicts the least
+  recently used of the other blocks: what a queue of 64 can tell, without another order.
+- endless pool: nothing is evicted. Belady may do better: here requests run at once that could have
+  found each other's prefixes.
 - wait: tokens that the engine computes between the arrival of a request and its admission.
 - overtaken: later requests that were admitted before a request, at most.
 
@@ -23,9 +27,10 @@ cached tokens and 32 tokens in common, all but one go last. Nothing bounds the w
 import argparse
 import gzip
 import json
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +91,7 @@ class LongestPrefixFirst(PrefixOrder):
 
     def choose(self, ready: list[SequenceState]) -> SequenceState:
         """The one with the longest cached prefix."""
-        return max(ready, key=lambda one: (one not in self._last, one.prefix_length or 0))
+        return max(ready, key=lambda each: (each not in self._last, each.prefix_length or 0))
 
     def protect(self, waiting: list[SequenceState]) -> None:
         """Nothing is kept."""
@@ -169,6 +174,34 @@ def replay(load: Load, num_blocks: int, max_overtakes: int, eviction: str) -> Re
     return Run(load, manager, scheduler).run()
 
 
+def queue_hit_rate(prompts: list[npt.NDArray[np.int64]], num_blocks: int) -> float:
+    """Hits in order of arrival, if an eviction spares what the next `QUEUE` requests need.
+
+    Otherwise the least recently used block is evicted. Requests run one after the other.
+    """
+    coming = Counter[int]()
+    for prompt in prompts[:QUEUE]:
+        coming.update(prompt.tolist())
+    held: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for prompt, later in zip_longest(prompts, prompts[QUEUE:]):
+        blocks = prompt.tolist()
+        coming.subtract(blocks)
+        if later is not None:
+            coming.update(later.tolist())
+        hits += sum(block in held for block in blocks)
+        for block in reversed(blocks):  # of one prompt, the last block goes first
+            held[block] = None
+            held.move_to_end(block)
+        num_spared = 0
+        while len(held) > num_blocks:
+            block, _ = held.popitem(last=False)
+            if coming[block] > 0 and num_spared < num_blocks:
+                held[block] = None
+                num_spared += 1
+    return hits / sum(map(len, prompts))
+
+
 def mooncake_load(folder: Path, most: int | None) -> Load:
     """The conversation trace, in blocks of 512 tokens."""
     path = folder / "mooncake_conversation.jsonl.gz"
@@ -208,7 +241,13 @@ def rows(load: Load, share: float, eviction: str) -> Iterator[list[str]]:
     for overtakes in OVERTAKES:
         yield cells(f"`max_overtakes={overtakes}`", replay(load, num_blocks, overtakes, eviction))
     yield cells("longest prefix first", replay(load, num_blocks, _NEVER, eviction))
-    yield [load.name, pool, "Belady, in order of arrival", f"{best:.1%}", "100%", "", "", "", ""]
+    yield cells("first come, first served, endless pool", replay(load, 2 * distinct, 0, eviction))
+    for name, rate in (
+        ("knows the queue, in order of arrival", queue_hit_rate(ids, num_blocks) * full),
+        ("Belady, in order of arrival", best),
+    ):
+        gap = (rate - first.hit_rate) / (best - first.hit_rate)
+        yield [load.name, pool, name, f"{rate:.1%}", f"{gap:.0%}", "", "", "", ""]
 
 
 def main() -> None:

@@ -210,7 +210,7 @@ class EngineSettings:
         least=2,
     )
     max_overtakes: int = setting(
-        64,
+        16,
         "if blocks are short, requests with cached prefixes run before others of their priority, "
         "each of which is overtaken at most so often; 0: first come, first served, and waiting "
         "requests keep no prefixes",

@@ -287,7 +287,7 @@ class Request:
         """Position among the prompts of the same call."""
         self.cache_hints: CacheHints = NO_HINTS
         self.pins: list[KeptPrefix] = []
-        """What was pinned by its hints, once its prompt is computed."""
+        """Prefixes that its hints have pinned, once its prompt is computed."""
         self.pin_error: PinQuotaError | None = None
         """The refusal of a pin."""
         self.deadline: float | None = None

@@ -13,9 +13,10 @@ Its promises (tests refer to the numbers):
    `max_overtakes` times (`PrefixOrder`). (Requests of a lower priority wait while others of a
    higher one keep arriving. Others may overtake a request whose prefix a running one computes,
    until it is computed, or whose prefix is being loaded, until the load ends or is abandoned after
-   a time limit. What is kept cached for waiting requests and by priority gives way; pins of callers
+   a time limit. Prefixes that are kept for waiting requests or by priority give way; pins of callers
    leave space for the longest request.)
-7. Out of blocks, what is kept cached gives way; then the last request in that order that frees some is preempted, by recomputation.
+7. Out of blocks, such prefixes give way; then the last request in that order that frees
+   some is preempted, by recomputation.
 8. Same input, same seed, same tokens, whatever the schedule.
 9. Drafts get the budget and blocks that decodes, chunks and admissions leave: they are planned
    last, preempt no request, and release their blocks at the commit.
@@ -101,8 +102,8 @@ class Scheduler:
     ) -> None:
         """The last `replay` cached tokens are computed again, not written: MTP layers need their
         hidden states. `prefix_caching` is the manager's: without it no request waits for a prefix
-        that another one computes. If blocks are short, requests with cached prefixes
-        overtake others, each up to `max_overtakes` times. Callers pin at most `max_pinned_blocks` blocks."""
+        that another one computes. If blocks are short, requests with cached prefixes overtake
+        others, each up to `max_overtakes` times. Callers pin up to `max_pinned_blocks` blocks."""
         self._manager = manager
         self._replay = replay
         self._prefix_caching = prefix_caching

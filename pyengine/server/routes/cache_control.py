@@ -71,9 +71,9 @@ def pinned_prefixes(
 ) -> list[tuple[int, float]]:
     """The length in tokens and the seconds of each marked prefix of a prompt.
 
-    `render` returns the token ids of a conversation without a new turn. A prefix is what the
-    conversation up to a mark and the whole one have in common. A mark is left out if the chat
-    template refuses the conversation up to it.
+    `render` returns the token ids of a conversation that ends with its last message. A prefix
+    consists of the tokens that the conversation up to a mark and the whole one have in common. A
+    mark is left out if the chat template refuses the conversation up to it.
     """
     prefixes = []
     for mark in marks[-MAX_MARKS:]:

@@ -75,9 +75,9 @@ async def chat_completions(
         check_ignored(details.ignored, CHAT, context.settings)
         token_ids = render(body.messages, tokenizer, options, context.longest_text)
         if marks:
-            no_turn = replace(options, add_generation_prompt=False, continue_final_message=False)
+            ended = replace(options, add_generation_prompt=False, continue_final_message=False)
             rendered = partial(
-                render, tokenizer=tokenizer, options=no_turn, longest_text=context.longest_text
+                render, tokenizer=tokenizer, options=ended, longest_text=context.longest_text
             )
             details.pins.extend(pinned_prefixes(body.messages, marks, token_ids, rendered))
         return [token_ids]

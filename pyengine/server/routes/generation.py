@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class PromptDetails:
-    """What a body says of its prompts besides their text."""
+    """Details of the prompts of a body besides their text."""
 
     ignored: list[str]
     """Fields without effect."""

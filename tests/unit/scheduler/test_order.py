@@ -1,4 +1,4 @@
-"""Requests with cached prefixes first: nobody waits for ever, and the queue keeps what it will hit.
+"""Requests with cached prefixes first: no request starves, and the queue keeps the prefixes that it will hit.
 
 The bound on overtaking is counted here from what was admitted, not from the scheduler's counts.
 """
@@ -321,7 +321,7 @@ class Load:
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))
-def test_nobody_is_overtaken_more_often_than_the_bound(first: int) -> None:
+def test_no_request_is_overtaken_more_often_than_the_bound(first: int) -> None:
     preemptions = pinned = most = steps = 0
     for seed in range(first, first + 20):
         load = Load(seed)

@@ -27,6 +27,10 @@ def body(mark: Any, *, part: bool = True) -> dict[str, Any]:
     return {"messages": messages, "max_tokens": 1, "temperature": 0}
 
 
+def chat(client: Client, asked: Any, **more: Any) -> Any:
+    return client.post(CHAT, asked, **more)
+
+
 def pinned(engine: AsyncEngine) -> int:
     return engine.stats().usage.pinned
 
@@ -35,7 +39,7 @@ def pinned(engine: AsyncEngine) -> int:
 def test_a_marked_prefix_is_pinned_until_its_end(
     part: bool, client: Client, engine: AsyncEngine
 ) -> None:
-    response = client.post(CHAT, body(MARK, part=part))
+    response = chat(client, body(MARK, part=part))
     assert response.status_code == 200, response.text
     assert HEADER not in response.headers
     num_tokens = response.json()["usage"]["prompt_tokens"]
@@ -52,7 +56,7 @@ def test_a_marked_prefix_is_pinned_until_its_end(
 def test_a_mark_of_another_form_is_named_as_ignored(
     mark: Any, client: Client, engine: AsyncEngine
 ) -> None:
-    response = client.post(CHAT, body(mark))
+    response = chat(client, body(mark))
     assert response.headers[HEADER] == "messages.content.cache_control"
     assert pinned(engine) == 0
 
@@ -63,19 +67,19 @@ def test_keys_have_equal_parts_of_the_quota(engine: AsyncEngine) -> None:
     long = body(MARK)
     for letter in "abcdefghijklmnop":
         long["messages"][0]["content"][0]["text"] = letter * 500
-        response = client.post(CHAT, long, headers={"authorization": "Bearer one"})
+        response = chat(client, long, headers={"authorization": "Bearer one"})
         assert response.status_code == 200, "a refused pin does not fail its request"
         assert pinned(engine) <= limit
     assert pinned(engine) > limit - 500 // 16 - 2
     before = pinned(engine)
-    client.post(CHAT, long, headers={"authorization": "Bearer two"})
+    chat(client, long, headers={"authorization": "Bearer two"})
     assert pinned(engine) > before
 
 
 def test_a_priority_keeps_a_request(client: Client, engine: AsyncEngine) -> None:
     asked = {**body(None), "cache_priority": 3}
     del asked["messages"][0]["content"][0]["cache_control"]
-    assert client.post(CHAT, asked).status_code == 200
+    assert chat(client, asked).status_code == 200
     assert pinned(engine) > 0
     engine._engine_loop.enqueue(lambda: engine._engine.pins.give_way(512))
     assert_soon(lambda: pinned(engine) == 0)
