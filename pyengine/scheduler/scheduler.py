@@ -13,7 +13,7 @@ Its promises (tests refer to the numbers):
    `max_overtakes` times (`PrefixOrder`). (Requests of a lower priority wait while others of a
    higher one keep arriving. Others may overtake a request whose prefix a running one computes,
    until it is computed, or whose prefix is being loaded, until the load ends or is abandoned after
-   a time limit. Prefixes that are kept for waiting requests or by priority give way; pins of callers
+   a time limit. Prefixes that are kept for waiting requests or by priority give way; callers' pins
    leave space for the longest request.)
 7. Out of blocks, such prefixes give way; then the last request in that order that frees
    some is preempted, by recomputation.

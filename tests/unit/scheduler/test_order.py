@@ -1,4 +1,4 @@
-"""Requests with cached prefixes first: no request starves, and the queue keeps the prefixes that it will hit.
+"""Requests with cached prefixes first: no request starves, and the queue keeps its prefixes.
 
 The bound on overtaking is counted here from what was admitted, not from the scheduler's counts.
 """
