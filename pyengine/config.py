@@ -172,6 +172,11 @@ class EngineSettings:
         convert=partial(_bytes_of_gib, "kv_cache_host_gib"),
         least=1,
     )
+    verify_cache_hits: float = setting(
+        0.0,
+        "share of the requests with cache hits whose cached prefix is computed again and compared; "
+        "a difference is an error in the log",
+    )
     event_hash_seed: int | None = setting(
         None,
         "keep events of the KV cache, for routers; blocks are hashed with this seed, which must be "
@@ -247,6 +252,10 @@ class EngineSettings:
             raise ConfigurationError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization}: "
                 "it must be above 0 and at most 1"
+            )
+        if not 0 <= self.verify_cache_hits <= 1:
+            raise ConfigurationError(
+                f"verify_cache_hits={self.verify_cache_hits}: it must be from 0 to 1"
             )
         if not 0 <= self.max_pinned_share <= 1:
             raise ConfigurationError(
@@ -324,7 +333,7 @@ class EngineSettings:
     def _check_divided(self) -> None:
         for name in (
             *("async_scheduling", "compile", "quantization"),
-            *("kv_cache_dir", "kv_cache_host_memory"),
+            *("kv_cache_dir", "kv_cache_host_memory", "verify_cache_hits"),
         ):
             if value := getattr(self, name):
                 raise ConfigurationError(

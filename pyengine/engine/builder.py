@@ -20,6 +20,7 @@ from pyengine.config import EngineSettings, store_key
 from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits, compute_model_limits
 from pyengine.engine.offloading import KVOffloader
+from pyengine.engine.verification import HitVerifier
 from pyengine.errors import ConfigurationError
 from pyengine.executor.cpu_threads import ComputeThreads, compute_threads
 from pyengine.executor.cuda_graphs import CudaGraphRecorder
@@ -68,6 +69,9 @@ _CLOSE_SECONDS = 5
 _QUEUE_BYTES = 256 << 20  # of a store in memory, at most, for blocks that wait to be written
 _STORED_LAYOUT = b"1: keys of the layers of a group, then values, [block_size, kv_heads, head_dim]"
 """Changes with everything that would make stored KV wrong and is no property of the model."""
+_KV_TOLERANCE = 0.05
+"""Relative difference of the KV of equal tokens in other batches: rounding makes a tenth of it in
+bfloat16, another token several times as much."""
 _DRAFTS = 7  # the most drafts for a sequence and step, unless the model's MTP layers set the number
 
 
@@ -193,6 +197,16 @@ def _connect(
         engine.offload(KVOffloader(store, runner.pool.block_memory(), manager, fingerprints))
         if not populate and (entries := store.stats()["readable_entries"]):
             runner.pool.populate(entries // len(fingerprints))  # for what is to be restored
+    if settings.verify_cache_hits:
+        assert isinstance(runner, ModelRunner)  # settings refuse a divided model
+        is_exact = _rows_have_same_bits(settings, loaded, choice, products)
+        engine.verifier = HitVerifier(
+            manager,
+            engine.input_processor.request,
+            runner.pool.differences,
+            share=settings.verify_cache_hits,
+            tolerance=0.0 if is_exact else _KV_TOLERANCE,
+        )
     if settings.speculation is not None:
         costs = measured_costs(runner, plan.manager(), limits)
         drafter = _drafter(settings, executor, draft, plan)
@@ -522,6 +536,15 @@ def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, obj
         "quantization": settings.quantization or "none",
         "tensor_parallel_size": settings.tensor_parallel_size,
     }
+
+
+def _rows_have_same_bits(
+    settings: EngineSettings, loaded: LoadedModel, choice: Choice, products: ProductChooser
+) -> bool:
+    """True if the KV of a token has the same bits in every batch and chunk."""
+    is_exact = settings.quantization is not None or set(products.in_use) <= {"pyengine"}
+    is_ours = choice.backend == "cpu" and not settings.compile
+    return is_exact and is_ours and loaded.dtype == torch.float32
 
 
 def _any_threads_agree(settings: EngineSettings, choice: Choice, products: ProductChooser) -> bool:

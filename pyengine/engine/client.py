@@ -172,9 +172,13 @@ class EngineClient:
         """
         with _writing(path):
             self._manager.record(path)
+        if self._engine.verifier is not None:
+            self._engine.verifier.recording = path
         try:
             yield
         finally:
+            if self._engine.verifier is not None:
+                self._engine.verifier.recording = None
             with _writing(path):
                 self._manager.stop_recording()
 

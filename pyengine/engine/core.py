@@ -17,6 +17,7 @@ from pyengine.engine.prompt_logprobs import PromptLogprobCache
 from pyengine.engine.recovery import FaultFinder, LimitRecovery, is_out_of_memory
 from pyengine.engine.request import Request, SequenceState
 from pyengine.engine.stats import EngineView, view_of
+from pyengine.engine.verification import HitVerifier
 from pyengine.errors import (
     BrokenLogitsError,
     DeviceMemoryError,
@@ -75,6 +76,8 @@ class EngineStats:
     `1 + accepted_draft_tokens / num_drafts` tokens."""
     store: Mapping[str, float] = field(default_factory=dict)
     """Counters of what was restored and stored, and of the store; empty without one."""
+    verification: Mapping[str, int] = field(default_factory=dict)
+    """Counters of verified cache hits; empty without `verify_cache_hits`."""
 
 
 class EngineObserver(Protocol):
@@ -114,6 +117,8 @@ class Engine:
         self._numbers = count()
         self._drafting: Drafting | None = None
         self.offloader: KVOffloader | None = None
+        self.verifier: HitVerifier | None = None
+        """Recomputes a sample of cache hits, if that was asked for."""
         self._waits_for_blocks = False
         """True if no step could be planned, and blocks come free without one."""
         self._unread: InputBatch | None = None
@@ -429,15 +434,7 @@ class Engine:
             if not request.is_finished or request.sequences[0] in ended
         ]
         for request in begun:
-            if request.cache_hints.pins:
-                self._pin_prompt(request)
-            if not request.sequences[0].max_output:  # it wants its prompt alone
-                continue
-            request.first_token_time = monotonic()
-            if self.offloader is not None:
-                self.offloader.store(request.sequences[0])
-            if len(request.sequences) > 1:
-                self._fork(request)
+            self._begin_output(request)
         finished = self._finish(ended) if ended else []
         for request in dict.fromkeys([batch.sequences[row].request for row in batch.streamed]):
             if request.sink is not None and request.sink.streams:
@@ -461,6 +458,20 @@ class Engine:
             num_drafted=num_drafted,
         )
 
+    def _begin_output(self, request: Request) -> None:
+        """Pin, verify and store a prompt that was computed, and fork its further samples."""
+        if request.cache_hints.pins:
+            self._pin_prompt(request)
+        if self.verifier is not None:
+            self._verify(request, self.verifier)
+        if not request.sequences[0].max_output:  # it wants its prompt alone
+            return
+        request.first_token_time = monotonic()
+        if self.offloader is not None:
+            self.offloader.store(request.sequences[0])
+        if len(request.sequences) > 1:
+            self._fork(request)
+
     def _pin_prompt(self, request: Request) -> None:
         """Pin the prefixes of a computed prompt that its hints name, within the quota."""
         tokens, hints = request.prompt_token_ids, request.cache_hints
@@ -469,6 +480,13 @@ class Engine:
         except PinQuotaError as error:
             _log.info("request %r is not pinned: %s", request.request_id, error)
             request.pin_error = error
+
+    def _verify(self, request: Request, verifier: HitVerifier) -> None:
+        """Judge a verification, or queue one for a request with a cache hit."""
+        if request.verifies is not None:
+            verifier.judge(request)
+        elif (verification := verifier.request_for(request)) is not None:
+            self.add(verification)
 
     def _append_streamed(self, submitted: SubmittedStep, ended: list[SequenceState]) -> int:
         """Append the tokens of streamed rows; extends `ended`; returns the number of drafts."""
@@ -526,7 +544,8 @@ class Engine:
         """Remove sequences from the scheduler, and have their computed blocks stored."""
         if self.offloader is not None:
             for sequence in sequences:
-                self.offloader.store(sequence)
+                if sequence.request.verifies is None:
+                    self.offloader.store(sequence)
         for sequence in sequences:
             if sequence.params.cache_priority and sequence.is_running:
                 request = sequence.request
@@ -618,4 +637,5 @@ class Engine:
             num_new_tokens=self.num_new_tokens,
             num_drafts=0 if self._drafting is None else self._drafting.num_drafts,
             store={} if self.offloader is None else self.offloader.stats(),
+            verification={} if self.verifier is None else dict(self.verifier.counters),
         )

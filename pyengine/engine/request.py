@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from pyengine.sampling.logprobs import TokenLogprobs
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.pins import NO_HINTS, CacheHints, KeptPrefix
+
+if TYPE_CHECKING:
+    from pyengine.engine.verification import Verification
 
 
 class OutputSink(Protocol):
@@ -285,6 +288,8 @@ class Request:
         """True once an engine has accepted it: it is for one call."""
         self.place = 0
         """Position among the prompts of the same call."""
+        self.verifies: Verification | None = None
+        """The cached prefix that it recomputes; None for requests of callers."""
         self.cache_hints: CacheHints = NO_HINTS
         self.pins: list[KeptPrefix] = []
         """Prefixes that its hints have pinned, once its prompt is computed."""
