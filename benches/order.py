@@ -134,7 +134,8 @@ class Run:
         while self.coming or self.scheduler.has_work:
             while self.coming and self.scheduler.num_waiting < QUEUE:
                 number, (prompt, output) = self.coming.popleft()
-                sequence = make_sequence(str(number), prompt.tokens)
+                tokens: Any = prompt.tokens
+                sequence = make_sequence(str(number), tokens)
                 self.scheduler.add(sequence)
                 self.arrived[sequence], self.left[sequence] = self.clock, output
             self.step()

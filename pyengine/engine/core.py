@@ -31,7 +31,6 @@ from pyengine.errors import (
 from pyengine.executor.executor import Executor, InputBatch, SubmittedStep
 from pyengine.kv_cache import BlockManager, PoolUsage
 from pyengine.scheduler.batch import ScheduledStep
-from pyengine.scheduler.pins import PinTable
 from pyengine.scheduler.scheduler import Scheduler, StalledError
 from pyengine.speculation.drafters import Drafter
 from pyengine.speculation.drafting import Drafting
@@ -109,6 +108,8 @@ class Engine:
         self._manager = manager
         self._scheduler = scheduler
         self._executor = executor
+        self.pins = scheduler.pins
+        """The prefixes that callers asked to keep. For the thread that runs the steps."""
         kept = PromptLogprobCache(manager.num_blocks, manager.block_size)
         self.input_processor = InputProcessor(model_limits, kept, tokenizer=tokenizer, seed=seed)
         self._requests: dict[str, Request] = {}
@@ -156,16 +157,6 @@ class Engine:
     def unfinished(self) -> list[Request]:
         """Requests that have not ended, in order of arrival."""
         return list(self._requests.values())
-
-    @property
-    def pins(self) -> PinTable:
-        """The prefixes that callers asked to keep. For the thread that runs the steps."""
-        return self._scheduler.pins
-
-    def end_pins(self) -> float | None:
-        """End the pins whose time is over; return the seconds to the next end, None without one."""
-        self.pins.expire()
-        return self.pins.seconds_left
 
     def observe(self, observer: EngineObserver) -> None:
         """Notify `observer` of every request and step from now on."""
@@ -240,7 +231,8 @@ class Engine:
         """Plan the next step. None: no request can run, or it needs tokens of the one before."""
         if self._deadlines:
             self._end_overdue()
-        self.pins.expire()
+        if self.pins.ends:
+            self.pins.expire()
         before = self._queue[-1] if self._queue else None
         held: Collection[SequenceState] = ()
         if self.faults.suspects:

@@ -186,8 +186,9 @@ class EngineLoop:
         try:
             while self._error is None:
                 if not self._engine.has_work:
+                    pins = self._engine.pins
                     with suppress(Empty):
-                        self._inbox.get(timeout=self._engine.end_pins())()
+                        self._inbox.get(timeout=pins.expire() if pins.ends else None)()
                 elif self._engine.is_waiting:
                     with suppress(Empty):
                         self._inbox.get(timeout=_LOAD_CHECK)()

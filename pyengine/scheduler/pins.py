@@ -67,7 +67,8 @@ class PinTable:
         """The same for each owner."""
         self._pinned: dict[tuple[bytes, frozenset[int]], KeptPrefix] = {}
         """Pins, by owner and blocks."""
-        self._by_end: list[tuple[float, int, KeptPrefix]] = []
+        self.ends: list[tuple[float, int, KeptPrefix]] = []
+        """A heap of pins by the time of their ends, or an earlier one if they were renewed."""
         self._by_priority: defaultdict[bytes, list[tuple[int, int, KeptPrefix]]]
         self._by_priority = defaultdict(list)
         """Heaps of prefixes with a priority, by owner."""
@@ -82,13 +83,6 @@ class PinTable:
         """The blocks that the prefixes of an owner hold."""
         return len(self._uses_of[owner]) if owner in self._uses_of else 0
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds to the next end of a pin, or somewhat before it; None without pins."""
-        if not self._by_end:
-            return None
-        return min(max(0.0, self._by_end[0][0] - monotonic()), _LONGEST_WAIT)
-
     def pin(self, tokens: Sequence[int], namespace: bytes, hints: CacheHints) -> list[KeptPrefix]:
         """Pin what is cached of the prefixes of a request that its hints name.
 
@@ -100,7 +94,7 @@ class PinTable:
             pin = self._manager.match_prefix(tokens[:num_tokens], namespace=namespace)
             blocks, end = self._blocks_of(pin), now + seconds
             kept = self._pinned.get((hints.owner, blocks))
-            if kept is not None:  # its entry in `_by_end` is moved when it comes up
+            if kept is not None:  # its entry in `ends` is moved when it comes up
                 pin.release()
                 kept.end = max(kept.end, end)
             else:
@@ -113,7 +107,7 @@ class PinTable:
                 kept = KeptPrefix(hints.owner, pin, blocks, end)
                 self._add(kept)
                 self._pinned[hints.owner, blocks] = kept
-                heappush(self._by_end, (end, next(self._numbers), kept))
+                heappush(self.ends, (end, next(self._numbers), kept))
             pinned.append(kept)
         return pinned
 
@@ -146,15 +140,16 @@ class PinTable:
         if self._pinned.get((kept.owner, kept.blocks)) is kept:
             del self._pinned[kept.owner, kept.blocks]
 
-    def expire(self) -> None:
-        """End the pins whose time is over."""
+    def expire(self) -> float | None:
+        """End the pins whose time is over; return the seconds to the next end, None without one."""
         now = monotonic()
-        while self._by_end and self._by_end[0][0] <= now:
-            *_, kept = heappop(self._by_end)
+        while self.ends and self.ends[0][0] <= now:
+            *_, kept = heappop(self.ends)
             if kept.end <= now:
                 self.release(kept)
             elif not kept.pin.is_released:
-                heappush(self._by_end, (kept.end, next(self._numbers), kept))
+                heappush(self.ends, (kept.end, next(self._numbers), kept))
+        return min(self.ends[0][0] - now, _LONGEST_WAIT) if self.ends else None
 
     def give_way(self, needed: int) -> bool:
         """Drop prefixes with the lowest priority until so many blocks are available.

@@ -168,8 +168,9 @@ class Scheduler:
         if self._waiting[place : place + 1] == [sequence]:
             del self._waiting[place]
         if self._order is not None:
-            self._order.forget(sequence)
             self._order.has_changed = True
+            if sequence.prefix_pin is not None:
+                self._order.forget(sequence)
 
     @property
     def has_work(self) -> bool:
@@ -256,7 +257,7 @@ class Scheduler:
             self._is_steady = (
                 not out and not step.chunks and step.decodes is self._decodes[0].sequences
             )
-            if self._order is not None and self._order.has_changed:
+            if self._waiting and self._order is not None and self._order.has_changed:
                 self._order.protect(self._waiting)
         except _NoPlanAheadError:
             self.rollback(step)
@@ -488,7 +489,7 @@ class Scheduler:
     def _in_order(self, without: "Collection[SequenceState]") -> "Iterator[SequenceState]":
         """Waiting sequences in the order of admission. Meanwhile the last one may be removed."""
         order = self._order
-        if order is None:
+        if order is None or len(self._waiting) == 1:
             yield from (sequence for sequence in self.waiting if sequence not in without)
             return
         order.refresh(self._waiting)
@@ -582,7 +583,7 @@ class Scheduler:
         With drafts, `counts` is the number of tokens of each: the accepted drafts and one more.
         """
         remappings = step.plan.commit(sampled, counts)
-        if step.chunks and self._order is not None:
+        if self._waiting and step.chunks and self._order is not None:
             self._order.expect_more()
         if counts is not None:
             step.accept(counts)

@@ -58,7 +58,7 @@ def make(limit: int, num_blocks: int = 32) -> tuple[BlockManager, PinTable]:
 def test_a_pin_keeps_its_blocks_and_ends_on_time(clock: Clock) -> None:
     manager, table = make(8)
     [kept] = table.pin(prompt(0), b"", hints(seconds=10))
-    assert (kept.num_tokens, manager.usage().pinned, table.seconds_left) == (12, 3, 10)
+    assert (kept.num_tokens, manager.usage().pinned, table.expire()) == (12, 3, 10)
     manager.evict_all()
     with manager.match_prefix(prompt(0)) as pin:
         assert pin.num_tokens == 12
@@ -67,7 +67,7 @@ def test_a_pin_keeps_its_blocks_and_ends_on_time(clock: Clock) -> None:
     assert manager.usage().pinned == 3
     clock.now += 0.2
     table.expire()
-    assert (manager.usage().pinned, table.num_blocks, table.seconds_left) == (0, 0, None)
+    assert (manager.usage().pinned, table.num_blocks, table.expire()) == (0, 0, None)
 
 
 def test_another_pin_on_the_same_prefix_renews_it(clock: Clock) -> None:
