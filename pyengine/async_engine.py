@@ -10,7 +10,7 @@ from time import monotonic
 from typing import TypeVar
 
 from pyengine.config import EngineSettings, takes_settings
-from pyengine.engine.client import EngineClient
+from pyengine.engine.client import EngineClient, PromptPin
 from pyengine.engine.input_processor import ModelLimits, refuse_submitted, refuse_taken
 from pyengine.engine.output_stream import OutputStream
 from pyengine.engine.prompts import PromptLike, match_params, parse_prompt, salted
@@ -89,6 +89,20 @@ class AsyncEngine(EngineClient):
                 yield item
         finally:
             stream.close()
+
+    async def pin(
+        self, prompt: PromptLike, ttl: float = 300.0, *, cache_salt: str | None = None
+    ) -> PromptPin:
+        """Compute a prompt, and keep its full blocks cached for `ttl` seconds. See `LLM.pin`."""
+        parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
+        request = self._pin_request(parsed, ttl)
+        stream = self.submit([request])
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            stream.close()
+        return self._pin_of(request)
 
     def request(
         self,

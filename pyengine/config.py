@@ -172,6 +172,11 @@ class EngineSettings:
         convert=partial(_bytes_of_gib, "kv_cache_host_gib"),
         least=1,
     )
+    verify_cache_hits: float = setting(
+        0.0,
+        "share of the requests with cache hits whose cached prefix is computed again and compared; "
+        "a difference is an error in the log",
+    )
     event_hash_seed: int | None = setting(
         None,
         "keep events of the KV cache, for routers; blocks are hashed with this seed, which must be "
@@ -209,6 +214,18 @@ class EngineSettings:
         "or what the pool holds if that is less",
         least=2,
     )
+    max_overtakes: int = setting(
+        16,
+        "if blocks are short, requests with cached prefixes run before others of their priority, "
+        "each of which is overtaken at most so often; 0: first come, first served, and waiting "
+        "requests keep no prefixes",
+        least=0,
+    )
+    max_pinned_share: float = setting(
+        0.25,
+        "largest share of the KV pool that pins and cache priorities of requests keep from "
+        "eviction, less if the longest request would not fit beside them; 0: no request keeps any",
+    )
     max_num_waiting: int | None = setting(
         None,
         "maximum number of waiting requests; more are refused; default: no limit",
@@ -235,6 +252,14 @@ class EngineSettings:
             raise ConfigurationError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization}: "
                 "it must be above 0 and at most 1"
+            )
+        if not 0 <= self.verify_cache_hits <= 1:
+            raise ConfigurationError(
+                f"verify_cache_hits={self.verify_cache_hits}: it must be from 0 to 1"
+            )
+        if not 0 <= self.max_pinned_share <= 1:
+            raise ConfigurationError(
+                f"max_pinned_share={self.max_pinned_share}: it must be from 0 to 1"
             )
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ConfigurationError(
@@ -308,7 +333,7 @@ class EngineSettings:
     def _check_divided(self) -> None:
         for name in (
             *("async_scheduling", "compile", "quantization"),
-            *("kv_cache_dir", "kv_cache_host_memory"),
+            *("kv_cache_dir", "kv_cache_host_memory", "verify_cache_hits"),
         ):
             if value := getattr(self, name):
                 raise ConfigurationError(

@@ -31,6 +31,10 @@ class QueueFullError(PyEngineError):
     """The queue is full, and no request was accepted. Try again later."""
 
 
+class PinQuotaError(PyEngineError):
+    """A pin was refused: its blocks exceed the quota. Pin less, or try again later."""
+
+
 class EngineClosedError(PyEngineError):
     """The engine accepts no more requests: it is being drained, or is closed."""
 

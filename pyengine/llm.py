@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from pyengine.config import EngineSettings, takes_settings
 from pyengine.engine.chat_template import Message, as_conversations
-from pyengine.engine.client import EngineClient
+from pyengine.engine.client import EngineClient, PromptPin
 from pyengine.engine.core import EngineStats
 from pyengine.engine.output_stream import OutputCollector
 from pyengine.engine.prompts import (
@@ -152,6 +152,18 @@ class LLM(EngineClient):
         (params,) = match_params(sampling_params, 1, self._default_params)
         make = self._engine.input_processor.request
         return self._read([make(None, parsed, params, priority=priority)])
+
+    def pin(self, prompt: PromptLike, ttl: float = 300.0) -> PromptPin:
+        """Compute a prompt, and keep its full blocks cached for `ttl` seconds.
+
+        All pins together keep at most the share `max_pinned_share` of the KV pool. A pin on the
+        same prompt renews the first one. Raises `PinQuotaError`, with the numbers, if the blocks
+        are too many, and `InvalidRequestError` if the prompt cannot be served.
+        """
+        request = self._pin_request(parse_prompt(prompt, self.tokenizer), ttl)
+        for _ in self._read([request]):
+            pass
+        return self._pin_of(request)
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer of the model; None for a model without one."""

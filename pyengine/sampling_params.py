@@ -234,6 +234,7 @@ _RULES: Mapping[str, Rule] = {
         optional=True,
     ),
     "min_tokens": Rule(int, lambda x: 0 <= x <= INT64_MAX, "an integer from 0 to 2**63 - 1"),
+    "cache_priority": Rule(int, lambda x: 0 <= x <= 100, "an integer from 0 to 100"),
     "logprobs": Rule(
         int,
         lambda x: -1 <= x < 2**31,
@@ -325,6 +326,9 @@ class SamplingParams:
     """A constraint on the form of the answer, which ends when the form is complete."""
     speculate: bool = True
     """False: use no drafts for this request, if the engine has them. The tokens are the same."""
+    cache_priority: int = 0
+    """Above 0, cached blocks of prompt and answer are evicted after those of lower priorities, as
+    far as the engine's ``max_pinned_share`` goes."""
 
     _SWITCHES: ClassVar[tuple[str, ...]] = (
         "include_stop_str_in_output",

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pyengine.config import EngineSettings
 from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits
 from pyengine.engine.prompts import parse_prompt
@@ -104,7 +105,8 @@ class Service:
     def __init__(self, size: Size) -> None:
         limits = SchedulerLimits(max_num_batched_tokens=65_536, max_num_seqs=size.count)
         manager = full_pool()
-        self._scheduler = Scheduler(manager, limits)
+        overtakes = EngineSettings().max_overtakes
+        self._scheduler = Scheduler(manager, limits, max_overtakes=overtakes)
         runner_limits = RunnerLimits(
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_num_seqs=size.count,

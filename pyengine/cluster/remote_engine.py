@@ -115,6 +115,11 @@ class RemoteEngine:
         """See `AsyncEngine.compile_structured_outputs`."""
         return self._input_processor.grammars.compile(structured_outputs, tenant)
 
+    @property
+    def max_pinned_blocks(self) -> int:
+        """0: hints for the cache do not reach the replicas."""
+        return 0
+
     def stats(self) -> RemoteLoad:
         """The current load."""
         begun = sum([request.has_begun for request in self._live.values()])

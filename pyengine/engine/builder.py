@@ -20,6 +20,7 @@ from pyengine.config import EngineSettings, store_key
 from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits, compute_model_limits
 from pyengine.engine.offloading import KVOffloader
+from pyengine.engine.verification import HitVerifier
 from pyengine.errors import ConfigurationError
 from pyengine.executor.cpu_threads import ComputeThreads, compute_threads
 from pyengine.executor.cuda_graphs import CudaGraphRecorder
@@ -68,6 +69,9 @@ _CLOSE_SECONDS = 5
 _QUEUE_BYTES = 256 << 20  # of a store in memory, at most, for blocks that wait to be written
 _STORED_LAYOUT = b"1: keys of the layers of a group, then values, [block_size, kv_heads, head_dim]"
 """Changes with everything that would make stored KV wrong and is no property of the model."""
+_KV_TOLERANCE = 0.05
+"""Relative difference of the KV of equal tokens in other batches: rounding makes a tenth of it in
+bfloat16, another token several times as much."""
 _DRAFTS = 7  # the most drafts for a sequence and step, unless the model's MTP layers set the number
 
 
@@ -179,6 +183,8 @@ def _connect(
             SchedulerLimits(max_num_batched_tokens=most, max_num_seqs=settings.max_num_seqs),
             replay=loaded.num_mtp_layers,
             prefix_caching=settings.enable_prefix_caching,
+            max_overtakes=settings.max_overtakes,
+            max_pinned_blocks=_max_pinned_blocks(settings, manager, model_limits.max_model_len),
         ),
         executor,
         model_limits,
@@ -191,6 +197,16 @@ def _connect(
         engine.offload(KVOffloader(store, runner.pool.block_memory(), manager, fingerprints))
         if not populate and (entries := store.stats()["readable_entries"]):
             runner.pool.populate(entries // len(fingerprints))  # for what is to be restored
+    if settings.verify_cache_hits:
+        assert isinstance(runner, ModelRunner)  # settings refuse a divided model
+        is_exact = _rows_have_same_bits(settings, loaded, choice, products)
+        engine.verifier = HitVerifier(
+            manager,
+            engine.input_processor.request,
+            runner.pool.differences,
+            share=settings.verify_cache_hits,
+            tolerance=0.0 if is_exact else _KV_TOLERANCE,
+        )
     if settings.speculation is not None:
         costs = measured_costs(runner, plan.manager(), limits)
         drafter = _drafter(settings, executor, draft, plan)
@@ -382,6 +398,13 @@ def _memory_left(
     return max(0, available_memory(loaded.device) - taken)
 
 
+def _max_pinned_blocks(settings: EngineSettings, manager: BlockManager, max_model_len: int) -> int:
+    """The most blocks that callers may pin: the longest request always fits beside them."""
+    longest = manager.blocks_for(max_model_len, settings.max_num_batched_tokens)
+    share = int(settings.max_pinned_share * manager.num_blocks)
+    return max(0, min(share, manager.num_blocks - longest))
+
+
 def _runner_limits(
     settings: EngineSettings,
     longest: int,
@@ -513,6 +536,15 @@ def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, obj
         "quantization": settings.quantization or "none",
         "tensor_parallel_size": settings.tensor_parallel_size,
     }
+
+
+def _rows_have_same_bits(
+    settings: EngineSettings, loaded: LoadedModel, choice: Choice, products: ProductChooser
+) -> bool:
+    """True if the KV of a token has the same bits in every batch and chunk."""
+    is_exact = settings.quantization is not None or set(products.in_use) <= {"pyengine"}
+    is_ours = choice.backend == "cpu" and not settings.compile
+    return is_exact and is_ours and loaded.dtype == torch.float32
 
 
 def _any_threads_agree(settings: EngineSettings, choice: Choice, products: ProductChooser) -> bool:

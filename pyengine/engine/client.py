@@ -1,9 +1,12 @@
 """What `LLM` and `AsyncEngine` have in common: a model, an engine, requests made of prompts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import Any, Never, Self
 from weakref import finalize
 
@@ -12,10 +15,52 @@ from pyengine.engine.builder import build_engine
 from pyengine.engine.chat_template import ChatOptions, Message, render_chat
 from pyengine.engine.core import EngineObserver, EngineStats
 from pyengine.engine.loop import EngineLoop, refuse_engine_in_fork
-from pyengine.errors import ConfigurationError
+from pyengine.engine.prompts import Prompt
+from pyengine.engine.request import Request
+from pyengine.errors import (
+    ConfigurationError,
+    EngineClosedError,
+    InvalidRequestError,
+    copy_error,
+)
 from pyengine.kv_cache import TraceError
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
+from pyengine.scheduler.pins import CacheHints, KeptPrefix
 from pyengine.utils.openmp import release_threads
+from pyengine.utils.validation import is_real
+
+
+class PromptPin:
+    """A pin on the cached prefix of a prompt, in whole blocks, until its time is over.
+
+    `release` ends it early, as leaving a `with` block does. It goes on without this object.
+    """
+
+    def __init__(self, kept: KeptPrefix, release: Callable[[], object]) -> None:
+        self._kept = kept
+        self._release = release
+        self.num_tokens = kept.num_tokens
+        """Tokens of the prefix."""
+        self.num_blocks = len(kept.blocks)
+        """Blocks that it keeps."""
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until its end; 0 after it."""
+        return 0.0 if self._kept.pin.is_released else max(0.0, self._kept.end - monotonic())
+
+    def release(self) -> None:
+        """End the pin before the next step. May be called more than once, from any thread."""
+        self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        return f"PromptPin(num_tokens={self.num_tokens}, seconds_left={self.seconds_left:.0f})"
 
 
 class EngineClient:
@@ -85,6 +130,30 @@ class EngineClient:
         """
         return self._engine.input_processor.grammars.compile(structured_outputs, tenant)
 
+    @property
+    def max_pinned_blocks(self) -> int:
+        """The most blocks that all pins of callers keep."""
+        return self._engine.pins.limit
+
+    def _pin_request(self, prompt: Prompt, ttl: float) -> Request:
+        """A request that computes a prompt and pins it. Raises `InvalidRequestError`."""
+        if not is_real(ttl) or not 0 < ttl < inf:
+            raise InvalidRequestError(f"ttl={ttl!r}: it must be a number of seconds above 0")
+        params = SamplingParams(max_tokens=0)
+        request = self._engine.input_processor.request(None, prompt, params)
+        request.cache_hints = CacheHints(pins=((len(prompt.token_ids), float(ttl)),))
+        return request
+
+    def _pin_of(self, request: Request) -> PromptPin:
+        """The pin that a finished request has made, or its refusal."""
+        if request.pin_error is not None:
+            raise copy_error(request.pin_error)
+        if not request.pins:
+            raise EngineClosedError("the request was aborted before its prompt was computed")
+        (kept,) = request.pins
+        release = partial(self._engine.pins.release, kept)
+        return PromptPin(kept, partial(self._engine_loop.enqueue, release))
+
     def stats(self) -> EngineStats:
         """The block manager's usage and counters, and the number of requests that run and wait."""
         self._engine_loop.refuse_fork()
@@ -103,9 +172,13 @@ class EngineClient:
         """
         with _writing(path):
             self._manager.record(path)
+        if self._engine.verifier is not None:
+            self._engine.verifier.recording = path
         try:
             yield
         finally:
+            if self._engine.verifier is not None:
+                self._engine.verifier.recording = None
             with _writing(path):
                 self._manager.stop_recording()
 

@@ -17,10 +17,12 @@ from pyengine.engine.prompt_logprobs import PromptLogprobCache
 from pyengine.engine.recovery import FaultFinder, LimitRecovery, is_out_of_memory
 from pyengine.engine.request import Request, SequenceState
 from pyengine.engine.stats import EngineView, view_of
+from pyengine.engine.verification import HitVerifier
 from pyengine.errors import (
     BrokenLogitsError,
     DeviceMemoryError,
     EngineDeadError,
+    PinQuotaError,
     PyEngineError,
     RequestFailedError,
     StructuredOutputError,
@@ -73,6 +75,8 @@ class EngineStats:
     `1 + accepted_draft_tokens / num_drafts` tokens."""
     store: Mapping[str, float] = field(default_factory=dict)
     """Counters of what was restored and stored, and of the store; empty without one."""
+    verification: Mapping[str, int] = field(default_factory=dict)
+    """Counters of verified cache hits; empty without `verify_cache_hits`."""
 
 
 class EngineObserver(Protocol):
@@ -104,6 +108,8 @@ class Engine:
         self._manager = manager
         self._scheduler = scheduler
         self._executor = executor
+        self.pins = scheduler.pins
+        """The prefixes that callers asked to keep. For the thread that runs the steps."""
         kept = PromptLogprobCache(manager.num_blocks, manager.block_size)
         self.input_processor = InputProcessor(model_limits, kept, tokenizer=tokenizer, seed=seed)
         self._requests: dict[str, Request] = {}
@@ -112,6 +118,8 @@ class Engine:
         self._numbers = count()
         self._drafting: Drafting | None = None
         self.offloader: KVOffloader | None = None
+        self.verifier: HitVerifier | None = None
+        """Recomputes a sample of cache hits, if that was asked for."""
         self._waits_for_blocks = False
         """True if no step could be planned, and blocks come free without one."""
         self._unread: InputBatch | None = None
@@ -223,6 +231,8 @@ class Engine:
         """Plan the next step. None: no request can run, or it needs tokens of the one before."""
         if self._deadlines:
             self._end_overdue()
+        if self.pins.ends:
+            self.pins.expire()
         before = self._queue[-1] if self._queue else None
         held: Collection[SequenceState] = ()
         if self.faults.suspects:
@@ -416,13 +426,7 @@ class Engine:
             if not request.is_finished or request.sequences[0] in ended
         ]
         for request in begun:
-            if not request.sequences[0].max_output:  # it wants its prompt alone
-                continue
-            request.first_token_time = monotonic()
-            if self.offloader is not None:
-                self.offloader.store(request.sequences[0])
-            if len(request.sequences) > 1:
-                self._fork(request)
+            self._begin_output(request)
         finished = self._finish(ended) if ended else []
         for request in dict.fromkeys([batch.sequences[row].request for row in batch.streamed]):
             if request.sink is not None and request.sink.streams:
@@ -445,6 +449,36 @@ class Engine:
             ended=ended,
             num_drafted=num_drafted,
         )
+
+    def _begin_output(self, request: Request) -> None:
+        """Pin, verify and store a prompt that was computed, and fork its further samples."""
+        if request.cache_hints.pins:
+            self._pin_prompt(request)
+        if self.verifier is not None:
+            self._verify(request, self.verifier)
+        if not request.sequences[0].max_output:  # it wants its prompt alone
+            return
+        request.first_token_time = monotonic()
+        if self.offloader is not None:
+            self.offloader.store(request.sequences[0])
+        if len(request.sequences) > 1:
+            self._fork(request)
+
+    def _pin_prompt(self, request: Request) -> None:
+        """Pin the prefixes of a computed prompt that its hints name, within the quota."""
+        tokens, hints = request.prompt_token_ids, request.cache_hints
+        try:
+            request.pins = self.pins.pin(tokens, request.namespace, hints)
+        except PinQuotaError as error:
+            _log.info("request %r is not pinned: %s", request.request_id, error)
+            request.pin_error = error
+
+    def _verify(self, request: Request, verifier: HitVerifier) -> None:
+        """Judge a verification, or queue one for a request with a cache hit."""
+        if request.verifies is not None:
+            verifier.judge(request)
+        elif (verification := verifier.request_for(request)) is not None:
+            self.add(verification)
 
     def _append_streamed(self, submitted: SubmittedStep, ended: list[SequenceState]) -> int:
         """Append the tokens of streamed rows; extends `ended`; returns the number of drafts."""
@@ -502,7 +536,13 @@ class Engine:
         """Remove sequences from the scheduler, and have their computed blocks stored."""
         if self.offloader is not None:
             for sequence in sequences:
-                self.offloader.store(sequence)
+                if sequence.request.verifies is None:
+                    self.offloader.store(sequence)
+        for sequence in sequences:
+            if sequence.params.cache_priority and sequence.is_running:
+                request = sequence.request
+                priority, hints = request.params.cache_priority, request.cache_hints
+                self.pins.keep(sequence.kv.pin(), priority, hints)
         self._scheduler.finish(sequences)
 
     def _remove(self, request: Request) -> None:
@@ -589,4 +629,5 @@ class Engine:
             num_new_tokens=self.num_new_tokens,
             num_drafts=0 if self._drafting is None else self._drafting.num_drafts,
             store={} if self.offloader is None else self.offloader.stats(),
+            verification={} if self.verifier is None else dict(self.verifier.counters),
         )

@@ -186,7 +186,9 @@ class EngineLoop:
         try:
             while self._error is None:
                 if not self._engine.has_work:
-                    self._inbox.get()()
+                    pins = self._engine.pins
+                    with suppress(Empty):
+                        self._inbox.get(timeout=pins.expire() if pins.ends else None)()
                 elif self._engine.is_waiting:
                     with suppress(Empty):
                         self._inbox.get(timeout=_LOAD_CHECK)()

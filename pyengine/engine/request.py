@@ -5,15 +5,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from pyengine.engine.detokenizer import IncrementalDetokenizer, text_of
 from pyengine.engine.prompt_logprobs import PromptLogprobs
 from pyengine.engine.prompts import Prompt
+from pyengine.errors import PinQuotaError
+from pyengine.kv_cache import Pin, StoredPrefix
 from pyengine.kv_cache import Sequence as KVSequence
-from pyengine.kv_cache import StoredPrefix
 from pyengine.outputs import (
     CONTEXT_FULL,
     CompletionOutput,
@@ -25,6 +26,10 @@ from pyengine.outputs import (
 from pyengine.sampling.logprobs import TokenLogprobs
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
+from pyengine.scheduler.pins import NO_HINTS, CacheHints, KeptPrefix
+
+if TYPE_CHECKING:
+    from pyengine.engine.verification import Verification
 
 
 class OutputSink(Protocol):
@@ -73,6 +78,12 @@ class SequenceState:
     """Tokens that were queued to be stored."""
     stored_prefix: StoredPrefix | None = None
     """The keys of its blocks in the store, once they were needed."""
+    prefix_length: int | None = None
+    """Tokens that were cached when it was last matched while it waited; None before."""
+    prefix_pin: Pin | None = None
+    """Keeps these tokens cached while it waits."""
+    num_overtaken: int = 0
+    """Admissions of later requests of its priority before its own."""
     waits_for_tokens: bool = field(init=False)
     """Its next token cannot be chosen before the value of its last one is known."""
     wants_drafts: bool = False
@@ -277,6 +288,13 @@ class Request:
         """True once an engine has accepted it: it is for one call."""
         self.place = 0
         """Position among the prompts of the same call."""
+        self.verifies: Verification | None = None
+        """The cached prefix that it recomputes; None for requests of callers."""
+        self.cache_hints: CacheHints = NO_HINTS
+        self.pins: list[KeptPrefix] = []
+        """Prefixes that its hints have pinned, once its prompt is computed."""
+        self.pin_error: PinQuotaError | None = None
+        """The refusal of a pin."""
         self.deadline: float | None = None
         """The time at which it is aborted, in seconds of `time.monotonic`."""
         self.error: str | None = None

@@ -356,6 +356,29 @@ class KVPool:
             rows = _copyable(tensor)
             rows.index_copy_(0, targets, rows[sources])
 
+    def differences(self, blocks: Sequence[int], others: Sequence[int], group: int) -> list[float]:
+        """How much the KV of each block differs from that of another one of the same layer group.
+
+        The largest of all tensors, relative to the norm of the first block; 0 only for equal
+        numbers, NaN if one has a NaN.
+        """
+        import torch
+
+        count = len(self._tensor_specs)
+        used = sorted({place.index for place in self.groups.places if place.group == group})
+        worst = torch.zeros(len(blocks), device=self.device)
+        first, second = upload(np.array([blocks, others], dtype=np.int64), self.device)
+        for index in (*used, *(index + count for index in used)):
+            tensor = self._tensors[index]
+            rows = _copyable(tensor)
+            one, two = (
+                rows[places].view(tensor.dtype).flatten(1).float() for places in (first, second)
+            )
+            scale = one.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+            worst = torch.maximum(worst, (one - two).norm(dim=1) / scale)
+        found: list[float] = worst.tolist()
+        return found
+
     def write(
         self, layer: int, keys: "torch.Tensor", values: "torch.Tensor", slots: "torch.Tensor"
     ) -> None:

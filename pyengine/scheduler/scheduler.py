@@ -1,4 +1,4 @@
-"""The scheduler: by priority, then first come, first served, over exact counts of blocks.
+"""The scheduler: by priority, cached prefixes and arrival, over exact counts of blocks.
 
 Its promises (tests refer to the numbers):
 
@@ -9,10 +9,14 @@ Its promises (tests refer to the numbers):
 4. Prefill chunks and decodes share one step and one token budget, decodes first.
 5. Each token is hashed at most once.
 6. Nothing starves: admission follows the order of priority and arrival and reads exact counts
-   only. (Requests of a lower priority wait while others of a higher one keep arriving. Others may
-   overtake a request whose prefix a running one computes, until it is computed, or whose prefix is
-   being loaded, until the load ends or is abandoned after a time limit.)
-7. Out of blocks, the last request in that order that frees some is preempted, by recomputation.
+   only. Requests with cached prefixes overtake others of their priority, each of which at most
+   `max_overtakes` times (`PrefixOrder`). (Requests of a lower priority wait while others of a
+   higher one keep arriving. Others may overtake a request whose prefix a running one computes,
+   until it is computed, or whose prefix is being loaded, until the load ends or is abandoned after
+   a time limit. Prefixes that are kept for waiting requests or by priority give way; callers' pins
+   leave space for the longest request.)
+7. Out of blocks, such prefixes give way; then the last request in that order that frees
+   some is preempted, by recomputation.
 8. Same input, same seed, same tokens, whatever the schedule.
 9. Drafts get the budget and blocks that decodes, chunks and admissions leave: they are planned
    last, preempt no request, and release their blocks at the commit.
@@ -45,6 +49,8 @@ from pyengine.kv_cache import (
 )
 from pyengine.kv_cache import Sequence as KVSequence
 from pyengine.scheduler.batch import ScheduledStep
+from pyengine.scheduler.order import PrefixOrder
+from pyengine.scheduler.pins import PinTable
 
 if TYPE_CHECKING:
     from pyengine.engine.request import SequenceState
@@ -91,13 +97,21 @@ class Scheduler:
         *,
         replay: int = 0,
         prefix_caching: bool = True,
+        max_overtakes: int = 0,
+        max_pinned_blocks: int = 0,
     ) -> None:
         """The last `replay` cached tokens are computed again, not written: MTP layers need their
         hidden states. `prefix_caching` is the manager's: without it no request waits for a prefix
-        that another one computes."""
+        that another one computes. If blocks are short, requests with cached prefixes overtake
+        others, each up to `max_overtakes` times. Callers pin up to `max_pinned_blocks` blocks."""
         self._manager = manager
         self._replay = replay
         self._prefix_caching = prefix_caching
+        self._order = (
+            PrefixOrder(manager, max_overtakes) if max_overtakes and prefix_caching else None
+        )
+        self.pins = PinTable(manager, max_pinned_blocks)
+        """Prefixes that callers asked to keep."""
         self._groups = manager.groups
         self.limits = limits
         """The largest step. Sequences that do not fit into a smaller one are preempted."""
@@ -145,12 +159,18 @@ class Scheduler:
         place = bisect_left(self._waiting, sequence.order, key=_by_order)
         if self._waiting[place : place + 1] != [sequence]:
             self._waiting.insert(place, sequence)
+        if self._order is not None:
+            sequence.prefix_length, self._order.has_changed = None, True
 
     def _dequeue(self, sequence: "SequenceState") -> None:
         """Let a sequence wait no more, if it does."""
         place = bisect_left(self._waiting, sequence.order, key=_by_order)
         if self._waiting[place : place + 1] == [sequence]:
             del self._waiting[place]
+        if self._order is not None:
+            self._order.has_changed = True
+            if sequence.prefix_pin is not None:
+                self._order.forget(sequence)
 
     @property
     def has_work(self) -> bool:
@@ -237,6 +257,8 @@ class Scheduler:
             self._is_steady = (
                 not out and not step.chunks and step.decodes is self._decodes[0].sequences
             )
+            if self._waiting and self._order is not None and self._order.has_changed:
+                self._order.protect(self._waiting)
         except _NoPlanAheadError:
             self.rollback(step)
             return None
@@ -276,6 +298,9 @@ class Scheduler:
                 tuple(sequence for at, sequence in enumerate(sequences) if at not in unplanned)
             )
             left = [sequences[at] for at in rejected]
+            if self._give_way(len(left)):
+                sequences, handles = tuple(left), [sequence.kv for sequence in left]
+                continue
             victim = self._preempt_for(step, left[0])
             sequences = tuple(sequence for sequence in left if sequence is not victim)
             handles = [sequence.kv for sequence in sequences]
@@ -318,7 +343,9 @@ class Scheduler:
             if step.num_bounded >= sequence.request.max_chunk:
                 continue
             answer = self._prefill(step, sequence)
-            while isinstance(answer, NoRoom) and self._preempt_for(step, sequence) is not sequence:
+            while isinstance(answer, NoRoom) and (
+                self._give_way(answer.needed) or self._preempt_for(step, sequence) is not sequence
+            ):
                 answer = self._prefill(step, sequence)
             if isinstance(answer, Prefilled):
                 step.add_prefill(sequence, answer.num_tokens, answer.num_cached_tokens)
@@ -334,6 +361,21 @@ class Scheduler:
         replay = min(self._replay, most)
         return step.plan.prefill(sequence.kv, most, reserve=reserve, replay=replay or None)
 
+    def _give_way(self, num_blocks: int) -> bool:
+        """Release prefixes that are kept if possible, for so many blocks; True if there were any.
+
+        First those with a priority, then those of waiting requests, which will surely be used.
+        """
+        if self.pins.give_way(num_blocks):
+            return True
+        return self._order is not None and self._order.give_way(num_blocks)
+
+    def _make_room(self, num_blocks: int) -> bool:
+        """The same for an admission: while requests run, it does not take what has a priority."""
+        if not self._running:
+            return self._give_way(num_blocks)
+        return self._order is not None and self._order.give_way(num_blocks)
+
     def _admit(
         self, step: ScheduledStep, without: "Collection[SequenceState]"
     ) -> NoRoom | NoBudget | None:
@@ -342,12 +384,12 @@ class Scheduler:
         Others overtake one whose prefix is being loaded. Returns the shortage of the first
         rejected one; None if that was a slot, or none was.
         """
+        slots = self.limits.max_num_seqs - sum([sequence.num_slots for sequence in self._running])
+        if slots < 1:
+            return None
         candidates = self._candidates(step, without)
         sequence = next(candidates, None)
-        if sequence is None:
-            return None
-        slots = self.limits.max_num_seqs - sum([sequence.num_slots for sequence in self._running])
-        if sequence.num_slots > slots:
+        if sequence is None or sequence.num_slots > slots:
             return None
         begun = {id(entry.sequence) for entry in step.chunks if not entry.samples}
         reserve = sum(  # a sequence that decodes has all its blocks
@@ -360,6 +402,8 @@ class Scheduler:
             if not request.read_cache:  # else the plan matches and charges in one call
                 num_attached, num_blocks = self._attach(sequence)
             answer = self._prefill(step, sequence, reserve)
+            while isinstance(answer, NoRoom) and self._make_room(answer.needed):
+                answer = self._prefill(step, sequence, reserve)
             if not isinstance(answer, Prefilled):
                 _release_blocks(sequence)
                 if isinstance(answer, Loading):
@@ -427,9 +471,7 @@ class Scheduler:
         blocks."""
         may_await = self._prefix_caching and not without
         num_passed = 0
-        for sequence in self.waiting:
-            if sequence in without:
-                continue
+        for sequence in self._in_order(without):
             if self.look_up is not None:
                 self.look_up(sequence)
                 if sequence.is_loading:
@@ -443,6 +485,29 @@ class Scheduler:
             num_passed += 1
             if num_passed > _MOST_PASSED:
                 return
+
+    def _in_order(self, without: "Collection[SequenceState]") -> "Iterator[SequenceState]":
+        """Waiting sequences in the order of admission. Meanwhile the last one may be removed."""
+        order = self._order
+        if order is None or len(self._waiting) == 1:
+            yield from (sequence for sequence in self.waiting if sequence not in without)
+            return
+        order.refresh(self._waiting)
+        ready: list[SequenceState] = []
+        place = 0
+        while True:
+            for sequence in self._waiting[place : place + order.window - len(ready)]:
+                place += 1
+                if sequence not in without:
+                    ready.append(sequence)
+            if not ready:
+                return
+            sequence = order.choose(ready)
+            ready.remove(sequence)
+            yield sequence
+            if sequence.is_running:
+                place -= 1
+                order.count(sequence, ready)
 
     def _blocks_to_come(self, sequence: "SequenceState") -> int:
         """The most blocks that the sequence needs for known tokens that no step computes yet.
@@ -518,6 +583,8 @@ class Scheduler:
         With drafts, `counts` is the number of tokens of each: the accepted drafts and one more.
         """
         remappings = step.plan.commit(sampled, counts)
+        if self._waiting and step.chunks and self._order is not None:
+            self._order.expect_more()
         if counts is not None:
             step.accept(counts)
         for entry in step.chunks:

@@ -53,6 +53,11 @@ class EngineClient(Protocol):
         """The folder of the model."""
         ...
 
+    @property
+    def max_pinned_blocks(self) -> int:
+        """The most blocks that all pins of callers keep; 0: there are none."""
+        ...
+
     def describe(self) -> dict[str, object]:
         """See `AsyncEngine`."""
         ...

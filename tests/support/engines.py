@@ -159,6 +159,8 @@ def make_bench(
     groups: tuple[int | None, ...] = (None,),
     seed: int = 0,
     depth: int = 1,
+    max_overtakes: int = 0,
+    max_pinned_blocks: int = 0,
     tokenizer: Any = None,
     **manager: Any,
 ) -> Bench:
@@ -167,7 +169,13 @@ def make_bench(
         max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
     )
     caching = bool(manager.get("prefix_caching", True))
-    scheduler = Scheduler(blocks, limits, prefix_caching=caching)
+    scheduler = Scheduler(
+        blocks,
+        limits,
+        prefix_caching=caching,
+        max_overtakes=max_overtakes,
+        max_pinned_blocks=max_pinned_blocks,
+    )
     most = max_model_len or num_blocks * block_size
     runner = FakeRunner(num_blocks, block_size, groups=groups, width=-(-most // block_size))
     model_limits = ModelLimits(

@@ -52,6 +52,8 @@ class Setting:
     """Tokens drafted for a sequence and step at most, by a drafter that is often right."""
     aborts: float
     """Chance per moment that a request is aborted; a step has three."""
+    overtakes: int
+    """How often requests with longer cached prefixes may overtake another."""
 
     @classmethod
     def drawn(cls, random: Random) -> "Setting":
@@ -74,6 +76,7 @@ class Setting:
             faults=random.choice([0, 0.05, 0.25]),
             drafts=random.choice([0, 1, 3, 7]) if lookahead == 0 else 0,
             aborts=random.choice([0, 0.01, 0.05]),
+            overtakes=random.choice([0, 1, 4]),
         )
 
     @cached_property
@@ -88,8 +91,10 @@ class Setting:
 class WatchedScheduler(Scheduler):
     """Tells requests' namespaces by their names, and sees to it that a new one finds nothing."""
 
-    def __init__(self, manager: Any, limits: SchedulerLimits) -> None:
-        super().__init__(manager, limits)
+    def __init__(self, manager: Any, limits: SchedulerLimits, setting: Setting) -> None:
+        super().__init__(
+            manager, limits, prefix_caching=setting.caching, max_overtakes=setting.overtakes
+        )
         self.namespaces: dict[str, int] = {}
         self.planned: list[int] = []
         """The namespaces of the newest step's entries."""
@@ -187,7 +192,7 @@ def make_faulty_bench(setting: Setting, random: Random) -> Bench:
         hash_bits=setting.hash_bits,
     )
     limits = SchedulerLimits(max_num_batched_tokens=setting.budget, max_num_seqs=setting.slots)
-    scheduler = WatchedScheduler(LookaheadManager(blocks, setting.lookahead), limits)
+    scheduler = WatchedScheduler(LookaheadManager(blocks, setting.lookahead), limits, setting)
     runner = FaultyRunner(setting, scheduler, random)
     model_limits = ModelLimits(
         vocab_size=VOCAB_SIZE,

@@ -48,6 +48,7 @@ def test_the_defaults_are_those_of_vllm() -> None:
         "truncate_prompt_tokens": None,
         "structured_outputs": None,
         "speculate": True,
+        "cache_priority": 0,
     }
     assert not params.is_greedy
     assert not params.has_penalties

@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -13,8 +15,10 @@ from pyengine.outputs import CompletionOutput, RequestOutput
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
+from pyengine.server.routes.cache_control import cache_marks, pinned_prefixes
 from pyengine.server.routes.generation import (
     Call,
+    PromptDetails,
     UsageCounter,
     answer,
     begin,
@@ -54,19 +58,31 @@ async def chat_completions(
     """Answer a conversation."""
     template = str(getattr(context.engine.tokenizer, "chat_template", None) or "")
     variables = TemplateVariables.of(body, template, context.settings)
-    ignored = [*ignored_fields(CHAT, body), *variables.ignored]
-    check_ignored(ignored, CHAT, context.settings)
+    details = PromptDetails([*ignored_fields(CHAT, body), *variables.ignored])
+    check_ignored(details.ignored, CHAT, context.settings)
     check_count(body.n, 1)
     tools = offered_tools(body)
     params = _params(body, tools, context.engine.get_default_sampling_params())
     options = chat_options(body, variables, context.settings, body.tools if tools.names else None)
 
-    def encoded(tokenizer: Any) -> list[list[int]]:
-        ignored.extend(unread_keys(body.messages, template))
-        check_ignored(ignored, CHAT, context.settings)
-        return [render(body.messages, tokenizer, options, context.longest_text)]
+    marks = cache_marks(body.messages) if context.engine.max_pinned_blocks else None
 
-    start = begin(context, request, body, params, encoded, ignored)
+    def encoded(tokenizer: Any) -> list[list[int]]:
+        unread = unread_keys(body.messages, template)
+        if marks:
+            unread = [name for name in unread if not name.endswith(".cache_control")]
+        details.ignored.extend(unread)
+        check_ignored(details.ignored, CHAT, context.settings)
+        token_ids = render(body.messages, tokenizer, options, context.longest_text)
+        if marks:
+            ended = replace(options, add_generation_prompt=False, continue_final_message=False)
+            rendered = partial(
+                render, tokenizer=tokenizer, options=ended, longest_text=context.longest_text
+            )
+            details.pins.extend(pinned_prefixes(body.messages, marks, token_ids, rendered))
+        return [token_ids]
+
+    start = begin(context, request, body, params, encoded, details)
     return await answer(request, body, start, _Writer(body, tools))
 
 

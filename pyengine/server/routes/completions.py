@@ -11,6 +11,7 @@ from pyengine.sampling_params import SamplingParams
 from pyengine.server.context import Context
 from pyengine.server.routes.generation import (
     Call,
+    PromptDetails,
     UsageCounter,
     answer,
     begin,
@@ -58,7 +59,7 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
             echoes.extend([_Echo.of(tokenizer if has_text else None, ids) for ids in kept])
         return several
 
-    start = begin(context, request, body, params, encoded, ignored)
+    start = begin(context, request, body, params, encoded, PromptDetails(ignored))
     return await answer(request, body, start, _Writer(body, params.n, echoes))
 
 

@@ -17,6 +17,7 @@ from pyengine.engine.request import Request as EngineRequest
 from pyengine.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
+from pyengine.scheduler.pins import CacheHints
 from pyengine.server.callers import caller_of
 from pyengine.server.context import ServerContext
 from pyengine.server.engine_protocol import EngineStream
@@ -30,6 +31,16 @@ from pyengine.server.schemas.responses import PromptTokensDetails, ServerModel, 
 from pyengine.server.traffic import KeyCounts
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDetails:
+    """Details of the prompts of a body besides their text."""
+
+    ignored: list[str]
+    """Fields without effect."""
+    pins: list[tuple[int, float]] = field(default_factory=list)
+    """Prefixes to pin, in tokens, and for how many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +89,11 @@ async def begin(
     body: SamplingFields,
     params: SamplingParams,
     encoded: Callable[[Any], list[list[int]]],
-    ignored: Sequence[str],
+    details: PromptDetails,
 ) -> Call:
     """Create the requests of a call on a thread, and queue them.
 
-    `encoded` returns the token ids of the prompts, given a tokenizer. `ignored` are the fields
-    without effect.
+    `encoded` returns the token ids of the prompts, given a tokenizer; `details` are complete then.
     """
     model = context.check_model(body.model)
     client_id, caller = client_id_of(request, body), caller_of(request.scope)
@@ -103,8 +113,14 @@ async def begin(
             )
             for place, ids in enumerate(prompts)
         ]
+        hints = CacheHints(
+            pins=tuple(details.pins),
+            owner=caller.name.encode(),
+            num_owners=max(1, len(context.settings.keys)),
+        )
         for state in requests:
             check_length(body, state)
+            state.cache_hints = hints
         return requests
 
     threads = context.tokenizers
@@ -118,7 +134,7 @@ async def begin(
     stream = context.submit(name, caller.key, client_id, requests)
     counts = context.traffic.keys[caller.name]
     counts.requests += 1
-    return Call(context, name, client_id, model, int(time.time()), stream, counts, ignored)
+    return Call(context, name, client_id, model, int(time.time()), stream, counts, details.ignored)
 
 
 async def compiled(context: ServerContext, form: StructuredOutputs, tenant: bytes) -> None:

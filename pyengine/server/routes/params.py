@@ -34,6 +34,7 @@ _FIELDS = (
     "allowed_token_ids",
     "truncate_prompt_tokens",
     "speculate",
+    "cache_priority",
 )
 """Fields of `SamplingParams` that have the same name in requests."""
 

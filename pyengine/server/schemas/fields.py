@@ -268,6 +268,11 @@ _SERVICE = (
     _honoured("request_id", "returned as x-request-id, like that header; need not be unique"),
     _honoured("cache_salt", "only prompts with the same salt share cached blocks"),
     _honoured(
+        "cache_priority",
+        "0 to 100: cached blocks of the request are evicted after those of lower ones, within the "
+        "key's share of `--max-pinned-share`",
+    ),
+    _honoured(
         "priority",
         "requests with a lower value run first; `--max-priority` limits its absolute value (0)",
     ),

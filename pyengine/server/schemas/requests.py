@@ -163,6 +163,9 @@ class SamplingFields(IgnoredFields):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         None, description="only prompts with the same salt share cached blocks"
     )
+    cache_priority: int | None = Field(
+        None, description="0 to 100: higher ones are evicted later, within the key's share"
+    )
     priority: float = Field(0, description="requests with a lower value run first")
 
 

@@ -1,5 +1,6 @@
 """The size of a block, how many fit, and the errors of a pool that does not."""
 
+import math
 import subprocess
 import sys
 import threading
@@ -334,3 +335,17 @@ def test_memory_that_something_else_limits(memory):
         resolve_num_blocks(limited, LAYERS, CPU)
     roomy = PoolSettings(block_size=16, num_blocks=10, available_memory=1 << 20)
     assert resolve_num_blocks(roomy, LAYERS, CPU).num_blocks == 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_differences_of_blocks(dtype):
+    spec = KVCacheSpec(num_kv_heads=2, head_dim_k=8, head_dim_v=4, dtype=dtype)
+    pool = KVPool([spec] * 3, 6, 4, CPU)
+    for tensor in (*pool.keys, *pool.values):
+        tensor.copy_(torch.ones_like(tensor, dtype=torch.float32).to(dtype))
+    pool.values[2][4, 3, 1, 0] = 3  # one of 32 numbers
+    pool.keys[0][5] = float("nan")
+    assert pool.differences([0, 1], [2, 2], 0) == [0, 0]
+    small, broken = pool.differences([1, 1], [4, 5], 0)
+    assert small == pytest.approx(2 / 32**0.5)
+    assert math.isnan(broken)

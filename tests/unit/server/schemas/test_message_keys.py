@@ -30,7 +30,7 @@ KEYS: dict[str, Any] = {
     "id": "m1",
     "reasoning_content": "Hm.",
     "reasoning": "Hm.",
-    "cache_control": {"type": "ephemeral"},
+    "cache_control": {"type": "of another form"},
 }
 
 

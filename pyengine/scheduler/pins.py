@@ -1,0 +1,213 @@
+"""Cached prefixes that callers ask to keep: pins with an end, and prefixes with a priority.
+
+A pin holds its blocks until its time is over. All pins together hold at most `limit` blocks, which
+leaves space for the longest request, and each owner has its share of them: a pin that exceeds
+either is refused. A prefix with a priority is pinned too, in what pins leave of the owner's share,
+until a pin or a request needs the blocks: the lowest priority goes first, then the oldest.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+from time import monotonic
+
+from pyengine.errors import PinQuotaError
+from pyengine.kv_cache import BlockManager, Pin
+
+_MOST_KEPT = 1024
+"""Prefixes with a priority that one owner may have: those of a conversation share their blocks."""
+
+_LONGEST_WAIT = 3600.0
+"""Seconds after which an idle engine looks for pins to end at the latest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheHints:
+    """The prefixes of a request to pin, and whose share of the pinned blocks they count against."""
+
+    pins: tuple[tuple[int, float], ...] = ()
+    """Tokens of a prefix, and the seconds for which it is pinned."""
+    owner: bytes = b""
+    num_owners: int = 1
+    """Owners that share `PinTable.limit` in equal parts."""
+
+
+NO_HINTS = CacheHints()
+
+
+@dataclass(slots=True, eq=False)
+class KeptPrefix:
+    """A prefix in a `PinTable`."""
+
+    owner: bytes
+    pin: Pin
+    blocks: frozenset[int]
+    end: float
+    """In seconds of `time.monotonic`; infinite if kept by priority."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Its tokens, in whole blocks."""
+        return self.pin.num_tokens
+
+
+class PinTable:
+    """The kept prefixes of a pool and the blocks that they hold, by owner. For one thread."""
+
+    def __init__(self, manager: BlockManager, limit: int) -> None:
+        self._manager = manager
+        self.limit = limit
+        """The most blocks that all kept prefixes hold."""
+        self._uses: Counter[int] = Counter()
+        """For each block, the kept prefixes with it."""
+        self._uses_of: defaultdict[bytes, Counter[int]] = defaultdict(Counter)
+        """The same for each owner."""
+        self._pinned: dict[tuple[bytes, frozenset[int]], KeptPrefix] = {}
+        """Pins, by owner and blocks."""
+        self.ends: list[tuple[float, int, KeptPrefix]] = []
+        """A heap of pins by the time of their ends, or an earlier one if they were renewed."""
+        self._by_priority: defaultdict[bytes, list[tuple[int, int, KeptPrefix]]]
+        self._by_priority = defaultdict(list)
+        """Heaps of prefixes with a priority, by owner."""
+        self._numbers = count()
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks that all kept prefixes hold."""
+        return len(self._uses)
+
+    def num_blocks_of(self, owner: bytes) -> int:
+        """The blocks that the prefixes of an owner hold."""
+        return len(self._uses_of[owner]) if owner in self._uses_of else 0
+
+    def pin(self, tokens: Sequence[int], namespace: bytes, hints: CacheHints) -> list[KeptPrefix]:
+        """Pin what is cached of the prefixes of a request that its hints name.
+
+        A prefix that its owner has pinned already is pinned until the later of both ends. Raises
+        `PinQuotaError` at the first prefix that takes more blocks than are left.
+        """
+        now, pinned = monotonic(), []
+        for num_tokens, seconds in hints.pins:
+            pin = self._manager.match_prefix(tokens[:num_tokens], namespace=namespace)
+            blocks, end = self._blocks_of(pin), now + seconds
+            kept = self._pinned.get((hints.owner, blocks))
+            if kept is not None:  # its entry in `ends` is moved when it comes up
+                pin.release()
+                kept.end = max(kept.end, end)
+            else:
+                shortage = self._make_space(blocks, hints, below=inf)
+                if shortage:
+                    pin.release()
+                    raise PinQuotaError(
+                        f"pinning {num_tokens} tokens takes {len(blocks)} blocks, {shortage}"
+                    )
+                kept = KeptPrefix(hints.owner, pin, blocks, end)
+                self._add(kept)
+                self._pinned[hints.owner, blocks] = kept
+                heappush(self.ends, (end, next(self._numbers), kept))
+            pinned.append(kept)
+        return pinned
+
+    def keep(self, pin: Pin, priority: int, hints: CacheHints) -> KeptPrefix | None:
+        """Keep a prefix until its blocks are needed, if the owner's share has space for it."""
+        blocks, heap = self._blocks_of(pin), self._by_priority[hints.owner]
+        if self._make_space(blocks, hints, below=priority):
+            pin.release()
+            return None
+        if len(heap) >= _MOST_KEPT:
+            self._drop(heap)
+        kept = KeptPrefix(hints.owner, pin, blocks, inf)
+        self._add(kept)
+        heappush(heap, (priority, next(self._numbers), kept))
+        return kept
+
+    def release(self, kept: KeptPrefix) -> None:
+        """End a pin early; no effect if it has ended."""
+        if kept.pin.is_released:
+            return
+        kept.pin.release()
+        own = self._uses_of[kept.owner]
+        for uses in (self._uses, own):
+            for block in kept.blocks:
+                uses[block] -= 1
+                if not uses[block]:
+                    del uses[block]
+        if not own:
+            del self._uses_of[kept.owner]
+        if self._pinned.get((kept.owner, kept.blocks)) is kept:
+            del self._pinned[kept.owner, kept.blocks]
+
+    def expire(self) -> float | None:
+        """End the pins whose time is over; return the seconds to the next end, None without one."""
+        now = monotonic()
+        while self.ends and self.ends[0][0] <= now:
+            *_, kept = heappop(self.ends)
+            if kept.end <= now:
+                self.release(kept)
+            elif not kept.pin.is_released:
+                heappush(self.ends, (kept.end, next(self._numbers), kept))
+        return min(self.ends[0][0] - now, _LONGEST_WAIT) if self.ends else None
+
+    def give_way(self, needed: int) -> bool:
+        """Drop prefixes with the lowest priority until so many blocks are available.
+
+        False if there were none.
+        """
+        heaps = [heap for heap in self._by_priority.values() if heap]
+        if not heaps:
+            return False
+        while heaps:
+            lowest = min(heaps)
+            self._drop(lowest)
+            if self._manager.usage().available >= needed:
+                break
+            heaps = [heap for heap in heaps if heap]
+        return True
+
+    def _blocks_of(self, pin: Pin) -> frozenset[int]:
+        return frozenset(pin.blocks) - {self._manager.null_block}
+
+    def _add(self, kept: KeptPrefix) -> None:
+        self._uses.update(kept.blocks)
+        self._uses_of[kept.owner].update(kept.blocks)
+
+    def _drop(self, heap: list[tuple[int, int, KeptPrefix]]) -> None:
+        *_, kept = heappop(heap)
+        self.release(kept)
+
+    def _make_space(self, blocks: frozenset[int], hints: CacheHints, below: float) -> str:
+        """Drop the owner's prefixes with priorities up to `below` as far as these blocks need it.
+
+        Returns the numbers of the quota that they exceed even then; empty if none.
+        """
+        heap = self._by_priority[hints.owner]
+        while shortage := self._shortage(blocks, hints):
+            if not heap or heap[0][0] > below:
+                break
+            self._drop(heap)
+        return shortage
+
+    def _shortage(self, blocks: frozenset[int], hints: CacheHints) -> str:
+        """The numbers of the quota that these blocks exceed; empty if none."""
+        if blocks and not self.limit:
+            return (
+                "and no block may be pinned: max_pinned_share is 0, or the KV pool holds little "
+                "more than the longest request; lower max_model_len, or give a larger pool"
+            )
+        own, quota = self._uses_of[hints.owner], self.limit // hints.num_owners
+        new = len(blocks - own.keys())
+        if new and len(own) + new > quota:
+            return (
+                f"{new} of them new, and this caller's pins hold {len(own)} of its {quota} blocks: "
+                "release one, wait for its end, or pin less"
+            )
+        new = len(blocks - self._uses.keys())
+        if new and len(self._uses) + new > self.limit:
+            return (
+                f"{new} of them new, and all pins hold {len(self._uses)} of {self.limit} blocks: "
+                "try again when some have ended"
+            )
+        return ""
