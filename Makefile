@@ -201,7 +201,7 @@ release-notes: ## the changelog's part on TAG=v1.2.3
 loom: ## every interleaving of a pin's drop with the manager's work
 	RUSTFLAGS="--cfg loom" cargo test -p kv-core --release --test loom --target-dir target/loom
 
-model: ## every state of the block manager's model, in larger worlds than make test has; a minute
+model: ## every state of the block manager's model, in larger worlds than make test has; three minutes
 	MODEL=full cargo test --release -p kv-model -- --nocapture --test-threads 1
 
 fuzz: ## SECONDS=600 of operations that a fuzzer chooses, and of recordings; needs a C++ compiler

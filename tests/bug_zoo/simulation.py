@@ -11,7 +11,7 @@ from pyengine.kv_cache import BlockManager, Prefilled, Remapping, Sequence, Step
 from tests.support.blocks import step_arrays
 
 KV = tuple[bytes, tuple[int, ...]]
-"""What a slot holds: the weights that computed it, and the tokens up to its position."""
+"""The KV in a slot: the weights that computed it, and the tokens up to its position."""
 
 
 @dataclass(eq=False)

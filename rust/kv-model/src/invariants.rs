@@ -1,4 +1,4 @@
-//! What holds in every state: the contract of the block manager.
+//! The contract of the block manager: conditions that hold in every state.
 
 use crate::life::BlockLife;
 use crate::pool::BlockId;
@@ -109,7 +109,7 @@ fn cached_kv_is_right(life: &BlockLife, state: &State) -> bool {
     })
 }
 
-/// What an open step reads or writes is not in the queue, so nothing else is given it.
+/// Blocks that an open step reads or writes are not in the queue, so no allocation takes them.
 fn steps_hold_their_blocks(_: &BlockLife, state: &State) -> bool {
     let entries = state.steps.iter().flat_map(|step| &step.entries);
     let mut blocks = entries.flat_map(|entry| &entry.table);

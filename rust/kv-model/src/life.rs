@@ -151,7 +151,7 @@ pub enum Answer {
     Merged(Vec<Remapping>),
 }
 
-/// What exploring has come across: a checker that never saw a merge has shown nothing about merges.
+/// Cases that the checker counts: one that never saw a merge has shown nothing about merges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A prefill reused cached blocks.
@@ -256,9 +256,9 @@ impl BlockLife {
     }
 
     /// Whether two prefixes are as long, and their last blocks hold equal tokens.
-    pub(crate) fn equal_blocks(&self, one: Tokens, other: Tokens) -> bool {
+    pub(crate) fn equal_blocks(&self, left: Tokens, right: Tokens) -> bool {
         let start = |of: Tokens| of.len() - self.bounds.block_size;
-        one.len() == other.len() && one.from(start(one)) == other.from(start(other))
+        left.len() == right.len() && left.from(start(left)) == right.from(start(right))
     }
 
     /// The actions of a state. Some of them may be refused.

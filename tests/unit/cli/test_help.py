@@ -15,7 +15,7 @@ from tests.unit.cli.fakes import FakeEngine
 COMMANDS = [
     "",
     *("bench", "cache", "cache ls", "cache prune", "cache verify", "chat", "doctor", "generate"),
-    *("info", "list", "pull", "serve", "trace", "trace replay"),
+    *("info", "list", "pull", "serve", "trace", "trace replay", "trace view"),
 ]
 
 

@@ -31,10 +31,9 @@ pub(crate) struct World {
 }
 
 impl World {
-    pub(crate) fn new(bounds: Bounds, hash_bits: u32) -> Self {
+    pub(crate) fn new(bounds: Bounds) -> Self {
         let config = Config {
             partial_reuse: false,
-            hash_bits,
             ..Config::new(bounds.num_blocks, bounds.block_size)
         };
         Self {
