@@ -71,7 +71,7 @@ MSRV := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom fuzz mutants mutants-python bench vllm-tests conformance gpu-check gpu-bench bench-rust bench-worst guard guard-update clean
+.PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom model fuzz mutants mutants-python bench vllm-tests conformance gpu-check gpu-bench bench-rust bench-worst guard guard-update clean
 .PHONY: distclean rust-tools valgrind wheels try-wheels try-bare try-musl sdist sbom test-portable test-windows
 .PHONY: crates publish-crates msrv semver lint-workflows lint-deploy deny audit release-check release-notes
 .DEFAULT_GOAL := help
@@ -211,6 +211,9 @@ release-notes: ## the changelog's part on TAG=v1.2.3
 
 loom: ## every interleaving of a pin's drop with the manager's work
 	RUSTFLAGS="--cfg loom" cargo test -p kv-core --release --test loom --target-dir target/loom
+
+model: ## every state of the block manager's model, in larger worlds than make test has; three minutes
+	MODEL=full cargo test --release -p kv-model -- --nocapture --test-threads 1
 
 fuzz: ## SECONDS=600 of operations that a fuzzer chooses, and of recordings; needs a C++ compiler
 	@command -v cargo-fuzz > /dev/null || cargo install cargo-fuzz --locked

@@ -70,11 +70,15 @@ def _run_on_windows() -> int:
 
 
 def _run_bare() -> int | None:
-    """Run `trace replay` or `doctor`, which work in the base install; None for other commands."""
+    """Run `trace` or `doctor`, which work in the base install; None for other commands."""
     if sys.argv[1:3] == ["trace", "replay"]:
         from pyengine.cli import replay
 
         return replay.run_bare(sys.argv[3:])
+    if sys.argv[1:3] == ["trace", "view"]:
+        from pyengine.cli import view
+
+        return view.run_bare(sys.argv[3:])
     if sys.argv[1:2] == ["doctor"]:
         from pyengine.cli import doctor
 

@@ -1,4 +1,4 @@
-"""`pyengine trace replay`: replays a recording of the block manager and compares the results."""
+"""`pyengine trace`: replays a recording of the block manager, or shows it on a local page."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,8 +7,11 @@ import typer
 
 from pyengine.cli.options import guarded
 from pyengine.cli.replay import show_recording
+from pyengine.cli.view import view_recording
 
 trace = typer.Typer(name="trace", no_args_is_help=True)
+
+_File = Annotated[Path, typer.Argument(help="Recording written by `BlockManager.record`.")]
 
 
 @trace.callback()
@@ -17,11 +20,24 @@ def root() -> None:
 
 
 @trace.command("replay", help=show_recording.__doc__, short_help="Replay FILE and compare.")
-def replay_file(
-    file: Annotated[Path, typer.Argument(help="Recording written by `BlockManager.record`.")],
-) -> None:
+def replay_file(file: _File) -> None:
     """Replay a recording."""
     with guarded():
         status = show_recording(file)
     if status:
         raise typer.Exit(status)
+
+
+@trace.command("view", help=view_recording.__doc__, short_help="Show FILE step by step.")
+def view_file(
+    file: _File,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port; 0: any free one.", show_envvar=False)
+    ] = 0,
+    is_opened: Annotated[
+        bool, typer.Option("--open", help="Open the browser.", show_envvar=False)
+    ] = False,
+) -> None:
+    """Show a recording on a local page."""
+    with guarded():
+        view_recording(file, port=port, is_opened=is_opened)

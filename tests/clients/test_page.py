@@ -207,7 +207,7 @@ def test_keys_and_tables_say_what_the_pictures_show(
         usage = engine.stats().usage
         rows = page.locator("#table-states tbody tr").all_inner_texts()
         assert [row.split() for row in rows] == [
-            [name, str(getattr(usage, name))] for name in STATES
+            [name, str(getattr(usage, name))] for name in (*STATES, "loading")
         ]
         assert f"{usage.evictable} evictable" in (
             page.locator("#blocks").get_attribute("aria-label") or ""

@@ -7,7 +7,7 @@ from tests.support.docs import ROOT
 
 ELSEWHERE = (
     *("unit", "integration", "concurrency", "property", "clients", "cluster", "peers", "gpu"),
-    *("architecture/test_imports.py", "architecture/test_rooms.py"),
+    *("bug_zoo", "architecture/test_imports.py"),
 )
 SHOW_PROFILE = """
 import pytest

@@ -11,14 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from time import monotonic, time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.engine.request import Request
-from pyengine.engine.stats import EngineView, RequestView
-from pyengine.kv_cache import PoolSnapshot
+from pyengine.kv_cache import PoolSnapshot, PoolUsage
+
+if TYPE_CHECKING:  # recordings are shown without torch
+    from pyengine.engine.request import Request
+    from pyengine.engine.stats import EngineView, RequestView
 
 Ints = npt.NDArray[np.int64]
 
@@ -105,6 +107,29 @@ def _depths(parents: Ints, attached: Ints) -> tuple[Ints, Ints]:
     return depths, roots
 
 
+def pool_columns(pool: PoolSnapshot, usage: PoolUsage) -> dict[str, Any]:
+    """The part of a frame that is about blocks and the prefix tree."""
+    tree, seq_refs = Tree.of(pool), _column(pool.seq_refs)
+    spaces, space_of_root = _namespaces(pool, tree)
+    nodes, hidden, number_of = _nodes(tree, seq_refs, space_of_root)
+    pieces = tree.block_pieces
+    root_of_block = np.where(pieces >= 0, tree.roots[pieces] if len(tree.roots) else 0, 0)
+    return {
+        "usage": {name: getattr(usage, name) for name in _STATES},
+        "blocks": _packed(
+            [_column(pool.refs), seq_refs, _column(pool.ages), tree.block_depths],
+            [
+                np.frombuffer(pool.states, np.uint8),
+                space_of_root[root_of_block],
+                np.where(pieces >= 0, number_of[pieces], 0),
+            ],
+        ),
+        "spaces": spaces,
+        "tree": nodes,
+        "hidden": hidden,
+    }
+
+
 class FrameMaker:
     """Creates the frames of one engine. Not thread-safe.
 
@@ -119,45 +144,27 @@ class FrameMaker:
         self._prompts: dict[Request, str] = {}
         """Beginnings of the prompts in the last frame."""
 
-    def frame(self, view: EngineView) -> str:
+    def frame(self, view: "EngineView") -> str:
         """A frame as one line of JSON."""
-        pool, stats = view.pool, view.stats
-        tree, seq_refs = Tree.of(pool), _column(pool.seq_refs)
-        spaces, space_of_root = _namespaces(pool, tree)
-        nodes, hidden, number_of = _nodes(tree, seq_refs, space_of_root)
-        pieces = tree.block_pieces
-        root_of_block = np.where(pieces >= 0, tree.roots[pieces] if len(tree.roots) else 0, 0)
+        stats = view.stats
         if self._decode is not None:
             self._prompts = {
                 request.request: self._prompt(request.request) for request in view.requests
             }
-        usage = stats.usage
         message = {
             "time": time(),
             "about": self._about,
-            "usage": {name: getattr(usage, name) for name in _STATES},
             "counters": stats.counters,
             "store": stats.store,
             "running": stats.num_running,
             "waiting": stats.num_waiting,
             "preemptions": stats.num_preemptions,
             "tokens": stats.num_new_tokens,
-            "blocks": _packed(
-                [_column(pool.refs), seq_refs, _column(pool.ages), tree.block_depths],
-                [
-                    np.frombuffer(pool.states, np.uint8),
-                    space_of_root[root_of_block],
-                    np.where(pieces >= 0, number_of[pieces], 0),
-                ],
-            ),
-            "spaces": spaces,
-            "tree": nodes,
-            "hidden": hidden,
             "requests": [self._request(request) for request in view.requests],
-        }
+        } | pool_columns(view.pool, stats.usage)
         return json.dumps(message, separators=(",", ":"))
 
-    def _request(self, view: RequestView) -> list[Any]:
+    def _request(self, view: "RequestView") -> list[Any]:
         """A row of the request table, in the page's column order."""
         state = view.request
         row: list[Any] = [
@@ -176,7 +183,7 @@ class FrameMaker:
             row.append(self._prompts[state])
         return row
 
-    def _prompt(self, state: Request) -> str:
+    def _prompt(self, state: "Request") -> str:
         """The beginning of a prompt, decoded once per request."""
         known = self._prompts.get(state)
         if known is not None:

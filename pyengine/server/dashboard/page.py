@@ -18,6 +18,7 @@ from fastapi.responses import HTMLResponse, StreamingResponse
 
 from pyengine.engine.stats import EngineView
 from pyengine.errors import PyEngineError
+from pyengine.server.dashboard import PAGE_POLICY
 from pyengine.server.dashboard.frames import FrameMaker
 from pyengine.server.errors import ApiError
 from pyengine.server.metrics import bytes_per_block
@@ -30,11 +31,6 @@ HEARTBEAT_SECONDS = 5.0
 """A stream without a new frame sends a comment after this time."""
 MAX_VIEWERS = 32
 MAX_REQUESTS = 1000
-
-_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 
 
 class ViewedEngine(Protocol):
@@ -212,7 +208,7 @@ def page_router(broadcaster_of: Callable[[str | None], FrameBroadcaster]) -> API
 
     @router.get("/kv")
     async def page() -> HTMLResponse:
-        headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
+        headers = {"Content-Security-Policy": PAGE_POLICY, "Cache-Control": "no-cache"}
         return HTMLResponse(html, headers=headers)
 
     @router.get("/kv/stream")

@@ -1,6 +1,8 @@
 //! Answers of the manager: frozen values.
 
-use kv_core::{BlockId, Extend, Prefill, Remapping as CoreRemapping, Stats as CoreStats};
+use kv_core::{
+    BlockId, BlockState, Extend, Prefill, Remapping as CoreRemapping, Stats as CoreStats,
+};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -63,6 +65,17 @@ impl PoolUsage {
         } = self.0;
         let held = format!("active={active}, pinned={pinned}, loading={loading}");
         format!("PoolUsage(free={free}, evictable={evictable}, {held})")
+    }
+}
+
+/// The name of a block's state.
+pub(crate) fn state_name(state: BlockState) -> &'static str {
+    match state {
+        BlockState::Free => "free",
+        BlockState::Evictable => "evictable",
+        BlockState::Active => "active",
+        BlockState::Pinned => "pinned",
+        BlockState::Loading => "loading",
     }
 }
 

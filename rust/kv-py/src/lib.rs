@@ -34,6 +34,7 @@ mod stored_prefix;
 mod suffix_index;
 mod tokens;
 mod trace;
+mod trace_player;
 mod transfer;
 
 use pyo3::prelude::*;
@@ -74,6 +75,10 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<snapshot::PoolSnapshot>()?;
     module.add_class::<trace::ReplayReport>()?;
     module.add_class::<trace::Divergence>()?;
+    module.add_class::<trace_player::TracePlayer>()?;
+    module.add_class::<trace_player::ReplayedOperation>()?;
+    module.add_class::<trace_player::ReplayedSequence>()?;
+    module.add_class::<trace_player::BlockChange>()?;
     module.add_function(wrap_pyfunction!(store::kv_fingerprint, module)?)?;
     module.add_function(wrap_pyfunction!(trace::replay, module)?)
 }

@@ -5,12 +5,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::{BlockManager as Core, BlockState, Config, Error};
+use kv_core::{BlockManager as Core, Config, Error};
 use kv_trace::Record;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
-use crate::answers::{PoolUsage, Stats};
+use crate::answers::{PoolUsage, Stats, state_name};
 use crate::bounded;
 use crate::errors::{InvariantError, raise};
 use crate::events::push_event;
@@ -218,13 +218,7 @@ impl BlockManager {
     /// The state of a block: "free", "evictable", "active", "pinned" or "loading".
     fn state(&self, py: Python<'_>, block: &Bound<'_, PyAny>) -> PyResult<&'static str> {
         let block = number("block", block)?;
-        Ok(match self.core.with(py, |core| core.state(block))? {
-            BlockState::Free => "free",
-            BlockState::Evictable => "evictable",
-            BlockState::Active => "active",
-            BlockState::Pinned => "pinned",
-            BlockState::Loading => "loading",
-        })
+        self.core.with(py, |core| core.state(block)).map(state_name)
     }
 
     /// `state`, `refs` and `seq_refs` of every block, and the radix tree of cached prefixes, at one moment, for

@@ -25,6 +25,38 @@ pub(crate) fn os_error(error: &io::Error, path: Option<&Path>) -> PyErr {
     }
 }
 
+/// The settings of a recorded manager by name.
+pub(crate) fn settings<'py>(
+    py: Python<'py>,
+    config: &kv_core::Config,
+) -> PyResult<Bound<'py, PyDict>> {
+    let kv_core::Config {
+        num_blocks,
+        block_size,
+        ref groups,
+        prefix_caching,
+        in_flight_sharing,
+        partial_reuse,
+        events,
+        keep_evicted: _, // it is not recorded
+        eviction,
+        hash_seed,
+        hash_bits,
+    } = *config;
+    let dict = PyDict::new(py);
+    dict.set_item("num_blocks", num_blocks)?;
+    dict.set_item("block_size", block_size)?;
+    dict.set_item("groups", PyTuple::new(py, groups)?)?;
+    dict.set_item("prefix_caching", prefix_caching)?;
+    dict.set_item("in_flight_sharing", in_flight_sharing)?;
+    dict.set_item("partial_reuse", partial_reuse)?;
+    dict.set_item("events", events)?;
+    dict.set_item("eviction", eviction.name())?;
+    dict.set_item("hash_seed", hash_seed)?;
+    dict.set_item("hash_bits", hash_bits)?;
+    Ok(dict)
+}
+
 /// The result of a replay.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct ReplayReport(kv_trace::Report);
@@ -40,31 +72,7 @@ impl ReplayReport {
     /// The manager's settings by name; `hash_seed` is the actual seed.
     #[getter]
     fn settings<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let kv_core::Config {
-            num_blocks,
-            block_size,
-            ref groups,
-            prefix_caching,
-            in_flight_sharing,
-            partial_reuse,
-            events,
-            keep_evicted: _, // it is not recorded
-            eviction,
-            hash_seed,
-            hash_bits,
-        } = self.0.config;
-        let dict = PyDict::new(py);
-        dict.set_item("num_blocks", num_blocks)?;
-        dict.set_item("block_size", block_size)?;
-        dict.set_item("groups", PyTuple::new(py, groups)?)?;
-        dict.set_item("prefix_caching", prefix_caching)?;
-        dict.set_item("in_flight_sharing", in_flight_sharing)?;
-        dict.set_item("partial_reuse", partial_reuse)?;
-        dict.set_item("events", events)?;
-        dict.set_item("eviction", eviction.name())?;
-        dict.set_item("hash_seed", hash_seed)?;
-        dict.set_item("hash_bits", hash_bits)?;
-        Ok(dict)
+        settings(py, &self.0.config)
     }
 
     /// Number of replayed operations of each kind.
@@ -104,12 +112,7 @@ impl ReplayReport {
     /// The first operation whose answer differs from the recording, or None.
     #[getter]
     fn divergence(&self) -> Option<Divergence> {
-        self.0.divergence.as_ref().map(|divergence| Divergence {
-            operation: divergence.operation,
-            call: divergence.call_text(),
-            recorded: divergence.recorded_text(),
-            obtained: divergence.obtained_text(),
-        })
+        self.0.divergence.as_ref().map(Divergence::of)
     }
 
     fn __repr__(&self) -> String {
@@ -132,6 +135,17 @@ values! {
         recorded: String,
         /// Its answer in the replay, as text.
         obtained: String,
+    }
+}
+
+impl Divergence {
+    pub(crate) fn of(divergence: &kv_trace::Divergence) -> Self {
+        Self {
+            operation: divergence.operation,
+            call: divergence.call_text(),
+            recorded: divergence.recorded_text(),
+            obtained: divergence.obtained_text(),
+        }
     }
 }
 

@@ -54,6 +54,6 @@ mod writer;
 
 pub use error::TraceError;
 pub use record::Record;
-pub use replay::{replay, replay_within};
+pub use replay::{Operation, Replay, replay, replay_within};
 pub use report::{Divergence, Limits, Report};
 pub use writer::EndedRecording;

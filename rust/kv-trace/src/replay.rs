@@ -5,12 +5,13 @@ use std::io::{BufReader, Read};
 
 use kv_core::{
     Answer, BlockManager, Call, Config, Error, Pin, PlanHandle, PlanKey, Reserve, SeqHandle,
-    SeqKey, Transfer, TransferKey,
+    SeqKey, SequenceView, Transfer, TransferKey,
 };
 
 use crate::error::TraceError;
 use crate::frame::Frames;
 use crate::report::{Divergence, Limits, Report};
+use crate::text::Text;
 
 /// Replays a recording; see [`Record::record`](crate::Record::record).
 ///
@@ -25,34 +26,135 @@ pub fn replay(recording: impl Read) -> Result<Report, TraceError> {
 /// # Errors
 /// As [`replay`].
 pub fn replay_within(recording: impl Read, limits: Limits) -> Result<Report, TraceError> {
-    let (mut frames, header) = Frames::open(BufReader::new(recording), limits.operation)?;
-    let config = header.config;
-    within(
-        "the recorded pool's number of blocks",
-        config.num_blocks,
-        limits.num_blocks,
-    )?;
-    let positions = config.num_blocks.saturating_mul(config.block_size);
-    within(
-        "the recorded pool's number of token positions",
-        positions,
-        limits.tokens,
-    )?;
-    let mut player = Player::new(&config, limits.tokens).map_err(TraceError::Config)?;
-    let divergence = player.play(&mut frames)?;
-    let kinds = Call::KINDS.iter().copied();
-    Ok(Report {
-        recorded_by: header.recorded_by,
-        operations: kinds
-            .filter_map(|kind| Some((kind, *player.operations.get(kind)?)))
-            .collect(),
-        usage: player.manager.usage(),
-        stats: player.manager.stats(),
-        check: player.manager.check(),
-        complete: player.stopped,
-        divergence,
-        config,
-    })
+    let mut replay = Replay::open(recording, limits)?;
+    while replay.advance()?.is_some() {}
+    Ok(replay.report())
+}
+
+/// A replay that goes operation by operation.
+pub struct Replay<R> {
+    frames: Frames<BufReader<R>>,
+    recorded_by: String,
+    config: Config,
+    player: Player,
+    divergence: Option<Divergence>,
+}
+
+/// A replayed operation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Operation {
+    /// Its number, from 1.
+    pub number: u64,
+    /// The operation.
+    pub call: Call,
+    /// Its answer, in the recording and in the replay.
+    pub answer: Answer,
+}
+
+impl Operation {
+    /// The operation, as text.
+    pub fn call_text(&self) -> String {
+        self.call.text()
+    }
+
+    /// Its answer, as text.
+    pub fn answer_text(&self) -> String {
+        self.answer.text()
+    }
+}
+
+impl<R: Read> Replay<R> {
+    /// A manager with the recorded settings, before the first operation.
+    ///
+    /// # Errors
+    /// If the beginning of the file is not that of a recording.
+    pub fn open(recording: R, limits: Limits) -> Result<Self, TraceError> {
+        let (frames, header) = Frames::open(BufReader::new(recording), limits.operation)?;
+        let config = header.config;
+        within(
+            "the recorded pool's number of blocks",
+            config.num_blocks,
+            limits.num_blocks,
+        )?;
+        let positions = config.num_blocks.saturating_mul(config.block_size);
+        within(
+            "the recorded pool's number of token positions",
+            positions,
+            limits.tokens,
+        )?;
+        Ok(Self {
+            frames,
+            recorded_by: header.recorded_by,
+            player: Player::new(&config, limits.tokens).map_err(TraceError::Config)?,
+            config,
+            divergence: None,
+        })
+    }
+
+    /// Replays the next operation. `None` at the end of the recording, and from an operation on that is answered
+    /// differently.
+    ///
+    /// # Errors
+    /// As [`replay`].
+    pub fn advance(&mut self) -> Result<Option<Operation>, TraceError> {
+        if self.divergence.is_some() {
+            return Ok(None);
+        }
+        match self.player.advance(&mut self.frames)? {
+            Some(Ok(operation)) => Ok(Some(operation)),
+            Some(Err(divergence)) => {
+                self.divergence = Some(divergence);
+                Ok(None)
+            }
+            None => Ok(None),
+        }
+    }
+
+    /// The version of kv-core that recorded.
+    pub fn recorded_by(&self) -> &str {
+        &self.recorded_by
+    }
+
+    /// The recorded settings, with the hash seed that was in force.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The first operation that was answered differently.
+    pub fn divergence(&self) -> Option<&Divergence> {
+        self.divergence.as_ref()
+    }
+
+    /// The manager after the operations so far.
+    pub fn manager(&mut self) -> &mut BlockManager {
+        &mut self.player.manager
+    }
+
+    /// The sequences that callers hold, in the order of their creation.
+    pub fn sequences(&self) -> Vec<SequenceView<'_>> {
+        let handles = self.player.sequences.values();
+        let view = |(handle, _): &(SeqHandle, usize)| self.player.manager.view(handle.key()).ok();
+        let mut views: Vec<_> = handles.filter_map(view).collect();
+        views.sort_unstable_by_key(|view| view.id);
+        views
+    }
+
+    /// The result so far.
+    pub fn report(mut self) -> Report {
+        let (kinds, player) = (Call::KINDS.iter().copied(), &mut self.player);
+        Report {
+            recorded_by: self.recorded_by,
+            operations: kinds
+                .filter_map(|kind| Some((kind, *player.operations.get(kind)?)))
+                .collect(),
+            usage: player.manager.usage(),
+            stats: player.manager.stats(),
+            check: player.manager.check(),
+            complete: player.stopped,
+            divergence: self.divergence,
+            config: self.config,
+        }
+    }
 }
 
 fn within(what: &str, found: usize, limit: usize) -> Result<(), TraceError> {
@@ -115,40 +217,48 @@ impl Player {
         })
     }
 
-    /// Plays all operations, up to the first one that is answered differently.
-    fn play<R: Read>(&mut self, frames: &mut Frames<R>) -> Result<Option<Divergence>, TraceError> {
-        while frames.next()? {
-            let corrupt = |what| frames.corrupt(what);
-            if self.stopped {
-                return Err(corrupt("operations after the end".into()));
-            }
-            let (call, recorded): (Call, Answer) = frames.take()?;
-            let obtained = match self.apply(&call) {
-                Ok(answer) => Ok(answer),
-                Err(Halt::Refused(error)) => Err(error),
-                Err(Halt::Missing(what, number)) => {
-                    return Err(corrupt(format!("{what} {number} is not there")));
-                }
-                Err(Halt::TooMuch) => {
-                    let operation = frames.operation();
-                    let what = format!("what sequences and pins hold at operation {operation}");
-                    return within(&what, self.held, self.most_held).map(|()| None);
-                }
-            };
-            if obtained.as_ref() != Ok(&recorded) {
-                return Ok(Some(Divergence {
-                    operation: frames.operation(),
-                    call,
-                    recorded,
-                    obtained,
-                }));
-            }
-            match call {
-                Call::Stop {} => self.stopped = true,
-                call => *self.operations.entry(call.kind()).or_default() += 1,
-            }
+    /// Plays the next operation. `None` at the end.
+    fn advance<R: Read>(
+        &mut self,
+        frames: &mut Frames<R>,
+    ) -> Result<Option<Result<Operation, Divergence>>, TraceError> {
+        if !frames.next()? {
+            return Ok(None);
         }
-        Ok(None)
+        let corrupt = |what| frames.corrupt(what);
+        if self.stopped {
+            return Err(corrupt("operations after the end".into()));
+        }
+        let (call, recorded): (Call, Answer) = frames.take()?;
+        let number = frames.operation();
+        let obtained = match self.apply(&call) {
+            Ok(answer) => Ok(answer),
+            Err(Halt::Refused(error)) => Err(error),
+            Err(Halt::Missing(what, number)) => {
+                return Err(corrupt(format!("{what} {number} is not there")));
+            }
+            Err(Halt::TooMuch) => {
+                let what = format!("what sequences and pins hold at operation {number}");
+                return within(&what, self.held, self.most_held).map(|()| None);
+            }
+        };
+        if obtained.as_ref() != Ok(&recorded) {
+            return Ok(Some(Err(Divergence {
+                operation: number,
+                call,
+                recorded,
+                obtained,
+            })));
+        }
+        match &call {
+            Call::Stop {} => self.stopped = true,
+            call => *self.operations.entry(call.kind()).or_default() += 1,
+        }
+        Ok(Some(Ok(Operation {
+            number,
+            call,
+            answer: recorded,
+        })))
     }
 
     fn apply(&mut self, call: &Call) -> Result<Answer, Halt> {

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use kv_core::{Answer, BlockManager, Call, Config, Error, Eviction, Prefill, Reserve};
-use kv_trace::{Limits, Record, Report, TraceError, replay, replay_within};
+use kv_trace::{Limits, Record, Replay, Report, TraceError, replay, replay_within};
 use recording::Recording;
 
 /// Every kind of operation once at least: its manager, not recorded any more, and its recording.
@@ -342,6 +342,61 @@ fn an_answer_that_is_not_given_again_is_named() {
         divergence.to_string(),
         "operation 4, begin_step(token_budget=64): recorded 77; obtained 1"
     );
+}
+
+#[test]
+fn a_replay_goes_operation_by_operation() {
+    let (_, recording) = session(small());
+    let report = replay(&recording[..]).expect("whole");
+    let total: u64 = report.operations.iter().map(|(_, count)| count).sum();
+    let mut steps = Replay::open(&recording[..], Limits::default()).expect("a recording");
+    assert_eq!(steps.recorded_by(), report.recorded_by);
+    assert_eq!(steps.config().num_blocks, report.config.num_blocks);
+    let (mut done, mut last) = (0, None);
+    while let Some(operation) = steps.advance().expect("whole") {
+        done += 1;
+        assert_eq!(operation.number, done);
+        assert_eq!(steps.manager().check(), Ok(()));
+        let ids: Vec<u64> = steps.sequences().iter().map(|view| view.id).collect();
+        assert!(ids.is_sorted());
+        if let (Call::Sequence { tokens, .. }, Answer::Number(id)) =
+            (&operation.call, &operation.answer)
+        {
+            let views = steps.sequences();
+            let made = views.iter().find(|view| view.id == *id);
+            assert_eq!(made.expect("alive").tokens, &tokens[..]);
+        }
+        last = Some((operation.call_text(), operation.answer_text()));
+    }
+    assert_eq!(done, total + 1); // and the end
+    let (call, answer) = last.expect("operations");
+    assert_eq!(call, "stop_recording()");
+    assert!(answer.starts_with(&format!("{} blocks free", report.usage.free)));
+    let again = steps.report();
+    assert_eq!((again.usage, again.stats), (report.usage, report.stats));
+}
+
+#[test]
+fn it_ends_before_an_operation_that_is_answered_differently() {
+    let (_, recording) = session(small());
+    let (_, bodies) = frames(&recording);
+    let begin = bodies.iter().position(|body| body[0] == kind("begin_step"));
+    let begin = begin.expect("a begin_step");
+    let forged = forge(&recording, |bodies| {
+        *bodies[begin].last_mut().expect("the serial") = 77;
+    });
+    let mut steps = Replay::open(&forged[..], Limits::default()).expect("a recording");
+    let mut done = 0;
+    while steps.advance().expect("whole").is_some() {
+        done += 1;
+    }
+    assert_eq!(steps.advance().expect("whole"), None);
+    let divergence = steps.divergence().expect("another answer").clone();
+    assert_eq!(
+        (divergence.operation, done),
+        (begin as u64, begin as u64 - 1)
+    );
+    assert_eq!(steps.report().divergence, Some(divergence));
 }
 
 #[test]

@@ -114,7 +114,7 @@ CACHE = ("cache ls", "cache verify", "cache prune")
 def test_the_page_about_the_command_line_names_what_there_is() -> None:
     shown = {
         name: CliRunner().invoke(app, [*name.split(), "--help"], env=WIDE).output
-        for name in ("generate", "chat", "info", "trace replay", *CACHE, *MACHINE)
+        for name in ("generate", "chat", "info", "trace replay", "trace view", *CACHE, *MACHINE)
     }
     page = (ROOT / "docs/guides/command-line.md").read_text()
     for option in set(re.findall(r"--[a-z][a-z-]+", page)) - {"--help"}:

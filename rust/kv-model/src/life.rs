@@ -1,0 +1,485 @@
+//! The model: which actions a state has, and where they lead.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use stateright::{Model, Property};
+
+use crate::invariants::INVARIANTS;
+use crate::pool::{BlockId, MAX_BLOCK_SIZE};
+use crate::state::{Pin, SLOTS, Sequence, State, Step};
+use crate::tokens::Tokens;
+
+/// How large the explored world is.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    /// Blocks of the pool.
+    pub num_blocks: usize,
+    /// Tokens of a block: 1 or 2.
+    pub block_size: usize,
+    /// The most tokens of a sequence. The last one is sampled and never computed.
+    pub max_tokens: usize,
+    /// Open steps: 1 or 2.
+    pub max_steps: usize,
+}
+
+/// A bug to seed: the checker must find it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flaw {
+    /// Late merge does not release the duplicate.
+    KeepsDuplicate,
+    /// Late merge releases the duplicate at once, although the next step reads it.
+    ReleasesDuplicateEarly,
+    /// Late merge remaps to an evictable block and leaves it in the free queue.
+    MergesIntoEvictable,
+    /// A match compares the tokens of a block and not those before it.
+    IgnoresParent,
+    /// A rollback leaves prefixes that no step has computed.
+    KeepsRolledBack,
+    /// Freeing a sequence releases its blocks while a step computes it.
+    FreesDuringStep,
+}
+
+impl Flaw {
+    /// All of them.
+    pub const ALL: [Self; 6] = [
+        Self::KeepsDuplicate,
+        Self::ReleasesDuplicateEarly,
+        Self::MergesIntoEvictable,
+        Self::IgnoresParent,
+        Self::KeepsRolledBack,
+        Self::FreesDuringStep,
+    ];
+}
+
+/// An action.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// Creates a sequence.
+    Create {
+        /// Where.
+        slot: usize,
+        /// Its tokens.
+        prompt: Tokens,
+    },
+    /// Opens a step.
+    BeginStep,
+    /// Plans known tokens, after the cached ones.
+    Prefill {
+        /// The sequence.
+        slot: usize,
+        /// The most to compute.
+        max_tokens: usize,
+    },
+    /// Plans the last known or pending token.
+    Decode {
+        /// The sequence.
+        slot: usize,
+    },
+    /// Runs the oldest step and commits it.
+    Commit {
+        /// A token for each entry that samples.
+        sampled: Tokens,
+    },
+    /// Rolls the newest step back.
+    Rollback,
+    /// Frees a sequence.
+    Free {
+        /// The sequence.
+        slot: usize,
+    },
+    /// Releases the blocks of a sequence and keeps its tokens.
+    Reset {
+        /// The sequence.
+        slot: usize,
+    },
+    /// Pins the cached prefix of a sequence.
+    Pin {
+        /// The sequence.
+        slot: usize,
+    },
+    /// Pins the longest cached prefix of these tokens.
+    MatchPrefix {
+        /// The tokens.
+        tokens: Tokens,
+    },
+    /// Puts the pinned blocks into the table of a sequence without blocks.
+    Attach {
+        /// The sequence.
+        slot: usize,
+    },
+    /// Drops the pin.
+    Unpin,
+    /// Evicts the block that is next.
+    Evict,
+}
+
+/// A remapping of a table entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Remapping {
+    /// The sequence.
+    pub slot: usize,
+    /// Index in its table.
+    pub index: usize,
+    /// The duplicate.
+    pub old_block: BlockId,
+    /// The block that was cached first.
+    pub new_block: BlockId,
+}
+
+/// The answer to an action.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// No value.
+    Done,
+    /// Of a prefill.
+    Planned {
+        /// Cached tokens that it reused.
+        cached_tokens: usize,
+        /// Tokens to compute.
+        tokens: usize,
+        /// Whether it samples.
+        samples: bool,
+    },
+    /// Too few blocks; nothing was changed.
+    NoRoom {
+        /// Blocks needed.
+        needed: usize,
+        /// Blocks that can be allocated.
+        available: usize,
+    },
+    /// Of a commit.
+    Merged(Vec<Remapping>),
+}
+
+/// Cases that the checker counts: one that never saw a merge has shown nothing about merges.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// A prefill reused cached blocks.
+    Hit,
+    /// A prefill reused blocks that an open step computes.
+    Shared,
+    /// A prompt was wholly cached.
+    FullHit,
+    /// Too few blocks.
+    NoRoom,
+    /// An allocation evicted a block.
+    Evicted,
+    /// Late merge, case 1: the prefix is in use.
+    Remapped,
+    /// Case 1 while the next step is open.
+    RemappedDuringStep,
+    /// Case 2: the prefix is on an evictable block.
+    TakenOver,
+    /// Case 3: equal tokens after other tokens.
+    OtherParent,
+    /// Case 4: the prefix is new.
+    Inserted,
+    /// The next step computes the prefix: looked up again later.
+    Delayed,
+    /// A sequence was freed while a step had it.
+    Dropped,
+    /// A step with preregistered blocks was rolled back.
+    RolledBack,
+}
+
+impl Event {
+    /// All of them.
+    pub const ALL: [Self; 13] = [
+        Self::Hit,
+        Self::Shared,
+        Self::FullHit,
+        Self::NoRoom,
+        Self::Evicted,
+        Self::Remapped,
+        Self::RemappedDuringStep,
+        Self::TakenOver,
+        Self::OtherParent,
+        Self::Inserted,
+        Self::Delayed,
+        Self::Dropped,
+        Self::RolledBack,
+    ];
+}
+
+/// The life of a block: 2 sequences, a pin and the open steps on one pool.
+#[derive(Debug)]
+pub struct BlockLife {
+    /// How large it is.
+    pub bounds: Bounds,
+    /// Its bug.
+    pub flaw: Option<Flaw>,
+    seen: [AtomicU64; Event::ALL.len()],
+}
+
+impl BlockLife {
+    /// A model of a correct manager.
+    pub fn new(bounds: Bounds) -> Self {
+        assert!((1..=MAX_BLOCK_SIZE).contains(&bounds.block_size) && bounds.num_blocks <= 8);
+        Self {
+            bounds,
+            flaw: None,
+            seen: Default::default(),
+        }
+    }
+
+    /// A model of one with a bug.
+    pub fn with_flaw(bounds: Bounds, flaw: Flaw) -> Self {
+        let flaw = Some(flaw);
+        Self {
+            flaw,
+            ..Self::new(bounds)
+        }
+    }
+
+    /// How often exploring came across an event.
+    pub fn count(&self, event: Event) -> u64 {
+        self.seen[event as usize].load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn saw(&self, event: Event) {
+        self.seen[event as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Blocks that `tokens` tokens take.
+    pub(crate) fn rows(&self, tokens: usize) -> usize {
+        tokens.div_ceil(self.bounds.block_size)
+    }
+
+    /// The block that is cached under `prefix`, computed or not.
+    pub(crate) fn find(&self, state: &State, prefix: Tokens) -> Option<BlockId> {
+        match self.flaw {
+            Some(Flaw::IgnoresParent) => {
+                state.pool.find(|cached| self.equal_blocks(cached, prefix))
+            }
+            _ => state.pool.find(|cached| cached == prefix),
+        }
+    }
+
+    /// Whether two prefixes are as long, and their last blocks hold equal tokens.
+    pub(crate) fn equal_blocks(&self, left: Tokens, right: Tokens) -> bool {
+        let start = |of: Tokens| of.len() - self.bounds.block_size;
+        left.len() == right.len() && left.from(start(left)) == right.from(start(right))
+    }
+
+    /// The actions of a state. Some of them may be refused.
+    pub fn enabled(&self, state: &State, actions: &mut Vec<Action>) {
+        let longest = self.bounds.max_tokens;
+        if let Some(slot) = state.sequences.iter().position(Option::is_none) {
+            let prompts = (1..longest).flat_map(Tokens::all);
+            actions.extend(prompts.map(|prompt| Action::Create { slot, prompt }));
+        }
+        let newest = state.steps.len().checked_sub(1);
+        for slot in 0..SLOTS {
+            let Some(sequence) = &state.sequences[slot] else {
+                continue;
+            };
+            if sequence.dropped {
+                continue;
+            }
+            if newest.is_some() {
+                self.plannable(state, slot, sequence, actions);
+            }
+            actions.push(Action::Free { slot });
+            if state.is_planned(slot) {
+                continue;
+            }
+            if !sequence.table.is_empty() {
+                actions.push(Action::Reset { slot });
+            }
+            let attaches = |pin: &Pin| sequence.tokens.starts_with(pin.tokens);
+            if sequence.table.is_empty() && state.pin.as_ref().is_some_and(attaches) {
+                actions.push(Action::Attach { slot });
+            }
+        }
+        if state.steps.len() < self.bounds.max_steps {
+            actions.push(Action::BeginStep);
+        }
+        if newest.is_some() {
+            actions.push(Action::Rollback);
+            let samples = state.steps[0].entries.iter().filter(|entry| entry.samples);
+            actions.extend(Tokens::all(samples.count()).map(|sampled| Action::Commit { sampled }));
+        }
+        if !state.pool.evictable.is_empty() {
+            actions.push(Action::Evict);
+        }
+        if state.pin.is_some() {
+            actions.push(Action::Unpin);
+            return;
+        }
+        let unpinned = (0..SLOTS).filter(|&slot| !self.prefix_of(state, slot).is_empty());
+        actions.extend(unpinned.map(|slot| Action::Pin { slot }));
+        let size = self.bounds.block_size;
+        let all = Tokens::all((longest - 1) / size * size);
+        let cached = all.filter(|&tokens| !self.longest_cached(state, tokens).is_empty());
+        actions.extend(cached.map(|tokens| Action::MatchPrefix { tokens }));
+    }
+
+    fn plannable(
+        &self,
+        state: &State,
+        slot: usize,
+        sequence: &Sequence,
+        actions: &mut Vec<Action>,
+    ) {
+        let newest = state.steps.last().expect("an open step");
+        let known = sequence.tokens.len() + sequence.pending;
+        let left = known - sequence.planned;
+        if newest.entries.iter().any(|entry| entry.slot == slot) || known == self.bounds.max_tokens
+        {
+            return;
+        }
+        if left == 1 {
+            actions.push(Action::Decode { slot });
+        }
+        if sequence.pending == 0 && left > 0 {
+            let max_tokens = self.bounds.max_tokens;
+            actions.push(Action::Prefill { slot, max_tokens });
+            if left > 1 {
+                let max_tokens = 1;
+                actions.push(Action::Prefill { slot, max_tokens });
+            }
+        }
+    }
+
+    /// The blocks of the longest prefix of a sequence that is cached and computed.
+    fn prefix_of(&self, state: &State, slot: usize) -> Vec<BlockId> {
+        let Some(sequence) = state.sequences[slot].as_ref().filter(|of| !of.dropped) else {
+            return Vec::new();
+        };
+        let registered = sequence.table[..sequence.registered].iter().copied();
+        let is_ready = |block: &BlockId| state.pool.block(*block).computed_in.is_none();
+        registered.take_while(is_ready).collect()
+    }
+
+    /// The blocks of the longest prefix of `tokens` that is cached and computed.
+    fn longest_cached(&self, state: &State, tokens: Tokens) -> Vec<BlockId> {
+        let rows = 1..=tokens.len() / self.bounds.block_size;
+        let blocks =
+            rows.map_while(|row| self.find(state, tokens.first(row * self.bounds.block_size)));
+        let is_ready = |block: &BlockId| state.pool.block(*block).computed_in.is_none();
+        blocks.take_while(is_ready).collect()
+    }
+
+    /// The state after an action, and its answer.
+    pub fn apply(&self, state: &State, action: Action) -> (State, Answer) {
+        let mut next = state.clone();
+        let answer = self.change(&mut next, action);
+        (next, answer)
+    }
+
+    fn change(&self, state: &mut State, action: Action) -> Answer {
+        match action {
+            Action::Create { slot, prompt } => {
+                state.sequences[slot] = Some(Sequence {
+                    tokens: prompt,
+                    computed: 0,
+                    planned: 0,
+                    pending: 0,
+                    registered: 0,
+                    table: Vec::new(),
+                    dropped: false,
+                });
+            }
+            Action::BeginStep => state.steps.push(Step::default()),
+            Action::Prefill { slot, max_tokens } => return self.prefill(state, slot, max_tokens),
+            Action::Decode { slot } => return self.decode(state, slot),
+            Action::Commit { sampled } => return Answer::Merged(self.commit(state, sampled)),
+            Action::Rollback => self.roll_back(state),
+            Action::Free { slot } => self.free(state, slot),
+            Action::Reset { slot } => {
+                self.shorten(state, slot, 0);
+                let sequence = state.at_mut(slot);
+                (sequence.computed, sequence.planned, sequence.registered) = (0, 0, 0);
+            }
+            Action::Pin { slot } => {
+                let blocks = self.prefix_of(state, slot);
+                let tokens = state.at(slot).tokens;
+                self.pin(state, blocks, tokens);
+            }
+            Action::MatchPrefix { tokens } => {
+                let blocks = self.longest_cached(state, tokens);
+                self.pin(state, blocks, tokens);
+            }
+            Action::Attach { slot } => self.attach(state, slot),
+            Action::Unpin => {
+                let pin = state.pin.take().expect("a pin");
+                for block in pin.blocks.into_iter().rev() {
+                    state.pool.unpin(block);
+                }
+            }
+            Action::Evict => state.pool.evict(),
+        }
+        Answer::Done
+    }
+
+    fn pin(&self, state: &mut State, blocks: Vec<BlockId>, tokens: Tokens) {
+        for &block in &blocks {
+            state.pool.pin(block);
+        }
+        let tokens = tokens.first(blocks.len() * self.bounds.block_size);
+        state.pin = Some(Pin { tokens, blocks });
+    }
+
+    fn attach(&self, state: &mut State, slot: usize) {
+        let Pin { tokens, blocks } = state.pin.clone().expect("a pin");
+        for &block in &blocks {
+            state.pool.hold(block);
+        }
+        let sequence = state.at_mut(slot);
+        sequence.registered = blocks.len();
+        sequence.table = blocks;
+        // The last token is computed in any case.
+        sequence.computed = tokens.len().min(sequence.tokens.len() - 1);
+        sequence.planned = sequence.computed;
+    }
+
+    fn free(&self, state: &mut State, slot: usize) {
+        if !state.is_planned(slot) || self.flaw == Some(Flaw::FreesDuringStep) {
+            return self.end_sequence(state, slot);
+        }
+        self.saw(Event::Dropped);
+        state.at_mut(slot).dropped = true;
+    }
+
+    /// Ends a sequence that no step has any more.
+    pub(crate) fn end_sequence(&self, state: &mut State, slot: usize) {
+        self.shorten(state, slot, 0);
+        state.sequences[slot] = None;
+    }
+
+    /// Shortens a table to `rows` blocks, the last one first.
+    pub(crate) fn shorten(&self, state: &mut State, slot: usize, rows: usize) {
+        for block in state.at_mut(slot).table.split_off(rows).into_iter().rev() {
+            state.pool.release(block);
+        }
+    }
+}
+
+impl Model for BlockLife {
+    type State = State;
+    type Action = Action;
+
+    fn init_states(&self) -> Vec<State> {
+        vec![State::new(self.bounds.num_blocks)]
+    }
+
+    fn actions(&self, state: &State, actions: &mut Vec<Action>) {
+        // With a bug, a state that breaks an invariant leads nowhere: anything may follow.
+        let holds = |(_, holds): &(_, fn(&Self, &State) -> bool)| holds(self, state);
+        if self.flaw.is_none() || INVARIANTS.iter().all(holds) {
+            self.enabled(state, actions);
+        }
+    }
+
+    fn next_state(&self, state: &State, action: Action) -> Option<State> {
+        let (next, answer) = self.apply(state, action);
+        (!matches!(answer, Answer::NoRoom { .. })).then_some(next)
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        let always = INVARIANTS
+            .iter()
+            .map(|&(name, holds)| Property::always(name, holds));
+        always.collect()
+    }
+}
