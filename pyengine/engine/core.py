@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pyengine.engine.explain import explain_request
 from pyengine.engine.input_processor import InputProcessor, ModelLimits, refuse_taken
 from pyengine.engine.offloading import KVOffloader
 from pyengine.engine.prompt_logprobs import PromptLogprobCache
@@ -124,6 +125,8 @@ class Engine:
         """True from a failed step until its requests are cleared and the limits are what they
         were."""
         self._observers: list[EngineObserver] = []
+        self.explains = False
+        """True if outputs say why tokens were not cached."""
         self.num_new_tokens = 0
         """Tokens generated so far, by all requests."""
         self._is_stepping = False
@@ -416,6 +419,8 @@ class Engine:
             if not request.is_finished or request.sequences[0] in ended
         ]
         for request in begun:
+            if self.explains:
+                request.cache = explain_request(request)
             if not request.sequences[0].max_output:  # it wants its prompt alone
                 continue
             request.first_token_time = monotonic()

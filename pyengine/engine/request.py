@@ -16,6 +16,7 @@ from pyengine.kv_cache import Sequence as KVSequence
 from pyengine.kv_cache import StoredPrefix
 from pyengine.outputs import (
     CONTEXT_FULL,
+    CacheExplanation,
     CompletionOutput,
     FinishReason,
     Logprob,
@@ -284,6 +285,8 @@ class Request:
         """Prompt tokens that were cached when it first ran."""
         self.num_restored_tokens = 0
         """Prompt tokens that were restored from a store for it; they are cached when it runs."""
+        self.cache: CacheExplanation | None = None
+        """Where its cached tokens came from, and why others were computed."""
         self.num_preemptions = 0
         """Preemptions, each followed by recomputation."""
         self.num_failures = 0
@@ -366,4 +369,5 @@ class Request:
             metrics=metrics,
             index=self.place,
             error=self.error,
+            cache=self.cache,
         )

@@ -28,6 +28,10 @@ pub struct Config {
     /// On: cached blocks that an allocation evicts are kept for [`take_evicted`](crate::BlockManager::take_evicted).
     #[serde(skip)] // it changes no answer, so recordings need not have it
     pub keep_evicted: bool,
+    /// On: evictions are remembered by namespace, and a sequence's first prefill records why tokens were not cached (see
+    /// [`SequenceView::miss`](crate::SequenceView)).
+    #[serde(skip)] // it changes no answer
+    pub explain: bool,
     /// The order of eviction.
     pub eviction: Eviction,
     /// The seed of block hashes; `None`: random per manager.
@@ -48,6 +52,7 @@ impl Config {
             partial_reuse: true,
             events: false,
             keep_evicted: false,
+            explain: false,
             eviction: Eviction::Lru,
             hash_seed: None,
             hash_bits: 128,

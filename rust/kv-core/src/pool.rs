@@ -13,12 +13,13 @@ use std::collections::TryReserveError;
 use crate::config::Config;
 use crate::events::{Event, EventLog, Evicted};
 use crate::eviction::{Ghost, Policy};
+use crate::explain::{EvictedBy, EvictionHistory};
 use crate::groups::Groups;
 use crate::handles::Shared;
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, NodeId, NodePosition};
 use crate::queue::{BlockMeta, FreeQueue, List};
-use crate::radix::{Match, RadixTree};
+use crate::radix::{MAX_COMPARED_CHILDREN, Match, RadixTree};
 use crate::stats::{BlockState, PoolSnapshot, PoolUsage, Stats};
 use crate::sync::Arc;
 
@@ -90,6 +91,8 @@ pub(crate) struct Pool {
     events: Option<EventLog>,
     /// Blocks that allocations evicted, if they are kept.
     evicted: Option<Vec<Evicted>>,
+    /// Past evictions, if misses are explained.
+    pub(crate) history: Option<EvictionHistory>,
     pub(crate) stats: Stats,
 }
 
@@ -113,7 +116,7 @@ impl Pool {
         batch.end();
         let policy = Policy::new(config.eviction, num_blocks);
         let mut tree = RadixTree::new(num_blocks, block_size, config.groups.len(), hasher);
-        if config.events || config.keep_evicted || policy.has_ghosts() {
+        if config.events || config.keep_evicted || config.explain || policy.has_ghosts() {
             tree.reserve_hashes()?;
         }
         Ok(Self {
@@ -127,6 +130,7 @@ impl Pool {
             open: OpenSteps::default(),
             events: config.events.then(EventLog::default),
             evicted: config.keep_evicted.then(Vec::new),
+            history: config.explain.then(|| EvictionHistory::new(num_blocks)),
             stats: Stats::default(),
         })
     }
@@ -292,14 +296,23 @@ impl Pool {
         tokens: &[u32],
         least: usize,
     ) -> Option<(NodePosition, usize)> {
-        self.tree
-            .longest_partial_match(position, tokens, least, |candidate| {
+        self.tree.longest_partial_match(
+            position,
+            tokens,
+            (least, MAX_COMPARED_CHILDREN),
+            |candidate| {
                 let mut groups = 0..self.tree.groups();
                 groups.all(|group| {
                     let block = self.tree.block(candidate, group);
                     block.is_some_and(|block| self.is_ready(block))
                 })
-            })
+            },
+        )
+    }
+
+    /// The prefix index, for explanations: they change no cached block.
+    pub(crate) fn tree_mut(&mut self) -> &mut RadixTree {
+        &mut self.tree
     }
 
     /// The block that follows `position` with exactly these tokens.
@@ -442,6 +455,9 @@ impl Pool {
             if self.evicted.is_some() {
                 self.keep_evicted(&taken[evicted..]);
             }
+            if self.history.is_some() {
+                self.remember(&taken[evicted..], EvictedBy::Policy(self.policy.kind()));
+            }
         }
         let mut run = EvictedRun::NONE;
         for &block in &taken[evicted..] {
@@ -460,6 +476,20 @@ impl Pool {
         });
         if let Some(evicted) = &mut self.evicted {
             evicted.extend(records);
+        }
+    }
+
+    /// Adds cached blocks that are about to be evicted to the history.
+    #[cold]
+    fn remember(&mut self, blocks: &[BlockId], by: EvictedBy) {
+        let Some(history) = &mut self.history else {
+            return;
+        };
+        for &block in blocks {
+            let cached = self.cached[block.at()];
+            if let Some(hash) = self.tree.hash(cached) {
+                history.add(&self.tree.namespace(cached), hash, by);
+            }
         }
     }
 
@@ -535,6 +565,7 @@ impl Pool {
         let lists = List::EVICTABLE.into_iter();
         let evictable: Vec<BlockId> = lists.flat_map(|list| self.queue.iter(list)).collect();
         self.hash_stored_blocks();
+        self.remember(&evictable, EvictedBy::EvictAll);
         if let Some(events) = &mut self.events {
             events.seal();
         }

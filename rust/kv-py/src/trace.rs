@@ -49,6 +49,7 @@ impl ReplayReport {
             partial_reuse,
             events,
             keep_evicted: _, // it is not recorded
+            explain: _,
             eviction,
             hash_seed,
             hash_bits,
