@@ -99,8 +99,8 @@ class CacheExplanation:
     num_restored_tokens: int
     """Tokens restored from ``kv_cache_dir``."""
     position: int | None = None
-    """Position of the first token that is not reused, at the beginning of a block; ``None`` if every
-    whole block of the prompt is."""
+    """Position of the first token that is not reused, at the beginning of a block; ``None`` if
+    every whole block of the prompt is."""
     reason: MissReason | None = None
     """Why the block that begins there is not reused."""
     diverged_at: int | None = None
@@ -111,8 +111,8 @@ class CacheExplanation:
     evicted_by: str | None = None
     """The order of eviction that evicted the block, or "evict_all", if that is remembered."""
     num_evicted_since: int | None = None
-    """Tokens evicted since, the block included: with a pool larger by about so many tokens, it would
-    still be cached."""
+    """Tokens evicted since, the block included: with a pool larger by about so many tokens, it
+    would still be cached."""
     hint: str | None = None
     """The reason as a sentence, and what to do about it."""
 

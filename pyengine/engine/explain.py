@@ -28,6 +28,11 @@ def explain_prompt(manager: BlockManager, prompt: Prompt, tokenizer: Any) -> Cac
 def _explained(
     explanation: Explanation, restored: int, token_ids: Sequence[int], tokenizer: Any
 ) -> CacheExplanation:
+    hint, place, others = None, explanation.diverged_at, explanation.diverged_tokens
+    if place is not None:
+        hint = difference(token_ids, place, others, tokenizer)
+    elif explanation.reason is not None:
+        hint = hint_of(explanation)
     return CacheExplanation(
         num_pool_tokens=explanation.num_pool_tokens - restored,
         num_in_flight_tokens=explanation.num_in_flight_tokens,
@@ -35,45 +40,37 @@ def _explained(
         num_restored_tokens=restored,
         position=explanation.position,
         reason=explanation.reason,
-        diverged_at=explanation.diverged_at,
-        diverged_tokens=tuple(explanation.diverged_tokens),
+        diverged_at=place,
+        diverged_tokens=tuple(others),
         evicted_by=explanation.evicted_by,
         num_evicted_since=explanation.num_evicted_since,
-        hint=_hint(explanation, token_ids, tokenizer),
+        hint=hint,
     )
 
 
-def _hint(explanation: Explanation, token_ids: Sequence[int], tokenizer: Any) -> str | None:
-    position, reason = explanation.position, explanation.reason
-    match reason:
-        case None:
-            return None
-        case "diverged":
-            assert explanation.diverged_at is not None
-            return difference(
-                token_ids, explanation.diverged_at, explanation.diverged_tokens, tokenizer
-            )
-        case "evicted":
-            by, since = explanation.evicted_by, explanation.num_evicted_since
-            if by is None or since is None:
-                return f"the tokens from {position} on were cached and are not any more"
-            if by == "evict_all":
-                return f"the tokens from {position} on were evicted, with all others, by a call"
-            return (
-                f"the tokens from {position} on were evicted ({by}); {since} tokens were evicted "
-                "since: a pool larger by about that many tokens would still have them"
-            )
-    return _SENTENCES[reason].format(position=position)
+def hint_of(explanation: Explanation | CacheExplanation) -> str:
+    """The reason of a miss in words, if it is not a difference."""
+    position, since = explanation.position, explanation.num_evicted_since
+    if explanation.evicted_by == "evict_all":
+        return f"the tokens from {position} on were evicted by a call that evicts all"
+    if since is not None:
+        return (
+            f"the tokens from {position} on were evicted ({explanation.evicted_by}); "
+            f"{since} tokens were evicted since: a pool larger by about that many would keep them"
+        )
+    assert explanation.reason is not None
+    return _SENTENCES[explanation.reason].format(position=position)
 
 
 _SENTENCES = {
     "new": "no cached prompt goes on like this one from token {position} on",
+    "evicted": "the tokens from {position} on were cached and are not any more",
     "not_yet_computed": "another request is computing the tokens from {position} on: send this one "
     "after its first token",
     "loading": "the tokens from {position} on are being restored",
-    "reads_disabled": "the cache is not read: prompt_logprobs need every token computed, and "
-    "enable_prefix_caching may be off",
-    "below_one_block": "the prompt is shorter than a block, and whole blocks are cached",
+    "reads_disabled": "the cache is not read: prompt_logprobs need every token computed, or "
+    "enable_prefix_caching is off",
+    "below_one_block": "the prompt is shorter than a block, and only whole blocks are cached",
 }
 
 

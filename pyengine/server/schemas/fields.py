@@ -267,6 +267,7 @@ _FORM = (
 _SERVICE = (
     _honoured("request_id", "returned as x-request-id, like that header; need not be unique"),
     _honoured("cache_salt", "only prompts with the same salt share cached blocks"),
+    _honoured("explain_cache", "say in `usage` why tokens of the prompt were not cached"),
     _honoured(
         "priority",
         "requests with a lower value run first; `--max-priority` limits its absolute value (0)",

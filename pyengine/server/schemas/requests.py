@@ -163,6 +163,9 @@ class SamplingFields(IgnoredFields):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         None, description="only prompts with the same salt share cached blocks"
     )
+    explain_cache: bool | None = Field(
+        None, description="say in `usage` why tokens of the prompt were not cached"
+    )
     priority: float = Field(0, description="requests with a lower value run first")
 
 

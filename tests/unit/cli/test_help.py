@@ -14,7 +14,17 @@ from tests.unit.cli.fakes import FakeEngine
 
 COMMANDS = [
     "",
-    *("bench", "cache", "cache ls", "cache prune", "cache verify", "chat", "doctor", "generate"),
+    *(
+        "bench",
+        "cache",
+        "cache ls",
+        "cache prune",
+        "cache verify",
+        "chat",
+        "doctor",
+        "explain",
+        "generate",
+    ),
     *("info", "list", "pull", "serve", "trace", "trace replay"),
 ]
 
