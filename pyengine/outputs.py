@@ -73,13 +73,15 @@ MissReason: TypeAlias = Literal[
     "loading",
     "reads_disabled",
     "below_one_block",
+    "weights_changed",
 ]
 """Why the tokens of a prompt from some block on are not reused.
 
 "new": nothing like them is cached. "diverged": the nearest cached prefix goes on with other tokens.
 "evicted": they were cached. "not_yet_computed": another request has the same tokens and is still
 computing them. "loading": they are being restored. "reads_disabled": the request, or the engine,
-does not read the cache. "below_one_block": the prompt is shorter than a block.
+does not read the cache. "below_one_block": the prompt is shorter than a block. "weights_changed":
+``kv_cache_dir`` has them by another model, other weights or settings; only ``explain`` says so.
 """
 
 

@@ -100,7 +100,7 @@ class EngineClient:
         """
         self._engine_loop.refuse_fork()
         parsed = parse_prompt(prompt, self.tokenizer)
-        return explain_prompt(self._manager, parsed, self.tokenizer)
+        return explain_prompt(self._manager, parsed, self.tokenizer, self._engine.offloader)
 
     def observe(self, observer: EngineObserver) -> None:
         """Call `observer` for every request and step from now on, in the engine's thread."""

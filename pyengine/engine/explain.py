@@ -1,8 +1,10 @@
 """Why the tokens of a prompt are not cached, for its caller: figures, and a hint in words."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from pyengine.engine.offloading import KVOffloader
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import Request
 from pyengine.engine.untrusted_calls import is_failure
@@ -19,10 +21,22 @@ def explain_request(request: Request) -> CacheExplanation:
     return _explained(explanation, restored, request.prompt_token_ids, request.tokenizer)
 
 
-def explain_prompt(manager: BlockManager, prompt: Prompt, tokenizer: Any) -> CacheExplanation:
+def explain_prompt(
+    manager: BlockManager, prompt: Prompt, tokenizer: Any, offloader: KVOffloader | None
+) -> CacheExplanation:
     """What a request with this prompt would reuse now, and why no more."""
-    explanation = manager.explain(prompt.token_ids, namespace=prompt.namespace)
-    return _explained(explanation, 0, prompt.token_ids, tokenizer)
+    token_ids, namespace = prompt.token_ids, prompt.namespace
+    explanation = manager.explain(token_ids, namespace=namespace)
+    explained = _explained(explanation, 0, token_ids, tokenizer)
+    if (
+        explained.reason == "new"
+        and explained.position == 0
+        and offloader is not None
+        and offloader.is_stored_by_another_model(token_ids, namespace)
+    ):
+        hint = _SENTENCES["weights_changed"]
+        return replace(explained, reason="weights_changed", hint=hint)
+    return explained
 
 
 def _explained(
@@ -70,6 +84,7 @@ _SENTENCES = {
     "loading": "the tokens from {position} on are being restored",
     "reads_disabled": "the cache is not read: prompt_logprobs need every token computed, or "
     "enable_prefix_caching is off",
+    "weights_changed": "the store has this prompt by another model, other weights or settings",
     "below_one_block": "the prompt is shorter than a block, and only whole blocks are cached",
 }
 
