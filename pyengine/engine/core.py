@@ -420,7 +420,7 @@ class Engine:
         ]
         for request in begun:
             if self.explains:
-                request.cache = explain_request(request)
+                explain_request(request, self._manager.block_size)
             if not request.sequences[0].max_output:  # it wants its prompt alone
                 continue
             request.first_token_time = monotonic()

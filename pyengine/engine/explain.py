@@ -14,11 +14,14 @@ from pyengine.outputs import CacheExplanation
 _SHOWN = 6  # tokens before a difference, and from it on
 
 
-def explain_request(request: Request) -> CacheExplanation:
-    """What a request has reused, and why no more. Its first sequence still has its blocks."""
-    explanation = request.sequences[0].kv.explain()
+def explain_request(request: Request, block_size: int) -> None:
+    """Record what a request has reused, and why no more, while its first sequence has blocks."""
+    kv = request.sequences[0].kv
+    explanation = kv.explain()
     restored = min(request.num_restored_tokens, explanation.num_pool_tokens)
-    return _explained(explanation, restored, request.prompt_token_ids, request.tokenizer)
+    request.cache = _explained(explanation, restored, request.prompt_token_ids, request.tokenizer)
+    if explanation.position:
+        request.last_reused_block = kv.block_table[explanation.position // block_size - 1]
 
 
 def explain_prompt(

@@ -287,6 +287,8 @@ class Request:
         """Prompt tokens that were restored from a store for it; they are cached when it runs."""
         self.cache: CacheExplanation | None = None
         """Where its cached tokens came from, and why others were computed."""
+        self.last_reused_block: int | None = None
+        """The block before its first token that was not reused."""
         self.num_preemptions = 0
         """Preemptions, each followed by recomputation."""
         self.num_failures = 0

@@ -153,11 +153,14 @@ class FrameMaker:
             "spaces": spaces,
             "tree": nodes,
             "hidden": hidden,
-            "requests": [self._request(request) for request in view.requests],
+            "requests": [
+                self._request(request, lambda block: _node_of(block, pieces, number_of))
+                for request in view.requests
+            ],
         }
         return json.dumps(message, separators=(",", ":"))
 
-    def _request(self, view: RequestView) -> list[Any]:
+    def _request(self, view: RequestView, node_of: Callable[[int], int]) -> list[Any]:
         """A row of the request table, in the page's column order."""
         state = view.request
         row: list[Any] = [
@@ -171,6 +174,7 @@ class FrameMaker:
             view.num_preemptions,
             round(monotonic() - view.arrival_time, 3),
             _digest(state.namespace),
+            _miss(state, node_of),
         ]
         if self._decode is not None:
             row.append(self._prompts[state])
@@ -186,6 +190,20 @@ class FrameMaker:
         assert self._decode is not None
         ids = [int(token) for token in state.prompt_token_ids[:_SHOWN_TOKENS]]
         return self._decode(ids)[:_SHOWN_CHARACTERS]
+
+
+def _node_of(block: int, pieces: Ints, number_of: Ints) -> int:
+    """The number of a block's node in the frame; 0 if it is hidden."""
+    return int(number_of[pieces[block]]) if block < len(pieces) and pieces[block] >= 0 else 0
+
+
+def _miss(request: Request, node_of: Callable[[int], int]) -> list[Any] | None:
+    """Where a request left the cached prefix: reason, position, node; None before that is known."""
+    cache = request.cache
+    if cache is None:
+        return None
+    block = request.last_reused_block
+    return [cache.reason, cache.position, 0 if block is None else node_of(block)]
 
 
 def _digest(namespace: bytes) -> str:

@@ -452,11 +452,8 @@ impl Pool {
         }
         if evicted < taken.len() {
             self.hash_stored_blocks();
-            if self.evicted.is_some() {
+            if self.evicted.is_some() | self.history.is_some() {
                 self.keep_evicted(&taken[evicted..]);
-            }
-            if self.history.is_some() {
-                self.remember(&taken[evicted..], EvictedBy::Policy(self.policy.kind()));
             }
         }
         let mut run = EvictedRun::NONE;
@@ -469,6 +466,10 @@ impl Pool {
     /// Keeps a record of evicted blocks.
     #[cold]
     fn keep_evicted(&mut self, blocks: &[BlockId]) {
+        self.remember(blocks, EvictedBy::Policy(self.policy.kind()));
+        if self.evicted.is_none() {
+            return;
+        }
         let (queue, tree) = (&self.queue, &mut self.tree);
         let records = blocks.iter().filter_map(|&block| {
             let group = usize::from(queue.meta(block).group);
