@@ -7,17 +7,10 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use crate::eviction::Eviction;
-use crate::ids::NodePosition;
-use crate::pool::{Pool, Purpose};
-use crate::sequence::{Sequence, Sequences};
-use crate::state::State;
 
 /// Evictions remembered per namespace, and namespaces.
 const MAX_EVICTIONS: usize = 16_384;
 const MAX_NAMESPACES: usize = 32;
-
-/// Cached blocks after a match that are compared with the prompt: the newest ones.
-const MAX_NEIGHBOURS: usize = 64;
 
 /// What a prefill of a prompt would reuse now, in tokens, and why it would compute the rest. The last token is always
 /// computed.
@@ -136,7 +129,7 @@ impl EvictionHistory {
         }
     }
 
-    fn find(&self, namespace: &[u8], hash: u128) -> Option<PastEviction> {
+    pub(crate) fn find(&self, namespace: &[u8], hash: u128) -> Option<PastEviction> {
         let own = self.namespaces.get(namespace)?;
         let &(number, by) = own.latest.get(&hash)?;
         let num_blocks_since = own.count - number + 1;
@@ -144,175 +137,5 @@ impl EvictionHistory {
             by,
             num_blocks_since,
         })
-    }
-}
-
-/// A prompt of which a prefix was matched.
-struct Prompt<'a> {
-    tokens: &'a [u32],
-    namespace: &'a [u8],
-    /// The block after the match.
-    position: usize,
-    end: usize,
-    /// The id of its own sequence, or 0.
-    sequence: u64,
-}
-
-impl State {
-    /// Explains a prompt. It changes nothing.
-    pub(crate) fn explain(&mut self, tokens: &[u32], namespace: &[u8]) -> Explanation {
-        let block_size = self.groups.block_size();
-        let mut explanation = Explanation::default();
-        let miss = |rows, reason| {
-            let position = rows * block_size;
-            Some(Miss { position, reason })
-        };
-        if !self.caching {
-            explanation.miss = miss(0, MissReason::ReadsDisabled);
-            return explanation;
-        }
-        let (found, groups) = (&mut self.matched, &self.groups);
-        found.begin(NodePosition::NONE, 0);
-        let mut ready = 0;
-        if let Some(root) = self.pool.tree().root(namespace) {
-            let pool = &mut self.pool;
-            pool.find_match(found, groups, tokens, (root, 0), Purpose::Read);
-            ready = found.num_rows;
-            let purpose = Purpose::Prefill { replay: 0 };
-            pool.find_match(found, groups, tokens, (root, 0), purpose);
-        }
-        explanation.num_pool_tokens = ready * block_size;
-        let is_loading = self.pool.any_loading() && {
-            let matched = self.matched_blocks_after(0);
-            self.pool.transfer_of(matched).is_some()
-        };
-        if is_loading {
-            explanation.miss = miss(ready, MissReason::Loading);
-            return explanation;
-        }
-        explanation.num_in_flight_tokens = (self.matched.num_rows - ready) * block_size;
-        if self.matched.last != NodePosition::NONE {
-            explanation.num_copied_tokens = self.num_copied(tokens);
-        }
-        if self.matched.num_rows * block_size == tokens.len() {
-            let last = match explanation.num_in_flight_tokens {
-                0 => &mut explanation.num_pool_tokens,
-                _ => &mut explanation.num_in_flight_tokens,
-            };
-            *last = last.saturating_sub(1);
-        }
-        let position = self.matched.num_rows * block_size;
-        let prompt = Prompt {
-            tokens,
-            namespace,
-            position,
-            end: position + block_size,
-            sequence: 0,
-        };
-        explanation.miss = find_miss(&mut self.pool, &self.seqs, self.matched.last, prompt);
-        explanation
-    }
-
-    /// Records why a sequence computes tokens, given its match, before it computes any.
-    pub(crate) fn explain_prefill(&mut self, slot: u32) {
-        let (seq, block_size) = (self.seqs.at(slot), self.groups.block_size());
-        if seq.planned_end > seq.cached + seq.restored {
-            return;
-        }
-        let rows = seq.registered.rows() + self.matched.num_rows;
-        let position = rows * block_size;
-        let miss = if !self.caching || !seq.read_cache {
-            let reason = MissReason::ReadsDisabled;
-            Some(Miss { position, reason })
-        } else if rows > 0 && position + block_size > seq.tokens.len() {
-            None
-        } else {
-            let prompt = Prompt {
-                tokens: &seq.tokens,
-                namespace: &self.pool.tree().namespace(seq.root),
-                position,
-                end: position + block_size,
-                sequence: seq.id,
-            };
-            find_miss(&mut self.pool, &self.seqs, self.matched.last, prompt)
-        };
-        self.seqs.at_mut(slot).set_miss(miss.map(Box::new));
-    }
-}
-
-/// Where and why a match, which ends at `last`, ends before the last whole block of a prompt.
-fn find_miss(
-    pool: &mut Pool,
-    seqs: &Sequences,
-    last: NodePosition,
-    prompt: Prompt<'_>,
-) -> Option<Miss> {
-    let Prompt {
-        tokens,
-        position,
-        end,
-        ..
-    } = prompt;
-    let Some(block) = tokens.get(position..end) else {
-        let reason = MissReason::BelowOneBlock;
-        return (position == 0).then_some(Miss { position, reason });
-    };
-    let root = pool.tree().root(prompt.namespace);
-    let is_to_come = |seq: &Sequence| {
-        let computes = seq.id != prompt.sequence && seq.planned_end > 0 && seq.computed < end;
-        computes
-            && Some(seq.root) == root
-            && seq.tokens.get(position..end) == Some(block)
-            && seq.tokens[..position] == tokens[..position]
-    };
-    let reason = if seqs.iter().any(is_to_come) {
-        MissReason::NotYetComputed
-    } else {
-        pool.explain_block(last, block, (prompt.namespace, position))
-    };
-    Some(Miss { position, reason })
-}
-
-impl Pool {
-    /// Why no block with these tokens follows `last`, the end of a match of `position` tokens.
-    fn explain_block(
-        &mut self,
-        last: NodePosition,
-        block: &[u32],
-        (namespace, position): (&[u8], usize),
-    ) -> MissReason {
-        let last = last.some();
-        let is_known = last.is_some_and(|last| self.next(last, block).is_some());
-        let eviction = self.find_eviction(last, block, namespace);
-        if is_known || eviction.is_some() {
-            return MissReason::Evicted(eviction);
-        }
-        let all = |_| true;
-        let nearest = last.and_then(|last| {
-            let most = (0, MAX_NEIGHBOURS);
-            self.tree().longest_partial_match(last, block, most, all)
-        });
-        match nearest {
-            Some((near, agrees)) if position + agrees > 0 => MissReason::Diverged {
-                position: position + agrees,
-                tokens: self.tree().tokens(near)[agrees..].to_vec(),
-            },
-            _ => MissReason::New,
-        }
-    }
-
-    fn find_eviction(
-        &mut self,
-        last: Option<NodePosition>,
-        block: &[u32],
-        namespace: &[u8],
-    ) -> Option<PastEviction> {
-        self.history.as_ref()?;
-        let parent = match last {
-            Some(last) => self.tree_mut().hash(last)?,
-            None => self.tree().hasher().root(namespace),
-        };
-        let hash = self.tree().hasher().child(parent, block);
-        self.history.as_ref()?.find(namespace, hash)
     }
 }

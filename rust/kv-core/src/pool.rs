@@ -5,6 +5,8 @@
 
 #[path = "pool/check.rs"]
 mod check;
+#[path = "pool/explain.rs"]
+mod explain;
 #[path = "pool/loading.rs"]
 mod loading;
 
@@ -308,11 +310,6 @@ impl Pool {
                 })
             },
         )
-    }
-
-    /// The prefix index, for explanations: they change no cached block.
-    pub(crate) fn tree_mut(&mut self) -> &mut RadixTree {
-        &mut self.tree
     }
 
     /// The block that follows `position` with exactly these tokens.
