@@ -83,16 +83,17 @@ pub(crate) struct EvictionHistory {
     namespaces: HashMap<Arc<[u8]>, Evictions>,
     /// Evictions kept per namespace.
     most: usize,
-    /// Evictions of all namespaces so far.
+    /// Calls of `of` so far.
     time: u64,
 }
 
-#[derive(Default)]
-struct Evictions {
+/// Evictions of one namespace.
+pub(crate) struct Evictions {
     /// Evictions so far.
     count: u64,
-    /// The last of them, oldest first.
+    /// The last of them, at most `most`, oldest first.
     order: VecDeque<u128>,
+    most: usize,
     /// The number of the last eviction of each, and its cause.
     latest: HashMap<u128, (u64, EvictedBy)>,
     /// The time of the last one.
@@ -108,25 +109,25 @@ impl EvictionHistory {
         }
     }
 
-    /// Adds an eviction. The namespace that has evicted nothing for longest is forgotten for a new one.
-    pub(crate) fn add(&mut self, namespace: &Arc<[u8]>, hash: u128, by: EvictedBy) {
+    /// The evictions of a namespace, to add one. The namespace that has evicted nothing for longest is forgotten for a
+    /// new one.
+    pub(crate) fn of(&mut self, namespace: &Arc<[u8]>) -> &mut Evictions {
         self.time += 1;
         if self.namespaces.len() == MAX_NAMESPACES && !self.namespaces.contains_key(namespace) {
             let oldest = self.namespaces.iter().min_by_key(|(_, own)| own.time);
             let oldest = oldest.map(|(name, _)| Arc::clone(name));
             oldest.and_then(|name| self.namespaces.remove(&name));
         }
-        let own = self.namespaces.entry(Arc::clone(namespace)).or_default();
+        let own = self.namespaces.entry(Arc::clone(namespace));
+        let own = own.or_insert_with(|| Evictions {
+            count: 0,
+            order: VecDeque::new(),
+            most: self.most,
+            latest: HashMap::new(),
+            time: 0,
+        });
         own.time = self.time;
-        own.count += 1;
-        own.order.push_back(hash);
-        own.latest.insert(hash, (own.count, by));
-        if own.order.len() > self.most
-            && let Some(oldest) = own.order.pop_front()
-            && own.latest[&oldest].0 + self.most as u64 == own.count
-        {
-            own.latest.remove(&oldest);
-        }
+        own
     }
 
     pub(crate) fn find(&self, namespace: &[u8], hash: u128) -> Option<PastEviction> {
@@ -137,5 +138,20 @@ impl EvictionHistory {
             by,
             num_blocks_since,
         })
+    }
+}
+
+impl Evictions {
+    /// Adds an eviction.
+    pub(crate) fn add(&mut self, hash: u128, by: EvictedBy) {
+        self.count += 1;
+        self.order.push_back(hash);
+        self.latest.insert(hash, (self.count, by));
+        if self.order.len() > self.most
+            && let Some(oldest) = self.order.pop_front()
+            && self.latest[&oldest].0 + self.most as u64 == self.count
+        {
+            self.latest.remove(&oldest);
+        }
     }
 }

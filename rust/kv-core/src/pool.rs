@@ -94,7 +94,7 @@ pub(crate) struct Pool {
     /// Blocks that allocations evicted, if they are kept.
     evicted: Option<Vec<Evicted>>,
     /// Past evictions, if misses are explained.
-    pub(crate) history: Option<EvictionHistory>,
+    pub(crate) history: Option<Box<EvictionHistory>>,
     pub(crate) stats: Stats,
 }
 
@@ -132,7 +132,9 @@ impl Pool {
             open: OpenSteps::default(),
             events: config.events.then(EventLog::default),
             evicted: config.keep_evicted.then(Vec::new),
-            history: config.explain.then(|| EvictionHistory::new(num_blocks)),
+            history: config
+                .explain
+                .then(|| Box::new(EvictionHistory::new(num_blocks))),
             stats: Stats::default(),
         })
     }
@@ -483,10 +485,13 @@ impl Pool {
         let Some(history) = &mut self.history else {
             return;
         };
-        for &block in blocks {
-            let cached = self.cached[block.at()];
-            if let Some(hash) = self.tree.hash(cached) {
-                history.add(&self.tree.namespace(cached), hash, by);
+        let cached = |block: &BlockId| self.cached[block.at()];
+        for run in blocks.chunk_by(|one, other| cached(one).node == cached(other).node) {
+            let own = history.of(&self.tree.namespace(cached(&run[0])));
+            for block in run {
+                if let Some(hash) = self.tree.hash(cached(block)) {
+                    own.add(hash, by);
+                }
             }
         }
     }
