@@ -119,6 +119,18 @@ struct Arrays {
     logits: Vec<SharedI64>,
 }
 
+/// Explanations that every long run comes to.
+const EXPLAINED: [&str; 8] = [
+    "explained_hits",
+    "explained_new",
+    "explained_diverged",
+    "explained_evicted",
+    "explained_not_yet_computed",
+    "explained_loading",
+    "explained_reads_disabled",
+    "explained_below_one_block",
+];
+
 /// So few that an operation soon comes back to one; the oldest goes.
 const MOST_SEQUENCES: usize = 6;
 const MOST_LEASES: usize = 3;
@@ -157,7 +169,7 @@ impl World {
             num_awaited: 0,
             num_waiting: 0,
             num_evicted: 0,
-            explained: BTreeMap::new(),
+            explained: EXPLAINED.map(|name| (name, 0)).into(),
             num_explained: 0,
             emitted: HashSet::new(),
             kv: vec![None; config.num_blocks * config.block_size],
