@@ -157,6 +157,19 @@ def _(world: World) -> Iterator[Timed]:
     yield lambda: world.manager.match_prefix(tokens)
 
 
+@case("BlockManager.explain", "tokens + sequences", "1,024, all cached")
+def _(world: World) -> Iterator[Timed]:
+    _ = world.owner
+    yield lambda: world.manager.explain(world.prompt)
+
+
+@case("BlockManager.explain", "tokens + sequences", "1,024, half of them cached")
+def _(world: World) -> Iterator[Timed]:
+    _ = world.owner
+    tokens = np.concatenate([world.prompt[: PROMPT // 2], world.tokens(PROMPT // 2)])
+    yield lambda: world.manager.explain(tokens)
+
+
 @case("BlockManager.begin_step", "1", "")
 def _(world: World) -> Iterator[Timed]:
     plans: list[StepPlan] = []
@@ -263,6 +276,11 @@ def _(world: World) -> Iterator[Timed]:
 @case("StepPlan.rollback", "entries + their blocks", "256 decodes")
 def _(world: World) -> Iterator[Timed]:
     yield world.decoding().rollback
+
+
+@case("Sequence.explain", "1", "a hit")
+def _(world: World) -> Iterator[Timed]:
+    yield world.owner.explain
 
 
 @case("Sequence.attach", "blocks", "64 blocks")

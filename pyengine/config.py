@@ -148,6 +148,11 @@ class EngineSettings:
         "lru",
         "order of eviction: lru, or 2q, which keeps reused prefixes longer than those used once",
     )
+    explain_misses: bool = setting(
+        True,
+        "remember evictions, and say with each request why its tokens were not cached",
+        flag="--explain-misses/--no-explain-misses",
+    )
     kv_cache_dir: str | Path | None = setting(
         None,
         "folder that keeps the KV cache over restarts; it is created if missing; users who can "

@@ -65,6 +65,66 @@ class RequestMetrics:
     """Preemptions of the request, each followed by recomputation."""
 
 
+MissReason: TypeAlias = Literal[
+    "new",
+    "diverged",
+    "evicted",
+    "not_yet_computed",
+    "loading",
+    "reads_disabled",
+    "below_one_block",
+    "weights_changed",
+]
+"""Why the tokens of a prompt from some block on are not reused.
+
+"new": nothing like them is cached. "diverged": the nearest cached prefix goes on with other tokens.
+"evicted": they were cached. "not_yet_computed": another request has the same tokens and is still
+computing them. "loading": they are being restored. "reads_disabled": the request, or the engine,
+does not read the cache. "below_one_block": the prompt is shorter than a block. "weights_changed":
+``kv_cache_dir`` has them by another model, other weights or settings; only ``explain`` says so.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheExplanation:
+    """The tokens of a prompt that come from the cache, by source, and why the others do not.
+
+    It depends on the prompts with the same ``cache_salt`` only.
+    """
+
+    num_pool_tokens: int
+    """Tokens in whole cached blocks."""
+    num_in_flight_tokens: int
+    """Tokens that another request computed in the same step."""
+    num_copied_tokens: int
+    """Tokens copied from the beginning of a cached block."""
+    num_restored_tokens: int
+    """Tokens restored from ``kv_cache_dir``."""
+    position: int | None = None
+    """Position of the first token that is not reused, at the beginning of a block; ``None`` if
+    every whole block of the prompt is."""
+    reason: MissReason | None = None
+    """Why the block that begins there is not reused."""
+    diverged_at: int | None = None
+    """Position of the first token that the nearest cached prefix has otherwise, if the reason is
+    "diverged"."""
+    diverged_tokens: tuple[int, ...] = ()
+    """The cached tokens from there to the end of their block."""
+    evicted_by: str | None = None
+    """The order of eviction that evicted the block, or "evict_all", if that is remembered."""
+    num_evicted_since: int | None = None
+    """Tokens evicted since, the block included: with a pool larger by about so many tokens, it
+    would still be cached."""
+    hint: str | None = None
+    """The reason as a sentence, and what to do about it."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that are not computed: of all sources."""
+        whole = self.num_pool_tokens + self.num_in_flight_tokens
+        return whole + self.num_copied_tokens + self.num_restored_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The state of one request: final from ``generate``, a snapshot or a delta from ``stream``.
@@ -89,3 +149,6 @@ class RequestOutput:
     """The error message if ``finish_reason`` is "error"."""
     num_restored_tokens: int = 0
     """The cached tokens that were restored from ``kv_cache_dir`` for this request."""
+    cache: CacheExplanation | None = None
+    """Where its cached tokens came from, and why others were computed, once it has output; ``None``
+    without ``explain_misses``."""

@@ -13,6 +13,7 @@ from pyengine.cli.chat import chat
 from pyengine.cli.completion import Shell, print_completion
 from pyengine.cli.display import print_rows
 from pyengine.cli.doctor import JSON_HELP, examine
+from pyengine.cli.explain import explain
 from pyengine.cli.generate import generate
 from pyengine.cli.models import list_models, pull
 from pyengine.cli.options import command, guarded
@@ -62,6 +63,7 @@ for body, summary in (
 ):
     app.command(short_help=summary)(body)
 app.command(short_help="Is this machine as fast as it should be?")(bench)
+app.command(short_help="Where do two prompts differ, for the cache?")(explain)
 app.command(short_help="Download a model and check it.")(pull)
 app.command("list", short_help="Print the models on this machine.")(list_models)
 app.add_typer(trace)

@@ -23,7 +23,7 @@ del _CONTROLS[ord("\n")], _CONTROLS[ord("\t")]
 COLUMNS = 80
 """Of a terminal, for wrapped text."""
 
-_BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+_BOLD, DIM, RED, GREEN, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
 """ANSI sequences for a terminal."""
 
 
@@ -32,14 +32,14 @@ def printable(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
-def write(text: str, *, bold: bool = False) -> None:
-    """Write to standard output and flush."""
-    _write(sys.stdout, text, _BOLD if bold else "")
+def write(text: str, *, bold: bool = False, style: str = "") -> None:
+    """Write to standard output and flush. On a terminal without NO_COLOR, in bold or a `style`."""
+    _write(sys.stdout, text, _BOLD if bold else style)
 
 
 def note(text: str, *, dim: bool = False) -> None:
     """Write a line to standard error."""
-    _write(sys.stderr, f"{text}\n", _DIM if dim else "")
+    _write(sys.stderr, f"{text}\n", DIM if dim else "")
 
 
 def _write(stream: TextIO, text: str, style: str) -> None:

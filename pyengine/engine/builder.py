@@ -162,6 +162,7 @@ def _connect(
         prefix_caching=settings.enable_prefix_caching,
         in_flight_sharing=settings.in_flight_sharing,
         partial_reuse=settings.partial_reuse,
+        explain=settings.explain_misses,
         eviction=settings.eviction,
         events=settings.event_hash_seed is not None,
         hash_seed=settings.event_hash_seed,
@@ -191,6 +192,7 @@ def _connect(
         tokenizer=loaded.tokenizer,
         seed=settings.seed,
     )
+    engine.explains = settings.explain_misses
     if store is not None:
         assert isinstance(runner, ModelRunner)  # settings refuse a divided model
         fingerprints = _fingerprints(settings, loaded, needs, plan)

@@ -14,8 +14,9 @@ from pyengine.config import EngineSettings
 from pyengine.engine.builder import build_engine
 from pyengine.engine.chat_template import ChatOptions, Message, render_chat
 from pyengine.engine.core import EngineObserver, EngineStats
+from pyengine.engine.explain import explain_prompt
 from pyengine.engine.loop import EngineLoop, refuse_engine_in_fork
-from pyengine.engine.prompts import Prompt
+from pyengine.engine.prompts import Prompt, PromptLike, parse_prompt
 from pyengine.engine.request import Request
 from pyengine.errors import (
     ConfigurationError,
@@ -24,6 +25,7 @@ from pyengine.errors import (
     copy_error,
 )
 from pyengine.kv_cache import TraceError
+from pyengine.outputs import CacheExplanation
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from pyengine.scheduler.pins import CacheHints, KeptPrefix
 from pyengine.utils.openmp import release_threads
@@ -158,6 +160,15 @@ class EngineClient:
         """The block manager's usage and counters, and the number of requests that run and wait."""
         self._engine_loop.refuse_fork()
         return self._engine.stats()
+
+    def explain(self, prompt: PromptLike) -> CacheExplanation:
+        """The tokens of a prompt that a request would reuse now, and why it would compute others.
+
+        It changes no cached block. Any thread may call it. Raises `InvalidRequestError`.
+        """
+        self._engine_loop.refuse_fork()
+        parsed = parse_prompt(prompt, self.tokenizer)
+        return explain_prompt(self._manager, parsed, self.tokenizer, self._engine.offloader)
 
     def observe(self, observer: EngineObserver) -> None:
         """Call `observer` for every request and step from now on, in the engine's thread."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pyengine.engine.explain import explain_request
 from pyengine.engine.input_processor import InputProcessor, ModelLimits, refuse_taken
 from pyengine.engine.offloading import KVOffloader
 from pyengine.engine.prompt_logprobs import PromptLogprobCache
@@ -132,6 +133,8 @@ class Engine:
         """True from a failed step until its requests are cleared and the limits are what they
         were."""
         self._observers: list[EngineObserver] = []
+        self.explains = False
+        """True if outputs say why tokens were not cached."""
         self.num_new_tokens = 0
         """Tokens generated so far, by all requests."""
         self._is_stepping = False
@@ -426,6 +429,8 @@ class Engine:
             if not request.is_finished or request.sequences[0] in ended
         ]
         for request in begun:
+            if self.explains:
+                explain_request(request, self._manager.block_size)
             self._begin_output(request)
         finished = self._finish(ended) if ended else []
         for request in dict.fromkeys([batch.sequences[row].request for row in batch.streamed]):

@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 
 _LOOKAHEAD = 16
 """Waiting sequences that are looked up before they could be admitted."""
+_MOST_OTHERS = 16
+"""Fingerprints of other models in which a prompt is looked up to explain a miss."""
 _SHORT = 256
 """Fewer tokens are stored only if some of them were cached: they are used a second time."""
 _PATIENCE = 10.0
@@ -261,6 +263,20 @@ class KVOffloader:
         size = self._manager.block_size
         fingerprints = self._fingerprints
         return self._store.prefix(tokens, size, fingerprints=fingerprints, namespace=namespace)
+
+    def is_stored_by_another_model(self, tokens: "Sequence[int]", namespace: bytes) -> bool:
+        """True if the store has the first block of these tokens under another fingerprint.
+
+        Another model has computed it then, another version of its weights, or other settings.
+        """
+        size = self._manager.block_size
+        with suppress(StoreError):  # it is closed
+            found = {fingerprint for fingerprint, *_ in self._store.fingerprints()}
+            for other in islice(sorted(found.difference(self._fingerprints)), _MOST_OTHERS):
+                prefix = self._store.prefix(tokens, size, fingerprints=[other], namespace=namespace)
+                if prefix.contains(0):
+                    return True
+        return False
 
     def _first_row(self, window: int | None, end: int) -> int:
         """The first block that tokens after the first `end` blocks see."""

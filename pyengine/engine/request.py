@@ -17,6 +17,7 @@ from pyengine.kv_cache import Pin, StoredPrefix
 from pyengine.kv_cache import Sequence as KVSequence
 from pyengine.outputs import (
     CONTEXT_FULL,
+    CacheExplanation,
     CompletionOutput,
     FinishReason,
     Logprob,
@@ -302,6 +303,10 @@ class Request:
         """Prompt tokens that were cached when it first ran."""
         self.num_restored_tokens = 0
         """Prompt tokens that were restored from a store for it; they are cached when it runs."""
+        self.cache: CacheExplanation | None = None
+        """Where its cached tokens came from, and why others were computed."""
+        self.last_reused_block: int | None = None
+        """The block before its first token that was not reused."""
         self.num_preemptions = 0
         """Preemptions, each followed by recomputation."""
         self.num_failures = 0
@@ -384,4 +389,5 @@ class Request:
             metrics=metrics,
             index=self.place,
             error=self.error,
+            cache=self.cache,
         )

@@ -176,7 +176,7 @@ def _load(
         model = _load_weights(folder, config, choice.dtype, _placement(device, shards))
     if not source.is_converted or choice.dtype == torch.float16:
         refuse_not_finite(model, folder)
-    tokenizer = _load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     text = config.get_text_config()
     return LoadedModel(
         model=model,
@@ -337,7 +337,7 @@ def _refuse_unpageable(model: Any, folder: Path) -> None:
         )
 
 
-def _load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
     """The tokenizer in `folder`, or None without one."""
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None

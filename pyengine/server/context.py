@@ -16,6 +16,7 @@ from pyengine.engine.request import Request as EngineRequest
 from pyengine.server.callers import Caller, require_admin
 from pyengine.server.engine_protocol import EngineClient, EngineStream
 from pyengine.server.errors import ApiError
+from pyengine.server.explanations import Disclosure, RecentExplanations
 from pyengine.server.settings import ServerSettings
 from pyengine.server.tokenizer_threads import TokenizerThreads
 from pyengine.server.traffic import Traffic
@@ -47,6 +48,7 @@ class ServerContext:
     block_size: int
     """Tokens of a cached block."""
     traffic: Traffic = field(default_factory=Traffic)
+    explanations: RecentExplanations = field(default_factory=RecentExplanations)
     created: int = field(default_factory=lambda: int(time.time()))
     live: dict[str, RunningCall] = field(default_factory=dict)
     num_open: int = 0
@@ -112,6 +114,17 @@ class ServerContext:
         if self.settings.exact_cached_tokens:
             return num_cached
         return num_cached - num_cached % self.block_size
+
+    @property
+    def disclosure(self) -> Disclosure:
+        """What explanations of cached tokens may contain.
+
+        Keys that share cached blocks do not get each other's texts.
+        """
+        has_neighbours = len(self.settings.keys) > 1
+        is_shared = has_neighbours and not self.separates_keys
+        is_exact = self.settings.exact_cached_tokens and not is_shared
+        return Disclosure(self.block_size, is_exact, has_neighbours)
 
     def submit(
         self, name: str, key: bytes, client_id: str | None, requests: Sequence[EngineRequest]

@@ -247,6 +247,41 @@ def test_the_tiers_are_those_of_the_store(
         page.close()
 
 
+def test_a_click_on_a_request_shows_where_it_left_the_cached_prefix(
+    chromium: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = FakeModel(monkeypatch, num_blocks=4000, max_model_len=4000, explain=True)
+    model.bench.engine.explains = True
+    forever = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3900)
+    common = [*range(3, 15)]
+
+    async def both(engine: AsyncEngine) -> None:
+        first = asyncio.ensure_future(exhausted(engine.generate([*common, 40], forever, "first")))
+        while engine.stats().counters["committed_steps"] < 5:
+            await asyncio.sleep(0.01)
+        await exhausted(engine.generate([*common[:9], 90, 91, 92, 93], forever, "leaves"))
+        await first
+
+    with model.async_engine() as engine, ServedPage(engine) as page_server:
+        work = page_server.served.submit(both(engine))
+        page = chromium.new_page(viewport={"width": 1400, "height": 900})
+        errors = errors_of(page)
+        page.goto(f"{page_server.served.url}/kv")
+        page.wait_for_function("() => frame && frame.requests.some(row => row[10]?.[2])")
+        for name, words in (
+            ("leaves", "leaves: left the cached prefix at token 8: the nearest cached prompt"),
+            ("first", "first: left the cached prefix at token 0: no cached prompt"),
+        ):
+            page.locator("#requests td:first-child", has_text=name).click()
+            assert page.locator("#why").inner_text().startswith(words)
+            assert page.locator("#tree button[aria-pressed=true]").count() == (name == "leaves")
+        page.locator("#requests td:first-child", has_text="first").click()
+        assert page.locator("#why").inner_text().startswith("Click a request")
+        assert errors == []
+        work.cancel()
+        page.close()
+
+
 def test_it_takes_the_key_that_the_browser_asks_for_and_believes_no_id(
     chromium: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

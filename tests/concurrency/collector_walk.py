@@ -81,6 +81,7 @@ def walk_manager(walk: Walk, keep: Sequence, folder: str) -> None:
     walk(manager, "sequence", PROMPT)
     walk(manager, "sequence", [-1])
     walk(manager, "match_prefix", PROMPT)
+    walk(manager, "explain", PROMPT)
     for method in ("refs", "seq_refs", "state"):
         walk(manager, method, 0)
         walk(manager, method, BLOCKS)
@@ -103,7 +104,7 @@ def walk_manager(walk: Walk, keep: Sequence, folder: str) -> None:
 def walk_sequence(walk: Walk, keep: Sequence) -> None:
     getters = ("id", "is_live", "num_tokens", "num_computed_tokens", "num_cached_tokens")
     getters += ("num_restored_tokens",)
-    for name in (*getters, "block_table", "block_tables", "tokens", "pin", "__repr__"):
+    for name in (*getters, "block_table", "block_tables", "tokens", "explain", "pin", "__repr__"):
         walk(keep, name)
     walk(keep, "fork", 5)
     walk(keep, "fork", 5000)

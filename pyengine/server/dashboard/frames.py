@@ -107,27 +107,32 @@ def _depths(parents: Ints, attached: Ints) -> tuple[Ints, Ints]:
     return depths, roots
 
 
-def pool_columns(pool: PoolSnapshot, usage: PoolUsage) -> dict[str, Any]:
-    """The part of a frame that is about blocks and the prefix tree."""
+def pool_columns(pool: PoolSnapshot, usage: PoolUsage) -> tuple[dict[str, Any], Ints]:
+    """The part of a frame that is about blocks and the prefix tree; the node number of each block.
+
+    0 is the number of blocks that have no node, or a hidden one.
+    """
     tree, seq_refs = Tree.of(pool), _column(pool.seq_refs)
     spaces, space_of_root = _namespaces(pool, tree)
     nodes, hidden, number_of = _nodes(tree, seq_refs, space_of_root)
     pieces = tree.block_pieces
     root_of_block = np.where(pieces >= 0, tree.roots[pieces] if len(tree.roots) else 0, 0)
-    return {
+    node_of_block = np.where(pieces >= 0, number_of[pieces], 0)
+    columns = {
         "usage": {name: getattr(usage, name) for name in _STATES},
         "blocks": _packed(
             [_column(pool.refs), seq_refs, _column(pool.ages), tree.block_depths],
             [
                 np.frombuffer(pool.states, np.uint8),
                 space_of_root[root_of_block],
-                np.where(pieces >= 0, number_of[pieces], 0),
+                node_of_block,
             ],
         ),
         "spaces": spaces,
         "tree": nodes,
         "hidden": hidden,
     }
+    return columns, node_of_block
 
 
 class FrameMaker:
@@ -151,6 +156,7 @@ class FrameMaker:
             self._prompts = {
                 request.request: self._prompt(request.request) for request in view.requests
             }
+        columns, node_of_block = pool_columns(view.pool, stats.usage)
         message = {
             "time": time(),
             "about": self._about,
@@ -160,11 +166,11 @@ class FrameMaker:
             "waiting": stats.num_waiting,
             "preemptions": stats.num_preemptions,
             "tokens": stats.num_new_tokens,
-            "requests": [self._request(request) for request in view.requests],
-        } | pool_columns(view.pool, stats.usage)
+            "requests": [self._request(request, node_of_block) for request in view.requests],
+        } | columns
         return json.dumps(message, separators=(",", ":"))
 
-    def _request(self, view: "RequestView") -> list[Any]:
+    def _request(self, view: "RequestView", node_of_block: Ints) -> list[Any]:
         """A row of the request table, in the page's column order."""
         state = view.request
         row: list[Any] = [
@@ -178,6 +184,7 @@ class FrameMaker:
             view.num_preemptions,
             round(monotonic() - view.arrival_time, 3),
             _digest(state.namespace),
+            _miss(state, node_of_block),
         ]
         if self._decode is not None:
             row.append(self._prompts[state])
@@ -193,6 +200,16 @@ class FrameMaker:
         assert self._decode is not None
         ids = [int(token) for token in state.prompt_token_ids[:_SHOWN_TOKENS]]
         return self._decode(ids)[:_SHOWN_CHARACTERS]
+
+
+def _miss(request: "Request", node_of_block: Ints) -> list[Any] | None:
+    """Where a request left the cached prefix: reason, position, node; None before that is known."""
+    cache = request.cache
+    if cache is None:
+        return None
+    block = request.last_reused_block
+    node = 0 if block is None or block >= len(node_of_block) else int(node_of_block[block])
+    return [cache.reason, cache.position, node]
 
 
 def _digest(namespace: bytes) -> str:

@@ -107,7 +107,7 @@ class Recording:
             "tokens": 0,
             "requests": [],
             "sequences": sequences,
-        } | pool_columns(player.snapshot(), player.usage())
+        } | pool_columns(player.snapshot(), player.usage())[0]
         return json.dumps(message, separators=(",", ":"))
 
     def life(self, block: int) -> str:

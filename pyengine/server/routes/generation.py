@@ -27,7 +27,7 @@ from pyengine.server.middleware.refusals import CLIENT_HAS_GONE
 from pyengine.server.routes.ignored import IGNORED_HEADER
 from pyengine.server.routes.params import check_length, check_priority, within_limit
 from pyengine.server.schemas.requests import SamplingFields
-from pyengine.server.schemas.responses import PromptTokensDetails, ServerModel, Usage
+from pyengine.server.schemas.responses import PromptCache, PromptTokensDetails, ServerModel, Usage
 from pyengine.server.traffic import KeyCounts
 
 _T = TypeVar("_T")
@@ -55,6 +55,9 @@ class Call:
     stream: EngineStream
     counts: KeyCounts
     """Usage of the key."""
+    key: bytes
+    explains_cache: bool
+    """Whether `usage` says why tokens were not cached."""
     ignored: Sequence[str] = ()
     """Fields of the request without effect."""
 
@@ -134,7 +137,18 @@ async def begin(
     stream = context.submit(name, caller.key, client_id, requests)
     counts = context.traffic.keys[caller.name]
     counts.requests += 1
-    return Call(context, name, client_id, model, int(time.time()), stream, counts, details.ignored)
+    return Call(
+        context=context,
+        name=name,
+        client_id=client_id,
+        model=model,
+        created=int(time.time()),
+        stream=stream,
+        counts=counts,
+        key=caller.key,
+        explains_cache=bool(body.explain_cache),
+        ignored=details.ignored,
+    )
 
 
 async def compiled(context: ServerContext, form: StructuredOutputs, tenant: bytes) -> None:
@@ -173,6 +187,7 @@ class UsageCounter:
     call: Call
     prompt: dict[int, int] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
+    caches: dict[int, PromptCache] = field(default_factory=dict)
     restored: int = 0
     completion: int = 0
 
@@ -184,11 +199,19 @@ class UsageCounter:
             cached = self.call.context.reported_cached_tokens(item.num_cached_tokens)
             self.cached[item.index] = cached
             self.restored += item.num_restored_tokens
+            self._explain(item)
             counts.prompt_tokens += len(item.prompt_token_ids)
             counts.cached_tokens += cached
         count = sum([len(output.token_ids) for output in item.outputs])
         self.completion += count
         counts.generation_tokens += count
+
+    def _explain(self, item: RequestOutput) -> None:
+        """Keep why tokens of the prompt were not cached, for its sender."""
+        if item.cache is not None:
+            call = self.call
+            cache = self.caches[item.index] = call.context.disclosure.of(item.cache)
+            call.context.explanations.put(call.key, call.name, call.client_id, item.index, cache)
 
     def usage(self) -> Usage:
         """The usage so far."""
@@ -196,6 +219,8 @@ class UsageCounter:
         details = PromptTokensDetails(cached_tokens=sum(self.cached.values()))
         if self.restored:
             details.restored_tokens = self.restored
+        if self.call.explains_cache:
+            details.cache = [self.caches.get(place) for place in sorted(self.prompt)]
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=self.completion,

@@ -267,6 +267,7 @@ _FORM = (
 _SERVICE = (
     _honoured("request_id", "returned as x-request-id, like that header; need not be unique"),
     _honoured("cache_salt", "only prompts with the same salt share cached blocks"),
+    _honoured("explain_cache", "say in `usage` why tokens of the prompt were not cached"),
     _honoured(
         "cache_priority",
         "0 to 100: cached blocks of the request are evicted after those of lower ones, within the "

@@ -166,6 +166,9 @@ class SamplingFields(IgnoredFields):
     cache_priority: int | None = Field(
         None, description="0 to 100: higher ones are evicted later, within the key's share"
     )
+    explain_cache: bool | None = Field(
+        None, description="say in `usage` why tokens of the prompt were not cached"
+    )
     priority: float = Field(0, description="requests with a lower value run first")
 
 

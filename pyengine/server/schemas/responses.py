@@ -7,6 +7,8 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
+from pyengine.outputs import MissReason
+
 
 class ServerModel(BaseModel):
     """Base of response models. Fields that were not set are omitted."""
@@ -49,12 +51,42 @@ class ErrorResponse(ServerModel):
     error: ErrorInfo
 
 
+class PromptCache(ServerModel):
+    """The cached tokens of a prompt by source, and why others were computed.
+
+    See `CacheExplanation`. Counts are in whole blocks without `--exact-cached-tokens`.
+    """
+
+    pool_tokens: int
+    in_flight_tokens: int
+    copied_tokens: int
+    restored_tokens: int
+    position: int | None
+    reason: MissReason | None
+    diverged_at: int | None
+    evicted_by: str | None
+    evicted_since: int | None
+    hint: str | None
+
+
+class RequestCache(ServerModel):
+    """The response of GET /v1/requests/{id}/cache: an explanation for each prompt of a request.
+
+    It is null for a prompt that has no output yet.
+    """
+
+    id: str
+    prompts: list[PromptCache | None]
+
+
 class PromptTokensDetails(ServerModel):
     """Details of the prompt tokens."""
 
     cached_tokens: int
     restored_tokens: int | None = None
     """Of the cached tokens, those restored from the store; absent if none was."""
+    cache: list[PromptCache | None] | None = None
+    """For each prompt, with `explain_cache`."""
 
 
 class Usage(ServerModel):

@@ -34,7 +34,7 @@ pub fn world() -> Result<World, Error> {
 }
 
 /// All of them. A prompt's way is `sequence`, `begin_step`, `prefill`, `commit`, and its handle dropped.
-pub const OPERATIONS: [Operation; 14] = [
+pub const OPERATIONS: [Operation; 16] = [
     Operation {
         name: "cold-prefill-512",
         prepare: |world| world.receive_new(SHORT, 1),
@@ -74,6 +74,24 @@ pub const OPERATIONS: [Operation; 14] = [
     Operation {
         name: "hot-prefill-8192",
         prepare: |world| world.receive_known(LONG),
+        run: World::serve,
+    },
+    // Hits have nothing to explain ...
+    Operation {
+        name: "explained-hot-prefill-8192",
+        prepare: |world| {
+            world.explain()?;
+            world.receive_known(LONG)
+        },
+        run: World::serve,
+    },
+    // ... and every block that is evicted is remembered.
+    Operation {
+        name: "explained-cold-prefill-8192",
+        prepare: |world| {
+            world.explain()?;
+            world.receive_new(LONG, 1)
+        },
         run: World::serve,
     },
     // In one step: the first computes, the others share.

@@ -51,6 +51,16 @@ impl World {
         Ok(())
     }
 
+    /// The same, of a manager that explains misses.
+    pub(crate) fn explain(&mut self) -> Outcome {
+        let mut config = self.manager.config().clone();
+        if !config.explain {
+            config.explain = true;
+            *self = Self::full_of(self.known.len(), config)?;
+        }
+        Ok(())
+    }
+
     fn full_of(known: usize, config: Config) -> Result<Self, Error> {
         let widths = [ROWS, ROWS, ROWS, ROWS + 1, ROWS, ROWS * WIDTH, ROWS];
         let mut world = Self {

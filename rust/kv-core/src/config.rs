@@ -30,6 +30,10 @@ pub struct Config {
     // It changes no answer, so recordings do not have it.
     #[cfg_attr(feature = "trace", serde(skip))]
     pub keep_evicted: bool,
+    /// On: evictions are remembered by namespace, and a sequence's first prefill records why tokens were not cached (see
+    /// [`SequenceView::miss`](crate::SequenceView)).
+    #[serde(skip)] // it changes no answer
+    pub explain: bool,
     /// The order of eviction.
     pub eviction: Eviction,
     /// The seed of block hashes; `None`: random per manager.
@@ -50,6 +54,7 @@ impl Config {
             partial_reuse: true,
             events: false,
             keep_evicted: false,
+            explain: false,
             eviction: Eviction::Lru,
             hash_seed: None,
             hash_bits: 128,

@@ -56,6 +56,11 @@ impl Policy {
         }
     }
 
+    /// The order of eviction.
+    pub(crate) fn kind(&self) -> Eviction {
+        self.kind
+    }
+
     /// The list of blocks that were reused, or cached again soon after their eviction. All others are in
     /// `Probation`.
     pub(crate) fn list_of_reused(&self) -> List {

@@ -6,6 +6,7 @@ use crate::calls::{Answer, Call, Recorder};
 use crate::config::Config;
 use crate::error::Error;
 use crate::events::{Event, Evicted};
+use crate::explain::{Explanation, Miss};
 use crate::handles::{Deferred, Pin, PlanHandle, SeqHandle, Shared};
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, NodePosition, PlanKey, SeqKey, TransferKey};
@@ -186,6 +187,9 @@ impl BlockManager {
             num_pending_tokens: usize::from(seq.pending),
             num_cached_tokens: seq.cached,
             num_restored_tokens: seq.restored,
+            num_in_flight_tokens: seq.in_flight as usize,
+            num_copied_tokens: seq.copied as usize,
+            miss: seq.miss.as_deref(),
             num_registered_blocks: seq.registered.rows(),
         })
     }
@@ -256,6 +260,16 @@ impl BlockManager {
             None => self.state.no_pin(),
         };
         Ok(self.grant(found, || Call::match_prefix(tokens, namespace)))
+    }
+
+    /// Says which tokens of a prompt a prefill would reuse now, and why it would compute the others. It changes no block
+    /// and no order of eviction.
+    ///
+    /// The answer depends on this namespace alone: on its cached blocks, its sequences and its evictions.
+    pub fn explain(&mut self, tokens: &[u32], namespace: &[u8]) -> Result<Explanation, Error> {
+        self.drain_deferred();
+        check_namespace(namespace)?;
+        Ok(self.state.explain(tokens, namespace))
     }
 
     /// Pins the longest prefix of a sequence's registered blocks that is computed and of which no window lacks a
@@ -783,6 +797,13 @@ pub struct SequenceView<'a> {
     pub num_cached_tokens: usize,
     /// Tokens that its own transfers restored, since then.
     pub num_restored_tokens: usize,
+    /// Of the cached tokens, those that an open step was to compute when they were reused.
+    pub num_in_flight_tokens: usize,
+    /// Of the cached tokens, those copied from the beginning of a block.
+    pub num_copied_tokens: usize,
+    /// Why its first prefill computes tokens although it could have reused them, if [`Config::explain`] is on. `None`:
+    /// every whole block of it was cached.
+    pub miss: Option<&'a Miss>,
     /// Leading blocks that are registered.
     pub num_registered_blocks: usize,
 }

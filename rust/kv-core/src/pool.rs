@@ -5,6 +5,8 @@
 
 #[path = "pool/check.rs"]
 mod check;
+#[path = "pool/explain.rs"]
+mod explain;
 #[path = "pool/loading.rs"]
 mod loading;
 
@@ -13,12 +15,13 @@ use std::collections::TryReserveError;
 use crate::config::Config;
 use crate::events::{Event, EventLog, Evicted};
 use crate::eviction::{Ghost, Policy};
+use crate::explain::{EvictedBy, EvictionHistory};
 use crate::groups::Groups;
 use crate::handles::Shared;
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, NodeId, NodePosition};
 use crate::queue::{BlockMeta, FreeQueue, List};
-use crate::radix::{Match, RadixTree};
+use crate::radix::{MAX_COMPARED_CHILDREN, Match, RadixTree};
 use crate::stats::{BlockState, PoolSnapshot, PoolUsage, Stats};
 use crate::sync::Arc;
 
@@ -90,6 +93,8 @@ pub(crate) struct Pool {
     events: Option<EventLog>,
     /// Blocks that allocations evicted, if they are kept.
     evicted: Option<Vec<Evicted>>,
+    /// Past evictions, if misses are explained.
+    pub(crate) history: Option<Box<EvictionHistory>>,
     pub(crate) stats: Stats,
 }
 
@@ -113,7 +118,7 @@ impl Pool {
         batch.end();
         let policy = Policy::new(config.eviction, num_blocks);
         let mut tree = RadixTree::new(num_blocks, block_size, config.groups.len(), hasher);
-        if config.events || config.keep_evicted || policy.has_ghosts() {
+        if config.events || config.keep_evicted || config.explain || policy.has_ghosts() {
             tree.reserve_hashes()?;
         }
         Ok(Self {
@@ -127,6 +132,9 @@ impl Pool {
             open: OpenSteps::default(),
             events: config.events.then(EventLog::default),
             evicted: config.keep_evicted.then(Vec::new),
+            history: config
+                .explain
+                .then(|| Box::new(EvictionHistory::new(num_blocks))),
             stats: Stats::default(),
         })
     }
@@ -292,14 +300,18 @@ impl Pool {
         tokens: &[u32],
         least: usize,
     ) -> Option<(NodePosition, usize)> {
-        self.tree
-            .longest_partial_match(position, tokens, least, |candidate| {
+        self.tree.longest_partial_match(
+            position,
+            tokens,
+            (least, MAX_COMPARED_CHILDREN),
+            |candidate| {
                 let mut groups = 0..self.tree.groups();
                 groups.all(|group| {
                     let block = self.tree.block(candidate, group);
                     block.is_some_and(|block| self.is_ready(block))
                 })
-            })
+            },
+        )
     }
 
     /// The block that follows `position` with exactly these tokens.
@@ -439,7 +451,7 @@ impl Pool {
         }
         if evicted < taken.len() {
             self.hash_stored_blocks();
-            if self.evicted.is_some() {
+            if self.evicted.is_some() | self.history.is_some() {
                 self.keep_evicted(&taken[evicted..]);
             }
         }
@@ -453,6 +465,10 @@ impl Pool {
     /// Keeps a record of evicted blocks.
     #[cold]
     fn keep_evicted(&mut self, blocks: &[BlockId]) {
+        self.remember(blocks, EvictedBy::Policy(self.policy.kind()));
+        if self.evicted.is_none() {
+            return;
+        }
         let (queue, tree) = (&self.queue, &mut self.tree);
         let records = blocks.iter().filter_map(|&block| {
             let group = usize::from(queue.meta(block).group);
@@ -460,6 +476,23 @@ impl Pool {
         });
         if let Some(evicted) = &mut self.evicted {
             evicted.extend(records);
+        }
+    }
+
+    /// Adds cached blocks that are about to be evicted to the history.
+    #[cold]
+    fn remember(&mut self, blocks: &[BlockId], by: EvictedBy) {
+        let Some(history) = &mut self.history else {
+            return;
+        };
+        let cached = |block: &BlockId| self.cached[block.at()];
+        for run in blocks.chunk_by(|one, other| cached(one).node == cached(other).node) {
+            let own = history.of(&self.tree.namespace(cached(&run[0])));
+            for block in run {
+                if let Some(hash) = self.tree.hash(cached(block)) {
+                    own.add(hash, by);
+                }
+            }
         }
     }
 
@@ -535,6 +568,7 @@ impl Pool {
         let lists = List::EVICTABLE.into_iter();
         let evictable: Vec<BlockId> = lists.flat_map(|list| self.queue.iter(list)).collect();
         self.hash_stored_blocks();
+        self.remember(&evictable, EvictedBy::EvictAll);
         if let Some(events) = &mut self.events {
             events.seal();
         }

@@ -43,7 +43,7 @@ const MAX_STALE_HASHES: usize = 1_024;
 
 /// Children of a position that a search for a partial match compares: the newest ones. It bounds the cost of a
 /// prefill that ends inside a block.
-const MAX_COMPARED_CHILDREN: usize = 8;
+pub(crate) const MAX_COMPARED_CHILDREN: usize = 8;
 
 /// Consecutive cached blocks. The root of a namespace has none.
 struct Node {
@@ -335,12 +335,13 @@ impl RadixTree {
     }
 
     /// The `usable` block after `position` that agrees with most of `tokens`, at most a block of them, and with
-    /// at least `least`; and how many. Of several, the one with the lowest block id.
+    /// at least `least`; and how many. Of several, the one with the lowest block id. It compares the block that
+    /// continues the node, and the `most` newest children.
     pub(crate) fn longest_partial_match(
         &self,
         position: NodePosition,
         tokens: &[u32],
-        least: usize,
+        (least, most): (usize, usize),
         usable: impl Fn(NodePosition) -> bool,
     ) -> Option<(NodePosition, usize)> {
         let first = *tokens.first()?;
@@ -362,7 +363,7 @@ impl RadixTree {
         }
         let newest = node.find_children(position.offset);
         let mut child = newest.map_or(NodeId::NONE, |at| node.children[at].newest);
-        for _ in 0..MAX_COMPARED_CHILDREN {
+        for _ in 0..most {
             if child == NodeId::NONE {
                 break;
             }
@@ -371,7 +372,7 @@ impl RadixTree {
                 older_sibling,
                 ..
             } = self.node(child);
-            if known.first() == Some(&first) {
+            if least == 0 || known.first() == Some(&first) {
                 let candidate = NodePosition {
                     node: child,
                     offset: 1,
@@ -758,7 +759,8 @@ impl RadixTree {
         })
     }
 
-    fn namespace(&self, mut position: NodePosition) -> Arc<[u8]> {
+    /// The namespace of a position.
+    pub(crate) fn namespace(&self, mut position: NodePosition) -> Arc<[u8]> {
         loop {
             let node = self.node(position.node);
             match &node.namespace {

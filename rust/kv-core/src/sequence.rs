@@ -6,6 +6,7 @@ use std::num::NonZero;
 use std::ops::Deref;
 
 use crate::error::Error;
+use crate::explain::Miss;
 use crate::ids::{BlockId, NodePosition, SeqKey};
 use crate::table::BlockTable;
 
@@ -89,6 +90,11 @@ pub(crate) struct SequenceState {
     pub(crate) cached: usize,
     /// Tokens that its own transfers restored, since then.
     pub(crate) restored: usize,
+    /// Of the cached tokens: those that an open step was to compute, and those copied from a part of a block.
+    pub(crate) in_flight: u32,
+    pub(crate) copied: u32,
+    /// Why its first prefill computes tokens, if misses are explained.
+    pub(crate) miss: Option<Box<Miss>>,
     /// False: it computes its whole prompt. Its blocks are registered all the same.
     pub(crate) read_cache: bool,
 }
@@ -167,6 +173,9 @@ impl Sequence {
             root,
             cached: 0,
             restored: 0,
+            in_flight: 0,
+            copied: 0,
+            miss: None,
             read_cache,
         })
     }
@@ -282,6 +291,17 @@ impl Sequence {
         self.0.restored += restored;
     }
 
+    /// Of the cached tokens that it reuses, so many were in flight and so many copied.
+    pub(crate) fn count_sources(&mut self, in_flight: usize, copied: usize) {
+        self.0.in_flight += in_flight as u32;
+        self.0.copied += copied as u32;
+    }
+
+    /// Records why its first prefill computes tokens.
+    pub(crate) fn set_miss(&mut self, miss: Option<Box<Miss>>) {
+        self.0.miss = miss;
+    }
+
     /// Sets its computed tokens, outside a plan.
     pub(crate) fn set_computed(&mut self, computed: usize) {
         (self.0.computed, self.0.planned_end) = (computed, computed);
@@ -312,6 +332,7 @@ impl Sequence {
     pub(crate) fn set_table(&mut self, table: BlockTable, registered: Registered, computed: usize) {
         (self.0.table, self.0.registered) = (table, registered);
         (self.0.cached, self.0.restored, self.0.shared_rows) = (0, 0, 0);
+        (self.0.in_flight, self.0.copied) = (0, 0);
         self.set_computed(computed);
     }
 

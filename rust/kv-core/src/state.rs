@@ -2,6 +2,8 @@
 
 #[path = "state/check.rs"]
 mod check;
+#[path = "state/explain.rs"]
+mod explain;
 
 use crate::config::Config;
 use crate::error::Error;

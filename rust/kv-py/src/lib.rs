@@ -10,6 +10,7 @@ mod buffers;
 mod claims;
 mod errors;
 mod events;
+mod explanation;
 mod exported;
 mod float_arrays;
 mod guarded;
@@ -59,6 +60,7 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<events::Stored>()?;
     module.add_class::<events::Removed>()?;
     module.add_class::<events::Cleared>()?;
+    module.add_class::<explanation::Explanation>()?;
     module.add_class::<answers::PoolUsage>()?;
     module.add_class::<answers::Stats>()?;
     module.add_class::<answers::Remapping>()?;

@@ -14,6 +14,7 @@ use crate::answers::{PoolUsage, Stats, state_name};
 use crate::bounded;
 use crate::errors::{InvariantError, raise};
 use crate::events::push_event;
+use crate::explanation::Explanation;
 use crate::items::items;
 use crate::locked::Locked;
 use crate::numbers::number;
@@ -37,6 +38,8 @@ use crate::transfer::evicted_list;
 /// inside a block copies the matching tokens of a cached block. Every step must perform the copies of
 /// `StepPlan.copies`; `commit` is refused until they were read. With `events`, the manager keeps KV events for
 /// `take_events`. With `keep_evicted`, it keeps a record of the blocks that allocations evict, for `take_evicted`.
+/// With `explain`, it remembers evictions, and each sequence records why its first prefill computes tokens, for
+/// `explain` and `Sequence.explain`.
 ///
 /// `eviction` is the order of eviction: "lru", or "2q", which keeps blocks that were reused longer than blocks that
 /// were used once. With `hash_seed`, block hashes are equal in every process (random by default). `hash_bits` below
@@ -54,7 +57,7 @@ pub(crate) struct BlockManager {
 impl BlockManager {
     #[new]
     #[allow(clippy::too_many_arguments)] // one per keyword
-    #[pyo3(signature = (num_blocks, block_size, *, groups = None, prefix_caching = true, in_flight_sharing = true, partial_reuse = true, events = false, keep_evicted = false, eviction = "lru", hash_seed = None, hash_bits = None))]
+    #[pyo3(signature = (num_blocks, block_size, *, groups = None, prefix_caching = true, in_flight_sharing = true, partial_reuse = true, events = false, keep_evicted = false, explain = false, eviction = "lru", hash_seed = None, hash_bits = None))]
     fn new(
         py: Python<'_>,
         num_blocks: &Bound<'_, PyAny>,
@@ -65,6 +68,7 @@ impl BlockManager {
         partial_reuse: bool,
         events: bool,
         keep_evicted: bool,
+        explain: bool,
         eviction: &str,
         hash_seed: Option<&Bound<'_, PyAny>>,
         hash_bits: Option<&Bound<'_, PyAny>>,
@@ -85,6 +89,7 @@ impl BlockManager {
             partial_reuse,
             events,
             keep_evicted,
+            explain,
             eviction: eviction.parse().map_err(raise)?,
             hash_seed,
             hash_bits,
@@ -161,6 +166,26 @@ impl BlockManager {
         self.core
             .with(py, |core| core.match_prefix(&tokens, namespace))
             .map(Pin::new)
+    }
+
+    /// Says which tokens of a prompt a prefill would reuse now, and why it would compute the others. It changes no block
+    /// and no order of eviction.
+    ///
+    /// The answer depends on this namespace alone. Evictions are remembered by a manager that was created with
+    /// `explain=True`.
+    #[pyo3(signature = (tokens, *, namespace = None))]
+    fn explain(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        namespace: Option<&[u8]>,
+    ) -> PyResult<Explanation> {
+        let tokens = token_ids(tokens)?;
+        let namespace = namespace.unwrap_or_default();
+        self.core.with(py, |core| {
+            let explanation = core.explain(&tokens, namespace)?;
+            Ok(Explanation::new(explanation, core.config()))
+        })
     }
 
     /// Opens a step that may compute `token_budget` tokens.

@@ -8,6 +8,7 @@ use pyo3::types::PyList;
 
 use crate::answers::{Remapping, extend_answer};
 use crate::bounded;
+use crate::explanation::Explanation;
 use crate::locked::Locked;
 use crate::numbers::number;
 use crate::pin::Pin;
@@ -83,6 +84,24 @@ impl Sequence {
     #[getter]
     fn num_restored_tokens(&self, py: Python<'_>) -> PyResult<usize> {
         self.view(py, |view| view.num_restored_tokens)
+    }
+
+    /// The tokens that it has reused, by source, since it last had no blocks, and why its first prefill computed others.
+    /// No reason is known unless the manager was created with `explain=True`.
+    fn explain(&self, py: Python<'_>) -> PyResult<Explanation> {
+        self.core.with(py, |core| {
+            let view = core.view(self.key())?;
+            let (num_in_flight_tokens, num_copied_tokens) =
+                (view.num_in_flight_tokens, view.num_copied_tokens);
+            let others = num_in_flight_tokens + num_copied_tokens;
+            let explanation = kv_core::Explanation {
+                num_pool_tokens: view.num_cached_tokens.saturating_sub(others),
+                num_in_flight_tokens,
+                num_copied_tokens,
+                miss: view.miss.cloned(),
+            };
+            Ok(Explanation::new(explanation, core.config()))
+        })
     }
 
     /// Ids of its blocks in order; with several layer groups, those of the first group.

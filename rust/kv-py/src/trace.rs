@@ -38,7 +38,8 @@ pub(crate) fn settings<'py>(
         in_flight_sharing,
         partial_reuse,
         events,
-        keep_evicted: _, // it is not recorded
+        keep_evicted: _, // neither is recorded
+        explain: _,
         eviction,
         hash_seed,
         hash_bits,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pyengine.engine import offloading
+from pyengine.engine.explain import explain_prompt
 from pyengine.engine.offloading import KVOffloader
 from pyengine.engine.prompts import Prompt
 from pyengine.kv_cache import KVStore, StoreError, kv_fingerprint
@@ -536,3 +537,23 @@ def test_everything_that_is_admitted_at_once_is_looked_up(store: KVStore) -> Non
         assert answer.outputs[0].token_ids == continued(own, 8)
         assert answer.num_cached_tokens >= 32
     assert sum(second.runner.computed) <= 40 * (4 + 8)
+
+
+def test_kv_of_other_weights_is_told(store: KVStore) -> None:
+    before = make_bench(64, 4, explain=True)
+    offloader = with_store(before, store, "old weights")
+    tokens = [5 + place for place in range(13)]
+    add_request(before.engine, "first", Prompt(token_ids=tokens), GREEDY)
+    run(before)
+    wait_until_stored(offloader)
+    bench = make_bench(64, 4, explain=True)
+    now = with_store(bench, store, "new weights")
+
+    def reason(token_ids: list[int], namespace: bytes = b"") -> str | None:
+        prompt = Prompt(token_ids=token_ids, namespace=namespace)
+        return explain_prompt(bench.manager, prompt, None, now).reason
+
+    assert reason(tokens) == "weights_changed"
+    assert reason(tokens, b"other") == reason([9, *tokens]) == "new"
+    assert explain_prompt(bench.manager, Prompt(token_ids=tokens), None, None).reason == "new"
+    assert explain_prompt(before.manager, Prompt(token_ids=tokens), None, offloader).reason is None

@@ -152,6 +152,9 @@ impl State {
             }
             source = self.find_copy_source(slot);
         }
+        if self.pool.history.is_some() {
+            self.explain_prefill(slot);
+        }
         loop {
             match self.plan_after_match(slot, request, source) {
                 // A prefill does not wait for the sake of a partial copy.
@@ -329,15 +332,26 @@ impl State {
     /// The block that the current match ends inside of: it agrees with at least an eighth of a block of the next
     /// tokens, and no open step computes it, because copies come before the step.
     fn find_copy_source(&self, slot: u32) -> Option<CopySource> {
+        let seq = self.seqs.at(slot);
+        self.copy_source(&seq.tokens, seq.registered.rows() + self.matched.num_rows)
+    }
+
+    /// How many tokens of a prompt would be copied after the current match, which leads over its first rows.
+    pub(crate) fn num_copied(&self, tokens: &[u32]) -> usize {
+        let source = self.copy_source(tokens, self.matched.num_rows);
+        source.map_or(0, |source| source.tokens)
+    }
+
+    fn copy_source(&self, tokens: &[u32], rows: usize) -> Option<CopySource> {
         if !self.partial_reuse {
             return None;
         }
-        let (seq, size) = (self.seqs.at(slot), self.groups.block_size());
-        let row = (seq.registered.rows() + self.matched.num_rows) * size;
+        let size = self.groups.block_size();
+        let row = rows * size;
         // The last token is always computed.
-        let end = (seq.tokens.len() - 1).min(row + size);
+        let end = tokens.len().saturating_sub(1).min(row + size);
         let least = size.div_ceil(8);
-        let tokens = seq.tokens.get(row..end)?;
+        let tokens = tokens.get(row..end)?;
         if tokens.len() < least {
             return None;
         }
@@ -365,7 +379,11 @@ impl State {
 
     /// Blocks of the current match that a token after it reads.
     pub(crate) fn matched_blocks(&self, slot: u32) -> impl Iterator<Item = BlockId> + '_ {
-        let from = self.seqs.at(slot).registered.rows();
+        self.matched_blocks_after(self.seqs.at(slot).registered.rows())
+    }
+
+    /// The same, if the match follows `from` rows.
+    pub(crate) fn matched_blocks_after(&self, from: usize) -> impl Iterator<Item = BlockId> + '_ {
         let groups = self.groups.len();
         let blocks = self.matched.blocks.iter().enumerate();
         let seen = blocks.filter(move |(place, _)| {

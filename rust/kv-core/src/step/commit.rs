@@ -310,6 +310,9 @@ impl State {
                 stats.hit_blocks += prefill.matched_blocks as u64;
                 stats.slid_blocks += prefill.slid_blocks as u64;
                 seq.count_reused(prefill.reused_tokens, 0);
+                let whole = prefill.reused_tokens.saturating_sub(copied);
+                let in_flight = prefill.matched_in_flight * self.groups.block_size();
+                seq.count_sources(whole.min(in_flight / self.groups.len()), copied);
             }
             Work::Draft(drafts) => {
                 stats.draft_tokens += drafts.len() as u64;

@@ -132,6 +132,7 @@ impl State {
         prefill.matched_rows = rows;
         let before = self.seqs.at(slot).registered;
         (prefill.matched_blocks, prefill.in_flight) = self.insert_match(slot, &mut slid);
+        prefill.matched_in_flight = prefill.in_flight;
         for &(_, block) in &slid {
             self.pin(block);
             self.pool.release(block);

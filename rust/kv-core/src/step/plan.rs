@@ -72,6 +72,8 @@ pub(super) struct PrefillWork {
     pub(super) copied_tokens: usize,
     /// Cached tokens that are computed again, and not written again.
     pub(super) replay: usize,
+    /// Of the matched blocks, those that an open step computes.
+    pub(super) matched_in_flight: usize,
     /// Of the matched blocks and of `already_cached`, those that an open step computes.
     pub(super) in_flight: usize,
     /// Rows that are registered before they are computed, from `preregister_from` on.

@@ -10,6 +10,7 @@ mod drafts;
 mod errors;
 mod events;
 mod eviction;
+mod explain;
 mod figures;
 mod filling;
 mod handles;

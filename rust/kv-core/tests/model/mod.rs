@@ -9,7 +9,10 @@ pub(crate) mod world;
 
 use std::collections::{BTreeMap, HashMap};
 
-use kv_core::{BlockId, Config, Error, Extend, PoolUsage, Prefill, Remapping};
+use kv_core::{
+    BlockId, Config, Error, EvictedBy, Eviction, Explanation, Extend, Miss, MissReason,
+    PastEviction, PoolUsage, Prefill, Remapping,
+};
 
 /// A namespace and every token up to the end of a block.
 type Content = (u8, Vec<u32>);
@@ -124,6 +127,8 @@ pub(crate) struct Model {
     /// Oldest first.
     pub(crate) plans: Vec<Plan>,
     num_blocks: usize,
+    /// Evictions of each namespace, in order: of which tokens, and by `evict_all` or not.
+    evictions: BTreeMap<u8, Vec<(Vec<u32>, bool)>>,
 }
 
 impl Model {
@@ -143,6 +148,7 @@ impl Model {
             loads: BTreeMap::new(),
             num_loads: 0,
             plans: Vec::new(),
+            evictions: BTreeMap::new(),
         }
     }
 
@@ -437,8 +443,131 @@ impl Model {
     fn allocate(&mut self) -> u32 {
         let block = self.queued()[0];
         self.unqueue(block);
-        self.contents.retain(|_, block_id| *block_id != block);
+        self.evict_block(block, false);
         block
+    }
+
+    /// A block id holds nothing any more, because it is needed or all are evicted.
+    fn evict_block(&mut self, block: u32, all: bool) {
+        for ((namespace, tokens), _) in self
+            .contents
+            .keys()
+            .filter(|key| self.contents[key] == block)
+        {
+            let evictions = self.evictions.entry(*namespace).or_default();
+            evictions.push((tokens.clone(), all));
+        }
+        self.contents.retain(|_, block_id| *block_id != block);
+    }
+
+    /// What a prefill of these tokens would find in the pool, share in flight and copy, and why it would compute the rest.
+    pub(crate) fn explain(&self, namespace: u8, tokens: &[u32]) -> Explanation {
+        let (size, mut miss) = (self.block_size, None);
+        let mut at = |rows: usize, reason| {
+            miss = Some(Miss {
+                position: rows * size,
+                reason,
+            })
+        };
+        if !self.caching {
+            at(0, MissReason::ReadsDisabled);
+            return Explanation {
+                miss,
+                ..Explanation::default()
+            };
+        }
+        let ready = self
+            .matched(namespace, tokens, 0, 0, |block| self.is_ready(block))
+            .len();
+        let matched = self.matched(namespace, tokens, 0, 0, |_| true);
+        let rows = matched.len();
+        if blocks(&matched).any(|block| self.loading(block).is_some()) {
+            at(ready, MissReason::Loading);
+            let num_pool_tokens = ready * size;
+            return Explanation {
+                num_pool_tokens,
+                miss,
+                ..Explanation::default()
+            };
+        }
+        if tokens.len() >= (rows + 1) * size {
+            at(rows, self.why(namespace, tokens, rows));
+        } else if tokens.len() < size {
+            at(0, MissReason::BelowOneBlock);
+        }
+        // The last token is computed in any case.
+        let most = tokens.len() - 1;
+        let copied = match self.partial_reuse {
+            true => self.lender(namespace, tokens, rows).1,
+            false => 0,
+        };
+        Explanation {
+            num_pool_tokens: (ready * size).min(most),
+            num_in_flight_tokens: (rows * size).min(most) - (ready * size).min(most),
+            num_copied_tokens: copied,
+            miss,
+        }
+    }
+
+    /// Whether a cached prefix begins with these tokens.
+    pub(crate) fn is_cached_prefix(&self, namespace: u8, tokens: &[u32]) -> bool {
+        let mut contents = self.contents.keys();
+        contents.any(|((of, known), _)| *of == namespace && known.starts_with(tokens))
+    }
+
+    /// Why the block after the first `rows` of these tokens is not cached.
+    fn why(&self, namespace: u8, tokens: &[u32], rows: usize) -> MissReason {
+        let (from, end) = (rows * self.block_size, (rows + 1) * self.block_size);
+        let wanted = &tokens[..end];
+        let is_to_come = |seq: &Seq| {
+            seq.namespace == namespace
+                && seq.ahead > 0
+                && seq.computed < end
+                && seq.tokens.starts_with(wanted)
+        };
+        if self.seqs.values().any(is_to_come) {
+            return MissReason::NotYetComputed;
+        }
+        let mine = || {
+            self.contents
+                .keys()
+                .filter(|((of, _), _)| *of == namespace)
+                .map(|((_, known), _)| known)
+        };
+        let evictions = self.evictions.get(&namespace).map_or(&[][..], |all| all);
+        let since = evictions
+            .iter()
+            .rev()
+            .position(|(evicted, _)| evicted == wanted);
+        if let Some(since) = since.filter(|&since| since < self.num_blocks) {
+            let by = match evictions[evictions.len() - 1 - since].1 {
+                true => EvictedBy::EvictAll,
+                false => EvictedBy::Policy(Eviction::Lru),
+            };
+            let num_blocks_since = since as u64 + 1;
+            return MissReason::Evicted(Some(PastEviction {
+                by,
+                num_blocks_since,
+            }));
+        }
+        if mine().any(|known| known.starts_with(wanted)) {
+            return MissReason::Evicted(None);
+        }
+        let nexts = mine().filter(|known| known.len() >= end && known.starts_with(&tokens[..from]));
+        let agrees = |known: &[u32]| {
+            known
+                .iter()
+                .zip(tokens)
+                .take_while(|(known, token)| known == token)
+                .count()
+        };
+        match nexts.map(|known| (agrees(known), &known[..end])).max() {
+            Some((position, known)) if position > 0 => MissReason::Diverged {
+                position,
+                tokens: known[position..].to_vec(),
+            },
+            _ => MissReason::New,
+        }
     }
 
     fn copy(&mut self, seq: u64, row: usize, group: usize, source: u32) -> u32 {
@@ -1203,7 +1332,7 @@ impl Model {
         let evicted: Vec<u32> = evictable.take(count).collect();
         for &block in &evicted {
             self.unqueue(block);
-            self.contents.retain(|_, block_id| *block_id != block);
+            self.evict_block(block, false);
         }
         let rows = evicted.iter().map(|&block| vec![Some(block)]);
         self.pins.insert(pin, rows.collect());
@@ -1277,7 +1406,7 @@ impl Model {
             .collect();
         for &block in &evictable {
             self.unqueue(block);
-            self.contents.retain(|_, block_id| *block_id != block);
+            self.evict_block(block, true);
             self.enqueue_unused([block]);
         }
         evictable.len()

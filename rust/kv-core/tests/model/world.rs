@@ -4,11 +4,11 @@ mod direct;
 mod steps;
 mod transfers;
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
 use kv_core::{
-    BlockId, BlockManager, BlockState, Config, Error, Event, Evicted, Eviction, Pin, PlanHandle,
-    PoolUsage, SeqHandle, SharedI32, SharedI64, SharedPrefixes, Stats, TableRows,
+    BlockId, BlockManager, BlockState, Config, Error, Event, Evicted, Eviction, Miss, MissReason,
+    Pin, PlanHandle, PoolUsage, SeqHandle, SharedI32, SharedI64, SharedPrefixes, Stats, TableRows,
 };
 #[allow(unused_imports)] // not every test records
 use kv_trace::Record;
@@ -48,6 +48,9 @@ pub(crate) struct World {
     num_awaited: u64,
     num_waiting: u64,
     num_evicted: u64,
+    /// Explanations that were compared, by reason.
+    explained: BTreeMap<&'static str, u64>,
+    num_explained: usize,
     /// The set of contents as the events tell it.
     emitted: HashSet<u128>,
     kv: Vec<Option<Kv>>,
@@ -116,6 +119,18 @@ struct Arrays {
     logits: Vec<SharedI64>,
 }
 
+/// Explanations that every long run comes to.
+const EXPLAINED: [&str; 8] = [
+    "explained_hits",
+    "explained_new",
+    "explained_diverged",
+    "explained_evicted",
+    "explained_not_yet_computed",
+    "explained_loading",
+    "explained_reads_disabled",
+    "explained_below_one_block",
+];
+
 /// So few that an operation soon comes back to one; the oldest goes.
 const MOST_SEQUENCES: usize = 6;
 const MOST_LEASES: usize = 3;
@@ -131,6 +146,7 @@ impl World {
         let config = Config {
             events: true,
             keep_evicted: true,
+            explain: config.hash_bits == 128,
             hash_seed: Some(1),
             ..config
         };
@@ -153,6 +169,8 @@ impl World {
             num_awaited: 0,
             num_waiting: 0,
             num_evicted: 0,
+            explained: EXPLAINED.map(|name| (name, 0)).into(),
+            num_explained: 0,
             emitted: HashSet::new(),
             kv: vec![None; config.num_blocks * config.block_size],
             arrays: Arrays {
@@ -446,12 +464,68 @@ impl World {
         Ok(())
     }
 
+    /// Explains a prompt that this operation did not touch, as a rule.
+    fn explain_another(&mut self) -> Result<(), TestCaseError> {
+        self.num_explained += 1;
+        let number = self.num_explained.wrapping_mul(2_654_435_761) >> 8;
+        let (namespace, pattern, len) = (number % 2, number / 2 % 4, 1 + number / 8 % 30);
+        let tokens = tokens(pattern as u8, len);
+        if self.is_explained() {
+            self.explain(namespace as u8, &tokens)?;
+        }
+        Ok(())
+    }
+
+    /// Whether the model knows the answers.
+    pub(super) fn is_explained(&self) -> bool {
+        let config = self.manager.config();
+        self.exact && config.explain && config.prefix_caching == self.model.caching
+    }
+
+    /// The model says the same; of several cached blocks that agree as long, either may be named.
+    pub(super) fn explain(
+        &mut self,
+        namespace: u8,
+        tokens: &[u32],
+    ) -> Result<Option<Miss>, TestCaseError> {
+        let explanation = self.manager.explain(tokens, &[namespace]).expect("short");
+        let mut expected = self.model.explain(namespace, tokens);
+        let mut misses = (&explanation.miss, &mut expected.miss);
+        if let (Some(miss), Some(expected)) = &mut misses
+            && let MissReason::Diverged {
+                position,
+                tokens: cached,
+            } = &miss.reason
+            && let MissReason::Diverged { tokens: known, .. } = &mut expected.reason
+        {
+            let other = [&tokens[..*position], cached].concat();
+            prop_assert!(self.model.is_cached_prefix(namespace, &other), "{miss:?}");
+            prop_assert_ne!(cached[0], tokens[*position]);
+            known.clone_from(cached);
+        }
+        prop_assert_eq!(&explanation, &expected, "{:?} in {}", tokens, namespace);
+        let name = match explanation.miss.as_ref().map(|miss| &miss.reason) {
+            None => "explained_hits",
+            Some(MissReason::New) => "explained_new",
+            Some(MissReason::Diverged { .. }) => "explained_diverged",
+            Some(MissReason::Evicted(Some(_))) => "explained_evicted",
+            Some(MissReason::Evicted(None)) => "explained_forgotten",
+            Some(MissReason::NotYetComputed) => "explained_not_yet_computed",
+            Some(MissReason::Loading) => "explained_loading",
+            Some(MissReason::ReadsDisabled) => "explained_reads_disabled",
+            Some(MissReason::BelowOneBlock) => "explained_below_one_block",
+        };
+        *self.explained.entry(name).or_default() += 1;
+        Ok(explanation.miss)
+    }
+
     pub(crate) fn compare(&mut self) -> Result<(), TestCaseError> {
         if !self.exact {
             self.count_plans();
         }
         self.check_all_evicted()?;
         self.replay_events()?;
+        self.explain_another()?;
         self.manager.check().map_err(TestCaseError::fail)?;
         let usage = self.manager.usage();
         let num_blocks = self.manager.config().num_blocks;
@@ -554,6 +628,7 @@ impl World {
             ("shared_prefixes", self.sharing.num_prefixes),
             ("unchanged_prefixes", self.sharing.num_unchanged),
         ];
-        Ok(self.manager.stats().each().chain(more).collect())
+        let stats = self.manager.stats();
+        Ok(stats.each().chain(more).chain(self.explained).collect())
     }
 }

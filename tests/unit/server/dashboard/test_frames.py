@@ -164,9 +164,25 @@ def test_prompts_are_shown_only_where_they_may_be() -> None:
     view = decoded(bench)
     frame = Shown(view)
     assert "between" not in frame.text and "95,94" not in frame.text.replace(" ", "")
-    assert len(frame.message["requests"][0]) == 10
+    assert len(frame.message["requests"][0]) == 11
     rows = Shown(view, decode=str).message["requests"]
-    assert [row[10] for row in rows] == ["between you and me", "[95, 94, 93]"]
+    assert [row[11] for row in rows] == ["between you and me", "[95, 94, 93]"]
+
+
+def test_requests_show_where_they_left_the_cached_prefix() -> None:
+    bench = make_bench(num_blocks=64, explain=True)
+    bench.engine.explains = True
+    common = [*range(3, 15)]
+    bench.submit({"first": [*common, 40]}, LONG)
+    decoded(bench, 2)
+    bench.submit({"same": [*common, 40], "leaves": [*common[:9], 90, 91, 92, 93]}, LONG)
+    bench.submit({"short": [50]}, LONG)
+    shown = Shown(decoded(bench, 1))
+    rows = {row[0]: row[10] for row in shown.message["requests"]}
+    block = bench.requests["leaves"].sequences[0].kv.block_table[1]
+    assert rows["first"] == ["new", 0, 0] and rows["same"] == [None, None, 0]
+    assert rows["leaves"] == ["diverged", 8, shown.nodes[block]] and shown.nodes[block] > 0
+    assert rows["short"] == ["below_one_block", 0, 0]
 
 
 def test_requests_show_how_far_they_are() -> None:

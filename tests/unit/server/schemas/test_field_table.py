@@ -22,7 +22,7 @@ from tests.support.docs import ROOT, table
 from tools.field_table import DOCUMENT, with_tables
 
 FORMS: dict[str, Any] = {CHAT: ChatCompletionRequest, COMPLETIONS: CompletionRequest}
-OURS = {"speculate", "cache_priority"}
+OURS = {"cache_priority", "explain_cache", "speculate"}
 TEXT = DOCUMENT.read_text(encoding="utf-8")
 
 

@@ -2,7 +2,9 @@
 
 use std::collections::HashMap;
 
-use kv_core::{Error, IntArray, PlanKey, Prefill, SeqHandle, SharedI64, StepArrays};
+use kv_core::{
+    Error, IntArray, Miss, MissReason, PlanKey, Prefill, SeqHandle, SharedI64, StepArrays,
+};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
@@ -129,6 +131,20 @@ impl World {
         let known = self.manager.view(key).expect("live");
         let pending = known.num_pending_tokens > 0 || self.speculates(id);
         let left = known.tokens.len().saturating_sub(known.num_planned_tokens);
+        let (is_first, read_cache) = match self.model.seqs.get(&id) {
+            Some(seq) => (seq.ahead == 0 && replay == 0, seq.read_cache),
+            None => (false, false),
+        };
+        let namespace = self.model.seqs.get(&id).map_or(0, |seq| seq.namespace);
+        let prompt = known.tokens.to_vec();
+        let is_explained = self.is_explained() && is_first;
+        let miss = match is_explained && read_cache {
+            true => self.explain(namespace, &prompt)?,
+            false => Some(Miss {
+                position: 0,
+                reason: MissReason::ReadsDisabled,
+            }),
+        };
         let answer = self.manager.prefill_again(plan, key, limits, replay);
         if self.in_newest(id) || pending {
             prop_assert_eq!(answer, Err(Error::InPlan { sequence: id }));
@@ -143,6 +159,11 @@ impl World {
         }
         prop_assert!(answer.is_ok(), "{:?}", answer);
         if matches!(answer, Ok(Prefill::Planned { .. })) {
+            let recorded = self.manager.view(key).expect("live").miss;
+            prop_assert!(
+                !is_explained || recorded == miss.as_ref(),
+                "{recorded:?}, not {miss:?}"
+            );
             self.steps.back_mut().expect("open").rows.push(id);
         }
         if let Ok(Prefill::Loading { transfer }) = answer {

@@ -1,0 +1,116 @@
+"""Why the tokens of a prompt are not cached, for its caller: figures, and a hint in words."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from pyengine.engine.offloading import KVOffloader
+from pyengine.engine.prompts import Prompt
+from pyengine.engine.request import Request
+from pyengine.engine.untrusted_calls import is_failure
+from pyengine.kv_cache import BlockManager, Explanation
+from pyengine.outputs import CacheExplanation
+
+_SHOWN = 6  # tokens before a difference, and from it on
+
+
+def explain_request(request: Request, block_size: int) -> None:
+    """Record what a request has reused, and why no more, while its first sequence has blocks."""
+    kv = request.sequences[0].kv
+    explanation = kv.explain()
+    restored = min(request.num_restored_tokens, explanation.num_pool_tokens)
+    request.cache = _explained(explanation, restored, request.prompt_token_ids, request.tokenizer)
+    if explanation.position:
+        request.last_reused_block = kv.block_table[explanation.position // block_size - 1]
+
+
+def explain_prompt(
+    manager: BlockManager, prompt: Prompt, tokenizer: Any, offloader: KVOffloader | None
+) -> CacheExplanation:
+    """What a request with this prompt would reuse now, and why no more."""
+    token_ids, namespace = prompt.token_ids, prompt.namespace
+    explanation = manager.explain(token_ids, namespace=namespace)
+    explained = _explained(explanation, 0, token_ids, tokenizer)
+    if (
+        explained.reason == "new"
+        and explained.position == 0
+        and offloader is not None
+        and offloader.is_stored_by_another_model(token_ids, namespace)
+    ):
+        hint = _SENTENCES["weights_changed"]
+        return replace(explained, reason="weights_changed", hint=hint)
+    return explained
+
+
+def _explained(
+    explanation: Explanation, restored: int, token_ids: Sequence[int], tokenizer: Any
+) -> CacheExplanation:
+    hint, place, others = None, explanation.diverged_at, explanation.diverged_tokens
+    if place is not None:
+        hint = difference(token_ids, place, others, tokenizer)
+    elif explanation.reason is not None:
+        hint = hint_of(explanation)
+    return CacheExplanation(
+        num_pool_tokens=explanation.num_pool_tokens - restored,
+        num_in_flight_tokens=explanation.num_in_flight_tokens,
+        num_copied_tokens=explanation.num_copied_tokens,
+        num_restored_tokens=restored,
+        position=explanation.position,
+        reason=explanation.reason,
+        diverged_at=place,
+        diverged_tokens=tuple(others),
+        evicted_by=explanation.evicted_by,
+        num_evicted_since=explanation.num_evicted_since,
+        hint=hint,
+    )
+
+
+def hint_of(explanation: Explanation | CacheExplanation) -> str:
+    """The reason of a miss in words, if it is not a difference."""
+    position, since = explanation.position, explanation.num_evicted_since
+    if explanation.evicted_by == "evict_all":
+        return f"the tokens from {position} on were evicted by a call that evicts all"
+    if since is not None:
+        return (
+            f"the tokens from {position} on were evicted ({explanation.evicted_by}); "
+            f"{since} tokens were evicted since: a pool larger by about that many would keep them"
+        )
+    assert explanation.reason is not None
+    return _SENTENCES[explanation.reason].format(position=position)
+
+
+_SENTENCES = {
+    "new": "no cached prompt goes on like this one from token {position} on",
+    "evicted": "the tokens from {position} on were cached and are not any more",
+    "not_yet_computed": "another request is computing the tokens from {position} on: send this one "
+    "after its first token",
+    "loading": "the tokens from {position} on are being restored",
+    "reads_disabled": "the cache is not read: prompt_logprobs need every token computed, or "
+    "enable_prefix_caching is off",
+    "weights_changed": "the store has this prompt by another model, other weights or settings",
+    "below_one_block": "the prompt is shorter than a block, and only whole blocks are cached",
+}
+
+
+def difference(
+    token_ids: Sequence[int], position: int, others: Sequence[int], tokenizer: Any
+) -> str:
+    """The first difference of a prompt and a cached one, which goes on with `others` there."""
+    before = [int(token) for token in token_ids[max(0, position - _SHOWN) : position]]
+    own = [int(token) for token in token_ids[position : position + _SHOWN]]
+    texts = [_text(before + tokens, tokenizer) for tokens in (own, list(others[:_SHOWN]))]
+    return (
+        f"the first difference is at token {position}, {texts[0]} against {texts[1]}: move what "
+        "changes behind what does not"
+    )
+
+
+def _text(token_ids: list[int], tokenizer: Any) -> str:
+    """Tokens as quoted text; as ids without a tokenizer, or if it fails."""
+    if tokenizer is not None:
+        try:
+            return repr(str(tokenizer.decode(token_ids)))
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+    return str(token_ids)

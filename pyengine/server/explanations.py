@@ -1,0 +1,91 @@
+"""Why prompts of recent requests were not cached, as far as their senders may know it."""
+
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass, field, replace
+
+from pyengine.engine.explain import hint_of
+from pyengine.outputs import CacheExplanation
+from pyengine.server.schemas.responses import PromptCache, RequestCache
+
+_KEPT = 256  # requests of each key
+
+
+@dataclass(frozen=True, slots=True)
+class Disclosure:
+    """What explanations may contain.
+
+    Exact figures and texts reveal what others have sent with the same key, token by token. Without
+    `is_exact` everything is in whole blocks, as `cached_tokens` is, and a prompt that differs
+    within a block is "new". With `has_neighbours` other keys fill the same pool: the number of
+    evicted tokens, which their requests change, is left out.
+    """
+
+    block_size: int
+    is_exact: bool
+    has_neighbours: bool
+
+    def of(self, explanation: CacheExplanation) -> PromptCache:
+        """The explanation for the sender of the prompt."""
+        shown = explanation
+        if self.has_neighbours and shown.num_evicted_since is not None:
+            shown = replace(shown, evicted_by=None, num_evicted_since=None, hint="")
+        if not self.is_exact:
+            shown = replace(
+                shown,
+                num_pool_tokens=self._whole(shown.num_pool_tokens),
+                num_in_flight_tokens=self._whole(shown.num_in_flight_tokens),
+                num_copied_tokens=0,
+                num_restored_tokens=self._whole(shown.num_restored_tokens),
+                reason="new" if shown.reason == "diverged" else shown.reason,
+                diverged_at=None,
+                hint="",
+            )
+        hint = shown.hint
+        if not hint:  # it said more
+            hint = None if shown.reason is None else hint_of(shown)
+        return PromptCache(
+            pool_tokens=shown.num_pool_tokens,
+            in_flight_tokens=shown.num_in_flight_tokens,
+            copied_tokens=shown.num_copied_tokens,
+            restored_tokens=shown.num_restored_tokens,
+            position=shown.position,
+            reason=shown.reason,
+            diverged_at=shown.diverged_at,
+            evicted_by=shown.evicted_by,
+            evicted_since=shown.num_evicted_since,
+            hint=hint,
+        )
+
+    def _whole(self, num_tokens: int) -> int:
+        return num_tokens - num_tokens % self.block_size
+
+
+@dataclass(slots=True)
+class RecentExplanations:
+    """The explanations of the last requests of each key, by the server's id for them."""
+
+    _calls: defaultdict[bytes, OrderedDict[str, tuple[str | None, dict[int, PromptCache]]]] = field(
+        default_factory=lambda: defaultdict(OrderedDict)
+    )
+
+    def put(
+        self, key: bytes, name: str, client_id: str | None, place: int, cache: PromptCache
+    ) -> None:
+        """Keep the explanation of a prompt. The oldest request of the key is forgotten for it."""
+        calls = self._calls[key]
+        _, prompts = calls.setdefault(name, (client_id, {}))
+        prompts[place] = cache
+        if len(calls) > _KEPT:
+            calls.popitem(last=False)
+
+    def find(self, key: bytes, wanted: str) -> RequestCache | None:
+        """The explanations of the key's newest request with an id; None if there is none.
+
+        The id is that of the response, or the client's own.
+        """
+        name = wanted.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        for known, (client_id, prompts) in reversed(self._calls.get(key, {}).items()):
+            if name == known or wanted == client_id:
+                places = range(max(prompts) + 1)
+                return RequestCache(id=wanted, prompts=[prompts.get(place) for place in places])
+        return None

@@ -1,0 +1,133 @@
+//! Explanations: where the match of a prompt ends, and why.
+
+use super::State;
+use crate::explain::{Explanation, Miss, MissReason};
+use crate::ids::NodePosition;
+use crate::pool::{Pool, Purpose};
+use crate::sequence::{Sequence, Sequences};
+
+/// A prompt of which a prefix was matched.
+struct Prompt<'a> {
+    tokens: &'a [u32],
+    namespace: &'a [u8],
+    /// The block after the match.
+    position: usize,
+    end: usize,
+    /// The id of its own sequence, or 0.
+    sequence: u64,
+}
+
+impl State {
+    /// Explains a prompt. It changes nothing.
+    pub(crate) fn explain(&mut self, tokens: &[u32], namespace: &[u8]) -> Explanation {
+        let block_size = self.groups.block_size();
+        let mut explanation = Explanation::default();
+        let miss = |rows, reason| {
+            let position = rows * block_size;
+            Some(Miss { position, reason })
+        };
+        if !self.caching {
+            explanation.miss = miss(0, MissReason::ReadsDisabled);
+            return explanation;
+        }
+        let (found, groups) = (&mut self.matched, &self.groups);
+        found.begin(NodePosition::NONE, 0);
+        let mut ready = 0;
+        if let Some(root) = self.pool.tree().root(namespace) {
+            let pool = &mut self.pool;
+            pool.find_match(found, groups, tokens, (root, 0), Purpose::Read);
+            ready = found.num_rows;
+            let purpose = Purpose::Prefill { replay: 0 };
+            pool.find_match(found, groups, tokens, (root, 0), purpose);
+        }
+        explanation.num_pool_tokens = ready * block_size;
+        let is_loading = self.pool.any_loading() && {
+            let matched = self.matched_blocks_after(0);
+            self.pool.transfer_of(matched).is_some()
+        };
+        if is_loading {
+            explanation.miss = miss(ready, MissReason::Loading);
+            return explanation;
+        }
+        explanation.num_in_flight_tokens = (self.matched.num_rows - ready) * block_size;
+        if self.matched.last != NodePosition::NONE {
+            explanation.num_copied_tokens = self.num_copied(tokens);
+        }
+        if self.matched.num_rows * block_size == tokens.len() {
+            let last = match explanation.num_in_flight_tokens {
+                0 => &mut explanation.num_pool_tokens,
+                _ => &mut explanation.num_in_flight_tokens,
+            };
+            *last = last.saturating_sub(1);
+        }
+        let position = self.matched.num_rows * block_size;
+        let prompt = Prompt {
+            tokens,
+            namespace,
+            position,
+            end: position + block_size,
+            sequence: 0,
+        };
+        explanation.miss = find_miss(&mut self.pool, &self.seqs, self.matched.last, prompt);
+        explanation
+    }
+
+    /// Records why a sequence computes tokens, given its match, before it computes any.
+    pub(crate) fn explain_prefill(&mut self, slot: u32) {
+        let (seq, block_size) = (self.seqs.at(slot), self.groups.block_size());
+        if seq.planned_end > seq.cached + seq.restored {
+            return;
+        }
+        let rows = seq.registered.rows() + self.matched.num_rows;
+        let position = rows * block_size;
+        let miss = if !self.caching || !seq.read_cache {
+            let reason = MissReason::ReadsDisabled;
+            Some(Miss { position, reason })
+        } else if rows > 0 && position + block_size > seq.tokens.len() {
+            None
+        } else {
+            let prompt = Prompt {
+                tokens: &seq.tokens,
+                namespace: &self.pool.tree().namespace(seq.root),
+                position,
+                end: position + block_size,
+                sequence: seq.id,
+            };
+            find_miss(&mut self.pool, &self.seqs, self.matched.last, prompt)
+        };
+        self.seqs.at_mut(slot).set_miss(miss.map(Box::new));
+    }
+}
+
+/// Where and why a match, which ends at `last`, ends before the last whole block of a prompt.
+fn find_miss(
+    pool: &mut Pool,
+    seqs: &Sequences,
+    last: NodePosition,
+    prompt: Prompt<'_>,
+) -> Option<Miss> {
+    let Prompt {
+        tokens,
+        position,
+        end,
+        ..
+    } = prompt;
+    let Some(block) = tokens.get(position..end) else {
+        let reason = MissReason::BelowOneBlock;
+        return (position == 0).then_some(Miss { position, reason });
+    };
+    let root = pool.tree().root(prompt.namespace);
+    let is_to_come = |seq: &Sequence| {
+        let computes = seq.id != prompt.sequence && seq.planned_end > 0 && seq.computed < end;
+        computes
+            && Some(seq.root) == root
+            && seq.tokens.get(position..end) == Some(block)
+            && seq.tokens[..position] == tokens[..position]
+    };
+    let reason = if seqs.iter().any(is_to_come) {
+        MissReason::NotYetComputed
+    } else {
+        pool.explain_block(last, block, (prompt.namespace, position))
+    };
+    Some(Miss { position, reason })
+}
