@@ -12,7 +12,7 @@ use crate::eviction::Eviction;
 const MAX_EVICTIONS: usize = 16_384;
 const MAX_NAMESPACES: usize = 32;
 
-/// What a prefill of a prompt would reuse now, in tokens, and why it would compute the rest. The last token is always
+/// The tokens that a prefill of a prompt would reuse now, and why it would compute the rest. The last token is always
 /// computed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Explanation {
@@ -62,14 +62,14 @@ pub enum MissReason {
 /// A remembered eviction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PastEviction {
-    /// What evicted the block.
+    /// The cause.
     pub by: EvictedBy,
     /// Blocks of its namespace that were evicted since, itself included: with a pool larger by about so many, it would
     /// still be cached.
     pub num_blocks_since: u64,
 }
 
-/// What evicted a block.
+/// The cause of an eviction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EvictedBy {
     /// An allocation, in this order of eviction.
