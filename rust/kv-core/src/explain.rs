@@ -1,7 +1,7 @@
 //! Why a prompt is not cached: where its match ends, and what was there.
 //!
-//! Everything here belongs to one namespace: the search begins at its root, compares its sequences, and looks up its own
-//! evictions. So an answer tells nothing about another namespace, not even that it exists.
+//! An answer depends on one namespace: the search begins at its root, compares its sequences, and looks up its own
+//! evictions. It reveals nothing of another namespace, not even that it exists.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
