@@ -56,7 +56,7 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 def comparison(
     first: Sequence[int], second: Sequence[int], block_size: int, tokenizer: Any
 ) -> Iterator[tuple[str, str]]:
-    """What two prompts share and where they differ: texts and the styles to write them in."""
+    """Say what two prompts share and where they differ: texts and their styles."""
     common = common_prefix(first, second)
     blocks = common // block_size
     yield f"A has {len(first)} tokens, B has {len(second)}; the first {common} are equal.\n", ""

@@ -27,7 +27,7 @@ def explain_request(request: Request, block_size: int) -> None:
 def explain_prompt(
     manager: BlockManager, prompt: Prompt, tokenizer: Any, offloader: KVOffloader | None
 ) -> CacheExplanation:
-    """What a request with this prompt would reuse now, and why no more."""
+    """The tokens that a request with this prompt would reuse now, and why no more."""
     token_ids, namespace = prompt.token_ids, prompt.namespace
     explanation = manager.explain(token_ids, namespace=namespace)
     explained = _explained(explanation, 0, token_ids, tokenizer)

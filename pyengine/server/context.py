@@ -117,7 +117,7 @@ class ServerContext:
 
     @property
     def disclosure(self) -> Disclosure:
-        """What explanations of cached tokens may contain.
+        """The rules for explanations of cached tokens.
 
         Keys that share cached blocks do not get each other's texts.
         """

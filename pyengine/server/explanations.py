@@ -12,7 +12,7 @@ _KEPT = 256  # requests of each key
 
 @dataclass(frozen=True, slots=True)
 class Disclosure:
-    """What explanations may contain.
+    """Rules for the content of explanations.
 
     Exact figures and texts reveal what others have sent with the same key, token by token. Without
     `is_exact` everything is in whole blocks, as `cached_tokens` is, and a prompt that differs

@@ -1,7 +1,7 @@
 //! Why a prompt is not cached: where its match ends, and what was there.
 //!
-//! Everything here belongs to one namespace: the search begins at its root, compares its sequences, and looks up its own
-//! evictions. So an answer tells nothing about another namespace, not even that it exists.
+//! An answer depends on one namespace: the search begins at its root, compares its sequences, and looks up its own
+//! evictions. It reveals nothing of another namespace, not even that it exists.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::eviction::Eviction;
 const MAX_EVICTIONS: usize = 16_384;
 const MAX_NAMESPACES: usize = 32;
 
-/// What a prefill of a prompt would reuse now, in tokens, and why it would compute the rest. The last token is always
+/// The tokens that a prefill of a prompt would reuse now, and why it would compute the rest. The last token is always
 /// computed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Explanation {
@@ -62,14 +62,14 @@ pub enum MissReason {
 /// A remembered eviction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PastEviction {
-    /// What evicted the block.
+    /// The cause.
     pub by: EvictedBy,
     /// Blocks of its namespace that were evicted since, itself included: with a pool larger by about so many, it would
     /// still be cached.
     pub num_blocks_since: u64,
 }
 
-/// What evicted a block.
+/// The cause of an eviction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EvictedBy {
     /// An allocation, in this order of eviction.

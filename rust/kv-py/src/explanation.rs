@@ -91,7 +91,7 @@ impl Explanation {
         }
     }
 
-    /// What evicted the block, if that is remembered: "lru", "2q", or "evict_all" for a call.
+    /// The cause of the eviction, if it is remembered: "lru", "2q", or "evict_all" for a call.
     #[getter]
     fn evicted_by(&self) -> Option<&'static str> {
         Some(match self.eviction()?.by {

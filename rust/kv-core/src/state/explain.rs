@@ -13,7 +13,7 @@ struct Prompt<'a> {
     /// The block after the match.
     position: usize,
     end: usize,
-    /// The id of its own sequence, or 0.
+    /// The id of the sequence that has it, or 0.
     sequence: u64,
 }
 

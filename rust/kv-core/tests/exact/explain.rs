@@ -1,4 +1,4 @@
-//! Why a prompt is not cached: one script for each reason, and what is never told.
+//! Why a prompt is not cached: one script for each reason, and for the rules of privacy.
 
 use kv_core::{
     BlockManager, Config, EvictedBy, Eviction, Explanation, Miss, MissReason, PastEviction,
@@ -207,7 +207,7 @@ fn a_transfer_is_to_fill_it() {
     let mut m = manager(16);
     let seq = sequence(&mut m, prompt(9));
     let Ok(Reserve::Reserved(transfer)) = m.reserve(seq.key(), 8) else {
-        panic!("there is room");
+        panic!("blocks are free");
     };
     let loading = Some((0, MissReason::Loading));
     assert_eq!(parts(explain(&mut m, &prompt(9))), ([0; 3], loading));
@@ -297,7 +297,7 @@ fn a_namespace_that_is_too_long() {
     assert!(m.explain(&prompt(4), &vec![0; 65_537]).is_err());
 }
 
-/// Two managers differ in what another namespace does. Whoever asks 1,000 times cannot tell them apart.
+/// Managers differ in another namespace alone. Their answers to 1,000 prompts are equal.
 #[test]
 fn nothing_of_another_namespace_is_told() {
     let secret = |m: &mut BlockManager, tokens: Vec<u32>, keep: bool| -> Option<SeqHandle> {

@@ -460,7 +460,7 @@ impl Model {
         self.contents.retain(|_, block_id| *block_id != block);
     }
 
-    /// What a prefill of these tokens would find in the pool, share in flight and copy, and why it would compute the rest.
+    /// The tokens that a prefill would find in the pool, share in flight and copy, and why it would compute the rest.
     pub(crate) fn explain(&self, namespace: u8, tokens: &[u32]) -> Explanation {
         let (size, mut miss) = (self.block_size, None);
         let mut at = |rows: usize, reason| {
