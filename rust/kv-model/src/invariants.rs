@@ -10,11 +10,11 @@ pub(crate) type Invariant = (&'static str, fn(&BlockLife, &State) -> bool);
 /// Conditions that hold in every state.
 pub(crate) const INVARIANTS: &[Invariant] = &[
     (
-        "every block is free, evictable, active or pinned",
+        "every block is free, evictable, active, pinned or loading",
         states_add_up,
     ),
     (
-        "references are those of tables, steps and the pin",
+        "references are those of tables, steps, the pin and the transfer",
         references_are_counted,
     ),
     (
@@ -50,7 +50,7 @@ fn count<'a>(block: BlockId, blocks: impl IntoIterator<Item = &'a BlockId>) -> u
     blocks.into_iter().filter(|&&other| other == block).count()
 }
 
-/// `free + evictable + active + pinned == num_blocks`, by the table of states.
+/// `free + evictable + active + pinned + loading == num_blocks`, by the table of states.
 fn states_add_up(_: &BlockLife, state: &State) -> bool {
     let is = |block: BlockId| {
         let free = state.pool.free.contains(&block);
@@ -58,6 +58,8 @@ fn states_add_up(_: &BlockLife, state: &State) -> bool {
         let block = state.pool.block(block);
         let is_cached = block.cached.is_some();
         match (block.refs(), block.seq_refs) {
+            (1, 0) if block.is_loading => is_cached && !free && !evictable,
+            _ if block.is_loading => false,
             (0, 0) => (free, evictable) == (!is_cached, is_cached),
             (refs, seq_refs) => refs >= seq_refs && !free && !evictable,
         }
@@ -68,7 +70,10 @@ fn states_add_up(_: &BlockLife, state: &State) -> bool {
 
 fn references_are_counted(_: &BlockLife, state: &State) -> bool {
     let tables = || state.live().flat_map(|(_, sequence)| &sequence.table);
-    let steps = || state.steps.iter().flat_map(|step| &step.pinned);
+    let transfer = || state.transfer.iter();
+    let moved = || transfer().flat_map(|transfer| transfer.held.iter().chain(&transfer.blocks));
+    let pinned = || state.steps.iter().flat_map(|step| &step.pinned);
+    let steps = || pinned().chain(moved());
     let pin = || state.pin.iter().flat_map(|pin| &pin.blocks);
     ids(state).all(|id| {
         let block = state.pool.block(id);
@@ -100,7 +105,7 @@ fn prefixes_are_unique(_: &BlockLife, state: &State) -> bool {
 fn cached_kv_is_right(life: &BlockLife, state: &State) -> bool {
     let block_size = life.bounds.block_size;
     state.pool.blocks.iter().all(|block| {
-        let Some(prefix) = block.cached.filter(|_| block.computed_in.is_none()) else {
+        let Some(prefix) = block.cached.filter(|_| block.is_ready()) else {
             return true;
         };
         let start = prefix.len() - block_size;

@@ -6,7 +6,7 @@ use stateright::{Model, Property};
 
 use crate::invariants::INVARIANTS;
 use crate::pool::{BlockId, MAX_BLOCK_SIZE};
-use crate::state::{Pin, SLOTS, Sequence, State, Step};
+use crate::state::{Pin, SLOTS, Sequence, State, Step, Transfer};
 use crate::tokens::Tokens;
 
 /// How large the explored world is.
@@ -20,6 +20,8 @@ pub struct Bounds {
     pub max_tokens: usize,
     /// Open steps: 1 or 2.
     pub max_steps: usize,
+    /// Whether there are transfers, one at a time.
+    pub transfers: bool,
 }
 
 /// A bug to seed: the checker must find it.
@@ -37,17 +39,20 @@ pub enum Flaw {
     KeepsRolledBack,
     /// Freeing a sequence releases its blocks while a step computes it.
     FreesDuringStep,
+    /// A transfer that has failed in part caches all of its blocks.
+    CachesFailedLoad,
 }
 
 impl Flaw {
     /// All of them.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::KeepsDuplicate,
         Self::ReleasesDuplicateEarly,
         Self::MergesIntoEvictable,
         Self::IgnoresParent,
         Self::KeepsRolledBack,
         Self::FreesDuringStep,
+        Self::CachesFailedLoad,
     ];
 }
 
@@ -111,6 +116,16 @@ pub enum Action {
     Unpin,
     /// Evicts the block that is next.
     Evict,
+    /// Begins to load the KV of a sequence's tokens, after the cached ones.
+    Reserve {
+        /// The sequence.
+        slot: usize,
+    },
+    /// Ends the transfer: its first blocks are filled.
+    Complete {
+        /// How many; none if it has failed.
+        blocks: usize,
+    },
 }
 
 /// A remapping of a table entry.
@@ -149,6 +164,19 @@ pub enum Answer {
     },
     /// Of a commit.
     Merged(Vec<Remapping>),
+    /// Of a prefill that would reuse blocks of the transfer; nothing was changed.
+    Loading,
+    /// Of a reservation: the blocks to fill.
+    Reserved(Vec<BlockId>),
+    /// Of a completed transfer: the tokens that its sequence reuses.
+    Reused(usize),
+}
+
+impl Answer {
+    /// Whether nothing was changed.
+    pub fn is_refusal(&self) -> bool {
+        matches!(self, Self::NoRoom { .. } | Self::Loading)
+    }
 }
 
 /// Cases that the checker counts: one that never saw a merge has shown nothing about merges.
@@ -180,11 +208,19 @@ pub enum Event {
     Dropped,
     /// A step with preregistered blocks was rolled back.
     RolledBack,
+    /// A prefill met a block that is being loaded.
+    Awaited,
+    /// A commit met a block that is being loaded.
+    LoadedMeanwhile,
+    /// A transfer ended, and its sequence reused its blocks.
+    Restored,
+    /// A transfer ended after its sequence.
+    Orphaned,
 }
 
 impl Event {
     /// All of them.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 17] = [
         Self::Hit,
         Self::Shared,
         Self::FullHit,
@@ -198,6 +234,10 @@ impl Event {
         Self::Delayed,
         Self::Dropped,
         Self::RolledBack,
+        Self::Awaited,
+        Self::LoadedMeanwhile,
+        Self::Restored,
+        Self::Orphaned,
     ];
 }
 
@@ -283,6 +323,9 @@ impl BlockLife {
             if state.is_planned(slot) {
                 continue;
             }
+            if self.bounds.transfers && self.to_load(state, slot).is_some() {
+                actions.push(Action::Reserve { slot });
+            }
             if !sequence.table.is_empty() {
                 actions.push(Action::Reset { slot });
             }
@@ -301,6 +344,10 @@ impl BlockLife {
         }
         if !state.pool.evictable.is_empty() {
             actions.push(Action::Evict);
+        }
+        if let Some(transfer) = &state.transfer {
+            let all = 0..=transfer.blocks.len();
+            actions.extend(all.map(|blocks| Action::Complete { blocks }));
         }
         if state.pin.is_some() {
             actions.push(Action::Unpin);
@@ -347,16 +394,16 @@ impl BlockLife {
             return Vec::new();
         };
         let registered = sequence.table[..sequence.registered].iter().copied();
-        let is_ready = |block: &BlockId| state.pool.block(*block).computed_in.is_none();
+        let is_ready = |block: &BlockId| state.pool.block(*block).is_ready();
         registered.take_while(is_ready).collect()
     }
 
     /// The blocks of the longest prefix of `tokens` that is cached and computed.
-    fn longest_cached(&self, state: &State, tokens: Tokens) -> Vec<BlockId> {
+    pub(crate) fn longest_cached(&self, state: &State, tokens: Tokens) -> Vec<BlockId> {
         let rows = 1..=tokens.len() / self.bounds.block_size;
         let blocks =
             rows.map_while(|row| self.find(state, tokens.first(row * self.bounds.block_size)));
-        let is_ready = |block: &BlockId| state.pool.block(*block).computed_in.is_none();
+        let is_ready = |block: &BlockId| state.pool.block(*block).is_ready();
         blocks.take_while(is_ready).collect()
     }
 
@@ -408,6 +455,8 @@ impl BlockLife {
                 }
             }
             Action::Evict => state.pool.evict(),
+            Action::Reserve { slot } => return self.reserve(state, slot),
+            Action::Complete { blocks } => return Answer::Reused(self.complete(state, blocks)),
         }
         Answer::Done
     }
@@ -438,13 +487,22 @@ impl BlockLife {
             return self.end_sequence(state, slot);
         }
         self.saw(Event::Dropped);
+        self.leave_transfer(state, slot);
         state.at_mut(slot).dropped = true;
     }
 
     /// Ends a sequence that no step has any more.
     pub(crate) fn end_sequence(&self, state: &mut State, slot: usize) {
+        self.leave_transfer(state, slot);
         self.shorten(state, slot, 0);
         state.sequences[slot] = None;
+    }
+
+    /// A transfer goes on without the sequence that asked for it.
+    fn leave_transfer(&self, state: &mut State, slot: usize) {
+        if let Some(transfer) = &mut state.transfer {
+            transfer.owner = transfer.owner.filter(|&owner| owner != slot);
+        }
     }
 
     /// Shortens a table to `rows` blocks, the last one first.
@@ -452,6 +510,120 @@ impl BlockLife {
         for block in state.at_mut(slot).table.split_off(rows).into_iter().rev() {
             state.pool.release(block);
         }
+    }
+}
+
+/// Transfers.
+impl BlockLife {
+    /// The cached blocks after a sequence's position, and how many blocks after them can be loaded. `None`: nothing.
+    fn to_load(&self, state: &State, slot: usize) -> Option<(Vec<BlockId>, usize)> {
+        let block_size = self.bounds.block_size;
+        let matched = self.match_ready(state, slot)?;
+        let sequence = state.at(slot);
+        let from = sequence.registered + matched.len();
+        let is_missing = |row: &usize| {
+            let prefix = sequence.tokens.first((row + 1) * block_size);
+            self.find(state, prefix).is_none()
+        };
+        let rows = (from..sequence.tokens.len() / block_size)
+            .take_while(is_missing)
+            .count();
+        (rows > 0 && state.transfer.is_none()).then_some((matched, rows))
+    }
+
+    /// The cached and computed blocks after the block boundary that a sequence has reached.
+    fn match_ready(&self, state: &State, slot: usize) -> Option<Vec<BlockId>> {
+        let (sequence, block_size) = (state.at(slot), self.bounds.block_size);
+        let registered = sequence.registered;
+        if sequence.table.len() != registered || sequence.planned != registered * block_size {
+            return None;
+        }
+        let cached = self.longest_cached(state, sequence.tokens);
+        Some(cached.get(registered..).unwrap_or_default().to_vec())
+    }
+
+    fn reserve(&self, state: &mut State, slot: usize) -> Answer {
+        let (matched, count) = self.to_load(state, slot).expect("something to load");
+        let is_queued = |block: &&BlockId| state.pool.is_queued(**block);
+        let needed = count + matched.iter().filter(is_queued).count();
+        let available = state.pool.available();
+        if needed > available {
+            self.saw(Event::NoRoom);
+            return Answer::NoRoom { needed, available };
+        }
+        let sequence = state.at(slot);
+        let held = [&sequence.table[..], &matched].concat();
+        let (tokens, block_size) = (sequence.tokens, self.bounds.block_size);
+        for &block in &held {
+            state.pool.pin_for_step(block);
+        }
+        let mut blocks = Vec::new();
+        for _ in 0..count {
+            blocks.push(state.pool.allocate_loading());
+        }
+        for (row, &block) in (held.len()..).zip(&blocks) {
+            state
+                .pool
+                .store(block, tokens.first((row + 1) * block_size), None);
+        }
+        state.transfer = Some(Transfer {
+            owner: Some(slot),
+            tokens: tokens.first((held.len() + count) * block_size),
+            blocks: blocks.clone(),
+            held,
+        });
+        Answer::Reserved(blocks)
+    }
+
+    /// Ends the transfer. Returns how many tokens its sequence reuses.
+    fn complete(&self, state: &mut State, count: usize) -> usize {
+        let transfer = state.transfer.take().expect("an open transfer");
+        let block_size = self.bounds.block_size;
+        for (at, &id) in transfer.blocks.iter().enumerate() {
+            let block = state.pool.block_mut(id);
+            block.is_loading = false;
+            if at < count {
+                let start = (transfer.held.len() + at) * block_size;
+                for offset in 0..block_size {
+                    block.kv[offset] = Some(transfer.tokens.first(start + offset + 1));
+                }
+            } else if self.flaw != Some(Flaw::CachesFailedLoad) {
+                state.pool.forget(id);
+            }
+        }
+        let owner = transfer.owner.filter(|&slot| !state.is_planned(slot));
+        let reused = match owner {
+            Some(slot) if count > 0 => self.reuse_cached(state, slot),
+            _ => 0,
+        };
+        self.saw(match transfer.owner {
+            Some(_) if reused > 0 => Event::Restored,
+            _ => Event::Orphaned,
+        });
+        for &block in transfer.held.iter().chain(&transfer.blocks).rev() {
+            // The block of a failed load has no KV that could be lost.
+            state.pool.unpin_for_step(block);
+        }
+        reused
+    }
+
+    /// Puts the cached blocks after a sequence's position into its table. Returns how many tokens it reuses.
+    fn reuse_cached(&self, state: &mut State, slot: usize) -> usize {
+        let Some(matched) = self.match_ready(state, slot).filter(|of| !of.is_empty()) else {
+            return 0;
+        };
+        for &block in &matched {
+            state.pool.hold(block);
+        }
+        let block_size = self.bounds.block_size;
+        let sequence = state.at_mut(slot);
+        sequence.table.extend(&matched);
+        sequence.registered += matched.len();
+        let before = sequence.computed;
+        // The last token is computed in any case.
+        sequence.computed = (sequence.registered * block_size).min(sequence.tokens.len() - 1);
+        sequence.planned = sequence.computed;
+        sequence.computed - before
     }
 }
 
@@ -473,7 +645,7 @@ impl Model for BlockLife {
 
     fn next_state(&self, state: &State, action: Action) -> Option<State> {
         let (next, answer) = self.apply(state, action);
-        (!matches!(answer, Answer::NoRoom { .. })).then_some(next)
+        (!answer.is_refusal()).then_some(next)
     }
 
     fn properties(&self) -> Vec<Property<Self>> {

@@ -13,7 +13,7 @@ pub(crate) const MAX_BLOCK_SIZE: usize = 2;
 pub struct Block {
     /// Live sequences whose table contains it.
     pub seq_refs: u8,
-    /// Open steps that pinned it.
+    /// Pins of open steps and of the transfer.
     pub step_pins: u8,
     /// Pins on it.
     pub pin_refs: u8,
@@ -21,6 +21,8 @@ pub struct Block {
     pub cached: Option<Tokens>,
     /// The open step that computes it: 0 is the oldest.
     pub computed_in: Option<u8>,
+    /// The transfer is to fill it.
+    pub is_loading: bool,
     /// By position: the tokens of which the device has written the KV.
     pub(crate) kv: [Option<Tokens>; MAX_BLOCK_SIZE],
 }
@@ -29,6 +31,11 @@ impl Block {
     /// All references.
     pub fn refs(&self) -> u8 {
         self.seq_refs + self.step_pins + self.pin_refs
+    }
+
+    /// Whether its KV exists: no open step is to compute it, and no transfer to load it.
+    pub fn is_ready(&self) -> bool {
+        self.computed_in.is_none() && !self.is_loading
     }
 }
 
@@ -97,12 +104,13 @@ impl Pool {
         self.enqueue_unused(block);
     }
 
-    /// Pins a block for an open step.
+    /// Pins a block for an open step or the transfer. The block may be in the queue.
     pub(crate) fn pin_for_step(&mut self, block: BlockId) {
+        self.unlink(block);
         self.block_mut(block).step_pins += 1;
     }
 
-    /// Ends a step's pin.
+    /// Ends a step's or transfer's pin.
     pub(crate) fn unpin_for_step(&mut self, block: BlockId) {
         self.block_mut(block).step_pins -= 1;
         self.enqueue_unused(block);
@@ -155,6 +163,14 @@ impl Pool {
         }
         let block = self.free[0];
         self.hold(block);
+        block
+    }
+
+    /// Allocates a block that the transfer fills.
+    pub(crate) fn allocate_loading(&mut self) -> BlockId {
+        let block = self.allocate();
+        let state = self.block_mut(block);
+        (state.seq_refs, state.step_pins, state.is_loading) = (0, 1, true);
         block
     }
 

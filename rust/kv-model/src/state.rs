@@ -66,6 +66,19 @@ pub struct Pin {
     pub blocks: Vec<BlockId>,
 }
 
+/// An open transfer: KV from outside the pool.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Transfer {
+    /// The sequence that asked for it, while it lives.
+    pub owner: Option<usize>,
+    /// The prefix up to the end of the last block that it fills.
+    pub tokens: Tokens,
+    /// The blocks that it fills.
+    pub blocks: Vec<BlockId>,
+    /// The cached blocks before them.
+    pub held: Vec<BlockId>,
+}
+
 /// A state. Two states that differ in the numbers of blocks only have the same hash, so the checker explores one of
 /// them.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -78,6 +91,8 @@ pub struct State {
     pub steps: Vec<Step>,
     /// The pin.
     pub pin: Option<Pin>,
+    /// The transfer.
+    pub transfer: Option<Transfer>,
     /// A step has read KV of other tokens than it should, or none.
     pub misread: bool,
 }
@@ -89,6 +104,7 @@ impl State {
             sequences: [const { None }; SLOTS],
             steps: Vec::new(),
             pin: None,
+            transfer: None,
             misread: false,
         }
     }
@@ -122,8 +138,11 @@ impl State {
             tables.chain(&step.pinned)
         });
         let pinned = self.pin.iter().flat_map(|pin| &pin.blocks);
+        let transfer = self.transfer.iter();
+        let moved = transfer.flat_map(|transfer| transfer.blocks.iter().chain(&transfer.held));
         let queued = self.pool.evictable.iter().chain(&self.pool.free);
-        tables.chain(read).chain(pinned).chain(queued).copied()
+        let held = tables.chain(read).chain(pinned).chain(moved);
+        held.chain(queued).copied()
     }
 }
 
@@ -165,7 +184,8 @@ impl Hash for State {
         for &block in &names.order {
             let block = self.pool.block(block);
             (block.seq_refs, block.step_pins, block.pin_refs).hash(hasher);
-            (block.cached, block.computed_in, block.kv).hash(hasher);
+            (block.cached, block.computed_in).hash(hasher);
+            (block.is_loading, block.kv).hash(hasher);
         }
         names.hash(&self.pool.free, hasher);
         names.hash(&self.pool.evictable, hasher);
@@ -193,6 +213,12 @@ impl Hash for State {
         if let Some(pin) = &self.pin {
             pin.tokens.hash(hasher);
             names.hash(&pin.blocks, hasher);
+        }
+        self.transfer.is_some().hash(hasher);
+        if let Some(transfer) = &self.transfer {
+            (transfer.owner, transfer.tokens).hash(hasher);
+            names.hash(&transfer.blocks, hasher);
+            names.hash(&transfer.held, hasher);
         }
         self.misread.hash(hasher);
     }

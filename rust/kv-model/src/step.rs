@@ -24,6 +24,11 @@ impl BlockLife {
         let (tokens, planned, known) = (sequence.tokens, sequence.planned, sequence.tokens.len());
         let before = (sequence.table.len(), sequence.registered, planned);
         let matched = self.find_match(state, slot);
+        let is_loading = |&block: &BlockId| state.pool.block(block).is_loading;
+        if matched.iter().any(is_loading) {
+            self.saw(Event::Awaited);
+            return Answer::Loading;
+        }
         let cached_end = planned + matched.len() * block_size;
         // The last token is computed in any case.
         let start = if matched.is_empty() {
@@ -245,9 +250,13 @@ impl BlockLife {
                 self.saw(Event::Inserted);
                 return self.store(state, slot, row..full, None);
             };
-            // An open step is to compute it, and may yet be rolled back.
-            if state.pool.block(first).computed_in.is_some() {
-                self.saw(Event::Delayed);
+            // An open step is to compute it, and may yet be rolled back; or the transfer may yet fail.
+            let block = state.pool.block(first);
+            if !block.is_ready() {
+                self.saw(match block.is_loading {
+                    true => Event::LoadedMeanwhile,
+                    false => Event::Delayed,
+                });
                 return;
             }
             self.merge(state, (slot, row), first, remappings);

@@ -5,21 +5,32 @@ use std::time::Instant;
 use kv_model::{Action, BlockLife, Bounds, Event, Flaw};
 use stateright::{Checker, HasDiscoveries, Model};
 
-/// Blocks, tokens of a block, most tokens of a sequence, open steps.
-const QUICK: &[Bounds] = &[bounds(3, 1, 3, 2), bounds(2, 2, 4, 2), bounds(4, 1, 3, 1)];
-const FULL: &[Bounds] = &[bounds(3, 1, 4, 2), bounds(3, 2, 4, 2), bounds(4, 1, 3, 2)];
+/// Blocks, tokens of a block, most tokens of a sequence, open steps, transfers.
+const QUICK: &[Bounds] = &[
+    bounds(3, 1, 3, 2, false),
+    bounds(4, 1, 3, 1, false),
+    bounds(3, 1, 3, 1, true),
+];
+const FULL: &[Bounds] = &[
+    bounds(3, 1, 4, 2, false),
+    bounds(3, 2, 4, 2, false),
+    bounds(4, 1, 3, 2, false),
+    bounds(3, 1, 3, 2, true),
+];
 
 const fn bounds(
     num_blocks: usize,
     block_size: usize,
     max_tokens: usize,
     max_steps: usize,
+    transfers: bool,
 ) -> Bounds {
     Bounds {
         num_blocks,
         block_size,
         max_tokens,
         max_steps,
+        transfers,
     }
 }
 
@@ -63,7 +74,7 @@ fn every_state_satisfies_the_invariants() {
 
 /// The shortest path to a state that breaks an invariant, and the names of those it breaks.
 fn counterexample(flaw: Flaw) -> (Vec<&'static str>, Vec<Action>) {
-    let checker = BlockLife::with_flaw(bounds(3, 1, 4, 2), flaw)
+    let checker = BlockLife::with_flaw(bounds(3, 1, 4, 2, true), flaw)
         .checker()
         .finish_when(HasDiscoveries::AnyFailures)
         .spawn_bfs()

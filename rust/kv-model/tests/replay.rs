@@ -64,7 +64,7 @@ fn walk(life: &BlockLife, len: usize, seed: &mut u64) -> Vec<Action> {
 #[test]
 fn random_paths() {
     let is_full = std::env::var_os("MODEL").is_some_and(|size| size == "full");
-    let (paths, len) = (if is_full { 10_000 } else { 200 }, 60);
+    let (paths, len) = (if is_full { 10_000 } else { 600 }, 60);
     let mut seen = [0; Event::ALL.len()];
     for (seed, (num_blocks, block_size, max_tokens)) in [(3, 1, 4), (2, 2, 5), (3, 2, 6), (5, 1, 5)]
         .into_iter()
@@ -75,6 +75,7 @@ fn random_paths() {
             block_size,
             max_tokens,
             max_steps: 2,
+            transfers: true,
         });
         let mut seed = seed as u64;
         for _ in 0..paths {
@@ -97,6 +98,7 @@ fn every_state_of_a_small_world() {
         block_size: 1,
         max_tokens: 3,
         max_steps: 2,
+        transfers: true,
     };
     let followed = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&followed);

@@ -58,18 +58,18 @@ impl Player {
     }
 
     /// The sequences whose tables contain a block, and whether it is among their registered blocks.
-    fn holders(&self, block: u32) -> (Vec<u64>, bool) {
-        let (mut holders, mut is_registered) = (Vec::new(), false);
+    fn sequences_with(&self, block: u32) -> (Vec<u64>, bool) {
+        let (mut sequences, mut is_registered) = (Vec::new(), false);
         for view in self.replay.sequences() {
             for group in 0..self.replay.config().groups.len() {
                 let held = |of: Option<kv_core::BlockId>| of.is_some_and(|of| of.get() == block);
                 if let Some(row) = view.table(group).position(held) {
-                    holders.push(view.id);
+                    sequences.push(view.id);
                     is_registered |= row < view.num_registered_blocks;
                 }
             }
         }
-        (holders, is_registered)
+        (sequences, is_registered)
     }
 
     /// The operations from here on after which a block is in another state than before.
@@ -79,22 +79,23 @@ impl Player {
         let mut last = (self.look(block).map_err(refused)?, Vec::new(), false);
         while let Some(operation) = self.advance()? {
             let looked = self.look(block).map_err(refused)?;
-            let (mut holders, mut is_registered) = (Vec::new(), looked.0 == BlockState::Evictable);
+            let (mut sequences, mut is_registered) =
+                (Vec::new(), looked.0 == BlockState::Evictable);
             if looked.2 > 0 {
-                (holders, is_registered) = self.holders(block);
+                (sequences, is_registered) = self.sequences_with(block);
             }
-            let now = (looked, holders, is_registered);
+            let now = (looked, sequences, is_registered);
             if now == last {
                 continue;
             }
-            let ((state, refs, seq_refs), ref holders, is_registered) = now;
+            let ((state, refs, seq_refs), ref sequences, is_registered) = now;
             changes.push(BlockChange {
                 operation: operation.number,
                 call: operation.call_text(),
                 state: state_name(state),
                 refs,
                 seq_refs,
-                sequences: holders.clone(),
+                sequences: sequences.clone(),
                 is_registered,
             });
             last = now;

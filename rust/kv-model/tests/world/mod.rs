@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 use std::fmt::Debug;
 
 use kv_core::{
-    BlockManager, BlockState, Config, Pin, PlanHandle, PoolUsage, Prefill, SeqHandle, SeqKey,
+    BlockManager, BlockState, Config, Pin, PlanHandle, PoolUsage, Prefill, Reserve, SeqHandle,
+    SeqKey, Transfer,
 };
 use kv_model::{Action, Answer, BlockLife, Bounds, Remapping, SLOTS, State, Tokens};
 
@@ -28,6 +29,7 @@ pub(crate) struct World {
     dropped: [Option<u64>; SLOTS],
     plans: Vec<PlanHandle>,
     pin: Option<Pin>,
+    transfer: Option<Transfer>,
 }
 
 impl World {
@@ -42,6 +44,7 @@ impl World {
             dropped: [None; SLOTS],
             plans: Vec::new(),
             pin: None,
+            transfer: None,
         }
     }
 
@@ -99,6 +102,15 @@ impl World {
             }
             Action::Unpin => self.pin = None,
             Action::Evict => drop(self.manager.evict(1)),
+            Action::Reserve { slot } => return self.reserve(slot, answer).map_err(refused)?,
+            Action::Complete { blocks } => {
+                let transfer = self.transfer.take().expect("an open transfer");
+                let reused = self
+                    .manager
+                    .complete(transfer.key(), blocks)
+                    .map_err(refused)?;
+                return same("reused tokens", &Answer::Reused(reused), answer);
+            }
         }
         Ok(())
     }
@@ -125,9 +137,29 @@ impl World {
                 samples,
             },
             Prefill::NoRoom { needed, available } => Answer::NoRoom { needed, available },
+            Prefill::Loading { .. } => Answer::Loading,
             other => return Ok(Err(format!("a prefill is answered {other:?}"))),
         };
         Ok(same("the answer to a prefill", &planned, answer))
+    }
+
+    fn reserve(&mut self, slot: usize, answer: &Answer) -> Result<Outcome, kv_core::Error> {
+        let key = self.key(slot);
+        let num_tokens = self.manager.view(key)?.tokens.len();
+        let reserved = match self.manager.reserve(key, num_tokens)? {
+            Reserve::Reserved(transfer) => {
+                let blocks = transfer
+                    .blocks()
+                    .iter()
+                    .map(|place| place.block.get() as u8);
+                let blocks = Answer::Reserved(blocks.collect());
+                self.transfer = Some(transfer);
+                blocks
+            }
+            Reserve::NoRoom { needed, available } => Answer::NoRoom { needed, available },
+            other => return Ok(Err(format!("a reservation is answered {other:?}"))),
+        };
+        Ok(same("the answer to a reservation", &reserved, answer))
     }
 
     fn commit(&mut self, sampled: Tokens, answer: &Answer) -> Result<Outcome, kv_core::Error> {
@@ -208,7 +240,7 @@ impl World {
     /// The hashes of the prefixes that are cached in the model.
     fn cached_in(&self, state: &State, life: &BlockLife) -> BTreeSet<u128> {
         let hasher = self.manager.hasher();
-        let is_ready = |block: &&kv_model::Block| block.computed_in.is_none();
+        let is_ready = |block: &&kv_model::Block| block.is_ready();
         let prefixes = state
             .pool
             .blocks
@@ -235,11 +267,17 @@ fn usage(state: &State) -> PoolUsage {
         .iter()
         .filter(|block| block.seq_refs > 0)
         .count();
+    let loading = state
+        .pool
+        .blocks
+        .iter()
+        .filter(|block| block.is_loading)
+        .count();
     PoolUsage {
         free,
         evictable,
         active,
-        pinned: state.pool.blocks.len() - free - evictable - active,
-        loading: 0,
+        pinned: state.pool.blocks.len() - free - evictable - active - loading,
+        loading,
     }
 }

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from pyengine.kv_cache import BlockManager, TraceError, TracePlayer
+from pyengine.server.dashboard import trace_page
 from pyengine.server.dashboard.trace_page import Recording, TraceServer
 
 STATES = ("free", "evictable", "active", "pinned", "loading")
@@ -128,6 +129,28 @@ def test_a_player_goes_to_any_place(path: Path) -> None:
     assert end == player.position and player.advance() is None
     assert player.divergence is None
     assert player.stats().merged_blocks == 1
+
+
+def test_an_operation_that_is_answered_differently(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(path)
+
+    class Parted:
+        operation, call, recorded, obtained = 7, "trim(sequence=3, num_tokens=9)", "2", "1"
+
+    class Player:
+        def __init__(self, file: Path) -> None:
+            self._real = TracePlayer(file)
+
+        def __getattr__(self, name: str) -> object:
+            return Parted if name == "divergence" else getattr(self._real, name)
+
+    monkeypatch.setattr(trace_page, "TracePlayer", Player)
+    about = json.loads(Recording(path).frame(0))["about"]
+    assert about["divergence"] == (
+        "operation 7, trim(sequence=3, num_tokens=9): recorded 2; obtained 1"
+    )
 
 
 @pytest.fixture
