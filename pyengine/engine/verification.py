@@ -60,7 +60,7 @@ class HitVerifier:
         self.counters = dict.fromkeys(COUNTERS, 0)
 
     def request_for(self, request: Request) -> Request | None:
-        """A verification of a request whose prompt is computed; None if its turn has not come."""
+        """A verification of a request whose prompt is computed; None if it is not in the sample."""
         size = self._manager.block_size
         num_tokens = min(request.num_cached_tokens, len(request.prompt_token_ids)) // size * size
         if not num_tokens or not request.read_cache or request.verifies is not None:

@@ -371,11 +371,11 @@ class KVPool:
         for index in (*used, *(index + count for index in used)):
             tensor = self._tensors[index]
             rows = _copyable(tensor)
-            one, two = (
+            kv, other = (
                 rows[places].view(tensor.dtype).flatten(1).float() for places in (first, second)
             )
-            scale = one.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
-            worst = torch.maximum(worst, (one - two).norm(dim=1) / scale)
+            scale = kv.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+            worst = torch.maximum(worst, (kv - other).norm(dim=1) / scale)
         found: list[float] = worst.tolist()
         return found
 

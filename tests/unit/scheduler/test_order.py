@@ -151,7 +151,7 @@ def test_a_waiting_request_keeps_its_prefix() -> None:
         compute(manager, prompt(family))
     scheduler = make(manager)
     first = add(scheduler, "first", prompt(4, 8))
-    first.num_overtaken = 4  # its turn
+    first.num_overtaken = 4  # it comes next
     add(scheduler, "waits", prompt(1, 13))
     assert next_step(scheduler) == ["first"]
     assert manager.usage().pinned == 3
