@@ -25,6 +25,8 @@ _SCHEDULER = ("tests/unit/scheduler",)
 TESTS: dict[str, tuple[str, ...]] = {
     "pyengine/scheduler/scheduler.py": _SCHEDULER,
     "pyengine/scheduler/batch.py": _SCHEDULER,
+    "pyengine/scheduler/order.py": _SCHEDULER,
+    "pyengine/scheduler/pins.py": _SCHEDULER,
     "pyengine/executor/executor.py": (
         "tests/unit/executor/test_device_queue.py",
         "tests/unit/executor/test_input_batch.py",

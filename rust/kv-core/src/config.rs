@@ -32,7 +32,8 @@ pub struct Config {
     pub keep_evicted: bool,
     /// On: evictions are remembered by namespace, and a sequence's first prefill records why tokens were not cached (see
     /// [`SequenceView::miss`](crate::SequenceView)).
-    #[serde(skip)] // it changes no answer
+    // It changes no answer either.
+    #[cfg_attr(feature = "trace", serde(skip))]
     pub explain: bool,
     /// The order of eviction.
     pub eviction: Eviction,

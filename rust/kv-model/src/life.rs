@@ -253,6 +253,10 @@ pub struct BlockLife {
 
 impl BlockLife {
     /// A model of a correct manager.
+    ///
+    /// # Panics
+    ///
+    /// More than 8 blocks, or a block size that `Tokens` cannot hold.
     pub fn new(bounds: Bounds) -> Self {
         assert!((1..=MAX_BLOCK_SIZE).contains(&bounds.block_size) && bounds.num_blocks <= 8);
         Self {

@@ -32,6 +32,10 @@ impl Tokens {
     }
 
     /// The first `len` tokens.
+    ///
+    /// # Panics
+    ///
+    /// There are fewer.
     pub fn first(self, len: usize) -> Self {
         assert!(len <= self.len());
         Self {
@@ -41,6 +45,10 @@ impl Tokens {
     }
 
     /// The tokens from `start` on.
+    ///
+    /// # Panics
+    ///
+    /// `start` is behind the last one.
     pub fn from(self, start: usize) -> Self {
         assert!(start <= self.len());
         Self {
@@ -50,6 +58,10 @@ impl Tokens {
     }
 
     /// Appends a token.
+    ///
+    /// # Panics
+    ///
+    /// The token is neither 0 nor 1, or there are 16 already.
     pub fn push(&mut self, token: u32) {
         assert!(token < 2 && self.len < 16);
         self.bits |= (token as u16) << self.len;
