@@ -12,8 +12,9 @@ const TILE_ROWS: usize = 6;
 /// Panels of a tile at most.
 const MOST_PANELS: usize = 8;
 
-/// Inputs of a panel that are multiplied with several tiles of rows before the next ones: they stay in the first cache.
-const BLOCK: usize = 256;
+/// Inputs of a tile's panels that are multiplied with several tiles of rows before the next ones: they stay in the second
+/// cache. Sums are loaded and stored once a block, which costs more than what the first cache would save.
+const BLOCK: usize = 1024;
 
 /// Bytes by which a single pass over a weight is read ahead.
 const AHEAD: usize = 2048;
@@ -57,7 +58,7 @@ pub(crate) fn add_products<V: Vector<L>, const L: usize>(
     let step = wide / least;
     let block = match num_tiles {
         1 => size,
-        _ => (BLOCK / step).max(BLOCK / 2),
+        _ => BLOCK,
     };
     let width = columns.out.first().map_or(0, |out| out.len());
     for first in (0..size).step_by(block) {
@@ -197,6 +198,13 @@ fn load<V: Vector<L>, const L: usize, const C: usize>(from: &[f32]) -> [V; C] {
 /// The same the other way.
 #[inline(always)]
 fn store<V: Vector<L>, const L: usize, const C: usize>(vectors: [V; C], to: &mut [f32]) {
+    if to.len() == C * L {
+        let (floats, _) = to.as_chunks_mut::<L>();
+        for c in 0..C {
+            vectors[c].store(&mut floats[c]);
+        }
+        return;
+    }
     let mut floats = [[0.0; L]; C];
     for c in 0..C {
         vectors[c].store(&mut floats[c]);
