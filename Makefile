@@ -87,7 +87,7 @@ serve: $(SERVE) $(BUILT) ## the embedded model as an OpenAI-compatible server on
 
 test: $(DEV) $(BUILT) ## Rust and Python tests
 	cargo test --workspace
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-levels: $(DEV) $(BUILT) ## the tests that depend on the processor, at each of its instruction levels
 	@$(BIN)/python tools/levels.py

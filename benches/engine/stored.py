@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from shutil import rmtree
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
@@ -404,6 +405,8 @@ def measure(only: list[str], rounds: int, traces: Path, folder: str) -> Iterator
             kind = ("with", "without", "without", "with")[turn % 4]
             its_folder = f"{folder}/nothing{turn}" if kind == "with" else None
             found[kind].append(child(throughput, its_folder, 1000 * turn)["rate"])
+            if its_folder is not None:  # else its bytes go to the disk during the next turn
+                rmtree(its_folder)
         yield "nothing", found
     if "gaps" in only:
         place = f"{folder}/gaps"

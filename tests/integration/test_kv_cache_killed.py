@@ -21,7 +21,7 @@ from tests.unit.executor.test_model_runner import FAMILIES
 
 pytestmark = pytest.mark.slow
 
-KILLS = int(os.environ.get("KILLS", "12"))
+KILLS = int(os.environ.get("KILLS", "5"))
 PROMPTS = 24
 FRESH = 12
 """Kills after which the folder begins anew."""
