@@ -46,17 +46,12 @@ def explain(
             write(text, style=style)
 
 
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """The number of leading tokens that two prompts have in common."""
-    pairs = zip(first, second, strict=False)
-    different = (place for place, (one, other) in enumerate(pairs) if one != other)
-    return next(different, min(len(first), len(second)))
-
-
 def comparison(
     first: Sequence[int], second: Sequence[int], block_size: int, tokenizer: Any
 ) -> Iterator[tuple[str, str]]:
     """Say what two prompts share and where they differ: texts and their styles."""
+    from pyengine.engine.prompts import common_prefix
+
     common = common_prefix(first, second)
     blocks = common // block_size
     yield f"A has {len(first)} tokens, B has {len(second)}; the first {common} are equal.\n", ""

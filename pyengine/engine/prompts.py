@@ -264,3 +264,10 @@ def match_params(
             "give one for all, or one for each"
         )
     return several
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """The number of leading tokens that two prompts have in common."""
+    pairs = zip(first, second, strict=False)
+    different = (place for place, (one, other) in enumerate(pairs) if one != other)
+    return next(different, min(len(first), len(second)))

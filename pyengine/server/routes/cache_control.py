@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pyengine.engine.prompts import common_prefix
 from pyengine.errors import InvalidRequestError
 
 _TTL = re.compile(r"([1-9][0-9]{0,3})([smh])")
@@ -84,12 +85,6 @@ def pinned_prefixes(
             begin = render([*messages[: mark.message], last])
         except InvalidRequestError:
             continue
-        if length := _common_length(begin, token_ids):
+        if length := common_prefix(begin, token_ids):
             prefixes.append((length, mark.seconds))
     return prefixes
-
-
-def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """The number of equal tokens at the beginning."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))

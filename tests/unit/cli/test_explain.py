@@ -8,7 +8,8 @@ from typer.testing import CliRunner, Result
 
 from pyengine.cli.app import app
 from pyengine.cli.display import DIM, GREEN, RED
-from pyengine.cli.explain import common_prefix, comparison
+from pyengine.cli.explain import comparison
+from pyengine.engine.prompts import common_prefix
 from tests.support.tokenizers import characters
 
 

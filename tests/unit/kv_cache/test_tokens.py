@@ -166,7 +166,7 @@ def test_arrays_of_every_length_around_a_block_of_a_copy(dtype: str) -> None:
         assert manager.sequence(tokens).tokens() == tokens.tolist()
         for bad in {0, length // 2, length - 1} if dtype != "int32" else ():
             wrong = tokens.copy()
-            wrong[bad:] += 2**40  # also those behind it: the first is named
+            wrong[bad:] += 2**40  # also those after it: the first is named
             refused(manager, wrong, f"token id {wrong[bad]} at position {bad} ")
 
 

@@ -12,6 +12,7 @@ import pytest
 from pyengine.engine.request import SequenceState
 from pyengine.kv_cache import BlockManager, Pin
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledError
+from tests.support.blocks import leave_evictable
 from tests.support.requests import entries_of, make_sequence
 
 BLOCK = 4
@@ -21,19 +22,10 @@ def prompt(family: int, length: int = 12) -> list[int]:
     return [1000 * family + position for position in range(length)]
 
 
-def compute(manager: BlockManager, tokens: list[int]) -> None:
-    """Compute a prompt and let it go: its full blocks are evictable."""
-    sequence = manager.sequence(tokens)
-    plan = manager.begin_step(len(tokens))
-    plan.prefill(sequence, len(tokens))
-    plan.commit([0])
-    sequence.free()
-
-
 def occupied(num_left: int, num_occupied: int = 64) -> BlockManager:
     """A manager with so many blocks left beside those that a pin holds."""
     manager = BlockManager(num_occupied + num_left, BLOCK)
-    compute(manager, prompt(99, num_occupied * BLOCK))
+    leave_evictable(manager, prompt(99, num_occupied * BLOCK))
     HELD.append(manager.match_prefix(prompt(99, num_occupied * BLOCK)))
     assert manager.usage().available == num_left
     return manager
@@ -74,8 +66,8 @@ def next_step(scheduler: Scheduler) -> list[str]:
 
 def test_if_blocks_are_short_the_largest_cached_part_goes_first() -> None:
     manager = occupied(16)
-    compute(manager, prompt(1, 8))
-    compute(manager, prompt(2, 12))
+    leave_evictable(manager, prompt(1, 8))
+    leave_evictable(manager, prompt(2, 12))
     scheduler = make(manager)
     for name, tokens in (("cold", prompt(3)), ("half", prompt(1, 16)), ("most", prompt(2))):
         add(scheduler, name, tokens)
@@ -84,8 +76,8 @@ def test_if_blocks_are_short_the_largest_cached_part_goes_first() -> None:
 
 def test_equal_quarters_go_in_order_of_arrival() -> None:
     manager = occupied(16)
-    compute(manager, prompt(1, 8))
-    compute(manager, prompt(2, 12))
+    leave_evictable(manager, prompt(1, 8))
+    leave_evictable(manager, prompt(2, 12))
     scheduler = make(manager)
     add(scheduler, "8 of 20 tokens", prompt(1, 20))
     add(scheduler, "12 of 25 tokens", prompt(2, 25))
@@ -97,7 +89,7 @@ def test_equal_quarters_go_in_order_of_arrival() -> None:
 
 def test_if_blocks_are_to_spare_the_first_comes_first_and_prefixes_are_kept() -> None:
     manager = BlockManager(32, BLOCK)
-    compute(manager, prompt(2))
+    leave_evictable(manager, prompt(2))
     scheduler = make(manager)
     add(scheduler, "cold", prompt(1))
     add(scheduler, "hot", prompt(2))
@@ -108,7 +100,7 @@ def test_if_blocks_are_to_spare_the_first_comes_first_and_prefixes_are_kept() ->
 
 def test_without_overtakes_the_first_comes_first() -> None:
     manager = occupied(16)
-    compute(manager, prompt(2))
+    leave_evictable(manager, prompt(2))
     scheduler = make(manager, overtakes=0)
     add(scheduler, "cold", prompt(1))
     add(scheduler, "hot", prompt(2))
@@ -117,7 +109,7 @@ def test_without_overtakes_the_first_comes_first() -> None:
 
 def test_a_request_of_a_lower_priority_overtakes_nobody() -> None:
     manager = occupied(16)
-    compute(manager, prompt(2))
+    leave_evictable(manager, prompt(2))
     scheduler = make(manager)
     add(scheduler, "hot", prompt(2), priority=1)
     add(scheduler, "cold", prompt(1))
@@ -126,7 +118,7 @@ def test_a_request_of_a_lower_priority_overtakes_nobody() -> None:
 
 def test_a_request_is_overtaken_only_so_often() -> None:
     manager = occupied(16)
-    compute(manager, prompt(2))
+    leave_evictable(manager, prompt(2))
     scheduler = make(manager, overtakes=3)
     add(scheduler, "cold", prompt(1))
     names = []
@@ -148,14 +140,14 @@ def test_a_waiting_request_keeps_its_prefix() -> None:
     """Its blocks would be evicted first, as the least recently used."""
     manager = BlockManager(12, BLOCK)
     for family in (1, 2, 3):
-        compute(manager, prompt(family))
+        leave_evictable(manager, prompt(family))
     scheduler = make(manager)
     first = add(scheduler, "first", prompt(4, 8))
     first.num_overtaken = 4  # it comes next
     add(scheduler, "waits", prompt(1, 13))
     assert next_step(scheduler) == ["first"]
     assert manager.usage().pinned == 3
-    compute(manager, prompt(5, 28))
+    leave_evictable(manager, prompt(5, 28))
     with manager.match_prefix(prompt(1)) as pin:
         assert pin.num_tokens == 12
     with manager.match_prefix(prompt(2)) as pin:
@@ -167,7 +159,7 @@ def test_a_waiting_request_keeps_its_prefix() -> None:
 def test_pins_give_way_to_a_decode() -> None:
     """Otherwise the running request would be preempted."""
     manager = BlockManager(11, BLOCK)
-    compute(manager, prompt(1, 24))
+    leave_evictable(manager, prompt(1, 24))
     scheduler = make(manager)
     running = add(scheduler, "runs", prompt(2, 12))
     running.num_overtaken = 4
@@ -185,7 +177,7 @@ def test_pins_give_way_to_a_decode() -> None:
 
 def test_pins_give_way_to_a_chunk() -> None:
     manager = BlockManager(12, BLOCK)
-    compute(manager, prompt(1, 16))
+    leave_evictable(manager, prompt(1, 16))
     scheduler = make(manager, budget=16)
     large = add(scheduler, "large", prompt(2, 40))
     large.num_overtaken = 4
@@ -202,7 +194,7 @@ def test_pins_give_way_to_a_chunk() -> None:
 
 def test_pins_give_way_to_an_admission() -> None:
     manager = BlockManager(8, BLOCK)
-    compute(manager, prompt(1, 24))
+    leave_evictable(manager, prompt(1, 24))
     scheduler = make(manager)
     large = add(scheduler, "large", prompt(2, 31))
     large.num_overtaken = 4
@@ -213,7 +205,7 @@ def test_pins_give_way_to_an_admission() -> None:
 
 def test_a_request_that_fills_the_pool_is_not_blocked_by_its_own_pin() -> None:
     manager = BlockManager(4, BLOCK)
-    compute(manager, prompt(1, 16))
+    leave_evictable(manager, prompt(1, 16))
     scheduler = make(manager)
     sequence = add(scheduler, "a", prompt(1, 16))
     add(scheduler, "b", prompt(1, 16))
@@ -224,7 +216,7 @@ def test_a_request_that_fills_the_pool_is_not_blocked_by_its_own_pin() -> None:
 
 def test_an_aborted_request_keeps_nothing() -> None:
     manager = BlockManager(8, BLOCK)
-    compute(manager, prompt(1))
+    leave_evictable(manager, prompt(1))
     scheduler = make(manager)
     first, second = add(scheduler, "first", prompt(2)), add(scheduler, "second", prompt(1))
     first.num_overtaken = 4

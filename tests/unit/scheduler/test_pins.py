@@ -11,6 +11,7 @@ from pyengine.kv_cache import BlockManager
 from pyengine.scheduler import pins as pins_module
 from pyengine.scheduler.pins import CacheHints, KeptPrefix, PinTable
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
+from tests.support.blocks import leave_evictable
 from tests.support.requests import make_sequence
 
 BLOCK = 4
@@ -35,15 +36,6 @@ def prompt(family: int, length: int = 12) -> list[int]:
     return [1000 * family + position for position in range(length)]
 
 
-def compute(manager: BlockManager, tokens: list[int]) -> None:
-    """Compute a prompt and let it go: its full blocks are evictable."""
-    sequence = manager.sequence(tokens)
-    plan = manager.begin_step(len(tokens))
-    plan.prefill(sequence, len(tokens))
-    plan.commit([0])
-    sequence.free()
-
-
 def hints(seconds: float = 300, length: int = 12, *, owner: bytes = b"", of: int = 1) -> CacheHints:
     return CacheHints(pins=((length, seconds),), owner=owner, num_owners=of)
 
@@ -51,7 +43,7 @@ def hints(seconds: float = 300, length: int = 12, *, owner: bytes = b"", of: int
 def make(limit: int, num_blocks: int = 32) -> tuple[BlockManager, PinTable]:
     manager = BlockManager(num_blocks, BLOCK)
     for family in range(6):
-        compute(manager, prompt(family))
+        leave_evictable(manager, prompt(family))
     return manager, PinTable(manager, limit)
 
 
