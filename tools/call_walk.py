@@ -52,7 +52,8 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from pyengine import LLM, SamplingParams
 
-    llm = LLM(options.model, num_blocks=64, num_threads=1)  # more would be adapted now and then
+    # One thread: more would be adapted now and then.
+    llm = LLM(options.model, num_blocks=64, num_threads=1, dtype="float32")
     params = SamplingParams(max_tokens=6, temperature=0.0)
     llm.generate("A warm-up", params, use_tqdm=False)
     sys.setprofile(walk)

@@ -14,7 +14,9 @@ import torch
 from pyengine.attention.backend import (
     AttentionBackend,
     AttentionOptions,
+    HeadNorm,
     Int32Array,
+    RotaryLayout,
     Rotation,
     Rows,
     StepInputs,
@@ -94,23 +96,36 @@ class CpuPlan:
 
     def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
-        backend, (query, key, value) = self._backend, rows
+        query, key, value = rows
         out = query.new_empty(*query.shape[:2], value.shape[-1])
-        sinks = options.sinks
+        rotation = None if options.rotation is None else self._rotation(options.rotation)
+        arrays = _rows(query), _rows(key), _rows(value), cpu_array(out)
+        self.attend(layer, arrays, options, rotation)
+        return out
+
+    def attend(
+        self,
+        layer: int,
+        arrays: tuple[npt.NDArray[Any], ...],
+        options: AttentionOptions,
+        rotation: tuple[Any, ...] | None,
+    ) -> None:
+        """Attend with `arrays`: query, key, value and the result, as `forward` has them.
+
+        They have the cache's dtype, bfloat16 as its bits, and rows that are contiguous. `rotation`:
+        cosines, sines `[T, columns]`, and a layer's `rotation_numbers`.
+        """
+        backend, sinks = self._backend, options.sinks
         backend.threads.forward(
             self._steps[backend.groups[layer]],
             backend.caches[layer],
-            _rows(query),
-            _rows(key),
-            _rows(value),
-            cpu_array(out),
+            *arrays,
             scaling=options.scaling,
             sliding_window=options.sliding_window,
             softcap=options.softcap,
             sinks=None if sinks is None else sinks.detach().float().contiguous().numpy(),
-            rotation=None if options.rotation is None else self._rotation(options.rotation),
+            rotation=rotation,
         )
-        return out
 
     def _rotation(self, rotation: Rotation) -> tuple[Any, ...]:
         """The rotation as the kernel takes it.
@@ -127,9 +142,13 @@ class CpuPlan:
             angles = self._angles
         else:
             angles = (cpu_array(cos.contiguous()), cpu_array(sin.contiguous()))
-        norm, layout = rotation.norm, rotation.layout
-        weights = None
-        if norm is not None:
-            arrays = (cpu_array(weight.detach()) for weight in (norm.query_weight, norm.key_weight))
-            weights = (*arrays, norm.eps, norm.offset)
-        return *angles, layout.size, layout.order == "pairs", layout.step, weights
+        return *angles, *rotation_numbers(rotation.layout, rotation.norm)
+
+
+def rotation_numbers(layout: RotaryLayout, norm: HeadNorm | None) -> tuple[Any, ...]:
+    """What the kernel takes of a rotation beside its angles, the same in every step."""
+    weights = None
+    if norm is not None:
+        arrays = (cpu_array(weight.detach()) for weight in (norm.query_weight, norm.key_weight))
+        weights = (*arrays, norm.eps, norm.offset)
+    return layout.size, layout.order == "pairs", layout.step, weights

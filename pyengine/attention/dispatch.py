@@ -42,13 +42,18 @@ class PagedContext:
     attended: int = field(default=0)
 
     def attend(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
-        """See `AttentionPlan.forward`. It is counted.
+        """See `AttentionPlan.forward`, and `count`."""
+        self.count(layer, options.sliding_window)
+        return self.plan.forward(layer, rows, options)
+
+    def count(self, layer: int, asked: int | None) -> None:
+        """Count that `layer` attends, to the last `asked` positions or to all (None).
 
         Raises `ConfigurationError` for a layer that sees further back than its group keeps its
         blocks.
         """
         self.attended += 1
-        kept, asked = self.kept[layer], options.sliding_window
+        kept = self.kept[layer]
         if kept is not None and (asked is None or asked > kept):
             sight = "every position" if asked is None else f"the last {asked} positions"
             raise ConfigurationError(
@@ -56,7 +61,6 @@ class PagedContext:
                 f"{kept} are kept, as the model's configuration says that its attention slides: "
                 "the two contradict each other, this model is not supported"
             )
-        return self.plan.forward(layer, rows, options)
 
 
 class CompiledModel(NamedTuple):

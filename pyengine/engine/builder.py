@@ -44,6 +44,7 @@ from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.memory import available_memory
 from pyengine.kv_cache.pool import KVPool, PoolSettings, resolve_kv_cache_dtype
 from pyengine.models.cpu_kernels import fuse_norms
+from pyengine.models.decoder_layer import shorten_layers
 from pyengine.models.int8_linear import quantise_linears
 from pyengine.models.linear import can_prepack, fuse_linears, prepack_linears
 from pyengine.models.linear_kernels import ProductChooser
@@ -455,6 +456,8 @@ def _runner(
     recorder = _recorder(settings, loaded, backend)
     runner = ModelRunner(loaded, pool, backend, limits, record=recorder)
     runner.take_over_rotations()
+    if loaded.device.type == "cpu" and not settings.compile:
+        shorten_layers(loaded.model)
     if settings.compile:
         pool.populate()  # with a compiled model, for steady steps too
         runner.compile()

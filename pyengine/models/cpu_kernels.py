@@ -5,8 +5,10 @@ is in the processor's cache: the SiLU of a gate, and the gate times what it lets
 """
 
 from functools import cache
+from inspect import unwrap
 from typing import Any, Literal
 
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -60,24 +62,33 @@ class KernelProduct:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._packed = PackedWeight(cpu_array(weight.detach().contiguous()))
         self._bias = None if bias is None else cpu_array(bias.detach().contiguous())
-        self._has_bias = bias is not None
+        self.has_bias = bias is not None
         self._threads = _threads(torch.get_num_threads())
         self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         """`rows` times the transposed weight."""
         flat, out = self._arrays(rows)
-        self._packed.multiply(self._threads, cpu_array(flat), cpu_array(out), self._bias)
+        self.write(cpu_array(flat), cpu_array(out))
         return out.view(*rows.shape[:-1], out.shape[1])
+
+    def write(self, rows: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+        """The same from `rows` `[T, in_features]` into `out` `[T, out_features]`."""
+        self._packed.multiply(self._threads, rows, out, self._bias)
 
     def multiply_gated(self, rows: torch.Tensor, gate: "KernelProduct") -> torch.Tensor:
         """`silu(gate(rows)) * self(rows)`."""
-        if self._has_bias or gate._has_bias:
+        if self.has_bias or gate.has_bias:
             return torch.nn.functional.silu(gate.multiply(rows)) * self.multiply(rows)
         flat, out = self._arrays(rows)
-        arrays = cpu_array(flat), gate._packed, cpu_array(out)
-        self._packed.multiply_gated(self._threads, *arrays)
+        self.write_gated(cpu_array(flat), gate, cpu_array(out))
         return out.view(*rows.shape[:-1], out.shape[1])
+
+    def write_gated(
+        self, rows: npt.NDArray[Any], gate: "KernelProduct", out: npt.NDArray[Any]
+    ) -> None:
+        """The same from `rows` `[T, in_features]` into `out` `[T, out_features]`; no biases."""
+        self._packed.multiply_gated(self._threads, rows, gate._packed, out)
 
     def gather(self, outputs: torch.Tensor) -> torch.Tensor:
         """The rows of the weight with these numbers: `[...]` to `[..., in_features]`."""
@@ -167,8 +178,12 @@ class FusedRMSNorm(nn.Module):
             return plain
         rows = hidden_states.detach().reshape(-1, hidden_states.shape[-1]).contiguous()
         out = torch.empty_like(rows)
-        self._threads.rms_norm(cpu_array(rows), self._weight, cpu_array(out), self._epsilon)
+        self.write(cpu_array(rows), cpu_array(out))
         return out.view(hidden_states.shape)
+
+    def write(self, rows: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+        """Normalise `rows` `[T, size]` into `out`; both have the dtype of the weight."""
+        self._threads.rms_norm(rows, self._weight, out, self._epsilon)
 
 
 def fuse_norms(model: nn.Module) -> int:
@@ -202,5 +217,5 @@ def _is_standard(module: Any) -> bool:
 
 def instructions_of(kind: type[nn.Module]) -> tuple[object, ...]:
     """The code of a module's `forward`: most families copy the modules of Llama."""
-    code: Any = getattr(kind.forward, "__code__", None)
+    code: Any = getattr(unwrap(kind.forward), "__code__", None)
     return (code.co_code, code.co_names, code.co_consts) if code else (kind,)

@@ -14,7 +14,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import unwrap
 from itertools import product
 from types import MethodType
@@ -122,9 +122,9 @@ class OwnRotation(nn.Module):
         self.k_proj: Any = layer.k_proj
         self.v_proj: Any = layer.v_proj
         self.o_proj: Any = layer.o_proj
-        self.sinks = options.sinks
-        self._scaling, self._window = options.scaling, options.sliding_window
-        self._softcap, self._layout = options.softcap, layout
+        self.options, self.layout = replace(options, rotation=None), layout
+        """The options of its attention, without the rotation of a step."""
+        self.sinks = options.sinks  # where those who walk over parameters find it
         self._offset, self._eps = offset, 0.0
         if offset is not None:
             self.q_norm, self.k_norm = layer.q_norm, layer.k_norm
@@ -146,9 +146,9 @@ class OwnRotation(nn.Module):
             value,
             attention_mask,
             paged=kwargs.get("paged"),
-            scaling=self._scaling,
-            sliding_window=self._window,
-            softcap=self._softcap,
+            scaling=self.options.scaling,
+            sliding_window=self.options.sliding_window,
+            softcap=self.options.softcap,
             s_aux=self.sinks,
             rotation=self.rotation(position_embeddings),
         )
@@ -161,12 +161,16 @@ class OwnRotation(nn.Module):
 
     def rotation(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Rotation:
         """The rotation of cosines and sines `[1, T, columns]`."""
-        norm = None
-        if self._offset is not None:
-            weights = (self.q_norm.weight, self.k_norm.weight)
-            norm = HeadNorm(*weights, eps=self._eps, offset=self._offset)
         cos, sin = position_embeddings
-        return Rotation(cos[0], sin[0], self._layout, norm)
+        return Rotation(cos[0], sin[0], self.layout, self.head_norm)
+
+    @property
+    def head_norm(self) -> HeadNorm | None:
+        """The norm of queries and keys before the rotation."""
+        if self._offset is None:
+            return None
+        weights = (self.q_norm.weight, self.k_norm.weight)
+        return HeadNorm(*weights, eps=self._eps, offset=self._offset)
 
 
 def take_over_rotations(model: Any) -> int:

@@ -74,7 +74,7 @@ def test_a_model_gives_the_logits_that_it_gave(family, backend):
     assert take_over_rotations(model) == model.config.num_hidden_layers
     size, order, step, offset = SERVED[family]
     for layer in layers_of(model):
-        layout = layer._layout
+        layout = layer.layout
         assert (layout.size, layout.order, layout.step, layer._offset) == (
             size,
             order,
