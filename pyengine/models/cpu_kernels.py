@@ -148,17 +148,20 @@ def onednn_supports(dtype: torch.dtype) -> bool:
 
 
 class FusedRMSNorm(nn.Module):
-    """Computes `norm`, a `LlamaRMSNorm` or its equal, up to the rounding of a sum.
+    """Computes `norm`, a `LlamaRMSNorm`, `Gemma3RMSNorm` or equal, up to the rounding of a sum.
+
+    `offset` is added to the weight: 1 for Gemma's, whose weights are differences from 1.
 
     transformers' eight operators each write all rows to memory; the Rust kernel makes one pass.
     Compiled graphs keep their own fused norm.
     """
 
-    def __init__(self, norm: Any, threads: CpuAttention) -> None:
+    def __init__(self, norm: Any, threads: CpuAttention, offset: float = 0.0) -> None:
         super().__init__()
         self.plain = norm
-        self._weight = cpu_array(norm.weight.detach())
-        self._epsilon = float(norm.variance_epsilon)
+        weight = norm.weight.detach()
+        self._weight = cpu_array(weight + offset if offset else weight)
+        self._epsilon = float(getattr(norm, "variance_epsilon", None) or norm.eps)
         self._threads = threads
 
     @property
@@ -197,22 +200,29 @@ def fuse_norms(model: nn.Module) -> int:
     num_fused = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if not isinstance(parent, FusedRMSNorm) and _is_standard(child):
-                setattr(parent, name, FusedRMSNorm(child, threads))
+            offset = None if isinstance(parent, FusedRMSNorm) else _offset_of(child)
+            if offset is not None:
+                setattr(parent, name, FusedRMSNorm(child, threads, offset))
                 num_fused += 1
     return num_fused
 
 
-def _is_standard(module: Any) -> bool:
-    """True for `LlamaRMSNorm` or, as in most families, a copy of it."""
+def _offset_of(module: Any) -> float | None:
+    """What the norm adds to its weight, which is as for `FusedRMSNorm`; None for other modules.
+
+    Gemma's is multiplied before it is rounded, which the kernel does in float32 only.
+    """
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    if not isinstance(getattr(module, "weight", None), torch.Tensor):
-        return False
-    weight = module.weight
-    fits = weight.dim() == 1 and weight.dtype in FORMATS and weight.device.type == "cpu"
-    has_epsilon = hasattr(module, "variance_epsilon")
-    return fits and has_epsilon and instructions_of(type(module)) == instructions_of(LlamaRMSNorm)
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or weight.device.type != "cpu":
+        return None
+    instructions = instructions_of(type(module))
+    if instructions == instructions_of(LlamaRMSNorm) and weight.dtype in FORMATS:
+        return 0.0
+    is_gemma = instructions == instructions_of(Gemma3RMSNorm) and weight.dtype == torch.float32
+    return 1.0 if is_gemma else None
 
 
 def instructions_of(kind: type[nn.Module]) -> tuple[object, ...]:

@@ -1,10 +1,10 @@
 """Decoder layers on the CPU in few calls: arrays go from kernel to kernel, past torch's modules.
 
 A layer of transformers calls some ten modules, which for a token of a small model takes longer than
-the arithmetic. `shorten_layers` finds layers whose `forward` is that of `LlamaDecoderLayer`,
-instruction by instruction, and whose parts are ours: `FusedRMSNorm`, `OwnRotation`, and linear
-layers by the Rust kernel. They get a `forward` that calls the same kernels in the same order, with
-the same bits.
+the arithmetic. `shorten_layers` finds layers whose `forward` is that of `LlamaDecoderLayer` or of
+`Gemma3DecoderLayer`, instruction by instruction, and whose parts are ours: `FusedRMSNorm`,
+`OwnRotation`, and linear layers by the Rust kernel. They get a `forward` that calls the same
+kernels in the same order, with the same bits.
 """
 
 from collections.abc import Sequence
@@ -32,6 +32,10 @@ class _Buffer:
     array: Array
 
 
+def _buffer_of(rows: torch.Tensor) -> _Buffer:
+    return _Buffer(rows, cpu_array(rows.detach()))
+
+
 @dataclass(slots=True)
 class _Workspace:
     """Memory that the layers of a model use in turns, for one number of tokens."""
@@ -40,26 +44,33 @@ class _Workspace:
     """The hidden states of this forward pass, to which layers add in place."""
     residual: Any = None
     """Their rows, a `_Buffer`."""
-    embeddings: object = None
-    """The cosines and sines of `angles`."""
-    angles: tuple[Array, ...] = ()
+    angles: dict[int, tuple[object, tuple[Array, ...]]] = field(default_factory=dict)
+    """By the identity of the model's pair of cosines and sines: the pair, and its arrays."""
     _num_tokens: int = -1
     _buffers: dict[tuple[str, int], _Buffer] = field(default_factory=dict)
 
     def begin(self, hidden: torch.Tensor) -> None:
         """Take over `hidden` `[1, T, size]`."""
-        rows = hidden[0].detach()
-        self.hidden, self.residual = hidden, _Buffer(rows, cpu_array(rows))
-        self.embeddings = None
+        rows = hidden[0]
+        self.hidden, self.residual = hidden, _buffer_of(rows)
+        self.angles.clear()
         if len(rows) != self._num_tokens:
             self._num_tokens, self._buffers = len(rows), {}
+
+    def angles_of(self, embeddings: tuple[torch.Tensor, ...]) -> tuple[Array, ...]:
+        """Cosines and sines `[1, T, columns]` as the kernel takes them."""
+        found = self.angles.get(id(embeddings))
+        if found is None:
+            arrays = tuple(cpu_array(each[0].contiguous()) for each in embeddings)
+            found = self.angles[id(embeddings)] = embeddings, arrays
+        return found[1]
 
     def buffer(self, purpose: str, size: int) -> _Buffer:
         """Rows `[T, size]` with unknown content."""
         found = self._buffers.get((purpose, size))
         if found is None:
             rows = self.residual.rows.new_empty(self._num_tokens, size)
-            found = self._buffers[purpose, size] = _Buffer(rows, cpu_array(rows))
+            found = self._buffers[purpose, size] = _buffer_of(rows)
         return found
 
 
@@ -70,7 +81,7 @@ class _ShortForward:
         attention: OwnRotation = layer.self_attn
         self._workspace = workspace
         self._layer: int = attention.layer_idx
-        self._norm: FusedRMSNorm = layer.input_layernorm
+        self._norms = _norms(layer)
         self._projections = [_kernel(linear) for linear in _input_layers(attention)]
         self._head_dim = attention.head_dim
         self._sizes = [
@@ -79,46 +90,58 @@ class _ShortForward:
         self._options = attention.options
         self._rotation = rotation_numbers(attention.layout, attention.head_norm)
         self._output = _kernel(attention.o_proj)
-        self._second_norm: FusedRMSNorm = layer.post_attention_layernorm
-        self._mlp: nn.Module = layer.mlp
-        self._gated: list[KernelProduct] | None = None
-        if _is_short_mlp(layer.mlp):
+        self._mlp: Any = layer.mlp
+        self._linears: list[KernelProduct] | None = None
+        if _is_mlp_of_ours(layer.mlp):
             linears = layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
-            self._gated = [_kernel(linear) for linear in linears]
+            self._linears = [_kernel(linear) for linear in linears]
+        self._is_gated_by_kernel = isinstance(layer.mlp, PrepackedMLP)
 
     def __call__(self, hidden_states: torch.Tensor, *_args: Any, **kwargs: Any) -> torch.Tensor:
         """Map `hidden_states` `[1, T, hidden]` in place."""
         work, paged = self._workspace, kwargs["paged"]
         if hidden_states is not work.hidden:
             work.begin(hidden_states)
-        embeddings = kwargs["position_embeddings"]
-        if embeddings is not work.embeddings:
-            work.angles = tuple(cpu_array(each[0].contiguous()) for each in embeddings)
-            work.embeddings = embeddings
         residual: _Buffer = work.residual
         size = residual.array.shape[1]
         normed, change = work.buffer("normed", size), work.buffer("change", size)
+        before_attention, after_attention, before_mlp, after_mlp = self._norms
 
-        self._norm.write(residual.array, normed.array)
+        before_attention.write(residual.array, normed.array)
         query, key, value = self._project(normed.array)
         attended = work.buffer("attended", self._output.weight.shape[1]).array
         paged.count(self._layer, self._options.sliding_window)
-        plan = cast(CpuPlan, paged.plan)
+        rotation = (*work.angles_of(kwargs["position_embeddings"]), *self._rotation)
         arrays = query, key, value, attended.reshape(*query.shape[:2], -1)
-        plan.attend(self._layer, arrays, self._options, (*work.angles, *self._rotation))
+        cast(CpuPlan, paged.plan).attend(self._layer, arrays, self._options, rotation)
         self._output.write(attended, change.array)
+        if after_attention is not None:
+            after_attention.write(change.array, normed.array)
+            change, normed = normed, change
         residual.rows += change.rows
 
-        self._second_norm.write(residual.array, normed.array)
-        if self._gated is None:
-            residual.rows += self._mlp(normed.rows[None])[0]
+        before_mlp.write(residual.array, normed.array)
+        if self._linears is None:
+            change = _buffer_of(self._mlp(normed.rows[None])[0])
         else:
-            gate, up, down = self._gated
-            gated = work.buffer("gated", up.weight.shape[0]).array
-            up.write_gated(normed.array, gate, gated)
-            down.write(gated, change.array)
-            residual.rows += change.rows
+            self._feed_forward(self._linears, normed, change)
+        if after_mlp is not None:
+            after_mlp.write(change.array, normed.array)
+            change = normed
+        residual.rows += change.rows
         return hidden_states
+
+    def _feed_forward(self, linears: Sequence[KernelProduct], rows: _Buffer, out: _Buffer) -> None:
+        gate, up, down = linears
+        gated = self._workspace.buffer("gated", up.weight.shape[0])
+        if self._is_gated_by_kernel:
+            up.write_gated(rows.array, gate, gated.array)
+        else:
+            gates = self._workspace.buffer("gates", gate.weight.shape[0])
+            gate.write(rows.array, gates.array)
+            up.write(rows.array, gated.array)
+            gated.rows *= self._mlp.act_fn(gates.rows)
+        down.write(gated.array, out.array)
 
     def _project(self, rows: Array) -> list[Array]:
         """Query, key and value, each `[T, heads, head_dim]`."""
@@ -137,15 +160,16 @@ class _ShortForward:
 def shorten_layers(model: nn.Module) -> int:
     """Give the decoder layers of `model` a short `forward`; returns how many get one.
 
-    Call it after everything else that replaces parts of the model, and not before it is compiled.
-    The layers then run with a `CpuPlan` only.
+    Call it after everything else that replaces parts of the model, and not for a model that is
+    compiled. The layers then run with a `CpuPlan` only.
     """
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     workspace, num_shortened = _Workspace(), 0
-    expected = instructions_of(LlamaDecoderLayer)
+    known = [instructions_of(kind) for kind in (LlamaDecoderLayer, Gemma3DecoderLayer)]
     for layer in model.modules():
-        if instructions_of(type(layer)) == expected and _has_our_parts(layer):
+        if instructions_of(type(layer)) in known and _has_our_parts(layer):
             own: Any = layer
             own.forward = _ShortForward(layer, workspace)
             num_shortened += 1
@@ -154,14 +178,22 @@ def shorten_layers(model: nn.Module) -> int:
 
 def _has_our_parts(layer: Any) -> bool:
     attention = layer.self_attn
-    if not isinstance(attention, OwnRotation) or _hooked(layer):
+    if not isinstance(attention, OwnRotation) or _is_watched(layer):
         return False
     linears = [*_input_layers(attention), attention.o_proj]
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms = [norm for norm in _norms(layer) if norm is not None]
     return all(isinstance(norm, FusedRMSNorm) for norm in norms) and all(map(_is_ours, linears))
 
 
-def _hooked(layer: nn.Module) -> bool:
+def _norms(layer: Any) -> tuple[Any, Any, Any, Any]:
+    """The norms before and after attention and MLP; None: there is none after it."""
+    if hasattr(layer, "pre_feedforward_layernorm"):
+        before_mlp, after_mlp = layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
+        return layer.input_layernorm, layer.post_attention_layernorm, before_mlp, after_mlp
+    return layer.input_layernorm, None, layer.post_attention_layernorm, None
+
+
+def _is_watched(layer: nn.Module) -> bool:
     """True if somebody watches a part of the layer, which would no longer be called."""
     return any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules())
 
@@ -182,10 +214,15 @@ def _kernel(linear: PrepackedLinear) -> KernelProduct:
     return cast(KernelProduct, linear.product)
 
 
-def _is_short_mlp(mlp: nn.Module) -> bool:
-    if not isinstance(mlp, PrepackedMLP):
+def _is_mlp_of_ours(mlp: Any) -> bool:
+    """True for `down(act(gate(x)) * up(x))` by the kernel."""
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    known = [instructions_of(kind) for kind in (LlamaMLP, Gemma3MLP)]
+    if not isinstance(mlp, PrepackedMLP) and instructions_of(type(mlp)) not in known:
         return False
-    linears = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    return all(map(_is_ours, linears)) and not any(
-        _kernel(linear).has_bias for linear in linears[:2]
-    )
+    if not all(map(_is_ours, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))):
+        return False
+    has_bias = mlp.gate_proj.product.has_bias or mlp.up_proj.product.has_bias
+    return not (has_bias and isinstance(mlp, PrepackedMLP))  # which computes these by torch

@@ -21,8 +21,10 @@ SHORT = {
     "qwen3": {"head_dim": 6},
     "llama with biases": {"attention_bias": True, "mlp_bias": True},
     "qwen3_moe": {"head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": {"sliding_window": 6},
+    "gemma3_text": {"sliding_window": 6},
 }
-UNCHANGED = {"gemma2": {}, "gemma3_text": {}, "granite": {}, "gpt_oss": {"num_local_experts": 4}}
+UNCHANGED = {"granite": {}, "gpt_oss": {"num_local_experts": 4}}
 
 
 def prepared(family: str, **settings):

@@ -40,6 +40,24 @@ def test_it_computes_what_the_norm_does_that_it_replaces(size, rows, dtype, erro
         assert (found != expected).float().mean().nan_to_num() <= 0.02
 
 
+@pytest.mark.parametrize("size", [1, 16, 577])
+def test_gemmas_weights_are_differences_from_one(size):
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+    torch.manual_seed(0)
+    norm: Any = Gemma3RMSNorm(size)
+    nn.init.normal_(norm.weight)
+    states = torch.randn(7, size)
+    with torch.inference_mode():
+        found, expected = FusedRMSNorm(norm, CpuAttention(2), offset=1.0)(states), norm(states)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_gemmas_norms_stay_in_bfloat16():
+    model: Any = random_model("gemma2", num_hidden_layers=2).bfloat16()
+    assert fuse_norms(model) == 0
+
+
 def test_a_row_has_the_same_bits_among_others():
     fused = FusedRMSNorm(usual(96, torch.bfloat16), CpuAttention(2))
     states = torch.randn(1000, 96).bfloat16()
@@ -51,7 +69,7 @@ def test_a_row_has_the_same_bits_among_others():
 
 
 @pytest.mark.parametrize(
-    ("family", "num_fused"), [("llama", 5), ("qwen3", 9), ("gemma2", 0), ("gpt2", 0)]
+    ("family", "num_fused"), [("llama", 5), ("qwen3", 9), ("gemma2", 9), ("gpt2", 0)]
 )
 def test_the_usual_norms_of_a_model_are_replaced_once(family, num_fused):
     model: Any = random_model(family, num_hidden_layers=2)
