@@ -26,7 +26,7 @@ pub(crate) trait Dots<const L: usize>: Vector<L> {
     /// `start` plus the products of `N` times four codes of at most `MOST` with as many numbers. With `MOST` 255, `start`
     /// must be -128 times the sum of the numbers.
     fn dot<const N: usize, const MOST: i32>(
-        codes: &[Self::Codes; N],
+        codes: &[Self::Codes],
         numbers: &[[i8; 4]],
         start: i32,
     ) -> Self;
@@ -88,7 +88,7 @@ impl Dots<8> for [f32; 8] {
 
     #[inline(always)]
     fn dot<const N: usize, const MOST: i32>(
-        codes: &[Self::Codes; N],
+        codes: &[Self::Codes],
         numbers: &[[i8; 4]],
         start: i32,
     ) -> Self {
@@ -141,6 +141,9 @@ pub(crate) enum Build {
     /// AVX2 with F16C.
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    /// NEON with its products of bytes.
+    #[cfg(target_arch = "aarch64")]
+    NeonDot,
     Plain,
 }
 
@@ -152,6 +155,10 @@ impl Build {
             return Self::Vnni;
         } else if isa >= Isa::Avx2 && is_x86_feature_detected!("f16c") {
             return Self::Avx2;
+        }
+        #[cfg(target_arch = "aarch64")]
+        if isa == Isa::Neon && std::arch::is_aarch64_feature_detected!("dotprod") {
+            return Self::NeonDot;
         }
         let _ = isa;
         Self::Plain
@@ -188,7 +195,173 @@ impl Build {
                 Self::Plain => {}
             }
         }
+        #[cfg(target_arch = "aarch64")]
+        {
+            #[target_feature(enable = "neon,dotprod")]
+            fn neon(work: impl InIntegers) {
+                work.run::<[std::arch::aarch64::float32x4_t; 2], 8>();
+            }
+            #[allow(unsafe_code)]
+            if self == Self::NeonDot {
+                // SAFETY: the machine has these instructions, as `at` looked up.
+                return unsafe { neon(work) };
+            }
+        }
         work.run::<[f32; 8], 8>();
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+mod arm {
+    #![allow(unsafe_code)]
+    use std::arch::aarch64::*;
+    use std::arch::asm;
+
+    use super::Dots;
+
+    /// Four sums of four products each. Rust has no stable name for the instruction.
+    ///
+    /// # Safety
+    ///
+    /// The machine has it.
+    #[inline(always)]
+    unsafe fn dot_four(mut sums: int32x4_t, codes: uint8x16_t, numbers: int32x4_t) -> int32x4_t {
+        // SAFETY: as above; registers only.
+        unsafe {
+            asm!(
+                ".arch_extension dotprod",
+                "sdot {sums:v}.4s, {codes:v}.16b, {numbers:v}.16b",
+                sums = inout(vreg) sums,
+                codes = in(vreg) codes,
+                numbers = in(vreg) numbers,
+                options(pure, nomem, nostack, preserves_flags),
+            );
+        }
+        sums
+    }
+
+    /// Four half-precision floats in 8 bytes.
+    #[inline(always)]
+    fn widen_halves(bytes: &[u8]) -> float32x4_t {
+        let floats;
+        // SAFETY: every target of this architecture has NEON; 8 bytes are read.
+        unsafe {
+            let halves = vld1_u8(bytes[..8].as_ptr());
+            asm!(
+                "fcvtl {floats:v}.4s, {halves:v}.4h",
+                floats = out(vreg) floats,
+                halves = in(vreg) halves,
+                options(pure, nomem, nostack, preserves_flags),
+            );
+        }
+        floats
+    }
+
+    /// To be used only where the machine has products of bytes, as `Build` sees to it: that is what makes the calls below
+    /// safe.
+    impl Dots<8> for [float32x4_t; 2] {
+        type Codes = [uint8x16_t; 2];
+
+        #[inline(always)]
+        fn codes(line: &[u8; 64], half: usize) -> [uint8x16_t; 2] {
+            let bytes = &line[32 * half..][..32];
+            // SAFETY: see above; 32 bytes are read.
+            unsafe { [vld1q_u8(bytes.as_ptr()), vld1q_u8(bytes[16..].as_ptr())] }
+        }
+
+        #[inline(always)]
+        fn nibbles(bytes: [uint8x16_t; 2]) -> [[uint8x16_t; 2]; 2] {
+            // SAFETY: see above.
+            unsafe {
+                let mask = vdupq_n_u8(15);
+                [
+                    [vandq_u8(bytes[0], mask), vandq_u8(bytes[1], mask)],
+                    [vshrq_n_u8::<4>(bytes[0]), vshrq_n_u8::<4>(bytes[1])],
+                ]
+            }
+        }
+
+        #[inline(always)]
+        fn with_bits<const PLACE: u32, const MASK: u8>(
+            mut nibbles: [uint8x16_t; 2],
+            plane: [uint8x16_t; 2],
+        ) -> [uint8x16_t; 2] {
+            for at in 0..2 {
+                // SAFETY: see above.
+                unsafe {
+                    let shift = vdupq_n_s8(4 - PLACE as i8);
+                    let bits = vandq_u8(vshlq_u8(plane[at], shift), vdupq_n_u8(MASK));
+                    nibbles[at] = vorrq_u8(nibbles[at], bits);
+                }
+            }
+            nibbles
+        }
+
+        #[inline(always)]
+        fn dot<const N: usize, const MOST: i32>(
+            codes: &[[uint8x16_t; 2]],
+            numbers: &[[i8; 4]],
+            start: i32,
+        ) -> Self {
+            // SAFETY: see above.
+            unsafe {
+                let mut sums = [vdupq_n_s32(if MOST == 255 { 0 } else { start }); 2];
+                for at in 0..N {
+                    let four = numbers[at].map(|number| number as u8);
+                    let four = vdupq_n_s32(i32::from_ne_bytes(four));
+                    for half in 0..2 {
+                        let codes = match MOST {
+                            255 => veorq_u8(codes[at][half], vdupq_n_u8(0x80)), // signed: they need no start
+                            _ => codes[at][half],
+                        };
+                        sums[half] = dot_four(sums[half], codes, four);
+                    }
+                }
+                [vcvtq_f32_s32(sums[0]), vcvtq_f32_s32(sums[1])]
+            }
+        }
+
+        #[inline(always)]
+        fn halves(line: &[u8; 32], half: usize) -> Self {
+            let bytes = &line[16 * half..][..16];
+            [widen_halves(bytes), widen_halves(&bytes[8..])]
+        }
+
+        #[inline(always)]
+        fn unsigned(line: &[u8; 16], half: usize) -> Self {
+            // SAFETY: see above; 8 bytes are read.
+            unsafe {
+                let wide = vmovl_u8(vld1_u8(line[8 * half..][..8].as_ptr()));
+                [
+                    vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide))),
+                    vcvtq_f32_u32(vmovl_high_u16(wide)),
+                ]
+            }
+        }
+
+        #[inline(always)]
+        fn signed(line: &[u8; 16], half: usize) -> Self {
+            // SAFETY: see above; 8 bytes are read.
+            unsafe {
+                let wide = vmovl_s8(vld1_s8(line[8 * half..][..8].as_ptr().cast()));
+                [
+                    vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))),
+                    vcvtq_f32_s32(vmovl_high_s16(wide)),
+                ]
+            }
+        }
+
+        #[inline(always)]
+        fn floats(line: &[u8; 64], half: usize) -> Self {
+            let bytes = &line[32 * half..][..32];
+            // SAFETY: see above; 32 bytes are read, and such loads need no alignment.
+            unsafe {
+                [
+                    vreinterpretq_f32_u8(vld1q_u8(bytes.as_ptr())),
+                    vreinterpretq_f32_u8(vld1q_u8(bytes[16..].as_ptr())),
+                ]
+            }
+        }
     }
 }
 
@@ -198,6 +371,12 @@ mod x86 {
     use std::arch::x86_64::*;
 
     use super::Dots;
+
+    /// Four numbers as one that is put into all lanes.
+    #[inline(always)]
+    fn four(numbers: [i8; 4]) -> i32 {
+        i32::from_ne_bytes(numbers.map(|number| number as u8))
+    }
 
     /// To be used only where the machine has AVX2 and F16C, as `Build` sees to it: that is what makes the calls below
     /// safe.
@@ -244,22 +423,20 @@ mod x86 {
 
         #[inline(always)]
         fn dot<const N: usize, const MOST: i32>(
-            codes: &[__m256i; N],
+            codes: &[__m256i],
             numbers: &[[i8; 4]],
             start: i32,
         ) -> Self {
             // SAFETY: see above.
             unsafe {
                 let ones = _mm256_set1_epi16(1);
-                let four = |at: usize| {
-                    _mm256_set1_epi32(i32::from_ne_bytes(numbers[at].map(|number| number as u8)))
-                };
                 if MOST == 255 {
                     // Pairs of such products do not fit 16 bits: signed codes do, and need no start.
                     let mut sums = _mm256_setzero_si256();
                     for at in 0..N {
                         let signed = _mm256_xor_si256(codes[at], _mm256_set1_epi8(-128));
-                        let numbers = _mm256_sign_epi8(four(at), signed);
+                        let numbers =
+                            _mm256_sign_epi8(_mm256_set1_epi32(four(numbers[at])), signed);
                         let pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(signed), numbers);
                         sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, ones));
                     }
@@ -269,9 +446,11 @@ mod x86 {
                 let mut sums = _mm256_set1_epi32(start);
                 let mut first = 0;
                 while first < N {
-                    let mut pairs = _mm256_maddubs_epi16(codes[first], four(first));
+                    let mut pairs =
+                        _mm256_maddubs_epi16(codes[first], _mm256_set1_epi32(four(numbers[first])));
                     for at in first + 1..N.min(first + together) {
-                        let more = _mm256_maddubs_epi16(codes[at], four(at));
+                        let more =
+                            _mm256_maddubs_epi16(codes[at], _mm256_set1_epi32(four(numbers[at])));
                         pairs = _mm256_add_epi16(pairs, more);
                     }
                     sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, ones));
@@ -356,7 +535,7 @@ mod x86 {
 
         #[inline(always)]
         fn dot<const N: usize, const MOST: i32>(
-            codes: &[__m512i; N],
+            codes: &[__m512i],
             numbers: &[[i8; 4]],
             start: i32,
         ) -> Self {
@@ -364,10 +543,8 @@ mod x86 {
             unsafe {
                 let mut sums = _mm512_set1_epi32(start);
                 for at in 0..N {
-                    let four = _mm512_set1_epi32(i32::from_ne_bytes(
-                        numbers[at].map(|number| number as u8),
-                    ));
-                    sums = _mm512_dpbusd_epi32(sums, codes[at], four);
+                    let numbers = _mm512_set1_epi32(four(numbers[at]));
+                    sums = _mm512_dpbusd_epi32(sums, codes[at], numbers);
                 }
                 _mm512_cvtepi32_ps(sums)
             }

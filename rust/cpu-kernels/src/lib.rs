@@ -1,5 +1,6 @@
 //! Attention over a paged KV cache on the CPU, in float32 or bfloat16, and what a step computes beside it: rotary
-//! embeddings, RMS norms, and linear layers in float32 ([`PackedWeight`]).
+//! embeddings, RMS norms, and linear layers in float32 ([`PackedWeight`]) or by weights of few bits
+//! ([`QuantizedWeight`]).
 //!
 //! For decodes, prefills and whatever a step has of both: keys and values are read where they lie, through
 //! the block table, once for all the query heads that share them. The softmax is computed online (Milakov
@@ -18,6 +19,9 @@
 //! * **bfloat16 is float32 that was rounded**: the bits are those of float32 over the same numbers, rounded
 //!   once at the end. Not so where AVX-512 BF16 or AMX multiply bfloat16 itself: there the weights are rounded before
 //!   they meet the values, as torch and flash-attn do, and values have to be finite.
+//! * **Quantised weights keep their bits.** Each 32 numbers of a row are rounded to integers of 8 bits, and products with
+//!   the codes are added up as integers. All builds give the same bits there, too; rounding the rows is the only error
+//!   beyond float32's: about 0.6 % of a product's size for normally distributed rows.
 //! * **A shared block is read once.** Parts of the cache that several sequences have in common are scored for
 //!   all of them while they are in the processor's cache ([`Step::share`]).
 //! * **Nothing is trusted.** Every array is checked against every other; what does not fit is an

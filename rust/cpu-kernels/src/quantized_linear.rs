@@ -58,12 +58,14 @@ impl Attention {
         let mut memory = vec![];
         let blocks = self.quantize(rows, weight, &tiles, &mut memory);
         self.by_panels(out, weight, &tiles, |part| {
-            let tiles = &tiles[part.tiles.clone()];
-            build.run(Multiply {
+            build.run(Compute {
+                tiles: &tiles[part.tiles.clone()],
                 part,
-                weight,
-                bias,
-                rows: (tiles, blocks),
+                sums: Multiply {
+                    weight,
+                    bias,
+                    blocks,
+                },
             });
         });
         Ok(())
@@ -98,13 +100,13 @@ impl Attention {
             false => self.quantize(rows, gate, &tiles, &mut other),
         };
         self.by_panels(out, up, &tiles, |part| {
-            let tiles = &tiles[part.tiles.clone()];
-            build.run(MultiplyGated {
+            build.run(Compute {
+                tiles: &tiles[part.tiles.clone()],
                 part,
-                gate,
-                up,
-                tiles,
-                blocks: [gate_blocks, blocks],
+                sums: MultiplyGated {
+                    weights: [gate, up],
+                    blocks: [gate_blocks, blocks],
+                },
             });
         });
         Ok(())
@@ -229,22 +231,37 @@ struct Part<'b, E> {
 /// Rows of a tile at most.
 const MOST_ROWS: usize = 16;
 
-impl<E: Element> Part<'_, E> {
-    /// Sets the outputs of each panel and tile to the sums that `work` makes of zeros.
+/// Sums of a panel's outputs for a tile's rows, in each build: closures would not take the caller's instructions.
+trait Sums {
+    /// Adds to zeros. Inlined, as [`InIntegers::run`].
+    fn add<V: Dots<L>, const L: usize>(
+        &self,
+        panel: usize,
+        tile: &RowTile,
+        sums: &mut [[f32; WIDTH]],
+    );
+}
+
+/// Sets the outputs of a part to their sums.
+struct Compute<'a, 'b, E, S> {
+    part: Part<'b, E>,
+    tiles: &'a [RowTile],
+    sums: S,
+}
+
+impl<E: Element, S: Sums> InIntegers for Compute<'_, '_, E, S> {
     #[inline(always)]
-    fn each(
-        mut self,
-        tiles: &[RowTile],
-        mut work: impl FnMut(usize, &RowTile, &mut [[f32; WIDTH]]),
-    ) {
-        let width = self.out.first().map_or(0, |out| out.len());
+    fn run<V: Dots<L>, const L: usize>(mut self) {
+        let width = self.part.out.first().map_or(0, |out| out.len());
         for number in 0..width.div_ceil(WIDTH) {
             let columns = number * WIDTH..width.min((number + 1) * WIDTH);
-            let mut rows = self.out.iter_mut();
-            for tile in tiles {
-                let mut sums = [[0.0; WIDTH]; MOST_ROWS];
-                work(self.first_panel + number, tile, &mut sums[..tile.width]);
-                for (sums, out) in sums.iter().zip(rows.by_ref().take(tile.rows.len())) {
+            let mut rows = self.part.out.iter_mut();
+            for tile in self.tiles {
+                let mut found = [[0.0; WIDTH]; MOST_ROWS];
+                let found = &mut found[..tile.width];
+                let panel = self.part.first_panel + number;
+                self.sums.add::<V, L>(panel, tile, found);
+                for (sums, out) in found.iter().zip(rows.by_ref().take(tile.rows.len())) {
                     for (sum, out) in sums.iter().zip(&mut out[columns.clone()]) {
                         *out = E::narrow(*sum);
                     }
@@ -254,52 +271,55 @@ impl<E: Element> Part<'_, E> {
     }
 }
 
-struct Multiply<'a, 'b, E> {
-    part: Part<'b, E>,
+struct Multiply<'a> {
     weight: &'a QuantizedWeight,
     bias: Option<&'a [f32]>,
-    rows: (&'a [RowTile], &'a [RowBlock]),
+    blocks: &'a [RowBlock],
 }
 
-impl<E: Element> InIntegers for Multiply<'_, '_, E> {
+impl Sums for Multiply<'_> {
     #[inline(always)]
-    fn run<V: Dots<L>, const L: usize>(self) {
-        let (tiles, blocks) = self.rows;
-        self.part.each(tiles, |panel, tile, sums| {
-            if let Some(bias) = self.bias {
-                let bias = &bias[panel * WIDTH..];
-                let count = bias.len().min(WIDTH);
-                for sums in &mut *sums {
-                    sums[..count].copy_from_slice(&bias[..count]);
-                }
+    fn add<V: Dots<L>, const L: usize>(
+        &self,
+        panel: usize,
+        tile: &RowTile,
+        sums: &mut [[f32; WIDTH]],
+    ) {
+        if let Some(bias) = self.bias {
+            let bias = &bias[panel * WIDTH..];
+            let count = bias.len().min(WIDTH);
+            for sums in &mut *sums {
+                sums[..count].copy_from_slice(&bias[..count]);
             }
-            add_products::<V, L>(self.weight, panel, (tile, blocks), sums);
-        });
+        }
+        add_products::<V, L>(self.weight, panel, (tile, self.blocks), sums);
     }
 }
 
-struct MultiplyGated<'a, 'b, E> {
-    part: Part<'b, E>,
-    gate: &'a QuantizedWeight,
-    up: &'a QuantizedWeight,
-    tiles: &'a [RowTile],
-    /// Those of the gate, and the others.
+/// The weights and rows of the gate, and the others.
+struct MultiplyGated<'a> {
+    weights: [&'a QuantizedWeight; 2],
     blocks: [&'a [RowBlock]; 2],
 }
 
-impl<E: Element> InIntegers for MultiplyGated<'_, '_, E> {
+impl Sums for MultiplyGated<'_> {
     #[inline(always)]
-    fn run<V: Dots<L>, const L: usize>(self) {
-        let [gate_blocks, blocks] = self.blocks;
-        self.part.each(self.tiles, |panel, tile, sums| {
-            let mut gates = [[0.0; WIDTH]; MOST_ROWS];
-            let gates = &mut gates[..tile.width];
-            add_products::<V, L>(self.gate, panel, (tile, gate_blocks), gates);
-            add_products::<V, L>(self.up, panel, (tile, blocks), sums);
-            let sums = sums.as_flattened_mut().iter_mut();
-            for (sum, &gate) in sums.zip(gates.as_flattened()) {
-                *sum *= silu(gate);
-            }
-        });
+    fn add<V: Dots<L>, const L: usize>(
+        &self,
+        panel: usize,
+        tile: &RowTile,
+        sums: &mut [[f32; WIDTH]],
+    ) {
+        let mut gates = [[0.0; WIDTH]; MOST_ROWS];
+        let gates = &mut gates[..tile.width];
+        for number in 0..2 {
+            let rows = (tile, self.blocks[number]);
+            let sums = if number == 0 { &mut *gates } else { &mut *sums };
+            add_products::<V, L>(self.weights[number], panel, rows, sums);
+        }
+        let sums = sums.as_flattened_mut().iter_mut();
+        for (sum, &gate) in sums.zip(gates.as_flattened()) {
+            *sum *= silu(gate);
+        }
     }
 }

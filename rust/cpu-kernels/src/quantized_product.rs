@@ -1,5 +1,7 @@
 //! Rows of integers times a quantised weight: sums of a panel's outputs stay in registers.
 //!
+//! No closures where vectors are made: they would not take the caller's instructions.
+//!
 //! A block's products are added up as integers, exactly. Then the sum is multiplied by both scales and added to the
 //! output's, in the order of the blocks: a row has the same bits in every batch and at every level of instructions.
 
@@ -32,8 +34,10 @@ impl Codes for Four {
     #[inline(always)]
     fn load<V: Dots<L>, const L: usize>(block: &[u8], half: usize) -> [V::Codes; 8] {
         let (lines, _) = block.as_chunks::<64>();
-        let nibbles = |at: usize| V::nibbles(V::codes(&lines[at], half));
-        let ([a, e], [b, f], [c, g], [d, h]) = (nibbles(0), nibbles(1), nibbles(2), nibbles(3));
+        let [a, e] = V::nibbles(V::codes(&lines[0], half));
+        let [b, f] = V::nibbles(V::codes(&lines[1], half));
+        let [c, g] = V::nibbles(V::codes(&lines[2], half));
+        let [d, h] = V::nibbles(V::codes(&lines[3], half));
         [a, b, c, d, e, f, g, h]
     }
 }
@@ -75,7 +79,7 @@ impl Codes for Six {
         const MASK: u8 = 0x30;
         let [a, b, c, d, e, f, g, h] = Four::load::<V, L>(block, half);
         let (lines, _) = block.as_chunks::<64>();
-        let [low, high] = [4, 5].map(|at| V::codes(&lines[at], half));
+        let (low, high) = (V::codes(&lines[4], half), V::codes(&lines[5], half));
         [
             V::with_bits::<0, MASK>(a, low),
             V::with_bits::<2, MASK>(b, low),
@@ -99,7 +103,16 @@ impl Codes for Eight {
     #[inline(always)]
     fn load<V: Dots<L>, const L: usize>(block: &[u8], half: usize) -> [V::Codes; 8] {
         let (lines, _) = block.as_chunks::<64>();
-        std::array::from_fn(|at| V::codes(&lines[at], half))
+        [
+            V::codes(&lines[0], half),
+            V::codes(&lines[1], half),
+            V::codes(&lines[2], half),
+            V::codes(&lines[3], half),
+            V::codes(&lines[4], half),
+            V::codes(&lines[5], half),
+            V::codes(&lines[6], half),
+            V::codes(&lines[7], half),
+        ]
     }
 }
 
@@ -213,8 +226,9 @@ impl Scales for SmallHalves {
         const SIZE: usize = 288;
         let (record, at) = (block / 8, 32 + block % 8 * 32);
         let factor = V::halves(scales.bytes(SIZE, record, 0), half);
-        let each = [at, at + 16]
-            .map(|at| V::signed(scales.bytes(SIZE, record, at), half).multiply(factor));
+        let first = V::signed(scales.bytes(SIZE, record, at), half);
+        let second = V::signed(scales.bytes(SIZE, record, at + 16), half);
+        let each = [first.multiply(factor), second.multiply(factor)];
         (each, V::splat(0.0))
     }
 }
@@ -331,10 +345,11 @@ impl Product<'_> {
                             scaled.multiply_add(V::splat(row.scale), *sum)
                         }
                         _ => {
-                            let dots = [0, 1].map(|part| dot::<V, L, C, 4>(&codes, row, part));
                             let scale = V::splat(row.scale);
-                            let first = dots[0].multiply(scales[0]).multiply_add(scale, *sum);
-                            dots[1].multiply(scales[1]).multiply_add(scale, first)
+                            let first = dot::<V, L, C, 4>(&codes, row, 0);
+                            let first = first.multiply(scales[0]).multiply_add(scale, *sum);
+                            let second = dot::<V, L, C, 4>(&codes, row, 1);
+                            second.multiply(scales[1]).multiply_add(scale, first)
                         }
                     };
                     if S::HAS_MINIMUM {
@@ -359,12 +374,12 @@ fn dot<V: Dots<L>, const L: usize, C: Codes, const N: usize>(
     row: &RowBlock,
     part: usize,
 ) -> V {
-    let codes: [V::Codes; N] = std::array::from_fn(|at| codes[part * N + at]);
+    let codes = &codes[part * N..][..N];
     let (numbers, start) = (&row.numbers[part * N..][..N], row.starts[part]);
     match C::MOST {
-        15 => V::dot::<N, 15>(&codes, numbers, start),
-        31 => V::dot::<N, 31>(&codes, numbers, start),
-        63 => V::dot::<N, 63>(&codes, numbers, start),
-        _ => V::dot::<N, 255>(&codes, numbers, start),
+        15 => V::dot::<N, 15>(codes, numbers, start),
+        31 => V::dot::<N, 31>(codes, numbers, start),
+        63 => V::dot::<N, 63>(codes, numbers, start),
+        _ => V::dot::<N, 255>(codes, numbers, start),
     }
 }
