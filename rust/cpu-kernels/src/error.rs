@@ -84,6 +84,22 @@ pub enum Error {
         /// Outputs of the weight.
         num_outputs: usize,
     },
+    /// Inputs of a quantised weight that are not whole blocks.
+    Inputs {
+        /// Their number.
+        in_features: usize,
+        /// Weights of a block.
+        block: usize,
+    },
+    /// A size of groups that is not known.
+    GroupSize(usize),
+    /// A quantised weight's scale or minimum that is infinite or not a number.
+    Scale {
+        /// The output.
+        output: usize,
+        /// The first input that it scales.
+        input: usize,
+    },
     /// A cache of other blocks than the step was made for.
     OtherCache {
         /// Number and size of the cache's blocks.
@@ -189,6 +205,15 @@ impl fmt::Display for Error {
                 f,
                 "outputs[{at}]={output}: the weight has outputs 0 to {}",
                 num_outputs - 1
+            ),
+            Self::Inputs { in_features, block } => write!(
+                f,
+                "in_features={in_features}: it must be a multiple of {block}, the weights of a block"
+            ),
+            Self::GroupSize(size) => write!(f, "group_size={size}: use 32, 64 or 128"),
+            Self::Scale { output, input } => write!(
+                f,
+                "the scale of output {output} from input {input} on is not finite"
             ),
             Self::Threads(why) => write!(f, "threads could not be started: {why}"),
             Self::UnknownIsa(name) => write!(

@@ -1,5 +1,6 @@
 //! Attention over a paged KV cache on the CPU, in float32 or bfloat16, and what a step computes beside it: rotary
-//! embeddings, RMS norms, and linear layers in float32 ([`PackedWeight`]).
+//! embeddings, RMS norms, and linear layers in float32 ([`PackedWeight`]) or by weights of few bits
+//! ([`QuantizedWeight`]).
 //!
 //! For decodes, prefills and whatever a step has of both: keys and values are read where they lie, through
 //! the block table, once for all the query heads that share them. The softmax is computed online (Milakov
@@ -18,6 +19,9 @@
 //! * **bfloat16 is float32 that was rounded**: the bits are those of float32 over the same numbers, rounded
 //!   once at the end. Not so where AVX-512 BF16 or AMX multiply bfloat16 itself: there the weights are rounded before
 //!   they meet the values, as torch and flash-attn do, and values have to be finite.
+//! * **Quantised weights keep their bits.** Each 32 numbers of a row are rounded to integers of 8 bits, and products with
+//!   the codes are added up as integers. All builds give the same bits there, too; rounding the rows is the only error
+//!   beyond float32's: about 0.6 % of a product's size for normally distributed rows.
 //! * **A shared block is read once.** Parts of the cache that several sequences have in common are scored for
 //!   all of them while they are in the processor's cache ([`Step::share`]).
 //! * **Nothing is trusted.** Every array is checked against every other; what does not fit is an
@@ -53,6 +57,7 @@ mod builds;
 mod cache_tiles;
 mod choice;
 mod dispatch;
+mod dots;
 mod element;
 mod error;
 mod floats;
@@ -67,6 +72,11 @@ mod openmp;
 mod packed_weight;
 mod parts;
 mod product;
+mod quantized_format;
+mod quantized_linear;
+mod quantized_product;
+mod quantized_rows;
+mod quantized_weight;
 mod rotation;
 mod softmax;
 mod step;
@@ -82,6 +92,8 @@ pub use element::Element;
 pub use error::Error;
 pub use isa::Isa;
 pub use packed_weight::PackedWeight;
+pub use quantized_format::QuantizedFormat;
+pub use quantized_weight::QuantizedWeight;
 pub use rotation::{HeadNorm, Layout, Order, Rotation};
 pub use step::{CacheShape, Sequences, SharedPrefixes, Step};
 pub use write::Rows;

@@ -136,17 +136,17 @@ impl Attention {
 }
 
 /// Neighbouring tasks for each thread: a task prefetches the weights of the next one.
-struct Shares<T>(Vec<Mutex<VecDeque<T>>>);
+pub(crate) struct Shares<T>(Vec<Mutex<VecDeque<T>>>);
 
 impl<T> Shares<T> {
-    fn new(mut tasks: Vec<T>, count: usize) -> Self {
+    pub(crate) fn new(mut tasks: Vec<T>, count: usize) -> Self {
         let each = tasks.len().div_ceil(count.max(1));
         let share = |_| Mutex::new(tasks.drain(..each.min(tasks.len())).collect());
         Self((0..count).map(share).collect())
     }
 
     /// The next task of this share; if none is left, the last one of another share.
-    fn next(&self, number: usize) -> Option<T> {
+    pub(crate) fn next(&self, number: usize) -> Option<T> {
         let take = |at: usize| {
             let mut share = self.0[at % self.0.len()].lock().ok()?;
             match at == number {
@@ -215,7 +215,7 @@ impl InVectors for MultiplyGated<'_, '_> {
 
 /// `x / (1 + e ^ -x)`, to a few units in the last place.
 #[inline(always)]
-fn silu(x: f32) -> f32 {
+pub(crate) fn silu(x: f32) -> f32 {
     let exponent = x * -std::f32::consts::LOG2_E;
     let exponent = if exponent > 127.0 { 127.0 } else { exponent };
     x / (1.0 + exp2(exponent))

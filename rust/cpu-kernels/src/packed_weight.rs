@@ -107,11 +107,11 @@ impl PackedWeight {
 
 /// Asks Linux for pages of 2 MiB under memory that is not written yet. A product of a few rows reads each weight once, so
 /// misses in the TLB cost it most.
-fn ask_for_large_pages(floats: &mut [f32]) {
+pub(crate) fn ask_for_large_pages<T>(memory: &mut [T]) {
     #[cfg(target_os = "linux")]
     {
         const PAGE: usize = 4096;
-        let bytes = floats.as_mut_ptr_range();
+        let bytes = memory.as_mut_ptr_range();
         let first = (bytes.start as usize).next_multiple_of(PAGE);
         let size = (bytes.end as usize).saturating_sub(first) / PAGE * PAGE;
         let first = bytes.start.with_addr(first).cast();
@@ -121,5 +121,5 @@ fn ask_for_large_pages(floats: &mut [f32]) {
             libc::madvise(first, size, libc::MADV_HUGEPAGE); // without such pages it fails: nothing is lost
         }
     }
-    let _ = floats;
+    let _ = memory;
 }

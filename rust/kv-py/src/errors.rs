@@ -91,7 +91,10 @@ pub(crate) fn raise_attention(error: cpu_kernels::Error) -> PyErr {
         | E::Softcap(_)
         | E::Threads(_)
         | E::UnknownIsa(_)
-        | E::Isa { .. } => ConfigError::new_err(text),
+        | E::Isa { .. }
+        | E::GroupSize(_)
+        | E::Inputs { .. }
+        | E::Scale { .. } => ConfigError::new_err(text),
         E::Length { .. }
         | E::Starts { .. }
         | E::SeqLen { .. }

@@ -26,6 +26,7 @@ mod opened_store;
 mod pin;
 mod plan;
 mod prefixes;
+mod quantized;
 mod replica_index;
 mod rotation;
 mod sequence;
@@ -57,6 +58,7 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<attention::CpuCache>()?;
     module.add_class::<attention::CpuStep>()?;
     module.add_class::<linear::PackedWeight>()?;
+    module.add_class::<quantized::QuantizedWeight>()?;
     module.add_class::<events::Stored>()?;
     module.add_class::<events::Removed>()?;
     module.add_class::<events::Cleared>()?;

@@ -1,0 +1,327 @@
+//! Formats of quantised weights: ggml's blocks, and how panels of 16 outputs hold them.
+//!
+//! A panel has codes and scales apart. Codes lie in lines of 64 bytes, four bytes of each output, so that a vector has four
+//! neighbouring inputs of each. 32 inputs are four lines whose lower bits are the first 16 inputs, and the higher ones the
+//! others; bits above the fourth are in one line or two more. 8-bit codes have eight lines.
+
+use crate::dots::widen_half;
+use crate::packed_weight::WIDTH;
+
+/// Inputs whose codes a panel has together, and which have one number's scale in a row that is multiplied.
+pub(crate) const BLOCK: usize = 32;
+
+/// Inputs of ggml's larger blocks.
+const LARGE: usize = 256;
+
+/// A block's codes of 16 outputs.
+pub(crate) type Codes = [[u8; BLOCK]; WIDTH];
+
+/// A format of quantised weights in GGUF files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QuantizedFormat {
+    /// 4 bits and a scale for 32 weights.
+    Q4_0,
+    /// 4 bits, a scale and a minimum for 32 weights.
+    Q4_1,
+    /// 8 bits and a scale for 32 weights.
+    Q8_0,
+    /// 4 bits, a scale and a minimum of 6 bits for 32 weights, with factors for 256.
+    Q4K,
+    /// The same with 5 bits.
+    Q5K,
+    /// 6 bits and a scale of 8 bits for 16 weights, with a factor for 256.
+    Q6K,
+}
+
+impl QuantizedFormat {
+    /// All of them.
+    pub const ALL: [Self; 6] = [
+        Self::Q4_0,
+        Self::Q4_1,
+        Self::Q8_0,
+        Self::Q4K,
+        Self::Q5K,
+        Self::Q6K,
+    ];
+
+    /// Its name in ggml.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Q4_0 => "Q4_0",
+            Self::Q4_1 => "Q4_1",
+            Self::Q8_0 => "Q8_0",
+            Self::Q4K => "Q4_K",
+            Self::Q5K => "Q5_K",
+            Self::Q6K => "Q6_K",
+        }
+    }
+
+    /// The format of this name.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|format| format.name() == name)
+    }
+
+    /// Weights of a block.
+    #[must_use]
+    pub fn block_size(self) -> usize {
+        match self {
+            Self::Q4_0 | Self::Q4_1 | Self::Q8_0 => BLOCK,
+            Self::Q4K | Self::Q5K | Self::Q6K => LARGE,
+        }
+    }
+
+    /// Bytes of a block in the file.
+    #[must_use]
+    pub fn block_bytes(self) -> usize {
+        match self {
+            Self::Q4_0 => 18,
+            Self::Q4_1 => 20,
+            Self::Q8_0 => 34,
+            Self::Q4K => 144,
+            Self::Q5K => 176,
+            Self::Q6K => 210,
+        }
+    }
+}
+
+/// How a panel holds a weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Ggml(QuantizedFormat),
+    /// 4 bits; a scale and a zero point for so many blocks. Scales are half-precision floats.
+    HalfGroups(usize),
+    /// The same with float32 scales.
+    FloatGroups(usize),
+}
+
+use QuantizedFormat as F;
+
+impl Kind {
+    /// Bits of a code.
+    pub(crate) fn bits(self) -> usize {
+        match self {
+            Self::Ggml(F::Q8_0) => 8,
+            Self::Ggml(F::Q6K) => 6,
+            Self::Ggml(F::Q5K) => 5,
+            _ => 4,
+        }
+    }
+
+    /// Bytes of a panel's codes for a block.
+    pub(crate) fn code_bytes(self) -> usize {
+        self.bits() * BLOCK * WIDTH / 8
+    }
+
+    /// Blocks that have a record of scales together.
+    pub(crate) fn record_blocks(self) -> usize {
+        match self {
+            Self::Ggml(format) => format.block_size() / BLOCK,
+            Self::HalfGroups(blocks) | Self::FloatGroups(blocks) => blocks,
+        }
+    }
+
+    /// Bytes of a panel's record of scales.
+    pub(crate) fn record_bytes(self) -> usize {
+        WIDTH
+            * match self {
+                Self::Ggml(F::Q4_0 | F::Q8_0) => 2,
+                Self::Ggml(F::Q4_1) => 4,
+                Self::Ggml(F::Q4K | F::Q5K) => 4 + 2 * LARGE / BLOCK,
+                Self::Ggml(F::Q6K) => 2 + LARGE / 16,
+                Self::HalfGroups(_) => 3,
+                Self::FloatGroups(_) => 5,
+            }
+    }
+
+    /// What is subtracted from every code.
+    pub(crate) fn offset(self) -> Offset {
+        match self {
+            Self::Ggml(F::Q4_0) => Offset::OfBlock(8),
+            Self::Ggml(F::Q8_0) => Offset::OfBlock(128),
+            Self::Ggml(F::Q6K) => Offset::OfHalves(32),
+            _ => Offset::OfBlock(0),
+        }
+    }
+
+    /// The scale of an output's weights in a half of a block, their zero point, and what is added to them.
+    pub(crate) fn scale(
+        self,
+        record: &[u8],
+        (block, half): (usize, usize),
+        output: usize,
+    ) -> (f32, i32, f32) {
+        let float = |first: usize| {
+            let at = first * WIDTH + 2 * output;
+            widen_half(u16::from_le_bytes([record[at], record[at + 1]]))
+        };
+        let byte = |first: usize| record[first * WIDTH + output];
+        match self {
+            Self::Ggml(F::Q4_0) => (float(0), 8, 0.0),
+            Self::Ggml(F::Q8_0) => (float(0), 128, 0.0),
+            Self::Ggml(F::Q4_1) => (float(0), 0, float(2)),
+            Self::Ggml(F::Q4K | F::Q5K) => {
+                let (scale, minimum) = (byte(4 + 2 * block), byte(5 + 2 * block));
+                let minimum = float(2) * f32::from(minimum);
+                (float(0) * f32::from(scale), 0, -minimum)
+            }
+            Self::Ggml(F::Q6K) => {
+                let scale = byte(2 + 2 * block + half) as i8;
+                (float(0) * f32::from(scale), 32, 0.0)
+            }
+            Self::HalfGroups(_) => (float(0), i32::from(byte(2)), 0.0),
+            Self::FloatGroups(_) => {
+                let bytes = record[4 * output..].first_chunk().expect("it is there");
+                (f32::from_ne_bytes(*bytes), i32::from(byte(4)), 0.0)
+            }
+        }
+    }
+}
+
+/// What is subtracted from codes, as an integer: products with it begin a sum.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Offset {
+    /// In one sum of a block.
+    OfBlock(i32),
+    /// In a sum of each half of a block.
+    OfHalves(i32),
+}
+
+/// Copies an output's block, as it is in the file, to its place among the codes of a panel's outputs and in the record of
+/// scales. False: a scale is not finite.
+pub(crate) fn unpack(
+    format: QuantizedFormat,
+    data: &[u8],
+    (codes, record): (&mut [Codes], &mut [u8]),
+    output: usize,
+) -> bool {
+    let mut is_finite = true;
+    let mut float = |from: usize, first: usize| {
+        let bytes = [data[from], data[from + 1]];
+        is_finite &= u16::from_le_bytes(bytes) & 0x7c00 != 0x7c00;
+        record[first * WIDTH + 2 * output..][..2].copy_from_slice(&bytes);
+    };
+    match format {
+        F::Q4_0 => {
+            float(0, 0);
+            copy_nibbles(&data[2..], &mut codes[0][output]);
+        }
+        F::Q4_1 => {
+            float(0, 0);
+            float(2, 2);
+            copy_nibbles(&data[4..], &mut codes[0][output]);
+        }
+        F::Q8_0 => {
+            float(0, 0);
+            for (code, byte) in codes[0][output].iter_mut().zip(&data[2..]) {
+                *code = byte ^ 0x80;
+            }
+        }
+        F::Q4K | F::Q5K => {
+            float(0, 0);
+            float(2, 2);
+            for block in 0..LARGE / BLOCK {
+                let (scale, minimum) = six_bits(&data[4..16], block);
+                record[(4 + 2 * block) * WIDTH + output] = scale;
+                record[(5 + 2 * block) * WIDTH + output] = minimum;
+            }
+            let (high, low) = data[16..].split_at(if format == F::Q5K { BLOCK } else { 0 });
+            for (block, codes) in codes.iter_mut().enumerate() {
+                let low = &low[block / 2 * BLOCK..][..BLOCK];
+                let codes = &mut codes[output];
+                for (code, low) in codes.iter_mut().zip(low) {
+                    *code = low >> (block % 2 * 4) & 15;
+                }
+                for (code, high) in codes.iter_mut().zip(high) {
+                    *code |= (high >> block & 1) << 4;
+                }
+            }
+        }
+        F::Q6K => {
+            float(208, 0);
+            for (at, &scale) in data[192..208].iter().enumerate() {
+                record[(2 + at) * WIDTH + output] = scale;
+            }
+            for (block, codes) in codes.iter_mut().enumerate() {
+                let (half, quarter) = (block / 4, block % 4);
+                let low = &data[half * 64 + quarter % 2 * BLOCK..][..BLOCK];
+                let high = &data[128 + half * BLOCK..][..BLOCK];
+                for (code, (low, high)) in codes[output].iter_mut().zip(low.iter().zip(high)) {
+                    *code = low >> (quarter / 2 * 4) & 15 | (high >> (2 * quarter) & 3) << 4;
+                }
+            }
+        }
+    }
+    is_finite
+}
+
+/// 16 bytes: the lower halves are the first 16 codes.
+fn copy_nibbles(bytes: &[u8], codes: &mut [u8; BLOCK]) {
+    let (low, high) = codes.split_at_mut(BLOCK / 2);
+    for ((low, high), byte) in low.iter_mut().zip(high).zip(bytes) {
+        *low = byte & 15;
+        *high = byte >> 4;
+    }
+}
+
+/// A block's scale and minimum of the twelve bytes that eight blocks have.
+fn six_bits(bytes: &[u8], block: usize) -> (u8, u8) {
+    match block {
+        0..4 => (bytes[block] & 63, bytes[block + 4] & 63),
+        _ => (
+            bytes[block + 4] & 15 | bytes[block - 4] >> 6 << 4,
+            bytes[block + 4] >> 4 | bytes[block] >> 6 << 4,
+        ),
+    }
+}
+
+/// Writes a block's codes of so many bits as a panel has them.
+pub(crate) fn write_codes(bits: usize, codes: &Codes, lines: &mut [u8]) {
+    let (lines, _) = lines.as_chunks_mut::<{ 4 * WIDTH }>();
+    for (output, codes) in codes.iter().enumerate() {
+        let (fours, _) = codes.as_chunks::<4>();
+        let place = 4 * output..4 * output + 4;
+        if bits == 8 {
+            for (line, four) in lines.iter_mut().zip(fours) {
+                line[place.clone()].copy_from_slice(four);
+            }
+            continue;
+        }
+        for at in 0..4 {
+            for (byte, (low, high)) in lines[at][place.clone()]
+                .iter_mut()
+                .zip(fours[at].iter().zip(fours[at + 4]))
+            {
+                *byte = low & 15 | high << 4;
+            }
+        }
+        for (number, four) in fours.iter().enumerate() {
+            let (line, shift) = match bits {
+                5 => (4, number),
+                6 => (4 + number / 4, 2 * (number % 4)),
+                _ => continue,
+            };
+            for (byte, code) in lines[line][place.clone()].iter_mut().zip(four) {
+                *byte |= code >> 4 << shift;
+            }
+        }
+    }
+}
+
+/// The reverse for one output.
+pub(crate) fn read_codes(bits: usize, lines: &[u8], output: usize) -> [u8; BLOCK] {
+    let (lines, _) = lines.as_chunks::<{ 4 * WIDTH }>();
+    std::array::from_fn(|input| {
+        let (number, place) = (input / 4, 4 * output + input % 4);
+        if bits == 8 {
+            return lines[number][place];
+        }
+        let low = lines[number % 4][place] >> (number / 4 * 4) & 15;
+        low | match bits {
+            5 => (lines[4][place] >> number & 1) << 4,
+            6 => (lines[4 + number / 4][place] >> (2 * (number % 4)) & 3) << 4,
+            _ => 0,
+        }
+    })
+}
