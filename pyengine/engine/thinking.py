@@ -91,9 +91,9 @@ def _find(
     if has_tools:
         call = _token(tokenizer, _CALL)
         function = {"name": "look", "arguments": {}}
-        turn = {**turn, "tool_calls": [{"type": "function", "function": function}]}
+        calls = {**turn, "tool_calls": [{"type": "function", "function": function}]}
         result = {"role": "tool", "content": "1"}
-        if not _keeps(tokenizer, options, [user, turn, result], thinking):
+        if not _keeps(tokenizer, options, [user, calls, result], thinking):
             call = None
         elif call is None:  # a call cannot be told from an answer
             return None

@@ -212,9 +212,10 @@ class UsageCounter:
     def _explain(self, item: RequestOutput) -> None:
         """Keep why tokens of the prompt were not cached, for its sender."""
         if item.cache is not None:
-            call = self.call
-            cache = self.caches[item.index] = call.context.disclosure.of(item.cache)
-            call.context.explanations.put(call.key, call.name, call.client_id, item.index, cache)
+            call, at = self.call, item.index
+            call.context.explanations.put(call.key, call.name, call.client_id, at, item.cache)
+            if call.explains_cache:
+                self.caches[at] = call.context.disclosure.of(item.cache)
 
     def usage(self) -> Usage:
         """The usage so far."""
