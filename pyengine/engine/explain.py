@@ -46,27 +46,34 @@ def explain_prompt(
 def _explained(
     explanation: Explanation, restored: int, token_ids: Sequence[int], tokenizer: Any
 ) -> CacheExplanation:
-    hint, place, others = None, explanation.diverged_at, explanation.diverged_tokens
-    if place is not None:
-        hint = difference(token_ids, place, others, tokenizer)
-    elif explanation.reason is not None:
-        hint = LazyText(partial(hint_of, explanation))
-    return CacheExplanation(
+    explained = CacheExplanation(
         num_pool_tokens=explanation.num_pool_tokens - restored,
         num_in_flight_tokens=explanation.num_in_flight_tokens,
         num_copied_tokens=explanation.num_copied_tokens,
         num_restored_tokens=restored,
         position=explanation.position,
         reason=explanation.reason,
-        diverged_at=place,
-        diverged_tokens=tuple(others),
+        diverged_at=explanation.diverged_at,
+        diverged_tokens=tuple(explanation.diverged_tokens),
         evicted_by=explanation.evicted_by,
         num_evicted_since=explanation.num_evicted_since,
-        _hint=hint,
     )
+    return with_hint(explained, token_ids, tokenizer)
 
 
-def hint_of(explanation: Explanation | CacheExplanation) -> str:
+def with_hint(
+    explanation: CacheExplanation, token_ids: Sequence[int], tokenizer: Any
+) -> CacheExplanation:
+    """The explanation of a prompt with its hint."""
+    place, hint = explanation.diverged_at, None
+    if place is not None:
+        hint = difference(token_ids, place, explanation.diverged_tokens, tokenizer)
+    elif explanation.reason is not None:
+        hint = LazyText(partial(hint_of, explanation))
+    return replace(explanation, _hint=hint)
+
+
+def hint_of(explanation: CacheExplanation) -> str:
     """The reason of a miss in words, if it is not a difference."""
     position, since = explanation.position, explanation.num_evicted_since
     if explanation.evicted_by == "evict_all":
