@@ -180,7 +180,7 @@ class EngineSettings:
     verify_cache_hits: float = setting(
         0.0,
         "share of the requests with cache hits whose cached prefix is computed again and compared; "
-        "a difference is an error in the log",
+        "a difference is an error in the log, with a recording of the blocks",
     )
     event_hash_seed: int | None = setting(
         None,

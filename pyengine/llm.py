@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from pyengine.config import EngineSettings, takes_settings
-from pyengine.engine.chat_template import Message, as_conversations
+from pyengine.engine.chat_template import ChatOptions, Message, as_conversations, render_chat
 from pyengine.engine.client import EngineClient, PromptPin
 from pyengine.engine.core import EngineStats
 from pyengine.engine.output_stream import OutputCollector
@@ -26,6 +26,7 @@ from pyengine.engine.prompts import (
     tokens_of,
 )
 from pyengine.engine.request import Request
+from pyengine.engine.thinking import stripped_thinking
 from pyengine.errors import InvalidRequestError, RequestFailedError
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
@@ -120,20 +121,22 @@ class LLM(EngineClient):
         `continue_final_message` (and without `add_generation_prompt`), the model continues the
         last message.
         """
+        options = ChatOptions(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template=chat_template,
+            variables=chat_template_kwargs,
+        )
         parsed = [
-            Prompt(
-                token_ids=self.apply_chat_template(
-                    conversation,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tools=tools,
-                    chat_template=chat_template,
-                    chat_template_kwargs=chat_template_kwargs,
-                )
-            )
+            Prompt(token_ids=render_chat(conversation, self.tokenizer, options))
             for conversation in as_conversations(messages)
         ]
-        return self._run(self._requests(parsed, sampling_params, priority), use_tqdm)
+        requests = self._requests(parsed, sampling_params, priority)
+        thinking = stripped_thinking(self.tokenizer, options)
+        for request in requests:
+            request.thinking = thinking
+        return self._run(requests, use_tqdm)
 
     def stream(
         self,

@@ -1,6 +1,7 @@
 """Outputs for callers. Names and meanings are vLLM's."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
@@ -85,6 +86,21 @@ does not read the cache. "below_one_block": the prompt is shorter than a block. 
 """
 
 
+class LazyText:
+    """A text that is made when it is read. Its copies and pickles are the text."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[[], str]) -> None:
+        self._make = make
+
+    def __str__(self) -> str:
+        return self._make()
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
 @dataclass(frozen=True, slots=True)
 class CacheExplanation:
     """The tokens of a prompt that come from the cache, by source, and why the others do not.
@@ -115,8 +131,12 @@ class CacheExplanation:
     num_evicted_since: int | None = None
     """Tokens evicted since, the block included: with a pool larger by about so many tokens, it
     would still be cached."""
-    hint: str | None = None
-    """The reason as a sentence, and what to do about it."""
+    _hint: LazyText | str | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def hint(self) -> str | None:
+        """The reason as a sentence, and what to do about it."""
+        return None if self._hint is None else str(self._hint)
 
     @property
     def num_cached_tokens(self) -> int:

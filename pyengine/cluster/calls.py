@@ -1,14 +1,22 @@
 """Messages between ingress and replica: requests and deltas of their outputs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pyengine.engine.input_processor import ModelLimits
-from pyengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from pyengine.engine.thinking import StrippedThinking
+from pyengine.outputs import (
+    CacheExplanation,
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
 from pyengine.sampling_params import SamplingParams
+from pyengine.scheduler.pins import NO_HINTS, CacheHints
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +28,8 @@ class ModelInfo:
     default_params: SamplingParams
     model_path: str
     tokenizer: Any
+    max_pinned_blocks: int = 0
+    """The most blocks that the pins of a replica keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +42,8 @@ class RemoteRequest:
     params: SamplingParams
     cache_salt: str | None = None
     priority: float = 0
+    cache_hints: CacheHints = NO_HINTS
+    thinking: StrippedThinking | None = None
 
     @property
     def namespace(self) -> bytes:
@@ -43,7 +55,7 @@ class RemoteRequest:
 class Delta:
     """A `RequestOutput` without the prompt, which the ingress has.
 
-    Only the first one of a request has `prompt_logprobs`.
+    Only the first one of a request has `prompt_logprobs` and `cache`, which is without its hint.
     """
 
     outputs: list[CompletionOutput]
@@ -53,10 +65,12 @@ class Delta:
     metrics: RequestMetrics
     error: str | None
     prompt_logprobs: list[dict[int, Logprob] | None] | None
+    cache: CacheExplanation | None = None
 
     @classmethod
     def of(cls, item: RequestOutput, *, is_first: bool) -> "Delta":
         """The delta to send for an output."""
+        cache = item.cache if is_first else None
         return cls(
             outputs=item.outputs,
             finished=item.finished,
@@ -65,4 +79,5 @@ class Delta:
             metrics=item.metrics,
             error=item.error,
             prompt_logprobs=item.prompt_logprobs if is_first else None,
+            cache=None if cache is None else replace(cache, _hint=None),
         )

@@ -14,12 +14,13 @@ import numpy as np
 
 from pyengine.cluster.calls import Delta, ModelInfo, RemoteRequest
 from pyengine.cluster.prefix_router import PrefixRouter
+from pyengine.engine.explain import with_hint
 from pyengine.engine.input_processor import InputProcessor, refuse_taken
 from pyengine.engine.prompt_logprobs import PromptLogprobCache
 from pyengine.engine.prompts import PromptLike, match_params, parse_prompt, salted
 from pyengine.engine.request import Request
 from pyengine.errors import EngineClosedError, NoReplicaError, ReplicaLostError
-from pyengine.outputs import RequestOutput
+from pyengine.outputs import CacheExplanation, RequestOutput
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 
 _POLL_SECONDS = 0.02
@@ -117,8 +118,8 @@ class RemoteEngine:
 
     @property
     def max_pinned_blocks(self) -> int:
-        """0: hints for the cache do not reach the replicas."""
-        return 0
+        """The most blocks that all pins of a replica keep."""
+        return self._about.max_pinned_blocks
 
     def stats(self) -> RemoteLoad:
         """The current load."""
@@ -211,6 +212,8 @@ def _call(state: Request) -> RemoteRequest:
         params=state.params,
         cache_salt=state.namespace.decode() or None,
         priority=state.priority,
+        cache_hints=state.cache_hints,
+        thinking=state.thinking,
     )
 
 
@@ -223,11 +226,15 @@ class _Remote:
         self.has_begun = False
         self.task: asyncio.Task[None] | None = None
         self._first: Delta | None = None
+        self._cache: CacheExplanation | None = None
         self._ids = [int(token) for token in state.prompt_token_ids]
 
     def output(self, delta: Delta) -> RequestOutput:
         """The output for the caller."""
-        self._first = self._first or delta
+        if self._first is None:
+            self._first = delta
+            if delta.cache is not None:
+                self._cache = with_hint(delta.cache, self._ids, self.state.tokenizer)
         return RequestOutput(
             request_id=self.state.request_id,
             prompt=self.state.prompt,
@@ -240,6 +247,7 @@ class _Remote:
             metrics=delta.metrics,
             index=self.place,
             error=delta.error,
+            cache=self._cache,
         )
 
     def cancel(self) -> None:

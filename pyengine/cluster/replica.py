@@ -1,10 +1,12 @@
 """A replica: an engine that publishes its cache events. Independent of the transport."""
 
+import asyncio
 import os
 import platform
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, replace
+from functools import partial
 
 from prometheus_client.core import Metric
 
@@ -72,6 +74,7 @@ class Replica:
             default_params=self.engine.get_default_sampling_params(),
             model_path=str(self.engine.model_path),
             tokenizer=self.engine.tokenizer,
+            max_pinned_blocks=self.engine.max_pinned_blocks,
         )
 
     async def follow(self) -> AsyncGenerator[ReplicaUpdate]:
@@ -83,18 +86,25 @@ class Replica:
 
     async def generate(self, request: RemoteRequest) -> AsyncGenerator[Delta]:
         """Run a request. Closing the iterator aborts it. Raises as `AsyncEngine.generate` does."""
-        outputs = self.engine.generate(
+        make = partial(
+            self.engine.request,
             request.token_ids,
             request.params,
             request.request_id,
             cache_salt=request.cache_salt,
             priority=request.priority,
         )
-        is_first = True
-        async with aclosing(outputs) as items:
-            async for item in items:
+        # A grammar takes a while to compile.
+        is_slow = request.params.structured_outputs is not None
+        state = await asyncio.to_thread(make) if is_slow else make()
+        state.cache_hints, state.thinking = request.cache_hints, request.thinking
+        stream, is_first = self.engine.submit([state]), True
+        try:
+            async for item in stream:
                 yield Delta.of(item, is_first=is_first)
                 is_first = False
+        finally:
+            stream.close()
 
     async def abort(self, request_id: str) -> bool:
         """See `AsyncEngine.abort`."""

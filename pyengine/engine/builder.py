@@ -20,7 +20,7 @@ from pyengine.config import EngineSettings, store_key
 from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits, compute_model_limits
 from pyengine.engine.offloading import KVOffloader
-from pyengine.engine.verification import HitVerifier
+from pyengine.engine.verification import HitVerifier, KeptRecording
 from pyengine.errors import ConfigurationError
 from pyengine.executor.cpu_threads import ComputeThreads, compute_threads
 from pyengine.executor.cuda_graphs import CudaGraphRecorder
@@ -210,6 +210,7 @@ def _connect(
             share=settings.verify_cache_hits,
             tolerance=0.0 if is_exact else _KV_TOLERANCE,
         )
+        engine.verifier.kept = KeptRecording(manager)
     if settings.speculation is not None:
         costs = measured_costs(runner, plan.manager(), limits)
         drafter = _drafter(settings, executor, draft, plan)

@@ -181,6 +181,8 @@ class EngineClient:
         Start before the first request. Raises `ConfigurationError` after it, or if the file cannot
         be written.
         """
+        if self._engine.verifier is not None and self._engine.verifier.kept is not None:
+            self._engine.verifier.kept.remove()
         with _writing(path):
             self._manager.record(path)
         if self._engine.verifier is not None:
@@ -203,6 +205,8 @@ class EngineClient:
         May be called more than once; later requests raise `EngineClosedError`.
         """
         self._engine_loop.close()
+        if self._engine.verifier is not None and self._engine.verifier.kept is not None:
+            self._engine.verifier.kept.remove()
         if self._worker_group is not None:
             self._worker_group.close()
 

@@ -30,7 +30,7 @@ from pyengine.errors import (
     WorkerError,
 )
 from pyengine.executor.executor import Executor, InputBatch, SubmittedStep
-from pyengine.kv_cache import BlockManager, PoolUsage
+from pyengine.kv_cache import BlockManager, Pin, PoolUsage
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, StalledError
 from pyengine.speculation.drafters import Drafter
@@ -547,8 +547,15 @@ class Engine:
             if sequence.params.cache_priority and sequence.is_running:
                 request = sequence.request
                 priority, hints = request.params.cache_priority, request.cache_hints
-                self.pins.keep(sequence.kv.pin(), priority, hints)
+                self.pins.keep(self._pin_of(sequence), priority, hints)
         self._scheduler.finish(sequences)
+
+    def _pin_of(self, sequence: SequenceState) -> Pin:
+        """A pin on the blocks of a sequence that stay cached."""
+        if sequence.num_kept is None:
+            return sequence.kv.pin()
+        tokens = sequence.kv.tokens()[: sequence.num_kept]
+        return self._manager.match_prefix(tokens, namespace=sequence.request.namespace)
 
     def _remove(self, request: Request) -> None:
         """Remove a finished request, and emit its last output."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pyengine.engine.offloading import KVOffloader
@@ -9,7 +10,7 @@ from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import Request
 from pyengine.engine.untrusted_calls import is_failure
 from pyengine.kv_cache import BlockManager, Explanation
-from pyengine.outputs import CacheExplanation
+from pyengine.outputs import CacheExplanation, LazyText
 
 _SHOWN = 6  # tokens before a difference, and from it on
 
@@ -38,34 +39,41 @@ def explain_prompt(
         and offloader.is_stored_by_another_model(token_ids, namespace)
     ):
         hint = _SENTENCES["weights_changed"]
-        return replace(explained, reason="weights_changed", hint=hint)
+        return replace(explained, reason="weights_changed", _hint=hint)
     return explained
 
 
 def _explained(
     explanation: Explanation, restored: int, token_ids: Sequence[int], tokenizer: Any
 ) -> CacheExplanation:
-    hint, place, others = None, explanation.diverged_at, explanation.diverged_tokens
-    if place is not None:
-        hint = difference(token_ids, place, others, tokenizer)
-    elif explanation.reason is not None:
-        hint = hint_of(explanation)
-    return CacheExplanation(
+    explained = CacheExplanation(
         num_pool_tokens=explanation.num_pool_tokens - restored,
         num_in_flight_tokens=explanation.num_in_flight_tokens,
         num_copied_tokens=explanation.num_copied_tokens,
         num_restored_tokens=restored,
         position=explanation.position,
         reason=explanation.reason,
-        diverged_at=place,
-        diverged_tokens=tuple(others),
+        diverged_at=explanation.diverged_at,
+        diverged_tokens=tuple(explanation.diverged_tokens),
         evicted_by=explanation.evicted_by,
         num_evicted_since=explanation.num_evicted_since,
-        hint=hint,
     )
+    return with_hint(explained, token_ids, tokenizer)
 
 
-def hint_of(explanation: Explanation | CacheExplanation) -> str:
+def with_hint(
+    explanation: CacheExplanation, token_ids: Sequence[int], tokenizer: Any
+) -> CacheExplanation:
+    """The explanation of a prompt with its hint."""
+    place, hint = explanation.diverged_at, None
+    if place is not None:
+        hint = difference(token_ids, place, explanation.diverged_tokens, tokenizer)
+    elif explanation.reason is not None:
+        hint = LazyText(partial(hint_of, explanation))
+    return replace(explanation, _hint=hint)
+
+
+def hint_of(explanation: CacheExplanation) -> str:
     """The reason of a miss in words, if it is not a difference."""
     position, since = explanation.position, explanation.num_evicted_since
     if explanation.evicted_by == "evict_all":
@@ -94,11 +102,19 @@ _SENTENCES = {
 
 def difference(
     token_ids: Sequence[int], position: int, others: Sequence[int], tokenizer: Any
-) -> str:
-    """The first difference of a prompt and a cached one, which goes on with `others` there."""
+) -> LazyText:
+    """The first difference of a prompt and a cached one, which goes on with `others` there.
+
+    Decoded when it is read; it keeps the tokens around the difference alone.
+    """
     before = [int(token) for token in token_ids[max(0, position - _SHOWN) : position]]
     own = [int(token) for token in token_ids[position : position + _SHOWN]]
-    texts = [_text(before + tokens, tokenizer) for tokens in (own, list(others[:_SHOWN]))]
+    both = [before + tokens for tokens in (own, list(others[:_SHOWN]))]
+    return LazyText(partial(_difference, position, both, tokenizer))
+
+
+def _difference(position: int, both: Sequence[list[int]], tokenizer: Any) -> str:
+    texts = [_text(tokens, tokenizer) for tokens in both]
     return (
         f"the first difference is at token {position}, {texts[0]} against {texts[1]}: move what "
         "changes behind what does not"

@@ -339,7 +339,10 @@ class KVOffloader:
         if kv is None or not kv.is_live or not self._store.is_writer:
             return
         size, request = self._manager.block_size, sequence.request
-        num_tokens = kv.num_computed_tokens // size * size
+        num_tokens = kv.num_computed_tokens
+        if (num_kept := sequence.num_kept) is not None:
+            num_tokens = min(num_tokens, num_kept)
+        num_tokens = num_tokens // size * size
         if num_tokens < (size if request.num_cached_tokens else max(size, _SHORT)):
             return
         if num_tokens <= sequence.num_stored:  # the prompt was, and no block has become full since

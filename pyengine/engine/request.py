@@ -30,6 +30,7 @@ from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.pins import NO_HINTS, CacheHints, KeptPrefix
 
 if TYPE_CHECKING:
+    from pyengine.engine.thinking import StrippedThinking
     from pyengine.engine.verification import Verification
 
 
@@ -124,6 +125,14 @@ class SequenceState:
         self.waits_for_tokens = sampling.depends_on_output
         self.token_ids, self.is_drawn = sampling.token_ids, sampling.is_drawn
         self.stop_ids, self.max_output = request.stop_ids, request.max_output
+
+    @property
+    def num_kept(self) -> int | None:
+        """The first tokens that stay cached when it ends; None if all do."""
+        request = self.request
+        if request.thinking is None:
+            return None
+        return request.thinking.num_kept(len(request.prompt_token_ids), self.token_ids)
 
     @property
     def num_uncomputed(self) -> int:
@@ -292,6 +301,8 @@ class Request:
         self.verifies: Verification | None = None
         """The cached prefix that it recomputes; None for requests of callers."""
         self.cache_hints: CacheHints = NO_HINTS
+        self.thinking: StrippedThinking | None = None
+        """The part of prompt and answer that the next turn of the conversation leaves out."""
         self.pins: list[KeptPrefix] = []
         """Prefixes that its hints have pinned, once its prompt is computed."""
         self.pin_error: PinQuotaError | None = None

@@ -9,9 +9,14 @@ evicted before the comparison are left out.
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from secrets import token_bytes
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
+from weakref import finalize
 
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import Request
@@ -22,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 _LAST = 1e300
 """The priority of verifications."""
+_MOST_RECORDED = 1 << 30
+"""Bytes of a recording that is removed if no difference was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +40,55 @@ class Verification:
     num_tokens: int
 
 
+class KeptRecording:
+    """A recording of the block manager from its start, in a folder that only its user can read.
+
+    It is removed with its engine, unless a difference was found. It ends there, or at
+    `_MOST_RECORDED` bytes.
+    """
+
+    def __init__(self, manager: BlockManager) -> None:
+        self._manager = manager
+        folder = mkdtemp(prefix="pyengine-verify-")
+        self.path = Path(folder) / "blocks.kvtrace"
+        self._remove = finalize(self, rmtree, folder, ignore_errors=True)
+        self._manager.record(self.path)
+
+    def keep(self) -> Path | None:
+        """End the recording and keep its file; None if it has ended too early."""
+        if not self._remove.alive:
+            return None
+        try:
+            self._manager.stop_recording()
+        except OSError as error:
+            _log.warning("the recording of verify_cache_hits has failed: %s", error)
+            self._remove()
+            return None
+        self._remove.detach()
+        return self.path
+
+    def limit(self) -> None:
+        """End and remove a recording that has become too long."""
+        if self._remove.alive and self.path.stat().st_size > _MOST_RECORDED:
+            self.remove()
+            _log.warning(
+                "verify_cache_hits records no longer: the recording has more than %d MiB",
+                _MOST_RECORDED >> 20,
+            )
+
+    def remove(self) -> None:
+        """End the recording and remove its file, if it is still recorded."""
+        if self._remove.alive:
+            with suppress(OSError):
+                self._manager.stop_recording()
+            self._remove()
+
+
 class HitVerifier:
     """Makes verifications of a share of all requests with cache hits, and judges them.
 
     `differences(blocks, others, group)` returns the relative difference of the KV of each two
-    blocks. One above `tolerance` is an error in the log.
+    blocks. One above `tolerance` is an error in the log, which names a recording of the blocks.
     """
 
     def __init__(
@@ -56,7 +107,9 @@ class HitVerifier:
         self._due = 0.0
         """Verifications that the hits so far ask for, less those that were made."""
         self.recording: Any = None
-        """The file that the block manager's operations are recorded in, if any."""
+        """The file of the caller's recording of the block manager, if any."""
+        self.kept: KeptRecording | None = None
+        """A recording of its own, without one of the caller."""
         self.counters = dict.fromkeys(COUNTERS, 0)
 
     def request_for(self, request: Request) -> Request | None:
@@ -93,6 +146,8 @@ class HitVerifier:
                     self._judge_group(verifies, group, blocks, computed)
                 cached.free()
         self.counters["verified_hits"] += 1
+        if self.kept is not None:
+            self.kept.limit()
 
     def _judge_group(
         self, verifies: Verification, group: int, cached: list[int], computed: list[int]
@@ -108,9 +163,11 @@ class HitVerifier:
             if difference <= self.tolerance:  # false for NaN
                 continue
             self.counters["different_blocks"] += 1
+            if self.recording is None and self.kept is not None:
+                self.recording = self.kept.keep()
             how = "start the engine within llm.recording(FILE) to see the life of the block"
             if self.recording is not None:
-                how = f"the life of the block is in {self.recording}"
+                how = f"the life of the block: pyengine trace view {self.recording}"
             _log.error(
                 "the cached KV of tokens %d to %d of request %r, block %d of layer group %d, is "
                 "not what the model computes: relative difference %.3g, allowed %.3g; %s",

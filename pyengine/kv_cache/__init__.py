@@ -28,6 +28,7 @@ COUNTERS: Mapping[str, str] = {
     "allocated_blocks": "Blocks allocated.",
     "registered_blocks": "Blocks cached for the first time, or again after an eviction.",
     "evicted_blocks": "Evictable blocks evicted.",
+    "discarded_blocks": "Cached blocks that their sequence did not leave cached.",
     "slid_blocks": "Blocks released because no later token sees them.",
     "merged_blocks": "Duplicates released at a commit.",
     "taken_over_blocks": "Evictable blocks replaced by one that computed the same prefix again.",

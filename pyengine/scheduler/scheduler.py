@@ -617,7 +617,7 @@ class Scheduler:
         for sequence in sequences:
             kv: KVSequence | None = getattr(sequence, "kv", None)
             if kv is not None and kv.is_live:
-                kv.free()
+                kv.free(keep=sequence.num_kept)
             self._dequeue(sequence)
             if sequence in self._running:
                 self._running.remove(sequence)

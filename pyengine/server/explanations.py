@@ -2,12 +2,16 @@
 
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from pyengine.engine.explain import hint_of
 from pyengine.outputs import CacheExplanation
 from pyengine.server.schemas.responses import PromptCache, RequestCache
 
 _KEPT = 256  # requests of each key
+
+_Explained: TypeAlias = tuple[str | None, dict[int, CacheExplanation]]
+"""The client's id of a request, and the explanation of each of its prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +30,12 @@ class Disclosure:
 
     def of(self, explanation: CacheExplanation) -> PromptCache:
         """The explanation for the sender of the prompt."""
-        shown = explanation
+        shown, says_more = explanation, True
         if self.has_neighbours and shown.num_evicted_since is not None:
-            shown = replace(shown, evicted_by=None, num_evicted_since=None, hint="")
+            says_more = False
+            shown = replace(shown, evicted_by=None, num_evicted_since=None)
         if not self.is_exact:
+            says_more = False
             shown = replace(
                 shown,
                 num_pool_tokens=self._whole(shown.num_pool_tokens),
@@ -38,11 +44,10 @@ class Disclosure:
                 num_restored_tokens=self._whole(shown.num_restored_tokens),
                 reason="new" if shown.reason == "diverged" else shown.reason,
                 diverged_at=None,
-                hint="",
             )
-        hint = shown.hint
-        if not hint:  # it said more
-            hint = None if shown.reason is None else hint_of(shown)
+        hint = explanation.hint if says_more else None
+        if shown.reason is not None and not says_more:
+            hint = hint_of(shown)
         return PromptCache(
             pool_tokens=shown.num_pool_tokens,
             in_flight_tokens=shown.num_in_flight_tokens,
@@ -64,12 +69,12 @@ class Disclosure:
 class RecentExplanations:
     """The explanations of the last requests of each key, by the server's id for them."""
 
-    _calls: defaultdict[bytes, OrderedDict[str, tuple[str | None, dict[int, PromptCache]]]] = field(
+    _calls: defaultdict[bytes, OrderedDict[str, _Explained]] = field(
         default_factory=lambda: defaultdict(OrderedDict)
     )
 
     def put(
-        self, key: bytes, name: str, client_id: str | None, place: int, cache: PromptCache
+        self, key: bytes, name: str, client_id: str | None, place: int, cache: CacheExplanation
     ) -> None:
         """Keep the explanation of a prompt. The oldest request of the key is forgotten for it."""
         calls = self._calls[key]
@@ -78,8 +83,8 @@ class RecentExplanations:
         if len(calls) > _KEPT:
             calls.popitem(last=False)
 
-    def find(self, key: bytes, wanted: str) -> RequestCache | None:
-        """The explanations of the key's newest request with an id; None if there is none.
+    def find(self, key: bytes, wanted: str, disclosure: Disclosure) -> RequestCache | None:
+        """What may be shown of the key's newest request with an id; None if there is none.
 
         The id is that of the response, or the client's own.
         """
@@ -87,5 +92,7 @@ class RecentExplanations:
         for known, (client_id, prompts) in reversed(self._calls.get(key, {}).items()):
             if name == known or wanted == client_id:
                 places = range(max(prompts) + 1)
-                return RequestCache(id=wanted, prompts=[prompts.get(place) for place in places])
+                caches = [prompts.get(place) for place in places]
+                shown = [None if cache is None else disclosure.of(cache) for cache in caches]
+                return RequestCache(id=wanted, prompts=shown)
         return None

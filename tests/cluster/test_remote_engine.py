@@ -16,6 +16,7 @@ from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.cluster.replica import Replica
 from pyengine.engine import offloading
 from pyengine.errors import EngineClosedError, InvalidRequestError, NoReplicaError, ReplicaLostError
+from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
 from pyengine.server.app import create_app
 from pyengine.server.settings import ServerSettings
@@ -438,3 +439,51 @@ def test_metrics_and_page_of_all(two: tuple[Replica, Replica]) -> None:
         assert missing.status_code == 503 and "'c'" in missing.text
 
     over(two, main)
+
+
+def test_replicas_explain_and_take_hints(two: tuple[Replica, Replica]) -> None:
+    system = "You answer in one word, and you never say why. " * 3
+    mark = {"type": "ephemeral", "ttl": "60s"}
+
+    def body(question: str, **more: Any) -> dict[str, Any]:
+        part = {"type": "text", "text": system, "cache_control": mark}
+        messages = [{"role": "system", "content": [part]}, {"role": "user", "content": question}]
+        return {"messages": messages, "max_tokens": 2, "temperature": 0, **more}
+
+    async def main(
+        local: LocalReplicas, engine: RemoteEngine, client: httpx2.AsyncClient
+    ) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
+        path = "/v1/chat/completions"
+        first = await client.post(path, json=body("Why is it 14:01?"))
+        assert "x-pyengine-ignored" not in first.headers
+        await until_followed(local, two)
+        asked = body("Why is it 14:02?", explain_cache=True)
+        second = (await client.post(path, json=asked)).json()
+        [shown] = second["usage"]["prompt_tokens_details"]["cache"]
+        kept = (await client.get(f"/v1/requests/{second['id']}/cache")).json()
+        pinned = [replica.engine.stats().usage.pinned for replica in two]
+        return pinned, shown, kept
+
+    pinned, shown, kept = over(two, main)
+    assert sorted(pinned)[0] == 0 and sorted(pinned)[1] >= len(system) // 2 // 16
+    assert shown["pool_tokens"] >= 16 * sorted(pinned)[1]
+    assert kept["prompts"] == [shown]
+    assert shown["reason"] == "new", "texts are for exact_cached_tokens alone"
+
+
+def test_a_replica_says_where_prompts_differ(two: tuple[Replica, Replica]) -> None:
+    texts = [f"It is Tuesday, 14:0{minute}, and the sun shines. " * 2 for minute in (1, 2)]
+
+    async def main(
+        local: LocalReplicas, engine: RemoteEngine, client: httpx2.AsyncClient
+    ) -> RequestOutput:
+        await read(engine, texts[0], GREEDY)
+        await until_followed(local, two)
+        last, _ = await read(engine, texts[1], GREEDY)
+        return last
+
+    output = over(two, main)
+    assert output.cache.reason == "diverged"
+    place = output.cache.diverged_at
+    differs = output.prompt_token_ids[place : place + 6]
+    assert repr(two[0].engine.tokenizer.decode(differs))[1:-1] in output.cache.hint

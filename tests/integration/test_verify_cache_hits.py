@@ -1,6 +1,7 @@
 """`verify_cache_hits` on a model: float32 with row-independent products has the same bits."""
 
 import logging
+import shutil
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -56,6 +57,28 @@ def test_hits_are_recomputed(
             llm.generate([*PROMPT, 9, 9], ONE, use_tqdm=False)
             assert verified(llm, 2)["different_blocks"] >= 1
         assert f"block {block} of layer group 0" in caplog.text
+        assert verifier.kept is not None and str(verifier.kept.path) in caplog.text
+    assert verifier.kept.path.exists()
+    shutil.rmtree(verifier.kept.path.parent)
+
+
+def test_a_recording_of_the_caller_takes_the_place_of_its_own(tmp_path: Path) -> None:
+    folder = save_small_model(tmp_path / "model")
+    with LLM(folder, device="cpu", num_blocks=64, verify_cache_hits=1.0) as llm:
+        verifier = llm._engine.verifier
+        assert verifier is not None and verifier.kept is not None and verifier.kept.path.exists()
+        with llm.recording(tmp_path / "own.kvtrace"):
+            llm.generate(PROMPT, ONE, use_tqdm=False)
+        assert not verifier.kept.path.exists()
+    assert (tmp_path / "own.kvtrace").stat().st_size > 100
+
+
+def test_a_closed_engine_leaves_no_recording(tmp_path: Path) -> None:
+    with LLM(save_small_model(tmp_path), device="cpu", num_blocks=64, verify_cache_hits=1.0) as llm:
+        verifier = llm._engine.verifier
+        llm.generate(PROMPT, ONE, use_tqdm=False)
+    assert verifier is not None and verifier.kept is not None
+    assert not verifier.kept.path.parent.exists()
 
 
 def test_settings() -> None:

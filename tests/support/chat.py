@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.tokenizers import byte_level
@@ -61,6 +62,17 @@ WALKS_PARTS = """\
 """Of the kind that models with images have."""
 
 
+STRIPS_THINKING = """\
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content.split('</think>')[-1] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""Of the kind that Qwen3 has."""
+
+BEGINS_THINKING = STRIPS_THINKING.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+"""Of the kind that DeepSeek-R1 has: the prompt begins the thinking."""
+
+
 def chat_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer of 300 tokens, with this chat template."""
     tokenizer = PreTrainedTokenizerFast(
@@ -69,6 +81,14 @@ def chat_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
         eos_token="<|end|>",
     )
     tokenizer.chat_template = template
+    return tokenizer
+
+
+def thinking_tokenizer(template: str, *marks: str) -> PreTrainedTokenizerFast:
+    """The same, with a token more for each of the marks of thinking and calls, or for these."""
+    tokenizer = chat_tokenizer(template)
+    marks = marks or ("<think>", "</think>", "<tool_call>")
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
     return tokenizer
 
 

@@ -10,6 +10,7 @@ from uuid import uuid4
 from fastapi import APIRouter, Request, Response
 
 from pyengine.engine.chat_template import ChatOptions, render_chat, unread_keys
+from pyengine.engine.thinking import stripped_thinking
 from pyengine.errors import ContextLengthError
 from pyengine.outputs import CompletionOutput, RequestOutput
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
@@ -80,6 +81,7 @@ async def chat_completions(
                 render, tokenizer=tokenizer, options=ended, longest_text=context.longest_text
             )
             details.pins.extend(pinned_prefixes(body.messages, marks, token_ids, rendered))
+        details.thinking = stripped_thinking(tokenizer, options)
         return [token_ids]
 
     start = begin(context, request, body, params, encoded, details)

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from pyengine.engine.prompts import tokens_of
 from pyengine.engine.request import Request as EngineRequest
+from pyengine.engine.thinking import StrippedThinking
 from pyengine.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
@@ -33,7 +34,7 @@ from pyengine.server.traffic import KeyCounts
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PromptDetails:
     """Details of the prompts of a body besides their text."""
 
@@ -41,6 +42,8 @@ class PromptDetails:
     """Fields without effect."""
     pins: list[tuple[int, float]] = field(default_factory=list)
     """Prefixes to pin, in tokens, and for how many seconds."""
+    thinking: StrippedThinking | None = None
+    """What the next turn of the conversation leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ async def begin(
         )
         for state in requests:
             check_length(body, state)
-            state.cache_hints = hints
+            state.cache_hints, state.thinking = hints, details.thinking
         return requests
 
     threads = context.tokenizers
@@ -209,9 +212,10 @@ class UsageCounter:
     def _explain(self, item: RequestOutput) -> None:
         """Keep why tokens of the prompt were not cached, for its sender."""
         if item.cache is not None:
-            call = self.call
-            cache = self.caches[item.index] = call.context.disclosure.of(item.cache)
-            call.context.explanations.put(call.key, call.name, call.client_id, item.index, cache)
+            call, at = self.call, item.index
+            call.context.explanations.put(call.key, call.name, call.client_id, at, item.cache)
+            if call.explains_cache:
+                self.caches[at] = call.context.disclosure.of(item.cache)
 
     def usage(self) -> Usage:
         """The usage so far."""

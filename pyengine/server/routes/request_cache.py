@@ -17,7 +17,8 @@ async def request_cache(request_id: str, request: Request, context: Context) -> 
 
     The id is that of the response, or the client's own. Each key finds its own requests only.
     """
-    found = context.explanations.find(caller_of(request.scope).key, request_id)
+    key = caller_of(request.scope).key
+    found = context.explanations.find(key, request_id, context.disclosure)
     if found is None:
         raise ApiError(
             404,

@@ -57,7 +57,7 @@ fn op(u: &mut Unstructured) -> Result<Op> {
             read_cache: u.ratio(7, 8)?,
         },
         2 => Op::Drop(at(u)?),
-        3 => Op::Free(at(u)?),
+        3 => Op::Free(at(u)?, u.int_in_range(0..=31_usize)?.checked_sub(16)),
         4 => Op::Reset(at(u)?),
         5 => Op::Match {
             namespace: u.int_in_range(0..=1)?,

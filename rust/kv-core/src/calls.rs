@@ -112,6 +112,8 @@ calls! {
     drop_transfer DropTransfer { transfer: u64 }
     /// [`BlockManager::evict`](crate::BlockManager::evict)
     evict Evict { num_blocks: usize }
+    /// [`BlockManager::free_keeping`](crate::BlockManager::free_keeping)
+    free_keeping FreeKeeping { sequence: u64, num_tokens: usize }
 }
 
 /// The answer of an operation.

@@ -352,6 +352,13 @@ impl BlockManager {
     pub fn free(&mut self, key: SeqKey) -> Result<(), Error> {
         self.run(|| Call::free(key.id), |state| state.free(key))
     }
+
+    /// Frees a sequence. Of its cached blocks, those after the first `num_tokens` tokens do not stay cached if nothing
+    /// else holds them: they are free at once. For the part of an answer that no later prompt repeats.
+    pub fn free_keeping(&mut self, key: SeqKey, num_tokens: usize) -> Result<(), Error> {
+        let call = || Call::free_keeping(key.id, num_tokens);
+        self.run(call, |state| state.free_keeping(key, num_tokens))
+    }
 }
 
 /// The allocator's interface, without plans.

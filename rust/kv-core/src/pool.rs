@@ -518,7 +518,7 @@ impl Pool {
         (taken, evicted.unwrap_or_default())
     }
 
-    /// Evicts a block: it is no longer cached. Extends `run`, or ends it and begins the next one.
+    /// Evicts a block: it is no longer cached.
     #[inline(always)] // every block of a cold prompt comes here
     fn evict(&mut self, block: BlockId, run: &mut EvictedRun) {
         let (cached, group) = self.clear(block);
@@ -527,6 +527,27 @@ impl Pool {
         {
             self.policy.add_ghost(Ghost { hash, group });
         }
+        self.remove(cached, group, run);
+        self.stats.evicted_blocks += 1;
+    }
+
+    /// These cached blocks, which one table holds at most, are no longer cached.
+    pub(crate) fn discard(&mut self, blocks: &[BlockId]) {
+        self.hash_stored_blocks();
+        let mut run = EvictedRun::NONE;
+        for &block in blocks {
+            self.queue.unlink(block);
+            let (cached, group) = self.clear(block);
+            self.remove(cached, group, &mut run);
+        }
+        self.end_run(run);
+        self.enqueue_unused(blocks);
+        self.stats.discarded_blocks += blocks.len() as u64;
+    }
+
+    /// Removes a layer group's block from the tree. Extends `run`, or ends it and begins the next one.
+    #[inline(always)] // as `evict`
+    fn remove(&mut self, cached: NodePosition, group: u8, run: &mut EvictedRun) {
         // Usually a node is evicted from its end: its blocks are emitted and truncated together.
         if cached.node != run.node {
             self.end_run(*run);
@@ -546,7 +567,6 @@ impl Pool {
             }
             run.first = cached.offset;
         }
-        self.stats.evicted_blocks += 1;
     }
 
     /// Emits the evicted blocks of a node and truncates it.

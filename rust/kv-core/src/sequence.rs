@@ -93,6 +93,8 @@ pub(crate) struct SequenceState {
     /// Of the cached tokens: those that an open step was to compute, and those copied from a part of a block.
     pub(crate) in_flight: u32,
     pub(crate) copied: u32,
+    /// Rows that may stay cached when it ends.
+    pub(crate) kept_rows: u32,
     /// Why its first prefill computes tokens, if misses are explained.
     pub(crate) miss: Option<Box<Miss>>,
     /// False: it computes its whole prompt. Its blocks are registered all the same.
@@ -175,6 +177,7 @@ impl Sequence {
             restored: 0,
             in_flight: 0,
             copied: 0,
+            kept_rows: u32::MAX,
             miss: None,
             read_cache,
         })
@@ -321,6 +324,11 @@ impl Sequence {
     /// Rows before `rows` may be shared with a fork from now on.
     pub(crate) fn share_rows(&mut self, rows: usize) {
         self.0.shared_rows = self.shared_rows.max(rows as u32);
+    }
+
+    /// Only its first `rows` rows may stay cached when it ends.
+    pub(crate) fn keep_rows(&mut self, rows: usize) {
+        self.0.kept_rows = rows.min(u32::MAX as usize) as u32;
     }
 
     /// Its handle was dropped or it was freed.

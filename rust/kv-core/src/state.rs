@@ -318,6 +318,15 @@ impl State {
         Ok(())
     }
 
+    /// The same, and only its first `num_tokens` tokens stay cached for its sake.
+    pub(crate) fn free_keeping(&mut self, key: SeqKey, num_tokens: usize) -> Result<(), Error> {
+        self.seqs.get(key)?;
+        let rows = self.groups.row_of(num_tokens);
+        self.seqs.at_mut(key.slot).keep_rows(rows);
+        self.end_sequence(key.slot);
+        Ok(())
+    }
+
     /// Ends a sequence; one that an open plan holds ends with the plan.
     pub(crate) fn end_sequence(&mut self, slot: u32) {
         let seq = self.seqs.at_mut(slot);
@@ -325,8 +334,31 @@ impl State {
         if seq.plans != PlanSet::NONE {
             return;
         }
+        if seq.registered.rows() > seq.kept_rows as usize {
+            self.discard_rows(slot);
+        }
         self.shorten(slot, 0);
         let (registered, root) = self.seqs.remove(slot);
         self.pool.release_root(root, registered.last);
+    }
+
+    /// Takes a sequence's registered rows after `kept_rows` out of the prefix index, except blocks with other holders.
+    /// Those that its windows have left behind go too.
+    #[cold]
+    fn discard_rows(&mut self, slot: u32) {
+        let (seq, tree) = (self.seqs.at(slot), self.pool.tree());
+        let (kept, rows) = (seq.kept_rows as usize, seq.registered.rows());
+        let (mut end, mut discarded) = (seq.registered.last, Vec::new());
+        for row in (kept..rows).rev() {
+            for group in 0..self.groups.len() {
+                let own = seq.table.get(group, row);
+                let others = |block: BlockId| self.pool.refs(block) - u32::from(own == Some(block));
+                discarded.extend(tree.block(end, group).filter(|&block| others(block) == 0));
+            }
+            end = tree.ancestor(end, 1);
+        }
+        self.pool.discard(&discarded);
+        let kept = Registered::new(end, kept);
+        self.seqs.at_mut(slot).register(kept);
     }
 }

@@ -121,6 +121,8 @@ stats! {
     registered_blocks,
     /// Cached blocks evicted for an allocation.
     evicted_blocks,
+    /// Cached blocks that a sequence did not leave cached when it ended.
+    discarded_blocks,
     /// Blocks released because they slid out of their group's window.
     slid_blocks,
     /// Late merges: duplicates released because the same prefix was cached already. Memory saved.

@@ -32,7 +32,7 @@ fn op() -> impl Strategy<Value = Op> {
         8 => (0..2_u8, 0..4_u8, len.clone(), prop::bool::weighted(0.8))
             .prop_map(|(namespace, pattern, len, read_cache)| Op::New { namespace, pattern, len, read_cache }),
         2 => any::<usize>().prop_map(Op::Drop),
-        1 => any::<usize>().prop_map(Op::Free),
+        2 => (any::<usize>(), prop::option::of(0..20_usize)).prop_map(|(seq, kept)| Op::Free(seq, kept)),
         1 => any::<usize>().prop_map(Op::Reset),
         2 => (0..2_u8, 0..4_u8, len).prop_map(|(namespace, pattern, len)| Op::Match { namespace, pattern, len }),
         3 => any::<usize>().prop_map(Op::Pin),

@@ -124,6 +124,7 @@ stats!(
     allocated_blocks,
     registered_blocks,
     evicted_blocks,
+    discarded_blocks,
     slid_blocks,
     merged_blocks,
     taken_over_blocks,

@@ -240,8 +240,16 @@ impl Sequence {
     }
 
     /// Frees the sequence. If an open plan holds it, it lives until the plan is closed.
-    fn free(&self, py: Python<'_>) -> PyResult<()> {
-        self.core.with(py, |core| core.free(self.key()))
+    ///
+    /// With `keep`, only the blocks of its first `keep` tokens stay cached: later ones that nothing else holds are
+    /// free at once. Use it if later prompts repeat only a part of an answer.
+    #[pyo3(signature = (*, keep=None))]
+    fn free(&self, py: Python<'_>, keep: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let keep = keep.map(|keep| number("keep", keep)).transpose()?;
+        self.core.with(py, |core| match keep {
+            None => core.free(self.key()),
+            Some(keep) => core.free_keeping(self.key(), keep),
+        })
     }
 
     fn __repr__(&self) -> String {

@@ -299,6 +299,15 @@ impl Player {
                 self.part(*sequence);
                 Answer::Done
             }
+            Call::FreeKeeping {
+                sequence,
+                num_tokens,
+            } => {
+                let key = self.sequence(*sequence)?;
+                self.manager.free_keeping(key, *num_tokens)?;
+                self.part(*sequence);
+                Answer::Done
+            }
             Call::DropSequence { sequence } => {
                 let gone = self.part(*sequence);
                 self.forget(gone, "sequence", *sequence)?

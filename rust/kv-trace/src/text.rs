@@ -93,6 +93,7 @@ impl Text for Call {
             Abandon { transfer }
             DropTransfer { transfer }
             Evict { num_blocks }
+            FreeKeeping { sequence, num_tokens }
         );
         format!("{}({})", self.kind(), arguments.join(", "))
     }

@@ -1,5 +1,7 @@
 """Outputs say where cached tokens came from, and why others were computed."""
 
+import copy
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,7 +13,7 @@ from pyengine.outputs import CacheExplanation
 from pyengine.sampling_params import SamplingParams
 from tests.support.callers import FakeModel
 from tests.support.engines import GREEDY, Bench, make_bench
-from tests.support.tokenizers import characters
+from tests.support.tokenizers import byte_level, characters
 
 ONE = replace(GREEDY, max_tokens=1)
 
@@ -89,11 +91,11 @@ def test_texts_around_the_difference() -> None:
     tokenizer = characters()
     own, other = (tokenizer.encode(f"it is Tuesday 14:0{minute}!") for minute in (2, 1))
     hint = difference(own, 18, other[18:], tokenizer)
-    assert hint == (
+    assert str(hint) == (
         "the first difference is at token 18, 'y 14:02!' against 'y 14:01!': move what changes "
         "behind what does not"
     )
-    as_ids = difference([1, 2, 3], 1, [9], None)
+    as_ids = str(difference([1, 2, 3], 1, [9], None))
     assert "at token 1, [1, 2, 3] against [1, 9]: " in as_ids
 
 
@@ -105,7 +107,25 @@ class Broken:
 
 
 def test_a_tokenizer_that_fails_leaves_ids() -> None:
-    assert "[1, 2] against [1, 9]" in difference([1, 2], 1, [9], Broken())
+    assert "[1, 2] against [1, 9]" in str(difference([1, 2], 1, [9], Broken()))
+
+
+def test_a_hint_is_decoded_when_it_is_read_and_travels_as_text() -> None:
+    tokenizer = byte_level(300)
+    bench = make_bench(256, 4, explain=True, tokenizer=tokenizer)
+    bench.engine.explains = True
+    differs = prompt(13)
+    differs[6] = 30
+    params = replace(ONE, detokenize=False)
+    bench.generate([prompt(13)], params)
+    explained = cache(bench, differs, params)
+    assert explained.reason == "diverged" and tokenizer.num_decoded == 0
+    hint = explained.hint
+    assert tokenizer.num_decoded > 0 and "token 6" in str(hint)
+    others = [pickle.loads(pickle.dumps(explained)), copy.deepcopy(explained)]
+    num_decoded = tokenizer.num_decoded
+    assert [(other, other.hint) for other in others] == [(explained, hint)] * 2
+    assert tokenizer.num_decoded == num_decoded
 
 
 @pytest.fixture

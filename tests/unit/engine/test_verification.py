@@ -1,11 +1,16 @@
 """Verified cache hits: right KV passes, one wrong block is found and named."""
 
+import gc
 import logging
 from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from pyengine.engine.verification import HitVerifier
+from pyengine.engine import verification
+from pyengine.engine.verification import HitVerifier, KeptRecording
+from pyengine.kv_cache import replay
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import Bench, make_bench
 
@@ -69,7 +74,58 @@ def test_a_wrong_block_is_found_and_named(caplog: pytest.LogCaptureFixture) -> N
     bench.engine.verifier.recording = "calls.trace"
     caplog.clear()
     run(bench, [*PROMPT, 6])
-    assert "is in calls.trace" in caplog.text
+    assert "pyengine trace view calls.trace" in caplog.text
+
+
+def test_a_difference_keeps_a_recording(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    bench = verified_bench()
+    verifier = bench.engine.verifier
+    assert verifier is not None
+    with mock.patch("tempfile.tempdir", str(tmp_path)):
+        verifier.kept = KeptRecording(bench.manager)
+    path = verifier.kept.path
+    assert path.parent.parent == tmp_path and path.parent.stat().st_mode & 0o777 == 0o700
+    run(bench, PROMPT)
+    with bench.manager.match_prefix(PROMPT) as pin:
+        wrong = pin.blocks[1]
+    bench.runner.block(bench.runner.slots, wrong)[2] = 77
+    with caplog.at_level(logging.ERROR):
+        run(bench, [*PROMPT, 5])
+        run(bench, [*PROMPT, 6])
+    assert [f"pyengine trace view {path}" in each.getMessage() for each in caplog.records] == [
+        True,
+        True,
+    ]
+    report = replay(path)
+    assert report.is_complete and report.divergence is None
+    assert report.stats.computed_tokens > len(PROMPT)
+    verifier.kept.remove()
+    verifier.kept = None
+    gc.collect()
+    assert path.exists()
+
+
+@pytest.mark.parametrize("ends", ["removed", "dropped", "too long"])
+def test_without_a_difference_no_file_is_left(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    bench = verified_bench()
+    verifier = bench.engine.verifier
+    assert verifier is not None
+    verifier.kept = KeptRecording(bench.manager)
+    assert list(tmp_path.glob("pyengine-verify-*/*"))
+    if ends == "too long":
+        monkeypatch.setattr(verification, "_MOST_RECORDED", -1)
+    run(bench, PROMPT)
+    run(bench, [*PROMPT, 5])
+    if ends == "removed":
+        verifier.kept.remove()
+    elif ends == "dropped":
+        verifier.kept = None
+        gc.collect()
+    assert list(tmp_path.iterdir()) == []
+    assert counters(bench) == (1, 3, 0)
 
 
 def test_a_share_of_the_hits_is_verified() -> None:

@@ -297,3 +297,18 @@ def test_two_queues_keep_what_comes_back() -> None:
 
     assert hits("lru") == 0
     assert hits("2q") > 30
+
+
+@pytest.mark.parametrize(("keep", "cached"), [(None, 4), (0, 0), (7, 1), (8, 2), (1000, 4)])
+def test_a_beginning_stays_cached(keep: int | None, cached: int) -> None:
+    manager = BlockManager(num_blocks=8, block_size=4)
+    sequence = manager.sequence(list(range(16)))
+    plan = manager.begin_step(64)
+    plan.prefill(sequence, 64)
+    plan.commit([1])
+    sequence.free(keep=keep)
+    assert manager.usage().evictable == cached
+    assert manager.stats().discarded_blocks == 4 - cached
+    with manager.match_prefix(list(range(16))) as pin:
+        assert pin.num_tokens == 4 * cached
+    manager.check()

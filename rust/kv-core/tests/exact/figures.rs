@@ -26,10 +26,10 @@ fn counters_have_names_in_order() {
         ..Stats::default()
     };
     let each: Vec<_> = stats.each().collect();
-    assert_eq!(each.len(), 26);
+    assert_eq!(each.len(), 27);
     assert_eq!(each[0], ("prompt_tokens", 7));
     assert_eq!(each[1], ("cached_tokens", 0));
-    assert_eq!(each[21], ("rolled_back_steps", 9));
+    assert_eq!(each[22], ("rolled_back_steps", 9));
 }
 
 #[test]

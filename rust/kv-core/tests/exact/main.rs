@@ -14,6 +14,7 @@ mod explain;
 mod figures;
 mod filling;
 mod handles;
+mod keeping;
 mod limits;
 mod partial;
 mod rematch;

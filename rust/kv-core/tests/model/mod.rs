@@ -39,6 +39,8 @@ pub(crate) struct Seq {
     /// Open plans that hold it.
     pub(crate) planned: u8,
     pub(crate) dropped: bool,
+    /// Rows that may stay cached when it ends.
+    kept_rows: Option<usize>,
     /// Registered rows.
     pub(crate) registered: usize,
 }
@@ -598,12 +600,35 @@ impl Model {
         self.bury(seq);
     }
 
+    /// At most the first `num_tokens` tokens of a sequence stay cached for its sake.
+    pub(crate) fn keep(&mut self, seq: u64, num_tokens: usize) {
+        self.seqs.get_mut(&seq).expect("live").kept_rows = Some(num_tokens / self.block_size);
+    }
+
     /// Ends a dropped sequence unless a plan holds it.
     fn bury(&mut self, seq: u64) {
         if self.seqs[&seq].dropped && self.seqs[&seq].planned == 0 {
+            self.discard(seq);
             let table = self.seqs.remove(&seq).expect("live").table;
             self.enqueue_unused(blocks(&table).rev());
         }
+    }
+
+    /// What a sequence does not leave cached, and nothing else holds, is not cached any more.
+    fn discard(&mut self, seq: u64) {
+        let s = &self.seqs[&seq];
+        let mut gone = Vec::new();
+        for row in (s.kept_rows.unwrap_or(s.registered)..s.registered).rev() {
+            for (group, own) in s.table[row].iter().enumerate() {
+                let known = &s.tokens[..(row + 1) * self.block_size];
+                let cached = self.known(s.namespace, known, group);
+                let others = |block: u32| self.refs(block) - u32::from(*own == Some(block));
+                gone.extend(cached.filter(|&block| others(block) == 0));
+            }
+        }
+        self.contents.retain(|_, block| !gone.contains(block));
+        gone.iter().for_each(|&block| self.unqueue(block));
+        self.enqueue_unused(gone);
     }
 
     pub(crate) fn begin(&mut self, budget: usize) {

@@ -9,7 +9,8 @@ pub(crate) enum Op {
         read_cache: bool,
     },
     Drop(usize),
-    Free(usize),
+    /// Which sequence, and how many of its tokens may stay cached.
+    Free(usize, Option<usize>),
     Reset(usize),
     Match {
         namespace: u8,

@@ -247,10 +247,16 @@ impl World {
                     self.model.free(self.handles.swap_remove(i).id());
                 }
             }
-            Op::Free(i) => {
+            Op::Free(i, kept) => {
                 if let Some(i) = Self::pick(&self.handles, i) {
                     let handle = self.handles.swap_remove(i);
-                    self.manager.free(handle.key()).expect("live");
+                    match kept {
+                        None => self.manager.free(handle.key()).expect("live"),
+                        Some(kept) => {
+                            self.model.keep(handle.id(), kept);
+                            self.manager.free_keeping(handle.key(), kept).expect("live");
+                        }
+                    }
                     prop_assert_eq!(
                         self.manager.free(handle.key()),
                         Err(Error::FreedSequence {

@@ -134,7 +134,7 @@ def test_whole_blocks_unless_exact() -> None:
         reason="diverged",
         diverged_at=41,
         diverged_tokens=(7,),
-        hint="'secret' against 'secrets'",
+        _hint="'secret' against 'secrets'",
     )
     shown = Disclosure(BLOCK, is_exact=False, has_neighbours=False).of(differs)
     assert (shown.pool_tokens, shown.copied_tokens, shown.reason) == (32, 0, "new")
@@ -150,7 +150,7 @@ def test_whole_blocks_unless_exact() -> None:
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_others_do_not_show_in_the_number_of_evicted_tokens(is_exact: bool) -> None:
     evicted = explanation(
-        position=0, reason="evicted", evicted_by="lru", num_evicted_since=4711, hint="4711 tokens"
+        position=0, reason="evicted", evicted_by="lru", num_evicted_since=4711, _hint="4711 tokens"
     )
     shown = Disclosure(BLOCK, is_exact, has_neighbours=True).of(evicted)
     assert shown.reason == "evicted" and "4711" not in shown.to_json()
@@ -169,11 +169,14 @@ def test_keys_that_share_blocks_get_no_texts(engine: AsyncEngine) -> None:
 
 def test_the_oldest_request_of_the_same_key_is_forgotten() -> None:
     recent = RecentExplanations()
-    shown = Disclosure(BLOCK, is_exact=True, has_neighbours=False).of(explanation())
-    recent.put(b"other", "first", None, 0, shown)
+    own, rules = explanation(), Disclosure(BLOCK, is_exact=True, has_neighbours=False)
+    recent.put(b"other", "first", None, 0, own)
     for number in range(257):
-        recent.put(b"own", f"call-{number}", None, 1, shown)
-    assert recent.find(b"own", "cmpl-call-0") is None
-    found = recent.find(b"own", "chatcmpl-call-1")
-    assert found is not None and found.prompts == [None, shown]
-    assert recent.find(b"other", "first") is not None and recent.find(b"own", "first") is None
+        recent.put(b"own", f"call-{number}", None, 1, own)
+    assert recent.find(b"own", "cmpl-call-0", rules) is None
+    found = recent.find(b"own", "chatcmpl-call-1", rules)
+    assert found is not None and found.prompts == [None, rules.of(own)]
+    assert (
+        recent.find(b"other", "first", rules) is not None
+        and recent.find(b"own", "first", rules) is None
+    )

@@ -1,0 +1,119 @@
+"""Thinking that the next turn of a conversation leaves out: its blocks need not stay cached.
+
+    prompt of this turn | <think> reasons </think> | answer
+    prompt of the next  | answer ...
+
+The two agree up to the first token of the thinking, so a later turn cannot reuse a block with any
+token from there on.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from pyengine.engine.chat_template import ChatOptions, render_chat
+from pyengine.errors import InvalidRequestError
+
+_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+"""The tokens around the thinking of models."""
+_CALL = "<tool_call>"
+_REASONS = "zebra"
+"""Thinking of a made conversation."""
+_MOST_KNOWN = 16
+"""Answers that are kept for each tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class StrippedThinking:
+    """Which tokens of a prompt and its answer the chat template leaves out of the next turn."""
+
+    begin: int
+    end: int
+    """The tokens around thinking."""
+    call: int | None = None
+    """An answer with this token is kept: the results of its tool call follow with its thinking."""
+    num_prompt_tail: int = 0
+    """The tokens of a prompt from its first token of thinking on; 0 if the answer begins it."""
+
+    def num_kept(self, num_prompt: int, token_ids: Sequence[int]) -> int | None:
+        """The tokens of prompt and answer before the thinking; None if the next turn has all."""
+        if self.call is not None and self.call in token_ids:
+            return None
+        if self.num_prompt_tail:
+            return num_prompt - self.num_prompt_tail
+        if self.begin in token_ids and self.end in token_ids:
+            return num_prompt + token_ids.index(self.begin)
+        return None
+
+
+_known: "WeakKeyDictionary[Any, dict[str, StrippedThinking | None]]" = WeakKeyDictionary()
+
+
+def stripped_thinking(tokenizer: Any, options: ChatOptions) -> StrippedThinking | None:
+    """The thinking that the chat template leaves out of the next turn; None if there is none.
+
+    Found by rendering a small conversation whose assistant has thought.
+    """
+    template = str(options.template or getattr(tokenizer, "chat_template", None) or "")
+    mark = next((mark for mark in _MARKS if mark[1] in template), None)
+    if mark is None or options.continue_final_message or not options.add_generation_prompt:
+        return None
+    known = _known.setdefault(tokenizer, {})
+    has_tools = options.tools is not None
+    key = repr((template, options.variables, has_tools))
+    if key not in known:
+        if len(known) == _MOST_KNOWN:
+            known.clear()
+        try:
+            known[key] = _find(tokenizer, replace(options, tools=None), mark, has_tools=has_tools)
+        except InvalidRequestError:  # a template that does not take such a conversation
+            known[key] = None
+    return known[key]
+
+
+def _find(
+    tokenizer: Any, options: ChatOptions, mark: tuple[str, str], *, has_tools: bool
+) -> StrippedThinking | None:
+    begin, end = (_token(tokenizer, text) for text in mark)
+    if begin is None or end is None:
+        return None
+    user, after = {"role": "user", "content": "Hello"}, {"role": "user", "content": "More"}
+    thinking = f"{mark[0]}\n{_REASONS}\n{mark[1]}\n\n"
+    turn = {"role": "assistant", "content": "Hi"}
+    if _keeps(tokenizer, options, [user, turn, after], thinking):
+        return None
+    whole = render_chat([user], tokenizer, options)
+    bare = render_chat([user], tokenizer, replace(options, add_generation_prompt=False))
+    tail = whole[len(bare) :]
+    num_tail = len(tail) - tail.index(begin) if begin in tail else 0
+    call = None
+    if has_tools:
+        call = _token(tokenizer, _CALL)
+        function = {"name": "look", "arguments": {}}
+        calls = {**turn, "tool_calls": [{"type": "function", "function": function}]}
+        result = {"role": "tool", "content": "1"}
+        if not _keeps(tokenizer, options, [user, calls, result], thinking):
+            call = None
+        elif call is None:  # a call cannot be told from an answer
+            return None
+    return StrippedThinking(begin, end, call, num_tail)
+
+
+def _keeps(
+    tokenizer: Any, options: ChatOptions, messages: list[dict[str, Any]], thinking: str
+) -> bool:
+    """True if the template writes the thinking of the assistant, in whichever way it is sent."""
+    user, turn, after = messages
+    fields: Mapping[str, str] = dict.fromkeys(("reasoning", "reasoning_content"), _REASONS)
+    for sent in ({**turn, "content": thinking + turn["content"]}, {**turn, **fields}):
+        rendered = render_chat([user, sent, after], tokenizer, options)
+        if _REASONS in tokenizer.decode(rendered):
+            return True
+    return False
+
+
+def _token(tokenizer: Any, text: str) -> int | None:
+    """The token of a text; None if it takes several."""
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    return int(token_ids[0]) if len(token_ids) == 1 else None
