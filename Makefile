@@ -24,6 +24,7 @@ BUILT  := $(VENV)/.built
 PEERS  := .venv-peers
 CLIENTS := .venv-clients
 CLUSTER := .venv-cluster
+GPU_TESTS := .venv-gpu-tests
 MUTANTS := .venv-mutants
 FREE_THREADED := .venv-free-threaded
 WHEELS := .venv-wheels
@@ -42,6 +43,10 @@ CONFORMANCE ?=
 # Where `make gpu-check` and `make gpu-bench` run, and the folder that they write to.
 DEVICE ?= cuda
 OUT ?= target/gpu
+
+# The oldest releases of attention libraries that are supported; `make gpu-tests` tries the newest, too.
+FLASHINFER ?= 0.6.18
+FLASH_ATTN ?= 2.8.3
 
 # The file of `make mutants-python`; all of its files without.
 FILE ?=
@@ -71,7 +76,7 @@ MSRV := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom model fuzz mutants mutants-python bench vllm-tests conformance gpu-check gpu-bench bench-rust bench-worst guard guard-update clean
+.PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom model fuzz mutants mutants-python bench vllm-tests conformance gpu-tests gpu-planner gpu-check gpu-bench bench-rust bench-worst guard guard-update clean
 .PHONY: distclean rust-tools valgrind wheels try-wheels try-bare try-musl sdist sbom test-portable test-windows
 .PHONY: crates publish-crates msrv semver lint-workflows lint-deploy deny audit release-check release-notes
 .DEFAULT_GOAL := help
@@ -244,6 +249,12 @@ conformance: $(ENGINE) ## vLLM's KVCacheManager in the conformance suite of bloc
 	$(BIN)/python benches/peers/env.py
 	cargo run --release -q -p kv-conformance -- $(PEERS)/bin/python tests/peers/vllm_conformance.py $(CONFORMANCE)
 
+gpu-tests: $(GPU_TESTS)/.installed $(BUILT) ## the GPU path on a CUDA device that is not there: every backend on every family, compiled code
+	$(GPU_TESTS)/bin/python -m pytest -m fake_cuda -n 2 --dist load tests/fake_cuda --ignore tests/fake_cuda/planner
+
+gpu-planner: $(GPU_TESTS)/.installed-cuda $(BUILT) ## flashinfer's planner against our workspaces; brings nvcc (300 MB), needs g++
+	$(GPU_TESTS)/bin/python -m pytest -m fake_cuda tests/fake_cuda/planner
+
 gpu-check: $(DEV) $(BUILT) ## does the GPU path work? every backend on every family; DEVICE=cpu: on small models here
 	$(BIN)/python -m pytest tests/gpu --device $(DEVICE) --report $(OUT)/checks.md
 	$(BIN)/python -m pytest -m gpu tests/integration/test_gpu_checks.py tests/unit/benches
@@ -269,7 +280,7 @@ clean: ## remove what was built; .venv stays
 	find pyengine tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(CLUSTER) $(MUTANTS) $(FREE_THREADED) $(WHEELS) $(LINT_DEPLOY) $(AUDIT)
+	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(CLUSTER) $(GPU_TESTS) $(MUTANTS) $(FREE_THREADED) $(WHEELS) $(LINT_DEPLOY) $(AUDIT)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -317,6 +328,29 @@ $(CLIENTS)/.installed: pyproject.toml $(DEV)
 $(CLUSTER)/.installed: pyproject.toml $(DEV)
 	$(call environment,$(CLUSTER),cluster)
 	$(call borrow,$(CLUSTER))
+	@touch $@
+
+# Attention libraries without what their kernels need: those are not built. Of flash-attn the sources.
+$(GPU_TESTS)/.installed: pyproject.toml $(DEV)
+	$(call environment,$(GPU_TESTS),gpu-tests)
+	$(call borrow,$(GPU_TESTS))
+	$(GPU_TESTS)/bin/python -m pip -q --no-input install --no-deps flashinfer-python==$(FLASHINFER)
+	$(GPU_TESTS)/bin/python -m pip -q --no-input install --no-deps --target $(GPU_TESTS)/newest flashinfer-python
+	$(call flash_attn,oldest,flash-attn==$(FLASH_ATTN))
+	$(call flash_attn,newest,flash-attn)
+	@touch $@
+
+# $(call flash_attn,FOLDER,REQUIREMENT): sources of flash-attn, of both versions.
+define flash_attn
+	mkdir -p $(GPU_TESTS)/flash-attn/$(1)
+	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(GPU_TESTS)/bin/python -m pip -q --no-input download --no-deps \
+	  --no-build-isolation --no-binary :all: --dest $(GPU_TESTS)/flash-attn/$(1) $(2)
+	tar -xzf $(GPU_TESTS)/flash-attn/$(1)/*.tar.gz --strip-components 1 -C $(GPU_TESTS)/flash-attn/$(1)
+endef
+
+$(GPU_TESTS)/.installed-cuda: $(GPU_TESTS)/.installed
+	$(BIN)/python tools/requirements.py gpu-planner > $(GPU_TESTS)/cuda.txt
+	$(GPU_TESTS)/bin/python -m pip -q --no-input install --no-deps --target $(GPU_TESTS)/cuda -r $(GPU_TESTS)/cuda.txt
 	@touch $@
 
 $(MUTANTS)/.installed: pyproject.toml $(DEV)

@@ -28,7 +28,6 @@ from pyengine.attention.flashinfer import FlashInferBackend
 from pyengine.executor.cuda_graphs import DecodeGraphs
 from pyengine.executor.input_buffers import (
     InputBuffers,
-    Pairs,
     RunnerLimits,
     upload_at_once,
 )
@@ -79,11 +78,11 @@ class CountingCopies:
     def __init__(self) -> None:
         self.count = self.num_bytes = 0
 
-    def __call__(self, pairs: Pairs) -> None:
-        """See `runner.buffers.Upload`."""
-        self.count += len(pairs)
-        self.num_bytes += sum(source.nbytes for source, _ in pairs)
-        upload_at_once(pairs)
+    def __call__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """See `input_buffers.Upload`."""
+        self.count += 1
+        self.num_bytes += source.nbytes
+        upload_at_once(source, target)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionOptions, StepInputs
 from pyengine.attention.cpu import CpuBackend
+from pyengine.attention.flash_attn import FlashAttn3Backend, FlashAttnBackend
 from pyengine.attention.flashinfer import FlashInferBackend
 from pyengine.attention.flex import FlexBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.attention.needs import AttentionNeeds, LayerNeeds
 from pyengine.attention.paged import on_device
-from pyengine.attention.varlen import FlashAttnBackend, VarlenBackend
+from pyengine.attention.varlen import CudnnBackend, VarlenBackend
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from pyengine.utils.host_copy import upload
@@ -40,8 +41,8 @@ class Choice:
 _CANDIDATES: dict[str, type[AttentionBackend]] = {
     backend.name: backend
     for backend in (  # the preferred first
-        *(CpuBackend, FlashInferBackend, FlashAttnBackend, VarlenBackend, FlexBackend),
-        GatherBackend,
+        *(CpuBackend, FlashInferBackend, FlashAttn3Backend, FlashAttnBackend),
+        *(CudnnBackend, VarlenBackend, FlexBackend, GatherBackend),
     )
 }
 

@@ -1,8 +1,9 @@
 """Attention by flashinfer: its paged wrappers, planned once per step and kind of layer.
 
-Written against flashinfer-python 0.6.18. Leading sequences with one new token go to the decode
-wrapper, the rest to the prefill wrapper. Decoding uses tensor cores: then both share their kernels
-and any number of query heads per KV head is served. Sinks, which the fa2 and fa3 kernels ignore,
+Written against flashinfer-python 0.6.18 to 0.7.2. Leading sequences with one new token have a plan
+of their own. Their kernels are those of prefills, which use tensor cores and serve any number of
+query heads per KV head. Outside of graphs they are planned by the prefill wrapper, too: the decode
+wrapper copies from pageable memory. Sinks, which the fa2 and fa3 kernels ignore,
 are added from the logarithm of the sum under the softmax, which is in base 2 here.
 """
 
@@ -198,18 +199,18 @@ class FlashInferBackend(AttentionBackend):
 
     def decoder(self, kind: _Kind) -> Any:
         """The wrapper for sequences with one new token."""
-        return self._wrapper("BatchDecodeWithPagedKVCacheWrapper", kind, use_tensor_cores=True)
+        return self._wrapper("fa2", kind)  # the kernels of the decode wrapper
 
     def prefiller(self, kind: _Kind) -> Any:
         """The wrapper for all others."""
-        return self._wrapper("BatchPrefillWithPagedKVCacheWrapper", kind)
+        return self._wrapper("auto", kind)
 
-    def _wrapper(self, name: str, kind: _Kind, **settings: Any) -> Any:
-        wrapper = self._wrappers.get((name, kind))
+    def _wrapper(self, kernels: str, kind: _Kind) -> Any:
+        wrapper = self._wrappers.get((kernels, kind))
         if wrapper is None:
-            make = getattr(self.library, name)
-            wrapper = make(self._workspace_for(kind, 0), "NHD", **settings)
-            self._wrappers[name, kind] = wrapper
+            workspace = self._workspace_for(kind, 0)
+            make = self.library.BatchPrefillWithPagedKVCacheWrapper
+            wrapper = self._wrappers[kernels, kind] = make(workspace, "NHD", backend=kernels)
         return wrapper
 
     def graph_decoder(self, kind: _Kind, pages: GraphPages) -> Any:
@@ -267,17 +268,20 @@ class FlashInferBackend(AttentionBackend):
         size, lens = self.pool.block_size, inputs.host_seq_lens[rows]
         return [page_table(lens, tables[rows], size) for tables in inputs.host_block_tables]
 
-    def plan_decode(self, wrapper: Any, kind: _Kind, pages: PageTable) -> None:
-        """Plan a decode wrapper over `pages`."""
+    def plan_graph(self, wrapper: Any, kind: _Kind, pages: PageTable) -> None:
+        """Plan a graph's wrapper over `pages` for the first time."""
         arguments = (*self._on_host(pages), *self._shape(kind))
         self.plan_memory.plan(wrapper, lambda: wrapper.plan(*arguments, **self._settings(kind)))
 
-    def plan_prefill(
-        self, wrapper: Any, kind: _Kind, starts: npt.NDArray[np.int32], pages: PageTable
-    ) -> None:
-        """Plan a prefill wrapper over `pages`; `starts` is where each sequence's rows begin."""
-        arguments = (self._pinned(starts), *self._on_host(pages), *self._shape(kind))
-        settings = {"causal": True, **self._settings(kind)}
+    def plan_rows(self, wrapper: Any, kind: _Kind, rows: "_Rows") -> None:
+        """Plan a wrapper for the rows of some sequences."""
+        pages = rows.pages[kind.group]
+        arguments = (self._pinned(rows.starts), *self._on_host(pages), *self._shape(kind))
+        settings = {
+            "causal": True,
+            "seq_lens": self._pinned(rows.lengths),
+            **self._settings(kind),
+        }
         self.plan_memory.plan(wrapper, lambda: wrapper.plan(*arguments, **settings))
 
     def plan_again(self, wrapper: Any, kind: _Kind, pages: PageTable) -> None:
@@ -334,17 +338,31 @@ class FlashInferBackend(AttentionBackend):
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of some sequences of a step, on the host: where each sequence's begin, its length, and
+    its pages in each layer group."""
+
+    starts: npt.NDArray[np.int32]
+    lengths: npt.NDArray[np.int32]
+    pages: list[PageTable]
+
+
 class FlashInferPlan:
     """One step by flashinfer."""
 
     def __init__(self, backend: FlashInferBackend, inputs: StepInputs) -> None:
         self._backend = backend
         self._slots = backend.writer.slots(inputs.slot_mapping)
-        starts = inputs.host_query_start_loc
+        starts, lengths = inputs.host_query_start_loc, inputs.host_seq_lens
         self._decodes = decodes = leading_decodes(starts)
-        self._starts = starts[decodes:] - decodes
-        self._decode_pages = backend.step_pages(inputs, slice(decodes))
-        self._prefill_pages = backend.step_pages(inputs, slice(decodes, None))
+        self._decoding, self._prefilling = (
+            _Rows(starts[begin : end + 1] - starts[begin], lengths[begin:end], pages)
+            for begin, end, pages in (
+                (0, decodes, backend.step_pages(inputs, slice(decodes))),
+                (decodes, len(lengths), backend.step_pages(inputs, slice(decodes, None))),
+            )
+        )
         self._planned: dict[_Kind, tuple[Any, Any]] = {}
 
     def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
@@ -368,11 +386,10 @@ class FlashInferPlan:
             backend, decoder, prefiller = self._backend, None, None
             if self._decodes:
                 decoder = backend.decoder(kind)
-                backend.plan_decode(decoder, kind, self._decode_pages[kind.group])
-            if len(self._starts) > 1:
+                backend.plan_rows(decoder, kind, self._decoding)
+            if len(self._prefilling.lengths):
                 prefiller = backend.prefiller(kind)
-                pages = self._prefill_pages[kind.group]
-                backend.plan_prefill(prefiller, kind, self._starts, pages)
+                backend.plan_rows(prefiller, kind, self._prefilling)
             planned = self._planned[kind] = decoder, prefiller
         return planned
 
@@ -405,7 +422,7 @@ class FlashInferGraphPlan:
         if wrapper is None:
             wrapper = backend.graph_decoder(kind, self._fixed[kind.group])
             self._wrappers[kind] = wrapper
-            backend.plan_decode(wrapper, kind, self._pages[kind.group])
+            backend.plan_graph(wrapper, kind, self._pages[kind.group])
         query = query.contiguous()
         out = torch.empty_like(query)
         backend.run(wrapper, layer, query, options.sinks, out)

@@ -77,8 +77,8 @@ class FlexBackend(AttentionBackend):
 
     def score_mod(self, softcap: float | None) -> Callable[..., torch.Tensor] | None:
         """The score function of a softcap, one for all layers and steps."""
-        if softcap not in self._score_mods:
-            self._score_mods[softcap] = _capping(torch.tensor(softcap, device=self.pool.device))
+        if softcap is not None and softcap not in self._score_mods:
+            self._score_mods[softcap] = _capping(torch.full((), softcap, device=self.pool.device))
         return self._score_mods[softcap]
 
     @staticmethod

@@ -10,7 +10,10 @@ import torch
 from pyengine.kv_cache.layer_groups import layer_windows
 from pyengine.kv_cache.pool import kv_cache_specs
 
-OPTIONAL_PACKAGES = ("flashinfer", "tvm_ffi", "requests", "flash_attn")
+OPTIONAL_PACKAGES = (
+    *("flashinfer", "tvm_ffi", "requests"),
+    *("flash_attn", "flash_attn_interface"),
+)
 """Modules of packages that a backend may need beside torch."""
 
 FLOAT8_DTYPES = frozenset({torch.float8_e4m3fn})
@@ -38,7 +41,7 @@ class AttentionNeeds:
     - `layers`: one entry per layer, or per kind of layer.
     - `dtype`: of queries and of the result; `kv_dtype`: of the KV cache, None: the same.
     - `capability`: of the CUDA device, (major, minor); None without one.
-    - `torch_version`: (major, minor).
+    - `torch_version`: (major, minor). `cudnn_version`: 92400 for 9.24; 0 without.
     - `packages`: which of `OPTIONAL_PACKAGES` are installed. Whether they work is found out by
       `choice.try_out`.
     """
@@ -50,6 +53,7 @@ class AttentionNeeds:
     kv_dtype: torch.dtype | None = None
     capability: tuple[int, int] | None = None
     torch_version: tuple[int, int] = (0, 0)
+    cudnn_version: int = 0
     packages: frozenset[str] = frozenset()
 
     @property
@@ -75,10 +79,16 @@ def needs_of(
         kv_dtype=kv_dtype,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         torch_version=torch_version(torch.__version__),
+        cudnn_version=_cudnn_version() if device.type == "cuda" else 0,
         packages=frozenset(
             name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name) is not None
         ),
     )
+
+
+def _cudnn_version() -> int:
+    cudnn: Any = torch.backends.cudnn
+    return cudnn.version() or 0
 
 
 def torch_version(version: str) -> tuple[int, int]:

@@ -5,7 +5,6 @@ Keys and values of a step go into the pool by one call per layer: on CUDA a Trit
 the oracles of the kernels.
 """
 
-import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from pyengine.attention.backend import Int32Array, Rotation, Rows, rotated
 from pyengine.attention.needs import FLOAT8_DTYPES
+from pyengine.kernels import has_kernels
 from pyengine.kv_cache.pool import KVPool
 
 _FLOAT8_CAPABILITY = (8, 9)
@@ -79,11 +79,6 @@ class KVWriter:
         """
         group = self._pool.groups.places[layer].group
         return self.write(layer, rows, self.slots(slot_mapping[group]), rotation)
-
-
-def has_kernels(device: torch.device) -> bool:
-    """True if the Triton kernels run on this device."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def _kernel_serves(pool: KVPool) -> bool:

@@ -1,166 +1,34 @@
-"""Attention by flash-attn 2, from its package or from torch (`varlen_attn`); pages of 256 tokens.
+"""Attention by torch's `varlen_attn`: its copy of flash-attn 2, or cuDNN.
 
-The package: leading sequences with one new token go to `flash_attn_with_kvcache`, which splits long
-caches over the GPU, the rest to `flash_attn_varlen_func`. torch 2.12 and later has a copy without a
-softcap; with more than `num_splits=1`, rows were left unwritten upstream. Sinks are added from the
-logarithm of the sum under the softmax.
+The copy of flash-attn has pages of 256 tokens and no softcap. With more than `num_splits=1`, rows
+were left unwritten upstream. Sinks are added from the logarithm of the sum under the softmax.
+
+cuDNN has pages of any power of two on compute capability 9.0 and 10.0, and no windows.
 """
 
 import importlib
 from typing import Any
 
-import numpy as np
 import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionOptions, Rows, StepInputs
-from pyengine.attention.needs import (
-    AttentionNeeds,
-    cache_dtype_obstacle,
-    cuda_obstacle,
-    equal_dims_obstacle,
-    half_obstacle,
-    page_obstacle,
+from pyengine.attention.flash_kernels import (
+    PAGE,
+    Extents,
+    flash_kernel_obstacle,
+    longest_ever,
+    longest_in,
 )
-from pyengine.attention.paged import KVWriter, apply_sinks, cumulative, leading_decodes, window_left
+from pyengine.attention.needs import AttentionNeeds, cuda_obstacle
+from pyengine.attention.paged import KVWriter, apply_sinks, window_left
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.pool import KVPool
-from pyengine.utils.host_copy import upload
-
-PAGE = 256
-"""The tokens of a page are a multiple of this."""
-
-
-def flash_kernel_obstacle(needs: AttentionNeeds) -> str | None:
-    """Why the kernels of flash-attn 2, torch's copy of them too, cannot serve; None: they can."""
-    for layer in needs.layers:
-        if layer.head_dim_k > 256 or layer.head_dim_k % 8:
-            return (
-                f"its head sizes are the multiples of 8 up to 256, the model has {layer.head_dim_k}"
-            )
-    return (
-        half_obstacle(needs)
-        or equal_dims_obstacle(needs)
-        or cache_dtype_obstacle(needs)
-        or page_obstacle(needs, PAGE)
-    )
-
-
-class FlashAttnBackend(AttentionBackend):
-    """Attention over a `KVPool` by flash-attn. Raises `ImportError` where that is missing."""
-
-    name = "flash-attn"
-    strength = "its paged kernels serve this model"
-    is_uncertain = True
-    block_size = PAGE
-    supports_graphs = True
-
-    def __init__(self, pool: KVPool) -> None:
-        super().__init__(pool)
-        self.writer = KVWriter(pool)
-        self.library: Any = importlib.import_module("flash_attn")
-
-    @staticmethod
-    def obstacle(needs: AttentionNeeds) -> str | None:
-        """See `AttentionBackend.obstacle`."""
-        obstacle = cuda_obstacle(needs, (8, 0))
-        if obstacle is not None:
-            return obstacle
-        if "flash_attn" not in needs.packages:
-            return "the package flash-attn is not installed"
-        return flash_kernel_obstacle(needs)
-
-    def plan(self, inputs: StepInputs) -> "FlashAttnPlan":
-        """Prepare a step."""
-        return FlashAttnPlan(self, inputs)
-
-    def graph_plan(self, inputs: StepInputs) -> "FlashAttnPlan":
-        """The same: decoding reads lengths and tables from the step's tensors alone."""
-        return FlashAttnPlan(self, inputs)
-
-
-class FlashAttnPlan:
-    """One step by flash-attn."""
-
-    def __init__(self, backend: FlashAttnBackend, inputs: StepInputs) -> None:
-        self._backend = backend
-        self._inputs = inputs
-        starts, lens = inputs.host_query_start_loc, inputs.host_seq_lens
-        self._decodes = decodes = leading_decodes(starts)
-        self._starts: torch.Tensor | None = None
-        if decodes < len(lens):
-            self._starts = inputs.query_start_loc[decodes:] - decodes
-            self._key_starts = upload(cumulative(lens[decodes:]), backend.pool.device)
-            self._max_rows = int(np.diff(starts[decodes:]).max())
-            self._max_keys = int(lens[decodes:].max())
-
-    def refresh(self, inputs: StepInputs) -> None:
-        """See `GraphPlan.refresh`; there is nothing to do."""
-
-    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
-        """See `AttentionPlan.forward`."""
-        slots = self._inputs.slot_mapping
-        query = self._backend.writer.write_step(layer, rows, slots, options.rotation)
-        query, decodes = query.contiguous(), self._decodes
-        if self._starts is None:
-            return self._decode(layer, query, options)
-        rest = self._prefill(layer, query[decodes:], options)
-        if not decodes:
-            return rest
-        return torch.cat([self._decode(layer, query[:decodes], options), rest])
-
-    def _decode(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-        result = self._backend.library.flash_attn_with_kvcache(
-            query[:, None],
-            self._backend.pool.keys[layer],
-            self._backend.pool.values[layer],
-            cache_seqlens=self._inputs.seq_lens[: self._decodes],
-            block_table=self._table(layer)[: self._decodes],
-            return_softmax_lse=options.sinks is not None,
-            **_settings(options),
-        )
-        if options.sinks is None:
-            return _tensor(result)[:, 0]
-        out, lse = result  # [B, 1, heads, d] and [B, heads, 1]
-        return apply_sinks(out[:, 0], lse[..., 0], options.sinks)
-
-    def _prefill(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-        result = self._backend.library.flash_attn_varlen_func(
-            query,
-            self._backend.pool.keys[layer],
-            self._backend.pool.values[layer],
-            cu_seqlens_q=self._starts,
-            cu_seqlens_k=self._key_starts,
-            max_seqlen_q=self._max_rows,
-            max_seqlen_k=self._max_keys,
-            block_table=self._table(layer)[self._decodes :],
-            return_attn_probs=options.sinks is not None,
-            **_settings(options),
-        )
-        if options.sinks is None:
-            return _tensor(result)
-        out, lse = result[:2]  # [T, heads, d] and [heads, T]
-        return apply_sinks(out, lse.T, options.sinks)
-
-    def _table(self, layer: int) -> torch.Tensor:
-        return self._inputs.block_tables[self._backend.pool.groups.places[layer].group]
-
-
-def _settings(options: AttentionOptions) -> dict[str, Any]:
-    left = window_left(options.sliding_window)
-    return {
-        "softmax_scale": options.scaling,
-        "causal": True,
-        "window_size": (left, -1 if left < 0 else 0),
-        "softcap": options.softcap or 0.0,
-    }
-
-
-def _tensor(result: Any) -> torch.Tensor:
-    tensor: torch.Tensor = result
-    return tensor
-
 
 _LEAST_TORCH = (2, 12)
+_LEAST_TORCH_FOR_CUDNN = (2, 15)
+_LEAST_CUDNN = 92400
+_CUDNN_CAPABILITIES = (9, 10)  # major
+_CUDNN_HEAD_DIM = 128
 
 
 class VarlenBackend(AttentionBackend):
@@ -174,6 +42,8 @@ class VarlenBackend(AttentionBackend):
     is_uncertain = True
     block_size = PAGE
     supports_graphs = True
+    num_splits: int | None = 1
+    """The parts that the keys of a sequence are split into; None: the kernel decides."""
 
     def __init__(self, pool: KVPool) -> None:
         super().__init__(pool)
@@ -183,24 +53,72 @@ class VarlenBackend(AttentionBackend):
     @staticmethod
     def obstacle(needs: AttentionNeeds) -> str | None:
         """See `AttentionBackend.obstacle`."""
-        obstacle = cuda_obstacle(needs, (8, 0))
-        if obstacle is not None:
-            return obstacle
-        if needs.torch_version < _LEAST_TORCH:
-            version = ".".join(map(str, needs.torch_version))
-            return f"varlen_attn takes block tables from torch 2.12 on, this is {version}"
-        if any(layer.softcap is not None for layer in needs.layers):
-            return "varlen_attn has no softcap, which the model needs"
-        return flash_kernel_obstacle(needs)
+        return _obstacle(needs, (8, 0), _LEAST_TORCH) or flash_kernel_obstacle(needs)
 
     def plan(self, inputs: StepInputs) -> "VarlenPlan":
         """Prepare a step."""
-        longest = int(inputs.host_seq_lens.max())
-        return VarlenPlan(self, inputs, longest)
+        return VarlenPlan(self, inputs, longest_in(inputs))
 
     def graph_plan(self, inputs: StepInputs) -> "VarlenPlan":
         """Prepare a step whose sequences may grow to the width of their tables."""
-        return VarlenPlan(self, inputs, inputs.block_tables.shape[2] * self.pool.block_size)
+        return VarlenPlan(self, inputs, longest_ever(inputs, self.pool.block_size))
+
+    def attend(self, *arguments: Any, **settings: Any) -> Any:
+        """`varlen_attn` by the kernel of this backend."""
+        return self.library.varlen_attn(*arguments, **settings)
+
+
+def _obstacle(
+    needs: AttentionNeeds, capability: tuple[int, int], least: tuple[int, int]
+) -> str | None:
+    obstacle = cuda_obstacle(needs, capability)
+    if obstacle is not None:
+        return obstacle
+    if needs.torch_version < least:
+        version, wanted = (".".join(map(str, item)) for item in (needs.torch_version, least))
+        return f"its varlen_attn takes block tables from torch {wanted} on, this is {version}"
+    if any(layer.softcap is not None for layer in needs.layers):
+        return "varlen_attn has no softcap, which the model needs"
+    return None
+
+
+class CudnnBackend(VarlenBackend):
+    """`varlen_attn` by cuDNN."""
+
+    name = "cudnn"
+    strength = "cuDNN's paged kernel serves this model"
+    auto_on = ()
+    block_size = 16
+    num_splits = None
+
+    def __init__(self, pool: KVPool) -> None:
+        super().__init__(pool)
+        self._attention: Any = importlib.import_module("torch.nn.attention")
+
+    @staticmethod
+    def obstacle(needs: AttentionNeeds) -> str | None:
+        """See `AttentionBackend.obstacle`."""
+        obstacle = _obstacle(needs, (9, 0), _LEAST_TORCH_FOR_CUDNN)
+        if obstacle is not None:
+            return obstacle
+        if needs.capability is not None and needs.capability[0] not in _CUDNN_CAPABILITIES:
+            return "it runs on compute capability 9.0 and 10.0"
+        if needs.cudnn_version < _LEAST_CUDNN:
+            return f"it needs cuDNN 9.24, this is {needs.cudnn_version}"
+        size = needs.block_size
+        if size is not None and size & (size - 1):
+            return f"its blocks are powers of two, block_size={size}"
+        for layer in needs.layers:
+            if layer.head_dim_k > _CUDNN_HEAD_DIM:
+                return f"its head sizes end at {_CUDNN_HEAD_DIM}, the model has {layer.head_dim_k}"
+            if layer.window is not None or layer.sinks:
+                return "it has neither windows nor sinks, which the model needs"
+        return flash_kernel_obstacle(needs, 1)
+
+    def attend(self, *arguments: Any, **settings: Any) -> Any:
+        """`varlen_attn` by cuDNN: an error where that cannot, not another kernel."""
+        with self._attention.sdpa_kernel(self._attention.SDPBackend.CUDNN_ATTENTION):
+            return super().attend(*arguments, **settings)
 
 
 class VarlenPlan:
@@ -209,45 +127,51 @@ class VarlenPlan:
     def __init__(self, backend: VarlenBackend, inputs: StepInputs, longest: int) -> None:
         self._backend = backend
         self._inputs = inputs
-        self._longest = longest
-        self._max_rows = int(np.diff(inputs.host_query_start_loc).max())
-        self._key_starts = torch.zeros_like(inputs.query_start_loc)
-        self.refresh(inputs)
+        self._extents = Extents(inputs, longest)
 
     def refresh(self, inputs: StepInputs) -> None:
         """See `GraphPlan.refresh`."""
-        torch.cumsum(inputs.seq_lens, 0, dtype=torch.int32, out=self._key_starts[1:])
+        self._extents.refresh(inputs)
 
     def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
+        backend, inputs, extents = self._backend, self._inputs, self._extents
         if options.softcap is not None:
             raise ConfigurationError(
                 f"layer {layer} asks for a softcap of {options.softcap}, which "
-                "attention_backend='varlen' does not have; choose another"
+                f"attention_backend={backend.name!r} does not have; choose another"
             )
-        pool, inputs = self._backend.pool, self._inputs
+        pool, sinks = backend.pool, options.sinks
         group = pool.groups.places[layer].group
-        writer, library = self._backend.writer, self._backend.library
-        query = writer.write_step(layer, rows, inputs.slot_mapping, options.rotation)
-        sinks = options.sinks
-        result = library.varlen_attn(
+        query = backend.writer.write_step(layer, rows, inputs.slot_mapping, options.rotation)
+        result = backend.attend(
             query.contiguous(),
             pool.keys[layer],
             pool.values[layer],
             inputs.query_start_loc,
-            self._key_starts,
-            self._max_rows,
-            self._longest,
-            return_aux=None if sinks is None else library.AuxRequest(lse=True),
+            extents.key_starts,
+            extents.max_rows,
+            extents.max_keys,
+            return_aux=None if sinks is None else backend.library.AuxRequest(lse=True),
             scale=options.scaling,
-            window_size=(window_left(options.sliding_window), 0),
+            window_size=self._window_size(options.sliding_window),
             enable_gqa=True,
             seqused_k=inputs.seq_lens,
             block_table=inputs.block_tables[group],
-            num_splits=1,
+            num_splits=backend.num_splits,
         )
         if sinks is None:
             out: torch.Tensor = result
             return out
         attended, lse = result  # [T, heads, d] and [heads, T]
         return apply_sinks(attended, lse.T, sinks)
+
+    def _window_size(self, window: int | None) -> tuple[int, int]:
+        """The window of `varlen_attn`.
+
+        Single rows see all keys, causal or not. Without a window at all, the copy of flash-attn
+        computes the query heads of a KV head together.
+        """
+        if window is None and self._extents.max_rows == 1:
+            return -1, -1
+        return window_left(window), 0

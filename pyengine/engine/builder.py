@@ -389,6 +389,7 @@ def _memory_left(
     loaded: LoadedModel,
 ) -> int:
     """Bytes that the largest step and the graphs leave on the device, with a pool of one block."""
+    fuse_linears(loaded.model)  # before anything is measured: meanwhile weights exist twice
     specs = cache_specs(loaded, kv_dtype)
     smallest = KVPool(specs, 1, pool.block_size, loaded.device)
     longest, groups = pool.max_model_len, smallest.groups
@@ -396,10 +397,11 @@ def _memory_left(
     backend = choice.build(smallest)
     recorder = _recorder(settings, loaded, backend)
     runner = ModelRunner(loaded, smallest, backend, limits, record=recorder)
+    left = available_memory(loaded.device)  # before the graphs, which `taken` has
     meter = CudaMeter(loaded.device)
     taken = activation_bytes(runner, limits, smallest.num_blocks, loaded.vocab_size, meter)
     taken += graph_bytes(runner, meter)
-    return max(0, available_memory(loaded.device) - taken)
+    return max(0, left - taken)
 
 
 def _max_pinned_blocks(settings: EngineSettings, manager: BlockManager, max_model_len: int) -> int:

@@ -92,16 +92,18 @@ class DecodeGraphs:
     def capture(self, sizes: Sequence[int], record: Record) -> None:
         """Capture a graph for each size, the largest first.
 
-        A size that cannot be captured is left out, and the log says why: its steps run in the next
-        larger graph, or eagerly without one.
+        No capture follows one that fails: CUDA and the allocator may still be in it. The log says
+        why. Steps without a graph run in the next larger one, or eagerly without one.
         """
-        for size in sorted(sizes, reverse=True):
+        left = sorted(sizes)
+        while left:
             try:
-                self._graphs[size] = self._captured(size, record)
+                self._graphs[left[-1]] = self._captured(left[-1], record)
             except Exception as error:  # any kernel may refuse to be captured
-                _log.warning(
-                    "no CUDA graph for a batch of %d, %s: %s", size, type(error).__name__, error
-                )
+                said = f"{type(error).__name__}: {error}"
+                _log.warning("no CUDA graphs for batches of %s, %s", left, said)
+                break
+            left.pop()
         self.sizes = sorted(self._graphs)
 
     @torch.inference_mode()

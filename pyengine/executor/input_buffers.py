@@ -1,10 +1,13 @@
 """The inputs of a step: allocated once, filled in place by the block manager.
 
-If the device has separate memory, the arrays of a step are copied there. The tables on the host
-can hold the longest possible sequence; the copy is as wide as the longest table in the step::
+If the device has separate memory, the used parts of all arrays are packed and copied there in one
+go. The tables on the host can hold the longest possible sequence; the copy is as wide as the
+longest table in the step::
 
-    host, filled in place     staging, pinned          device
-    [G, S, max_blocks]   ->   [G, B, width]       ->   [G, B, width]
+    host, filled in place     staging, pinned, packed      device, packed
+    input_ids [T_max]    ->   [T]                     ->   [T]
+    ...                       ...                          ...
+    [G, S, max_blocks]   ->   [G, B, width]           ->   [G, B, width]
 
 If the attention backend reads tables on the host, they are not copied.
 """
@@ -12,7 +15,7 @@ If the attention backend reads tables on the host, they are not copied.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -69,59 +72,65 @@ class Padding:
 _WIDTHS = 64
 """Tables are cut to a multiple of this many blocks, so that steps of one size share views."""
 
-Pairs: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
+_ALIGNMENT = 64
+"""Bytes: kernels are compiled anew for addresses that are no multiples of 16."""
 
 Wait: TypeAlias = Callable[[], object]
 
-Upload: TypeAlias = Callable[[Pairs], Wait | None]
-"""Copies each source on the host to its target on the device, in the order of the device's queue.
-The returned function waits until the sources may be written to again; None: they may at once."""
+Upload: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Wait | None]
+"""Copies a source on the host to its target on the device, in the order of the device's queue.
+The returned function waits until the source may be written to again; None: it may at once."""
 
 
-def upload_in_stream(pairs: Pairs) -> Wait:
-    """Queue copies from pinned memory on the current CUDA stream. See `Upload`."""
-    for source, target in pairs:
-        target.copy_(source, non_blocking=True)
+def upload_in_stream(source: torch.Tensor, target: torch.Tensor) -> Wait:
+    """Queue a copy from pinned memory on the current CUDA stream. See `Upload`."""
+    target.copy_(source, non_blocking=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event.synchronize
 
 
-def upload_at_once(pairs: Pairs) -> None:
+def upload_at_once(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy on the host: there is nothing to wait for. See `Upload`."""
-    for source, target in pairs:
-        target.copy_(source)
+    target.copy_(source)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A step's arrays one after the other: bytes in pinned memory, and their place on the device.
+
+    `parts` are the arrays with their places in `source`.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    parts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+
+    def pack(self) -> None:
+        """Copy the arrays into `source`."""
+        for array, place in self.parts:
+            np.copyto(place, array)
 
 
 @dataclass(frozen=True, slots=True)
 class FilledStep:
-    """A step in the host buffers, and its copies to the device.
-
-    Without `copies` the device reads the host's memory: `inputs` are complete. `tables` are staged,
-    to be copied into separate memory; None: the device does not read them, or reads the host's.
-    """
+    """A step in the host buffers. Without `packed` the device reads the host's memory."""
 
     inputs: StepInputs
-    copies: Pairs
-    tables: torch.Tensor | None
+    packed: Packed | None
     buffers: "InputBuffers"
 
     def upload(self) -> StepInputs:
         """Copy the step to the device, in the order of its queue."""
-        if not self.copies:
-            return self.inputs
-        if self.tables is None:
-            self.buffers.start_upload(self.copies)
-            return self.inputs
-        tables = torch.empty_like(self.tables, device=self.inputs.input_ids.device)
-        self.buffers.start_upload([*self.copies, (self.tables, tables)])
-        return replace(self.inputs, block_tables=tables)
+        if self.packed is not None:
+            self.buffers.start_upload(self.packed)
+        return self.inputs
 
 
 class InputBuffers:
-    """Host buffers of fixed capacity, pinned for CUDA, and their twins on the device.
+    """Host buffers of fixed capacity, and memory for their used parts on the device.
 
-    On the CPU the twins are the host buffers themselves, and nothing is copied, unless they are
+    On the CPU that is the host buffers themselves, and nothing is copied, unless it is
     wanted `apart`, as a graph's inputs must be. A block has `block_size` tokens.
     """
 
@@ -152,8 +161,7 @@ class InputBuffers:
         }
         self._pins = device.type == "cuda"
         self._host = {
-            name: torch.zeros(shape, dtype=dtype, pin_memory=self._pins)
-            for name, (shape, dtype) in shapes.items()
+            name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()
         }
         tables = torch.zeros((groups, sequences, self._max_width), dtype=torch.int32)
         self.arrays = HostArrays(
@@ -163,14 +171,15 @@ class InputBuffers:
         self._tables, self._block_size, self._device = tables, block_size, device
         self._is_apart = device.type != "cpu" or apart
         self._copies_tables = self._is_apart and (backend is None or backend.reads_tables)
-        self._twins = self._host
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        """The device's side, packed anew for each size of step."""
         if self._is_apart and beside is not None:
-            self._twins = beside._twins
+            self._memory = beside._memory
         elif self._is_apart:
-            self._twins = {
-                name: torch.zeros_like(host, device=device) for name, host in self._host.items()
-            }
-        self._staging = torch.empty(0, dtype=torch.int32)
+            arrays = [*self._host.values(), *([tables] if self._copies_tables else [])]
+            size = sum(_aligned(array.nbytes) for array in arrays)
+            self._memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._staging = torch.empty(0, dtype=torch.uint8)
         self._upload: Upload = upload_in_stream if self._pins else upload_at_once
         self._wait_for_upload: Wait | None = None
         group = None if backend is None else backend.shared_group
@@ -208,16 +217,16 @@ class InputBuffers:
         sizes = (tokens, sequences, samples, width)
         if self._filled is None or sizes != self._sizes:
             self._filled, self._sizes = self._views(*sizes), sizes
-        if self._filled.tables is not None:  # contiguous, as torch would wait for copies of others
-            staged = self._filled.inputs.host_block_tables
-            np.copyto(staged, self.arrays.block_tables[:, :sequences, :width])
-            if padding is not None:
-                staged[:, plan.num_sequences :, 0] = padding.null_block
+        if self._filled.packed is not None:
+            self._filled.packed.pack()
+            if self._copies_tables and padding is not None:
+                packed_tables = self._filled.inputs.host_block_tables
+                packed_tables[:, plan.num_sequences :, 0] = padding.null_block
         return self._filled
 
-    def start_upload(self, pairs: Pairs) -> None:
+    def start_upload(self, packed: Packed) -> None:
         """Copy to the device; the next `fill` waits for the copy."""
-        self._wait_for_upload = self._upload(pairs)
+        self._wait_for_upload = self._upload(packed.source, packed.target)
 
     def fixed_inputs(self, padding: Padding) -> StepInputs:
         """A decode step of padding alone, on the device's side in memory that never moves.
@@ -227,7 +236,9 @@ class InputBuffers:
         size = padding.num_sequences
         self._pad(0, padding)
         filled = self._views(size, size, size, 1)
-        self.start_upload(filled.copies)
+        if filled.packed is not None:
+            filled.packed.pack()
+            self.start_upload(filled.packed)
         if self._wait_for_upload is not None:
             self._wait_for_upload()
         tables = self._fixed_tables[:, :size]
@@ -269,11 +280,12 @@ class InputBuffers:
         return min(self._max_width, max(1, -(-blocks // _WIDTHS)) * _WIDTHS)
 
     def _views(self, tokens: int, sequences: int, samples: int, width: int) -> FilledStep:
-        """The buffers of a step of this size, and the copies from the host to the device.
+        """The buffers of a step of this size, and their places in packed memory.
 
-        They are reused while decodes have the same size step after step.
+        They are reused while decodes have the same size step after step. Tables come last: the
+        places of other arrays do not depend on `width`.
         """
-        rows = {
+        sizes = {
             "input_ids": tokens,
             "positions": tokens,
             "slot_mapping": tokens,
@@ -281,35 +293,52 @@ class InputBuffers:
             "seq_lens": sequences,
             "logits_indices": samples,
         }
-        views: dict[str, torch.Tensor] = {}
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name, count in rows.items():
-            by_group = name == "slot_mapping"
-            part = (slice(None), slice(count)) if by_group else slice(count)
-            source, views[name] = self._host[name][part], self._twins[name][part]
-            if self._is_apart:  # each group is a copy, as they lie apart
-                pairs = (
-                    zip(source, views[name], strict=True) if by_group else [(source, views[name])]
-                )
-                copies += pairs
-        staged = self._staged(sequences, width) if self._copies_tables else None
-        tables = self._tables[:, :sequences, :width] if staged is None else staged
-        unread = self._is_apart and not self._copies_tables
+        views = {name: self._host[name][..., :size] for name, size in sizes.items()}
+        tables = self._tables[:, :sequences, :width]
+        packed: Packed | None = None
+        host_tables = tables.numpy()
+        if self._is_apart:
+            copied = [*views.values(), *([tables] if self._copies_tables else [])]
+            packed, on_device = self._packed(copied)
+            views = dict(zip(views, on_device, strict=False))
+            if self._copies_tables:
+                tables, host_tables = on_device[-1], packed.parts[-1][1]
+            else:
+                tables = self._no_tables[:, :sequences]
         inputs = StepInputs(
             **views,
-            block_tables=self._no_tables[:, :sequences] if unread else tables,
+            block_tables=tables,
             host_query_start_loc=self.arrays.query_start_loc[: sequences + 1],
             host_seq_lens=self.arrays.seq_lens[:sequences],
-            host_block_tables=tables.numpy(),
+            host_block_tables=host_tables,
             shared=self._shared,
         )
-        return FilledStep(inputs, copies, staged, self)
+        return FilledStep(inputs, packed, self)
 
-    def _staged(self, sequences: int, width: int) -> torch.Tensor:
-        """Contiguous memory for the tables of a step, `[G, sequences, width]`."""
-        groups = len(self._tables)
-        size = groups * sequences * width
+    def _packed(self, arrays: Sequence[torch.Tensor]) -> tuple[Packed, list[torch.Tensor]]:
+        """Places for `arrays`, one after the other, and the same places on the device."""
+        begins = [0]
+        for array in arrays:
+            begins.append(begins[-1] + _aligned(array.nbytes))
+        source = self._staged(begins[-1])
+        parts, on_device = [], []
+        for begin, array in zip(begins, arrays, strict=False):
+            end = begin + array.nbytes
+            place, twin = (
+                memory[begin:end].view(array.dtype).view(array.shape)
+                for memory in (source, self._memory)
+            )
+            parts.append((array.numpy(), place.numpy()))
+            on_device.append(twin)
+        return Packed(source, self._memory[: begins[-1]], parts), on_device
+
+    def _staged(self, size: int) -> torch.Tensor:
+        """So many bytes that the device can copy from."""
         if size > len(self._staging):
-            capacity = min(self._tables.numel(), 1 << (size - 1).bit_length())
-            self._staging = torch.empty(capacity, dtype=torch.int32, pin_memory=self._pins)
-        return self._staging[:size].view(groups, sequences, width)
+            capacity = min(len(self._memory), 1 << (size - 1).bit_length())
+            self._staging = torch.zeros(capacity, dtype=torch.uint8, pin_memory=self._pins)
+        return self._staging[:size]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -242,6 +242,8 @@ def graph_bytes(runner: ModelRunner, meter: CudaMeter) -> int:
     sizes = runner.graph_sizes
     largest, second = sizes[-1:], sizes[-2:-1]
     first = meter.kept(lambda: runner.capture(largest))
+    if not runner.graphs.sizes:
+        return first
     another = meter.kept(lambda: runner.capture(second))
     return first + another * (len(sizes) - 1) if second else first
 

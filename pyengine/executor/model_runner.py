@@ -13,12 +13,13 @@ import torch
 from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
 from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.dispatch import PagedContext, register_paged_attention
-from pyengine.attention.paged import has_kernels, on_device
+from pyengine.attention.paged import on_device
 from pyengine.errors import ConfigurationError
 from pyengine.executor.compiled import CompiledForward
 from pyengine.executor.cuda_graphs import DecodeGraphs, Record, graph_sizes
 from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
 from pyengine.executor.mtp import DraftRow, MTPLayers, MTPStep
+from pyengine.kernels import has_kernels
 from pyengine.kv_cache import SharedPrefixes, StepBuffers
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loader import LoadedModel
@@ -89,6 +90,40 @@ class Runner(Protocol):
         """
 
 
+class ForwardPass:
+    """The forward pass of a model whose layers attend to `windows` (None: to everything)."""
+
+    def __init__(self, model: Any, windows: Sequence[int | None], num_layers: int) -> None:
+        """`num_layers` is the number of layers that attend."""
+        self._model = model
+        self._windows = windows
+        self._num_layers = num_layers
+        self.compiled: CompiledForward | None = None
+
+    @torch.inference_mode()
+    def __call__(self, inputs: StepInputs, plan: AttentionPlan) -> torch.Tensor:
+        """The logits of `inputs.logits_indices`."""
+        context = PagedContext(plan, self._windows)
+        logits: torch.Tensor
+        if self.compiled is not None:
+            logits = self.compiled(inputs, context)
+        else:
+            logits = self._model(
+                input_ids=inputs.input_ids[None],
+                position_ids=inputs.positions[None],
+                use_cache=False,
+                logits_to_keep=inputs.logits_indices,
+                paged=context,
+            ).logits[0]
+        if context.attended != self._num_layers:
+            raise ConfigurationError(
+                f"{type(self._model).__name__} attended in {context.attended} of "
+                f"{self._num_layers} layers: the others keep a state that paged attention "
+                "does not hold; this model is not supported"
+            )
+        return logits
+
+
 class ModelRunner:
     """Runs a model over its KV pool. See `Runner`.
 
@@ -108,11 +143,9 @@ class ModelRunner:
         self._model: Any = loaded.model
         self.pool = pool
         self._is_on_cuda = pool.device.type == "cuda"
-        self._windows = pool.groups.layer_windows
-        self._num_layers = pool.num_layers - loaded.num_mtp_layers
-        """Layers that attend in a forward pass of the model itself."""
+        num_layers = pool.num_layers - loaded.num_mtp_layers  # without those of MTP
+        self._forward = ForwardPass(self._model, pool.groups.layer_windows, num_layers)
         self._backend = backend
-        self._compiled: CompiledForward | None = None
         size, device = pool.block_size, pool.device
         apart = record is not None
         self.buffers = InputBuffers(limits, size, device, backend, apart=apart)
@@ -166,13 +199,13 @@ class ModelRunner:
         make_rotary_static(self._model, self._longest)
         print(f"pyengine: compiling {name}, up to a minute or two ...", file=sys.stderr)
         with on_device(self.pool.device):
-            self._compiled = CompiledForward(self._model, self.pool.num_layers, backend)
+            self._forward.compiled = CompiledForward(self._model, self.pool.num_layers, backend)
         print(f"pyengine: {name} is compiled ({monotonic() - start:.0f} s)", file=sys.stderr)
 
     @property
     def is_compiled(self) -> bool:
         """True if `compile` has succeeded."""
-        return self._compiled is not None
+        return self._forward.compiled is not None
 
     def prepare(
         self,
@@ -192,7 +225,7 @@ class ModelRunner:
         def forward(sampled: torch.Tensor | None) -> StepLogits:
             if copies:
                 self.pool.copy_blocks(copies)
-            inputs = filled.upload() if filled.copies else filled.inputs
+            inputs = filled.upload()
             if sampled is not None and len(sampled):  # else no token is pending
                 inputs = replace(inputs, input_ids=_known(inputs.input_ids, sampled))
             if padding is not None:
@@ -240,29 +273,6 @@ class ModelRunner:
                 return mtp.draft(asked, positions, tables)
 
         return draft
-
-    @torch.inference_mode()
-    def _forward(self, inputs: StepInputs, plan: AttentionPlan) -> torch.Tensor:
-        """The logits of `inputs.logits_indices`."""
-        context = PagedContext(plan, self._windows)
-        logits: torch.Tensor
-        if self._compiled is not None:
-            logits = self._compiled(inputs, context)
-        else:
-            logits = self._model(
-                input_ids=inputs.input_ids[None],
-                position_ids=inputs.positions[None],
-                use_cache=False,
-                logits_to_keep=inputs.logits_indices,
-                paged=context,
-            ).logits[0]
-        if context.attended != self._num_layers:
-            raise ConfigurationError(
-                f"{type(self._model).__name__} attended in {context.attended} of "
-                f"{self._num_layers} layers: the others keep a state that paged attention "
-                "does not hold; this model is not supported"
-            )
-        return logits
 
 
 def _known(input_ids: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:

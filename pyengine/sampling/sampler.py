@@ -2,18 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pyengine.errors import BrokenLogitsError
+from pyengine.kernels import has_kernels
 from pyengine.sampling.draw_cpu import Columns, draw_on_cpu, largest
 from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
 from pyengine.sampling.state import Positions, SamplingState, uniforms
 from pyengine.sampling.token_masks import TokenMasks
 from pyengine.utils.host_copy import HostCopy, upload
+
+if TYPE_CHECKING:
+    from pyengine.kernels.draw import Draws, Sums
 
 _CHUNK_ELEMENTS = 1 << 24
 """Logits of a chunk of rows on a device: 256 rows of 151,936 are three chunks, of a dozen launches
@@ -353,9 +357,66 @@ def draw(logits: torch.Tensor, batch: DrawBatch, positions: Positions) -> torch.
     numbers = uniforms(batch.seeds, np.asarray(positions)[batch.rows])
     if logits.device.type == "cpu":
         return torch.from_numpy(draw_on_cpu(logits.detach(), batch.rows, batch.columns, numbers))
+    if has_kernels(logits.device):
+        return draw_by_kernels(logits, batch, numbers)
     if len(batch) < len(logits):
         logits = logits[upload(batch.rows, logits.device)]
     return draw_on_device(logits.float(), batch, numbers)
+
+
+def draw_by_kernels(
+    logits: torch.Tensor, batch: DrawBatch, numbers: npt.NDArray[np.float64]
+) -> torch.Tensor:
+    """Draw without waiting for the device, from `logits` `[B, V]` of any floating type.
+
+    Logits are read once, and once more for each filter by rank. A row's token is that of
+    `draw_on_device`, and depends on that row alone.
+    """
+    from pyengine.kernels.draw import Draws, choose
+
+    columns = upload(numbers, logits.device)
+    rows, step = batch.rows, len(batch)
+    if (batch.columns.top_k > 0).any() or (batch.columns.top_p < 1).any():
+        step = max(1, _CHUNK_ELEMENTS // logits.shape[1])  # a nucleus may need every logit in order
+        if len(batch) < len(logits):  # torch looks for ranks in consecutive rows
+            logits, rows = logits[upload(rows, logits.device)], np.arange(len(batch))
+    row_ids, parts = upload(rows, logits.device), []
+    for part in (slice(start, start + step) for start in range(0, len(batch), step)):
+        settings = batch.settings(part, logits.device)
+        min_p = None if settings.min_p is None else settings.min_p[:, 0]
+        draws = Draws(logits, row_ids[part], settings.temperature[:, 0], min_p)
+        sums = _sums_by_rank(draws, logits[part], settings)
+        parts.append(choose(draws, sums, columns[part]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _sums_by_rank(draws: "Draws", logits: torch.Tensor, settings: DrawSettings) -> "Sums":
+    """The weights inside top-k, then inside top-p, of these `logits`. See `_filter_by_rank`."""
+    from pyengine.kernels.draw import weight_sums
+
+    ks, top_p = settings.top_k, settings.top_p
+    if ks is None and top_p is None:
+        return weight_sums(draws)
+    head = min(settings.largest_k, logits.shape[1])
+    if top_p is not None and settings.has_bare_top_p:  # the host cannot know the longest nucleus
+        head = logits.shape[1]
+    largest = logits.topk(head).values.float()
+    floors = torch.full_like(largest[:, :1], -torch.inf)
+    if ks is not None:
+        lowest = largest.gather(1, (ks - 1).clamp(min=0, max=head - 1))
+        floors = torch.where(ks > 0, lowest, floors)
+    sums = weight_sums(draws, floors[:, 0].contiguous())
+    if top_p is None:
+        return sums
+    peak, total = sums.totals(draws.temperature)
+    weights = torch.exp((largest.double() - peak) / settings.temperature)
+    weights.masked_fill_(largest < floors, 0)
+    if settings.min_p is not None:
+        weights.masked_fill_(weights < settings.min_p, 0)
+    place = (weights.cumsum(1) < top_p * total).sum(1, keepdim=True).clamp_(max=head - 1)
+    nucleus = torch.maximum(floors, largest.gather(1, place))
+    floors = torch.where(top_p < 1, nucleus, floors)
+    return weight_sums(draws, floors[:, 0].contiguous(), sums.row_peaks)
 
 
 def draw_on_device(

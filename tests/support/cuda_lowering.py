@@ -1,25 +1,27 @@
 """torch's compiler for a GPU that is not there: down to machine code, which is not run.
 
 Tensors are fake, on the device "cuda". The compiler's questions to the device and to triton's
-driver are answered for an H100. That changes torch for the whole process:
+driver are answered for a GPU of some capability. That changes torch for the whole process:
 `tests.support.kernels.run_apart` starts one for it.
 """
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._C._dynamo import guards
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-_CAPABILITY = (9, 0)
+_SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+"""KiB of shared memory that a block can have, by compute capability."""
 _PROPERTIES = SimpleNamespace(
     name="NVIDIA H100",
-    major=_CAPABILITY[0],
-    minor=_CAPABILITY[1],
+    major=9,
+    minor=0,
     multi_processor_count=132,
     total_memory=80 << 30,
     warp_size=32,
@@ -27,8 +29,8 @@ _PROPERTIES = SimpleNamespace(
     max_threads_per_multi_processor=2048,
     regs_per_multiprocessor=65536,
     shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448,
-    shared_memory_per_multiprocessor=233472,
+    shared_memory_per_block_optin=227 << 10,
+    shared_memory_per_multiprocessor=228 << 10,
     L2_cache_size=50 << 20,
     gcnArchName="",
 )
@@ -41,8 +43,14 @@ _SETTINGS = {
 """Settings of the compiler."""
 
 
-def pretend_cuda() -> None:
-    """Make torch and triton believe in an H100 at `cuda:0`. Nothing can be computed on it."""
+def pretend_cuda(capability: tuple[int, int] = (9, 0)) -> None:
+    """Make torch and triton believe in a GPU at `cuda:0`. Nothing can be computed on it.
+
+    It has 132 multiprocessors and 80 GiB, whatever its capability.
+    """
+    _PROPERTIES.major, _PROPERTIES.minor = capability
+    _PROPERTIES.shared_memory_per_block_optin = _SHARED_MEMORY[capability] << 10
+    _PROPERTIES.shared_memory_per_multiprocessor = (_SHARED_MEMORY[capability] + 1) << 10
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # worker processes would look for a GPU
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # triton 3.9 warns otherwise
     from torch._dynamo.device_interface import CudaInterface
@@ -54,27 +62,32 @@ def pretend_cuda() -> None:
     cuda.device_count = lambda: 1
     cuda.current_device = lambda: 0
     cuda.get_device_properties = lambda _device=None: _PROPERTIES
-    cuda.get_device_capability = lambda _device=None: _CAPABILITY
+    cuda.get_device_capability = lambda _device=None: capability
     cuda.is_current_stream_capturing = lambda: False
     cuda.get_rng_state = lambda _device=None: torch.zeros(16, dtype=torch.uint8)
     cuda.set_rng_state = lambda _state, _device=None: None
+    cuda.set_device = lambda _device: None
+    cuda._lazy_init = lambda: None
     cuda._exchange_device = lambda _device: 0
     cuda._maybe_exchange_device = lambda _device: 0
+    native: Any = torch._C
+    native._cuda_getCurrentRawStream = lambda _device: 0
     interface: Any = CudaInterface
     interface.get_device_properties = staticmethod(lambda _device=None: _PROPERTIES)
     interface.Worker.get_device_properties = staticmethod(lambda _device=None: _PROPERTIES)
-    _pretend_driver()
+    _pretend_driver(capability)
 
 
-def _pretend_driver() -> None:
+def _pretend_driver(capability: tuple[int, int]) -> None:
     from torch._inductor.runtime import triton_helpers
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    major, minor = _CAPABILITY
+    major, minor = capability
     active = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 10 * major + minor, 32),
         get_current_device=lambda: 0,
+        get_current_stream=lambda _device=None: 0,
         get_active_torch_device=lambda: torch.device("cuda:0"),
     )
     driver.set_active(active)
@@ -97,13 +110,17 @@ def on_fake_cuda(model: Any) -> Iterator[None]:
 
 
 class Lowering:
-    """A compiler for `torch.compile`: lowers each graph for the GPU, then runs it as it came."""
+    """A compiler for `torch.compile`: lowers each graph for the GPU, and runs it over fake tensors.
+
+    Its kernels become machine code and are not launched; everything else runs, and the sizes and
+    strides of what operators give are checked.
+    """
 
     def __init__(self) -> None:
         self.kernels: dict[str, bytes] = {}
         """Machine code by the name of the kernel."""
 
-    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+    def __call__(self, graph: Any, inputs: Any, **_options: Any) -> Callable[..., Any]:
         """Lower `graph`."""
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
@@ -116,7 +133,30 @@ class Lowering:
             for made in kernel.compile_results:
                 self.kernels[kernel.inductor_meta["kernel_name"]] = made.kernel.asm["cubin"]
 
-        with config.patch(**_SETTINGS), patch.object(CachingAutotuner, "precompile", lower):
-            compile_fx(graph, inputs)
-        forward: Callable[..., Any] = graph.forward
-        return forward
+        patches = (
+            patch.object(CachingAutotuner, "precompile", lower),
+            patch.object(CachingAutotuner, "run", lambda *_arguments, **_named: None),
+            patch.object(guards, "_empty_strided_cuda", _empty_strided),
+            patch.object(guards, "_reinterpret_tensor", _reinterpreted),
+        )
+        with ExitStack() as stack:
+            for each in patches:
+                stack.enter_context(each)
+            stack.enter_context(config.patch(**_SETTINGS))
+            compiled: Callable[..., Any] = compile_fx(graph, inputs)
+
+        def run(*tensors: Any) -> Any:
+            with ExitStack() as stack:
+                for each in patches:
+                    stack.enter_context(each)
+                return compiled(*tensors)
+
+        return run
+
+
+def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+def _reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)

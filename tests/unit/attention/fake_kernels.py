@@ -1,7 +1,8 @@
 """Stand-ins for packages that are not installed, with the real ones' parameters.
 
 They compute in plain torch, from nothing but what they are given: a wrong argument gives a wrong
-number. Parameters as in flashinfer-python 0.6.18, flash-attn 2.8.4 and torch 2.15.
+number. Parameters as in flashinfer-python 0.6.18, flash-attn 2.8.3 and 3, and torch 2.15; `make
+gpu-tests` compares them with the real ones.
 """
 
 import math
@@ -143,12 +144,17 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    def plan(self, qo_indptr, indptr, indices, last_page_len, *shape, causal=False, **settings):
+    def plan(
+        self, qo_indptr, indptr, indices, last_page_len, *shape, causal=False, seq_lens=None,
+        **settings,
+    ):  # fmt: skip
         assert causal
         assert len(qo_indptr) == len(indptr)
         assert qo_indptr.dtype == torch.int32
         self.starts = qo_indptr.tolist()
         self.keep(indptr, indices, last_page_len, *shape, **settings)
+        assert seq_lens.dtype == torch.int32
+        assert seq_lens.tolist() == self.lengths
 
     def run(self, q, cache, *, k_scale=None, v_scale=None, out=None, return_lse=False):
         assert len(q) == self.starts[-1]
@@ -223,9 +229,41 @@ def flash_attn_varlen_func(
 
 
 flash_attn = SimpleNamespace(
+    __version__="2.8.3",
     flash_attn_with_kvcache=flash_attn_with_kvcache,
     flash_attn_varlen_func=flash_attn_varlen_func,
 )
+
+
+def reads_lengths(*_arguments, **_named):
+    raise AssertionError("the host would wait for the longest length")
+
+
+flash_attn_reading_lengths = SimpleNamespace(
+    __version__="2.8.4",
+    flash_attn_with_kvcache=reads_lengths,
+    flash_attn_varlen_func=flash_attn_varlen_func,
+)
+
+
+def flash_attn_3_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
+    cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
+    cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
+    q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+    window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
+):  # fmt: skip
+    assert cu_seqlens_q.dtype == cache_seqlens.dtype == page_table.dtype == torch.int32
+    most = (max_seqlen_q, page_table.shape[1] * k_cache.shape[1])
+    out, lse = _varlen(
+        q, (k_cache, v_cache), cu_seqlens_q, cache_seqlens, page_table, most,
+        (softmax_scale, _left(window_size, causal), softcap),
+    )  # fmt: skip
+    return (out, lse) if return_softmax_lse else out
+
+
+flash_attn_3 = SimpleNamespace(flash_attn_with_kvcache=flash_attn_3_with_kvcache)
 
 
 def varlen_attn(
@@ -233,8 +271,10 @@ def varlen_attn(
     window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
 ) -> Any:  # fmt: skip
     assert cu_seq_q.dtype == cu_seq_k.dtype == seqused_k.dtype == block_table.dtype == torch.int32
-    assert num_splits == 1
+    assert num_splits in (None, 1)
     assert enable_gqa
+    if window_size == (-1, -1):
+        assert max_q == 1, "several rows would see keys after their own"
     assert cu_seq_k.diff().tolist() == seqused_k.tolist()
     out, lse = _varlen(
         query, (key, value), cu_seq_q, seqused_k, block_table, (max_q, max_k),

@@ -41,6 +41,14 @@ MACHINES = {
     "torch 2.15": {"torch_version": (2, 15)},
     "flashinfer": {"torch_version": (2, 11), "packages": FLASHINFER},
     "flash-attn": {"torch_version": (2, 11), "packages": frozenset({"flash_attn"})},
+    "flash-attn 3": {
+        "torch_version": (2, 11), "packages": frozenset({"flash_attn", "flash_attn_interface"}),
+    },
+    "flash-attn 3 on Blackwell": {
+        "torch_version": (2, 11), "packages": frozenset({"flash_attn", "flash_attn_interface"}),
+        "capability": (10, 0),
+    },
+    "cuDNN": {"torch_version": (2, 15), "cudnn_version": 92400},
     "old GPU": {
         "torch_version": (2, 15), "capability": (7, 5), "packages": FLASHINFER,
     },
@@ -65,6 +73,9 @@ TABLE = [  # model, machine, backend, block size, words of the reason
     ("gemma2", "flashinfer", "flashinfer", 16, "its paged kernels serve this model"),
     ("llama", "flash-attn", "flash-attn", 256, "flashinfer-python is not installed"),
     ("gpt_oss", "flash-attn", "flash-attn", 256, "flashinfer-python is not installed"),
+    ("llama", "flash-attn 3", "flash-attn-3", 16, "its kernels for Hopper serve this model"),
+    ("llama", "flash-attn 3 on Blackwell", "flash-attn", 256, "for compute capability 9.0"),
+    ("llama", "cuDNN", "varlen", 256, "cudnn: on cuda only when asked for"),
     ("llama", "old GPU", "gather", 16, "needs compute capability 8.0, the GPU has 7.5"),
 ]
 
@@ -140,6 +151,10 @@ def test_every_backend_is_explained(models):
         ("flashinfer", "no GPU", {}, "it runs on cuda, the device is cpu"),
         ("flashinfer", "torch 2.15", {}, "flashinfer-python is not installed"),
         ("flash-attn", "flash-attn", {"block_size": 16}, "multiple of 256 tokens, block_size=16"),
+        ("cudnn", "torch 2.15", {}, "it needs cuDNN 9.24, this is 0"),
+        ("cudnn", "cuDNN", {"block_size": 24}, "powers of two, block_size=24"),
+        ("cudnn", "cuDNN", {"capability": (12, 0)}, "compute capability 9.0 and 10.0"),
+        ("cudnn", "torch 2.11", {}, "block tables from torch 2.15 on, this is 2.11"),
         ("varlen", "torch 2.15", {"kv_dtype": torch.float8_e4m3fn}, "cache in float8_e4m3fn"),
         ("flex", "torch 2.15", {"block_size": 24}, "powers of two from 16 on, block_size=24"),
         ("flex", "torch 2.15", {"kv_dtype": torch.float8_e4m3fn}, "cache in float8_e4m3fn"),

@@ -23,10 +23,11 @@ from pyengine.attention.dispatch import (
     register_paged_attention,
     running,
 )
+from pyengine.attention.flash_attn import FlashAttn3Backend, FlashAttnBackend
 from pyengine.attention.flashinfer import FlashInferBackend
 from pyengine.attention.flex import FlexBackend
 from pyengine.attention.gather import GatherBackend
-from pyengine.attention.varlen import FlashAttnBackend, VarlenBackend
+from pyengine.attention.varlen import CudnnBackend, VarlenBackend
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool, kv_cache_specs
 from pyengine.models.int8_linear import Int8Linear, digits
 from pyengine.models.linear import PrepackedLinear
@@ -38,12 +39,14 @@ from tests.unit.attention.steps import CPU, NUM_BLOCKS, Lengths, Shape, make_ste
 BACKENDS: dict[str, Callable[[KVPool], Any]] = {
     "cpu": CpuBackend,
     "flashinfer": FlashInferBackend,
+    "flash-attn-3": FlashAttn3Backend,
     "flash-attn": FlashAttnBackend,
+    "cudnn": CudnnBackend,
     "varlen": VarlenBackend,
     "flex": FlexBackend,
     "gather": GatherBackend,
 }
-STAND_INS = ("flashinfer", "flash-attn", "varlen")
+STAND_INS = ("flashinfer", "flash-attn-3", "flash-attn", "cudnn", "varlen")
 """Their kernels are ours, in tests: equal sizes of keys and values only."""
 NUMBER = 77_000
 """Of a compiled model that is none of the process's others."""
@@ -112,6 +115,7 @@ def test_attention_gives_the_strides_that_its_fake_promises(family: str, turns: 
             with pytest.MonkeyPatch.context() as modules:  # for long, transformers would see them
                 modules.setitem(sys.modules, "flashinfer", fake_kernels.flashinfer)
                 modules.setitem(sys.modules, "flash_attn", fake_kernels.flash_attn)
+                modules.setitem(sys.modules, "flash_attn_interface", fake_kernels.flash_attn_3)
                 backend = build(pool)
             context = PagedContext(backend.plan(inputs), [None] * len(specs))
             ids = torch.arange(len(inputs.positions))[None]
@@ -137,7 +141,9 @@ def _stand_in_serves(name: str, config: Any, specs: Sequence[KVCacheSpec]) -> bo
     if name not in STAND_INS:
         return True
     has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
-    return specs[0].head_dim_k == specs[0].head_dim_v and not (name == "varlen" and has_softcap)
+    return specs[0].head_dim_k == specs[0].head_dim_v and not (
+        name in ("cudnn", "varlen") and has_softcap
+    )
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")

@@ -5,7 +5,7 @@ import inspect
 import pytest
 from hypothesis import given, settings
 
-from pyengine.attention.varlen import VarlenBackend
+from pyengine.attention.varlen import CudnnBackend, VarlenBackend
 from pyengine.errors import ConfigurationError
 from tests.unit.attention import fake_kernels
 from tests.unit.attention.steps import (
@@ -22,7 +22,12 @@ from tests.unit.attention.steps import (
 real = pytest.importorskip("torch.nn.attention.varlen")
 PARAMETERS = inspect.signature(real.varlen_attn).parameters
 SHAPE = Shape()
-SERVED = [case for case, options in CASES.items() if "softcap" not in options]
+SERVED = [
+    (backend, case)
+    for backend in (VarlenBackend, CudnnBackend)
+    for case, options in CASES.items()
+    if "softcap" not in options
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -40,22 +45,23 @@ def test_the_stand_in_has_the_parameters_of_the_real_one():
     ]
 
 
-@pytest.mark.parametrize("case", SERVED)
+@pytest.mark.parametrize(("backend", "case"), SERVED)
 @settings(max_examples=15)
 @given(lengths=new_and_context)
-def test_every_step_gives_what_the_oracle_gives(case, lengths):
+def test_every_step_gives_what_the_oracle_gives(backend, case, lengths):
     step = make_step(lengths, SHAPE)
-    assert_like_oracle(VarlenBackend, SHAPE.pool(), step, options_of(case))
-    assert_turns_like_oracle(VarlenBackend, SHAPE.pool(), step, options_of(case))
+    assert_like_oracle(backend, SHAPE.pool(), step, options_of(case))
+    assert_turns_like_oracle(backend, SHAPE.pool(), step, options_of(case))
 
 
-@pytest.mark.parametrize("case", SERVED)
-def test_a_graph_plan_follows_its_steps(case):
-    assert_graph_plan_follows(VarlenBackend, SHAPE.pool(), SHAPE, options_of(case))
+@pytest.mark.parametrize(("backend", "case"), SERVED)
+def test_a_graph_plan_follows_its_steps(backend, case):
+    assert_graph_plan_follows(backend, SHAPE.pool(), SHAPE, options_of(case))
 
 
-def test_a_softcap_is_refused_rather_than_ignored():
+@pytest.mark.parametrize("backend", [VarlenBackend, CudnnBackend])
+def test_a_softcap_is_refused_rather_than_ignored(backend):
     step = make_step([(1, 2)], SHAPE)
-    plan = VarlenBackend(SHAPE.pool()).plan(step.inputs)
+    plan = backend(SHAPE.pool()).plan(step.inputs)
     with pytest.raises(ConfigurationError, match=r"softcap of 0\.7"):
         step.run(plan, options_of("softcap"))

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from pyengine.attention.choice import Choice
 from pyengine.config import EngineSettings
 from pyengine.engine import builder
 from pyengine.errors import ConfigurationError
+from pyengine.kv_cache.pool import PoolSettings
 from pyengine.sampling_params import SamplingParams
+from tests.unit.executor.hand_made import as_loaded, random_model
 
 
 @dataclass
@@ -85,3 +88,27 @@ def test_decode_steps_in_graphs_are_compiled_where_that_can_be_had(
     compiles = asked is True or (asked is None and has_graphs)
     assert runner.calls == ["take over rotations", *["compile"] * compiles, "capture"]
     assert ("runs uncompiled; compile=False does not try" in caplog.text) == (compiles and not can)
+
+
+def test_the_memory_of_graphs_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They exist while the rest of the memory is computed; weights are fused before all of it."""
+    used, calls = 0, []
+
+    def take(name: str, amount: int, keeps: bool) -> int:
+        nonlocal used
+        calls.append(name)
+        used += amount if keeps else 0
+        return amount
+
+    monkeypatch.setattr(builder, "fuse_linears", lambda _model: take("fuse", 10, keeps=True))
+    monkeypatch.setattr(builder, "available_memory", lambda _device: 1000 - used)
+    monkeypatch.setattr(
+        builder, "activation_bytes", lambda *_: take("activations", 100, keeps=False)
+    )
+    monkeypatch.setattr(builder, "graph_bytes", lambda *_: take("graphs", 200, keeps=True))
+    loaded = as_loaded(random_model("llama"), torch.device("cpu"))
+    pool = PoolSettings(16, None, None, 0.9, max_num_seqs=2, max_model_len=64)
+    settings = EngineSettings(max_num_seqs=2, max_num_batched_tokens=32)
+    left = builder._memory_left(settings, pool, Choice("gather", ""), torch.float32, loaded)
+    assert calls == ["fuse", "activations", "graphs"]
+    assert left == 1000 - 10 - 100 - 200

@@ -190,7 +190,7 @@ def test_the_real_compiler_reads_what_attention_gives_head_by_head(monkeypatch):
 def test_layers_are_counted_in_compiled_steps_too():
     run = PagedRun(random_model("llama", num_hidden_layers=1))
     run.runner.compile("aot_eager")
-    run.runner._num_layers = 2
+    run.runner._forward._num_layers = 2
     entry = Entry([3], 0, 1, run.tables(1))
     plan = HandMadePlan([entry], run.runner.buffers.arrays, run.block_size)
     with pytest.raises(ConfigurationError, match="attended in 1 of 2 layers"):

@@ -114,15 +114,19 @@ class Recording:
     def __init__(self) -> None:
         self.num_bytes = 0
 
-    def __call__(self, pairs):
-        for source, target in pairs:
-            assert source.is_contiguous(), "torch would copy it once more, and wait"
-            assert source.shape == target.shape
-            self.num_bytes += source.nbytes
-        return upload_at_once(pairs)
+    def __call__(self, source, target):
+        assert source.is_contiguous(), "torch would copy it once more, and wait"
+        assert source.shape == target.shape
+        self.num_bytes += source.nbytes
+        return upload_at_once(source, target)
 
 
 ROWS, BLOCK = 256, 16
+
+
+def packed(*sizes: int) -> int:
+    """Bytes of arrays of these sizes, each of which begins at a multiple of 64."""
+    return sum(-(-size // 64) * 64 for size in sizes)
 
 
 @pytest.mark.parametrize("groups", [1, 7])
@@ -139,7 +143,7 @@ def test_what_is_copied_follows_from_the_step_and_not_from_the_longest_there_may
     buffers = InputBuffers(limits, BLOCK, torch.device("cpu"), apart=True)
     buffers.arrays.block_tables[:] = -7  # stale
     buffers._upload = recording = Recording()
-    others = ROWS * (8 + 8 + 8 * groups + 4 + 8) + 4 * (ROWS + 1)
+    others = packed(*(ROWS * size for size in (8, 8, 8 * groups, 4, 8)), 4 * (ROWS + 1))
     for longest, width in ((570, 64), (1_024, 64), (1_025, 128), (4_208, min(capacity, 320))):
         lengths = [570 - row for row in range(ROWS - 1)] + [longest]
         inputs = buffers.fill(Decodes(lengths, buffers, BLOCK)).upload()
@@ -160,13 +164,13 @@ class LateStream:
     def __init__(self) -> None:
         self.waiting = []
 
-    def __call__(self, pairs):
-        self.waiting.append(list(pairs))
+    def __call__(self, source, target):
+        self.waiting.append((source, target))
         return self.run
 
     def run(self) -> None:
-        for pairs in self.waiting:
-            upload_at_once(pairs)
+        for pair in self.waiting:
+            upload_at_once(*pair)
         self.waiting.clear()
 
 
@@ -218,9 +222,9 @@ def test_a_step_is_padded_on_the_host_and_costs_no_further_copy(reads_tables: bo
     assert inputs.host_seq_lens.tolist() == [5, 1, 1]
     assert inputs.host_block_tables[0, 0, 0] == 1
     assert not buffers.arrays.block_tables[0, 1:].any(), "those rows are the plan's"
-    others = 3 * (8 + 8 + 8 + 4 + 8) + 4 * 4
     width = inputs.block_tables.shape[2] if reads_tables else 0
-    assert recording.num_bytes == others + 4 * 3 * width
+    arrays = (3 * 8, 3 * 8, 3 * 8, 3 * 4, 3 * 8, 4 * 4)
+    assert recording.num_bytes == packed(*arrays, 4 * 3 * width)
     if reads_tables:
         assert inputs.block_tables[0, :, 0].tolist() == [1, 8, 8]
 
@@ -234,7 +238,8 @@ def test_tables_that_nobody_reads_on_the_device_are_not_copied(capacity: int) ->
     buffers = InputBuffers(limits, BLOCK, torch.device("cpu"), backend, apart=True)
     buffers._upload = recording = Recording()
     inputs = buffers.fill(Decodes([570] * ROWS, buffers, BLOCK)).upload()
-    assert recording.num_bytes == ROWS * (8 + 8 + 8 * 7 + 4 + 8) + 4 * (ROWS + 1)
+    arrays = (*(ROWS * size for size in (8, 8, 8 * 7, 4, 8)), 4 * (ROWS + 1))
+    assert recording.num_bytes == packed(*arrays)
     assert inputs.block_tables.shape == (7, ROWS, capacity)
     assert inputs.block_tables.untyped_storage().nbytes() == 4
     assert inputs.host_block_tables.ctypes.data == buffers.arrays.block_tables.ctypes.data

@@ -1,8 +1,10 @@
 """Memory of the largest step, estimated and run; freed memory is used again."""
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -89,6 +91,30 @@ def test_graphs_are_reckoned_by_two_of_them(most: int | None, expected: int) -> 
     runner = ModelRunner(loaded, pool, StaticBackend(pool), limits, record=recorder)
     assert graph_bytes(runner, Counting(runner)) == expected
     assert len(runner.graphs.sizes) <= 2
+
+
+def test_a_runner_with_graphs_is_freed_as_soon_as_it_is_dropped() -> None:
+    """Its memory is needed for the pool; a reference cycle would wait for the collector."""
+    loaded = loaded_model()
+    pool = KVPool(kv_cache_specs(loaded.config, torch.float32), 1, 16, loaded.device)
+    backend = StaticBackend(pool)
+    runner = ModelRunner(loaded, pool, backend, LIMITS, record=recorded_apart)
+    runner.capture()
+    assert runner.graphs.sizes
+    dropped = [weakref.ref(each) for each in (runner, pool, backend)]
+    gc.collect()
+    gc.disable()
+    try:
+        del runner, pool, backend
+        assert [each() for each in dropped] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def recorded_apart(compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """A replay that, like a CUDA graph's, keeps the result and not the launches."""
+    result = compute()
+    return lambda: result
 
 
 class FullDevice:

@@ -1,0 +1,80 @@
+"""Our Triton kernels, compiled as calls of them are, for GPUs that are not there."""
+
+from itertools import product
+from typing import Any
+
+import torch
+
+from pyengine.attention.backend import HeadNorm, RotaryLayout, Rotation
+from pyengine.kv_cache.pool import KVCacheSpec, KVPool
+from pyengine.sampling.sampler import SamplingBatch, draw
+from pyengine.sampling.state import SamplingState
+from pyengine.sampling_params import SamplingParams
+from tests.support.fake_cuda import FakeCuda, kernels_warmed_up
+
+HEADS = ((16, 8, 128), (8, 4, 256), (64, 8, 64), (14, 2, 64))
+"""Query heads, KV heads and head size: Qwen3, Gemma 3, GPT-OSS, Qwen2."""
+DTYPES = ((torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, torch.float8_e4m3fn))
+"""Of rows, and of the cache if that is another."""
+FLOAT8_CAPABILITY = 89
+ROWS = 5
+PARAMS = (
+    SamplingParams(temperature=1),
+    SamplingParams(temperature=1, min_p=0.1),
+    SamplingParams(temperature=1, top_k=50, top_p=0.9),
+)
+VOCABULARY = 151_936
+
+
+def compile_for(capability: str) -> None:
+    """Compile every kernel for a GPU of this compute capability, 90 for 9.0."""
+    from pyengine.kernels.kv_write import write_rows
+    from pyengine.kernels.rotation import write_rotated
+
+    major, minor = divmod(int(capability), 10)
+    with FakeCuda((major, minor)), kernels_warmed_up() as compiled:
+        for (dtype, stored), heads, with_norm in product(DTYPES, HEADS, (False, True)):
+            if stored is not None and int(capability) < FLOAT8_CAPABILITY:
+                continue  # torch converts there
+            rows, caches, rotation = _layer(heads, dtype, stored or dtype, with_norm)
+            slots = torch.zeros(ROWS, dtype=torch.int64, device="cuda")
+            before = len(compiled)
+            write_rotated(rows, caches, slots, rotation)
+            write_rows(rows[1:], caches, slots)
+            assert len(compiled) == before + 2
+        before = len(compiled)
+        for params in PARAMS:
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                _draw(params, dtype)
+        assert len(compiled) >= before + 2 * 3 * len(PARAMS)
+    for kernel in compiled:
+        assert kernel.metadata.target.arch == int(capability)
+        assert kernel.asm["cubin"].startswith(b"\x7fELF")
+        assert "ptx" in kernel.asm
+
+
+def _layer(
+    heads: tuple[int, int, int], dtype: torch.dtype, stored: torch.dtype, with_norm: bool
+) -> tuple[Any, Any, Rotation]:
+    """Rows as fused projections give them, a layer's caches, and a rotation."""
+    query_heads, kv_heads, dim = heads
+    device = torch.device("cuda:0")
+    pool = KVPool([KVCacheSpec(kv_heads, dim, dim, stored)], 4, 16, device)
+    sizes = [query_heads * dim, kv_heads * dim, kv_heads * dim]
+    whole = torch.zeros(ROWS, sum(sizes), dtype=dtype, device=device)
+    rows = tuple(part.unflatten(-1, (-1, dim)) for part in whole.split(sizes, -1))
+    angles = torch.zeros(ROWS, dim, dtype=dtype, device=device)
+    norm = None
+    if with_norm:
+        weight = torch.zeros(dim, dtype=dtype, device=device)
+        norm = HeadNorm(weight, weight.clone(), 1e-6, 0.0)
+    rotation = Rotation(angles, angles.clone(), RotaryLayout(dim, "halves", 1), norm)
+    return rows, (pool.keys[0], pool.values[0]), rotation
+
+
+def _draw(params: SamplingParams, dtype: torch.dtype) -> None:
+    state = SamplingState(params, (), seed=1, vocab_size=VOCABULARY)
+    draws = SamplingBatch([state] * ROWS).draws
+    assert draws is not None
+    logits = torch.zeros(ROWS, VOCABULARY, dtype=dtype, device="cuda")
+    assert draw(logits, draws, range(ROWS)).shape == (ROWS,)

@@ -1,0 +1,262 @@
+"""Steps of a real runner over a device that is not there."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_inductor_cache
+
+from benches.gpu.launches import as_on_cuda
+from pyengine.attention import flex
+from pyengine.attention.backend import AttentionOptions, AttentionPlan, Rows, StepInputs
+from pyengine.attention.choice import choose_backend
+from pyengine.attention.dispatch import PagedContext, register_paged_attention
+from pyengine.attention.needs import OPTIONAL_PACKAGES, needs_of
+from pyengine.errors import ConfigurationError
+from pyengine.executor.compiled import CompiledForward
+from pyengine.executor.input_buffers import RunnerLimits
+from pyengine.executor.model_runner import ModelRunner
+from pyengine.kv_cache import BlockManager
+from pyengine.kv_cache.layer_groups import choose_layer_groups, layer_windows
+from pyengine.kv_cache.pool import KVPool, kv_cache_specs
+from pyengine.sampling.sampler import SamplingBatch, sample
+from pyengine.sampling.state import SamplingState
+from pyengine.sampling_params import SamplingParams
+from tests.fake_cuda import libraries
+from tests.gpu.models import LONGEST, VOCABULARY, random_model
+from tests.support.cuda_lowering import Lowering
+from tests.support.fake_cuda import FakeCuda, kernels_warmed_up
+from tests.support.graphs import record_eagerly
+
+DEVICE = torch.device("cuda:0")
+DTYPE = torch.bfloat16
+_TOKENS, _SEQUENCES = 256, 8
+PROMPTS = (40, 100, 7)
+PARAMS = (
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1, top_p=0.9, logprobs=2),
+    SamplingParams(temperature=1, top_k=5, min_p=0.1, frequency_penalty=0.1),
+)
+
+
+class Machine:
+    """A model of `family` and its KV pool on the device, with `backend`."""
+
+    def __init__(
+        self, device: FakeCuda, family: str, backend: str, kv_dtype: torch.dtype | None = None
+    ) -> None:
+        self.model = random_model(family)
+        self.model.set_attn_implementation(register_paged_attention())
+        device.move(as_on_cuda(self.model))
+        config = self.model.config
+        needs = needs_of(self.model, DEVICE, DTYPE, kv_dtype=kv_dtype)
+        needs = replace(needs, packages=frozenset(OPTIONAL_PACKAGES))
+        choice = choose_backend(backend, needs)
+        specs = kv_cache_specs(config, needs.cache_dtype)
+        self.groups = choose_layer_groups(layer_windows(config), specs, LONGEST)
+        size = choice.block_size
+        self.pool = KVPool(specs, 64 * 64 // size, size, DEVICE, self.groups)
+        self.backend = choice.build(self.pool)
+        limits = RunnerLimits(
+            max_num_batched_tokens=_TOKENS,
+            max_num_seqs=_SEQUENCES,
+            max_blocks_per_seq=-(-LONGEST // size),
+            num_groups=len(self.groups.windows),
+        )
+        loaded: Any = SimpleNamespace(
+            model=self.model, mtp_layers=None, num_mtp_layers=0, device=DEVICE, dtype=DTYPE
+        )
+        self.runner = ModelRunner(
+            loaded,
+            self.pool,
+            self.backend,
+            limits,
+            record=record_eagerly if self.backend.supports_graphs else None,
+        )
+
+    def capture(self) -> None:
+        """Capture decode steps, if the backend supports graphs; all sizes must have one."""
+        if self.backend.supports_graphs:
+            self.runner.capture()
+            assert self.runner.graphs.sizes == self.runner.graph_sizes
+
+    def steps(self) -> int:
+        """Chunks of prompts beside decodes, then decodes alone; returns the number of steps."""
+        blocks, size = self.pool.num_blocks, self.pool.block_size
+        manager = BlockManager(blocks, size, groups=self.groups.windows)
+        states = [
+            SamplingState(params, [1, 2, 3], seed=row, vocab_size=VOCABULARY)
+            for row, params in enumerate(PARAMS)
+        ]
+        first, second, third = (
+            manager.sequence(np.arange(length) + 13 * length) for length in PROMPTS
+        )
+        steps: list[Callable[[Any], object]] = [
+            lambda plan: (plan.prefill(first, 40), plan.prefill(second, 64)),
+            lambda plan: (plan.decode([first]), plan.prefill(second, 100), plan.prefill(third, 7)),
+            *[lambda plan: plan.decode([first, second, third])] * 3,
+            lambda plan: plan.decode([first]),
+        ]
+        sampled: torch.Tensor | None = None
+        for fill in steps:
+            plan = manager.begin_step(_TOKENS)
+            fill(plan)
+            sampled = self._step(plan, states, sampled)
+        return len(steps)
+
+    def _step(
+        self, plan: Any, states: Sequence[SamplingState], before: torch.Tensor | None
+    ) -> torch.Tensor:
+        logits = self.runner.prepare(plan)(before).sampling
+        assert logits.shape == (plan.num_samples, VOCABULARY) and logits.is_cuda
+        drawn = sample(logits, SamplingBatch(states[: len(logits)])).token_ids
+        assert drawn.shape == (len(logits),) and drawn.is_cuda
+        plan.commit(np.ones(len(logits), dtype=np.int64))
+        return drawn
+
+
+class CompiledOnDevice:
+    """A compiled forward pass whose graphs are lowered for `device`; attention is not in them."""
+
+    def __init__(self, device: FakeCuda, machine: Machine) -> None:
+        self.lowering = Lowering()
+        self._device = device
+        with device.paused():
+            lowered: Any = self.lowering
+            self._compiled = CompiledForward(machine.model, machine.pool.num_layers, lowered)
+
+    def __call__(self, inputs: StepInputs, context: PagedContext) -> torch.Tensor:
+        inside = replace(context, plan=_OnDevice(self._device, context.plan))
+        with self._device.paused():
+            logits = self._compiled(inputs, inside)
+        context.attended = inside.attended
+        return logits
+
+
+class _OnDevice:
+    def __init__(self, device: FakeCuda, plan: AttentionPlan) -> None:
+        self._device = device
+        self._plan = plan
+
+    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
+        with self._device.resumed():
+            return self._plan.forward(layer, rows, options)
+
+
+def run_compiled(capability: str, backend: str, *families: str) -> None:
+    """The same with compiled graphs, which steps of all sizes share.
+
+    The graphs check the sizes and strides of what attention gives.
+    """
+    major, minor = divmod(int(capability), 10)
+    device = FakeCuda((major, minor))
+    libraries.install(backend)
+    stats = counters["stats"]
+    for family in families:
+        torch._dynamo.reset()
+        stats.clear()
+        with fresh_inductor_cache(), device, kernels_warmed_up(), uncompiled_flex():
+            machine = Machine(device, family, backend)
+            compiled = CompiledOnDevice(device, machine)
+            kernels = compiled.lowering.kernels
+            assert len(kernels) > 5
+            assert all(code.startswith(b"\x7fELF") for code in kernels.values())
+            machine.runner._forward.compiled = compiled  # type: ignore[assignment]
+            machine.capture()
+            device.waits.clear()
+            machine.steps()
+        assert not device.waits, "\n".join([family, *device.waits])
+        assert stats["unique_graphs"] == 2, family
+
+
+def run_flex(capability: str, family: str) -> None:
+    """The same with FlexAttention compiled to machine code, outside of a compiled forward pass."""
+    major, minor = divmod(int(capability), 10)
+    device, lowering, traced = FakeCuda((major, minor)), Lowering(), flex.compiled
+
+    def lowered(attend: Any) -> Callable[..., Any]:
+        compiled = traced(attend, backend=lowering)
+
+        def call(*tensors: torch.Tensor, **options: Any) -> Any:
+            with device.paused():
+                return compiled(*tensors, **options)
+
+        return call
+
+    with (
+        fresh_inductor_cache(),
+        device,
+        kernels_warmed_up(),
+        patch("pyengine.attention.flex.compiled", lowered),
+    ):
+        machine = Machine(device, family, "flex")
+        machine.capture()
+        device.waits.clear()
+        machine.steps()
+    assert not device.waits, "\n".join(device.waits)
+    flash = [code for name, code in lowering.kernels.items() if "flex_attention" in name]
+    assert len(flash) >= 2, list(lowering.kernels)
+    assert all(code.startswith(b"\x7fELF") for code in flash)
+
+
+def run(backend: str, *families: str) -> None:
+    """Capture, then steps: no number is read, nothing makes the host wait."""
+    _run(FakeCuda(), backend, families)
+
+
+def run_in_8_bits(backend: str, *families: str) -> None:
+    """The same with a KV cache of 8-bit floats."""
+    _run(FakeCuda(), backend, families, torch.float8_e4m3fn)
+
+
+def run_release(release: str, *families: str) -> None:
+    """The same with another release of flash-attn."""
+    device = FakeCuda()
+    libraries.install("flash-attn")
+    libraries.flash_attn_as(release)
+    _run(device, "flash-attn", families)
+
+
+def _run(
+    device: FakeCuda,
+    backend: str,
+    families: Sequence[str],
+    kv_dtype: torch.dtype | None = None,
+) -> None:
+    libraries.install(backend)
+    for family in families:
+        with device, kernels_warmed_up() as kernels, uncompiled_flex():
+            machine = Machine(device, family, backend, kv_dtype)
+            machine.capture()
+            device.waits.clear()
+            assert machine.steps() == 6
+        assert kernels, family
+        assert not device.waits, "\n".join([family, *device.waits])
+
+
+def refused(backend: str, *families: str) -> None:
+    """The backend says that it cannot serve these families."""
+    device = FakeCuda()
+    libraries.install(backend)
+    for family in families:
+        with device, pytest.raises(ConfigurationError, match="cannot serve"):
+            Machine(device, family, backend)
+
+
+@contextmanager
+def uncompiled_flex() -> Iterator[None]:
+    """FlexAttention by torch's operators: compiling is left to other tests."""
+    from torch.nn.attention import flex_attention
+
+    with (
+        patch("pyengine.attention.flex.compiled", lambda attend: attend),
+        patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
+    ):
+        yield

@@ -1,0 +1,54 @@
+"""The runner on a CUDA device that is not there: every family with every backend.
+
+What is real: the model, the pool, the input buffers, the plans of steps and of graphs, the sampler,
+the Python of flashinfer, flash-attn and torch. Their kernels check their arguments.
+"""
+
+import pytest
+
+from tests.fake_cuda.releases import with_newest
+from tests.gpu.models import FAMILIES
+from tests.support.kernels import run_apart
+
+STEPS = "tests.fake_cuda.steps"
+BACKENDS = ("flashinfer", "flash-attn-3", "flash-attn", "cudnn", "varlen", "flex", "gather")
+SERVED_BY_CUDNN = {"llama", "qwen3", "phi3", "olmo2", "granite", "smollm3"}
+REFUSED = {
+    "cudnn": set(FAMILIES) - SERVED_BY_CUDNN,
+    "flash-attn-3": {"deepseek_v3"},
+    "flash-attn": {"deepseek_v3"},
+    "flashinfer": {"deepseek_v3"},
+    "varlen": {"deepseek_v3", "gemma2"},
+}
+"""Families that a backend does not serve."""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_step_makes_the_host_wait(backend: str) -> None:
+    """Nor does it mix devices; every size of batch has its graph."""
+    refused = REFUSED.get(backend, set())
+    run_apart(STEPS, "run", backend, *(family for family in FAMILIES if family not in refused))
+    if refused:
+        run_apart(STEPS, "refused", backend, *refused)
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "flash-attn"])
+def test_nor_with_the_newest_release(backend: str) -> None:
+    served = [family for family in FAMILIES if family not in REFUSED[backend]]
+    run_apart(STEPS, "run", backend, *served, **with_newest())
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "gather"])
+def test_nor_with_an_8_bit_cache(backend: str) -> None:
+    run_apart(STEPS, "run_in_8_bits", backend, "llama", "qwen3", "gemma2")
+
+
+def test_nor_with_a_flash_attn_that_reads_lengths() -> None:
+    """From 2.8.4 on, its paged decode reads the longest length on the host.
+
+    A graph cannot be captured then, and each layer of a decode step waits for the device.
+    """
+    run_apart(STEPS, "run_release", "2.8.4", "llama", "gemma2", "gpt_oss", "mistral")
+
+
+STEPS = "tests.fake_cuda.steps"

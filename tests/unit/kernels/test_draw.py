@@ -1,0 +1,124 @@
+"""The Triton kernels of the draw: the tokens of the draw on the CPU, seed by seed, without a GPU.
+
+Under Triton's interpreter they compute; `make gpu-tests` compiles them for GPUs that are not there.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from pyengine.sampling.sampler import draw, draw_by_kernels
+from pyengine.sampling.state import uniforms
+from pyengine.sampling_params import SamplingParams
+from tests.support.kernels import needs_triton, run_apart
+from tests.unit.sampling.test_draw import batch_of, make_logits, requests
+
+
+def by_kernels(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> list:
+    draws = batch_of(params, logits.shape[1]).draws
+    assert draws is not None
+    numbers = uniforms(draws.seeds, np.asarray(positions)[draws.rows])
+    return draw_by_kernels(logits, draws, numbers).tolist()
+
+
+def compare(
+    params: list[SamplingParams],
+    kind: str,
+    vocab_size: int,
+    dtype: torch.dtype,
+    greedy: set[int],
+    seed: int,
+) -> None:
+    """In the interpreter: the kernels draw what the CPU draws."""
+    params = [
+        SamplingParams(temperature=0) if at in greedy else each for at, each in enumerate(params)
+    ]
+    params.append(SamplingParams(temperature=1))
+    logits = make_logits(kind, len(params), vocab_size, seed).to(dtype)
+    positions = list(range(seed, seed + len(params)))
+    draws = batch_of(params, vocab_size).draws
+    assert draws is not None
+    assert by_kernels(logits, params, positions) == draw(logits, draws, positions).tolist()
+
+
+def _compare_so_many(count: int) -> None:
+    configured = settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
+    cases = given(
+        params=st.lists(requests, min_size=1, max_size=4),
+        kind=st.sampled_from(["peaked", "flat", "ties", "equal", "barred"]),
+        vocab_size=st.sampled_from([2, 100, 4096, 4097, 20_000]),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+        greedy=st.sets(st.integers(0, 5)),
+        seed=st.integers(0, 2**20),
+    )
+    configured(cases(compare))()
+
+
+def compare_some() -> None:
+    _compare_so_many(30)
+
+
+def compare_many() -> None:
+    _compare_so_many(1500)
+
+
+def rows_alone() -> None:
+    """In the interpreter: a row has the token that it has alone."""
+    params = [
+        SamplingParams(temperature=1),
+        SamplingParams(temperature=0.7, top_k=40),
+        SamplingParams(temperature=2, min_p=0.05),
+        SamplingParams(temperature=1, top_k=50, top_p=0.8),
+        SamplingParams(temperature=1, top_p=0.8),
+    ]
+    logits = make_logits("flat", len(params), 9000, 7)
+    draws = batch_of(params, 9000).draws
+    assert draws is not None
+    numbers = np.linspace(0.1, 0.9, len(params))
+    together = draw_by_kernels(logits, draws, numbers).tolist()
+    for row, param in enumerate(params):
+        alone = batch_of([param], 9000).draws
+        assert alone is not None
+        own = draw_by_kernels(logits[row : row + 1], alone, numbers[row : row + 1])
+        assert own.tolist() == [together[row]]
+
+
+def broken_logits() -> None:
+    """In the interpreter: a row without a choice gives a token that shows it."""
+    rows = torch.randn(4, 9000)
+    rows[0, 8000] = math.nan
+    rows[1] = -math.inf
+    rows[2, 5000] = math.inf
+    for params in (
+        SamplingParams(temperature=1),
+        SamplingParams(temperature=1, min_p=0.1),
+        SamplingParams(temperature=1, top_k=5),
+    ):
+        tokens = by_kernels(rows, [params] * 4, [0, 1, 2, 3])
+        assert all(0 <= token < 9000 for token in tokens)
+        chosen = [float(rows[row, token]) for row, token in enumerate(tokens)]
+        assert math.isnan(chosen[0]) and chosen[1:3] == [-math.inf, math.inf]
+        assert math.isfinite(chosen[3])
+
+
+@needs_triton
+@pytest.mark.parametrize("check", ["compare_some", "rows_alone", "broken_logits"])
+def test_the_kernels_draw_what_the_cpu_draws(check: str) -> None:
+    run_apart(__name__, check, TRITON_INTERPRET="1")
+
+
+@needs_triton
+@pytest.mark.soak
+def test_the_kernels_draw_what_the_cpu_draws_in_many_cases() -> None:
+    run_apart(__name__, "compare_many", TRITON_INTERPRET="1")
