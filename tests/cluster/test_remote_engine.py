@@ -5,7 +5,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import pytest
@@ -480,7 +480,7 @@ def test_a_replica_says_where_prompts_differ(two: tuple[Replica, Replica]) -> No
         await read(engine, texts[0], GREEDY)
         await until_followed(local, two)
         last, _ = await read(engine, texts[1], GREEDY)
-        return last
+        return cast(RequestOutput, last)
 
     output = over(two, main)
     assert output.cache.reason == "diverged"
