@@ -61,7 +61,7 @@ class KernelProduct:
         self._packed = PackedWeight(cpu_array(weight.detach().contiguous()))
         self._bias = None if bias is None else cpu_array(bias.detach().contiguous())
         self._has_bias = bias is not None
-        self._threads = _threads(torch.get_num_threads())
+        self._threads = kernel_threads(torch.get_num_threads())
         self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def prepared_product(weight: torch.Tensor, bias: torch.Tensor | None, product: P
 
 
 @cache
-def _threads(num_threads: int) -> CpuAttention:
+def kernel_threads(num_threads: int) -> CpuAttention:
     """Threads of torch's pool: as many, or fewer where torch has been told so since."""
     return CpuAttention(num_threads, openmp_runtime())
 
