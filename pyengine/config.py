@@ -67,9 +67,11 @@ class EngineSettings:
         "float32, bfloat16, float16",
         parse=str,
     )
-    quantization: Literal["int8"] | None = setting(
+    quantization: Literal["int8", "int4", "none"] | None = setting(
         None,
-        "int8: 8-bit linear layers, on the CPU; for checkpoints with plain linear layers",
+        "int8, int4: linear layers in 8 or 4 bits, on the CPU; for checkpoints with float weights "
+        "in plain linear layers. none: GGUF files are converted to floats. default: on the CPU, "
+        "GGUF files keep their formats if linear_backend is auto",
         parse=str | None,
     )
     linear_backend: Literal["auto", "torch", "onednn", "pyengine"] = setting(
@@ -301,10 +303,16 @@ class EngineSettings:
                 "out"
             )
 
+    @property
+    def keeps_quantized(self) -> bool:
+        """True if a GGUF file is to keep its own formats."""
+        is_alone = self.tensor_parallel_size == 1
+        return self.quantization is None and self.linear_backend == "auto" and is_alone
+
     def _check_linear_backend(self) -> None:
         if self.linear_backend == "auto":
             return
-        if self.quantization is not None:
+        if self.quantization not in (None, "none"):
             raise ConfigurationError(
                 f"linear_backend={self.linear_backend!r} does not go together with quantization="
                 f"{self.quantization!r}, which has its own product: leave one of them out"
@@ -340,7 +348,8 @@ class EngineSettings:
             *("async_scheduling", "compile", "quantization"),
             *("kv_cache_dir", "kv_cache_host_memory", "verify_cache_hits"),
         ):
-            if value := getattr(self, name):
+            value = getattr(self, name)
+            if value and value != "none":
                 raise ConfigurationError(
                     f"{name}={shown(value)} does not go together with tensor_parallel_size="
                     f"{self.tensor_parallel_size} yet: leave one of them out"

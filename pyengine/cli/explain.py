@@ -115,7 +115,7 @@ def _tokenizer(model: str | None) -> Any:
     with held_interrupt(), libraries():
         from pyengine.models.loader import load_tokenizer
         from pyengine.models.source import resolve_source
-    source = resolve_source(model)
+    source = resolve_source(model, keep_quantized=True)
     tokenizer = load_tokenizer(source.folder)
     if tokenizer is None:
         raise InvalidRequestError(f"{source.name} has no tokenizer: give files of token ids")

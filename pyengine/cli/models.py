@@ -11,7 +11,7 @@ import typer
 from pyengine.cli.backend import held_interrupt, libraries
 from pyengine.cli.display import note, size_text, wrapped, write
 from pyengine.cli.options import guarded
-from pyengine.errors import ModelLoadError, PyEngineError
+from pyengine.errors import PyEngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +42,12 @@ def pull(
     """Download MODEL, or convert it, and check that the engine can run it; status 1 if not."""
     with guarded():
         with held_interrupt(), libraries():
-            from pyengine.models.loader import check_folder
-            from pyengine.models.source import resolve_source
-        source = resolve_source(model, revision=revision, token=token)
-        try:
-            check_folder(source.folder)
-        except ModelLoadError as error:
-            raise ModelLoadError(f"{source.name} is in {source.folder}, but {error}") from error
-        write(f"{source.folder}\n")
-        note(f"{source.name}: {size_text(_size(source.folder))}; the engine can run it")
+            from pyengine.models.loader import checked_source
+        source = checked_source(model, revision=revision, token=token)
+        place = source.gguf or source.folder
+        size = place.stat().st_size if source.gguf else _size(place)
+        write(f"{place}\n")
+        note(f"{source.name}: {size_text(size)}; the engine can run it")
 
 
 def list_models(

@@ -45,11 +45,11 @@ from pyengine.kv_cache.memory import available_memory
 from pyengine.kv_cache.pool import KVPool, PoolSettings, resolve_kv_cache_dtype
 from pyengine.models.cpu_kernels import fuse_norms
 from pyengine.models.decoder_layer import shorten_layers
-from pyengine.models.int8_linear import quantise_linears
 from pyengine.models.linear import can_prepack, fuse_linears, prepack_linears
 from pyengine.models.linear_kernels import ProductChooser
 from pyengine.models.loader import LoadedModel, load_model, model_properties, with_mtp_layers
 from pyengine.models.placement import resolve_device
+from pyengine.models.quantization import with_quantization
 from pyengine.models.source import resolve_source
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -218,7 +218,9 @@ def _connect(
     is_alone = worker_group is None and executor.depth == 1
     threads = replace(
         threads,
-        adapts=threads.adapts and is_alone and _any_threads_agree(settings, choice, products),
+        adapts=threads.adapts
+        and is_alone
+        and _any_threads_agree(settings, loaded, choice, products),
     )
     if populate and isinstance(runner, ModelRunner):
         runner.pool.populate_in_background()
@@ -226,7 +228,7 @@ def _connect(
     description = {
         **_about_model(loaded, settings),
         **threads.describe(),
-        **_about_linears(settings, products),
+        **_about_linears(settings, loaded, products),
         **_about_attention(choice, needs, runner),
         **_about_cache(plan, model_limits, settings),
         **_about_store(settings, engine.offloader),
@@ -361,17 +363,16 @@ def _pool_settings(
 
 
 def _load(settings: EngineSettings) -> LoadedModel:
-    loaded = load_model(
+    source = resolve_source(
         settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
         revision=settings.revision,
         token=settings.token,
+        keep_quantized=settings.keeps_quantized and resolve_device(settings.device).type == "cpu",
     )
+    loaded = load_model(source, device=settings.device, dtype=settings.dtype)
     if settings.kv_cache_dir is not None:  # before the weights are rearranged
-        loaded = replace(loaded, properties=tuple(model_properties(loaded.model)))
-    if settings.quantization is not None:
-        quantise_linears(loaded.model, loaded.device)
+        loaded = replace(loaded, properties=tuple(model_properties(loaded)))
+    loaded = with_quantization(loaded, settings.quantization)
     return with_mtp_layers(loaded) if settings.speculation == "mtp" else loaded
 
 
@@ -537,11 +538,11 @@ def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, obj
         "python": platform.python_version(),
         "torch": torch.__version__,
         "model": loaded.name,
-        "model_path": str(loaded.path),
+        "model_path": str(loaded.gguf or loaded.path),
         "device": str(loaded.device),
         "dtype": dtype_name(loaded.dtype),
         "dtype_reason": loaded.dtype_reason,
-        "quantization": settings.quantization or "none",
+        "quantization": loaded.quantization,
         "tensor_parallel_size": settings.tensor_parallel_size,
     }
 
@@ -550,23 +551,27 @@ def _rows_have_same_bits(
     settings: EngineSettings, loaded: LoadedModel, choice: Choice, products: ProductChooser
 ) -> bool:
     """True if the KV of a token has the same bits in every batch and chunk."""
-    is_exact = settings.quantization is not None or set(products.in_use) <= {"pyengine"}
+    is_exact = not loaded.has_float_linears or set(products.in_use) <= {"pyengine"}
     is_ours = choice.backend == "cpu" and not settings.compile
     return is_exact and is_ours and loaded.dtype == torch.float32
 
 
-def _any_threads_agree(settings: EngineSettings, choice: Choice, products: ProductChooser) -> bool:
+def _any_threads_agree(
+    settings: EngineSettings, loaded: LoadedModel, choice: Choice, products: ProductChooser
+) -> bool:
     """True if a step gives the same bits with any number of threads, and can use fewer.
 
     MKL's products and torch's attention depend on it. Compiled code has a fixed number of threads.
     """
-    is_ours = settings.quantization is not None or "torch" not in products.in_use
+    is_ours = not loaded.has_float_linears or "torch" not in products.in_use
     return is_ours and choice.backend == "cpu" and not settings.compile
 
 
-def _about_linears(settings: EngineSettings, products: ProductChooser) -> dict[str, object]:
-    if settings.quantization is not None:
-        return {"linear_backend": settings.quantization, "linear_reason": "quantization"}
+def _about_linears(
+    settings: EngineSettings, loaded: LoadedModel, products: ProductChooser
+) -> dict[str, object]:
+    if not loaded.has_float_linears:
+        return {"linear_backend": loaded.quantization, "linear_reason": "quantization"}
     if settings.tensor_parallel_size != 1:
         return {"linear_backend": "torch", "linear_reason": "the model is divided over processes"}
     return products.describe()

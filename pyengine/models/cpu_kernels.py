@@ -62,8 +62,8 @@ class KernelProduct:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._packed = PackedWeight(cpu_array(weight.detach().contiguous()))
         self._bias = None if bias is None else cpu_array(bias.detach().contiguous())
-        self.has_bias = bias is not None
-        self._threads = _threads(torch.get_num_threads())
+        self._has_bias = bias is not None
+        self._threads = kernel_threads(torch.get_num_threads())
         self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
@@ -76,9 +76,13 @@ class KernelProduct:
         """The same from `rows` `[T, in_features]` into `out` `[T, out_features]`."""
         self._packed.multiply(self._threads, rows, out, self._bias)
 
+    def can_gate(self, gate: object) -> bool:
+        """True if `write_gated` takes this gate."""
+        return isinstance(gate, KernelProduct) and not (self._has_bias or gate._has_bias)
+
     def multiply_gated(self, rows: torch.Tensor, gate: "KernelProduct") -> torch.Tensor:
         """`silu(gate(rows)) * self(rows)`."""
-        if self.has_bias or gate.has_bias:
+        if not self.can_gate(gate):
             return torch.nn.functional.silu(gate.multiply(rows)) * self.multiply(rows)
         flat, out = self._arrays(rows)
         self.write_gated(cpu_array(flat), gate, cpu_array(out))
@@ -87,7 +91,7 @@ class KernelProduct:
     def write_gated(
         self, rows: npt.NDArray[Any], gate: "KernelProduct", out: npt.NDArray[Any]
     ) -> None:
-        """The same from `rows` `[T, in_features]` into `out` `[T, out_features]`; no biases."""
+        """`multiply_gated` from `rows` into `out` `[T, out_features]`, for a gate of `can_gate`."""
         self._packed.multiply_gated(self._threads, rows, gate._packed, out)
 
     def gather(self, outputs: torch.Tensor) -> torch.Tensor:
@@ -122,7 +126,7 @@ def prepared_product(weight: torch.Tensor, bias: torch.Tensor | None, product: P
 
 
 @cache
-def _threads(num_threads: int) -> CpuAttention:
+def kernel_threads(num_threads: int) -> CpuAttention:
     """Threads of torch's pool: as many, or fewer where torch has been told so since."""
     return CpuAttention(num_threads, openmp_runtime())
 

@@ -3,7 +3,7 @@
 A layer of transformers calls some ten modules, which for a token of a small model takes longer than
 the arithmetic. `shorten_layers` finds layers whose `forward` is that of `LlamaDecoderLayer` or of
 `Gemma3DecoderLayer`, instruction by instruction, and whose parts are ours: `FusedRMSNorm`,
-`OwnRotation`, and linear layers by the Rust kernel. They get a `forward` that calls the same
+`OwnRotation`, and linear layers by the Rust kernels. They get a `forward` that calls the same
 kernels in the same order, with the same bits.
 """
 
@@ -17,7 +17,8 @@ from torch import nn
 
 from pyengine.attention.cpu import CpuPlan, rotation_numbers
 from pyengine.models.cpu_kernels import FusedRMSNorm, KernelProduct, instructions_of
-from pyengine.models.linear import FusedLinear, PrepackedLinear, PrepackedMLP
+from pyengine.models.linear import FusedLinear, PrepackedMLP, ProductLinear
+from pyengine.models.quantized_linear import QuantizedProduct
 from pyengine.models.rotary import OwnRotation
 from pyengine.utils.host_copy import cpu_array
 
@@ -82,20 +83,23 @@ class _ShortForward:
         self._workspace = workspace
         self._layer: int = attention.layer_idx
         self._norms = _norms(layer)
-        self._projections = [_kernel(linear) for linear in _input_layers(attention)]
+        self._projections = [linear.product for linear in _input_layers(attention)]
         self._head_dim = attention.head_dim
         self._sizes = [
             linear.out_features for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
         ]
         self._options = attention.options
         self._rotation = rotation_numbers(attention.layout, attention.head_norm)
-        self._output = _kernel(attention.o_proj)
+        self._output = attention.o_proj.product
         self._mlp: Any = layer.mlp
-        self._linears: list[KernelProduct] | None = None
+        self._linears: list[Any] | None = None
         if _is_mlp_of_ours(layer.mlp):
             linears = layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
-            self._linears = [_kernel(linear) for linear in linears]
-        self._is_gated_by_kernel = isinstance(layer.mlp, PrepackedMLP)
+            self._linears = [linear.product for linear in linears]
+            is_silu = isinstance(layer.mlp, PrepackedMLP)
+            self._act = torch.nn.functional.silu if is_silu else layer.mlp.act_fn
+            gate, up, _ = self._linears
+            self._is_gated_by_kernel = is_silu and up.can_gate(gate)
 
     def __call__(self, hidden_states: torch.Tensor, *_args: Any, **kwargs: Any) -> torch.Tensor:
         """Map `hidden_states` `[1, T, hidden]` in place."""
@@ -131,7 +135,7 @@ class _ShortForward:
         residual.rows += change.rows
         return hidden_states
 
-    def _feed_forward(self, linears: Sequence[KernelProduct], rows: _Buffer, out: _Buffer) -> None:
+    def _feed_forward(self, linears: Sequence[Any], rows: _Buffer, out: _Buffer) -> None:
         gate, up, down = linears
         gated = self._workspace.buffer("gated", up.weight.shape[0])
         if self._is_gated_by_kernel:
@@ -140,7 +144,7 @@ class _ShortForward:
             gates = self._workspace.buffer("gates", gate.weight.shape[0])
             gate.write(rows.array, gates.array)
             up.write(rows.array, gated.array)
-            gated.rows *= self._mlp.act_fn(gates.rows)
+            gated.rows *= self._act(gates.rows)
         down.write(gated.array, out.array)
 
     def _project(self, rows: Array) -> list[Array]:
@@ -207,11 +211,10 @@ def _input_layers(attention: OwnRotation) -> Sequence[Any]:
 
 
 def _is_ours(linear: Any) -> bool:
-    return isinstance(linear, PrepackedLinear) and isinstance(linear.product, KernelProduct)
-
-
-def _kernel(linear: PrepackedLinear) -> KernelProduct:
-    return cast(KernelProduct, linear.product)
+    product = linear.product if isinstance(linear, ProductLinear) else None
+    if isinstance(product, QuantizedProduct):
+        return not product.has_order
+    return isinstance(product, KernelProduct)
 
 
 def _is_mlp_of_ours(mlp: Any) -> bool:
@@ -222,7 +225,4 @@ def _is_mlp_of_ours(mlp: Any) -> bool:
     known = [instructions_of(kind) for kind in (LlamaMLP, Gemma3MLP)]
     if not isinstance(mlp, PrepackedMLP) and instructions_of(type(mlp)) not in known:
         return False
-    if not all(map(_is_ours, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))):
-        return False
-    has_bias = mlp.gate_proj.product.has_bias or mlp.up_proj.product.has_bias
-    return not (has_bias and isinstance(mlp, PrepackedMLP))  # which computes these by torch
+    return all(map(_is_ours, (mlp.gate_proj, mlp.up_proj, mlp.down_proj)))

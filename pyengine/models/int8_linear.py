@@ -14,7 +14,6 @@ use loops in C for those, which take a thousand times as long. Processors and sw
 instruction set.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from time import thread_time
@@ -28,6 +27,7 @@ from pyengine.errors import ConfigurationError
 from pyengine.models.linear import (
     ATTENTION,
     GATED,
+    concatenated,
     define_operator,
     layer_of,
     numbered,
@@ -245,42 +245,25 @@ define_operator(
 )
 
 
-def quantise_linears(model: Any, device: torch.device) -> int:
+def quantise_linears(model: Any) -> int:
     """Replace every linear layer of `model` by one in 8-bit integers; returns how many.
 
     An embedding that is tied to the head is replaced too. Weights are freed one by one. Raises
-    `ConfigurationError`, without changes, for a device other than the CPU, and for a model with
-    weights outside plain linear layers.
+    `ConfigurationError`, without changes, if torch lacks oneDNN.
     """
     onednn: Any = torch.backends.mkldnn
-    if device.type != "cpu":
-        raise ConfigurationError(
-            f"quantization='int8' runs on cpu, the device is {device}: leave quantization out"
-        )
     if not onednn.is_available():
         raise ConfigurationError(
             "quantization='int8' needs oneDNN, without which this torch was built: leave it out"
         )
-    for name, module in _matrices(model):
-        if type(module) is not nn.Linear and not isinstance(module, nn.Embedding):
-            raise ConfigurationError(
-                f"quantization='int8': {type(model).__name__} cannot take it: its weights {name} "
-                f"are those of a {type(module).__name__}, and only plain linear layers are "
-                "quantised; leave quantization out"
-            )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_plain = type(embedding) is nn.Embedding
     if is_plain and head is not None and head.weight is embedding.weight:
         model.set_input_embeddings(Int8Embedding(embedding))
     del embedding, head
     return replace_linears(
-        model, lambda item: type(item) is nn.Linear, Int8Linear, (ATTENTION, GATED)
+        model,
+        lambda item: type(item) is nn.Linear,
+        lambda linears: Int8Linear(concatenated(linears)),
+        (ATTENTION, GATED),
     )
-
-
-def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every weight of two dimensions or more: its name and its module."""
-    for name, module in model.named_modules():
-        for own, weight in module.named_parameters(prefix=name, recurse=False):
-            if weight.ndim > 1:
-                yield own, module

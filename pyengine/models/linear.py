@@ -83,47 +83,61 @@ def fuse_linears(model: nn.Module) -> int:
     Returns how many layers `model` has of those that can be fused.
     """
     return replace_linears(
-        model, lambda module: type(module) is nn.Linear, lambda linear: linear, (ATTENTION, GATED)
+        model, lambda module: type(module) is nn.Linear, concatenated, (ATTENTION, GATED)
     )
 
 
 def replace_linears(
     model: nn.Module,
     takes: Callable[[nn.Module], bool],
-    made: Callable[[nn.Linear], nn.Module],
+    made: Callable[[Sequence[nn.Linear]], nn.Module],
     together: Sequence[tuple[str, ...]],
+    kind: Callable[[nn.Linear], object] = lambda _: None,
 ) -> int:
     """Replace every linear layer that `takes` takes by what is `made` of it; returns how many.
 
-    Those of a parent whose names stand `together` are fused first. Weights are freed one
-    by one, where nothing else holds them.
+    Those of a parent whose names are `together` are fused first, if they are of one `kind`: `made`
+    then gets all of them, whose outputs follow each other. Weights are freed one by one, where
+    nothing else holds them.
     """
     num_replaced = 0
     for parent in list(model.modules()):
         names = [name for name, child in parent.named_children() if takes(child)]
         num_replaced += len(names)
         for group in together:
-            linears: list[Any] = [getattr(parent, name) for name in group if name in names]
-            if len(linears) == len(group) and _go_together(linears):
-                fused_product = _FusedProduct(
-                    made(_concatenated(linears)), [linear.out_features for linear in linears]
-                )
-                for place, name in enumerate(group):
-                    setattr(parent, name, FusedLinear(linears[place], fused_product, place))
-                    names.remove(name)
+            if not set(group) <= set(names):
+                continue
+            for same in _of_one_kind(parent, group, kind):
+                linears: list[Any] = [getattr(parent, name) for name in same]
+                if len(linears) > 1:
+                    fused_product = _FusedProduct(
+                        made(linears), [linear.out_features for linear in linears]
+                    )
+                    for place, name in enumerate(same):
+                        setattr(parent, name, FusedLinear(linears[place], fused_product, place))
+                        names.remove(name)
         for name in names:
-            setattr(parent, name, made(getattr(parent, name)))
+            setattr(parent, name, made([getattr(parent, name)]))
     return num_replaced
 
 
-def _go_together(linears: Sequence[nn.Linear]) -> bool:
-    kinds = {(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}
-    return len(kinds) == 1
+def _of_one_kind(
+    parent: nn.Module, names: Sequence[str], kind: Callable[[nn.Linear], object]
+) -> list[list[str]]:
+    """The names of linear layers that can be one product, together."""
+    groups: dict[object, list[str]] = {}
+    for name in names:
+        linear: Any = getattr(parent, name)
+        weight = linear.in_features, linear.bias is None, linear.weight.dtype
+        groups.setdefault((weight, kind(linear)), []).append(name)
+    return list(groups.values())
 
 
 @torch.no_grad()
-def _concatenated(linears: Sequence[nn.Linear]) -> nn.Linear:
+def concatenated(linears: Sequence[nn.Linear]) -> nn.Linear:
     """A layer with the outputs of all of them, one after the other."""
+    if len(linears) == 1:
+        return linears[0]
     first, num_outputs = linears[0], sum(linear.out_features for linear in linears)
     whole = nn.Linear(first.in_features, num_outputs, bias=first.bias is not None, device="meta")
     whole.weight = nn.Parameter(
@@ -166,17 +180,16 @@ def define_operator(
     torch.library.register_fake(name)(shape)
 
 
-class PrepackedLinear(nn.Module):
-    """Computes what `linear` does, by oneDNN or the Rust kernel; its weight is mostly a copy.
+class ProductLinear(nn.Module):
+    """A linear layer that multiplies by `product`, which holds its weight and its bias.
 
-    `weight` has a shape and a dtype, and no arithmetic. With the product "onednn-unpacked" it is
-    that of `linear`.
+    `weight` has a shape and a dtype, and no arithmetic.
     """
 
-    def __init__(self, linear: nn.Linear, product: Product = "onednn") -> None:
+    def __init__(self, product: Any, in_features: int, out_features: int) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.product = prepared_product(linear.weight, linear.bias, product)
+        self.in_features, self.out_features = in_features, out_features
+        self.product = product
         self.number = numbered(self)
 
     @property
@@ -194,18 +207,26 @@ class PrepackedLinear(nn.Module):
         return found
 
 
+class PrepackedLinear(ProductLinear):
+    """Computes what `linear` does, by oneDNN or the Rust kernel; its weight is mostly a copy.
+
+    With the product "onednn-unpacked" it is that of `linear`.
+    """
+
+    def __init__(self, linear: nn.Linear, product: Product = "onednn") -> None:
+        prepared = prepared_product(linear.weight, linear.bias, product)
+        super().__init__(prepared, linear.in_features, linear.out_features)
+
+
 class PrepackedMLP(nn.Module):
     """Computes `down(silu(gate(rows)) * up(rows))`, as transformers' `LlamaMLP` does.
 
     In bfloat16 the gate is rounded after the SiLU only.
     """
 
-    def __init__(self, mlp: nn.Module, product: Product = "onednn") -> None:
+    def __init__(self, gate: ProductLinear, up: ProductLinear, down: ProductLinear) -> None:
         super().__init__()
-        layers: dict[str, Any] = dict(mlp.named_children())
-        self.gate_proj = PrepackedLinear(layers["gate_proj"], product)
-        self.up_proj = PrepackedLinear(layers["up_proj"], product)
-        self.down_proj = PrepackedLinear(layers["down_proj"], product)
+        self.gate_proj, self.up_proj, self.down_proj = gate, up, down
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., hidden]` to `[..., hidden]`."""
@@ -250,15 +271,15 @@ define_operator(
 class PackedEmbedding(nn.Module):
     """The rows of a packed weight `[tokens, features]`, times `scale`.
 
-    For embeddings that are tied to a head, so that the weight is in memory once: a token's row is
-    every 16th element of a panel, which costs a lookup some microseconds.
+    For embeddings that are tied to a head, so that the weight is in memory once: a row is spread
+    over the packed weight, which costs a lookup some microseconds.
     """
 
-    def __init__(self, product: KernelProduct, scale: float = 1.0) -> None:
+    def __init__(self, product: Any, scale: float = 1.0) -> None:
         super().__init__()
         self.product = product
         self._scale = scale
-        self._number = numbered(self)
+        self.number = numbered(self)
 
     @property
     def weight(self) -> Any:
@@ -268,22 +289,22 @@ class PackedEmbedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """`[...]` to `[..., features]`."""
         features = self.product.weight.shape[1]
-        rows: torch.Tensor = torch.ops.pyengine.packed_embedding(ids, self._number, features)
+        rows: torch.Tensor = torch.ops.pyengine.packed_embedding(ids, self.number, features)
         return rows if self._scale == 1.0 else rows * self._scale
 
 
-def _packed_embedding(embedding: nn.Module, product: KernelProduct) -> nn.Module:
-    """A `PackedEmbedding` in the place of `embedding`; that one if it does more than look up."""
+def packed_embedding(embedding: nn.Module, product: Any) -> PackedEmbedding | None:
+    """A `PackedEmbedding` in the place of `embedding`; None if that does more than look up."""
     from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbedding
 
     if not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None:
-        return embedding
+        return None
     if type(embedding) is nn.Embedding:
         return PackedEmbedding(product)
     if instructions_of(type(embedding)) == instructions_of(GemmaTextScaledWordEmbedding):
         scale: Any = embedding.embed_scale
-        return PackedEmbedding(product, float(scale))
-    return embedding
+        return PackedEmbedding(product, float(scale.to(embedding.weight.dtype)))
+    return None
 
 
 def _look_up(ids: torch.Tensor, number: int, _features: int) -> torch.Tensor:
@@ -291,8 +312,8 @@ def _look_up(ids: torch.Tensor, number: int, _features: int) -> torch.Tensor:
     return found
 
 
-def _rows_shape(ids: torch.Tensor, _number: int, features: int) -> torch.Tensor:
-    return ids.new_empty(*ids.shape, features, dtype=torch.float32)
+def _rows_shape(ids: torch.Tensor, number: int, features: int) -> torch.Tensor:
+    return ids.new_empty(*ids.shape, features, dtype=layer_of(number).weight.dtype)
 
 
 define_operator(
@@ -324,15 +345,17 @@ def prepack_linears(model: nn.Module, choose: Choose) -> int:
     num_gated, unchanged = 0, set[nn.Module]()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if _is_gated_mlp(child):
+            if is_gated_mlp(child):
                 num_gated += 3
                 product = choose(*_gated_layers(child))
                 if product == "torch":
                     unchanged.update(child.children())
                 else:
-                    setattr(parent, name, PrepackedMLP(child, product))
+                    layers = (PrepackedLinear(linear, product) for linear in mlp_linears(child))
+                    setattr(parent, name, PrepackedMLP(*layers))
 
-    def replaced(linear: nn.Linear) -> nn.Module:
+    def replaced(linears: Sequence[nn.Linear]) -> nn.Module:
+        linear = concatenated(linears)
         weight = linear.weight
         is_tied = weight.data_ptr() in embedded
         size = linear.in_features, linear.out_features
@@ -357,17 +380,24 @@ def _replace_embeddings(model: nn.Module, tied: Mapping[int, KernelProduct]) -> 
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Embedding) and child.weight.data_ptr() in tied:
-                setattr(parent, name, _packed_embedding(child, tied[child.weight.data_ptr()]))
+                packed = packed_embedding(child, tied[child.weight.data_ptr()])
+                setattr(parent, name, packed or child)
 
 
 def _gated_layers(mlp: nn.Module) -> tuple[LayerShape, list[torch.Tensor]]:
-    gate: Any = mlp.get_submodule("gate_proj")
+    linears = mlp_linears(mlp)
+    gate = linears[0]
     shape = LayerShape(gate.in_features, gate.out_features, gate.weight.dtype, is_gated=True)
+    return shape, [linear.weight for linear in linears]
+
+
+def mlp_linears(mlp: nn.Module) -> list[nn.Linear]:
+    """Gate, up and down of a gated MLP."""
     layers: list[Any] = [mlp.get_submodule(f"{name}_proj") for name in ("gate", "up", "down")]
-    return shape, [layer.weight for layer in layers]
+    return layers
 
 
-def _is_gated_mlp(module: nn.Module) -> bool:
+def is_gated_mlp(module: nn.Module) -> bool:
     """Whether it is `LlamaMLP`, or the same instruction by instruction: most families copy it."""
     from transformers.activations import SiLUActivation
     from transformers.models.llama.modeling_llama import LlamaMLP

@@ -30,7 +30,18 @@ from pyengine.models.config import (
     max_model_len,
     read_config,
 )
-from pyengine.models.placement import choose_dtype, kv_shards, resolve_device
+from pyengine.models.gguf_header import read_header
+from pyengine.models.gguf_weights import (
+    GGUFFile,
+    UnsupportedGGUFError,
+    file_digest,
+    load_quantised,
+    plan_weights,
+    quantised_formats,
+    weight_headers,
+)
+from pyengine.models.packed_checkpoints import PackedLayout, load_packed, packed_layout
+from pyengine.models.placement import DtypeChoice, choose_dtype, kv_shards, resolve_device
 from pyengine.models.source import ModelSource, resolve_source
 from pyengine.models.transformers_calls import (
     code_asked_for,
@@ -60,7 +71,9 @@ class LoadedModel:
     the KV heads. `dtype_reason` says why the weights are of `dtype`. `default_sampling` holds the
     fields of `SamplingParams` that the model's generation_config.json sets. `mtp_layers` predict
     tokens after the next one; None if they were not loaded. `properties` are those that its KV
-    depends on (`model_properties`), if they are needed."""
+    depends on (`model_properties`), if they are needed. `quantization` names the formats of linear
+    layers that are quantised, of all of them unless `has_float_linears`. `gguf` is the file whose
+    weights are kept in its formats, if any."""
 
     model: Any
     tokenizer: Any
@@ -76,6 +89,9 @@ class LoadedModel:
     default_sampling: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     mtp_layers: Any = None
     properties: tuple[tuple[str, bytes], ...] = ()
+    quantization: str = "none"
+    has_float_linears: bool = True
+    gguf: Path | None = None
 
     @property
     def config(self) -> Any:
@@ -108,18 +124,57 @@ def load_model(
     `revision` and `token` are for the hub, as in `resolve_source`, whose result is accepted too.
     Weights are mapped from the safetensors files, never initialised first. With a
     `tensor_parallel_size` above 1, every process of torch's default group calls this at the same
-    time and gets its part of the model. Raises `ModelLoadError` for a
-    model that is missing, damaged or of an unsupported kind (see docs/reference/models.md), and
-    `ConfigurationError` for a device or dtype that cannot be had.
+    time and gets its part of the model. A GGUF file whose weights were to stay as they are is
+    converted for GPUs, for several processes and for unknown families.
+
+    Raises `ModelLoadError` for a model that is missing, damaged or of an unsupported kind (see
+    docs/reference/models.md), and `ConfigurationError` for a device or dtype that cannot be had.
     """
     where = resolve_device(device)
     with paused_gc():
         source = resolve_source(model, revision=revision, token=token)
+        if where.type != "cpu" or tensor_parallel_size != 1:
+            source = source.converted()
         try:
             with quiet_transformers():
-                return _load(source, where, dtype, tensor_parallel_size)
+                if source.gguf is None:
+                    return _load(source, where, dtype, tensor_parallel_size)
+                return _load_gguf(source, source.gguf, where, dtype)
+        except UnsupportedGGUFError as error:
+            _log.warning("%s is converted, as %s", source.gguf, error)
         except ModelLoadError as error:
             raise ModelLoadError(f"{error}{source.way_out}") from error
+        return load_model(source.converted(), device=device, dtype=dtype)
+
+
+def checked_source(
+    model: str | Path | None, *, revision: str | None = None, token: str | None = None
+) -> ModelSource:
+    """What `model` names, as the engine would load it on a CPU.
+
+    Raises `ModelLoadError` if the engine cannot run it. Builds the model without its weights; only
+    their headers are read.
+    """
+    source = resolve_source(model, revision=revision, token=token, keep_quantized=True)
+    try:
+        if source.gguf is not None:
+            _check_gguf(source.gguf, source.folder)
+            return source
+    except UnsupportedGGUFError:
+        source = source.converted()
+    try:
+        check_folder(source.folder)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{source.name} is in {source.folder}, but {error}") from error
+    return source
+
+
+def _check_gguf(path: Path, folder: Path) -> None:
+    header = read_header(path)
+    config = read_config(folder, weight_headers(header))
+    with load_errors(f"the GGUF file {path} could not be loaded"), quiet_transformers():
+        model, _, _ = plan_weights(path, header, config, torch.float32)
+        _refuse_unpageable(model, folder)
 
 
 def check_folder(folder: Path) -> None:
@@ -133,11 +188,12 @@ def check_folder(folder: Path) -> None:
         _refuse_unpageable(empty_model(config), folder)
 
 
-def model_properties(model: Any) -> list[tuple[str, bytes]]:
-    """The configuration of a transformers model, and a SHA-256 digest of each of its weights.
+def model_properties(loaded: LoadedModel) -> list[tuple[str, bytes]]:
+    """The configuration of a model, and a SHA-256 digest of each of its weights.
 
     Names and values, in order. Reads all weights once: 0.5 to 2 GB/s on each core.
     """
+    model = loaded.model
     config = model.config.to_dict()
     for name in _OF_THE_FOLDER:
         config.pop(name, None)
@@ -148,6 +204,7 @@ def model_properties(model: Any) -> list[tuple[str, bytes]]:
         ("class", type(model).__name__.encode()),
         ("config", json.dumps(config, sort_keys=True, default=str).encode()),
         *((name, digest) for (name, _), digest in zip(weights, digests, strict=True)),
+        *([("file", file_digest(loaded.gguf))] if loaded.gguf else []),
     ]
 
 
@@ -171,13 +228,81 @@ def _load(
     saved = source.saved_dtype or getattr(config.get_text_config(), "dtype", None)
     choice = choose_dtype(dtype, saved, device)
     _log.info("dtype %s: %s", choice.dtype, choice.reason)
+    layout, refused = None, ""
+    if quantised and device.type == "cpu" and shards == 1:
+        found = packed_layout(config.quantization_config)
+        if isinstance(found, str):
+            refused = f"; pyengine itself does not read {found}"
+        else:
+            layout = found
+    if layout is not None:
+        return _load_packed(source, headers, config, layout, choice)
     transposed = "" if source.is_converted else _refuse_other_sizes(config, headers, folder)
-    with load_errors(f"the model in {folder} could not be loaded", way_out=transposed):
+    way_out = f"{refused}{transposed}"
+    with load_errors(f"the model in {folder} could not be loaded", way_out=way_out):
         model = _load_weights(folder, config, choice.dtype, _placement(device, shards))
     if not source.is_converted or choice.dtype == torch.float16:
         refuse_not_finite(model, folder)
-    tokenizer = load_tokenizer(folder)
-    text = config.get_text_config()
+    loaded = _loaded(source, model, device, choice)
+    return replace(loaded, kv_shards=kv_shards(config, shards))
+
+
+def _load_packed(
+    source: ModelSource,
+    headers: WeightHeaders,
+    config: Any,
+    layout: PackedLayout,
+    choice: DtypeChoice,
+) -> LoadedModel:
+    """The model of a folder with 4-bit weights, which stay so."""
+    if choice.dtype == torch.float16:
+        raise ConfigurationError(
+            f"dtype='float16': on the CPU, 4-bit weights ({layout.name}) are multiplied in float32 "
+            "and bfloat16: leave dtype out"
+        )
+    del config.quantization_config
+    folder = source.folder
+    with load_errors(f"the model in {folder} could not be loaded"):
+        model = load_packed(folder, headers, config, layout, choice.dtype)
+    _refuse_unpageable(model, folder)
+    refuse_not_finite(model, folder)
+    return replace(
+        _loaded(source, model, torch.device("cpu"), choice),
+        quantization=layout.name,
+        has_float_linears=_has_float_linears(model),
+    )
+
+
+def _has_float_linears(model: Any) -> bool:
+    return any(type(module) is torch.nn.Linear for module in model.modules())
+
+
+def _load_gguf(
+    source: ModelSource, path: Path, device: torch.device, dtype: str | torch.dtype
+) -> LoadedModel:
+    """The model of a GGUF file, with the weights in its formats."""
+    choice = choose_dtype(dtype, source.saved_dtype, device)
+    if choice.dtype == torch.float16:
+        raise UnsupportedGGUFError("its quantised weights are not multiplied in float16")
+    with GGUFFile.open(path) as file:
+        config = read_config(source.folder, weight_headers(file.header))
+        with load_errors(f"the GGUF file {path} could not be loaded"):
+            model = load_quantised(file, config, choice.dtype)
+    _refuse_unpageable(model, source.folder)
+    return replace(
+        _loaded(source, model, device, choice),
+        quantization=" and ".join(quantised_formats(file.header)),
+        has_float_linears=_has_float_linears(model),
+        gguf=path,
+    )
+
+
+def _loaded(
+    source: ModelSource, model: Any, device: torch.device, choice: DtypeChoice
+) -> LoadedModel:
+    """A model with its tokenizer and its limits."""
+    folder, tokenizer = source.folder, load_tokenizer(source.folder)
+    text = model.config.get_text_config()
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -189,7 +314,6 @@ def _load(
         device=device,
         dtype=choice.dtype,
         dtype_reason=choice.reason,
-        kv_shards=kv_shards(config, shards),
         default_sampling=default_sampling(folder),
     )
 
@@ -369,7 +493,7 @@ def with_mtp_layers(loaded: LoadedModel) -> LoadedModel:
     """
     text = loaded.config.get_text_config()
     first, count = text.num_hidden_layers, getattr(text, "num_mtp_layers", None) or 0
-    names = check_weights(loaded.path).tensors
+    names = {} if loaded.gguf else check_weights(loaded.path).tensors
     layers = [f".layers.{layer}." for layer in range(first, first + count)]
     if not any(layer in name for layer in layers for name in names):
         raise ConfigurationError(

@@ -9,7 +9,14 @@ import torch
 
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.checkpoint_files import cache_root
-from pyengine.models.gguf import CONVERSION_VERSION, convert_once, converted_gguf
+from pyengine.models.gguf import (
+    CONVERSION_VERSION,
+    convert_once,
+    converted_gguf,
+    described_gguf,
+)
+from pyengine.models.gguf_header import read_header
+from pyengine.models.gguf_weights import has_kept_formats
 from pyengine.models.transformers_calls import load_errors, reason_of
 from pyengine.utils.packaging import EMBEDDED_COMMAND
 
@@ -26,13 +33,15 @@ class ModelSource:
     """A model folder on this machine, and the model's name.
 
     A folder that pyengine converted was checked then, weight by weight, and can be made again.
-    `saved_dtype` replaces the dtype of config.json.
+    `saved_dtype` replaces the dtype of config.json. With `gguf`, the weights are in that file, and
+    the folder has the rest.
     """
 
     folder: Path
     name: str
     is_converted: bool = False
     saved_dtype: torch.dtype | None = None
+    gguf: Path | None = None
 
     @property
     def way_out(self) -> str:
@@ -41,17 +50,25 @@ class ModelSource:
             return ""
         return f"; delete the folder {self.folder}, and it is made again"
 
+    def converted(self) -> "ModelSource":
+        """The same model with float weights, converted on first use."""
+        if self.gguf is None:
+            return self
+        return ModelSource(converted_gguf(self.gguf), self.name, is_converted=True)
+
 
 def resolve_source(
     model: str | Path | ModelSource | None,
     *,
     revision: str | None = None,
     token: str | bool | None = None,
+    keep_quantized: bool = False,
 ) -> ModelSource:
     """Find, convert or download what `model` names.
 
     - `None`: the embedded default.
-    - a `.gguf` file: converted once, then its folder.
+    - a `.gguf` file: converted once, then its folder. With `keep_quantized`, the file itself, if
+      the kernels multiply by all of its formats.
     - a folder: as it is.
     - anything else of the form `name` or `owner/name`: a Hugging Face id. `revision` is a branch,
       a tag or a commit there; `token` an access token, False for none, None for the one that the
@@ -63,7 +80,7 @@ def resolve_source(
     """
     if isinstance(model, ModelSource):
         return model
-    local = _local_source(model)
+    local = _local_source(model, keep_quantized)
     if local is None:
         return ModelSource(_download(str(model), revision, token), str(model))
     if revision is not None:
@@ -74,7 +91,7 @@ def resolve_source(
     return local
 
 
-def _local_source(model: str | Path | None) -> ModelSource | None:
+def _local_source(model: str | Path | None, keep_quantized: bool) -> ModelSource | None:
     """The source of a local model; None for a hub id."""
     if model is None:
         return _embedded_source()
@@ -89,7 +106,8 @@ def _local_source(model: str | Path | None) -> ModelSource | None:
             )
         return ModelSource(path.resolve(), path.resolve().name)
     if is_file:
-        return ModelSource(converted_gguf(path), path.stem, is_converted=True)
+        kept = _kept_source(path) if keep_quantized else None
+        return kept or ModelSource(converted_gguf(path), path.stem, is_converted=True)
     if isinstance(model, Path) or not _is_hub_id(model):
         raise ModelLoadError(
             f"there is no model at {str(model)!r}: neither a folder nor a .gguf file "
@@ -97,6 +115,17 @@ def _local_source(model: str | Path | None) -> ModelSource | None:
             f"default, {EMBEDDED_NAME}"
         )
     return None
+
+
+def _kept_source(path: Path) -> ModelSource | None:
+    """The source of a GGUF file whose weights stay in its formats; None if they cannot."""
+    header = read_header(path)
+    if not has_kept_formats(header):
+        return None
+    folder = described_gguf(path, header)
+    return ModelSource(
+        folder, path.stem, is_converted=True, saved_dtype=torch.bfloat16, gguf=path.resolve()
+    )
 
 
 def _is_hub_id(name: str) -> bool:

@@ -21,8 +21,9 @@ from pyengine.executor.model_runner import Runner
 from pyengine.kv_cache import BlockManager, Loading, NoBudget, NoRoom, StepPlan
 from pyengine.kv_cache import Sequence as CachedSequence
 from pyengine.kv_cache.pool import PoolSettings, bytes_per_block, resolve_kv_cache_dtype
-from pyengine.models.int8_linear import quantise_linears
 from pyengine.models.loader import LoadedModel, load_model
+from pyengine.models.quantization import with_quantization
+from pyengine.models.source import resolve_source
 from pyengine.speculation.drafters import Draft
 
 if TYPE_CHECKING:
@@ -75,17 +76,16 @@ def load_draft(settings: EngineSettings, main: LoadedModel) -> LoadedDraft | Non
         return None
     is_same = settings.draft_model == settings.model
     revision = settings.draft_revision or (settings.revision if is_same else None)
-    draft = load_model(
+    source = resolve_source(
         settings.draft_model,
-        device=main.device,
-        dtype=main.dtype,
         revision=revision,
         token=settings.token,
+        keep_quantized=settings.keeps_quantized and main.device.type == "cpu",
     )
+    draft = load_model(source, device=main.device, dtype=main.dtype)
     check_vocabularies(main, draft)
     with _about_the_draft():
-        if settings.quantization is not None:
-            quantise_linears(draft.model, draft.device)
+        draft = with_quantization(draft, settings.quantization)
         kv_dtype = resolve_kv_cache_dtype(settings.kv_cache_dtype, draft.dtype)
         needs = needs_of(
             draft.model,

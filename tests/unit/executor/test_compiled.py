@@ -99,7 +99,7 @@ def test_prefills_go_by_the_same_graphs(family, monkeypatch):
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 def test_layers_in_8_bit_integers_are_in_the_same_two_graphs():
     model = random_model("llama", num_hidden_layers=2)
-    quantise_linears(model, torch.device("cpu"))
+    quantise_linears(model)
     plain = PagedRun(model, num_blocks=90)
     expected = [decode(plain, lengths) for lengths in BATCHES]
     run = PagedRun(model, num_blocks=90)

@@ -2,21 +2,31 @@
 
 import gc
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from pyengine.models.linear import ATTENTION, GATED, FusedLinear, fuse_linears, replace_linears
+from pyengine.models.linear import (
+    ATTENTION,
+    GATED,
+    FusedLinear,
+    concatenated,
+    fuse_linears,
+    replace_linears,
+)
 from tests.unit.executor.hand_made import random_model
 
 
 class Counting(nn.Module):
     """A linear layer that counts its calls."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
         super().__init__()
+        linear = concatenated(linears)
+        self.in_features = linear.in_features
         self.weight, self.bias, self.calls = linear.weight, linear.bias, 0
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -77,23 +87,34 @@ def test_rows_of_others_are_multiplied_anew_and_nothing_is_kept():
 
 
 @pytest.mark.parametrize(
-    "model",
+    ("model", "num_products"),
     [
-        pytest.param(attention((True, False, True)), id="only some have a bias"),
-        pytest.param(attention(size=3), id="another input"),
-        pytest.param(nn.ModuleDict({"up_proj": nn.Linear(2, 3)}), id="alone"),
+        pytest.param(attention((True, False, True)), 2, id="only some have a bias"),
+        pytest.param(attention(size=3), 2, id="another input"),
+        pytest.param(nn.ModuleDict({"up_proj": nn.Linear(2, 3)}), 1, id="alone"),
         pytest.param(
             nn.ModuleDict(
                 {"gate_proj": nn.Linear(2, 3), "up_proj": nn.Linear(2, 3, dtype=torch.float64)}
             ),
+            2,
             id="another type",
         ),
     ],
 )
-def test_what_does_not_go_together_stays_apart(model):
+def test_only_layers_of_one_kind_are_joined(model, num_products):
     num_layers = len(list(model.children()))
     assert replace_linears(model, is_linear, Counting, (ATTENTION, GATED)) == num_layers
-    assert len(products(model)) == num_layers
+    assert len(products(model)) == num_products
+    for layer in model.children():
+        assert layer(torch.zeros(2, layer.in_features, dtype=layer.weight.dtype)).shape[0] == 2
+
+
+def test_a_kind_that_the_caller_names_keeps_layers_apart():
+    model = attention()
+    kinds = {model["q_proj"]: "Q4_K", model["k_proj"]: "Q4_K", model["v_proj"]: "Q6_K"}
+    assert replace_linears(model, is_linear, Counting, (ATTENTION, GATED), kinds.get) == 3
+    assert len(products(model)) == 2
+    assert [type(layer) for layer in model.children()] == [FusedLinear, FusedLinear, Counting]
 
 
 @torch.no_grad()

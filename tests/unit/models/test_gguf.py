@@ -15,78 +15,17 @@ from pyengine.engine.chat_template import ChatOptions, render_chat
 from pyengine.errors import InvalidRequestError, ModelLoadError
 from pyengine.models import gguf
 from pyengine.models.checkpoint_files import build_once, cache_root, check_weights
-from pyengine.models.gguf import converted_gguf, read_header
+from pyengine.models.gguf import converted_gguf
+from pyengine.models.gguf_header import read_header
 from pyengine.models.loader import load_model
 from tests.support.forked import run_forked
 from tests.support.versions import IS_TRANSFORMERS_5_17
-
-HIDDEN, HEADS, VOCAB, FEED = 32, 2, 8, 64
-LAYER = {
-    "attn_norm": (HIDDEN,),
-    "ffn_norm": (HIDDEN,),
-    "attn_q": (HIDDEN, HIDDEN),
-    "attn_k": (HIDDEN, HIDDEN),
-    "attn_v": (HIDDEN, HIDDEN),
-    "attn_output": (HIDDEN, HIDDEN),
-    "ffn_gate": (FEED, HIDDEN),
-    "ffn_up": (FEED, HIDDEN),
-    "ffn_down": (HIDDEN, FEED),
-}
+from tests.unit.models.tiny_gguf import VOCAB, write_tiny_gguf
 
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "cache"))
-
-
-def write_tiny_gguf(
-    path, *, layers=1, declared=None, left_out=(), kind="F32", scale=1.0, template=None
-):
-    """A llama with a byte-pair vocabulary of eight tokens; returns its tensors by name.
-
-    `kind` is ggml's type of the matrices; vectors are F32. `template` is that of chats, or several
-    with names.
-    """
-    from gguf import GGMLQuantizationType, GGUFWriter, quantize
-
-    rng = np.random.default_rng(0)
-    writer = GGUFWriter(path, "llama")
-    writer.add_block_count(layers if declared is None else declared)
-    writer.add_context_length(48)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FEED)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(VOCAB)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["<|im_start|>", "<|im_end|>", "a", "b", "c", "ab", "bc", "abc"])
-    writer.add_token_types([3, 3, 1, 1, 1, 1, 1, 1])
-    writer.add_token_merges(["a b", "b c", "a bc"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    if template is not None:
-        writer.add_chat_template(template)
-    shapes = {
-        "token_embd.weight": (VOCAB, HIDDEN),
-        "output_norm.weight": (HIDDEN,),
-    }
-    for layer in range(layers):
-        shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in LAYER.items()}
-    tensors = {
-        name: (scale * rng.standard_normal(shape)).astype(np.float32)
-        for name, shape in shapes.items()
-        if name not in left_out
-    }
-    for name, tensor in tensors.items():
-        found = GGMLQuantizationType[kind if tensor.ndim > 1 else "F32"]
-        writer.add_tensor(name, quantize(tensor, found), raw_dtype=found)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return tensors
 
 
 @pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04" + b"\0" * 40])

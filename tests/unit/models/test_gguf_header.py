@@ -8,8 +8,9 @@ from contextlib import suppress
 import pytest
 
 from pyengine.errors import ModelLoadError
-from pyengine.models.gguf import converted_gguf, read_header
-from tests.unit.models.test_gguf import write_tiny_gguf
+from pyengine.models.gguf import converted_gguf
+from pyengine.models.gguf_header import read_header
+from tests.unit.models.tiny_gguf import write_tiny_gguf
 
 SECONDS = 5
 

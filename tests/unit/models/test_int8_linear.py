@@ -24,8 +24,8 @@ from pyengine.models.int8_linear import (
     digits,
     is_exact,
     quantise,
-    quantise_linears,
 )
+from pyengine.models.quantization import quantise_model
 from tests.unit.executor.hand_made import random_model
 
 pytestmark = [
@@ -206,7 +206,7 @@ def test_a_model_answers_nearly_as_before_and_gives_its_weights_back(is_tied):
         expected = model(tokens).logits.log_softmax(-1)
         kept = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
         head = weakref.ref(model.lm_head.weight)
-        assert quantise_linears(model, CPU) == 3 * 7 + 1
+        assert quantise_model(model, CPU, "int8") == 3 * 7 + 1
         gc.collect()
         assert kept() is None
         assert head() is None
@@ -214,7 +214,7 @@ def test_a_model_answers_nearly_as_before_and_gives_its_weights_back(is_tied):
         found = model(tokens).logits.log_softmax(-1)
     error = (found - expected).abs()
     assert 0 < error.max() < 0.02
-    assert quantise_linears(model, CPU) == 0
+    assert quantise_model(model, CPU, "int8") == 0
 
 
 def test_a_graph_gives_the_same_bits():
@@ -238,14 +238,17 @@ def test_other_layers_are_refused_by_name_and_nothing_has_changed(family, settin
     model: Any = random_model(family, **settings)
     before = [type(module) for module in model.modules()]
     with pytest.raises(ConfigurationError, match=words):
-        quantise_linears(model, CPU)
+        quantise_model(model, CPU, "int8")
     assert [type(module) for module in model.modules()] == before
 
 
 def test_it_is_for_the_cpu_and_one_process():
     with pytest.raises(ConfigurationError, match="runs on cpu, the device is cuda"):
-        quantise_linears(nn.Linear(2, 2), torch.device("cuda"))
-    with pytest.raises(ConfigurationError, match=r"quantization='int3': it must be 'int8' or None"):
+        quantise_model(nn.Linear(2, 2), torch.device("cuda"), "int8")
+    with pytest.raises(
+        ConfigurationError,
+        match=r"quantization='int3': it must be 'int8' or 'int4' or 'none' or None",
+    ):
         EngineSettings(quantization="int3")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="quantization='int8' does not go together"):
         EngineSettings(quantization="int8", tensor_parallel_size=2)

@@ -1,0 +1,266 @@
+"""The header of a GGUF file, checked against the file before any other reader sees it.
+
+Later readers trust the header, and a false count lets them loop until memory ends. The file is read
+by ordinary reads: a file that is cut while it is mapped would end the process by a signal.
+Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import os
+import re
+import struct
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from pyengine.errors import ModelLoadError
+from pyengine.models.transformers_calls import load_errors
+from pyengine.utils.packaging import needs_engine_extra
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_LENGTH = struct.Struct("<Q")
+_START = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of key-value pairs
+_NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_STRING, _ARRAY = 8, 9
+_MOST_DIMENSIONS = 4
+_LARGEST_ALIGNMENT = 1 << 16
+_LONGEST_STRING = 1 << 26
+_WINDOW = 1 << 20  # bytes that are read at once
+_LAYER = re.compile(r"blk\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """One tensor in the header: `type` is ggml's name (`Q4_K`), `shape` has the rows first.
+
+    Its bytes are `num_bytes` at `offset` in the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    offset: int
+    num_bytes: int
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers in the tensor."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFHeader:
+    """The header of a GGUF file: numbers and strings by key (no arrays), and tensors.
+
+    `num_bytes` is its length, up to the first tensor; `file_size` that of the file.
+    """
+
+    values: dict[str, Any]
+    tensors: tuple[GGUFTensor, ...]
+    num_bytes: int
+    file_size: int
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers in all tensors."""
+        return sum(tensor.num_elements for tensor in self.tensors)
+
+    @property
+    def main_type(self) -> str:
+        """The type of most of the numbers."""
+        counts: Counter[str] = Counter()
+        for tensor in self.tensors:
+            counts[tensor.type] += tensor.num_elements
+        return counts.most_common(1)[0][0]
+
+
+def read_header(path: Path, descriptor: int | None = None) -> GGUFHeader:
+    """The header of the GGUF file at `path`, which `descriptor` may have open.
+
+    Raises `ModelLoadError` for a file that is no GGUF, of an unknown version, or whose counts,
+    types, offsets or number of layers do not match the file.
+    """
+    if descriptor is None:
+        with load_errors(f"{path} cannot be read"), path.open("rb") as file:
+            return read_header(path, file.fileno())
+    with load_errors(f"{path} cannot be read"):
+        head = os.pread(descriptor, _START.size, 0)
+        size = os.fstat(descriptor).st_size
+        if len(head) < _START.size or not head.startswith(_MAGIC):
+            raise ModelLoadError(
+                f"{path} is not a GGUF file: it starts with {head[:4]!r}, not {_MAGIC!r} "
+                f"({size} bytes); download it again or name another model"
+            )
+        _, version, num_tensors, num_values = _START.unpack(head)
+        if version not in _VERSIONS:
+            raise ModelLoadError(
+                f"{path} is a GGUF file of version {version}; versions {_VERSIONS} can be read"
+            )
+        try:
+            header = _Reader(descriptor, size).header(num_tensors, num_values)
+        except (struct.error, ValueError) as error:
+            raise ModelLoadError(
+                f"the header of the GGUF file {path} is damaged: {error}; download it again"
+            ) from error
+    _check_layers(path, header)
+    return header
+
+
+class _Reader:
+    """Reads from its position on; raises `ValueError` past the end of the file."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._descriptor, self._size = descriptor, size
+        self._at = _START.size
+        self._window, self._window_start = b"", 0
+
+    def header(self, num_tensors: int, num_values: int) -> GGUFHeader:
+        values: dict[str, Any] = {}
+        for _ in range(num_values):
+            key = self._string()
+            value = self._value(self._number("I"))
+            if value is not None:
+                values[key] = value
+        found = [self._tensor() for _ in range(num_tensors)]
+        if not found:
+            raise ValueError("it declares no tensors")
+        alignment = values.get("general.alignment", 32)
+        if type(alignment) is not int or not 1 <= alignment <= _LARGEST_ALIGNMENT:
+            raise ValueError(f"its alignment is {alignment!r}")
+        start = -(-self._at // alignment) * alignment
+        tensors = [replace(tensor, offset=start + tensor.offset) for tensor in found]
+        self._check_places(tensors, start)
+        return GGUFHeader(values, tuple(tensors), start, self._size)
+
+    def _bytes(self, num_bytes: int) -> bytes:
+        """The next bytes, which follow or lie within the window."""
+        start = self._at
+        self._skip(num_bytes)
+        offset = start - self._window_start
+        if not 0 <= offset <= len(self._window) - num_bytes:
+            self._window = os.pread(self._descriptor, max(num_bytes, _WINDOW), start)
+            self._window_start, offset = start, 0
+        found = self._window[offset : offset + num_bytes]
+        if len(found) < num_bytes:
+            raise ValueError(f"{num_bytes} bytes at {start} are missing: it was cut short")
+        return found
+
+    def _number(self, kind: str) -> Any:
+        layout = f"<{kind}"
+        (value,) = struct.unpack(layout, self._bytes(struct.calcsize(layout)))
+        return value
+
+    def _skip(self, num_bytes: int) -> None:
+        if num_bytes > self._size - self._at:
+            raise ValueError(f"{num_bytes} bytes at {self._at} do not end within the file")
+        self._at += num_bytes
+
+    def _skip_strings(self, count: int) -> None:
+        """Skip an array of strings: a vocabulary has some hundred thousand."""
+        if count * _LENGTH.size > self._size - self._at:
+            raise ValueError(f"{count} strings at {self._at} do not end within the file")
+        unpack, width = _LENGTH.unpack_from, _LENGTH.size
+        for _ in range(count):
+            offset = self._at - self._window_start
+            if 0 <= offset <= len(self._window) - width:
+                (length,) = unpack(self._window, offset)
+                self._at += width
+            else:
+                length = self._number("Q")
+            if length > self._size - self._at:
+                raise ValueError(f"{length} bytes at {self._at} do not end within the file")
+            self._at += length
+
+    def _string(self) -> str:
+        length = self._number("Q")
+        if length > _LONGEST_STRING and length <= self._size - self._at:
+            raise ValueError(f"a string at {self._at} has {length} bytes")
+        return self._bytes(length).decode("utf-8", "replace")
+
+    def _value(self, kind: int) -> Any:
+        """One value; None for an array, which is skipped."""
+        if kind in _NUMBERS:
+            return self._number(_NUMBERS[kind])
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            raise ValueError(f"a value is of type {kind}, which GGUF does not have")
+        item, length = self._number("I"), self._number("Q")
+        if item in _NUMBERS:
+            self._skip(length * struct.calcsize(f"<{_NUMBERS[item]}"))
+        elif item == _STRING:
+            self._skip_strings(length)
+        else:
+            raise ValueError(f"an array is of type {item}")
+        return None
+
+    def _tensor(self) -> GGUFTensor:
+        sizes = _ggml_types()
+        name, num_dimensions = self._string(), self._number("I")
+        if not 1 <= num_dimensions <= _MOST_DIMENSIONS:
+            raise ValueError(f"{name!r} has {num_dimensions} dimensions")
+        shape = [self._number("Q") for _ in range(num_dimensions)]
+        kind, offset = self._number("I"), self._number("Q")
+        if kind not in sizes:
+            raise ValueError(f"{name!r} is of type {kind}, which the library gguf does not know")
+        type_name, block, num_bytes = sizes[kind]
+        if shape[0] % block or prod(shape) < 1:
+            raise ValueError(f"{name!r} of type {type_name} cannot have the shape {shape}")
+        size = prod(shape) // block * num_bytes
+        return GGUFTensor(name, tuple(reversed(shape)), type_name, offset, size)
+
+    def _check_places(self, tensors: list[GGUFTensor], start: int) -> None:
+        """Raise unless every tensor has a unique name and place within the file."""
+        if len({tensor.name for tensor in tensors}) < len(tensors):
+            raise ValueError("two of its tensors have one name")
+        end, before = start, ""
+        for tensor in sorted(tensors, key=lambda each_tensor: each_tensor.offset):
+            if tensor.offset < end:
+                raise ValueError(f"{tensor.name!r} lies within {before!r}")
+            end, before = tensor.offset + tensor.num_bytes, tensor.name
+            if end > self._size:
+                raise ValueError(f"{tensor.name!r} does not end within the file: it was cut short")
+
+
+@cache
+def _ggml_types() -> dict[int, tuple[str, int, int]]:
+    """By number: a type's name, the elements of its block, and the bytes of one."""
+    try:
+        from gguf import GGML_QUANT_SIZES
+    except ImportError as error:
+        missing = error.name or "gguf"
+        raise ModelLoadError(needs_engine_extra("reading GGUF files", missing)) from error
+    return {int(kind): (kind.name, *size) for kind, size in GGML_QUANT_SIZES.items()}
+
+
+def _check_layers(path: Path, header: GGUFHeader) -> None:
+    """Raise unless the file holds as many layers as it declares."""
+    if header.values.get("split.count", 0) not in (0, 1):
+        raise ModelLoadError(
+            f"{path} is one of {header.values['split.count']} files of a model, which have to be "
+            "merged first: llama-gguf-split --merge FIRST_FILE NEW_FILE"
+        )
+    architecture = header.values.get("general.architecture")
+    declared = header.values.get(f"{architecture}.block_count")
+    found = {int(match[1]) for tensor in header.tensors if (match := _LAYER.match(tensor.name))}
+    if found != set(range(len(found))) or declared != len(found):
+        raise ModelLoadError(
+            f"the GGUF file {path} declares {declared} layers of the architecture "
+            f"{architecture!r} and holds the tensors of {len(found)}: it is damaged or was cut, "
+            "get it again"
+        )

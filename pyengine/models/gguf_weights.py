@@ -1,0 +1,394 @@
+"""Weights of a GGUF file in a transformers model, quantised as they are in the file.
+
+transformers' tables say which parameter a tensor is, and how its values are changed (`process`). A
+change that only moves whole rows is applied to the quantised rows. Other changes of quantised
+tensors, and modules other than linear layers and embeddings, are refused: `UnsupportedGGUFError`,
+after which the file can be converted (`models/gguf.py`).
+
+The file is read by ordinary reads, tensor by tensor, and each is released once it is packed. It is
+not mapped, so a file may be cut or removed later. One that changes while it is read is refused.
+"""
+
+import hashlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from pyengine.errors import ModelLoadError
+from pyengine.kv_cache import QuantizedWeight
+from pyengine.models.checkpoint_files import TensorHeader, WeightHeaders
+from pyengine.models.config import empty_model, initialise_buffers
+from pyengine.models.gguf_header import GGUFHeader, GGUFTensor, read_header
+from pyengine.models.linear import packed_embedding
+from pyengine.models.quantized_linear import QuantizedProduct, joined_bias, replace_by_products
+from pyengine.models.transformers_calls import load_errors
+
+_log = logging.getLogger(__name__)
+
+_Bytes = npt.NDArray[np.uint8]
+_Order = npt.NDArray[np.int64]
+
+_FLOATS = ("F32", "F16", "BF16")
+_KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+"""Formats that are kept. Q5_0 becomes Q8_0, which has the same numbers in more bits."""
+_LONG_LOAD = 3.0  # seconds after which a bar shows how far a load has come
+_RECODED_BLOCKS = 1 << 16  # blocks that are recoded at once
+
+
+class UnsupportedGGUFError(ModelLoadError):
+    """A GGUF file whose weights cannot be kept quantised, with the reason."""
+
+
+class GGUFFile:
+    """An open GGUF file, its header and its tensors.
+
+    Raises `ModelLoadError` as `read_header` does, and for a file that is cut or changed after it
+    was opened.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._status = os.fstat(descriptor)
+        self.header = read_header(path, descriptor)
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path) -> "Iterator[GGUFFile]":
+        """The file at `path`; checks at the end that it is still the same."""
+        with load_errors(f"{path} cannot be read"), path.open("rb") as stream:
+            file = cls(path, stream.fileno())
+            yield file
+            file.check_unchanged()
+
+    def read(self, tensor: GGUFTensor, out: _Bytes) -> None:
+        """Read the bytes of `tensor` into `out`."""
+        view, done = memoryview(out.data), 0
+        while done < len(view):
+            num_bytes = os.preadv(self._descriptor, [view[done:]], tensor.offset + done)
+            if num_bytes == 0:
+                raise ModelLoadError(
+                    f"{self.path} was cut while it was read: {tensor.name!r} has {done} of "
+                    f"{len(view)} bytes; get it again"
+                )
+            done += num_bytes
+
+    def check_unchanged(self) -> None:
+        """Raise if the file was written to since it was opened."""
+        now = os.fstat(self._descriptor)
+        before = self._status
+        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            raise ModelLoadError(
+                f"{self.path} was changed while it was read: load it again when it is complete"
+            )
+
+
+def file_digest(path: Path) -> bytes:
+    """The SHA-256 digest of a file."""
+    with load_errors(f"{path} cannot be read"), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def has_kept_formats(header: GGUFHeader) -> bool:
+    """True if the file has quantised tensors, and the kernels multiply by all of their formats."""
+    kinds = set(quantised_formats(header))
+    if others := sorted(kinds - set(_KEPT)):
+        _log.warning(
+            "tensors of type %s cannot be kept as they are: the file is converted",
+            " and ".join(others),
+        )
+    return bool(kinds) and not others
+
+
+def quantised_formats(header: GGUFHeader) -> list[str]:
+    """The quantised formats in the file, the largest share of its bytes first."""
+    sizes: Counter[str] = Counter()
+    for tensor in header.tensors:
+        if tensor.type not in _FLOATS:
+            sizes[tensor.type] += tensor.num_bytes
+    return [kind for kind, _ in sizes.most_common()]
+
+
+def weight_headers(header: GGUFHeader) -> WeightHeaders:
+    """The headers of a GGUF file, as those of a folder of safetensors files."""
+    tensors = {tensor.name: TensorHeader(tensor.type, tensor.shape) for tensor in header.tensors}
+    return WeightHeaders(tensors, header.file_size)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """Where the tensors of a file belong in a model.
+
+    Keys of `quantised` are parameters: a linear layer and an embedding can share one. Values of
+    `rows` are the order in which a tensor's rows are stored, if that is not the model's.
+    """
+
+    floats: dict[str, GGUFTensor] = field(default_factory=dict)
+    quantised: dict[nn.Parameter, GGUFTensor] = field(default_factory=dict)
+    rows: dict[str, _Order] = field(default_factory=dict)
+
+    def tensor_of(self, module: Any) -> GGUFTensor | None:
+        """The quantised tensor that is the weight of `module`."""
+        weight = getattr(module, "weight", None)
+        return self.quantised.get(weight) if isinstance(weight, nn.Parameter) else None
+
+
+def load_quantised(file: GGUFFile, config: Any, dtype: torch.dtype) -> Any:
+    """The model of `config` with the weights of `file`, ready to run; rows are of `dtype`.
+
+    Raises `UnsupportedGGUFError` before weights are read, and `ModelLoadError` for tensors that are
+    missing, of other shapes, or not finite.
+    """
+    model, processor, plan = plan_weights(file.path, file.header, config, dtype)
+    with _bar(file) as bar:
+        _Loading(file, plan, dtype, bar).fill(model, processor)
+    return model.eval()
+
+
+def plan_weights(
+    path: Path, header: GGUFHeader, config: Any, dtype: torch.dtype
+) -> tuple[Any, Any, _Plan]:
+    """A model without memory for its weights, transformers' processor, and the plan for both."""
+    config.dtype = dtype
+    model = empty_model(config)
+    model.tie_weights()
+    initialise_buffers(model)
+    processor, names = _transformers_tables(path, header, model)
+    plan = _Plan()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found = set[nn.Parameter]()
+    for tensor in header.tensors:
+        name = names.get(tensor.name)
+        if name is None:
+            continue
+        parameter = parameters.get(name)
+        if parameter is None:
+            raise UnsupportedGGUFError(f"{name} is no parameter")
+        found.add(parameter)
+        if tensor.type in _FLOATS:
+            plan.floats[name] = tensor
+            continue
+        if tensor.shape != tuple(parameter.shape):
+            raise _other_shape(path, name, tensor.shape, parameter)
+        plan.quantised[parameter] = tensor
+        order = _row_order(processor, tensor)
+        if order is not None:
+            plan.rows[tensor.name] = order
+    _refuse_missing(path, model, found)
+    _refuse_other_modules(model, plan)
+    return model, processor, plan
+
+
+def _transformers_tables(path: Path, header: GGUFHeader, model: Any) -> tuple[Any, dict[str, str]]:
+    """transformers' processor of tensors, and its names of parameters by the file's names."""
+    from transformers import modeling_gguf_pytorch_utils
+
+    tables: Any = modeling_gguf_pytorch_utils
+    architecture = header.values.get("general.architecture")
+    settings = model.config.to_dict()
+    processor = tables.TENSOR_PROCESSORS.get(architecture, tables.TensorProcessor)(config=settings)
+    try:
+        names: dict[str, str] = tables.get_gguf_hf_weights_map(model, processor)
+    except (KeyError, NotImplementedError, ValueError) as error:
+        raise UnsupportedGGUFError(f"its tensors are not known by name: {error}") from error
+    return processor, names
+
+
+def _processed(processor: Any, name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """`values` of the file's tensor `name`, as the model has them."""
+    try:
+        result = processor.process(
+            weights=values, name=name, tensor_key_mapping={}, parsed_parameters={"tensors": {}}
+        )
+    except Exception as error:  # shapes that the family does not have
+        raise UnsupportedGGUFError(f"{name} is not laid out as expected: {error}") from error
+    if result.name != name:
+        raise UnsupportedGGUFError(f"{name} becomes other tensors")
+    weights: npt.NDArray[Any] = result.weights
+    return weights
+
+
+def _row_order(processor: Any, tensor: GGUFTensor) -> _Order | None:
+    """The stored row of each row of the model; None if they are in order."""
+    if len(tensor.shape) != 2:
+        raise UnsupportedGGUFError(f"{tensor.name} has {len(tensor.shape)} dimensions")
+    rows = np.arange(tensor.shape[0])
+    found = _processed(processor, tensor.name, rows[:, None])
+    if found.shape != (len(rows), 1) or found.dtype != rows.dtype:
+        raise UnsupportedGGUFError(f"{tensor.name} is not a matrix of whole rows")
+    order = found[:, 0]
+    if np.array_equal(order, rows):
+        return None
+    if not np.array_equal(np.sort(order), rows):
+        raise UnsupportedGGUFError(f"the values of {tensor.name} are changed")
+    return order
+
+
+def _other_shape(
+    path: Path, name: str, shape: Sequence[int], parameter: nn.Parameter
+) -> ModelLoadError:
+    return ModelLoadError(
+        f"{path}: the weights {name} have the shape {list(shape)}, and its header asks for "
+        f"{list(parameter.shape)}: it is damaged, get it again"
+    )
+
+
+def _refuse_missing(path: Path, model: Any, found: set[nn.Parameter]) -> None:
+    missing = sorted(name for name, item in model.named_parameters() if item not in found)
+    if missing:
+        raise ModelLoadError(
+            f"{path} lacks the weights of {missing[0]} ({len(missing)} tensors are missing), which "
+            "its own header asks for: it is damaged or was cut, get it again"
+        )
+
+
+def _refuse_other_modules(model: Any, plan: _Plan) -> None:
+    """Raise unless all quantised weights are those of linear layers and plain embeddings."""
+    persistent = sorted(
+        name for name, buffer in model.named_buffers() if buffer.device.type == "meta"
+    )
+    if persistent:
+        raise UnsupportedGGUFError(f"{persistent[0]} is no parameter")
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            if parameter not in plan.quantised:
+                continue
+            is_weight = own == "weight"
+            is_embedding = is_weight and packed_embedding(module, None) is not None
+            if not is_embedding and not (is_weight and type(module) is nn.Linear):
+                raise UnsupportedGGUFError(
+                    f"{name}.{own} is quantised, and {type(module).__name__} is neither a linear "
+                    "layer nor a plain embedding"
+                )
+
+
+class _Loading:
+    """Fills a model with the tensors of a file."""
+
+    def __init__(self, file: GGUFFile, plan: _Plan, dtype: torch.dtype, bar: Any) -> None:
+        self._file, self._plan, self._dtype, self._bar = file, plan, dtype, bar
+        self._packed: dict[str, QuantizedWeight] = {}
+        """Weights of embeddings, which a head may share."""
+        self._owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+
+    def fill(self, model: Any, processor: Any) -> None:
+        """Fill `model`. Large tensors come first: each is in memory twice for a moment."""
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                self._owners.setdefault(parameter, []).append((module, name))
+        for name, tensor in self._plan.floats.items():
+            self._set_floats(model, processor, name, tensor)
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                stored = self._plan.tensor_of(child) if isinstance(child, nn.Embedding) else None
+                if stored is not None:
+                    self._packed[stored.name] = self._pack([stored])
+                    product = QuantizedProduct(self._packed[stored.name], self._dtype)
+                    setattr(parent, name, packed_embedding(child, product))
+        replace_by_products(
+            model,
+            lambda module: type(module) is nn.Linear and self._plan.tensor_of(module) is not None,
+            self._product,
+            self._format,
+        )
+
+    def _set_floats(self, model: Any, processor: Any, name: str, tensor: GGUFTensor) -> None:
+        from gguf import GGMLQuantizationType, dequantize
+
+        stored = np.empty(tensor.num_bytes, np.uint8)
+        self._read(tensor, stored)
+        kind = GGMLQuantizationType[tensor.type]
+        floats = dequantize(stored, kind).reshape(tensor.shape)
+        values = torch.from_numpy(np.array(_processed(processor, tensor.name, floats)))
+        module_name, _, own = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        parameter: nn.Parameter = getattr(module, own)
+        if values.shape != parameter.shape:
+            raise _other_shape(self._file.path, name, values.shape, parameter)
+        if not values.isfinite().all():
+            raise ModelLoadError(
+                f"{self._file.path}: the weights {tensor.name} hold NaN or infinity: it is "
+                "damaged, get it again"
+            )
+        weight = nn.Parameter(values.to(parameter.dtype), requires_grad=False)
+        for owner, key in self._owners[parameter]:
+            setattr(owner, key, weight)
+
+    def _format(self, linear: Any) -> str:
+        tensor = self._plan.tensor_of(linear)
+        assert tensor is not None
+        return tensor.type
+
+    def _product(self, linears: Sequence[nn.Linear]) -> QuantizedProduct:
+        """The product of linear layers of one format, whose outputs follow each other."""
+        tensors = [self._plan.tensor_of(linear) for linear in linears]
+        known = [tensor for tensor in tensors if tensor is not None]
+        packed = self._packed.get(known[0].name) if len(known) == 1 else None
+        return QuantizedProduct(packed or self._pack(known), self._dtype, joined_bias(linears))
+
+    def _pack(self, tensors: Sequence[GGUFTensor]) -> QuantizedWeight:
+        """One weight of tensors of the same format and row length."""
+        kind, in_features = tensors[0].type, tensors[0].shape[1]
+        num_rows = sum(tensor.shape[0] for tensor in tensors)
+        stored = np.empty(sum(tensor.num_bytes for tensor in tensors), np.uint8)
+        start = 0
+        for tensor in tensors:
+            part = stored[start : start + tensor.num_bytes]
+            self._read(tensor, part)
+            order = self._plan.rows.get(tensor.name)
+            if order is not None:
+                rows = part.reshape(len(order), -1)
+                rows[:] = rows[order]
+            start += tensor.num_bytes
+        if kind == "Q5_0":
+            kind, stored = "Q8_0", _as_q8_0(stored)
+        try:
+            return QuantizedWeight(kind, stored.data, num_rows, in_features)
+        except ValueError as error:  # a scale that is not finite
+            names = ", ".join(tensor.name for tensor in tensors)
+            raise ModelLoadError(
+                f"{self._file.path}: the weights {names} are damaged: {error}; get the file again"
+            ) from error
+
+    def _read(self, tensor: GGUFTensor, out: _Bytes) -> None:
+        self._file.read(tensor, out)
+        self._bar.update(tensor.num_bytes)
+
+
+def _as_q8_0(stored: _Bytes) -> _Bytes:
+    """Q5_0 in Q8_0, which has the same scales and more bits: the same numbers.
+
+    A block of Q5_0 is a scale, the fifth bits of 32 numbers, and their low four bits.
+    """
+    blocks = stored.reshape(-1, 22)
+    wide = np.empty((len(blocks), 34), np.uint8)
+    for start in range(0, len(blocks), _RECODED_BLOCKS):
+        part, out = blocks[start : start + _RECODED_BLOCKS], wide[start : start + _RECODED_BLOCKS]
+        fifth = np.unpackbits(part[:, 2:6], axis=1, bitorder="little") << 4
+        low = np.concatenate([part[:, 6:] & 0xF, part[:, 6:] >> 4], axis=1)
+        out[:, :2] = part[:, :2]
+        out[:, 2:] = (low | fifth) - np.uint8(16)
+    return wide.reshape(-1)
+
+
+def _bar(file: GGUFFile) -> Any:
+    """A progress bar of the bytes that were read, for loads that take longer than a moment."""
+    return tqdm(
+        total=sum(tensor.num_bytes for tensor in file.header.tensors),
+        desc=f"pyengine: loading {file.path.name}",
+        unit="B",
+        unit_scale=True,
+        delay=_LONG_LOAD,
+        leave=False,
+    )

@@ -1,0 +1,124 @@
+"""Linear layers whose weights become 4-bit integers, with a scale and a zero point for 32 inputs.
+
+The head, and an embedding that is tied to it, become 8-bit integers: its rounding shows in every
+log-probability.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pyengine.errors import ConfigurationError
+from pyengine.kv_cache import QuantizedWeight
+from pyengine.models.linear import concatenated, packed_embedding
+from pyengine.models.quantized_linear import QuantizedProduct, replace_by_products
+
+GROUP = 32
+_LARGEST = 15
+_SPANS = (1.0, 0.93, 0.86)
+"""Shares of the span of a group that its codes may cover: outliers are cut where that is better."""
+_LEAST_HALF, _MOST_HALF = 2.0**-14, 65504.0  # float16 has numbers between with all of its digits
+_AT_ONCE = 1 << 22  # weights that are quantised at once
+
+
+def quantise_groups(
+    weight: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes `[N, K / 2]`, two in a byte, float32 scales and zero points `[N, K / 32]`.
+
+    Of the spans that are tried, each group has the one with the least squared error.
+    """
+    outputs, inputs = weight.shape
+    rows = max(1, _AT_ONCE // inputs)
+    parts = [_quantised(part.float()) for part in torch.split(weight.detach(), rows)]
+    codes, scales, zeros = (torch.cat(each) for each in zip(*parts, strict=True))
+    pairs = codes.view(outputs, inputs // 2, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4), scales, zeros
+
+
+def _quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    groups = weight.view(len(weight), -1, GROUP)
+    low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
+    best: tuple[torch.Tensor, ...] | None = None
+    for span in _SPANS:
+        scale = _rounded((high - low) * span / _LARGEST)
+        zero = (-low * span / scale).round().clamp_(0, _LARGEST)
+        codes = groups / scale[..., None]
+        codes = codes.add_(zero[..., None]).round_().clamp_(0, _LARGEST)
+        error = (codes - zero[..., None]).mul_(scale[..., None]).sub_(groups).square_().sum(-1)
+        tried = codes.to(torch.uint8), scale, zero.to(torch.uint8), error
+        if best is None:
+            best = tried
+        else:
+            better = error < best[3]
+            best = tuple(
+                torch.where(better[..., None] if new.ndim == 3 else better, new, old)
+                for new, old in zip(tried, best, strict=True)
+            )
+    assert best is not None
+    return best[0].flatten(1), best[1], best[2]
+
+
+def _rounded(scales: torch.Tensor) -> torch.Tensor:
+    """Scales that float16 has, where it has their size; 1 for groups of zeros."""
+    in_range = (scales >= _LEAST_HALF) & (scales <= _MOST_HALF)
+    return torch.where(scales == 0, 1.0, torch.where(in_range, scales.half().float(), scales))
+
+
+def q8_0(weight: torch.Tensor) -> QuantizedWeight:
+    """A weight in ggml's Q8_0: 8 bits, and a float16 scale for 32 inputs."""
+    outputs, inputs = weight.shape
+    blocks = np.empty((outputs, inputs // GROUP, 2 + GROUP), np.uint8)
+    start = 0
+    for part in torch.split(weight.detach(), max(1, _AT_ONCE // inputs)):
+        groups = part.float().view(len(part), -1, GROUP)
+        scales = (groups.abs().amax(-1) / 127).half()
+        units = groups / scales.float().clamp_min(torch.finfo(torch.float16).tiny)[..., None]
+        out = blocks[start : start + len(part)]
+        out[..., :2] = scales.numpy().view(np.uint8).reshape(*scales.shape, 2)
+        out[..., 2:] = units.round_().clamp_(-127, 127).to(torch.int8).numpy().view(np.uint8)
+        start += len(part)
+    return QuantizedWeight("Q8_0", blocks.reshape(-1).data, outputs, inputs)
+
+
+@torch.no_grad()
+def quantise_linears_to_int4(model: Any) -> int:
+    """Replace every linear layer of `model`; returns how many.
+
+    Weights are freed one by one. Raises `ConfigurationError`, without changes, for a layer whose
+    inputs are not whole groups.
+    """
+    for name, linear in _linears(model):
+        if linear.in_features % GROUP:
+            raise ConfigurationError(
+                f"quantization='int4' has groups of {GROUP} inputs, and {name} has "
+                f"{linear.in_features}: leave quantization out, or take 'int8'"
+            )
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    dtype = embedding.weight.dtype
+    shared = None
+    if head is not None and head.weight is embedding.weight:
+        shared = q8_0(head.weight)
+        tied = packed_embedding(embedding, QuantizedProduct(shared, dtype))
+        if tied is not None:
+            model.set_input_embeddings(tied)
+    del embedding
+
+    def made(linears: Sequence[nn.Linear]) -> QuantizedProduct:
+        linear = concatenated(linears)
+        if linear is head:
+            return QuantizedProduct(shared or q8_0(linear.weight), dtype, linear.bias)
+        arrays: list[Any] = [item.numpy() for item in quantise_groups(linear.weight)]
+        packed = QuantizedWeight.from_groups(*arrays, group_size=GROUP)
+        return QuantizedProduct(packed, dtype, linear.bias)
+
+    return replace_by_products(model, lambda module: type(module) is nn.Linear, made)
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            yield name, module

@@ -1,0 +1,85 @@
+"""Linear layers in 4 bits: close, smaller, and refused where they cannot be."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pyengine.errors import ConfigurationError
+from pyengine.models.int4_linear import GROUP, q8_0, quantise_groups
+from pyengine.models.linear import PackedEmbedding
+from pyengine.models.quantization import quantise_model
+from tests.unit.executor.hand_made import random_model
+
+CPU = torch.device("cpu")
+
+
+def restored(weight):
+    pairs, scales, zeros = quantise_groups(weight)
+    codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)
+    groups = codes.view(len(weight), -1, GROUP).float()
+    return ((groups - zeros[..., None]) * scales[..., None]).flatten(1)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-7, 1e6])
+def test_an_error_is_at_most_a_step_and_zeros_stay(size):
+    torch.manual_seed(0)
+    weight = torch.randn(5, 4 * GROUP) * size
+    weight[1, :GROUP] = 0
+    weight[2, :GROUP].abs_()
+    weight[3, :GROUP].abs_().neg_()
+    groups = weight.view(5, -1, GROUP)
+    step = (groups.amax(-1).clamp_min(0) - groups.amin(-1).clamp_max(0)) / 15
+    error = (restored(weight) - weight).view(5, -1, GROUP)
+    assert (error.abs().mean(-1) <= 0.5 * step).all()
+    assert (error.abs().amax(-1) <= 1.6 * step).all()
+    assert (restored(weight)[1, :GROUP] == 0).all()
+
+
+def test_the_best_of_several_spans_is_no_worse_than_the_whole_span():
+    torch.manual_seed(0)
+    weight = torch.randn(64, 8 * GROUP)
+    groups = weight.view(64, -1, GROUP)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale = (high - low) / 15
+    zero = (-low / scale).round()
+    plain = (((groups / scale) + zero).round().clamp(0, 15) - zero) * scale
+    ours = (restored(weight) - weight).square().sum()
+    assert ours < (plain.flatten(1) - weight).square().sum()
+
+
+def test_8_bits_are_within_half_a_step():
+    weight = torch.randn(7, 3 * GROUP)
+    found = torch.empty(7, 3 * GROUP)
+    q8_0(weight).gather(torch.arange(7).numpy(), found.numpy())
+    step = weight.view(7, 3, GROUP).abs().amax(-1, keepdim=True) / 127
+    assert ((found - weight).view(7, 3, GROUP).abs() <= 0.51 * step + 1e-3 * step * 127).all()
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_model_answers_nearly_as_before_and_gives_its_weights_back(is_tied):
+    settings = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.02}
+    model: Any = random_model("llama", tie_word_embeddings=is_tied, **settings)
+    tokens = torch.tensor([[3, 9, 27, 81, 50]])
+    with torch.no_grad():
+        expected = model(tokens).logits.log_softmax(-1)
+        kept = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
+        head = weakref.ref(model.lm_head.weight)
+        assert quantise_model(model, CPU, "int4") == 3 * 7 + 1
+        gc.collect()
+        assert kept() is None
+        assert head() is None
+        assert isinstance(model.get_input_embeddings(), PackedEmbedding) == is_tied
+        found = model(tokens).logits.log_softmax(-1)
+    assert 0 < (found - expected).abs().max() < 0.1
+    assert model.lm_head.product.format == "Q8_0"
+
+
+def test_layers_that_are_not_whole_groups_are_refused_and_nothing_has_changed():
+    model = nn.ModuleDict({"up": nn.Linear(GROUP, 4), "down": nn.Linear(24, 4)})
+    with pytest.raises(ConfigurationError, match="groups of 32 inputs, and down has 24"):
+        quantise_model(model, CPU, "int4")
+    assert [type(module) for module in model.values()] == [nn.Linear] * 2
