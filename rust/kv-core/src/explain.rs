@@ -3,7 +3,8 @@
 //! An answer depends on one namespace: the search begins at its root, compares its sequences, and looks up its own
 //! evictions. It reveals nothing of another namespace, not even that it exists.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
 use crate::eviction::Eviction;
@@ -91,13 +92,35 @@ pub(crate) struct EvictionHistory {
 pub(crate) struct Evictions {
     /// Evictions so far.
     count: u64,
-    /// The last of them, at most `most`, oldest first.
-    order: VecDeque<u128>,
     most: usize,
-    /// The number of the last eviction of each, and its cause.
-    latest: HashMap<u128, (u64, EvictedBy)>,
+    /// The number of the last eviction of each hash, and its cause: of the newest evictions, at most `most`, and of as
+    /// many before them. None is ever removed alone, so that an eviction costs one insertion.
+    newest: Numbers,
+    older: Numbers,
     /// The time of the last one.
     time: u64,
+}
+
+type Numbers = HashMap<u128, (u64, EvictedBy), BuildHasherDefault<OfHash>>;
+
+/// The hash of a block hash: its lower half, because it is random already.
+#[derive(Default)]
+struct OfHash(u64);
+
+impl Hasher for OfHash {
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.0 = self.0.rotate_left(8) ^ u64::from(byte);
+        }
+    }
+
+    fn write_u128(&mut self, hash: u128) {
+        self.0 = hash as u64;
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
 }
 
 impl EvictionHistory {
@@ -121,9 +144,9 @@ impl EvictionHistory {
         let own = self.namespaces.entry(Arc::clone(namespace));
         let own = own.or_insert_with(|| Evictions {
             count: 0,
-            order: VecDeque::new(),
             most: self.most,
-            latest: HashMap::new(),
+            newest: Numbers::default(),
+            older: Numbers::default(),
             time: 0,
         });
         own.time = self.time;
@@ -132,9 +155,10 @@ impl EvictionHistory {
 
     pub(crate) fn find(&self, namespace: &[u8], hash: u128) -> Option<PastEviction> {
         let own = self.namespaces.get(namespace)?;
-        let &(number, by) = own.latest.get(&hash)?;
+        let known = own.newest.get(&hash).or_else(|| own.older.get(&hash));
+        let &(number, by) = known?;
         let num_blocks_since = own.count - number + 1;
-        Some(PastEviction {
+        (num_blocks_since <= own.most as u64).then_some(PastEviction {
             by,
             num_blocks_since,
         })
@@ -144,14 +168,11 @@ impl EvictionHistory {
 impl Evictions {
     /// Adds an eviction.
     pub(crate) fn add(&mut self, hash: u128, by: EvictedBy) {
-        self.count += 1;
-        self.order.push_back(hash);
-        self.latest.insert(hash, (self.count, by));
-        if self.order.len() > self.most
-            && let Some(oldest) = self.order.pop_front()
-            && self.latest[&oldest].0 + self.most as u64 == self.count
-        {
-            self.latest.remove(&oldest);
+        if self.newest.len() >= self.most {
+            std::mem::swap(&mut self.newest, &mut self.older);
+            self.newest.clear();
         }
+        self.count += 1;
+        self.newest.insert(hash, (self.count, by));
     }
 }

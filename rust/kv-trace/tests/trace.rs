@@ -68,7 +68,7 @@ fn every_operation(m: &mut BlockManager) -> Result<(), Error> {
     assert_eq!(m.reuse_cached(loose.key())?, 8);
     m.extend(loose.key(), 3)?;
     m.publish(loose.key(), 3, &[90_000])?;
-    drop(loose);
+    m.free_keeping(loose.key(), 8)?;
     let restored = m.sequence((500..510).collect(), b"", true)?;
     for end in 0..3 {
         let Reserve::Reserved(transfer) = m.reserve(restored.key(), 10)? else {

@@ -15,6 +15,7 @@ from pyengine.engine import offloading
 from pyengine.engine.explain import explain_prompt
 from pyengine.engine.offloading import KVOffloader
 from pyengine.engine.prompts import Prompt
+from pyengine.engine.request import Request
 from pyengine.kv_cache import KVStore, StoreError, kv_fingerprint
 from pyengine.kv_cache.block_memory import BlockMemory, DeviceBlocks, HostBlocks
 from pyengine.sampling_params import SamplingParams
@@ -254,6 +255,62 @@ def test_a_disk_that_never_answers_delays_its_request_alone(
     second.assert_all_free()
     (answer,) = generate(second, [prompt])
     assert answer.outputs[0].token_ids == continued(prompt, 8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("groups", GROUPS)
+def test_nothing_starves_beside_a_disk_that_stops_to_answer(
+    groups: tuple[int | None, ...],
+    seed: int,
+    store: KVStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Promise 6: loads are overtaken until they are abandoned, then all run in order of arrival."""
+    monkeypatch.setattr(offloading, "_PATIENCE", 0.3)
+    random, may_go = Random(seed), threading.Event()
+    documents = [prompt_of(40, each) for each in range(8)]
+    first = make_bench(num_blocks=256, groups=groups)
+    generate_and_store(first, with_store(first, store), documents)
+    left = random.randrange(4)
+    """Loads that the disk still answers."""
+
+    def act(kind: str, blocks: Any) -> None:
+        nonlocal left
+        if kind == "load":
+            left -= 1
+            assert left >= 0 or may_go.wait(60)
+
+    bench = make_bench(num_blocks=160, groups=groups, max_num_seqs=4, max_num_batched_tokens=48)
+    offloader = with_store(bench, FaultyStore(store, act))
+    prompts: dict[str, list[int]] = {}
+    abandoned, start = 0.0, monotonic()
+    requests: list[Request] = []
+    while len(prompts) < 120 or bench.engine.has_work:
+        if len(prompts) < 120 and bench.scheduler.num_waiting < 12:
+            begin = random.choice(documents) if random.random() < 0.5 else []
+            name = str(len(prompts))
+            prompts[name] = [*begin, *prompt_of(random.randint(1, 12), seed=len(prompts) + 50)]
+            bench.submit({name: prompts[name]})
+            requests.append(bench.requests[name])
+        bench.engine.step()
+        bench.manager.check()
+        if not abandoned and offloader.counters["abandoned_loads"]:
+            abandoned = monotonic()
+        if bench.engine.is_waiting:
+            sleep(0.001)
+        assert monotonic() < start + 30
+    assert 0.3 <= abandoned - start < 10
+    for name, answer in bench.take_finished().items():
+        assert answer.outputs[0].token_ids == continued(prompts[name], 8, widest(groups))
+    admitted = [request.scheduled_time or 0.0 for request in requests]
+    late = [time for time in admitted if time > abandoned]
+    assert late == sorted(late) and len(late) > 20
+    may_go.set()
+    while bench.manager.usage().loading:
+        offloader.finish_loads()
+        sleep(0.001)
+    wait_until_stored(offloader)
+    bench.assert_all_free()
 
 
 @pytest.mark.parametrize("does_answer", [True, False])
