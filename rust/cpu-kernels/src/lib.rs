@@ -1,5 +1,5 @@
 //! Attention over a paged KV cache on the CPU, in float32 or bfloat16, and what a step computes beside it: rotary
-//! embeddings, RMS norms, and linear layers in float32 ([`PackedWeight`]).
+//! embeddings, RMS norms, and linear layers ([`PackedWeight`]).
 //!
 //! For decodes, prefills and whatever a step has of both: keys and values are read where they lie, through
 //! the block table, once for all the query heads that share them. The softmax is computed online (Milakov
@@ -17,7 +17,8 @@
 //!   whatever the target has, chosen when it runs ([`Isa`]): all give the same bits.
 //! * **bfloat16 is float32 that was rounded**: the bits are those of float32 over the same numbers, rounded
 //!   once at the end. Not so where AVX-512 BF16 or AMX multiply bfloat16 itself: there the weights are rounded before
-//!   they meet the values, as torch and flash-attn do, and values have to be finite.
+//!   they meet the values, as torch and flash-attn do, and values have to be finite. In linear layers each of its
+//!   products is rounded as that instruction does.
 //! * **A shared block is read once.** Parts of the cache that several sequences have in common are scored for
 //!   all of them while they are in the processor's cache ([`Step::share`]).
 //! * **Nothing is trusted.** Every array is checked against every other; what does not fit is an
@@ -53,6 +54,9 @@ mod builds;
 mod cache_tiles;
 mod choice;
 mod dispatch;
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)] // memory is read as vectors
+mod dots;
 mod element;
 mod error;
 mod floats;
@@ -61,6 +65,7 @@ mod job;
 mod kernel;
 mod lanes;
 mod linear;
+mod linear_task;
 mod norm;
 #[allow(unsafe_code)] // a function of C is called
 mod openmp;
