@@ -21,7 +21,7 @@ Product = Literal["torch", "onednn", "onednn-unpacked", "pyengine"]
 weights as they are; the Rust kernel, with a copy in its layout."""
 
 FORMATS = (torch.float32, torch.bfloat16)
-"""Of weights that oneDNN multiplies by, and of norms that the Rust kernel computes."""
+"""Of weights that oneDNN and the Rust kernel multiply by, and of norms that the latter computes."""
 
 _PACKED_FOR = 32  # rows for which oneDNN lays weights out
 
@@ -54,9 +54,9 @@ class OneDNNProduct:
 
 
 class KernelProduct:
-    """Products by the Rust kernel, with a copy of `weight` in its layout, float32.
+    """Products by the Rust kernel, with a copy of `weight` in its layout, float32 or bfloat16.
 
-    A row has the same bits in every batch.
+    A row has the same bits in every batch. Sums are float32.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -97,7 +97,7 @@ class KernelProduct:
     def gather(self, outputs: torch.Tensor) -> torch.Tensor:
         """The rows of the weight with these numbers: `[...]` to `[..., in_features]`."""
         flat = outputs.reshape(-1).to(torch.int64).contiguous()
-        out = torch.empty(flat.shape[0], self._packed.in_features)
+        out = torch.empty(flat.shape[0], self._packed.in_features, dtype=self.weight.dtype)
         self._packed.gather(cpu_array(flat), cpu_array(out))
         return out.view(*outputs.shape, out.shape[1])
 
@@ -132,8 +132,13 @@ def kernel_threads(num_threads: int) -> CpuAttention:
 
 
 def kernel_supports(dtype: torch.dtype) -> bool:
-    """True if the Rust kernel multiplies this format here, and has instructions to be fast."""
-    return dtype == torch.float32 and CpuAttention.is_fast()
+    """True if the Rust kernel multiplies this format here, and has instructions to be fast.
+
+    It has none of AMX: where bfloat16 is multiplied by those, oneDNN's prefills are faster.
+    """
+    if dtype == torch.bfloat16 and CpuAttention.isa() == "amx":
+        return False
+    return dtype in FORMATS and CpuAttention.is_fast()
 
 
 @cache

@@ -5,7 +5,7 @@ depend on its size. The layers stay where transformers looks for them. The one t
 multiplies for all of them; the others, called with the very same tensor, have their part.
 
 `models/cpu_kernels.py` has the products, `models/linear_kernels.py` chooses among them. In bfloat16
-torch calls oneDNN in any case, and lays out the weights anew in every call.
+torch calls oneDNN, and lays out the weights anew in every call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -221,7 +221,7 @@ class PrepackedLinear(ProductLinear):
 class PrepackedMLP(nn.Module):
     """Computes `down(silu(gate(rows)) * up(rows))`, as transformers' `LlamaMLP` does.
 
-    In bfloat16 the gate is rounded after the SiLU only.
+    In bfloat16 oneDNN rounds the gate after the SiLU, the Rust kernel only the product.
     """
 
     def __init__(self, gate: ProductLinear, up: ProductLinear, down: ProductLinear) -> None:
@@ -288,8 +288,9 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """`[...]` to `[..., features]`."""
-        features = self.product.weight.shape[1]
-        rows: torch.Tensor = torch.ops.pyengine.packed_embedding(ids, self.number, features)
+        features, dtype = self.product.weight.shape[1], self.product.weight.dtype
+        lookup: Any = torch.ops.pyengine.packed_embedding
+        rows: torch.Tensor = lookup(ids, self.number, features, dtype)
         return rows if self._scale == 1.0 else rows * self._scale
 
 
@@ -307,17 +308,19 @@ def packed_embedding(embedding: nn.Module, product: Any) -> PackedEmbedding | No
     return None
 
 
-def _look_up(ids: torch.Tensor, number: int, _features: int) -> torch.Tensor:
+def _look_up(ids: torch.Tensor, number: int, _features: int, _dtype: torch.dtype) -> torch.Tensor:
     found: torch.Tensor = layer_of(number).product.gather(ids)
     return found
 
 
-def _rows_shape(ids: torch.Tensor, number: int, features: int) -> torch.Tensor:
-    return ids.new_empty(*ids.shape, features, dtype=layer_of(number).weight.dtype)
+def _rows_shape(ids: torch.Tensor, _number: int, features: int, dtype: torch.dtype) -> torch.Tensor:
+    return ids.new_empty(*ids.shape, features, dtype=dtype)
 
 
 define_operator(
-    "packed_embedding(Tensor ids, int number, int features) -> Tensor", _look_up, _rows_shape
+    "packed_embedding(Tensor ids, int number, int features, ScalarType dtype) -> Tensor",
+    _look_up,
+    _rows_shape,
 )
 
 

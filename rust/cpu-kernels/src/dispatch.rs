@@ -14,8 +14,9 @@ use crate::floats::Floats;
 use crate::isa::Isa;
 use crate::job::{Job, Task};
 use crate::kernel::work;
+use crate::linear_task::Multiply;
 
-/// An element that attention is compiled for: `f32`, and `u16` for the bits of bfloat16.
+/// An element that attention and linear layers are compiled for: `f32`, and `u16` for the bits of bfloat16.
 pub trait Attend: Element + Kernel {}
 
 impl Attend for f32 {}
@@ -27,6 +28,9 @@ impl Attend for u16 {}
 pub trait Kernel: Sized {
     #[doc(hidden)]
     fn work(isa: Isa, job: &Job<'_, Self>, task: Task<'_, '_, Self>);
+
+    #[doc(hidden)]
+    fn multiply(isa: Isa, work: Multiply<'_, '_, Self>);
 }
 
 #[allow(private_interfaces)]
@@ -34,12 +38,20 @@ impl Kernel for f32 {
     fn work(isa: Isa, job: &Job<'_, f32>, task: Task<'_, '_, f32>) {
         in_floats(isa, job, task);
     }
+
+    fn multiply(isa: Isa, work: Multiply<'_, '_, f32>) {
+        work.run(isa);
+    }
 }
 
 #[allow(private_interfaces)]
 impl Kernel for u16 {
     fn work(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
         in_halves(isa, job, task);
+    }
+
+    fn multiply(isa: Isa, work: Multiply<'_, '_, u16>) {
+        work.run(isa);
     }
 }
 

@@ -17,6 +17,15 @@ pub trait Element: Copy + Send + Sync + Memory + 'static {
     #[doc(hidden)]
     fn floats<'a>(row: &'a [Self], scratch: &'a mut Vec<f32>) -> &'a [f32];
 
+    /// `row` as the bits of bfloat16, if that is what it is.
+    #[doc(hidden)]
+    fn halves(row: &[Self]) -> Option<&[u16]>;
+
+    /// Where floats for all elements of `rows`, which are equally long, are added up: there, or in
+    /// `scratch`, which is empty otherwise.
+    #[doc(hidden)]
+    fn sums<'a>(rows: &'a mut [&mut [Self]], scratch: &'a mut Vec<f32>) -> Vec<&'a mut [f32]>;
+
     /// The same of a tile's rows, all of one length, of which those in `seen` differ; the others
     /// repeat the nearest of these.
     #[doc(hidden)]
@@ -72,6 +81,17 @@ impl Element for f32 {
     }
 
     #[inline(always)]
+    fn halves(_: &[f32]) -> Option<&[u16]> {
+        None
+    }
+
+    #[inline(always)]
+    fn sums<'a>(rows: &'a mut [&mut [f32]], scratch: &'a mut Vec<f32>) -> Vec<&'a mut [f32]> {
+        scratch.clear();
+        rows.iter_mut().map(|row| &mut **row).collect()
+    }
+
+    #[inline(always)]
     fn tile<'a>(
         rows: [&'a [f32]; TILE],
         _: &Range<usize>,
@@ -101,6 +121,18 @@ impl Element for u16 {
         scratch.resize(row.len(), 0.0);
         widen(row, scratch);
         scratch
+    }
+
+    #[inline(always)]
+    fn halves(row: &[u16]) -> Option<&[u16]> {
+        Some(row)
+    }
+
+    #[inline(always)]
+    fn sums<'a>(rows: &'a mut [&mut [u16]], scratch: &'a mut Vec<f32>) -> Vec<&'a mut [f32]> {
+        let size = rows.first().map_or(0, |row| row.len());
+        scratch.resize(size * rows.len(), 0.0);
+        scratch.chunks_mut(size.max(1)).collect()
     }
 
     #[inline(always)]

@@ -54,7 +54,7 @@ impl<E: Element, V: Vector<L>, const L: usize, const N: usize> Arithmetic<E, L>
     where
         E: 'q,
     {
-        let (lanes, _) = self.queries.floats_mut().as_chunks_mut::<L>();
+        let (lanes, _) = self.queries.elements_mut().as_chunks_mut::<L>();
         let lanes = &mut lanes[number * self.dim_k..][..self.dim_k];
         let mut rows: [&[E]; L] = [&[]; L];
         for (row, query) in rows.iter_mut().zip(queries) {
@@ -96,7 +96,7 @@ impl<E: Element, V: Vector<L>, const L: usize, const N: usize> Arithmetic<E, L>
             let floats = FloatTile {
                 keys: E::tile(tiles.keys(tile), &near, &mut self.keys),
                 values: E::tile(tiles.values(tile), &near, &mut self.values),
-                queries: self.queries.floats().as_chunks().0,
+                queries: self.queries.elements().as_chunks().0,
                 by: PhantomData,
             };
             let vectors = vectors.iter().zip(states.chunks_exact_mut(size));

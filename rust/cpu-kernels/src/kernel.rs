@@ -179,7 +179,7 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
     #[inline(always)]
     fn cut<'s, E>(&self, job: &Job<'_, E>, states: &'s mut Scratch) -> &'s mut [[f32; L]] {
         let size = self.vectors.len() * state_len(job.shape.dim_v);
-        &mut states.floats_mut().as_chunks_mut::<L>().0[..size]
+        &mut states.elements_mut().as_chunks_mut::<L>().0[..size]
     }
 
     #[inline(always)]

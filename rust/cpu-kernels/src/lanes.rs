@@ -42,6 +42,8 @@ pub(crate) trait Vector<const L: usize>: Copy {
     fn multiply_add(self, factor: Self, addend: Self) -> Self;
     /// The lanes of `self` for which `weights` is not 0, the others from `instead`.
     fn where_it_weighs(self, weights: Self, instead: Self) -> Self;
+    /// Two bfloat16 in each lane: those in the lower halves, and those in the upper ones.
+    fn widened(pairs: &[u32; L]) -> [Self; 2];
 
     /// Lane `a` of vector `b` becomes lane `b` of vector `a`.
     #[inline(always)]
@@ -88,6 +90,14 @@ impl Vector<8> for [f32; 8] {
             false => self[lane],
         };
         std::array::from_fn(pick)
+    }
+
+    #[inline(always)]
+    fn widened(pairs: &[u32; 8]) -> [Self; 2] {
+        [
+            pairs.map(|pair| f32::from_bits(pair << 16)),
+            pairs.map(|pair| f32::from_bits(pair & 0xffff_0000)),
+        ]
     }
 }
 
@@ -145,6 +155,20 @@ mod arm {
                 unsafe { vbslq_f32(vceqzq_f32(weights[at]), instead[at], self[at]) }
             };
             [pick(0), pick(1)]
+        }
+
+        #[inline(always)]
+        fn widened(pairs: &[u32; 8]) -> [Self; 2] {
+            // SAFETY: see above; eight numbers are read.
+            unsafe {
+                let pairs = [vld1q_u32(pairs.as_ptr()), vld1q_u32(pairs[4..].as_ptr())];
+                let low = pairs.map(|pair| vreinterpretq_f32_u32(vshlq_n_u32::<16>(pair)));
+                let upper = vdupq_n_u32(0xffff_0000);
+                [
+                    low,
+                    pairs.map(|pair| vreinterpretq_f32_u32(vandq_u32(pair, upper))),
+                ]
+            }
         }
 
         #[inline(always)]
@@ -230,6 +254,19 @@ mod x86 {
                 _mm256_blendv_ps(instead, self, weighs)
             }
         }
+
+        #[inline(always)]
+        fn widened(pairs: &[u32; 8]) -> [Self; 2] {
+            // SAFETY: see above; eight numbers are read.
+            unsafe {
+                let pairs = _mm256_loadu_si256(pairs.as_ptr().cast());
+                let upper = _mm256_set1_epi32(0xffff_0000_u32.cast_signed());
+                [
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)),
+                    _mm256_castsi256_ps(_mm256_and_si256(pairs, upper)),
+                ]
+            }
+        }
     }
 
     /// To be used only where the machine has AVX-512, as above.
@@ -270,6 +307,19 @@ mod x86 {
             unsafe {
                 let weighs = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(weights, _mm512_setzero_ps());
                 _mm512_mask_blend_ps(weighs, instead, self)
+            }
+        }
+
+        #[inline(always)]
+        fn widened(pairs: &[u32; 16]) -> [Self; 2] {
+            // SAFETY: see above; 16 numbers are read.
+            unsafe {
+                let pairs = _mm512_loadu_si512(pairs.as_ptr().cast());
+                let upper = _mm512_set1_epi32(0xffff_0000_u32.cast_signed());
+                [
+                    _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)),
+                    _mm512_castsi512_ps(_mm512_and_si512(pairs, upper)),
+                ]
             }
         }
 
@@ -351,33 +401,35 @@ pub(crate) fn fetch_line<T>(place: *const T) {
     let _ = place;
 }
 
-/// Floats that begin a line of the processor's cache: vectors of them do not cross two.
+/// Numbers of four bytes that begin a line of the processor's cache: vectors of them do not cross two.
 #[derive(Debug)]
-pub(crate) struct Scratch {
-    memory: Vec<f32>,
+pub(crate) struct Scratch<T = f32> {
+    memory: Vec<T>,
     first: usize,
 }
 
-impl Scratch {
+impl<T: Copy + Default> Scratch<T> {
     /// So many zeros.
     #[inline(always)]
     pub(crate) fn zeros(count: usize) -> Self {
         const LINE: usize = 64;
-        let memory = vec![0.0; count + LINE / size_of::<f32>()];
+        let memory = vec![T::default(); count + LINE / size_of::<T>()];
         let first = memory.as_ptr().align_offset(LINE);
         Self {
-            first: first.min(LINE / size_of::<f32>()),
+            first: first.min(LINE / size_of::<T>()),
             memory,
         }
     }
+}
 
+impl<T> Scratch<T> {
     #[inline(always)]
-    pub(crate) fn floats(&self) -> &[f32] {
+    pub(crate) fn elements(&self) -> &[T] {
         &self.memory[self.first..]
     }
 
     #[inline(always)]
-    pub(crate) fn floats_mut(&mut self) -> &mut [f32] {
+    pub(crate) fn elements_mut(&mut self) -> &mut [T] {
         &mut self.memory[self.first..]
     }
 }

@@ -1,6 +1,5 @@
 //! Attention over a paged KV cache on the CPU, in float32 or bfloat16, and what a step computes beside it: rotary
-//! embeddings, RMS norms, and linear layers in float32 ([`PackedWeight`]) or by weights of few bits
-//! ([`QuantizedWeight`]).
+//! embeddings, RMS norms, and linear layers by weights in floats ([`PackedWeight`]) or in few bits ([`QuantizedWeight`]).
 //!
 //! For decodes, prefills and whatever a step has of both: keys and values are read where they lie, through
 //! the block table, once for all the query heads that share them. The softmax is computed online (Milakov
@@ -18,7 +17,8 @@
 //!   whatever the target has, chosen when it runs ([`Isa`]): all give the same bits.
 //! * **bfloat16 is float32 that was rounded**: the bits are those of float32 over the same numbers, rounded
 //!   once at the end. Not so where AVX-512 BF16 or AMX multiply bfloat16 itself: there the weights are rounded before
-//!   they meet the values, as torch and flash-attn do, and values have to be finite.
+//!   they meet the values, as torch and flash-attn do, and values have to be finite. In linear layers each of its
+//!   products is rounded as that instruction does.
 //! * **Quantised weights keep their bits.** Each 32 numbers of a row are rounded to integers of 8 bits, and products with
 //!   the codes are added up as integers. All builds give the same bits there, too; rounding the rows is the only error
 //!   beyond float32's: about 0.6 % of a product's size for normally distributed rows.
@@ -53,6 +53,9 @@ mod attention;
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)] // memory is read and written as vectors
 mod bf16;
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)] // memory is read as vectors
+mod bf16_dots;
 mod builds;
 mod cache_tiles;
 mod choice;
@@ -66,6 +69,7 @@ mod job;
 mod kernel;
 mod lanes;
 mod linear;
+mod linear_task;
 mod norm;
 #[allow(unsafe_code)] // a function of C is called
 mod openmp;

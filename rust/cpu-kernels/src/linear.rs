@@ -1,14 +1,14 @@
-//! Linear layers in float32: rows times a packed weight, for decodes of a few rows as for prefills.
+//! Linear layers in float32 and bfloat16: rows times a packed weight, for decodes of a few rows as for prefills.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
 
 use crate::attention::Attention;
-use crate::builds::{InVectors, best_vectors};
+use crate::dispatch::Attend;
 use crate::error::Error;
-use crate::lanes::{Vector, exp2};
+use crate::linear_task::Multiply;
 use crate::packed_weight::{PackedWeight, WIDTH};
-use crate::product::{Columns, add_products};
+use crate::product::Columns;
 use crate::step::same_length;
 
 /// Multiplications below which other threads are not woken: about ten microseconds of work.
@@ -32,17 +32,18 @@ const MOST_PANELS: usize = 16;
 impl Attention {
     /// `out` `[rows, out_features]` becomes `rows` `[rows, in_features]` times the transposed weight, plus `bias`
     /// `[out_features]`. Each sum begins with the bias and adds the products in the order of the inputs, rounded once
-    /// each: a row has the same bits in every batch, with any number of threads and at every level.
+    /// each: a row has the same bits in every batch, with any number of threads and at every level. In bfloat16 the sum is
+    /// rounded at the end; levels that have an instruction for its products have bits of their own.
     ///
     /// # Errors
     ///
     /// Arrays that do not fit each other: nothing is written then.
-    pub fn linear(
+    pub fn linear<E: Attend>(
         &self,
-        rows: &[f32],
+        rows: &[E],
         weight: &PackedWeight,
-        bias: Option<&[f32]>,
-        out: &mut [f32],
+        bias: Option<&[E]>,
+        out: &mut [E],
     ) -> Result<(), Error> {
         check_rows(rows, weight, out)?;
         if let Some(bias) = bias {
@@ -53,8 +54,9 @@ impl Attention {
                 columns,
                 weight,
                 bias,
+                gate: None,
             };
-            best_vectors(self.isa(), work);
+            E::multiply(self.isa(), work);
         });
         Ok(())
     }
@@ -64,12 +66,12 @@ impl Attention {
     /// # Errors
     ///
     /// Arrays that do not fit each other: nothing is written then.
-    pub fn gated_linear(
+    pub fn gated_linear<E: Attend>(
         &self,
-        rows: &[f32],
+        rows: &[E],
         gate: &PackedWeight,
         up: &PackedWeight,
-        out: &mut [f32],
+        out: &mut [E],
     ) -> Result<(), Error> {
         check_rows(rows, up, out)?;
         same_length("the inputs of gate", up.in_features(), gate.in_features())?;
@@ -79,18 +81,24 @@ impl Attention {
             gate.out_features(),
         )?;
         self.by_columns(rows, up, out, |columns| {
-            best_vectors(self.isa(), MultiplyGated { columns, gate, up });
+            let work = Multiply {
+                columns,
+                weight: up,
+                bias: None,
+                gate: Some(gate),
+            };
+            E::multiply(self.isa(), work);
         });
         Ok(())
     }
 
     /// Calls `work` with all outputs of all rows, some at a time.
-    fn by_columns(
+    fn by_columns<E: Attend>(
         &self,
-        rows: &[f32],
+        rows: &[E],
         weight: &PackedWeight,
-        out: &mut [f32],
-        work: impl Fn(Columns<'_, '_>) + Sync,
+        out: &mut [E],
+        work: impl Fn(Columns<'_, '_, E, E>) + Sync,
     ) {
         let (size, width) = (weight.in_features(), weight.out_features());
         let count = rows.len() / size;
@@ -158,65 +166,9 @@ impl<T> Shares<T> {
     }
 }
 
-fn check_rows(rows: &[f32], weight: &PackedWeight, out: &[f32]) -> Result<(), Error> {
+fn check_rows<E>(rows: &[E], weight: &PackedWeight, out: &[E]) -> Result<(), Error> {
     let count = rows.len() / weight.in_features();
     same_length("rows", count * weight.in_features(), rows.len())?;
     let expected = count.checked_mul(weight.out_features());
     same_length("out", expected.ok_or(Error::TooLarge)?, out.len())
-}
-
-struct Multiply<'a, 'b> {
-    columns: Columns<'a, 'b>,
-    weight: &'a PackedWeight,
-    bias: Option<&'a [f32]>,
-}
-
-impl InVectors for Multiply<'_, '_> {
-    #[inline(always)]
-    fn run<V: Vector<L>, const L: usize>(mut self) {
-        let begin = self.columns.first * WIDTH;
-        for out in &mut self.columns.out {
-            match self.bias {
-                Some(bias) => out.copy_from_slice(&bias[begin..][..out.len()]),
-                None => out.fill(0.0),
-            }
-        }
-        add_products::<V, L>(&mut self.columns, self.weight);
-    }
-}
-
-struct MultiplyGated<'a, 'b> {
-    columns: Columns<'a, 'b>,
-    gate: &'a PackedWeight,
-    up: &'a PackedWeight,
-}
-
-impl InVectors for MultiplyGated<'_, '_> {
-    #[inline(always)]
-    fn run<V: Vector<L>, const L: usize>(mut self) {
-        let width = self.columns.out.first().map_or(0, |out| out.len());
-        let mut gates = vec![0.0; width * self.columns.out.len()];
-        let mut gate = Columns {
-            out: gates.chunks_mut(width.max(1)).collect(),
-            ..self.columns
-        };
-        add_products::<V, L>(&mut gate, self.gate);
-        for out in &mut self.columns.out {
-            out.fill(0.0);
-        }
-        add_products::<V, L>(&mut self.columns, self.up);
-        for (out, gates) in self.columns.out.iter_mut().zip(gates.chunks(width.max(1))) {
-            for (out, &gate) in out.iter_mut().zip(gates) {
-                *out *= silu(gate);
-            }
-        }
-    }
-}
-
-/// `x / (1 + e ^ -x)`, to a few units in the last place.
-#[inline(always)]
-pub(crate) fn silu(x: f32) -> f32 {
-    let exponent = x * -std::f32::consts::LOG2_E;
-    let exponent = if exponent > 127.0 { 127.0 } else { exponent };
-    x / (1.0 + exp2(exponent))
 }

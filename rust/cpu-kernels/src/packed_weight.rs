@@ -1,5 +1,6 @@
 //! The weight of a linear layer, laid out in the order in which products read it.
 
+use crate::element::Element;
 use crate::error::Error;
 use crate::lanes::Scratch;
 use crate::step::{above_zero, same_length};
@@ -7,17 +8,33 @@ use crate::step::{above_zero, same_length};
 /// Outputs of a panel: their weights for one input are a line of the processor's cache.
 pub(crate) const WIDTH: usize = 16;
 
-/// The weights of a panel's outputs for one input.
-pub(crate) type Line = [f32; WIDTH];
+/// The weights of a panel's outputs for one input, or for two in bfloat16: the first of them in the lower half.
+pub(crate) type Line<T> = [T; WIDTH];
 
-/// Inputs that are packed at a time: their lines stay in the processor's first cache.
-const PACKED_INPUTS: usize = 64;
+/// Lines that are packed at a time: they stay in the processor's first cache.
+const PACKED_LINES: usize = 64;
 
-/// The weight of a linear layer, copied into panels of 16 outputs, `[panels, in_features, 16]`. Outputs beyond the last
-/// one have weights of 0.
+/// The weight of a linear layer, copied into panels of 16 outputs. A weight whose numbers are all bfloat16, whatever
+/// type they come in, is kept in 16 bits each.
 #[derive(Debug)]
 pub struct PackedWeight {
-    floats: Scratch,
+    pub(crate) panels: Panels,
+}
+
+/// The panels, by what they hold.
+#[derive(Debug)]
+pub(crate) enum Panels {
+    /// float32.
+    Floats(Lines<f32>),
+    /// bfloat16, the weights of two inputs in a number.
+    Halves(Lines<u32>),
+}
+
+/// `[panels, lines]`. Outputs beyond the last one have weights of 0, and inputs too.
+#[derive(Debug)]
+pub(crate) struct Lines<T> {
+    elements: Scratch<T>,
+    per_panel: usize,
     in_features: usize,
     out_features: usize,
 }
@@ -28,45 +45,43 @@ impl PackedWeight {
     /// # Errors
     ///
     /// A size of 0, or another number of elements.
-    pub fn pack(weight: &[f32], in_features: usize, out_features: usize) -> Result<Self, Error> {
+    pub fn pack<E: Element>(
+        weight: &[E],
+        in_features: usize,
+        out_features: usize,
+    ) -> Result<Self, Error> {
         above_zero("in_features", in_features)?;
         above_zero("out_features", out_features)?;
-        let size = in_features
-            .checked_mul(WIDTH)
-            .and_then(|size| size.checked_mul(out_features.div_ceil(WIDTH)))
-            .ok_or(Error::TooLarge)?;
-        same_length("weight", in_features * out_features, weight.len())?;
-        let mut floats = Scratch::zeros(size);
-        ask_for_large_pages(floats.floats_mut());
-        let panels = floats.floats_mut().chunks_exact_mut(in_features * WIDTH);
-        for (panel, weight) in panels.zip(weight.chunks(in_features * WIDTH)) {
-            let (lines, _) = panel.as_chunks_mut::<WIDTH>();
-            for (number, lines) in lines.chunks_mut(PACKED_INPUTS).enumerate() {
-                let first = number * PACKED_INPUTS;
-                for (output, row) in weight.chunks_exact(in_features).enumerate() {
-                    for (line, &element) in lines.iter_mut().zip(&row[first..]) {
-                        line[output] = element;
-                    }
-                }
-            }
-        }
-        Ok(Self {
-            floats,
-            in_features,
-            out_features,
-        })
+        let size = in_features.checked_mul(out_features);
+        same_length("weight", size.ok_or(Error::TooLarge)?, weight.len())?;
+        let bits = |element: &E| element.widen().to_bits();
+        let panels = match weight.iter().all(|element| bits(element) as u16 == 0) {
+            true => Panels::Halves(Lines::pack(weight, in_features, 2, |pair, at, element| {
+                *pair |= bits(element) >> 16 << (16 * at);
+            })?),
+            false => Panels::Floats(Lines::pack(weight, in_features, 1, |float, _, element| {
+                *float = element.widen();
+            })?),
+        };
+        Ok(Self { panels })
     }
 
     /// Elements of a row that is multiplied.
     #[must_use]
     pub fn in_features(&self) -> usize {
-        self.in_features
+        match &self.panels {
+            Panels::Floats(lines) => lines.in_features,
+            Panels::Halves(lines) => lines.in_features,
+        }
     }
 
     /// Elements of a product.
     #[must_use]
     pub fn out_features(&self) -> usize {
-        self.out_features
+        match &self.panels {
+            Panels::Floats(lines) => lines.out_features,
+            Panels::Halves(lines) => lines.out_features,
+        }
     }
 
     /// Copies the weights of some outputs, `[outputs, in_features]`, as a lookup in an embedding does.
@@ -74,32 +89,112 @@ impl PackedWeight {
     /// # Errors
     ///
     /// An output that there is not, or another length of `out`: nothing is written then.
-    pub fn gather(&self, outputs: &[i64], out: &mut [f32]) -> Result<(), Error> {
-        let expected = outputs.len().checked_mul(self.in_features);
+    pub fn gather<E: Element>(&self, outputs: &[i64], out: &mut [E]) -> Result<(), Error> {
+        let (in_features, num_outputs) = (self.in_features(), self.out_features());
+        let expected = outputs.len().checked_mul(in_features);
         same_length("out", expected.ok_or(Error::TooLarge)?, out.len())?;
-        let known = |&output: &i64| usize::try_from(output).is_ok_and(|it| it < self.out_features);
+        let known = |&output: &i64| usize::try_from(output).is_ok_and(|it| it < num_outputs);
         if let Some(at) = outputs.iter().position(|output| !known(output)) {
             return Err(Error::Output {
                 at,
                 output: outputs[at],
-                num_outputs: self.out_features,
+                num_outputs,
             });
         }
-        for (&output, out) in outputs.iter().zip(out.chunks_exact_mut(self.in_features)) {
-            let output = output as usize;
-            let lines = self.panel(output / WIDTH);
-            for (element, line) in out.iter_mut().zip(lines) {
-                *element = line[output % WIDTH];
+        for (&output, out) in outputs.iter().zip(out.chunks_exact_mut(in_features)) {
+            let (panel, lane) = (output as usize / WIDTH, output as usize % WIDTH);
+            match &self.panels {
+                Panels::Floats(lines) => {
+                    for (element, line) in out.iter_mut().zip(lines.panel(panel)) {
+                        *element = E::narrow(line[lane]);
+                    }
+                }
+                Panels::Halves(lines) => {
+                    for (elements, line) in out.chunks_mut(2).zip(lines.panel(panel)) {
+                        let pair = [line[lane] << 16, line[lane] & 0xffff_0000];
+                        for (element, bits) in elements.iter_mut().zip(pair) {
+                            *element = E::narrow(f32::from_bits(bits));
+                        }
+                    }
+                }
             }
         }
         Ok(())
     }
+}
+
+impl<T: Copy + Default> Lines<T> {
+    /// Calls `put` with every element, its lane, and its place among the `per_line` of that.
+    fn pack<E: Element>(
+        weight: &[E],
+        in_features: usize,
+        per_line: usize,
+        put: impl Fn(&mut T, usize, &E),
+    ) -> Result<Self, Error> {
+        let out_features = weight.len() / in_features;
+        let per_panel = in_features.div_ceil(per_line);
+        let size = per_panel
+            .checked_mul(WIDTH)
+            .and_then(|size| size.checked_mul(out_features.div_ceil(WIDTH)))
+            .ok_or(Error::TooLarge)?;
+        let mut elements = Scratch::zeros(size);
+        ask_for_large_pages(elements.elements_mut());
+        let panels = elements
+            .elements_mut()
+            .chunks_exact_mut(per_panel * WIDTH)
+            .zip(weight.chunks(in_features * WIDTH));
+        for (panel, weight) in panels {
+            let (lines, _) = panel.as_chunks_mut::<WIDTH>();
+            for (number, lines) in lines.chunks_mut(PACKED_LINES).enumerate() {
+                let first = number * PACKED_LINES * per_line;
+                for (output, row) in weight.chunks_exact(in_features).enumerate() {
+                    for (line, elements) in lines.iter_mut().zip(row[first..].chunks(per_line)) {
+                        for (at, element) in elements.iter().enumerate() {
+                            put(&mut line[output], at, element);
+                        }
+                    }
+                }
+            }
+        }
+        Ok(Self {
+            elements,
+            per_panel,
+            in_features,
+            out_features,
+        })
+    }
+}
+
+impl Lines<f32> {
+    /// One panel.
+    #[inline(always)]
+    pub(crate) fn panel_of_zeros(in_features: usize) -> Self {
+        Self {
+            elements: Scratch::zeros(in_features * WIDTH),
+            per_panel: in_features,
+            in_features,
+            out_features: WIDTH,
+        }
+    }
+
+    #[inline(always)]
+    pub(crate) fn first_panel_mut(&mut self) -> &mut [Line<f32>] {
+        let size = self.per_panel * WIDTH;
+        self.elements.elements_mut()[..size].as_chunks_mut().0
+    }
+}
+
+impl<T> Lines<T> {
+    #[inline(always)]
+    pub(crate) fn in_features(&self) -> usize {
+        self.in_features
+    }
 
     /// The lines of the panel of this number.
     #[inline(always)]
-    pub(crate) fn panel(&self, number: usize) -> &[Line] {
-        let size = self.in_features * WIDTH;
-        self.floats.floats()[number * size..][..size]
+    pub(crate) fn panel(&self, number: usize) -> &[Line<T>] {
+        let size = self.per_panel * WIDTH;
+        self.elements.elements()[number * size..][..size]
             .as_chunks::<WIDTH>()
             .0
     }

@@ -4,7 +4,7 @@
 //! bits in every batch and at every level of instructions.
 
 use crate::lanes::{Vector, fetch_line};
-use crate::packed_weight::{Line, PackedWeight, WIDTH};
+use crate::packed_weight::{Line, Lines, WIDTH};
 
 /// Rows of a tile at most: six by two vectors of 8 fill AVX2's registers, six by four of 16 those of AVX-512.
 const TILE_ROWS: usize = 6;
@@ -16,17 +16,114 @@ const MOST_PANELS: usize = 8;
 /// cache. Sums are loaded and stored once a block, which costs more than what the first cache would save.
 const BLOCK: usize = 1024;
 
+/// Rows for which bfloat16 is widened in registers by every tile, where a vector is half a line.
+const WIDENED_ROWS: usize = 2 * TILE_ROWS;
+
 /// Bytes by which a single pass over a weight is read ahead.
 const AHEAD: usize = 2048;
 
 /// Some outputs of some rows, as a thread takes them.
-pub(crate) struct Columns<'a, 'b> {
+pub(crate) struct Columns<'a, 'b, I, O> {
     /// `[rows, in_features]`.
-    pub(crate) rows: &'a [f32],
+    pub(crate) rows: &'a [I],
     /// The panel of the first output.
     pub(crate) first: usize,
     /// The outputs of each row, the same ones.
-    pub(crate) out: Vec<&'b mut [f32]>,
+    pub(crate) out: Vec<&'b mut [O]>,
+}
+
+/// How elements of rows are multiplied with the lines of a weight.
+pub(crate) trait Terms<V, const L: usize> {
+    /// Of a row.
+    type Element: Copy;
+    /// Of a line: the weights of one output.
+    type Lane: Copy;
+    /// Elements of a row for one line, in every lane.
+    type Inputs: Copy;
+    /// A vector of a line.
+    type Weights: Copy;
+    /// Elements of a row that a line has weights for.
+    const PER_LINE: usize;
+
+    fn inputs(elements: &[Self::Element]) -> Self::Inputs;
+    /// The inputs of a line of which a row has only the first.
+    fn last_input(element: Self::Element) -> Self::Inputs;
+    fn weights(line: &[Self::Lane; L]) -> Self::Weights;
+    fn add(weights: Self::Weights, inputs: Self::Inputs, sum: V) -> V;
+    fn add_last(weights: Self::Weights, inputs: Self::Inputs, sum: V) -> V;
+}
+
+/// Floats with floats.
+pub(crate) struct Floats;
+
+impl<V: Vector<L>, const L: usize> Terms<V, L> for Floats {
+    type Element = f32;
+    type Lane = f32;
+    type Inputs = V;
+    type Weights = V;
+    const PER_LINE: usize = 1;
+
+    #[inline(always)]
+    fn inputs(elements: &[f32]) -> V {
+        V::splat(elements[0])
+    }
+
+    #[inline(always)]
+    fn last_input(element: f32) -> V {
+        V::splat(element)
+    }
+
+    #[inline(always)]
+    fn weights(line: &[f32; L]) -> V {
+        V::load(line)
+    }
+
+    #[inline(always)]
+    fn add(weights: V, input: V, sum: V) -> V {
+        weights.multiply_add(input, sum)
+    }
+
+    #[inline(always)]
+    fn add_last(weights: V, input: V, sum: V) -> V {
+        weights.multiply_add(input, sum)
+    }
+}
+
+/// Floats with bfloat16, which is widened: the bits are those of [`Floats`] over the same numbers.
+struct Widened;
+
+impl<V: Vector<L>, const L: usize> Terms<V, L> for Widened {
+    type Element = f32;
+    type Lane = u32;
+    type Inputs = [V; 2];
+    type Weights = [V; 2];
+    const PER_LINE: usize = 2;
+
+    #[inline(always)]
+    fn inputs(elements: &[f32]) -> [V; 2] {
+        [V::splat(elements[0]), V::splat(elements[1])]
+    }
+
+    #[inline(always)]
+    fn last_input(element: f32) -> [V; 2] {
+        [V::splat(element); 2]
+    }
+
+    #[inline(always)]
+    fn weights(line: &[u32; L]) -> [V; 2] {
+        V::widened(line)
+    }
+
+    #[inline(always)]
+    fn add(weights: [V; 2], inputs: [V; 2], sum: V) -> V {
+        let sum = weights[0].multiply_add(inputs[0], sum);
+        weights[1].multiply_add(inputs[1], sum)
+    }
+
+    #[inline(always)]
+    fn add_last(weights: [V; 2], inputs: [V; 2], sum: V) -> V {
+        weights[0].multiply_add(inputs[0], sum)
+    }
 }
 
 /// Inputs that are multiplied before the next ones, and what is read ahead meanwhile.
@@ -42,9 +139,9 @@ struct Inputs {
 
 /// Adds to `columns.out` the products of its rows with the weight, by vectors of `L` floats.
 #[inline(always)]
-pub(crate) fn add_products<V: Vector<L>, const L: usize>(
-    columns: &mut Columns<'_, '_>,
-    weight: &PackedWeight,
+pub(crate) fn add_products<T: Terms<V, L>, V: Vector<L>, const L: usize>(
+    columns: &mut Columns<'_, '_, T::Element, f32>,
+    weight: &Lines<T::Lane>,
 ) {
     let (size, count) = (weight.in_features(), columns.out.len());
     let num_tiles = count.div_ceil(TILE_ROWS);
@@ -70,13 +167,16 @@ pub(crate) fn add_products<V: Vector<L>, const L: usize>(
             }
             for number in 0..num_tiles {
                 let (from, to) = (number * count / num_tiles, (number + 1) * count / num_tiles);
-                let each = size_of::<Line>() / num_tiles;
+                let each = size_of::<Line<T::Lane>>() / num_tiles;
                 let inputs = Inputs {
                     first,
                     count: block.min(size - first),
                     ahead: match num_tiles {
                         1 => AHEAD,
-                        _ => step * size * size_of::<Line>() + number * block * each,
+                        _ => {
+                            let panels = step * size_of_val(weight.panel(0));
+                            panels + number * block.div_ceil(T::PER_LINE) * each
+                        }
                     },
                     each,
                 };
@@ -88,10 +188,10 @@ pub(crate) fn add_products<V: Vector<L>, const L: usize>(
                     out: &mut columns.out[from..to],
                 };
                 match vectors {
-                    8 => tile.add::<V, L, 1, 8>(&inputs),
-                    4 => tile.add_four::<V, L>(&inputs),
-                    2 => tile.add_few::<V, L, 2>(&inputs),
-                    _ => tile.add_few::<V, L, 1>(&inputs),
+                    8 => tile.add::<T, V, L, 1, 8>(&inputs),
+                    4 => tile.add_four::<T, V, L>(&inputs),
+                    2 => tile.add_few::<T, V, L, 2>(&inputs),
+                    _ => tile.add_few::<T, V, L, 1>(&inputs),
                 }
             }
             panel += vectors * L / WIDTH;
@@ -99,76 +199,119 @@ pub(crate) fn add_products<V: Vector<L>, const L: usize>(
     }
 }
 
+/// [`add_products`] of floats with bfloat16. Where registers are few and rows are many, a panel is widened once for all of
+/// them.
+#[inline(always)]
+pub(crate) fn add_widened_products<V: Vector<L>, const L: usize>(
+    columns: &mut Columns<'_, '_, f32, f32>,
+    weight: &Lines<u32>,
+) {
+    if L == WIDTH || columns.out.len() <= WIDENED_ROWS {
+        return add_products::<Widened, V, L>(columns, weight);
+    }
+    let width = columns.out[0].len();
+    let mut floats = Lines::panel_of_zeros(weight.in_features());
+    for (number, begin) in (0..width).step_by(WIDTH).enumerate() {
+        let pairs = weight.panel(columns.first + number);
+        for (pairs, lines) in pairs.iter().zip(floats.first_panel_mut().chunks_mut(2)) {
+            for (part, pairs) in pairs.as_chunks::<L>().0.iter().enumerate() {
+                for (line, vector) in lines.iter_mut().zip(V::widened(pairs)) {
+                    vector.store(&mut line.as_chunks_mut::<L>().0[part]);
+                }
+            }
+        }
+        let end = width.min(begin + WIDTH);
+        let out = columns.out.iter_mut().map(|out| &mut out[begin..end]);
+        let mut columns = Columns {
+            rows: columns.rows,
+            first: 0,
+            out: out.collect(),
+        };
+        add_products::<Floats, V, L>(&mut columns, &floats);
+    }
+}
+
 /// Rows and outputs whose sums are in registers.
-struct Tile<'a, 'b, 'c> {
-    weight: &'a PackedWeight,
-    rows: &'a [f32],
+struct Tile<'a, 'b, 'c, E, W> {
+    weight: &'a Lines<W>,
+    rows: &'a [E],
     panel: usize,
     /// Of `out`, where the first panel begins.
     column: usize,
     out: &'b mut [&'c mut [f32]],
 }
 
-impl Tile<'_, '_, '_> {
+impl<E: Copy, W: Copy> Tile<'_, '_, '_, E, W> {
     /// [`Tile::add`] for four vectors.
     #[inline(always)]
-    fn add_four<V: Vector<L>, const L: usize>(self, inputs: &Inputs) {
+    fn add_four<T, V: Vector<L>, const L: usize>(self, inputs: &Inputs)
+    where
+        T: Terms<V, L, Element = E, Lane = W>,
+    {
         match self.out.len() {
-            1 => self.add::<V, L, 1, 4>(inputs),
-            2 => self.add::<V, L, 2, 4>(inputs),
-            3 => self.add::<V, L, 3, 4>(inputs),
-            4 if L == WIDTH => self.add::<V, L, 4, 4>(inputs),
-            5 if L == WIDTH => self.add::<V, L, 5, 4>(inputs),
-            _ if L == WIDTH => self.add::<V, L, 6, 4>(inputs),
+            1 => self.add::<T, V, L, 1, 4>(inputs),
+            2 => self.add::<T, V, L, 2, 4>(inputs),
+            3 => self.add::<T, V, L, 3, 4>(inputs),
+            4 if L == WIDTH => self.add::<T, V, L, 4, 4>(inputs),
+            5 if L == WIDTH => self.add::<T, V, L, 5, 4>(inputs),
+            _ if L == WIDTH => self.add::<T, V, L, 6, 4>(inputs),
             _ => unreachable!("more rows have fewer vectors"),
         }
     }
 
     /// [`Tile::add`] for one vector or two.
     #[inline(always)]
-    fn add_few<V: Vector<L>, const L: usize, const C: usize>(self, inputs: &Inputs) {
+    fn add_few<T, V: Vector<L>, const L: usize, const C: usize>(self, inputs: &Inputs)
+    where
+        T: Terms<V, L, Element = E, Lane = W>,
+    {
         match self.out.len() {
-            1 => self.add::<V, L, 1, C>(inputs),
-            2 => self.add::<V, L, 2, C>(inputs),
-            3 => self.add::<V, L, 3, C>(inputs),
-            4 => self.add::<V, L, 4, C>(inputs),
-            5 => self.add::<V, L, 5, C>(inputs),
-            _ => self.add::<V, L, TILE_ROWS, C>(inputs),
+            1 => self.add::<T, V, L, 1, C>(inputs),
+            2 => self.add::<T, V, L, 2, C>(inputs),
+            3 => self.add::<T, V, L, 3, C>(inputs),
+            4 => self.add::<T, V, L, 4, C>(inputs),
+            5 => self.add::<T, V, L, 5, C>(inputs),
+            _ => self.add::<T, V, L, TILE_ROWS, C>(inputs),
         }
     }
 
     /// Adds the products of `R` rows with `C` vectors of outputs.
     #[inline(always)]
-    fn add<V: Vector<L>, const L: usize, const R: usize, const C: usize>(self, inputs: &Inputs) {
+    fn add<T, V: Vector<L>, const L: usize, const R: usize, const C: usize>(self, inputs: &Inputs)
+    where
+        T: Terms<V, L, Element = E, Lane = W>,
+    {
         let size = self.weight.in_features();
         let &Inputs { first, count, .. } = inputs;
-        let rows: [&[f32]; R] =
-            std::array::from_fn(|row| &self.rows[row * size + first..][..count]);
-        let mut panels: [&[Line]; MOST_PANELS] = [&[]; MOST_PANELS];
+        let rows: [&[E]; R] = std::array::from_fn(|row| &self.rows[row * size + first..][..count]);
+        let mut panels: [&[Line<W>]; MOST_PANELS] = [&[]; MOST_PANELS];
         for number in 0..C * L / WIDTH {
-            panels[number] = &self.weight.panel(self.panel + number)[first..][..count];
+            let panel = self.weight.panel(self.panel + number);
+            panels[number] = &panel[first / T::PER_LINE..][..count.div_ceil(T::PER_LINE)];
         }
         let columns = (self.out[0].len() - self.column).min(C * L);
         let mut sums: [[V; C]; R] =
             std::array::from_fn(|row| load(&self.out[row][self.column..][..columns]));
         let mut ahead = inputs.ahead;
-        for at in 0..count {
+        let num_whole = count / T::PER_LINE;
+        for at in 0..num_whole {
             let line = |c: usize| &panels[c * L / WIDTH][at].as_chunks::<L>().0[c % (WIDTH / L)];
+            let elements = |row: usize| &rows[row][at * T::PER_LINE..][..T::PER_LINE];
             if R < C {
                 // All inputs and one weight at a time are in registers; else the other way round.
-                let inputs: [V; R] = std::array::from_fn(|row| V::splat(rows[row][at]));
+                let inputs: [T::Inputs; R] = std::array::from_fn(|row| T::inputs(elements(row)));
                 for c in 0..C {
-                    let weights = V::load(line(c));
+                    let weights = T::weights(line(c));
                     for row in 0..R {
-                        sums[row][c] = weights.multiply_add(inputs[row], sums[row][c]);
+                        sums[row][c] = T::add(weights, inputs[row], sums[row][c]);
                     }
                 }
             } else {
-                let weights: [V; C] = std::array::from_fn(|c| V::load(line(c)));
+                let weights: [T::Weights; C] = std::array::from_fn(|c| T::weights(line(c)));
                 for row in 0..R {
-                    let input = V::splat(rows[row][at]);
+                    let inputs = T::inputs(elements(row));
                     for c in 0..C {
-                        sums[row][c] = weights[c].multiply_add(input, sums[row][c]);
+                        sums[row][c] = T::add(weights[c], inputs, sums[row][c]);
                     }
                 }
             }
@@ -176,6 +319,16 @@ impl Tile<'_, '_, '_> {
                 fetch_line(panel.as_ptr().wrapping_byte_add(ahead));
             }
             ahead += inputs.each;
+        }
+        if num_whole * T::PER_LINE < count {
+            for c in 0..C {
+                let (lines, _) = panels[c * L / WIDTH][num_whole].as_chunks::<L>();
+                let weights = T::weights(&lines[c % (WIDTH / L)]);
+                for row in 0..R {
+                    let inputs = T::last_input(rows[row][count - 1]);
+                    sums[row][c] = T::add_last(weights, inputs, sums[row][c]);
+                }
+            }
         }
         for row in 0..R {
             store(sums[row], &mut self.out[row][self.column..][..columns]);

@@ -2,8 +2,8 @@
 
 use std::process::ExitCode;
 
-use cpu_kernels::{Attention, Error, Isa, PackedWeight};
-use levels::{FLOATS, Tests};
+use cpu_kernels::{Attention, Element, Error, Isa, PackedWeight};
+use levels::{FLOATS, Tests, all};
 
 #[allow(dead_code)] // for its neighbours
 mod levels;
@@ -22,6 +22,15 @@ fn bits(floats: &[f32]) -> Vec<u32> {
     floats.iter().map(|float| float.to_bits()).collect()
 }
 
+/// As bfloat16.
+fn halves(floats: &[f32]) -> Vec<u16> {
+    floats.iter().map(|&float| u16::narrow(float)).collect()
+}
+
+fn widened(halves: &[u16]) -> Vec<f32> {
+    halves.iter().map(|half| half.widen()).collect()
+}
+
 struct Layer {
     in_features: usize,
     out_features: usize,
@@ -33,6 +42,23 @@ struct Layer {
 impl Layer {
     fn new(in_features: usize, out_features: usize, seed: usize) -> Self {
         let weight = floats(in_features * out_features, seed);
+        Self::of(weight, in_features, out_features, seed)
+    }
+
+    /// Of weights that are bfloat16.
+    fn halved(in_features: usize, out_features: usize, seed: usize) -> Self {
+        let weight = halves(&floats(in_features * out_features, seed));
+        let bias = widened(&halves(&floats(out_features, seed + 1)));
+        let packed = PackedWeight::pack(&weight, in_features, out_features).expect("it fits");
+        let weight = widened(&weight);
+        Self {
+            packed,
+            bias,
+            ..Self::of(weight, in_features, out_features, seed)
+        }
+    }
+
+    fn of(weight: Vec<f32>, in_features: usize, out_features: usize, seed: usize) -> Self {
         let packed = PackedWeight::pack(&weight, in_features, out_features).expect("it fits");
         assert_eq!(
             (packed.in_features(), packed.out_features()),
@@ -50,6 +76,16 @@ impl Layer {
     fn multiply(&self, attention: &Attention, rows: &[f32], has_bias: bool) -> Vec<f32> {
         let mut out = vec![f32::NAN; rows.len() / self.in_features * self.out_features];
         let bias = has_bias.then_some(&self.bias[..]);
+        attention
+            .linear(rows, &self.packed, bias, &mut out)
+            .expect("it fits");
+        out
+    }
+
+    fn multiply_halves(&self, attention: &Attention, rows: &[u16], has_bias: bool) -> Vec<u16> {
+        let mut out = vec![u16::MAX; rows.len() / self.in_features * self.out_features];
+        let bias = halves(&self.bias);
+        let bias = has_bias.then_some(&bias[..]);
         attention
             .linear(rows, &self.packed, bias, &mut out)
             .expect("it fits");
@@ -209,6 +245,137 @@ fn numbers_that_are_not_finite_stay_in_their_row(isa: Isa) {
     );
 }
 
+fn products_of_bfloat16_are_near_the_exact_ones(isa: Isa) {
+    let attention = attention(isa, 1);
+    for (in_features, out_features) in SHAPES {
+        let layer = Layer::halved(in_features, out_features, 5);
+        for count in [1, 2, 3, 5, 6, 7, 13, 40] {
+            let rows = halves(&floats(count * in_features, 3));
+            for has_bias in [false, true] {
+                let found = layer.multiply_halves(&attention, &rows, has_bias);
+                let exact = layer.exact(&widened(&rows), has_bias);
+                for (at, (&found, &(exact, size))) in found.iter().zip(&exact).enumerate() {
+                    let error = (f64::from(found.widen()) - exact).abs();
+                    let sum = size * f64::from(f32::EPSILON) * (in_features as f64).sqrt();
+                    let bound = exact.abs() / 256.0 + 2.0 * sum;
+                    assert!(
+                        error <= bound,
+                        "{count} rows of {in_features}x{out_features}, element {at}: {error:e}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+fn a_row_of_bfloat16_has_the_same_bits_in_every_batch_and_by_all_threads(isa: Isa) {
+    let [attention, three] = [1, 3].map(|threads| attention(isa, threads));
+    for (in_features, out_features) in [(17, 31), (255, 70), (530, 145), (1031, 33)] {
+        let (layer, gate) = (
+            Layer::halved(in_features, out_features, 11),
+            Layer::halved(in_features, out_features, 4),
+        );
+        let rows = halves(&floats(40 * in_features, 7));
+        let both = |attention: &Attention, rows: &[u16]| {
+            let mut gated = vec![u16::MAX; rows.len() / in_features * out_features];
+            attention
+                .gated_linear(rows, &gate.packed, &layer.packed, &mut gated)
+                .expect("it fits");
+            (layer.multiply_halves(attention, rows, true), gated)
+        };
+        let (mut alone, mut gated) = (vec![], vec![]);
+        for row in rows.chunks(in_features) {
+            let (found, found_gated) = both(&attention, row);
+            alone.extend(found);
+            gated.extend(found_gated);
+        }
+        for count in 1..=40 {
+            for first in [0, 40 - count] {
+                let batch = &rows[first * in_features..][..count * in_features];
+                let expected = [&alone, &gated].map(|all| &all[first * out_features..]);
+                for attention in [&attention, &three] {
+                    let (found, found_gated) = both(attention, batch);
+                    let size = count * out_features;
+                    assert!(found == expected[0][..size], "{count} rows");
+                    assert!(found_gated == expected[1][..size], "{count} gated rows");
+                }
+            }
+        }
+    }
+}
+
+/// A weight that is all bfloat16 is kept as such; one more output that is not has it kept as floats.
+fn bfloat16_weights_have_the_bits_of_floats(isa: Isa) {
+    let (attention, plain) = (attention(isa, 2), attention(Isa::Portable, 1));
+    for (in_features, out_features) in [(1, 1), (17, 31), (255, 70), (1031, 65)] {
+        let layer = Layer::halved(in_features, out_features, 3);
+        let mut weight = layer.weight.clone();
+        weight.extend(vec![0.1; in_features]);
+        let floats_layer = Layer::of(weight, in_features, out_features + 1, 0);
+        for count in [1, 2, 3, 4, 6, 8, 19] {
+            let rows = widened(&halves(&floats(count * in_features, 9)));
+            let expected: Vec<f32> = floats_layer
+                .multiply(&attention, &rows, false)
+                .chunks(out_features + 1)
+                .flat_map(|row| row[..out_features].to_vec())
+                .collect();
+            let found = layer.multiply(&attention, &rows, false);
+            assert_eq!(bits(&found), bits(&expected));
+            assert_eq!(bits(&found), bits(&layer.multiply(&plain, &rows, false)));
+            if FLOATS.contains(&isa) {
+                let found = layer.multiply_halves(&attention, &halves(&rows), false);
+                assert_eq!(found, halves(&expected));
+            }
+        }
+    }
+}
+
+fn a_gate_of_bfloat16_is_the_silu_of_its_product(isa: Isa) {
+    let attention = attention(isa, 2);
+    let (gate, up) = (Layer::halved(300, 33, 5), Layer::halved(300, 33, 6));
+    for count in [1, 4, 9] {
+        let rows = halves(&floats(count * 300, 3));
+        let mut found = vec![u16::MAX; count * 33];
+        attention
+            .gated_linear(&rows, &gate.packed, &up.packed, &mut found)
+            .expect("it fits");
+        let rows = widened(&rows);
+        for ((&found, (gate, _)), (up, _)) in found
+            .iter()
+            .zip(gate.exact(&rows, false))
+            .zip(up.exact(&rows, false))
+        {
+            let exact = gate / (1.0 + (-gate).exp()) * up;
+            let error = (f64::from(found.widen()) - exact).abs();
+            assert!(error <= exact.abs() / 200.0 + 1e-4, "{exact}: {error:e}");
+        }
+    }
+}
+
+fn bfloat16_that_is_not_finite_stays_in_its_row(isa: Isa) {
+    let (layer, attention) = (Layer::halved(21, 37, 4), attention(isa, 1));
+    let clean = halves(&floats(3 * 21, 8));
+    let mut rows = clean.clone();
+    (rows[21], rows[41]) = (u16::narrow(f32::NAN), u16::narrow(f32::INFINITY));
+    let found = layer.multiply_halves(&attention, &rows, false);
+    assert!(found[37..74].iter().all(|half| half.widen().is_nan()));
+    let expected = layer.multiply_halves(&attention, &clean, false);
+    assert_eq!(
+        [&found[..37], &found[74..]],
+        [&expected[..37], &expected[74..]]
+    );
+}
+
+/// Memory that one has used is not taken for results of the other.
+fn formats_take_turns_on_a_thread(isa: Isa) {
+    let (layer, attention) = (Layer::halved(40, 48, 1), attention(isa, 1));
+    let rows = widened(&halves(&floats(4 * 40, 2)));
+    let first = layer.multiply(&attention, &rows, true);
+    let other = halves(&floats(4 * 40, 77));
+    layer.multiply_halves(&attention, &other, true);
+    assert_eq!(bits(&first), bits(&layer.multiply(&attention, &rows, true)));
+}
+
 fn what_does_not_fit_is_refused() {
     for (size, in_features, out_features) in [
         (0, 0, 1),
@@ -217,7 +384,7 @@ fn what_does_not_fit_is_refused() {
         (7, 2, 3),
         (1, usize::MAX, 2),
     ] {
-        let found = PackedWeight::pack(&vec![1.0; size], in_features, out_features);
+        let found = PackedWeight::pack(&vec![1.0_f32; size], in_features, out_features);
         assert!(matches!(
             found,
             Err(Error::Zero(_) | Error::Length { .. } | Error::TooLarge)
@@ -229,7 +396,7 @@ fn what_does_not_fit_is_refused() {
     for (rows, bias, size) in [(5, 2, 4), (6, 3, 4), (6, 2, 3), (9, 2, 4), (3, 2, 4)] {
         let bias = vec![1.0; bias];
         let found = attention.linear(
-            &vec![1.0; rows],
+            &vec![1.0_f32; rows],
             &layer.packed,
             Some(&bias),
             &mut out[..size],
@@ -240,35 +407,46 @@ fn what_does_not_fit_is_refused() {
     assert!(matches!(found, Err(Error::Length { .. })), "{found:?}");
     assert_eq!(out, [7.0; 4]);
     attention
-        .linear(&[], &layer.packed, None, &mut [])
+        .linear::<f32>(&[], &layer.packed, None, &mut [])
         .expect("no rows have no products");
 }
 
 fn rows_of_the_weight_come_back() {
     for (in_features, out_features) in SHAPES {
-        let layer = Layer::new(in_features, out_features, 4);
-        let outputs: Vec<i64> = [0, out_features / 2, out_features - 1, 0]
-            .map(|it| it as i64)
-            .into();
-        let mut out = vec![f32::NAN; 4 * in_features];
-        layer
-            .packed
-            .gather(&outputs, &mut out)
-            .expect("they are there");
-        for (&output, row) in outputs.iter().zip(out.chunks(in_features)) {
-            assert_eq!(
-                row,
-                &layer.weight[output as usize * in_features..][..in_features]
-            );
-        }
-        for wrong in [-1, out_features as i64, i64::MAX] {
-            let found = layer.packed.gather(&[0, 0, 0, wrong], &mut out);
-            let text = found.expect_err("there is none").to_string();
-            assert!(text.contains(&format!("outputs[3]={wrong}")), "{text}");
-        }
-        let found = layer.packed.gather(&outputs[1..], &mut out);
-        assert!(matches!(found, Err(Error::Length { .. })));
+        rows_come_back(&Layer::new(in_features, out_features, 4));
+        rows_come_back(&Layer::halved(in_features, out_features, 4));
     }
+}
+
+fn rows_come_back(layer: &Layer) {
+    let (in_features, out_features) = (layer.in_features, layer.out_features);
+    let outputs: Vec<i64> = [0, out_features / 2, out_features - 1, 0]
+        .map(|it| it as i64)
+        .into();
+    let mut out = vec![f32::NAN; 4 * in_features];
+    layer
+        .packed
+        .gather(&outputs, &mut out)
+        .expect("they are there");
+    for (&output, row) in outputs.iter().zip(out.chunks(in_features)) {
+        assert_eq!(
+            row,
+            &layer.weight[output as usize * in_features..][..in_features]
+        );
+    }
+    let mut rounded = vec![u16::MAX; 4 * in_features];
+    layer
+        .packed
+        .gather(&outputs, &mut rounded)
+        .expect("they are there");
+    assert_eq!(rounded, halves(&out));
+    for wrong in [-1, out_features as i64, i64::MAX] {
+        let found = layer.packed.gather(&[0, 0, 0, wrong], &mut out);
+        let text = found.expect_err("there is none").to_string();
+        assert!(text.contains(&format!("outputs[3]={wrong}")), "{text}");
+    }
+    let found = layer.packed.gather(&outputs[1..], &mut out);
+    assert!(matches!(found, Err(Error::Length { .. })));
 }
 
 fn main() -> ExitCode {
@@ -297,6 +475,36 @@ fn main() -> ExitCode {
             &FLOATS,
             "numbers_that_are_not_finite_stay_in_their_row",
             numbers_that_are_not_finite_stay_in_their_row,
+        )
+        .at(
+            &all(),
+            "products_of_bfloat16_are_near_the_exact_ones",
+            products_of_bfloat16_are_near_the_exact_ones,
+        )
+        .at(
+            &all(),
+            "a_row_of_bfloat16_has_the_same_bits_in_every_batch_and_by_all_threads",
+            a_row_of_bfloat16_has_the_same_bits_in_every_batch_and_by_all_threads,
+        )
+        .at(
+            &all(),
+            "bfloat16_weights_have_the_bits_of_floats",
+            bfloat16_weights_have_the_bits_of_floats,
+        )
+        .at(
+            &all(),
+            "a_gate_of_bfloat16_is_the_silu_of_its_product",
+            a_gate_of_bfloat16_is_the_silu_of_its_product,
+        )
+        .at(
+            &all(),
+            "bfloat16_that_is_not_finite_stays_in_its_row",
+            bfloat16_that_is_not_finite_stays_in_its_row,
+        )
+        .at(
+            &all(),
+            "formats_take_turns_on_a_thread",
+            formats_take_turns_on_a_thread,
         )
         .once("rows_of_the_weight_come_back", rows_of_the_weight_come_back)
         .once("what_does_not_fit_is_refused", what_does_not_fit_is_refused)

@@ -42,7 +42,7 @@ impl Random {
             .collect();
         for block in data.chunks_mut(format.block_bytes()) {
             for &at in halves_of(format) {
-                block[at + 1] = block[at + 1] & 0x83 | (self.bits() % 11 << 2) as u8;
+                block[at + 1] = block[at + 1] & 0x83 | ((self.bits() % 11) << 2) as u8;
             }
         }
         data

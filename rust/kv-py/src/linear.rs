@@ -1,5 +1,6 @@
-//! Linear layers on the CPU: weights that are packed once, and products of rows of floats with them.
+//! Linear layers on the CPU: weights that are packed once, and products of rows with them.
 
+use pyo3::buffer::{Element, PyUntypedBuffer};
 use pyo3::prelude::*;
 
 use crate::attention::CpuAttention;
@@ -7,12 +8,14 @@ use crate::errors::{BufferError, raise_attention};
 use crate::float_arrays::{apart, array, writable};
 use crate::memory::{shared_slice, unique_slice};
 
-/// A copy of a linear layer's weight, float32 `[out_features, in_features]` and C-contiguous, in the layout that
-/// its products read. The GIL is released during the copy.
+/// A copy of a linear layer's weight, `[out_features, in_features]` and C-contiguous, in the layout that its
+/// products read: float32, or bfloat16 passed as uint16. A float32 weight whose values are all bfloat16 is kept in
+/// 16 bits, too. The GIL is released during the copy.
 ///
-/// In the calls, `rows` are `[T, in_features]` and `out` is `[T, out_features]`, both float32 and C-contiguous.
-/// `threads` compute the product, with the GIL released. A row has the same bits in every batch, with any number of
-/// threads, and at every instruction level.
+/// In the calls, `rows` are `[T, in_features]` and `out` is `[T, out_features]`, both C-contiguous, and float32 or
+/// bfloat16 as uint16. Sums are float32. `threads` compute the product, with the GIL released. A row has the same
+/// bits in every batch, with any number of threads, and at every instruction level; with bfloat16 rows, the levels
+/// that have instructions for bfloat16 have their own bits.
 ///
 /// Raises `BufferError` for arrays that do not fit, and `ConfigError` for an empty weight; `out` is then unchanged.
 #[pyclass(frozen, module = "pyengine._kv")]
@@ -24,13 +27,10 @@ pub(crate) struct PackedWeight {
 impl PackedWeight {
     #[new]
     fn new(py: Python<'_>, weight: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let weight = array::<f32>("weight", weight, 2)?;
-        let (outputs, inputs) = (weight.shape()[0], weight.shape()[1]);
-        let elements = shared_slice(&weight);
-        let packed = py.detach(|| cpu_kernels::PackedWeight::pack(elements, inputs, outputs));
-        Ok(Self {
-            weight: packed.map_err(raise_attention)?,
-        })
+        match is_half(weight) {
+            true => Self::pack::<u16>(py, weight),
+            false => Self::pack::<f32>(py, weight),
+        }
     }
 
     /// Copies the rows `outputs` of the weight, int64 `[T]`, to `out`, `[T, in_features]`.
@@ -40,21 +40,10 @@ impl PackedWeight {
         outputs: &Bound<'_, PyAny>,
         out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let (outputs, mut out) = (
-            array::<i64>("outputs", outputs, 1)?,
-            writable("out", out, 2)?,
-        );
-        let shape = [outputs.shape()[0], self.in_features()];
-        if out.shape() != shape {
-            return Err(BufferError::new_err(format!(
-                "array out has shape {:?}, not {shape:?}",
-                out.shape()
-            )));
+        match is_half(out) {
+            true => self.look_up::<u16>(py, outputs, out),
+            false => self.look_up::<f32>(py, outputs, out),
         }
-        apart(("out", &out), &[("outputs", &outputs)])?;
-        let (outputs, out) = (shared_slice(&outputs), unique_slice(&mut out));
-        py.detach(|| self.weight.gather(outputs, out))
-            .map_err(raise_attention)
     }
 
     /// Length of a row of the input.
@@ -79,7 +68,80 @@ impl PackedWeight {
         out: &Bound<'_, PyAny>,
         bias: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let (rows, mut out) = (array("rows", rows, 2)?, writable("out", out, 2)?);
+        match is_half(rows) {
+            true => self.product::<u16>(py, threads, (rows, out), bias),
+            false => self.product::<f32>(py, threads, (rows, out), bias),
+        }
+    }
+
+    /// Writes `silu(rows * gate) * (rows * weight)` to `out`, for a gate of the same shape.
+    fn multiply_gated(
+        &self,
+        py: Python<'_>,
+        threads: &CpuAttention,
+        rows: &Bound<'_, PyAny>,
+        gate: &PackedWeight,
+        out: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        match is_half(rows) {
+            true => self.gated::<u16>(py, threads, (rows, out), gate),
+            false => self.gated::<f32>(py, threads, (rows, out), gate),
+        }
+    }
+}
+
+/// Whether it holds the bits of bfloat16.
+fn is_half(array: &Bound<'_, PyAny>) -> bool {
+    PyUntypedBuffer::get(array).is_ok_and(|array| array.as_typed::<u16>().is_ok())
+}
+
+type Arrays<'a, 'py> = (&'a Bound<'py, PyAny>, &'a Bound<'py, PyAny>);
+
+impl PackedWeight {
+    fn pack<T: Element + cpu_kernels::Element>(
+        py: Python<'_>,
+        weight: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        let weight = array::<T>("weight", weight, 2)?;
+        let (outputs, inputs) = (weight.shape()[0], weight.shape()[1]);
+        let elements = shared_slice(&weight);
+        let packed = py.detach(|| cpu_kernels::PackedWeight::pack(elements, inputs, outputs));
+        Ok(Self {
+            weight: packed.map_err(raise_attention)?,
+        })
+    }
+
+    fn look_up<T: Element + cpu_kernels::Element>(
+        &self,
+        py: Python<'_>,
+        outputs: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let (outputs, mut out) = (
+            array::<i64>("outputs", outputs, 1)?,
+            writable::<T>("out", out, 2)?,
+        );
+        let shape = [outputs.shape()[0], self.in_features()];
+        if out.shape() != shape {
+            return Err(BufferError::new_err(format!(
+                "array out has shape {:?}, not {shape:?}",
+                out.shape()
+            )));
+        }
+        apart(("out", &out), &[("outputs", &outputs)])?;
+        let (outputs, out) = (shared_slice(&outputs), unique_slice(&mut out));
+        py.detach(|| self.weight.gather(outputs, out))
+            .map_err(raise_attention)
+    }
+
+    fn product<T: Element + cpu_kernels::Attend>(
+        &self,
+        py: Python<'_>,
+        threads: &CpuAttention,
+        (rows, out): Arrays<'_, '_>,
+        bias: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let (rows, mut out) = (array::<T>("rows", rows, 2)?, writable("out", out, 2)?);
         self.check_shapes(rows.shape(), out.shape())?;
         apart(("out", &out), &[("rows", &rows)])?;
         let bias = bias.map(|bias| array("bias", bias, 1)).transpose()?;
@@ -92,16 +154,14 @@ impl PackedWeight {
             .map_err(raise_attention)
     }
 
-    /// Writes `silu(rows * gate) * (rows * weight)` to `out`, for a gate of the same shape.
-    fn multiply_gated(
+    fn gated<T: Element + cpu_kernels::Attend>(
         &self,
         py: Python<'_>,
         threads: &CpuAttention,
-        rows: &Bound<'_, PyAny>,
+        (rows, out): Arrays<'_, '_>,
         gate: &PackedWeight,
-        out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let (rows, mut out) = (array("rows", rows, 2)?, writable("out", out, 2)?);
+        let (rows, mut out) = (array::<T>("rows", rows, 2)?, writable("out", out, 2)?);
         self.check_shapes(rows.shape(), out.shape())?;
         apart(("out", &out), &[("rows", &rows)])?;
         let (rows, out) = (shared_slice(&rows), unique_slice(&mut out));
@@ -109,9 +169,7 @@ impl PackedWeight {
         py.detach(|| threads.attention.gated_linear(rows, gate, up, out))
             .map_err(raise_attention)
     }
-}
 
-impl PackedWeight {
     fn check_shapes(&self, rows: &[usize], out: &[usize]) -> PyResult<()> {
         let (inputs, outputs) = (self.in_features(), self.out_features());
         match rows[0] == out[0] && rows[1] == inputs && out[1] == outputs {

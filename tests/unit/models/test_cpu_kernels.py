@@ -11,26 +11,50 @@ from pyengine.utils.openmp import torch_threads
 pytestmark = pytest.mark.levels
 
 
-def product(in_features: int, out_features: int, *, bias: bool = False) -> KernelProduct:
+FORMATS = [torch.float32, torch.bfloat16]
+
+
+def product(
+    in_features: int, out_features: int, dtype=torch.float32, *, bias: bool = False
+) -> KernelProduct:
     torch.manual_seed(in_features)
-    weight = torch.randn(out_features, in_features)
-    return KernelProduct(weight, torch.randn(out_features) if bias else None)
+    weight = torch.randn(out_features, in_features).to(dtype)
+    return KernelProduct(weight, torch.randn(out_features).to(dtype) if bias else None)
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("in_features", "out_features"), [(1, 1), (24, 17), (577, 200)])
-def test_products_are_near_the_exact_ones(in_features, out_features, bias):
+def test_products_are_near_the_exact_ones(in_features, out_features, bias, dtype):
     torch.manual_seed(0)
-    weight, addend = torch.randn(out_features, in_features), torch.randn(out_features)
-    rows = torch.randn(7, in_features)
+    weight = torch.randn(out_features, in_features).to(dtype)
+    addend = torch.randn(out_features).to(dtype)
+    rows = torch.randn(7, in_features).to(dtype)
     exact = rows.double() @ weight.double().T + (addend.double() if bias else 0)
     found = KernelProduct(weight, addend if bias else None).multiply(rows)
-    torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=1e-5)
+    assert found.dtype == dtype
+    rounded = 2**-8 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=rounded)
 
 
-def test_a_row_has_the_same_bits_in_every_batch_and_by_any_number_of_threads():
-    whole, gate = product(300, 450, bias=True), product(300, 450)
-    rows = torch.randn(40, 300)
+def test_a_float32_weight_of_bfloat16_numbers_has_the_bits_of_one_that_is_not():
+    """It is kept in 16 bits, which another output that is not bfloat16 prevents."""
+    weight, rows = torch.randn(40, 77).bfloat16().float(), torch.randn(9, 77)
+    whole = KernelProduct(torch.cat([weight, torch.full((1, 77), 0.1)]))
+    assert torch.equal(KernelProduct(weight).multiply(rows), whole.multiply(rows)[:, :40])
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_rows_of_the_weight_are_looked_up(dtype):
+    weight = torch.randn(50, 33).to(dtype)
+    ids = torch.tensor([[0, 49], [17, 0]])
+    assert torch.equal(KernelProduct(weight).gather(ids), weight[ids])
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_row_has_the_same_bits_in_every_batch_and_by_any_number_of_threads(dtype):
+    whole, gate = product(300, 450, dtype, bias=True), product(300, 450, dtype)
+    rows = torch.randn(40, 300).to(dtype)
     with torch_threads(2):
         together, gated = whole.multiply(rows), gate.multiply_gated(rows, gate)
     with torch_threads(1):
@@ -48,12 +72,15 @@ def test_rows_may_lie_in_any_way_and_have_any_shape():
     assert whole.multiply(rows[:0]).shape == (0, 3, 5)
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_gated_product_is_that_of_both(bias):
-    up, gate = product(40, 30, bias=bias), product(40, 30)
-    rows = 3 * torch.randn(5, 40)
+def test_a_gated_product_is_that_of_both(bias, dtype):
+    up, gate = product(40, 30, dtype, bias=bias), product(40, 30, dtype)
+    rows = (3 * torch.randn(5, 40)).to(dtype)
     expected = torch.nn.functional.silu(gate.multiply(rows)) * up.multiply(rows)
-    torch.testing.assert_close(up.multiply_gated(rows, gate), expected)
+    # Here bfloat16 is rounded three times, in the kernel once.
+    bounds = {"rtol": 2**-5, "atol": 1e-3} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(up.multiply_gated(rows, gate), expected, **bounds)
 
 
 def test_a_weight_that_wants_a_gradient_is_taken_as_it_is():
@@ -63,7 +90,9 @@ def test_a_weight_that_wants_a_gradient_is_taken_as_it_is():
 
 
 def test_formats_without_a_kernel_are_named():
-    assert kernel_supports(torch.float32) == CpuAttention.is_fast()
+    is_fast = CpuAttention.is_fast()
+    assert kernel_supports(torch.float32) == is_fast
+    assert kernel_supports(torch.bfloat16) == (is_fast and CpuAttention.isa() != "amx")
     assert not kernel_supports(torch.float16)
 
 
@@ -78,6 +107,9 @@ def test_what_does_not_fit_is_refused_and_nothing_written():
         (rows[0], out),
         (rows, out.T),
         (rows, out, bias[:2]),
+        (rows.astype(np.uint16), out),
+        (rows, out.astype(np.uint16)),
+        (rows, out, bias.astype(np.uint16)),
         (rows, out, out[0]),
         (out[:, :2], out),
     ):

@@ -145,13 +145,14 @@ def test_what_cannot_be_is_refused():
 
 
 @needs_onednn
-def test_an_engine_says_which_products_it_uses(tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_says_which_products_it_uses(tmp_path, dtype):
     save_tiny_model(tmp_path)
     answers = []
     backends = ["auto", "torch", "onednn"]
-    backends += ["pyengine"] if kernel_supports(torch.float32) else []
+    backends += ["pyengine"] if kernel_supports(getattr(torch, dtype)) else []
     for asked in backends:
-        llm = LLM(tmp_path, dtype="float32", num_blocks=16, max_model_len=64, linear_backend=asked)
+        llm = LLM(tmp_path, dtype=dtype, num_blocks=16, max_model_len=64, linear_backend=asked)
         about = llm.describe()
         if asked == "auto":
             assert "timed in" in str(about["linear_reason"])

@@ -1,0 +1,148 @@
+//! One task of a linear layer: some outputs of some rows.
+
+use std::cell::Cell;
+use std::slice::Chunks;
+
+#[cfg(target_arch = "x86_64")]
+use crate::bf16_dots::{add_dots, has_dots};
+use crate::builds::{InEachBuild, InVectors, best_build, best_vectors};
+use crate::element::{Element, widen};
+use crate::isa::Isa;
+use crate::lanes::{Vector, exp2};
+use crate::packed_weight::{PackedWeight, Panels, WIDTH};
+use crate::product::{Columns, Floats, add_products, add_widened_products};
+
+/// Floats for the rows and sums of a task in bfloat16, and for its gates.
+#[derive(Default)]
+struct Memory {
+    rows: Vec<f32>,
+    sums: Vec<f32>,
+    gates: Vec<f32>,
+}
+
+thread_local! {
+    /// From task to task of a thread.
+    static KEPT: Cell<Memory> = Cell::default();
+}
+
+/// A task: some outputs of some rows.
+pub(crate) struct Multiply<'a, 'b, E> {
+    pub(crate) columns: Columns<'a, 'b, E, E>,
+    pub(crate) weight: &'a PackedWeight,
+    /// What the sums begin with.
+    pub(crate) bias: Option<&'a [E]>,
+    /// Sums are multiplied with the SiLU of the products with it.
+    pub(crate) gate: Option<&'a PackedWeight>,
+}
+
+impl<E: Element> Multiply<'_, '_, E> {
+    pub(crate) fn run(mut self, isa: Isa) {
+        let mut memory = KEPT.take();
+        let Columns { rows, first, .. } = self.columns;
+        let width = self.columns.out.first().map_or(1, |out| out.len());
+        memory.gates.clear();
+        if let Some(gate) = self.gate {
+            memory.gates.resize(width * self.columns.out.len(), 0.0);
+            let out = memory.gates.chunks_mut(width).collect();
+            let columns = Columns { rows, first, out };
+            add(isa, columns, gate, &mut memory.rows);
+        }
+        let mut out = E::sums(&mut self.columns.out, &mut memory.sums);
+        for out in &mut out {
+            match self.bias {
+                Some(bias) => widen(&bias[first * WIDTH..], out),
+                None => out.fill(0.0),
+            }
+        }
+        let columns = Columns { rows, first, out };
+        let sums = add(isa, columns, self.weight, &mut memory.rows);
+        let gates = memory.gates.chunks(width);
+        best_build(isa, Gate { sums, gates });
+        let (sums, out) = (memory.sums.chunks(width), &mut self.columns.out);
+        best_build(isa, Round { sums, out });
+        KEPT.set(memory);
+    }
+}
+
+/// Adds the products of the rows with the weight, and returns the sums.
+fn add<'b, E: Element>(
+    isa: Isa,
+    columns: Columns<'_, 'b, E, f32>,
+    weight: &PackedWeight,
+    scratch: &mut Vec<f32>,
+) -> Vec<&'b mut [f32]> {
+    let Columns { rows, first, out } = columns;
+    #[cfg(target_arch = "x86_64")]
+    if let (true, Panels::Halves(lines), Some(rows)) =
+        (has_dots(isa), &weight.panels, E::halves(rows))
+    {
+        let mut columns = Columns { rows, first, out };
+        add_dots(isa, &mut columns, lines);
+        return columns.out;
+    }
+    let rows = E::floats(rows, scratch);
+    let mut columns = Columns { rows, first, out };
+    let work = AddProducts {
+        columns: &mut columns,
+        panels: &weight.panels,
+    };
+    best_vectors(isa, work);
+    columns.out
+}
+
+struct AddProducts<'a, 'b, 'c> {
+    columns: &'a mut Columns<'b, 'c, f32, f32>,
+    panels: &'a Panels,
+}
+
+impl InVectors for AddProducts<'_, '_, '_> {
+    #[inline(always)]
+    fn run<V: Vector<L>, const L: usize>(self) {
+        match self.panels {
+            Panels::Floats(lines) => add_products::<Floats, V, L>(self.columns, lines),
+            Panels::Halves(lines) => add_widened_products::<V, L>(self.columns, lines),
+        }
+    }
+}
+
+/// Multiplies the sums of each row with the SiLU of its gates, if it has any.
+struct Gate<'a, 'b> {
+    sums: Vec<&'b mut [f32]>,
+    gates: Chunks<'a, f32>,
+}
+
+impl InEachBuild for Gate<'_, '_> {
+    #[inline(always)]
+    fn run(self) {
+        for (sums, gates) in self.sums.into_iter().zip(self.gates) {
+            for (sum, &gate) in sums.iter_mut().zip(gates) {
+                *sum *= silu(gate);
+            }
+        }
+    }
+}
+
+/// The elements of each row become its sums, if these lie elsewhere.
+struct Round<'a, 'b, E> {
+    sums: Chunks<'a, f32>,
+    out: &'a mut [&'b mut [E]],
+}
+
+impl<E: Element> InEachBuild for Round<'_, '_, E> {
+    #[inline(always)]
+    fn run(self) {
+        for (out, sums) in self.out.iter_mut().zip(self.sums) {
+            for (element, &sum) in out.iter_mut().zip(sums) {
+                *element = E::narrow(sum);
+            }
+        }
+    }
+}
+
+/// `x / (1 + e ^ -x)`, to a few units in the last place.
+#[inline(always)]
+pub(crate) fn silu(x: f32) -> f32 {
+    let exponent = x * -std::f32::consts::LOG2_E;
+    let exponent = if exponent > 127.0 { 127.0 } else { exponent };
+    x / (1.0 + exp2(exponent))
+}
