@@ -76,9 +76,9 @@ class EngineSettings:
     )
     linear_backend: Literal["auto", "torch", "onednn", "pyengine"] = setting(
         "auto",
-        "implementation of linear layers on the CPU: auto (the fastest in a short measurement, for "
-        "each shape), torch, onednn or pyengine (float32 only); fix it if several processes must "
-        "agree in every bit",
+        "implementation of linear layers on the CPU: torch, onednn, pyengine, or auto: pyengine "
+        "where the processor can, else the fastest in a short measurement; fix it if several "
+        "processes must agree in every bit",
         parse=str,
     )
     attention_backend: str = setting("auto", "attention backend by name; auto chooses one")

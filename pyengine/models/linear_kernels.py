@@ -1,8 +1,10 @@
-"""The choice of the product of linear layers on this CPU: a short measurement, once per shape.
+"""The choice of the product of linear layers on this CPU.
 
-MKL, by which torch multiplies float32 matrices, is several times slower than oneDNN on some
-processors and faster on others. Neither instruction sets nor vendor tell, so all are timed. All
-layers of a shape use one product for every number of rows: products differ in their last bits.
+The Rust kernel's, where it multiplies the format: a row has the same bits in every batch then, and
+docs/benchmarks/engine.md has no size for which another product is faster by more than a twentieth.
+Elsewhere a short measurement decides, once per shape: MKL, by which torch multiplies, is several
+times slower than oneDNN on some processors and faster on others. All layers of a shape use one
+product for every number of rows: products differ in their last bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,17 +29,16 @@ _SAMPLE = 32 << 20
 """Bytes of weights that one pass reads: copies of a small layer, the first outputs of a large one.
 A step reads its weights from memory, and what stays in caches is another measurement."""
 _MOST_COPIES = 24
-_TURNS: tuple[Product, ...] = ("torch", "onednn", "onednn-unpacked", "onednn", "pyengine")
+_TURNS: tuple[Product, ...] = ("torch", "onednn", "onednn-unpacked", "onednn")
 """The first and the third read the same memory: between them another product reads its own, so that
 none finds more of its weights in caches."""
 _PENALTIES: Mapping[Product, float] = {
-    "pyengine": 1,
-    "onednn": 1.05,
-    "onednn-unpacked": 1.1,
-    "torch": 1.3,
+    "onednn": 1,
+    "onednn-unpacked": 1.05,
+    "torch": 1.25,
 }
-"""Factors on the times that were measured: a noisy measurement changes nothing. By our kernel a row
-has the same bits in every batch, by oneDNN's layout it mostly has, by torch often not."""
+"""Factors on the times that were measured: a noisy measurement changes nothing. By oneDNN's layout
+a row mostly has the same bits in every batch, by torch often not."""
 _WORTH_A_COPY = 1.15
 """How much faster oneDNN's layout must be where the weight stays in memory beside it (tied)."""
 
@@ -96,9 +97,14 @@ class ProductChooser:
                 "use linear_backend='auto'"
             )
         self._fixed: Product | None = None
-        if asked != "auto" or products == ["torch"]:
-            self._fixed = next(each for each in products if asked in (each, "auto"))
-        self._reason = "asked for" if asked != "auto" else f"the only one for {dtype} on {device}"
+        self._reason = ""
+        if asked != "auto":
+            self._fixed = next(each for each in products if each == asked)
+            self._reason = "asked for"
+        elif products == ["torch"]:
+            self._fixed, self._reason = "torch", f"the only one for {dtype} on {device}"
+        elif "pyengine" in products:
+            self._fixed, self._reason = "pyengine", "a row has the same bits in every batch"
         self._chosen: dict[LayerShape, ProductChoice] = {}
 
     def __call__(self, shape: LayerShape, weights: Sequence[torch.Tensor]) -> Product:
@@ -149,8 +155,7 @@ def choose_product(shape: LayerShape, weights: Sequence[torch.Tensor]) -> Produc
 def best_product(times: Mapping[Product, Sequence[float]], *, is_tied: bool = False) -> Product:
     """The product with the least geometric mean over all numbers of rows, as times of torch's.
 
-    Another product must be faster by the factors above than one whose rows have the same bits in
-    every batch, or that does without a copy of the weight.
+    torch must be faster by the factors above than a product whose rows vary less.
     """
     costs = {
         product: _mean_ratio(each, times["torch"]) * _PENALTIES[product]
@@ -195,11 +200,12 @@ def _sample(weights: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
 def _timed(
     shape: LayerShape, candidates: Mapping[Product, Sequence[Multiply]]
 ) -> dict[Product, tuple[float, ...]]:
-    times: dict[Product, list[float]] = {name: [] for name in candidates}
+    timed = [name for name in _TURNS if name in candidates]
+    times: dict[Product, list[float]] = {name: [] for name in timed}
     for count in ROWS:
         rows = torch.rand(count, shape.in_features).to(shape.dtype)
-        taken: dict[Product, list[float]] = {name: [] for name in candidates}
-        for name in filter(candidates.__contains__, _TURNS):
+        taken: dict[Product, list[float]] = {name: [] for name in timed}
+        for name in timed:
             for multiply in candidates[name]:
                 start = thread_time_ns()
                 multiply(rows)
