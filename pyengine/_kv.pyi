@@ -73,6 +73,7 @@ class _Tensor(Protocol):
 _Array: TypeAlias = npt.NDArray[np.integer[Any]] | Buffer | _Tensor
 _AnyArray: TypeAlias = npt.NDArray[Any] | Buffer | _Tensor
 _Floats: TypeAlias = npt.NDArray[np.float32] | Buffer
+_Bytes: TypeAlias = npt.NDArray[np.uint8] | Buffer
 _Norm: TypeAlias = tuple[_Floats, _Floats, float, float]
 _Rotation: TypeAlias = tuple[_Floats, _Floats, int, bool, int, _Norm | None]
 _TokenIds: TypeAlias = ListLike[int] | _Array
@@ -157,10 +158,10 @@ class PackedWeight:
 
 @final
 class QuantizedWeight:
-    def __new__(cls, format: str, data: Buffer, out_features: int, in_features: int) -> Self: ...
+    def __new__(cls, format: str, data: _Bytes, out_features: int, in_features: int) -> Self: ...
     @staticmethod
     def from_groups(
-        codes: Buffer, scales: _Floats, zeros: Buffer | None = None, *, group_size: int
+        codes: _Bytes, scales: _Floats, zeros: _Bytes | None = None, *, group_size: int
     ) -> QuantizedWeight: ...
     def multiply(
         self, threads: CpuAttention, rows: _Floats, out: _Floats, bias: _Floats | None = None

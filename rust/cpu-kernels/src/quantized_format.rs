@@ -23,6 +23,10 @@ pub enum QuantizedFormat {
     Q4_0,
     /// 4 bits, a scale and a minimum for 32 weights.
     Q4_1,
+    /// 5 bits and a scale for 32 weights.
+    Q5_0,
+    /// 5 bits, a scale and a minimum for 32 weights.
+    Q5_1,
     /// 8 bits and a scale for 32 weights.
     Q8_0,
     /// 4 bits, a scale and a minimum of 6 bits for 32 weights, with factors for 256.
@@ -35,9 +39,11 @@ pub enum QuantizedFormat {
 
 impl QuantizedFormat {
     /// All of them.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 8] = [
         Self::Q4_0,
         Self::Q4_1,
+        Self::Q5_0,
+        Self::Q5_1,
         Self::Q8_0,
         Self::Q4K,
         Self::Q5K,
@@ -50,6 +56,8 @@ impl QuantizedFormat {
         match self {
             Self::Q4_0 => "Q4_0",
             Self::Q4_1 => "Q4_1",
+            Self::Q5_0 => "Q5_0",
+            Self::Q5_1 => "Q5_1",
             Self::Q8_0 => "Q8_0",
             Self::Q4K => "Q4_K",
             Self::Q5K => "Q5_K",
@@ -67,7 +75,7 @@ impl QuantizedFormat {
     #[must_use]
     pub fn block_size(self) -> usize {
         match self {
-            Self::Q4_0 | Self::Q4_1 | Self::Q8_0 => BLOCK,
+            Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Q8_0 => BLOCK,
             Self::Q4K | Self::Q5K | Self::Q6K => LARGE,
         }
     }
@@ -78,6 +86,8 @@ impl QuantizedFormat {
         match self {
             Self::Q4_0 => 18,
             Self::Q4_1 => 20,
+            Self::Q5_0 => 22,
+            Self::Q5_1 => 24,
             Self::Q8_0 => 34,
             Self::Q4K => 144,
             Self::Q5K => 176,
@@ -104,7 +114,7 @@ impl Kind {
         match self {
             Self::Ggml(F::Q8_0) => 8,
             Self::Ggml(F::Q6K) => 6,
-            Self::Ggml(F::Q5K) => 5,
+            Self::Ggml(F::Q5_0 | F::Q5_1 | F::Q5K) => 5,
             _ => 4,
         }
     }
@@ -126,8 +136,8 @@ impl Kind {
     pub(crate) fn record_bytes(self) -> usize {
         WIDTH
             * match self {
-                Self::Ggml(F::Q4_0 | F::Q8_0) => 2,
-                Self::Ggml(F::Q4_1) => 4,
+                Self::Ggml(F::Q4_0 | F::Q5_0 | F::Q8_0) => 2,
+                Self::Ggml(F::Q4_1 | F::Q5_1) => 4,
                 Self::Ggml(F::Q4K | F::Q5K) => 4 + 2 * LARGE / BLOCK,
                 Self::Ggml(F::Q6K) => 2 + LARGE / 16,
                 Self::HalfGroups(_) => 3,
@@ -139,6 +149,7 @@ impl Kind {
     pub(crate) fn offset(self) -> Offset {
         match self {
             Self::Ggml(F::Q4_0) => Offset::OfBlock(8),
+            Self::Ggml(F::Q5_0) => Offset::OfBlock(16),
             Self::Ggml(F::Q8_0) => Offset::OfBlock(128),
             Self::Ggml(F::Q6K) => Offset::OfHalves(32),
             _ => Offset::OfBlock(0),
@@ -159,8 +170,9 @@ impl Kind {
         let byte = |first: usize| record[first * WIDTH + output];
         match self {
             Self::Ggml(F::Q4_0) => (float(0), 8, 0.0),
+            Self::Ggml(F::Q5_0) => (float(0), 16, 0.0),
             Self::Ggml(F::Q8_0) => (float(0), 128, 0.0),
-            Self::Ggml(F::Q4_1) => (float(0), 0, float(2)),
+            Self::Ggml(F::Q4_1 | F::Q5_1) => (float(0), 0, float(2)),
             Self::Ggml(F::Q4K | F::Q5K) => {
                 let (scale, minimum) = (byte(4 + 2 * block), byte(5 + 2 * block));
                 let minimum = float(2) * f32::from(minimum);
@@ -212,6 +224,17 @@ pub(crate) fn unpack(
             float(2, 2);
             copy_nibbles(&data[4..], &mut codes[0][output]);
         }
+        F::Q5_0 => {
+            float(0, 0);
+            copy_nibbles(&data[6..], &mut codes[0][output]);
+            add_bits(&data[2..], &mut codes[0][output]);
+        }
+        F::Q5_1 => {
+            float(0, 0);
+            float(2, 2);
+            copy_nibbles(&data[8..], &mut codes[0][output]);
+            add_bits(&data[4..], &mut codes[0][output]);
+        }
         F::Q8_0 => {
             float(0, 0);
             for (code, byte) in codes[0][output].iter_mut().zip(&data[2..]) {
@@ -262,6 +285,15 @@ fn copy_nibbles(bytes: &[u8], codes: &mut [u8; BLOCK]) {
     for ((low, high), byte) in low.iter_mut().zip(high).zip(bytes) {
         *low = byte & 15;
         *high = byte >> 4;
+    }
+}
+
+/// 4 bytes: the fifth bit of each code.
+fn add_bits(bytes: &[u8], codes: &mut [u8; BLOCK]) {
+    for (codes, byte) in codes.chunks_exact_mut(8).zip(bytes) {
+        for (place, code) in codes.iter_mut().enumerate() {
+            *code |= (byte >> place & 1) << 4;
+        }
     }
 }
 

@@ -283,6 +283,8 @@ pub(crate) fn add_products<V: Dots<L>, const L: usize>(
     match weight.kind() {
         Kind::Ggml(F::Q4_0) => product.add::<V, L, Four, Halves>(),
         Kind::Ggml(F::Q4_1) => product.add::<V, L, Four, HalfPairs>(),
+        Kind::Ggml(F::Q5_0) => product.add::<V, L, Five, Halves>(),
+        Kind::Ggml(F::Q5_1) => product.add::<V, L, Five, HalfPairs>(),
         Kind::Ggml(F::Q8_0) => product.add::<V, L, Eight, Halves>(),
         Kind::Ggml(F::Q4K) => product.add::<V, L, Four, SmallPairs>(),
         Kind::Ggml(F::Q5K) => product.add::<V, L, Five, SmallPairs>(),

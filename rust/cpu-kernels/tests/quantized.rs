@@ -52,8 +52,8 @@ impl Random {
 /// Where a block has half-precision floats.
 fn halves_of(format: F) -> &'static [usize] {
     match format {
-        F::Q4_0 | F::Q8_0 => &[0],
-        F::Q4_1 | F::Q4K | F::Q5K => &[0, 2],
+        F::Q4_0 | F::Q5_0 | F::Q8_0 => &[0],
+        F::Q4_1 | F::Q5_1 | F::Q4K | F::Q5K => &[0, 2],
         F::Q6K => &[208],
     }
 }
@@ -76,6 +76,7 @@ fn half(bytes: &[u8]) -> f64 {
 /// What `ggml-quants.c` makes of a block, by one formula for each weight.
 fn dequantized(format: F, block: &[u8]) -> Vec<f64> {
     let nibble = |qs: &[u8], at: usize| f64::from(qs[at % 16] >> (at / 16 * 4) & 15);
+    let fifth = |qh: &[u8], at: usize| f64::from(qh[at / 8] >> (at % 8) & 1) * 16.0;
     let pair = |at: usize| {
         let q = &block[4..16];
         match at {
@@ -89,6 +90,11 @@ fn dequantized(format: F, block: &[u8]) -> Vec<f64> {
     let value = |at: usize| match format {
         F::Q4_0 => (nibble(&block[2..], at) - 8.0) * half(block),
         F::Q4_1 => nibble(&block[4..], at) * half(block) + half(&block[2..]),
+        F::Q5_0 => (nibble(&block[6..], at) + fifth(&block[2..], at) - 16.0) * half(block),
+        F::Q5_1 => {
+            let code = nibble(&block[8..], at) + fifth(&block[4..], at);
+            code * half(block) + half(&block[2..])
+        }
         F::Q8_0 => f64::from(block[2 + at] as i8) * half(block),
         F::Q4K | F::Q5K => {
             let (scale, minimum) = pair(at / 32);

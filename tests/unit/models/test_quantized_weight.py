@@ -9,11 +9,13 @@ from pyengine.kv_cache import BufferError, CpuAttention, QuantizedWeight
 
 pytestmark = pytest.mark.levels
 
-FORMATS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 
 HALF_FIELDS = {
     "Q4_0": [0],
     "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
     "Q8_0": [0],
     "Q4_K": [0, 2],
     "Q5_K": [0, 2],
