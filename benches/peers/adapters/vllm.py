@@ -49,7 +49,7 @@ def make_manager(num_blocks: int, block_size: int) -> KVCacheManager:
 
 
 def make_hasher(block_size: int, hash_name: str = "sha256") -> Any:
-    """What hashes the blocks of a request."""
+    """The function that hashes the blocks of a request."""
     return get_request_block_hasher(block_size, get_hash_fn_by_name(hash_name))
 
 
