@@ -95,7 +95,7 @@ def _find(
         result = {"role": "tool", "content": "1"}
         if not _keeps(tokenizer, options, [user, calls, result], thinking):
             call = None
-        elif call is None:  # a call cannot be told from an answer
+        elif call is None:  # a call looks like an answer
             return None
     return StrippedThinking(begin, end, call, num_tail)
 

@@ -109,7 +109,7 @@ class HitVerifier:
         self.recording: Any = None
         """The file of the caller's recording of the block manager, if any."""
         self.kept: KeptRecording | None = None
-        """A recording of its own, without one of the caller."""
+        """The verifier's recording, if the caller makes none."""
         self.counters = dict.fromkeys(COUNTERS, 0)
 
     def request_for(self, request: Request) -> Request | None:

@@ -84,7 +84,7 @@ class RecentExplanations:
             calls.popitem(last=False)
 
     def find(self, key: bytes, wanted: str, disclosure: Disclosure) -> RequestCache | None:
-        """What may be shown of the key's newest request with an id; None if there is none.
+        """The explanations of the key's newest request with an id, by the rules; None without one.
 
         The id is that of the response, or the client's own.
         """

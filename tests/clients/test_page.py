@@ -27,13 +27,13 @@ pytestmark = [
     pytest.mark.clients,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
 ]
-STATES = ("free", "evictable", "active", "pinned")
+STATES = ("free", "evictable", "active", "pinned", "loading")
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=60)
 SHOWN = """() => ({
     frame: document.documentElement.dataset.frame,
     states: Object.fromEntries([...document.querySelectorAll("[data-state]")].map(
         item => [item.dataset.state, Number(item.textContent.replaceAll(",", ""))])),
-    cells: ["free", "evictable", "active", "pinned"].map(
+    cells: ["free", "evictable", "active", "pinned", "loading"].map(
         (_, at) => blocks?.state.reduce((sum, one) => sum + (one === at), 0)),
     running: Number(document.getElementById("running").textContent.replaceAll(",", "")),
 })"""
@@ -207,7 +207,7 @@ def test_keys_and_tables_say_what_the_pictures_show(
         usage = engine.stats().usage
         rows = page.locator("#table-states tbody tr").all_inner_texts()
         assert [row.split() for row in rows] == [
-            [name, str(getattr(usage, name))] for name in (*STATES, "loading")
+            [name, str(getattr(usage, name))] for name in STATES
         ]
         assert f"{usage.evictable} evictable" in (
             page.locator("#blocks").get_attribute("aria-label") or ""

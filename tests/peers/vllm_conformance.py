@@ -5,27 +5,23 @@ it makes a promise that vLLM does not make, and the suite shows the difference.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import torch
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.request import Request, RequestStatus
+from benches.peers.adapters.vllm import (  # first: it sets vLLM's level of logging
+    PARAMETERS,
+    Request,
+    RequestStatus,
+    make_hasher,
+    make_manager,
+)
 
 PROMISES = "reuses_live_prefixes"
 """Equal blocks that two requests compute at the same time stay apart: block tables change only at
 their end. There are no forks: n > 1 makes requests that share the blocks of the prompt."""
-LONGEST = 1 << 20
-PARAMETERS = SamplingParams(max_tokens=LONGEST)
-HASH = get_hash_fn_by_name("sha256")
-init_none_hash(HASH)
 
 
 class Adapter:
@@ -35,21 +31,8 @@ class Adapter:
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        spec = FullAttentionSpec(
-            block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
-        )
-        config = KVCacheConfig(
-            num_blocks=num_blocks + 1,  # block 0 is the null block
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-        )
-        self.manager = KVCacheManager(
-            config,
-            max_model_len=LONGEST,
-            scheduler_block_size=block_size,
-            hash_block_size=block_size,
-        )
-        self.hasher = get_request_block_hasher(block_size, HASH)
+        self.manager = make_manager(num_blocks, block_size)
+        self.hasher = make_hasher(block_size)
         self.requests: dict[int, Request] = {}
         self.step: list[tuple[Request, int]] = []
         """Planned requests, and how many tokens they will have computed."""

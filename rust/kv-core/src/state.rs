@@ -342,8 +342,8 @@ impl State {
         self.pool.release_root(root, registered.last);
     }
 
-    /// Takes a sequence's registered rows after `kept_rows` out of the prefix index, except blocks with other holders.
-    /// Those that its windows have left behind go too.
+    /// Removes a sequence's registered rows after `kept_rows` from the prefix index, except blocks with other references.
+    /// Includes blocks that its windows have passed.
     #[cold]
     fn discard_rows(&mut self, slot: u32) {
         let (seq, tree) = (self.seqs.at(slot), self.pool.tree());

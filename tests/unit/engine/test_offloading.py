@@ -455,6 +455,20 @@ def test_transfers_rest_while_steps_run_and_not_after_them(
     assert not offloader.are_steps_running
 
 
+def test_a_prompt_that_may_never_come_again_is_stored_more_slowly(
+    store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr(KVOffloader, "_put", lambda self, prefix, blocks, rest: rests.append(rest))
+    bench = make_bench()
+    offloader = with_store(bench, store)
+    for prompt in (prompt_of(40), [*prompt_of(40), 9, 9, 9, 9]):
+        generate(bench, [prompt])
+        wait_until_stored(offloader)
+    new, used = offloading._NEW_STORE_REST, offloading._STORE_REST
+    assert rests == [new, new, used, used] and new > used
+
+
 def test_a_prefix_that_another_request_loads_is_looked_up_once(store: KVStore) -> None:
     prompt = prompt_of(40)
     first = make_bench()

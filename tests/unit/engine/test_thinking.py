@@ -89,9 +89,9 @@ def test_a_tool_call_keeps_the_thinking_if_the_template_does() -> None:
     assert thinking.num_kept(5, [begin, 7, end, 8]) == 5
     assert thinking.num_kept(5, [9, begin, 7, end]) == 6
     assert thinking.num_kept(5, [begin, 7, 8]) is None  # the template strips whole parts alone
-    untold = thinking_tokenizer(KEEPS_FOR_TOOLS, "<think>", "</think>")
-    assert found(untold, tools=TOOLS) is None
-    assert found(untold) is not None
+    unmarked = thinking_tokenizer(KEEPS_FOR_TOOLS, "<think>", "</think>")
+    assert found(unmarked, tools=TOOLS) is None
+    assert found(unmarked) is not None
 
 
 def test_what_is_found_is_what_the_next_turn_cannot_reuse() -> None:

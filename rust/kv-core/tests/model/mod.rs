@@ -614,7 +614,7 @@ impl Model {
         }
     }
 
-    /// What a sequence does not leave cached, and nothing else holds, is not cached any more.
+    /// Blocks that a sequence does not leave cached, and that have no other reference, are not cached any more.
     fn discard(&mut self, seq: u64) {
         let s = &self.seqs[&seq];
         let mut gone = Vec::new();
