@@ -107,7 +107,7 @@ def test_the_memory_of_graphs_is_counted_once(monkeypatch: pytest.MonkeyPatch) -
     )
     monkeypatch.setattr(builder, "graph_bytes", lambda *_: take("graphs", 200, keeps=True))
     loaded = as_loaded(random_model("llama"), torch.device("cpu"))
-    pool = PoolSettings(16, None, None, 0.9, max_num_seqs=2, max_model_len=64)
+    pool = PoolSettings(block_size=16, max_num_seqs=2, max_model_len=64)
     settings = EngineSettings(max_num_seqs=2, max_num_batched_tokens=32)
     left = builder._memory_left(settings, pool, Choice("gather", ""), torch.float32, loaded)
     assert calls == ["fuse", "activations", "graphs"]
