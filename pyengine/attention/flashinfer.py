@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionOptions, Rows, StepInputs
-from pyengine.attention.cascade import Cascade, Level, cascade_of, merged
+from pyengine.attention.cascade import Cascade, Level, cascade_of, merged, most_saved_tokens
 from pyengine.attention.needs import (
     FLOAT8_DTYPES,
     AttentionNeeds,
@@ -213,7 +213,10 @@ class FlashInferBackend(AttentionBackend):
 
     def cascade(self, inputs: StepInputs) -> Cascade | None:
         """The shared blocks of a step, if it is worth it to read them once."""
-        cascade = cascade_of(inputs, self.pool.block_size)
+        size = self.pool.block_size
+        if most_saved_tokens(inputs, size) * self._token_bytes < _WORTH_A_CASCADE:
+            return None
+        cascade = cascade_of(inputs, size)
         if cascade is None or cascade.saved_tokens * self._token_bytes < _WORTH_A_CASCADE:
             return None
         return cascade

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pyengine.attention import flashinfer
 from pyengine.attention.backend import StepInputs
-from pyengine.attention.cascade import cascade_of, merged
+from pyengine.attention.cascade import cascade_of, merged, most_saved_tokens
 from pyengine.attention.flashinfer import FlashInferBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.kv_cache import BlockManager, SharedPrefixes, StepBuffers
@@ -44,7 +44,8 @@ def sharing(inputs: StepInputs, order: list[int], prefixes: list[list[int]]) -> 
 
 
 def test_levels_are_what_sequences_share() -> None:
-    cascade = cascade_of(sharing(inputs_of(LENGTHS, TABLES, block=BLOCK), ORDER, PREFIXES), BLOCK)
+    inputs = sharing(inputs_of(LENGTHS, TABLES, block=BLOCK), ORDER, PREFIXES)
+    cascade = cascade_of(inputs, BLOCK)
     assert cascade is not None
     first, second = cascade.levels
     assert first.rows.tolist() == [0, 1, 7, 8, 9, 10, 2, 3, 4]
@@ -55,6 +56,7 @@ def test_levels_are_what_sequences_share() -> None:
     assert second.pages.indices.tolist() == [2]
     assert cascade.own_blocks.tolist() == [3, 3, 2, 0, 3]
     assert cascade.saved_tokens == 3 * 8 + 2 * 4
+    assert most_saved_tokens(inputs, BLOCK) == cascade.saved_tokens
 
 
 def test_deeper_prefixes_belong_to_their_sequences() -> None:
@@ -66,6 +68,8 @@ def test_deeper_prefixes_belong_to_their_sequences() -> None:
     assert cascade is not None
     assert [level.pages.indices.tolist() for level in cascade.levels] == [[0], [1]]
     assert cascade.own_blocks.tolist() == [2, 2, 2, 1]
+    assert cascade.saved_tokens == (3 + 2) * BLOCK
+    assert most_saved_tokens(inputs, BLOCK) == (3 + 2 + 1) * BLOCK
 
 
 def assert_like_the_oracle(inputs: StepInputs, case: str) -> None:
