@@ -250,7 +250,7 @@ conformance: $(ENGINE) ## vLLM's KVCacheManager in the conformance suite of bloc
 	cargo run --release -q -p kv-conformance -- $(PEERS)/bin/python tests/peers/vllm_conformance.py $(CONFORMANCE)
 
 gpu-tests: $(GPU_TESTS)/.installed $(BUILT) ## the GPU path on a CUDA device that is not there: every backend on every family, compiled code
-	$(GPU_TESTS)/bin/python -m pytest -m fake_cuda -n 2 --dist load tests/fake_cuda --ignore tests/fake_cuda/planner
+	$(GPU_TESTS)/bin/python -m pytest -m fake_cuda -n auto --dist load tests/fake_cuda --ignore tests/fake_cuda/planner
 
 gpu-planner: $(GPU_TESTS)/.installed-cuda $(BUILT) ## flashinfer's planner against our workspaces; brings nvcc (300 MB), needs g++
 	$(GPU_TESTS)/bin/python -m pytest -m fake_cuda tests/fake_cuda/planner

@@ -112,7 +112,8 @@ class Host:
         specs = [KVCacheSpec(1, HEAD_DIM, HEAD_DIM, torch.bfloat16)] * case.groups
         pool = KVPool(specs, 1, BLOCK, CPU)
         pool.groups = SimpleNamespace(  # type: ignore[assignment]
-            places=[SimpleNamespace(group=group) for group in range(case.groups)]
+            places=[SimpleNamespace(group=group) for group in range(case.groups)],
+            windows=windows,
         )
         with patch.dict(sys.modules, {"flashinfer": LIBRARY}):
             self.backend = FlashInferBackend(pool)

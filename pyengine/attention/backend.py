@@ -226,6 +226,10 @@ class AttentionBackend(ABC):
     def plan(self, inputs: StepInputs) -> AttentionPlan:
         """Prepare a step: called once, before the first layer."""
 
+    def outweighs_graph(self, _inputs: StepInputs) -> bool:
+        """True if a decode step is faster by `plan` than by the replay of a graph."""
+        return False
+
     def graph_plan(self, inputs: StepInputs) -> GraphPlan:
         """Prepare a decode step, one token per sequence, that is to be captured.
 

@@ -12,13 +12,14 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionOptions, Rows, StepInputs
+from pyengine.attention.cascade import Cascade, Level, cascade_of, merged, most_saved_tokens
 from pyengine.attention.needs import (
     FLOAT8_DTYPES,
     AttentionNeeds,
@@ -111,6 +112,9 @@ _HEAD_DIMS = (64, 128, 256)
 _COMPANIONS = {"tvm_ffi": "apache-tvm-ffi", "requests": "requests"}
 """Modules that flashinfer imports, and the packages that have them."""
 _LN2 = math.log(2)
+_WORTH_A_CASCADE = 8 << 30
+"""Bytes of KV that shared blocks save in a step, from which they are read once. An estimate: what
+the launches of a step without a graph take, at 3 TB/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,16 @@ class FlashInferBackend(AttentionBackend):
         self._wrappers: dict[tuple[str, _Kind], Any] = {}
         self._int_workspaces: dict[_Kind, torch.Tensor] = {}
         self._pages: dict[int, torch.Tensor] = {}
+        full = [group for group, window in enumerate(pool.groups.windows) if window is None]
+        self.shared_group = full[0] if full else None
+        self._token_bytes = sum(  # of layers that may share
+            tensor[0, 0].nbytes
+            for place, caches in zip(
+                pool.groups.places, zip(pool.keys, pool.values, strict=True), strict=True
+            )
+            for tensor in caches
+            if place.group == self.shared_group
+        )
         on_cuda = pool.device.type == "cuda"
         if on_cuda:
             properties = torch.cuda.get_device_properties(pool.device)
@@ -197,20 +211,38 @@ class FlashInferBackend(AttentionBackend):
         """
         return FlashInferGraphPlan(self, inputs)
 
+    def cascade(self, inputs: StepInputs) -> Cascade | None:
+        """The shared blocks of a step, if it is worth it to read them once."""
+        size = self.pool.block_size
+        if most_saved_tokens(inputs, size) * self._token_bytes < _WORTH_A_CASCADE:
+            return None
+        cascade = cascade_of(inputs, size)
+        if cascade is None or cascade.saved_tokens * self._token_bytes < _WORTH_A_CASCADE:
+            return None
+        return cascade
+
+    def outweighs_graph(self, inputs: StepInputs) -> bool:
+        """See `AttentionBackend.outweighs_graph`."""
+        return self.cascade(inputs) is not None
+
     def decoder(self, kind: _Kind) -> Any:
         """The wrapper for sequences with one new token."""
-        return self._wrapper("fa2", kind)  # the kernels of the decode wrapper
+        return self._wrapper("decodes", kind, "fa2")  # the kernels of the decode wrapper
 
     def prefiller(self, kind: _Kind) -> Any:
         """The wrapper for all others."""
-        return self._wrapper("auto", kind)
+        return self._wrapper("prefills", kind, "auto")
 
-    def _wrapper(self, kernels: str, kind: _Kind) -> Any:
-        wrapper = self._wrappers.get((kernels, kind))
+    def sharer(self, kind: _Kind, level: int) -> Any:
+        """The wrapper for the shared prefixes of a level."""
+        return self._wrapper(f"level {level}", kind, "auto")
+
+    def _wrapper(self, role: str, kind: _Kind, kernels: str) -> Any:
+        wrapper = self._wrappers.get((role, kind))
         if wrapper is None:
             workspace = self._workspace_for(kind, 0)
             make = self.library.BatchPrefillWithPagedKVCacheWrapper
-            wrapper = self._wrappers[kernels, kind] = make(workspace, "NHD", backend=kernels)
+            wrapper = self._wrappers[role, kind] = make(workspace, "NHD", backend=kernels)
         return wrapper
 
     def graph_decoder(self, kind: _Kind, pages: GraphPages) -> Any:
@@ -263,22 +295,23 @@ class FlashInferBackend(AttentionBackend):
             scaling=options.scaling,
         )
 
-    def step_pages(self, inputs: StepInputs, rows: slice = slice(None)) -> list[PageTable]:
-        """The pages of some sequences of a step, for each layer group."""
-        size, lens = self.pool.block_size, inputs.host_seq_lens[rows]
-        return [page_table(lens, tables[rows], size) for tables in inputs.host_block_tables]
+    def step_pages(self, inputs: StepInputs) -> list[PageTable]:
+        """The pages of a step, for each layer group."""
+        size, lens = self.pool.block_size, inputs.host_seq_lens
+        return [page_table(lens, tables, size) for tables in inputs.host_block_tables]
 
     def plan_graph(self, wrapper: Any, kind: _Kind, pages: PageTable) -> None:
         """Plan a graph's wrapper over `pages` for the first time."""
         arguments = (*self._on_host(pages), *self._shape(kind))
         self.plan_memory.plan(wrapper, lambda: wrapper.plan(*arguments, **self._settings(kind)))
 
-    def plan_rows(self, wrapper: Any, kind: _Kind, rows: "_Rows") -> None:
-        """Plan a wrapper for the rows of some sequences."""
-        pages = rows.pages[kind.group]
-        arguments = (self._pinned(rows.starts), *self._on_host(pages), *self._shape(kind))
+    def plan_rows(
+        self, wrapper: Any, kind: _Kind, rows: "_Rows | Level", *, causal: bool = True
+    ) -> None:
+        """Plan a wrapper for some rows and their pages."""
+        arguments = (self._pinned(rows.starts), *self._on_host(rows.pages), *self._shape(kind))
         settings = {
-            "causal": True,
+            "causal": causal,
             "seq_lens": self._pinned(rows.lengths),
             **self._settings(kind),
         }
@@ -319,14 +352,26 @@ class FlashInferBackend(AttentionBackend):
         out: torch.Tensor,
     ) -> None:
         """Attention of `query` by a planned wrapper, into `out`."""
-        spec = self.pool.specs[layer]
-        cache = (self.pool.keys[layer], self.pool.values[layer])
-        scales = {"k_scale": spec.scale_k, "v_scale": spec.scale_v}
         if sinks is None:
-            wrapper.run(query, cache, out=out, **scales)
+            wrapper.run(query, self._cache(layer), out=out, **self._scales(layer))
             return
-        attended, lse = wrapper.run(query, cache, return_lse=True, **scales)
+        attended, lse = self.run_with_lse(wrapper, layer, query)
         out.copy_(apply_sinks(attended, lse * _LN2, sinks))
+
+    def run_with_lse(
+        self, wrapper: Any, layer: int, query: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of `query` by a planned wrapper, and the logarithms of sums in base 2."""
+        cache, scales = self._cache(layer), self._scales(layer)
+        attended, lse = wrapper.run(query, cache, return_lse=True, **scales)
+        return attended, lse
+
+    def _cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.pool.keys[layer], self.pool.values[layer]
+
+    def _scales(self, layer: int) -> dict[str, float]:
+        spec = self.pool.specs[layer]
+        return {"k_scale": spec.scale_k, "v_scale": spec.scale_v}
 
     def _settings(self, kind: _Kind) -> dict[str, Any]:
         return {
@@ -340,12 +385,23 @@ class FlashInferBackend(AttentionBackend):
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of some sequences of a step, on the host: where each sequence's begin, its length, and
-    its pages in each layer group."""
+    """Rows of some sequences of a step, on the host: where each sequence's begin, the keys that
+    they see, and the pages of those in one layer group."""
 
     starts: npt.NDArray[np.int32]
     lengths: npt.NDArray[np.int32]
-    pages: list[PageTable]
+    pages: PageTable
+
+
+class _Planned(NamedTuple):
+    """The wrappers for a kind of layer; None, or no levels, where a step has no rows for them.
+
+    Each level has the rows that attend to it, on the device.
+    """
+
+    decoder: Any
+    prefiller: Any
+    levels: list[tuple[Any, torch.Tensor]]
 
 
 class FlashInferPlan:
@@ -353,45 +409,89 @@ class FlashInferPlan:
 
     def __init__(self, backend: FlashInferBackend, inputs: StepInputs) -> None:
         self._backend = backend
+        self._inputs = inputs
         self._slots = backend.writer.slots(inputs.slot_mapping)
-        starts, lengths = inputs.host_query_start_loc, inputs.host_seq_lens
-        self._decodes = decodes = leading_decodes(starts)
-        self._decoding, self._prefilling = (
-            _Rows(starts[begin : end + 1] - starts[begin], lengths[begin:end], pages)
-            for begin, end, pages in (
-                (0, decodes, backend.step_pages(inputs, slice(decodes))),
-                (decodes, len(lengths), backend.step_pages(inputs, slice(decodes, None))),
-            )
-        )
-        self._planned: dict[_Kind, tuple[Any, Any]] = {}
+        self._decodes = leading_decodes(inputs.host_query_start_loc)
+        self._cascade = backend.cascade(inputs)
+        self._rows: dict[tuple[int, bool], tuple[_Rows, _Rows]] = {}
+        self._planned: dict[_Kind, _Planned] = {}
 
     def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         backend, decodes = self._backend, self._decodes
         kind = backend.kind(layer, rows[0], options)
         query = backend.writer.write(layer, rows, self._slots[kind.group], options.rotation)
-        decoder, prefiller = self._wrappers(kind)
+        planned = self._wrappers(kind)
         query = query.contiguous()
+        if planned.levels:
+            return self._attend_in_levels(planned, layer, query, options.sinks)
         out = torch.empty_like(query)
-        if decoder is not None:
-            backend.run(decoder, layer, query[:decodes], options.sinks, out[:decodes])
-        if prefiller is not None:
-            backend.run(prefiller, layer, query[decodes:], options.sinks, out[decodes:])
+        if planned.decoder is not None:
+            backend.run(planned.decoder, layer, query[:decodes], options.sinks, out[:decodes])
+        if planned.prefiller is not None:
+            backend.run(planned.prefiller, layer, query[decodes:], options.sinks, out[decodes:])
         return out
 
-    def _wrappers(self, kind: _Kind) -> tuple[Any, Any]:
-        """The wrappers for this kind of layer, None where the step has no rows for one."""
+    def _attend_in_levels(
+        self, planned: _Planned, layer: int, query: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        backend, decodes = self._backend, self._decodes
+        parts = [
+            backend.run_with_lse(wrapper, layer, part)
+            for wrapper, part in (
+                (planned.decoder, query[:decodes]),
+                (planned.prefiller, query[decodes:]),
+            )
+            if wrapper is not None
+        ]
+        out, lse = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        for wrapper, rows in planned.levels:
+            shared = backend.run_with_lse(wrapper, layer, query.index_select(0, rows))
+            own = out.index_select(0, rows), lse.index_select(0, rows)
+            both, total = merged(*own, *shared)
+            out.index_copy_(0, rows, both)
+            lse.index_copy_(0, rows, total)
+        return out if sinks is None else apply_sinks(out, lse * _LN2, sinks)
+
+    def _wrappers(self, kind: _Kind) -> _Planned:
         planned = self._planned.get(kind)
         if planned is None:
             backend, decoder, prefiller = self._backend, None, None
-            if self._decodes:
+            cascade = self._cascade
+            if cascade is not None and (cascade.group != kind.group or kind.window is not None):
+                cascade = None
+            decoding, prefilling = self._rows_of(kind.group, cascade)
+            if len(decoding.lengths):
                 decoder = backend.decoder(kind)
-                backend.plan_rows(decoder, kind, self._decoding)
-            if len(self._prefilling.lengths):
+                backend.plan_rows(decoder, kind, decoding)
+            if len(prefilling.lengths):
                 prefiller = backend.prefiller(kind)
-                backend.plan_rows(prefiller, kind, self._prefilling)
-            planned = self._planned[kind] = decoder, prefiller
+                backend.plan_rows(prefiller, kind, prefilling)
+            levels = []
+            for number, level in enumerate(cascade.levels if cascade is not None else ()):
+                wrapper = backend.sharer(kind, number)
+                backend.plan_rows(wrapper, kind, level, causal=False)
+                levels.append((wrapper, upload(level.rows, backend.pool.device)))
+            planned = self._planned[kind] = _Planned(decoder, prefiller, levels)
         return planned
+
+    def _rows_of(self, group: int, cascade: Cascade | None) -> tuple[_Rows, _Rows]:
+        """Leading sequences with one new token, and the others, without blocks of `cascade`."""
+        key = group, cascade is not None
+        if key not in self._rows:
+            inputs, size = self._inputs, self._backend.pool.block_size
+            starts, tables = inputs.host_query_start_loc, inputs.host_block_tables[group]
+            parts = []
+            for part in (slice(self._decodes), slice(self._decodes, None)):
+                lengths = inputs.host_seq_lens[part]
+                first = None if cascade is None else cascade.own_blocks[part]
+                pages = page_table(lengths, tables[part], size, first)
+                if first is not None:
+                    lengths = lengths - first * size
+                begins = starts[part.start or 0 : None if part.stop is None else part.stop + 1]
+                parts.append(_Rows(begins - begins[0], lengths, pages))
+            self._rows[key] = parts[0], parts[1]
+        return self._rows[key]
 
 
 class FlashInferGraphPlan:

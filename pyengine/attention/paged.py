@@ -102,16 +102,27 @@ class PageTable:
     last_page_len: Int32Array
 
 
-def page_table(seq_lens: Int32Array, block_tables: Int32Array, block_size: int) -> PageTable:
-    """Compress `block_tables` `[B, W]`, of which `ceil(seq_len / block_size)` columns are valid."""
-    counts = -(-seq_lens // block_size)
+def page_table(
+    seq_lens: Int32Array,
+    block_tables: Int32Array,
+    block_size: int,
+    first: Int32Array | None = None,
+) -> PageTable:
+    """Compress `block_tables` `[B, W]`, of which `ceil(seq_len / block_size)` columns are valid.
+
+    `first` `[B]` are the leading blocks to leave out, None: none.
+    """
+    all_counts = -(-seq_lens // block_size)
+    counts = all_counts if first is None else all_counts - first
     indptr = cumulative(counts)
     begins = np.arange(len(counts)) * block_tables.shape[1] - indptr[:-1]  # in a row of all rows
+    if first is not None:
+        begins += first
     at = np.arange(indptr[-1]) + begins.repeat(counts)  # however wide the table, no more than is in
     return PageTable(
         indptr=indptr,
         indices=block_tables.reshape(-1).take(at),
-        last_page_len=(seq_lens - (counts - 1) * block_size).astype(np.int32),
+        last_page_len=(seq_lens - (all_counts - 1) * block_size).astype(np.int32),
     )
 
 

@@ -23,7 +23,7 @@ PARAMS = (
     SamplingParams(temperature=1, min_p=0.1),
     SamplingParams(temperature=1, top_k=50, top_p=0.9),
 )
-VOCABULARY = 151_936
+VOCABULARIES = (1000, 151_936)
 
 
 def compile_for(capability: str) -> None:
@@ -43,10 +43,10 @@ def compile_for(capability: str) -> None:
             write_rows(rows[1:], caches, slots)
             assert len(compiled) == before + 2
         before = len(compiled)
-        for params in PARAMS:
-            for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                _draw(params, dtype)
-        assert len(compiled) >= before + 2 * 3 * len(PARAMS)
+        cases = list(product(PARAMS, VOCABULARIES, (torch.float32, torch.bfloat16, torch.float16)))
+        for case in cases:
+            _draw(*case)
+        assert len(compiled) >= before + 2 * len(cases)
     for kernel in compiled:
         assert kernel.metadata.target.arch == int(capability)
         assert kernel.asm["cubin"].startswith(b"\x7fELF")
@@ -72,9 +72,9 @@ def _layer(
     return rows, (pool.keys[0], pool.values[0]), rotation
 
 
-def _draw(params: SamplingParams, dtype: torch.dtype) -> None:
-    state = SamplingState(params, (), seed=1, vocab_size=VOCABULARY)
+def _draw(params: SamplingParams, vocab_size: int, dtype: torch.dtype) -> None:
+    state = SamplingState(params, (), seed=1, vocab_size=vocab_size)
     draws = SamplingBatch([state] * ROWS).draws
     assert draws is not None
-    logits = torch.zeros(ROWS, VOCABULARY, dtype=dtype, device="cuda")
+    logits = torch.zeros(ROWS, vocab_size, dtype=dtype, device="cuda")
     assert draw(logits, draws, range(ROWS)).shape == (ROWS,)

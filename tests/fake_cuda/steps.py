@@ -10,14 +10,14 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_inductor_cache
 
 from benches.gpu.launches import as_on_cuda
-from pyengine.attention import flex
+from pyengine.attention import dispatch, flashinfer, flex
 from pyengine.attention.backend import AttentionOptions, AttentionPlan, Rows, StepInputs
 from pyengine.attention.choice import choose_backend
 from pyengine.attention.dispatch import PagedContext, register_paged_attention
+from pyengine.attention.flashinfer import FlashInferBackend, FlashInferPlan
 from pyengine.attention.needs import OPTIONAL_PACKAGES, needs_of
 from pyengine.errors import ConfigurationError
 from pyengine.executor.compiled import CompiledForward
@@ -87,8 +87,11 @@ class Machine:
             self.runner.capture()
             assert self.runner.graphs.sizes == self.runner.graph_sizes
 
-    def steps(self) -> int:
-        """Chunks of prompts beside decodes, then decodes alone; returns the number of steps."""
+    def steps(self, shared: int = 0) -> int:
+        """Chunks of prompts beside decodes, then decodes alone; returns the number of steps.
+
+        The prompts have `shared` more tokens in front, the same ones.
+        """
         blocks, size = self.pool.num_blocks, self.pool.block_size
         manager = BlockManager(blocks, size, groups=self.groups.windows)
         states = [
@@ -96,10 +99,11 @@ class Machine:
             for row, params in enumerate(PARAMS)
         ]
         first, second, third = (
-            manager.sequence(np.arange(length) + 13 * length) for length in PROMPTS
+            manager.sequence([*range(shared), *np.arange(length) + 13 * length])
+            for length in PROMPTS
         )
         steps: list[Callable[[Any], object]] = [
-            lambda plan: (plan.prefill(first, 40), plan.prefill(second, 64)),
+            lambda plan: (plan.prefill(first, 40 + shared), plan.prefill(second, 64)),
             lambda plan: (plan.decode([first]), plan.prefill(second, 100), plan.prefill(third, 7)),
             *[lambda plan: plan.decode([first, second, third])] * 3,
             lambda plan: plan.decode([first]),
@@ -134,7 +138,12 @@ class CompiledOnDevice:
 
     def __call__(self, inputs: StepInputs, context: PagedContext) -> torch.Tensor:
         inside = replace(context, plan=_OnDevice(self._device, context.plan))
-        with self._device.paused():
+        # On fake tensors, torch runs the operator's fake.
+        operator = SimpleNamespace(default=dispatch._attend_opaquely)
+        with (
+            self._device.paused(),
+            patch.object(torch.ops.pyengine, "paged_attention", operator),
+        ):
             logits = self._compiled(inputs, inside)
         context.attended = inside.attended
         return logits
@@ -158,13 +167,12 @@ def run_compiled(capability: str, backend: str, *families: str) -> None:
     major, minor = divmod(int(capability), 10)
     device = FakeCuda((major, minor))
     libraries.install(backend)
-    stats = counters["stats"]
     for family in families:
         torch._dynamo.reset()
-        stats.clear()
-        with fresh_inductor_cache(), device, kernels_warmed_up(), uncompiled_flex():
+        with fresh_inductor_cache(), device, kernels_warmed_up(), lowered_flex(device):
             machine = Machine(device, family, backend)
             compiled = CompiledOnDevice(device, machine)
+            assert compiled.lowering.num_graphs == 2, family
             kernels = compiled.lowering.kernels
             assert len(kernels) > 5
             assert all(code.startswith(b"\x7fELF") for code in kernels.values())
@@ -172,14 +180,31 @@ def run_compiled(capability: str, backend: str, *families: str) -> None:
             machine.capture()
             device.waits.clear()
             machine.steps()
+        assert compiled.lowering.num_graphs == 2, family
         assert not device.waits, "\n".join([family, *device.waits])
-        assert stats["unique_graphs"] == 2, family
 
 
 def run_flex(capability: str, family: str) -> None:
     """The same with FlexAttention compiled to machine code, outside of a compiled forward pass."""
     major, minor = divmod(int(capability), 10)
-    device, lowering, traced = FakeCuda((major, minor)), Lowering(), flex.compiled
+    device = FakeCuda((major, minor))
+    with fresh_inductor_cache(), device, kernels_warmed_up(), lowered_flex(device) as lowering:
+        machine = Machine(device, family, "flex")
+        machine.capture()
+        device.waits.clear()
+        machine.steps()
+    assert not device.waits, "\n".join(device.waits)
+    of_attention = {
+        graph: code for (graph, name), code in lowering.kernels.items() if "flex_attention" in name
+    }
+    assert len(of_attention) >= 2, list(lowering.kernels)  # decodes, and steps with prefills
+    assert all(code.startswith(b"\x7fELF") for code in of_attention.values())
+
+
+@contextmanager
+def lowered_flex(device: FakeCuda) -> Iterator[Lowering]:
+    """FlexAttention compiled for `device`; its results have the strides of the compiled kernel."""
+    lowering, traced = Lowering(), flex.compiled
 
     def lowered(attend: Any) -> Callable[..., Any]:
         compiled = traced(attend, backend=lowering)
@@ -190,25 +215,41 @@ def run_flex(capability: str, family: str) -> None:
 
         return call
 
-    with (
-        fresh_inductor_cache(),
-        device,
-        kernels_warmed_up(),
-        patch("pyengine.attention.flex.compiled", lowered),
-    ):
-        machine = Machine(device, family, "flex")
-        machine.capture()
-        device.waits.clear()
-        machine.steps()
-    assert not device.waits, "\n".join(device.waits)
-    flash = [code for name, code in lowering.kernels.items() if "flex_attention" in name]
-    assert len(flash) >= 2, list(lowering.kernels)
-    assert all(code.startswith(b"\x7fELF") for code in flash)
+    with patch("pyengine.attention.flex.compiled", lowered):
+        yield lowering
 
 
 def run(backend: str, *families: str) -> None:
     """Capture, then steps: no number is read, nothing makes the host wait."""
     _run(FakeCuda(), backend, families)
+
+
+def run_sharing(*families: str) -> None:
+    """The same with prompts that share blocks, which flashinfer reads once."""
+    device = FakeCuda()
+    libraries.install("flashinfer")
+    levels: list[int] = []
+    plan = FlashInferBackend.plan
+
+    def counting(backend: FlashInferBackend, inputs: StepInputs) -> FlashInferPlan:
+        planned = plan(backend, inputs)
+        levels.append(len(planned._cascade.levels) if planned._cascade is not None else 0)
+        return planned
+
+    for family in families:
+        levels.clear()
+        with (
+            device,
+            kernels_warmed_up(),
+            patch.object(FlashInferBackend, "plan", counting),
+            patch.object(flashinfer, "_WORTH_A_CASCADE", 1),
+        ):
+            machine = Machine(device, family, "flashinfer")
+            machine.capture()
+            device.waits.clear()
+            machine.steps(shared=64)
+        assert levels.count(1) >= 3, levels  # decodes of all three, too: they are not replayed
+        assert not device.waits, "\n".join([family, *device.waits])
 
 
 def run_in_8_bits(backend: str, *families: str) -> None:

@@ -38,6 +38,10 @@ def test_nor_with_the_newest_release(backend: str) -> None:
     run_apart(STEPS, "run", backend, *served, **with_newest())
 
 
+def test_nor_where_prompts_share_blocks() -> None:
+    run_apart(STEPS, "run_sharing", "llama", "gpt_oss", "gemma2")
+
+
 @pytest.mark.parametrize("backend", ["flashinfer", "gather"])
 def test_nor_with_an_8_bit_cache(backend: str) -> None:
     run_apart(STEPS, "run_in_8_bits", backend, "llama", "qwen3", "gemma2")

@@ -13,11 +13,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benches.peers.adapters.vllm import (  # first: it sets vLLM's level of logging
     PARAMETERS,
-    Request,
-    RequestStatus,
     make_hasher,
     make_manager,
 )
+
+# isort: split
+from vllm.v1.request import Request, RequestStatus
 
 PROMISES = "reuses_live_prefixes"
 """Equal blocks that two requests compute at the same time stay apart: block tables change only at

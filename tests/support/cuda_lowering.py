@@ -117,8 +117,10 @@ class Lowering:
     """
 
     def __init__(self) -> None:
-        self.kernels: dict[str, bytes] = {}
-        """Machine code by the name of the kernel."""
+        self.kernels: dict[tuple[int, str], bytes] = {}
+        """Machine code by the number of the graph and the name of the kernel."""
+        self.num_graphs = 0
+        """The graphs that were lowered."""
 
     def __call__(self, graph: Any, inputs: Any, **_options: Any) -> Callable[..., Any]:
         """Lower `graph`."""
@@ -131,7 +133,10 @@ class Lowering:
         def lower(kernel: Any, *_arguments: Any, **_named: Any) -> None:
             precompile(kernel, warm_cache_only=True)  # without a launcher, which needs a device
             for made in kernel.compile_results:
-                self.kernels[kernel.inductor_meta["kernel_name"]] = made.kernel.asm["cubin"]
+                key = self.num_graphs, kernel.inductor_meta["kernel_name"]
+                self.kernels[key] = made.kernel.asm["cubin"]
+
+        self.num_graphs += 1
 
         patches = (
             patch.object(CachingAutotuner, "precompile", lower),

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 
-def attend(query, key, value, scale, left=-1, softcap=0.0):
-    """Causal attention of the last rows of a sequence: `[n, H, d]` over `[m, KV, d]`.
+def attend(query, key, value, scale, left=-1, softcap=0.0, causal=True):
+    """Attention of the last rows of a sequence: `[n, H, d]` over `[m, KV, d]`.
 
     Returns the result and the logarithm of the sum under the softmax, `[n, H]`.
     """
@@ -25,7 +25,7 @@ def attend(query, key, value, scale, left=-1, softcap=0.0):
         scores = softcap * torch.tanh(scores / softcap)
     own = torch.arange(len(query))[:, None] + len(key) - len(query)
     at = torch.arange(len(key))
-    seen = at <= own
+    seen = (at <= own) | (not causal)
     if left >= 0:
         seen &= at >= own - left
     scores = scores.masked_fill(~seen, -math.inf)
@@ -106,6 +106,7 @@ class _Wrapper:
         self.shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
         self.dtypes = (q_data_type, kv_data_type)
         self.left, self.cap, self.scale = window_left, logits_soft_cap or 0.0, sm_scale
+        self.causal = True
 
     def attend(self, starts, q, cache, k_scale, v_scale, out, return_lse):
         keys, values = cache
@@ -117,7 +118,8 @@ class _Wrapper:
             rows = slice(starts[b], starts[b + 1])
             k, v = (paged(item.float(), pages, length) for item in (keys, values))
             scale = self.scale * (k_scale or 1.0)
-            own, lse = attend(q[rows], k, v * (v_scale or 1.0), scale, self.left, self.cap)
+            v = v * (v_scale or 1.0)
+            own, lse = attend(q[rows], k, v, scale, self.left, self.cap, self.causal)
             result[rows] = own
             lses.append(lse)
         return (result, torch.cat(lses) / math.log(2)) if return_lse else result
@@ -148,11 +150,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         self, qo_indptr, indptr, indices, last_page_len, *shape, causal=False, seq_lens=None,
         **settings,
     ):  # fmt: skip
-        assert causal
         assert len(qo_indptr) == len(indptr)
         assert qo_indptr.dtype == torch.int32
         self.starts = qo_indptr.tolist()
         self.keep(indptr, indices, last_page_len, *shape, **settings)
+        self.causal = causal
         assert seq_lens.dtype == torch.int32
         assert seq_lens.tolist() == self.lengths
 

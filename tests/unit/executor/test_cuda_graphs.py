@@ -185,3 +185,17 @@ def test_a_backend_that_plans_on_the_host_has_no_plan_for_graphs() -> None:
     assert not run.runner._backend.supports_graphs
     with pytest.raises(ConfigurationError, match=r"cannot be captured .* enforce_eager=True"):
         run.runner._backend.graph_plan(run.runner.buffers.fixed_inputs(Padding(1, 0)))
+
+
+def test_a_step_that_is_faster_without_its_graph_runs_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder = StubRecorder()
+    run = PagedRun(random_model("llama"), backend=StaticBackend, record=recorder)
+    entries, _ = decode(run, [5, 3, 7], Random(2))
+    replayed = run.step(entries, all_rows=False)[1].clone()
+    assert recorder.replays == 1
+    monkeypatch.setattr(StaticBackend, "outweighs_graph", lambda *_: True)
+    eager = run.step(entries, all_rows=False)[1]
+    assert recorder.replays == 1
+    torch.testing.assert_close(eager, replayed)
