@@ -76,9 +76,8 @@ class IncrementalDetokenizer:
     @property
     def stable_text(self) -> str:
         """The part of ``text`` that no stop string can remove."""
-        if self._may_be_cut:
-            return self.text[: self._stable_length()]
-        return self.text
+        text = self.text
+        return text[: self._stable_length()] if self._may_be_cut else text
 
     def take_new_text(self) -> str:
         """The stable text since the last call, in time proportional to it."""

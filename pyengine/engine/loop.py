@@ -99,7 +99,7 @@ class EngineLoop:
 
     def refuse_fork(self) -> None:
         """Raise `EngineDeadError` in a fork of the process that made the engine."""
-        if self.is_elsewhere:
+        if os.getpid() != self._owner:
             raise EngineDeadError(
                 f"this engine belongs to process {self._owner}, which goes on, and this process "
                 f"({os.getpid()}) is a fork of it: start the process by multiprocessing's "

@@ -33,10 +33,6 @@ class _Buffer:
     array: Array
 
 
-def _buffer_of(rows: torch.Tensor) -> _Buffer:
-    return _Buffer(rows, cpu_array(rows.detach()))
-
-
 @dataclass(slots=True)
 class _Workspace:
     """Memory that the layers of a model use in turns, for one number of tokens."""
@@ -53,7 +49,7 @@ class _Workspace:
     def begin(self, hidden: torch.Tensor) -> None:
         """Take over `hidden` `[1, T, size]`."""
         rows = hidden[0]
-        self.hidden, self.residual = hidden, _buffer_of(rows)
+        self.hidden, self.residual = hidden, _Buffer(rows, cpu_array(rows))
         self.angles.clear()
         if len(rows) != self._num_tokens:
             self._num_tokens, self._buffers = len(rows), {}
@@ -71,7 +67,7 @@ class _Workspace:
         found = self._buffers.get((purpose, size))
         if found is None:
             rows = self.residual.rows.new_empty(self._num_tokens, size)
-            found = self._buffers[purpose, size] = _buffer_of(rows)
+            found = self._buffers[purpose, size] = _Buffer(rows, cpu_array(rows))
         return found
 
 
@@ -126,7 +122,8 @@ class _ShortForward:
 
         before_mlp.write(residual.array, normed.array)
         if self._linears is None:
-            change = _buffer_of(self._mlp(normed.rows[None])[0])
+            rows = self._mlp(normed.rows[None])[0]
+            change = _Buffer(rows, cpu_array(rows))
         else:
             self._feed_forward(self._linears, normed, change)
         if after_mlp is not None:

@@ -288,9 +288,13 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """`[...]` to `[..., features]`."""
-        features, dtype = self.product.weight.shape[1], self.product.weight.dtype
-        lookup: Any = torch.ops.pyengine.packed_embedding
-        rows: torch.Tensor = lookup(ids, self.number, features, dtype)
+        rows: torch.Tensor
+        if torch.compiler.is_compiling():
+            features, dtype = self.product.weight.shape[1], self.product.weight.dtype
+            lookup: Any = torch.ops.pyengine.packed_embedding
+            rows = lookup(ids, self.number, features, dtype)
+        else:
+            rows = self.product.gather(ids)
         return rows if self._scale == 1.0 else rows * self._scale
 
 
