@@ -3,6 +3,7 @@
 import base64
 import http.client
 import json
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -206,3 +207,15 @@ def test_damaged_files(path: Path) -> None:
         Recording(path)
     with pytest.raises(FileNotFoundError):
         Recording(path.with_name("missing"))
+
+
+def test_its_scripts_declare_each_name_once(tmp_path: Path) -> None:
+    """A browser does not run a script that declares a name of another one."""
+    record(tmp_path / "a.kvtrace")
+    with TraceServer(Recording(tmp_path / "a.kvtrace")) as server:
+        page = server.page
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert len(scripts) > 1
+    declared = re.compile(r"^(?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
+    names = [name for script in scripts for name in declared.findall(script)]
+    assert len(names) > 50 and len(names) == len(set(names)), names
