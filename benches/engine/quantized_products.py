@@ -127,7 +127,7 @@ def torch_int4(outputs: int, inputs: int, rounds: int) -> dict[str, dict[str, fl
 def ggml(
     folder: str, format: str, outputs: int, inputs: int, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Microseconds by threads and rows, in a process of its own."""
+    """Microseconds by threads and rows, in a separate process."""
     copies, planned = plan(format, outputs, inputs)
     command = [sys.executable, "-m", "benches.engine.ggml_products", folder, format]
     numbers = [str(number) for number in (outputs, inputs, copies, rounds)]
@@ -186,9 +186,9 @@ def main() -> None:
                 if format == "Q4_1":
                     measured["torch"] = torch_int4(*shape, asked.rounds)
                 found[f"{format} {shape[0]}x{shape[1]}"] = measured
+                content = {"machine": machine(), "rounds": asked.rounds, "microseconds": found}
+                path.write_text(json.dumps(content, indent=1) + "\n")
                 print(format, shape, json.dumps(measured), file=sys.stderr)
-        content = {"machine": machine(), "rounds": asked.rounds, "microseconds": found}
-        path.write_text(json.dumps(content, indent=1) + "\n")
     publish(name, tables(content), write=asked.docs)
 
 

@@ -21,7 +21,7 @@
 //!   products is rounded as that instruction does.
 //! * **Quantised weights keep their bits.** Each 32 numbers of a row are rounded to integers of 8 bits, and products with
 //!   the codes are added up as integers. All builds give the same bits there, too; rounding the rows is the only error
-//!   beyond float32's: about 0.6 % of a product's size for normally distributed rows.
+//!   beyond float32's, about half a per cent for normally distributed rows.
 //! * **A shared block is read once.** Parts of the cache that several sequences have in common are scored for
 //!   all of them while they are in the processor's cache ([`Step::share`]).
 //! * **Nothing is trusted.** Every array is checked against every other; what does not fit is an

@@ -18,7 +18,7 @@ const TINY: f32 = 1e-35;
 #[repr(C, align(16))]
 pub(crate) struct RowBlock {
     pub(crate) numbers: [[i8; 4]; BLOCK / 4],
-    /// What products with codes begin with: the offset of the codes, times the integers of the block or of each half.
+    /// The start of sums with codes: minus their offset, times the integers of the block or of each half.
     pub(crate) starts: [i32; 2],
     pub(crate) scale: f32,
     /// The sum of the integers, times the scale.

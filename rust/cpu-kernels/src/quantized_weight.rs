@@ -12,7 +12,7 @@ use crate::step::{above_zero, same_length};
 /// Groups of inputs that have a scale, in weights that are not ggml's.
 const GROUP_SIZES: [usize; 3] = [32, 64, 128];
 
-/// The zero point of 4-bit codes that have none of their own.
+/// The zero point of 4-bit codes that come without one.
 const MIDDLE: u8 = 8;
 
 /// The weight of a linear layer, copied into panels of 16 outputs with the bits that the file has for it. Codes, scales

@@ -73,7 +73,7 @@ fn half(bytes: &[u8]) -> f64 {
     }
 }
 
-/// What `ggml-quants.c` makes of a block, by one formula for each weight.
+/// The weights of a block as `ggml-quants.c` defines them, by one formula for each.
 fn dequantized(format: F, block: &[u8]) -> Vec<f64> {
     let nibble = |qs: &[u8], at: usize| f64::from(qs[at % 16] >> (at / 16 * 4) & 15);
     let fifth = |qh: &[u8], at: usize| f64::from(qh[at / 8] >> (at % 8) & 1) * 16.0;
