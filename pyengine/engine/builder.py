@@ -210,7 +210,10 @@ def _connect(
             share=settings.verify_cache_hits,
             tolerance=0.0 if is_exact else _KV_TOLERANCE,
         )
-        engine.verifier.kept = KeptRecording(manager)
+        try:
+            engine.verifier.kept = KeptRecording(manager)
+        except OSError as error:
+            _log.warning("verify_cache_hits records no blocks: %s", error)
     if settings.speculation is not None:
         costs = measured_costs(runner, plan.manager(), limits)
         drafter = _drafter(settings, executor, draft, plan)

@@ -44,7 +44,7 @@ class KeptRecording:
     """A recording of the block manager from its start, in a folder that only its user can read.
 
     It is removed with its engine, unless a difference was found. It ends there, or at
-    `_MOST_RECORDED` bytes.
+    `_MOST_RECORDED` bytes. Raises `OSError` if the folder cannot be made.
     """
 
     def __init__(self, manager: BlockManager) -> None:
@@ -55,8 +55,8 @@ class KeptRecording:
         self._manager.record(self.path)
 
     def keep(self) -> Path | None:
-        """End the recording and keep its file; None if it has ended too early."""
-        if not self._remove.alive:
+        """End the recording and keep its file; None if there is none any more."""
+        if not self._remove.alive or not self.path.exists():
             return None
         try:
             self._manager.stop_recording()
@@ -69,7 +69,10 @@ class KeptRecording:
 
     def limit(self) -> None:
         """End and remove a recording that has become too long."""
-        if self._remove.alive and self.path.stat().st_size > _MOST_RECORDED:
+        size = 0
+        with suppress(OSError):  # another program may clear the folder for temporary files
+            size = self.path.stat().st_size
+        if self._remove.alive and size > _MOST_RECORDED:
             self.remove()
             _log.warning(
                 "verify_cache_hits records no longer: the recording has more than %d MiB",

@@ -164,3 +164,19 @@ def test_requests_after_a_verification_draw_the_same_tokens() -> None:
         found = [bench.generate([prompt], drawn)[0] for prompt in several]
         outputs.append([output.outputs[0].token_ids for output in found])
     assert outputs[0] == outputs[1]
+
+
+def test_a_recording_that_another_program_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    bench = verified_bench()
+    verifier = bench.engine.verifier
+    assert verifier is not None
+    verifier.kept = KeptRecording(bench.manager)
+    verifier.kept.path.unlink()
+    run(bench, PROMPT)
+    with bench.manager.match_prefix(PROMPT) as pin:
+        bench.runner.block(bench.runner.slots, pin.blocks[1])[2] = 77
+    run(bench, [*PROMPT, 5])
+    assert "llm.recording(FILE)" in caplog.text
