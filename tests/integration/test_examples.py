@@ -77,7 +77,7 @@ def test_server_with_clients() -> None:
 @pytest.mark.slow
 def test_best_of_n() -> None:
     text = output_of("best_of_n")
-    scores = [float(found) for found in re.findall(r"^(-\d+\.\d\d) '", text, re.MULTILINE)]
+    scores = [float(found) for found in re.findall(r"^(-\d+\.\d\d) ['\"]", text, re.MULTILINE)]
     assert len(scores) == 4 and scores == sorted(scores, reverse=True)
     assert number("^N tokens of forks", text.splitlines()[-1]) > 0
 
