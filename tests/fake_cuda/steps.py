@@ -139,7 +139,7 @@ class CompiledOnDevice:
     def __call__(self, inputs: StepInputs, context: PagedContext) -> torch.Tensor:
         inside = replace(context, plan=_OnDevice(self._device, context.plan))
         # On fake tensors, torch runs the operator's fake.
-        operator = SimpleNamespace(default=dispatch._attend_opaquely)
+        operator = SimpleNamespace(default=_attend_as_promised)
         with (
             self._device.paused(),
             patch.object(torch.ops.pyengine, "paged_attention", operator),
@@ -147,6 +147,20 @@ class CompiledOnDevice:
             logits = self._compiled(inputs, inside)
         context.attended = inside.attended
         return logits
+
+
+def _attend_as_promised(*arguments: Any) -> torch.Tensor:
+    """Attention, whose result has the strides that the graph was compiled for."""
+    found = dispatch._attend_opaquely(*arguments)
+    promised = dispatch._shape(*arguments)
+    assert _layout(found) == _layout(promised)
+    return found
+
+
+def _layout(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Sizes and strides; the stride of a single element is not one."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return [(size, stride if size > 1 else 0) for size, stride in pairs]
 
 
 class _OnDevice:

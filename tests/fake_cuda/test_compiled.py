@@ -16,11 +16,7 @@ STEPS = "tests.fake_cuda.steps"
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_graphs_serve_every_step(family: str, tmp_path: Path) -> None:
-    """A range of sizes that the compiler narrows down is an error; it would be one of the engine.
-
-    FlexAttention gives results whose heads come first in memory: a graph that takes them for
-    contiguous computes garbage and says nothing.
-    """
+    """A range of sizes that the compiler narrows down would be an error of the engine."""
     run_apart(STEPS, "run_compiled", "90", "flex", family, TRITON_CACHE_DIR=str(tmp_path))
 
 
