@@ -479,8 +479,9 @@ def test_a_replica_says_where_prompts_differ(two: tuple[Replica, Replica]) -> No
     ) -> RequestOutput:
         await read(engine, texts[0], GREEDY)
         await until_followed(local, two)
-        last, _ = await read(engine, texts[1], GREEDY)
-        return last
+        output: RequestOutput
+        output, _ = await read(engine, texts[1], GREEDY)
+        return output
 
     output = over(two, main)
     assert output.cache.reason == "diverged"
