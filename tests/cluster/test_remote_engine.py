@@ -5,7 +5,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 import httpx2
 import pytest
@@ -479,8 +479,9 @@ def test_a_replica_says_where_prompts_differ(two: tuple[Replica, Replica]) -> No
     ) -> RequestOutput:
         await read(engine, texts[0], GREEDY)
         await until_followed(local, two)
-        last, _ = await read(engine, texts[1], GREEDY)
-        return cast(RequestOutput, last)
+        output: RequestOutput
+        output, _ = await read(engine, texts[1], GREEDY)
+        return output
 
     output = over(two, main)
     assert output.cache.reason == "diverged"

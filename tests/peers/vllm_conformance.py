@@ -5,20 +5,17 @@ it makes a promise that vLLM does not make, and the suite shows the difference.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benches.peers.adapters.vllm import (  # first: it sets vLLM's level of logging
-    PARAMETERS,
-    make_hasher,
-    make_manager,
-)
-
-# isort: split
 from vllm.v1.request import Request, RequestStatus
+
+from benches.peers.adapters.vllm import PARAMETERS, make_hasher, make_manager
 
 PROMISES = "reuses_live_prefixes"
 """Equal blocks that two requests compute at the same time stay apart: block tables change only at
