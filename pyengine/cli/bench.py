@@ -238,12 +238,34 @@ def _late(times: Sequence[float]) -> float:
 
 def measure_speed(engine: Engine) -> Speed:
     """Measure decoding and prompts of one sequence: the fastest of several rounds each."""
+    width = 4 if str(engine.describe()["dtype"]) == "float32" else 2
+    weights, weight_bytes = _weights_of_a_token(engine.model_path, width)
+    warm = _answer(engine, 32, 4)
+    length = _fitting(32 / _prefill_seconds(warm), most=LONGEST_PROMPT)
+    count = _fitting(1 / _decode_seconds(warm), most=LONGEST_ANSWER)
+    prompts = [_prefill_seconds(_answer(engine, length, 1)) for _ in range(ROUNDS)]
+    decodes = [_decode_seconds(_answer(engine, 16, count)) for _ in range(ROUNDS)]
+    return Speed(1 / min(decodes), length / min(prompts), weights, weight_bytes)
+
+
+def _weights_of_a_token(path: Path, width: int) -> tuple[int, int]:
+    """The number of weights that a token reads, and their bytes: of a GGUF file, or a folder.
+
+    `width` is the bytes of a weight in a folder.
+    """
     with held_interrupt(), libraries():
         from pyengine.models.checkpoint_files import check_weights
-    headers = check_weights(engine.model_path).tensors
+        from pyengine.models.gguf_header import read_header
+    if path.is_file():
+        tensors = {tensor.name: tensor for tensor in read_header(path).tensors}
+        if "output.weight" in tensors:
+            del tensors["token_embd.weight"]
+        count = sum(tensor.num_elements for tensor in tensors.values())
+        return count, sum(tensor.num_bytes for tensor in tensors.values())
+    headers = check_weights(path).tensors
     if any(".experts." in name for name in headers):
         raise InvalidRequestError(
-            f"{engine.model_path.name} is a mixture of experts: a token does not read all weights. "
+            f"{path.name} is a mixture of experts: a token does not read all weights. "
             "Give another model"
         )
     weights = sum(
@@ -251,13 +273,7 @@ def measure_speed(engine: Engine) -> Speed:
         for name, header in headers.items()
         if "embed_tokens" not in name or "lm_head.weight" not in headers
     )
-    warm = _answer(engine, 32, 4)
-    length = _fitting(32 / _prefill_seconds(warm), most=LONGEST_PROMPT)
-    count = _fitting(1 / _decode_seconds(warm), most=LONGEST_ANSWER)
-    prompts = [_prefill_seconds(_answer(engine, length, 1)) for _ in range(ROUNDS)]
-    decodes = [_decode_seconds(_answer(engine, 16, count)) for _ in range(ROUNDS)]
-    width = 4 if str(engine.describe()["dtype"]) == "float32" else 2
-    return Speed(1 / min(decodes), length / min(prompts), weights, weights * width)
+    return weights, weights * width
 
 
 def _fitting(rate: float, *, most: int) -> int:

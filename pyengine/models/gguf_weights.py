@@ -12,6 +12,7 @@ not mapped, so a file may be cut or removed later. One that changes while it is 
 import hashlib
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ _log = logging.getLogger(__name__)
 _Bytes = npt.NDArray[np.uint8]
 _Order = npt.NDArray[np.int64]
 
+_EXPERTS = re.compile(r"_exps\.")
 _FLOATS = ("F32", "F16", "BF16")
 _KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 """Formats that are kept. Q5_0 becomes Q8_0, which has the same numbers in more bits."""
@@ -169,6 +171,8 @@ def plan_weights(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found = set[nn.Parameter]()
     for tensor in header.tensors:
+        if _EXPERTS.search(tensor.name):
+            raise UnsupportedGGUFError(f"{tensor.name} has the weights of experts")
         name = names.get(tensor.name)
         if name is None:
             continue

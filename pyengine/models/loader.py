@@ -274,7 +274,8 @@ def _load_packed(
 
 
 def _has_float_linears(model: Any) -> bool:
-    return any(type(module) is torch.nn.Linear for module in model.modules())
+    """True if a matrix is left, of a linear layer or a router."""
+    return any(parameter.ndim > 1 for parameter in model.parameters())
 
 
 def _load_gguf(

@@ -16,9 +16,9 @@ from pyengine.executor.tensor_parallel.distributed import WorkerGroup
 from pyengine.models.config import read_config
 from pyengine.models.loader import load_model
 from tests.support.forked import run_forked
-from tests.unit.models.test_gguf import write_tiny_gguf
 from tests.unit.models.test_unsupported import save, set_config
 from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
+from tests.unit.models.tiny_gguf import write_tiny_gguf
 
 WEIGHTS = "model.safetensors"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.forked import run_forked
-from tests.unit.models.test_gguf import write_tiny_gguf
 from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
+from tests.unit.models.tiny_gguf import write_tiny_gguf
 
 _LOAD = """
 import sys
