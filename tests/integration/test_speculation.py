@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
 from pyengine.errors import ConfigurationError
-from pyengine.models.loader import load_model
+from pyengine.models.source import resolve_source
 from pyengine.sampling_params import StructuredOutputs
 from pyengine.speculation import draft_model as draft_loading
 from pyengine.speculation.draft_model import DraftModel
@@ -218,11 +218,11 @@ def test_a_draft_model_has_a_revision_of_its_own(
 ) -> None:
     seen: list[Any] = []
 
-    def load(*args: Any, **settings: Any) -> Any:
+    def resolve(*args: Any, **settings: Any) -> Any:
         seen.append(settings["revision"])
-        return load_model(*args, **{**settings, "revision": None})
+        return resolve_source(*args, **{**settings, "revision": None})
 
-    monkeypatch.setattr(draft_loading, "load_model", load)
+    monkeypatch.setattr(draft_loading, "resolve_source", resolve)
     drafting(pair, **ROOMY)
     drafting(pair, **ROOMY, draft_revision="v2")
     assert seen == [None, "v2"]
