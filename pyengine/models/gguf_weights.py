@@ -42,10 +42,9 @@ _Order = npt.NDArray[np.int64]
 
 _EXPERTS = re.compile(r"_exps\.")
 _FLOATS = ("F32", "F16", "BF16")
-_KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-"""Formats that are kept. Q5_0 becomes Q8_0, which has the same numbers in more bits."""
+_KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+"""Formats that are kept: those of `QuantizedWeight`."""
 _LONG_LOAD = 3.0  # seconds after which a bar shows how far a load has come
-_RECODED_BLOCKS = 1 << 16  # blocks that are recoded at once
 
 
 class UnsupportedGGUFError(ModelLoadError):
@@ -355,8 +354,6 @@ class _Loading:
                 rows = part.reshape(len(order), -1)
                 rows[:] = rows[order]
             start += tensor.num_bytes
-        if kind == "Q5_0":
-            kind, stored = "Q8_0", _as_q8_0(stored)
         try:
             return QuantizedWeight(kind, stored.data, num_rows, in_features)
         except ValueError as error:  # a scale that is not finite
@@ -368,22 +365,6 @@ class _Loading:
     def _read(self, tensor: GGUFTensor, out: _Bytes) -> None:
         self._file.read(tensor, out)
         self._bar.update(tensor.num_bytes)
-
-
-def _as_q8_0(stored: _Bytes) -> _Bytes:
-    """Q5_0 in Q8_0, which has the same scales and more bits: the same numbers.
-
-    A block of Q5_0 is a scale, the fifth bits of 32 numbers, and their low four bits.
-    """
-    blocks = stored.reshape(-1, 22)
-    wide = np.empty((len(blocks), 34), np.uint8)
-    for start in range(0, len(blocks), _RECODED_BLOCKS):
-        part, out = blocks[start : start + _RECODED_BLOCKS], wide[start : start + _RECODED_BLOCKS]
-        fifth = np.unpackbits(part[:, 2:6], axis=1, bitorder="little") << 4
-        low = np.concatenate([part[:, 6:] & 0xF, part[:, 6:] >> 4], axis=1)
-        out[:, :2] = part[:, :2]
-        out[:, 2:] = (low | fifth) - np.uint8(16)
-    return wide.reshape(-1)
 
 
 def _bar(file: GGUFFile) -> Any:

@@ -41,6 +41,7 @@ def weight_of(layer):
         ("llama", "Q4_0", 32),
         ("llama", "Q4_1", 64),
         ("llama", "Q5_0", 32),
+        ("llama", "Q5_1", 32),
         ("llama", "Q8_0", 32),
         ("llama", "Q4_K", 256),
         ("llama", "Q5_K", 256),
@@ -163,8 +164,8 @@ def test_a_damaged_description_is_made_again(tmp_path):
     ("file", "message"),
     [
         ({"kind": "F16"}, ""),
-        ({"kind": "Q5_1"}, "Q5_1 cannot be kept"),
-        ({"kind": "Q8_0", "kinds": {"ffn_up.weight": "Q5_1"}}, "Q5_1 cannot be kept"),
+        ({"kind": "MXFP4"}, "MXFP4 cannot be kept"),
+        ({"kind": "Q8_0", "kinds": {"ffn_up.weight": "MXFP4"}}, "MXFP4 cannot be kept"),
     ],
 )
 def test_other_formats_are_converted_by_name(tmp_path, file, message, caplog):
