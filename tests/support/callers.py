@@ -20,6 +20,7 @@ from tests.support.engines import Bench, make_bench
 class _Loaded:
     def __init__(self, tokenizer: Any) -> None:
         self.path = Path("nowhere")
+        self.gguf = None
         self.tokenizer = tokenizer
 
 
