@@ -75,6 +75,7 @@ mod product;
 mod rotation;
 mod softmax;
 mod step;
+mod stored;
 mod threads;
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)] // instructions that Rust has no name for
@@ -89,4 +90,5 @@ pub use isa::Isa;
 pub use packed_weight::PackedWeight;
 pub use rotation::{HeadNorm, Layout, Order, Rotation};
 pub use step::{CacheShape, Sequences, SharedPrefixes, Step};
+pub use stored::Stored;
 pub use write::Rows;
