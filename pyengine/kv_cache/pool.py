@@ -433,8 +433,8 @@ def _numbers(rows: "torch.Tensor") -> "torch.Tensor":
 
     if rows.dtype != torch.int8:
         return rows.float()
-    scales = rows[..., -_SCALE_BYTES:].contiguous().view(torch.float32)
-    return rows[..., :-_SCALE_BYTES].float() * scales
+    scales = rows[..., -_SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
+    return rows[..., :-_SCALE_BYTES].float() * scales.view(torch.float32)
 
 
 def _copyable(tensor: "torch.Tensor") -> "torch.Tensor":
