@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::error::Error;
+use crate::stored::Stored;
 
 /// Keys that are scored before their values are read: keys and values of a head stay in the L1 cache from one
 /// query to the next.
@@ -20,9 +21,9 @@ pub struct CacheShape {
     pub block_size: usize,
     /// Heads of keys and values.
     pub kv_heads: usize,
-    /// Elements of a key.
+    /// Numbers of a key.
     pub dim_k: usize,
-    /// Elements of a value.
+    /// Numbers of a value.
     pub dim_v: usize,
 }
 
@@ -40,7 +41,7 @@ impl CacheShape {
     }
 
     /// Checks the lengths of the cache's keys and values.
-    pub(crate) fn check(&self, keys: usize, values: usize) -> Result<(), Error> {
+    pub(crate) fn check<E, C: Stored<E>>(&self, keys: usize, values: usize) -> Result<(), Error> {
         for (name, size) in [
             ("block_size", self.block_size),
             ("the number of KV heads", self.kv_heads),
@@ -50,9 +51,9 @@ impl CacheShape {
             above_zero(name, size)?;
         }
         let slots = self.num_slots()?;
-        let expected = Self::elements(slots, self.kv_heads, self.dim_k)?;
+        let expected = Self::elements(slots, self.kv_heads, C::width(self.dim_k))?;
         same_length("the cache's keys", expected, keys)?;
-        let expected = Self::elements(slots, self.kv_heads, self.dim_v)?;
+        let expected = Self::elements(slots, self.kv_heads, C::width(self.dim_v))?;
         same_length("the cache's values", expected, values)
     }
 }
