@@ -158,7 +158,7 @@ impl Attention {
         options: &Options<'_>,
         out: &mut [E],
     ) -> Result<(), Error> {
-        shape.check::<E, C>(keys.len(), values.len())?;
+        shape.check(keys.len(), values.len(), C::width)?;
         check_step(step, shape)?;
         check_query(step, shape, query, options, out.len())?;
         let mut job = Job {

@@ -3,7 +3,6 @@
 use std::ops::Range;
 
 use crate::error::Error;
-use crate::stored::Stored;
 
 /// Keys that are scored before their values are read: keys and values of a head stay in the L1 cache from one
 /// query to the next.
@@ -40,8 +39,14 @@ impl CacheShape {
             .ok_or(Error::TooLarge)
     }
 
-    /// Checks the lengths of the cache's keys and values.
-    pub(crate) fn check<E, C: Stored<E>>(&self, keys: usize, values: usize) -> Result<(), Error> {
+    /// Checks the lengths of the cache's keys and values. `width` is the number of elements that a head of so many
+    /// numbers takes.
+    pub(crate) fn check(
+        &self,
+        keys: usize,
+        values: usize,
+        width: fn(usize) -> usize,
+    ) -> Result<(), Error> {
         for (name, size) in [
             ("block_size", self.block_size),
             ("the number of KV heads", self.kv_heads),
@@ -51,9 +56,9 @@ impl CacheShape {
             above_zero(name, size)?;
         }
         let slots = self.num_slots()?;
-        let expected = Self::elements(slots, self.kv_heads, C::width(self.dim_k))?;
+        let expected = Self::elements(slots, self.kv_heads, width(self.dim_k))?;
         same_length("the cache's keys", expected, keys)?;
-        let expected = Self::elements(slots, self.kv_heads, C::width(self.dim_v))?;
+        let expected = Self::elements(slots, self.kv_heads, width(self.dim_v))?;
         same_length("the cache's values", expected, values)
     }
 }

@@ -62,7 +62,7 @@ pub(crate) fn check_write<E, C: Stored<E>>(
     rows: (Rows<'_, E>, Rows<'_, E>),
     cache: (usize, usize),
 ) -> Result<(), Error> {
-    shape.check::<E, C>(cache.0, cache.1)?;
+    shape.check(cache.0, cache.1, C::width)?;
     let num_slots = shape.num_slots()?;
     for (name, rows, dim) in [("key", rows.0, shape.dim_k), ("value", rows.1, shape.dim_v)] {
         let expected = CacheShape::elements(slots.len(), shape.kv_heads, dim)?;
