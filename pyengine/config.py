@@ -126,7 +126,9 @@ class EngineSettings:
         "other size is given",
     )
     kv_cache_dtype: str = setting(
-        "auto", "type of the KV cache: auto (the model's), or fp8 (fp8_e4m3), if the backend can"
+        "auto",
+        "type of the KV cache: auto (the model's), int8 (on CPUs), or fp8 (fp8_e4m3), if the "
+        "backend can",
     )
     layer_groups: bool = setting(
         True,
@@ -301,6 +303,11 @@ class EngineSettings:
             raise ConfigurationError(
                 "compile=True does not go together with speculation='mtp' yet: leave one of them "
                 "out"
+            )
+        if self.speculation == "mtp" and self.kv_cache_dtype == "int8":
+            raise ConfigurationError(
+                "kv_cache_dtype='int8' does not go together with speculation='mtp' yet: leave one "
+                "of them out"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""The effect of bfloat16 and 8-bit weights on log-probabilities, on BIG-Bench-Hard text.
+"""Log-probabilities with bfloat16, 8-bit weights or an 8-bit KV cache, on BIG-Bench-Hard text.
 
     .venv/bin/python -m benches.engine.logprobs [--tasks 8] [--tokens 512]
 
@@ -11,7 +11,7 @@ import argparse
 import os
 import tarfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,13 @@ import numpy.typing as npt
 from pyengine import LLM, SamplingParams
 
 TRACES = Path(os.environ.get("PYENGINE_TRACES", Path(__file__).parents[3] / "shared/data/traces"))
-MODES: dict[str, tuple[str, Literal["int8"] | None]] = {
-    "float32": ("float32", None),
-    "bfloat16": ("bfloat16", None),
-    "float32, int8": ("float32", "int8"),
-    "bfloat16, int8": ("bfloat16", "int8"),
+MODES: dict[str, tuple[str, Literal["int8"] | None, str]] = {
+    "float32": ("float32", None, "auto"),
+    "bfloat16": ("bfloat16", None, "auto"),
+    "float32, int8": ("float32", "int8", "auto"),
+    "bfloat16, int8": ("bfloat16", "int8", "auto"),
+    "float32, KV cache in int8": ("float32", None, "int8"),
+    "bfloat16, KV cache in int8": ("bfloat16", None, "int8"),
 }
 
 
@@ -38,11 +40,12 @@ def texts(count: int) -> list[str]:
 
 def logprobs(mode: str, prompts: list[str], tokens: int) -> npt.NDArray[np.float64]:
     """Of every token but the first of each text."""
-    dtype, quantization = MODES[mode]
+    dtype, quantization, kv = MODES[mode]
     params = SamplingParams(
         temperature=0, max_tokens=1, prompt_logprobs=0, truncate_prompt_tokens=tokens
     )
-    with LLM(device="cpu", dtype=dtype, quantization=quantization, num_blocks=256) as llm:
+    settings: dict[str, Any] = {"quantization": quantization, "kv_cache_dtype": kv}
+    with LLM(device="cpu", dtype=dtype, num_blocks=256, **settings) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     found = []
     for output in outputs:

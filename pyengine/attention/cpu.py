@@ -1,4 +1,4 @@
-"""Attention on the CPU in float32 or bfloat16: the Rust kernel.
+"""Attention on the CPU in float32 or bfloat16, with a cache in that or in int8: the Rust kernel.
 
 The kernel (`rust/cpu-kernels`) rotates queries and keys if a layer leaves that to it, writes the
 new keys and values into their slots and attends with all rows of the step, reading the blocks in
@@ -54,7 +54,7 @@ class CpuBackend(AttentionBackend):
             return f"it takes float32 and bfloat16, the model is in {dtype_name(needs.dtype)}"
         if not CpuAttention.is_fast():
             return "this processor has no AVX2 with FMA"
-        return cache_dtype_obstacle(needs)
+        return None if needs.cache_dtype == torch.int8 else cache_dtype_obstacle(needs)
 
     def plan(self, inputs: StepInputs) -> "CpuPlan":
         """Prepare a step; the sequences are checked here, once for all layers."""

@@ -26,6 +26,7 @@ from pyengine.attention.needs import (
     cuda_obstacle,
     equal_dims_obstacle,
     half_obstacle,
+    int8_cache_obstacle,
 )
 from pyengine.attention.paged import (
     KVWriter,
@@ -197,7 +198,7 @@ class FlashInferBackend(AttentionBackend):
                 return f"its head sizes are 64, 128 and 256, the model has {layer.head_dim_k}"
             if needs.cache_dtype in FLOAT8_DTYPES and layer.head_dim_k == 64:
                 return "it does not read an 8-bit KV cache with heads of size 64"
-        return half_obstacle(needs) or equal_dims_obstacle(needs)
+        return int8_cache_obstacle(needs) or half_obstacle(needs) or equal_dims_obstacle(needs)
 
     def plan(self, inputs: StepInputs) -> "FlashInferPlan":
         """Prepare a step; a wrapper is planned when a layer of its kind first asks."""

@@ -28,7 +28,7 @@ from pyengine.attention.backend import (
     Rows,
     StepInputs,
 )
-from pyengine.attention.needs import FLOAT8_DTYPES
+from pyengine.attention.needs import FLOAT8_DTYPES, AttentionNeeds, int8_cache_obstacle
 from pyengine.attention.paged import KVWriter
 from pyengine.kv_cache.pool import KVPool
 from pyengine.utils.host_copy import upload
@@ -54,6 +54,11 @@ class GatherBackend(AttentionBackend):
         super().__init__(pool)
         self.scratch = Scratch(pool.device)
         self.writer = KVWriter(pool)
+
+    @staticmethod
+    def obstacle(needs: AttentionNeeds) -> str | None:
+        """See `AttentionBackend.obstacle`."""
+        return int8_cache_obstacle(needs) or AttentionBackend.obstacle(needs)
 
     def plan(self, inputs: StepInputs, *, first_key: int = 0) -> "GatherPlan":
         """Prepare a step; index tensors are made per sliding window, at first use.

@@ -157,6 +157,11 @@ def cache_dtype_obstacle(needs: AttentionNeeds) -> str | None:
     return f"it does not read a KV cache in {dtype_name(needs.cache_dtype)}"
 
 
+def int8_cache_obstacle(needs: AttentionNeeds) -> str | None:
+    """Why a kernel that reads 8-bit floats, but no int8, cannot serve; None: it can."""
+    return cache_dtype_obstacle(needs) if needs.cache_dtype == torch.int8 else None
+
+
 def equal_dims_obstacle(needs: AttentionNeeds) -> str | None:
     """Why a kernel whose keys and values are of one size cannot serve; None: it can."""
     for layer in needs.layers:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 _CPU_DEFAULT_LIMIT = 4 * _GIB
 _CPU_DEFAULT_SHARE = 0.25
+_SCALE_BYTES = 4
+"""Of the float32 scale behind the numbers of a head in int8."""
 _POPULATED = 8 << 20
 """Bytes whose pages are allocated at a time in the background."""
 
@@ -43,7 +45,8 @@ class KVCacheSpec:
     """The KV cache of one layer per token: KV heads, their dimensions, the element type.
 
     Keys and values may differ in dimension (multi-head latent attention). In 8-bit floats they
-    are stored divided by `scale_k` and `scale_v`, constants of the whole tensor.
+    are stored divided by `scale_k` and `scale_v`, constants of the whole tensor. In int8 each
+    head of a token has a scale of its own, whose bytes follow its numbers.
     """
 
     num_kv_heads: int
@@ -53,9 +56,23 @@ class KVCacheSpec:
     scale_k: float = 1.0
     scale_v: float = 1.0
 
+    @property
+    def width_k(self) -> int:
+        """Elements that a key takes, with its scale."""
+        return self.head_dim_k + self._scale_bytes
+
+    @property
+    def width_v(self) -> int:
+        """Elements that a value takes, with its scale."""
+        return self.head_dim_v + self._scale_bytes
+
+    @property
+    def _scale_bytes(self) -> int:
+        return 0 if self.dtype.is_floating_point else _SCALE_BYTES
+
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of this layer's keys and values for one block of `block_size` tokens."""
-        elements = self.num_kv_heads * (self.head_dim_k + self.head_dim_v)
+        elements = self.num_kv_heads * (self.width_k + self.width_v)
         return block_size * elements * self.dtype.itemsize
 
 
@@ -86,7 +103,7 @@ def _layer_spec(layer: Any, dtype: "torch.dtype") -> KVCacheSpec:
 
 
 def resolve_kv_cache_dtype(name: str, model_dtype: "torch.dtype") -> "torch.dtype":
-    """The element type of the KV cache: "auto" (the model's), "fp8" or "fp8_e4m3".
+    """The element type of the KV cache: "auto" (the model's), "int8", "fp8" or "fp8_e4m3".
 
     Raises `ConfigurationError` for another name.
     """
@@ -96,8 +113,10 @@ def resolve_kv_cache_dtype(name: str, model_dtype: "torch.dtype") -> "torch.dtyp
         return model_dtype
     if name in ("fp8", "fp8_e4m3"):
         return torch.float8_e4m3fn
+    if name == "int8":
+        return torch.int8
     raise ConfigurationError(
-        f"kv_cache_dtype={name!r} is not known: use one of auto, fp8, fp8_e4m3"
+        f"kv_cache_dtype={name!r} is not known: use one of auto, int8, fp8, fp8_e4m3"
     )
 
 
@@ -240,7 +259,8 @@ class KVPool:
     """The KV tensors of every layer.
 
     `keys[layer]` is `[num_blocks + 1, block_size, kv_heads, head_dim_k]`, `values[layer]` the
-    same with `head_dim_v`, in the dtype of the layer's spec, on `device`. Layers that share a
+    same with `head_dim_v`, in the dtype of the layer's spec, on `device`. In int8 the last
+    dimension holds the scale too (`KVCacheSpec.width_k`). Layers that share a
     tensor (`groups`; by default none do) have it under both numbers. Tensors start as zeros: a
     masked position has no effect only while it holds a finite number.
 
@@ -267,11 +287,11 @@ class KVPool:
         rows = (num_blocks + 1, block_size)
         try:
             keys = [
-                _zeros((*rows, s.num_kv_heads, s.head_dim_k), s.dtype, device)
+                _zeros((*rows, s.num_kv_heads, s.width_k), s.dtype, device)
                 for s in self._tensor_specs
             ]
             values = [
-                _zeros((*rows, s.num_kv_heads, s.head_dim_v), s.dtype, device)
+                _zeros((*rows, s.num_kv_heads, s.width_v), s.dtype, device)
                 for s in self._tensor_specs
             ]
         except (RuntimeError, MemoryError) as error:  # torch's own on a device, NumPy's here
@@ -372,7 +392,7 @@ class KVPool:
             tensor = self._tensors[index]
             rows = _copyable(tensor)
             kv, other = (
-                rows[places].view(tensor.dtype).flatten(1).float() for places in (first, second)
+                _numbers(rows[places].view(tensor.dtype)).flatten(1) for places in (first, second)
             )
             scale = kv.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
             worst = torch.maximum(worst, (kv - other).norm(dim=1) / scale)
@@ -407,8 +427,18 @@ def _stored(rows: "torch.Tensor", dtype: "torch.dtype", scale: float) -> "torch.
     return _copyable(scaled.clamp(-largest, largest).to(dtype))
 
 
+def _numbers(rows: "torch.Tensor") -> "torch.Tensor":
+    """The numbers that rows of a pool stand for, in float32."""
+    import torch
+
+    if rows.dtype != torch.int8:
+        return rows.float()
+    scales = rows[..., -_SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
+    return rows[..., :-_SCALE_BYTES].float() * scales.view(torch.float32)
+
+
 def _copyable(tensor: "torch.Tensor") -> "torch.Tensor":
-    """`tensor` as torch can index it on every device: 8-bit floats as bytes."""
+    """`tensor` as torch can index it on every device: 8-bit numbers as bytes."""
     import torch
 
     return tensor if tensor.dtype.itemsize > 1 else tensor.view(torch.uint8)

@@ -1,14 +1,17 @@
 """Settings of attention on a whole engine: the cache's dtype, the block size, a forced backend."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pyengine import LLM, SamplingParams
+from pyengine import LLM, RequestOutput, SamplingParams
 from pyengine.errors import ConfigurationError
+from pyengine.kv_cache import CpuAttention
 from tests.unit.models.tiny import save_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+LOGPROBS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=5)
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8, 9] * 5}, {"prompt_token_ids": [5, 6, 7, 8, 9, 1]}]
 
 
@@ -17,6 +20,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
     save_tiny_model(path)
     return path
+
+
+needs_kernel = pytest.mark.skipif(not CpuAttention.is_fast(), reason="no AVX2 with FMA")
+
+
+def answer(output: RequestOutput) -> list[Any]:
+    """Tokens and log-probabilities, to the bit."""
+    [completion] = output.outputs
+    assert completion.logprobs is not None
+    bits = [{at: one.logprob.hex() for at, one in each.items()} for each in completion.logprobs]
+    return [completion.token_ids, bits]
 
 
 def open_llm(folder: Path, **settings: object) -> LLM:
@@ -34,6 +48,39 @@ def test_a_cache_in_8_bit_floats_holds_twice_the_blocks(folder: Path) -> None:
     for llm in (wide, narrow):
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert [len(output.outputs[0].token_ids) for output in outputs] == [6, 6]
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cache_in_int8_holds_more_blocks_and_answers_the_same_in_every_batch(
+    folder: Path, dtype: str
+) -> None:
+    settings: dict[str, Any] = {"kv_cache_dtype": "int8", "linear_backend": "pyengine"}
+    wide = LLM(folder, dtype=dtype, kv_cache_memory=1 << 20)
+    llm = LLM(folder, dtype=dtype, kv_cache_memory=1 << 20, **settings)
+    about = llm.describe()
+    assert (about["kv_cache_dtype"], about["attention_backend"]) == ("int8", "cpu")
+    [few, many] = [int(str(one.describe()["num_blocks"])) + 1 for one in (wide, llm)]
+    heads = {"float32": 4, "bfloat16": 2}[dtype] * 8 / (8 + 4)  # of 8 numbers, and a scale
+    assert many == pytest.approx(few * heads, rel=0.01)
+    unshared = LLM(folder, dtype=dtype, num_blocks=64, enable_prefix_caching=False, **settings)
+    together = [answer(output) for output in unshared.generate(PROMPTS, LOGPROBS, use_tqdm=False)]
+    for prompt, expected in zip(PROMPTS, together, strict=True):
+        for _ in range(2):  # computed, then with what is cached
+            assert answer(llm.generate([prompt], LOGPROBS, use_tqdm=False)[0]) == expected
+    assert [answer(each) for each in llm.generate(PROMPTS, LOGPROBS, use_tqdm=False)] == together
+
+
+@needs_kernel
+def test_a_cache_in_int8_changes_log_probabilities_a_little(folder: Path) -> None:
+    found = []
+    for dtype in ("auto", "int8"):
+        llm = LLM(folder, dtype="float32", num_blocks=64, kv_cache_dtype=dtype)
+        [output] = llm.generate(PROMPTS[:1], LOGPROBS, use_tqdm=False)
+        assert output.outputs[0].logprobs is not None
+        found.append([value.logprob for value in output.outputs[0].logprobs[0].values()])
+    assert found[0] != found[1]
+    assert sorted(found[1]) == pytest.approx(sorted(found[0]), abs=0.05)
 
 
 def test_the_block_size_is_the_backends_unless_it_is_given(folder: Path) -> None:
@@ -57,6 +104,12 @@ def test_every_backend_says_why_it_was_chosen_or_not(folder: Path) -> None:
         ({"attention_backend": "flashinfer"}, "'flashinfer' cannot serve: it runs on cuda"),
         ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype='fp4' is not known"),
         ({"attention_backend": "flex", "kv_cache_dtype": "fp8"}, "cache in float8_e4m3fn"),
+        ({"attention_backend": "flex", "kv_cache_dtype": "int8"}, "KV cache in int8"),
+        ({"attention_backend": "gather", "kv_cache_dtype": "int8"}, "KV cache in int8"),
+        (
+            {"speculation": "mtp", "kv_cache_dtype": "int8"},
+            "not go together with speculation='mtp'",
+        ),
         ({"block_size": 0}, "block_size=0"),
     ],
 )

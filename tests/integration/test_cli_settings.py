@@ -91,7 +91,7 @@ def test_it_is_served(folder: Path, options: str, tokens: int) -> None:
         ("--dtype int8", "dtype='int8'"),
         ("--dtype float8_e4m3fn", "dtype='float8_e4m3fn'"),
         ("--dtype x", "dtype='x'"),
-        ("--kv-cache-dtype int8", "kv_cache_dtype='int8'"),
+        ("--kv-cache-dtype int3", "kv_cache_dtype='int3'"),
         ("--device meta", "device='meta'"),
         ("--device abacus", "device='abacus'"),
         ("--device cuda:99", "device='cuda:99'"),

@@ -16,7 +16,7 @@ from pyengine import LLM, SamplingParams
 from pyengine.config import STORE_KEY_VARIABLE
 from pyengine.engine import builder, offloading
 from pyengine.errors import ConfigurationError, ModelLoadError
-from pyengine.kv_cache import block_memory, pool
+from pyengine.kv_cache import CpuAttention, block_memory, pool
 from pyengine.kv_cache.block_memory import DeviceBlocks
 from pyengine.server.metrics import EngineMetrics
 from tests.unit.executor.hand_made import random_model
@@ -115,7 +115,18 @@ def test_host_memory_has_what_the_pool_has_evicted(tiny_folder: Path) -> None:
         assert answer(llm, prompt)[1] == 0  # it has ended with the process
 
 
-def check_bits(name: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.skipif(not CpuAttention.is_fast(), reason="no AVX2 with FMA")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cache_in_int8_is_restored_and_read_by_no_other_dtype(dtype: str, tmp_path: Path) -> None:
+    check_bits("llama", dtype, tmp_path, kv_cache_dtype="int8")
+    settings: dict[str, Any] = {"dtype": dtype, "block_size": 4, "kv_cache_dir": tmp_path / "kv"}
+    with LLM(tmp_path / "model", **settings) as llm:
+        assert answer(llm, tokens(50))[1] == 0
+    with LLM(tmp_path / "model", **settings, kv_cache_dtype="int8") as llm:
+        assert answer(llm, tokens(50))[1] >= 48
+
+
+def check_bits(name: str, dtype: str, tmp_path: Path, **others: Any) -> None:
     """Compute, restart, restore."""
     model = tmp_path / "model"
     random_model(name, **FAMILIES[name]).save_pretrained(model)
@@ -127,6 +138,7 @@ def check_bits(name: str, dtype: str, tmp_path: Path) -> None:
         "num_threads": 2,  # not fewer when processors are taken: torch divides sums by threads
         "kv_cache_dir": tmp_path / "kv",
         "kv_cache_disk": GIB,
+        **others,
     }
     prompt = tokens(50)
     with LLM(model, **settings) as llm:

@@ -5,14 +5,16 @@ use std::ops::{DerefMut, Range};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
+use crate::builds::best_build;
 use crate::dispatch::Attend;
 use crate::element::{Element, Kept};
 use crate::error::Error;
 use crate::isa::Isa;
 use crate::job::{Job, Member, Task};
 use crate::step::{CacheShape, PART, Step, above_zero, same_length};
+use crate::stored::Stored;
 use crate::threads::Threads;
-use crate::write::{Rows, check_write, copy};
+use crate::write::{CopyRows, Rows, check_write};
 
 /// Rows over a shared part that a thread takes at a time, about: their queries and sums stay in a core's cache.
 const MOST_ROWS: usize = 64;
@@ -108,22 +110,34 @@ impl Attention {
     /// # Errors
     ///
     /// Arrays of the wrong length, or a slot beyond the cache: nothing is written then.
-    pub fn write<E: Element>(
+    pub fn write<E: Element, C: Stored<E>>(
         &self,
         shape: &CacheShape,
         slots: &[i64],
         rows: (Rows<'_, E>, Rows<'_, E>),
-        cache: (&mut [E], &mut [E]),
+        cache: (&mut [C], &mut [C]),
     ) -> Result<(), Error> {
-        check_write(shape, slots, rows, (cache.0.len(), cache.1.len()))?;
-        let copies = vec![(rows.0, cache.0), (rows.1, cache.1)];
+        check_write::<E, C>(shape, slots, rows, (cache.0.len(), cache.1.len()))?;
+        let copies = vec![
+            CopyRows {
+                slots,
+                rows: rows.0,
+                dim: shape.dim_k,
+                cache: cache.0,
+            },
+            CopyRows {
+                slots,
+                rows: rows.1,
+                dim: shape.dim_v,
+                cache: cache.1,
+            },
+        ];
         let num_threads = match rows.0.len() * rows.0.width() > MANY {
             true => self.threads.count().min(2),
             false => 1,
         };
-        self.threads.each(num_threads, copies, |(rows, cache)| {
-            copy(slots, rows, cache)
-        });
+        self.threads
+            .each(num_threads, copies, |copy| best_build(self.isa, copy));
         Ok(())
     }
 
@@ -134,24 +148,23 @@ impl Attention {
     ///
     /// Arrays that do not fit each other: nothing is written then.
     #[allow(clippy::too_many_arguments)]
-    pub fn attend<E: Attend>(
+    pub fn attend<E: Attend, C: Stored<E>>(
         &self,
         step: &Step,
         shape: &CacheShape,
-        keys: &[E],
-        values: &[E],
+        keys: &[C],
+        values: &[C],
         query: Query<'_, E>,
         options: &Options<'_>,
         out: &mut [E],
     ) -> Result<(), Error> {
-        shape.check(keys.len(), values.len())?;
+        shape.check(keys.len(), values.len(), C::width)?;
         check_step(step, shape)?;
         check_query(step, shape, query, options, out.len())?;
         let mut job = Job {
             step,
             shape: *shape,
-            keys,
-            values,
+            cached: C::cached(keys, values),
             query: query.rows,
             heads: query.heads,
             group: query.heads / shape.kv_heads,

@@ -5,6 +5,9 @@
 //! scored as a whole before its first value is read, and weights are rounded to bfloat16 before they meet the values,
 //! as with AMX. A row's bits are its own here too: what is added up for it is added up in the order of the dimensions and
 //! of the keys, and keys that it does not see weigh nothing.
+//!
+//! The numbers of an 8-bit cache are bfloat16 as they are. Scores are multiplied with the scales of the keys, and weights
+//! with those of the values, in float32.
 
 use std::arch::x86_64::*;
 use std::cell::Cell;
@@ -19,6 +22,7 @@ use crate::kernel::{Arithmetic, Bounds, How};
 use crate::lanes::{Vector, transpose_16};
 use crate::softmax::capped;
 use crate::step::{CacheShape, PART, TILE};
+use crate::stored::{Heads, SCALE, scale_of};
 use crate::tiles::Line;
 
 /// Lanes of a vector; rows of a group of them, too.
@@ -58,6 +62,10 @@ struct Memory {
     weights: Vec<Line<u32>>,
     /// `[rows, vectors]` of elements, in the order of `values`.
     sums: Vec<Line<f32>>,
+    /// `[tiles, halves]` of scales of keys, and of values.
+    scales: [Vec<Line<f32>>; 2],
+    /// `[TILE, dim]` numbers of a tile.
+    numbers: Vec<u16>,
 }
 
 thread_local! {
@@ -151,14 +159,31 @@ impl Arithmetic<u16, LANES> for Bf16 {
         make_room(&mut memory.scores, most_rows * per_row * HALVES, zeros);
         make_room(&mut memory.weights, most_rows * per_row, Line([0; LANES]));
         make_room(&mut memory.sums, most_rows * vectors_of(self.dim_v), zeros);
+        if tiles.is_int8() {
+            make_room(&mut memory.numbers, TILE * self.dim_k.max(self.dim_v), 0);
+            for scales in &mut memory.scales {
+                make_room(scales, per_row * HALVES, zeros);
+            }
+        }
         let num_tiles = tiles.len();
         for tile in 0..num_tiles {
             tiles.fetch_after(tile);
-            let place = self.keys_of(tile);
+            let (place, scales) = (self.keys_of(tile), tile * HALVES..(tile + 1) * HALVES);
+            let memory = &mut self.memory;
             // SAFETY: the machine has these instructions, as was looked up before this was chosen.
             unsafe {
-                turn_keys(&tiles.keys(tile), &mut self.memory.keys[place]);
-                self.score(0, most_rows, tile);
+                match tiles.keys(tile) {
+                    Heads::Computed(keys) => turn_keys(&keys, &mut memory.keys[place]),
+                    Heads::Int8(keys) => {
+                        take_scales(&keys, &mut memory.scales[0][scales.clone()]);
+                        let keys = widened(&keys, &mut memory.numbers);
+                        turn_keys(&keys, &mut memory.keys[place]);
+                    }
+                }
+                if let Heads::Int8(values) = tiles.values(tile) {
+                    take_scales(&values, &mut memory.scales[1][scales]);
+                }
+                self.score(0, (most_rows, tiles.is_int8()), tile);
             }
         }
         let size = state_len(self.dim_v);
@@ -177,15 +202,24 @@ impl Arithmetic<u16, LANES> for Bf16 {
             unsafe {
                 if number > 0 {
                     for tile in begin..end {
-                        self.score(number, bounds.num_rows, tile);
+                        self.score(number, (bounds.num_rows, tiles.is_int8()), tile);
                     }
                 }
-                self.soften(how, tiles.start, bounds, begin..end, header);
+                let place = (tiles.start, tiles.is_int8());
+                self.soften(how, place, bounds, begin..end, header);
                 self.memory.sums[..bounds.num_rows * vectors_of(self.dim_v)].fill(zeros);
                 for tile in 0..num_tiles {
                     let place = self.values_of(tile);
                     if number == 0 {
-                        turn_values(&tiles.values(tile), &mut self.memory.values[place]);
+                        let Memory {
+                            values, numbers, ..
+                        } = &mut self.memory;
+                        match tiles.values(tile) {
+                            Heads::Computed(heads) => turn_values(&heads, &mut values[place]),
+                            Heads::Int8(heads) => {
+                                turn_values(&widened(&heads, numbers), &mut values[place]);
+                            }
+                        }
                     }
                     if (begin..end).contains(&tile) {
                         self.weigh(bounds.num_rows, tile);
@@ -205,7 +239,7 @@ impl Bf16 {
     /// Scores of so many rows of a vector with a tile that is there.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     #[inline]
-    fn score(&mut self, vector: usize, num_rows: usize, tile: usize) {
+    fn score(&mut self, vector: usize, (num_rows, is_int8): (usize, bool), tile: usize) {
         let size = self.dim_k / 2;
         let keys = &self.memory.keys[self.keys_of(tile)];
         let queries = &self.memory.queries[vector * LANES * size..][..num_rows * size];
@@ -222,6 +256,16 @@ impl Bf16 {
                 _ => score::<TOGETHER>(queries, keys, scores),
             }
         }
+        if is_int8 {
+            let scales: [__m512; HALVES] = std::array::from_fn(|half| {
+                __m512::load(&self.memory.scales[0][tile * HALVES + half].0)
+            });
+            for scores in self.memory.scores.chunks_mut(per_row).take(num_rows) {
+                for (score, scale) in scores[tile * HALVES..].iter_mut().zip(scales) {
+                    __m512::load(&score.0).multiply(scale).store(&mut score.0);
+                }
+            }
+        }
     }
 
     /// Scores of these tiles become weights, rounded; the header what they are measured against and their sum.
@@ -230,7 +274,7 @@ impl Bf16 {
     fn soften(
         &mut self,
         how: How,
-        start: usize,
+        (start, is_int8): (usize, bool),
         bounds: &Bounds<LANES>,
         tiles: Range<usize>,
         header: &mut [[f32; LANES]],
@@ -248,7 +292,8 @@ impl Bf16 {
                 false => Some((first + (at * LANES) as i32, sees)),
             });
             let weights = &mut weights[tiles.clone()];
-            let (reference, total) = soften(how, largest, scores, weights);
+            let scales = is_int8.then(|| &self.memory.scales[1][tiles.start * HALVES..]);
+            let (reference, total) = soften(how, largest, (scores, scales), weights);
             header[0][lane] = reference;
             header[1][lane] = total;
         }
@@ -336,25 +381,67 @@ fn is_factor(how: How) -> bool {
     matches!(how, (scaling, None) if scaling > 0.0)
 }
 
-/// Scores of a row become weights, rounded; what they are measured against, and their sum.
+/// Scores of a row become weights, multiplied with the scales of their values, if these have any, and rounded; what they
+/// are measured against, and their sum.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 #[inline]
-fn soften(how: How, largest: f32, scores: &[Line<f32>], weights: &mut [Line<u32>]) -> (f32, f32) {
+fn soften(
+    how: How,
+    largest: f32,
+    (scores, scales): (&[Line<f32>], Option<&[Line<f32>]>),
+    weights: &mut [Line<u32>],
+) -> (f32, f32) {
     let factor = if is_factor(how) { how.0 * LOG2_E } else { 1.0 };
     let reference = largest * factor;
     let mut total = _mm512_setzero_ps();
     let (factors, references) = (_mm512_set1_ps(factor), _mm512_set1_ps(reference));
-    for (weights, scores) in weights.iter_mut().zip(scores.as_chunks::<HALVES>().0) {
-        let [low, high] = scores
+    let rows = weights.iter_mut().zip(scores.as_chunks::<HALVES>().0);
+    for (tile, (weights, scores)) in rows.enumerate() {
+        let [mut low, mut high] = scores
             .each_ref()
             .map(|score| weight(__m512::load(&score.0), factors, references));
         total = _mm512_add_ps(_mm512_add_ps(total, low), high);
+        if let Some(scales) = scales {
+            let scales: &[Line<f32>; HALVES] = scales[tile * HALVES..]
+                .first_chunk()
+                .expect("every tile has scales");
+            [low, high] = [scaled(low, &scales[0]), scaled(high, &scales[1])];
+        }
         // SAFETY: both are 64 bytes.
         let pairs: __m512i = unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(high, low)) };
         // SAFETY: 64 bytes are written.
         unsafe { _mm512_storeu_si512(weights.0.as_mut_ptr().cast(), pairs) };
     }
     (reference, _mm512_reduce_add_ps(total))
+}
+
+/// Weights times scales, but 0 where a weight is: what a row does not see is not its own.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+#[inline]
+fn scaled(weights: __m512, scales: &Line<f32>) -> __m512 {
+    let weighs = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(weights, _mm512_setzero_ps());
+    _mm512_maskz_mul_ps(weighs, weights, __m512::load(&scales.0))
+}
+
+/// The scales of a tile's heads.
+#[inline]
+fn take_scales(heads: &[&[i8]; TILE], scales: &mut [Line<f32>]) {
+    for (line, heads) in scales.iter_mut().zip(heads.as_chunks::<LANES>().0) {
+        line.0 = heads.map(scale_of);
+    }
+}
+
+/// The numbers of a tile's heads as bfloat16, which has all of them.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+#[inline]
+fn widened<'m>(heads: &[&[i8]; TILE], memory: &'m mut [u16]) -> [&'m [u16]; TILE] {
+    let dim = heads[0].len() - SCALE;
+    for (halves, head) in memory.chunks_exact_mut(dim).zip(heads) {
+        for (half, &number) in halves.iter_mut().zip(&head[..dim]) {
+            *half = (f32::from(number).to_bits() >> 16) as u16;
+        }
+    }
+    std::array::from_fn(|at| &memory[at * dim..][..dim])
 }
 
 /// Adds weighted values to the sums of `R` rows.

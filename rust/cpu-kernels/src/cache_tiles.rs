@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use crate::job::Job;
 use crate::lanes::fetch;
-use crate::step::{PART, TILE};
+use crate::step::{CacheShape, PART, TILE};
+use crate::stored::{Cached, Heads, SCALE};
 
 /// Where the keys and values of a part lie, `TILE` positions at a time.
 pub(crate) struct Tiles<'t, E> {
@@ -67,20 +68,33 @@ impl<'t, E> Tiles<'t, E> {
         seen.start - start..seen.end - start
     }
 
+    /// Whether the cache keeps 8-bit integers.
+    #[cfg(target_arch = "x86_64")] // the others read floats in any case
     #[inline(always)]
-    pub(crate) fn keys(&self, number: usize) -> [&'t [E]; TILE] {
-        let (keys, dim) = (self.job.keys, self.job.shape.dim_k);
-        self.rows(number).map(|row| &keys[row * dim..][..dim])
+    pub(crate) fn is_int8(&self) -> bool {
+        matches!(self.job.cached, Cached::Int8 { .. })
     }
 
     #[inline(always)]
-    pub(crate) fn values(&self, number: usize) -> [&'t [E]; TILE] {
-        let (values, dim) = (self.job.values, self.job.shape.dim_v);
-        self.rows(number).map(|row| &values[row * dim..][..dim])
+    pub(crate) fn keys(&self, number: usize) -> Heads<'t, E> {
+        let (numbers, dim) = (self.heads(number), self.job.shape.dim_k);
+        match self.job.cached {
+            Cached::Computed { keys, .. } => Heads::computed(keys, numbers, dim),
+            Cached::Int8 { keys, .. } => Heads::int8(keys, numbers, dim),
+        }
     }
 
     #[inline(always)]
-    fn rows(&self, number: usize) -> [usize; TILE] {
+    pub(crate) fn values(&self, number: usize) -> Heads<'t, E> {
+        let (numbers, dim) = (self.heads(number), self.job.shape.dim_v);
+        match self.job.cached {
+            Cached::Computed { values, .. } => Heads::computed(values, numbers, dim),
+            Cached::Int8 { values, .. } => Heads::int8(values, numbers, dim),
+        }
+    }
+
+    #[inline(always)]
+    fn heads(&self, number: usize) -> [usize; TILE] {
         let slots: &[usize; TILE] = self.slots[number * TILE..]
             .first_chunk()
             .expect("TILE divides PART");
@@ -131,17 +145,29 @@ fn find_slots<E>(
 /// and no processor guesses where the next one is.
 #[inline(always)]
 fn fetch_positions<E>(job: &Job<'_, E>, blocks: &[u32], positions: Range<usize>) {
-    let size = job.shape.block_size;
-    let (keys, values) = (
-        job.shape.kv_heads * job.shape.dim_k,
-        job.shape.kv_heads * job.shape.dim_v,
-    );
+    let CacheShape {
+        block_size: size,
+        kv_heads,
+        dim_k,
+        dim_v,
+        ..
+    } = job.shape;
     let mut position = positions.start;
     while position < positions.end {
         let count = (size - position % size).min(positions.end - position);
         let slot = blocks[position / size] as usize * size + position % size;
-        fetch(&job.keys[slot * keys..][..count * keys]);
-        fetch(&job.values[slot * values..][..count * values]);
+        let heads = slot * kv_heads..(slot + count) * kv_heads;
+        match job.cached {
+            Cached::Computed { keys, values } => {
+                fetch(&keys[heads.start * dim_k..heads.end * dim_k]);
+                fetch(&values[heads.start * dim_v..heads.end * dim_v]);
+            }
+            Cached::Int8 { keys, values } => {
+                let [dim_k, dim_v] = [dim_k, dim_v].map(|dim| dim + SCALE);
+                fetch(&keys[heads.start * dim_k..heads.end * dim_k]);
+                fetch(&values[heads.start * dim_v..heads.end * dim_v]);
+            }
+        }
         position += count;
     }
 }

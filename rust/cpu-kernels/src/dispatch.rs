@@ -15,9 +15,12 @@ use crate::isa::Isa;
 use crate::job::{Job, Task};
 use crate::kernel::work;
 use crate::linear_task::Multiply;
+#[cfg(target_arch = "x86_64")]
+use crate::stored::Cached;
+use crate::stored::Stored;
 
 /// An element that attention and linear layers are compiled for: `f32`, and `u16` for the bits of bfloat16.
-pub trait Attend: Element + Kernel {}
+pub trait Attend: Element + Kernel + Stored<Self> {}
 
 impl Attend for f32 {}
 impl Attend for u16 {}
@@ -96,12 +99,17 @@ fn in_halves(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
         fn amx(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
             work::<u16, Amx, 16>(job, task);
         }
+        let is_computed = matches!(job.cached, Cached::Computed { .. });
         #[allow(unsafe_code)]
         match isa {
             // SAFETY: the machine has these instructions, as `Attention` looked up.
-            Isa::Amx if Amx::takes(&job.shape) => return unsafe { amx(job, task) },
+            Isa::Amx if is_computed && Amx::takes(&job.shape) => return unsafe { amx(job, task) },
             // SAFETY: as above.
             Isa::Avx512Bf16 if Bf16::takes(&job.shape) => return unsafe { bf16(job, task) },
+            // SAFETY: as above, where every machine with AMX has them.
+            Isa::Amx if !is_computed && Bf16::takes(&job.shape) => {
+                return unsafe { bf16(job, task) };
+            }
             _ => {}
         }
     }

@@ -94,8 +94,8 @@ impl<E: Element, V: Vector<L>, const L: usize, const N: usize> Arithmetic<E, L>
             tiles.fetch_after(tile);
             let near = tiles.near(tile);
             let floats = FloatTile {
-                keys: E::tile(tiles.keys(tile), &near, &mut self.keys),
-                values: E::tile(tiles.values(tile), &near, &mut self.values),
+                keys: tiles.keys(tile).floats(&near, &mut self.keys),
+                values: tiles.values(tile).floats(&near, &mut self.values),
                 queries: self.queries.elements().as_chunks().0,
                 by: PhantomData,
             };

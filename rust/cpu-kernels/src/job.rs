@@ -4,6 +4,7 @@ use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 use crate::step::{CacheShape, PART, Run, Step};
+use crate::stored::Cached;
 use crate::write::Rows;
 
 /// Floats of a query's state before its sums: a score that the others are measured against, and the sum of
@@ -23,8 +24,7 @@ pub(crate) fn state_len(dim_v: usize) -> usize {
 pub(crate) struct Job<'a, E> {
     pub(crate) step: &'a Step,
     pub(crate) shape: CacheShape,
-    pub(crate) keys: &'a [E],
-    pub(crate) values: &'a [E],
+    pub(crate) cached: Cached<'a, E>,
     pub(crate) query: Rows<'a, E>,
     pub(crate) heads: usize,
     pub(crate) group: usize,

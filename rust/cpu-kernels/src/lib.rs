@@ -84,6 +84,7 @@ mod quantized_weight;
 mod rotation;
 mod softmax;
 mod step;
+mod stored;
 mod threads;
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)] // instructions that Rust has no name for
@@ -100,4 +101,5 @@ pub use quantized_format::QuantizedFormat;
 pub use quantized_weight::QuantizedWeight;
 pub use rotation::{HeadNorm, Layout, Order, Rotation};
 pub use step::{CacheShape, Sequences, SharedPrefixes, Step};
+pub use stored::Stored;
 pub use write::Rows;

@@ -7,7 +7,8 @@ use crate::element::{Element, widen};
 use crate::error::Error;
 use crate::norm::sum_of_squares;
 use crate::step::{CacheShape, same_length};
-use crate::write::{Rows, check_write, copy};
+use crate::stored::Stored;
+use crate::write::{CopyRows, Rows, check_write};
 
 /// Numbers that a thread turns at a time, about, and beyond which threads share the work.
 const MANY: usize = 20_000;
@@ -66,16 +67,16 @@ impl Attention {
     ///
     /// Arrays that do not fit each other, or a slot beyond the cache: nothing is written then.
     #[allow(clippy::too_many_arguments)]
-    pub fn write_turned<E: Element, A: Element>(
+    pub fn write_turned<E: Element, A: Element, C: Stored<E>>(
         &self,
         shape: &CacheShape,
         slots: &[i64],
         (query, key, value): (Rows<'_, E>, Rows<'_, E>, Rows<'_, E>),
         rotation: &Rotation<'_, E, A>,
-        cache: (&mut [E], &mut [E]),
+        cache: (&mut [C], &mut [C]),
         turned: &mut [E],
     ) -> Result<(), Error> {
-        check_write(shape, slots, (key, value), (cache.0.len(), cache.1.len()))?;
+        check_write::<E, C>(shape, slots, (key, value), (cache.0.len(), cache.1.len()))?;
         let heads = query.width() / shape.dim_k;
         let width = CacheShape::elements(1, heads, shape.dim_k)?;
         same_length("query", width, query.width())?;
@@ -92,7 +93,12 @@ impl Attention {
         };
         let mut tasks = vec![
             Task::Keys(of_keys, slots, cache.0),
-            Task::Values(value, slots, cache.1),
+            Task::Values(CopyRows {
+                slots,
+                rows: value,
+                dim: shape.dim_v,
+                cache: cache.1,
+            }),
         ];
         let each = (MANY / width.max(1)).max(1);
         for (number, out) in turned.chunks_mut((each * width).max(1)).enumerate() {
@@ -153,13 +159,13 @@ impl<E: Copy, A> Clone for Turning<'_, E, A> {
 
 impl<E: Copy, A> Copy for Turning<'_, E, A> {}
 
-enum Task<'a, E, A> {
-    Keys(Turning<'a, E, A>, &'a [i64], &'a mut [E]),
-    Values(Rows<'a, E>, &'a [i64], &'a mut [E]),
+enum Task<'a, E, A, C> {
+    Keys(Turning<'a, E, A>, &'a [i64], &'a mut [C]),
+    Values(CopyRows<'a, E, C>),
     Queries(Turning<'a, E, A>, &'a mut [E]),
 }
 
-impl<E: Element, A: Element> InEachBuild for Task<'_, E, A> {
+impl<E: Element, A: Element, C: Stored<E>> InEachBuild for Task<'_, E, A, C> {
     #[inline(always)]
     fn run(self) {
         match self {
@@ -171,15 +177,18 @@ impl<E: Element, A: Element> InEachBuild for Task<'_, E, A> {
                 }
             }
             Task::Keys(turning, slots, cache) => {
-                let mut floats = Floats::of(&turning);
-                let width = turning.rows.width();
+                let (mut floats, mut scratch) = (Floats::of(&turning), vec![]);
+                let dim = turning.dim;
+                let width = turning.rows.width() / dim * C::width(dim);
                 for (row, &slot) in slots.iter().enumerate() {
                     if let Ok(slot) = usize::try_from(slot) {
-                        turning.turn(row, &mut floats, &mut cache[slot * width..][..width]);
+                        let kept = &mut cache[slot * width..][..width];
+                        turning.turn(row, &mut floats, C::place(kept, dim, &mut scratch));
+                        C::finish(&scratch, dim, kept);
                     }
                 }
             }
-            Task::Values(rows, slots, cache) => copy(slots, rows, cache),
+            Task::Values(copy) => copy.run(),
         }
     }
 }

@@ -20,9 +20,9 @@ pub struct CacheShape {
     pub block_size: usize,
     /// Heads of keys and values.
     pub kv_heads: usize,
-    /// Elements of a key.
+    /// Numbers of a key.
     pub dim_k: usize,
-    /// Elements of a value.
+    /// Numbers of a value.
     pub dim_v: usize,
 }
 
@@ -39,8 +39,14 @@ impl CacheShape {
             .ok_or(Error::TooLarge)
     }
 
-    /// Checks the lengths of the cache's keys and values.
-    pub(crate) fn check(&self, keys: usize, values: usize) -> Result<(), Error> {
+    /// Checks the lengths of the cache's keys and values. `width` is the number of elements that a head of so many
+    /// numbers takes.
+    pub(crate) fn check(
+        &self,
+        keys: usize,
+        values: usize,
+        width: fn(usize) -> usize,
+    ) -> Result<(), Error> {
         for (name, size) in [
             ("block_size", self.block_size),
             ("the number of KV heads", self.kv_heads),
@@ -50,9 +56,9 @@ impl CacheShape {
             above_zero(name, size)?;
         }
         let slots = self.num_slots()?;
-        let expected = Self::elements(slots, self.kv_heads, self.dim_k)?;
+        let expected = Self::elements(slots, self.kv_heads, width(self.dim_k))?;
         same_length("the cache's keys", expected, keys)?;
-        let expected = Self::elements(slots, self.kv_heads, self.dim_v)?;
+        let expected = Self::elements(slots, self.kv_heads, width(self.dim_v))?;
         same_length("the cache's values", expected, values)
     }
 }

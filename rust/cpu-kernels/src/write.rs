@@ -1,8 +1,10 @@
 //! New keys and values into their slots.
 
+use crate::builds::InEachBuild;
 use crate::element::Element;
 use crate::error::Error;
 use crate::step::{CacheShape, same_length};
+use crate::stored::Stored;
 
 /// Rows in memory, each some elements after the last: they may be parts of longer ones.
 #[derive(Clone, Copy, Debug)]
@@ -54,13 +56,13 @@ impl<'a, E> Rows<'a, E> {
 }
 
 /// Checks the arrays of [`Attention::write`](crate::Attention::write); `cache` are lengths.
-pub(crate) fn check_write<E>(
+pub(crate) fn check_write<E, C: Stored<E>>(
     shape: &CacheShape,
     slots: &[i64],
     rows: (Rows<'_, E>, Rows<'_, E>),
     cache: (usize, usize),
 ) -> Result<(), Error> {
-    shape.check(cache.0, cache.1)?;
+    shape.check(cache.0, cache.1, C::width)?;
     let num_slots = shape.num_slots()?;
     for (name, rows, dim) in [("key", rows.0, shape.dim_k), ("value", rows.1, shape.dim_v)] {
         let expected = CacheShape::elements(slots.len(), shape.kv_heads, dim)?;
@@ -78,11 +80,25 @@ pub(crate) fn check_write<E>(
     Ok(())
 }
 
-/// Rows into their slots; -1: nowhere.
-pub(crate) fn copy<E: Element>(slots: &[i64], rows: Rows<'_, E>, cache: &mut [E]) {
-    for (at, &slot) in slots.iter().enumerate() {
-        if let Ok(slot) = usize::try_from(slot) {
-            cache[slot * rows.width..][..rows.width].copy_from_slice(rows.row(at));
+/// Rows of heads of `dim` numbers, to be copied into their slots; -1: nowhere.
+pub(crate) struct CopyRows<'a, E, C> {
+    pub(crate) slots: &'a [i64],
+    pub(crate) rows: Rows<'a, E>,
+    pub(crate) dim: usize,
+    pub(crate) cache: &'a mut [C],
+}
+
+impl<E: Element, C: Stored<E>> InEachBuild for CopyRows<'_, E, C> {
+    #[inline(always)]
+    fn run(self) {
+        let width = self.rows.width / self.dim * C::width(self.dim);
+        let mut scratch = vec![];
+        for (at, &slot) in self.slots.iter().enumerate() {
+            if let Ok(slot) = usize::try_from(slot) {
+                let row = &mut self.cache[slot * width..][..width];
+                C::place(row, self.dim, &mut scratch).copy_from_slice(self.rows.row(at));
+                C::finish(&scratch, self.dim, row);
+            }
         }
     }
 }

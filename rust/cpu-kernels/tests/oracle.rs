@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use cpu_kernels::{
     Attend, Attention, CacheShape, Element, Isa, Options, Query, Rows, Sequences, SharedPrefixes,
-    Step,
+    Step, Stored,
 };
 use levels::{FLOATS, HALVES, Tests, check};
 use proptest::prelude::*;
@@ -39,6 +39,10 @@ struct World {
     window: Option<usize>,
     softcap: Option<f32>,
     sinks: Option<Vec<f32>>,
+}
+
+fn narrow<E: Element>(floats: &[f32]) -> Vec<E> {
+    floats.iter().map(|&one| E::narrow(one)).collect()
 }
 
 /// Numbers between -2 and 2 (SplitMix64, Steele et al., 2014).
@@ -81,8 +85,75 @@ impl World {
 
     /// Attends in the format of `nothing`, which stays in rows without attention.
     fn attend_in<E: Attend>(&self, attention: &Attention, nothing: E) -> Vec<E> {
-        let narrow =
-            |floats: &[f32]| -> Vec<E> { floats.iter().map(|&one| E::narrow(one)).collect() };
+        let (keys, values): (Vec<E>, Vec<E>) = (narrow(&self.keys), narrow(&self.values));
+        self.attend_over(attention, nothing, &keys, &values)
+    }
+
+    /// The same over a cache in 8 bits, which keeps what `E` has of keys and values.
+    fn attend_int8<E: Attend>(&self, attention: &Attention, nothing: E) -> Vec<E> {
+        let (keys, values) = self.quantised::<E>(attention);
+        self.attend_over(attention, nothing, &keys, &values)
+    }
+
+    /// Keys and values in 8 bits.
+    fn quantised<E: Attend>(&self, attention: &Attention) -> (Vec<i8>, Vec<i8>) {
+        let CacheShape {
+            kv_heads,
+            dim_k,
+            dim_v,
+            ..
+        } = self.shape;
+        let num_slots = self.shape.num_blocks * self.shape.block_size;
+        let nothing = |dim: usize| vec![-1; num_slots * kv_heads * <i8 as Stored<E>>::width(dim)];
+        let (mut keys, mut values) = (nothing(dim_k), nothing(dim_v));
+        let slots: Vec<i64> = (0..num_slots as i64).collect();
+        let floats: [Vec<E>; 2] = [narrow(&self.keys), narrow(&self.values)];
+        let [key, value] = [(0, dim_k), (1, dim_v)].map(|(at, dim)| {
+            let width = kv_heads * dim;
+            Rows::new(&floats[at], num_slots, width, width).expect("it fits")
+        });
+        attention
+            .write(&self.shape, &slots, (key, value), (&mut keys, &mut values))
+            .expect("it fits");
+        (keys, values)
+    }
+
+    /// With the keys and values that a cache in 8 bits has.
+    fn dequantised<E: Attend>(&self) -> World {
+        let (keys, values) = self.quantised::<E>(&threads(1, Isa::Portable));
+        let floats = |heads: &[i8], dim: usize| {
+            let heads = heads.chunks_exact(<i8 as Stored<E>>::width(dim));
+            heads
+                .flat_map(|head| {
+                    let (numbers, scale) = head.split_at(dim);
+                    let scale: [i8; 4] = scale.try_into().expect("a scale is four bytes");
+                    let scale = f32::from_le_bytes(scale.map(i8::cast_unsigned));
+                    numbers.iter().map(move |&number| f32::from(number) * scale)
+                })
+                .collect()
+        };
+        World {
+            keys: floats(&keys, self.shape.dim_k),
+            values: floats(&values, self.shape.dim_v),
+            query: self.query.clone(),
+            sequences: self.sequences.clone(),
+            starts: self.starts.clone(),
+            lens: self.lens.clone(),
+            tables: self.tables.clone(),
+            order: self.order.clone(),
+            prefixes: self.prefixes.clone(),
+            sinks: self.sinks.clone(),
+            ..*self
+        }
+    }
+
+    fn attend_over<E: Attend, C: Stored<E>>(
+        &self,
+        attention: &Attention,
+        nothing: E,
+        keys: &[C],
+        values: &[C],
+    ) -> Vec<E> {
         let sequences = Sequences {
             starts: &self.starts,
             lens: &self.lens,
@@ -100,21 +171,13 @@ impl World {
             false => step.share(&shared).expect("it fits"),
         };
         let mut out = vec![nothing; step.num_rows() * self.heads * shape.dim_v];
-        let (query, width) = (narrow(&self.query), self.heads * shape.dim_k);
+        let (query, width): (Vec<E>, usize) = (narrow(&self.query), self.heads * shape.dim_k);
         let query = Query {
             rows: Rows::new(&query, step.num_rows(), width, width).expect("it fits"),
             heads: self.heads,
         };
         attention
-            .attend(
-                &step,
-                shape,
-                &narrow(&self.keys),
-                &narrow(&self.values),
-                query,
-                &self.options(),
-                &mut out,
-            )
+            .attend(&step, shape, keys, values, query, &self.options(), &mut out)
             .expect("it fits");
         out
     }
@@ -376,6 +439,48 @@ fn bfloat16_is_float32_that_was_rounded(isa: Isa) {
     });
 }
 
+fn eight_bits_have_the_bits_of_what_they_stand_for(isa: Isa) {
+    check(cases(isa), worlds(), |world| {
+        let plain = threads(1, Isa::Portable);
+        let exact = bits(&world.dequantised::<f32>().attend(&plain));
+        for num_threads in 1..4 {
+            let attention = threads(num_threads, isa);
+            prop_assert_eq!(&exact, &bits(&world.attend_int8(&attention, f32::NAN)));
+        }
+        let rounded = world.rounded();
+        let dequantised = rounded.dequantised::<u16>().attend(&plain);
+        let narrowed: Vec<u16> = dequantised.into_iter().map(u16::narrow).collect();
+        for num_threads in 1..4 {
+            let attention = threads(num_threads, isa);
+            let found = rounded.attend_int8(&attention, u16::narrow(f32::NAN));
+            prop_assert_eq!(&narrowed, &found);
+        }
+        Ok(())
+    });
+}
+
+/// As [`products_of_bfloat16_are_near`]: what is rounded is weights times scales.
+fn eight_bits_in_products_of_bfloat16_are_near(isa: Isa) {
+    check(cases(isa), wide_worlds(), |world| {
+        let rounded = world.rounded();
+        let oracle = rounded.dequantised::<u16>().oracle();
+        for num_threads in [1, 2] {
+            let out = rounded.attend_int8(&threads(num_threads, isa), 0_u16);
+            for (found, exact) in out.iter().zip(&oracle) {
+                let found = f64::from(found.widen());
+                let error = (found - exact).abs();
+                prop_assert!(
+                    error < 8e-3 + exact.abs() / 200.0,
+                    "{} is not {}",
+                    found,
+                    exact
+                );
+            }
+        }
+        Ok(())
+    });
+}
+
 /// The weights too are rounded there, to 1 in 512 parts.
 fn products_of_bfloat16_are_near(isa: Isa) {
     check(cases(isa), wide_worlds(), |world| {
@@ -403,6 +508,7 @@ fn a_row_depends_on_itself_alone(isa: Isa) {
         let attention = threads(1, isa);
         let together = world.attend(&attention);
         let rounded = world.attend_in(&attention, 0);
+        let quantised = world.attend_int8(&attention, 0_u16);
         let (per_query, per_row) = (
             world.heads * world.shape.dim_k,
             world.heads * world.shape.dim_v,
@@ -427,6 +533,8 @@ fn a_row_depends_on_itself_alone(isa: Isa) {
                 prop_assert_eq!(bits(&out), bits(&together[row * per_row..][..per_row]));
                 let out = alone.attend_in(&attention, 0);
                 prop_assert_eq!(&out, &rounded[row * per_row..][..per_row]);
+                let out = alone.attend_int8(&attention, 0_u16);
+                prop_assert_eq!(&out, &quantised[row * per_row..][..per_row]);
             }
         }
         Ok(())
@@ -439,12 +547,15 @@ fn reading_a_shared_prefix_once_changes_no_bit(isa: Isa) {
         let one = threads(1, isa);
         let exact = bits(&world.attend(&one));
         let rounded = world.attend_in(&one, u16::narrow(f32::NAN));
+        let quantised = world.attend_int8(&one, u16::narrow(f32::NAN));
         (world.order, world.prefixes) = (order, prefixes);
         for num_threads in [1, 3] {
             let attention = threads(num_threads, isa);
             prop_assert_eq!(&exact, &bits(&world.attend(&attention)));
             let found = world.attend_in(&attention, u16::narrow(f32::NAN));
             prop_assert_eq!(&rounded, &found);
+            let found = world.attend_int8(&attention, u16::narrow(f32::NAN));
+            prop_assert_eq!(&quantised, &found);
         }
         Ok(())
     });
@@ -594,6 +705,16 @@ fn main() -> ExitCode {
             &HALVES,
             "products_of_bfloat16_are_near",
             products_of_bfloat16_are_near,
+        )
+        .at(
+            &FLOATS,
+            "eight_bits_have_the_bits_of_what_they_stand_for",
+            eight_bits_have_the_bits_of_what_they_stand_for,
+        )
+        .at(
+            &HALVES,
+            "eight_bits_in_products_of_bfloat16_are_near",
+            eight_bits_in_products_of_bfloat16_are_near,
         )
         .at(
             &levels::all(),

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use cpu_kernels::{
-    Attention, CacheShape, Element, Error, HeadNorm, Isa, Layout, Order, Rotation, Rows,
+    Attend, Attention, CacheShape, Element, Error, HeadNorm, Isa, Layout, Order, Rotation, Rows,
 };
 use levels::{Tests, check};
 use proptest::prelude::*;
@@ -62,7 +62,7 @@ impl World {
         [floats(self.shape.dim_k, 5), floats(self.shape.dim_k, 31)]
     }
 
-    fn run<E: Element, A: Element>(&self, attention: &Attention) -> Found<E> {
+    fn run<E: Attend, A: Element>(&self, attention: &Attention) -> Found<E> {
         let (count, stride) = (self.slots.len(), self.stride());
         let memory: Vec<E> = narrow(&floats(count * stride, 0));
         let mut first = 0;

@@ -4,7 +4,9 @@
 
 use std::path::PathBuf;
 
-use cpu_kernels::{Attention, CacheShape, Options, Query, Rows, Sequences, SharedPrefixes, Step};
+use cpu_kernels::{
+    Attention, CacheShape, Options, Query, Rows, Sequences, SharedPrefixes, Step, Stored,
+};
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
@@ -22,10 +24,14 @@ type Pair<T> = Guarded<(PyBuffer<T>, PyBuffer<T>)>;
 enum Tensors {
     Float32(Pair<f32>),
     BFloat16(Pair<u16>),
+    Int8(Pair<i8>),
 }
 
 /// Keys and values of one layer: writable arrays `[blocks, block_size, kv_heads, head_dim]`, which may differ in
-/// `head_dim`. Both are float32, or both are bfloat16, passed as uint16.
+/// `head_dim`. Both are float32, or both are bfloat16, passed as uint16, or both are int8.
+///
+/// In int8 the last dimension is `head_dim + 4`: a head has its numbers, and after them the bytes of a float32 scale, a
+/// 127th of its largest absolute value. What is stored depends on the head alone.
 ///
 /// Raises `BufferError` for an array of another type, shape or layout, and for an array that shares memory with
 /// another `CpuCache` while that exists, because two threads could write there at once.
@@ -35,6 +41,11 @@ pub(crate) struct CpuCache {
     tensors: Tensors,
     /// Dropped last: the arrays are released by then.
     _claim: Claim,
+}
+
+/// Whether it holds elements of this type.
+fn is_of<T: Element>(array: &Bound<'_, PyAny>) -> bool {
+    PyUntypedBuffer::get(array).is_ok_and(|array| array.as_typed::<T>().is_ok())
 }
 
 /// Keys and values that fit each other.
@@ -72,13 +83,24 @@ fn pair<T: Element>(
 impl CpuCache {
     #[new]
     fn new(keys: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let is_half = PyUntypedBuffer::get(keys).is_ok_and(|keys| keys.as_typed::<u16>().is_ok());
-        let (shape, tensors, claim) = match is_half {
-            true => {
+        let (shape, tensors, claim) = match () {
+            () if is_of::<u16>(keys) => {
                 let (shape, pair, claim) = pair(keys, values)?;
                 (shape, Tensors::BFloat16(pair), claim)
             }
-            false => {
+            () if is_of::<i8>(keys) => {
+                let (mut shape, pair, claim) = pair(keys, values)?;
+                let scale = <i8 as Stored<f32>>::width(0);
+                for dim in [&mut shape.dim_k, &mut shape.dim_v] {
+                    *dim = dim.checked_sub(scale).filter(|&dim| dim > 0).ok_or_else(|| {
+                        BufferError::new_err(format!(
+                            "int8 heads of {dim} bytes have no room for numbers and a scale of {scale} bytes"
+                        ))
+                    })?;
+                }
+                (shape, Tensors::Int8(pair), claim)
+            }
+            () => {
                 let (shape, pair, claim) = pair(keys, values)?;
                 (shape, Tensors::Float32(pair), claim)
             }
@@ -218,8 +240,7 @@ impl CpuAttention {
         out: &Bound<'_, PyAny>,
         epsilon: f32,
     ) -> PyResult<()> {
-        let is_half = PyUntypedBuffer::get(rows).is_ok_and(|rows| rows.as_typed::<u16>().is_ok());
-        match is_half {
+        match is_of::<u16>(rows) {
             true => self.normalise::<u16>(py, rows, weight, out, epsilon),
             false => self.normalise::<f32>(py, rows, weight, out, epsilon),
         }
@@ -228,7 +249,8 @@ impl CpuAttention {
     /// Writes the keys and values of all tokens into their slots, then attends with the rows of the step.
     ///
     /// `query` is `[T, query_heads, head_dim_k]`, `key` `[T, kv_heads, head_dim_k]`, `value` `[T, kv_heads,
-    /// head_dim_v]`, `out` `[T, query_heads, head_dim_v]`, all of the cache's type. `out` is C-contiguous, the
+    /// head_dim_v]`, `out` `[T, query_heads, head_dim_v]`, all of the cache's type, or all float32 or all bfloat16 for
+    /// a cache in int8. `out` is C-contiguous, the
     /// others have contiguous rows. `softcap`: scores become `softcap * tanh(score / softcap)`. `sinks` float32
     /// `[query_heads]` is one more score per head, without a value.
     ///
@@ -274,8 +296,10 @@ impl CpuAttention {
             },
         };
         match &cache.tensors {
-            Tensors::Float32(tensors) => call.run(py, tensors),
-            Tensors::BFloat16(tensors) => call.run(py, tensors),
+            Tensors::Float32(tensors) => call.run::<f32, f32>(py, tensors),
+            Tensors::BFloat16(tensors) => call.run::<u16, u16>(py, tensors),
+            Tensors::Int8(tensors) if is_of::<u16>(query) => call.run::<u16, i8>(py, tensors),
+            Tensors::Int8(tensors) => call.run::<f32, i8>(py, tensors),
         }
     }
 }
@@ -324,9 +348,10 @@ struct Call<'a, 'py> {
 }
 
 impl Call<'_, '_> {
-    fn run<T>(self, py: Python<'_>, tensors: &Pair<T>) -> PyResult<()>
+    fn run<T, C>(self, py: Python<'_>, tensors: &Pair<C>) -> PyResult<()>
     where
         T: Element + cpu_kernels::Attend,
+        C: Element + Stored<T>,
     {
         let [query, key, value] = self.rows;
         let query = any_array::<T>("query", query, 3)?;
@@ -344,15 +369,10 @@ impl Call<'_, '_> {
             .ok_or_else(|| BufferError::new_err("another thread attends over this cache"))?;
         let (keys, values) = &mut *tensors;
         let read = [("query", &query), ("key", &key), ("value", &value)];
-        for target in [("keys", &*keys), ("values", values), ("out", &out)] {
-            apart(target, &read)?;
-            if let Some(sinks) = self.sinks {
-                apart(target, &[("sinks", sinks)])?;
-            }
-            if let Some(rotation) = &rotation {
-                rotation.apart(target)?;
-            }
+        for target in [("keys", &*keys), ("values", values)] {
+            apart_from(target, &read, self.sinks, rotation.as_ref())?;
         }
+        apart_from(("out", &out), &read, self.sinks, rotation.as_ref())?;
         apart(("out", &out), &[("keys", keys), ("values", values)])?;
         let cache = (unique_slice(keys), unique_slice(values));
         let work = Work {
@@ -368,6 +388,20 @@ impl Call<'_, '_> {
     }
 }
 
+/// Refuses a `target` that shares memory with what is read.
+fn apart_from<T: Element + cpu_kernels::Element, U>(
+    target: (&str, &PyBuffer<U>),
+    read: &[(&str, &PyBuffer<T>)],
+    sinks: Option<&PyBuffer<f32>>,
+    rotation: Option<&Turning<T>>,
+) -> PyResult<()> {
+    apart(target, read)?;
+    if let Some(sinks) = sinks {
+        apart(target, &[("sinks", sinks)])?;
+    }
+    rotation.map_or(Ok(()), |rotation| rotation.apart(target))
+}
+
 /// A call whose arrays are there.
 struct Work<'a> {
     attention: &'a Attention,
@@ -378,11 +412,11 @@ struct Work<'a> {
 }
 
 impl Work<'_> {
-    fn run<T: Element + cpu_kernels::Attend>(
+    fn run<T: Element + cpu_kernels::Attend, C: Stored<T>>(
         &self,
         (query, key, value): (Rows<'_, T>, Rows<'_, T>, Rows<'_, T>),
         rotation: Option<&Turning<T>>,
-        (keys, values): (&mut [T], &mut [T]),
+        (keys, values): (&mut [C], &mut [C]),
         out: &mut [T],
     ) -> Result<(), cpu_kernels::Error> {
         let (attention, step, shape) = (self.attention, self.step, self.shape);

@@ -1,6 +1,6 @@
 //! How queries and keys are turned before they attend, as Python says it.
 
-use cpu_kernels::{Attention, CacheShape, Error, HeadNorm, Layout, Order, Rotation, Rows};
+use cpu_kernels::{Attention, CacheShape, Error, HeadNorm, Layout, Order, Rotation, Rows, Stored};
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
@@ -73,12 +73,12 @@ impl<T: Element + cpu_kernels::Element> Turning<T> {
     }
 
     /// [`Attention::write_turned`].
-    pub(crate) fn write(
+    pub(crate) fn write<C: Stored<T>>(
         &self,
         attention: &Attention,
         (shape, slots): (&CacheShape, &[i64]),
         rows: (Rows<'_, T>, Rows<'_, T>, Rows<'_, T>),
-        cache: (&mut [T], &mut [T]),
+        cache: (&mut [C], &mut [C]),
         turned: &mut [T],
     ) -> Result<(), Error> {
         match &self.angles {

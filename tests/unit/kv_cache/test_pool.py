@@ -313,8 +313,28 @@ def test_a_pool_of_8_bit_floats_copies_blocks():
     assert not pool.keys[0][1].float().any()
 
 
+def test_a_pool_of_int8_has_a_scale_for_each_head_of_a_token():
+    spec = KVCacheSpec(3, 64, 32, torch.int8)
+    assert spec.bytes_per_block(16) == 16 * 3 * (64 + 4 + 32 + 4)
+    pool = KVPool([spec], 4, 16, CPU)
+    assert pool.keys[0].shape == (5, 16, 3, 68) and pool.values[0].shape == (5, 16, 3, 36)
+    assert pool.num_bytes == pool.keys[0].nbytes + pool.values[0].nbytes
+
+
+def test_blocks_of_int8_differ_by_the_numbers_that_they_stand_for():
+    pool = KVPool([KVCacheSpec(1, 2, 2, torch.int8)], 3, 1, CPU)
+    for block, (number, scale) in enumerate([(100, 0.5), (50, 1.0), (51, 1.0)]):
+        for tensor in (pool.keys[0], pool.values[0]):
+            tensor[block, 0, 0, :2] = torch.tensor([number, 0])
+            tensor[block, 0, 0, 2:] = torch.tensor([scale]).view(torch.int8)
+    assert pool.differences([0, 0], [1, 2], 0) == pytest.approx([0, 1 / 50])
+    pool.copy_blocks([(2, 0)])
+    assert pool.differences([0], [2], 0) == [0]
+
+
 def test_the_dtype_of_the_cache_has_a_name():
     assert resolve_kv_cache_dtype("auto", torch.float16) == torch.float16
+    assert resolve_kv_cache_dtype("int8", torch.float16) == torch.int8
     for name in ("fp8", "fp8_e4m3"):
         assert resolve_kv_cache_dtype(name, torch.float16) == torch.float8_e4m3fn
     with pytest.raises(ConfigurationError, match="kv_cache_dtype='int4' is not known"):
