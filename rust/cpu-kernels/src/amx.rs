@@ -104,10 +104,10 @@ impl Arithmetic<u16, ROWS> for Amx {
         for (tile, (keys, values)) in keys.iter_mut().zip(values).take(num_tiles).enumerate() {
             tiles.fetch_after(tile);
             // SAFETY: the machine has AVX-512, as every one with AMX.
-            unsafe { transpose(&tiles.values(tile).as_computed(), values) };
+            unsafe { transpose(&tiles.values(tile).into_computed(), values) };
             for (rows, half) in keys
                 .iter_mut()
-                .zip(tiles.keys(tile).as_computed().as_chunks().0)
+                .zip(tiles.keys(tile).into_computed().as_chunks().0)
             {
                 *rows = Rows::spread(half).unwrap_or_else(|| {
                     copied(half, copies.next().expect("as many as there are tiles"))

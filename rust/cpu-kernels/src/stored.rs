@@ -33,7 +33,7 @@ pub trait Stored<E>: Copy + Send + Sync + 'static {
     fn cached<'a>(keys: &'a [Self], values: &'a [Self]) -> Cached<'a, E>;
 }
 
-macro_rules! stored_as_computed {
+macro_rules! stored_into_computed {
     ($($element:ty),*) => {$(
         impl Stored<$element> for $element {
             fn width(dim: usize) -> usize {
@@ -60,7 +60,7 @@ macro_rules! stored_as_computed {
     )*};
 }
 
-stored_as_computed!(f32, u16);
+stored_into_computed!(f32, u16);
 
 impl<E: Element> Stored<E> for i8 {
     fn width(dim: usize) -> usize {
@@ -142,7 +142,7 @@ impl<'t, E> Heads<'t, E> {
     /// Those of a cache that keeps them so.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
-    pub(crate) fn as_computed(self) -> [&'t [E]; TILE] {
+    pub(crate) fn into_computed(self) -> [&'t [E]; TILE] {
         match self {
             Self::Computed(heads) => heads,
             Self::Int8(_) => unreachable!("another kernel is chosen for these"),
