@@ -60,11 +60,15 @@ class KernelProduct:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._packed = PackedWeight(cpu_array(weight.detach().contiguous()))
+        self._packed: Any = PackedWeight(cpu_array(weight.detach().contiguous()))
         self._bias = None if bias is None else cpu_array(bias.detach().contiguous())
-        self._has_bias = bias is not None
         self._threads = kernel_threads(torch.get_num_threads())
         self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+
+    @property
+    def takes_rows(self) -> bool:
+        """True if `write` takes rows as `multiply` does."""
+        return True
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         """`rows` times the transposed weight."""
@@ -78,7 +82,7 @@ class KernelProduct:
 
     def can_gate(self, gate: object) -> bool:
         """True if `write_gated` takes this gate."""
-        return isinstance(gate, KernelProduct) and not (self._has_bias or gate._has_bias)
+        return type(gate) is type(self) and self._bias is None and gate._bias is None
 
     def multiply_gated(self, rows: torch.Tensor, gate: "KernelProduct") -> torch.Tensor:
         """`silu(gate(rows)) * self(rows)`."""
@@ -97,14 +101,15 @@ class KernelProduct:
     def gather(self, outputs: torch.Tensor) -> torch.Tensor:
         """The rows of the weight with these numbers: `[...]` to `[..., in_features]`."""
         flat = outputs.reshape(-1).to(torch.int64).contiguous()
-        out = torch.empty(flat.shape[0], self._packed.in_features, dtype=self.weight.dtype)
+        out = torch.empty(flat.shape[0], self.weight.shape[1], dtype=self.weight.dtype)
         self._packed.gather(cpu_array(flat), cpu_array(out))
         return out.view(*outputs.shape, out.shape[1])
 
     def _arrays(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows `[T, in_features]`, and memory for their products."""
-        flat = rows.detach().reshape(-1, self._packed.in_features).contiguous()
-        return flat, flat.new_empty(flat.shape[0], self._packed.out_features)
+        out_features, in_features = self.weight.shape
+        flat = rows.detach().reshape(-1, in_features).contiguous()
+        return flat, flat.new_empty(flat.shape[0], out_features)
 
 
 def available_products(dtype: torch.dtype) -> list[Product]:

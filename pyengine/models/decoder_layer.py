@@ -18,7 +18,6 @@ from torch import nn
 from pyengine.attention.cpu import CpuPlan, rotation_numbers
 from pyengine.models.cpu_kernels import FusedRMSNorm, KernelProduct, instructions_of
 from pyengine.models.linear import FusedLinear, PrepackedMLP, ProductLinear
-from pyengine.models.quantized_linear import QuantizedProduct
 from pyengine.models.rotary import OwnRotation
 from pyengine.utils.host_copy import cpu_array
 
@@ -195,7 +194,7 @@ def _norms(layer: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _is_watched(layer: nn.Module) -> bool:
-    """True if somebody watches a part of the layer, which would no longer be called."""
+    """True if a part of the layer has hooks, which would no longer be called."""
     return any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules())
 
 
@@ -209,9 +208,7 @@ def _input_layers(attention: OwnRotation) -> Sequence[Any]:
 
 def _is_ours(linear: Any) -> bool:
     product = linear.product if isinstance(linear, ProductLinear) else None
-    if isinstance(product, QuantizedProduct):
-        return not product.has_order
-    return isinstance(product, KernelProduct)
+    return isinstance(product, KernelProduct) and product.takes_rows
 
 
 def _is_mlp_of_ours(mlp: Any) -> bool:

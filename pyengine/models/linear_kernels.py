@@ -1,10 +1,10 @@
 """The choice of the product of linear layers on this CPU.
 
 The Rust kernel's, where it multiplies the format: a row has the same bits in every batch then, and
-docs/benchmarks/engine.md has no size for which another product is faster by more than a twentieth.
-Elsewhere a short measurement decides, once per shape: MKL, by which torch multiplies, is several
-times slower than oneDNN on some processors and faster on others. All layers of a shape use one
-product for every number of rows: products differ in their last bits.
+few rows take less time than by the others (docs/benchmarks/engine.md). Elsewhere a short
+measurement decides, once per shape: MKL, by which torch multiplies, is several times slower than
+oneDNN on some processors and faster on others. All layers of a shape use one product for every
+number of rows: products differ in their last bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -7,12 +7,11 @@ A `QuantizedProduct` is a product as those of `models/cpu_kernels.py`: `ProductL
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy.typing as npt
 import torch
 from torch import nn
 
 from pyengine.kv_cache import QuantizedWeight
-from pyengine.models.cpu_kernels import kernel_threads
+from pyengine.models.cpu_kernels import KernelProduct, kernel_threads
 from pyengine.models.linear import (
     ATTENTION,
     GATED,
@@ -25,7 +24,7 @@ from pyengine.models.linear import (
 from pyengine.utils.host_copy import cpu_array
 
 
-class QuantizedProduct:
+class QuantizedProduct(KernelProduct):
     """Products with one quantised weight. `dtype` is that of rows and results.
 
     `order` are the inputs in the order in which the weight has them, if that is not their own.
@@ -47,57 +46,22 @@ class QuantizedProduct:
     @property
     def format(self) -> str:
         """The name of the weight's format, as in GGUF files: `Q4_K`."""
-        return self._packed.format
-
-    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
-        """`rows` times the transposed weight."""
-        flat, out = self._arrays(rows)
-        self.write(cpu_array(flat), cpu_array(out))
-        return out.view(*rows.shape[:-1], out.shape[1])
+        return str(self._packed.format)
 
     @property
-    def has_order(self) -> bool:
-        """True if rows have to be sorted before `write`."""
-        return self._order is not None
-
-    def write(self, rows: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
-        """The same from `rows` `[T, in_features]`, in order, into `out` `[T, out_features]`."""
-        self._packed.multiply(self._threads, rows, out, self._bias)
+    def takes_rows(self) -> bool:
+        """See `KernelProduct.takes_rows`."""
+        return self._order is None
 
     def can_gate(self, gate: object) -> bool:
-        """True if `write_gated` takes this gate."""
+        """See `KernelProduct.can_gate`."""
         if not isinstance(gate, QuantizedProduct) or self.format != gate.format:
             return False
-        return all(item._bias is None and item._order is None for item in (self, gate))
-
-    def write_gated(
-        self, rows: npt.NDArray[Any], gate: "QuantizedProduct", out: npt.NDArray[Any]
-    ) -> None:
-        """`multiply_gated` from `rows` into `out` `[T, out_features]`, for a gate of `can_gate`."""
-        self._packed.multiply_gated(self._threads, rows, gate._packed, out)
-
-    def multiply_gated(self, rows: torch.Tensor, gate: "QuantizedProduct") -> torch.Tensor:
-        """`silu(gate(rows)) * self(rows)`."""
-        if not self.can_gate(gate):
-            return torch.nn.functional.silu(gate.multiply(rows)) * self.multiply(rows)
-        flat, out = self._arrays(rows)
-        self.write_gated(cpu_array(flat), gate, cpu_array(out))
-        return out.view(*rows.shape[:-1], out.shape[1])
-
-    def gather(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The rows of the weight with these numbers: `[...]` to `[..., in_features]`."""
-        flat = outputs.reshape(-1).to(torch.int64).contiguous()
-        out = torch.empty(flat.shape[0], self.weight.shape[1], dtype=self.weight.dtype)
-        self._packed.gather(cpu_array(flat), cpu_array(out))
-        return out.view(*outputs.shape, out.shape[1])
+        return super().can_gate(gate) and self.takes_rows and gate.takes_rows
 
     def _arrays(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows `[T, in_features]`, and memory for their products."""
-        out_features, in_features = self.weight.shape
-        flat = rows.detach().reshape(-1, in_features).contiguous()
-        if self._order is not None:
-            flat = flat.index_select(1, self._order)
-        return flat, flat.new_empty(flat.shape[0], out_features)
+        flat, out = super()._arrays(rows)
+        return (flat if self._order is None else flat.index_select(1, self._order)), out
 
 
 def replace_by_products(

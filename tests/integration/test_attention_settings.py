@@ -29,7 +29,7 @@ def answer(output: RequestOutput) -> list[Any]:
     """Tokens and log-probabilities, to the bit."""
     [completion] = output.outputs
     assert completion.logprobs is not None
-    bits = [{at: one.logprob.hex() for at, one in each.items()} for each in completion.logprobs]
+    bits = [{at: entry.logprob.hex() for at, entry in each.items()} for each in completion.logprobs]
     return [completion.token_ids, bits]
 
 
@@ -60,7 +60,7 @@ def test_a_cache_in_int8_holds_more_blocks_and_answers_the_same_in_every_batch(
     llm = LLM(folder, dtype=dtype, kv_cache_memory=1 << 20, **settings)
     about = llm.describe()
     assert (about["kv_cache_dtype"], about["attention_backend"]) == ("int8", "cpu")
-    [few, many] = [int(str(one.describe()["num_blocks"])) + 1 for one in (wide, llm)]
+    [few, many] = [int(str(each.describe()["num_blocks"])) + 1 for each in (wide, llm)]
     heads = {"float32": 4, "bfloat16": 2}[dtype] * 8 / (8 + 4)  # of 8 numbers, and a scale
     assert many == pytest.approx(few * heads, rel=0.01)
     unshared = LLM(folder, dtype=dtype, num_blocks=64, enable_prefix_caching=False, **settings)
