@@ -81,7 +81,7 @@ def test_the_figures_of_the_benefits_are_those_of_the_results() -> None:
     screen = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     work = end_to_end.WORKS[6].name
     assert work == "32 x (512 identical in, 32 out)"
-    found = Record(RESULTS / "end-to-end-xeon-amx.json", keep=True)
+    found = Record(RESULTS / "end-to-end-epyc-avx512.json", keep=True)
     rows = [row.split("|") for row in end_to_end.summary(found) if row.startswith(f"| {work} ")]
     [[_, _, _, bfloat16, *_]] = rows
     assert f"give {bfloat16.strip()} times the tokens per second of vLLM in bfloat16" in screen
