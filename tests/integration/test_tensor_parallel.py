@@ -33,7 +33,7 @@ for _ in llm.stream([3, 4, 5], SamplingParams(max_tokens=250, ignore_eos=True)):
 
 
 def test_three_processes_answer_as_one_and_end_when_one_is_killed() -> None:
-    llm = LLM(device="cpu", dtype="float32", num_blocks=64)
+    llm = LLM(device="cpu", dtype="float32", quantization="none", num_blocks=64)
     expected = [o.outputs[0].token_ids for o in llm.generate(QUESTIONS, GREEDY, use_tqdm=False)]
     del llm
     with pytest.raises(ConfigurationError, match=r"9 query heads and .*3 KV heads|3 KV heads and"):
