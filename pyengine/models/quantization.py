@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from pyengine.errors import ConfigurationError
-from pyengine.models.int4_linear import quantise_linears_to_int4
-from pyengine.models.int8_linear import quantise_linears
+from pyengine.models.integer_linear import quantise_linears
 from pyengine.models.loader import LoadedModel
 
 
@@ -44,9 +43,7 @@ def quantise_model(model: Any, device: torch.device, quantization: str) -> int:
                 f"weights {name} are those of a {type(module).__name__}, and only plain linear "
                 "layers are quantised; leave quantization out"
             )
-    if quantization == "int8":
-        return quantise_linears(model)
-    return quantise_linears_to_int4(model)
+    return quantise_linears(model, quantization)
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

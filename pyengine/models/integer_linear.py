@@ -1,7 +1,7 @@
-"""Linear layers whose weights become 4-bit integers, with a scale and a zero point for 32 inputs.
+"""Linear layers whose weights become integers of 4 or 8 bits while a model is loaded.
 
-The head, and an embedding that is tied to it, become 8-bit integers: its rounding shows in every
-log-probability.
+4 bits have a scale and a zero point for 32 inputs, 8 bits a scale (ggml's Q8_0). With 4 bits, the
+head, and an embedding that is tied to it, have 8: its rounding shows in every log-probability.
 """
 
 from collections.abc import Iterator, Sequence
@@ -85,8 +85,8 @@ def q8_0(weight: torch.Tensor) -> QuantizedWeight:
 
 
 @torch.no_grad()
-def quantise_linears_to_int4(model: Any) -> int:
-    """Replace every linear layer of `model`; returns how many.
+def quantise_linears(model: Any, quantization: str) -> int:
+    """Replace every linear layer of `model` by "int4" or "int8"; returns how many.
 
     Weights are freed one by one. Raises `ConfigurationError`, without changes, for a layer whose
     inputs are not whole groups.
@@ -94,8 +94,8 @@ def quantise_linears_to_int4(model: Any) -> int:
     for name, linear in _linears(model):
         if linear.in_features % GROUP:
             raise ConfigurationError(
-                f"quantization='int4' has groups of {GROUP} inputs, and {name} has "
-                f"{linear.in_features}: leave quantization out, or take 'int8'"
+                f"quantization={quantization!r} has groups of {GROUP} inputs, and {name} has "
+                f"{linear.in_features}: leave quantization out"
             )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     dtype = embedding.weight.dtype
@@ -109,10 +109,13 @@ def quantise_linears_to_int4(model: Any) -> int:
 
     def made(linears: Sequence[nn.Linear]) -> QuantizedProduct:
         linear = concatenated(linears)
-        if linear is head:
-            return QuantizedProduct(shared or q8_0(linear.weight), dtype, linear.bias)
-        arrays: list[Any] = [item.numpy() for item in quantise_groups(linear.weight)]
-        packed = QuantizedWeight.from_groups(*arrays, group_size=GROUP)
+        if linear is head and shared is not None:
+            packed = shared
+        elif linear is head or quantization == "int8":
+            packed = q8_0(linear.weight)
+        else:
+            arrays: list[Any] = [item.numpy() for item in quantise_groups(linear.weight)]
+            packed = QuantizedWeight.from_groups(*arrays, group_size=GROUP)
         return QuantizedProduct(packed, dtype, linear.bias)
 
     return replace_by_products(model, lambda module: type(module) is nn.Linear, made)
