@@ -45,7 +45,7 @@ def add_experts(
     match = _EXPERTS.fullmatch(tensor.name)
     if match is None:
         if _OTHER_EXPERTS.search(tensor.name):
-            raise UnsupportedGGUFError(f"{tensor.name} has experts in a layout of its own")
+            raise UnsupportedGGUFError(f"{tensor.name} has experts in an unknown layout")
         return False
     layer, kind, own = match.groups()
     name = names.get(f"blk.{layer}.ffn_down_exps", "").rpartition(".")[0]

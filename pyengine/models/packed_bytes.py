@@ -55,9 +55,9 @@ class _Float8(PackedLayout):
         def product(layers: Sequence[nn.Linear]) -> KernelProduct:
             weights, scales = zip(*(self._weight(read(layer)) for layer in layers), strict=True)
             block = self.block[1] if self.block else layers[0].in_features
-            joined = torch.cat(weights), torch.cat(scales)
+            arrays = torch.cat(weights), torch.cat(scales)
             with damaged_weights(linears, layers):
-                return Float8Product(*joined, block, dtype, joined_bias(layers))
+                return Float8Product(*arrays, block, dtype, joined_bias(layers))
 
         replace_by_products(model, lambda module: module in linears, product)
 

@@ -45,7 +45,7 @@ class Mixture:
         return False
 
     def compute(self, expert: Expert, rows: torch.Tensor) -> torch.Tensor:
-        """What an expert makes of `[T, hidden]`."""
+        """The output of an expert for `[T, hidden]`."""
         return expert.down.multiply(expert.up.multiply_gated(rows, expert.gate))
 
 

@@ -39,7 +39,7 @@ pub(crate) fn widen_byte(byte: u8) -> f32 {
     f32::from_bits(sign | rest) * EXPONENTS
 }
 
-/// What the exponents of float32 are larger by than those of E4M3, with which its bits are shifted into place: 2^120.
+/// 2^120: E4M3's bits in their place of a float32 are smaller by that, as its exponents are.
 const EXPONENTS: f32 = f32::from_bits((120 + 127) << 23);
 
 /// `L` floats that are multiplied and added at once.

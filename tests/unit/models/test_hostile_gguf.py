@@ -63,11 +63,11 @@ def loaded_or_refused(path):
 
 def numbers(path):
     """The numbers of the header that say how large the model is, with their places."""
-    content, header = path.read_bytes(), read_header(path)
+    data, header = path.read_bytes(), read_header(path)
     prefix = f"{header.values['general.architecture']}."
     for key, value in header.values.items():
         if key.startswith(prefix) and not isinstance(value, str):
-            yield key, content.index(key.encode()) + len(key)
+            yield key, data.index(key.encode()) + len(key)
 
 
 def test_a_file_that_is_whole_is_loaded(path):
@@ -75,18 +75,18 @@ def test_a_file_that_is_whole_is_loaded(path):
 
 
 def test_a_file_that_is_cut_anywhere_is_refused(path):
-    content = path.read_bytes()
-    for length in range(0, len(content), len(content) // 97):
-        path.write_bytes(content[:length])
+    data = path.read_bytes()
+    for length in range(0, len(data), len(data) // 97):
+        path.write_bytes(data[:length])
         said = refused(path, r"is not a GGUF|is damaged")
         assert "download it again" in said
 
 
 @pytest.mark.parametrize("number", [0, 1, 3, 2**31, 2**32 - 1])
 def test_sizes_of_any_number_are_loaded_or_refused_soon(path, number):
-    content = path.read_bytes()
+    data = path.read_bytes()
     for _, at in list(numbers(path)):
-        path.write_bytes(content[: at + 4] + struct.pack("<I", number) + content[at + 8 :])
+        path.write_bytes(data[: at + 4] + struct.pack("<I", number) + data[at + 8 :])
         started = time.monotonic()
         loaded_or_refused(path)
         assert time.monotonic() - started < SECONDS
@@ -94,17 +94,17 @@ def test_sizes_of_any_number_are_loaded_or_refused_soon(path, number):
 
 @pytest.mark.parametrize("kind", [5, 6])
 def test_numbers_of_other_types_are_loaded_or_refused(path, kind):
-    content = path.read_bytes()
+    data = path.read_bytes()
     for _, at in list(numbers(path)):
-        path.write_bytes(content[:at] + struct.pack("<I", kind) + content[at + 4 :])
+        path.write_bytes(data[:at] + struct.pack("<I", kind) + data[at + 4 :])
         loaded_or_refused(path)
 
 
 @pytest.mark.slow
 def test_headers_with_any_bytes_changed_are_loaded_or_refused_soon(path):
-    content = path.read_bytes()
+    data = path.read_bytes()
     for seed in range(60):
-        path.write_bytes(spoiled(content, seed))
+        path.write_bytes(spoiled(data, seed))
         started = time.monotonic()
         loaded_or_refused(path)
         assert time.monotonic() - started < 6 * SECONDS
@@ -112,9 +112,9 @@ def test_headers_with_any_bytes_changed_are_loaded_or_refused_soon(path):
 
 def test_weights_with_any_bytes_changed_are_loaded_or_refused(path):
     """Codes may be any; scales and floats that are not finite are named."""
-    content, tensors = path.read_bytes(), read_header(path).tensors
+    data, tensors = path.read_bytes(), read_header(path).tensors
     for number, tensor in enumerate(tensors):
-        spoilt = bytearray(content)
+        spoilt = bytearray(data)
         spoilt[tensor.offset : tensor.offset + 4] = struct.pack("<f", [np.nan, np.inf][number % 2])
         spoilt[tensor.offset : tensor.offset + 2] = np.float16(np.nan).tobytes()
         path.write_bytes(spoilt)
@@ -122,39 +122,39 @@ def test_weights_with_any_bytes_changed_are_loaded_or_refused(path):
         assert "get" in said
 
 
-def moved(content, tensor, offset):
+def moved(data, tensor, offset):
     """A file whose header has the tensor elsewhere."""
-    at = content.index(tensor.name.encode()) + len(tensor.name)
+    at = data.index(tensor.name.encode()) + len(tensor.name)
     at += 4 + 8 * len(tensor.shape) + 4
-    return content[:at] + struct.pack("<Q", offset) + content[at + 8 :]
+    return data[:at] + struct.pack("<Q", offset) + data[at + 8 :]
 
 
 def test_offsets_that_lie_are_refused(path):
-    content, header = path.read_bytes(), read_header(path)
+    data, header = path.read_bytes(), read_header(path)
     first, *others = header.tensors
     for tensor in others:
-        for offset in (0, first.num_bytes - 1, len(content), 2**63, 2**64 - 1):
-            path.write_bytes(moved(content, tensor, offset))
+        for offset in (0, first.num_bytes - 1, len(data), 2**63, 2**64 - 1):
+            path.write_bytes(moved(data, tensor, offset))
             refused(path, r"lies within|does not end within the file")
 
 
 def test_types_that_are_not_known_are_refused(path):
-    content, header = path.read_bytes(), read_header(path)
+    data, header = path.read_bytes(), read_header(path)
     for tensor in header.tensors:
-        at = content.index(tensor.name.encode()) + len(tensor.name) + 4 + 8 * len(tensor.shape)
+        at = data.index(tensor.name.encode()) + len(tensor.name) + 4 + 8 * len(tensor.shape)
         for kind in (4, 5, 200, 2**32 - 1):
-            path.write_bytes(content[:at] + struct.pack("<I", kind) + content[at + 4 :])
+            path.write_bytes(data[:at] + struct.pack("<I", kind) + data[at + 4 :])
             refused(path, rf"{tensor.name}' is of type {kind}, which")
 
 
 def test_odd_shapes_are_refused(path):
     """The same bytes as a matrix of other sides, or of other dimensions."""
-    content, header = path.read_bytes(), read_header(path)
+    data, header = path.read_bytes(), read_header(path)
     for tensor in header.tensors:
-        at = content.index(tensor.name.encode()) + len(tensor.name)
+        at = data.index(tensor.name.encode()) + len(tensor.name)
         sides = list(reversed(tensor.shape))
         stored = struct.pack(f"<I{len(sides)}Q", len(sides), *sides)
-        assert content[at : at + len(stored)] == stored
+        assert data[at : at + len(stored)] == stored
         if sides[0] % 64 == 0:
             odd = [sides[0] // 2, *sides[1:-1], sides[-1] * 2]
         elif len(sides) > 1 and sides[-1] % 2 == 0:
@@ -162,18 +162,16 @@ def test_odd_shapes_are_refused(path):
         else:
             continue
         path.write_bytes(
-            content[:at]
-            + struct.pack(f"<I{len(odd)}Q", len(odd), *odd)
-            + content[at + len(stored) :]
+            data[:at] + struct.pack(f"<I{len(odd)}Q", len(odd), *odd) + data[at + len(stored) :]
         )
         refused(path, r"have the shape|cannot have the shape|is damaged|could not be converted")
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_refused(path, monkeypatch):
     """At every tensor: the process lives on, as nothing is mapped."""
-    content, read, count = path.read_bytes(), GGUFFile.read, len(read_header(path).tensors)
+    data, read, count = path.read_bytes(), GGUFFile.read, len(read_header(path).tensors)
     for number in range(count):
-        path.write_bytes(content)
+        path.write_bytes(data)
         source, calls = resolve_source(path, keep_quantized=True), []
 
         def cut(file, tensor, out, number=number, calls=calls):
@@ -247,7 +245,7 @@ def test_a_file_that_is_gone_before_it_is_read_is_refused(path):
 def test_what_is_checked_without_weights_is_refused_as_well(path):
     """`checked_source` reads headers only."""
     assert checked_source(path).gguf == path
-    content, tensor = path.read_bytes(), read_header(path).tensors[-1]
-    path.write_bytes(content[: tensor.offset + 1])
+    data, tensor = path.read_bytes(), read_header(path).tensors[-1]
+    path.write_bytes(data[: tensor.offset + 1])
     with pytest.raises(ModelLoadError, match="is damaged"):
         checked_source(path)

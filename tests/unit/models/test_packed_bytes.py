@@ -79,9 +79,9 @@ def save(folder, settings, made, family="llama", **sizes):
     tensors, weights = load_file(folder / "model.safetensors"), {}
     for name, module in model.named_modules():
         if type(module) is nn.Linear and name != "lm_head":
-            packed, weights[name] = made(module.out_features, module.in_features)
+            stored, weights[name] = made(module.out_features, module.in_features)
             del tensors[f"{name}.weight"]
-            tensors |= {f"{name}.{own}": tensor for own, tensor in packed.items()}
+            tensors |= {f"{name}.{own}": tensor for own, tensor in stored.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
