@@ -112,6 +112,29 @@ class KernelProduct:
         return flat, flat.new_empty(flat.shape[0], out_features)
 
 
+class Float8Product(KernelProduct):
+    """The same with a weight in 8 bits, `bytes` of E4M3 `[N, K]`, which stays so.
+
+    Each `block` inputs of an output have one of `scales` `[N, blocks]`. `dtype` is that of rows and
+    results. Raises `ValueError` for weights and scales that are not finite.
+    """
+
+    def __init__(
+        self,
+        bytes: torch.Tensor,
+        scales: torch.Tensor,
+        block: int,
+        dtype: torch.dtype,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        self._packed = PackedWeight.from_float8(
+            cpu_array(bytes.contiguous()), cpu_array(scales.contiguous()), block
+        )
+        self._bias = None if bias is None else cpu_array(bias.detach().to(dtype).contiguous())
+        self._threads = kernel_threads(torch.get_num_threads())
+        self.weight = torch.empty(bytes.shape, dtype=dtype, device="meta")
+
+
 def available_products(dtype: torch.dtype) -> list[Product]:
     """The products that this CPU has for weights of this format."""
     products: list[Product] = ["torch"]

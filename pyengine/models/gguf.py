@@ -25,6 +25,7 @@ from pyengine.models.checkpoint_files import (
     readable_size,
 )
 from pyengine.models.config import empty_model
+from pyengine.models.gguf_config import gguf_config, gguf_tokenizer, is_kept_only
 from pyengine.models.gguf_header import GGUFHeader, read_header
 from pyengine.models.transformers_calls import load_errors, quiet_transformers, read_json
 from pyengine.utils.packaging import needs_engine_extra
@@ -68,12 +69,8 @@ def described_gguf(path: Path, header: GGUFHeader) -> Path:
             discard(target)
 
     def build(folder: Path) -> None:
-        from transformers import AutoConfig, AutoTokenizer
-
         with quiet_transformers(), _header_alone(path, header) as alone, _transformers_errors(path):
-            where: Any = {"gguf_file": alone.name, "trust_remote_code": False}
-            tokenizer: Any = AutoTokenizer.from_pretrained(alone.parent, **where)
-            config: Any = AutoConfig.from_pretrained(alone.parent, **where)
+            tokenizer, config = gguf_tokenizer(alone, header), gguf_config(alone, header)
             way_out = f"; set {CACHE_VARIABLE} to a writable folder with enough space"
             with load_errors(f"{path} cannot be described in {folder.parent}", way_out=way_out):
                 config.save_pretrained(folder)
@@ -124,6 +121,7 @@ def convert_once(path: Path, target: Path, *, label: str, dtype: str | None = No
     if target.is_dir():
         return target
     header = read_header(path)
+    _refuse_kept_only(path, header)
     chosen = dtype or _PLAIN.get(header.main_type, "float16")
     num_bytes = header.num_elements * _NUM_BYTES[chosen]
 
@@ -139,6 +137,16 @@ def convert_once(path: Path, target: Path, *, label: str, dtype: str | None = No
         print(f"pyengine: {label} is ready in {target} ({seconds:.0f} s)", file=sys.stderr)
 
     return build_once(target, build, num_bytes=num_bytes)
+
+
+def _refuse_kept_only(path: Path, header: GGUFHeader) -> None:
+    if is_kept_only(header):
+        raise ModelLoadError(
+            f"{path} is a mixture of experts of the architecture "
+            f"{header.values.get('general.architecture')!r}, which cannot be converted to floats; "
+            "it runs on the CPU in the formats of the file, in one process, with quantization, "
+            "linear_backend and dtype left out; else take the model as safetensors"
+        )
 
 
 def _is_damaged(folder: Path) -> bool:
@@ -180,27 +188,20 @@ def _read(path: Path, header: GGUFHeader, dtype: str) -> tuple[Any, Any]:
 
     It is read through a link in a separate folder, so files beside it are ignored.
     """
-    from transformers import AutoTokenizer
-
     with tempfile.TemporaryDirectory(prefix="pyengine-") as alone, _transformers_errors(path):
         link = Path(alone) / path.name
         link.symlink_to(path.resolve())
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            alone, gguf_file=path.name, trust_remote_code=False
-        )
-        _refuse_other_size(link, path, header)
-        return _dequantised(link, path, dtype), tokenizer
+        tokenizer, config = gguf_tokenizer(link, header), gguf_config(link, header)
+        _refuse_other_size(config, path, header)
+        return _dequantised(link, path, config, dtype), tokenizer
 
 
-def _refuse_other_size(link: Path, path: Path, header: GGUFHeader) -> None:
+def _refuse_other_size(config: Any, path: Path, header: GGUFHeader) -> None:
     """Raise if the model that the header describes is much larger than the file.
 
     Up to twice as many weights are accepted: this configuration does not say if the output shares
     its weights with the embedding.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(link.parent, gguf_file=link.name, trust_remote_code=False)
     num_weights = sum(parameter.numel() for parameter in empty_model(config).parameters())
     if num_weights > 2 * header.num_elements:
         raise ModelLoadError(
@@ -209,7 +210,7 @@ def _refuse_other_size(link: Path, path: Path, header: GGUFHeader) -> None:
         )
 
 
-def _dequantised(link: Path, path: Path, dtype: str) -> Any:
+def _dequantised(link: Path, path: Path, config: Any, dtype: str) -> Any:
     """The model in a GGUF file with weights of `dtype`; bfloat16 if float16 cannot hold them."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -217,6 +218,7 @@ def _dequantised(link: Path, path: Path, dtype: str) -> Any:
     loading: Any = AutoModelForCausalLM.from_pretrained(
         link.parent,
         gguf_file=link.name,
+        config=config,
         dtype=getattr(torch, dtype),
         trust_remote_code=False,
         output_loading_info=True,
@@ -235,7 +237,7 @@ def _dequantised(link: Path, path: Path, dtype: str) -> Any:
         )
     bad = [name for name, item in model.named_parameters() if not item.isfinite().all()]
     if bad and dtype == "float16":
-        return _dequantised(link, path, "bfloat16")
+        return _dequantised(link, path, config, "bfloat16")
     if bad:
         raise ModelLoadError(
             f"{path}: the weights {bad[0]} hold NaN or infinity ({len(bad)} tensors do): it is "

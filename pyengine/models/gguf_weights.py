@@ -2,20 +2,16 @@
 
 transformers' tables say which parameter a tensor is, and how its values are changed (`process`). A
 change that only moves whole rows is applied to the quantised rows. Other changes of quantised
-tensors, and modules other than linear layers and embeddings, are refused: `UnsupportedGGUFError`,
-after which the file can be converted (`models/gguf.py`).
+tensors, and modules other than linear layers, embeddings and mixtures of experts, are refused:
+`UnsupportedGGUFError`, after which the file can be converted (`models/gguf.py`).
 
-The file is read by ordinary reads, tensor by tensor, and each is released once it is packed. It is
-not mapped, so a file may be cut or removed later. One that changes while it is read is refused.
+The file is read tensor by tensor, and each is released once it is packed; of a mixture, expert by
+expert.
 """
 
-import hashlib
 import logging
-import os
-import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,75 +26,20 @@ from pyengine.errors import ModelLoadError
 from pyengine.kv_cache import QuantizedWeight
 from pyengine.models.checkpoint_files import TensorHeader, WeightHeaders
 from pyengine.models.config import empty_model, initialise_buffers
-from pyengine.models.gguf_header import GGUFHeader, GGUFTensor, read_header
+from pyengine.models.gguf_experts import ExpertTensors, add_experts, tensors_of_experts
+from pyengine.models.gguf_file import FLOATS, Bytes, GGUFFile, UnsupportedGGUFError, other_shape
+from pyengine.models.gguf_header import GGUFHeader, GGUFTensor
 from pyengine.models.linear import packed_embedding
+from pyengine.models.quantized_experts import Expert, QuantizedExperts
 from pyengine.models.quantized_linear import QuantizedProduct, joined_bias, replace_by_products
-from pyengine.models.transformers_calls import load_errors
 
 _log = logging.getLogger(__name__)
 
-_Bytes = npt.NDArray[np.uint8]
 _Order = npt.NDArray[np.int64]
 
-_EXPERTS = re.compile(r"_exps\.")
-_FLOATS = ("F32", "F16", "BF16")
-_KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+_KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 """Formats that are kept: those of `QuantizedWeight`."""
 _LONG_LOAD = 3.0  # seconds after which a bar shows how far a load has come
-
-
-class UnsupportedGGUFError(ModelLoadError):
-    """A GGUF file whose weights cannot be kept quantised, with the reason."""
-
-
-class GGUFFile:
-    """An open GGUF file, its header and its tensors.
-
-    Raises `ModelLoadError` as `read_header` does, and for a file that is cut or changed after it
-    was opened.
-    """
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path = path
-        self._descriptor = descriptor
-        self._status = os.fstat(descriptor)
-        self.header = read_header(path, descriptor)
-
-    @classmethod
-    @contextmanager
-    def open(cls, path: Path) -> "Iterator[GGUFFile]":
-        """The file at `path`; checks at the end that it is still the same."""
-        with load_errors(f"{path} cannot be read"), path.open("rb") as stream:
-            file = cls(path, stream.fileno())
-            yield file
-            file.check_unchanged()
-
-    def read(self, tensor: GGUFTensor, out: _Bytes) -> None:
-        """Read the bytes of `tensor` into `out`."""
-        view, done = memoryview(out.data), 0
-        while done < len(view):
-            num_bytes = os.preadv(self._descriptor, [view[done:]], tensor.offset + done)
-            if num_bytes == 0:
-                raise ModelLoadError(
-                    f"{self.path} was cut while it was read: {tensor.name!r} has {done} of "
-                    f"{len(view)} bytes; get it again"
-                )
-            done += num_bytes
-
-    def check_unchanged(self) -> None:
-        """Raise if the file was written to since it was opened."""
-        now = os.fstat(self._descriptor)
-        before = self._status
-        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-            raise ModelLoadError(
-                f"{self.path} was changed while it was read: load it again when it is complete"
-            )
-
-
-def file_digest(path: Path) -> bytes:
-    """The SHA-256 digest of a file."""
-    with load_errors(f"{path} cannot be read"), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
 
 
 def has_kept_formats(header: GGUFHeader) -> bool:
@@ -116,7 +57,7 @@ def quantised_formats(header: GGUFHeader) -> list[str]:
     """The quantised formats in the file, the largest share of its bytes first."""
     sizes: Counter[str] = Counter()
     for tensor in header.tensors:
-        if tensor.type not in _FLOATS:
+        if tensor.type not in FLOATS:
             sizes[tensor.type] += tensor.num_bytes
     return [kind for kind, _ in sizes.most_common()]
 
@@ -138,6 +79,8 @@ class _Plan:
     floats: dict[str, GGUFTensor] = field(default_factory=dict)
     quantised: dict[nn.Parameter, GGUFTensor] = field(default_factory=dict)
     rows: dict[str, _Order] = field(default_factory=dict)
+    experts: dict[str, ExpertTensors] = field(default_factory=dict)
+    """By the names of modules."""
 
     def tensor_of(self, module: Any) -> GGUFTensor | None:
         """The quantised tensor that is the weight of `module`."""
@@ -170,24 +113,27 @@ def plan_weights(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found = set[nn.Parameter]()
     for tensor in header.tensors:
-        if _EXPERTS.search(tensor.name):
-            raise UnsupportedGGUFError(f"{tensor.name} has the weights of experts")
-        name = names.get(tensor.name)
+        if add_experts(path, tensor, names, model, plan.experts):
+            continue
+        name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
         if name is None:
             continue
         parameter = parameters.get(name)
         if parameter is None:
             raise UnsupportedGGUFError(f"{name} is no parameter")
         found.add(parameter)
-        if tensor.type in _FLOATS:
+        if tensor.type in FLOATS:
             plan.floats[name] = tensor
             continue
         if tensor.shape != tuple(parameter.shape):
-            raise _other_shape(path, name, tensor.shape, parameter)
+            raise other_shape(path, name, tensor.shape, parameter.shape)
         plan.quantised[parameter] = tensor
         order = _row_order(processor, tensor)
         if order is not None:
             plan.rows[tensor.name] = order
+    for module, experts in plan.experts.items():
+        if experts.is_whole:
+            found.update(model.get_submodule(module).parameters())
     _refuse_missing(path, model, found)
     _refuse_other_modules(model, plan)
     return model, processor, plan
@@ -200,9 +146,10 @@ def _transformers_tables(path: Path, header: GGUFHeader, model: Any) -> tuple[An
     tables: Any = modeling_gguf_pytorch_utils
     architecture = header.values.get("general.architecture")
     settings = model.config.to_dict()
+    kind = "llama" if architecture == "llama" else None  # Mixtral's tensors have llama's names
     processor = tables.TENSOR_PROCESSORS.get(architecture, tables.TensorProcessor)(config=settings)
     try:
-        names: dict[str, str] = tables.get_gguf_hf_weights_map(model, processor)
+        names: dict[str, str] = tables.get_gguf_hf_weights_map(model, processor, kind)
     except (KeyError, NotImplementedError, ValueError) as error:
         raise UnsupportedGGUFError(f"its tensors are not known by name: {error}") from error
     return processor, names
@@ -236,15 +183,6 @@ def _row_order(processor: Any, tensor: GGUFTensor) -> _Order | None:
     if not np.array_equal(np.sort(order), rows):
         raise UnsupportedGGUFError(f"the values of {tensor.name} are changed")
     return order
-
-
-def _other_shape(
-    path: Path, name: str, shape: Sequence[int], parameter: nn.Parameter
-) -> ModelLoadError:
-    return ModelLoadError(
-        f"{path}: the weights {name} have the shape {list(shape)}, and its header asks for "
-        f"{list(parameter.shape)}: it is damaged, get it again"
-    )
 
 
 def _refuse_missing(path: Path, model: Any, found: set[nn.Parameter]) -> None:
@@ -299,6 +237,8 @@ class _Loading:
                     self._packed[stored.name] = self._pack([stored])
                     product = QuantizedProduct(self._packed[stored.name], self._dtype)
                     setattr(parent, name, packed_embedding(child, product))
+        for name, experts in self._plan.experts.items():
+            model.set_submodule(name, self._experts(experts))
         replace_by_products(
             model,
             lambda module: type(module) is nn.Linear and self._plan.tensor_of(module) is not None,
@@ -307,26 +247,47 @@ class _Loading:
         )
 
     def _set_floats(self, model: Any, processor: Any, name: str, tensor: GGUFTensor) -> None:
-        from gguf import GGMLQuantizationType, dequantize
-
-        stored = np.empty(tensor.num_bytes, np.uint8)
-        self._read(tensor, stored)
-        kind = GGMLQuantizationType[tensor.type]
-        floats = dequantize(stored, kind).reshape(tensor.shape)
+        floats = self._read_floats(tensor)
         values = torch.from_numpy(np.array(_processed(processor, tensor.name, floats)))
         module_name, _, own = name.rpartition(".")
         module = model.get_submodule(module_name)
         parameter: nn.Parameter = getattr(module, own)
         if values.shape != parameter.shape:
-            raise _other_shape(self._file.path, name, values.shape, parameter)
-        if not values.isfinite().all():
+            raise other_shape(self._file.path, name, values.shape, parameter.shape)
+        weight = nn.Parameter(values.to(parameter.dtype), requires_grad=False)
+        for owner, key in self._owners[parameter]:
+            setattr(owner, key, weight)
+
+    def _read_floats(self, tensor: GGUFTensor) -> npt.NDArray[np.float32]:
+        from gguf import GGMLQuantizationType, dequantize
+
+        stored = np.empty(tensor.num_bytes, np.uint8)
+        self._read(tensor, stored)
+        floats: npt.NDArray[np.float32] = dequantize(stored, GGMLQuantizationType[tensor.type])
+        if not np.isfinite(floats).all():
             raise ModelLoadError(
                 f"{self._file.path}: the weights {tensor.name} hold NaN or infinity: it is "
                 "damaged, get it again"
             )
-        weight = nn.Parameter(values.to(parameter.dtype), requires_grad=False)
-        for owner, key in self._owners[parameter]:
-            setattr(owner, key, weight)
+        return floats.reshape(tensor.shape)
+
+    def _experts(self, experts: ExpertTensors) -> QuantizedExperts:
+        """The experts of a mixture, read one by one."""
+        products = []
+        for kind in ("gate", "up", "down"):
+            tensor = experts.weights[kind]
+            biases: Sequence[torch.Tensor | None] = [None] * experts.mixture.num_experts
+            if kind in experts.biases:
+                biases = torch.from_numpy(self._read_floats(experts.biases[kind])).unbind()
+            products.append(
+                [
+                    QuantizedProduct(self._pack([part]), self._dtype, bias)
+                    for part, bias in zip(tensors_of_experts(tensor), biases, strict=True)
+                ]
+            )
+        return QuantizedExperts(
+            experts.mixture, [Expert(*each) for each in zip(*products, strict=True)]
+        )
 
     def _format(self, linear: Any) -> str:
         tensor = self._plan.tensor_of(linear)
@@ -362,7 +323,7 @@ class _Loading:
                 f"{self._file.path}: the weights {names} are damaged: {error}; get the file again"
             ) from error
 
-    def _read(self, tensor: GGUFTensor, out: _Bytes) -> None:
+    def _read(self, tensor: GGUFTensor, out: Bytes) -> None:
         self._file.read(tensor, out)
         self._bar.update(tensor.num_bytes)
 

@@ -182,15 +182,18 @@ def digits(rows: torch.Tensor, encoding: Encoding) -> tuple[torch.Tensor, torch.
 class Int8Linear(nn.Module):
     """Approximates `linear`, with a weight of a byte per element.
 
-    `weight` is opaque: laid out for oneDNN, int8, without arithmetic.
+    `quantised` are the integers `[N, K]` and scales `[N, 1]` of its weight, if they are known:
+    then that is not read. `weight` is opaque: laid out for oneDNN, int8, without arithmetic.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(
+        self, linear: nn.Linear, quantised: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.encoding = choose_encoding()
         with torch.no_grad():
-            numbers, scales = quantise(linear.weight.detach())
+            numbers, scales = quantised or quantise(linear.weight.detach())
             self.weight = pack(numbers)
             self._scales = scales.flatten()
         bias: torch.Tensor | None = linear.bias

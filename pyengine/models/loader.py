@@ -30,17 +30,16 @@ from pyengine.models.config import (
     max_model_len,
     read_config,
 )
+from pyengine.models.gguf_file import GGUFFile, UnsupportedGGUFError, file_digest
 from pyengine.models.gguf_header import read_header
 from pyengine.models.gguf_weights import (
-    GGUFFile,
-    UnsupportedGGUFError,
-    file_digest,
     load_quantised,
     plan_weights,
     quantised_formats,
     weight_headers,
 )
-from pyengine.models.packed_checkpoints import PackedLayout, load_packed, packed_layout
+from pyengine.models.packed_checkpoints import load_packed, packed_layout
+from pyengine.models.packed_layout import PackedLayout
 from pyengine.models.placement import DtypeChoice, choose_dtype, kv_shards, resolve_device
 from pyengine.models.source import ModelSource, resolve_source
 from pyengine.models.transformers_calls import (
@@ -92,6 +91,7 @@ class LoadedModel:
     quantization: str = "none"
     has_float_linears: bool = True
     gguf: Path | None = None
+    weight_files: tuple[Path, ...] = ()
 
     @property
     def config(self) -> Any:
@@ -142,9 +142,18 @@ def load_model(
                 return _load_gguf(source, source.gguf, where, dtype)
         except UnsupportedGGUFError as error:
             _log.warning("%s is converted, as %s", source.gguf, error)
+            source = _converted(source, f"it was to be converted, as {error}")
         except ModelLoadError as error:
             raise ModelLoadError(f"{error}{source.way_out}") from error
-        return load_model(source.converted(), device=device, dtype=dtype)
+        return load_model(source, device=device, dtype=dtype)
+
+
+def _converted(source: ModelSource, reason: str) -> ModelSource:
+    """The same model with float weights; the reason is in a refusal."""
+    try:
+        return source.converted()
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{error}; {reason}") from error
 
 
 def checked_source(
@@ -160,8 +169,8 @@ def checked_source(
         if source.gguf is not None:
             _check_gguf(source.gguf, source.folder)
             return source
-    except UnsupportedGGUFError:
-        source = source.converted()
+    except UnsupportedGGUFError as error:
+        source = _converted(source, f"it was to be converted, as {error}")
     try:
         check_folder(source.folder)
     except ModelLoadError as error:
@@ -191,7 +200,8 @@ def check_folder(folder: Path) -> None:
 def model_properties(loaded: LoadedModel) -> list[tuple[str, bytes]]:
     """The configuration of a model, and a SHA-256 digest of each of its weights.
 
-    Names and values, in order. Reads all weights once: 0.5 to 2 GB/s on each core.
+    Names and values, in order. Weights that are kept in the formats of files have the digests of
+    those files. Reads all weights once: 0.5 to 2 GB/s on each core.
     """
     model = loaded.model
     config = model.config.to_dict()
@@ -200,11 +210,12 @@ def model_properties(loaded: LoadedModel) -> list[tuple[str, bytes]]:
     weights = sorted(model.state_dict().items())
     with ThreadPoolExecutor() as threads:
         digests = list(threads.map(_digest, [tensor for _, tensor in weights]))
+        files = b"".join(threads.map(file_digest, loaded.weight_files))
     return [
         ("class", type(model).__name__.encode()),
         ("config", json.dumps(config, sort_keys=True, default=str).encode()),
         *((name, digest) for (name, _), digest in zip(weights, digests, strict=True)),
-        *([("file", file_digest(loaded.gguf))] if loaded.gguf else []),
+        *([("files", files)] if files else []),
     ]
 
 
@@ -254,11 +265,11 @@ def _load_packed(
     layout: PackedLayout,
     choice: DtypeChoice,
 ) -> LoadedModel:
-    """The model of a folder with 4-bit weights, which stay so."""
+    """The model of a folder with quantised weights, which stay so."""
     if choice.dtype == torch.float16:
         raise ConfigurationError(
-            f"dtype='float16': on the CPU, 4-bit weights ({layout.name}) are multiplied in float32 "
-            "and bfloat16: leave dtype out"
+            f"dtype='float16': on the CPU, quantised weights ({layout.name}) are multiplied in "
+            "float32 and bfloat16: leave dtype out"
         )
     del config.quantization_config
     folder = source.folder
@@ -270,6 +281,7 @@ def _load_packed(
         _loaded(source, model, torch.device("cpu"), choice),
         quantization=layout.name,
         has_float_linears=_has_float_linears(model),
+        weight_files=tuple(sorted(folder.glob("*.safetensors"))),
     )
 
 
@@ -295,6 +307,7 @@ def _load_gguf(
         quantization=" and ".join(quantised_formats(file.header)),
         has_float_linears=_has_float_linears(model),
         gguf=path,
+        weight_files=(path,),
     )
 
 

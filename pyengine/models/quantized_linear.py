@@ -67,7 +67,7 @@ class QuantizedProduct(KernelProduct):
 def replace_by_products(
     model: nn.Module,
     takes: Callable[[nn.Module], bool],
-    made: Callable[[Sequence[nn.Linear]], QuantizedProduct],
+    made: Callable[[Sequence[nn.Linear]], KernelProduct],
     kind: Callable[[nn.Linear], object] = lambda _: None,
 ) -> int:
     """Replace the linear layers that `takes` takes by products; returns how many there were.
@@ -95,6 +95,6 @@ def joined_bias(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
     return None if biases[0] is None else torch.cat(biases)
 
 
-def _layer(product: QuantizedProduct) -> ProductLinear:
+def _layer(product: KernelProduct) -> ProductLinear:
     out_features, in_features = product.weight.shape
     return ProductLinear(product, in_features, out_features)

@@ -42,6 +42,15 @@ pub(crate) trait Dots<const L: usize>: Vector<L> {
 
     /// Floats in memory, in the order of bytes of this machine.
     fn floats(line: &[u8; 64], half: usize) -> Self;
+
+    /// Powers of two with these exponents, as [`power`] has them.
+    fn powers(line: &[u8; 16], half: usize) -> Self;
+}
+
+/// 2 to the power of `exponent - 128`; 0 for the exponent 0, which would be 3e-39.
+#[inline(always)]
+pub(crate) fn power(exponent: u8) -> f32 {
+    f32::from_bits(u32::from(exponent) << 23) * 0.5
 }
 
 /// A half-precision float's value.
@@ -123,6 +132,11 @@ impl Dots<8> for [f32; 8] {
     fn floats(line: &[u8; 64], half: usize) -> Self {
         let (floats, _) = line.as_chunks::<4>();
         std::array::from_fn(|lane| f32::from_ne_bytes(floats[half * 8 + lane]))
+    }
+
+    #[inline(always)]
+    fn powers(line: &[u8; 16], half: usize) -> Self {
+        std::array::from_fn(|lane| power(line[half * 8 + lane]))
     }
 }
 
@@ -362,6 +376,18 @@ mod arm {
                 ]
             }
         }
+
+        #[inline(always)]
+        fn powers(line: &[u8; 16], half: usize) -> Self {
+            // SAFETY: see above; 8 bytes are read.
+            unsafe {
+                let wide = vmovl_u8(vld1_u8(line[8 * half..][..8].as_ptr()));
+                [vmovl_u16(vget_low_u16(wide)), vmovl_high_u16(wide)].map(|exponents| {
+                    let powers = vreinterpretq_f32_u32(vshlq_n_u32::<23>(exponents));
+                    vmulq_f32(powers, vdupq_n_f32(0.5))
+                })
+            }
+        }
     }
 }
 
@@ -489,6 +515,16 @@ mod x86 {
             // SAFETY: see above; 32 bytes are read.
             unsafe { _mm256_loadu_ps(line[32 * half..][..32].as_ptr().cast()) }
         }
+
+        #[inline(always)]
+        fn powers(line: &[u8; 16], half: usize) -> Self {
+            // SAFETY: see above; 8 bytes are read.
+            unsafe {
+                let bytes = _mm_loadl_epi64(line[8 * half..][..8].as_ptr().cast());
+                let powers = _mm256_slli_epi32::<23>(_mm256_cvtepu8_epi32(bytes));
+                _mm256_mul_ps(_mm256_castsi256_ps(powers), _mm256_set1_ps(0.5))
+            }
+        }
     }
 
     /// To be used only where the machine has AVX-512 with VNNI, as above.
@@ -578,6 +614,16 @@ mod x86 {
         fn floats(line: &[u8; 64], _: usize) -> Self {
             // SAFETY: see above; 64 bytes are read.
             unsafe { _mm512_loadu_ps(line.as_ptr().cast()) }
+        }
+
+        #[inline(always)]
+        fn powers(line: &[u8; 16], _: usize) -> Self {
+            // SAFETY: see above; 16 bytes are read.
+            unsafe {
+                let bytes = _mm_loadu_si128(line.as_ptr().cast());
+                let powers = _mm512_slli_epi32::<23>(_mm512_cvtepu8_epi32(bytes));
+                _mm512_mul_ps(_mm512_castsi512_ps(powers), _mm512_set1_ps(0.5))
+            }
         }
     }
 }

@@ -100,6 +100,13 @@ pub enum Error {
         /// The first input that it scales.
         input: usize,
     },
+    /// A weight that is infinite or not a number.
+    Weight {
+        /// Its output.
+        output: usize,
+        /// Its input.
+        input: usize,
+    },
     /// A cache of other blocks than the step was made for.
     OtherCache {
         /// Number and size of the cache's blocks.
@@ -214,6 +221,10 @@ impl fmt::Display for Error {
             Self::Scale { output, input } => write!(
                 f,
                 "the scale of output {output} from input {input} on is not finite"
+            ),
+            Self::Weight { output, input } => write!(
+                f,
+                "the weight of output {output} for input {input} is not finite"
             ),
             Self::Threads(why) => write!(f, "threads could not be started: {why}"),
             Self::UnknownIsa(name) => write!(

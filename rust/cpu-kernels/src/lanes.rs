@@ -32,6 +32,16 @@ pub(crate) fn exp2(x: f32) -> f32 {
     p * f32::from_bits(shifted.to_bits() << 23)
 }
 
+/// A finite E4M3's value: a sign, 4 bits of an exponent that is 7 larger than in the value, and 3 of a fraction.
+#[inline(always)]
+pub(crate) fn widen_byte(byte: u8) -> f32 {
+    let (sign, rest) = (u32::from(byte & 0x80) << 24, u32::from(byte & 0x7f) << 20);
+    f32::from_bits(sign | rest) * EXPONENTS
+}
+
+/// 2^120: E4M3's bits in their place of a float32 are smaller by that, as its exponents are.
+const EXPONENTS: f32 = f32::from_bits((120 + 127) << 23);
+
 /// `L` floats that are multiplied and added at once.
 pub(crate) trait Vector<const L: usize>: Copy {
     fn load(from: &[f32; L]) -> Self;
@@ -44,6 +54,8 @@ pub(crate) trait Vector<const L: usize>: Copy {
     fn where_it_weighs(self, weights: Self, instead: Self) -> Self;
     /// Two bfloat16 in each lane: those in the lower halves, and those in the upper ones.
     fn widened(pairs: &[u32; L]) -> [Self; 2];
+    /// Four finite E4M3 in each lane, those in the lowest bytes first.
+    fn widened_bytes(fours: &[u32; L]) -> [Self; 4];
 
     /// Lane `a` of vector `b` becomes lane `b` of vector `a`.
     #[inline(always)]
@@ -99,6 +111,11 @@ impl Vector<8> for [f32; 8] {
             pairs.map(|pair| f32::from_bits(pair & 0xffff_0000)),
         ]
     }
+
+    #[inline(always)]
+    fn widened_bytes(fours: &[u32; 8]) -> [Self; 4] {
+        std::array::from_fn(|place| fours.map(|four| widen_byte((four >> (8 * place)) as u8)))
+    }
 }
 
 #[cfg(target_arch = "aarch64")]
@@ -106,7 +123,7 @@ mod arm {
     #![allow(unsafe_code)]
     use std::arch::aarch64::*;
 
-    use super::Vector;
+    use super::{EXPONENTS, Vector};
 
     /// Every target of this architecture has NEON: that is what makes the calls below safe.
     impl Vector<8> for [float32x4_t; 2] {
@@ -172,6 +189,26 @@ mod arm {
         }
 
         #[inline(always)]
+        fn widened_bytes(fours: &[u32; 8]) -> [Self; 4] {
+            // SAFETY: see above; eight numbers are read.
+            unsafe {
+                let fours = [vld1q_u32(fours.as_ptr()), vld1q_u32(fours[4..].as_ptr())];
+                let widen = |high: uint32x4_t| {
+                    let sign = vandq_u32(high, vdupq_n_u32(0x8000_0000));
+                    let rest = vshrq_n_u32::<4>(vandq_u32(high, vdupq_n_u32(0x7f00_0000)));
+                    let bits = vreinterpretq_f32_u32(vorrq_u32(sign, rest));
+                    vmulq_f32(bits, vdupq_n_f32(EXPONENTS))
+                };
+                [
+                    fours.map(|four| widen(vshlq_n_u32::<24>(four))),
+                    fours.map(|four| widen(vshlq_n_u32::<16>(four))),
+                    fours.map(|four| widen(vshlq_n_u32::<8>(four))),
+                    fours.map(|four| widen(four)),
+                ]
+            }
+        }
+
+        #[inline(always)]
         fn transposed(rows: [Self; 8]) -> [Self; 8] {
             let mut columns = rows;
             for (from, to) in [(0, 0), (0, 4), (4, 0), (4, 4)] {
@@ -211,7 +248,7 @@ mod x86 {
     #![allow(unsafe_code)]
     use std::arch::x86_64::*;
 
-    use super::Vector;
+    use super::{EXPONENTS, Vector};
 
     /// To be used only where the machine has AVX2 and FMA, as `isa` sees to it: that is what makes the calls below
     /// safe.
@@ -267,6 +304,28 @@ mod x86 {
                 ]
             }
         }
+
+        #[inline(always)]
+        fn widened_bytes(fours: &[u32; 8]) -> [Self; 4] {
+            // SAFETY: see above; eight numbers are read.
+            unsafe {
+                let fours = _mm256_loadu_si256(fours.as_ptr().cast());
+                let signs = _mm256_set1_epi32(0x8000_0000_u32.cast_signed());
+                let rests = _mm256_set1_epi32(0x07f0_0000);
+                [
+                    _mm256_slli_epi32::<24>(fours),
+                    _mm256_slli_epi32::<16>(fours),
+                    _mm256_slli_epi32::<8>(fours),
+                    fours,
+                ]
+                .map(|high| {
+                    let sign = _mm256_and_si256(high, signs);
+                    let rest = _mm256_and_si256(_mm256_srli_epi32::<4>(high), rests);
+                    let bits = _mm256_castsi256_ps(_mm256_or_si256(sign, rest));
+                    _mm256_mul_ps(bits, _mm256_set1_ps(EXPONENTS))
+                })
+            }
+        }
     }
 
     /// To be used only where the machine has AVX-512, as above.
@@ -320,6 +379,28 @@ mod x86 {
                     _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)),
                     _mm512_castsi512_ps(_mm512_and_si512(pairs, upper)),
                 ]
+            }
+        }
+
+        #[inline(always)]
+        fn widened_bytes(fours: &[u32; 16]) -> [Self; 4] {
+            // SAFETY: see above; 16 numbers are read.
+            unsafe {
+                let fours = _mm512_loadu_si512(fours.as_ptr().cast());
+                let signs = _mm512_set1_epi32(0x8000_0000_u32.cast_signed());
+                let rests = _mm512_set1_epi32(0x07f0_0000);
+                [
+                    _mm512_slli_epi32::<24>(fours),
+                    _mm512_slli_epi32::<16>(fours),
+                    _mm512_slli_epi32::<8>(fours),
+                    fours,
+                ]
+                .map(|high| {
+                    let sign = _mm512_and_si512(high, signs);
+                    let rest = _mm512_and_si512(_mm512_srli_epi32::<4>(high), rests);
+                    let bits = _mm512_castsi512_ps(_mm512_or_si512(sign, rest));
+                    _mm512_mul_ps(bits, _mm512_set1_ps(EXPONENTS))
+                })
             }
         }
 

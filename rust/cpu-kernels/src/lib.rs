@@ -63,6 +63,7 @@ mod dispatch;
 mod dots;
 mod element;
 mod error;
+mod float8_weight;
 mod floats;
 mod isa;
 mod job;

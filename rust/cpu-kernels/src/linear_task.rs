@@ -7,6 +7,7 @@ use std::slice::Chunks;
 use crate::bf16_dots::{add_dots, has_dots};
 use crate::builds::{InEachBuild, InVectors, best_build, best_vectors};
 use crate::element::{Element, widen};
+use crate::float8_weight::add_scaled_products;
 use crate::isa::Isa;
 use crate::lanes::{Vector, exp2};
 use crate::packed_weight::{PackedWeight, Panels, WIDTH};
@@ -101,6 +102,7 @@ impl InVectors for AddProducts<'_, '_, '_> {
         match self.panels {
             Panels::Floats(lines) => add_products::<Floats, V, L>(self.columns, lines),
             Panels::Halves(lines) => add_widened_products::<V, L>(self.columns, lines),
+            Panels::Bytes(float8) => add_scaled_products::<V, L>(self.columns, float8),
         }
     }
 }

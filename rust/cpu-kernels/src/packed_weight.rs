@@ -2,6 +2,7 @@
 
 use crate::element::Element;
 use crate::error::Error;
+use crate::float8_weight::Float8;
 use crate::lanes::Scratch;
 use crate::step::{above_zero, same_length};
 
@@ -15,7 +16,7 @@ pub(crate) type Line<T> = [T; WIDTH];
 const PACKED_LINES: usize = 64;
 
 /// The weight of a linear layer, copied into panels of 16 outputs. A weight whose numbers are all bfloat16, whatever
-/// type they come in, is kept in 16 bits each.
+/// type they come in, is kept in 16 bits each, and floats of 8 bits with scales are kept in 8.
 #[derive(Debug)]
 pub struct PackedWeight {
     pub(crate) panels: Panels,
@@ -28,6 +29,8 @@ pub(crate) enum Panels {
     Floats(Lines<f32>),
     /// bfloat16, the weights of two inputs in a number.
     Halves(Lines<u32>),
+    /// Floats of 8 bits, with scales.
+    Bytes(Float8),
 }
 
 /// `[panels, lines]`. Outputs beyond the last one have weights of 0, and inputs too.
@@ -66,12 +69,33 @@ impl PackedWeight {
         Ok(Self { panels })
     }
 
+    /// Copies floats of 8 bits (E4M3, without infinities) times scales: `weight` is `[out_features, in_features]`, and each
+    /// `block` inputs of an output have one of `scales`, `[out_features, in_features / block]` rounded up. A product is
+    /// added up block by block in float32, and each sum is multiplied with its scale.
+    ///
+    /// # Errors
+    ///
+    /// A size of 0, inputs or blocks that are not multiples of 4, another number of elements, or a weight or scale that is
+    /// not finite.
+    pub fn pack_float8(
+        weight: &[u8],
+        scales: &[f32],
+        block: usize,
+        (in_features, out_features): (usize, usize),
+    ) -> Result<Self, Error> {
+        let float8 = Float8::pack(weight, scales, block, (in_features, out_features))?;
+        Ok(Self {
+            panels: Panels::Bytes(float8),
+        })
+    }
+
     /// Elements of a row that is multiplied.
     #[must_use]
     pub fn in_features(&self) -> usize {
         match &self.panels {
             Panels::Floats(lines) => lines.in_features,
             Panels::Halves(lines) => lines.in_features,
+            Panels::Bytes(float8) => float8.in_features(),
         }
     }
 
@@ -81,6 +105,7 @@ impl PackedWeight {
         match &self.panels {
             Panels::Floats(lines) => lines.out_features,
             Panels::Halves(lines) => lines.out_features,
+            Panels::Bytes(float8) => float8.out_features(),
         }
     }
 
@@ -117,6 +142,11 @@ impl PackedWeight {
                         }
                     }
                 }
+                Panels::Bytes(float8) => {
+                    for (element, float) in out.iter_mut().zip(float8.row(output as usize)) {
+                        *element = E::narrow(float);
+                    }
+                }
             }
         }
         Ok(())
@@ -125,7 +155,7 @@ impl PackedWeight {
 
 impl<T: Copy + Default> Lines<T> {
     /// Calls `put` with every element, its lane, and its place among the `per_line` of that.
-    fn pack<E: Element>(
+    pub(crate) fn pack<E>(
         weight: &[E],
         in_features: usize,
         per_line: usize,

@@ -4,7 +4,7 @@
 //! neighbouring inputs of each. 32 inputs are four lines whose lower bits are the first 16 inputs, and the higher ones the
 //! others; bits above the fourth are in one line or two more. 8-bit codes have eight lines.
 
-use crate::dots::widen_half;
+use crate::dots::{power, widen_half};
 use crate::packed_weight::WIDTH;
 
 /// Inputs whose codes a panel has together, and which have one number's scale in a row that is multiplied.
@@ -15,6 +15,9 @@ const LARGE: usize = 256;
 
 /// A block's codes of 16 outputs.
 pub(crate) type Codes = [[u8; BLOCK]; WIDTH];
+
+/// The weights that MXFP4's codes stand for, in halves, plus 16.
+const MXFP4: [u8; 16] = [16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4];
 
 /// A format of quantised weights in GGUF files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,11 +38,13 @@ pub enum QuantizedFormat {
     Q5K,
     /// 6 bits and a scale of 8 bits for 16 weights, with a factor for 256.
     Q6K,
+    /// Floats of 4 bits and a power of two for 32 weights. The codes are kept in 5 bits.
+    Mxfp4,
 }
 
 impl QuantizedFormat {
     /// All of them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Q4_0,
         Self::Q4_1,
         Self::Q5_0,
@@ -48,6 +53,7 @@ impl QuantizedFormat {
         Self::Q4K,
         Self::Q5K,
         Self::Q6K,
+        Self::Mxfp4,
     ];
 
     /// Its name in ggml.
@@ -62,6 +68,7 @@ impl QuantizedFormat {
             Self::Q4K => "Q4_K",
             Self::Q5K => "Q5_K",
             Self::Q6K => "Q6_K",
+            Self::Mxfp4 => "MXFP4",
         }
     }
 
@@ -75,7 +82,7 @@ impl QuantizedFormat {
     #[must_use]
     pub fn block_size(self) -> usize {
         match self {
-            Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Q8_0 => BLOCK,
+            Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Q8_0 | Self::Mxfp4 => BLOCK,
             Self::Q4K | Self::Q5K | Self::Q6K => LARGE,
         }
     }
@@ -92,6 +99,7 @@ impl QuantizedFormat {
             Self::Q4K => 144,
             Self::Q5K => 176,
             Self::Q6K => 210,
+            Self::Mxfp4 => 17,
         }
     }
 }
@@ -114,7 +122,7 @@ impl Kind {
         match self {
             Self::Ggml(F::Q8_0) => 8,
             Self::Ggml(F::Q6K) => 6,
-            Self::Ggml(F::Q5_0 | F::Q5_1 | F::Q5K) => 5,
+            Self::Ggml(F::Q5_0 | F::Q5_1 | F::Q5K | F::Mxfp4) => 5,
             _ => 4,
         }
     }
@@ -140,6 +148,7 @@ impl Kind {
                 Self::Ggml(F::Q4_1 | F::Q5_1) => 4,
                 Self::Ggml(F::Q4K | F::Q5K) => 4 + 2 * LARGE / BLOCK,
                 Self::Ggml(F::Q6K) => 2 + LARGE / 16,
+                Self::Ggml(F::Mxfp4) => 1,
                 Self::HalfGroups(_) => 3,
                 Self::FloatGroups(_) => 5,
             }
@@ -149,7 +158,7 @@ impl Kind {
     pub(crate) fn offset(self) -> Offset {
         match self {
             Self::Ggml(F::Q4_0) => Offset::OfBlock(8),
-            Self::Ggml(F::Q5_0) => Offset::OfBlock(16),
+            Self::Ggml(F::Q5_0 | F::Mxfp4) => Offset::OfBlock(16),
             Self::Ggml(F::Q8_0) => Offset::OfBlock(128),
             Self::Ggml(F::Q6K) => Offset::OfHalves(32),
             _ => Offset::OfBlock(0),
@@ -182,6 +191,7 @@ impl Kind {
                 let scale = byte(2 + 2 * block + half) as i8;
                 (float(0) * f32::from(scale), 32, 0.0)
             }
+            Self::Ggml(F::Mxfp4) => (power(byte(0)), 16, 0.0),
             Self::HalfGroups(_) => (float(0), i32::from(byte(2)), 0.0),
             Self::FloatGroups(_) => {
                 let bytes = record[4 * output..].first_chunk().expect("it is there");
@@ -215,6 +225,15 @@ pub(crate) fn unpack(
         record[first * WIDTH + 2 * output..][..2].copy_from_slice(&bytes);
     };
     match format {
+        F::Mxfp4 => {
+            is_finite = data[0] != u8::MAX;
+            record[output] = data[0];
+            let codes = &mut codes[0][output];
+            copy_nibbles(&data[1..], codes);
+            for code in codes {
+                *code = MXFP4[usize::from(*code)];
+            }
+        }
         F::Q4_0 => {
             float(0, 0);
             copy_nibbles(&data[2..], &mut codes[0][output]);

@@ -186,6 +186,24 @@ impl Scales for HalfPairs {
     }
 }
 
+/// A power of two for each block.
+struct Powers;
+
+impl Scales for Powers {
+    const EACH: usize = 1;
+    const HAS_MINIMUM: bool = false;
+
+    #[inline(always)]
+    fn load<V: Dots<L>, const L: usize>(
+        scales: &PanelScales<'_>,
+        block: usize,
+        half: usize,
+    ) -> ([V; 2], V) {
+        let zero = V::splat(0.0);
+        ([V::powers(scales.bytes(16, block, 0), half), zero], zero)
+    }
+}
+
 /// Q4_K and Q5_K: small integers for each block, with two factors for eight.
 struct SmallPairs;
 
@@ -289,6 +307,7 @@ pub(crate) fn add_products<V: Dots<L>, const L: usize>(
         Kind::Ggml(F::Q4K) => product.add::<V, L, Four, SmallPairs>(),
         Kind::Ggml(F::Q5K) => product.add::<V, L, Five, SmallPairs>(),
         Kind::Ggml(F::Q6K) => product.add::<V, L, Six, SmallHalves>(),
+        Kind::Ggml(F::Mxfp4) => product.add::<V, L, Five, Powers>(),
         Kind::HalfGroups(_) => product.add::<V, L, Four, Groups<true>>(),
         Kind::FloatGroups(_) => product.add::<V, L, Four, Groups<false>>(),
     }

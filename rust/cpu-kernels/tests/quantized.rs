@@ -44,6 +44,9 @@ impl Random {
             for &at in halves_of(format) {
                 block[at + 1] = block[at + 1] & 0x83 | ((self.bits() % 11) << 2) as u8;
             }
+            if format == F::Mxfp4 {
+                block[0] = 118 + (self.bits() % 8) as u8;
+            }
         }
         data
     }
@@ -55,6 +58,7 @@ fn halves_of(format: F) -> &'static [usize] {
         F::Q4_0 | F::Q5_0 | F::Q8_0 => &[0],
         F::Q4_1 | F::Q5_1 | F::Q4K | F::Q5K => &[0, 2],
         F::Q6K => &[208],
+        F::Mxfp4 => &[],
     }
 }
 
@@ -87,7 +91,23 @@ fn dequantized(format: F, block: &[u8]) -> Vec<f64> {
             ),
         }
     };
+    let fourth = |code: u8| {
+        let (exponent, fraction) = (i32::from(code >> 1 & 3), f64::from(code & 1) / 2.0);
+        let magnitude = match exponent {
+            0 => fraction,
+            _ => (1.0 + fraction) * 2f64.powi(exponent - 1),
+        };
+        if code >> 3 == 1 {
+            -magnitude
+        } else {
+            magnitude
+        }
+    };
     let value = |at: usize| match format {
+        F::Mxfp4 => {
+            let code = block[1 + at % 16] >> (at / 16 * 4) & 15;
+            fourth(code) * 2f64.powi(i32::from(block[0]) - 127)
+        }
         F::Q4_0 => (nibble(&block[2..], at) - 8.0) * half(block),
         F::Q4_1 => nibble(&block[4..], at) * half(block) + half(&block[2..]),
         F::Q5_0 => (nibble(&block[6..], at) + fifth(&block[2..], at) - 16.0) * half(block),
@@ -314,6 +334,9 @@ fn extreme_codes_and_numbers_do_not_overflow(isa: Isa) {
             for &at in halves_of(format) {
                 block[at..at + 2].copy_from_slice(&[0, 0x3c]); // 1
             }
+            if format == F::Mxfp4 {
+                block[0] = 127;
+            }
             let weight = QuantizedWeight::pack(format, &block, size, 1).expect("it fits");
             for row in [vec![127.0; size], vec![-127.0; size]] {
                 let mut out = [f32::NAN];
@@ -359,7 +382,11 @@ fn rows_of_the_weight_come_back() {
 fn memory_is_that_of_the_file() {
     for format in F::ALL {
         let layer = Layer::new(format, (1024, 64), 1);
-        let file = 1024 / format.block_size() * 64 * format.block_bytes();
+        let bytes = match format {
+            F::Mxfp4 => 21, // five bits instead of four
+            _ => format.block_bytes(),
+        };
+        let file = 1024 / format.block_size() * 64 * bytes;
         assert!(layer.weight.num_bytes() * 100 < file * 105, "{format:?}");
     }
 }
@@ -388,6 +415,14 @@ fn what_does_not_fit_is_refused() {
             assert_eq!(pack(F::Q4K, &data, 512, 3).err(), Some(expected));
         }
     }
+    let mut data = Random(1).blocks(F::Mxfp4, 6);
+    data[3 * F::Mxfp4.block_bytes()] = u8::MAX;
+    let expected = Error::Scale {
+        output: 1,
+        input: 32,
+    };
+    assert_eq!(pack(F::Mxfp4, &data, 64, 3).err(), Some(expected));
+    let data = Random(1).blocks(F::Q4K, 6);
     let groups = |codes: &[u8], scales: &[f32], size, shape| {
         QuantizedWeight::from_groups(codes, scales, None, size, shape).err()
     };

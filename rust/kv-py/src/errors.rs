@@ -94,7 +94,8 @@ pub(crate) fn raise_attention(error: cpu_kernels::Error) -> PyErr {
         | E::Isa { .. }
         | E::GroupSize(_)
         | E::Inputs { .. }
-        | E::Scale { .. } => ConfigError::new_err(text),
+        | E::Scale { .. }
+        | E::Weight { .. } => ConfigError::new_err(text),
         E::Length { .. }
         | E::Starts { .. }
         | E::SeqLen { .. }

@@ -1,6 +1,7 @@
 //! Linear layers on the CPU: weights that are packed once, and products of rows with them.
 
 use pyo3::buffer::{Element, PyUntypedBuffer};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::attention::CpuAttention;
@@ -31,6 +32,42 @@ impl PackedWeight {
             true => Self::pack::<u16>(py, weight),
             false => Self::pack::<f32>(py, weight),
         }
+    }
+
+    /// A weight of floats of 8 bits (E4M3 without infinities) times scales, kept so.
+    ///
+    /// `bytes` are uint8 `[out_features, in_features]`. Each `block` inputs of an output have one of `scales`, float32
+    /// `[out_features, blocks]`; the last block may be shorter. Inputs and blocks are multiples of 4. A block's products
+    /// are added up in float32, and their sum is multiplied with its scale.
+    ///
+    /// Raises `ValueError` for other shapes, and for a weight or scale that is not finite.
+    #[staticmethod]
+    fn from_float8(
+        py: Python<'_>,
+        bytes: &Bound<'_, PyAny>,
+        scales: &Bound<'_, PyAny>,
+        block: usize,
+    ) -> PyResult<Self> {
+        let (bytes, scales) = (
+            array::<u8>("bytes", bytes, 2)?,
+            array::<f32>("scales", scales, 2)?,
+        );
+        let (outputs, inputs) = (bytes.shape()[0], bytes.shape()[1]);
+        let expected = [outputs, inputs.div_ceil(block.max(1))];
+        if scales.shape() != expected {
+            return Err(PyValueError::new_err(format!(
+                "scales of shape {:?} do not fit weights of shape {:?} with block={block}: they must be {expected:?}",
+                scales.shape(),
+                bytes.shape(),
+            )));
+        }
+        let (bytes, scales) = (shared_slice(&bytes), shared_slice(&scales));
+        let packed = py.detach(|| {
+            cpu_kernels::PackedWeight::pack_float8(bytes, scales, block, (inputs, outputs))
+        });
+        Ok(Self {
+            weight: packed.map_err(|error| PyValueError::new_err(error.to_string()))?,
+        })
     }
 
     /// Copies the rows `outputs` of the weight, int64 `[T]`, to `out`, `[T, in_features]`.

@@ -12,8 +12,8 @@ use crate::memory::{shared_slice, unique_slice};
 
 /// A linear layer's weight of few bits, copied once into the layout that its products read; it is never expanded.
 ///
-/// `format` is ggml's: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K" or
-/// "Q6_K". `data` is uint8, flat, and may be read-only: the
+/// `format` is ggml's: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K" or
+/// "MXFP4", whose codes take 5 bits. `data` is uint8, flat, and may be read-only: the
 /// blocks of `[out_features, in_features]` weights as a GGUF file has them. The GIL is released during the copy.
 ///
 /// In the calls, `rows` are `[T, in_features]` and `out` is `[T, out_features]`, both C-contiguous, and both float32 or both

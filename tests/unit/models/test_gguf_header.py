@@ -10,6 +10,7 @@ import pytest
 from pyengine.errors import ModelLoadError
 from pyengine.models.gguf import converted_gguf
 from pyengine.models.gguf_header import read_header
+from pyengine.models.source import resolve_source
 from tests.unit.models.tiny_gguf import write_tiny_gguf
 
 SECONDS = 5
@@ -28,12 +29,18 @@ def content(tmp_path_factory):
 
 
 def refused(path, content, match):
+    """By the conversion, and where the weights would stay as they are."""
     path.write_bytes(content)
-    started = time.monotonic()
-    with pytest.raises(ModelLoadError, match=match) as caught:
-        converted_gguf(path)
-    assert time.monotonic() - started < SECONDS
-    assert str(path) in str(caught.value)
+    for opened in (converted_gguf, kept):
+        started = time.monotonic()
+        with pytest.raises(ModelLoadError, match=match) as caught:
+            opened(path)
+        assert time.monotonic() - started < SECONDS
+        assert str(path) in str(caught.value)
+
+
+def kept(path):
+    return resolve_source(path, keep_quantized=True)
 
 
 def gguf(*, tensors=1, values=0, rest=b""):

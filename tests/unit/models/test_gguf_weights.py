@@ -10,8 +10,8 @@ from torch import nn
 
 from pyengine.errors import ModelLoadError
 from pyengine.models import gguf_weights
+from pyengine.models.gguf_file import GGUFFile
 from pyengine.models.gguf_header import read_header
-from pyengine.models.gguf_weights import GGUFFile
 from pyengine.models.linear import FusedLinear, PackedEmbedding, PrepackedMLP, ProductLinear
 from pyengine.models.loader import checked_source, load_model, model_properties
 from pyengine.models.source import resolve_source
@@ -46,6 +46,7 @@ def weight_of(layer):
         ("llama", "Q4_K", 256),
         ("llama", "Q5_K", 256),
         ("llama", "Q6_K", 256),
+        ("llama", "MXFP4", 32),
         ("qwen2", "Q8_0", 32),
         ("gemma3", "Q8_0", 32),
     ],
@@ -164,12 +165,12 @@ def test_a_damaged_description_is_made_again(tmp_path):
     ("file", "message"),
     [
         ({"kind": "F16"}, ""),
-        ({"kind": "MXFP4"}, "MXFP4 cannot be kept"),
-        ({"kind": "Q8_0", "kinds": {"ffn_up.weight": "MXFP4"}}, "MXFP4 cannot be kept"),
+        ({"kind": "TQ2_0"}, "TQ2_0 cannot be kept"),
+        ({"kind": "Q8_0", "kinds": {"ffn_up.weight": "TQ2_0"}}, "TQ2_0 cannot be kept"),
     ],
 )
 def test_other_formats_are_converted_by_name(tmp_path, file, message, caplog):
-    write_tiny_gguf(tmp_path / "tiny.gguf", **file)
+    write_tiny_gguf(tmp_path / "tiny.gguf", hidden=256, **file)
     source = resolve_source(tmp_path / "tiny.gguf", keep_quantized=True)
     assert source.gguf is None and source.folder.parent.name == "models"
     assert message in caplog.text
@@ -202,7 +203,7 @@ def test_stored_blocks_are_those_of_one_file(tmp_path):
         write_tiny_gguf(path, kind="Q8_0", scale=scale)
         found.append(dict(model_properties(kept(path))))
     assert found[0]["config"] == found[1]["config"]
-    assert found[0]["file"] != found[1]["file"]
+    assert found[0]["files"] != found[1]["files"]
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_other_dtypes_and_settings_are_refused(tmp_path):
         (W4A16 | {"sparsity_config": {"format": "sparse-24"}}, "a sparsity_config"),
         (weights_of(num_bits=8), "num_bits=8"),
         (weights_of(strategy="tensor"), "strategy='tensor'"),
-        ({"quant_method": "fp8"}, "quant_method='fp8'"),
+        ({"quant_method": "fbgemm_fp8"}, "quant_method='fbgemm_fp8'"),
         ({}, "quant_method=None"),
     ],
 )

@@ -3,11 +3,16 @@
 import numpy as np
 
 VOCAB = 8
+EXPERT_SIZE = 3
+"""Neurons of an expert for each element of a hidden state, but for Mixtral's."""
 BLOCKS = {"Q4_K": (144, (0, 2), 3e-4), "Q5_K": (176, (0, 2), 3e-4), "Q6_K": (210, (208,), 5e-5)}
 """Bytes of a block of 256 numbers, where its scales are, and a scale of usual weights."""
 NORMS = {
     "llama": ("attn_norm", "ffn_norm"),
     "qwen2": ("attn_norm", "ffn_norm"),
+    "qwen2moe": ("attn_norm", "ffn_norm"),
+    "qwen3moe": ("attn_norm", "ffn_norm"),
+    "gpt-oss": ("attn_norm", "post_attention_norm"),
     "gemma3": ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"),
 }
 
@@ -25,12 +30,15 @@ def write_tiny_gguf(
     scale=1.0,
     template=None,
     has_head=False,
+    experts=0,
+    values=None,
 ):
     """A model with a byte-pair vocabulary of eight tokens; returns its tensors by name.
 
-    `kind` is ggml's type of the matrices, `kinds` that of some by their names without the layer;
-    vectors are F32. `template` is that of chats, or several with names. Without a head, the
-    embedding is it.
+    With `experts`, two of so many are chosen; a `llama` with experts is Mixtral. `kind` is ggml's
+    type of the matrices, `kinds` that of some by their names without the layer; vectors are F32.
+    `values` are more of the header. `template` is that of chats, or several with names. Without a
+    head, the embedding is it.
     """
     from gguf import GGMLQuantizationType, GGUFWriter, dequantize
 
@@ -45,10 +53,21 @@ def write_tiny_gguf(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(VOCAB)
-    if architecture == "gemma3":
+    if architecture in ("gemma3", "qwen3moe", "gpt-oss"):
         writer.add_key_length(hidden // heads)
         writer.add_value_length(hidden // heads)
+    if architecture in ("gemma3", "gpt-oss"):
         writer.add_sliding_window(16)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(2)
+        if architecture != "llama":
+            writer.add_expert_feed_forward_length(EXPERT_SIZE * hidden)
+    if architecture == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(hidden)
+    for key, value in (values or {}).items():
+        kinds_of_values = {str: "string", int: "uint32", float: "float32"}
+        getattr(writer, f"add_{kinds_of_values[type(value)]}")(f"{architecture}.{key}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["<|im_start|>", "<|im_end|>", "a", "b", "c", "ab", "bc", "abc"])
     writer.add_token_types([3, 3, 1, 1, 1, 1, 1, 1])
@@ -58,11 +77,12 @@ def write_tiny_gguf(
     if template is not None:
         writer.add_chat_template(template)
     tensors = {}
-    for name, shape in shapes(architecture, hidden, layers, has_head).items():
+    for name, shape in shapes(architecture, hidden, layers, has_head, experts).items():
         if name in left_out:
             continue
         asked = (kinds or {}).get(name.split(".", 2)[-1] if name[:4] == "blk." else name, kind)
-        found = GGMLQuantizationType[asked if len(shape) > 1 else "F32"]
+        is_float = len(shape) == 1 or name.endswith(".bias") or "_inp." in name
+        found = GGMLQuantizationType["F32" if is_float else asked]
         values = (scale * rng.standard_normal(shape)).astype(np.float32)
         data = quantized(rng, values, found)
         writer.add_tensor(name, data, raw_dtype=found)
@@ -74,21 +94,37 @@ def write_tiny_gguf(
     return tensors
 
 
-def shapes(architecture, hidden, layers, has_head):
+def shapes(architecture, hidden, layers, has_head, experts):
     """The shapes of the tensors."""
     layer = dict.fromkeys(NORMS[architecture], (hidden,))
     layer |= {name: (hidden, hidden) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
     layer |= {"ffn_gate": (2 * hidden, hidden), "ffn_up": (2 * hidden, hidden)}
     layer |= {"ffn_down": (hidden, 2 * hidden)}
-    if architecture == "gemma3":
+    if architecture in ("gemma3", "qwen3moe"):
         layer |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), (hidden // 2,))
+    if experts:
+        size = EXPERT_SIZE * hidden if architecture != "llama" else 2 * hidden
+        del layer["ffn_gate"], layer["ffn_up"], layer["ffn_down"]
+        layer |= dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), (experts, size, hidden))
+        layer |= {"ffn_down_exps": (experts, hidden, size), "ffn_gate_inp": (experts, hidden)}
+    if architecture == "qwen2moe":
+        layer |= dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp"), (hidden, hidden))
+        layer |= {"ffn_down_shexp": (hidden, hidden), "ffn_gate_inp_shexp": (hidden,)}
+    if architecture == "gpt-oss":
+        layer["attn_sinks"] = (2,)
     found = {"token_embd.weight": (VOCAB, hidden), "output_norm.weight": (hidden,)}
     if has_head:
         found["output.weight"] = (VOCAB, hidden)
     for number in range(layers):
         found |= {f"blk.{number}.{name}.weight": shape for name, shape in layer.items()}
-        if architecture == "qwen2":
+        if architecture in ("qwen2", "qwen2moe", "gpt-oss"):
             found |= {f"blk.{number}.attn_{name}.bias": (hidden,) for name in "qkv"}
+        if architecture == "gpt-oss":
+            found |= {f"blk.{number}.attn_output.bias": (hidden,)}
+            found |= {
+                f"blk.{number}.{name}.bias": layer[name][:-1] for name in layer if "exps" in name
+            }
+            found |= {f"blk.{number}.ffn_gate_inp.bias": (experts,)}
     return found
 
 
@@ -103,4 +139,4 @@ def quantized(rng, values, kind):
     for at in scales:
         small = (size * (1 + rng.random(len(blocks)))).astype("<f2")
         blocks[:, at : at + 2] = small.view(np.uint8).reshape(-1, 2)
-    return blocks.reshape(len(values), -1)
+    return blocks.reshape(*values.shape[:-1], -1)

@@ -1,0 +1,95 @@
+"""A GGUF file that is open: its header, and its tensors by ordinary reads.
+
+It is not mapped, so a file may be cut or removed later. One that changes while it is read is
+refused.
+"""
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine.errors import ModelLoadError
+from pyengine.models.gguf_header import GGUFTensor, read_header
+from pyengine.models.transformers_calls import load_errors
+
+Bytes = npt.NDArray[np.uint8]
+
+FLOATS = ("F32", "F16", "BF16")
+"""Types that are not quantised."""
+
+
+class UnsupportedGGUFError(ModelLoadError):
+    """A GGUF file whose weights cannot be kept quantised, with the reason."""
+
+
+class GGUFFile:
+    """An open GGUF file, its header and its tensors.
+
+    Raises `ModelLoadError` as `read_header` does, and for a file that is cut or changed after it
+    was opened.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._status = os.fstat(descriptor)
+        if not stat.S_ISREG(self._status.st_mode):
+            raise ModelLoadError(f"{path} is no regular file: name a GGUF file")
+        self.header = read_header(path, descriptor)
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path) -> "Iterator[GGUFFile]":
+        """The file at `path`; checks at the end that it is still the same."""
+        with load_errors(f"{path} cannot be read"), open(path, "rb", opener=_opened) as stream:
+            file = cls(path, stream.fileno())
+            yield file
+            file.check_unchanged()
+
+    def read(self, tensor: GGUFTensor, out: Bytes) -> None:
+        """Read the bytes of `tensor` into `out`."""
+        view, done = memoryview(out.data), 0
+        while done < len(view):
+            num_bytes = os.preadv(self._descriptor, [view[done:]], tensor.offset + done)
+            if num_bytes == 0:
+                raise ModelLoadError(
+                    f"{self.path} was cut while it was read: {tensor.name!r} has {done} of "
+                    f"{len(view)} bytes; get it again"
+                )
+            done += num_bytes
+
+    def check_unchanged(self) -> None:
+        """Raise if the file was written to since it was opened."""
+        now = os.fstat(self._descriptor)
+        before = self._status
+        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            raise ModelLoadError(
+                f"{self.path} was changed while it was read: load it again when it is complete"
+            )
+
+
+def _opened(path: str, flags: int) -> int:
+    """Open without waiting for the other end of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def file_digest(path: Path) -> bytes:
+    """The SHA-256 digest of a file."""
+    with load_errors(f"{path} cannot be read"), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def other_shape(
+    path: Path, name: str, shape: Sequence[int], expected: Sequence[int]
+) -> ModelLoadError:
+    """The refusal of a tensor of another shape than the header asks for."""
+    return ModelLoadError(
+        f"{path}: the weights {name} have the shape {list(shape)}, and its header asks for "
+        f"{list(expected)}: it is damaged, get it again"
+    )

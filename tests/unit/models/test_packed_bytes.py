@@ -1,0 +1,277 @@
+"""FP8 and W8A8 checkpoints: what a checkpoint says is what a layer multiplies by, in 8 bits."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from pyengine.errors import ConfigurationError, ModelLoadError
+from pyengine.models.cpu_kernels import Float8Product
+from pyengine.models.int8_linear import Int8Linear
+from pyengine.models.loader import load_model, model_properties
+from pyengine.models.packed_checkpoints import packed_layout
+from tests.unit.executor.hand_made import random_model
+
+NAN = 0x7F
+
+
+def compressed(kind, weights, rows=None):
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": rows}
+        },
+        "ignore": ["lm_head"],
+    }
+
+
+def eight(number, strategy, **more):
+    return {"num_bits": 8, "type": number, "symmetric": True, "strategy": strategy, **more}
+
+
+ROWS = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token", "symmetric": True}
+UP = "model.layers.0.mlp.up_proj"
+W8A8 = compressed("int-quantized", eight("int", "channel"), ROWS)
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+ONE = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+
+
+def scaled(numbers, scales, block=None):
+    """Numbers times their scales, one by one."""
+    if block is None:
+        return numbers * scales.float().reshape(-1, 1)
+    rows, columns = (torch.arange(size) // block for size in numbers.shape)
+    return numbers * scales.float()[rows][:, columns]
+
+
+def float8(shape, name, block=None, dtype=torch.float32):
+    """A layer of random floats of 8 bits: tensors and weight."""
+
+    def made(outputs, inputs):
+        codes = torch.randint(0, 256, (outputs, inputs), dtype=torch.uint8)
+        codes[(codes & NAN) == NAN] = 0
+        weight = codes.view(torch.float8_e4m3fn)
+        scales = ((0.5 + torch.rand(shape(outputs, inputs))) / 4096).to(dtype)
+        return {"weight": weight, name: scales}, scaled(weight.float(), scales, block)
+
+    return made
+
+
+def int8(shape, dtype=torch.bfloat16):
+    def made(outputs, inputs):
+        numbers = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+        scales = ((0.5 + torch.rand(shape(outputs, inputs))) / 512).to(dtype)
+        return {"weight": numbers, "weight_scale": scales}, scaled(numbers.float(), scales)
+
+    return made
+
+
+def save(folder, settings, made, family="llama", **sizes):
+    """A checkpoint of a random model; returns the weights of its packed layers by name."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 160, "intermediate_size": 272, "num_hidden_layers": 2, **sizes}
+    model = random_model(family, tie_word_embeddings=False, **sizes)
+    model.save_pretrained(folder)
+    tensors, weights = load_file(folder / "model.safetensors"), {}
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and name != "lm_head":
+            stored, weights[name] = made(module.out_features, module.in_features)
+            del tensors[f"{name}.weight"]
+            tensors |= {f"{name}.{own}": tensor for own, tensor in stored.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return weights
+
+
+def channel(outputs, _inputs):
+    return outputs, 1
+
+
+def one(*_sizes):
+    return (1,)
+
+
+def blocks(outputs, inputs):
+    return -(-outputs // 128), -(-inputs // 128)
+
+
+CASES = [
+    pytest.param(BLOCKS, float8(blocks, "weight_scale_inv", 128), "llama", id="FP8 in blocks"),
+    pytest.param(BLOCKS, float8(blocks, "weight_scale_inv", 128), "qwen2", id="with biases"),
+    pytest.param(ONE, float8(lambda *_: (), "weight_scale"), "llama", id="FP8, one scale"),
+    pytest.param(
+        compressed("float-quantized", eight("float", "tensor")),
+        float8(one, "weight_scale", dtype=torch.bfloat16),
+        "llama",
+        id="float-quantized, one scale",
+    ),
+    pytest.param(
+        compressed("float-quantized", eight("float", "channel")),
+        float8(channel, "weight_scale", dtype=torch.bfloat16),
+        "llama",
+        id="float-quantized by channels",
+    ),
+    pytest.param(
+        compressed("float-quantized", eight("float", "block", block_structure=[128, 128])),
+        float8(blocks, "weight_scale", 128),
+        "llama",
+        id="float-quantized in blocks",
+    ),
+    pytest.param(W8A8, int8(channel), "llama", id="W8A8"),
+    pytest.param(W8A8, int8(channel, torch.float32), "qwen2", id="W8A8 with biases"),
+    pytest.param(
+        compressed("int-quantized", eight("int", "tensor"), ROWS), int8(one), "llama", id="one"
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "made", "family"), CASES)
+@torch.inference_mode()
+def test_a_layer_multiplies_by_the_weight_of_the_checkpoint(tmp_path, settings, made, family):
+    weights = save(tmp_path, settings, made, family)
+    loaded = load_model(tmp_path, device="cpu")
+    assert len(weights) == 14
+    for name, weight in weights.items():
+        layer = loaded.model.get_submodule(name)
+        rows = torch.randn(9, weight.shape[1])
+        bias = layer(torch.zeros(1, weight.shape[1]))
+        found = layer(rows) - bias
+        expected = rows.double() @ weight.double().T
+        assert (found - expected).norm() / expected.norm() < 1e-4
+    assert loaded.quantization == packed_layout(settings).name
+    assert loaded.has_float_linears  # the head
+    assert loaded.model(torch.tensor([[3, 9, 27]])).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(("settings", "made", "family"), CASES[:1] + CASES[6:7])
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_in_every_batch(tmp_path, settings, made, family):
+    save(tmp_path, settings, made, family)
+    layer = load_model(tmp_path, device="cpu", dtype="bfloat16").model.model.layers[1]
+    for module in (layer.mlp, layer.self_attn.q_proj, layer.self_attn.o_proj):
+        rows = torch.randn(40, 160).bfloat16()
+        together = module(rows)
+        assert together.dtype == torch.bfloat16
+        for count in (1, 2, 6, 7, 33):
+            assert torch.equal(module(rows[-count:]), together[-count:])
+
+
+def test_weights_stay_in_8_bits(tmp_path):
+    save(tmp_path / "float8", BLOCKS, CASES[0].values[1])
+    layer = load_model(tmp_path / "float8", device="cpu").model.model.layers[0]
+    assert type(layer.mlp.down_proj.product) is Float8Product
+    save(tmp_path / "int8", W8A8, int8(channel))
+    layer = load_model(tmp_path / "int8", device="cpu").model.model.layers[0]
+    assert type(layer.mlp.down_proj) is Int8Linear
+    assert layer.mlp.down_proj.weight.dtype == torch.int8
+
+
+def test_stored_blocks_are_those_of_one_checkpoint(tmp_path):
+    """Also where the weights that are kept in 8 bits are all that differs."""
+    save(tmp_path, W8A8, int8(channel))
+    first = dict(model_properties(load_model(tmp_path, device="cpu")))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{UP}.weight"] += 1
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    second = dict(model_properties(load_model(tmp_path, device="cpu")))
+    assert {name for name in first if first[name] != second[name]} == {"files"}
+
+
+def test_float16_is_refused(tmp_path):
+    save(tmp_path, BLOCKS, CASES[0].values[1])
+    with pytest.raises(ConfigurationError, match=r"dtype='float16': .* \(FP8\) are multiplied in"):
+        load_model(tmp_path, device="cpu", dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (BLOCKS | {"fmt": "e5m2"}, "FP8 with fmt='e5m2'"),
+        (BLOCKS | {"weight_block_size": [128, 0]}, "FP8 with blocks of [128, 0]"),
+        (BLOCKS | {"weight_block_size": 128}, "FP8 with blocks of 128"),
+        (BLOCKS | {"weight_block_size": [1, 6]}, "FP8 with blocks of [1, 6]"),
+        (compressed("float-quantized", eight("float", "group")), "strategy='group'"),
+        (compressed("float-quantized", eight("float", "block")), "(FP8) with blocks of None"),
+        (compressed("float-quantized", eight("float", "tensor", num_bits=4)), "num_bits=4"),
+        (compressed("int-quantized", eight("int", "group"), ROWS), "strategy='group'"),
+        (compressed("int-quantized", eight("int", "channel", symmetric=False)), "zero points"),
+        (
+            compressed("int-quantized", eight("int", "channel"), ROWS | {"num_bits": 4}),
+            "activations of num_bits=4",
+        ),
+    ],
+)
+def test_other_layouts_are_named(settings, words):
+    found = packed_layout(settings)
+    assert isinstance(found, str) and words in found
+
+
+def without_scale(tensors):
+    del tensors[f"{UP}.weight_scale_inv"]
+
+
+def of_nan(tensors):
+    tensors[f"{UP}.weight"].view(torch.uint8)[3, 5] = NAN
+
+
+def of_infinity(tensors):
+    tensors[f"{UP}.weight_scale_inv"][2, 1] = np.inf
+
+
+def of_floats(tensors):
+    tensors[f"{UP}.weight"] = torch.zeros(272, 160)
+
+
+def of_other_blocks(tensors):
+    tensors[f"{UP}.weight_scale_inv"] = torch.ones(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_scale, rf"weights {UP}\.weight in .* are F8_E4M3, and weight_scale_inv, by which"),
+        (of_nan, rf"{UP} are damaged: the weight of output 3 for input 5 is not finite"),
+        (of_infinity, rf"{UP} are damaged: the scale of output 256 from input 128 on is not"),
+        (of_floats, rf"weights {UP}\.weight in .* are F32, and config\.json asks for F8_E4M3"),
+        (of_other_blocks, rf"{UP}\.weight_scale_inv in .* the shape \[2, 2\], .* for \[3, 2\]"),
+    ],
+)
+def test_damage_is_refused(tmp_path, change, message):
+    save(tmp_path, BLOCKS, CASES[0].values[1])
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(tmp_path, device="cpu")
+
+
+def test_scales_of_integers_that_are_not_finite_are_refused(tmp_path):
+    save(tmp_path, W8A8, int8(channel))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{UP}.weight_scale"][7] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"up_proj are damaged: a scale is not finite"):
+        load_model(tmp_path, device="cpu")
+
+
+def test_inputs_that_are_no_whole_words_are_refused(tmp_path):
+    save(tmp_path, BLOCKS, CASES[0].values[1], intermediate_size=270)
+    with pytest.raises(ModelLoadError, match=r"down_proj has 270 inputs .* no multiple of 4"):
+        load_model(tmp_path, device="cpu")
+
+
+def test_mixtures_of_experts_are_refused_by_name(tmp_path):
+    save(tmp_path, BLOCKS, CASES[0].values[1], "mixtral", num_local_experts=2)
+    tensors = load_file(tmp_path / "model.safetensors")
+    experts = [name for name in tensors if "experts" in name]
+    assert experts
+    for name in experts:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match="experts"):
+        load_model(tmp_path, device="cpu")
