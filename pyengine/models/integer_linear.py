@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -71,17 +72,35 @@ def _rounded(scales: torch.Tensor) -> torch.Tensor:
 def q8_0(weight: torch.Tensor) -> QuantizedWeight:
     """A weight in ggml's Q8_0: 8 bits, and a float16 scale for 32 inputs."""
     outputs, inputs = weight.shape
-    blocks = np.empty((outputs, inputs // GROUP, 2 + GROUP), np.uint8)
+    blocks = _blocks(outputs, inputs)
     start = 0
     for part in torch.split(weight.detach(), max(1, _AT_ONCE // inputs)):
         groups = part.float().view(len(part), -1, GROUP)
         scales = (groups.abs().amax(-1) / 127).half()
         units = groups / scales.float().clamp_min(torch.finfo(torch.float16).tiny)[..., None]
-        out = blocks[start : start + len(part)]
-        out[..., :2] = scales.numpy().view(np.uint8).reshape(*scales.shape, 2)
-        out[..., 2:] = units.round_().clamp_(-127, 127).to(torch.int8).numpy().view(np.uint8)
+        numbers = units.round_().clamp_(-127, 127).to(torch.int8)
+        _fill(blocks[start : start + len(part)], numbers, scales)
         start += len(part)
     return QuantizedWeight("Q8_0", blocks.reshape(-1).data, outputs, inputs)
+
+
+def q8_0_of_rows(numbers: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
+    """The same from int8 `[N, K]` and a scale for each output, `[N, 1]`, rounded to float16."""
+    outputs, inputs = numbers.shape
+    blocks = _blocks(outputs, inputs)
+    groups = numbers.view(outputs, -1, GROUP)
+    _fill(blocks, groups, scales.half().expand(outputs, groups.shape[1]))
+    return QuantizedWeight("Q8_0", blocks.reshape(-1).data, outputs, inputs)
+
+
+def _blocks(outputs: int, inputs: int) -> npt.NDArray[np.uint8]:
+    """Memory for the blocks of Q8_0: a scale and the integers of a group."""
+    return np.empty((outputs, inputs // GROUP, 2 + GROUP), np.uint8)
+
+
+def _fill(blocks: npt.NDArray[np.uint8], numbers: torch.Tensor, scales: torch.Tensor) -> None:
+    blocks[..., :2] = scales.contiguous().numpy().view(np.uint8).reshape(*scales.shape, 2)
+    blocks[..., 2:] = numbers.numpy().view(np.uint8)
 
 
 @torch.no_grad()

@@ -4,9 +4,8 @@ Layouts: https://github.com/vllm-project/compressed-tensors (`float_quantized`, 
 and that of DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 3.3), whose blocks of 128 by 128
 weights have a scale.
 
-Activations stay floats for FP8. For integers they get two digits of 8 bits a row
-(`models/int8_linear.py`), where the checkpoint asks for one: the product is nearer to that of
-floats.
+Activations stay floats for FP8. For integers they are rounded to 8 bits for each 32 inputs, where
+the checkpoint asks for a scale for the whole row: the product is nearer to that of floats.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +16,13 @@ import torch
 from torch import nn
 
 from pyengine.models.cpu_kernels import Float8Product, KernelProduct
-from pyengine.models.int8_linear import Int8Linear
-from pyengine.models.linear import ATTENTION, GATED, concatenated, replace_linears
+from pyengine.models.integer_linear import GROUP, q8_0_of_rows
 from pyengine.models.packed_layout import PackedLayout, Read, Shape, damaged_weights
-from pyengine.models.quantized_linear import joined_bias, replace_by_products
+from pyengine.models.quantized_linear import (
+    QuantizedProduct,
+    joined_bias,
+    replace_by_products,
+)
 
 _STRATEGIES = ("tensor", "channel", "block")
 _MULTIPLE = 4  # of inputs: the kernel has so many weights in a number
@@ -84,25 +86,23 @@ class _Int8(PackedLayout):
 
     def unfit(self, outputs: int, inputs: int) -> str:
         """See `PackedLayout.unfit`."""
-        return ""
+        return f"no multiple of {GROUP}" if inputs % GROUP else ""
 
     def replace(
         self, model: Any, linears: Mapping[nn.Module, str], read: Read, dtype: torch.dtype
     ) -> None:
         """See `PackedLayout.replace`."""
 
-        def made(layers: Sequence[nn.Linear]) -> nn.Module:
+        def product(layers: Sequence[nn.Linear]) -> QuantizedProduct:
             parts = [(own("weight"), own("weight_scale").float()) for own in map(read, layers)]
             numbers = torch.cat([weight for weight, _ in parts])
             scales = torch.cat(
                 [scale.reshape(-1, 1).expand(len(weight), 1) for weight, scale in parts]
             )
             with damaged_weights(linears, layers):
-                if not scales.isfinite().all():
-                    raise ValueError("a scale is not finite")
-            return Int8Linear(concatenated(layers), (numbers, scales))
+                return QuantizedProduct(q8_0_of_rows(numbers, scales), dtype, joined_bias(layers))
 
-        replace_linears(model, lambda module: module in linears, made, (ATTENTION, GATED))
+        replace_by_products(model, lambda module: module in linears, product)
 
 
 def int8_layout(group: Mapping[str, Any]) -> PackedLayout | str:

@@ -29,7 +29,6 @@ from pyengine.attention.flex import FlexBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.attention.varlen import CudnnBackend, VarlenBackend
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool, kv_cache_specs
-from pyengine.models.int8_linear import Int8Linear, digits
 from pyengine.models.linear import PrepackedLinear
 from pyengine.models.rotary import take_over_rotations
 from tests.gpu.models import FAMILIES, random_model
@@ -154,8 +153,6 @@ def test_products_give_the_strides_that_their_fakes_promise(
     lead: tuple[int, ...], product: Any
 ) -> None:
     gate, up = (PrepackedLinear(nn.Linear(32, 48), product) for _ in range(2))
-    products = Int8Linear(nn.Linear(32, 48))
-    numbers, _ = digits(torch.randn(6, 32), products.encoding)
     for rows in (
         torch.randn(*lead, 32),
         torch.randn(*lead, 64)[..., ::2],
@@ -165,7 +162,6 @@ def test_products_give_the_strides_that_their_fakes_promise(
         calls = [
             (ours.prepacked_linear.default, (rows, up.number, 48)),
             (ours.prepacked_gated.default, (rows, up.number, gate.number, 48)),
-            (ours.int8_product.default, (numbers, products._number, 48)),
             (ours.kept.default, (rows,)),
         ]
         for operator, arguments in calls:

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from pyengine.attention.flex import FlexBackend
 from pyengine.errors import ConfigurationError
 from pyengine.executor import compiled
-from pyengine.models.int8_linear import quantise_linears
+from pyengine.models.integer_linear import quantise_linears
 from tests.support.soak import soak_only
 from tests.unit.executor.hand_made import Entry, HandMadePlan, PagedRun, random_model
 
@@ -96,10 +96,9 @@ def test_prefills_go_by_the_same_graphs(family, monkeypatch):
     assert counters["stats"]["unique_graphs"] == 2
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 def test_layers_in_8_bit_integers_are_in_the_same_two_graphs():
     model = random_model("llama", num_hidden_layers=2)
-    quantise_linears(model)
+    quantise_linears(model, "int8")
     plain = PagedRun(model, num_blocks=90)
     expected = [decode(plain, lengths) for lengths in BATCHES]
     run = PagedRun(model, num_blocks=90)

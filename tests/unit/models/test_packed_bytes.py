@@ -10,7 +10,6 @@ from torch import nn
 
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.cpu_kernels import Float8Product
-from pyengine.models.int8_linear import Int8Linear
 from pyengine.models.loader import load_model, model_properties
 from pyengine.models.packed_checkpoints import packed_layout
 from tests.unit.executor.hand_made import random_model
@@ -73,7 +72,7 @@ def int8(shape, dtype=torch.bfloat16):
 def save(folder, settings, made, family="llama", **sizes):
     """A checkpoint of a random model; returns the weights of its packed layers by name."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 160, "intermediate_size": 272, "num_hidden_layers": 2, **sizes}
+    sizes = {"hidden_size": 160, "intermediate_size": 288, "num_hidden_layers": 2, **sizes}
     model = random_model(family, tie_word_embeddings=False, **sizes)
     model.save_pretrained(folder)
     tensors, weights = load_file(folder / "model.safetensors"), {}
@@ -142,7 +141,8 @@ def test_a_layer_multiplies_by_the_weight_of_the_checkpoint(tmp_path, settings, 
         bias = layer(torch.zeros(1, weight.shape[1]))
         found = layer(rows) - bias
         expected = rows.double() @ weight.double().T
-        assert (found - expected).norm() / expected.norm() < 1e-4
+        error = 0.01 if settings.get("format") == "int-quantized" else 1e-4  # rows in 8 bits
+        assert (found - expected).norm() / expected.norm() < error
     assert loaded.quantization == packed_layout(settings).name
     assert loaded.has_float_linears  # the head
     assert loaded.model(torch.tensor([[3, 9, 27]])).logits.isfinite().all()
@@ -167,8 +167,7 @@ def test_weights_stay_in_8_bits(tmp_path):
     assert type(layer.mlp.down_proj.product) is Float8Product
     save(tmp_path / "int8", W8A8, int8(channel))
     layer = load_model(tmp_path / "int8", device="cpu").model.model.layers[0]
-    assert type(layer.mlp.down_proj) is Int8Linear
-    assert layer.mlp.down_proj.weight.dtype == torch.int8
+    assert layer.mlp.down_proj.product.format == "Q8_0"
 
 
 def test_stored_blocks_are_those_of_one_checkpoint(tmp_path):
@@ -224,7 +223,7 @@ def of_infinity(tensors):
 
 
 def of_floats(tensors):
-    tensors[f"{UP}.weight"] = torch.zeros(272, 160)
+    tensors[f"{UP}.weight"] = torch.zeros(288, 160)
 
 
 def of_other_blocks(tensors):
@@ -255,13 +254,18 @@ def test_scales_of_integers_that_are_not_finite_are_refused(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[f"{UP}.weight_scale"][7] = torch.nan
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelLoadError, match=r"up_proj are damaged: a scale is not finite"):
+    with pytest.raises(ModelLoadError, match=r"up_proj are damaged: .*not finite"):
         load_model(tmp_path, device="cpu")
 
 
-def test_inputs_that_are_no_whole_words_are_refused(tmp_path):
-    save(tmp_path, BLOCKS, CASES[0].values[1], intermediate_size=270)
-    with pytest.raises(ModelLoadError, match=r"down_proj has 270 inputs .* no multiple of 4"):
+@pytest.mark.parametrize(
+    ("case", "inputs", "message"),
+    [(0, 270, "270 inputs .* no multiple of 4"), (6, 272, "272 inputs .* no multiple of 32")],
+)
+def test_inputs_of_other_numbers_are_refused(tmp_path, case, inputs, message):
+    settings, made, _ = CASES[case].values
+    save(tmp_path, settings, made, intermediate_size=inputs)
+    with pytest.raises(ModelLoadError, match=f"down_proj has {message}"):
         load_model(tmp_path, device="cpu")
 
 
