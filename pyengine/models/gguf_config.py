@@ -114,7 +114,7 @@ def _gpt_oss_config(header: GGUFHeader) -> Any:
         **sizes,
         **tokens,
         vocab_size=shapes["token_embd.weight"][0],
-        rope_parameters=_gpt_oss_rope(header),
+        rope_parameters=dict(_gpt_oss_rope(header)),
         tie_word_embeddings="output.weight" not in shapes,
         architectures=["GptOssForCausalLM"],
     )

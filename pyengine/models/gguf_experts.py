@@ -58,7 +58,7 @@ def add_experts(
             raise UnsupportedGGUFError(f"the experts {tensor.name} are {type(module).__name__}")
         found[name] = ExpertTensors(mixture)
     experts = found[name]
-    shape = experts.mixture.shapes[kind]
+    shape: tuple[int, ...] = experts.mixture.shapes[kind]
     if own == "bias":
         if not experts.mixture.has_biases:
             raise UnsupportedGGUFError(f"{tensor.name} is a bias, which the experts have not")

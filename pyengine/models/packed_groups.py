@@ -20,7 +20,12 @@ from torch import nn
 from pyengine.errors import ModelLoadError
 from pyengine.kv_cache import QuantizedWeight
 from pyengine.models.packed_layout import PackedLayout, Read, Shape, damaged_weights
-from pyengine.models.quantized_linear import QuantizedProduct, joined_bias, replace_by_products
+from pyengine.models.quantized_linear import (
+    QuantizedProduct,
+    ReorderedProduct,
+    joined_bias,
+    replace_by_products,
+)
 
 _BITS = 4
 _CODES_PER_WORD = 8
@@ -118,9 +123,9 @@ class _GroupLayout(PackedLayout):
             group_size=size,
         )
         order = parts[0].order
-        return QuantizedProduct(
-            packed, dtype, bias, None if order is None else torch.from_numpy(order)
-        )
+        if order is None:
+            return QuantizedProduct(packed, dtype, bias)
+        return ReorderedProduct(packed, dtype, bias, torch.from_numpy(order))
 
 
 class _AWQ(_GroupLayout):

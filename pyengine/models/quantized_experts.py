@@ -121,7 +121,7 @@ class QuantizedExperts(nn.Module):
         tokens = order // indices.shape[1]
         factors = weights.reshape(-1)[order].float()
         sums = torch.zeros(rows.shape, dtype=torch.float32)
-        found, counts = numbers.unique_consecutive(return_counts=True)
+        found, counts = torch.unique_consecutive(numbers, return_counts=True)
         start = 0
         for number, count in zip(found.tolist(), counts.tolist(), strict=True):
             part = slice(start, start + count)

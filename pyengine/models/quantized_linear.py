@@ -27,18 +27,13 @@ from pyengine.utils.host_copy import cpu_array
 class QuantizedProduct(KernelProduct):
     """Products with one quantised weight. `dtype` is that of rows and results.
 
-    `order` are the inputs in the order in which the weight has them, if that is not their own.
     A row has the same bits in every batch. Layers with the same weight can share it.
     """
 
     def __init__(
-        self,
-        packed: QuantizedWeight,
-        dtype: torch.dtype,
-        bias: torch.Tensor | None = None,
-        order: torch.Tensor | None = None,
+        self, packed: QuantizedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> None:
-        self._packed, self._order = packed, order
+        self._packed = packed
         self._bias = None if bias is None else cpu_array(bias.detach().float().contiguous())
         self._threads = kernel_threads(torch.get_num_threads())
         self.weight = torch.empty(packed.shape, dtype=dtype, device="meta")
@@ -48,20 +43,37 @@ class QuantizedProduct(KernelProduct):
         """The name of the weight's format, as in GGUF files: `Q4_K`."""
         return str(self._packed.format)
 
+    def can_gate(self, gate: object) -> bool:
+        """See `KernelProduct.can_gate`."""
+        same = isinstance(gate, QuantizedProduct) and self.format == gate.format
+        return same and super().can_gate(gate)
+
+
+class ReorderedProduct(QuantizedProduct):
+    """The same with a weight whose inputs are in another order: `order` are their numbers."""
+
+    def __init__(
+        self,
+        packed: QuantizedWeight,
+        dtype: torch.dtype,
+        bias: torch.Tensor | None,
+        order: torch.Tensor,
+    ) -> None:
+        super().__init__(packed, dtype, bias)
+        self._order = order
+
     @property
     def takes_rows(self) -> bool:
         """See `KernelProduct.takes_rows`."""
-        return self._order is None
+        return False
 
-    def can_gate(self, gate: object) -> bool:
+    def can_gate(self, _gate: object) -> bool:
         """See `KernelProduct.can_gate`."""
-        if not isinstance(gate, QuantizedProduct) or self.format != gate.format:
-            return False
-        return super().can_gate(gate) and self.takes_rows and gate.takes_rows
+        return False
 
     def _arrays(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         flat, out = super()._arrays(rows)
-        return (flat if self._order is None else flat.index_select(1, self._order)), out
+        return flat.index_select(1, self._order), out
 
 
 def replace_by_products(
