@@ -51,15 +51,18 @@ class Wrapper:
     def plan(self, *_: object, **__: object) -> None:
         """As flashinfer's."""
 
-    def run(self, query: torch.Tensor, _cache: object, **_: object) -> torch.Tensor:
+    def run(
+        self, query: torch.Tensor, _cache: object, *, return_lse: bool = False, **_: object
+    ) -> object:
         """As flashinfer's."""
-        return query
+        return (query, query[..., 0]) if return_lse else query
 
 
 LIBRARY = SimpleNamespace(
     BatchDecodeWithPagedKVCacheWrapper=Wrapper,
     BatchPrefillWithPagedKVCacheWrapper=Wrapper,
     fast_decode_plan=lambda *_, **__: None,
+    merge_state_in_place=lambda *_: None,
 )
 
 

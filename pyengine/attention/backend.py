@@ -226,9 +226,13 @@ class AttentionBackend(ABC):
     def plan(self, inputs: StepInputs) -> AttentionPlan:
         """Prepare a step: called once, before the first layer."""
 
-    def outweighs_graph(self, _inputs: StepInputs) -> bool:
-        """True if a decode step is faster by `plan` than by the replay of a graph."""
+    def is_worth_sharing(self, _inputs: StepInputs) -> bool:
+        """True if a decode step is faster by a `sharing_graph_plan` than by a `graph_plan`."""
         return False
+
+    def sharing_graph_plan(self, _inputs: StepInputs) -> GraphPlan | None:
+        """A `graph_plan` that reads shared blocks once; None: there is none for such a batch."""
+        return None
 
     def graph_plan(self, inputs: StepInputs) -> GraphPlan:
         """Prepare a decode step, one token per sequence, that is to be captured.

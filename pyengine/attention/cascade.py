@@ -1,47 +1,36 @@
-"""Blocks that sequences of a step share, as levels whose blocks a kernel reads once each.
+"""Blocks that sequences of a step share, for a kernel that reads them once.
 
-Rows attend to the prefixes of each level, then to the rest of their own sequence, and the results
-are merged by their logarithms of sums.
+Rows attend to the prefix that they share with others, then to the rest of their own sequence, and
+the results are merged by their logarithms of sums.
 """
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from pyengine.attention.backend import Int32Array, StepInputs
 from pyengine.attention.paged import PageTable, cumulative
 
-_LEVELS = 2
-"""The most levels; each takes some launches in every layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """Prefixes that do not overlap, one after the other.
-
-    `rows` are the tokens of the step that attend to them, int64 `[R]`, those of prefix `p` at
-    `starts[p] : starts[p + 1]`. `lengths` are the tokens of each prefix, in whole `pages`.
-    """
-
-    rows: npt.NDArray[np.int64]
-    starts: Int32Array
-    lengths: Int32Array
-    pages: PageTable
+MOST_PREFIXES = 32
+"""The most prefixes of a step; a graph has memory for so many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
-    """The shared blocks of a step in one layer group.
+    """The shared prefixes of a step in one layer group. Each starts with its sequences.
 
-    `own_blocks` `[B]` is the number of leading blocks of each sequence that are in a level. The KV
-    of `saved_tokens` is read less often, by any kernel that reads levels once.
+    `rows` are the tokens of the step that attend to them, int64 `[R]`, those of prefix `p` at
+    `starts[p] : starts[p + 1]`. `lengths` are the tokens of each prefix, in whole `pages`.
+    `own_blocks` `[B]` is the number of leading blocks of each sequence that are in a prefix. The KV
+    of `saved_tokens` is read less often.
     """
 
     group: int
-    levels: list[Level]
+    rows: npt.NDArray[np.int64]
+    starts: Int32Array
+    lengths: Int32Array
+    pages: PageTable
     own_blocks: Int32Array
     saved_tokens: int
 
@@ -55,56 +44,58 @@ def most_saved_tokens(inputs: StepInputs, block_size: int) -> int:
 
 
 def cascade_of(inputs: StepInputs, block_size: int) -> Cascade | None:
-    """The levels of a step; None: its sequences share no blocks."""
+    """The prefixes of a step that save most; None: its sequences share no blocks."""
     shared = inputs.shared
     if shared is None or not len(shared.prefixes):
         return None
     tables = inputs.host_block_tables[shared.group]
-    spans: list[list[tuple[Int32Array, Int32Array]]] = [[] for _ in range(_LEVELS)]
-    depths: list[int] = []
+    chosen = _chosen(shared.prefixes.tolist())
     own_blocks = np.zeros(len(inputs.host_seq_lens), dtype=np.int32)
-    saved = 0
-    for begin, end, first, last, parent in shared.prefixes.tolist():
-        depth = depths[parent] + 1 if parent >= 0 else 0
-        depths.append(depth)
-        if depth >= _LEVELS:
-            continue
-        sequences = shared.order[begin:end]
-        spans[depth].append((sequences, tables[sequences[0], first:last]))
-        own_blocks[sequences] = last
-        saved += (end - begin - 1) * (last - first) * block_size
-    levels = [_level(inputs, prefixes, block_size) for prefixes in spans if prefixes]
-    return Cascade(shared.group, levels, own_blocks, saved)
-
-
-def _level(
-    inputs: StepInputs, prefixes: list[tuple[Int32Array, Int32Array]], block_size: int
-) -> Level:
+    for begin, end, blocks in chosen:
+        own_blocks[shared.order[begin:end]] = blocks
     starts, counts = inputs.host_query_start_loc, np.diff(inputs.host_query_start_loc)
-    sequences = np.concatenate([own for own, _ in prefixes])
+    sequences = np.concatenate([shared.order[begin:end] for begin, end, _ in chosen])
     rows_of = counts[sequences]
     within = np.arange(rows_of.sum()) - np.repeat(rows_of.cumsum() - rows_of, rows_of)
-    rows = np.repeat(starts[sequences], rows_of) + within
-    blocks = np.array([len(pages) for _, pages in prefixes], dtype=np.int32)
-    return Level(
-        rows=rows.astype(np.int64),
-        starts=cumulative(np.array([counts[own].sum() for own, _ in prefixes])),
-        lengths=blocks * block_size,
-        pages=PageTable(
-            indptr=cumulative(blocks),
-            indices=np.concatenate([pages for _, pages in prefixes]),
-            last_page_len=np.full(len(prefixes), block_size, dtype=np.int32),
+    blocks_of = np.array([blocks for *_, blocks in chosen], dtype=np.int32)
+    return Cascade(
+        group=shared.group,
+        rows=(np.repeat(starts[sequences], rows_of) + within).astype(np.int64),
+        starts=cumulative(
+            np.array([counts[shared.order[begin:end]].sum() for begin, end, _ in chosen])
         ),
+        lengths=blocks_of * block_size,
+        pages=PageTable(
+            indptr=cumulative(blocks_of),
+            indices=np.concatenate(
+                [tables[shared.order[begin], :blocks] for begin, _, blocks in chosen]
+            ),
+            last_page_len=np.full(len(chosen), block_size, dtype=np.int32),
+        ),
+        own_blocks=own_blocks,
+        saved_tokens=sum((end - begin - 1) * blocks for begin, end, blocks in chosen) * block_size,
     )
 
 
-def merged(
-    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two sets of keys, from attention over each.
+def _chosen(prefixes: list[list[int]]) -> list[tuple[int, int, int]]:
+    """The prefixes of which no sequence has two: (begin, end, leading blocks) each.
 
-    `out` and `other` are `[R, heads, d]`, the logarithms of sums float32 `[R, heads]` in base 2.
+    A prefix is worth the blocks from the start of its sequences, once for each sequence but one. It
+    is chosen if no prefixes below it are worth more together.
     """
-    share = torch.sigmoid((other_lse - lse) * math.log(2))[..., None]
-    both = torch.lerp(out.float(), other.float(), share)
-    return both.to(out.dtype), torch.logaddexp2(lse, other_lse)
+    worth_below, is_chosen = [0] * len(prefixes), [False] * len(prefixes)
+    for at in range(len(prefixes) - 1, -1, -1):  # parents come first
+        begin, end, _, last, parent = prefixes[at]
+        own = (end - begin - 1) * last
+        is_chosen[at] = own >= worth_below[at]
+        if parent >= 0:
+            worth_below[parent] += max(own, worth_below[at])
+    is_covered = [False] * len(prefixes)
+    chosen = []
+    for at, (begin, end, _, last, parent) in enumerate(prefixes):
+        is_below = parent >= 0 and is_covered[parent]
+        is_covered[at] = is_below or is_chosen[at]
+        if is_chosen[at] and not is_below:
+            chosen.append((begin, end, last))
+    chosen.sort(key=lambda prefix: (prefix[0] + 1 - prefix[1]) * prefix[2])  # most saved first
+    return sorted(chosen[:MOST_PREFIXES])

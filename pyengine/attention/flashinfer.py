@@ -10,7 +10,7 @@ are added from the logarithm of the sum under the softmax, which is in base 2 he
 import importlib
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionOptions, Rows, StepInputs
-from pyengine.attention.cascade import Cascade, Level, cascade_of, merged, most_saved_tokens
+from pyengine.attention.cascade import MOST_PREFIXES, Cascade, cascade_of, most_saved_tokens
 from pyengine.attention.needs import (
     FLOAT8_DTYPES,
     AttentionNeeds,
@@ -32,6 +32,7 @@ from pyengine.attention.paged import (
     KVWriter,
     PageTable,
     apply_sinks,
+    cumulative,
     leading_decodes,
     page_table,
     window_left,
@@ -107,15 +108,93 @@ class GraphPages:
         self._memory[: len(packed)].copy_(upload(packed, self._memory.device))
 
 
+class GraphPrefixes:
+    """The shared prefixes of a decode step on the device, in memory that stays in place.
+
+    The rows of a prefix must be adjacent: `rows` `[B]` is the order in which the kernel reads the
+    step's rows, `places` `[B]` the way back. `is_shared` `[B]` are the rows that have a prefix. The
+    others come last and read the null block: the kernel reads the same number of rows in every
+    step. `size` prefixes are planned, of which some may have no rows.
+    """
+
+    def __init__(self, memory: "PrefixMemory", batch: int) -> None:
+        self.size = _most_prefixes(batch) + 1
+        self._batch = batch
+        self._rows = memory.rows[: 9 * batch]
+        words = self._rows[: 8 * batch].view(torch.int32)
+        self.rows, self.places = words[:batch], words[batch:]
+        self.is_shared = self._rows[8 * batch :].view(torch.bool)
+        self.buffers = {
+            "qo_indptr_buf": memory.starts[: self.size + 1],
+            "paged_kv_indptr_buf": memory.indptr[: self.size + 1],
+            "paged_kv_indices_buf": memory.indices,
+            "paged_kv_last_page_len_buf": memory.last_page_len[: self.size],
+        }
+
+    def fill(self, cascade: Cascade | None, null_block: int, block_size: int) -> "_Rows":
+        """Copy the order of the rows to the device; returns the rows and pages to plan."""
+        shared = np.zeros(0, np.int64) if cascade is None else cascade.rows
+        is_shared = np.zeros(self._batch, np.bool_)
+        is_shared[shared] = True
+        rows = np.concatenate((shared, np.flatnonzero(~is_shared))).astype(np.int32)
+        places = np.empty_like(rows)
+        places[rows] = np.arange(self._batch, dtype=np.int32)
+        packed = np.concatenate([array.view(np.uint8) for array in (rows, places, is_shared)])
+        self._rows.copy_(upload(packed, self._rows.device))
+        return _with_rest(cascade, self.size, self._batch, null_block, block_size)
+
+
+def _with_rest(
+    cascade: Cascade | None, size: int, batch: int, null_block: int, block_size: int
+) -> "_Rows":
+    """The prefixes of `cascade`, others without rows, and one for the rest of the rows."""
+    counts, blocks = np.zeros(size, np.int32), np.zeros(size, np.int32)
+    indices = np.full(1, null_block, np.int32)
+    if cascade is not None:
+        used = len(cascade.lengths)
+        counts[:used], blocks[:used] = np.diff(cascade.starts), cascade.lengths // block_size
+        indices = np.concatenate((cascade.pages.indices, indices))
+    counts[-1], blocks[-1] = batch - counts.sum(), 1
+    pages = PageTable(cumulative(blocks), indices, np.full(size, block_size, np.int32))
+    return _Rows(cumulative(counts), blocks * block_size, pages)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMemory:
+    """The memory of `GraphPrefixes`, the same for graphs of all sizes."""
+
+    rows: torch.Tensor
+    starts: torch.Tensor
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: int, width: int, device: torch.device) -> "PrefixMemory":
+        """Memory for `batch` rows, and prefixes of up to `width` pages."""
+        size = _most_prefixes(batch) + 1
+        starts, indptr, indices, last_page_len = (
+            torch.zeros(length, dtype=torch.int32, device=device)
+            for length in (size + 1, size + 1, size * width, size)
+        )
+        rows = torch.zeros(9 * batch, dtype=torch.uint8, device=device)
+        return cls(rows, starts, indptr, indices, last_page_len)
+
+
+def _most_prefixes(batch: int) -> int:
+    """The most shared prefixes of `batch` sequences, two of them or more each."""
+    return min(MOST_PREFIXES, batch // 2)
+
+
 _LEAST_WORKSPACE = 16 << 20
 _INT_WORKSPACE = 8 << 20  # bytes of a wrapper's plan on the device
 _HEAD_DIMS = (64, 128, 256)
 _COMPANIONS = {"tvm_ffi": "apache-tvm-ffi", "requests": "requests"}
 """Modules that flashinfer imports, and the packages that have them."""
 _LN2 = math.log(2)
-_WORTH_A_CASCADE = 8 << 30
+_WORTH_A_CASCADE = 2 << 30
 """Bytes of KV that shared blocks save in a step, from which they are read once. An estimate: what
-the launches of a step without a graph take, at 3 TB/s."""
+five more kernels in each layer take, at 3 TB/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +211,21 @@ class _Kind:
     scaling: float
 
 
-def workspace_bytes(kind: _Kind, processors: int, most_decodes: int) -> int:
+def workspace_bytes(kind: _Kind, processors: int, most_decodes: int, most_prefixes: int = 0) -> int:
     """Bytes of the kernels' workspace for sequences whose keys are split over several blocks.
 
     flashinfer splits keys as long as that keeps a GPU of `processors` busy, and in a graph reserves
     a part for each of `most_decodes` sequences. A part is a tile of rows by all query heads, in
-    float32, with the logarithm of its sum (`PrefillPlan` in its `scheduler.cuh`).
+    float32, with the logarithm of its sum (`PrefillPlan` in its `scheduler.cuh`). Where the decodes
+    read `most_prefixes` of several sequences, a tile has up to 128 rows.
     """
     group = kind.query_heads // kind.kv_heads
     decode_tile = 16 if group <= 16 else 64 if group <= 64 else 128
     split = 2 * processors // kind.kv_heads
     in_graph = -(-most_decodes * group // decode_tile) + most_decodes
     rows = max(split * 128, max(split, in_graph) * decode_tile)
+    if most_prefixes:
+        rows = max(rows, most_decodes * group + 128 * most_prefixes)
     return max(_LEAST_WORKSPACE, 4 * kind.query_heads * rows * (kind.head_dim + 1) + 1024)
 
 
@@ -163,8 +245,9 @@ class FlashInferBackend(AttentionBackend):
         self._workspace = torch.empty(0, dtype=torch.uint8, device=pool.device)
         self._processors = 1
         self._wrappers: dict[tuple[str, _Kind], Any] = {}
-        self._int_workspaces: dict[_Kind, torch.Tensor] = {}
-        self._pages: dict[int, torch.Tensor] = {}
+        self._int_workspaces: dict[tuple[str, _Kind], torch.Tensor] = {}
+        self._pages: dict[tuple[int, bool], torch.Tensor] = {}
+        self._prefixes: PrefixMemory | None = None
         full = [group for group, window in enumerate(pool.groups.windows) if window is None]
         self.shared_group = full[0] if full else None
         self._token_bytes = sum(  # of layers that may share
@@ -212,6 +295,19 @@ class FlashInferBackend(AttentionBackend):
         """
         return FlashInferGraphPlan(self, inputs)
 
+    def sharing_graph_plan(self, inputs: StepInputs) -> "FlashInferGraphPlan | None":
+        """The same, for steps whose shared blocks are read once."""
+        _, batch, width = inputs.block_tables.shape
+        if not _most_prefixes(batch):
+            return None
+        if self._prefixes is None or len(self._prefixes.rows) < 9 * batch:
+            self._prefixes = PrefixMemory.of(batch, width, self.pool.device)
+        return FlashInferGraphPlan(self, inputs, GraphPrefixes(self._prefixes, batch))
+
+    def shares(self, kind: _Kind) -> bool:
+        """True for layers that see all blocks of a shared prefix."""
+        return kind.group == self.shared_group and kind.window is None
+
     def cascade(self, inputs: StepInputs) -> Cascade | None:
         """The shared blocks of a step, if it is worth it to read them once."""
         size = self.pool.block_size
@@ -222,8 +318,8 @@ class FlashInferBackend(AttentionBackend):
             return None
         return cascade
 
-    def outweighs_graph(self, inputs: StepInputs) -> bool:
-        """See `AttentionBackend.outweighs_graph`."""
+    def is_worth_sharing(self, inputs: StepInputs) -> bool:
+        """See `AttentionBackend.is_worth_sharing`."""
         return self.cascade(inputs) is not None
 
     def decoder(self, kind: _Kind) -> Any:
@@ -234,9 +330,9 @@ class FlashInferBackend(AttentionBackend):
         """The wrapper for all others."""
         return self._wrapper("prefills", kind, "auto")
 
-    def sharer(self, kind: _Kind, level: int) -> Any:
-        """The wrapper for the shared prefixes of a level."""
-        return self._wrapper(f"level {level}", kind, "auto")
+    def sharer(self, kind: _Kind) -> Any:
+        """The wrapper for shared prefixes."""
+        return self._wrapper("prefixes", kind, "auto")
 
     def _wrapper(self, role: str, kind: _Kind, kernels: str) -> Any:
         wrapper = self._wrappers.get((role, kind))
@@ -258,26 +354,46 @@ class FlashInferBackend(AttentionBackend):
             paged_kv_indices_buffer=pages.indices,
             paged_kv_last_page_len_buffer=pages.last_page_len,
         )
-        if kind not in self._int_workspaces:
-            self._int_workspaces[kind] = torch.empty(
-                _INT_WORKSPACE, dtype=torch.uint8, device=self.pool.device
-            )
-        wrapper.reset_workspace_buffer(workspace, self._int_workspaces[kind])
+        wrapper.reset_workspace_buffer(workspace, self._int_workspace("decodes", kind))
         return wrapper
 
-    def graph_pages(self, group: int, batch: int, width: int) -> GraphPages:
-        """Memory for the pages of a group in a graph, the same for graphs of all sizes."""
-        size = GraphPages.size(batch, width)
-        if group not in self._pages or len(self._pages[group]) < size:
-            self._pages[group] = torch.zeros(size, dtype=torch.int32, device=self.pool.device)
-        return GraphPages(self._pages[group], batch)
+    def graph_sharer(self, kind: _Kind, prefixes: GraphPrefixes, batch: int) -> Any:
+        """A wrapper for a graph of `batch` rows that reads `prefixes`."""
+        workspace = self._workspace_for(kind, batch, prefixes.size)
+        wrapper = self.library.BatchPrefillWithPagedKVCacheWrapper(
+            workspace, "NHD", use_cuda_graph=True, backend="fa2", **prefixes.buffers
+        )
+        wrapper.reset_workspace_buffer(workspace, self._int_workspace("prefixes", kind))
+        return wrapper
 
-    def _workspace_for(self, kind: _Kind, most_decodes: int) -> torch.Tensor:
+    def _int_workspace(self, role: str, kind: _Kind) -> torch.Tensor:
+        """The memory of a plan on the device, the same for graphs of all sizes."""
+        if (role, kind) not in self._int_workspaces:
+            self._int_workspaces[role, kind] = torch.empty(
+                _INT_WORKSPACE, dtype=torch.uint8, device=self.pool.device
+            )
+        return self._int_workspaces[role, kind]
+
+    def graph_pages(self, group: int, batch: int, width: int, *, own: bool) -> GraphPages:
+        """Memory for the pages of a group in a graph, the same for graphs of all sizes.
+
+        `own`: without those of shared prefixes.
+        """
+        size = GraphPages.size(batch, width)
+        memory = self._pages.get((group, own))
+        if memory is None or len(memory) < size:
+            memory = torch.zeros(size, dtype=torch.int32, device=self.pool.device)
+            self._pages[group, own] = memory
+        return GraphPages(memory, batch)
+
+    def _workspace_for(
+        self, kind: _Kind, most_decodes: int, most_prefixes: int = 0
+    ) -> torch.Tensor:
         """The workspace that all wrappers share for one layer at a time; zeros at first.
 
         Wrappers that were made before keep their smaller one.
         """
-        size = workspace_bytes(kind, self._processors, most_decodes)
+        size = workspace_bytes(kind, self._processors, most_decodes, most_prefixes)
         if len(self._workspace) < size:
             self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.pool.device)
         return self._workspace
@@ -296,18 +412,13 @@ class FlashInferBackend(AttentionBackend):
             scaling=options.scaling,
         )
 
-    def step_pages(self, inputs: StepInputs) -> list[PageTable]:
-        """The pages of a step, for each layer group."""
-        size, lens = self.pool.block_size, inputs.host_seq_lens
-        return [page_table(lens, tables, size) for tables in inputs.host_block_tables]
-
     def plan_graph(self, wrapper: Any, kind: _Kind, pages: PageTable) -> None:
         """Plan a graph's wrapper over `pages` for the first time."""
         arguments = (*self._on_host(pages), *self._shape(kind))
         self.plan_memory.plan(wrapper, lambda: wrapper.plan(*arguments, **self._settings(kind)))
 
     def plan_rows(
-        self, wrapper: Any, kind: _Kind, rows: "_Rows | Level", *, causal: bool = True
+        self, wrapper: Any, kind: _Kind, rows: "_Rows | Cascade", *, causal: bool = True
     ) -> None:
         """Plan a wrapper for some rows and their pages."""
         arguments = (self._pinned(rows.starts), *self._on_host(rows.pages), *self._shape(kind))
@@ -364,7 +475,8 @@ class FlashInferBackend(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of `query` by a planned wrapper, and the logarithms of sums in base 2."""
         cache, scales = self._cache(layer), self._scales(layer)
-        attended, lse = wrapper.run(query, cache, return_lse=True, **scales)
+        out = torch.empty_like(query)
+        attended, lse = wrapper.run(query, cache, out=out, return_lse=True, **scales)
         return attended, lse
 
     def _cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -395,14 +507,15 @@ class _Rows:
 
 
 class _Planned(NamedTuple):
-    """The wrappers for a kind of layer; None, or no levels, where a step has no rows for them.
+    """The wrappers for a kind of layer; None where a step has no rows for them.
 
-    Each level has the rows that attend to it, on the device.
+    `shared_rows` are the rows of `sharer`, on the device.
     """
 
     decoder: Any
     prefiller: Any
-    levels: list[tuple[Any, torch.Tensor]]
+    sharer: Any = None
+    shared_rows: torch.Tensor | None = None
 
 
 class FlashInferPlan:
@@ -424,8 +537,8 @@ class FlashInferPlan:
         query = backend.writer.write(layer, rows, self._slots[kind.group], options.rotation)
         planned = self._wrappers(kind)
         query = query.contiguous()
-        if planned.levels:
-            return self._attend_in_levels(planned, layer, query, options.sinks)
+        if planned.shared_rows is not None:
+            return self._attend_sharing(planned, planned.shared_rows, layer, query, options.sinks)
         out = torch.empty_like(query)
         if planned.decoder is not None:
             backend.run(planned.decoder, layer, query[:decodes], options.sinks, out[:decodes])
@@ -433,8 +546,13 @@ class FlashInferPlan:
             backend.run(planned.prefiller, layer, query[decodes:], options.sinks, out[decodes:])
         return out
 
-    def _attend_in_levels(
-        self, planned: _Planned, layer: int, query: torch.Tensor, sinks: torch.Tensor | None
+    def _attend_sharing(
+        self,
+        planned: _Planned,
+        rows: torch.Tensor,
+        layer: int,
+        query: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         backend, decodes = self._backend, self._decodes
         parts = [
@@ -446,21 +564,18 @@ class FlashInferPlan:
             if wrapper is not None
         ]
         out, lse = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        for wrapper, rows in planned.levels:
-            shared = backend.run_with_lse(wrapper, layer, query.index_select(0, rows))
-            own = out.index_select(0, rows), lse.index_select(0, rows)
-            both, total = merged(*own, *shared)
-            out.index_copy_(0, rows, both)
-            lse.index_copy_(0, rows, total)
+        shared = backend.run_with_lse(planned.sharer, layer, query.index_select(0, rows))
+        own = out.index_select(0, rows), lse.index_select(0, rows)
+        backend.library.merge_state_in_place(*own, *shared)
+        out.index_copy_(0, rows, own[0])
+        lse.index_copy_(0, rows, own[1])
         return out if sinks is None else apply_sinks(out, lse * _LN2, sinks)
 
     def _wrappers(self, kind: _Kind) -> _Planned:
         planned = self._planned.get(kind)
         if planned is None:
             backend, decoder, prefiller = self._backend, None, None
-            cascade = self._cascade
-            if cascade is not None and (cascade.group != kind.group or kind.window is not None):
-                cascade = None
+            cascade = self._cascade if backend.shares(kind) else None
             decoding, prefilling = self._rows_of(kind.group, cascade)
             if len(decoding.lengths):
                 decoder = backend.decoder(kind)
@@ -468,12 +583,13 @@ class FlashInferPlan:
             if len(prefilling.lengths):
                 prefiller = backend.prefiller(kind)
                 backend.plan_rows(prefiller, kind, prefilling)
-            levels = []
-            for number, level in enumerate(cascade.levels if cascade is not None else ()):
-                wrapper = backend.sharer(kind, number)
-                backend.plan_rows(wrapper, kind, level, causal=False)
-                levels.append((wrapper, upload(level.rows, backend.pool.device)))
-            planned = self._planned[kind] = _Planned(decoder, prefiller, levels)
+            planned = _Planned(decoder, prefiller)
+            if cascade is not None:
+                sharer = backend.sharer(kind)
+                backend.plan_rows(sharer, kind, cascade, causal=False)
+                rows = upload(cascade.rows, backend.pool.device)
+                planned = planned._replace(sharer=sharer, shared_rows=rows)
+            self._planned[kind] = planned
         return planned
 
     def _rows_of(self, group: int, cascade: Cascade | None) -> tuple[_Rows, _Rows]:
@@ -498,33 +614,82 @@ class FlashInferPlan:
 class FlashInferGraphPlan:
     """A decode step by flashinfer whose wrappers keep their memory from step to step."""
 
-    def __init__(self, backend: FlashInferBackend, inputs: StepInputs) -> None:
+    def __init__(
+        self,
+        backend: FlashInferBackend,
+        inputs: StepInputs,
+        prefixes: GraphPrefixes | None = None,
+    ) -> None:
+        """With `prefixes`, shared blocks are read once."""
         self._backend = backend
+        self._inputs = inputs
         self._slots = inputs.slot_mapping
-        self._wrappers: dict[_Kind, Any] = {}
-        groups, batch, width = inputs.block_tables.shape  # the host's are as wide as the step
-        self._fixed = [backend.graph_pages(group, batch, width) for group in range(groups)]
-        self._pages = backend.step_pages(inputs)
+        _, self._batch, self._width = inputs.block_tables.shape  # the host's are as the step
+        self._prefixes = prefixes
+        self._cascade: Cascade | None = None
+        self._decoders: dict[_Kind, Any] = {}
+        self._sharers: dict[_Kind, Any] = {}
+        self._fixed: dict[tuple[int, bool], GraphPages] = {}
+        """The pages of a group, and those without shared prefixes."""
 
     def refresh(self, inputs: StepInputs) -> None:
         """See `GraphPlan.refresh`."""
-        self._pages = self._backend.step_pages(inputs)
-        for fixed, pages in zip(self._fixed, self._pages, strict=True):
-            fixed.fill(pages)
-        for kind, wrapper in self._wrappers.items():
-            self._backend.plan_again(wrapper, kind, self._pages[kind.group])
+        backend = self._backend
+        self._inputs = inputs
+        if self._prefixes is not None:
+            self._cascade = backend.cascade(inputs)
+        pages = {key: self._pages(*key) for key in self._fixed}
+        for key, fixed in self._fixed.items():
+            fixed.fill(pages[key])
+        for kind, decoder in self._decoders.items():
+            backend.plan_again(decoder, kind, pages[kind.group, self._shares(kind)])
+        self._plan_sharers(self._sharers)
 
     def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
-        backend = self._backend
+        backend, prefixes, sinks = self._backend, self._prefixes, options.sinks
         kind = backend.kind(layer, rows[0], options)
         query = backend.writer.write_step(layer, rows, self._slots, options.rotation)
-        wrapper = self._wrappers.get(kind)
-        if wrapper is None:
-            wrapper = backend.graph_decoder(kind, self._fixed[kind.group])
-            self._wrappers[kind] = wrapper
-            backend.plan_graph(wrapper, kind, self._pages[kind.group])
+        if kind not in self._decoders:
+            self._begin(kind)
+        decoder = self._decoders[kind]
         query = query.contiguous()
-        out = torch.empty_like(query)
-        backend.run(wrapper, layer, query, options.sinks, out)
-        return out
+        if prefixes is None or kind not in self._sharers:
+            out = torch.empty_like(query)
+            backend.run(decoder, layer, query, sinks, out)
+            return out
+        out, lse = backend.run_with_lse(decoder, layer, query)
+        by_prefix = query.index_select(0, prefixes.rows)
+        shared = backend.run_with_lse(self._sharers[kind], layer, by_prefix)
+        of_rows = (tensor.index_select(0, prefixes.places) for tensor in shared)
+        backend.library.merge_state_in_place(out, lse, *of_rows, prefixes.is_shared)
+        return out if sinks is None else apply_sinks(out, lse * _LN2, sinks)
+
+    def _begin(self, kind: _Kind) -> None:
+        """Make and plan the wrappers of a kind of layer."""
+        backend, shares = self._backend, self._shares(kind)
+        key = kind.group, shares
+        if key not in self._fixed:
+            self._fixed[key] = backend.graph_pages(kind.group, self._batch, self._width, own=shares)
+        decoder = self._decoders[kind] = backend.graph_decoder(kind, self._fixed[key])
+        backend.plan_graph(decoder, kind, self._pages(*key))
+        if self._prefixes is not None and shares:
+            sharer = backend.graph_sharer(kind, self._prefixes, self._batch)
+            self._sharers[kind] = sharer
+            self._plan_sharers({kind: sharer})
+
+    def _shares(self, kind: _Kind) -> bool:
+        return self._prefixes is not None and self._backend.shares(kind)
+
+    def _pages(self, group: int, own: bool) -> PageTable:
+        first = self._cascade.own_blocks if own and self._cascade is not None else None
+        tables, size = self._inputs.host_block_tables[group], self._backend.pool.block_size
+        return page_table(self._inputs.host_seq_lens, tables, size, first)
+
+    def _plan_sharers(self, sharers: Mapping[_Kind, Any]) -> None:
+        if self._prefixes is None:
+            return
+        pool = self._backend.pool
+        rows = self._prefixes.fill(self._cascade, pool.num_blocks, pool.block_size)
+        for kind, sharer in sharers.items():
+            self._backend.plan_rows(sharer, kind, rows, causal=False)

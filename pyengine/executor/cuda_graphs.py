@@ -2,7 +2,8 @@
 
 A step of B sequences that all decode is replayed in the graph of the next larger size. Padding
 has length 1, reads the null block and has no slots. Inputs are in tensors that never move; the
-graphs share one memory pool, so the largest is captured first.
+graphs share one memory pool, so the largest is captured first. Where a backend reads shared blocks
+once, a size has a second graph for steps in which that is faster.
 """
 
 import logging
@@ -56,6 +57,9 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
+_MakePlan = Callable[[StepInputs], GraphPlan | None]
+
+
 @dataclass(frozen=True, slots=True)
 class _Graph:
     """A captured step: its inputs on the device, its attention, and its replay."""
@@ -84,8 +88,11 @@ class DecodeGraphs:
         self._buffers = buffers
         self._null_block = null_block
         self._graphs: dict[int, _Graph] = {}
+        self._sharing: dict[int, _Graph] = {}
         self.sizes: list[int] = []
         """The batch sizes that have a graph, smallest first."""
+        self.sharing_sizes: list[int] = []
+        """Those that have one that reads shared blocks once, too."""
         self._logits: torch.Tensor | None = None
         """One tensor for all graphs, as wide as the largest: separate ones would stay allocated."""
 
@@ -95,21 +102,36 @@ class DecodeGraphs:
         No capture follows one that fails: CUDA and the allocator may still be in it. The log says
         why. Steps without a graph run in the next larger one, or eagerly without one.
         """
+        backend = self._backend
+        is_done = self._capture_all(sizes, record, backend.graph_plan, self._graphs)
+        if is_done and backend.shared_group is not None:
+            self._capture_all(sizes, record, backend.sharing_graph_plan, self._sharing)
+        self.sizes, self.sharing_sizes = sorted(self._graphs), sorted(self._sharing)
+
+    def _capture_all(
+        self, sizes: Sequence[int], record: Record, make_plan: _MakePlan, graphs: dict[int, _Graph]
+    ) -> bool:
+        """Capture into `graphs`; False: a capture failed."""
         left = sorted(sizes)
         while left:
             try:
-                self._graphs[left[-1]] = self._captured(left[-1], record)
+                graph = self._captured(left[-1], record, make_plan)
             except Exception as error:  # any kernel may refuse to be captured
+                kind = "CUDA graphs" if graphs is self._graphs else "CUDA graphs with shared blocks"
                 said = f"{type(error).__name__}: {error}"
-                _log.warning("no CUDA graphs for batches of %s, %s", left, said)
-                break
-            left.pop()
-        self.sizes = sorted(self._graphs)
+                _log.warning("no %s for batches of %s, %s", kind, left, said)
+                return False
+            size = left.pop()
+            if graph is not None:
+                graphs[size] = graph
+        return True
 
     @torch.inference_mode()
-    def _captured(self, size: int, record: Record) -> _Graph:
+    def _captured(self, size: int, record: Record, make_plan: _MakePlan) -> _Graph | None:
         inputs = self._buffers.fixed_inputs(Padding(size, self._null_block))
-        plan = self._backend.graph_plan(inputs)
+        plan = make_plan(inputs)
+        if plan is None:
+            return None
         found = self._forward(inputs, plan)  # all first-use setup runs now
         if self._logits is None:
             self._logits = torch.empty_like(found)
@@ -136,7 +158,9 @@ class DecodeGraphs:
         Tables are as wide as the step's longest, and copied into the first columns of the
         graph's if the backend reads them.
         """
-        graph = self._graphs[len(inputs.seq_lens)]
+        size = len(inputs.seq_lens)
+        shares = size in self._sharing and self._backend.is_worth_sharing(inputs)
+        graph = (self._sharing if shares else self._graphs)[size]
         fixed = graph.inputs
         if inputs.input_ids.data_ptr() != fixed.input_ids.data_ptr():
             fixed.input_ids.copy_(inputs.input_ids)
@@ -149,6 +173,7 @@ class DecodeGraphs:
                 host_query_start_loc=inputs.host_query_start_loc,
                 host_seq_lens=inputs.host_seq_lens,
                 host_block_tables=inputs.host_block_tables,
+                shared=inputs.shared,
             )
         )
         return graph.replay()

@@ -228,7 +228,7 @@ class ModelRunner:
             inputs = filled.upload()
             if sampled is not None and len(sampled):  # else no token is pending
                 inputs = replace(inputs, input_ids=_known(inputs.input_ids, sampled))
-            if padding is not None and not self._backend.outweighs_graph(inputs):
+            if padding is not None:
                 logits = self.graphs.run(inputs)
             else:
                 if extra is not None:

@@ -5,7 +5,7 @@ The Python of the libraries is real: what it hands to its kernels depends on its
 
 import sys
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -76,6 +76,22 @@ class PrefillModule:
         assert {starts.dtype, page_starts.dtype, pages.dtype, last.dtype} == {torch.int32}
 
 
+def _merge_in_place(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    other: torch.Tensor,
+    other_lse: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> None:
+    """`merge_state_in_place` of flashinfer's `cascade.cu`."""
+    _on_device(out, lse, other, other_lse, mask)
+    assert all(tensor.is_contiguous() for tensor in (out, lse, other, other_lse))
+    assert out.shape == other.shape and out.dim() == 3
+    assert lse.shape == other_lse.shape == out.shape[:2]
+    assert lse.dtype == other_lse.dtype == torch.float32
+    assert mask is None or (mask.shape == out.shape[:1] and mask.element_size() == 1)
+
+
 def _workspace(
     starts: torch.Tensor,
     rows: int,
@@ -103,12 +119,16 @@ def _tile(packed_rows: int, dim: int) -> int:
 
 
 def _install_flashinfer() -> None:
+    import flashinfer.cascade
     import flashinfer.decode
     import flashinfer.prefill
     import flashinfer.utils
 
-    modules: list[Any] = [flashinfer.utils, flashinfer.decode, flashinfer.prefill]
+    modules: list[Any] = [
+        *(flashinfer.utils, flashinfer.decode, flashinfer.prefill, flashinfer.cascade),
+    ]
     replaced = {
+        "get_cascade_module": lambda: SimpleNamespace(merge_state_in_place=_merge_in_place),
         "get_batch_prefill_module": PrefillModule,
         "get_compute_capability": lambda _device: torch.cuda.get_device_capability(),
         "device_support_pdl": lambda _device: True,

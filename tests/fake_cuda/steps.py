@@ -17,7 +17,11 @@ from pyengine.attention import dispatch, flashinfer, flex
 from pyengine.attention.backend import AttentionOptions, AttentionPlan, Rows, StepInputs
 from pyengine.attention.choice import choose_backend
 from pyengine.attention.dispatch import PagedContext, register_paged_attention
-from pyengine.attention.flashinfer import FlashInferBackend, FlashInferPlan
+from pyengine.attention.flashinfer import (
+    FlashInferBackend,
+    FlashInferGraphPlan,
+    FlashInferPlan,
+)
 from pyengine.attention.needs import OPTIONAL_PACKAGES, needs_of
 from pyengine.errors import ConfigurationError
 from pyengine.executor.compiled import CompiledForward
@@ -150,10 +154,11 @@ class CompiledOnDevice:
 
 
 def _attend_as_promised(*arguments: Any) -> torch.Tensor:
-    """Attention, whose result has the strides that the graph was compiled for."""
+    """Attention, whose result is laid out as the graph was compiled for: it reads no strides."""
     found = dispatch._attend_opaquely(*arguments)
     promised = dispatch._shape(*arguments)
-    assert _layout(found) == _layout(promised)
+    assert (found.dtype, found.device) == (promised.dtype, promised.device), "a broken promise"
+    assert _layout(found) == _layout(promised), "a broken promise"
     return found
 
 
@@ -196,6 +201,29 @@ def run_compiled(capability: str, backend: str, *families: str) -> None:
             machine.steps()
         assert compiled.lowering.num_graphs == 2, family
         assert not device.waits, "\n".join([family, *device.waits])
+
+
+def run_broken(way: str) -> None:
+    """Results of attention that are not as promised, by a compiled graph: an error."""
+    attend = dispatch._attend_opaquely
+
+    def broken(*arguments: Any) -> torch.Tensor:
+        return BROKEN[way](attend(*arguments))
+
+    with (
+        patch.object(dispatch, "_attend_opaquely", broken),
+        pytest.raises(AssertionError, match="a broken promise"),
+    ):
+        run_compiled("90", "gather", "llama")
+
+
+BROKEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "heads first": lambda found: found.transpose(0, 1).contiguous().transpose(0, 1),
+    "part of a wider one": lambda found: torch.cat([found, found], -1)[..., : found.shape[-1]],
+    "a head less": lambda found: found[:, 1:].contiguous(),
+    "in float32": lambda found: found.float(),
+}
+"""Ways in which a result may differ from what the operator's fake gives."""
 
 
 def run_flex(capability: str, family: str) -> None:
@@ -242,27 +270,36 @@ def run_sharing(*families: str) -> None:
     """The same with prompts that share blocks, which flashinfer reads once."""
     device = FakeCuda()
     libraries.install("flashinfer")
-    levels: list[int] = []
-    plan = FlashInferBackend.plan
+    eager: list[bool] = []
+    replayed: list[bool] = []
+    plan, refresh = FlashInferBackend.plan, FlashInferGraphPlan.refresh
 
-    def counting(backend: FlashInferBackend, inputs: StepInputs) -> FlashInferPlan:
+    def planning(backend: FlashInferBackend, inputs: StepInputs) -> FlashInferPlan:
         planned = plan(backend, inputs)
-        levels.append(len(planned._cascade.levels) if planned._cascade is not None else 0)
+        eager.append(planned._cascade is not None)
         return planned
 
+    def refreshing(of_graph: FlashInferGraphPlan, inputs: StepInputs) -> None:
+        refresh(of_graph, inputs)
+        replayed.append(of_graph._cascade is not None and bool(of_graph._sharers))
+
     for family in families:
-        levels.clear()
+        eager.clear()
+        replayed.clear()
         with (
             device,
             kernels_warmed_up(),
-            patch.object(FlashInferBackend, "plan", counting),
+            patch.object(FlashInferBackend, "plan", planning),
+            patch.object(FlashInferGraphPlan, "refresh", refreshing),
             patch.object(flashinfer, "_WORTH_A_CASCADE", 1),
         ):
             machine = Machine(device, family, "flashinfer")
             machine.capture()
+            assert machine.runner.graphs.sharing_sizes == machine.runner.graph_sizes[1:]
             device.waits.clear()
             machine.steps(shared=64)
-        assert levels.count(1) >= 3, levels  # decodes of all three, too: they are not replayed
+        assert eager[-1], "a chunk of a prompt beside a decode"
+        assert replayed == [True] * 3 + [False], replayed  # three sequences decode, then one
         assert not device.waits, "\n".join([family, *device.waits])
 
 

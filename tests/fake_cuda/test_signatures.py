@@ -64,8 +64,8 @@ def test_wrappers_of_flashinfer_take_what_we_give(release: str) -> None:
     for source, cls, method, names in (
         (prefill, "BatchPrefillWithPagedKVCacheWrapper", "plan", PLAN | {"causal", "seq_lens"}),
         (prefill, "BatchPrefillWithPagedKVCacheWrapper", "run", RUN),
-        (prefill, "BatchPrefillWithPagedKVCacheWrapper", "__init__", {"kv_layout", "backend"}),
-        (decode, "BatchDecodeWithPagedKVCacheWrapper", "plan", PLAN),
+        (prefill, "BatchPrefillWithPagedKVCacheWrapper", "__init__", PREFILL_GRAPH),
+        (decode, "BatchDecodeWithPagedKVCacheWrapper", "_plan_impl", PLAN),  # by `plan`'s **kwargs
         (decode, "BatchDecodeWithPagedKVCacheWrapper", "run", RUN),
         (decode, "BatchDecodeWithPagedKVCacheWrapper", "__init__", GRAPH),
     ):
@@ -76,6 +76,9 @@ def test_wrappers_of_flashinfer_take_what_we_give(release: str) -> None:
         if isinstance(node, ast.FunctionDef) and node.name == "fast_decode_plan"
     )
     assert PLAN | {"global_override_indptr_cpu"} <= _names(fast)
+    cascade = folder / "flashinfer" / "cascade.py"
+    stand_in = fake_kernels.flashinfer.merge_state_in_place
+    assert parameters_of(stand_in) == parameters_in(cascade, "merge_state_in_place")
 
 
 PLAN = {"window_left", "logits_soft_cap", "sm_scale", "q_data_type", "kv_data_type"}
@@ -83,6 +86,10 @@ RUN = {"out", "k_scale", "v_scale", "return_lse"}
 GRAPH = {
     *("kv_layout", "use_cuda_graph", "use_tensor_cores"),
     *("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer"),
+}
+PREFILL_GRAPH = {
+    *("kv_layout", "backend", "use_cuda_graph", "qo_indptr_buf"),
+    *("paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"),
 }
 
 

@@ -16,7 +16,12 @@ from random import Random
 import pytest
 import torch
 
-from pyengine.attention.flashinfer import _INT_WORKSPACE, _Kind, workspace_bytes
+from pyengine.attention.flashinfer import (
+    _INT_WORKSPACE,
+    _Kind,
+    _most_prefixes,
+    workspace_bytes,
+)
 from tests.fake_cuda.releases import NEWEST
 
 HERE = Path(__file__).parent
@@ -95,5 +100,30 @@ def test_no_plan_takes_more_than_its_workspaces(planner: Path, processors: int) 
             given = workspace_bytes(kind, processors, batch if in_graph else 0)
             assert taken <= given, (in_graph, batch, shape, page, window)
             assert ints <= _INT_WORKSPACE, (in_graph, batch, shape, page, lengths)
+            tight = max(tight, taken / given)
+    assert tight > 0.5, "the planner splits keys, else this says nothing"
+
+
+@pytest.mark.parametrize("processors", PROCESSORS)
+def test_nor_do_plans_of_shared_prefixes(planner: Path, processors: int) -> None:
+    """In a graph: some prefixes are not used, the last has the rest of the rows and one page."""
+    random, tight = Random(processors), 0.0
+    with running(planner, processors) as gpu:
+        for _ in range(PLANS):
+            kv_heads, group = random.choice(HEADS)
+            dim, page = random.choice([64, 128, 256]), random.choice([16, 32, 64, 256])
+            rows = random.choice([2, 3, 8, 16, 33, 64, 128, 256, 512])
+            used = random.randint(0, min(_most_prefixes(rows), 6))
+            counts = [2 + random.randint(0, rows // used - 2) for _ in range(used)]
+            lengths = [(own, page * random.choice([1, 8, 500, 6_000])) for own in counts]
+            size = _most_prefixes(rows) + 1
+            lengths += [(0, 0)] * (size - 1 - used) + [(rows - sum(counts), page)]
+            shape = (kv_heads * group, kv_heads, dim)
+            numbers = [number for pair in lengths for number in pair]
+            taken, ints = gpu.plan(1, size, *shape, page, -1, *numbers)
+            kind = _Kind(0, *shape, torch.bfloat16, None, None, 0.1)
+            given = workspace_bytes(kind, processors, rows, size)
+            assert taken <= given, (rows, shape, page, lengths)
+            assert ints <= _INT_WORKSPACE, (rows, shape, page, lengths)
             tight = max(tight, taken / given)
     assert tight > 0.5, "the planner splits keys, else this says nothing"

@@ -116,6 +116,8 @@ class _Wrapper:
         result, lses = torch.empty_like(q) if out is None else out, []
         for b, (pages, length) in enumerate(zip(self.pages, self.lengths, strict=True)):
             rows = slice(starts[b], starts[b + 1])
+            if rows.start == rows.stop:  # in a graph, of which some sequences are not used
+                continue
             k, v = (paged(item.float(), pages, length) for item in (keys, values))
             scale = self.scale * (k_scale or 1.0)
             v = v * (v_scale or 1.0)
@@ -153,6 +155,16 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         assert len(qo_indptr) == len(indptr)
         assert qo_indptr.dtype == torch.int32
         self.starts = qo_indptr.tolist()
+        if self.settings.get("use_cuda_graph"):
+            assert self.settings["backend"] == "fa2"
+            given = {"qo_indptr": qo_indptr, "paged_kv_indptr": indptr,
+                     "paged_kv_last_page_len": last_page_len}  # fmt: skip
+            for name, numbers in given.items():
+                assert len(self.settings[f"{name}_buf"]) == len(numbers)
+                self.settings[f"{name}_buf"].copy_(numbers)
+            self.settings["paged_kv_indices_buf"][: len(indices)].copy_(indices)
+            self.rows = getattr(self, "rows", self.starts[-1])
+            assert self.starts[-1] == self.rows, "a graph has as many rows in every step"
         self.keep(indptr, indices, last_page_len, *shape, **settings)
         self.causal = causal
         assert seq_lens.dtype == torch.int32
@@ -184,8 +196,20 @@ def fast_decode_plan(
     )  # fmt: skip
 
 
+def merge_state_in_place(v, s, v_other, s_other, mask=None):
+    assert all(tensor.is_contiguous() for tensor in (v, s, v_other, s_other))
+    assert s.dtype == s_other.dtype == torch.float32
+    merged = slice(None) if mask is None else mask
+    assert mask is None or mask.dtype == torch.bool
+    mine, other = s[merged], s_other[merged]
+    share = torch.sigmoid((other - mine) * math.log(2))[..., None]
+    v[merged] = torch.lerp(v[merged].float(), v_other[merged].float(), share).to(v.dtype)
+    s[merged] = torch.logaddexp2(mine, other)
+
+
 flashinfer = SimpleNamespace(
     fast_decode_plan=fast_decode_plan,
+    merge_state_in_place=merge_state_in_place,
     BatchDecodeWithPagedKVCacheWrapper=BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper,
 )

@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from pyengine.attention import flashinfer
 from pyengine.attention.backend import StepInputs
-from pyengine.attention.cascade import cascade_of, merged, most_saved_tokens
+from pyengine.attention.cascade import cascade_of, most_saved_tokens
 from pyengine.attention.flashinfer import FlashInferBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.kv_cache import BlockManager, SharedPrefixes, StepBuffers
 from tests.support.attention import inputs_of, shared_rows
+from tests.support.graphs import record_eagerly
 from tests.unit.attention import fake_kernels
-from tests.unit.attention.steps import Shape, copied, options_of
+from tests.unit.attention.steps import Shape, copied, make_step, options_of, refill
+from tests.unit.executor.hand_made import PagedRun, random_model
 
 BLOCK = 4
 SHAPE = Shape(block_size=BLOCK)
@@ -34,6 +36,7 @@ def fake_package():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "flashinfer", fake_kernels.flashinfer)
         patch.setattr(flashinfer, "_LEAST_WORKSPACE", 1024)
+        patch.setattr(flashinfer, "_INT_WORKSPACE", 1024)
         patch.setattr(flashinfer, "_WORTH_A_CASCADE", 0)
         yield
 
@@ -43,33 +46,44 @@ def sharing(inputs: StepInputs, order: list[int], prefixes: list[list[int]]) -> 
     return replace(inputs, shared=shared_rows(0, np.array(order, dtype=np.int32), rows))
 
 
-def test_levels_are_what_sequences_share() -> None:
-    inputs = sharing(inputs_of(LENGTHS, TABLES, block=BLOCK), ORDER, PREFIXES)
+def test_the_prefixes_that_save_most_are_read_once() -> None:
+    """Four sequences with two blocks save more than three of them with three."""
+    prefixes = [[0, 4, 0, 2, -1], [0, 2, 2, 3, 0]]
+    inputs = sharing(inputs_of(LENGTHS, TABLES, block=BLOCK), ORDER, prefixes)
     cascade = cascade_of(inputs, BLOCK)
     assert cascade is not None
-    first, second = cascade.levels
-    assert first.rows.tolist() == [0, 1, 7, 8, 9, 10, 2, 3, 4]
-    assert (first.starts.tolist(), first.lengths.tolist()) == ([0, 9], [8])
-    assert first.pages.indices.tolist() == [0, 1]
-    assert second.rows.tolist() == [0, 1, 7, 8, 9, 10]
-    assert (second.starts.tolist(), second.lengths.tolist()) == ([0, 6], [4])
-    assert second.pages.indices.tolist() == [2]
-    assert cascade.own_blocks.tolist() == [3, 3, 2, 0, 3]
-    assert cascade.saved_tokens == 3 * 8 + 2 * 4
-    assert most_saved_tokens(inputs, BLOCK) == cascade.saved_tokens
+    assert cascade.rows.tolist() == [0, 1, 7, 8, 9, 10, 2, 3, 4]
+    assert (cascade.starts.tolist(), cascade.lengths.tolist()) == ([0, 9], [8])
+    assert cascade.pages.indices.tolist() == [0, 1]
+    assert cascade.own_blocks.tolist() == [2, 2, 2, 0, 2]
+    assert cascade.saved_tokens == 3 * 8
+    assert most_saved_tokens(inputs, BLOCK) == 3 * 8 + 4
 
 
-def test_deeper_prefixes_belong_to_their_sequences() -> None:
-    tables = [[0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 5], [0, 6]]
-    prefixes = [[0, 4, 0, 1, -1], [0, 3, 1, 2, 0], [0, 2, 2, 3, 1]]
-    lengths = [(1, 13), (1, 14), (1, 9), (1, 5)]
-    inputs = sharing(inputs_of(lengths, tables, block=BLOCK), [0, 1, 2, 3], prefixes)
+def test_longer_prefixes_of_fewer_sequences_are_read_once_where_they_save_more() -> None:
+    """Two pairs with three blocks save four times two; the four together three times one."""
+    tables = [[0, 1, 2, 3], [0, 1, 2, 4], [0, 5, 6, 7], [0, 5, 6, 8], [9]]
+    prefixes = [[0, 4, 0, 1, -1], [0, 2, 1, 3, 0], [2, 4, 1, 3, 0]]
+    lengths = [(1, 13), (1, 14), (1, 13), (1, 15), (1, 2)]
+    inputs = sharing(inputs_of(lengths, tables, block=BLOCK), [0, 1, 2, 3, 4], prefixes)
     cascade = cascade_of(inputs, BLOCK)
     assert cascade is not None
-    assert [level.pages.indices.tolist() for level in cascade.levels] == [[0], [1]]
-    assert cascade.own_blocks.tolist() == [2, 2, 2, 1]
-    assert cascade.saved_tokens == (3 + 2) * BLOCK
-    assert most_saved_tokens(inputs, BLOCK) == (3 + 2 + 1) * BLOCK
+    assert cascade.starts.tolist() == [0, 2, 4]
+    assert cascade.pages.indices.tolist() == [0, 1, 2, 0, 5, 6]
+    assert cascade.own_blocks.tolist() == [3, 3, 3, 3, 0]
+    assert cascade.saved_tokens == 2 * 3 * BLOCK
+    assert most_saved_tokens(inputs, BLOCK) == (3 + 2 + 2) * BLOCK
+
+
+def test_of_many_prefixes_those_that_save_most_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyengine.attention.cascade.MOST_PREFIXES", 2)
+    tables = [[0, 1], [0, 2], [3, 4, 5], [3, 4, 6], [7, 8, 9], [7, 8, 10]]
+    prefixes = [[0, 2, 0, 1, -1], [2, 4, 0, 2, -1], [4, 6, 0, 2, -1]]
+    inputs = inputs_of([(1, 4 * len(own) - 2) for own in tables], tables, block=BLOCK)
+    cascade = cascade_of(sharing(inputs, list(range(6)), prefixes), BLOCK)
+    assert cascade is not None
+    assert cascade.pages.indices.tolist() == [3, 4, 7, 8]
+    assert cascade.own_blocks.tolist() == [0, 0, 2, 2, 2, 2]
 
 
 def assert_like_the_oracle(inputs: StepInputs, case: str) -> None:
@@ -86,7 +100,7 @@ def assert_like_the_oracle(inputs: StepInputs, case: str) -> None:
 
 @pytest.mark.parametrize("case", ["plain", "softcap", "sinks", "window"])
 def test_a_step_gives_what_the_oracle_gives(case: str) -> None:
-    """A window of a layer in a group that keeps everything is read without levels."""
+    """A layer with a window reads each block for each sequence, in a group that keeps all."""
     inputs = sharing(inputs_of(LENGTHS, TABLES, block=BLOCK), ORDER, PREFIXES)
     assert_like_the_oracle(inputs, case)
 
@@ -157,15 +171,95 @@ def test_steps_of_the_block_manager_give_what_the_oracle_gives(
 def test_what_saves_little_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = FlashInferBackend(SHAPE.pool())
     inputs = sharing(inputs_of(LENGTHS, TABLES, block=BLOCK), ORDER, PREFIXES)
-    saved = 32 * SHAPE.kv_heads * (SHAPE.dim_k + SHAPE.dim_v) * 4
+    saved = 24 * SHAPE.kv_heads * (SHAPE.dim_k + SHAPE.dim_v) * 4
     for least, expected in ((saved, True), (saved + 1, False)):
         monkeypatch.setattr(flashinfer, "_WORTH_A_CASCADE", least)
-        assert backend.outweighs_graph(inputs) is expected
-    assert not backend.outweighs_graph(replace(inputs, shared=None))
+        assert backend.is_worth_sharing(inputs) is expected
+    assert not backend.is_worth_sharing(replace(inputs, shared=None))
 
 
-def test_a_result_without_weight_is_not_merged() -> None:
-    out, other = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-    lse, nothing = torch.randn(2, 3), torch.full((2, 3), -torch.inf)
-    both, total = merged(out, lse, other, nothing)
-    assert torch.equal(both, out) and torch.equal(total, lse)
+STEPS = (
+    (
+        [(1, 9), (1, 13), (1, 8), (1, 5), (1, 10)],
+        [[0, 3, 0, 2, -1], [3, 5, 0, 1, -1]],
+        [0, 1, 4, 2, 3],
+    ),
+    ([(1, 21), (1, 13), (1, 8), (1, 30), (1, 10)], [[1, 3, 0, 1, -1]], [0, 2, 4, 1, 3]),
+    ([(1, 17), (1, 13), (1, 19), (1, 30), (1, 18)], [[0, 5, 0, 3, -1]], [4, 3, 2, 1, 0]),
+    ([(1, 6), (1, 13), (1, 8), (1, 9), (1, 1)], [], [0, 1, 2, 3, 4]),
+)
+"""Steps of five sequences, the prefixes that they share, and their order."""
+
+
+@pytest.mark.parametrize("case", ["plain", "softcap", "sinks", "window", "all"])
+def test_a_graph_plan_follows_its_steps(case: str) -> None:
+    """A plan of six rows, one of them padding, with the prefixes of each step."""
+    pool, options, width = SHAPE.pool(), options_of(case), 9
+    step = make_step([(1, 3)] * 6, SHAPE, width=width)
+    backend = FlashInferBackend(pool)
+    plan = backend.sharing_graph_plan(step.inputs)
+    assert plan is not None
+    step.run(plan, options)  # what is made at first use is made
+    for seed, (lengths, prefixes, order) in enumerate(STEPS, start=1):
+        other = make_step([*lengths, (1, 0)], SHAPE, width=width, seed=seed)
+        tables = other.inputs.block_tables[0]
+        for begin, end, first, last, _ in prefixes:
+            tables[order[begin + 1 : end], first:last] = tables[order[begin], first:last]
+        tables[-1] = pool.num_blocks
+        other.inputs.slot_mapping[0, -1] = -1
+        oracle = copied(pool)
+        expected = other.run(GatherBackend(oracle).plan(other.inputs), options)
+        refill(step, other)
+        inputs = sharing(step.inputs, order, prefixes)
+        assert backend.is_worth_sharing(inputs) is bool(prefixes)
+        plan.refresh(inputs)
+        got = step.run(plan, options)
+        torch.testing.assert_close(got[:-1], expected[:-1], atol=1e-5, rtol=1e-5)
+    sharers = list(plan._sharers.values())
+    assert [sharer.plans for sharer in sharers] == ([1 + len(STEPS)] if case in SHARES else [])
+
+
+SHARES = ("plain", "softcap", "sinks")
+
+
+def test_graphs_of_all_sizes_share_the_memory_of_prefixes() -> None:
+    backend, buffers = FlashInferBackend(SHAPE.pool()), []
+    for size in (6, 2):
+        step = make_step([(1, 9)] * size, SHAPE, width=8)
+        plan = backend.sharing_graph_plan(step.inputs)
+        assert plan is not None
+        step.run(plan, options_of("plain"))
+        (sharer,) = plan._sharers.values()
+        buffers.append([sharer.int_workspace, *sharer.settings.values()])
+    for one, other in zip(*buffers, strict=True):
+        assert not isinstance(one, torch.Tensor) or one.data_ptr() == other.data_ptr()
+    assert backend.sharing_graph_plan(make_step([(1, 9)], SHAPE, width=8).inputs) is None
+
+
+def test_replayed_decodes_of_the_block_manager_give_what_the_oracle_gives() -> None:
+    """Four prompts of two documents, in graphs of a runner, beside a runner without."""
+    model = random_model("llama", num_hidden_layers=2)
+    runs = [
+        PagedRun(model, backend=FlashInferBackend, record=record_eagerly),
+        PagedRun(model, backend=GatherBackend),
+    ]
+    assert runs[0].runner.graphs.sharing_sizes == [2, 4, 8]
+    documents = [[3 + (token + number) % 90 for token in range(9)] for number in range(2)]
+    prompts = [[*documents[number // 2], 20 + number] for number in range(4)]
+    found = []
+    for run in runs:
+        manager = BlockManager(60, BLOCK)
+        sequences = [manager.sequence(prompt) for prompt in prompts]
+        steps: list[Any] = [lambda plan, own=own: plan.prefill(own, 64) for own in sequences]
+        steps += [lambda plan, own=sequences: plan.decode(own)] * 3
+        logits = []
+        for fill in steps:
+            plan = manager.begin_step(64)
+            fill(plan)
+            logits.append(run.runner.prepare(plan)(None).sampling.clone())
+            plan.commit([7] * plan.num_samples)
+        found.append(logits)
+    for replayed, eager in zip(*found, strict=True):
+        torch.testing.assert_close(replayed, eager, atol=1e-4, rtol=1e-4)
+    (of_four,) = [graph.plan for size, graph in runs[0].runner.graphs._sharing.items() if size == 4]
+    assert of_four._cascade.lengths.tolist() == [2 * BLOCK, 2 * BLOCK]

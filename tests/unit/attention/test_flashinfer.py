@@ -102,7 +102,7 @@ def test_the_wrappers_of_all_graphs_share_their_memory():
         plan = backend.graph_plan(step.inputs)
         for case in ("plain", "window"):
             step.run(plan, options_of(case))
-        wrappers.append(list(plan._wrappers.values()))
+        wrappers.append(list(plan._decoders.values()))
     for of_kind in zip(*wrappers, strict=True):
         assert len({event.int_workspace.data_ptr() for event in of_kind}) == 1
         assert len({event.settings["paged_kv_indptr_buffer"].data_ptr() for event in of_kind}) == 1
@@ -143,6 +143,13 @@ def test_the_workspace_follows_heads_and_sequences(heads, kv_heads, dim, rows, m
     monkeypatch.setattr(flashinfer, "_LEAST_WORKSPACE", 16 << 20)
     kind = _Kind(0, heads, kv_heads, dim, torch.bfloat16, None, None, 1.0)
     assert round(workspace_bytes(kind, 132, rows) / 2**20) == mib
+
+
+def test_the_workspace_of_a_graph_holds_tiles_of_shared_prefixes():
+    """256 rows of two query heads for a KV head, and a tile of 128 rows for each of 33 prefixes."""
+    kind = _Kind(0, 16, 8, 128, torch.bfloat16, None, None, 1.0)
+    tiles = 4 * 16 * (512 + 33 * 128) * 129
+    assert workspace_bytes(kind, 132, 256, 33) == tiles + 1024 > workspace_bytes(kind, 132, 256)
 
 
 @pytest.mark.parametrize("width", [3, 40, 8_192])

@@ -7,13 +7,15 @@ from random import Random
 import pytest
 import torch
 
+from pyengine.attention.backend import StepInputs
 from pyengine.attention.gather import GatherBackend
 from pyengine.errors import ConfigurationError
 from pyengine.executor import input_buffers as buffers
 from pyengine.executor.cuda_graphs import graph_sizes
 from pyengine.executor.input_buffers import Padding
+from pyengine.kv_cache.pool import KVPool
 from tests.support.graphs import record_eagerly
-from tests.support.static_attention import StaticBackend
+from tests.support.static_attention import StaticBackend, StaticPlan
 from tests.unit.executor.hand_made import Entry, PagedRun, random_model
 from tests.unit.executor.test_model_runner import FAMILIES
 
@@ -187,15 +189,72 @@ def test_a_backend_that_plans_on_the_host_has_no_plan_for_graphs() -> None:
         run.runner._backend.graph_plan(run.runner.buffers.fixed_inputs(Padding(1, 0)))
 
 
-def test_a_step_that_is_faster_without_its_graph_runs_without(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class SharingBackend(StaticBackend):
+    """The static backend, with a second plan for steps that share blocks; it reads as much."""
+
+    shared_group = 0
+    is_worth_it = False
+
+    def __init__(self, pool: KVPool) -> None:
+        super().__init__(pool)
+        self.sharing: list[StaticPlan] = []
+
+    def is_worth_sharing(self, inputs: StepInputs) -> bool:
+        assert inputs.shared is not None
+        return self.is_worth_it
+
+    def sharing_graph_plan(self, inputs: StepInputs) -> StaticPlan | None:
+        if len(inputs.seq_lens) == 1:
+            return None
+        self.sharing.append(StaticPlan(self.pool, inputs))
+        return self.sharing[-1]
+
+
+def sharing_run(recorder: StubRecorder) -> tuple[PagedRun, SharingBackend]:
+    run = PagedRun(random_model("llama"), backend=SharingBackend, record=recorder)
+    backend = run.runner._backend
+    assert isinstance(backend, SharingBackend)
+    return run, backend
+
+
+@pytest.mark.parametrize("is_worth_it", [False, True])
+def test_a_size_has_a_second_graph_for_steps_that_share_blocks(is_worth_it: bool) -> None:
     recorder = StubRecorder()
-    run = PagedRun(random_model("llama"), backend=StaticBackend, record=recorder)
+    run, backend = sharing_run(recorder)
+    assert recorder.recorded == [8, 4, 2, 1, 8, 4, 2]
+    assert run.runner.graphs.sharing_sizes == [2, 4, 8]
+    backend.is_worth_it = is_worth_it
     entries, _ = decode(run, [5, 3, 7], Random(2))
+    shared = run.runner.buffers._shared
     replayed = run.step(entries, all_rows=False)[1].clone()
-    assert recorder.replays == 1
-    monkeypatch.setattr(StaticBackend, "outweighs_graph", lambda *_: True)
-    eager = run.step(entries, all_rows=False)[1]
-    assert recorder.replays == 1
-    torch.testing.assert_close(eager, replayed)
+    (used,) = [plan for plan in backend.sharing + backend.plans if plan.refreshed]
+    assert used in (backend.sharing if is_worth_it else backend.plans)
+    assert used.refreshed[0].shared is shared is not None
+    torch.testing.assert_close(replayed, torch.cat(run.step(entries)[0]), atol=1e-4, rtol=1e-4)
+    entries, _ = decode(run, [5], Random(2))
+    run.step(entries, all_rows=False)
+    assert [len(plan.refreshed) for plan in backend.plans] == [0, not is_worth_it, 0, 1]
+
+
+def test_a_second_graph_that_fails_leaves_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(StubRecorder):
+        def __call__(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+            if len(self.recorded) == 5:
+                raise RuntimeError("out of memory")
+            return super().__call__(compute)
+
+    run, backend = sharing_run(Failing())
+    backend.is_worth_it = True
+    assert "no CUDA graphs with shared blocks for batches of [1, 2, 4], RuntimeError" in caplog.text
+    assert run.runner.graphs.sizes == [1, 2, 4, 8]
+    assert run.runner.graphs.sharing_sizes == [8]
+    entries, _ = decode(run, [5, 3, 7], Random(2))
+    run.step(entries, all_rows=False)
+    assert [len(plan.refreshed) for plan in backend.plans] == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("fails_at", [8, 2])
+def test_no_second_graph_follows_a_capture_that_fails(fails_at: int) -> None:
+    run, backend = sharing_run(StubRecorder(fails_at))
+    assert not run.runner.graphs.sharing_sizes
+    assert not backend.sharing
