@@ -5,9 +5,16 @@ and strides of what it gives.
 """
 
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
+from pyengine.attention import dispatch
+from pyengine.attention.backend import Rows
+from pyengine.attention.dispatch import PagedContext, running
+from tests.fake_cuda.steps import BROKEN, _attend_as_promised
 from tests.gpu.models import FAMILIES
 from tests.support.kernels import run_apart
 
@@ -25,6 +32,33 @@ def test_for_other_gpus(capability: int, tmp_path: Path) -> None:
     run_apart(
         STEPS, "run_compiled", str(capability), "flex", "llama", TRITON_CACHE_DIR=str(tmp_path)
     )
+
+
+def test_a_result_that_is_not_as_promised_is_noticed(tmp_path: Path) -> None:
+    """In the real steps; each way by itself below."""
+    run_apart(STEPS, "run_broken", "heads first", TRITON_CACHE_DIR=str(tmp_path))
+
+
+@pytest.mark.parametrize("way", BROKEN)
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_each_way_to_break_a_promise_is_noticed(way: str, num_tokens: int) -> None:
+    """A single token with heads first is the same: the stride of a size of 1 is not one."""
+
+    class Plan:
+        def forward(self, _layer: int, rows: Rows, _options: object) -> torch.Tensor:
+            return rows[0].clone()
+
+    arguments: Any = (torch.zeros(num_tokens, 4, 8),) * 3
+    arguments = (*arguments, None, 7, 0, 1.0, None, None, [], "", [], [])
+    attend = dispatch._attend_opaquely
+    with running(7, PagedContext(Plan(), [None])):
+        assert _attend_as_promised(*arguments).shape == (num_tokens, 4, 8)
+        with patch.object(dispatch, "_attend_opaquely", lambda *given: BROKEN[way](attend(*given))):
+            if (way, num_tokens) == ("heads first", 1):
+                _attend_as_promised(*arguments)
+                return
+            with pytest.raises(AssertionError, match="a broken promise"):
+                _attend_as_promised(*arguments)
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "flash-attn", "varlen"])

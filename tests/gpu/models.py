@@ -57,7 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 128, "query_pre_attn_scalar": 128, **_SLIDING},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1, **_SLIDING},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 4, **_SLIDING},
-    "phi3": {},
+    "phi3": {"num_key_value_heads": 4},  # as many as query heads
     "cohere2": {"logit_scale": 1.0, **_SLIDING},
     "olmo2": {},
     "granite": {
