@@ -27,6 +27,11 @@ def test_for_other_gpus(capability: int, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_with_weights_in_8_bit_floats(family: str, tmp_path: Path) -> None:
+    run_apart(*(STEPS, "run_compiled_in_fp8", "90", "flex", family), TRITON_CACHE_DIR=str(tmp_path))
+
+
 @pytest.mark.parametrize("backend", ["flashinfer", "flash-attn", "varlen"])
 def test_with_other_backends(backend: str, tmp_path: Path) -> None:
     run_apart(STEPS, "run_compiled", "90", backend, "gpt_oss", TRITON_CACHE_DIR=str(tmp_path))
