@@ -1,6 +1,6 @@
 """Linear layers and experts with weights in 8-bit floats (e4m3) on CUDA devices.
 
-Every output has a scale. The rows become 8-bit floats too, each with a scale of its own, and torch
+Every output has a scale. The rows become 8-bit floats too, each with its scale, and torch
 multiplies both (`torch._scaled_mm`). Micikevicius et al. (2022), FP8 formats for deep learning,
 arXiv:2209.05433. The head and routers stay as they are, and so do layers whose sizes torch's
 product does not have.

@@ -1,9 +1,9 @@
 """Experts of a mixture as two grouped products, on CUDA.
 
 transformers lets a function compute the experts of a family (`experts_implementation`). Its own
-(`grouped_mm`) permutes the rows to and fro in memory; torch's product behind it reads the sizes of
-groups on the host except in bfloat16 on compute capabilities 9.0 and 10.0, which no CUDA graph
-can record. The kernel here (`kernels/grouped_linear.py`) does neither.
+(`grouped_mm`) permutes the rows to and fro in memory, and calls torch's grouped product. Except in
+bfloat16 on compute capabilities 9.0 and 10.0 that reads the sizes of groups on the host, which no
+CUDA graph can record. The kernel here (`kernels/grouped_linear.py`) does neither.
 """
 
 import importlib.util
@@ -54,7 +54,7 @@ def experts_of(model: nn.Module) -> list[Any]:
 def compute_experts(
     module: Any, rows: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor
 ) -> torch.Tensor:
-    """What the chosen experts `[T, k]` make of rows `[T, hidden]`, times `factors`, added up."""
+    """The results of the chosen experts `[T, k]` for rows `[T, hidden]`, summed by `factors`."""
     order, ends = group_pairs(chosen, module.num_experts)
     weight, more = _weights(module, "gate_up_proj" if module.has_gate else "up_proj")
     inner = grouped_linear(rows, weight, order, ends, chosen.shape[1], *more)
