@@ -61,5 +61,6 @@ def test_packed_experts_are_left_to_transformers():
 
 
 def test_without_triton_transformers_computes_them(monkeypatch):
+    model = random_model("mixtral")
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    assert not use_grouped_experts(random_model("mixtral"))
+    assert not use_grouped_experts(model)
