@@ -67,11 +67,12 @@ class EngineSettings:
         "float32, bfloat16, float16",
         parse=str,
     )
-    quantization: Literal["int8", "int4", "none"] | None = setting(
+    quantization: Literal["int8", "int4", "fp8", "none"] | None = setting(
         None,
-        "int8, int4: linear layers in 8 or 4 bits, on the CPU; for checkpoints with float weights "
-        "in plain linear layers. none: GGUF files are converted to floats. default: on the CPU, "
-        "GGUF files keep their formats if linear_backend is auto",
+        "int8, int4: linear layers in 8 or 4 bits, on the CPU; fp8: in 8-bit floats, on CUDA "
+        "devices of compute capability 8.9 or later; for checkpoints with float weights in plain "
+        "linear layers. none: GGUF files are converted to floats. default: on the CPU, GGUF files "
+        "keep their formats if linear_backend is auto",
         parse=str | None,
     )
     linear_backend: Literal["auto", "torch", "onednn", "pyengine"] = setting(

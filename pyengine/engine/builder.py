@@ -45,6 +45,7 @@ from pyengine.kv_cache.memory import available_memory
 from pyengine.kv_cache.pool import KVPool, PoolSettings, resolve_kv_cache_dtype
 from pyengine.models.cpu_kernels import fuse_norms
 from pyengine.models.decoder_layer import shorten_layers
+from pyengine.models.grouped_experts import use_grouped_experts
 from pyengine.models.linear import can_prepack, fuse_linears, prepack_linears
 from pyengine.models.linear_kernels import ProductChooser
 from pyengine.models.loader import LoadedModel, load_model, model_properties, with_mtp_layers
@@ -233,6 +234,7 @@ def _connect(
         **threads.describe(),
         **_about_linears(settings, loaded, products),
         **_about_attention(choice, needs, runner),
+        "kv_cache_scales": _about_scales(plan),
         **_about_cache(plan, model_limits, settings),
         **_about_store(settings, engine.offloader),
         "async_scheduling": executor.depth > 1,
@@ -295,6 +297,7 @@ def _fingerprints(
         ("device", loaded.device.type.encode()),
         ("dtypes", f"{dtype_name(loaded.dtype)} {dtype_name(needs.cache_dtype)}".encode()),
         ("quantization", str(settings.quantization).encode()),
+        *_scale_properties(plan),
         ("MTP layers", str(loaded.num_mtp_layers).encode()),
         *loaded.properties,
     ]
@@ -302,6 +305,15 @@ def _fingerprints(
         kv_fingerprint([("layers", _layers_of(plan.groups, group)), *properties])
         for group in range(len(plan.groups.windows))
     ]
+
+
+def _scale_properties(plan: CachePlan) -> list[tuple[str, bytes]]:
+    scales = {
+        layer: (spec.scale_k, spec.scale_v)
+        for layer, spec in enumerate(plan.specs)
+        if spec != spec.unscaled
+    }
+    return [("KV scales", str(scales).encode())] if scales else []
 
 
 def _about_store(settings: EngineSettings, offloader: KVOffloader | None) -> dict[str, object]:
@@ -393,7 +405,7 @@ def _memory_left(
     loaded: LoadedModel,
 ) -> int:
     """Bytes that the largest step and the graphs leave on the device, with a pool of one block."""
-    fuse_linears(loaded.model)  # before anything is measured: meanwhile weights exist twice
+    _arrange_for_cuda(loaded)  # before anything is measured: meanwhile weights exist twice
     specs = cache_specs(loaded, kv_dtype)
     smallest = KVPool(specs, 1, pool.block_size, loaded.device)
     longest, groups = pool.max_model_len, smallest.groups
@@ -406,6 +418,11 @@ def _memory_left(
     taken = activation_bytes(runner, limits, smallest.num_blocks, loaded.vocab_size, meter)
     taken += graph_bytes(runner, meter)
     return max(0, left - taken)
+
+
+def _arrange_for_cuda(loaded: LoadedModel) -> None:
+    fuse_linears(loaded.model)
+    use_grouped_experts(loaded.model)
 
 
 def _max_pinned_blocks(settings: EngineSettings, manager: BlockManager, max_model_len: int) -> int:
@@ -459,7 +476,7 @@ def _runner(
         if loaded.mtp_layers is not None:
             prepack_linears(loaded.mtp_layers.layers, products)
     elif loaded.device.type == "cuda":
-        fuse_linears(loaded.model)
+        _arrange_for_cuda(loaded)
     recorder = _recorder(settings, loaded, backend)
     runner = ModelRunner(loaded, pool, backend, limits, record=recorder)
     runner.take_over_rotations()
@@ -590,6 +607,11 @@ def _about_attention(choice: Choice, needs: AttentionNeeds, runner: Runner) -> d
         "compile": isinstance(runner, ModelRunner) and runner.is_compiled,
         "kv_cache_dtype": dtype_name(needs.cache_dtype),
     }
+
+
+def _about_scales(plan: CachePlan) -> str:
+    count = sum(spec != spec.unscaled for spec in plan.specs)
+    return f"of the checkpoint, {count} layers" if count else "none"
 
 
 def _about_cache(

@@ -70,6 +70,7 @@ def plan_cache(
     into memory.
     """
     specs = cache_specs(loaded, kv_dtype or loaded.dtype)
+    shapes = [spec.unscaled for spec in specs]
     groups = LayerGroups.single(len(specs))
     if layer_groups:
         windows = [
@@ -77,21 +78,28 @@ def plan_cache(
             for config in loaded.cached_configs
             for layer_window in layer_windows(config)
         ]
-        groups = choose_layer_groups(windows, specs, settings.max_model_len)
+        groups = choose_layer_groups(windows, shapes, settings.max_model_len)
     arithmetic = BlockManager(1, settings.block_size, groups=groups.windows)
     blocks_per_seq = arithmetic.blocks_for(settings.max_model_len, max_tokens)
     settings = replace(settings, blocks_per_seq=blocks_per_seq)
-    size = resolve_num_blocks(settings, groups.tensor_shapes(specs), loaded.device)
+    size = resolve_num_blocks(settings, groups.tensor_shapes(shapes), loaded.device)
     return CachePlan(specs, groups, size, settings.block_size)
 
 
 def cache_specs(loaded: LoadedModel, kv_dtype: torch.dtype) -> list[KVCacheSpec]:
-    """The KV cache of each layer of a model, its MTP layers last."""
+    """The KV cache of each layer of a model, its MTP layers last; with scales in 8-bit floats."""
     configs = loaded.cached_configs
-    return [
+    specs = [
         kv_cache_spec
         for each in configs
         for kv_cache_spec in kv_cache_specs(each, kv_dtype, loaded.kv_shards)
+    ]
+    scales = loaded.kv_scales if kv_dtype == torch.float8_e4m3fn else {}
+    return [
+        replace(spec, scale_k=scales[layer][0], scale_v=scales[layer][1])
+        if layer in scales
+        else spec
+        for layer, spec in enumerate(specs)
     ]
 
 

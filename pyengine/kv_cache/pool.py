@@ -57,6 +57,11 @@ class KVCacheSpec:
     scale_v: float = 1.0
 
     @property
+    def unscaled(self) -> "KVCacheSpec":
+        """The same without scales: layers that differ in those alone can share a tensor."""
+        return replace(self, scale_k=1.0, scale_v=1.0)
+
+    @property
     def width_k(self) -> int:
         """Elements that a key takes, with its scale."""
         return self.head_dim_k + self._scale_bytes
@@ -283,7 +288,7 @@ class KVPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self._tensor_specs = self.groups.tensor_shapes(self.specs)
+        self._tensor_specs = self.groups.tensor_shapes([spec.unscaled for spec in self.specs])
         rows = (num_blocks + 1, block_size)
         try:
             keys = [

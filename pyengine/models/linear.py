@@ -167,16 +167,19 @@ def layer_of(number: int) -> Any:
 
 
 def define_operator(
-    schema: str, compute: Callable[..., torch.Tensor], shape: Callable[..., torch.Tensor]
+    schema: str,
+    compute: Callable[..., torch.Tensor],
+    shape: Callable[..., torch.Tensor],
+    device: str = "CPU",
 ) -> None:
-    """Define the operator `pyengine::...` for the CPU, opaque to the compiler.
+    """Define the operator `pyengine::...` for a kind of device, opaque to the compiler.
 
     `shape` returns an empty tensor like the result. Not `custom_op`, which costs several
     microseconds more for each of some hundred layers.
     """
     name = f"pyengine::{schema.partition('(')[0]}"
     torch.library.define(name, schema[schema.index("(") :])
-    torch.library.impl(name, "CPU")(compute)
+    torch.library.impl(name, device)(compute)
     torch.library.register_fake(name)(shape)
 
 

@@ -30,6 +30,7 @@ from pyengine.models.config import (
     max_model_len,
     read_config,
 )
+from pyengine.models.float8_linear import take_over_fp8
 from pyengine.models.gguf_file import GGUFFile, UnsupportedGGUFError, file_digest
 from pyengine.models.gguf_header import read_header
 from pyengine.models.gguf_weights import (
@@ -38,6 +39,7 @@ from pyengine.models.gguf_weights import (
     quantised_formats,
     weight_headers,
 )
+from pyengine.models.kv_scales import Scales, is_kv_scale, read_kv_scales
 from pyengine.models.packed_checkpoints import load_packed, packed_layout
 from pyengine.models.packed_layout import PackedLayout
 from pyengine.models.placement import DtypeChoice, choose_dtype, kv_shards, resolve_device
@@ -72,7 +74,7 @@ class LoadedModel:
     tokens after the next one; None if they were not loaded. `properties` are those that its KV
     depends on (`model_properties`), if they are needed. `quantization` names the formats of linear
     layers that are quantised, of all of them unless `has_float_linears`. `gguf` is the file whose
-    weights are kept in its formats, if any."""
+    weights are kept in its formats, if any. `kv_scales` are those of an 8-bit KV cache."""
 
     model: Any
     tokenizer: Any
@@ -92,6 +94,7 @@ class LoadedModel:
     has_float_linears: bool = True
     gguf: Path | None = None
     weight_files: tuple[Path, ...] = ()
+    kv_scales: Scales = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def config(self) -> Any:
@@ -255,7 +258,10 @@ def _load(
     if not source.is_converted or choice.dtype == torch.float16:
         refuse_not_finite(model, folder)
     loaded = _loaded(source, model, device, choice)
-    return replace(loaded, kv_shards=kv_shards(config, shards))
+    if quantised and device.type == "cuda" and shards == 1 and take_over_fp8(model):
+        loaded = replace(loaded, quantization="fp8")
+    scales = read_kv_scales(folder, headers)
+    return replace(loaded, kv_shards=kv_shards(config, shards), kv_scales=scales)
 
 
 def _load_packed(
@@ -282,6 +288,7 @@ def _load_packed(
         quantization=layout.name,
         has_float_linears=_has_float_linears(model),
         weight_files=tuple(sorted(folder.glob("*.safetensors"))),
+        kv_scales=read_kv_scales(folder, headers),
     )
 
 
@@ -405,7 +412,7 @@ def _refuse_other_tensors(model: Any, info: Any, folder: Path) -> None:
             f"the weights in {folder} lack {missing[0]}{more}, which config.json asks for: "
             "the two are not of the same model, or a file is missing"
         )
-    unread = sorted(info["unexpected_keys"])
+    unread = sorted(name for name in info["unexpected_keys"] if not is_kv_scale(name))
     text = model.config.get_text_config()
     stacks = {_LAYER.sub(".#.", name, count=1) for name in model.state_dict()}
     last = text.num_hidden_layers + (getattr(text, "num_nextn_predict_layers", None) or 0)

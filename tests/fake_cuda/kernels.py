@@ -1,5 +1,6 @@
 """Our Triton kernels, compiled as calls of them are, for GPUs that are not there."""
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -28,6 +29,7 @@ VOCABULARIES = (1000, 151_936)
 
 def compile_for(capability: str) -> None:
     """Compile every kernel for a GPU of this compute capability, 90 for 9.0."""
+    from pyengine.kernels.grouped_linear import grouped_linear
     from pyengine.kernels.kv_write import write_rows
     from pyengine.kernels.rotation import write_rotated
 
@@ -43,6 +45,11 @@ def compile_for(capability: str) -> None:
             write_rows(rows[1:], caches, slots)
             assert len(compiled) == before + 2
         before = len(compiled)
+        products = list(_products(has_float8=int(capability) >= FLOAT8_CAPABILITY))
+        for arguments, named in products:
+            assert len(grouped_linear(*arguments, **named)) == (ROWS if len(arguments) == 2 else 10)
+        assert len(compiled) == before + len(products)
+        before = len(compiled)
         cases = list(product(PARAMS, VOCABULARIES, (torch.float32, torch.bfloat16, torch.float16)))
         for case in cases:
             _draw(*case)
@@ -51,6 +58,28 @@ def compile_for(capability: str) -> None:
         assert kernel.metadata.target.arch == int(capability)
         assert kernel.asm["cubin"].startswith(b"\x7fELF")
         assert "ptx" in kernel.asm
+
+
+def _products(*, has_float8: bool) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments of grouped products: experts as families have them, and one weight in squares."""
+    device = torch.device("cuda:0")
+    order = torch.zeros(10, dtype=torch.int64, device=device)
+    for dtype, (num_experts, inputs, outputs) in product(
+        (torch.bfloat16, torch.float16), ((128, 2048, 1536), (32, 2880, 5760))
+    ):
+        rows = torch.zeros(ROWS, inputs, dtype=dtype, device=device)
+        ends = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        weight = torch.zeros(num_experts, outputs, inputs, dtype=dtype, device=device)
+        bias = torch.zeros(num_experts, outputs, dtype=dtype, device=device)
+        yield (rows, weight, order, ends, 2), {}
+        yield (rows, weight.mT.contiguous().mT, order, ends, 2), {"bias": bias}
+        yield (rows.repeat(2, 1), weight, order, ends, 1), {"factors": order.to(dtype)}
+        if has_float8:
+            codes = weight.to(torch.float8_e4m3fn)
+            scales = torch.zeros(num_experts, outputs, 1, device=device)
+            yield (rows, codes, order, ends, 2), {"scales": scales}
+            squares = scales.new_zeros(1, -(-outputs // 128), -(-inputs // 128))
+            yield (rows, codes[:1]), {"scales": squares}
 
 
 def _layer(

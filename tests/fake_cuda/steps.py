@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch._inductor.utils import fresh_inductor_cache
 
-from benches.gpu.launches import as_on_cuda
 from pyengine.attention import dispatch, flashinfer, flex
 from pyengine.attention.backend import AttentionOptions, AttentionPlan, Rows, StepInputs
 from pyengine.attention.choice import choose_backend
@@ -30,6 +29,10 @@ from pyengine.executor.model_runner import ModelRunner
 from pyengine.kv_cache import BlockManager
 from pyengine.kv_cache.layer_groups import choose_layer_groups, layer_windows
 from pyengine.kv_cache.pool import KVPool, kv_cache_specs
+from pyengine.models.float8_linear import quantise_linears_to_fp8
+from pyengine.models.grouped_experts import use_grouped_experts
+from pyengine.models.linear import fuse_linears
+from pyengine.models.rotary import take_over_rotations
 from pyengine.sampling.sampler import SamplingBatch, sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
@@ -54,11 +57,22 @@ class Machine:
     """A model of `family` and its KV pool on the device, with `backend`."""
 
     def __init__(
-        self, device: FakeCuda, family: str, backend: str, kv_dtype: torch.dtype | None = None
+        self,
+        device: FakeCuda,
+        family: str,
+        backend: str,
+        kv_dtype: torch.dtype | None = None,
+        *,
+        quantises: bool = False,
     ) -> None:
         self.model = random_model(family)
         self.model.set_attn_implementation(register_paged_attention())
-        device.move(as_on_cuda(self.model))
+        take_over_rotations(self.model)
+        if quantises:
+            quantise_linears_to_fp8(self.model)
+        fuse_linears(self.model)
+        use_grouped_experts(self.model)
+        device.move(self.model)
         config = self.model.config
         needs = needs_of(self.model, DEVICE, DTYPE, kv_dtype=kv_dtype)
         needs = replace(needs, packages=frozenset(OPTIONAL_PACKAGES))
@@ -183,13 +197,24 @@ def run_compiled(capability: str, backend: str, *families: str) -> None:
 
     The graphs check the sizes and strides of what attention gives.
     """
+    _run_compiled(capability, backend, families)
+
+
+def run_compiled_in_fp8(capability: str, backend: str, *families: str) -> None:
+    """The same with weights in 8-bit floats."""
+    _run_compiled(capability, backend, families, quantises=True)
+
+
+def _run_compiled(
+    capability: str, backend: str, families: Sequence[str], *, quantises: bool = False
+) -> None:
     major, minor = divmod(int(capability), 10)
     device = FakeCuda((major, minor))
     libraries.install(backend)
     for family in families:
         torch._dynamo.reset()
         with fresh_inductor_cache(), device, kernels_warmed_up(), lowered_flex(device):
-            machine = Machine(device, family, backend)
+            machine = Machine(device, family, backend, quantises=quantises)
             compiled = CompiledOnDevice(device, machine)
             assert compiled.lowering.num_graphs == 2, family
             kernels = compiled.lowering.kernels
@@ -308,6 +333,11 @@ def run_in_8_bits(backend: str, *families: str) -> None:
     _run(FakeCuda(), backend, families, torch.float8_e4m3fn)
 
 
+def run_with_weights_in_fp8(backend: str, *families: str) -> None:
+    """The same with weights in 8-bit floats: torch checks the sizes and strides of its products."""
+    _run(FakeCuda(), backend, families, quantises=True)
+
+
 def run_release(release: str, *families: str) -> None:
     """The same with another release of flash-attn."""
     device = FakeCuda()
@@ -321,11 +351,13 @@ def _run(
     backend: str,
     families: Sequence[str],
     kv_dtype: torch.dtype | None = None,
+    *,
+    quantises: bool = False,
 ) -> None:
     libraries.install(backend)
     for family in families:
         with device, kernels_warmed_up() as kernels, uncompiled_flex():
-            machine = Machine(device, family, backend, kv_dtype)
+            machine = Machine(device, family, backend, kv_dtype, quantises=quantises)
             machine.capture()
             device.waits.clear()
             assert machine.steps() == 6

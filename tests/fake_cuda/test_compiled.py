@@ -61,6 +61,11 @@ def test_each_way_to_break_a_promise_is_noticed(way: str, num_tokens: int) -> No
                 _attend_as_promised(*arguments)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_with_weights_in_8_bit_floats(family: str, tmp_path: Path) -> None:
+    run_apart(*(STEPS, "run_compiled_in_fp8", "90", "flex", family), TRITON_CACHE_DIR=str(tmp_path))
+
+
 @pytest.mark.parametrize("backend", ["flashinfer", "flash-attn", "varlen"])
 def test_with_other_backends(backend: str, tmp_path: Path) -> None:
     run_apart(STEPS, "run_compiled", "90", backend, "gpt_oss", TRITON_CACHE_DIR=str(tmp_path))

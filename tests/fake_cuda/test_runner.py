@@ -47,6 +47,12 @@ def test_nor_with_an_8_bit_cache(backend: str) -> None:
     run_apart(STEPS, "run_in_8_bits", backend, "llama", "qwen3", "gemma2")
 
 
+def test_nor_with_weights_in_8_bit_floats() -> None:
+    """Of linear layers and of experts."""
+    families = ("llama", "qwen3", "gemma2", "mixtral", "gpt_oss", "deepseek_v3")
+    run_apart(STEPS, "run_with_weights_in_fp8", "gather", *families)
+
+
 def test_nor_with_a_flash_attn_that_reads_lengths() -> None:
     """From 2.8.4 on, its paged decode reads the longest length on the host.
 

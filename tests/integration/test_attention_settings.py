@@ -1,9 +1,13 @@
 """Settings of attention on a whole engine: the cache's dtype, the block size, a forced backend."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from pyengine import LLM, RequestOutput, SamplingParams
 from pyengine.errors import ConfigurationError
@@ -48,6 +52,36 @@ def test_a_cache_in_8_bit_floats_holds_twice_the_blocks(folder: Path) -> None:
     for llm in (wide, narrow):
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert [len(output.outputs[0].token_ids) for output in outputs] == [6, 6]
+
+
+def test_a_cache_in_8_bit_floats_has_the_scales_of_the_checkpoint(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Keys and values that no 8-bit float holds, divided by a scale."""
+    scaled = tmp_path / "scaled"
+    shutil.copytree(folder, scaled)
+    factor = 2.0**14
+    [file] = scaled.glob("*.safetensors")
+    tensors = load_file(file)
+    for name in list(tensors):
+        if name.endswith(("v_proj.weight", "o_proj.weight")):
+            tensors[name] = tensors[name] * (factor if "v_proj" in name else 1 / factor)
+        if name.endswith("v_proj.weight"):
+            tensors[name.replace("v_proj.weight", "v_scale")] = torch.tensor(factor)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    def logprobs(where: Path, dtype: str) -> torch.Tensor:
+        llm = open_llm(where, num_blocks=64, kv_cache_dtype=dtype, attention_backend="gather")
+        scales = str(llm.describe()["kv_cache_scales"])
+        is_scaled = where == scaled and dtype == "fp8"
+        assert scales == (f"of the checkpoint, {layers} layers" if is_scaled else "none")
+        [completion] = llm.generate(PROMPTS[:1], LOGPROBS, use_tqdm=False)[0].outputs
+        first = [next(iter(each.values())) for each in completion.logprobs or []]
+        return torch.tensor([entry.logprob for entry in first])
+
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    assert torch.equal(logprobs(scaled, "fp8"), logprobs(folder, "fp8"))  # a power of two
+    assert torch.equal(logprobs(scaled, "auto"), logprobs(folder, "auto"))
 
 
 @needs_kernel

@@ -8,12 +8,14 @@ driver are answered for a GPU of some capability. That changes torch for the who
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch._C._dynamo import guards
+from torch._meta_registrations import meta_scaled_mm
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 _SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
@@ -76,6 +78,24 @@ def pretend_cuda(capability: tuple[int, int] = (9, 0)) -> None:
     interface.get_device_properties = staticmethod(lambda _device=None: _PROPERTIES)
     interface.Worker.get_device_properties = staticmethod(lambda _device=None: _PROPERTIES)
     _pretend_driver(capability)
+    _check_scaled_mm()
+
+
+@cache
+def _check_scaled_mm() -> Any:
+    """Let the form of torch's scaled product that compiled code calls check its arguments, too.
+
+    torch lacks that for fake tensors. The result keeps the check registered.
+    """
+    library = torch.library.Library("aten", "IMPL", "Meta")
+
+    def into(*arguments: Any, out: torch.Tensor, **named: Any) -> torch.Tensor:
+        promised = meta_scaled_mm(*arguments, **named)
+        assert (promised.shape, promised.dtype) == (out.shape, out.dtype)
+        return out
+
+    library.impl("_scaled_mm.out", into)
+    return library
 
 
 def _pretend_driver(capability: tuple[int, int]) -> None:

@@ -234,7 +234,7 @@ def kernels_warmed_up() -> Iterator[list[Any]]:
 
     Sizes are those of the calls, so specialisations are, too.
     """
-    from pyengine.kernels import draw, kv_write, rotation
+    from pyengine.kernels import draw, grouped_linear, kv_write, rotation
 
     compiled: list[Any] = []
     kernels: list[tuple[Any, str]] = [
@@ -242,6 +242,7 @@ def kernels_warmed_up() -> Iterator[list[Any]]:
         (rotation, "_compiled"),
         (draw, "_compiled_sums"),
         (draw, "_compiled_choice"),
+        (grouped_linear, "_compiled"),
     ]
     with ExitStack() as stack:
         for module, name in kernels:

@@ -1,0 +1,56 @@
+"""The scales of an 8-bit KV cache that a checkpoint has, one for the keys and one for the values.
+
+Keys and values are stored divided by them. The names are those of compressed-tensors, ModelOpt and
+AutoFP8.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+
+from pyengine.errors import ModelLoadError
+from pyengine.models.checkpoint_files import WeightHeaders
+
+Scales = Mapping[int, tuple[float, float]]
+"""Of keys and of values, by layer."""
+
+_NAME = re.compile(
+    r"\.layers\.(\d+)\.self_attn\.(?:attn\.)?"
+    r"(?:(?P<kind>[kv])_scale|(?P<proj>[kv])_proj\.(?:[kv]_scale|output_scale)|(?P<both>kv_scale))$"
+)
+
+
+def read_kv_scales(folder: Path, headers: WeightHeaders) -> Scales:
+    """The scales in the files of `folder`, whose headers these are; a scale not given is 1.
+
+    Raises `ModelLoadError` for one that is no positive number.
+    """
+    found: dict[int, dict[str, float]] = {}
+    matches = {name: match for name in headers.tensors if (match := _NAME.search(name))}
+    if not matches:
+        return {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in matches.keys() & file.keys():
+                scale = _positive(file.get_tensor(name).flatten().tolist(), name, folder)
+                layer = found.setdefault(int(matches[name][1]), {})
+                for kind in matches[name]["kind"] or matches[name]["proj"] or "kv":
+                    layer[kind] = scale
+    return {layer: (each.get("k", 1.0), each.get("v", 1.0)) for layer, each in found.items()}
+
+
+def is_kv_scale(name: str) -> bool:
+    """True if a tensor of this name is such a scale."""
+    return _NAME.search(name) is not None
+
+
+def _positive(numbers: list[float], name: str, folder: Path) -> float:
+    if len(numbers) != 1 or not (math.isfinite(numbers[0]) and numbers[0] > 0):
+        raise ModelLoadError(
+            f"{name} in {folder} is the scale of a KV cache, and {numbers[:3]} is no positive "
+            "number: the file is damaged, or has a scale per head, which is not supported"
+        )
+    return float(numbers[0])
