@@ -246,7 +246,7 @@ class Engine:
             self._drafting.expect(before.step)
         offloader = self.offloader
         if offloader is not None:
-            offloader.restore(self._scheduler.waiting, self._scheduler.num_running)
+            offloader.restore(self._scheduler.waiting)
             num_pins = offloader.num_pins
         try:
             step = self._scheduler.schedule(ahead=before is not None, without=held)
@@ -257,6 +257,7 @@ class Engine:
             step = None
         if offloader is not None:
             self._waits_for_blocks = step is None and offloader.is_busy
+            offloader.are_steps_running = step is not None or before is not None
         if step is None and self.faults.suspects:
             self.faults.release()
         return step

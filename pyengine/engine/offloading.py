@@ -47,8 +47,8 @@ _PATIENCE = 10.0
 """Seconds without any progress after which loads, or a store, are abandoned."""
 _LAST_WAIT = 20.0
 """Seconds after which a request ends that does not fit beside the blocks of abandoned loads."""
-_MOST_QUEUED = 1024
-"""Sequences that may wait to be stored."""
+_MOST_QUEUED = 1 << 20
+"""Tokens beyond which no more may wait to be stored."""
 _LOADING_SHARE = 0.5
 """Of the blocks that are free or evictable, at most, that one load takes."""
 _GAIN = 0.8
@@ -59,12 +59,12 @@ _LEAST_TOKENS = 64
 """Smaller steps say little about how fast a prompt is computed."""
 _CHECK = 1.0
 """Seconds between looks at what the store has to say, and at what another process has stored."""
-_LOAD_REST, _STORE_REST, _NEW_STORE_REST = 10.0, 100.0, 300.0
+_LOAD_REST, _STORE_REST, _NEW_STORE_REST = 10.0, 100.0, 600.0
 """Rests after each piece while steps run, as multiples of the processor time that it took.
 
 Of a block that is stored that is the copy; the store's thread takes three times as long to write.
-Copy and write together take a core for 4 % of the time, or 1.3 % for a prompt of which nothing was
-cached: it may never be used again.
+Copy and write together take a core for 4 % of the time, or 0.7 % while only prompts of which
+nothing was cached wait to be stored: they may never be used again.
 """
 
 
@@ -92,6 +92,26 @@ class Rate:
     def last(self) -> float | None:
         """The last rate, of whatever age."""
         return self._value or None
+
+
+class _Backlog:
+    """Tokens that wait to be stored. One thread adds them, another one removes them."""
+
+    def __init__(self) -> None:
+        self._added = self._removed = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that wait, and those that are being stored."""
+        return self._added - self._removed
+
+    def add(self, num_tokens: int) -> None:
+        """Count a sequence that waits."""
+        self._added += num_tokens
+
+    def remove(self, num_tokens: int) -> None:
+        """Count a sequence that waits no longer."""
+        self._removed += num_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -139,13 +159,15 @@ class KVOffloader:
         self._loaded: SimpleQueue[_Load] = SimpleQueue()
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         """Calls for the store thread."""
+        self._used_again, self._new = _Backlog(), _Backlog()
+        """What waits to be stored: sequences that began with cached tokens, and others."""
         self._last_stats = store.stats()
         self._next_check = 0.0
         self._last_progress = 0.0
         """When the load thread last moved something."""
         self._last_abandoned = 0.0
         self.are_steps_running = False
-        """While they are, bytes move more slowly."""
+        """Set by the engine. While they are, bytes move more slowly."""
         self.num_pins = 0
         """Pins that the store thread has taken and released so far."""
         self._load_rate, self._compute_rate = Rate(), Rate()
@@ -164,9 +186,8 @@ class KVOffloader:
             return True
         return bool(self._open) and monotonic() < self._last_abandoned + _LAST_WAIT
 
-    def restore(self, waiting: Iterable[SequenceState], num_running: int) -> None:
+    def restore(self, waiting: Iterable[SequenceState]) -> None:
         """Start to load what the first of the waiting sequences can reuse, and end what is late."""
-        self.are_steps_running = num_running > 0
         self.finish_loads()
         now = monotonic()
         if now > self._next_check:
@@ -349,13 +370,14 @@ class KVOffloader:
             return
         if num_tokens <= sequence.num_stored:  # the prompt was, and no block has become full since
             return
-        if self._work.qsize() >= _MOST_QUEUED:
+        if self._used_again.num_tokens + self._new.num_tokens >= _MOST_QUEUED:
             self.counters["dropped_stores"] += 1
             return
         sequence.num_stored = num_tokens
+        backlog = self._used_again if request.num_cached_tokens else self._new
+        backlog.add(num_tokens)
         tokens = kv.tokens()[:num_tokens]
-        rest = _STORE_REST if request.num_cached_tokens else _NEW_STORE_REST
-        self._work.put(partial(self._store_prefix, tokens, request.namespace, rest))
+        self._work.put(partial(self._store_prefix, tokens, request.namespace, backlog))
 
     def _run_loads(self) -> None:
         while (load := self._loads.get()) is not None:
@@ -363,7 +385,7 @@ class KVOffloader:
             try:
                 while load.num_loaded < len(load.blocks) and not load.is_abandoned:
                     piece = self._piece(load.blocks, load.num_loaded)
-                    with self._paused(_LOAD_REST):
+                    with self._resting(_LOAD_REST):
                         moved = self._memory.load(load.prefix, piece, load.after)
                     load.num_loaded += moved
                     self._last_progress = monotonic()
@@ -380,7 +402,7 @@ class KVOffloader:
         return blocks[done : done + max(1, self._memory.piece_bytes // max(self._bytes))]
 
     @contextmanager
-    def _paused(self, rest: float) -> Iterator[None]:
+    def _resting(self, rest: float) -> Iterator[None]:
         """While steps run, rest after a piece, so that they keep the processors.
 
         Short pieces instead of a low priority: a thread of low priority that is stopped while it
@@ -398,14 +420,15 @@ class KVOffloader:
             except (StoreError, OSError) as error:
                 _log.warning("KV store: %s", error)
 
-    def _store_prefix(self, tokens: list[int], namespace: bytes, rest: float) -> None:
-        """Store what the pool still has of a prefix."""
-        prefix = self._prefix(tokens, namespace)
+    def _store_prefix(self, tokens: list[int], namespace: bytes, backlog: _Backlog) -> None:
+        """Store what the pool still has of a prefix, and the store does not have."""
         self.num_pins += 1
         try:
+            prefix = self._prefix(tokens, namespace)
             with self._manager.match_prefix(tokens, namespace=namespace) as pin:
-                self._put(prefix, self._blocks(pin, tokens, namespace), rest)
+                self._put(prefix, prefix.missing(self._blocks(pin, tokens, namespace)))
         finally:
+            backlog.remove(len(tokens))
             self.num_pins += 1
             self.notify()
 
@@ -424,22 +447,22 @@ class KVOffloader:
             if block in held  # not what a window has left behind
         ]
 
-    def _put(self, prefix: StoredPrefix, blocks: list[_Block], rest: float) -> None:
+    def _put(self, prefix: StoredPrefix, blocks: list[_Block]) -> None:
         """Store blocks, and wait for space in the queue meanwhile."""
         done, deadline, was_empty = 0, monotonic() + _PATIENCE, False
-        while True:
-            with self._paused(rest):
+        while done < len(blocks):
+            rest = _STORE_REST if self._used_again.num_tokens else _NEW_STORE_REST
+            with self._resting(rest):
                 stored = self._memory.store(prefix, self._piece(blocks, done))
             done += stored
             if stored:
                 deadline, was_empty = monotonic() + _PATIENCE, False
+                continue
             stats = self._store.stats()
-            is_refused = was_empty or stats["is_suspended"] or monotonic() > deadline
-            if done == len(blocks) or is_refused:
+            if was_empty or stats["is_suspended"] or monotonic() > deadline:
                 return
-            if not stored:
-                was_empty = stats["queued_bytes"] == 0
-                sleep(0.005)
+            was_empty = stats["queued_bytes"] == 0
+            sleep(0.005)
 
     def describe(self) -> dict[str, object]:
         """The store's entries, its limit, and whether this process writes to it."""
@@ -496,7 +519,7 @@ COUNTERS = {
     "abandoned_loads": "Loads abandoned because the disk did not answer; computed instead.",
     "load_seconds": "Seconds that loads took.",
     "restored_tokens": "Prompt tokens that were restored from the store.",
-    "dropped_stores": "Sequences that were not stored because too many waited to be.",
+    "dropped_stores": "Sequences that were not stored because too many tokens waited to be.",
 }
 """Descriptions of the counters of an offloader."""
 

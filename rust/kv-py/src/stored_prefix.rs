@@ -5,7 +5,9 @@ use std::sync::Arc;
 use kv_store::{Block, BlockKey, Fingerprint, Get, Prefix, Put};
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::PyList;
 
+use crate::bounded;
 use crate::errors::{ConfigError, StoreError};
 use crate::items::items;
 use crate::kv_blocks::KVBlocks;
@@ -105,8 +107,8 @@ impl StoredPrefix {
         }
     }
 
-    /// The blocks to move, each of which is there.
-    fn moves(&self, memory: &KVBlocks, blocks: &Bound<'_, PyAny>) -> PyResult<Vec<Move>> {
+    /// Blocks by index, group and id, each of which is in the prefix, and in the memory if it is given.
+    fn moves(&self, memory: Option<&KVBlocks>, blocks: &Bound<'_, PyAny>) -> PyResult<Vec<Move>> {
         let too_many = |count| ConfigError::new_err(format!("{count} blocks are too many"));
         items(blocks, MOST, too_many, |item, at| {
             let (index, group, block) = item
@@ -118,6 +120,9 @@ impl StoredPrefix {
             let check = check.and_then(|()| {
                 self.check_group(group)
                     .map_err(|e| format!("group {group}: {e}"))?;
+                let Some(memory) = memory else {
+                    return Ok(());
+                };
                 match memory.num_groups() {
                     count if group < count => memory.check_block(block),
                     count => Err(format!("group {group}: the arrays are of {count} groups")),
@@ -184,6 +189,23 @@ impl StoredPrefix {
         })
     }
 
+    /// Those of the blocks, given as to `store`, that are neither stored nor queued. Each of the others counts as
+    /// used.
+    fn missing<'py>(
+        &self,
+        py: Python<'py>,
+        blocks: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let mut moves = self.moves(None, blocks)?;
+        let missing = py.detach(|| {
+            if let Some(store) = self.opened.store()? {
+                moves.retain(|each| !store.touch(&self.groups[each.group].keys[each.index]));
+            }
+            Ok::<_, PyErr>(moves)
+        })?;
+        bounded::list(py, missing, |each| Ok((each.index, each.group, each.block)))
+    }
+
     /// Stores blocks of a pool, given as (index in the prefix, layer group, block id), as in `Transfer.blocks`. It
     /// copies the payloads into the queue of the store, and never waits for the disk.
     ///
@@ -196,7 +218,7 @@ impl StoredPrefix {
         memory: &KVBlocks,
         blocks: &Bound<'_, PyAny>,
     ) -> PyResult<usize> {
-        let moves = self.moves(memory, blocks)?;
+        let moves = self.moves(Some(memory), blocks)?;
         py.detach(|| {
             for (done, each) in moves.iter().enumerate() {
                 let Some(store) = self.opened.store()? else {
@@ -226,7 +248,7 @@ impl StoredPrefix {
         memory: &KVBlocks,
         blocks: &Bound<'_, PyAny>,
     ) -> PyResult<usize> {
-        let moves = self.moves(memory, blocks)?;
+        let moves = self.moves(Some(memory), blocks)?;
         py.detach(|| {
             for (done, each) in moves.iter().enumerate() {
                 let Some(store) = self.opened.store()? else {

@@ -1,5 +1,9 @@
 //! Bytes of files, entries and index records; docs/reference/kv-store-format.md is their specification.
 
+use std::sync::LazyLock;
+
+use blake3::hazmat::{ContextKey, HasherExt as _, hash_derive_key_context};
+
 use crate::key::{Block, BlockKey, Fingerprint};
 
 /// Version of the format: in the marker file, in every file and in every entry.
@@ -255,7 +259,9 @@ impl Record {
 }
 
 fn record_checksum(segment: u32, record: &[u8]) -> [u8; 32] {
-    let mut hasher = blake3::Hasher::new_derive_key("pyengine kv-store 1 record");
+    static CONTEXT: LazyLock<ContextKey> =
+        LazyLock::new(|| hash_derive_key_context("pyengine kv-store 1 record"));
+    let mut hasher = blake3::Hasher::new_from_context_key(&CONTEXT);
     hasher.update(&segment.to_le_bytes());
     hasher.update(record);
     *hasher.finalize().as_bytes()

@@ -50,7 +50,7 @@ counters! {
     stored
     /// Payload bytes written.
     stored_bytes
-    /// Puts of entries that were there already.
+    /// Puts and touches of entries that were there already.
     known
     /// Puts dropped because the queue was full.
     dropped_queue_full

@@ -208,6 +208,18 @@ impl Store {
             .is_some_and(|slot| state.index.is_readable(slot))
     }
 
+    /// Counts a use of an entry, as [`put`](Self::put) does. False if there is none with this key, also not in the
+    /// queue.
+    pub fn touch(&self, key: &BlockKey) -> bool {
+        let mut state = self.shared.lock();
+        let found = state.index.find(key);
+        if let Some(slot) = found {
+            state.counters.known += 1;
+            state.index.touch(slot);
+        }
+        found.is_some()
+    }
+
     /// Number of blocks at the beginning of `keys` that are readable without a gap: the longest stored prefix, or how
     /// far it continues one that is cached elsewhere. From memory and by key: [`get`](Self::get) proves each.
     pub fn stored_blocks(&self, keys: &[BlockKey]) -> usize {

@@ -52,6 +52,25 @@ fn a_put_entry_is_read() {
 }
 
 #[test]
+fn a_touched_entry_is_evicted_later() {
+    let (store, _, _) = faulty(small());
+    let last = tokens(0, 2);
+    let key = prefix(&last).keys()[1];
+    assert!(!store.touch(&key));
+    put(&store, &prefix(&last).block(1), LEN);
+    assert!(store.touch(&key)); // also while it waits to be written
+    flush(&store);
+    for number in (3..120).step_by(3) {
+        put_prompt(&store, number);
+        flush(&store);
+        assert!(store.touch(&key), "evicted after {number}");
+    }
+    let counters = store.stats().counters;
+    assert!(counters.evicted > 0 && counters.relocated > 0);
+    assert_eq!(counters.known, 40);
+}
+
+#[test]
 fn namespaces_fingerprints_parents_and_tokens_are_compared() {
     let (store, _, _) = faulty(small());
     let tokens = tokens(0, 2);
@@ -104,6 +123,22 @@ fn buffers_of_another_length_are_refused() {
     assert_eq!((error.stored, error.given), (100, 99));
     assert!(error.to_string().contains("fingerprint"), "{error}");
     store.check().unwrap();
+}
+
+#[test]
+fn opening_reads_the_index_and_no_payload() {
+    let reads_to_open = |prompts: u32| {
+        let config = Config::new(64 << 20);
+        let (store, disk, faults) = faulty(config.clone());
+        (0..prompts).for_each(|number| drop(put_prompt(&store, 3 * number)));
+        assert!(store.close(MINUTE));
+        let before = faults.operations().0;
+        let disk = Box::new(FaultyDisk(disk, faults.clone()));
+        let store = Store::on_disk(disk, config).unwrap();
+        assert_eq!(store.stats().counters.loaded, u64::from(4 * prompts));
+        faults.operations().0 - before
+    };
+    assert_eq!(reads_to_open(1), reads_to_open(100));
 }
 
 #[test]

@@ -162,6 +162,19 @@ def test_a_new_engine_restores_what_an_earlier_one_computed(
     assert second.engine.stats().store["restored_tokens"] == 40
 
 
+def test_restored_tokens_take_blocks_and_no_budget_of_tokens(store: KVStore) -> None:
+    """Promise 4: computed, the prompt would take five steps."""
+    prompt = prompt_of(40)
+    first = make_bench()
+    generate_and_store(first, with_store(first, store), [prompt])
+    second = make_bench(max_num_batched_tokens=8)
+    with_store(second, store)
+    (answer,) = generate(second, [prompt])
+    assert answer.outputs[0].token_ids == continued(prompt, 8)
+    assert answer.num_restored_tokens >= 36
+    assert len(second.runner.computed) == 8 and second.runner.computed[0] <= 4
+
+
 def test_the_next_turn_restores_prompt_and_answer(store: KVStore) -> None:
     prompt = prompt_of(21)
     first = make_bench()
@@ -455,18 +468,84 @@ def test_transfers_rest_while_steps_run_and_not_after_them(
     assert not offloader.are_steps_running
 
 
-def test_a_prompt_that_may_never_come_again_is_stored_more_slowly(
+def test_prompts_that_may_never_come_again_are_stored_more_slowly(
     store: KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Until a sequence that began with cached tokens waits behind them."""
     rests: list[float] = []
-    monkeypatch.setattr(KVOffloader, "_put", lambda self, prefix, blocks, rest: rests.append(rest))
+    resting = KVOffloader._resting
+
+    def rest(self: KVOffloader, factor: float) -> Any:
+        rests.append(factor)
+        return resting(self, factor)
+
+    monkeypatch.setattr(KVOffloader, "_resting", rest)
+    may_go, is_held = threading.Event(), threading.Event()
+
+    def wait(kind: str, blocks: Any) -> None:
+        is_held.set()
+        assert may_go.wait(30)
+
+    bench = make_bench()
+    offloader = with_store(bench, FaultyStore(store, wait))
+    new, used = offloading._NEW_STORE_REST, offloading._STORE_REST
+    generate(bench, [prompt_of(40)])
+    assert is_held.wait(30) and rests == [new]
+    generate(bench, [[*prompt_of(40), 9, 9, 9, 9]])
+    may_go.set()
+    wait_until_stored(offloader)
+    assert set(rests[1:]) == {used} and new > used
+    assert offloader._used_again.num_tokens == offloader._new.num_tokens == 0
+    rests.clear()
+    generate(bench, [prompt_of(40, seed=1)])
+    wait_until_stored(offloader)
+    assert set(rests) == {new}
+
+
+def test_the_first_step_of_a_request_counts_as_one_that_runs(store: KVStore) -> None:
     bench = make_bench()
     offloader = with_store(bench, store)
-    for prompt in (prompt_of(40), [*prompt_of(40), 9, 9, 9, 9]):
-        generate(bench, [prompt])
-        wait_until_stored(offloader)
-    new, used = offloading._NEW_STORE_REST, offloading._STORE_REST
-    assert rests == [new, new, used, used] and new > used
+    running: list[bool] = []
+    submit = bench.engine._executor.submit
+    bench.engine._executor.submit = lambda *args: (
+        running.append(offloader.are_steps_running) or submit(*args)
+    )
+    generate(bench, [prompt_of(40)])
+    assert running and all(running) and not offloader.are_steps_running
+
+
+def test_no_more_wait_to_be_stored_than_a_bound(
+    store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offloading, "_MOST_QUEUED", 40)
+    may_go = threading.Event()
+    bench = make_bench()
+    faulty = FaultyStore(store, lambda kind, blocks: may_go.wait(30) and None)
+    offloader = with_store(bench, faulty)
+    one = SamplingParams(temperature=0, max_tokens=1)
+    for seed in range(3):
+        generate(bench, [prompt_of(40, seed)], one)
+    assert offloader.counters["dropped_stores"] == 2 * 2  # a prompt, and the sequence at its end
+    may_go.set()
+    wait_until_stored(offloader)
+    generate(bench, [prompt_of(40, seed=2)], one)
+    wait_until_stored(offloader)
+    assert offloader.counters["dropped_stores"] == 4
+    assert store.stats()["stored"] == 20
+
+
+def test_blocks_that_are_stored_are_not_moved_again(store: KVStore) -> None:
+    moved: list[Any] = []
+    bench = make_bench()
+    offloader = with_store(bench, FaultyStore(store, lambda kind, blocks: moved.extend(blocks)))
+    generate(bench, [prompt_of(40)])
+    wait_until_stored(offloader)
+    assert [row for row, *_ in moved] == list(range(len(moved)))
+    before = store.stats()
+    generate(bench, [prompt_of(40)])
+    wait_until_stored(offloader)
+    assert len(moved) == before["stored"]
+    assert store.stats()["known"] > before["known"]  # that they were used is known
 
 
 def test_a_prefix_that_another_request_loads_is_looked_up_once(store: KVStore) -> None:

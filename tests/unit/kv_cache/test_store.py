@@ -164,6 +164,17 @@ def test_loading_stops_at_the_first_block_that_is_missing(store: KVStore) -> Non
     assert target[0][3].tobytes() == arrays(2)[0][3].tobytes()
 
 
+def test_missing_blocks_are_those_without_an_entry(store: KVStore) -> None:
+    blocks = [(index, 0, 7 - index) for index in range(4)]
+    found = prefix(store)
+    assert found.missing(blocks) == blocks and found.missing([]) == []
+    assert found.store(memory(arrays(1)), [blocks[0], blocks[2]]) == 2
+    assert found.missing(blocks) == [blocks[1], blocks[3]]  # they may wait in the queue
+    assert store.flush(MINUTE)
+    assert found.missing([*blocks, (0, 1, 0)]) == [blocks[1], blocks[3], (0, 1, 0)]
+    assert store.stats()["known"] == 4
+
+
 def flip(folder: Path, payload: bytes) -> None:
     """Change a bit of the stored bytes that end with `payload`."""
     (path,) = folder.glob("*.data")
@@ -346,6 +357,7 @@ def test_a_prefix_of_a_closed_store_has_nothing(folder: Path) -> None:
     assert found.store(memory(arrays(1)), [(0, 0, 0)]) == 1
     assert store.close(MINUTE)
     assert (found.stored_blocks(), found.contains(0)) == (0, False)
+    assert found.missing([(0, 0, 0)]) == [(0, 0, 0)]
     assert found.load(memory(target), [(0, 0, 0)]) == 0
     assert found.store(memory(target), [(0, 0, 0)]) == 0
     assert KVStore(folder, max_bytes=64 * MIB).stats()["loaded"] == 1
@@ -363,6 +375,7 @@ def test_a_fork_is_refused_and_ends(folder: Path) -> None:
             "close": lambda: store.close(0),
             "stored_blocks": lambda: found.stored_blocks(),
             "contains": lambda: found.contains(0),
+            "missing": lambda: found.missing([(0, 0, 0)]),
             "store": lambda: found.store(blocks, [(0, 0, 0)]),
             "load": lambda: found.load(blocks, [(0, 0, 0)]),
         }
@@ -595,6 +608,10 @@ def test_bad_blocks_are_named_before_anything_moves(
     for call in (found.load, found.store):
         with pytest.raises(ConfigError) as raised:
             call(memory(target), [(0, 0, 0), bad])
+        assert sentence in str(raised.value)
+    if case != "a block":  # of which only a memory knows how many there are
+        with pytest.raises(ConfigError) as raised:
+            found.missing([(0, 0, 0), bad])
         assert sentence in str(raised.value)
     assert [a.tobytes() for a in target] == [a.tobytes() for a in arrays(2)]
     assert store.stats() == before
