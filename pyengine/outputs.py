@@ -86,16 +86,14 @@ does not read the cache. "below_one_block": the prompt is shorter than a block. 
 """
 
 
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LazyText:
     """A text that is made when it is read. Its copies and pickles are the text."""
 
-    __slots__ = ("_make",)
-
-    def __init__(self, make: Callable[[], str]) -> None:
-        self._make = make
+    make: Callable[[], str]
 
     def __str__(self) -> str:
-        return self._make()
+        return self.make()
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (str(self),)

@@ -102,11 +102,10 @@ class IncrementalDetokenizer:
         if self._is_finished:
             raise RuntimeError(f"token {token_ids[0]} comes after the end of the text")
         if self._stops is None:
-            self._add(self._push(token_ids))
+            self._extend(token_ids)
             return None
         for token in token_ids:
-            piece = self._push([token])
-            self._add(piece)
+            piece = self._extend([token])
             self._num_tokens += 1
             found = self._stops.find(piece) if self._num_tokens > self._min_tokens else None
             if found is not None:
@@ -126,23 +125,26 @@ class IncrementalDetokenizer:
         if self._is_finished:
             return
         if self._decoder is not None:
-            try:
-                piece = self._decoder.flush()
-            except BaseException as error:
-                self._stop(error)
-                piece = self._mark
-            self._add(piece)
+            self._extend(None)
         self._is_finished, self._may_be_cut = True, False
 
-    def _push(self, token_ids: list[int]) -> str:
-        """Return the characters that are complete now and were not before."""
-        if self._decoder is not None:
+    def _extend(self, token_ids: list[int] | None) -> str:
+        """Add the characters that are complete with these tokens, or all that are left for None.
+
+        Returns them.
+        """
+        piece: str | None = None
+        if (decoder := self._decoder) is not None:
             try:
-                return self._decoder.push(token_ids)
+                piece = decoder.flush() if token_ids is None else decoder.push(token_ids)
             except BaseException as error:
                 self._stop(error)
-        mark, self._mark = self._mark, ""
-        return mark
+        if piece is None:
+            piece, self._mark = self._mark, ""
+        if piece:
+            self._pieces.append(piece)
+            self._length += len(piece)
+        return piece
 
     def _stop(self, error: BaseException) -> None:
         """Decode no further after `error` of the tokenizer; raise other errors."""
@@ -150,11 +152,6 @@ class IncrementalDetokenizer:
             raise error
         _log.warning("the tokenizer fails on tokens of an answer, whose text ends: %r", error)
         self._decoder = None
-
-    def _add(self, piece: str) -> None:
-        if piece:
-            self._pieces.append(piece)
-            self._length += len(piece)
 
     def _stable_length(self) -> int:
         assert self._stops is not None

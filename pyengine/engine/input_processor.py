@@ -161,7 +161,8 @@ class InputProcessor:
             request_id, prompt, params, max_output=max_output, eos_ids=eos_ids, priority=priority
         )
         request.tokenizer = self._tokenizer
-        if (top := params.num_prompt_logprobs(self.limits.vocab_size)) is not None:
+        if params.prompt_logprobs is not None:
+            top = params.num_prompt_logprobs(self.limits.vocab_size) or 0
             request.max_chunk = max(1, _PROMPT_LOGITS // self.limits.vocab_size)
             request.scores = PromptLogprobs(self._prompt_logprobs, prompt, top)
         bad_words: list[tuple[int, ...]] = []

@@ -152,7 +152,7 @@ class OutputNotifier:
         """Tell the event loops what there is after a step, and let them hand it on."""
         are_late = not all([turn.is_set() for turn in self._turns])
         self.deliver()
-        if are_late or self._is_running():
+        if not self._turns or are_late or self._is_running():
             return
         end = monotonic() + _TURN
         for turn in self._turns:

@@ -233,7 +233,7 @@ def fuse_norms(model: nn.Module) -> int:
     """
     if not CpuAttention.is_fast():
         return 0
-    threads = CpuAttention(torch.get_num_threads(), openmp_runtime())
+    threads = kernel_threads(torch.get_num_threads())
     num_fused = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

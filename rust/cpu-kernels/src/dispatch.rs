@@ -83,8 +83,8 @@ fn in_floats<E: Element>(isa: Isa, job: &Job<'_, E>, task: Task<'_, '_, E>) {
     if isa == Isa::Neon {
         return work::<E, Floats<[float32x4_t; 2], 8, 8>, 8>(job, task);
     }
-    let _ = isa;
-    work::<E, Floats<[f32; 8], 8, 8>, 8>(job, task);
+    let _ = isa; // slow without an instruction for products: compiled for one sum at a time
+    work::<E, Floats<[f32; 8], 8, 1>, 8>(job, task);
 }
 
 /// [`work`] in bfloat16 where these instructions can, else in floats.

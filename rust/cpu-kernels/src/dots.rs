@@ -8,6 +8,9 @@ use crate::lanes::Vector;
 /// Vectors of `L` floats with the integers that become them. Lines of bytes are those of 16 outputs: `half` says which
 /// `L` of them are meant.
 pub(crate) trait Dots<const L: usize>: Vector<L> {
+    /// Rows whose sums stay in registers; plain Rust is compiled for few, because it is slow anyway.
+    const MOST_ROWS: usize;
+
     /// Four codes each of `L` outputs.
     type Codes: Copy;
 
@@ -67,6 +70,7 @@ pub(crate) fn widen_half(half: u16) -> f32 {
 
 /// In plain Rust.
 impl Dots<8> for [f32; 8] {
+    const MOST_ROWS: usize = 2;
     type Codes = [[u8; 4]; 8];
 
     #[inline(always)]
@@ -178,12 +182,16 @@ impl Build {
         Self::Plain
     }
 
-    /// Rows whose sums stay in registers.
+    /// [`Dots::MOST_ROWS`].
     pub(crate) fn most_rows(self) -> usize {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Self::Vnni => 16,
-            _ => 4,
+            Self::Vnni => <std::arch::x86_64::__m512 as Dots<16>>::MOST_ROWS,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => <std::arch::x86_64::__m256 as Dots<8>>::MOST_ROWS,
+            #[cfg(target_arch = "aarch64")]
+            Self::NeonDot => <[std::arch::aarch64::float32x4_t; 2] as Dots<8>>::MOST_ROWS,
+            Self::Plain => <[f32; 8] as Dots<8>>::MOST_ROWS,
         }
     }
 
@@ -274,6 +282,7 @@ mod arm {
     /// To be used only where the machine has products of bytes, as `Build` sees to it: that is what makes the calls below
     /// safe.
     impl Dots<8> for [float32x4_t; 2] {
+        const MOST_ROWS: usize = 4;
         type Codes = [uint8x16_t; 2];
 
         #[inline(always)]
@@ -407,6 +416,7 @@ mod x86 {
     /// To be used only where the machine has AVX2 and F16C, as `Build` sees to it: that is what makes the calls below
     /// safe.
     impl Dots<8> for __m256 {
+        const MOST_ROWS: usize = 4;
         type Codes = __m256i;
 
         #[inline(always)]
@@ -529,6 +539,7 @@ mod x86 {
 
     /// To be used only where the machine has AVX-512 with VNNI, as above.
     impl Dots<16> for __m512 {
+        const MOST_ROWS: usize = 16;
         type Codes = __m512i;
 
         #[inline(always)]

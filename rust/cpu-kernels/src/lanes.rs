@@ -44,6 +44,9 @@ const EXPONENTS: f32 = f32::from_bits((120 + 127) << 23);
 
 /// `L` floats that are multiplied and added at once.
 pub(crate) trait Vector<const L: usize>: Copy {
+    /// Whether it is plain Rust, which is slow: it is compiled for few shapes of tiles.
+    const IS_PLAIN: bool = false;
+
     fn load(from: &[f32; L]) -> Self;
     fn store(self, to: &mut [f32; L]);
     fn splat(one: f32) -> Self;
@@ -70,6 +73,8 @@ pub(crate) trait Vector<const L: usize>: Copy {
 
 /// In plain Rust.
 impl Vector<8> for [f32; 8] {
+    const IS_PLAIN: bool = true;
+
     #[inline(always)]
     fn load(from: &[f32; 8]) -> Self {
         *from

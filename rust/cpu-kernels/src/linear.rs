@@ -45,7 +45,7 @@ impl Attention {
         bias: Option<&[E]>,
         out: &mut [E],
     ) -> Result<(), Error> {
-        check_rows(rows, weight, out)?;
+        check_rows(weight.features(), rows.len(), out.len())?;
         if let Some(bias) = bias {
             same_length("bias", weight.out_features(), bias.len())?;
         }
@@ -73,13 +73,8 @@ impl Attention {
         up: &PackedWeight,
         out: &mut [E],
     ) -> Result<(), Error> {
-        check_rows(rows, up, out)?;
-        same_length("the inputs of gate", up.in_features(), gate.in_features())?;
-        same_length(
-            "the outputs of gate",
-            up.out_features(),
-            gate.out_features(),
-        )?;
+        check_rows(up.features(), rows.len(), out.len())?;
+        check_gate(up.features(), gate.features())?;
         self.by_columns(rows, up, out, |columns| {
             let work = Multiply {
                 columns,
@@ -132,29 +127,39 @@ impl Attention {
                 tasks.push(Columns { rows, first, out });
             }
         }
+        self.share_out(num_threads, tasks, work);
+    }
+
+    /// Calls `work` with each task, neighbouring ones on the same thread.
+    pub(crate) fn share_out<T: Send>(
+        &self,
+        num_threads: usize,
+        tasks: Vec<T>,
+        work: impl Fn(T) + Sync,
+    ) {
         let num_threads = num_threads.min(tasks.len());
         let shares = Shares::new(tasks, num_threads);
         let numbers = (0..num_threads).collect();
         self.threads().each(num_threads, numbers, |number| {
-            while let Some(columns) = shares.next(number) {
-                work(columns);
+            while let Some(task) = shares.next(number) {
+                work(task);
             }
         });
     }
 }
 
 /// Neighbouring tasks for each thread: a task prefetches the weights of the next one.
-pub(crate) struct Shares<T>(Vec<Mutex<VecDeque<T>>>);
+struct Shares<T>(Vec<Mutex<VecDeque<T>>>);
 
 impl<T> Shares<T> {
-    pub(crate) fn new(mut tasks: Vec<T>, count: usize) -> Self {
+    fn new(mut tasks: Vec<T>, count: usize) -> Self {
         let each = tasks.len().div_ceil(count.max(1));
         let share = |_| Mutex::new(tasks.drain(..each.min(tasks.len())).collect());
         Self((0..count).map(share).collect())
     }
 
     /// The next task of this share; if none is left, the last one of another share.
-    pub(crate) fn next(&self, number: usize) -> Option<T> {
+    fn next(&self, number: usize) -> Option<T> {
         let take = |at: usize| {
             let mut share = self.0[at % self.0.len()].lock().ok()?;
             match at == number {
@@ -166,9 +171,20 @@ impl<T> Shares<T> {
     }
 }
 
-fn check_rows<E>(rows: &[E], weight: &PackedWeight, out: &[E]) -> Result<(), Error> {
-    let count = rows.len() / weight.in_features();
-    same_length("rows", count * weight.in_features(), rows.len())?;
-    let expected = count.checked_mul(weight.out_features());
-    same_length("out", expected.ok_or(Error::TooLarge)?, out.len())
+/// Checks the numbers of elements of rows and of their products, for a weight of these features.
+pub(crate) fn check_rows(
+    (inputs, outputs): (usize, usize),
+    rows: usize,
+    out: usize,
+) -> Result<(), Error> {
+    let count = rows / inputs;
+    same_length("rows", count * inputs, rows)?;
+    let expected = count.checked_mul(outputs);
+    same_length("out", expected.ok_or(Error::TooLarge)?, out)
+}
+
+/// Checks that a gate has the features of the weight that it gates.
+pub(crate) fn check_gate(up: (usize, usize), gate: (usize, usize)) -> Result<(), Error> {
+    same_length("the inputs of gate", up.0, gate.0)?;
+    same_length("the outputs of gate", up.1, gate.1)
 }

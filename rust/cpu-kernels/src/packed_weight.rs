@@ -89,6 +89,11 @@ impl PackedWeight {
         })
     }
 
+    /// Elements of a row that is multiplied, and of a product.
+    pub(crate) fn features(&self) -> (usize, usize) {
+        (self.in_features(), self.out_features())
+    }
+
     /// Elements of a row that is multiplied.
     #[must_use]
     pub fn in_features(&self) -> usize {

@@ -144,8 +144,9 @@ pub(crate) fn add_products<T: Terms<V, L>, V: Vector<L>, const L: usize>(
     weight: &Lines<T::Lane>,
 ) {
     let (size, count) = (weight.in_features(), columns.out.len());
-    let num_tiles = count.div_ceil(TILE_ROWS);
+    let num_tiles = count.div_ceil(if V::IS_PLAIN { 1 } else { TILE_ROWS });
     let wide = match count.div_ceil(num_tiles.max(1)) {
+        _ if V::IS_PLAIN => WIDTH / L,
         1 if L < WIDTH => 8,
         1..=3 => 4,
         _ if L == WIDTH => 4,
@@ -188,6 +189,7 @@ pub(crate) fn add_products<T: Terms<V, L>, V: Vector<L>, const L: usize>(
                     out: &mut columns.out[from..to],
                 };
                 match vectors {
+                    _ if V::IS_PLAIN => tile.add::<T, V, L, 1, 2>(&inputs),
                     8 => tile.add::<T, V, L, 1, 8>(&inputs),
                     4 => tile.add_four::<T, V, L>(&inputs),
                     2 => tile.add_few::<T, V, L, 2>(&inputs),

@@ -1,13 +1,16 @@
 //! Linear layers on quantised weights: rows become integers of 8 bits, then panels are multiplied.
 
+use std::iter::repeat_n;
 use std::mem::take;
 use std::ops::Range;
 
 use crate::attention::Attention;
+use crate::builds::{InEachBuild, best_build};
 use crate::dots::{Build, Dots, InIntegers};
-use crate::element::Element;
+use crate::element::{Element, widen};
 use crate::error::Error;
-use crate::linear::Shares;
+use crate::isa::Isa;
+use crate::linear::{check_gate, check_rows};
 use crate::linear_task::silu;
 use crate::packed_weight::WIDTH;
 use crate::quantized_format::{BLOCK, Offset};
@@ -31,6 +34,12 @@ const ROW_BYTES: usize = 512 * 1024;
 /// Panels of a task of several tiles of rows at most.
 const MOST_PANELS: usize = 16;
 
+/// Rows of panels whose sums are made before they are written, about: they stay in a core's first cache.
+const MOST_SUMS: usize = 256;
+
+/// Tiles of rows of a task at most.
+const MOST_TILES: usize = 16;
+
 impl Attention {
     /// `out` `[rows, out_features]` becomes `rows` `[rows, in_features]` times the transposed weight, plus `bias`
     /// `[out_features]`.
@@ -50,25 +59,22 @@ impl Attention {
         bias: Option<&[f32]>,
         out: &mut [E],
     ) -> Result<(), Error> {
-        check_rows(rows, weight, out)?;
+        check_rows(weight.features(), rows.len(), out.len())?;
         if let Some(bias) = bias {
             same_length("bias", weight.out_features(), bias.len())?;
         }
-        let build = Build::at(self.isa());
-        let tiles = tiles_of(rows, weight, build);
+        let isa = self.isa();
+        let tiles = tiles_of(rows, weight, isa);
         let mut memory = vec![];
         let blocks = self.quantize(rows, weight, &tiles, &mut memory);
-        self.by_panels(out, weight, &tiles, |part| {
-            build.run(Compute {
-                tiles: &tiles[part.tiles.clone()],
-                part,
-                sums: Multiply {
-                    weight,
-                    bias,
-                    blocks,
-                },
-            });
-        });
+        let work = Multiply {
+            isa,
+            tiles: &tiles,
+            up: Factor { weight, blocks },
+            bias,
+            gate: None,
+        };
+        self.by_panels(out, &work);
         Ok(())
     }
 
@@ -85,31 +91,27 @@ impl Attention {
         up: &QuantizedWeight,
         out: &mut [E],
     ) -> Result<(), Error> {
-        check_rows(rows, up, out)?;
-        same_length("the inputs of gate", up.in_features(), gate.in_features())?;
-        same_length(
-            "the outputs of gate",
-            up.out_features(),
-            gate.out_features(),
-        )?;
-        let build = Build::at(self.isa());
-        let tiles = tiles_of(rows, up, build);
+        check_rows(up.features(), rows.len(), out.len())?;
+        check_gate(up.features(), gate.features())?;
+        let isa = self.isa();
+        let tiles = tiles_of(rows, up, isa);
         let (mut memory, mut other) = (vec![], vec![]);
         let blocks = self.quantize(rows, up, &tiles, &mut memory);
         let gate_blocks = match offset_of(gate) == offset_of(up) {
             true => blocks,
             false => self.quantize(rows, gate, &tiles, &mut other),
         };
-        self.by_panels(out, up, &tiles, |part| {
-            build.run(Compute {
-                tiles: &tiles[part.tiles.clone()],
-                part,
-                sums: MultiplyGated {
-                    weights: [gate, up],
-                    blocks: [gate_blocks, blocks],
-                },
-            });
-        });
+        let work = Multiply {
+            isa,
+            tiles: &tiles,
+            up: Factor { weight: up, blocks },
+            bias: None,
+            gate: Some(Factor {
+                weight: gate,
+                blocks: gate_blocks,
+            }),
+        };
+        self.by_panels(out, &work);
         Ok(())
     }
 
@@ -146,14 +148,9 @@ impl Attention {
         memory
     }
 
-    /// Calls `work` with all outputs of all rows, some at a time.
-    fn by_panels<E: Element>(
-        &self,
-        out: &mut [E],
-        weight: &QuantizedWeight,
-        tiles: &[RowTile],
-        work: impl Fn(Part<'_, E>) + Sync,
-    ) {
+    /// Does the work for all outputs of all rows, some at a time.
+    fn by_panels<E: Element>(&self, out: &mut [E], work: &Multiply<'_>) {
+        let (weight, tiles) = (work.up.weight, work.tiles);
         let width = weight.out_features();
         let products = out.len().saturating_mul(weight.in_features());
         let num_threads = match products > SMALL {
@@ -169,7 +166,7 @@ impl Attention {
         let tile_bytes = tiles
             .first()
             .map_or(1, |tile| tile.blocks.len() * size_of::<RowBlock>());
-        let tiles_each = (ROW_BYTES / tile_bytes).max(1);
+        let tiles_each = (ROW_BYTES / tile_bytes).clamp(1, MOST_TILES);
         let mut rows: Vec<_> = out
             .chunks_mut(width)
             .map(|row| row.chunks_mut(panels * WIDTH))
@@ -189,30 +186,16 @@ impl Attention {
                 });
             }
         }
-        let num_threads = num_threads.min(parts.len());
-        let shares = Shares::new(parts, num_threads);
-        let numbers = (0..num_threads).collect();
-        self.threads().each(num_threads, numbers, |number| {
-            while let Some(part) = shares.next(number) {
-                work(part);
-            }
-        });
+        self.share_out(num_threads, parts, |part| work.run(part));
     }
 }
 
-fn check_rows<E>(rows: &[E], weight: &QuantizedWeight, out: &[E]) -> Result<(), Error> {
-    let count = rows.len() / weight.in_features();
-    same_length("rows", count * weight.in_features(), rows.len())?;
-    let expected = count.checked_mul(weight.out_features());
-    same_length("out", expected.ok_or(Error::TooLarge)?, out.len())
-}
-
-fn tiles_of<E>(rows: &[E], weight: &QuantizedWeight, build: Build) -> Vec<RowTile> {
+fn tiles_of<E>(rows: &[E], weight: &QuantizedWeight, isa: Isa) -> Vec<RowTile> {
     let in_features = weight.in_features();
     tiles(
         rows.len() / in_features,
         in_features / BLOCK,
-        build.most_rows(),
+        Build::at(isa).most_rows(),
     )
 }
 
@@ -229,98 +212,134 @@ struct Part<'b, E> {
     out: Vec<&'b mut [E]>,
 }
 
-/// Rows of a tile at most.
-const MOST_ROWS: usize = 16;
-
-/// Sums of a panel's outputs for a tile's rows, in each build: closures would not take the caller's instructions.
-trait Sums {
-    /// Adds to zeros. Inlined, as [`InIntegers::run`].
-    fn add<V: Dots<L>, const L: usize>(
-        &self,
-        panel: usize,
-        tile: &RowTile,
-        sums: &mut [[f32; WIDTH]],
-    );
-}
-
-/// Sets the outputs of a part to their sums.
-struct Compute<'a, 'b, E, S> {
-    part: Part<'b, E>,
-    tiles: &'a [RowTile],
-    sums: S,
-}
-
-impl<E: Element, S: Sums> InIntegers for Compute<'_, '_, E, S> {
-    #[inline(always)]
-    fn run<V: Dots<L>, const L: usize>(mut self) {
-        let width = self.part.out.first().map_or(0, |out| out.len());
-        for number in 0..width.div_ceil(WIDTH) {
-            let columns = number * WIDTH..width.min((number + 1) * WIDTH);
-            let mut rows = self.part.out.iter_mut();
-            for tile in self.tiles {
-                let mut found = [[0.0; WIDTH]; MOST_ROWS];
-                let found = &mut found[..tile.width];
-                let panel = self.part.first_panel + number;
-                self.sums.add::<V, L>(panel, tile, found);
-                for (sums, out) in found.iter().zip(rows.by_ref().take(tile.rows.len())) {
-                    for (sum, out) in sums.iter().zip(&mut out[columns.clone()]) {
-                        *out = E::narrow(*sum);
-                    }
-                }
-            }
-        }
-    }
-}
-
-struct Multiply<'a> {
+/// A weight, and the rows as it is multiplied with them.
+#[derive(Clone, Copy)]
+struct Factor<'a> {
     weight: &'a QuantizedWeight,
-    bias: Option<&'a [f32]>,
     blocks: &'a [RowBlock],
 }
 
-impl Sums for Multiply<'_> {
-    #[inline(always)]
-    fn add<V: Dots<L>, const L: usize>(
+/// Sets the outputs of a part to products of its tiles.
+struct Multiply<'a> {
+    isa: Isa,
+    /// Of all rows.
+    tiles: &'a [RowTile],
+    up: Factor<'a>,
+    /// What the sums begin with.
+    bias: Option<&'a [f32]>,
+    /// Sums are multiplied with the SiLU of the products with it.
+    gate: Option<Factor<'a>>,
+}
+
+impl Multiply<'_> {
+    fn run<E: Element>(&self, mut part: Part<'_, E>) {
+        let width = part.out.first().map_or(0, |out| out.len());
+        let end = part.first_panel + width.div_ceil(WIDTH);
+        let tiles = &self.tiles[part.tiles];
+        let num_rows = tiles.iter().map(|tile| tile.width).sum();
+        let step = MOST_SUMS.div_ceil(num_rows);
+        let (mut sums, mut gates) = (vec![], vec![]);
+        for first in (part.first_panel..end).step_by(step) {
+            let panels = first..end.min(first + step);
+            gates.clear();
+            if let Some(gate) = self.gate {
+                gates.resize(panels.len() * num_rows, [0.0; WIDTH]);
+                self.add(gate, tiles, panels.clone(), &mut gates);
+            }
+            sums.clear();
+            for panel in panels.clone() {
+                sums.extend(repeat_n(self.begin(panel), num_rows));
+            }
+            self.add(self.up, tiles, panels, &mut sums);
+            let work = Finish {
+                sums: &mut sums,
+                gates: &gates,
+                tiles,
+                column: (first - part.first_panel) * WIDTH,
+                out: &mut part.out,
+            };
+            best_build(self.isa, work);
+        }
+    }
+
+    /// What the sums of a panel begin with.
+    fn begin(&self, panel: usize) -> [f32; WIDTH] {
+        let mut sums = [0.0; WIDTH];
+        if let Some(bias) = self.bias {
+            widen(&bias[panel * WIDTH..], &mut sums);
+        }
+        sums
+    }
+
+    /// Adds products to `sums`, `[panels, rows of the tiles]`.
+    fn add(
         &self,
-        panel: usize,
-        tile: &RowTile,
+        factor: Factor<'_>,
+        tiles: &[RowTile],
+        panels: Range<usize>,
         sums: &mut [[f32; WIDTH]],
     ) {
-        if let Some(bias) = self.bias {
-            let bias = &bias[panel * WIDTH..];
-            let count = bias.len().min(WIDTH);
-            for sums in &mut *sums {
-                sums[..count].copy_from_slice(&bias[..count]);
-            }
-        }
-        add_products::<V, L>(self.weight, panel, (tile, self.blocks), sums);
+        Build::at(self.isa).run(Add {
+            factor,
+            tiles,
+            panels,
+            sums,
+        });
     }
 }
 
-/// The weights and rows of the gate, and the others.
-struct MultiplyGated<'a> {
-    weights: [&'a QuantizedWeight; 2],
-    blocks: [&'a [RowBlock]; 2],
+/// [`Multiply::add`]. It knows no type of elements, so that it is compiled once for each build.
+struct Add<'a> {
+    factor: Factor<'a>,
+    tiles: &'a [RowTile],
+    panels: Range<usize>,
+    sums: &'a mut [[f32; WIDTH]],
 }
 
-impl Sums for MultiplyGated<'_> {
+impl InIntegers for Add<'_> {
     #[inline(always)]
-    fn add<V: Dots<L>, const L: usize>(
-        &self,
-        panel: usize,
-        tile: &RowTile,
-        sums: &mut [[f32; WIDTH]],
-    ) {
-        let mut gates = [[0.0; WIDTH]; MOST_ROWS];
-        let gates = &mut gates[..tile.width];
-        for number in 0..2 {
-            let rows = (tile, self.blocks[number]);
-            let sums = if number == 0 { &mut *gates } else { &mut *sums };
-            add_products::<V, L>(self.weights[number], panel, rows, sums);
+    fn run<V: Dots<L>, const L: usize>(self) {
+        let Factor { weight, blocks } = self.factor;
+        let mut left = self.sums;
+        for panel in self.panels {
+            for tile in self.tiles {
+                let (sums, rest) = left.split_at_mut(tile.width);
+                add_products::<V, L>(weight, panel, (tile, blocks), sums);
+                left = rest;
+            }
         }
-        let sums = sums.as_flattened_mut().iter_mut();
-        for (sum, &gate) in sums.zip(gates.as_flattened()) {
+    }
+}
+
+/// Multiplies sums with the SiLU of their gates, if there are any, and writes them to the outputs from `column` on.
+struct Finish<'a, 'b, E> {
+    /// As in [`Add`].
+    sums: &'a mut [[f32; WIDTH]],
+    gates: &'a [[f32; WIDTH]],
+    tiles: &'a [RowTile],
+    column: usize,
+    out: &'a mut [&'b mut [E]],
+}
+
+impl<E: Element> InEachBuild for Finish<'_, '_, E> {
+    #[inline(always)]
+    fn run(self) {
+        let sums = self.sums.as_flattened_mut().iter_mut();
+        for (sum, &gate) in sums.zip(self.gates.as_flattened()) {
             *sum *= silu(gate);
+        }
+        let num_rows: usize = self.tiles.iter().map(|tile| tile.width).sum();
+        for (number, mut sums) in self.sums.chunks_exact(num_rows).enumerate() {
+            let column = self.column + number * WIDTH;
+            let mut rows = self.out.iter_mut();
+            for tile in self.tiles {
+                for (sums, out) in sums.iter().zip(rows.by_ref().take(tile.rows.len())) {
+                    for (&sum, out) in sums.iter().zip(&mut out[column..]) {
+                        *out = E::narrow(sum);
+                    }
+                }
+                sums = &sums[tile.width..];
+            }
         }
     }
 }

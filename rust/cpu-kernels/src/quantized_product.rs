@@ -328,12 +328,12 @@ impl Product<'_> {
         match self.width {
             1 => self.add_rows::<V, L, C, S, 1>(),
             2 => self.add_rows::<V, L, C, S, 2>(),
-            3 => self.add_rows::<V, L, C, S, 3>(),
-            4 => self.add_rows::<V, L, C, S, 4>(),
-            6 if L == WIDTH => self.add_rows::<V, L, C, S, 6>(),
-            8 if L == WIDTH => self.add_rows::<V, L, C, S, 8>(),
-            12 if L == WIDTH => self.add_rows::<V, L, C, S, 12>(),
-            16 if L == WIDTH => self.add_rows::<V, L, C, S, 16>(),
+            3 if V::MOST_ROWS >= 3 => self.add_rows::<V, L, C, S, 3>(),
+            4 if V::MOST_ROWS >= 4 => self.add_rows::<V, L, C, S, 4>(),
+            6 if V::MOST_ROWS >= 6 => self.add_rows::<V, L, C, S, 6>(),
+            8 if V::MOST_ROWS >= 8 => self.add_rows::<V, L, C, S, 8>(),
+            12 if V::MOST_ROWS >= 12 => self.add_rows::<V, L, C, S, 12>(),
+            16 if V::MOST_ROWS >= 16 => self.add_rows::<V, L, C, S, 16>(),
             _ => unreachable!("there are no such tiles"),
         }
     }

@@ -16,6 +16,7 @@ type Line = [u32; 16];
 const HASHES_PER_LINE: usize = 4;
 
 /// A set of hashes.
+#[derive(Default)]
 pub(crate) struct BlockHashSet {
     /// A power of two of lines from `first` on; empty until `reserve`.
     words: Vec<u32>,
@@ -67,10 +68,8 @@ impl BlockHashSet {
     /// An empty set, sized for a pool of `num_blocks` blocks.
     pub(crate) fn new(num_blocks: usize) -> Self {
         Self {
-            words: Vec::new(),
-            first: 0,
-            overflow: HashSet::new(),
             num_blocks,
+            ..Self::default()
         }
     }
 
@@ -82,10 +81,8 @@ impl BlockHashSet {
     /// up to 2 MiB.
     #[cold]
     pub(crate) fn reserve(&mut self) -> Result<(), TryReserveError> {
-        let (count, words) = (
-            (self.num_blocks / HASHES_PER_LINE).next_power_of_two(),
-            size_of::<Line>() / 4,
-        );
+        let count = (self.num_blocks / HASHES_PER_LINE).next_power_of_two();
+        let words = size_of::<Line>() / 4;
         // One line more, of which a part lies before the first and the rest after the last.
         let length = (count + 1) * words - 1;
         self.words.try_reserve_exact(length)?;
@@ -124,9 +121,8 @@ impl BlockHashSet {
     /// Reads the lines of these hashes, so that the cache misses of the following loop overlap.
     fn touch(&self, hashes: &[u128]) {
         let lines = self.lines();
-        let marks = hashes
-            .iter()
-            .map(|&hash| lines[line_of(hash, lines.len())][0]);
+        let mark = |&hash: &u128| lines[line_of(hash, lines.len())][0];
+        let marks = hashes.iter().map(mark);
         std::hint::black_box(marks.fold(0, |seen, mark| seen ^ mark));
     }
 }

@@ -74,9 +74,9 @@ impl FromStr for Eviction {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self, Error> {
-        let known = Self::NAMES.iter().find(|(known, _)| *known == name);
-        known
-            .map(|(_, policy)| *policy)
-            .ok_or_else(|| Error::UnknownPolicy(name.into()))
+        match Self::NAMES.iter().find(|(known, _)| *known == name) {
+            Some((_, policy)) => Ok(*policy),
+            None => Err(Error::UnknownPolicy(name.into())),
+        }
     }
 }

@@ -38,6 +38,7 @@ pub(crate) struct Ghost {
 }
 
 /// The state of a policy.
+#[derive(Default)]
 pub(crate) struct Policy {
     kind: Eviction,
     /// The last evictions, oldest first: at most as many as the pool has blocks.
@@ -50,9 +51,8 @@ impl Policy {
     pub(crate) fn new(kind: Eviction, num_blocks: usize) -> Self {
         Self {
             kind,
-            ghosts: VecDeque::new(),
-            known_ghosts: HashSet::new(),
             num_blocks,
+            ..Self::default()
         }
     }
 

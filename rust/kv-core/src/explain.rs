@@ -89,6 +89,7 @@ pub(crate) struct EvictionHistory {
 }
 
 /// Evictions of one namespace.
+#[derive(Default)]
 pub(crate) struct Evictions {
     /// Evictions so far.
     count: u64,
@@ -142,12 +143,10 @@ impl EvictionHistory {
             oldest.and_then(|name| self.namespaces.remove(&name));
         }
         let own = self.namespaces.entry(Arc::clone(namespace));
+        let most = self.most;
         let own = own.or_insert_with(|| Evictions {
-            count: 0,
-            most: self.most,
-            newest: Numbers::default(),
-            older: Numbers::default(),
-            time: 0,
+            most,
+            ..Evictions::default()
         });
         own.time = self.time;
         own

@@ -126,9 +126,8 @@ impl Groups {
     /// Rows that the window of a query reaches into, and of the `replay` - 1 positions before it.
     fn reach(&self, group: usize, replay: usize) -> usize {
         let before = replay.saturating_sub(1);
-        self.windows[group].map_or(usize::MAX, |window| {
-            self.rows(window.saturating_add(before))
-        })
+        let rows = |window: usize| self.rows(window.saturating_add(before));
+        self.windows[group].map_or(usize::MAX, rows)
     }
 
     /// The most rows that a group holds at once until `num_tokens` tokens are computed, at most `most` in a step.

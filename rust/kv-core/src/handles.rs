@@ -136,9 +136,8 @@ impl Shared {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Nothing that can panic runs under this lock.
-    mutex
-        .lock()
-        .unwrap_or_else(std::sync::PoisonError::into_inner)
+    let locked = mutex.lock();
+    locked.unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
 /// Owns a sequence: dropping it frees the sequence at the manager's next call.
@@ -288,13 +287,10 @@ impl Pin {
         num_tokens: usize,
     ) -> Self {
         let num_blocks = table.len();
-        shared
-            .pin_refs_ceiling
-            .fetch_add(num_blocks, Ordering::AcqRel);
+        let (ceiling, floor) = (&shared.pin_refs_ceiling, &shared.pin_refs_floor);
+        ceiling.fetch_add(num_blocks, Ordering::AcqRel);
         table.blocks().for_each(|block| shared.hold(block));
-        shared
-            .pin_refs_floor
-            .fetch_add(num_blocks, Ordering::AcqRel);
+        floor.fetch_add(num_blocks, Ordering::AcqRel);
         Self {
             shared: Arc::clone(shared),
             serial,
@@ -346,20 +342,14 @@ impl Drop for Pin {
             }
             return;
         }
-        shared
-            .pin_refs_floor
-            .fetch_sub(self.num_blocks, Ordering::AcqRel);
+        let (ceiling, floor) = (&shared.pin_refs_ceiling, &shared.pin_refs_floor);
+        floor.fetch_sub(self.num_blocks, Ordering::AcqRel);
         // Last block first, so that a prefix outlives its continuations in the queue.
-        let unused: Vec<_> = self
-            .blocks()
-            .rev()
-            .filter(|&block| shared.release(block))
-            .collect();
+        let blocks = self.blocks().rev();
+        let unused: Vec<_> = blocks.filter(|&block| shared.release(block)).collect();
         if !unused.is_empty() {
             shared.defer(Deferred::Blocks(unused));
         }
-        shared
-            .pin_refs_ceiling
-            .fetch_sub(self.num_blocks, Ordering::AcqRel);
+        ceiling.fetch_sub(self.num_blocks, Ordering::AcqRel);
     }
 }

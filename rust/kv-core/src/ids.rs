@@ -34,6 +34,12 @@ macro_rules! index {
             }
         }
 
+        impl Default for $name {
+            fn default() -> Self {
+                Self::NONE
+            }
+        }
+
         impl fmt::Debug for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 match self.some() {
@@ -56,17 +62,18 @@ index!(
 
 /// A position in the tree: after the first `offset` blocks of `node`. It stands for the last of these blocks;
 /// offset 0 is the root of a namespace.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub(crate) struct NodePosition {
     pub(crate) node: NodeId,
     pub(crate) offset: u32,
 }
 
 impl NodePosition {
-    pub(crate) const NONE: Self = Self {
-        node: NodeId::NONE,
-        offset: 0,
-    };
+    pub(crate) const NONE: Self = Self::new(NodeId::NONE, 0);
+
+    pub(crate) const fn new(node: NodeId, offset: u32) -> Self {
+        Self { node, offset }
+    }
 
     pub(crate) fn some(self) -> Option<Self> {
         (self.node != NodeId::NONE).then_some(self)

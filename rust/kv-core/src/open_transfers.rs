@@ -19,6 +19,7 @@ pub(crate) struct OpenTransfer {
 }
 
 /// The open transfers of a manager, oldest first.
+#[derive(Default)]
 pub(crate) struct Transfers {
     pub(crate) manager: u32,
     pub(crate) made: u64,
@@ -29,8 +30,7 @@ impl Transfers {
     pub(crate) fn new(manager: u32) -> Self {
         Self {
             manager,
-            made: 0,
-            open: Vec::new(),
+            ..Self::default()
         }
     }
 

@@ -29,19 +29,11 @@ use crate::sync::Arc;
 const MAX_UNHASHED: usize = 1_024;
 
 /// Evicted blocks of a node that follow each other, the last one first.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 struct EvictedRun {
     node: NodeId,
     first: u32,
     last: u32,
-}
-
-impl EvictedRun {
-    const NONE: Self = Self {
-        node: NodeId::NONE,
-        first: 0,
-        last: 0,
-    };
 }
 
 /// The open steps: `count` of them from `oldest` on. No block carries the number of a step between them that was
@@ -101,14 +93,9 @@ pub(crate) struct Pool {
 impl Pool {
     /// A pool with every block free.
     pub(crate) fn new(config: &Config, shared: Arc<Shared>) -> Result<Self, TryReserveError> {
-        let &Config {
-            num_blocks,
-            block_size,
-            hash_bits,
-            ..
-        } = config;
+        let num_blocks = config.num_blocks;
         let seed = config.hash_seed.unwrap_or_else(ContentHasher::random_seed);
-        let hasher = ContentHasher::new(seed, hash_bits);
+        let hasher = ContentHasher::new(seed, config.hash_bits);
         let mut cached = Vec::new();
         cached.try_reserve_exact(num_blocks)?;
         cached.resize(num_blocks, NodePosition::NONE);
@@ -117,10 +104,13 @@ impl Pool {
         ids.rev().for_each(|block| batch.push(block));
         batch.end();
         let policy = Policy::new(config.eviction, num_blocks);
-        let mut tree = RadixTree::new(num_blocks, block_size, config.groups.len(), hasher);
+        let groups = config.groups.len();
+        let mut tree = RadixTree::new(num_blocks, config.block_size, groups, hasher);
         if config.events || config.keep_evicted || config.explain || policy.has_ghosts() {
             tree.reserve_hashes()?;
         }
+        let explains = config.explain;
+        let history = explains.then(|| EvictionHistory::new(num_blocks));
         Ok(Self {
             queue,
             cached,
@@ -132,9 +122,7 @@ impl Pool {
             open: OpenSteps::default(),
             events: config.events.then(EventLog::default),
             evicted: config.keep_evicted.then(Vec::new),
-            history: config
-                .explain
-                .then(|| Box::new(EvictionHistory::new(num_blocks))),
+            history: history.map(Box::new),
             stats: Stats::default(),
         })
     }
@@ -278,16 +266,15 @@ impl Pool {
     ) {
         let (queue, open) = (&self.queue, self.open);
         let is_ready = |block: BlockId| open.are_done_with(queue.meta(block));
+        let (tree, (last, rows)) = (&mut self.tree, from);
         match purpose {
             Purpose::Read => {
-                found.begin(from.0, 0);
-                self.tree
-                    .find_match(found, groups, tokens, from.1, is_ready);
+                found.begin(last, 0);
+                tree.find_match(found, groups, tokens, rows, is_ready);
             }
             Purpose::Prefill { replay } => {
-                found.begin(from.0, replay);
-                self.tree
-                    .find_match(found, groups, tokens, from.1, |_| true);
+                found.begin(last, replay);
+                tree.find_match(found, groups, tokens, rows, |_| true);
             }
         }
     }
@@ -455,7 +442,7 @@ impl Pool {
                 self.keep_evicted(&taken[evicted..]);
             }
         }
-        let mut run = EvictedRun::NONE;
+        let mut run = EvictedRun::default();
         for &block in &taken[evicted..] {
             self.evict(block, &mut run);
         }
@@ -498,10 +485,8 @@ impl Pool {
 
     /// The blocks that allocations evicted since the last call.
     pub(crate) fn take_evicted(&mut self) -> Vec<Evicted> {
-        self.evicted
-            .as_mut()
-            .map(std::mem::take)
-            .unwrap_or_default()
+        let evicted = self.evicted.as_mut().map(std::mem::take);
+        evicted.unwrap_or_default()
     }
 
     /// Evicts the next `count` blocks, or all of them. They are in no list; the caller pins them. Returns a record of
@@ -534,7 +519,7 @@ impl Pool {
     /// These cached blocks, which one table holds at most, are no longer cached.
     pub(crate) fn discard(&mut self, blocks: &[BlockId]) {
         self.hash_stored_blocks();
-        let mut run = EvictedRun::NONE;
+        let mut run = EvictedRun::default();
         for &block in blocks {
             self.queue.unlink(block);
             let (cached, group) = self.clear(block);
@@ -551,10 +536,8 @@ impl Pool {
         // Usually a node is evicted from its end: its blocks are emitted and truncated together.
         if cached.node != run.node {
             self.end_run(*run);
-            *run = EvictedRun {
-                node: cached.node,
-                ..EvictedRun::NONE
-            };
+            *run = EvictedRun::default();
+            run.node = cached.node;
         }
         self.tree
             .set_block(cached, usize::from(group), BlockId::NONE);
@@ -594,7 +577,7 @@ impl Pool {
         }
         for &block in &evictable {
             self.queue.unlink(block);
-            let mut run = EvictedRun::NONE;
+            let mut run = EvictedRun::default();
             self.evict(block, &mut run);
             self.end_run(run);
             self.enqueue_unused(&[block]);
@@ -643,10 +626,9 @@ impl Pool {
         step: u32,
     ) -> NodePosition {
         let end = self.tree.append(position, tokens, blocks);
-        let mut at = if end.node == position.node {
-            position
-        } else {
-            NodePosition { offset: 0, ..end }
+        let mut at = match end.node == position.node {
+            true => position,
+            false => NodePosition::new(end.node, 0),
         };
         let mut groups = 0..0;
         for &block in blocks {
@@ -729,10 +711,8 @@ impl Pool {
         let is_ready =
             |cached: &NodePosition| self.tree.blocks(*cached).any(|block| self.is_ready(block));
         let ready: Vec<NodePosition> = self.tree.cached().filter(is_ready).collect();
-        let hashes = ready
-            .into_iter()
-            .filter_map(|cached| self.tree.hash(cached));
-        hashes.collect()
+        let ready = ready.into_iter();
+        ready.filter_map(|cached| self.tree.hash(cached)).collect()
     }
 }
 

@@ -14,9 +14,10 @@ mod check;
 use crate::ids::BlockId;
 
 /// The lists of the queue. A policy with one list of evictable blocks uses `Probation` only.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum List {
+    #[default]
     Free,
     Probation,
     Protected,
@@ -30,7 +31,7 @@ impl List {
 }
 
 /// What is read and written whenever a block is reused or released: four of them fill a cache line.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 #[repr(align(16))]
 pub(crate) struct BlockMeta {
     /// In the queue: the blocks before and after it. Else two counts: live sequences whose table contains it, and
@@ -49,25 +50,12 @@ pub(crate) struct BlockMeta {
 
 const _: () = assert!(size_of::<BlockMeta>() == 16);
 
-const UNUSED: BlockMeta = BlockMeta {
-    pair: [0; 2],
-    step: 0,
-    group: 0,
-    list: List::Free,
-    queued: false,
-    loading: false,
-};
-
-#[derive(Clone, Copy)]
+/// The neighbours of a block in the queue; `NONE` by default.
+#[derive(Clone, Copy, Default)]
 struct Link {
     prev: BlockId,
     next: BlockId,
 }
-
-const UNLINKED: Link = Link {
-    prev: BlockId::NONE,
-    next: BlockId::NONE,
-};
 
 impl BlockMeta {
     #[inline]
@@ -92,7 +80,7 @@ impl BlockMeta {
     #[inline]
     fn link(&self) -> Link {
         if !self.queued {
-            return UNLINKED;
+            return Link::default();
         }
         let [prev, next] = self.pair.map(BlockId::from);
         Link { prev, next }
@@ -118,13 +106,13 @@ impl FreeQueue {
     pub(crate) fn new(num_blocks: usize) -> Result<Self, std::collections::TryReserveError> {
         let mut metas = Vec::new();
         metas.try_reserve_exact(num_blocks + LISTS.len())?;
-        metas.resize(num_blocks, UNUSED);
+        metas.resize(num_blocks, BlockMeta::default());
         for list in LISTS {
             metas.push(BlockMeta {
                 pair: [(num_blocks + list as usize) as u32; 2],
                 list,
                 queued: true,
-                ..UNUSED
+                ..BlockMeta::default()
             });
         }
         let lens = [0; LISTS.len()];
@@ -206,7 +194,7 @@ impl FreeQueue {
     /// blocks of a sequence were pushed, are unlinked together.
     #[inline(always)]
     pub(crate) fn unlink_all(&mut self, blocks: &[BlockId], mut each: impl FnMut(&mut BlockMeta)) {
-        let (mut gap, mut list, mut count) = (UNLINKED, List::Free, 0);
+        let (mut gap, mut list, mut count) = (Link::default(), List::Free, 0);
         for &block in blocks {
             // Read by its own id, before the comparison with its neighbour's link: the reads are scattered in memory
             // and must not wait for each other.

@@ -45,7 +45,8 @@ const MAX_STALE_HASHES: usize = 1_024;
 /// prefill that ends inside a block.
 pub(crate) const MAX_COMPARED_CHILDREN: usize = 8;
 
-/// Consecutive cached blocks. The root of a namespace has none.
+/// Consecutive cached blocks. The root of a namespace has none. The default is a vacant slot.
+#[derive(Default)]
 struct Node {
     /// Where it is attached; `NONE` for the root of a namespace.
     parent: NodePosition,
@@ -79,22 +80,6 @@ struct ChildList {
     count: u32,
     newest: NodeId,
 }
-
-const VACANT: Node = Node {
-    parent: NodePosition::NONE,
-    hash: 0,
-    len: 0,
-    tokens: Vec::new(),
-    blocks: Vec::new(),
-    hashes: Vec::new(),
-    num_hashed: 0,
-    children: Vec::new(),
-    latest_child: NodeId::NONE,
-    older_sibling: NodeId::NONE,
-    newer_sibling: NodeId::NONE,
-    sequences: 0,
-    namespace: None,
-};
 
 impl Node {
     fn is_live(&self) -> bool {
@@ -206,7 +191,7 @@ impl RadixTree {
     /// The root of `namespace`, if it is in use.
     pub(crate) fn root(&self, namespace: &[u8]) -> Option<NodePosition> {
         let node = *self.namespaces.get(namespace)?;
-        Some(NodePosition { node, offset: 0 })
+        Some(NodePosition::new(node, 0))
     }
 
     /// The root of `namespace` for a new sequence; created if it is missing.
@@ -217,13 +202,13 @@ impl RadixTree {
                 let name: Arc<[u8]> = namespace.into();
                 let node = self.insert_node(Node {
                     namespace: Some(Arc::clone(&name)),
-                    ..VACANT
+                    ..Node::default()
                 });
                 self.namespaces.insert(name, node);
                 node
             }
         };
-        let root = NodePosition { node, offset: 0 };
+        let root = NodePosition::new(node, 0);
         self.share_root(root);
         root
     }
@@ -254,8 +239,8 @@ impl RadixTree {
 
     /// The index hash of a child of `parent` with this first block.
     fn index_hash(&self, parent: NodePosition, tokens: &[u32]) -> u32 {
-        let seed =
-            (u64::from(parent.node.get()) << 32 | u64::from(parent.offset)) ^ self.hasher.seed();
+        let place = u64::from(parent.node.get()) << 32 | u64::from(parent.offset);
+        let seed = place ^ self.hasher.seed();
         let hash = xxh3_64_with_seed(bytemuck::cast_slice(tokens), seed);
         self.hasher.index_bits(hash) as u32
     }
@@ -266,11 +251,9 @@ impl RadixTree {
         let node = self.node(position.node);
         let at = position.offset as usize * self.block_size;
         if node.tokens.get(at..at + self.block_size) == Some(tokens) {
-            let offset = position.offset + 1;
-            return Some(NodePosition { offset, ..position });
+            return Some(NodePosition::new(position.node, position.offset + 1));
         }
-        let node = self.child(position, tokens)?;
-        Some(NodePosition { node, offset: 1 })
+        Some(NodePosition::new(self.child(position, tokens)?, 1))
     }
 
     /// The child of `position` that begins with this block. The latest child is compared before anything is
@@ -329,7 +312,7 @@ impl RadixTree {
             if !usable(self.node(node).blocks[0]) {
                 break;
             }
-            position = NodePosition { node, offset: 0 };
+            position = NodePosition::new(node, 0);
         }
         position
     }
@@ -358,8 +341,7 @@ impl RadixTree {
         };
         let at = position.offset as usize * self.block_size;
         if let Some(known) = node.tokens.get(at..at + self.block_size) {
-            let offset = position.offset + 1;
-            compare(NodePosition { offset, ..position }, known);
+            compare(NodePosition::new(position.node, position.offset + 1), known);
         }
         let newest = node.find_children(position.offset);
         let mut child = newest.map_or(NodeId::NONE, |at| node.children[at].newest);
@@ -367,19 +349,11 @@ impl RadixTree {
             if child == NodeId::NONE {
                 break;
             }
-            let Node {
-                tokens: known,
-                older_sibling,
-                ..
-            } = self.node(child);
-            if least == 0 || known.first() == Some(&first) {
-                let candidate = NodePosition {
-                    node: child,
-                    offset: 1,
-                };
-                compare(candidate, known);
+            let node = self.node(child);
+            if least == 0 || node.tokens.first() == Some(&first) {
+                compare(NodePosition::new(child, 1), &node.tokens);
             }
-            child = *older_sibling;
+            child = node.older_sibling;
         }
         best.map(|(candidate, (agrees, _))| (candidate, agrees))
     }
@@ -404,8 +378,7 @@ impl RadixTree {
             node.tokens.extend_from_slice(tokens);
             node.blocks.extend_from_slice(blocks);
             node.len += len;
-            let offset = node.len;
-            return NodePosition { offset, ..position };
+            return NodePosition::new(position.node, node.len);
         }
         let hash = self.index_hash(position, &tokens[..self.block_size]);
         self.num_hashed += 1;
@@ -415,15 +388,12 @@ impl RadixTree {
             len,
             tokens: tokens.to_vec(),
             blocks: blocks.to_vec(),
-            ..VACANT
+            ..Node::default()
         });
         self.index.insert(hash, child);
         self.attach(child);
         self.node_mut(position.node).latest_child = child;
-        NodePosition {
-            node: child,
-            offset: len,
-        }
+        NodePosition::new(child, len)
     }
 
     /// The child list of `position`, created if it is missing.
@@ -454,12 +424,8 @@ impl RadixTree {
 
     /// Removes a node from the children of its parent.
     fn detach(&mut self, child: NodeId) {
-        let &Node {
-            parent,
-            older_sibling: older,
-            newer_sibling: newer,
-            ..
-        } = self.node(child);
+        let node = self.node(child);
+        let (parent, older, newer) = (node.parent, node.older_sibling, node.newer_sibling);
         if older != NodeId::NONE {
             self.node_mut(older).newer_sibling = newer;
         }
@@ -521,7 +487,7 @@ impl RadixTree {
             let Node { parent, hash, .. } = self.nodes[at.at()];
             self.index.remove(hash, at);
             self.detach(at);
-            self.nodes[at.at()] = VACANT;
+            self.nodes[at.at()] = Node::default();
             self.vacant.push(at);
             at = parent.node;
         }
@@ -540,7 +506,7 @@ impl RadixTree {
         if let Some(name) = self.node_mut(root).namespace.take() {
             self.namespaces.remove(&name);
         }
-        self.nodes[root.at()] = VACANT;
+        self.nodes[root.at()] = Node::default();
         self.vacant.push(root);
     }
 
@@ -600,10 +566,7 @@ impl RadixTree {
         match position.offset {
             0 => None,
             1 => Some(self.node(position.node).parent),
-            offset => Some(NodePosition {
-                offset: offset - 1,
-                ..position
-            }),
+            offset => Some(NodePosition::new(position.node, offset - 1)),
         }
     }
 
@@ -663,12 +626,10 @@ impl RadixTree {
 
     /// The hashes of the blocks `first` to `last` of a node, from 1, which were asked for before.
     pub(crate) fn hashes(&self, node: NodeId, first: u32, last: u32) -> &[u128] {
-        let Node {
-            hashes, num_hashed, ..
-        } = self.node(node);
-        debug_assert!(last <= *num_hashed);
-        let end = hashes.len().min(last as usize);
-        hashes.get(first as usize - 1..end).unwrap_or_default()
+        let node = self.node(node);
+        debug_assert!(last <= node.num_hashed);
+        let end = node.hashes.len().min(last as usize);
+        node.hashes.get(first as usize - 1..end).unwrap_or_default()
     }
 
     /// Hashes the blocks of a node up to `position`, given the hash of its parent.
@@ -729,10 +690,10 @@ impl RadixTree {
         };
         let node = self.node(end.node);
         let last = node.hashes.len().min(end.offset as usize);
-        let hashes = node
-            .hashes
-            .get(first..last)
-            .filter(|some| !some.is_empty())?;
+        let hashes = node.hashes.get(first..last)?;
+        if hashes.is_empty() {
+            return None;
+        }
         Some(Event::Stored {
             hashes: hashes.to_vec(),
             parent,
@@ -777,8 +738,7 @@ impl RadixTree {
             let blocks = node.blocks.chunks_exact(self.groups).zip(1_u32..);
             blocks.filter_map(move |(ids, offset)| {
                 let is_held = ids.iter().any(|&block| block != BlockId::NONE);
-                let node = NodeId::new(slot);
-                is_held.then_some(NodePosition { node, offset })
+                is_held.then_some(NodePosition::new(NodeId::new(slot), offset))
             })
         })
     }
@@ -806,6 +766,7 @@ impl RadixTree {
 ///
 /// It is a hit if every layer group has the blocks that a token after it reads: all of them where the group sees
 /// everything, those of the window where it does not. So it may lead over blocks that some groups have lost.
+#[derive(Default)]
 pub(crate) struct Match {
     /// The last matched position; where the search began if nothing matched.
     pub(crate) last: NodePosition,
@@ -830,14 +791,6 @@ enum Reach {
 }
 
 impl Match {
-    pub(crate) const NONE: Self = Self {
-        last: NodePosition::NONE,
-        num_rows: 0,
-        blocks: Vec::new(),
-        usable: Vec::new(),
-        replay: 0,
-    };
-
     /// Begins a search at `last`, for a prefix of which `replay` tokens are computed again.
     pub(crate) fn begin(&mut self, last: NodePosition, replay: usize) {
         (self.last, self.num_rows, self.replay) = (last, 0, replay);
@@ -890,9 +843,8 @@ impl RadixTree {
             let Some(next) = self.next(position, tokens) else {
                 break;
             };
-            let blocks = (0..self.groups)
-                .map(|group| self.block(next, group).filter(|&block| usable(block)));
-            match found.push(groups, from + row + 1, blocks) {
+            let block = |group| self.block(next, group).filter(|&block| usable(block));
+            match found.push(groups, from + row + 1, (0..self.groups).map(block)) {
                 Reach::Ends => break,
                 Reach::Passes => {}
                 Reach::Hits => (found.last, found.num_rows) = (next, row + 1),
@@ -908,9 +860,8 @@ fn equal_blocks(known: &[u32], tokens: &[u32], block_size: usize) -> usize {
     if known == tokens {
         return known.len() / block_size;
     }
-    let pairs = known
-        .chunks_exact(block_size)
-        .zip(tokens.chunks_exact(block_size));
+    let [known, tokens] = [known, tokens].map(|tokens| tokens.chunks_exact(block_size));
+    let pairs = known.zip(tokens);
     pairs.take_while(|(known, tokens)| known == tokens).count()
 }
 

@@ -13,7 +13,7 @@ use crate::table::BlockTable;
 /// The registered rows of a sequence: its first `rows` are the blocks on the path to `last` in the radix tree. They
 /// are ready, or an open step computes them, and they are never written again.
 #[repr(C)] // the rows belong to the hot line of a sequence, the last does not
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Registered {
     rows: u32,
     pub(crate) last: NodePosition,
@@ -40,6 +40,12 @@ impl Registered {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SampleRow(NonZero<u32>);
 
+impl Default for SampleRow {
+    fn default() -> Self {
+        Self::new(0)
+    }
+}
+
 impl SampleRow {
     #[inline]
     pub(crate) fn new(row: usize) -> Self {
@@ -61,6 +67,7 @@ impl fmt::Debug for SampleRow {
 
 /// The state of a sequence. The first cache line has what planning and committing a decode read and write, except the
 /// table, which is in the second.
+#[derive(Default)]
 #[repr(C, align(64))]
 pub(crate) struct SequenceState {
     pub(crate) id: u64,
@@ -161,25 +168,12 @@ impl Sequence {
         Self(SequenceState {
             id,
             tokens,
-            planned_end: 0,
-            computed: 0,
-            plans: PlanSet::NONE,
-            pending: 0,
-            speculating: false,
-            dropped: false,
-            sample_row: SampleRow::new(0),
-            shared_rows: 0,
             registered: Registered::at_root(root),
-            table_version: 0,
             table,
             root,
-            cached: 0,
-            restored: 0,
-            in_flight: 0,
-            copied: 0,
             kept_rows: u32::MAX,
-            miss: None,
             read_cache,
+            ..SequenceState::default()
         })
     }
 
@@ -387,6 +381,7 @@ impl Sequence {
 }
 
 /// All sequences of a manager, by slot. A vacant slot has the id 0.
+#[derive(Default)]
 pub(crate) struct Sequences {
     manager: u32,
     groups: usize,
@@ -400,9 +395,7 @@ impl Sequences {
         Self {
             manager,
             groups,
-            slots: Vec::new(),
-            vacant: Vec::new(),
-            next_id: 0,
+            ..Self::default()
         }
     }
 

@@ -47,7 +47,7 @@ impl State {
             caching: config.prefix_caching,
             sharing: config.prefix_caching && config.in_flight_sharing,
             partial_reuse: config.prefix_caching && config.partial_reuse,
-            matched: Match::NONE,
+            matched: Match::default(),
             taken: Vec::new(),
         }
     }
@@ -119,10 +119,9 @@ impl State {
     /// Rows that are final: computed, and registered if caching is on. Windows are kept for these.
     pub(crate) fn final_rows(&self, seq: &Sequence) -> usize {
         let full = self.groups.row_of(seq.computed);
-        if self.caching {
-            full.min(seq.registered.rows())
-        } else {
-            full
+        match self.caching {
+            true => full.min(seq.registered.rows()),
+            false => full,
         }
     }
 
@@ -168,13 +167,11 @@ impl State {
         // With fewer rows a window would begin even earlier.
         let needed = |group| self.groups.first_row(group, rows);
         let prefix = seq.table.prefix(rows, needed).filter(|_| rows > 0);
-        Ok(prefix.map_or_else(
-            || self.no_pin(),
-            |table| {
-                let unused = registered.rows() - rows;
-                (table, self.pool.tree().ancestor(registered.last, unused))
-            },
-        ))
+        let unused = registered.rows() - rows;
+        Ok(match prefix {
+            Some(table) => (table, self.pool.tree().ancestor(registered.last, unused)),
+            None => self.no_pin(),
+        })
     }
 
     /// The table and end of a pin on the longest cached prefix of `tokens`.
@@ -183,10 +180,8 @@ impl State {
         tokens: &[u32],
         root: NodePosition,
     ) -> (BlockTable, NodePosition) {
-        let (found, groups) = (&mut self.matched, &self.groups);
-        let from = (root, 0);
-        self.pool
-            .find_match(found, groups, tokens, from, Purpose::Read);
+        let (found, groups, pool) = (&mut self.matched, &self.groups, &mut self.pool);
+        pool.find_match(found, groups, tokens, (root, 0), Purpose::Read);
         match found.num_rows {
             0 => self.no_pin(),
             _ => (BlockTable::of_match(found, 0, groups), found.last),
@@ -200,27 +195,24 @@ impl State {
     /// Puts a pin's blocks into the table of a sequence that has none.
     pub(crate) fn attach(&mut self, key: SeqKey, pin: &Pin) -> Result<(), Error> {
         let seq = self.at_rest(key)?;
+        let (tokens, blocks) = (pin.num_tokens(), seq.table.len());
         if pin.manager() != key.manager {
-            return Err(Error::PinOfAnotherManager {
-                tokens: pin.num_tokens(),
-            });
+            return Err(Error::PinOfAnotherManager { tokens });
         }
         if !seq.table.is_empty() {
-            return Err(Error::NotFresh {
-                blocks: seq.table.len(),
-            });
+            return Err(Error::NotFresh { blocks });
         }
         let Some(last) = pin.end() else {
             return Ok(());
         };
-        let tokens = seq.tokens.get(..pin.num_tokens());
-        if !tokens.is_some_and(|tokens| self.pool.tree().leads_to(seq.root, tokens, last)) {
+        let leads_there = |tokens| self.pool.tree().leads_to(seq.root, tokens, last);
+        if !seq.tokens.get(..tokens).is_some_and(leads_there) {
             return Err(Error::PinMismatch {
-                pin_tokens: pin.num_tokens(),
+                pin_tokens: tokens,
                 sequence_tokens: seq.tokens.len(),
             });
         }
-        let computed = pin.num_tokens().min(seq.tokens.len() - 1);
+        let computed = tokens.min(seq.tokens.len() - 1);
         let registered = Registered::new(last, pin.table().rows());
         let seq = self.seqs.at_mut(key.slot);
         seq.set_table(pin.table().clone(), registered, computed);
@@ -247,10 +239,9 @@ impl State {
         let last = self.pool.tree().ancestor(last, rows.saturating_sub(full));
         let mut registered = Registered::new(last, rows.min(full));
         // Rows that are yet to be registered are kept, too.
-        let final_rows = if self.caching {
-            registered.rows()
-        } else {
-            full
+        let final_rows = match self.caching {
+            true => registered.rows(),
+            false => full,
         };
         let needed = |group| self.groups.first_row(group, final_rows);
         let has_all = (0..self.groups.len())
@@ -288,10 +279,11 @@ impl State {
     /// Releases the blocks after the first `num_tokens` tokens. Returns how many.
     pub(crate) fn trim(&mut self, key: SeqKey, num_tokens: usize) -> Result<usize, Error> {
         let seq = self.at_rest(key)?;
-        if num_tokens < seq.computed {
+        let computed = seq.computed;
+        if num_tokens < computed {
             return Err(Error::TrimBelowComputed {
                 num_tokens,
-                computed: seq.computed,
+                computed,
             });
         }
         let before = seq.table.rows();

@@ -25,9 +25,10 @@ impl Column {
     fn push(&mut self, blocks: &[BlockId], group: usize, groups: usize) {
         match groups {
             1 => self.blocks.extend_from_slice(blocks),
-            _ => self
-                .blocks
-                .extend(blocks.iter().skip(group).step_by(groups)),
+            _ => {
+                let own = blocks.iter().skip(group).step_by(groups);
+                self.blocks.extend(own);
+            }
         }
     }
 
@@ -41,7 +42,7 @@ impl Column {
 }
 
 /// The blocks of a sequence or a pin: every group has as many rows, and its own start.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BlockTable {
     first: Column,
     others: Box<[Column]>,
@@ -64,11 +65,8 @@ impl BlockTable {
             let start = groups.first_row_of(group, rows, found.replay).max(from);
             let column = table.column_mut(group);
             column.start = start;
-            column.push(
-                &blocks[(start - from) * groups.len()..],
-                group,
-                groups.len(),
-            );
+            let blocks = &blocks[(start - from) * groups.len()..];
+            column.push(blocks, group, groups.len());
         }
         table
     }
@@ -147,19 +145,13 @@ impl BlockTable {
 
     /// All blocks, row by row.
     pub(crate) fn blocks(&self) -> impl DoubleEndedIterator<Item = BlockId> + '_ {
-        let is_one = self.others.is_empty();
-        let first = if is_one { &self.first.blocks[..] } else { &[] };
         let starts = (0..self.groups()).map(|group| self.start(group));
-        let start = if is_one {
-            self.rows()
-        } else {
-            starts.min().unwrap_or(0)
+        let (first, start) = match self.others.is_empty() {
+            true => (&self.first.blocks[..], self.rows()),
+            false => (&[][..], starts.min().unwrap_or(0)),
         };
-        let rows = start..self.rows();
-        first
-            .iter()
-            .copied()
-            .chain(rows.flat_map(|row| self.row(row)))
+        let rows = (start..self.rows()).flat_map(|row| self.row(row));
+        first.iter().copied().chain(rows)
     }
 
     /// The blocks of a row that are not released.
@@ -169,9 +161,8 @@ impl BlockTable {
 
     /// Number of blocks.
     pub(crate) fn len(&self) -> usize {
-        (0..self.groups())
-            .map(|group| self.blocks_of(group).len())
-            .sum()
+        let groups = 0..self.groups();
+        groups.map(|group| self.blocks_of(group).len()).sum()
     }
 
     /// Appends rows; the blocks are row-major.

@@ -61,11 +61,11 @@ impl State {
         let rows = from..from + positions.len();
         if let (true, Some(unready)) = (rows.is_empty(), unready) {
             let number = self.pool.transfer_of(self.pool.tree().blocks(unready));
-            return Ok(
-                number.map_or(Reserve::NotNeeded, |number| Reserve::Loading {
-                    transfer: self.transfers.serial(number),
-                }),
-            );
+            let transfer = number.map(|number| self.transfers.serial(number));
+            return Ok(match transfer {
+                Some(transfer) => Reserve::Loading { transfer },
+                None => Reserve::NotNeeded,
+            });
         }
         let matched = BlockTable::of_match(&self.matched, before, &self.groups);
         let table = &self.seqs.at(key.slot).table;
@@ -78,12 +78,11 @@ impl State {
                 if block != BlockId::NONE {
                     held.push(block);
                 } else if index >= self.groups.first_row(group, rows.end) {
-                    let place = LoadingBlock {
+                    loading.push(LoadingBlock {
                         index,
                         group,
                         block,
-                    };
-                    loading.push(place);
+                    });
                 }
             }
         }
@@ -168,10 +167,10 @@ impl State {
         num_blocks: usize,
     ) -> Result<usize, Error> {
         let at = self.transfers.find(key)?;
-        let reserved = self.transfers.open[at].rows.len();
+        let (transfer, reserved) = (key.serial, self.transfers.open[at].rows.len());
         if num_blocks > reserved {
             return Err(Error::TransferBlocks {
-                transfer: key.serial,
+                transfer,
                 reserved,
                 num_blocks,
             });
@@ -204,11 +203,8 @@ impl State {
                 break; // it ends here, or was abandoned
             };
             // A row of which a layer group had a block is not stored again.
-            if pool
-                .tree()
-                .blocks(position)
-                .all(|block| pool.is_loading(block))
-            {
+            let tree = pool.tree();
+            if tree.blocks(position).all(|block| pool.is_loading(block)) {
                 if pool.tree().parent(position) != Some(last) {
                     pool.emit_stored(last, std::mem::take(&mut stored));
                 }

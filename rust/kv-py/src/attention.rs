@@ -7,12 +7,12 @@ use std::path::PathBuf;
 use cpu_kernels::{
     Attention, CacheShape, Options, Query, Rows, Sequences, SharedPrefixes, Step, Stored,
 };
-use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
+use pyo3::buffer::{Element, PyBuffer};
 use pyo3::prelude::*;
 
 use crate::claims::Claim;
 use crate::errors::{BufferError, raise_attention};
-use crate::float_arrays::{any_array, apart, array, bytes, rows, writable};
+use crate::float_arrays::{any_array, apart, array, bytes, is_of, rows, writable};
 use crate::guarded::Guarded;
 use crate::memory::{shared_slice, unique_slice};
 use crate::numbers::number;
@@ -41,11 +41,6 @@ pub(crate) struct CpuCache {
     tensors: Tensors,
     /// Dropped last: the arrays are released by then.
     _claim: Claim,
-}
-
-/// Whether it holds elements of this type.
-fn is_of<T: Element>(array: &Bound<'_, PyAny>) -> bool {
-    PyUntypedBuffer::get(array).is_ok_and(|array| array.as_typed::<T>().is_ok())
 }
 
 /// Keys and values that fit each other.

@@ -8,6 +8,11 @@ use crate::claims::overlap;
 use crate::errors::{BufferError, no_buffer};
 use crate::memory::{is_swapped, shared_rows};
 
+/// Whether an array holds elements of this type: `u16` for the bits of bfloat16.
+pub(crate) fn is_of<T: Element>(array: &Bound<'_, PyAny>) -> bool {
+    PyUntypedBuffer::get(array).is_ok_and(|array| array.as_typed::<T>().is_ok())
+}
+
 /// A C-contiguous array of `T` with so many dimensions.
 pub(crate) fn array<T: Element>(
     name: &str,

@@ -38,6 +38,7 @@ mod tokens;
 mod trace;
 mod trace_player;
 mod transfer;
+mod weights;
 
 use pyo3::prelude::*;
 

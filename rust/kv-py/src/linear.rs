@@ -1,13 +1,14 @@
 //! Linear layers on the CPU: weights that are packed once, and products of rows with them.
 
-use pyo3::buffer::{Element, PyUntypedBuffer};
+use pyo3::buffer::Element;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::attention::CpuAttention;
-use crate::errors::{BufferError, raise_attention};
-use crate::float_arrays::{apart, array, writable};
-use crate::memory::{shared_slice, unique_slice};
+use crate::errors::raise_attention;
+use crate::float_arrays::{array, is_of};
+use crate::memory::shared_slice;
+use crate::weights::{gather, multiply, multiply_gated};
 
 /// A copy of a linear layer's weight, `[out_features, in_features]` and C-contiguous, in the layout that its
 /// products read: float32, or bfloat16 passed as uint16. A float32 weight whose values are all bfloat16 is kept in
@@ -28,7 +29,7 @@ pub(crate) struct PackedWeight {
 impl PackedWeight {
     #[new]
     fn new(py: Python<'_>, weight: &Bound<'_, PyAny>) -> PyResult<Self> {
-        match is_half(weight) {
+        match is_of::<u16>(weight) {
             true => Self::pack::<u16>(py, weight),
             false => Self::pack::<f32>(py, weight),
         }
@@ -77,10 +78,7 @@ impl PackedWeight {
         outputs: &Bound<'_, PyAny>,
         out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        match is_half(out) {
-            true => self.look_up::<u16>(py, outputs, out),
-            false => self.look_up::<f32>(py, outputs, out),
-        }
+        gather(py, &self.weight, (outputs, out))
     }
 
     /// Length of a row of the input.
@@ -105,10 +103,7 @@ impl PackedWeight {
         out: &Bound<'_, PyAny>,
         bias: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        match is_half(rows) {
-            true => self.product::<u16>(py, threads, (rows, out), bias),
-            false => self.product::<f32>(py, threads, (rows, out), bias),
-        }
+        multiply(py, threads, &self.weight, (rows, out), bias)
     }
 
     /// Writes `silu(rows * gate) * (rows * weight)` to `out`, for a gate of the same shape.
@@ -120,19 +115,9 @@ impl PackedWeight {
         gate: &PackedWeight,
         out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        match is_half(rows) {
-            true => self.gated::<u16>(py, threads, (rows, out), gate),
-            false => self.gated::<f32>(py, threads, (rows, out), gate),
-        }
+        multiply_gated(py, threads, [&gate.weight, &self.weight], (rows, out))
     }
 }
-
-/// Whether it holds the bits of bfloat16.
-fn is_half(array: &Bound<'_, PyAny>) -> bool {
-    PyUntypedBuffer::get(array).is_ok_and(|array| array.as_typed::<u16>().is_ok())
-}
-
-type Arrays<'a, 'py> = (&'a Bound<'py, PyAny>, &'a Bound<'py, PyAny>);
 
 impl PackedWeight {
     fn pack<T: Element + cpu_kernels::Element>(
@@ -146,74 +131,5 @@ impl PackedWeight {
         Ok(Self {
             weight: packed.map_err(raise_attention)?,
         })
-    }
-
-    fn look_up<T: Element + cpu_kernels::Element>(
-        &self,
-        py: Python<'_>,
-        outputs: &Bound<'_, PyAny>,
-        out: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
-        let (outputs, mut out) = (
-            array::<i64>("outputs", outputs, 1)?,
-            writable::<T>("out", out, 2)?,
-        );
-        let shape = [outputs.shape()[0], self.in_features()];
-        if out.shape() != shape {
-            return Err(BufferError::new_err(format!(
-                "array out has shape {:?}, not {shape:?}",
-                out.shape()
-            )));
-        }
-        apart(("out", &out), &[("outputs", &outputs)])?;
-        let (outputs, out) = (shared_slice(&outputs), unique_slice(&mut out));
-        py.detach(|| self.weight.gather(outputs, out))
-            .map_err(raise_attention)
-    }
-
-    fn product<T: Element + cpu_kernels::Attend>(
-        &self,
-        py: Python<'_>,
-        threads: &CpuAttention,
-        (rows, out): Arrays<'_, '_>,
-        bias: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<()> {
-        let (rows, mut out) = (array::<T>("rows", rows, 2)?, writable("out", out, 2)?);
-        self.check_shapes(rows.shape(), out.shape())?;
-        apart(("out", &out), &[("rows", &rows)])?;
-        let bias = bias.map(|bias| array("bias", bias, 1)).transpose()?;
-        if let Some(bias) = &bias {
-            apart(("out", &out), &[("bias", bias)])?;
-        }
-        let bias = bias.as_ref().map(shared_slice);
-        let (rows, out) = (shared_slice(&rows), unique_slice(&mut out));
-        py.detach(|| threads.attention.linear(rows, &self.weight, bias, out))
-            .map_err(raise_attention)
-    }
-
-    fn gated<T: Element + cpu_kernels::Attend>(
-        &self,
-        py: Python<'_>,
-        threads: &CpuAttention,
-        (rows, out): Arrays<'_, '_>,
-        gate: &PackedWeight,
-    ) -> PyResult<()> {
-        let (rows, mut out) = (array::<T>("rows", rows, 2)?, writable("out", out, 2)?);
-        self.check_shapes(rows.shape(), out.shape())?;
-        apart(("out", &out), &[("rows", &rows)])?;
-        let (rows, out) = (shared_slice(&rows), unique_slice(&mut out));
-        let (gate, up) = (&gate.weight, &self.weight);
-        py.detach(|| threads.attention.gated_linear(rows, gate, up, out))
-            .map_err(raise_attention)
-    }
-
-    fn check_shapes(&self, rows: &[usize], out: &[usize]) -> PyResult<()> {
-        let (inputs, outputs) = (self.in_features(), self.out_features());
-        match rows[0] == out[0] && rows[1] == inputs && out[1] == outputs {
-            true => Ok(()),
-            false => Err(BufferError::new_err(format!(
-                "arrays rows and out of shapes {rows:?} and {out:?} do not fit: [T, {inputs}] and [T, {outputs}]"
-            ))),
-        }
     }
 }

@@ -1,14 +1,13 @@
 //! Linear layers on the CPU by weights of few bits: the file's bits, repacked, and products of rows with them.
 
 use cpu_kernels::{Error, QuantizedFormat};
-use pyo3::buffer::{Element, PyUntypedBuffer};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::attention::CpuAttention;
-use crate::errors::{BufferError, raise_attention};
-use crate::float_arrays::{apart, array, writable};
-use crate::memory::{shared_slice, unique_slice};
+use crate::float_arrays::array;
+use crate::memory::shared_slice;
+use crate::weights::{gather, multiply, multiply_gated};
 
 /// A linear layer's weight of few bits, copied once into the layout that its products read; it is never expanded.
 ///
@@ -139,10 +138,7 @@ impl QuantizedWeight {
         outputs: &Bound<'_, PyAny>,
         out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        match is_half(out) {
-            true => self.gather_as::<u16>(py, outputs, out),
-            false => self.gather_as::<f32>(py, outputs, out),
-        }
+        gather(py, &self.weight, (outputs, out))
     }
 
     /// Writes `rows` times the transposed weight, plus `bias`, float32 `[out_features]`, to `out`.
@@ -155,10 +151,7 @@ impl QuantizedWeight {
         out: &Bound<'_, PyAny>,
         bias: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        match is_half(rows) {
-            true => self.multiply_as::<u16>(py, threads, rows, out, bias),
-            false => self.multiply_as::<f32>(py, threads, rows, out, bias),
-        }
+        multiply(py, threads, &self.weight, (rows, out), bias)
     }
 
     /// Writes `silu(rows * gate) * (rows * weight)` to `out`, for a gate of the same shape. Both products are float32.
@@ -170,88 +163,8 @@ impl QuantizedWeight {
         gate: &QuantizedWeight,
         out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        match is_half(rows) {
-            true => self.multiply_gated_as::<u16>(py, threads, rows, gate, out),
-            false => self.multiply_gated_as::<f32>(py, threads, rows, gate, out),
-        }
+        multiply_gated(py, threads, [&gate.weight, &self.weight], (rows, out))
     }
-}
-
-impl QuantizedWeight {
-    fn gather_as<T: Element + cpu_kernels::Element>(
-        &self,
-        py: Python<'_>,
-        outputs: &Bound<'_, PyAny>,
-        out: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
-        let outputs = array::<i64>("outputs", outputs, 1)?;
-        let mut out = writable::<T>("out", out, 2)?;
-        let shape = [outputs.shape()[0], self.in_features()];
-        if out.shape() != shape {
-            return Err(BufferError::new_err(format!(
-                "array out has shape {:?}, not {shape:?}",
-                out.shape()
-            )));
-        }
-        apart(("out", &out), &[("outputs", &outputs)])?;
-        let (outputs, out) = (shared_slice(&outputs), unique_slice(&mut out));
-        py.detach(|| self.weight.gather(outputs, out))
-            .map_err(raise_attention)
-    }
-
-    fn multiply_as<T: Element + cpu_kernels::Element>(
-        &self,
-        py: Python<'_>,
-        threads: &CpuAttention,
-        rows: &Bound<'_, PyAny>,
-        out: &Bound<'_, PyAny>,
-        bias: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<()> {
-        let (rows, mut out) = (array::<T>("rows", rows, 2)?, writable::<T>("out", out, 2)?);
-        self.check_shapes(rows.shape(), out.shape())?;
-        apart(("out", &out), &[("rows", &rows)])?;
-        let bias = bias.map(|bias| array("bias", bias, 1)).transpose()?;
-        if let Some(bias) = &bias {
-            apart(("out", &out), &[("bias", bias)])?;
-        }
-        let bias = bias.as_ref().map(shared_slice);
-        let (rows, out) = (shared_slice(&rows), unique_slice(&mut out));
-        let attention = &threads.attention;
-        py.detach(|| attention.quantized_linear(rows, &self.weight, bias, out))
-            .map_err(raise_attention)
-    }
-
-    fn multiply_gated_as<T: Element + cpu_kernels::Element>(
-        &self,
-        py: Python<'_>,
-        threads: &CpuAttention,
-        rows: &Bound<'_, PyAny>,
-        gate: &QuantizedWeight,
-        out: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
-        let (rows, mut out) = (array::<T>("rows", rows, 2)?, writable::<T>("out", out, 2)?);
-        self.check_shapes(rows.shape(), out.shape())?;
-        apart(("out", &out), &[("rows", &rows)])?;
-        let (rows, out) = (shared_slice(&rows), unique_slice(&mut out));
-        let (gate, up, attention) = (&gate.weight, &self.weight, &threads.attention);
-        py.detach(|| attention.quantized_gated_linear(rows, gate, up, out))
-            .map_err(raise_attention)
-    }
-
-    fn check_shapes(&self, rows: &[usize], out: &[usize]) -> PyResult<()> {
-        let (inputs, outputs) = (self.in_features(), self.out_features());
-        match rows[0] == out[0] && rows[1] == inputs && out[1] == outputs {
-            true => Ok(()),
-            false => Err(BufferError::new_err(format!(
-                "arrays rows and out of shapes {rows:?} and {out:?} do not fit: [T, {inputs}] and [T, {outputs}]"
-            ))),
-        }
-    }
-}
-
-/// Whether an array is bfloat16, passed as uint16.
-fn is_half(array: &Bound<'_, PyAny>) -> bool {
-    PyUntypedBuffer::get(array).is_ok_and(|array| array.as_typed::<u16>().is_ok())
 }
 
 fn refuse(error: Error) -> PyErr {

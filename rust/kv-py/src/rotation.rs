@@ -1,10 +1,10 @@
 //! How queries and keys are turned before they attend, as Python says it.
 
 use cpu_kernels::{Attention, CacheShape, Error, HeadNorm, Layout, Order, Rotation, Rows, Stored};
-use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
+use pyo3::buffer::{Element, PyBuffer};
 use pyo3::prelude::*;
 
-use crate::float_arrays::{apart, array};
+use crate::float_arrays::{apart, array, is_of};
 use crate::memory::shared_slice;
 
 /// Cosines and sines `[T, columns]`, both float32 or both the bits of bfloat16; how many numbers of a head they turn,
@@ -39,8 +39,7 @@ pub(crate) struct Turning<T: Element> {
 impl<T: Element + cpu_kernels::Element> Turning<T> {
     pub(crate) fn new(arguments: RotationArguments<'_>) -> PyResult<Self> {
         let RotationArguments(cos, sin, size, are_neighbours, step, norm) = arguments;
-        let is_half = PyUntypedBuffer::get(&cos).is_ok_and(|cos| cos.as_typed::<u16>().is_ok());
-        let angles = match is_half {
+        let angles = match is_of::<u16>(&cos) {
             true => Angles::BFloat16([array("cos", &cos, 2)?, array("sin", &sin, 2)?]),
             false => Angles::Float32([array("cos", &cos, 2)?, array("sin", &sin, 2)?]),
         };

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use super::answers::Prefill;
-use super::plan::{Details, Plan, PrefillWork, Work};
+use super::plan::{Details, PrefillWork, Work};
 use crate::error::Error;
 use crate::ids::{BlockId, NodePosition, PlanKey, SeqKey};
 use crate::pool::Purpose;
@@ -31,10 +31,9 @@ fn chunk(start: usize, rest: usize, most: usize, block_size: usize) -> usize {
         return rest;
     }
     let boundary = (start + most) / block_size * block_size;
-    if boundary > start {
-        boundary - start
-    } else {
-        most
+    match boundary > start {
+        true => boundary - start,
+        false => most,
     }
 }
 
@@ -105,8 +104,9 @@ impl State {
         if needed > available {
             return Ok(Prefill::NoRoom { needed, available });
         }
-        let details = (!drafts.is_empty()).then(|| Details::new(Work::Draft(drafts.to_vec())));
-        self.enter(key.slot, (len, 0), details);
+        self.enter(key.slot, (1, 0), None);
+        let last = self.steps.newest().entries.len() - 1;
+        self.extend_decode(last, drafts);
         Ok(Prefill::Planned {
             cached_tokens: 0,
             tokens: len,
@@ -121,12 +121,11 @@ impl State {
         key: SeqKey,
         request: PrefillRequest,
     ) -> Result<Prefill, Error> {
-        let &Plan {
-            bit, budget_left, ..
-        } = self.steps.newest_plan(plan)?;
+        let plan = self.steps.newest_plan(plan)?;
+        let budget_left = plan.budget_left;
         let seq = self.seqs.get(key)?;
         let sequence = seq.id;
-        if seq.plans.meets(bit) || seq.pending > 0 || seq.speculating {
+        if seq.plans.meets(plan.bit) || seq.pending > 0 || seq.speculating {
             return Err(Error::InPlan { sequence });
         }
         if seq.num_unplanned() == 0 {
@@ -141,10 +140,8 @@ impl State {
     /// Matches the sequence, and plans the tokens after the match.
     fn match_and_plan(&mut self, slot: u32, request: PrefillRequest) -> Prefill {
         let mut source = None;
-        let purpose = Purpose::Prefill {
-            replay: request.replay,
-        };
-        if self.find_match(slot, purpose) {
+        let replay = request.replay;
+        if self.find_match(slot, Purpose::Prefill { replay }) {
             if self.pool.any_loading()
                 && let Some(transfer) = self.awaited_transfer(slot)
             {
@@ -171,13 +168,9 @@ impl State {
         request: PrefillRequest,
         source: Option<CopySource>,
     ) -> Prefill {
-        let PrefillRequest {
-            max_tokens,
-            reserve,
-            replay,
-        } = request;
+        let max_tokens = request.max_tokens;
         let most = max_tokens.min(self.steps.newest().budget_left);
-        let (start, cached_end, replay) = self.start_after_match(slot, source, replay);
+        let (start, cached_end, replay) = self.start_after_match(slot, source, request.replay);
         if start.saturating_add(most) < cached_end {
             return Prefill::NoBudget; // a replay is computed in one step
         }
@@ -191,7 +184,7 @@ impl State {
             (0, None) => self.must_copy(slot, start).count(),
             _ => 0,
         };
-        let new = match reserve {
+        let new = match request.reserve {
             None => self.new_blocks(slot, start + len),
             Some(spare) => {
                 let whole = self.blocks_to_come(slot, start + len, max_tokens);
@@ -355,9 +348,8 @@ impl State {
         if tokens.len() < least {
             return None;
         }
-        let best = self
-            .pool
-            .longest_partial_match(self.matched.last, tokens, least);
+        let last = self.matched.last;
+        let best = self.pool.longest_partial_match(last, tokens, least);
         best.map(|(position, tokens)| CopySource { position, tokens })
     }
 
@@ -371,9 +363,8 @@ impl State {
             self.matched.begin(last, 0);
             return false;
         }
-        let (found, groups) = (&mut self.matched, &self.groups);
-        self.pool
-            .find_match(found, groups, &seq.tokens, (last, rows), purpose);
+        let (found, groups, pool) = (&mut self.matched, &self.groups, &mut self.pool);
+        pool.find_match(found, groups, &seq.tokens, (last, rows), purpose);
         true
     }
 

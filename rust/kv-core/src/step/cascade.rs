@@ -66,9 +66,7 @@ pub(super) fn prefixes(
     for Interval { rows, depth } in intervals(common, min_rows) {
         // The innermost open interval that begins at or before this one contains it.
         while way.pop_if(|(first, _)| *first > rows.start).is_some() {}
-        let mut above = way
-            .last()
-            .map_or(Above::default(), |(_, above)| above.clone());
+        let mut above = way.last().map(|way| way.1.clone()).unwrap_or_default();
         if depth - above.from >= min_blocks {
             levels.push((above.level, rows.start, kept.len()));
             kept.push(SharedPrefix {

@@ -3,6 +3,7 @@
 //! Each block that became full is looked up once more (late merge), so no prefix has two cached blocks.
 
 use super::answers::Remapping;
+use super::draft::total;
 use super::plan::{Details, Entry, Plan, PrefillWork, Work};
 use crate::error::Error;
 use crate::ids::{BlockId, NodePosition, PlanKey};
@@ -17,11 +18,9 @@ impl State {
         sampled: &[u32],
     ) -> Result<Vec<Remapping>, Error> {
         let expected = self.steps.runnable_plan(plan)?.num_sampling();
-        if sampled.len() != expected {
-            return Err(Error::SampleCount {
-                expected,
-                given: sampled.len(),
-            });
+        let given = sampled.len();
+        if given != expected {
+            return Err(Error::SampleCount { expected, given });
         }
         Ok(self.close_oldest(sampled, None))
     }
@@ -39,18 +38,11 @@ impl State {
 
     fn check_accepted(&self, plan: PlanKey, tokens: &[u32], counts: &[usize]) -> Result<(), Error> {
         let plan = self.steps.runnable_plan(plan)?;
-        let (expected, given) = (plan.num_sampling(), counts.len());
-        if expected != given {
-            return Err(Error::SampleCount { expected, given });
-        }
-        let total = counts
-            .iter()
-            .fold(0, |sum: usize, &count| sum.saturating_add(count));
-        if total != tokens.len() {
-            return Err(Error::SampleCount {
-                expected: total,
-                given: tokens.len(),
-            });
+        let of_tokens = (total(counts), tokens.len());
+        for (expected, given) in [(plan.num_sampling(), counts.len()), of_tokens] {
+            if expected != given {
+                return Err(Error::SampleCount { expected, given });
+            }
         }
         let mut rest = tokens;
         let sampling = plan.entries.iter().filter(|entry| entry.samples());

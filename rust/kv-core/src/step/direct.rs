@@ -62,9 +62,8 @@ impl State {
             _ => self.held_by_others(slot, computed).collect(),
         };
         let new = self.groups.rows(end).saturating_sub(before);
-        let needed = new
-            .saturating_mul(self.groups.len())
-            .saturating_add(shared.len());
+        let needed = new.saturating_mul(self.groups.len());
+        let needed = needed.saturating_add(shared.len());
         let available = self.pool.available();
         if needed > available {
             return Ok(Extend::NoRoom { needed, available });
@@ -84,16 +83,12 @@ impl State {
             copies,
         })
     }
-}
 
-impl State {
     /// As `must_copy`, and blocks that an open step is still to copy.
     fn held_by_others(&self, slot: u32, position: usize) -> impl Iterator<Item = usize> + '_ {
         self.groups_shared_at(slot, position, |block| self.pool.refs(block) > 1)
     }
-}
 
-impl State {
     /// Publishes the next `num_tokens` tokens of a sequence as computed; `tokens` were not known before.
     pub(crate) fn publish(
         &mut self,
@@ -104,10 +99,8 @@ impl State {
         let seq = self.at_rest(key)?;
         let (sequence, computed) = (seq.id, seq.computed);
         let end = computed.saturating_add(num_tokens);
-        let (slots, known) = (
-            seq.table.rows() * self.groups.block_size(),
-            seq.tokens.len() + tokens.len(),
-        );
+        let slots = seq.table.rows() * self.groups.block_size();
+        let known = seq.tokens.len() + tokens.len();
         if end > slots {
             return Err(Error::NotExtended {
                 sequence,
@@ -122,11 +115,8 @@ impl State {
                 known,
             });
         }
-        if let Some(group) = self
-            .held_by_others(key.slot, computed)
-            .next()
-            .filter(|_| num_tokens > 0)
-        {
+        let shared = self.held_by_others(key.slot, computed).next();
+        if let Some(group) = shared.filter(|_| num_tokens > 0) {
             let block = seq.table.at(group, self.groups.row_of(computed)).get();
             return Err(Error::SharedBlock { sequence, block });
         }

@@ -8,6 +8,11 @@ use crate::error::Error;
 use crate::ids::{PlanKey, SeqKey};
 use crate::state::State;
 
+/// The sum of callers' counts, which may be too large for one.
+pub(super) fn total(counts: &[usize]) -> usize {
+    counts.iter().copied().fold(0, usize::saturating_add)
+}
+
 impl State {
     /// Extends decodes of the plan by drafts, `counts` of them for each of `sequences`, as far as budget and
     /// blocks reach. Returns how many each got.
@@ -39,17 +44,14 @@ impl State {
         let &Plan {
             bit, ref entries, ..
         } = self.steps.newest_plan(plan)?;
-        let total = counts
-            .iter()
-            .fold(0, |sum: usize, &count| sum.saturating_add(count));
-        for (expected, given) in [(sequences.len(), counts.len()), (total, drafts.len())] {
+        let of_drafts = (total(counts), drafts.len());
+        for (expected, given) in [(sequences.len(), counts.len()), of_drafts] {
             if expected != given {
                 return Err(Error::DraftCount { expected, given });
             }
         }
-        let planned = entries.iter().enumerate();
-        let mut planned: HashMap<u32, usize> =
-            planned.map(|(at, entry)| (entry.slot, at)).collect();
+        let slots = entries.iter().map(|entry| entry.slot);
+        let mut planned: HashMap<u32, usize> = slots.zip(0..).collect();
         let mut indices = Vec::with_capacity(sequences.len());
         for &key in sequences {
             let seq = self.seqs.get(key)?;
@@ -76,7 +78,7 @@ impl State {
     }
 
     /// Plans as many of the drafts as budget and blocks allow. Returns how many.
-    fn extend_decode(&mut self, at: usize, drafts: &[u32]) -> usize {
+    pub(super) fn extend_decode(&mut self, at: usize, drafts: &[u32]) -> usize {
         let plan = self.steps.newest();
         let Entry { slot, new_rows, .. } = plan.entries[at];
         let end = plan.entries[at].end();

@@ -66,12 +66,8 @@ impl State {
         let (groups, taken) = (self.groups.len(), &mut self.taken);
         self.pool.take(self.steps.beginning.len() * groups, taken);
         let plan = self.steps.open.last_mut().expect("checked before");
-        for (at, row) in self
-            .steps
-            .beginning
-            .drain(..)
-            .zip(taken.chunks_exact(groups))
-        {
+        let beginning = self.steps.beginning.drain(..);
+        for (at, row) in beginning.zip(taken.chunks_exact(groups)) {
             let entry = &mut plan.entries[at];
             entry.new_rows = 1;
             let seq = self.seqs.at_mut(entry.slot);
@@ -105,8 +101,7 @@ impl State {
             entry.rows_written = prefill.preregister_from as u32;
         }
         entry.new_rows = (seq.table.rows() - rows_before - entry.growth()) as u32;
-        let drafts = entry.drafts().len();
-        let samples = end == seq.tokens.len() + usize::from(seq.pending) + drafts;
+        let samples = end == seq.tokens.len() + usize::from(seq.pending);
         if let Some(details) = &mut entry.details {
             (details.len, details.samples) = (len, samples);
         }
@@ -114,12 +109,9 @@ impl State {
         plan.entries.push(entry);
         let row = samples.then_some(SampleRow::new(plan.num_samples));
         seq.plan_to(plan.bit, end, row);
-        if drafts > 0 {
-            seq.plan_drafts(0);
-        }
         plan.budget_left -= len;
         plan.num_tokens += len;
-        plan.num_samples += usize::from(samples) + drafts;
+        plan.num_samples += usize::from(samples);
     }
 
     /// Reuses the current match. The plan pins the blocks that slide out of windows with it: a rollback restores
@@ -251,9 +243,8 @@ impl State {
                 }
             }
             self.pool.protect(NodePosition::NONE);
-            self.seqs
-                .at_mut(slot)
-                .register(Registered::new(cached, row + 1));
+            let seq = self.seqs.at_mut(slot);
+            seq.register(Registered::new(cached, row + 1));
             prefill.preregistered += 1;
         }
     }

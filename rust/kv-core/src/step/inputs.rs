@@ -41,14 +41,14 @@ impl IntArray<'_> {
     #[inline]
     pub(super) fn write(&self, at: usize, values: impl Iterator<Item = i64>) {
         match self {
-            IntArray::I32(elements) => elements[at..]
-                .iter()
-                .zip(values)
-                .for_each(|(element, value)| element.set(value as i32)),
-            IntArray::I64(elements) => elements[at..]
-                .iter()
-                .zip(values)
-                .for_each(|(element, value)| element.set(value)),
+            IntArray::I32(elements) => {
+                let places = elements[at..].iter().zip(values);
+                places.for_each(|(element, value)| element.set(value as i32));
+            }
+            IntArray::I64(elements) => {
+                let places = elements[at..].iter().zip(values);
+                places.for_each(|(element, value)| element.set(value));
+            }
         }
     }
 }
@@ -97,19 +97,13 @@ pub struct TableRows {
 }
 
 /// A version of a sequence's table.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 struct Written {
     /// 0: no sequence.
     id: u64,
     version: u32,
     rows: u32,
 }
-
-const NOTHING: Written = Written {
-    id: 0,
-    version: 0,
-    rows: 0,
-};
 
 impl Written {
     #[inline]
@@ -129,7 +123,7 @@ impl TableRows {
             self.rows.clear();
         }
         if self.rows.len() < entries.len() {
-            self.rows.resize(entries.len(), NOTHING);
+            self.rows.resize(entries.len(), Written::default());
         }
         self.changed.clear();
         let mut columns = 0;
@@ -161,7 +155,7 @@ impl StepArrays<'_> {
         let (tokens, sequences) = (plan.num_tokens, plan.entries.len());
         let groups_of = |cells: usize, of_one: usize| cells.checked_div(of_one).unwrap_or(groups);
         let slots = groups_of(self.slot_mapping.len(), self.slots_width);
-        let table = self.table_rows * self.table_width;
+        let (table, logits) = (self.table_rows * self.table_width, &self.logits_indices);
         let tables = groups_of(self.block_tables.len(), table);
         check_sizes(&[
             ("input_ids", tokens, self.input_ids.len()),
@@ -173,11 +167,7 @@ impl StepArrays<'_> {
             ("block_tables (groups)", groups, tables),
             ("block_tables (rows)", sequences, self.table_rows),
             ("block_tables (columns)", width, self.table_width),
-            (
-                "logits_indices",
-                plan.num_samples,
-                self.logits_indices.len(),
-            ),
+            ("logits_indices", plan.num_samples, logits.len()),
         ])
     }
 }
@@ -244,7 +234,7 @@ impl State {
             }
             let now = match &table {
                 Cow::Borrowed(_) => Written::of(self.seqs.at(entry.slot)),
-                Cow::Owned(_) => NOTHING, // it is no version of its sequence's
+                Cow::Owned(_) => Written::default(), // it is no version of its sequence's
             };
             fill_table(self, (&table, now), row, arrays, written);
         }
@@ -265,10 +255,8 @@ impl State {
         arrays.seq_lens.write(0, positions.map(|at| at + 1));
         arrays.query_start_loc.write(1, 1..count + 1);
         arrays.logits_indices.write(0, 0..count);
-        let tokens = entries
-            .iter()
-            .map(|entry| decoded_token(self.seqs.at(entry.slot), entry));
-        arrays.input_ids.write(0, tokens);
+        let token = |entry: &Entry| decoded_token(self.seqs.at(entry.slot), entry);
+        arrays.input_ids.write(0, entries.iter().map(token));
         for group in 0..self.groups.len() {
             let slot = |entry: &Entry| decoded_slot(self.seqs.at(entry.slot), entry, group, size);
             let slots = entries.iter().map(slot);
@@ -335,9 +323,8 @@ fn fill_slots(
 ) {
     let (block_size, groups) = (state.groups.block_size(), state.groups.len());
     let write_from = entry.write_from(block_size);
-    let cached = entry
-        .prefill()
-        .filter(|prefill| !prefill.already_cached.is_empty());
+    let prefill = entry.prefill();
+    let cached = prefill.filter(|prefill| !prefill.already_cached.is_empty());
     for group in 0..groups {
         let (mut position, end) = (entry.start, entry.end());
         while position < end {
@@ -381,7 +368,7 @@ fn fill_table(
     written: &mut TableRows,
 ) {
     let then = std::mem::replace(&mut written.rows[row], now);
-    let same = (then.id, then.version) == (now.id, now.version) && now.id != NOTHING.id;
+    let same = (then.id, then.version) == (now.id, now.version) && now.id != 0;
     let from = if same { then.rows.min(now.rows) } else { 0 } as usize;
     if from == table.rows() {
         return;

@@ -111,12 +111,9 @@ impl PrefillWork {
 impl Entry {
     #[inline]
     pub(super) fn drafts(&self) -> &[u32] {
-        match &self.details {
-            Some(details) => match &details.work {
-                Work::Draft(drafts) => drafts,
-                _ => &[],
-            },
-            None => &[],
+        match self.details.as_ref().map(|details| &details.work) {
+            Some(Work::Draft(drafts)) => drafts,
+            _ => &[],
         }
     }
 

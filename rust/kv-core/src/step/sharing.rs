@@ -182,10 +182,9 @@ impl SharedPrefixes {
 
     /// Writes them into arrays that are large enough (see [`PrefixArrays::check`]).
     pub fn write(&self, arrays: &PrefixArrays<'_>) {
-        let wide =
-            |values: &[u32]| -> Vec<i64> { values.iter().map(|&value| i64::from(value)).collect() };
-        arrays.order.write(0, wide(&self.order).into_iter());
-        arrays.own_blocks.write(0, wide(&self.own).into_iter());
+        let wide = |&value: &u32| i64::from(value);
+        arrays.order.write(0, self.order.iter().map(wide));
+        arrays.own_blocks.write(0, self.own.iter().map(wide));
         for (at, prefix) in self.prefixes.iter().enumerate() {
             let parent = prefix.parent.map_or(-1, |parent| parent as i64);
             let (rows, blocks) = (&prefix.rows, &prefix.blocks);
@@ -229,9 +228,8 @@ impl SharedPrefixes {
         self.order.sort_by(|&one, &other| compare(one, other));
         self.common.clear();
         self.common.extend(self.order.first().map(|_| 0));
-        let pairs = self.order.windows(2);
-        self.common
-            .extend(pairs.map(|pair| common(pair[0], pair[1])));
+        let pairs = self.order.windows(2).map(|pair| common(pair[0], pair[1]));
+        self.common.extend(pairs);
     }
 }
 

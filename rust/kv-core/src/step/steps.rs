@@ -9,6 +9,7 @@ use crate::pool::OpenSteps;
 use crate::sequence::{PlanSet, SampleRow, Sequences};
 
 /// The open steps of a manager.
+#[derive(Default)]
 pub(crate) struct Steps {
     pub(super) manager: u32,
     /// Oldest first; at most two.
@@ -27,11 +28,7 @@ impl Steps {
     pub(crate) fn new(manager: u32) -> Self {
         Self {
             manager,
-            open: Vec::new(),
-            made: 0,
-            spare_entries: Vec::new(),
-            beginning: Vec::new(),
-            full: Vec::new(),
+            ..Self::default()
         }
     }
 
@@ -42,18 +39,14 @@ impl Steps {
 
     /// The step before the oldest open one: published and restored blocks count as computed by it.
     pub(crate) fn last_closed(&self) -> u32 {
-        let oldest = self
-            .open
-            .first()
-            .map_or(self.made + 1, |plan| plan.key.serial);
-        (oldest - 1) as u32
+        let oldest = self.open.first().map(|plan| plan.key.serial);
+        (oldest.unwrap_or(self.made + 1) - 1) as u32
     }
 
     pub(crate) fn begin(&mut self, token_budget: usize) -> Result<PlanKey, Error> {
-        if let (Some(oldest), 2..) = (self.open.first(), self.open.len()) {
-            return Err(Error::PlanOpen {
-                plan: oldest.key.serial,
-            });
+        if let [oldest, _, ..] = &self.open[..] {
+            let plan = oldest.key.serial;
+            return Err(Error::PlanOpen { plan });
         }
         self.made += 1;
         let key = PlanKey {

@@ -33,9 +33,8 @@ impl State {
         let mut row = 0;
         for entry in &self.steps.newest().entries {
             if entry.samples() {
-                self.seqs
-                    .at_mut(entry.slot)
-                    .set_sample_row(SampleRow::new(row));
+                let seq = self.seqs.at_mut(entry.slot);
+                seq.set_sample_row(SampleRow::new(row));
             }
             row += entry.num_samples();
         }
@@ -100,11 +99,8 @@ impl State {
             }
             Change::Preregistered { before } => {
                 let groups = self.groups.len();
-                let places = entry
-                    .prefill()
-                    .into_iter()
-                    .flat_map(|prefill| prefill.preregistered(groups).rev());
-                for place in places {
+                let prefill = entry.prefill().into_iter();
+                for place in prefill.flat_map(|prefill| prefill.preregistered(groups).rev()) {
                     let block = self.block_at(slot, place);
                     self.pool.forget(block);
                 }
@@ -177,9 +173,8 @@ fn shares_any(state: &State, entry: &Entry, computed: &HashSet<BlockId>) -> bool
 
 /// Whether an entry begins to write in one of these blocks.
 fn writes_in_place(state: &State, entry: &Entry, blocks: &HashSet<BlockId>) -> bool {
-    state
-        .first_written(entry)
-        .any(|block| blocks.contains(&block))
+    let mut written = state.first_written(entry);
+    written.any(|block| blocks.contains(&block))
 }
 
 impl State {
