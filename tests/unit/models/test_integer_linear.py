@@ -109,7 +109,7 @@ def test_it_is_for_the_cpu_and_one_process():
         quantise_model(nn.Linear(2, 2), torch.device("cuda"), "int8")
     with pytest.raises(
         ConfigurationError,
-        match=r"quantization='int3': it must be 'int8' or 'int4' or 'none' or None",
+        match=r"quantization='int3': it must be 'int8' or 'int4' or 'fp8' or 'none' or None",
     ):
         EngineSettings(quantization="int3")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="quantization='int8' does not go together"):
