@@ -100,12 +100,15 @@ def _resolve(name: str) -> object:
     elif name in __all__:
         from importlib import import_module
 
+        from pyengine.utils.gc_pause import paused_gc
+
         if name in _ENGINE:
             from pyengine.utils.packaging import require_posix
 
             require_posix(f"pyengine.{name}")
         try:
-            value = getattr(import_module(_ELSEWHERE.get(name, "pyengine.kv_cache")), name)
+            with paused_gc():
+                value = getattr(import_module(_ELSEWHERE.get(name, "pyengine.kv_cache")), name)
         except ModuleNotFoundError as error:
             message = _explain(f"pyengine.{name}", error.name)
             if message is None:

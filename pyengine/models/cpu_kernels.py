@@ -249,7 +249,6 @@ def _offset_of(module: Any) -> float | None:
 
     Gemma's is multiplied before it is rounded, which the kernel does in float32 only.
     """
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     weight = getattr(module, "weight", None)
@@ -258,6 +257,8 @@ def _offset_of(module: Any) -> float | None:
     instructions = instructions_of(type(module))
     if instructions == instructions_of(LlamaRMSNorm) and weight.dtype in FORMATS:
         return 0.0
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm  # most need no other
+
     is_gemma = instructions == instructions_of(Gemma3RMSNorm) and weight.dtype == torch.float32
     return 1.0 if is_gemma else None
 

@@ -163,17 +163,26 @@ def shorten_layers(model: nn.Module) -> int:
     Call it after everything else that replaces parts of the model, and not for a model that is
     compiled. The layers then run with a `CpuPlan` only.
     """
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
     workspace, num_shortened = _Workspace(), 0
-    known = [instructions_of(kind) for kind in (LlamaDecoderLayer, Gemma3DecoderLayer)]
     for layer in model.modules():
-        if instructions_of(type(layer)) in known and _has_our_parts(layer):
+        if _is_decoder_layer(layer) and _has_our_parts(layer):
             own: Any = layer
             own.forward = _ShortForward(layer, workspace)
             num_shortened += 1
     return num_shortened
+
+
+def _is_decoder_layer(layer: nn.Module) -> bool:
+    """True for layers like Llama's and Gemma's."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    if not hasattr(layer, "self_attn"):
+        return False
+    if instructions_of(type(layer)) == instructions_of(LlamaDecoderLayer):
+        return True
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
+
+    return instructions_of(type(layer)) == instructions_of(Gemma3DecoderLayer)
 
 
 def _has_our_parts(layer: Any) -> bool:
@@ -213,10 +222,17 @@ def _is_ours(linear: Any) -> bool:
 
 def _is_mlp_of_ours(mlp: Any) -> bool:
     """True for `down(act(gate(x)) * up(x))` by the kernel."""
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
-    from transformers.models.llama.modeling_llama import LlamaMLP
-
-    known = [instructions_of(kind) for kind in (LlamaMLP, Gemma3MLP)]
-    if not isinstance(mlp, PrepackedMLP) and instructions_of(type(mlp)) not in known:
+    if not isinstance(mlp, PrepackedMLP) and not _is_known_mlp(mlp):
         return False
     return all(map(_is_ours, (mlp.gate_proj, mlp.up_proj, mlp.down_proj)))
+
+
+def _is_known_mlp(mlp: nn.Module) -> bool:
+    """True for MLPs like Llama's and Gemma's."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    if instructions_of(type(mlp)) == instructions_of(LlamaMLP):
+        return True
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
+
+    return instructions_of(type(mlp)) == instructions_of(Gemma3MLP)

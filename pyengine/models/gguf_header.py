@@ -175,16 +175,17 @@ class _Reader:
         if count * _LENGTH.size > self._size - self._at:
             raise ValueError(f"{count} strings at {self._at} do not end within the file")
         unpack, width = _LENGTH.unpack_from, _LENGTH.size
-        for _ in range(count):
-            offset = self._at - self._window_start
-            if 0 <= offset <= len(self._window) - width:
+        while count:
+            start, last = self._window_start, len(self._window) - width
+            offset = self._at - start
+            while count and 0 <= offset <= last:
                 (length,) = unpack(self._window, offset)
-                self._at += width
-            else:
-                length = self._number("Q")
-            if length > self._size - self._at:
-                raise ValueError(f"{length} bytes at {self._at} do not end within the file")
-            self._at += length
+                offset += width + length
+                count -= 1
+            self._skip(start + offset - self._at)
+            if count:
+                self._skip(self._number("Q"))
+                count -= 1
 
     def _string(self) -> str:
         length = self._number("Q")

@@ -149,10 +149,25 @@ def _transformers_tables(path: Path, header: GGUFHeader, model: Any) -> tuple[An
     kind = "llama" if architecture == "llama" else None  # Mixtral's tensors have llama's names
     processor = tables.TENSOR_PROCESSORS.get(architecture, tables.TensorProcessor)(config=settings)
     try:
-        names: dict[str, str] = tables.get_gguf_hf_weights_map(model, processor, kind)
+        # Each child of a model takes the table of all names again: seconds for some hundred.
+        childless = _Childless(model)
+        names: dict[str, str] = tables.get_gguf_hf_weights_map(childless, processor, kind)
+        if not set(names.values()).issuperset(name for name, _ in model.named_parameters()):
+            names = tables.get_gguf_hf_weights_map(model, processor, kind)
     except (KeyError, NotImplementedError, ValueError) as error:
         raise UnsupportedGGUFError(f"its tensors are not known by name: {error}") from error
     return processor, names
+
+
+class _Childless:
+    """A model without its modules, for transformers' names of its parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.config, self.state_dict = model.config, model.state_dict
+
+    def named_children(self) -> tuple[()]:
+        """None."""
+        return ()
 
 
 def _processed(processor: Any, name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -300,12 +300,12 @@ class PackedEmbedding(nn.Module):
 
 def packed_embedding(embedding: nn.Module, product: Any) -> PackedEmbedding | None:
     """A `PackedEmbedding` in the place of `embedding`; None if that does more than look up."""
-    from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbedding
-
     if not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None:
         return None
     if type(embedding) is nn.Embedding:
         return PackedEmbedding(product)
+    from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbedding
+
     if instructions_of(type(embedding)) == instructions_of(GemmaTextScaledWordEmbedding):
         scale: Any = embedding.embed_scale
         return PackedEmbedding(product, float(scale.to(embedding.weight.dtype)))

@@ -45,11 +45,11 @@ from pyengine.models.source import ModelSource, resolve_source
 from pyengine.models.transformers_calls import (
     code_asked_for,
     load_errors,
-    paused_gc,
     quiet_transformers,
     read_json,
     remote_code,
 )
+from pyengine.utils.gc_pause import paused_gc
 
 _log = logging.getLogger(__name__)
 

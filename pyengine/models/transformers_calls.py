@@ -1,6 +1,5 @@
 """The boundary to transformers: no log noise, no code from model folders, one kind of error."""
 
-import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,18 +28,6 @@ def quiet_transformers() -> Iterator[None]:
         hf_logging.set_verbosity(verbosity)
         if had_bars:
             hf_logging.enable_progress_bar()
-
-
-@contextmanager
-def paused_gc() -> Iterator[None]:
-    """Pause garbage collection inside: imports of torch and transformers take a tenth less."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

@@ -154,6 +154,20 @@ def test_nothing_is_converted(tmp_path):
     assert checked_source(tmp_path / "tiny.gguf").gguf == loaded.gguf
 
 
+def test_names_are_looked_up_once(tmp_path, monkeypatch):
+    """And not once for every module, which takes seconds."""
+    import gguf
+
+    calls = []
+    table = gguf.get_tensor_name_map
+    monkeypatch.setattr(
+        gguf, "get_tensor_name_map", lambda *given: (calls.append(given), table(*given))[1]
+    )
+    write_tiny_gguf(tmp_path / "tiny.gguf", kind="Q8_0", layers=2)
+    assert kept(tmp_path / "tiny.gguf").gguf is not None
+    assert len(calls) == 1
+
+
 def test_a_damaged_description_is_made_again(tmp_path):
     write_tiny_gguf(tmp_path / "tiny.gguf", kind="Q8_0")
     folder = kept(tmp_path / "tiny.gguf").path
