@@ -1,19 +1,26 @@
 """GGUF files in their own bits: this engine and llama.cpp, the same file, all cores, in turns.
 
-    .venv/bin/python -m benches.engine.gguf FILE [FILE ...] [--rounds 3]
+    .venv/bin/python -m benches.engine.gguf FILE [FILE ...] [--rounds 3] [--sequences 32]
+    .venv/bin/python -m benches.engine.gguf FILE --make --sequences 8
 
 Greedy, random tokens, the end of sequence ignored. Every engine is a process of its own. llama.cpp
 decodes all sequences of a work in one batch (`llama_batch.py`), as its server does with as many
-slots; it is looked for in `.venv-llama` (see `end_to_end.py`). `--make` writes a file of random
-weights in the shape of a 7B model first, Q4_K, 3.8 GB. Prints a table in markdown: tokens
-per second (of the prompt where a work has one token of output), the ratio of the medians, the
-seconds from the start of the process to the first token, and the peak of the resident memory.
+slots; it is looked for in `.venv-llama` (see `end_to_end.py`) or at `LLAMA_PYTHON`. `--make` writes
+a file of random weights in the shape of a 7B model first, Q4_K, 3.8 GB. Works of more than
+`--sequences` sequences are left out: llama.cpp takes memory for all of them.
+
+Prints a table in markdown: the seconds from the start of the process to the first token, with the
+file and the programs in the page cache; tokens per second (of the prompt where a work has one token
+of output); the peak of the resident memory, of the file and this engine's KV pool together. Ratios
+are those of medians.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -25,8 +32,7 @@ from benches.peers.report import machine
 from pyengine.models.gguf_header import read_header
 
 ROOT = Path(__file__).parents[2]
-LLAMA_PYTHON = ROOT / ".venv-llama/bin/python"
-SEQUENCES = 32
+LLAMA_PYTHON = os.environ.get("LLAMA_PYTHON", str(ROOT / ".venv-llama/bin/python"))
 KV_BYTES = 1 << 30
 WORKS = (
     Work(1, 0, 32, 64),
@@ -41,12 +47,12 @@ ENGINES = ("pyengine", "llama.cpp")
 class Engine:
     """A process that generates."""
 
-    def __init__(self, name: str, path: Path) -> None:
+    def __init__(self, name: str, path: Path, sequences: int) -> None:
         commands = {
             "pyengine": [sys.executable, "-m", "benches.engine.gguf", "--serve", str(path)],
             "llama.cpp": [
-                *(str(LLAMA_PYTHON), "-m", "benches.engine.llama_batch"),
-                *(str(path), str(SEQUENCES)),
+                *(LLAMA_PYTHON, "-m", "benches.engine.llama_batch"),
+                *(str(path), str(sequences)),
             ],
         }
         begin = perf_counter()
@@ -87,6 +93,7 @@ def serve(path: str, dtype: str) -> None:
     from pyengine import LLM, SamplingParams
 
     llm = LLM(path, device="cpu", dtype=dtype, kv_cache_memory=KV_BYTES)
+    assert llm.describe()["quantization"] != "none", "the file was converted"
     for line in sys.stdin:
         asked = json.loads(line)
         params = SamplingParams(temperature=0, max_tokens=asked["max_tokens"], ignore_eos=True)
@@ -96,19 +103,35 @@ def serve(path: str, dtype: str) -> None:
         print(json.dumps({"seconds": perf_counter() - begin, "tokens": tokens}), flush=True)
 
 
-def table(path: Path, rounds: int) -> list[str]:
+def start_seconds(path: Path, rounds: int, sequences: int) -> list[float]:
+    """From the start of each engine's process to its first token; the first start is not timed."""
+    seconds = {name: list[float]() for name in ENGINES}
+    for turn in range(-1, rounds):
+        for name in ENGINES:
+            engine = Engine(name, path, sequences)
+            engine.close()
+            if turn >= 0:
+                seconds[name].append(engine.start_seconds)
+    return [median(seconds[name]) for name in ENGINES]
+
+
+def table(path: Path, rounds: int, sequences: int) -> Iterator[str]:
     """The rows of one file."""
-    engines = {name: Engine(name, path) for name in ENGINES}
-    rows = [
-        f"\n| {path.name}, {path.stat().st_size / 1e6:.0f} MB | pyengine | llama.cpp | ratio |",
-        "|---|---:|---:|---:|",
-    ]
+    num_bytes = path.stat().st_size
+    yield f"\n| {path.name}, {num_bytes / 1e6:.0f} MB | pyengine | llama.cpp | ratio |"
+    yield "|---|---:|---:|---:|"
+    starts = start_seconds(path, rounds, sequences)
+    cells = " | ".join(f"{start:.2f} s" for start in starts)
+    yield f"| start to first token | {cells} | {starts[0] / starts[1]:.2f} |"
+    engines = {name: Engine(name, path, sequences) for name in ENGINES}
     vocab_size = next(
         tensor.shape[0]
         for tensor in read_header(path).tensors
         if tensor.name == "token_embd.weight"
     )
     for work in WORKS:
+        if work.count > sequences:
+            continue
         random, seconds = Random(work.name), {name: list[float]() for name in ENGINES}
         for turn in range(-1, rounds):
             shared = [random.randrange(3, vocab_size) for _ in range(work.shared)]
@@ -122,26 +145,22 @@ def table(path: Path, rounds: int) -> list[str]:
                 if turn >= 0:
                     seconds[name].append(found["seconds"])
         rates = [work.tokens / median(seconds[name]) for name in ENGINES]
-        cells = " | ".join(f"{rate:,.0f}" for rate in rates)
-        rows.append(f"| {work.name} | {cells} | {rates[0] / rates[1]:.2f} |")
-        print(rows[-1], file=sys.stderr, flush=True)
-    starts = [engine.start_seconds for engine in engines.values()]
-    cells = " | ".join(f"{start:.2f} s" for start in starts)
-    rows.append(f"| start to first token | {cells} | {starts[0] / starts[1]:.2f} |")
+        cells = " | ".join(f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}" for rate in rates)
+        yield f"| {work.name} | {cells} | {rates[0] / rates[1]:.2f} |"
     peaks = [engine.peak_bytes() for engine in engines.values()]
     cells = " | ".join(f"{peak / 1e6:,.0f} MB" for peak in peaks)
-    rows.append(f"| peak memory | {cells} | {peaks[0] / peaks[1]:.2f} |")
+    yield f"| peak memory | {cells} | {peaks[0] / peaks[1]:.2f} |"
+    yield f"| of the file and a pool of 1 GiB | {peaks[0] / (num_bytes + KV_BYTES):.2f} | | |"
     for engine in engines.values():
         engine.close()
-    return rows
 
 
-def make_random(path: Path) -> None:
+def make_random(path: Path, layers: int) -> None:
     """Write a llama of the shape of 7B models, of random blocks in Q4_K; norms are 1."""
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter
 
-    hidden, inner, layers, vocab_size = 4096, 11008, 32, 32000
+    hidden, inner, vocab_size = 4096, 11008, 32000
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(layers)
     writer.add_context_length(4096)
@@ -193,18 +212,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sequences", type=int, default=32, help="the most at a time (32)")
     parser.add_argument("--dtype", default="auto", help="of rows, in this engine")
     parser.add_argument("--serve", action="store_true", help="for this script itself")
     parser.add_argument("--make", action="store_true", help="write the first file before")
+    parser.add_argument("--layers", type=int, default=32, help="of the file that is made (32)")
     options = parser.parse_args()
     if options.make:
-        make_random(options.files[0])
+        make_random(options.files[0], options.layers)
     if options.serve:
         serve(str(options.files[0]), options.dtype)
         return
     print(json.dumps(machine()))
     for path in options.files:
-        print("\n".join(table(path, options.rounds)), flush=True)
+        for row in table(path, options.rounds, options.sequences):
+            print(row, flush=True)
 
 
 if __name__ == "__main__":
