@@ -1,40 +1,29 @@
 //! Products of bfloat16 by AVX-512's instruction for them (`VDPBF16PS`): 16 keys, or 16 elements of a value, at once, two
 //! products each.
 //!
-//! A lane is a key, not a row: the few rows of a decode fill the vectors as well as the many of a prefill. A part is
-//! scored as a whole before its first value is read, and weights are rounded to bfloat16 before they meet the values,
-//! as with AMX. A row's bits are its own here too: what is added up for it is added up in the order of the dimensions and
-//! of the keys, and keys that it does not see weigh nothing.
-//!
-//! The numbers of an 8-bit cache are bfloat16 as they are. Scores are multiplied with the scales of the keys, and weights
-//! with those of the values, in float32.
+//! Weights are rounded to bfloat16 before they meet the values, as with AMX. A row's bits are its own here too: what is
+//! added up for it is added up in the order of the dimensions and of the keys, and keys that it does not see weigh
+//! nothing.
 
 use std::arch::x86_64::*;
 use std::cell::Cell;
-use std::f32::consts::LOG2_E;
 use std::mem::take;
 use std::ops::Range;
 
 use crate::amx::weight;
 use crate::cache_tiles::Tiles;
-use crate::job::{HEADER, state_len};
 use crate::kernel::{Arithmetic, Bounds, How};
+use crate::key_lanes::{
+    HALVES, KeyLanes, LANES, PER_ROW, TOGETHER, attend, largest, make_room, measure,
+};
 use crate::lanes::{Vector, transpose_16};
-use crate::softmax::capped;
-use crate::step::{CacheShape, PART, TILE};
-use crate::stored::{Heads, SCALE, scale_of};
+use crate::step::{CacheShape, TILE};
 use crate::tiles::Line;
 
-/// Lanes of a vector; rows of a group of them, too.
-const LANES: usize = 16;
 /// Elements of a vector.
 const WIDTH: usize = 2 * LANES;
-/// Vectors of keys in a tile.
-const HALVES: usize = TILE / LANES;
 /// Pairs of positions in a tile.
 const PAIRS: usize = TILE / 2;
-/// Rows that are multiplied with what is in registers.
-const TOGETHER: usize = 4;
 /// Vectors of a value's elements that are added up at a time for each of them.
 const WIDE: usize = 4;
 
@@ -62,10 +51,6 @@ struct Memory {
     weights: Vec<Line<u32>>,
     /// `[rows, vectors]` of elements, in the order of `values`.
     sums: Vec<Line<f32>>,
-    /// `[tiles, halves]` of scales of keys, and of values.
-    scales: [Vec<Line<f32>>; 2],
-    /// `[TILE, dim]` numbers of a tile.
-    numbers: Vec<u16>,
 }
 
 thread_local! {
@@ -76,13 +61,6 @@ thread_local! {
 impl Drop for Bf16 {
     fn drop(&mut self) {
         KEPT.set(take(&mut self.memory));
-    }
-}
-
-/// Room for `count`, at least.
-fn make_room<T: Copy>(memory: &mut Vec<T>, count: usize, nothing: T) {
-    if memory.len() < count {
-        memory.resize(count, nothing);
     }
 }
 
@@ -154,84 +132,67 @@ impl Arithmetic<u16, LANES> for Bf16 {
         vectors: &[Bounds<LANES>],
         states: &mut [[f32; LANES]],
     ) {
-        let (most_rows, per_row) = (vectors[0].num_rows, PART / TILE);
+        attend(self, how, tiles, vectors, states);
+    }
+}
+
+impl KeyLanes for Bf16 {
+    #[inline(always)]
+    fn make_room(&mut self, most_rows: usize) {
         let (zeros, memory) = (Line([0.0; LANES]), &mut self.memory);
-        make_room(&mut memory.scores, most_rows * per_row * HALVES, zeros);
-        make_room(&mut memory.weights, most_rows * per_row, Line([0; LANES]));
+        make_room(&mut memory.scores, most_rows * PER_ROW * HALVES, zeros);
+        make_room(&mut memory.weights, most_rows * PER_ROW, Line([0; LANES]));
         make_room(&mut memory.sums, most_rows * vectors_of(self.dim_v), zeros);
-        if tiles.is_int8() {
-            make_room(&mut memory.numbers, TILE * self.dim_k.max(self.dim_v), 0);
-            for scales in &mut memory.scales {
-                make_room(scales, per_row * HALVES, zeros);
-            }
-        }
-        let num_tiles = tiles.len();
-        for tile in 0..num_tiles {
-            tiles.fetch_after(tile);
-            let (place, scales) = (self.keys_of(tile), tile * HALVES..(tile + 1) * HALVES);
-            let memory = &mut self.memory;
-            // SAFETY: the machine has these instructions, as was looked up before this was chosen.
-            unsafe {
-                match tiles.keys(tile) {
-                    Heads::Computed(keys) => turn_keys(&keys, &mut memory.keys[place]),
-                    Heads::Int8(keys) => {
-                        take_scales(&keys, &mut memory.scales[0][scales.clone()]);
-                        let keys = widened(&keys, &mut memory.numbers);
-                        turn_keys(&keys, &mut memory.keys[place]);
-                    }
-                }
-                if let Heads::Int8(values) = tiles.values(tile) {
-                    take_scales(&values, &mut memory.scales[1][scales]);
-                }
-                self.score(0, (most_rows, tiles.is_int8()), tile);
-            }
-        }
-        let size = state_len(self.dim_v);
-        for (number, (bounds, state)) in vectors
-            .iter()
-            .zip(states.chunks_exact_mut(size))
-            .enumerate()
-        {
-            let near = |tile: &usize| !bounds.near(tiles.start_of(*tile)).is_empty();
-            let begin = (0..num_tiles).find(near).unwrap_or(0);
-            let end = (begin..num_tiles)
-                .rfind(near)
-                .map_or(begin, |last| last + 1);
-            let (header, sums) = state.split_at_mut(HEADER);
-            // SAFETY: as above.
-            unsafe {
-                if number > 0 {
-                    for tile in begin..end {
-                        self.score(number, (bounds.num_rows, tiles.is_int8()), tile);
-                    }
-                }
-                let place = (tiles.start, tiles.is_int8());
-                self.soften(how, place, bounds, begin..end, header);
-                self.memory.sums[..bounds.num_rows * vectors_of(self.dim_v)].fill(zeros);
-                for tile in 0..num_tiles {
-                    let place = self.values_of(tile);
-                    if number == 0 {
-                        let Memory {
-                            values, numbers, ..
-                        } = &mut self.memory;
-                        match tiles.values(tile) {
-                            Heads::Computed(heads) => turn_values(&heads, &mut values[place]),
-                            Heads::Int8(heads) => {
-                                turn_values(&widened(&heads, numbers), &mut values[place]);
-                            }
-                        }
-                    }
-                    if (begin..end).contains(&tile) {
-                        self.weigh(bounds.num_rows, tile);
-                    }
-                }
-                let rows = sums.as_flattened_mut().chunks_exact_mut(self.dim_v);
-                let found = self.memory.sums.chunks_exact(vectors_of(self.dim_v));
-                for (row, found) in rows.zip(found).take(bounds.num_rows) {
-                    give(found, row);
-                }
-            }
-        }
+    }
+
+    #[inline(always)]
+    fn take_keys(&mut self, tiles: &Tiles<'_, u16>, tile: usize) {
+        let place = self.keys_of(tile);
+        let keys = tiles.keys(tile).into_computed();
+        // SAFETY: the machine has these instructions, as was looked up before this was chosen.
+        unsafe { turn_keys(&keys, &mut self.memory.keys[place]) };
+    }
+
+    #[inline(always)]
+    fn score(&mut self, vector: usize, num_rows: usize, tile: usize) {
+        // SAFETY: as above.
+        unsafe { self.score_rows(vector, num_rows, tile) };
+    }
+
+    #[inline(always)]
+    fn soften(
+        &mut self,
+        how: How,
+        start: usize,
+        bounds: &Bounds<LANES>,
+        tiles: Range<usize>,
+        header: &mut [[f32; LANES]],
+    ) {
+        // SAFETY: as above.
+        unsafe { self.soften_rows(how, start, bounds, tiles, header) };
+        let per_row = vectors_of(self.dim_v);
+        self.memory.sums[..bounds.num_rows * per_row].fill(Line([0.0; LANES]));
+    }
+
+    #[inline(always)]
+    fn take_values(&mut self, tiles: &Tiles<'_, u16>, tile: usize) {
+        let place = self.values_of(tile);
+        let values = tiles.values(tile).into_computed();
+        // SAFETY: as above.
+        unsafe { turn_values(&values, &mut self.memory.values[place]) };
+    }
+
+    #[inline(always)]
+    fn weigh(&mut self, num_rows: usize, tile: usize) {
+        // SAFETY: as above.
+        unsafe { self.weigh_rows(num_rows, tile) };
+    }
+
+    #[inline(always)]
+    fn give(&self, row: usize, sums: &mut [f32]) {
+        let per_row = vectors_of(self.dim_v);
+        // SAFETY: as above.
+        unsafe { give(&self.memory.sums[row * per_row..][..per_row], sums) };
     }
 }
 
@@ -239,11 +200,11 @@ impl Bf16 {
     /// Scores of so many rows of a vector with a tile that is there.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     #[inline]
-    fn score(&mut self, vector: usize, (num_rows, is_int8): (usize, bool), tile: usize) {
+    fn score_rows(&mut self, vector: usize, num_rows: usize, tile: usize) {
         let size = self.dim_k / 2;
         let keys = &self.memory.keys[self.keys_of(tile)];
         let queries = &self.memory.queries[vector * LANES * size..][..num_rows * size];
-        let per_row = HALVES * PART / TILE;
+        let per_row = HALVES * PER_ROW;
         let groups = queries.chunks(TOGETHER * size);
         let scores = self.memory.scores.chunks_mut(TOGETHER * per_row);
         for (queries, scores) in groups.zip(scores) {
@@ -256,44 +217,25 @@ impl Bf16 {
                 _ => score::<TOGETHER>(queries, keys, scores),
             }
         }
-        if is_int8 {
-            let scales: [__m512; HALVES] = std::array::from_fn(|half| {
-                __m512::load(&self.memory.scales[0][tile * HALVES + half].0)
-            });
-            for scores in self.memory.scores.chunks_mut(per_row).take(num_rows) {
-                for (score, scale) in scores[tile * HALVES..].iter_mut().zip(scales) {
-                    __m512::load(&score.0).multiply(scale).store(&mut score.0);
-                }
-            }
-        }
     }
 
     /// Scores of these tiles become weights, rounded; the header what they are measured against and their sum.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     #[inline]
-    fn soften(
+    fn soften_rows(
         &mut self,
         how: How,
-        (start, is_int8): (usize, bool),
+        start: usize,
         bounds: &Bounds<LANES>,
         tiles: Range<usize>,
         header: &mut [[f32; LANES]],
     ) {
-        let per_row = PART / TILE;
-        let rows = self.memory.scores.chunks_exact_mut(HALVES * per_row);
-        let rows = rows.zip(self.memory.weights.chunks_exact_mut(per_row));
+        let rows = self.memory.scores.chunks_exact_mut(HALVES * PER_ROW);
+        let rows = rows.zip(self.memory.weights.chunks_exact_mut(PER_ROW));
         for (lane, (scores, weights)) in rows.take(bounds.num_rows).enumerate() {
-            let whole = |tile: usize| bounds.is_whole(start + tile * TILE);
-            let sees = [bounds.lows, bounds.highs].map(|ends| ends[lane] - start as i32);
-            let first = (tiles.start * TILE) as i32;
             let scores = &mut scores[tiles.start * HALVES..tiles.end * HALVES];
-            let largest = largest(how, scores, |at| match whole(tiles.start + at / HALVES) {
-                true => None,
-                false => Some((first + (at * LANES) as i32, sees)),
-            });
-            let weights = &mut weights[tiles.clone()];
-            let scales = is_int8.then(|| &self.memory.scales[1][tiles.start * HALVES..]);
-            let (reference, total) = soften(how, largest, (scores, scales), weights);
+            let largest = largest(how, scores, (start, tiles.start), (bounds, lane));
+            let (reference, total) = soften(how, largest, scores, &mut weights[tiles.clone()]);
             header[0][lane] = reference;
             header[1][lane] = total;
         }
@@ -302,13 +244,12 @@ impl Bf16 {
     /// Adds the values of a tile that is there, weighted, to the sums of so many rows.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     #[inline]
-    fn weigh(&mut self, num_rows: usize, tile: usize) {
+    fn weigh_rows(&mut self, num_rows: usize, tile: usize) {
         let per_row = vectors_of(self.dim_v);
         let values = &self.memory.values[self.values_of(tile)];
-        let tiles = PART / TILE;
         let groups = self.memory.sums[..num_rows * per_row].chunks_mut(TOGETHER * per_row);
-        for (sums, weights) in groups.zip(self.memory.weights.chunks(TOGETHER * tiles)) {
-            let weights = |row: usize| &weights[row * tiles + tile];
+        for (sums, weights) in groups.zip(self.memory.weights.chunks(TOGETHER * PER_ROW)) {
+            let weights = |row: usize| &weights[row * PER_ROW + tile];
             match sums.len() / per_row {
                 1 => weigh::<1>(weights, values, sums),
                 2 => weigh::<2>(weights, values, sums),
@@ -347,101 +288,23 @@ fn score<'s, const R: usize>(
     }
 }
 
-/// The largest of a row's scores, capped. Of vectors for which `hidden` says so, those outside of what the row sees become
-/// minus infinity.
+/// Scores of a row become weights, rounded; what they are measured against, and their sum.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 #[inline]
-fn largest(
-    how: How,
-    scores: &mut [Line<f32>],
-    hidden: impl Fn(usize) -> Option<(i32, [i32; 2])>,
-) -> f32 {
-    let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
-    let places = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    let mut largest = nothing;
-    for (at, score) in scores.iter_mut().enumerate() {
-        if !is_factor(how) {
-            capped(how, &mut score.0);
-        }
-        let mut found = __m512::load(&score.0);
-        if let Some((first, [low, high])) = hidden(at) {
-            let place = _mm512_add_epi32(places, _mm512_set1_epi32(first));
-            let is_seen = _mm512_cmple_epi32_mask(_mm512_set1_epi32(low), place);
-            let is_seen = _mm512_mask_cmplt_epi32_mask(is_seen, place, _mm512_set1_epi32(high));
-            found = _mm512_mask_blend_ps(is_seen, nothing, found);
-            found.store(&mut score.0);
-        }
-        largest = _mm512_max_ps(found, largest);
-    }
-    _mm512_reduce_max_ps(largest)
-}
-
-/// Whether scores are to be multiplied only, which powers of 2 do on their way.
-fn is_factor(how: How) -> bool {
-    matches!(how, (scaling, None) if scaling > 0.0)
-}
-
-/// Scores of a row become weights, multiplied with the scales of their values, if these have any, and rounded; what they
-/// are measured against, and their sum.
-#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-#[inline]
-fn soften(
-    how: How,
-    largest: f32,
-    (scores, scales): (&[Line<f32>], Option<&[Line<f32>]>),
-    weights: &mut [Line<u32>],
-) -> (f32, f32) {
-    let factor = if is_factor(how) { how.0 * LOG2_E } else { 1.0 };
-    let reference = largest * factor;
+fn soften(how: How, largest: f32, scores: &[Line<f32>], weights: &mut [Line<u32>]) -> (f32, f32) {
+    let (factors, references) = measure(how, largest);
     let mut total = _mm512_setzero_ps();
-    let (factors, references) = (_mm512_set1_ps(factor), _mm512_set1_ps(reference));
-    let rows = weights.iter_mut().zip(scores.as_chunks::<HALVES>().0);
-    for (tile, (weights, scores)) in rows.enumerate() {
-        let [mut low, mut high] = scores
+    for (weights, scores) in weights.iter_mut().zip(scores.as_chunks::<HALVES>().0) {
+        let [low, high] = scores
             .each_ref()
             .map(|score| weight(__m512::load(&score.0), factors, references));
         total = _mm512_add_ps(_mm512_add_ps(total, low), high);
-        if let Some(scales) = scales {
-            let scales: &[Line<f32>; HALVES] = scales[tile * HALVES..]
-                .first_chunk()
-                .expect("every tile has scales");
-            [low, high] = [scaled(low, &scales[0]), scaled(high, &scales[1])];
-        }
         // SAFETY: both are 64 bytes.
         let pairs: __m512i = unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(high, low)) };
         // SAFETY: 64 bytes are written.
         unsafe { _mm512_storeu_si512(weights.0.as_mut_ptr().cast(), pairs) };
     }
-    (reference, _mm512_reduce_add_ps(total))
-}
-
-/// Weights times scales, but 0 where a weight is: what a row does not see is not its own.
-#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-#[inline]
-fn scaled(weights: __m512, scales: &Line<f32>) -> __m512 {
-    let weighs = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(weights, _mm512_setzero_ps());
-    _mm512_maskz_mul_ps(weighs, weights, __m512::load(&scales.0))
-}
-
-/// The scales of a tile's heads.
-#[inline]
-fn take_scales(heads: &[&[i8]; TILE], scales: &mut [Line<f32>]) {
-    for (line, heads) in scales.iter_mut().zip(heads.as_chunks::<LANES>().0) {
-        line.0 = heads.map(scale_of);
-    }
-}
-
-/// The numbers of a tile's heads as bfloat16, which has all of them.
-#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-#[inline]
-fn widened<'m>(heads: &[&[i8]; TILE], memory: &'m mut [u16]) -> [&'m [u16]; TILE] {
-    let dim = heads[0].len() - SCALE;
-    for (halves, head) in memory.chunks_exact_mut(dim).zip(heads) {
-        for (half, &number) in halves.iter_mut().zip(&head[..dim]) {
-            *half = (f32::from(number).to_bits() >> 16) as u16;
-        }
-    }
-    std::array::from_fn(|at| &memory[at * dim..][..dim])
+    (_mm512_cvtss_f32(references), _mm512_reduce_add_ps(total))
 }
 
 /// Adds weighted values to the sums of `R` rows.

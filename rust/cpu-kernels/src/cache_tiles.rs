@@ -68,13 +68,6 @@ impl<'t, E> Tiles<'t, E> {
         seen.start - start..seen.end - start
     }
 
-    /// Whether the cache keeps 8-bit integers.
-    #[cfg(target_arch = "x86_64")] // the others read floats in any case
-    #[inline(always)]
-    pub(crate) fn is_int8(&self) -> bool {
-        matches!(self.job.cached, Cached::Int8 { .. })
-    }
-
     #[inline(always)]
     pub(crate) fn keys(&self, number: usize) -> Heads<'t, E> {
         let (numbers, dim) = (self.heads(number), self.job.shape.dim_k);

@@ -11,6 +11,8 @@ use crate::amx::Amx;
 use crate::bf16::Bf16;
 use crate::element::Element;
 use crate::floats::Floats;
+#[cfg(target_arch = "x86_64")]
+use crate::int8::Int8;
 use crate::isa::Isa;
 use crate::job::{Job, Task};
 use crate::kernel::work;
@@ -99,16 +101,23 @@ fn in_halves(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
         fn amx(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
             work::<u16, Amx, 16>(job, task);
         }
-        let is_computed = matches!(job.cached, Cached::Computed { .. });
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+        fn int8(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
+            work::<u16, Int8, 16>(job, task);
+        }
         #[allow(unsafe_code)]
-        match isa {
+        match (isa, &job.cached) {
             // SAFETY: the machine has these instructions, as `Attention` looked up.
-            Isa::Amx if is_computed && Amx::takes(&job.shape) => return unsafe { amx(job, task) },
+            (Isa::Amx, Cached::Computed { .. }) if Amx::takes(&job.shape) => {
+                return unsafe { amx(job, task) };
+            }
             // SAFETY: as above.
-            Isa::Avx512Bf16 if Bf16::takes(&job.shape) => return unsafe { bf16(job, task) },
-            // SAFETY: as above, where every machine with AMX has them.
-            Isa::Amx if !is_computed && Bf16::takes(&job.shape) => {
+            (Isa::Avx512Bf16, Cached::Computed { .. }) if Bf16::takes(&job.shape) => {
                 return unsafe { bf16(job, task) };
+            }
+            // SAFETY: as above, and `takes` looked up VNNI.
+            (Isa::Amx | Isa::Avx512Bf16, Cached::Int8 { .. }) if Int8::takes(&job.shape) => {
+                return unsafe { int8(job, task) };
             }
             _ => {}
         }

@@ -19,6 +19,8 @@
 //!   once at the end. Not so where AVX-512 BF16 or AMX multiply bfloat16 itself: there the weights are rounded before
 //!   they meet the values, as torch and flash-attn do, and values have to be finite. In linear layers each of its
 //!   products is rounded as that instruction does.
+//! * **A cache of 8-bit integers stays one.** Where bfloat16 is multiplied itself, queries and weights meet it as 16-bit
+//!   integers with a scale, whose products are added up exactly. Elsewhere the bits are those of a cache of its floats.
 //! * **Quantised weights keep their bits.** Each 32 numbers of a row are rounded to integers of 8 bits, and products with
 //!   the codes are added up as integers. All builds give the same bits there, too; rounding the rows is the only error
 //!   beyond float32's, about half a per cent for normally distributed rows.
@@ -65,9 +67,15 @@ mod element;
 mod error;
 mod float8_weight;
 mod floats;
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)] // memory is read and written as vectors
+mod int8;
 mod isa;
 mod job;
 mod kernel;
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)] // scores are read and written as vectors
+mod key_lanes;
 mod lanes;
 mod linear;
 mod linear_task;

@@ -9,7 +9,7 @@ use crate::step::TILE;
 pub(crate) const SCALE: usize = size_of::<f32>();
 
 /// The largest number that is kept.
-const LARGEST: f32 = 127.0;
+pub(crate) const LARGEST: f32 = 127.0;
 
 /// An element of the cache, for keys and values of `E`: `E` itself, or `i8`.
 ///
@@ -146,6 +146,16 @@ impl<'t, E> Heads<'t, E> {
         match self {
             Self::Computed(heads) => heads,
             Self::Int8(_) => unreachable!("another kernel is chosen for these"),
+        }
+    }
+
+    /// The same, of numbers with their scale.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub(crate) fn into_int8(self) -> [&'t [i8]; TILE] {
+        match self {
+            Self::Int8(heads) => heads,
+            Self::Computed(_) => unreachable!("another kernel is chosen for these"),
         }
     }
 }
