@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::job::Job;
 use crate::lanes::fetch;
-use crate::step::{CacheShape, PART, TILE};
+use crate::step::{PART, TILE};
 use crate::stored::{Cached, Heads, SCALE};
 
 /// Where the keys and values of a part lie, `TILE` positions at a time.
@@ -42,8 +42,8 @@ impl<'t, E> Tiles<'t, E> {
             fetched: seen.end.min(blocks.len() * job.shape.block_size),
             slots: [0; PART],
         };
-        if part == seen.start / PART {
-            tiles.fetch(tiles.start);
+        if part == seen.start / PART && kv_head == 0 {
+            tiles.fetch(kv_head, tiles.start);
         }
         find_slots(job, blocks, tiles.start, &tiles.seen, &mut tiles.slots);
         tiles
@@ -94,17 +94,24 @@ impl<'t, E> Tiles<'t, E> {
         slots.map(|slot| slot * self.job.shape.kv_heads + self.kv_head)
     }
 
-    /// Asks for what comes after tile `number`, for all heads.
+    /// Asks for what comes after tile `number`: in the part, then for the next head.
     #[inline(always)]
     pub(crate) fn fetch_after(&self, number: usize) {
-        self.fetch(self.start_of(number + 1));
+        let next = self.kv_head + 1;
+        if number + 1 < self.len() {
+            self.fetch(self.kv_head, self.start_of(number + 1));
+        } else if next < self.job.shape.kv_heads {
+            self.fetch(next, self.start);
+        } else {
+            self.fetch(0, self.start_of(number + 1));
+        }
     }
 
     #[inline(always)]
-    fn fetch(&self, start: usize) {
-        if self.kv_head == 0 && start < self.fetched {
+    fn fetch(&self, kv_head: usize, start: usize) {
+        if start < self.fetched {
             let positions = self.seen.start.max(start)..self.fetched.min(start + TILE);
-            fetch_positions(self.job, self.blocks, positions);
+            fetch_positions(self.job, self.blocks, kv_head, positions);
         }
     }
 }
@@ -134,33 +141,24 @@ fn find_slots<E>(
     slots[end..end.next_multiple_of(TILE)].fill(highest);
 }
 
-/// Asks for the keys and values at these positions, of all heads, to be brought into the cache: blocks lie anywhere,
-/// and no processor guesses where the next one is.
+/// Asks for the keys and values at these positions to be brought into the cache: blocks lie anywhere, and no processor
+/// guesses where the next one is.
 #[inline(always)]
-fn fetch_positions<E>(job: &Job<'_, E>, blocks: &[u32], positions: Range<usize>) {
-    let CacheShape {
-        block_size: size,
-        kv_heads,
-        dim_k,
-        dim_v,
-        ..
-    } = job.shape;
-    let mut position = positions.start;
-    while position < positions.end {
-        let count = (size - position % size).min(positions.end - position);
+fn fetch_positions<E>(job: &Job<'_, E>, blocks: &[u32], kv_head: usize, positions: Range<usize>) {
+    let (size, shape) = (job.shape.block_size, &job.shape);
+    for position in positions {
         let slot = blocks[position / size] as usize * size + position % size;
-        let heads = slot * kv_heads..(slot + count) * kv_heads;
+        let head = slot * shape.kv_heads + kv_head;
         match job.cached {
             Cached::Computed { keys, values } => {
-                fetch(&keys[heads.start * dim_k..heads.end * dim_k]);
-                fetch(&values[heads.start * dim_v..heads.end * dim_v]);
+                fetch(&keys[head * shape.dim_k..][..shape.dim_k]);
+                fetch(&values[head * shape.dim_v..][..shape.dim_v]);
             }
             Cached::Int8 { keys, values } => {
-                let [dim_k, dim_v] = [dim_k, dim_v].map(|dim| dim + SCALE);
-                fetch(&keys[heads.start * dim_k..heads.end * dim_k]);
-                fetch(&values[heads.start * dim_v..heads.end * dim_v]);
+                let [dim_k, dim_v] = [shape.dim_k, shape.dim_v].map(|dim| dim + SCALE);
+                fetch(&keys[head * dim_k..][..dim_k]);
+                fetch(&values[head * dim_v..][..dim_v]);
             }
         }
-        position += count;
     }
 }

@@ -65,8 +65,8 @@ fn attend<E: Element, A: Arithmetic<E, L>, const L: usize>(
 ) {
     let runs = members.iter().map(|(run, _)| &job.step.runs[*run]);
     let mut rows = Rows::<A, L>::of(job, runs);
-    let mut states = rows.states(job);
-    let states = rows.cut(job, &mut states);
+    let mut states = rows.states(job, 1);
+    let states = vectors_in::<L>(&mut states, rows.size(job));
     for kv_head in 0..job.shape.kv_heads {
         rows.take_queries(job, kv_head);
         rows.attend_part(job, kv_head, part, states);
@@ -89,22 +89,37 @@ fn complete<E: Element, A: Arithmetic<E, L>, const L: usize>(
         return finish_rows(job, found, run.count, out);
     }
     let mut rows = Rows::<A, L>::of(job, std::iter::once(run));
-    let (mut sums, mut states) = (rows.states(job), rows.states(job));
-    let (sums, states) = (rows.cut(job, &mut sums), rows.cut(job, &mut states));
+    let (mut sums, mut states) = (rows.states(job, job.shape.kv_heads), rows.states(job, 1));
+    let size = rows.size(job);
+    let sums = vectors_in::<L>(&mut sums, job.shape.kv_heads * size);
+    let states = vectors_in::<L>(&mut states, size);
     let first_is_all = num_found == 0 && job.sinks.is_none();
-    for kv_head in 0..job.shape.kv_heads {
-        rows.take_queries(job, kv_head);
-        let mut rest = rest.clone();
-        match first_is_all {
-            true => rows.attend_part(job, kv_head, rest.next().expect("it is not empty"), sums),
-            false => rows.begin(job, kv_head, (found, run.count), sums),
+    if !first_is_all {
+        for (kv_head, sums) in sums.chunks_exact_mut(size).enumerate() {
+            rows.begin(job, kv_head, (found, run.count), sums);
         }
-        for part in rest {
+    }
+    // Heads lie side by side: what one reads of a part brings some of the next one's into the processor's cache.
+    for part in rest.clone() {
+        for (kv_head, sums) in sums.chunks_exact_mut(size).enumerate() {
+            rows.take_queries(job, kv_head);
+            if first_is_all && part == rest.start {
+                rows.attend_part(job, kv_head, part, sums);
+                continue;
+            }
             rows.attend_part(job, kv_head, part, states);
             rows.merge(job, states, sums);
         }
+    }
+    for (kv_head, sums) in sums.chunks_exact_mut(size).enumerate() {
         give_rows::<E, A, L>(job, &rows.rows, kv_head, sums, out);
     }
+}
+
+/// So many vectors.
+#[inline(always)]
+fn vectors_in<const L: usize>(memory: &mut Scratch, count: usize) -> &mut [[f32; L]] {
+    &mut memory.elements_mut().as_chunks_mut::<L>().0[..count]
 }
 
 /// One query head of one row, by its place in its run.
@@ -170,16 +185,16 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
         }
     }
 
-    /// Memory for `[vectors, state_len]`.
+    /// Memory for `[kv_heads, vectors, state_len]`.
     #[inline(always)]
-    fn states<E>(&self, job: &Job<'_, E>) -> Scratch {
-        Scratch::zeros(self.vectors.len() * state_len(job.shape.dim_v) * L)
+    fn states<E>(&self, job: &Job<'_, E>, kv_heads: usize) -> Scratch {
+        Scratch::zeros(kv_heads * self.size(job) * L)
     }
 
+    /// `[vectors, state_len]`, vectors of numbers.
     #[inline(always)]
-    fn cut<'s, E>(&self, job: &Job<'_, E>, states: &'s mut Scratch) -> &'s mut [[f32; L]] {
-        let size = self.vectors.len() * state_len(job.shape.dim_v);
-        &mut states.elements_mut().as_chunks_mut::<L>().0[..size]
+    fn size<E>(&self, job: &Job<'_, E>) -> usize {
+        self.vectors.len() * state_len(job.shape.dim_v)
     }
 
     #[inline(always)]
