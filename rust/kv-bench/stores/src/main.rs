@@ -1,4 +1,4 @@
-//! `kv-store` beside foyer, redb, fjall and LMDB on what a cache of KV blocks needs of a disk.
+//! `kv-store` beside redb, fjall and LMDB on what a cache of KV blocks needs of a disk.
 //!
 //! ```sh
 //! cd rust/kv-bench/stores
@@ -6,8 +6,7 @@
 //! ```
 //!
 //! Every measurement runs in a separate process, and the stores take turns. An entry is a BLAKE3 checksum and a
-//! payload; both are compared when it is read. `kv-store` and foyer check entries themselves. All files stay in the page
-//! cache.
+//! payload; both are compared when it is read. `kv-store` does this itself. All files stay in the page cache.
 
 mod peers;
 
@@ -78,12 +77,12 @@ fn run(store: &str, part: &str, len: usize, folder: &Path) {
             say("disk / payload", size(folder) as f64 / (count * len) as f64);
         }
         "fill" => {
-            let mut peer = open(store, folder, TOTAL * 2, false);
+            let mut peer = open(store, folder, TOTAL, false);
             write(&mut *peer, &payloads, 0..START_COUNT);
             peer.close();
         }
         "start" => {
-            let mut peer = open(store, folder, TOTAL * 2, false);
+            let mut peer = open(store, folder, TOTAL, false);
             assert!(peer.get(&payloads, START_COUNT / 2));
             say("ms to open", start.elapsed().as_secs_f64() * 1e3);
             peer.close();
@@ -159,9 +158,7 @@ fn compare(folder: &Path, rounds: usize) {
             };
             for len in LENGTHS {
                 part("flush", len, true);
-                if store != "foyer" {
-                    part("sync", len, true);
-                }
+                part("sync", len, true);
                 part("read", len, false);
                 part("churn", len, true);
                 let _ = std::fs::remove_dir_all(folder.join(format!("{store}-{len}")));
@@ -178,9 +175,7 @@ fn compare(folder: &Path, rounds: usize) {
     names.dedup();
     for name in names {
         let cells = peers::NAMES.map(|store| {
-            let Some(mut values) = found.get(&(name.clone(), store)).cloned() else {
-                return "never syncs".into();
-            };
+            let mut values = found[&(name.clone(), store)].clone();
             values.sort_by(f64::total_cmp);
             let worst = if name.ends_with("/s") {
                 values[0]

@@ -4,15 +4,11 @@ use std::ops::Range;
 use std::path::Path;
 use std::time::Duration;
 
-use foyer::{
-    BlockEngineConfig, DeviceBuilder as _, FsDeviceBuilder, HybridCache, HybridCacheBuilder,
-    HybridCachePolicy,
-};
 use heed::types::Bytes;
 use kv_store::{Config, Fingerprint, Get, Prefix, Put, Store};
 use redb::ReadableDatabase as _;
 
-pub const NAMES: [&str; 5] = ["kv-store", "foyer", "redb", "fjall", "LMDB"];
+pub const NAMES: [&str; 4] = ["kv-store", "redb", "fjall", "LMDB"];
 /// Entries that are written, and made durable, at a time.
 pub const BATCH: usize = 16;
 const CACHE: usize = 64 << 20;
@@ -79,20 +75,6 @@ pub fn open(name: &str, folder: &Path, max_bytes: usize, syncs: bool) -> Box<dyn
                 syncs,
                 fingerprint: Fingerprint::of([("model", &b""[..])]),
             })
-        }
-        "foyer" => {
-            let runtime = tokio::runtime::Runtime::new().expect("a runtime");
-            let device = FsDeviceBuilder::new(folder)
-                .with_capacity(max_bytes)
-                .build()
-                .expect("a device");
-            let builder = HybridCacheBuilder::new()
-                .with_policy(HybridCachePolicy::WriteOnInsertion)
-                .memory(1) // entries are read from the disk
-                .storage()
-                .with_engine_config(BlockEngineConfig::new(device));
-            let cache = runtime.block_on(builder.build()).expect("a cache");
-            Box::new(Foyer { runtime, cache })
         }
         "redb" => {
             let mut builder = redb::Builder::new();
@@ -180,40 +162,6 @@ impl Peer for Ours {
 
     fn close(self: Box<Self>) {
         assert!(self.store.close(MINUTE));
-    }
-}
-
-/// It never syncs; it checks and evicts entries itself.
-struct Foyer {
-    runtime: tokio::runtime::Runtime,
-    cache: HybridCache<Vec<u8>, Vec<u8>>,
-}
-
-impl Peer for Foyer {
-    fn write(&mut self, payloads: &Payloads, added: Range<usize>, _: Range<usize>) {
-        self.runtime.block_on(async {
-            for number in added {
-                let (key, payload) = (key(number).to_vec(), payloads.of(number).to_vec());
-                drop(self.cache.insert(key, payload));
-            }
-            self.cache.storage().wait().await;
-        });
-    }
-
-    fn get(&mut self, payloads: &Payloads, number: usize) -> bool {
-        let key = key(number).to_vec();
-        let entry = self.runtime.block_on(self.cache.get(&key));
-        entry.expect("it reads").is_some_and(|entry| {
-            let copy = entry.value().clone();
-            assert!(copy[..64] == payloads.of(number)[..64]);
-            true
-        })
-    }
-
-    fn close(self: Box<Self>) {
-        self.runtime
-            .block_on(self.cache.close())
-            .expect("it closes");
     }
 }
 
