@@ -160,7 +160,7 @@ class KVOffloader:
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         """Calls for the store thread."""
         self._used_again, self._new = _Backlog(), _Backlog()
-        """What waits to be stored: sequences that began with cached tokens, and others."""
+        """Sequences that wait to be stored: those that began with cached tokens, and others."""
         self._last_stats = store.stats()
         self._next_check = 0.0
         self._last_progress = 0.0
