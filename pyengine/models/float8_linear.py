@@ -197,8 +197,9 @@ def take_over_fp8(model: Any) -> int:
         for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
             scales = getattr(module, f"{name}_scale_inv").float()
             if module.block_size is None:  # gate and up may have one each
+                outputs = getattr(module, name).shape[1]
                 scales = scales.repeat_interleave(
-                    getattr(module, name).shape[1] // scales.shape[1], 1
+                    outputs // scales.shape[1], 1, output_size=outputs
                 )
             setattr(module, f"{name}_scales", nn.Parameter(scales, requires_grad=False))
             delattr(module, f"{name}_scale_inv")

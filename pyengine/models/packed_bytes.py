@@ -69,7 +69,9 @@ class _Float8(PackedLayout):
         outputs = weight.shape[0]
         if self.block is None:
             return weight.view(torch.uint8), scales.reshape(-1, 1).expand(outputs, 1)
-        return weight.view(torch.uint8), scales.repeat_interleave(self.block[0], 0)[:outputs]
+        size = self.block[0]
+        scales = scales.repeat_interleave(size, 0, output_size=size * len(scales))
+        return weight.view(torch.uint8), scales[:outputs]
 
 
 @dataclass(frozen=True)

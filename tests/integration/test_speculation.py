@@ -190,8 +190,7 @@ def test_a_draft_model_is_as_the_model_was_asked_for(pair: tuple[Path, Path]) ->
     settings = {"quantization": "int8", "attention_backend": "gather", "block_size": 8}
     llm, drafter = drafting(pair, num_blocks=256, **settings)
     runner: Any = drafter._runner
-    kinds = {type(module).__name__ for module in runner._model.modules()}
-    assert "Int8Linear" in kinds, kinds
+    assert runner._model.lm_head.product.format == "Q8_0"
     assert drafter._manager.block_size == 8
     assert llm.describe()["draft_attention_backend"] == "gather"
     llm, drafter = drafting(pair, num_blocks=256)
