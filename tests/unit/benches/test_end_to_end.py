@@ -150,7 +150,7 @@ def test_tables_go_between_their_marks_and_nothing_else_is_touched(tmp_path: Pat
     [
         (PAGE, "end-to-end-xeon-amx"),
         (PAGE, "engine-overhead-xeon-amx"),
-        (ROOT / "README.md", "end-to-end-xeon-amx"),
+        (ROOT / "README.md", "end-to-end-epyc-avx512"),
     ],
 )
 def test_the_pages_have_the_marks(page: Path, name: str) -> None:

@@ -45,7 +45,7 @@ def from_file(table_of: Callable[[Any], Iterator[str]]) -> Callable[[str], Itera
 
 
 SHOWN: list[tuple[Path, str, Callable[[str], Iterator[str]]]] = [
-    (README, "end-to-end-xeon-amx", lambda name: end_to_end.summary(record(name))),
+    (README, "end-to-end-epyc-avx512", lambda name: end_to_end.summary(record(name))),
     (README, pages.MARK, lambda _: pages.readme(pages.results())),
     (MANAGER, pages.MARK, lambda _: pages.goals(pages.results())),
     (ENGINE, "end-to-end-xeon-amx", lambda name: end_to_end.tables(record(name))),
