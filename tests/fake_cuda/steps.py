@@ -246,7 +246,7 @@ BROKEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "heads first": lambda found: found.transpose(0, 1).contiguous().transpose(0, 1),
     "part of a wider one": lambda found: torch.cat([found, found], -1)[..., : found.shape[-1]],
     "a head less": lambda found: found[:, 1:].contiguous(),
-    "in float32": lambda found: found.float(),
+    "in float16": lambda found: found.half(),
 }
 """Ways in which a result may differ from what the operator's fake gives."""
 

@@ -29,7 +29,10 @@ def expected(
 
 
 def compare() -> None:
-    """In the interpreter: every pair is multiplied by the weight of its group, in any layout."""
+    """In the interpreter: every pair is multiplied by the weight of its group, in any layout.
+
+    Not in bfloat16: the interpreter's product takes the bits for integers (triton 3.9).
+    """
     from pyengine.kernels.grouped_linear import grouped_linear
 
     torch.manual_seed(0)
@@ -46,7 +49,7 @@ def compare() -> None:
         for dtype, is_transposed, with_more in (
             (torch.float32, False, True),
             (torch.float32, True, False),
-            (torch.bfloat16, False, False),
+            (torch.float16, False, False),
             (torch.float16, True, True),
         ):
             rows = torch.randn(num_rows, 2 * inputs).to(dtype)[:, :inputs]
