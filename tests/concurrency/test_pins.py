@@ -129,8 +129,8 @@ class Hammer:
         return "pin dropped by its owner" if pin.blocks else "nothing matched"
 
     def drop(self, rng: random.Random) -> str:
-        # Not `get(timeout=...)`: in CPython 3.11 it waits forever if another thread takes what it
-        # was woken for after the deadline, as what is left of the timeout is negative then.
+        # Not `get(timeout=...)`: in CPython 3.11 a thread was seen to wait in it without an end,
+        # which it does if what is left of the timeout is negative.
         try:
             pin = self.pins.get_nowait()
         except Empty:
