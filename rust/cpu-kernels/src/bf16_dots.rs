@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 use std::mem::transmute;
 
 use crate::isa::Isa;
-use crate::packed_weight::Lines;
+use crate::lines::Lines;
 use crate::product::{Columns, Terms, add_products};
 
 /// Whether [`add_dots`] may be called.

@@ -4,7 +4,7 @@
 
 use crate::error::Error;
 use crate::lanes::{Vector, widen_byte};
-use crate::packed_weight::{Lines, WIDTH};
+use crate::lines::{Lines, WIDTH};
 use crate::product::{Columns, Floats, Terms, add_products};
 use crate::step::{above_zero, same_length};
 

@@ -79,6 +79,7 @@ mod key_lanes;
 mod lanes;
 mod linear;
 mod linear_task;
+mod lines;
 mod norm;
 #[allow(unsafe_code)] // a function of C is called
 mod openmp;

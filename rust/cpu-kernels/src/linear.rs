@@ -7,7 +7,8 @@ use crate::attention::Attention;
 use crate::dispatch::Attend;
 use crate::error::Error;
 use crate::linear_task::Multiply;
-use crate::packed_weight::{PackedWeight, WIDTH};
+use crate::lines::WIDTH;
+use crate::packed_weight::PackedWeight;
 use crate::product::Columns;
 use crate::step::same_length;
 

@@ -10,7 +10,8 @@ use crate::element::{Element, widen};
 use crate::float8_weight::add_scaled_products;
 use crate::isa::Isa;
 use crate::lanes::{Vector, exp2};
-use crate::packed_weight::{PackedWeight, Panels, WIDTH};
+use crate::lines::WIDTH;
+use crate::packed_weight::{PackedWeight, Panels};
 use crate::product::{Columns, Floats, add_products, add_widened_products};
 
 /// Floats for the rows and sums of a task in bfloat16, and for its gates.

@@ -3,17 +3,8 @@
 use crate::element::Element;
 use crate::error::Error;
 use crate::float8_weight::Float8;
-use crate::lanes::Scratch;
+use crate::lines::{Lines, WIDTH};
 use crate::step::{above_zero, same_length};
-
-/// Outputs of a panel: their weights for one input are a line of the processor's cache.
-pub(crate) const WIDTH: usize = 16;
-
-/// The weights of a panel's outputs for one input, or for two in bfloat16: the first of them in the lower half.
-pub(crate) type Line<T> = [T; WIDTH];
-
-/// Lines that are packed at a time: they stay in the processor's first cache.
-const PACKED_LINES: usize = 64;
 
 /// The weight of a linear layer, copied into panels of 16 outputs. A weight whose numbers are all bfloat16, whatever
 /// type they come in, is kept in 16 bits each, and floats of 8 bits with scales are kept in 8.
@@ -31,15 +22,6 @@ pub(crate) enum Panels {
     Halves(Lines<u32>),
     /// Floats of 8 bits, with scales.
     Bytes(Float8),
-}
-
-/// `[panels, lines]`. Outputs beyond the last one have weights of 0, and inputs too.
-#[derive(Debug)]
-pub(crate) struct Lines<T> {
-    elements: Scratch<T>,
-    per_panel: usize,
-    in_features: usize,
-    out_features: usize,
 }
 
 impl PackedWeight {
@@ -98,8 +80,8 @@ impl PackedWeight {
     #[must_use]
     pub fn in_features(&self) -> usize {
         match &self.panels {
-            Panels::Floats(lines) => lines.in_features,
-            Panels::Halves(lines) => lines.in_features,
+            Panels::Floats(lines) => lines.in_features(),
+            Panels::Halves(lines) => lines.in_features(),
             Panels::Bytes(float8) => float8.in_features(),
         }
     }
@@ -108,8 +90,8 @@ impl PackedWeight {
     #[must_use]
     pub fn out_features(&self) -> usize {
         match &self.panels {
-            Panels::Floats(lines) => lines.out_features,
-            Panels::Halves(lines) => lines.out_features,
+            Panels::Floats(lines) => lines.out_features(),
+            Panels::Halves(lines) => lines.out_features(),
             Panels::Bytes(float8) => float8.out_features(),
         }
     }
@@ -156,100 +138,4 @@ impl PackedWeight {
         }
         Ok(())
     }
-}
-
-impl<T: Copy + Default> Lines<T> {
-    /// Calls `put` with every element, its lane, and its place among the `per_line` of that.
-    pub(crate) fn pack<E>(
-        weight: &[E],
-        in_features: usize,
-        per_line: usize,
-        put: impl Fn(&mut T, usize, &E),
-    ) -> Result<Self, Error> {
-        let out_features = weight.len() / in_features;
-        let per_panel = in_features.div_ceil(per_line);
-        let size = per_panel
-            .checked_mul(WIDTH)
-            .and_then(|size| size.checked_mul(out_features.div_ceil(WIDTH)))
-            .ok_or(Error::TooLarge)?;
-        let mut elements = Scratch::zeros(size);
-        ask_for_large_pages(elements.elements_mut());
-        let panels = elements
-            .elements_mut()
-            .chunks_exact_mut(per_panel * WIDTH)
-            .zip(weight.chunks(in_features * WIDTH));
-        for (panel, weight) in panels {
-            let (lines, _) = panel.as_chunks_mut::<WIDTH>();
-            for (number, lines) in lines.chunks_mut(PACKED_LINES).enumerate() {
-                let first = number * PACKED_LINES * per_line;
-                for (output, row) in weight.chunks_exact(in_features).enumerate() {
-                    for (line, elements) in lines.iter_mut().zip(row[first..].chunks(per_line)) {
-                        for (at, element) in elements.iter().enumerate() {
-                            put(&mut line[output], at, element);
-                        }
-                    }
-                }
-            }
-        }
-        Ok(Self {
-            elements,
-            per_panel,
-            in_features,
-            out_features,
-        })
-    }
-}
-
-impl Lines<f32> {
-    /// One panel.
-    #[inline(always)]
-    pub(crate) fn panel_of_zeros(in_features: usize) -> Self {
-        Self {
-            elements: Scratch::zeros(in_features * WIDTH),
-            per_panel: in_features,
-            in_features,
-            out_features: WIDTH,
-        }
-    }
-
-    #[inline(always)]
-    pub(crate) fn first_panel_mut(&mut self) -> &mut [Line<f32>] {
-        let size = self.per_panel * WIDTH;
-        self.elements.elements_mut()[..size].as_chunks_mut().0
-    }
-}
-
-impl<T> Lines<T> {
-    #[inline(always)]
-    pub(crate) fn in_features(&self) -> usize {
-        self.in_features
-    }
-
-    /// The lines of the panel of this number.
-    #[inline(always)]
-    pub(crate) fn panel(&self, number: usize) -> &[Line<T>] {
-        let size = self.per_panel * WIDTH;
-        self.elements.elements()[number * size..][..size]
-            .as_chunks::<WIDTH>()
-            .0
-    }
-}
-
-/// Asks Linux for pages of 2 MiB under memory that is not written yet. A product of a few rows reads each weight once, so
-/// misses in the TLB cost it most.
-pub(crate) fn ask_for_large_pages<T>(memory: &mut [T]) {
-    #[cfg(target_os = "linux")]
-    {
-        const PAGE: usize = 4096;
-        let bytes = memory.as_mut_ptr_range();
-        let first = (bytes.start as usize).next_multiple_of(PAGE);
-        let size = (bytes.end as usize).saturating_sub(first) / PAGE * PAGE;
-        let first = bytes.start.with_addr(first).cast();
-        // SAFETY: whole pages of a slice that we have alone; the advice changes no byte of them.
-        #[allow(unsafe_code)]
-        unsafe {
-            libc::madvise(first, size, libc::MADV_HUGEPAGE); // without such pages it fails: nothing is lost
-        }
-    }
-    let _ = memory;
 }

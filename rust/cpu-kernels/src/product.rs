@@ -4,7 +4,7 @@
 //! bits in every batch and at every level of instructions.
 
 use crate::lanes::{Vector, fetch_line};
-use crate::packed_weight::{Line, Lines, WIDTH};
+use crate::lines::{Line, Lines, WIDTH};
 
 /// Rows of a tile at most: six by two vectors of 8 fill AVX2's registers, six by four of 16 those of AVX-512.
 const TILE_ROWS: usize = 6;

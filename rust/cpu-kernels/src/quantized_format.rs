@@ -5,7 +5,7 @@
 //! others; bits above the fourth are in one line or two more. 8-bit codes have eight lines.
 
 use crate::dots::{power, widen_half};
-use crate::packed_weight::WIDTH;
+use crate::lines::WIDTH;
 
 /// Inputs whose codes a panel has together, and which have one number's scale in a row that is multiplied.
 pub(crate) const BLOCK: usize = 32;

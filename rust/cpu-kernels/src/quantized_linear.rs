@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::isa::Isa;
 use crate::linear::{check_gate, check_rows};
 use crate::linear_task::silu;
-use crate::packed_weight::WIDTH;
+use crate::lines::WIDTH;
 use crate::quantized_format::{BLOCK, Offset};
 use crate::quantized_product::add_products;
 use crate::quantized_rows::{Quantize, RowBlock, RowTile, tiles};

@@ -7,7 +7,7 @@
 
 use crate::dots::Dots;
 use crate::lanes::fetch_line;
-use crate::packed_weight::WIDTH;
+use crate::lines::WIDTH;
 use crate::quantized_format::{Kind, QuantizedFormat as F};
 use crate::quantized_rows::{RowBlock, RowTile};
 use crate::quantized_weight::QuantizedWeight;

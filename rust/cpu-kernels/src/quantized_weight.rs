@@ -3,7 +3,7 @@
 use crate::dots::widen_half;
 use crate::element::Element;
 use crate::error::Error;
-use crate::packed_weight::{WIDTH, ask_for_large_pages};
+use crate::lines::{WIDTH, ask_for_large_pages};
 use crate::quantized_format::{
     BLOCK, Codes, Kind, QuantizedFormat, read_codes, unpack, write_codes,
 };
