@@ -115,10 +115,11 @@ def test_a_gate_in_another_format_is_multiplied_apart(tmp_path):
     path = tmp_path / "tiny.gguf"
     write_tiny_gguf(path, kind="Q4_0", kinds={"ffn_gate.weight": "Q8_0"}, scale=0.2, has_head=True)
     loaded, plain = kept(path), load_model(path, device="cpu", dtype="float32")
+    torch.manual_seed(0)
     rows = torch.randn(3, 32)
     with torch.no_grad():
         found, expected = (each.model.model.layers[0].mlp(rows) for each in (loaded, plain))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0.1)
+    assert (found - expected).norm() < 0.03 * expected.norm()
     head = loaded.model.lm_head.product
     assert head._packed is not loaded.model.model.embed_tokens.product._packed
 
