@@ -62,7 +62,7 @@ def make_llm(folder: str | None, **settings: Any) -> Any:
 
     if folder is not None:
         settings |= {"kv_cache_dir": folder, "kv_cache_disk": 20 * GIB}
-    return LLM(**settings)
+    return LLM(quantization="none", **settings)
 
 
 def greedy(count: int) -> Any:

@@ -246,7 +246,7 @@ class Engine:
             self._drafting.expect(before.step)
         offloader = self.offloader
         if offloader is not None:
-            offloader.restore(self._scheduler.waiting)
+            offloader.restore(self._scheduler.waiting, self._scheduler.num_running)
             num_pins = offloader.num_pins
         try:
             step = self._scheduler.schedule(ahead=before is not None, without=held)

@@ -168,6 +168,8 @@ class KVOffloader:
         self._last_abandoned = 0.0
         self.are_steps_running = False
         """Set by the engine. While they are, bytes move more slowly."""
+        self._are_others_running = False
+        """True if sequences ran already when loads were last looked for; else loads do not rest."""
         self.num_pins = 0
         """Pins that the store thread has taken and released so far."""
         self._load_rate, self._compute_rate = Rate(), Rate()
@@ -186,8 +188,9 @@ class KVOffloader:
             return True
         return bool(self._open) and monotonic() < self._last_abandoned + _LAST_WAIT
 
-    def restore(self, waiting: Iterable[SequenceState]) -> None:
+    def restore(self, waiting: Iterable[SequenceState], num_running: int) -> None:
         """Start to load what the first of the waiting sequences can reuse, and end what is late."""
+        self._are_others_running = num_running > 0
         self.finish_loads()
         now = monotonic()
         if now > self._next_check:
@@ -385,7 +388,7 @@ class KVOffloader:
             try:
                 while load.num_loaded < len(load.blocks) and not load.is_abandoned:
                     piece = self._piece(load.blocks, load.num_loaded)
-                    with self._resting(_LOAD_REST):
+                    with self._resting(_LOAD_REST if self._are_others_running else 0.0):
                         moved = self._memory.load(load.prefix, piece, load.after)
                     load.num_loaded += moved
                     self._last_progress = monotonic()
