@@ -468,6 +468,30 @@ def test_transfers_rest_while_steps_run_and_not_after_them(
     assert not offloader.are_steps_running
 
 
+def test_loads_of_the_first_requests_do_not_rest(
+    store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs beside them waited for loads too, and came first."""
+    first = make_bench()
+    generate_and_store(first, with_store(first, store), [prompt_of(40)])
+    factors: list[float] = []
+    resting = KVOffloader._resting
+
+    def rest(self: KVOffloader, factor: float) -> Any:
+        factors.append(factor)
+        return resting(self, factor)
+
+    monkeypatch.setattr(KVOffloader, "_resting", rest)
+    offloader = with_store(second := make_bench(), store)
+    second.submit({"loads": prompt_of(40)})
+    second.engine.step()
+    while offloader._loaded.empty():
+        sleep(0.001)
+    assert set(factors) == {0.0}
+    run(second)
+    assert offloader.counters["restored_tokens"] > 0
+
+
 def test_prompts_that_may_never_come_again_are_stored_more_slowly(
     store: KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
