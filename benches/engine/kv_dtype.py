@@ -1,51 +1,44 @@
 """Decodes over long contexts with a KV cache in bfloat16 and in int8, in turns, in one process.
 
     .venv/bin/python -m benches.engine.kv_dtype [--sequences 32] [--context 2048] [--rounds 3]
-    .venv/bin/python -m benches.engine.kv_dtype --layer [--dtype float32]
 
-from the root of the repository, on a machine that does nothing else. The embedded model in
+from the root of the repository, on a machine that does nothing else. The embedded model (4 bits) in
 bfloat16; contexts are random tokens, each request its own, and are cached before the clock starts.
 A figure is generated tokens per second; the ratio is the median of the rounds' ratios.
-
-`--layer` times one layer of attention alone, in a step of the same shape: milliseconds of processor
-time with one thread, for queries of `--dtype`. Other programs may work meanwhile.
-`PYENGINE_CPU_ISA` lowers the level of instructions.
 """
 
 import argparse
-from collections.abc import Callable
 from random import Random
 from statistics import median
-from time import perf_counter, thread_time
+from time import perf_counter
 
-import torch
-
-from benches.engine.attention import BLOCK, DIM, HEADS, KV_HEADS
 from pyengine import LLM, SamplingParams
-from pyengine.attention.backend import AttentionOptions, StepInputs
-from pyengine.attention.cpu import CpuBackend
-from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 
 CACHES = ("auto", "int8")
 NEW_TOKENS = 64
 
 
-def requests(sequences: int, context: int, rounds: int) -> None:
-    """Whole requests."""
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
     random = Random(1)
     prompts = [
-        {"prompt_token_ids": [random.randrange(1000, 40_000) for _ in range(context)]}
-        for _ in range(sequences)
+        {"prompt_token_ids": [random.randrange(1000, 40_000) for _ in range(options.context)]}
+        for _ in range(options.sequences)
     ]
-    num_blocks = sequences * (context // BLOCK + NEW_TOKENS // BLOCK + 2)
+    num_blocks = options.sequences * (options.context // 16 + NEW_TOKENS // 16 + 2)
     engines = [
         LLM(
             device="cpu",
             dtype="bfloat16",
             kv_cache_dtype=kv,
             num_blocks=num_blocks,
-            block_size=BLOCK,
-            max_num_seqs=sequences,
+            block_size=16,
+            max_num_seqs=options.sequences,
         )
         for kv in CACHES
     ]
@@ -54,91 +47,16 @@ def requests(sequences: int, context: int, rounds: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     ratios: list[float] = []
     seconds: dict[str, list[float]] = {kv: [] for kv in CACHES}
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         for kv, llm in zip(CACHES, engines, strict=True):
             start = perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             seconds[kv].append(perf_counter() - start)
         ratios.append(seconds["auto"][-1] / seconds["int8"][-1])
-    tokens = sequences * NEW_TOKENS
+    tokens = options.sequences * NEW_TOKENS
     for kv in CACHES:
         print(f"{kv}: {tokens / median(seconds[kv]):.0f} tokens/s")
     print(f"int8 / auto: {median(ratios):.2f} ({', '.join(f'{each:.2f}' for each in ratios)})")
-
-
-def layer(kv: str, dtype: torch.dtype, sequences: int, context: int) -> Callable[[], torch.Tensor]:
-    """Attention of one layer with a cache of random keys and values."""
-    cached = dtype if kv == "auto" else torch.int8
-    width = context // BLOCK
-    spec = KVCacheSpec(KV_HEADS, DIM, DIM, cached)
-    pool = KVPool([spec], sequences * width + 1, BLOCK, torch.device("cpu"))
-    backend = CpuBackend(pool)
-    options = AttentionOptions(scaling=DIM**-0.5)
-    tables = torch.randperm(pool.num_blocks)[: sequences * width].view(sequences, width)
-
-    def inputs(positions: torch.Tensor) -> StepInputs:
-        """A step of the tokens at these positions of all sequences."""
-        count = len(positions)
-        slots = tables[:, positions // BLOCK] * BLOCK + positions % BLOCK
-        starts = torch.arange(sequences + 1, dtype=torch.int32) * count
-        lengths = torch.full((sequences,), int(positions[-1]) + 1, dtype=torch.int32)
-        return StepInputs(
-            input_ids=torch.zeros(sequences * count, dtype=torch.int64),
-            positions=positions.repeat(sequences),
-            slot_mapping=slots.flatten()[None],
-            query_start_loc=starts,
-            seq_lens=lengths,
-            block_tables=tables.to(torch.int32)[None],
-            logits_indices=torch.arange(sequences),
-            host_query_start_loc=starts.numpy(),
-            host_seq_lens=lengths.numpy(),
-            host_block_tables=tables.to(torch.int32)[None].numpy(),
-        )
-
-    def rows(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        query = torch.randn(sequences * count, HEADS, DIM).to(dtype)
-        key, value = torch.randn(2, sequences * count, KV_HEADS, DIM).to(dtype)
-        return query, key, value
-
-    for first in range(0, context, BLOCK):
-        positions = torch.arange(first, first + BLOCK)
-        backend.plan(inputs(positions)).forward(0, rows(BLOCK), options)
-    plan, decode = backend.plan(inputs(torch.tensor([context - 1]))), rows(1)
-    return lambda: plan.forward(0, decode, options)
-
-
-def layers(dtype: torch.dtype, sequences: int, context: int, rounds: int) -> None:
-    """One layer with each cache, in turns."""
-    torch.set_num_threads(1)
-    attend = {kv: layer(kv, dtype, sequences, context) for kv in CACHES}
-    times: dict[str, list[float]] = {kv: [] for kv in CACHES}
-    for turn in range(-3, 10 * rounds):
-        for kv in CACHES:
-            start = thread_time()
-            with torch.inference_mode():
-                attend[kv]()
-            if turn >= 0:
-                times[kv].append(thread_time() - start)
-    medians = {kv: median(times[kv]) for kv in CACHES}
-    for kv in CACHES:
-        print(f"{kv}: {1000 * medians[kv]:.2f} ms")
-    print(f"int8 / auto: {medians['auto'] / medians['int8']:.2f} times as fast")
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sequences", type=int, default=32)
-    parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layer", action="store_true", help="one layer of attention alone")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    options = parser.parse_args()
-    if options.layer:
-        dtype = getattr(torch, options.dtype)
-        layers(dtype, options.sequences, options.context, options.rounds)
-    else:
-        requests(options.sequences, options.context, options.rounds)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def look_until_done(threads: list[Timed]) -> list[Pause]:
 
 
 def share_stopped(pool: Pool, call: Callable[[], object]) -> float | None:
-    """Which share of the time that `call` waited for a thread in `check()` this thread stood still.
+    """The share of the wait of `call` for a thread in `check()` in which this thread stood still.
 
     None if `call` came too late to wait. A busy machine makes the wait and the pauses longer, and
     leaves their share.

@@ -5,7 +5,7 @@
 use crate::error::Error;
 use crate::lanes::{Vector, widen_byte};
 use crate::lines::{Lines, WIDTH};
-use crate::product::{Columns, Floats, Terms, add_products};
+use crate::product::{Columns, Terms, add_panel, add_products};
 use crate::step::{above_zero, same_length};
 
 /// Weights of one output in a number.
@@ -212,13 +212,6 @@ fn add_widened_panels<V: Vector<L>, const L: usize>(
                 }
             }
         }
-        let end = width.min(begin + WIDTH);
-        let out = columns.out.iter_mut().map(|out| &mut out[begin..end]);
-        let mut columns = Columns {
-            rows: columns.rows,
-            first: 0,
-            out: out.collect(),
-        };
-        add_products::<Floats, V, L>(&mut columns, &floats);
+        add_panel::<V, L>(columns, begin, &floats);
     }
 }

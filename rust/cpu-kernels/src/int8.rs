@@ -301,8 +301,7 @@ impl Int8 {
     }
 }
 
-/// What numbers of which this is the largest absolute value are multiplied with to be integers of 16 bits, and the scale
-/// of these.
+/// The factor that makes numbers integers of 16 bits, and the scale of these; `largest` is the largest absolute value.
 #[inline(always)]
 fn scales_for(largest: f32) -> (f32, f32) {
     let inverse = f32::from(i16::MAX) / largest;

@@ -222,15 +222,25 @@ pub(crate) fn add_widened_products<V: Vector<L>, const L: usize>(
                 }
             }
         }
-        let end = width.min(begin + WIDTH);
-        let out = columns.out.iter_mut().map(|out| &mut out[begin..end]);
-        let mut columns = Columns {
-            rows: columns.rows,
-            first: 0,
-            out: out.collect(),
-        };
-        add_products::<Floats, V, L>(&mut columns, &floats);
+        add_panel::<V, L>(columns, begin, &floats);
     }
+}
+
+/// [`add_products`] of the outputs of one panel, which begin at `begin` of the columns.
+#[inline(always)]
+pub(crate) fn add_panel<V: Vector<L>, const L: usize>(
+    columns: &mut Columns<'_, '_, f32, f32>,
+    begin: usize,
+    panel: &Lines<f32>,
+) {
+    let end = columns.out[0].len().min(begin + WIDTH);
+    let out = columns.out.iter_mut().map(|out| &mut out[begin..end]);
+    let mut columns = Columns {
+        rows: columns.rows,
+        first: 0,
+        out: out.collect(),
+    };
+    add_products::<Floats, V, L>(&mut columns, panel);
 }
 
 /// Rows and outputs whose sums are in registers.

@@ -225,7 +225,7 @@ struct Multiply<'a> {
     /// Of all rows.
     tiles: &'a [RowTile],
     up: Factor<'a>,
-    /// What the sums begin with.
+    /// The sums begin with it.
     bias: Option<&'a [f32]>,
     /// Sums are multiplied with the SiLU of the products with it.
     gate: Option<Factor<'a>>,
@@ -262,7 +262,7 @@ impl Multiply<'_> {
         }
     }
 
-    /// What the sums of a panel begin with.
+    /// The first values of the sums of a panel.
     fn begin(&self, panel: usize) -> [f32; WIDTH] {
         let mut sums = [0.0; WIDTH];
         if let Some(bias) = self.bias {

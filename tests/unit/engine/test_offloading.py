@@ -471,7 +471,7 @@ def test_transfers_rest_while_steps_run_and_not_after_them(
 def test_loads_of_the_first_requests_do_not_rest(
     store: KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What runs beside them waited for loads too, and came first."""
+    """The sequences that run beside them began after they were looked up."""
     first = make_bench()
     generate_and_store(first, with_store(first, store), [prompt_of(40)])
     factors: list[float] = []
