@@ -95,6 +95,7 @@ def run(setup: Setup, prompts: list[str], max_tokens: int) -> tuple[LLM, Counts]
     longest = min(LONGEST, setup.pool)
     llm = LLM(
         dtype="float32",
+        quantization="none",  # transformers' generate computes with float weights
         block_size=setup.block_size,
         num_blocks=setup.pool // setup.block_size,
         max_num_seqs=64,
