@@ -150,7 +150,12 @@ class PackedWeight:
         self, threads: CpuAttention, rows: _AnyArray, out: _AnyArray, bias: _AnyArray | None = None
     ) -> None: ...
     def multiply_gated(
-        self, threads: CpuAttention, rows: _AnyArray, gate: PackedWeight, out: _AnyArray
+        self,
+        threads: CpuAttention,
+        rows: _AnyArray,
+        gate: PackedWeight,
+        out: _AnyArray,
+        activation: str = "silu",
     ) -> None: ...
     def gather(self, outputs: _Array, out: _AnyArray) -> None: ...
     @property
@@ -169,7 +174,12 @@ class QuantizedWeight:
         self, threads: CpuAttention, rows: _Floats, out: _Floats, bias: _Floats | None = None
     ) -> None: ...
     def multiply_gated(
-        self, threads: CpuAttention, rows: _Floats, gate: QuantizedWeight, out: _Floats
+        self,
+        threads: CpuAttention,
+        rows: _Floats,
+        gate: QuantizedWeight,
+        out: _Floats,
+        activation: str = "silu",
     ) -> None: ...
     def gather(self, outputs: _Array, out: _Floats) -> None: ...
     @property

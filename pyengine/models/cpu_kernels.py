@@ -1,7 +1,7 @@
 """Products of linear layers and norms on the CPU, by oneDNN and by the Rust kernels.
 
 A product holds one weight, laid out once, with its bias. It also computes what follows while that
-is in the processor's cache: the SiLU of a gate, and the gate times what it lets through.
+is in the processor's cache: the activation of a gate, and the gate times what it lets through.
 """
 
 from functools import cache
@@ -19,6 +19,9 @@ from pyengine.utils.openmp import openmp_runtime
 Product = Literal["torch", "onednn", "onednn-unpacked", "pyengine"]
 """`torch.nn.functional.linear`; oneDNN with weights in its layout, which is a copy; oneDNN with
 weights as they are; the Rust kernel, with a copy in its layout."""
+
+Activation = Literal["silu", "gelu_tanh"]
+"""The function of a gate; the second is the GELU by its formula with tanh, as in Gemma."""
 
 FORMATS = (torch.float32, torch.bfloat16)
 """Of weights that oneDNN and the Rust kernel multiply by, and of norms that the latter computes."""
@@ -41,14 +44,19 @@ class OneDNNProduct:
                 self.weight = operators._reorder_linear_weight(weight, _PACKED_FOR)
         self._bias = bias
 
-    def multiply(self, rows: torch.Tensor, after: str = "none") -> torch.Tensor:
-        """`rows` times the transposed weight; `after`: oneDNN's name of an elementwise operator."""
-        product: torch.Tensor = self._multiply(rows, self.weight, self._bias, after, [], "")
+    def multiply(self, rows: torch.Tensor, after: tuple[str, str] = ("none", "")) -> torch.Tensor:
+        """`rows` times the transposed weight; `after`: an operator and algorithm of oneDNN."""
+        operator, algorithm = after
+        product: torch.Tensor = self._multiply(
+            rows, self.weight, self._bias, operator, [], algorithm
+        )
         return product
 
-    def multiply_gated(self, rows: torch.Tensor, gate: "OneDNNProduct") -> torch.Tensor:
-        """`silu(gate(rows)) * self(rows)`."""
-        gates = gate.multiply(rows, "swish")
+    def multiply_gated(
+        self, rows: torch.Tensor, gate: "OneDNNProduct", activation: Activation = "silu"
+    ) -> torch.Tensor:
+        """`activation(gate(rows)) * self(rows)`."""
+        gates = gate.multiply(rows, ("swish", "") if activation == "silu" else ("gelu", "tanh"))
         product: torch.Tensor = self._multiply_by(rows, gates, self.weight, self._bias, "mul")
         return product
 
@@ -84,19 +92,25 @@ class KernelProduct:
         """True if `write_gated` takes this gate."""
         return type(gate) is type(self) and self._bias is None and gate._bias is None
 
-    def multiply_gated(self, rows: torch.Tensor, gate: "KernelProduct") -> torch.Tensor:
-        """`silu(gate(rows)) * self(rows)`."""
+    def multiply_gated(
+        self, rows: torch.Tensor, gate: "KernelProduct", activation: Activation = "silu"
+    ) -> torch.Tensor:
+        """`activation(gate(rows)) * self(rows)`."""
         if not self.can_gate(gate):
-            return torch.nn.functional.silu(gate.multiply(rows)) * self.multiply(rows)
+            return activated(gate.multiply(rows), activation) * self.multiply(rows)
         flat, out = self._arrays(rows)
-        self.write_gated(cpu_array(flat), gate, cpu_array(out))
+        self.write_gated(cpu_array(flat), gate, cpu_array(out), activation)
         return out.view(*rows.shape[:-1], out.shape[1])
 
     def write_gated(
-        self, rows: npt.NDArray[Any], gate: "KernelProduct", out: npt.NDArray[Any]
+        self,
+        rows: npt.NDArray[Any],
+        gate: "KernelProduct",
+        out: npt.NDArray[Any],
+        activation: Activation,
     ) -> None:
         """`multiply_gated` from `rows` into `out` `[T, out_features]`, for a gate of `can_gate`."""
-        self._packed.multiply_gated(self._threads, rows, gate._packed, out)
+        self._packed.multiply_gated(self._threads, rows, gate._packed, out, activation)
 
     def gather(self, outputs: torch.Tensor) -> torch.Tensor:
         """The rows of the weight with these numbers: `[...]` to `[..., in_features]`."""
@@ -133,6 +147,13 @@ class Float8Product(KernelProduct):
         self._bias = None if bias is None else cpu_array(bias.detach().to(dtype).contiguous())
         self._threads = kernel_threads(torch.get_num_threads())
         self.weight = torch.empty(bytes.shape, dtype=dtype, device="meta")
+
+
+def activated(gates: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The activation of each gate, by torch."""
+    if activation == "silu":
+        return torch.nn.functional.silu(gates)
+    return torch.nn.functional.gelu(gates, approximate="tanh")
 
 
 def available_products(dtype: torch.dtype) -> list[Product]:
@@ -187,7 +208,8 @@ def onednn_supports(dtype: torch.dtype) -> bool:
 class FusedRMSNorm(nn.Module):
     """Computes `norm`, a `LlamaRMSNorm`, `Gemma3RMSNorm` or equal, up to the rounding of a sum.
 
-    `offset` is added to the weight: 1 for Gemma's, whose weights are differences from 1.
+    `offset` is added to the weight: 1 for Gemma's, whose weights are differences from 1 and which
+    multiplies in float32.
 
     transformers' eight operators each write all rows to memory; the Rust kernel makes one pass.
     Compiled graphs keep their own fused norm.
@@ -197,7 +219,7 @@ class FusedRMSNorm(nn.Module):
         super().__init__()
         self.plain = norm
         weight = norm.weight.detach()
-        self._weight = cpu_array(weight + offset if offset else weight)
+        self._weight = cpu_array(weight.float() + offset if offset else weight)
         self._epsilon = float(getattr(norm, "variance_epsilon", None) or norm.eps)
         self._threads = threads
 
@@ -222,7 +244,7 @@ class FusedRMSNorm(nn.Module):
         return out.view(hidden_states.shape)
 
     def write(self, rows: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
-        """Normalise `rows` `[T, size]` into `out`; both have the dtype of the weight."""
+        """Normalise `rows` `[T, size]` into `out`; both have the dtype of the norm's weight."""
         self._threads.rms_norm(rows, self._weight, out, self._epsilon)
 
 
@@ -245,22 +267,20 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _offset_of(module: Any) -> float | None:
-    """What the norm adds to its weight, which is as for `FusedRMSNorm`; None for other modules.
-
-    Gemma's is multiplied before it is rounded, which the kernel does in float32 only.
-    """
+    """What the norm adds to its weight, as for `FusedRMSNorm`; None for other modules."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or weight.device.type != "cpu":
         return None
+    if weight.dtype not in FORMATS:
+        return None
     instructions = instructions_of(type(module))
-    if instructions == instructions_of(LlamaRMSNorm) and weight.dtype in FORMATS:
+    if instructions == instructions_of(LlamaRMSNorm):
         return 0.0
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm  # most need no other
 
-    is_gemma = instructions == instructions_of(Gemma3RMSNorm) and weight.dtype == torch.float32
-    return 1.0 if is_gemma else None
+    return 1.0 if instructions == instructions_of(Gemma3RMSNorm) else None
 
 
 def instructions_of(kind: type[nn.Module]) -> tuple[object, ...]:

@@ -16,7 +16,13 @@ import torch
 from torch import nn
 
 from pyengine.attention.cpu import CpuPlan, rotation_numbers
-from pyengine.models.cpu_kernels import FusedRMSNorm, KernelProduct, instructions_of
+from pyengine.models.cpu_kernels import (
+    Activation,
+    FusedRMSNorm,
+    KernelProduct,
+    activated,
+    instructions_of,
+)
 from pyengine.models.linear import FusedLinear, PrepackedMLP, ProductLinear
 from pyengine.models.rotary import OwnRotation
 from pyengine.utils.host_copy import cpu_array
@@ -78,23 +84,22 @@ class _ShortForward:
         self._workspace = workspace
         self._layer: int = attention.layer_idx
         self._norms = _norms(layer)
-        self._projections = [linear.product for linear in _input_layers(attention)]
+        linears = _input_layers(attention)
+        products = [_computed_by(linear).product for linear in linears]
+        self._projections = list(dict.fromkeys(products))
+        places = map(self._projections.index, products)
+        self._parts = list(zip(places, map(_columns, linears), strict=True))
         self._head_dim = attention.head_dim
-        self._sizes = [
-            linear.out_features for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
-        ]
         self._options = attention.options
         self._rotation = rotation_numbers(attention.layout, attention.head_norm)
         self._output = attention.o_proj.product
         self._mlp: Any = layer.mlp
         self._linears: list[Any] | None = None
         if _is_mlp_of_ours(layer.mlp):
-            linears = layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
-            self._linears = [linear.product for linear in linears]
-            is_silu = isinstance(layer.mlp, PrepackedMLP)
-            self._act = torch.nn.functional.silu if is_silu else layer.mlp.act_fn
-            gate, up, _ = self._linears
-            self._is_gated_by_kernel = is_silu and up.can_gate(gate)
+            gate, up, down = (linear.product for linear in _mlp_layers(layer.mlp))
+            self._linears = [gate, up, down]
+            self._activation: Activation = layer.mlp.activation
+            self._is_gated_by_kernel = up.can_gate(gate)
 
     def __call__(self, hidden_states: torch.Tensor, *_args: Any, **kwargs: Any) -> torch.Tensor:
         """Map `hidden_states` `[1, T, hidden]` in place."""
@@ -135,12 +140,12 @@ class _ShortForward:
         gate, up, down = linears
         gated = self._workspace.buffer("gated", up.weight.shape[0])
         if self._is_gated_by_kernel:
-            up.write_gated(rows.array, gate, gated.array)
+            up.write_gated(rows.array, gate, gated.array, self._activation)
         else:
             gates = self._workspace.buffer("gates", gate.weight.shape[0])
             gate.write(rows.array, gates.array)
             up.write(rows.array, gated.array)
-            gated.rows *= self._act(gates.rows)
+            gated.rows *= activated(gates.rows, self._activation)
         down.write(gated.array, out.array)
 
     def _project(self, rows: Array) -> list[Array]:
@@ -150,11 +155,8 @@ class _ShortForward:
             out = self._workspace.buffer(f"projected {place}", product.weight.shape[0]).array
             product.write(rows, out)
             found.append(out)
-        if len(found) == 1:  # the three are one product
-            query, key, _ = self._sizes
-            [out] = found
-            found = [out[:, :query], out[:, query : query + key], out[:, query + key :]]
-        return [part.reshape(len(rows), -1, self._head_dim) for part in found]
+        shape = len(rows), -1, self._head_dim
+        return [found[place][:, columns].reshape(shape) for place, columns in self._parts]
 
 
 def shorten_layers(model: nn.Module) -> int:
@@ -189,7 +191,7 @@ def _has_our_parts(layer: Any) -> bool:
     attention = layer.self_attn
     if not isinstance(attention, OwnRotation) or _is_watched(layer):
         return False
-    linears = [*_input_layers(attention), attention.o_proj]
+    linears = [*map(_computed_by, _input_layers(attention)), attention.o_proj]
     norms = [norm for norm in _norms(layer) if norm is not None]
     return all(isinstance(norm, FusedRMSNorm) for norm in norms) and all(map(_is_ours, linears))
 
@@ -208,11 +210,18 @@ def _is_watched(layer: nn.Module) -> bool:
 
 
 def _input_layers(attention: OwnRotation) -> Sequence[Any]:
-    """The linear layers of query, key and value: one if they are fused."""
-    linears = [attention.q_proj, attention.k_proj, attention.v_proj]
-    if all(isinstance(linear, FusedLinear) for linear in linears):
-        return [linears[0].product]
-    return linears
+    """The linear layers of query, key and value."""
+    return attention.q_proj, attention.k_proj, attention.v_proj
+
+
+def _computed_by(linear: Any) -> Any:
+    """The layer that computes a linear layer: itself, or the one it is fused into."""
+    return linear.product if isinstance(linear, FusedLinear) else linear
+
+
+def _columns(linear: Any) -> slice:
+    """The outputs of a linear layer among those of the one that computes it."""
+    return linear.columns if isinstance(linear, FusedLinear) else slice(None)
 
 
 def _is_ours(linear: Any) -> bool:
@@ -221,18 +230,9 @@ def _is_ours(linear: Any) -> bool:
 
 
 def _is_mlp_of_ours(mlp: Any) -> bool:
-    """True for `down(act(gate(x)) * up(x))` by the kernel."""
-    if not isinstance(mlp, PrepackedMLP) and not _is_known_mlp(mlp):
-        return False
-    return all(map(_is_ours, (mlp.gate_proj, mlp.up_proj, mlp.down_proj)))
+    """True for `down(activation(gate(x)) * up(x))` by the kernel."""
+    return isinstance(mlp, PrepackedMLP) and all(map(_is_ours, _mlp_layers(mlp)))
 
 
-def _is_known_mlp(mlp: nn.Module) -> bool:
-    """True for MLPs like Llama's and Gemma's."""
-    from transformers.models.llama.modeling_llama import LlamaMLP
-
-    if instructions_of(type(mlp)) == instructions_of(LlamaMLP):
-        return True
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
-
-    return instructions_of(type(mlp)) == instructions_of(Gemma3MLP)
+def _mlp_layers(mlp: PrepackedMLP) -> Sequence[Any]:
+    return mlp.gate_proj, mlp.up_proj, mlp.down_proj

@@ -19,6 +19,7 @@ from torch import nn
 
 from pyengine.models.cpu_kernels import (
     FORMATS,
+    Activation,
     KernelProduct,
     Product,
     instructions_of,
@@ -48,13 +49,18 @@ class _FusedProduct:
 
 
 class FusedLinear(nn.Module):
-    """One of several linear layers that are computed together."""
+    """One of several linear layers that are computed together.
+
+    `columns` are its outputs among theirs.
+    """
 
     def __init__(self, linear: nn.Linear, fused_product: _FusedProduct, place: int) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._fused, self._place = fused_product, place
         self.product = fused_product.product  # where those who walk over modules find it
+        first = sum(fused_product.sizes[:place])
+        self.columns = slice(first, first + self.out_features)
 
     @property
     def weight(self) -> Any:
@@ -222,14 +228,21 @@ class PrepackedLinear(ProductLinear):
 
 
 class PrepackedMLP(nn.Module):
-    """Computes `down(silu(gate(rows)) * up(rows))`, as transformers' `LlamaMLP` does.
+    """Computes `down(activation(gate(rows)) * up(rows))`, as transformers' `LlamaMLP` does.
 
-    In bfloat16 oneDNN rounds the gate after the SiLU, the Rust kernel only the product.
+    In bfloat16 oneDNN rounds the gate after the activation, the Rust kernel only the product.
     """
 
-    def __init__(self, gate: ProductLinear, up: ProductLinear, down: ProductLinear) -> None:
+    def __init__(
+        self,
+        gate: ProductLinear,
+        up: ProductLinear,
+        down: ProductLinear,
+        activation: Activation = "silu",
+    ) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate, up, down
+        self.activation: Activation = activation
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., hidden]` to `[..., hidden]`."""
@@ -237,10 +250,10 @@ class PrepackedMLP(nn.Module):
         gated: torch.Tensor
         if torch.compiler.is_compiling():
             gated = torch.ops.pyengine.prepacked_gated(
-                rows, up.number, gate.number, up.out_features
+                rows, up.number, gate.number, self.activation, up.out_features
             )
         else:
-            gated = up.product.multiply_gated(rows, gate.product)
+            gated = up.product.multiply_gated(rows, gate.product, self.activation)
         found: torch.Tensor = self.down_proj(gated)
         return found
 
@@ -250,13 +263,16 @@ def _prepacked_linear(rows: torch.Tensor, number: int, _out_features: int) -> to
     return found
 
 
-def _prepacked_gated(rows: torch.Tensor, up: int, gate: int, _out_features: int) -> torch.Tensor:
-    found: torch.Tensor = layer_of(up).product.multiply_gated(rows, layer_of(gate).product)
+def _prepacked_gated(
+    rows: torch.Tensor, up: int, gate: int, activation: Activation, _out_features: int
+) -> torch.Tensor:
+    factors = layer_of(up).product, layer_of(gate).product
+    found: torch.Tensor = factors[0].multiply_gated(rows, factors[1], activation)
     return found
 
 
-def _shape(rows: torch.Tensor, *numbers: int) -> torch.Tensor:
-    return rows.new_empty(*rows.shape[:-1], numbers[-1])
+def _shape(rows: torch.Tensor, *others: Any) -> torch.Tensor:
+    return rows.new_empty(*rows.shape[:-1], others[-1])
 
 
 define_operator(
@@ -265,7 +281,7 @@ define_operator(
     _shape,
 )
 define_operator(
-    "prepacked_gated(Tensor rows, int up, int gate, int out_features) -> Tensor",
+    "prepacked_gated(Tensor rows, int up, int gate, str activation, int out_features) -> Tensor",
     _prepacked_gated,
     _shape,
 )
@@ -343,8 +359,7 @@ Choose = Callable[[LayerShape, Sequence[torch.Tensor]], Product]
 def prepack_linears(model: nn.Module, choose: Choose) -> int:
     """Let every `nn.Linear` of `model` multiply as `choose` says; returns how many there are.
 
-    Query, key and value become one (`models/linear.py`), a gated MLP with its SiLU a
-    `PrepackedMLP`.
+    Query, key and value become one (`models/linear.py`), a gated MLP a `PrepackedMLP`.
     Weights are copied one by one, and released where nothing else holds them. An embedding that
     is tied to one looks up in our kernel's copy (`PackedEmbedding`), or stays as it was.
     """
@@ -355,14 +370,16 @@ def prepack_linears(model: nn.Module, choose: Choose) -> int:
     num_gated, unchanged = 0, set[nn.Module]()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if is_gated_mlp(child):
+            if activation := gate_activation(child):
                 num_gated += 3
                 product = choose(*_gated_layers(child))
                 if product == "torch":
                     unchanged.update(child.children())
                 else:
-                    layers = (PrepackedLinear(linear, product) for linear in mlp_linears(child))
-                    setattr(parent, name, PrepackedMLP(*layers))
+                    gate, up, down = (
+                        PrepackedLinear(linear, product) for linear in mlp_linears(child)
+                    )
+                    setattr(parent, name, PrepackedMLP(gate, up, down, activation))
 
     def replaced(linears: Sequence[nn.Linear]) -> nn.Module:
         linear = concatenated(linears)
@@ -407,17 +424,25 @@ def mlp_linears(mlp: nn.Module) -> list[nn.Linear]:
     return layers
 
 
-def is_gated_mlp(module: nn.Module) -> bool:
-    """Whether it is `LlamaMLP`, or the same instruction by instruction: most families copy it."""
-    from transformers.activations import SiLUActivation
+def gate_activation(module: nn.Module) -> Activation | None:
+    """The activation of a gated MLP that the products compute; None for other modules.
+
+    That is `LlamaMLP`, or the same instruction by instruction: most families copy it.
+    """
+    from transformers.activations import GELUTanh, SiLUActivation
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     layers = dict(module.named_children())
     if layers.keys() != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
-        return False
-    linears = [layer for name, layer in layers.items() if name != "act_fn"]
-    is_plain = type(layers["act_fn"]) in (nn.SiLU, SiLUActivation) and all(map(_is_linear, linears))
-    return is_plain and instructions_of(type(module)) == instructions_of(LlamaMLP)
+        return None
+    function = layers.pop("act_fn")
+    if instructions_of(type(module)) != instructions_of(LlamaMLP):
+        return None
+    if not all(map(_is_linear, layers.values())):
+        return None
+    if type(function) in (nn.SiLU, SiLUActivation):
+        return "silu"
+    return "gelu_tanh" if type(function) is GELUTanh else None
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

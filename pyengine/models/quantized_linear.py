@@ -17,7 +17,7 @@ from pyengine.models.linear import (
     GATED,
     PrepackedMLP,
     ProductLinear,
-    is_gated_mlp,
+    gate_activation,
     mlp_linears,
     replace_linears,
 )
@@ -84,16 +84,17 @@ def replace_by_products(
 ) -> int:
     """Replace the linear layers that `takes` takes by products; returns how many there were.
 
-    Those of a gated MLP are computed with its SiLU. Query, key and value, and gate and up
+    Those of a gated MLP are computed with its activation. Query, key and value, and gate and up
     elsewhere, are one product where they are of one `kind`: `made` gets all of them then.
     """
     num_gated = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if is_gated_mlp(child) and all(map(takes, mlp_linears(child))):
-                layers = [_layer(made([linear])) for linear in mlp_linears(child)]
-                num_gated += len(layers)
-                setattr(parent, name, PrepackedMLP(*layers))
+            activation = gate_activation(child)
+            if activation is not None and all(map(takes, mlp_linears(child))):
+                gate, up, down = (_layer(made([linear])) for linear in mlp_linears(child))
+                num_gated += 3
+                setattr(parent, name, PrepackedMLP(gate, up, down, activation))
     together = (ATTENTION, GATED)
     num_others = replace_linears(
         model, takes, lambda linears: _layer(made(linears)), together, kind

@@ -48,6 +48,7 @@
 #![deny(unsafe_code)]
 #![allow(clippy::needless_range_loop)] // lanes of several arrays go side by side, by their index
 
+mod activation;
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)] // instructions that Rust has no name for
 mod amx;
@@ -101,6 +102,7 @@ mod threads;
 mod tiles;
 mod write;
 
+pub use activation::Activation;
 pub use attention::{Attention, Options, Query};
 pub use dispatch::Attend;
 pub use element::Element;

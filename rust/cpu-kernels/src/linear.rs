@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Mutex;
 
+use crate::activation::Activation;
 use crate::attention::Attention;
 use crate::dispatch::Attend;
 use crate::error::Error;
@@ -62,7 +63,8 @@ impl Attention {
         Ok(())
     }
 
-    /// `out` becomes `silu(rows * gate) * (rows * up)`, for weights of one shape. As [`Attention::linear`] otherwise.
+    /// `out` becomes `activation(rows * gate) * (rows * up)`, for weights of one shape. As [`Attention::linear`]
+    /// otherwise.
     ///
     /// # Errors
     ///
@@ -70,7 +72,7 @@ impl Attention {
     pub fn gated_linear<E: Attend>(
         &self,
         rows: &[E],
-        gate: &PackedWeight,
+        (gate, activation): (&PackedWeight, Activation),
         up: &PackedWeight,
         out: &mut [E],
     ) -> Result<(), Error> {
@@ -81,7 +83,7 @@ impl Attention {
                 columns,
                 weight: up,
                 bias: None,
-                gate: Some(gate),
+                gate: Some((gate, activation)),
             };
             E::multiply(self.isa(), work);
         });

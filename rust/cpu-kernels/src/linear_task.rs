@@ -3,13 +3,14 @@
 use std::cell::Cell;
 use std::slice::Chunks;
 
+use crate::activation::Activation;
 #[cfg(target_arch = "x86_64")]
 use crate::bf16_dots::{add_dots, has_dots};
 use crate::builds::{InEachBuild, InVectors, best_build, best_vectors};
 use crate::element::{Element, widen};
 use crate::float8_weight::add_scaled_products;
 use crate::isa::Isa;
-use crate::lanes::{Vector, exp2};
+use crate::lanes::Vector;
 use crate::lines::WIDTH;
 use crate::packed_weight::{PackedWeight, Panels};
 use crate::product::{Columns, Floats, add_products, add_widened_products};
@@ -33,8 +34,8 @@ pub(crate) struct Multiply<'a, 'b, E> {
     pub(crate) weight: &'a PackedWeight,
     /// What the sums begin with.
     pub(crate) bias: Option<&'a [E]>,
-    /// Sums are multiplied with the SiLU of the products with it.
-    pub(crate) gate: Option<&'a PackedWeight>,
+    /// Sums are multiplied with the activations of the products with it.
+    pub(crate) gate: Option<(&'a PackedWeight, Activation)>,
 }
 
 impl<E: Element> Multiply<'_, '_, E> {
@@ -43,7 +44,7 @@ impl<E: Element> Multiply<'_, '_, E> {
         let Columns { rows, first, .. } = self.columns;
         let width = self.columns.out.first().map_or(1, |out| out.len());
         memory.gates.clear();
-        if let Some(gate) = self.gate {
+        if let Some((gate, _)) = self.gate {
             memory.gates.resize(width * self.columns.out.len(), 0.0);
             let out = memory.gates.chunks_mut(width).collect();
             let columns = Columns { rows, first, out };
@@ -58,8 +59,14 @@ impl<E: Element> Multiply<'_, '_, E> {
         }
         let columns = Columns { rows, first, out };
         let sums = add(isa, columns, self.weight, &mut memory.rows);
-        let gates = memory.gates.chunks(width);
-        best_build(isa, Gate { sums, gates });
+        if let Some((_, activation)) = self.gate {
+            let work = Gate {
+                sums,
+                gates: memory.gates.chunks(width),
+                activation,
+            };
+            best_build(isa, work);
+        }
         let (sums, out) = (memory.sums.chunks(width), &mut self.columns.out);
         best_build(isa, Round { sums, out });
         KEPT.set(memory);
@@ -108,19 +115,18 @@ impl InVectors for AddProducts<'_, '_, '_> {
     }
 }
 
-/// Multiplies the sums of each row with the SiLU of its gates, if it has any.
+/// Multiplies the sums of each row with the activations of its gates.
 struct Gate<'a, 'b> {
     sums: Vec<&'b mut [f32]>,
     gates: Chunks<'a, f32>,
+    activation: Activation,
 }
 
 impl InEachBuild for Gate<'_, '_> {
     #[inline(always)]
     fn run(self) {
         for (sums, gates) in self.sums.into_iter().zip(self.gates) {
-            for (sum, &gate) in sums.iter_mut().zip(gates) {
-                *sum *= silu(gate);
-            }
+            self.activation.apply(sums, gates);
         }
     }
 }
@@ -140,12 +146,4 @@ impl<E: Element> InEachBuild for Round<'_, '_, E> {
             }
         }
     }
-}
-
-/// `x / (1 + e ^ -x)`, to a few units in the last place.
-#[inline(always)]
-pub(crate) fn silu(x: f32) -> f32 {
-    let exponent = x * -std::f32::consts::LOG2_E;
-    let exponent = if exponent > 127.0 { 127.0 } else { exponent };
-    x / (1.0 + exp2(exponent))
 }

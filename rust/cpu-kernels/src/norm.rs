@@ -14,15 +14,16 @@ const MANY: usize = 20_000;
 
 impl Attention {
     /// `out` becomes `row / sqrt(mean(row ^ 2) + epsilon) * weight` for each of `rows` `[rows, weight.len()]`. Sums are
-    /// float32; what is multiplied with the weight is rounded before, as transformers does.
+    /// float32. What is multiplied with the weight is rounded to the weight's type before: transformers does so for
+    /// Llama, and multiplies in float32 for Gemma.
     ///
     /// # Errors
     ///
     /// Arrays that do not fit each other: nothing is written then.
-    pub fn rms_norm<E: Element>(
+    pub fn rms_norm<E: Element, W: Element>(
         &self,
         rows: &[E],
-        weight: &[E],
+        weight: &[W],
         epsilon: f32,
         out: &mut [E],
     ) -> Result<(), Error> {
@@ -46,14 +47,14 @@ impl Attention {
     }
 }
 
-struct Normalise<'a, E> {
+struct Normalise<'a, E, W> {
     rows: &'a [E],
-    weight: &'a [E],
+    weight: &'a [W],
     epsilon: f32,
     out: &'a mut [E],
 }
 
-impl<E: Element> InEachBuild for Normalise<'_, E> {
+impl<E: Element, W: Element> InEachBuild for Normalise<'_, E, W> {
     #[inline(always)]
     fn run(self) {
         let size = self.weight.len();
@@ -62,7 +63,7 @@ impl<E: Element> InEachBuild for Normalise<'_, E> {
             let mean = sum_of_squares(row) / size as f32;
             let scale = 1.0 / (mean + self.epsilon).sqrt();
             for ((out, element), weight) in out.iter_mut().zip(row).zip(self.weight) {
-                let normal = E::narrow(element.widen() * scale).widen();
+                let normal = W::narrow(element.widen() * scale).widen();
                 *out = E::narrow(normal * weight.widen());
             }
         }

@@ -4,6 +4,7 @@ use std::iter::repeat_n;
 use std::mem::take;
 use std::ops::Range;
 
+use crate::activation::Activation;
 use crate::attention::Attention;
 use crate::builds::{InEachBuild, best_build};
 use crate::dots::{Build, Dots, InIntegers};
@@ -11,7 +12,6 @@ use crate::element::{Element, widen};
 use crate::error::Error;
 use crate::isa::Isa;
 use crate::linear::{check_gate, check_rows};
-use crate::linear_task::silu;
 use crate::lines::WIDTH;
 use crate::quantized_format::{BLOCK, Offset};
 use crate::quantized_product::add_products;
@@ -78,8 +78,8 @@ impl Attention {
         Ok(())
     }
 
-    /// `out` becomes `silu(rows * gate) * (rows * up)`, for weights of one shape, in float32 and rounded once. As
-    /// [`Attention::quantized_linear`] otherwise.
+    /// `out` becomes `activation(rows * gate) * (rows * up)`, for weights of one shape, in float32 and rounded once.
+    /// As [`Attention::quantized_linear`] otherwise.
     ///
     /// # Errors
     ///
@@ -87,7 +87,7 @@ impl Attention {
     pub fn quantized_gated_linear<E: Element>(
         &self,
         rows: &[E],
-        gate: &QuantizedWeight,
+        (gate, activation): (&QuantizedWeight, Activation),
         up: &QuantizedWeight,
         out: &mut [E],
     ) -> Result<(), Error> {
@@ -106,10 +106,13 @@ impl Attention {
             tiles: &tiles,
             up: Factor { weight: up, blocks },
             bias: None,
-            gate: Some(Factor {
-                weight: gate,
-                blocks: gate_blocks,
-            }),
+            gate: Some((
+                Factor {
+                    weight: gate,
+                    blocks: gate_blocks,
+                },
+                activation,
+            )),
         };
         self.by_panels(out, &work);
         Ok(())
@@ -227,8 +230,8 @@ struct Multiply<'a> {
     up: Factor<'a>,
     /// The sums begin with it.
     bias: Option<&'a [f32]>,
-    /// Sums are multiplied with the SiLU of the products with it.
-    gate: Option<Factor<'a>>,
+    /// Sums are multiplied with the activations of the products with it.
+    gate: Option<(Factor<'a>, Activation)>,
 }
 
 impl Multiply<'_> {
@@ -242,7 +245,7 @@ impl Multiply<'_> {
         for first in (part.first_panel..end).step_by(step) {
             let panels = first..end.min(first + step);
             gates.clear();
-            if let Some(gate) = self.gate {
+            if let Some((gate, _)) = self.gate {
                 gates.resize(panels.len() * num_rows, [0.0; WIDTH]);
                 self.add(gate, tiles, panels.clone(), &mut gates);
             }
@@ -253,7 +256,7 @@ impl Multiply<'_> {
             self.add(self.up, tiles, panels, &mut sums);
             let work = Finish {
                 sums: &mut sums,
-                gates: &gates,
+                gates: self.gate.map(|(_, activation)| (&gates[..], activation)),
                 tiles,
                 column: (first - part.first_panel) * WIDTH,
                 out: &mut part.out,
@@ -311,11 +314,11 @@ impl InIntegers for Add<'_> {
     }
 }
 
-/// Multiplies sums with the SiLU of their gates, if there are any, and writes them to the outputs from `column` on.
+/// Multiplies sums with the activations of their gates, if there are any, and writes them to the outputs from `column` on.
 struct Finish<'a, 'b, E> {
     /// As in [`Add`].
     sums: &'a mut [[f32; WIDTH]],
-    gates: &'a [[f32; WIDTH]],
+    gates: Option<(&'a [[f32; WIDTH]], Activation)>,
     tiles: &'a [RowTile],
     column: usize,
     out: &'a mut [&'b mut [E]],
@@ -324,9 +327,8 @@ struct Finish<'a, 'b, E> {
 impl<E: Element> InEachBuild for Finish<'_, '_, E> {
     #[inline(always)]
     fn run(self) {
-        let sums = self.sums.as_flattened_mut().iter_mut();
-        for (sum, &gate) in sums.zip(self.gates.as_flattened()) {
-            *sum *= silu(gate);
+        if let Some((gates, activation)) = self.gates {
+            activation.apply(self.sums.as_flattened_mut(), gates.as_flattened());
         }
         let num_rows: usize = self.tiles.iter().map(|tile| tile.width).sum();
         for (number, mut sums) in self.sums.chunks_exact(num_rows).enumerate() {

@@ -3,7 +3,7 @@
 
 use std::process::ExitCode;
 
-use cpu_kernels::{Attention, Element, Error, Isa, PackedWeight};
+use cpu_kernels::{Activation, Attention, Element, Error, Isa, PackedWeight};
 use levels::{Tests, all};
 
 #[allow(dead_code)] // for its neighbours
@@ -130,7 +130,12 @@ fn a_row_has_the_same_bits_everywhere(isa: Isa) {
         let both = |attention: &Attention, rows: &[f32]| {
             let mut gated = vec![f32::NAN; rows.len() / size * width];
             attention
-                .gated_linear(rows, &gate.packed, &layer.packed, &mut gated)
+                .gated_linear(
+                    rows,
+                    (&gate.packed, Activation::Silu),
+                    &layer.packed,
+                    &mut gated,
+                )
                 .expect("it fits");
             (bits(&layer.multiply(attention, rows)), bits(&gated))
         };

@@ -20,12 +20,20 @@ fn every_level_gives_the_same_bits_near_the_exact_numbers(isa: Isa) {
         let normal = |isa, threads| {
             let attention = Attention::with_isa(threads, isa).expect("there are threads");
             let mut out = vec![f32::NAN; rows.len()];
-            let narrow = |floats: &[f32]| floats.iter().map(|&one| u16::narrow(one)).collect();
-            let (halves, half_weight): (Vec<u16>, Vec<u16>) = (narrow(&rows), narrow(&weight));
-            let mut half = vec![0; rows.len()];
+            let narrow = |floats: &[f32]| -> Vec<u16> {
+                floats.iter().map(|&one| u16::narrow(one)).collect()
+            };
+            let (halves, half_weight) = (narrow(&rows), narrow(&weight));
+            let (mut half, mut mixed) = (vec![0; rows.len()], vec![0; rows.len()]);
             let fits = attention.rms_norm(&rows, &weight, epsilon, &mut out);
             fits.and_then(|()| attention.rms_norm(&halves, &half_weight, epsilon, &mut half))
+                .and_then(|()| attention.rms_norm(&halves, &weight, epsilon, &mut mixed))
                 .expect("it fits");
+            let wide = halves.iter().map(|one| one.widen()).collect::<Vec<_>>();
+            let mut rounded_once = vec![0.0; rows.len()];
+            let fits = attention.rms_norm(&wide, &weight, epsilon, &mut rounded_once);
+            fits.expect("it fits");
+            assert_eq!(mixed, narrow(&rounded_once));
             (out.into_iter().map(f32::to_bits).collect::<Vec<_>>(), half)
         };
         let found = normal(isa, 1);

@@ -3,7 +3,7 @@
 
 use std::process::ExitCode;
 
-use cpu_kernels::{Attention, Error, Isa, QuantizedFormat, QuantizedWeight};
+use cpu_kernels::{Activation, Attention, Error, Isa, QuantizedFormat, QuantizedWeight};
 use levels::Tests;
 
 #[allow(dead_code)] // for its neighbours
@@ -310,11 +310,19 @@ fn every_level_and_number_of_threads_gives_the_same_bits(isa: Isa) {
         for count in [1, 5, 70] {
             let rows = Random(9).floats(count * layer.in_features);
             let all = |attention: &Attention| {
-                let mut gated = vec![f32::NAN; count * layer.out_features];
-                attention
-                    .quantized_gated_linear(&rows, &layer.weight, &other.weight, &mut gated)
-                    .expect("it fits");
-                (bits(&layer.multiply(attention, &rows, true)), bits(&gated))
+                let gated = Activation::ALL.map(|activation| {
+                    let mut gated = vec![f32::NAN; count * layer.out_features];
+                    attention
+                        .quantized_gated_linear(
+                            &rows,
+                            (&layer.weight, activation),
+                            &other.weight,
+                            &mut gated,
+                        )
+                        .expect("it fits");
+                    bits(&gated)
+                });
+                (bits(&layer.multiply(attention, &rows, true)), gated)
             };
             let found = all(&attention(isa, 1));
             for threads in [2, 3] {
@@ -456,7 +464,8 @@ fn what_does_not_fit_is_refused() {
         assert!(matches!(found, Err(Error::Length { .. })));
     }
     let other = pack(F::Q4K, &data, 256, 6).expect("it fits");
-    let found = attention.quantized_gated_linear(&rows, &other, &weight, &mut out);
+    let found =
+        attention.quantized_gated_linear(&rows, (&other, Activation::Silu), &weight, &mut out);
     assert!(matches!(found, Err(Error::Length { .. })));
     assert_eq!(out, [7.0; 6]);
 }

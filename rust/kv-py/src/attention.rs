@@ -222,8 +222,8 @@ impl CpuAttention {
     }
 
     /// Sets `out` to `row / sqrt(mean(row ^ 2) + epsilon) * weight` for each row. `rows` and `out` are `[T, size]`,
-    /// `weight` is `[size]`, all C-contiguous and float32, or bfloat16 passed as uint16. Sums are float32. The GIL
-    /// is released.
+    /// `weight` is `[size]`, all C-contiguous and float32, or bfloat16 passed as uint16; with bfloat16 rows the weight
+    /// may be float32. Sums are float32; what is multiplied with the weight is rounded to its type. The GIL is released.
     ///
     /// Raises `BufferError` for arrays that do not fit, and `ConfigError` for an empty weight; `out` is then
     /// unchanged.
@@ -235,9 +235,10 @@ impl CpuAttention {
         out: &Bound<'_, PyAny>,
         epsilon: f32,
     ) -> PyResult<()> {
-        match is_of::<u16>(rows) {
-            true => self.normalise::<u16>(py, rows, weight, out, epsilon),
-            false => self.normalise::<f32>(py, rows, weight, out, epsilon),
+        match (is_of::<u16>(rows), is_of::<f32>(weight)) {
+            (true, true) => self.normalise::<u16, f32>(py, rows, weight, out, epsilon),
+            (true, false) => self.normalise::<u16, u16>(py, rows, weight, out, epsilon),
+            (false, _) => self.normalise::<f32, f32>(py, rows, weight, out, epsilon),
         }
     }
 
@@ -300,7 +301,7 @@ impl CpuAttention {
 }
 
 impl CpuAttention {
-    fn normalise<T: Element + cpu_kernels::Element>(
+    fn normalise<T: Element + cpu_kernels::Element, W: Element + cpu_kernels::Element>(
         &self,
         py: Python<'_>,
         rows: &Bound<'_, PyAny>,
@@ -310,7 +311,7 @@ impl CpuAttention {
     ) -> PyResult<()> {
         let (rows, weight) = (
             array::<T>("rows", rows, 2)?,
-            array::<T>("weight", weight, 1)?,
+            array::<W>("weight", weight, 1)?,
         );
         let mut out = writable::<T>("out", out, 2)?;
         if rows.shape() != out.shape() || rows.shape()[1..] != *weight.shape() {
@@ -319,7 +320,8 @@ impl CpuAttention {
                 "arrays rows, weight and out of shapes {shapes:?} do not fit: [T, size], [size] and [T, size]"
             )));
         }
-        apart(("out", &out), &[("rows", &rows), ("weight", &weight)])?;
+        apart(("out", &out), &[("rows", &rows)])?;
+        apart(("out", &out), &[("weight", &weight)])?;
         let (rows, weight, out) = (
             shared_slice(&rows),
             shared_slice(&weight),

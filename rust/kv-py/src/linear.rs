@@ -106,7 +106,11 @@ impl PackedWeight {
         multiply(py, threads, &self.weight, (rows, out), bias)
     }
 
-    /// Writes `silu(rows * gate) * (rows * weight)` to `out`, for a gate of the same shape.
+    /// Writes `activation(rows * gate) * (rows * weight)` to `out`, for a gate of the same shape.
+    /// `activation` is "silu" or "gelu_tanh".
+    ///
+    /// Raises `ValueError` for other activations.
+    #[pyo3(signature = (threads, rows, gate, out, activation = "silu"))]
     fn multiply_gated(
         &self,
         py: Python<'_>,
@@ -114,8 +118,10 @@ impl PackedWeight {
         rows: &Bound<'_, PyAny>,
         gate: &PackedWeight,
         out: &Bound<'_, PyAny>,
+        activation: &str,
     ) -> PyResult<()> {
-        multiply_gated(py, threads, [&gate.weight, &self.weight], (rows, out))
+        let gate = (&gate.weight, activation);
+        multiply_gated(py, threads, gate, &self.weight, (rows, out))
     }
 }
 

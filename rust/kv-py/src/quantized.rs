@@ -154,7 +154,11 @@ impl QuantizedWeight {
         multiply(py, threads, &self.weight, (rows, out), bias)
     }
 
-    /// Writes `silu(rows * gate) * (rows * weight)` to `out`, for a gate of the same shape. Both products are float32.
+    /// Writes `activation(rows * gate) * (rows * weight)` to `out`, for a gate of the same shape. Both products are float32.
+    /// `activation` is "silu" or "gelu_tanh".
+    ///
+    /// Raises `ValueError` for other activations.
+    #[pyo3(signature = (threads, rows, gate, out, activation = "silu"))]
     fn multiply_gated(
         &self,
         py: Python<'_>,
@@ -162,8 +166,10 @@ impl QuantizedWeight {
         rows: &Bound<'_, PyAny>,
         gate: &QuantizedWeight,
         out: &Bound<'_, PyAny>,
+        activation: &str,
     ) -> PyResult<()> {
-        multiply_gated(py, threads, [&gate.weight, &self.weight], (rows, out))
+        let gate = (&gate.weight, activation);
+        multiply_gated(py, threads, gate, &self.weight, (rows, out))
     }
 }
 

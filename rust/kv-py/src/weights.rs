@@ -1,7 +1,8 @@
 //! Products of rows with the weight of a linear layer, in floats or in few bits: the arrays of both are checked here.
 
-use cpu_kernels::{Attend, Attention, Error, PackedWeight, QuantizedWeight};
+use cpu_kernels::{Activation, Attend, Attention, Error, PackedWeight, QuantizedWeight};
 use pyo3::buffer::Element;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::attention::CpuAttention;
@@ -29,12 +30,12 @@ pub(crate) trait Weight: Sync {
         out: &mut [T],
     ) -> Result<(), Error>;
 
-    /// Sets `out` to the products of the rows times the SiLU of those with the gate.
+    /// Sets `out` to the products of the rows times the activations of those with the gate.
     fn multiply_gated<T: Attend>(
         &self,
         attention: &Attention,
         rows: &[T],
-        gate: &Self,
+        gate: (&Self, Activation),
         out: &mut [T],
     ) -> Result<(), Error>;
 }
@@ -64,7 +65,7 @@ impl Weight for PackedWeight {
         &self,
         attention: &Attention,
         rows: &[T],
-        gate: &Self,
+        gate: (&Self, Activation),
         out: &mut [T],
     ) -> Result<(), Error> {
         attention.gated_linear(rows, gate, self, out)
@@ -96,7 +97,7 @@ impl Weight for QuantizedWeight {
         &self,
         attention: &Attention,
         rows: &[T],
-        gate: &Self,
+        gate: (&Self, Activation),
         out: &mut [T],
     ) -> Result<(), Error> {
         attention.quantized_gated_linear(rows, gate, self, out)
@@ -128,17 +129,28 @@ pub(crate) fn multiply(
     }
 }
 
-/// [`Weight::multiply_gated`] with such arrays.
+/// [`Weight::multiply_gated`] with such arrays, and the name of an activation.
 pub(crate) fn multiply_gated<W: Weight>(
     py: Python<'_>,
     threads: &CpuAttention,
-    [gate, up]: [&W; 2],
+    (gate, activation): (&W, &str),
+    up: &W,
     arrays: Arrays<'_, '_>,
 ) -> PyResult<()> {
+    let gate = (gate, activation_of(activation)?);
     match is_of::<u16>(arrays.0) {
-        true => multiply_gated_as::<u16, _>(py, threads, [gate, up], arrays),
-        false => multiply_gated_as::<f32, _>(py, threads, [gate, up], arrays),
+        true => multiply_gated_as::<u16, _>(py, threads, gate, up, arrays),
+        false => multiply_gated_as::<f32, _>(py, threads, gate, up, arrays),
     }
+}
+
+fn activation_of(name: &str) -> PyResult<Activation> {
+    let mut all = Activation::ALL.into_iter();
+    all.find(|activation| activation.name() == name)
+        .ok_or_else(|| {
+            let known = Activation::ALL.map(Activation::name);
+            PyValueError::new_err(format!("activation is {name:?}, not one of {known:?}"))
+        })
 }
 
 fn gather_as<T: Element + Attend>(
@@ -186,7 +198,8 @@ fn multiply_as<T: Element + Attend, W: Weight>(
 fn multiply_gated_as<T: Element + Attend, W: Weight>(
     py: Python<'_>,
     threads: &CpuAttention,
-    [gate, up]: [&W; 2],
+    gate: (&W, Activation),
+    up: &W,
     (rows, out): Arrays<'_, '_>,
 ) -> PyResult<()> {
     let (rows, mut out) = (array::<T>("rows", rows, 2)?, writable::<T>("out", out, 2)?);

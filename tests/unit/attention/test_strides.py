@@ -161,7 +161,7 @@ def test_products_give_the_strides_that_their_fakes_promise(
         ours = torch.ops.pyengine
         calls = [
             (ours.prepacked_linear.default, (rows, up.number, 48)),
-            (ours.prepacked_gated.default, (rows, up.number, gate.number, 48)),
+            (ours.prepacked_gated.default, (rows, up.number, gate.number, "gelu_tanh", 48)),
             (ours.kept.default, (rows,)),
         ]
         for operator, arguments in calls:

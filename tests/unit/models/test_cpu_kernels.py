@@ -1,11 +1,13 @@
 """The Rust kernel's products: near the exact ones, and the same bits in every batch."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
 
 from pyengine.kv_cache import BufferError, ConfigError, CpuAttention, PackedWeight
-from pyengine.models.cpu_kernels import KernelProduct, kernel_supports
+from pyengine.models.cpu_kernels import Activation, KernelProduct, activated, kernel_supports
 from pyengine.utils.openmp import torch_threads
 
 pytestmark = pytest.mark.levels
@@ -74,13 +76,14 @@ def test_rows_may_lie_in_any_way_and_have_any_shape():
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_gated_product_is_that_of_both(bias, dtype):
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_a_gated_product_is_that_of_both(activation, bias, dtype):
     up, gate = product(40, 30, dtype, bias=bias), product(40, 30, dtype)
     rows = (3 * torch.randn(5, 40)).to(dtype)
-    expected = torch.nn.functional.silu(gate.multiply(rows)) * up.multiply(rows)
+    expected = activated(gate.multiply(rows), activation) * up.multiply(rows)
     # Here bfloat16 is rounded three times, in the kernel once.
     bounds = {"rtol": 2**-5, "atol": 1e-3} if dtype == torch.bfloat16 else {}
-    torch.testing.assert_close(up.multiply_gated(rows, gate), expected, **bounds)
+    torch.testing.assert_close(up.multiply_gated(rows, gate, activation), expected, **bounds)
 
 
 def test_a_weight_that_wants_a_gradient_is_taken_as_it_is():
@@ -119,6 +122,8 @@ def test_what_does_not_fit_is_refused_and_nothing_written():
     for gate, *wrong in ((other, rows, out), (weight, rows[:3], out), (weight, rows, rows)):
         with pytest.raises(BufferError):
             weight.multiply_gated(threads, wrong[0], gate, wrong[1])
+    with pytest.raises(ValueError, match=r'activation is "relu", not one of .*"gelu_tanh"'):
+        weight.multiply_gated(threads, rows, weight, out, "relu")
     assert (out == 7).all()
     for shape in ((0, 3), (3, 0)):
         with pytest.raises(ConfigError):

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 
-from pyengine.models.cpu_kernels import fuse_norms, instructions_of, kernel_supports
+from pyengine.models.cpu_kernels import KernelProduct, fuse_norms, instructions_of, kernel_supports
 from pyengine.models.decoder_layer import shorten_layers
-from pyengine.models.linear import prepack_linears
+from pyengine.models.linear import ATTENTION, concatenated, prepack_linears
+from pyengine.models.quantized_linear import replace_by_products
 from pyengine.models.rotary import take_over_rotations
 from tests.unit.executor.hand_made import PagedRun, random_model
 from tests.unit.models.test_rotary import logits, random_norms
@@ -41,6 +43,24 @@ def prepared(family: str, **settings):
 @pytest.mark.parametrize("name", SHORT)
 def test_the_bits_are_the_same(name):
     model, run = prepared(name.split()[0], **SHORT[name])
+    expected = logits(run)
+    assert shorten_layers(model) == model.config.num_hidden_layers
+    assert torch.equal(logits(PagedRun(model)), expected)
+
+
+@pytest.mark.parametrize("alone", ATTENTION)
+def test_two_of_three_projections_may_be_one_product(alone):
+    model = random_model("gemma3_text", sliding_window=6)
+    fuse_norms(model)
+    lone = {layer for name, layer in model.named_modules() if name.endswith(alone)}
+    replace_by_products(
+        model,
+        lambda layer: type(layer) is nn.Linear,
+        lambda linears: KernelProduct(concatenated(linears).weight),
+        lambda linear: linear in lone,
+    )
+    run = PagedRun(model)
+    take_over_rotations(model)
     expected = logits(run)
     assert shorten_layers(model) == model.config.num_hidden_layers
     assert torch.equal(logits(PagedRun(model)), expected)

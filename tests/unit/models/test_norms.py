@@ -41,21 +41,22 @@ def test_it_computes_what_the_norm_does_that_it_replaces(size, rows, dtype, erro
 
 
 @pytest.mark.parametrize("size", [1, 16, 577])
-def test_gemmas_weights_are_differences_from_one(size):
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)], ids=str
+)
+def test_gemmas_weights_are_differences_from_one(size, dtype, error):
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
     torch.manual_seed(0)
     norm: Any = Gemma3RMSNorm(size)
     nn.init.normal_(norm.weight)
-    states = torch.randn(7, size)
+    norm, states = norm.to(dtype), torch.randn(7, size).to(dtype)
     with torch.inference_mode():
         found, expected = FusedRMSNorm(norm, CpuAttention(2), offset=1.0)(states), norm(states)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-
-
-def test_gemmas_norms_stay_in_bfloat16():
-    model: Any = random_model("gemma2", num_hidden_layers=2).bfloat16()
-    assert fuse_norms(model) == 0
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=error)
+    if dtype == torch.bfloat16:  # it is rounded once, after the product
+        assert (found != expected).float().mean() <= 0.005
 
 
 def test_a_row_has_the_same_bits_among_others():
@@ -97,6 +98,7 @@ def test_arrays_that_do_not_fit_are_refused():
         (rows, weight, out[:1]),
         (rows[:, :2].copy(), weight, out),
         (rows, weight.astype("float64"), out),
+        (rows, weight.astype("uint16"), out),
         (rows, weight, rows),
     ):
         with pytest.raises(BufferError):
