@@ -26,10 +26,19 @@ impl Activation {
     /// Multiplies each number with the activation of its gate; numbers without a gate stay.
     #[inline(always)]
     pub(crate) fn apply(self, numbers: &mut [f32], gates: &[f32]) {
+        // Loops, since a closure is compiled without the instructions of the level.
         let pairs = numbers.iter_mut().zip(gates);
         match self {
-            Self::Silu => pairs.for_each(|(number, &gate)| *number *= silu(gate)),
-            Self::GeluTanh => pairs.for_each(|(number, &gate)| *number *= gelu_tanh(gate)),
+            Self::Silu => {
+                for (number, &gate) in pairs {
+                    *number *= silu(gate);
+                }
+            }
+            Self::GeluTanh => {
+                for (number, &gate) in pairs {
+                    *number *= gelu_tanh(gate);
+                }
+            }
         }
     }
 }
