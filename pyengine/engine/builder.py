@@ -43,7 +43,7 @@ from pyengine.kv_cache import BlockManager, ConfigError, KVStore, StoreError, kv
 from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.memory import available_memory
 from pyengine.kv_cache.pool import KVPool, PoolSettings, resolve_kv_cache_dtype
-from pyengine.models.cpu_kernels import fuse_norms
+from pyengine.models.cpu_kernels import fuse_norms, reuse_logits
 from pyengine.models.decoder_layer import shorten_layers
 from pyengine.models.grouped_experts import use_grouped_experts
 from pyengine.models.linear import can_prepack, fuse_linears, prepack_linears
@@ -477,6 +477,7 @@ def _runner(
             prepack_linears(loaded.mtp_layers.layers, products)
     elif loaded.device.type == "cuda":
         _arrange_for_cuda(loaded)
+    reuse_logits(loaded.model)
     recorder = _recorder(settings, loaded, backend)
     runner = ModelRunner(loaded, pool, backend, limits, record=recorder)
     runner.take_over_rotations()

@@ -4,9 +4,11 @@ A product holds one weight, laid out once, with its bias. It also computes what 
 is in the processor's cache: the activation of a gate, and the gate times what it lets through.
 """
 
+from collections.abc import Callable
 from functools import cache
 from inspect import unwrap
 from typing import Any, Literal
+from weakref import ref
 
 import numpy.typing as npt
 import torch
@@ -27,6 +29,7 @@ FORMATS = (torch.float32, torch.bfloat16)
 """Of weights that oneDNN and the Rust kernel multiply by, and of norms that the latter computes."""
 
 _PACKED_FOR = 32  # rows for which oneDNN lays weights out
+_REUSED = 64 << 20  # bytes of results that are kept: 64 rows of 262,144 logits in float32
 
 
 class OneDNNProduct:
@@ -66,6 +69,9 @@ class KernelProduct:
 
     A row has the same bits in every batch. Sums are float32.
     """
+
+    results: "ReusedMemory | None" = None
+    """Where the results of `multiply` are; None: in new memory."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._packed: Any = PackedWeight(cpu_array(weight.detach().contiguous()))
@@ -123,7 +129,44 @@ class KernelProduct:
         """Rows `[T, in_features]`, and memory for their products."""
         out_features, in_features = self.weight.shape
         flat = rows.detach().reshape(-1, in_features).contiguous()
-        return flat, flat.new_empty(flat.shape[0], out_features)
+        shape = flat.shape[0], out_features
+        if self.results is None:
+            return flat, flat.new_empty(shape)
+        return flat, self.results.empty(shape, flat.dtype)
+
+
+class ReusedMemory:
+    """Memory of large results, used again once no tensor holds the last one.
+
+    glibc places smaller tensors in the memory of freed logits. Then those of the next step, or of
+    another number of rows, no longer fit there, and its heaps grow. Pages are allocated when they
+    are first written, so this takes the memory of the largest batch so far.
+    """
+
+    def __init__(self) -> None:
+        self._memory: npt.NDArray[Any] | None = None
+        self._last: Callable[[], object] = lambda: None
+
+    def empty(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor."""
+        num_bytes = shape[0] * shape[1] * dtype.itemsize
+        if num_bytes > _REUSED:
+            return torch.empty(shape, dtype=dtype)
+        if self._memory is None or self._last() is not None:
+            self._memory = torch.empty(_REUSED, dtype=torch.uint8).numpy()
+        used = self._memory[:num_bytes]
+        self._last = ref(used)  # tensors over it hold it
+        return torch.from_numpy(used).view(dtype).view(shape)
+
+
+def reuse_logits(model: Any) -> None:
+    """Let the head of `model` write all logits into the same memory, if a Rust kernel multiplies.
+
+    Logits of the last step that are still in use keep theirs.
+    """
+    product = getattr(model.get_output_embeddings(), "product", None)
+    if isinstance(product, KernelProduct):
+        product.results = ReusedMemory()
 
 
 class Float8Product(KernelProduct):

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from pyengine.kv_cache import BufferError, ConfigError, CpuAttention, PackedWeight
-from pyengine.models.cpu_kernels import Activation, KernelProduct, activated, kernel_supports
+from pyengine.models import cpu_kernels
+from pyengine.models.cpu_kernels import (
+    Activation,
+    KernelProduct,
+    ReusedMemory,
+    activated,
+    kernel_supports,
+)
 from pyengine.utils.openmp import torch_threads
 
 pytestmark = pytest.mark.levels
@@ -44,6 +51,35 @@ def test_a_float32_weight_of_bfloat16_numbers_has_the_bits_of_one_that_is_not():
     weight, rows = torch.randn(40, 77).bfloat16().float(), torch.randn(9, 77)
     whole = KernelProduct(torch.cat([weight, torch.full((1, 77), 0.1)]))
     assert torch.equal(KernelProduct(weight).multiply(rows), whole.multiply(rows)[:, :40])
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_memory_of_results_is_reused_once_no_tensor_holds_it(dtype):
+    plain, reusing = product(24, 17, dtype), product(24, 17, dtype)
+    reusing.results = ReusedMemory()
+    rows = torch.randn(9, 24).to(dtype)
+    first = reusing.multiply(rows[None])
+    assert torch.equal(first, plain.multiply(rows[None]))
+    place, held = first.data_ptr(), first[0, 3:]
+    del first
+    second = reusing.multiply(rows[:2])
+    assert torch.equal(held, plain.multiply(rows)[3:])
+    assert torch.equal(second, plain.multiply(rows[:2]))
+    del held, second
+    free = reusing.multiply(rows).data_ptr()
+    assert free != place
+    assert reusing.multiply(rows[:1]).data_ptr() == free
+
+
+def test_results_beyond_the_memory_that_is_kept_have_their_own(monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "_REUSED", 2 * 17 * 4)
+    memory = ReusedMemory()
+    kept = memory.empty((2, 17), torch.float32)
+    place = kept.data_ptr()
+    large = memory.empty((3, 17), torch.float32)
+    assert large.shape == (3, 17)
+    del kept, large
+    assert memory.empty((2, 17), torch.float32).data_ptr() == place
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
