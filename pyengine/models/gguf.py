@@ -32,6 +32,8 @@ from pyengine.utils.packaging import needs_engine_extra
 
 CONVERSION_VERSION = 1
 """Part of the name of every converted folder: raise it when the conversion changes."""
+_DESCRIPTION_VERSION = 2
+"""The same for folders of `described_gguf`."""
 
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NUM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -63,7 +65,7 @@ def described_gguf(path: Path, header: GGUFHeader) -> Path:
 
     A damaged folder is made again. Raises `ModelLoadError` as `converted_gguf` does.
     """
-    target = cache_root() / "gguf" / _cache_name(path)
+    target = cache_root() / "gguf" / f"{_cache_name(path)}-v{_DESCRIPTION_VERSION}"
     if target.is_dir() and not _has_description(target):
         with load_errors(f"{target} is damaged and cannot be removed", way_out="; delete it"):
             discard(target)
@@ -75,8 +77,30 @@ def described_gguf(path: Path, header: GGUFHeader) -> Path:
             with load_errors(f"{path} cannot be described in {folder.parent}", way_out=way_out):
                 config.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
+                _make_tokenizer_plain(folder)
 
     return build_once(target, build, num_bytes=header.num_bytes)
+
+
+def _make_tokenizer_plain(folder: Path) -> None:
+    """Let `load_tokenizer` load the same tokenizer by transformers' plain class.
+
+    Classes of families build it from Python's lists of all tokens and merges, and keep these. Added
+    tokens are in the configuration, else transformers parses the tokenizer's file for them, too.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    added = tokenizer.added_tokens_decoder
+    plain = {
+        "tokenizer_class": PreTrainedTokenizerFast.__name__,
+        "added_tokens_decoder": {number: added[number].__getstate__() for number in added},
+    }
+    path.write_text(json.dumps(read_json(path) | plain, indent=2))
 
 
 @contextmanager

@@ -322,7 +322,8 @@ def _loaded(
     source: ModelSource, model: Any, device: torch.device, choice: DtypeChoice
 ) -> LoadedModel:
     """A model with its tokenizer and its limits."""
-    folder, tokenizer = source.folder, load_tokenizer(source.folder)
+    folder = source.folder
+    tokenizer = load_tokenizer(folder, is_described=source.gguf is not None)
     text = model.config.get_text_config()
     return LoadedModel(
         model=model,
@@ -482,12 +483,15 @@ def _refuse_unpageable(model: Any, folder: Path) -> None:
         )
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in `folder`, or None without one."""
+def load_tokenizer(folder: Path, *, is_described: bool = False) -> Any:
+    """The tokenizer in `folder`, or None without one.
+
+    Folders of `described_gguf` need no class of a family: loading takes less time and memory.
+    """
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     import transformers
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = folder / "tokenizer_config.json"
     settings = read_json(path)
@@ -495,8 +499,11 @@ def load_tokenizer(folder: Path) -> Any:
         named = str(settings.get("tokenizer_class")).removesuffix("Fast")
         if not (hasattr(transformers, named) or hasattr(transformers, f"{named}Fast")):
             raise remote_code(path, asked)
+    plain = PreTrainedTokenizerFast.__name__
+    is_plain = is_described and settings.get("tokenizer_class") == plain
+    kind: Any = PreTrainedTokenizerFast if is_plain else AutoTokenizer
     with load_errors(f"the tokenizer in {folder} could not be loaded"):
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer: Any = kind.from_pretrained(folder, trust_remote_code=False)
         wanted = sorted({*(tokenizer.vocab_files_names or {}).values()})
         if wanted and not any((folder / name).is_file() for name in (*wanted, "tekken.json")):
             raise ModelLoadError(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from pyengine.errors import ModelLoadError
 from pyengine.models import gguf_weights
@@ -79,6 +80,26 @@ def test_a_model_is_that_of_the_converted_file(tmp_path, architecture, kind, hid
     assert loaded.eos_token_ids == plain.eos_token_ids
     assert loaded.max_model_len == plain.max_model_len
     assert loaded.tokenizer.get_vocab() == plain.tokenizer.get_vocab()
+
+
+BY_NAME = [{"name": name, "template": f"{name} abc"} for name in ("default", "rag")]
+
+
+@pytest.mark.parametrize("template", [None, "{{ 'abc' }}", BY_NAME])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3"])
+def test_the_tokenizer_is_that_of_the_converted_file_without_lists(
+    tmp_path, architecture, template
+):
+    path = tmp_path / "tiny.gguf"
+    write_tiny_gguf(path, architecture=architecture, kind="Q8_0", hidden=32, template=template)
+    ours, theirs = kept(path).tokenizer, load_model(path, device="cpu").tokenizer
+    assert type(ours) is PreTrainedTokenizerFast
+    assert "_merges" not in vars(ours)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.added_tokens_decoder == theirs.added_tokens_decoder
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.chat_template == theirs.chat_template
+    assert ours.encode("abc<|im_end|>ba") == theirs.encode("abc<|im_end|>ba")
 
 
 @torch.no_grad()
@@ -335,5 +356,5 @@ def test_header_bytes_are_never_mapped(tmp_path, monkeypatch):
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", noted)
     resolve_source(path, keep_quantized=True)
-    assert len(folders) == 1 and not folders[0].exists()
-    assert folders[0] != path.parent
+    assert not folders[0].exists()
+    assert path.parent not in folders
