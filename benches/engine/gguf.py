@@ -172,7 +172,7 @@ def make_random(path: Path, layers: int) -> None:
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(vocab_size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{number}" for number in range(vocab_size)])
+    writer.add_token_list(["t", "0", *(f"t{number}" for number in range(vocab_size - 2))])
     writer.add_token_types([1] * vocab_size)
     writer.add_token_merges(["t 0"])
     shapes = {"token_embd": (vocab_size, hidden), "output": (vocab_size, hidden)}
