@@ -475,9 +475,9 @@ def _runner(
         prepack_linears(loaded.model, products)
         if loaded.mtp_layers is not None:
             prepack_linears(loaded.mtp_layers.layers, products)
+        reuse_logits(loaded.model)
     elif loaded.device.type == "cuda":
         _arrange_for_cuda(loaded)
-    reuse_logits(loaded.model)
     recorder = _recorder(settings, loaded, backend)
     runner = ModelRunner(loaded, pool, backend, limits, record=recorder)
     runner.take_over_rotations()
