@@ -148,6 +148,7 @@ class FakeEngine:
     def describe(self) -> Mapping[str, object]:
         return {
             "versions": {"torch": "2"},
+            "model": "owner/fake",
             "device": "cpu",
             "attention": {"backend": "gather", "reason": "the device is a CPU"},
         }
