@@ -53,6 +53,7 @@ def child(model: str, backend: Any, threads: int) -> None:
     llm = LLM(
         model or None,
         dtype="float32",
+        quantization="none",
         num_blocks=512,
         max_num_seqs=max(ROWS),
         max_model_len=128,

@@ -267,8 +267,8 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, stack: ExitStack) -> None:
     """Run, print, and write the figures down."""
-    shared: dict[str, Any] = {"device": "cpu", "dtype": options.dtype, "num_blocks": 4000}
-    shared |= {"num_speculative_tokens": DRAFTS}
+    shared: dict[str, Any] = {"device": "cpu", "dtype": options.dtype, "quantization": "none"}
+    shared |= {"num_blocks": 4000, "num_speculative_tokens": DRAFTS}
     drafting: dict[str, Any] = {PLAIN: None, NGRAM: "ngram", SUFFIX: "suffix"}
     llms = {name: LLM(**shared, speculation=item) for name, item in drafting.items()}
     model = None if options.no_transformers else reference(llms[PLAIN], options.dtype)

@@ -7,7 +7,7 @@ measured first; the verdict is how near the engine comes to them.
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from math import prod
@@ -239,7 +239,7 @@ def _late(times: Sequence[float]) -> float:
 def measure_speed(engine: Engine) -> Speed:
     """Measure decoding and prompts of one sequence: the fastest of several rounds each."""
     width = 4 if str(engine.describe()["dtype"]) == "float32" else 2
-    weights, weight_bytes = _weights_of_a_token(engine.model_path, width)
+    weights, weight_bytes = _weights_of_a_token(engine, width)
     warm = _answer(engine, 32, 4)
     length = _fitting(32 / _prefill_seconds(warm), most=LONGEST_PROMPT)
     count = _fitting(1 / _decode_seconds(warm), most=LONGEST_ANSWER)
@@ -248,32 +248,39 @@ def measure_speed(engine: Engine) -> Speed:
     return Speed(1 / min(decodes), length / min(prompts), weights, weight_bytes)
 
 
-def _weights_of_a_token(path: Path, width: int) -> tuple[int, int]:
-    """The number of weights that a token reads, and their bytes: of a GGUF file, or a folder.
+def _weights_of_a_token(engine: Engine, width: int) -> tuple[int, int]:
+    """The number of weights that a token reads, and their bytes, from a GGUF file or a folder.
 
     `width` is the bytes of a weight in a folder.
     """
     with held_interrupt(), libraries():
         from pyengine.models.checkpoint_files import check_weights
         from pyengine.models.gguf_header import read_header
+    path = engine.model_path
     if path.is_file():
         tensors = {tensor.name: tensor for tensor in read_header(path).tensors}
+        _refuse_experts(engine, tensors)
         if "output.weight" in tensors:
             del tensors["token_embd.weight"]
         count = sum(tensor.num_elements for tensor in tensors.values())
         return count, sum(tensor.num_bytes for tensor in tensors.values())
     headers = check_weights(path).tensors
-    if any(".experts." in name for name in headers):
-        raise InvalidRequestError(
-            f"{path.name} is a mixture of experts: a token does not read all weights. "
-            "Give another model"
-        )
+    _refuse_experts(engine, headers)
     weights = sum(
         prod(header.shape)
         for name, header in headers.items()
         if "embed_tokens" not in name or "lm_head.weight" not in headers
     )
     return weights, weights * width
+
+
+def _refuse_experts(engine: Engine, names: Iterable[str]) -> None:
+    """Raise `InvalidRequestError` if tensors of these names belong to experts."""
+    if any(".experts." in name or "_exps." in name for name in names):
+        raise InvalidRequestError(
+            f"{engine.describe()['model']} is a mixture of experts: a token does not read all "
+            "weights. Give another model"
+        )
 
 
 def _fitting(rate: float, *, most: int) -> int:

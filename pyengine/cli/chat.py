@@ -28,13 +28,13 @@ def chat(
     engine = factory_of(context)(settings)
     if getattr(engine.tokenizer, "chat_template", None) is None:
         raise InvalidRequestError(
-            f"{engine.model_path} has no chat template; use `pyengine generate --raw`"
+            f"{engine.describe()['model']} has no chat template; use `pyengine generate --raw`"
         )
     _converse(engine, params, [{"role": "system", "content": system}] if system else [])
 
 
 def _converse(engine: Engine, params: SamplingParams, opening: list[Message]) -> None:
-    note(f"{engine.model_path.name}: {HELP}", dim=True)
+    note(f"{engine.describe()['model']}: {HELP}", dim=True)
     messages = list(opening)
     while (line := _ask()) is not None:
         match line.strip():

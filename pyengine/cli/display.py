@@ -96,6 +96,9 @@ def _flatten(rows: Mapping[str, object]) -> Iterator[tuple[str, object]]:
             yield name, value
 
 
+_TOKENS = ("prompt", "cached", "restored", "new", "decoded")
+
+
 @dataclass
 class Meter:
     """Measures a run: counters from before it, tokens and times of its results.
@@ -108,9 +111,7 @@ class Meter:
     engine: Engine
     counters: Mapping[str, int]
     num_drafts: int
-    tokens: dict[str, int] = field(
-        default_factory=lambda: {"prompt": 0, "cached": 0, "new": 0, "decoded": 0}, init=False
-    )
+    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_TOKENS, 0), init=False)
     decoding: list[tuple[float, float]] = field(default_factory=list, init=False)
     """Times of the first and the last token of each result."""
 
@@ -124,6 +125,7 @@ class Meter:
         """Count a finished or interrupted result."""
         self.tokens["prompt"] += len(result.prompt_token_ids)
         self.tokens["cached"] += result.num_cached_tokens
+        self.tokens["restored"] += result.num_restored_tokens
         num_new = [len(out.token_ids) for out in result.outputs]
         self.tokens["new"] += sum(num_new)
         first, last = result.metrics.first_token_time, result.metrics.finished_time
@@ -135,8 +137,9 @@ class Meter:
         """The summary line."""
         stats, tokens = self.engine.stats(), self.tokens
         blocks = {name: stats.counters[name] - before for name, before in self.counters.items()}
+        restored = f", {tokens['restored']} of them restored" if tokens["restored"] else ""
         parts = [
-            f"{tokens['prompt']} prompt tokens ({tokens['cached']} cached)",
+            f"{tokens['prompt']} prompt tokens ({tokens['cached']} cached{restored})",
             f"{tokens['new']} new tokens",
             *self._rate(),
             f"{blocks['allocated_blocks']} blocks used",

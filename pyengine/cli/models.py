@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ import typer
 from pyengine.cli.backend import held_interrupt, libraries
 from pyengine.cli.display import note, size_text, wrapped, write
 from pyengine.cli.options import guarded
-from pyengine.errors import PyEngineError
+from pyengine.errors import ModelLoadError, PyEngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ def list_models(
         with held_interrupt(), libraries():
             from pyengine.models.checkpoint_files import cache_root
         models = sorted(
-            [*_of_the_hub(), *_converted(cache_root() / "models")], key=lambda each: each.name
+            [*_embedded(), *_of_the_hub(), *_converted(cache_root() / "models")],
+            key=lambda each: each.name,
         )
         if as_json:
             write(json.dumps([asdict(each) for each in models], indent=2) + "\n")
@@ -71,6 +73,15 @@ def list_models(
             state += "; the default" if each.is_default else ""
             write(f"{each.name:<{width}}  {size_text(each.size):>10}  ")
             write(wrapped(state, indent=4) + "\n")
+
+
+def _embedded() -> Iterator[LocalModel]:
+    """The default model, if its wheel is installed."""
+    from pyengine.models.source import embedded_gguf
+
+    with suppress(ModelLoadError):
+        file = embedded_gguf()
+        yield LocalModel(str(file), str(file), file.stat().st_size, None, is_default=True)
 
 
 def _of_the_hub() -> Iterator[LocalModel]:
@@ -91,13 +102,10 @@ def _of_the_hub() -> Iterator[LocalModel]:
 
 
 def _converted(root: Path) -> Iterator[LocalModel]:
-    """Models that were converted from GGUF files, the default model among them."""
-    from pyengine.models.source import EMBEDDED_NAME
-
+    """Models that were converted from GGUF files."""
     for config in sorted(root.glob("*/config.json")):
         folder = config.parent
-        is_default = folder.name.startswith(f"{EMBEDDED_NAME}-")
-        yield LocalModel(str(folder), str(folder), _size(folder), _refusal(folder), is_default)
+        yield LocalModel(str(folder), str(folder), _size(folder), _refusal(folder))
 
 
 def _refusal(folder: Path) -> str | None:

@@ -66,6 +66,7 @@ _log = logging.getLogger(__name__)
 
 _SOME_BLOCK_SIZE = 16  # for checks of settings, before the backend has chosen a block size
 _DISK_BYTES = 20 << 30  # the size of a store, if nothing sets it
+_LEAST_DISK_BYTES = 64 << 20  # four segments of a store
 _CLOSE_SECONDS = 5
 """For a store to close, if the engine cannot be built. Nothing is queued then."""
 _QUEUE_BYTES = 256 << 20  # of a store in memory, at most, for blocks that wait to be written
@@ -259,10 +260,15 @@ def _open_store(settings: EngineSettings) -> KVStore | None:
         return _host_store(settings.kv_cache_host_memory, resolve_device(settings.device))
     if settings.kv_cache_dir is None:
         return None
+    num_bytes = settings.kv_cache_disk or _DISK_BYTES
+    if num_bytes < _LEAST_DISK_BYTES:
+        raise ConfigurationError(
+            f"kv_cache_disk={num_bytes}: a folder needs at least {_LEAST_DISK_BYTES} bytes (64 MiB)"
+        )
     try:
         return KVStore(
             settings.kv_cache_dir,
-            max_bytes=settings.kv_cache_disk or _DISK_BYTES,
+            max_bytes=num_bytes,
             auth_key=store_key(),
         )
     except StoreError as error:

@@ -477,11 +477,14 @@ class KVOffloader:
         }
 
     def _check_store(self) -> None:
-        """Log what the store has to say; a reader follows the writer."""
-        for notice in self._store.take_notices():
-            _log.warning("%s", notice)
+        """Log the store's notices; a reader follows the writer."""
+        self._log_notices()
         if not self._store.is_writer and self._work.empty():
             self._work.put(self._store.refresh)
+
+    def _log_notices(self) -> None:
+        for notice in self._store.take_notices():
+            _log.warning("%s", notice)
 
     def stats(self) -> dict[str, float]:
         """`COUNTERS` and `STORE_COUNTERS`, each by its name, and `restore_cost`."""
@@ -513,6 +516,9 @@ class KVOffloader:
         self._work.put(None)
         self._threads[1].join(timeout)
         self.stats()
+        with suppress(StoreError):  # it is closed
+            self._store.flush(max(0.0, deadline - monotonic()))
+            self._log_notices()
         return self._store.close(max(0.0, deadline - monotonic()))
 
 

@@ -87,8 +87,9 @@ def write_task(path: Path, data: Path, **fields: Any) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
+    """The embedded model with float weights, which transformers loads, too."""
     with (
-        AsyncEngine(dtype="float32", num_blocks=1024) as engine,
+        AsyncEngine(dtype="float32", quantization="none", num_blocks=1024) as engine,
         RunningServer(engine, log_format="none") as server,
     ):
         yield server
@@ -161,7 +162,7 @@ def test_log_probabilities_are_those_of_the_model_and_come_from_the_cache(suite:
     assert computed < 0.05 * total
 
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-    with LLM(dtype="float32", num_blocks=1024) as llm:
+    with LLM(dtype="float32", quantization="none", num_blocks=1024) as llm:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in whole], params, use_tqdm=False)
     model = AutoModelForCausalLM.from_pretrained(
         suite.server.engine.model_path, dtype=torch.float32
@@ -203,7 +204,7 @@ def test_five_stop_strings(model: str, suite: Suite) -> None:
     said = [sample["resps"][0][0] for sample in samples]
     known = STOPS[:4] if "chat" in model else STOPS
     assert not any(stop in text for text in said for stop in known)
-    with LLM(dtype="float32", num_blocks=512) as llm:
+    with LLM(dtype="float32", quantization="none", num_blocks=512) as llm:
         params = SamplingParams(temperature=0, max_tokens=48, stop=list(known))
         asked = [sample["doc"]["question"] for sample in samples]
         if "chat" in model:

@@ -29,6 +29,8 @@ pytestmark = [
 ]
 STATES = ("free", "evictable", "active", "pinned", "loading")
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=60)
+FIRST_REQUEST = """id =>
+    document.querySelector("#requests tr[aria-rowindex='2'] td")?.innerText === id"""
 SHOWN = """() => ({
     frame: document.documentElement.dataset.frame,
     states: Object.fromEntries([...document.querySelectorAll("[data-state]")].map(
@@ -285,7 +287,7 @@ def test_a_click_on_a_request_shows_where_it_left_the_cached_prefix(
 def test_it_takes_the_key_that_the_browser_asks_for_and_believes_no_id(
     chromium: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = save_small_model(tmp_path_factory.mktemp("served"))
+    folder = save_small_model(tmp_path_factory.mktemp("served"), max_position_embeddings=4096)
     nasty = "<img src=x onerror=alert(1)>"
     with open_small_engine(folder) as engine:
         app = create_app(engine, ServerSettings(api_key=("secret",), log_format="none"))
@@ -304,10 +306,9 @@ def test_it_takes_the_key_that_the_browser_asks_for_and_believes_no_id(
             errors = errors_of(page)
             page.goto(f"{served.url}/kv")
             page.wait_for_function("() => frame !== null")
-            params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=900)
+            params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=4000)
             work = served.submit(exhausted(engine.generate("once", params, nasty)))
-            page.wait_for_selector("#requests tr[aria-rowindex='2']")
-            assert page.locator("#requests tr[aria-rowindex='2'] td").first.inner_text() == nasty
+            page.wait_for_function(FIRST_REQUEST, arg=nasty)
             assert page.locator("#requests img").count() == 0
             work.cancel()
             assert errors == []

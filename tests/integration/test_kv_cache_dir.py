@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -279,7 +280,7 @@ def test_settings_that_do_not_go_together(tiny_folder: Path, tmp_path: Path) -> 
         ({"kv_cache_disk": GIB}, "kv_cache_dir"),
         ({"kv_cache_dir": folder, "enable_prefix_caching": False}, "enable_prefix_caching"),
         ({"kv_cache_dir": folder, "tensor_parallel_size": 2}, "tensor_parallel_size"),
-        ({"kv_cache_dir": folder, "kv_cache_disk": 1000}, "max_bytes"),
+        ({"kv_cache_dir": folder, "kv_cache_disk": (64 << 20) - 1}, "at least 67108864 bytes"),
         ({"kv_cache_dir": folder, "kv_cache_host_memory": GIB}, "kv_cache_host_memory"),
         ({"kv_cache_host_memory": GIB, "enable_prefix_caching": False}, "enable_prefix_caching"),
         ({"kv_cache_host_memory": GIB, "tensor_parallel_size": 2}, "tensor_parallel_size"),
@@ -287,6 +288,8 @@ def test_settings_that_do_not_go_together(tiny_folder: Path, tmp_path: Path) -> 
     ):
         assert words in refusal(tiny_folder, **settings)
     assert not folder.exists()
+    with LLM(tiny_folder, kv_cache_dir=folder, kv_cache_disk=64 << 20) as llm:
+        assert llm.describe()["kv_cache_access"] == "write"
 
 
 @pytest.mark.usefixtures("device")
@@ -331,3 +334,17 @@ def test_a_folder_that_vanishes_costs_hits_alone(tiny_folder: Path, tmp_path: Pa
             llm._manager.evict_all()
             found, restored = answer(llm, prompt)
             assert (found, restored) == (expected, 0)
+
+
+def test_what_fails_after_the_last_step_is_in_the_log(
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(offloading, "_CHECK", 1e9)  # the first step looks, and no other
+    folder = tmp_path / "kv"
+    with LLM(tiny_folder, block_size=4, kv_cache_dir=folder, kv_cache_disk=GIB) as llm:
+        shutil.rmtree(folder)
+        answer(llm, tokens(50))
+    assert sum("writing failed" in message for message in caplog.messages) == 1

@@ -53,12 +53,12 @@ pub enum OpenError {
     },
     /// The folder is a store of another format.
     #[error(
-        "{path} is a KV store of format {found:?}, this program reads format 1; name another folder"
+        "{path} is a KV store of format {found}, this program reads format 1; name another folder"
     )]
     Format {
         /// The path.
         path: PathBuf,
-        /// Text of the marker file.
+        /// Its format; the quoted text of a marker file that names none.
         found: String,
     },
     /// The folder was written with another authentication key, or without one.
@@ -166,7 +166,9 @@ impl std::fmt::Display for Notice {
             Self::LimitLowered { asked, limit } => {
                 write!(
                     f,
-                    "KV store: the disk has no space for {asked} bytes, going on with {limit}"
+                    "KV store: the disk has space for {} MiB, not for {} MiB",
+                    limit >> 20,
+                    asked >> 20
                 )
             }
             Self::WriteFailed(error) => write!(

@@ -69,9 +69,11 @@ impl Store {
             Some(text) if text.lines().nth(1) == marker.lines().nth(1) => {
                 Err(OpenError::AuthKey { path: path.clone() })
             }
-            Some(found) => Err(OpenError::Format {
+            Some(text) => Err(OpenError::Format {
                 path: path.clone(),
-                found,
+                found: (text.lines().nth(1))
+                    .and_then(|line| line.strip_prefix("format "))
+                    .map_or_else(|| format!("{text:?}"), str::to_owned),
             }),
             None if folder.is_new().map_err(io)? => Ok(false),
             None => Err(OpenError::NotAStore { path: path.clone() }),

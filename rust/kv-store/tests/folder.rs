@@ -149,9 +149,12 @@ fn other_formats_and_other_keys_are_refused() {
     fs::write(path.join("format"), marker.replace("format 1", "format 2")).unwrap();
     let error = refusal(&path, small());
     assert!(
-        error.contains("format 2") && error.contains("reads format 1"),
+        error.contains("of format 2, this program reads format 1"),
         "{error}"
     );
+    fs::write(path.join("format"), "").unwrap();
+    let error = refusal(&path, small());
+    assert!(error.contains("of format \"\", this program"), "{error}");
     let path = scratch.0.join("keyed");
     drop(Store::open(&path, with_key(Some([1; 32]))).unwrap());
     drop(Store::open(&path, with_key(Some([1; 32]))).unwrap());

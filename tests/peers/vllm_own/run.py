@@ -92,6 +92,7 @@ def install(python: Path, root: Path) -> None:
     """pytest, and torchvision for llava's images, in a separate folder."""
     site = folder_of_packages(root)
     command = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    command += ["--no-warn-conflicts"]
     command += ["--target", str(site)]
     if not (site / "pytest").exists():
         subprocess.run([*command, "pytest", "pytest-asyncio"], check=True)

@@ -13,7 +13,7 @@ from pyengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pyengine.sampling_params import SamplingParams
 
 
-def _output(prompt_ids: list[int], words: list[str], *, cached: int) -> RequestOutput:
+def make_output(prompt_ids: list[int], words: list[str], *, cached: int) -> RequestOutput:
     return RequestOutput(
         request_id="0",
         prompt=None,
@@ -113,7 +113,7 @@ class FakeEngine:
                 ids = ready[index]
                 failed = "pool full" if index in self.failing else None
                 words = [] if failed else [f"answer to {len(ids)} tokens"]
-                output = _output(ids, words, cached=self._cached(ids))
+                output = make_output(ids, words, cached=self._cached(ids))
                 yield replace(output, index=index, error=failed)
         finally:
             self.closed += 1
@@ -132,7 +132,7 @@ class FakeEngine:
                 if len(words) == self.interrupt_after:
                     raise KeyboardInterrupt
                 words.append(word)
-                yield _output(ids, words, cached=cached)
+                yield make_output(ids, words, cached=cached)
         finally:
             self.closed += 1
 
@@ -148,6 +148,7 @@ class FakeEngine:
     def describe(self) -> Mapping[str, object]:
         return {
             "versions": {"torch": "2"},
+            "model": "owner/fake",
             "device": "cpu",
             "attention": {"backend": "gather", "reason": "the device is a CPU"},
         }

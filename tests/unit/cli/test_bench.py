@@ -12,6 +12,7 @@ from pyengine.cli.bench import Limits, Speed, verdict
 from pyengine.config import EngineSettings
 from pyengine.errors import ModelLoadError
 from tests.unit.cli.fakes import FakeEngine
+from tests.unit.models.tiny_gguf import write_tiny_gguf
 
 LIMITS = Limits(bandwidth=20e9, operations=100e9, steadiness=0.95)
 SPEED = Speed(decode=50, prefill=301, weights=100_000_000, weight_bytes=200_000_000)
@@ -116,20 +117,24 @@ def test_a_model_that_is_named_has_to_be_there() -> None:
     assert result.stderr == "error: there is no model at 'x'\n"
 
 
-def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
+@pytest.mark.parametrize("name", ["snapshot", "a.gguf"])
+def test_a_mixture_of_experts_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if path.suffix == ".gguf":
+        write_tiny_gguf(path, architecture="qwen3moe", experts=4)
+    else:
+        import torch
+        from safetensors.torch import save_file
 
-    save_file(
-        {"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)},
-        tmp_path / "model.safetensors",
-    )
+        path.mkdir()
+        weights = {"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}
+        save_file(weights, path / "model.safetensors")
 
     class Experts(DescribedEngine):
         @property
         def model_path(self) -> Path:
-            return tmp_path
+            return path
 
     result = CliRunner().invoke(app, ["bench"], obj=Experts().open)
     assert result.exit_code == 2
-    assert "is a mixture of experts" in result.stderr
+    assert "a is a mixture of experts" in result.stderr

@@ -34,6 +34,11 @@ def test_earlier_turns_are_sent_again_and_found_in_the_cache() -> None:
     assert cached_per_turn(result) == [0, 3]
 
 
+def test_the_first_line_names_the_model_and_not_its_folder() -> None:
+    """The folder of a model from the hub is named after a commit."""
+    assert talk(FakeEngine()).stderr.startswith("owner/fake: /reset starts over")
+
+
 def test_a_system_message_opens_the_conversation_and_survives_reset() -> None:
     engine = FakeEngine()
     talk(engine, "one", "/reset", "two", options=("--system", "Be brief."))

@@ -1,6 +1,7 @@
 """`pyengine generate` against a fake engine: what it prints, asks, refuses."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from pyengine.cli.generate import RECORDING
 from pyengine.config import EngineSettings
 from pyengine.errors import ModelLoadError
 from pyengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from tests.unit.cli.fakes import FakeEngine
+from tests.unit.cli.fakes import FakeEngine, make_output
 
 
 def run(engine: FakeEngine, *arguments: str) -> Result:
@@ -29,6 +30,12 @@ def test_one_prompt_streams_and_closes_with_one_line_of_figures() -> None:
     assert (prompt, new) == ("4 prompt tokens (0 cached)", "4 new tokens")
     assert rate == "1.5 tok/s"  # three tokens after the first, in two seconds
     assert (used, shared, merged) == ("3 blocks used", "0 shared in flight", "2 merged")
+
+
+def test_cached_tokens_that_a_folder_kept_are_counted() -> None:
+    meter = Meter.start(FakeEngine())
+    meter.add(replace(make_output([1] * 40, ["a"], cached=32), num_restored_tokens=16))
+    assert str(meter).startswith("40 prompt tokens (32 cached, 16 of them restored) · 1 new")
 
 
 def timed(count: int, first: float | None, last: float | None) -> RequestOutput:

@@ -16,11 +16,12 @@ def run(*arguments: str) -> Result:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of an empty cache of the hub's client."""
+    """The folder of an empty cache of the hub's client. The default model is not installed."""
     folder = tmp_path / "hub"
     folder.mkdir()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
     monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "converted"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     return folder
 
 
@@ -55,11 +56,20 @@ def test_local_models_have_a_size_and_say_whether_they_run(hub: Path) -> None:
     assert "  runs\n" in shown and "does not run: " in shown
 
 
-def test_the_default_model_is_marked(hub: Path) -> None:
+def test_the_default_model_is_the_file_in_its_wheel(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its conversion, which `quantization="none"` makes, is another model."""
+    file = hub.parent / "default.gguf"
+    file.write_bytes(bytes(10))
+    monkeypatch.setattr("pyengine.models.source.embedded_gguf", lambda: file)
     folder = hub.parent / "converted/models/SmolLM2-135M-Instruct-0.1.2-v1"
     folder.mkdir(parents=True)
     save_tiny_model(folder)
-    assert "  runs; the default\n" in run("list").stdout
+    shown = run("list").stdout
+    assert "10 bytes  runs; the default\n" in shown and shown.count("the default") == 1
+    found = {each["name"]: each["is_default"] for each in json.loads(run("list", "--json").stdout)}
+    assert found == {str(file): True, str(folder): False}
 
 
 def test_no_models(hub: Path) -> None:

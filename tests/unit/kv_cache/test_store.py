@@ -422,7 +422,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "it has another format": (
         lambda path: (path / "format").write_text("pyengine kv-store\nformat 9\n") and None,
-        'is a KV store of format "pyengine kv-store\\nformat 9\\n", this program reads format 1',
+        "is a KV store of format 9, this program reads format 1",
     ),
     "its parent is not there": (
         lambda path: shutil.rmtree(path.parent),
