@@ -37,7 +37,7 @@ from pyengine.executor.memory_profile import (
     plan_cache,
 )
 from pyengine.executor.model_runner import ModelRunner, Runner
-from pyengine.executor.tensor_parallel.distributed import WorkerGroup
+from pyengine.executor.tensor_parallel.distributed import DistributedRunner, WorkerGroup
 from pyengine.executor.tensor_parallel.ranks import RunnerSetup
 from pyengine.kv_cache import BlockManager, ConfigError, KVStore, StoreError, kv_fingerprint
 from pyengine.kv_cache.layer_groups import LayerGroups
@@ -178,7 +178,8 @@ def _connect(
     if worker_group is None:
         runner: Runner = _runner(settings, loaded, choice, plan, limits, products)
     else:
-        runner = worker_group.runner(RunnerSetup(plan, choice, limits))
+        graphs = _wants_graphs(settings, loaded)
+        runner = worker_group.runner(RunnerSetup(plan, choice, limits, graphs))
     executor = _executor(settings, runner, loaded.device)
     engine = Engine(
         manager,
@@ -459,8 +460,13 @@ def _recorder(
     settings: EngineSettings, loaded: LoadedModel, backend: AttentionBackend
 ) -> CudaGraphRecorder | None:
     """The recorder of CUDA graphs; None: steps run eagerly."""
-    graphs = loaded.device.type == "cuda" and backend.supports_graphs and loaded.mtp_layers is None
-    return CudaGraphRecorder() if graphs and not settings.enforce_eager else None
+    graphs = _wants_graphs(settings, loaded) and backend.supports_graphs
+    return CudaGraphRecorder() if graphs else None
+
+
+def _wants_graphs(settings: EngineSettings, loaded: LoadedModel) -> bool:
+    on_cuda = loaded.device.type == "cuda"
+    return on_cuda and loaded.mtp_layers is None and not settings.enforce_eager
 
 
 def _runner(
@@ -605,7 +611,7 @@ def _about_linears(
 
 
 def _about_attention(choice: Choice, needs: AttentionNeeds, runner: Runner) -> dict[str, object]:
-    sizes = runner.graphs.sizes if isinstance(runner, ModelRunner) else []
+    sizes = runner.graphs.sizes if isinstance(runner, (ModelRunner, DistributedRunner)) else []
     return {
         "attention_backend": choice.backend,
         "attention_reason": choice.reason,

@@ -30,17 +30,29 @@ Record = Callable[[Compute], Compute]
 same tensor."""
 
 
-class CudaGraphRecorder:
-    """Captures CUDA graphs that share one memory pool. See `Record`."""
+Agree = Callable[[bool], bool]
+"""True if all ranks of a divided model say so; each calls it at the same places."""
 
-    def __init__(self) -> None:
+
+class CaptureFailed(RuntimeError):
+    """No rank has the graph, because one could not capture it."""
+
+
+class CudaGraphRecorder:
+    """Captures CUDA graphs that share one memory pool. See `Record`.
+
+    With `has_peers`, other threads may ask CUDA meanwhile: NCCL's looks at its events.
+    """
+
+    def __init__(self, *, has_peers: bool = False) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._errors = "thread_local" if has_peers else "global"
 
     def __call__(self, compute: Compute) -> Compute:
         """Capture `compute`."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=self._errors):
             result = compute()
 
         def replay() -> torch.Tensor:
@@ -82,8 +94,11 @@ class DecodeGraphs:
         backend: AttentionBackend,
         buffers: InputBuffers,
         null_block: int,
+        agree: Agree | None = None,
     ) -> None:
+        """With `agree`, all ranks have a graph or none; they capture at the same time."""
         self._forward = forward
+        self._agree = agree
         self._backend = backend
         self._buffers = buffers
         self._null_block = null_block
@@ -101,6 +116,8 @@ class DecodeGraphs:
 
         No capture follows one that fails: CUDA and the allocator may still be in it. The log says
         why. Steps without a graph run in the next larger one, or eagerly without one.
+
+        Raises the error of a pass without a capture if other ranks take part: they wait in it.
         """
         backend = self._backend
         is_done = self._capture_all(sizes, record, backend.graph_plan, self._graphs)
@@ -117,6 +134,8 @@ class DecodeGraphs:
             try:
                 graph = self._captured(left[-1], record, make_plan)
             except Exception as error:  # any kernel may refuse to be captured
+                if self._agree is not None and not isinstance(error, CaptureFailed):
+                    raise
                 kind = "CUDA graphs" if graphs is self._graphs else "CUDA graphs with shared blocks"
                 said = f"{type(error).__name__}: {error}"
                 _log.warning("no %s for batches of %s, %s", kind, left, said)
@@ -140,7 +159,20 @@ class DecodeGraphs:
         def compute() -> torch.Tensor:
             return logits.copy_(self._forward(inputs, plan))
 
-        return _Graph(inputs, plan, record(compute))
+        return _Graph(inputs, plan, self._recorded(record, compute))
+
+    def _recorded(self, record: Record, compute: Compute) -> Compute:
+        if self._agree is None:
+            return record(compute)
+        failure: Exception | None = None
+        try:
+            replay = record(compute)
+        except Exception as error:
+            failure = error
+        if not self._agree(failure is None):
+            said = "on another rank" if failure is None else f"{type(failure).__name__}: {failure}"
+            raise CaptureFailed(said) from failure
+        return replay
 
     def padding(self, plan: "Plan") -> Padding | None:
         """The padding of a step; None if not all of its sequences decode, or there is no graph."""

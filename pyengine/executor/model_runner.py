@@ -16,7 +16,7 @@ from pyengine.attention.dispatch import PagedContext, register_paged_attention
 from pyengine.attention.paged import on_device
 from pyengine.errors import ConfigurationError
 from pyengine.executor.compiled import CompiledForward
-from pyengine.executor.cuda_graphs import DecodeGraphs, Record, graph_sizes
+from pyengine.executor.cuda_graphs import Agree, DecodeGraphs, Record, graph_sizes
 from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
 from pyengine.executor.mtp import DraftRow, MTPLayers, MTPStep
 from pyengine.kernels import has_kernels
@@ -138,8 +138,12 @@ class ModelRunner:
         limits: RunnerLimits,
         *,
         record: Record | None = None,
+        agree: Agree | None = None,
     ) -> None:
-        """With `record`, `capture` can be called; the backend must support graphs then."""
+        """With `record`, `capture` can be called; the backend must support graphs then.
+
+        `agree` is for a divided model.
+        """
         self._model: Any = loaded.model
         self.pool = pool
         self._is_on_cuda = pool.device.type == "cuda"
@@ -159,7 +163,7 @@ class ModelRunner:
         self._record = record
         self._longest = limits.max_blocks_per_seq * size
         self._most_decodes = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-        self.graphs = DecodeGraphs(self._forward, backend, self.buffers, pool.num_blocks)
+        self.graphs = DecodeGraphs(self._forward, backend, self.buffers, pool.num_blocks, agree)
 
     def take_over_rotations(self) -> None:
         """Rotate queries and keys with the KV write, if a kernel does so and the model allows it.

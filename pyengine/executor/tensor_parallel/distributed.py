@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 from pyengine.errors import ConfigurationError, EngineDeadError, WorkerError
 from pyengine.executor.cpu_threads import compute_threads
+from pyengine.executor.cuda_graphs import DecodeGraphs
 from pyengine.executor.model_runner import Forward, ModelRunner, Plan, StepLogits
 from pyengine.executor.mtp import MTPStep
 from pyengine.executor.tensor_parallel.ranks import (
@@ -67,6 +68,7 @@ WORKER = "pyengine.executor.tensor_parallel.worker"
 """The module that a worker runs."""
 
 _ENDING_TIME = 2.0
+_DEATH_TIME = 1.0
 _CAUSE_TIME = 5.0
 
 
@@ -123,9 +125,12 @@ class Workers:
             self.close()
             raise
 
-    def check(self) -> None:
-        """Raise `EngineDeadError` if a worker has ended, or all were asked to end."""
-        if self._fate.is_over.is_set() or self._fate.is_wanted:
+    def check(self, patience: float = 0.0) -> None:
+        """Raise `EngineDeadError` if a worker has ended, or all were asked to end.
+
+        Waits up to `patience` seconds for one to end.
+        """
+        if self._fate.is_over.wait(patience) or self._fate.is_wanted:
             raise self.death()
 
     def send(self, message: RunnerSetup | bytes) -> None:
@@ -359,7 +364,11 @@ class WorkerGroup:
         """The runner of all ranks; once."""
         self._workers.send(setup)
         barrier = Barrier()
-        runner = make_runner(self.loaded, setup, barrier)
+        try:
+            runner = make_runner(self.loaded, setup, barrier)
+        except RuntimeError as error:  # what gloo raises when another rank is gone
+            self._workers.check(_DEATH_TIME)
+            raise error
         self._await()
         return DistributedRunner(self, self._workers, runner, barrier)
 
@@ -398,6 +407,11 @@ class DistributedRunner:
         self._workers = workers
         self._runner = runner
         self._barrier = barrier
+
+    @property
+    def graphs(self) -> DecodeGraphs:
+        """The graphs of rank 0; the others have the same."""
+        return self._runner.graphs
 
     def prepare(
         self,

@@ -22,8 +22,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
+from pyengine.attention.backend import AttentionBackend, AttentionPlan, GraphPlan, StepInputs
 from pyengine.attention.choice import Choice
+from pyengine.executor.cuda_graphs import CudaGraphRecorder
 from pyengine.executor.input_buffers import HostArrays, RunnerLimits
 from pyengine.executor.model_runner import ModelRunner, Plan
 from pyengine.kv_cache import SharedPrefixes, StepBuffers
@@ -61,12 +62,14 @@ class RankSetup:
 class RunnerSetup:
     """The second message: the KV cache, the attention backend and the largest step.
 
-    All ranks have the same number of blocks, each with its part of the KV heads in them.
+    All ranks have the same number of blocks, each with its part of the KV heads in them. With
+    `graphs` they capture decode steps.
     """
 
     cache: "CachePlan"
     choice: Choice
     limits: RunnerLimits
+    graphs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +210,10 @@ class Barrier:
         """This rank is not ready."""
         self._all_ready(0)
 
+    def agree(self, own: bool) -> bool:
+        """True if it is true on all ranks; between steps."""
+        return self._all_ready(int(own))
+
     def _all_ready(self, ready: int) -> bool:
         self.is_asked = False
         self._ready.fill_(ready)
@@ -215,14 +222,14 @@ class Barrier:
 
 
 class AgreedBackend(AttentionBackend):
-    """An attention backend whose plans are made on all ranks or on none.
-
-    A graph would be captured without asking the others, so it makes no plans for graphs.
+    """An attention backend whose plans are made, and those of graphs refreshed, on all ranks or on
+    none.
     """
 
     def __init__(self, backend: AttentionBackend, barrier: Barrier) -> None:
         self.name = backend.name
         self.reads_tables = backend.reads_tables
+        self.supports_graphs = backend.supports_graphs
         self._backend = backend
         self._barrier = barrier
 
@@ -232,9 +239,34 @@ class AgreedBackend(AttentionBackend):
         self._barrier.confirm()
         return plan
 
+    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
+        """Prepare a decode step that is captured on all ranks."""
+        return _AgreedGraphPlan(self._backend.graph_plan(inputs), self._barrier)
+
+
+class _AgreedGraphPlan:
+    """A plan of a graph that is replayed on all ranks or on none."""
+
+    def __init__(self, plan: GraphPlan, barrier: Barrier) -> None:
+        self._plan = plan
+        self._barrier = barrier
+        self.forward = plan.forward
+
+    def refresh(self, inputs: StepInputs) -> None:
+        """Prepare a step, and wait until all ranks have: the last thing before the replay."""
+        self._plan.refresh(inputs)
+        self._barrier.confirm()
+
 
 def make_runner(loaded: LoadedModel, setup: RunnerSetup, barrier: Barrier) -> ModelRunner:
-    """A rank's runner, over its own pool: this process's part of every block."""
+    """A rank's runner, over its own pool: this process's part of every block.
+
+    All ranks make it at the same time, and capture the same graphs.
+    """
     pool = setup.cache.pool(loaded)
     backend = AgreedBackend(setup.choice.build(pool), barrier)
-    return ModelRunner(loaded, pool, backend, setup.limits)
+    with_graphs = setup.graphs and backend.supports_graphs
+    record = CudaGraphRecorder(has_peers=True) if with_graphs else None
+    runner = ModelRunner(loaded, pool, backend, setup.limits, record=record, agree=barrier.agree)
+    runner.capture()
+    return runner
