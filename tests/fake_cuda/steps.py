@@ -1,5 +1,6 @@
 """Steps of a real runner over a device that is not there."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -192,40 +193,51 @@ class _OnDevice:
             return self._plan.forward(layer, rows, options)
 
 
-def run_compiled(capability: str, backend: str, *families: str) -> None:
+def run_compiled(capability: str, backend: str, family: str) -> None:
     """The same with compiled graphs, which steps of all sizes share.
 
     The graphs check the sizes and strides of what attention gives.
     """
-    _run_compiled(capability, backend, families)
+    _run_compiled(capability, backend, family)
 
 
-def run_compiled_in_fp8(capability: str, backend: str, *families: str) -> None:
+def run_compiled_in_fp8(capability: str, backend: str, family: str) -> None:
     """The same with weights in 8-bit floats."""
-    _run_compiled(capability, backend, families, quantises=True)
+    _run_compiled(capability, backend, family, quantises=True, lowers_flex=False)
+
+
+def run_compiled_without_flex(capability: str, backend: str, family: str) -> None:
+    """The same with FlexAttention by torch's operators."""
+    _run_compiled(capability, backend, family, lowers_flex=False)
 
 
 def _run_compiled(
-    capability: str, backend: str, families: Sequence[str], *, quantises: bool = False
+    capability: str,
+    backend: str,
+    family: str,
+    *,
+    quantises: bool = False,
+    lowers_flex: bool = True,
 ) -> None:
     major, minor = divmod(int(capability), 10)
     device = FakeCuda((major, minor))
     libraries.install(backend)
-    for family in families:
-        torch._dynamo.reset()
-        with fresh_inductor_cache(), device, kernels_warmed_up(), lowered_flex(device):
-            machine = Machine(device, family, backend, quantises=quantises)
-            compiled = CompiledOnDevice(device, machine)
-            assert compiled.lowering.num_graphs == 2, family
-            kernels = compiled.lowering.kernels
-            assert len(kernels) > 5
-            assert all(code.startswith(b"\x7fELF") for code in kernels.values())
-            machine.runner._forward.compiled = compiled  # type: ignore[assignment]
-            machine.capture()
-            device.waits.clear()
-            machine.steps()
-        assert compiled.lowering.num_graphs == 2, family
-        assert not device.waits, "\n".join([family, *device.waits])
+    attending = lowered_flex(device) if lowers_flex else uncompiled_flex()
+    with graphs_lowered_anew(), device, kernels_warmed_up(), attending as of_attention:
+        machine = Machine(device, family, backend, quantises=quantises)
+        compiled = CompiledOnDevice(device, machine)
+        assert compiled.lowering.num_graphs == 2
+        kernels = compiled.lowering.kernels
+        assert len(kernels) > 5
+        assert all(code.startswith(b"\x7fELF") for code in kernels.values())
+        machine.runner._forward.compiled = compiled  # type: ignore[assignment]
+        machine.capture()
+        device.waits.clear()
+        machine.steps()
+    assert compiled.lowering.num_graphs == 2
+    assert not device.waits, "\n".join(device.waits)
+    if backend == "flex" and of_attention is not None:
+        _check_flex(of_attention)
 
 
 def run_broken(way: str) -> None:
@@ -255,17 +267,28 @@ def run_flex(capability: str, family: str) -> None:
     """The same with FlexAttention compiled to machine code, outside of a compiled forward pass."""
     major, minor = divmod(int(capability), 10)
     device = FakeCuda((major, minor))
-    with fresh_inductor_cache(), device, kernels_warmed_up(), lowered_flex(device) as lowering:
+    with graphs_lowered_anew(), device, kernels_warmed_up(), lowered_flex(device) as lowering:
         machine = Machine(device, family, "flex")
         machine.capture()
         device.waits.clear()
         machine.steps()
     assert not device.waits, "\n".join(device.waits)
-    of_attention = {
-        graph: code for (graph, name), code in lowering.kernels.items() if "flex_attention" in name
-    }
-    assert len(of_attention) >= 2, list(lowering.kernels)  # decodes, and steps with prefills
-    assert all(code.startswith(b"\x7fELF") for code in of_attention.values())
+    _check_flex(lowering)
+
+
+def _check_flex(lowering: Lowering) -> None:
+    """It has kernels of FlexAttention for decodes, and for steps with prefills."""
+    codes = [code for (_, name), code in lowering.kernels.items() if "flex_attention" in name]
+    assert len(codes) >= 2, list(lowering.kernels)
+    assert all(code.startswith(b"\x7fELF") for code in codes)
+
+
+@contextmanager
+def graphs_lowered_anew() -> Iterator[None]:
+    """No graph comes from the compiler's cache; kernels may come from Triton's."""
+    kernels = os.environ["TRITON_CACHE_DIR"]
+    with fresh_inductor_cache(), patch.dict(os.environ, TRITON_CACHE_DIR=kernels):
+        yield
 
 
 @contextmanager

@@ -4,7 +4,6 @@ Its kernels are made and not launched. All else runs: the graphs call attention,
 and strides of what it gives.
 """
 
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,29 +13,30 @@ import torch
 from pyengine.attention import dispatch
 from pyengine.attention.backend import Rows
 from pyengine.attention.dispatch import PagedContext, running
+from tests.fake_cuda.forks import run_forked
 from tests.fake_cuda.steps import BROKEN, _attend_as_promised
 from tests.gpu.models import FAMILIES
-from tests.support.kernels import run_apart
 
 STEPS = "tests.fake_cuda.steps"
+WITH_FLEX = {"llama", "mistral", "phi3", "gemma2", "gpt_oss", "deepseek_v3"}
+"""One family for each kind of FlexAttention's kernels; other families have the same kinds."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_graphs_serve_every_step(family: str, tmp_path: Path) -> None:
+def test_two_graphs_serve_every_step(family: str) -> None:
     """A range of sizes that the compiler narrows down would be an error of the engine."""
-    run_apart(STEPS, "run_compiled", "90", "flex", family, TRITON_CACHE_DIR=str(tmp_path))
+    run = "run_compiled" if family in WITH_FLEX else "run_compiled_without_flex"
+    run_forked(STEPS, run, "90", "flex", family)
 
 
 @pytest.mark.parametrize("capability", [80, 100])
-def test_for_other_gpus(capability: int, tmp_path: Path) -> None:
-    run_apart(
-        STEPS, "run_compiled", str(capability), "flex", "llama", TRITON_CACHE_DIR=str(tmp_path)
-    )
+def test_for_other_gpus(capability: int) -> None:
+    run_forked(STEPS, "run_compiled", str(capability), "flex", "llama")
 
 
-def test_a_result_that_is_not_as_promised_is_noticed(tmp_path: Path) -> None:
+def test_a_result_that_is_not_as_promised_is_noticed() -> None:
     """In the real steps; each way by itself below."""
-    run_apart(STEPS, "run_broken", "heads first", TRITON_CACHE_DIR=str(tmp_path))
+    run_forked(STEPS, "run_broken", "heads first")
 
 
 @pytest.mark.parametrize("way", BROKEN)
@@ -62,19 +62,16 @@ def test_each_way_to_break_a_promise_is_noticed(way: str, num_tokens: int) -> No
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_with_weights_in_8_bit_floats(family: str, tmp_path: Path) -> None:
-    run_apart(*(STEPS, "run_compiled_in_fp8", "90", "flex", family), TRITON_CACHE_DIR=str(tmp_path))
+def test_with_weights_in_8_bit_floats(family: str) -> None:
+    run_forked(STEPS, "run_compiled_in_fp8", "90", "flex", family)
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "flash-attn", "varlen"])
-def test_with_other_backends(backend: str, tmp_path: Path) -> None:
-    run_apart(STEPS, "run_compiled", "90", backend, "gpt_oss", TRITON_CACHE_DIR=str(tmp_path))
+def test_with_other_backends(backend: str) -> None:
+    run_forked(STEPS, "run_compiled", "90", backend, "gpt_oss")
 
 
-@pytest.mark.parametrize(
-    ("capability", "family"),
-    [(80, "llama"), (90, "llama"), (100, "llama"), (90, "gemma2"), (90, "gpt_oss")],
-)
-def test_flex_attention_is_compiled(capability: int, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_flex_attention_is_compiled_by_itself(family: str) -> None:
     """Windows and softcaps of gemma2; heads of 64 and sinks of gpt_oss."""
-    run_apart(STEPS, "run_flex", str(capability), family, TRITON_CACHE_DIR=str(tmp_path))
+    run_forked(STEPS, "run_flex", "90", family)

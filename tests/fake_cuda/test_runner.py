@@ -6,6 +6,7 @@ the Python of flashinfer, flash-attn and torch. Their kernels check their argume
 
 import pytest
 
+from tests.fake_cuda.forks import run_forked
 from tests.fake_cuda.releases import with_newest
 from tests.gpu.models import FAMILIES
 from tests.support.kernels import run_apart
@@ -27,9 +28,9 @@ REFUSED = {
 def test_no_step_makes_the_host_wait(backend: str) -> None:
     """Nor does it mix devices; every size of batch has its graph."""
     refused = REFUSED.get(backend, set())
-    run_apart(STEPS, "run", backend, *(family for family in FAMILIES if family not in refused))
+    run_forked(STEPS, "run", backend, *(family for family in FAMILIES if family not in refused))
     if refused:
-        run_apart(STEPS, "refused", backend, *refused)
+        run_forked(STEPS, "refused", backend, *refused)
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "flash-attn"])
@@ -39,18 +40,18 @@ def test_nor_with_the_newest_release(backend: str) -> None:
 
 
 def test_nor_where_prompts_share_blocks() -> None:
-    run_apart(STEPS, "run_sharing", "llama", "gpt_oss", "gemma2")
+    run_forked(STEPS, "run_sharing", "llama", "gpt_oss", "gemma2")
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "gather"])
 def test_nor_with_an_8_bit_cache(backend: str) -> None:
-    run_apart(STEPS, "run_in_8_bits", backend, "llama", "qwen3", "gemma2")
+    run_forked(STEPS, "run_in_8_bits", backend, "llama", "qwen3", "gemma2")
 
 
 def test_nor_with_weights_in_8_bit_floats() -> None:
     """Of linear layers and of experts."""
     families = ("llama", "qwen3", "gemma2", "mixtral", "gpt_oss", "deepseek_v3")
-    run_apart(STEPS, "run_with_weights_in_fp8", "gather", *families)
+    run_forked(STEPS, "run_with_weights_in_fp8", "gather", *families)
 
 
 def test_nor_with_a_flash_attn_that_reads_lengths() -> None:
@@ -58,7 +59,7 @@ def test_nor_with_a_flash_attn_that_reads_lengths() -> None:
 
     A graph cannot be captured then, and each layer of a decode step waits for the device.
     """
-    run_apart(STEPS, "run_release", "2.8.4", "llama", "gemma2", "gpt_oss", "mistral")
+    run_forked(STEPS, "run_release", "2.8.4", "llama", "gemma2", "gpt_oss", "mistral")
 
 
 STEPS = "tests.fake_cuda.steps"

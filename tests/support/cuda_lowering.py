@@ -53,10 +53,11 @@ def pretend_cuda(capability: tuple[int, int] = (9, 0)) -> None:
     _PROPERTIES.major, _PROPERTIES.minor = capability
     _PROPERTIES.shared_memory_per_block_optin = _SHARED_MEMORY[capability] << 10
     _PROPERTIES.shared_memory_per_multiprocessor = (_SHARED_MEMORY[capability] + 1) << 10
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # worker processes would look for a GPU
-    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # triton 3.9 warns otherwise
     from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor import config
 
+    config.compile_threads = 1  # worker processes would look for a GPU
+    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # triton 3.9 warns otherwise
     torch._C._ensureCUDADeviceGuardSet()
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
