@@ -13,9 +13,9 @@ from tests.gpu.conftest import InChild
 from tests.gpu.models import Place, Refused
 
 DTYPE = "bfloat16"
-NEAR = 0.5
-"""Mean difference of a log-probability, of models of random weights: several times what 8-bit
-floats make of these, and a fraction of what wrong weights make."""
+NEAR = 1.2
+"""Mean difference of a log-probability, of models of random weights. On the CPU, 8-bit floats made
+0.5 (llama), 0.6 (mixtral) and 0.8 (gpt_oss) of it, weights in the wrong place 2."""
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])

@@ -15,10 +15,12 @@ from pyengine.models.float8_linear import (
     quantise_rows,
     take_over_fp8,
 )
-from pyengine.models.grouped_experts import use_grouped_experts
+from pyengine.models.grouped_experts import experts_of, use_grouped_experts
 from pyengine.models.linear import FusedLinear
 from pyengine.models.quantization import quantise_model
+from tests.gpu.answers import prompts
 from tests.gpu.models import random_model
+from tests.gpu.test_quantization import NEAR
 from tests.support.kernels import needs_triton, run_apart
 from tests.unit.kernels.test_grouped_linear import exact_rows
 
@@ -98,6 +100,35 @@ def test_experts_get_scales_and_routers_stay(family):
     assert experts.down_proj.dtype == DTYPE and not experts.is_transposed
     after = experts.down_proj.float() * experts.down_proj_scales
     assert (after - before.float()).norm() < 0.04 * before.float().norm()
+
+
+def log_probs(model: Any) -> torch.Tensor:
+    """Of the next token at each position of a prompt, by torch's own attention."""
+    model.set_attn_implementation("eager")
+    tokens = torch.tensor([prompts()[1]])
+    with torch.inference_mode():
+        logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
+    return logits.double().log_softmax(-1).gather(1, tokens[0, 1:, None])
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
+def test_the_bound_of_the_check_on_a_gpu_is_between_right_and_wrong_weights(family):
+    exact, wrong, model = (random_model(family) for _ in range(3))
+    quantise_linears_to_fp8(model)
+    for experts, own in zip(experts_of(model), experts_of(wrong), strict=True):
+        for name in ("gate_up_proj", "down_proj"):  # by torch: in floats again
+            weight = (
+                getattr(experts, name).float() * getattr(experts, f"{name}_scales")
+            ).bfloat16()
+            weight = weight.mT.contiguous() if own.is_transposed else weight
+            setattr(experts, name, nn.Parameter(weight, requires_grad=False))
+        experts.is_transposed = own.is_transposed
+    for item in wrong.modules():
+        if type(item) is nn.Linear:
+            item.weight.data = item.weight.roll(1, 0)
+    expected = log_probs(exact.float())
+    assert (log_probs(model) - expected).abs().mean() * 1.5 < NEAR
+    assert (log_probs(wrong) - expected).abs().mean() > NEAR * 1.5
 
 
 def test_layers_of_other_sizes_stay():
