@@ -1,4 +1,4 @@
-"""Calls in processes of their own, forked from one that has imported what they need."""
+"""Calls in separate processes, forked from one that has imported torch and its compiler."""
 
 import multiprocessing
 import os
