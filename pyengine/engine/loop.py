@@ -53,6 +53,8 @@ def refuse_engine_in_fork() -> None:
 
 
 _running: "WeakSet[EngineLoop]" = WeakSet()
+_threads: "WeakSet[threading.Thread]" = WeakSet()
+"""Of loops that run, and of those that free their engine: it lives in the thread at last."""
 
 
 class EngineLoop:
@@ -85,6 +87,7 @@ class EngineLoop:
             engine.offloader.notify = partial(self._inbox.put, engine.offloader.finish_loads)
         self._thread = Thread(target=self._run, name="pyengine-engine", daemon=True)
         _running.add(self)
+        _threads.add(self._thread)
         self._thread.start()
 
     @property
@@ -256,8 +259,12 @@ class EngineLoop:
 
 
 def _close_all() -> None:
+    threads = list(_threads)
     for loop in list(_running):
         loop.close()
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join(PATIENCE)
 
 
 # A thread in the middle of a step when the interpreter ends would crash the process, and a step may
