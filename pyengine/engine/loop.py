@@ -87,8 +87,8 @@ class EngineLoop:
             engine.offloader.notify = partial(self._inbox.put, engine.offloader.finish_loads)
         self._thread = Thread(target=self._run, name="pyengine-engine", daemon=True)
         _running.add(self)
-        _threads.add(self._thread)
         self._thread.start()
+        _threads.add(self._thread)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -263,8 +263,7 @@ def _close_all() -> None:
     for loop in list(_running):
         loop.close()
     for thread in threads:
-        if thread.ident is not None:
-            thread.join(PATIENCE)
+        thread.join(PATIENCE)
 
 
 # A thread in the middle of a step when the interpreter ends would crash the process, and a step may

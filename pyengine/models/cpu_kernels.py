@@ -310,7 +310,7 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _offset_of(module: Any) -> float | None:
-    """What the norm adds to its weight, as for `FusedRMSNorm`; None for other modules."""
+    """The `offset` of a `FusedRMSNorm` in the place of `module`; None for other modules."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     weight = getattr(module, "weight", None)

@@ -238,7 +238,7 @@ class PrepackedMLP(nn.Module):
         gate: ProductLinear,
         up: ProductLinear,
         down: ProductLinear,
-        activation: Activation = "silu",
+        activation: Activation,
     ) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate, up, down

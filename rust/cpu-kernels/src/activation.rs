@@ -1,4 +1,4 @@
-//! What a gate does to its numbers before they are multiplied.
+//! Activations of gates.
 
 use crate::lanes::exp2;
 

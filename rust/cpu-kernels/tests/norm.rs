@@ -29,7 +29,7 @@ fn every_level_gives_the_same_bits_near_the_exact_numbers(isa: Isa) {
             fits.and_then(|()| attention.rms_norm(&halves, &half_weight, epsilon, &mut half))
                 .and_then(|()| attention.rms_norm(&halves, &weight, epsilon, &mut mixed))
                 .expect("it fits");
-            let wide = halves.iter().map(|one| one.widen()).collect::<Vec<_>>();
+            let wide = halves.iter().map(|half| half.widen()).collect::<Vec<_>>();
             let mut rounded_once = vec![0.0; rows.len()];
             let fits = attention.rms_norm(&wide, &weight, epsilon, &mut rounded_once);
             fits.expect("it fits");

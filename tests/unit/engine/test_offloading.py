@@ -468,12 +468,8 @@ def test_transfers_rest_while_steps_run_and_not_after_them(
     assert not offloader.are_steps_running
 
 
-def test_loads_of_the_first_requests_do_not_rest(
-    store: KVStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The sequences that run beside them began after they were looked up."""
-    first = make_bench()
-    generate_and_store(first, with_store(first, store), [prompt_of(40)])
+def recorded_rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The factors by which transfers rest from now on."""
     factors: list[float] = []
     resting = KVOffloader._resting
 
@@ -482,6 +478,16 @@ def test_loads_of_the_first_requests_do_not_rest(
         return resting(self, factor)
 
     monkeypatch.setattr(KVOffloader, "_resting", rest)
+    return factors
+
+
+def test_loads_of_the_first_requests_do_not_rest(
+    store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sequences that run beside them began after they were looked up."""
+    first = make_bench()
+    generate_and_store(first, with_store(first, store), [prompt_of(40)])
+    factors = recorded_rests(monkeypatch)
     offloader = with_store(second := make_bench(), store)
     second.submit({"loads": prompt_of(40)})
     second.engine.step()
@@ -496,14 +502,7 @@ def test_prompts_that_may_never_come_again_are_stored_more_slowly(
     store: KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until a sequence that began with cached tokens waits behind them."""
-    rests: list[float] = []
-    resting = KVOffloader._resting
-
-    def rest(self: KVOffloader, factor: float) -> Any:
-        rests.append(factor)
-        return resting(self, factor)
-
-    monkeypatch.setattr(KVOffloader, "_resting", rest)
+    rests = recorded_rests(monkeypatch)
     may_go, is_held = threading.Event(), threading.Event()
 
     def wait(kind: str, blocks: Any) -> None:
