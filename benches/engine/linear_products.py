@@ -51,7 +51,7 @@ def measure(outputs: int, inputs: int, rounds: int) -> dict[str, dict[str, dict[
     weight = torch.rand(outputs, inputs) - 0.5
     num_copies = max(1, READ // weight.nbytes)
     copies = [[weight.clone()] for _ in range(num_copies)]
-    found = candidates(torch.float32, copies)
+    found = candidates(PRODUCTS, copies)
     results: dict[str, dict[str, dict[str, float]]] = {}
     for threads in THREADS:
         torch.set_num_threads(threads)

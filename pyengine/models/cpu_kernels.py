@@ -224,13 +224,17 @@ def kernel_threads(num_threads: int) -> CpuAttention:
 
 
 def kernel_supports(dtype: torch.dtype) -> bool:
-    """True if the Rust kernel multiplies this format here, and has instructions to be fast.
-
-    It has none of AMX: where bfloat16 is multiplied by those, oneDNN's prefills are faster.
-    """
-    if dtype == torch.bfloat16 and CpuAttention.isa() == "amx":
-        return False
+    """True if the Rust kernel multiplies this format here, and has instructions to be fast."""
     return dtype in FORMATS and CpuAttention.is_fast()
+
+
+def kernel_is_default(dtype: torch.dtype) -> bool:
+    """True if `linear_backend="auto"` is the Rust kernel for this format.
+
+    The kernel has no tiles of AMX: where bfloat16 is multiplied by those, oneDNN's prefills are
+    faster.
+    """
+    return kernel_supports(dtype) and not (dtype == torch.bfloat16 and CpuAttention.isa() == "amx")
 
 
 @cache

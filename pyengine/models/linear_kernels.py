@@ -17,7 +17,12 @@ import torch
 import torch.nn.functional as F
 
 from pyengine.errors import ConfigurationError
-from pyengine.models.cpu_kernels import Product, available_products, prepared_product
+from pyengine.models.cpu_kernels import (
+    Product,
+    available_products,
+    kernel_is_default,
+    prepared_product,
+)
 from pyengine.utils.openmp import torch_threads
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
@@ -103,7 +108,7 @@ class ProductChooser:
             self._reason = "asked for"
         elif products == ["torch"]:
             self._fixed, self._reason = "torch", f"the only one for {dtype} on {device}"
-        elif "pyengine" in products:
+        elif on_cpu and kernel_is_default(dtype):
             self._fixed, self._reason = "pyengine", "a row has the same bits in every batch"
         self._chosen: dict[LayerShape, ProductChoice] = {}
 
@@ -179,9 +184,9 @@ def measure(shape: LayerShape, weights: Sequence[torch.Tensor]) -> dict[Product,
     """
     with torch.inference_mode():
         copies = _sample([weight.detach() for weight in weights])
-        candidate_products = candidates(shape.dtype, copies)
+        timed = [name for name in available_products(shape.dtype) if name in _TURNS]
         with torch_threads(1):
-            return _timed(shape, candidate_products)
+            return _timed(shape, candidates(timed, copies))
 
 
 def _sample(weights: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
@@ -216,13 +221,10 @@ def _timed(
 
 
 def candidates(
-    dtype: torch.dtype, copies: Sequence[Sequence[torch.Tensor]]
+    products: Sequence[Product], copies: Sequence[Sequence[torch.Tensor]]
 ) -> dict[Product, list[Multiply]]:
-    """Every product that this CPU has, over each copy of the weights."""
-    return {
-        product: [_multiply(product, weights) for weights in copies]
-        for product in available_products(dtype)
-    }
+    """Each of these products over each copy of the weights."""
+    return {product: [_multiply(product, weights) for weights in copies] for product in products}
 
 
 def _multiply(product: Product, weights: Sequence[torch.Tensor]) -> Multiply:

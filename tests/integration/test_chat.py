@@ -19,6 +19,8 @@ from tests.support.chat import as_transformers, chat_tokenizer
 from tests.unit.models.tiny import save_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
+SETTINGS: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "block_size": 32}
+"""Of engines of the embedded model that are compared with each other."""
 SHORT = SamplingParams(temperature=0, ignore_eos=True, max_tokens=2)
 USER = {"role": "user", "content": "What is 1 + 2?"}
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
@@ -169,7 +171,7 @@ def test_or_those_of_pyengine(configured: Path) -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(dtype="float32", num_blocks=64, block_size=32) as llm:
+    with LLM(**SETTINGS) as llm:
         yield llm
 
 
@@ -240,7 +242,7 @@ def test_deltas_of_two_tasks_add_up(alone: list[RequestOutput]) -> None:
         return "".join(item.text for item in items), tokens, len(items)
 
     async def main() -> list[tuple[str, list[int], int]]:
-        async with AsyncEngine(num_blocks=64, block_size=32) as engine:
+        async with AsyncEngine(**SETTINGS) as engine:
             return await asyncio.gather(*(read(engine, question) for question in QUESTIONS))
 
     for (text, tokens, num_items), expected in zip(asyncio.run(main()), alone, strict=True):

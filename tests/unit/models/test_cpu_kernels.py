@@ -13,6 +13,7 @@ from pyengine.models.cpu_kernels import (
     KernelProduct,
     ReusedMemory,
     activated,
+    kernel_is_default,
     kernel_supports,
 )
 from pyengine.utils.openmp import torch_threads
@@ -130,9 +131,12 @@ def test_a_weight_that_wants_a_gradient_is_taken_as_it_is():
 
 def test_formats_without_a_kernel_are_named():
     is_fast = CpuAttention.is_fast()
-    assert kernel_supports(torch.float32) == is_fast
-    assert kernel_supports(torch.bfloat16) == (is_fast and CpuAttention.isa() != "amx")
+    for dtype in FORMATS:
+        assert kernel_supports(dtype) == is_fast
     assert not kernel_supports(torch.float16)
+    assert kernel_is_default(torch.float32) == is_fast
+    assert kernel_is_default(torch.bfloat16) == (is_fast and CpuAttention.isa() != "amx")
+    assert not kernel_is_default(torch.float16)
 
 
 def test_what_does_not_fit_is_refused_and_nothing_written():

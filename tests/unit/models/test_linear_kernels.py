@@ -11,7 +11,12 @@ import torch
 from pyengine import LLM
 from pyengine.errors import ConfigurationError
 from pyengine.models import linear_kernels as products
-from pyengine.models.cpu_kernels import available_products, kernel_supports, onednn_supports
+from pyengine.models.cpu_kernels import (
+    available_products,
+    kernel_is_default,
+    kernel_supports,
+    onednn_supports,
+)
 from pyengine.models.linear_kernels import (
     LayerShape,
     ProductChooser,
@@ -47,11 +52,25 @@ def test_the_least_mean_of_all_numbers_of_rows_decides(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_our_kernel_is_not_timed(monkeypatch, dtype):
-    if not kernel_supports(dtype):
-        pytest.skip(f"no kernel for {dtype} here")
+    if not kernel_is_default(dtype):
+        pytest.skip(f"the kernel is not the default for {dtype} here")
     monkeypatch.setattr(products, "measure", pytest.fail)
     chooser = ProductChooser("auto", CPU, dtype)
     assert chooser(LayerShape(24, 17, dtype), [torch.zeros(17, 24, dtype=dtype)]) == "pyengine"
+
+
+@needs_onednn
+@pytest.mark.skipif(not kernel_supports(torch.bfloat16), reason="no kernel here")
+def test_our_kernel_is_used_by_name_where_it_is_not_the_default(monkeypatch):
+    """As with AMX."""
+    monkeypatch.setattr(products, "kernel_is_default", lambda _dtype: False)
+    monkeypatch.setattr(products, "_choices", {})
+    weights = [torch.rand(17, 24).to(torch.bfloat16)]
+    shape = LayerShape(24, 17, torch.bfloat16)
+    assert ProductChooser("pyengine", CPU, torch.bfloat16)(shape, weights) == "pyengine"
+    timed = ProductChooser("auto", CPU, torch.bfloat16)
+    assert timed(shape, weights) != "pyengine"
+    assert str(timed.describe()["linear_reason"]).startswith("timed in")
 
 
 @pytest.mark.parametrize(
@@ -150,7 +169,7 @@ def test_an_engine_says_which_products_it_uses(tmp_path, dtype):
         llm = LLM(tmp_path, dtype=dtype, num_blocks=16, max_model_len=64, linear_backend=asked)
         about = llm.describe()
         if asked == "auto":
-            reason = "same bits" if kernel_supports(torch.float32) else "timed in"
+            reason = "same bits" if kernel_is_default(getattr(torch, dtype)) else "timed in"
             assert reason in str(about["linear_reason"])
         else:
             assert (about["linear_backend"], about["linear_reason"]) == (asked, "asked for")
