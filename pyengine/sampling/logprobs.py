@@ -72,7 +72,7 @@ class PendingLogprobs:
 
 def _chunk(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
     """Tokens, their log-probabilities and ranks, [T]; the best ids and theirs, [T, most]."""
-    normaliser = logits.logsumexp(1, keepdim=True)
+    normaliser = _log_sum_exp(logits)
     column = token_ids.unsqueeze(1)
     chosen = logits.gather(1, column)
     ids = torch.arange(logits.shape[1], device=logits.device)
@@ -80,6 +80,17 @@ def _chunk(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> tuple[to
     best = _best_ids(logits, most)
     logprobs = (chosen - normaliser).squeeze(1)
     return token_ids, logprobs, ahead.sum(1) + 1, best, logits.gather(1, best) - normaliser
+
+
+def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
+    """Return the logarithm of the sum of each row's exponentials, [T, 1].
+
+    A row's has the same bits in every batch and with every number of threads. On CPUs, torch
+    divides a sum among threads if its result is one number, and only then.
+    """
+    if len(logits) == 1 and logits.device.type == "cpu":
+        return logits.repeat(2, 1).logsumexp(1, keepdim=True)[:1]
+    return logits.logsumexp(1, keepdim=True)
 
 
 def _entries(chunk: Sequence[torch.Tensor], top: Sequence[int]) -> Iterator[TokenLogprobs]:

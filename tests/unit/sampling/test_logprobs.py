@@ -2,6 +2,7 @@ import gc
 import math
 import weakref
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyengine.outputs import Logprob
 from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
+from pyengine.utils.openmp import torch_threads
 
 ROW = [1.0, 3.0, 3.0, 0.0, 2.0]
 NORMALISER = math.log(sum(math.exp(x) for x in ROW))
@@ -94,6 +96,27 @@ def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyengine.sampling.logprobs._CHUNK_ELEMENTS", 70)
     for got, expected in zip(token_logprobs(logits, tokens, range(11)), whole, strict=True):
         assert_same(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [50257, 262144])
+def test_a_row_has_the_same_bits_in_every_batch_and_with_every_number_of_threads(
+    vocab_size: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    num_rows = 4
+    logits = (4 * torch.randn(num_rows, vocab_size)).to(dtype)
+    token_ids, top = torch.arange(num_rows), [3] * num_rows
+    with torch_threads(1):
+        expected = token_logprobs(logits, token_ids, top)
+    for threads, batch in product((1, 2, 3), (1, 2, 3, num_rows)):
+        with torch_threads(threads):
+            found = [
+                entry
+                for rows in torch.arange(num_rows).split(batch)
+                for entry in token_logprobs(logits[rows], token_ids[rows], top[: len(rows)])
+            ]
+        assert found == expected, (threads, batch)
 
 
 def test_prompt_rows_speak_about_the_next_token() -> None:
