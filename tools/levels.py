@@ -1,17 +1,21 @@
 """`make test-levels`: the tests marked `levels`, once for each instruction level of this processor.
 
 Switches of torch, oneDNN, MKL and the attention kernel hide what is above the level. Ends with a
-line that names the levels that ran and those that this processor lacks. `REQUIRE_ISA=amx,avx2`
-makes a lack of these a failure. Arguments are pytest's.
+line that names the levels that ran, and those that this processor lacks with the machine that last
+ran them. `REQUIRE_ISA=amx,avx2` makes a lack of these a failure. With `--record`, the levels that
+pass are written to `tools/levels.json` with this machine. Other arguments are pytest's.
 """
 
+import json
 import os
+import platform
 import re
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 
@@ -52,16 +56,41 @@ LEVELS = (
     Level("amx", _AMX, "avx512", "DEFAULT", "amx", "AVX512"),
 )
 
+RECORD = Path(__file__).with_suffix(".json")
+"""For each level, the machine and the date of the last recorded run that passed."""
+
 FOLDERS = ["tests/unit/attention", "tests/unit/kv_cache", "tests/unit/models"]
 """Where the tests are: nothing else is imported."""
 
 
-def cpu_flags() -> frozenset[str]:
-    """What Linux says that the processor has; nothing on other systems."""
+def _cpu_info(field: str) -> str:
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
-    found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    return frozenset(found[1].split()) if found else frozenset()
+    found = re.search(rf"^(?:{field})\s*:(.*)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def cpu_flags() -> frozenset[str]:
+    """What Linux says that the processor has; nothing on other systems."""
+    return frozenset(_cpu_info("flags|Features").split())
+
+
+def record(passed: list[str]) -> None:
+    """Write down that these levels have passed on this machine today."""
+    machine = _cpu_info("model name") or platform.processor() or platform.machine()
+    run = {"machine": machine, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+    RECORD.write_text(json.dumps(_recorded() | dict.fromkeys(passed, run), indent=2) + "\n")
+
+
+def _recorded() -> dict[str, dict[str, str]]:
+    recorded: dict[str, dict[str, str]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return recorded
+
+
+def with_last_run(level: str) -> str:
+    """The name of a level, with the machine and the date of the last recorded run."""
+    run = _recorded().get(level)
+    return f"{level} (last: {run['machine']}, {run['date']})" if run else f"{level} (no record)"
 
 
 def required_levels(names: str) -> set[str]:
@@ -91,6 +120,8 @@ def run(level: Level, arguments: list[str]) -> bool:
 def main(arguments: list[str]) -> int:
     """Run every level that is there; 0 if all pass and no required one is lacking."""
     required, flags = required_levels(os.environ.get("REQUIRE_ISA", "")), cpu_flags()
+    is_recorded = "--record" in arguments
+    arguments = [argument for argument in arguments if argument != "--record"]
     here = [level for level in LEVELS if level.flags <= flags]
     lacking = [level.name for level in LEVELS if level not in here]
     with ThreadPoolExecutor(min(os.cpu_count() or 1, len(here))) as pool:
@@ -100,8 +131,10 @@ def main(arguments: list[str]) -> int:
     missing = sorted(required.intersection(lacking))
     parts = [f"passed at {', '.join(passed) or 'none'}"]
     parts += [f"FAILED at {', '.join(failed)}"] if failed else []
-    parts += [f"lacking here: {', '.join(lacking)}"] if lacking else []
+    parts += [f"lacking here: {', '.join(map(with_last_run, lacking))}"] if lacking else []
     parts += [f"REQUIRED and lacking: {', '.join(missing)}"] if missing else []
+    if is_recorded:
+        record(passed)
     print(f"make test-levels: {'; '.join(parts)}")
     return 1 if failed or missing else 0
 
