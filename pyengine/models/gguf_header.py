@@ -40,6 +40,7 @@ _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
 _LARGEST_ALIGNMENT = 1 << 16
 _LONGEST_STRING = 1 << 26
+_LONGEST_KEPT = 1 << 12  # numbers of an array that are kept: one for each layer
 _WINDOW = 1 << 20  # bytes that are read at once
 _LAYER = re.compile(r"blk\.(\d+)\.")
 
@@ -64,8 +65,16 @@ class GGUFTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class GGUFArray:
+    """One array in the header; `values` has its numbers, None for strings and for long arrays."""
+
+    length: int
+    values: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """The header of a GGUF file: numbers and strings by key (no arrays), and tensors.
+    """The header of a GGUF file: numbers, strings and `GGUFArray`s by key, and tensors.
 
     `num_bytes` is its length, up to the first tensor; `file_size` that of the file.
     """
@@ -74,6 +83,11 @@ class GGUFHeader:
     tensors: tuple[GGUFTensor, ...]
     num_bytes: int
     file_size: int
+
+    @property
+    def architecture(self) -> object:
+        """`general.architecture`, a string unless the file is damaged."""
+        return self.values.get("general.architecture")
 
     @property
     def num_elements(self) -> int:
@@ -133,9 +147,9 @@ class _Reader:
         values: dict[str, Any] = {}
         for _ in range(num_values):
             key = self._string()
-            value = self._value(self._number("I"))
-            if value is not None:
-                values[key] = value
+            if key in values:
+                raise ValueError(f"it has the key {key!r} twice")
+            values[key] = self._value(self._number("I"))
         found = [self._tensor() for _ in range(num_tensors)]
         if not found:
             raise ValueError("it declares no tensors")
@@ -194,7 +208,7 @@ class _Reader:
         return self._bytes(length).decode("utf-8", "replace")
 
     def _value(self, kind: int) -> Any:
-        """One value; None for an array, which is skipped."""
+        """One value; of an array, the numbers if there are few."""
         if kind in _NUMBERS:
             return self._number(_NUMBERS[kind])
         if kind == _STRING:
@@ -202,13 +216,16 @@ class _Reader:
         if kind != _ARRAY:
             raise ValueError(f"a value is of type {kind}, which GGUF does not have")
         item, length = self._number("I"), self._number("Q")
+        if item in _NUMBERS and length <= _LONGEST_KEPT:
+            layout = f"<{length}{_NUMBERS[item]}"
+            return GGUFArray(length, struct.unpack(layout, self._bytes(struct.calcsize(layout))))
         if item in _NUMBERS:
             self._skip(length * struct.calcsize(f"<{_NUMBERS[item]}"))
         elif item == _STRING:
             self._skip_strings(length)
         else:
             raise ValueError(f"an array is of type {item}")
-        return None
+        return GGUFArray(length)
 
     def _tensor(self) -> GGUFTensor:
         sizes = _ggml_types()

@@ -1,0 +1,214 @@
+"""Tokens of a GGUF file: those that end an answer, the first of a prompt, and how text is split.
+
+A file names the end of a turn (`eot_token_id`), that of a message for a tool (`eom_token_id`), or
+neither: llama.cpp then knows such tokens by their text. The same lists are here:
+https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
+"""
+
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pyengine.models.gguf_header import GGUFArray, GGUFHeader
+from pyengine.models.gguf_keys import HeaderKeys
+
+_ENDS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
+    *("<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+    *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~["),
+    "<\N{FULLWIDTH VERTICAL LINE}end\N{LOWER ONE EIGHTH BLOCK}of\N{LOWER ONE EIGHTH BLOCK}sentence"
+    "\N{FULLWIDTH VERTICAL LINE}>",
+)
+"""Texts of tokens that end an answer."""
+
+_FILL_IN_ENDS = (
+    *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
+)
+"""Texts of tokens after which code that was filled in has ended: another file begins, or none."""
+
+_END_KEYS = tuple(
+    f"tokenizer.ggml.{name}_token_id"
+    for name in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+)
+
+_STARTS_WITH_BOS = (
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    *("jina-v5-nano", "tekken", "chameleon"),
+)
+"""Splits of text (`tokenizer.ggml.pre`) whose vocabularies add a first token to prompts unless
+the file says otherwise."""
+
+_GPT2_SPLITS = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "mellum", "exaone4", "a.x-4.0")
+"""Splits that are those of GPT-2."""
+_DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
+"""Splits that are those of GPT-2 after digits were taken apart."""
+
+
+_SAMPLING = "general.sampling"
+
+
+def gguf_tokenizer(copy: Path, header: GGUFHeader, config: Any) -> Any:
+    """transformers' tokenizer of the file whose header is at `copy`, alone in its folder.
+
+    It is that of the family of `config`, which may normalise text as no key says.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # AutoTokenizer reads transformers' configuration of the file.
+    is_known = header.architecture != "gpt-oss"
+    kind: Any = AutoTokenizer if is_known else PreTrainedTokenizerFast
+    found = kind.from_pretrained(copy.parent, gguf_file=copy.name, trust_remote_code=False)
+    with tempfile.TemporaryDirectory(prefix="pyengine-") as folder:
+        config.save_pretrained(folder)
+        found.save_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def default_sampling(keys: HeaderKeys) -> dict[str, float]:
+    """The file's defaults for requests, by their names in generation_config.json.
+
+    Others of the kind (`mirostat`, `xtc_threshold`) have no counterpart, and no effect.
+    """
+    found = {
+        "temperature": keys.number(f"{_SAMPLING}.temp", zero=True),
+        "top_k": keys.count(f"{_SAMPLING}.top_k", low=0),
+        "top_p": keys.number(f"{_SAMPLING}.top_p", most=1.0),
+        "min_p": keys.number(f"{_SAMPLING}.min_p", most=1.0, zero=True),
+        "repetition_penalty": keys.number(f"{_SAMPLING}.penalty_repeat"),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def check_token_ids(keys: HeaderKeys) -> None:
+    """Raise by name for ids of special tokens that the vocabulary does not have.
+
+    `keys` are not those of which the unread ones are refused.
+    """
+    tokens = keys.raw("tokenizer.ggml.tokens")
+    if not isinstance(tokens, GGUFArray):
+        raise ValueError("it has no tokenizer.ggml.tokens")
+    for key in keys.header.values:
+        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):
+            keys.count(key, low=0, high=tokens.length - 1)
+
+
+def end_token_ids(keys: HeaderKeys, tokenizer: Any) -> list[int]:
+    """Ids of the tokens that end an answer, the file's own first."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    named = [keys.count(key, low=0) for key in _END_KEYS]
+    for name in ("bos", "unknown", "padding"):
+        keys.count(f"tokenizer.ggml.{name}_token_id", low=0)
+    found = [token for token in named if token is not None]
+    if named[0] is None and tokenizer.eos_token_id is not None:
+        found.insert(0, tokenizer.eos_token_id)
+    spelled = {text: _spelled(text, vocabulary) for text in _ENDS + _FILL_IN_ENDS}
+    by_text = {text: vocabulary[token] for text, token in spelled.items() if token in vocabulary}
+    if ("<|call|>" in by_text and "<|return|>" in by_text) or by_text.keys() >= {
+        "<|calls|>",
+        "<|flush|>",
+    }:
+        by_text.pop("<|end|>", None)  # ends a message, after which others of the answer follow
+    if "<|tool_response>" in by_text:
+        by_text.pop("</s>", None)  # Gemma 4's is no end
+    return list(dict.fromkeys([*found, *by_text.values()]))
+
+
+def _spelled(text: str, vocabulary: Mapping[str, int]) -> str:
+    """A token's text as the vocabulary has it: in those of bytes, with a letter for each byte."""
+    from transformers import convert_slow_tokenizer
+
+    if text in vocabulary or text.isascii():
+        return text
+    tables: Any = convert_slow_tokenizer
+    letters: dict[int, str] = tables.bytes_to_unicode()
+    return "".join(letters[byte] for byte in text.encode())
+
+
+def complete_tokenizer(keys: HeaderKeys, tokenizer: Any) -> None:
+    """Apply the file's settings to a tokenizer of transformers, with llama.cpp's defaults.
+
+    Raises `ModelLoadError` for settings of the tokenizer that are not supported.
+    """
+    model = keys.text("tokenizer.ggml.model")
+    split = keys.text("tokenizer.ggml.pre")
+    for key in ("tokens", "merges", "scores", "token_type", "precompiled_charsmap"):
+        keys.raw(f"tokenizer.ggml.{key}")  # transformers builds the tokenizer of them
+    keys.text("tokenizer.chat_template")
+    _set_first_and_last(keys, tokenizer, model, split)
+    _set_split(keys, tokenizer, model, split)
+    _set_prefix(keys, tokenizer, model)
+    keys.expect("tokenizer.ggml.remove_extra_whitespaces", (False,), "is not supported")
+    keys.expect("tokenizer.ggml.add_sep_token", (False,), "is not supported")
+    for name in ("lowercase", "strip_accents"):
+        keys.expect(f"tokenizer.ggml.normalizer.{name}", (False,), "is not supported")
+    suppressed = keys.raw("tokenizer.ggml.suppress_tokens")
+    if isinstance(suppressed, GGUFArray) and suppressed.length:
+        raise keys.refusal("tokenizer.ggml.suppress_tokens", "is not supported")
+
+
+def _set_first_and_last(
+    keys: HeaderKeys, tokenizer: Any, model: str | None, split: str | None
+) -> None:
+    first = keys.flag("tokenizer.ggml.add_bos_token")
+    last = keys.flag("tokenizer.ggml.add_eos_token")
+    if first is None:
+        first = model == "llama" or (model == "gpt2" and split in _STARTS_WITH_BOS)
+    elif model == "gemma4":
+        first = False  # as transformers: templates begin with it
+    if (tokenizer.add_bos_token, tokenizer.add_eos_token) != (first, bool(last)):
+        tokenizer.add_bos_token, tokenizer.add_eos_token = first, bool(last)
+
+
+def _set_split(keys: HeaderKeys, tokenizer: Any, model: str | None, split: str | None) -> None:
+    """Split text into words as the vocabulary was made for; without a name, as the family does."""
+    from tokenizers import Regex, pre_tokenizers
+
+    if model != "gpt2" or split in (None, "default"):
+        return
+    first: list[Any] = []
+    has_regex = split in _GPT2_SPLITS or split in _DIGIT_SPLITS
+    if split in _DIGIT_SPLITS:
+        first = [pre_tokenizers.Digits(individual_digits=True)]
+    elif not has_regex:
+        known = _splits()
+        if split not in known:
+            raise keys.refusal(
+                "tokenizer.ggml.pre",
+                f"names a way to split text that transformers {version('transformers')} does not "
+                "know",
+            )
+        first = [pre_tokenizers.Split(Regex(known[split]), behavior="isolated")]
+    last: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=has_regex)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, last])
+
+
+def _splits() -> Mapping[str, str]:
+    """The regular expressions by which transformers splits text, by name."""
+    try:
+        from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
+    except ImportError:  # older releases know those of some families
+        from transformers.models.qwen2 import tokenization_qwen2
+
+        return {"qwen2": tokenization_qwen2.PRETOKENIZE_REGEX}
+    known: Mapping[str, str] = mapping.GGUF_PRE_TOKENIZER_SPLITS
+    return known
+
+
+def _set_prefix(keys: HeaderKeys, tokenizer: Any, model: str | None) -> None:
+    """The space before the first word, of SentencePiece vocabularies."""
+    from tokenizers import decoders, pre_tokenizers
+
+    has_prefix = keys.flag("tokenizer.ggml.add_space_prefix")
+    backend: Any = tokenizer.backend_tokenizer
+    if model != "llama" or has_prefix is not False:
+        return
+    if type(backend.pre_tokenizer).__name__ == "Metaspace":
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(
+            replacement="\u2581", prepend_scheme="never", split=False
+        )
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
