@@ -118,12 +118,12 @@ def end_token_ids(keys: HeaderKeys, tokenizer: Any) -> list[int]:
 
 def _spelled(text: str, vocabulary: Mapping[str, int]) -> str:
     """A token's text as the vocabulary has it: in those of bytes, with a letter for each byte."""
-    from transformers import convert_slow_tokenizer
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     if text in vocabulary or text.isascii():
         return text
-    tables: Any = convert_slow_tokenizer
-    letters: dict[int, str] = tables.bytes_to_unicode()
+    table: Any = bytes_to_unicode
+    letters: dict[int, str] = table()
     return "".join(letters[byte] for byte in text.encode())
 
 

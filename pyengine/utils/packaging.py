@@ -5,6 +5,7 @@ distribution has another one.
 """
 
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -42,8 +43,9 @@ def require_engine_extra(what: str) -> None:
     Looks for the libraries without importing them: `what` would fail at the first of them, some
     frames deep.
     """
+    modules: Mapping[str, object] = sys.modules
     for name in _ENGINE_LIBRARIES:
-        loaded = sys.modules.get(name, ...)
+        loaded = modules.get(name, ...)
         if loaded is None or (loaded is ... and find_spec(name) is None):
             raise ModuleNotFoundError(needs_engine_extra(what, name), name=name)
 
