@@ -46,7 +46,6 @@ _SETTINGS = (
         ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
     ),
     _Setting(".expert_weights_norm", "flag", ("norm_topk_prob",)),
-    _Setting(".use_parallel_residual", "flag", ("use_parallel_residual",)),
     _Setting(".attn_logit_softcapping", "number", ("attn_logit_softcapping",)),
     _Setting(".final_logit_softcapping", "number", ("final_logit_softcapping",)),
     _Setting(".hidden_activation", "text", ("hidden_act", "hidden_activation")),
@@ -69,7 +68,6 @@ _ONLY: tuple[tuple[str, tuple[object, ...], str], ...] = (
     (".interleave_moe_layer_step", (0, 1), "has layers without experts: not supported"),
     (".moe_every_n_layers", (0, 1), "has layers without experts: not supported"),
     (".nextn_predict_layers", (0,), "has layers that predict further tokens: not supported"),
-    (".tensor_data_layout", ("Meta AI original pth",), "orders tensors in an unknown way"),
 )
 """Keys with the only values that are supported, and what others mean."""
 
@@ -80,11 +78,12 @@ _OTHER_COUNTS = tuple(
     f".{name}"
     for name in (
         *("attention.head_count_kv", "attention.key_length", "attention.value_length"),
-        *("attention.sliding_window", "rope.dimension_count", "vocab_size"),
-        "expert_feed_forward_length",
+        *("rope.dimension_count", "vocab_size", "expert_feed_forward_length"),
     )
 )
 
+_LAYOUTS = {"llama": "Meta AI original pth", "falcon": "jploski"}
+"""The order of tensors' rows that transformers turns back, by architecture."""
 _GATES = {0: "none", 1: "softmax", 2: "sigmoid"}
 
 
@@ -105,6 +104,8 @@ def gguf_config(copy: Path, keys: HeaderKeys) -> Any:
         _apply(setting, keys, config)
     for key, allowed, meaning in _ONLY:
         keys.expect(key, allowed, meaning)
+    layout = _LAYOUTS.get(str(keys.header.architecture), "")
+    keys.expect(".tensor_data_layout", (layout,), "orders tensors in an unknown way")
     _set_vocabulary(keys, config)
     _set_heads(keys, config)
     _set_experts(keys, config)
@@ -126,7 +127,7 @@ def _check_values(keys: HeaderKeys) -> None:
         _value(setting, keys)
     for key in _OTHER_COUNTS:
         keys.count(key)
-    for key in (".expert_count", ".expert_used_count"):
+    for key in (".expert_count", ".expert_used_count", ".attention.sliding_window"):
         keys.count(key, low=0)
     for key in (*_NEEDED, *_NEEDED_OF.get(str(keys.header.architecture), ())):
         if key not in keys:
@@ -274,15 +275,16 @@ def _set_biases(keys: HeaderKeys, config: Any) -> None:
 def _set_windows(keys: HeaderKeys, config: Any) -> None:
     """The window of sliding layers, and which layers these are."""
     architecture = str(keys.header.architecture)
-    window = keys.count(".attention.sliding_window")
+    can_be_none = architecture not in _NEEDED_OF and architecture not in _PERIODS
+    window = keys.count(".attention.sliding_window", low=0 if can_be_none else 1)
     if architecture not in _SLIDING:
-        if window is not None and window < config.max_position_embeddings:
+        if window and window < config.max_position_embeddings:
             raise keys.refusal(
                 ".attention.sliding_window", f"is not supported for {type(config).__name__}"
             )
         return
     if window is not None:
-        config.sliding_window = window
+        config.sliding_window = window or None
     if architecture in _PERIODS:
         config.layer_types = _layer_types(keys, config, _PERIODS[architecture])
 

@@ -39,6 +39,7 @@ _IDLE = {
     "tokenizer.huggingface.json": "a copy of the tokenizer in another form",
     "tokenizer.chat_templates": "names the templates",
     "{}.rope.scaling.finetuned": "describes the training",
+    "{}.use_parallel_residual": "converters wrote it for every architecture; tensors decide it",
     "{}.pooling_type": "for embeddings of texts",
     "{}.classifier.output_labels": "for the classification of texts",
 }

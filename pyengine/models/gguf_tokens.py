@@ -6,7 +6,7 @@ https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
 """
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,17 +34,22 @@ _END_KEYS = tuple(
     for name in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 )
 
-_STARTS_WITH_BOS = (
+_SEVERAL_ENDS = "tokenizer.ggml.eos_token_ids"
+
+_WHOLE_WORDS = (
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
-    *("jina-v5-nano", "tekken", "chameleon"),
+    *("jina-v5-nano", "tekken"),
 )
-"""Splits of text (`tokenizer.ggml.pre`) whose vocabularies add a first token to prompts unless
-the file says otherwise."""
+"""Splits of text (`tokenizer.ggml.pre`) whose vocabularies take a word that they have as it is,
+whatever the merges are."""
+_STARTS_WITH_BOS = (*_WHOLE_WORDS, "chameleon")
+"""Splits whose vocabularies add a first token to prompts unless the file says otherwise."""
 
 _GPT2_SPLITS = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "mellum", "exaone4", "a.x-4.0")
 """Splits that are those of GPT-2."""
 _DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 """Splits that are those of GPT-2 after digits were taken apart."""
+_SAME_SPLITS = {"stablelm2": "qwen2"}
 
 
 _SAMPLING = "general.sampling"
@@ -90,30 +95,54 @@ def check_token_ids(keys: HeaderKeys) -> None:
     tokens = keys.raw("tokenizer.ggml.tokens")
     if not isinstance(tokens, GGUFArray):
         raise ValueError("it has no tokenizer.ggml.tokens")
+    last = tokens.length - 1
     for key in keys.header.values:
         if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):
-            keys.count(key, low=0, high=tokens.length - 1)
+            keys.count(key, low=0, high=last)
+    several = _several_ends(keys)
+    if any(type(token) is not int or not 0 <= token <= last for token in several):
+        raise keys.refusal(_SEVERAL_ENDS, f"has ids that are not in the range from 0 to {last}")
+
+
+def _several_ends(keys: HeaderKeys) -> Sequence[object]:
+    """The ids in the key that some programs write for several ends."""
+    found = keys.raw(_SEVERAL_ENDS)
+    if isinstance(found, GGUFArray) and found.values is not None:
+        return found.values
+    return () if found is None else (found,)
 
 
 def end_token_ids(keys: HeaderKeys, tokenizer: Any) -> list[int]:
-    """Ids of the tokens that end an answer, the file's own first."""
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    """Ids of the tokens that end an answer, the file's own first.
+
+    Those that are known by their text become special tokens, as in llama.cpp: texts leave them out.
+    """
     named = [keys.count(key, low=0) for key in _END_KEYS]
     for name in ("bos", "unknown", "padding"):
         keys.count(f"tokenizer.ggml.{name}_token_id", low=0)
-    found = [token for token in named if token is not None]
-    if named[0] is None and tokenizer.eos_token_id is not None:
-        found.insert(0, tokenizer.eos_token_id)
+    by_text = _ends_by_text(tokenizer.get_vocab())
+    special = {*tokenizer.all_special_ids}
+    plain = [text for text, token in by_text.items() if token not in special]
+    if plain:
+        from tokenizers import AddedToken
+
+        added: list[Any] = [AddedToken(text, special=True, normalized=False) for text in plain]
+        tokenizer.add_tokens(added, special_tokens=True)
+    ids: list[Any] = [*named, *_several_ends(keys), *by_text.values()]
+    if named[0] is None:
+        ids.insert(0, tokenizer.eos_token_id)
+    return list(dict.fromkeys(token for token in ids if token is not None))
+
+
+def _ends_by_text(vocabulary: Mapping[str, int]) -> dict[str, int]:
+    """The tokens of a vocabulary that end an answer, by the texts that it has for them."""
     spelled = {text: _spelled(text, vocabulary) for text in _ENDS + _FILL_IN_ENDS}
-    by_text = {text: vocabulary[token] for text, token in spelled.items() if token in vocabulary}
-    if ("<|call|>" in by_text and "<|return|>" in by_text) or by_text.keys() >= {
-        "<|calls|>",
-        "<|flush|>",
-    }:
-        by_text.pop("<|end|>", None)  # ends a message, after which others of the answer follow
-    if "<|tool_response>" in by_text:
-        by_text.pop("</s>", None)  # Gemma 4's is no end
-    return list(dict.fromkeys([*found, *by_text.values()]))
+    found = {token: vocabulary[token] for token in spelled.values() if token in vocabulary}
+    if found.keys() >= {"<|call|>", "<|return|>"} or found.keys() >= {"<|calls|>", "<|flush|>"}:
+        found.pop("<|end|>", None)  # ends a message, after which others of the answer follow
+    if "<|tool_response>" in found:
+        found.pop("</s>", None)  # Gemma 4's is no end
+    return found
 
 
 def _spelled(text: str, vocabulary: Mapping[str, int]) -> str:
@@ -152,6 +181,9 @@ def complete_tokenizer(keys: HeaderKeys, tokenizer: Any) -> None:
 def _set_first_and_last(
     keys: HeaderKeys, tokenizer: Any, model: str | None, split: str | None
 ) -> None:
+    if model == "llama":  # llama.cpp's where the file has none
+        tokenizer.bos_token = tokenizer.bos_token or tokenizer.convert_ids_to_tokens(1)
+        tokenizer.eos_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(2)
     first = keys.flag("tokenizer.ggml.add_bos_token")
     last = keys.flag("tokenizer.ggml.add_eos_token")
     if first is None:
@@ -173,7 +205,7 @@ def _set_split(keys: HeaderKeys, tokenizer: Any, model: str | None, split: str |
     if split in _DIGIT_SPLITS:
         first = [pre_tokenizers.Digits(individual_digits=True)]
     elif not has_regex:
-        known = _splits()
+        known, split = _splits(), _SAME_SPLITS.get(split, split)
         if split not in known:
             raise keys.refusal(
                 "tokenizer.ggml.pre",
@@ -182,7 +214,9 @@ def _set_split(keys: HeaderKeys, tokenizer: Any, model: str | None, split: str |
             )
         first = [pre_tokenizers.Split(Regex(known[split]), behavior="isolated")]
     last: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=has_regex)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, last])
+    backend: Any = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*first, last])
+    backend.model.ignore_merges = split in _WHOLE_WORDS
 
 
 def _splits() -> Mapping[str, str]:

@@ -67,6 +67,28 @@ def test_tokens_after_which_an_answer_goes_on_do_not_end_it(tmp_path, texts, end
     assert loaded(tmp_path / "tiny.gguf", True, tokens=tokens, values=values).eos_token_ids == ends
 
 
+@pytest.mark.parametrize("is_kept", KEEPING)
+def test_several_ends_are_read(tmp_path, is_kept):
+    values = {"tokenizer.ggml.eos_token_ids": [1, 5, 6]}
+    assert loaded(tmp_path / "tiny.gguf", is_kept, values=values).eos_token_ids == {1, 5, 6}
+    values = {"tokenizer.ggml.eos_token_ids": [1, 8]}
+    with pytest.raises(ModelLoadError, match=r"eos_token_ids .* range from 0 to 7"):
+        loaded(tmp_path / "tiny.gguf", is_kept, values=values)
+
+
+@pytest.mark.parametrize("is_kept", KEEPING)
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_the_end_of_a_turn_is_no_text_whatever_type_it_has(tmp_path, kind, is_kept):
+    values = {
+        "tokenizer.ggml.token_type": [3, kind, 1, 1, 1, 1, 1, 1],
+        "tokenizer.ggml.eos_token_id": 0,
+    }
+    found = loaded(tmp_path / "tiny.gguf", is_kept, values=values)
+    assert found.eos_token_ids == {0, 1}
+    assert found.tokenizer.encode("a<|im_end|>b") == [2, 1, 3]
+    assert found.tokenizer.decode([2, 1], skip_special_tokens=True) == "a"
+
+
 def test_a_chat_ends_with_the_turn(tmp_path):
     """Whatever token comes next, it is the end of a turn: one token, not `max_tokens`."""
     path = tmp_path / "tiny.gguf"
@@ -91,10 +113,10 @@ def test_a_chat_ends_with_the_turn(tmp_path):
     ("values", "expected"),
     [
         ({}, [5, 4]),
-        ({SPLIT: "llama-bpe"}, [0, 5, 4]),
-        ({SPLIT: "tekken"}, [0, 5, 4]),
+        ({SPLIT: "llama-bpe"}, [0, 7]),
+        ({SPLIT: "tekken"}, [0, 7]),
         ({SPLIT: "qwen2"}, [5, 4]),
-        ({SPLIT: "llama-bpe", BOS: False}, [5, 4]),
+        ({SPLIT: "llama-bpe", BOS: False}, [7]),
         ({SPLIT: "gpt-2", BOS: True}, [0, 5, 4]),
         ({BOS: True, EOS: True}, [0, 5, 4, 1]),
         ({EOS: True}, [5, 4, 1]),
@@ -105,7 +127,8 @@ def test_prompts_begin_and_end_as_the_file_says_or_llama_cpp_does(
 ):
     tokenizer = loaded(tmp_path / "tiny.gguf", is_kept, values=values).tokenizer
     assert tokenizer.encode("abc") == expected
-    assert tokenizer.encode("abc", add_special_tokens=False) == [5, 4]
+    inner = [token for token in expected if token > 1]
+    assert tokenizer.encode("abc", add_special_tokens=False) == inner
 
 
 SENTENCES = {
@@ -129,6 +152,7 @@ SENTENCES = {
         ({"tokenizer.ggml.add_space_prefix": True}, [1, 7], "ab"),
         ({"tokenizer.ggml.add_space_prefix": False}, [1, 6], "ab"),
         ({"tokenizer.ggml.add_space_prefix": False}, [1, 7], " ab"),
+        ({"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.eos_token_id": None}, [1, 7], "ab"),
     ],
 )
 def test_sentencepiece_vocabularies(tmp_path, values, expected, text, is_kept):
@@ -146,6 +170,7 @@ def test_sentencepiece_vocabularies(tmp_path, values, expected, text, is_kept):
         ("gpt-2", ["a", "\u01201234", "!!", "\u0120\u0120", "\u0120b"]),
         ("smollm", ["a", "\u0120", "1", "2", "3", "4", "!!", "\u0120\u0120", "\u0120b"]),
         ("llama-bpe", ["a", "\u0120", "123", "4", "!!", "\u0120\u0120", "\u0120b"]),
+        ("stablelm2", ["a", "\u0120", "1", "2", "3", "4", "!!", "\u0120\u0120", "\u0120b"]),
         ("qwen2", ["a", "\u0120", "1", "2", "3", "4", "!!", "\u0120\u0120", "\u0120b"]),
     ],
 )
