@@ -9,11 +9,15 @@ import os
 import re
 import struct
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pyengine.errors import ModelLoadError
 from pyengine.models.transformers_calls import load_errors
@@ -36,10 +40,12 @@ _NUMBERS = {
     11: "q",
     12: "d",
 }
+_FLOATS = {6: "f4", 12: "f8"}
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
 _LARGEST_ALIGNMENT = 1 << 16
 _LONGEST_STRING = 1 << 26
+_MOST_FLOATS = 1 << 23
 _LONGEST_KEPT = 1 << 12  # numbers of an array that are kept: one for each layer
 _WINDOW = 1 << 20  # bytes that are read at once
 _LAYER = re.compile(r"blk\.(\d+)\.")
@@ -135,6 +141,15 @@ def read_header(path: Path, descriptor: int | None = None) -> GGUFHeader:
     return header
 
 
+@contextmanager
+def _named(key: str) -> Iterator[None]:
+    """Name the key in errors about its value."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"the value of {key[:200]!r}: {error}") from error
+
+
 class _Reader:
     """Reads from its position on; raises `ValueError` past the end of the file."""
 
@@ -149,7 +164,8 @@ class _Reader:
             key = self._string()
             if key in values:
                 raise ValueError(f"it has the key {key!r} twice")
-            values[key] = self._value(self._number("I"))
+            with _named(key):
+                values[key] = self._value(self._number("I"))
         found = [self._tensor() for _ in range(num_tensors)]
         if not found:
             raise ValueError("it declares no tensors")
@@ -201,6 +217,14 @@ class _Reader:
                 self._skip(self._number("Q"))
                 count -= 1
 
+    def _skip_floats(self, count: int, dtype: "np.dtype[Any]") -> None:
+        """Skip an array of numbers, which are finite: a vocabulary has a score for each token."""
+        num_bytes = count * dtype.itemsize
+        if _MOST_FLOATS * dtype.itemsize < num_bytes <= self._size - self._at:
+            raise ValueError(f"{count} numbers are more than any vocabulary has tokens")
+        if not np.isfinite(np.frombuffer(self._bytes(num_bytes), dtype)).all():
+            raise ValueError("it holds NaN or infinity")
+
     def _string(self) -> str:
         length = self._number("Q")
         if length > _LONGEST_STRING and length <= self._size - self._at:
@@ -219,7 +243,9 @@ class _Reader:
         if item in _NUMBERS and length <= _LONGEST_KEPT:
             layout = f"<{length}{_NUMBERS[item]}"
             return GGUFArray(length, struct.unpack(layout, self._bytes(struct.calcsize(layout))))
-        if item in _NUMBERS:
+        if item in _FLOATS:
+            self._skip_floats(length, np.dtype(f"<{_FLOATS[item]}"))
+        elif item in _NUMBERS:
             self._skip(length * struct.calcsize(f"<{_NUMBERS[item]}"))
         elif item == _STRING:
             self._skip_strings(length)
