@@ -52,6 +52,7 @@ _DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exa
 _SAME_SPLITS = {"stablelm2": "qwen2"}
 
 
+_SPACE = "\u2581"
 _SAMPLING = "general.sampling"
 
 
@@ -232,17 +233,23 @@ def _splits() -> Mapping[str, str]:
 
 
 def _set_prefix(keys: HeaderKeys, tokenizer: Any, model: str | None) -> None:
-    """The space before the first word, of SentencePiece vocabularies."""
-    from tokenizers import decoders, pre_tokenizers
+    """The space before the first word, of SentencePiece vocabularies; families differ in it."""
+    from tokenizers import decoders, normalizers, pre_tokenizers
 
     has_prefix = keys.flag("tokenizer.ggml.add_space_prefix")
-    backend: Any = tokenizer.backend_tokenizer
-    if model != "llama" or has_prefix is not False:
+    if model != "llama" or has_prefix is None:
         return
+    backend: Any = tokenizer.backend_tokenizer
     if type(backend.pre_tokenizer).__name__ == "Metaspace":
+        scheme = "first" if has_prefix else "never"
         backend.pre_tokenizer = pre_tokenizers.Metaspace(
-            replacement="\u2581", prepend_scheme="never", split=False
+            replacement=_SPACE, prepend_scheme=scheme, split=False
         )
-        backend.decoder = decoders.Sequence(
-            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
+    else:
+        first: list[Any] = [normalizers.Prepend(_SPACE)] if has_prefix else []
+        spaces: Any = normalizers.Replace(" ", _SPACE)
+        backend.normalizer = normalizers.Sequence([*first, spaces])
+    last: list[Any] = [decoders.Strip(content=" ", left=1)] if has_prefix else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
+    )

@@ -162,6 +162,18 @@ def test_sentencepiece_vocabularies(tmp_path, values, expected, text, is_kept):
     assert found.eos_token_ids == {2}
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3"])
+@pytest.mark.parametrize(("has_prefix", "expected"), [(True, [1, 7]), (False, [1, 6])])
+def test_the_space_before_the_first_word_is_that_of_the_file(
+    tmp_path, architecture, has_prefix, expected
+):
+    values = SENTENCES | {"tokenizer.ggml.add_space_prefix": has_prefix}
+    tokenizer = loaded(tmp_path / "tiny.gguf", True, architecture, values=values).tokenizer
+    assert tokenizer.encode("ab") == expected
+    assert tokenizer.decode(expected, skip_special_tokens=True) == "ab"
+    assert tokenizer.encode("ab ab")[-1] == 7
+
+
 @pytest.mark.parametrize("is_kept", KEEPING)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 @pytest.mark.parametrize(
