@@ -1,8 +1,8 @@
-"""The configuration of a model in a GGUF file: every key of the header, or a refusal by name.
+"""The transformers configuration of a model in a GGUF file.
 
-transformers builds the configuration of the family, of the keys that it knows. The settings below
-then overwrite it: what the file says counts, and what it leaves out has llama.cpp's default, not
-the default of one published model. llama.cpp writes Mixtral as a `llama` with experts.
+transformers builds the configuration of the family from the keys that it knows. The settings below
+overwrite it with all keys of the header. A missing key has llama.cpp's default, not the default of
+one published model. llama.cpp writes Mixtral as a `llama` with experts.
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -20,9 +20,9 @@ _SLIDING = (*_GEMMAS, "phi3", _GPT_OSS)
 """Architectures with layers that attend to a window."""
 _PARTLY_ROTATED = ("phi3", "stablelm", "nemotron", "minimax-m2")
 _SCALED_QUERIES = {"gemma2": 46, "gemma3": 62}
-"""Layers of the model of each architecture whose queries are scaled by the mean size of a head."""
+"""Numbers of layers of the models whose queries are scaled by the mean size of a head."""
 _PERIODS = {"gemma2": 2, "gemma3": 6}
-"""Every so many layers, one attends to all tokens: llama.cpp's where the file does not say it."""
+"""One of so many layers attends to all tokens: llama.cpp's defaults."""
 
 
 class _Setting(NamedTuple):
@@ -69,7 +69,7 @@ _ONLY: tuple[tuple[str, tuple[object, ...], str], ...] = (
     (".moe_every_n_layers", (0, 1), "has layers without experts: not supported"),
     (".nextn_predict_layers", (0,), "has layers that predict further tokens: not supported"),
 )
-"""Keys with the only values that are supported, and what others mean."""
+"""Keys, their supported values, and the effect of other values."""
 
 _NEEDED = (".context_length", ".embedding_length", ".attention.head_count")
 _NEEDED_OF = {"gemma3": (".attention.sliding_window",), _GPT_OSS: (".attention.sliding_window",)}
@@ -83,7 +83,7 @@ _OTHER_COUNTS = tuple(
 )
 
 _LAYOUTS = {"llama": "Meta AI original pth", "falcon": "jploski"}
-"""The order of tensors' rows that transformers turns back, by architecture."""
+"""The order of rows that transformers expects, by architecture."""
 _GATES = {0: "none", 1: "softmax", 2: "sigmoid"}
 
 
@@ -95,8 +95,8 @@ def is_kept_only(header: GGUFHeader) -> bool:
 def gguf_config(copy: Path, keys: HeaderKeys) -> Any:
     """The transformers configuration of a file, whose header is at `copy`, alone in its folder.
 
-    The caller reads the keys of the tokenizer and refuses those that are left. Raises
-    `ModelLoadError` for keys whose values are of no use, or not supported.
+    The caller reads the keys of the tokenizer, and refuses unread keys. Raises `ModelLoadError` for
+    values that are invalid or not supported.
     """
     _check_values(HeaderKeys(keys.path, keys.header))
     config = _family_config(copy, keys)
@@ -116,9 +116,9 @@ def gguf_config(copy: Path, keys: HeaderKeys) -> Any:
 
 
 def _check_values(keys: HeaderKeys) -> None:
-    """Raise by name for what transformers would stumble over, or take for another number.
+    """Raise for values that transformers would misread, or reject without naming the key.
 
-    `keys` are not those of which the unread ones are refused.
+    Marks keys as read: pass an object of its own.
     """
     for key in [setting.key for setting in _SETTINGS] + [*_OTHER_COUNTS]:
         if isinstance(keys.raw(key), GGUFArray):
@@ -144,7 +144,7 @@ def _value(setting: _Setting, keys: HeaderKeys) -> Any:
 
 
 def _family_config(copy: Path, keys: HeaderKeys) -> Any:
-    """The configuration of the family, whose numbers are not yet those of the file."""
+    """The configuration of the family, before the settings of the file."""
     from transformers import AutoConfig, GptOssConfig, LlamaConfig, MixtralConfig
 
     layers = keys.count(".block_count") or 1
@@ -152,7 +152,9 @@ def _family_config(copy: Path, keys: HeaderKeys) -> Any:
         return GptOssConfig(num_hidden_layers=layers, architectures=["GptOssForCausalLM"])
     if _is_mixtral(keys.header):
         return MixtralConfig(num_hidden_layers=layers, architectures=["MixtralForCausalLM"])
-    if keys.header.architecture == "llama":  # transformers takes one by its name for Mistral
+    if (
+        keys.header.architecture == "llama"
+    ):  # transformers takes a file named "mistral" for another family
         return LlamaConfig(num_hidden_layers=layers)
     where: Any = {"gguf_file": copy.name, "trust_remote_code": False}
     config: Any = AutoConfig.from_pretrained(copy.parent, **where)
@@ -195,7 +197,7 @@ def _set_vocabulary(keys: HeaderKeys, config: Any) -> None:
 
 
 def _set_heads(keys: HeaderKeys, config: Any) -> None:
-    """Heads, their size, and the rotated part of it."""
+    """Set the numbers of heads, their size and the scale of queries."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     groups = keys.count(".attention.head_count_kv", high=heads) or heads
     if name := _of(config, "num_key_value_heads", "num_kv_heads"):
@@ -224,7 +226,7 @@ def _set_heads(keys: HeaderKeys, config: Any) -> None:
 
 
 def _set_experts(keys: HeaderKeys, config: Any) -> None:
-    """Experts and their sizes, which llama.cpp derives where the file does not say them."""
+    """Set experts and their sizes, with llama.cpp's defaults for missing sizes."""
     count = keys.count(".expert_count", low=0) or 0
     name = _of(config, "num_local_experts", "num_experts")
     if bool(name) != bool(count):
@@ -264,7 +266,7 @@ def _set_gate(keys: HeaderKeys, config: Any) -> None:
 
 
 def _set_biases(keys: HeaderKeys, config: Any) -> None:
-    """Biases of layers that have them or not."""
+    """Set biases that are optional in the family."""
     names = {tensor.name for tensor in keys.header.tensors}
     if type(config).__name__ != "GptOssConfig" and hasattr(config, "attention_bias"):
         config.attention_bias = "blk.0.attn_q.bias" in names
@@ -273,7 +275,7 @@ def _set_biases(keys: HeaderKeys, config: Any) -> None:
 
 
 def _set_windows(keys: HeaderKeys, config: Any) -> None:
-    """The window of sliding layers, and which layers these are."""
+    """Set the window of sliding layers, and which layers these are."""
     architecture = str(keys.header.architecture)
     can_be_none = architecture not in _NEEDED_OF and architecture not in _PERIODS
     window = keys.count(".attention.sliding_window", low=0 if can_be_none else 1)

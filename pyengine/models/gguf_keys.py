@@ -1,7 +1,7 @@
-"""The keys of a GGUF header: each is read and checked by name, or the file is refused.
+"""The keys of a GGUF header: read and checked by name.
 
-transformers drops keys that it does not know. A model whose positions are scaled then answers, and
-wrongly. Here every key is read, or is in the list of those without an effect.
+transformers drops keys that it does not know, and a model with scaled positions then gives wrong
+answers. Here a file is refused unless each key is read or known to have no effect.
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -14,7 +14,7 @@ from pyengine.errors import ModelLoadError
 from pyengine.models.gguf_header import GGUFArray, GGUFHeader
 
 _LARGEST_COUNT = 2**31 - 1
-"""Positions are counted in 32 bits, and no size of a model is larger."""
+"""Positions have 32 bits."""
 
 _IDLE_GROUPS = {
     "general.": "describes the file",
@@ -22,8 +22,7 @@ _IDLE_GROUPS = {
     "mradermacher.": "describes who quantised the file",
     "split.": "describes parts of a file, of which there is one",
 }
-"""Beginnings of keys without an effect on the model, with the reason. General keys that have one
-(`general.architecture`, `general.alignment`, `general.sampling.*`) are read before."""
+"""Beginnings of keys without an effect on the model, with the reason."""
 
 _IDLE = {
     "tokenizer.ggml.token_type_count": "token types are those of BERT",
@@ -49,10 +48,10 @@ _IDLE_ENDS = {"tokenizer.chat_template.": "another template, by name"}
 
 
 class HeaderKeys:
-    """The keys of a header, by their full names or, after a dot, by those of the architecture.
+    """The keys of a header, by full name, or by a name that begins with a dot: `.rope.freq_base`.
 
-    Every reader marks its key as read, and returns None for a key that is missing. Raises
-    `ModelLoadError`, by name, for values of another kind and for numbers out of range.
+    Each method marks its key as read, and returns None for a missing key. Raises `ModelLoadError`
+    with the key's name for values of another type and for numbers out of range.
     """
 
     def __init__(self, path: Path, header: GGUFHeader) -> None:
@@ -135,7 +134,7 @@ class HeaderKeys:
             raise self.refusal(key, why)
 
     def refuse_unread(self) -> None:
-        """Raise for keys that nothing has read and that may have an effect."""
+        """Raise for unread keys that may have an effect."""
         architecture = str(self.header.architecture)
         idle = {key.format(architecture) for key in _IDLE}
         groups = (*_IDLE_GROUPS, *_IDLE_ENDS)

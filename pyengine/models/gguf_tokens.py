@@ -1,7 +1,7 @@
-"""Tokens of a GGUF file: those that end an answer, the first of a prompt, and how text is split.
+"""The tokenizer of a GGUF file, with the tokens that end an answer.
 
-A file names the end of a turn (`eot_token_id`), that of a message for a tool (`eom_token_id`), or
-neither: llama.cpp then knows such tokens by their text. The same lists are here:
+Some files name the end of a turn (`eot_token_id`) or of a message to a tool (`eom_token_id`).
+llama.cpp finds such tokens by their text in other files. Source of the lists below:
 https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
 """
 
@@ -27,7 +27,7 @@ _FILL_IN_ENDS = (
     *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
 )
-"""Texts of tokens after which code that was filled in has ended: another file begins, or none."""
+"""Texts of tokens that end the completion of code."""
 
 _END_KEYS = tuple(
     f"tokenizer.ggml.{name}_token_id"
@@ -40,17 +40,15 @@ _WHOLE_WORDS = (
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
     *("jina-v5-nano", "tekken"),
 )
-"""Splits of text (`tokenizer.ggml.pre`) whose vocabularies take a word that they have as it is,
-whatever the merges are."""
+"""Pre-tokenizers (`tokenizer.ggml.pre`) whose vocabularies ignore merges for known words."""
 _STARTS_WITH_BOS = (*_WHOLE_WORDS, "chameleon")
-"""Splits whose vocabularies add a first token to prompts unless the file says otherwise."""
+"""Pre-tokenizers whose vocabularies add BOS to prompts by default."""
 
 _GPT2_SPLITS = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "mellum", "exaone4", "a.x-4.0")
-"""Splits that are those of GPT-2."""
+"""Pre-tokenizers that split text as GPT-2 does."""
 _DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-"""Splits that are those of GPT-2 after digits were taken apart."""
+"""Pre-tokenizers that split off each digit, and then split text as GPT-2 does."""
 _SAME_SPLITS = {"stablelm2": "qwen2"}
-
 
 _SPACE = "\u2581"
 _SAMPLING = "general.sampling"
@@ -59,7 +57,7 @@ _SAMPLING = "general.sampling"
 def gguf_tokenizer(copy: Path, header: GGUFHeader, config: Any) -> Any:
     """transformers' tokenizer of the file whose header is at `copy`, alone in its folder.
 
-    It is that of the family of `config`, which may normalise text as no key says.
+    Its class is that of the family of `config`: families normalise text in ways that have no key.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -76,7 +74,7 @@ def gguf_tokenizer(copy: Path, header: GGUFHeader, config: Any) -> Any:
 def default_sampling(keys: HeaderKeys) -> dict[str, float]:
     """The file's defaults for requests, by their names in generation_config.json.
 
-    Others of the kind (`mirostat`, `xtc_threshold`) have no counterpart, and no effect.
+    Other keys of the group (`mirostat`, `xtc_threshold`) have no counterpart here.
     """
     found = {
         "temperature": keys.number(f"{_SAMPLING}.temp", zero=True),
@@ -89,9 +87,9 @@ def default_sampling(keys: HeaderKeys) -> dict[str, float]:
 
 
 def check_token_ids(keys: HeaderKeys) -> None:
-    """Raise by name for ids of special tokens that the vocabulary does not have.
+    """Raise for ids of special tokens beyond the vocabulary.
 
-    `keys` are not those of which the unread ones are refused.
+    Marks keys as read: pass an object of its own.
     """
     tokens = keys.raw("tokenizer.ggml.tokens")
     if not isinstance(tokens, GGUFArray):
@@ -106,7 +104,7 @@ def check_token_ids(keys: HeaderKeys) -> None:
 
 
 def _several_ends(keys: HeaderKeys) -> Sequence[object]:
-    """The ids in the key that some programs write for several ends."""
+    """The ids in `eos_token_ids`, a key of some programs."""
     found = keys.raw(_SEVERAL_ENDS)
     if isinstance(found, GGUFArray) and found.values is not None:
         return found.values
@@ -114,9 +112,9 @@ def _several_ends(keys: HeaderKeys) -> Sequence[object]:
 
 
 def end_token_ids(keys: HeaderKeys, tokenizer: Any) -> list[int]:
-    """Ids of the tokens that end an answer, the file's own first.
+    """Ids of the tokens that end an answer, `eos_token_id` first.
 
-    Those that are known by their text become special tokens, as in llama.cpp: texts leave them out.
+    Tokens that are known by their text become special tokens, as in llama.cpp.
     """
     named = [keys.count(key, low=0) for key in _END_KEYS]
     for name in ("bos", "unknown", "padding"):
@@ -136,7 +134,7 @@ def end_token_ids(keys: HeaderKeys, tokenizer: Any) -> list[int]:
 
 
 def _ends_by_text(vocabulary: Mapping[str, int]) -> dict[str, int]:
-    """The tokens of a vocabulary that end an answer, by the texts that it has for them."""
+    """Ids of the tokens that end an answer, by their entries in the vocabulary."""
     spelled = {text: _spelled(text, vocabulary) for text in _ENDS + _FILL_IN_ENDS}
     found = {token: vocabulary[token] for token in spelled.values() if token in vocabulary}
     if found.keys() >= {"<|call|>", "<|return|>"} or found.keys() >= {"<|calls|>", "<|flush|>"}:
@@ -147,7 +145,7 @@ def _ends_by_text(vocabulary: Mapping[str, int]) -> dict[str, int]:
 
 
 def _spelled(text: str, vocabulary: Mapping[str, int]) -> str:
-    """A token's text as the vocabulary has it: in those of bytes, with a letter for each byte."""
+    """The entry for a text; vocabularies of bytes have a letter for each byte."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     if text in vocabulary or text.isascii():
@@ -182,7 +180,8 @@ def complete_tokenizer(keys: HeaderKeys, tokenizer: Any) -> None:
 def _set_first_and_last(
     keys: HeaderKeys, tokenizer: Any, model: str | None, split: str | None
 ) -> None:
-    if model == "llama":  # llama.cpp's where the file has none
+    """Set BOS and EOS, and whether prompts begin and end with them."""
+    if model == "llama":  # llama.cpp's defaults
         tokenizer.bos_token = tokenizer.bos_token or tokenizer.convert_ids_to_tokens(1)
         tokenizer.eos_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(2)
     first = keys.flag("tokenizer.ggml.add_bos_token")
@@ -191,12 +190,11 @@ def _set_first_and_last(
         first = model == "llama" or (model == "gpt2" and split in _STARTS_WITH_BOS)
     elif model == "gemma4":
         first = False  # as transformers: templates begin with it
-    if (tokenizer.add_bos_token, tokenizer.add_eos_token) != (first, bool(last)):
-        tokenizer.add_bos_token, tokenizer.add_eos_token = first, bool(last)
+    tokenizer.add_bos_token, tokenizer.add_eos_token = first, bool(last)
 
 
 def _set_split(keys: HeaderKeys, tokenizer: Any, model: str | None, split: str | None) -> None:
-    """Split text into words as the vocabulary was made for; without a name, as the family does."""
+    """Set the pre-tokenizer that the file names; without a name, the family's stays."""
     from tokenizers import Regex, pre_tokenizers
 
     if model != "gpt2" or split in (None, "default"):
@@ -210,8 +208,7 @@ def _set_split(keys: HeaderKeys, tokenizer: Any, model: str | None, split: str |
         if split not in known:
             raise keys.refusal(
                 "tokenizer.ggml.pre",
-                f"names a way to split text that transformers {version('transformers')} does not "
-                "know",
+                f"names a pre-tokenizer that transformers {version('transformers')} does not have",
             )
         first = [pre_tokenizers.Split(Regex(known[split]), behavior="isolated")]
     last: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=has_regex)
@@ -221,7 +218,7 @@ def _set_split(keys: HeaderKeys, tokenizer: Any, model: str | None, split: str |
 
 
 def _splits() -> Mapping[str, str]:
-    """The regular expressions by which transformers splits text, by name."""
+    """transformers' regular expressions for pre-tokenizers, by name."""
     try:
         from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
     except ImportError:  # older releases know those of some families
@@ -233,7 +230,7 @@ def _splits() -> Mapping[str, str]:
 
 
 def _set_prefix(keys: HeaderKeys, tokenizer: Any, model: str | None) -> None:
-    """The space before the first word, of SentencePiece vocabularies; families differ in it."""
+    """Set whether a space precedes the first word, in SentencePiece vocabularies."""
     from tokenizers import decoders, normalizers, pre_tokenizers
 
     has_prefix = keys.flag("tokenizer.ggml.add_space_prefix")
