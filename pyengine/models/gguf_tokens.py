@@ -87,7 +87,7 @@ def default_sampling(keys: HeaderKeys) -> dict[str, float]:
 
 
 def check_token_ids(keys: HeaderKeys) -> None:
-    """Raise for ids of special tokens beyond the vocabulary.
+    """Raise for ids beyond the vocabulary, and for types or scores of fewer tokens.
 
     Marks keys as read: pass an object of its own.
     """
@@ -95,6 +95,10 @@ def check_token_ids(keys: HeaderKeys) -> None:
     if not isinstance(tokens, GGUFArray):
         raise ValueError("it has no tokenizer.ggml.tokens")
     last = tokens.length - 1
+    for key in ("tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
+        found = keys.raw(key)
+        if found is not None and not (isinstance(found, GGUFArray) and found.length > last):
+            raise keys.refusal(key, f"has not one value for each of {tokens.length} tokens")
     for key in keys.header.values:
         if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):
             keys.count(key, low=0, high=last)

@@ -205,6 +205,9 @@ def test_text_is_split_as_the_file_says(tmp_path, architecture, split, words, is
         ({"tokenizer.ggml.unheard_of": True}, r"tokenizer\.ggml\.unheard_of"),
         ({"tokenizer.ggml.eot_token_id": len(TOKENS)}, r"eot_token_id \(8\)"),
         ({"tokenizer.ggml.tokens": None}, r"tokenizer\.ggml\.tokens"),
+        ({"tokenizer.ggml.tokens": "a"}, r"tokenizer\.ggml\.tokens"),
+        ({"tokenizer.ggml.token_type": [3, 3]}, r"token_type .*each of 8 tokens"),
+        ({"tokenizer.ggml.scores": 1.0}, r"scores .*each of 8 tokens"),
     ],
 )
 @pytest.mark.parametrize("is_kept", KEEPING)
