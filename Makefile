@@ -370,11 +370,12 @@ $(AUDIT)/.installed: pyproject.toml | $(VENV)/bin/python
 	$(call environment,$(AUDIT),audit)
 	@touch $@
 
+# maturin asks pip for the libraries of every extra, and pip names each that it leaves out unless it is quiet.
 $(BUILT): $(RUST_SOURCES) $(ENGINE)
 	@command -v cargo > /dev/null || \
 	  { echo "cargo was not found: the block manager is Rust; install the toolchain from https://rustup.rs"; exit 1; }
 	$(BIN)/python -m maturin --version > /dev/null 2>&1 || $(PIP) install "$$($(BIN)/python tools/requirements.py build)"
-	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/python -m maturin develop --release
+	PIP_QUIET=1 VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/python -m maturin develop --release
 	@touch $@
 
 rust-tools:

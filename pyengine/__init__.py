@@ -77,18 +77,6 @@ _ELSEWHERE = {
     "RequestOutput": "pyengine.outputs",
 }
 _ENGINE = {"LLM", "AsyncEngine"}
-_ENGINE_EXTRA = {"accelerate", "safetensors", "tokenizers", "torch", "tqdm", "transformers"}
-
-
-def _explain(what: str, missing: str | None) -> str | None:
-    """The error message that says how to install the module `missing`; None for one of our own."""
-    from pyengine.utils.packaging import needs_engine_extra, needs_extension
-
-    if missing == "pyengine._kv":
-        return needs_extension(what)
-    if missing is not None and missing.split(".")[0] in _ENGINE_EXTRA:
-        return needs_engine_extra(what, missing)
-    return None
 
 
 def _resolve(name: str) -> object:
@@ -103,17 +91,20 @@ def _resolve(name: str) -> object:
         from pyengine.utils.gc_pause import paused_gc
 
         if name in _ENGINE:
-            from pyengine.utils.packaging import require_posix
+            from pyengine.utils.packaging import require_engine_extra, require_posix
 
             require_posix(f"pyengine.{name}")
+            require_engine_extra(f"pyengine.{name}")
         try:
             with paused_gc():
                 value = getattr(import_module(_ELSEWHERE.get(name, "pyengine.kv_cache")), name)
         except ModuleNotFoundError as error:
-            message = _explain(f"pyengine.{name}", error.name)
-            if message is None:
+            if error.name != "pyengine._kv":
                 raise
-            raise ModuleNotFoundError(message, name=error.name) from error
+            from pyengine.utils.packaging import needs_extension
+
+            message = needs_extension(f"pyengine.{name}")
+            raise ModuleNotFoundError(message, name=error.name) from None
     else:
         raise AttributeError(f"module 'pyengine' has no attribute {name!r}")
     globals()[name] = value

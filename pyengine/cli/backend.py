@@ -19,6 +19,7 @@ from pyengine.config import EngineSettings
 from pyengine.errors import ConfigurationError
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
+from pyengine.utils.packaging import require_engine_extra
 
 if TYPE_CHECKING:
     import typer
@@ -117,6 +118,10 @@ def held_interrupt() -> Iterator[None]:
 @contextmanager
 def libraries() -> Iterator[None]:
     """Import torch within this block. Raises `ConfigurationError` if a library cannot be loaded."""
+    try:
+        require_engine_extra("the engine")
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(str(error)) from None
     try:
         yield
     except ModuleNotFoundError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pyengine.cli.announcement import announcement
-from pyengine.cli.backend import open_async_engine
+from pyengine.cli.backend import libraries, open_async_engine
 from pyengine.cli.display import note
 from pyengine.cli.options import command
 from pyengine.config import EngineSettings
@@ -47,7 +47,8 @@ def serve(
     except ModuleNotFoundError as error:
         missing = str(error.name).partition(".")[0]
         if missing not in _LIBRARIES:
-            raise
+            with libraries():  # one of the engine's
+                raise
         raise ConfigurationError(needs_serve_extra("pyengine serve", missing)) from error
     # Bind the address first, to fail before the model is loaded.
     with lifetime.listening(server) as socket, ExitStack() as stack:

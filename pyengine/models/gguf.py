@@ -10,10 +10,10 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyengine.errors import ModelLoadError
 from pyengine.models.checkpoint_files import (
@@ -25,14 +25,23 @@ from pyengine.models.checkpoint_files import (
     readable_size,
 )
 from pyengine.models.config import empty_model
-from pyengine.models.gguf_config import gguf_config, gguf_tokenizer, is_kept_only
+from pyengine.models.gguf_config import gguf_config, is_kept_only
 from pyengine.models.gguf_header import GGUFHeader, read_header
+from pyengine.models.gguf_keys import HeaderKeys
+from pyengine.models.gguf_names import refuse_unknown_tensors
+from pyengine.models.gguf_tokens import (
+    check_token_ids,
+    complete_tokenizer,
+    default_sampling,
+    end_token_ids,
+    gguf_tokenizer,
+)
 from pyengine.models.transformers_calls import load_errors, quiet_transformers, read_json
 from pyengine.utils.packaging import needs_engine_extra
 
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
 """Part of the name of every converted folder: raise it when the conversion changes."""
-_DESCRIPTION_VERSION = 2
+_DESCRIPTION_VERSION = 3
 """The same for folders of `described_gguf`."""
 
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -72,30 +81,55 @@ def described_gguf(path: Path, header: GGUFHeader) -> Path:
 
     def build(folder: Path) -> None:
         with quiet_transformers(), _header_alone(path, header) as alone, _transformers_errors(path):
-            tokenizer, config = gguf_tokenizer(alone, header), gguf_config(alone, header)
+            parts = _parts(alone, path, header)
             way_out = f"; set {CACHE_VARIABLE} to a writable folder with enough space"
             with load_errors(f"{path} cannot be described in {folder.parent}", way_out=way_out):
-                config.save_pretrained(folder)
-                tokenizer.save_pretrained(folder)
-                _make_tokenizer_plain(folder)
+                parts.config.save_pretrained(folder)
+                _save_tokenizer(parts.tokenizer, folder)
+                _declare(folder / "generation_config.json", parts.sampling)
 
     return build_once(target, build, num_bytes=header.num_bytes)
 
 
-def _make_tokenizer_plain(folder: Path) -> None:
-    """Let `load_tokenizer` load the same tokenizer by transformers' plain class.
+class _Parts(NamedTuple):
+    """Of a file, without its weights; `sampling` are defaults for requests."""
 
-    Classes of families build it from Python's lists of all tokens and merges, and keep these. Added
-    tokens are in the configuration, else transformers parses the tokenizer's file for them, too.
+    config: Any
+    tokenizer: Any
+    sampling: Mapping[str, float]
+
+
+def _parts(copy: Path, path: Path, header: GGUFHeader) -> _Parts:
+    """The parts of the file at `path`, whose header is at `copy`, alone in its folder.
+
+    Raises `ModelLoadError` for keys of the header that nothing reads.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    check_token_ids(HeaderKeys(path, header))
+    keys = HeaderKeys(path, header)
+    config = gguf_config(copy, keys)
+    tokenizer = gguf_tokenizer(copy, header, config)
+    complete_tokenizer(keys, tokenizer)
+    ends = end_token_ids(keys, tokenizer)
+    config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
+    config.bos_token_id, config.pad_token_id = tokenizer.bos_token_id, tokenizer.pad_token_id
+    sampling = default_sampling(keys)
+    keys.refuse_unread()
+    return _Parts(config, tokenizer, sampling)
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer so that transformers' plain class loads it, as it is.
+
+    Classes of families build another one from Python's lists of all tokens and merges, which they
+    keep. Added tokens are in the configuration, else transformers parses the tokenizer's
+    file for them, too.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer.save_pretrained(folder)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return
-    tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    added = tokenizer.added_tokens_decoder
+    path, added = folder / "tokenizer_config.json", tokenizer.added_tokens_decoder
     plain = {
         "tokenizer_class": PreTrainedTokenizerFast.__name__,
         "added_tokens_decoder": {number: added[number].__getstate__() for number in added},
@@ -191,7 +225,7 @@ def _has_description(folder: Path) -> bool:
 def _convert(path: Path, folder: Path, header: GGUFHeader, dtype: str) -> None:
     """Dequantise to `dtype` and save model and tokenizer to `folder`."""
     with quiet_transformers():
-        model, tokenizer = _read(path, header, dtype)
+        model, parts = _read(path, header, dtype)
         # The weights are plain now, which save_pretrained checks.
         for attribute in ("quantization_config", "_pre_quantization_dtype"):
             if hasattr(model.config, attribute):
@@ -202,31 +236,45 @@ def _convert(path: Path, folder: Path, header: GGUFHeader, dtype: str) -> None:
         way_out = f"; set {CACHE_VARIABLE} to a writable folder with enough space"
         with load_errors(f"{path} cannot be stored in {folder.parent}", way_out=way_out):
             model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            if header.main_type not in _PLAIN and dtype != "float32":
-                _declare_bfloat16(folder / "config.json")
+            _save_tokenizer(parts.tokenizer, folder)
+            _declare(folder / "generation_config.json", parts.sampling)
+            if header.main_type not in _PLAIN and dtype != "float32":  # it lacks float16's range
+                _declare(folder / "config.json", {"dtype": "bfloat16"})
 
 
-def _read(path: Path, header: GGUFHeader, dtype: str) -> tuple[Any, Any]:
-    """The model and the tokenizer in a GGUF file.
+def _read(path: Path, header: GGUFHeader, dtype: str) -> tuple[Any, _Parts]:
+    """The model in a GGUF file, and the rest.
 
     It is read through a link in a separate folder, so files beside it are ignored.
     """
     with tempfile.TemporaryDirectory(prefix="pyengine-") as alone, _transformers_errors(path):
         link = Path(alone) / path.name
         link.symlink_to(path.resolve())
-        tokenizer, config = gguf_tokenizer(link, header), gguf_config(link, header)
-        _refuse_other_size(config, path, header)
-        return _dequantised(link, path, config, dtype), tokenizer
+        parts = _parts(link, path, header)
+        _refuse_unpermuted(path, header)
+        model = empty_model(parts.config)
+        _refuse_other_size(model, path, header)
+        model.tie_weights()
+        refuse_unknown_tensors(path, header, model)
+        return _dequantised(link, path, parts.config, dtype), parts
 
 
-def _refuse_other_size(config: Any, path: Path, header: GGUFHeader) -> None:
+def _refuse_unpermuted(path: Path, header: GGUFHeader) -> None:
+    """Raise for a file without the number that transformers needs to order the rows of keys."""
+    key = "llama.attention.head_count_kv"
+    if header.architecture == "llama" and key not in header.values:
+        raise ModelLoadError(
+            f"{path} does not say {key}, without which it cannot be converted to floats; convert "
+            "the model to a GGUF file again, or take it as safetensors"
+        )
+
+
+def _refuse_other_size(model: Any, path: Path, header: GGUFHeader) -> None:
     """Raise if the model that the header describes is much larger than the file.
 
-    Up to twice as many weights are accepted: this configuration does not say if the output shares
-    its weights with the embedding.
+    Up to twice as many weights are accepted: the output may share its weights with the embedding.
     """
-    num_weights = sum(parameter.numel() for parameter in empty_model(config).parameters())
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
     if num_weights > 2 * header.num_elements:
         raise ModelLoadError(
             f"{path} describes a model of {num_weights} weights and holds {header.num_elements}: "
@@ -270,8 +318,7 @@ def _dequantised(link: Path, path: Path, config: Any, dtype: str) -> Any:
     return model
 
 
-def _declare_bfloat16(config: Path) -> None:
-    """Declare the model's dtype as bfloat16, which has the range that float16 lacks."""
-    settings = json.loads(config.read_bytes())
-    settings["dtype"] = "bfloat16"
-    config.write_text(json.dumps(settings, indent=2))
+def _declare(path: Path, settings: Mapping[str, object]) -> None:
+    """Add settings to a JSON file, which is made for them if need be."""
+    if settings:
+        path.write_text(json.dumps(read_json(path) | dict(settings), indent=2))

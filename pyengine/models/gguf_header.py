@@ -9,11 +9,15 @@ import os
 import re
 import struct
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pyengine.errors import ModelLoadError
 from pyengine.models.transformers_calls import load_errors
@@ -36,10 +40,13 @@ _NUMBERS = {
     11: "q",
     12: "d",
 }
+_FLOATS = {6: "f4", 12: "f8"}
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
 _LARGEST_ALIGNMENT = 1 << 16
 _LONGEST_STRING = 1 << 26
+_MOST_FLOATS = 1 << 23
+_LONGEST_KEPT = 1 << 12  # numbers of an array that are kept: one for each layer
 _WINDOW = 1 << 20  # bytes that are read at once
 _LAYER = re.compile(r"blk\.(\d+)\.")
 
@@ -64,8 +71,16 @@ class GGUFTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class GGUFArray:
+    """One array in the header; `values` has its numbers, None for strings and for long arrays."""
+
+    length: int
+    values: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """The header of a GGUF file: numbers and strings by key (no arrays), and tensors.
+    """The header of a GGUF file: numbers, strings and `GGUFArray`s by key, and tensors.
 
     `num_bytes` is its length, up to the first tensor; `file_size` that of the file.
     """
@@ -74,6 +89,11 @@ class GGUFHeader:
     tensors: tuple[GGUFTensor, ...]
     num_bytes: int
     file_size: int
+
+    @property
+    def architecture(self) -> object:
+        """`general.architecture`, a string unless the file is damaged."""
+        return self.values.get("general.architecture")
 
     @property
     def num_elements(self) -> int:
@@ -121,6 +141,15 @@ def read_header(path: Path, descriptor: int | None = None) -> GGUFHeader:
     return header
 
 
+@contextmanager
+def _named(key: str) -> Iterator[None]:
+    """Name the key in errors about its value."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"the value of {key[:200]!r}: {error}") from error
+
+
 class _Reader:
     """Reads from its position on; raises `ValueError` past the end of the file."""
 
@@ -133,9 +162,10 @@ class _Reader:
         values: dict[str, Any] = {}
         for _ in range(num_values):
             key = self._string()
-            value = self._value(self._number("I"))
-            if value is not None:
-                values[key] = value
+            if key in values:
+                raise ValueError(f"it has the key {key!r} twice")
+            with _named(key):
+                values[key] = self._value(self._number("I"))
         found = [self._tensor() for _ in range(num_tensors)]
         if not found:
             raise ValueError("it declares no tensors")
@@ -187,6 +217,14 @@ class _Reader:
                 self._skip(self._number("Q"))
                 count -= 1
 
+    def _skip_floats(self, count: int, dtype: "np.dtype[Any]") -> None:
+        """Skip an array of numbers, which are finite: a vocabulary has a score for each token."""
+        num_bytes = count * dtype.itemsize
+        if _MOST_FLOATS * dtype.itemsize < num_bytes <= self._size - self._at:
+            raise ValueError(f"{count} numbers are more than any vocabulary has tokens")
+        if not np.isfinite(np.frombuffer(self._bytes(num_bytes), dtype)).all():
+            raise ValueError("it holds NaN or infinity")
+
     def _string(self) -> str:
         length = self._number("Q")
         if length > _LONGEST_STRING and length <= self._size - self._at:
@@ -194,7 +232,7 @@ class _Reader:
         return self._bytes(length).decode("utf-8", "replace")
 
     def _value(self, kind: int) -> Any:
-        """One value; None for an array, which is skipped."""
+        """One value; of an array, the numbers if there are few."""
         if kind in _NUMBERS:
             return self._number(_NUMBERS[kind])
         if kind == _STRING:
@@ -202,13 +240,18 @@ class _Reader:
         if kind != _ARRAY:
             raise ValueError(f"a value is of type {kind}, which GGUF does not have")
         item, length = self._number("I"), self._number("Q")
-        if item in _NUMBERS:
+        if item in _NUMBERS and length <= _LONGEST_KEPT:
+            layout = f"<{length}{_NUMBERS[item]}"
+            return GGUFArray(length, struct.unpack(layout, self._bytes(struct.calcsize(layout))))
+        if item in _FLOATS:
+            self._skip_floats(length, np.dtype(f"<{_FLOATS[item]}"))
+        elif item in _NUMBERS:
             self._skip(length * struct.calcsize(f"<{_NUMBERS[item]}"))
         elif item == _STRING:
             self._skip_strings(length)
         else:
             raise ValueError(f"an array is of type {item}")
-        return None
+        return GGUFArray(length)
 
     def _tensor(self) -> GGUFTensor:
         sizes = _ggml_types()

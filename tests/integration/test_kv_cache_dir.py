@@ -253,7 +253,11 @@ def test_folders_that_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     open_to_all = tmp_path / "open"
     open_to_all.mkdir(mode=0o755)
     os.chmod(open_to_all, 0o755)
-    assert "chmod 700" in refusal(tiny_folder, kv_cache_dir=open_to_all)
+    said = refusal(tiny_folder, kv_cache_dir=open_to_all)
+    assert "accessible to other users" in said and "chmod" not in said
+    (open_to_all / "notes.txt").write_text("mine")
+    said = refusal(tiny_folder, kv_cache_dir=open_to_all)
+    assert "not a KV store" in said and "chmod" not in said
     assert "Not a directory" in refusal(tiny_folder, kv_cache_dir=mine / "notes.txt")
 
 

@@ -47,6 +47,43 @@ def test_llm_without_torch_names_the_extra() -> None:
     assert python(code) == needs_engine_extra("pyengine.LLM", "torch")
 
 
+LIBRARIES = ["torch", "transformers", "tokenizers", "safetensors", "tqdm"]
+
+
+@pytest.mark.parametrize("part", ["LLM", "AsyncEngine"])
+@pytest.mark.parametrize("missing", [*LIBRARIES, "all"])
+def test_without_a_library_there_is_one_short_error(part: str, missing: str) -> None:
+    """No chain of tracebacks, and no frame of the import system."""
+    names = LIBRARIES if missing == "all" else [missing]
+    gone = f"import sys; sys.modules.update(dict.fromkeys({names}))"
+    code = f"{gone}; import pyengine; pyengine.{part}()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert len(lines) < 9, done.stderr
+    expected = needs_engine_extra(f"pyengine.{part}", names[0])
+    assert lines[-1] == f"ModuleNotFoundError: {expected}"
+    assert sum(line.startswith("Traceback") for line in lines) == 1
+
+
+COMMANDS = ["generate hi", "chat", "bench", "info", "list", "pull x/y", "serve"]
+COMMANDS += [f"explain {__file__} {__file__}"]
+
+
+@pytest.mark.parametrize("missing", ["torch", "tokenizers"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_without_a_library_names_the_extra(command: str, missing: str) -> None:
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; import pyengine.cli\n"
+        f"sys.argv = ['pyengine', *{command.split()}]; pyengine.cli.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, input=""
+    )
+    said = [line for line in done.stderr.splitlines() if ": loading " not in line]
+    assert (done.returncode, said) == (1, [f"error: {needs_engine_extra('the engine', missing)}"])
+
+
 def test_sources_without_the_extension_name_the_command_that_builds_it() -> None:
     code = (
         "import sys; sys.modules['pyengine._kv'] = None; import pyengine\n"

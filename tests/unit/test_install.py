@@ -1,5 +1,6 @@
 """`tools/install.py`: the build of torch and the commands; uv.lock belongs to pyproject.toml."""
 
+import os
 import re
 import subprocess
 import sys
@@ -114,3 +115,23 @@ def test_the_default_model_is_named_once() -> None:
     assert EMBEDDED_COMMAND.endswith(f" {embedded}")
     (metadata,) = settings["tool"]["uv"]["dependency-metadata"]
     assert embedded == f"{metadata['name']}=={metadata['version']}"
+
+
+def test_building_prints_no_line_for_each_library_of_an_extra() -> None:
+    """maturin gives pip the libraries of all extras: it names what it leaves out, unless quiet."""
+    plan = subprocess.run(
+        ["make", "-n", "-B", ".venv/.built"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    [line] = [each for each in plan.stdout.splitlines() if "maturin develop" in each]
+    settings = dict(word.split("=", 1) for word in line.split() if re.match(r"[A-Z_]+=", word))
+
+    def pip(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "pip", "--no-input", "install", "--no-index", *arguments]
+        return subprocess.run(
+            command, env=os.environ | settings, capture_output=True, text=True, check=False
+        )
+
+    done = pip("left-out; extra == 'bench'")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    failed = pip("there-is-no-such-distribution")
+    assert failed.returncode == 1 and "ERROR: No matching distribution" in failed.stderr

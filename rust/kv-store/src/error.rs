@@ -37,9 +37,20 @@ pub enum OpenError {
         /// User id of this process.
         user: u32,
     },
-    /// Others can enter the folder.
+    /// Others can enter the folder, which is a store.
     #[error("{path} is accessible to other users (mode {mode}); run: chmod 700 {path}")]
     Mode {
+        /// The path.
+        path: PathBuf,
+        /// The permission bits, octal.
+        mode: String,
+    },
+    /// Others can enter the folder, which is empty.
+    #[error(
+        "{path} is accessible to other users (mode {mode}); name a folder in it that does not exist \
+         yet, which is made private: {path}/kv-cache"
+    )]
+    OpenToOthers {
         /// The path.
         path: PathBuf,
         /// The permission bits, octal.

@@ -13,6 +13,7 @@ use crate::error::OpenError;
 
 const LOCK: &str = "lock";
 const MARKER: &str = "format";
+const MARKER_START: &[u8] = b"pyengine kv-store\n";
 const PRIVATE_FILE: Mode = Mode::from_raw_mode(0o600);
 
 /// Files are opened relative to the folder, never through a symbolic link.
@@ -32,6 +33,9 @@ pub(crate) struct WriterLock {
 
 impl Folder {
     /// Opens a folder that only its owner can enter, or makes one.
+    ///
+    /// A folder of something else is said to be that, whoever can enter it: advice to change its mode
+    /// would harm what it holds.
     pub(crate) fn open(path: &Path) -> Result<Self, OpenError> {
         let io = |source| OpenError::Io {
             path: path.into(),
@@ -51,6 +55,15 @@ impl Folder {
             rustix::fs::open(path, flags, Mode::empty()).map_err(|error| io(error.into()))?;
         let status = rustix::fs::fstat(&descriptor).map_err(|error| io(error.into()))?;
         let user = rustix::process::geteuid().as_raw();
+        let mode = Mode::from_raw_mode(status.st_mode).as_raw_mode() & 0o7777;
+        let folder = Self { descriptor };
+        if status.st_uid == user && mode & 0o077 == 0 {
+            return Ok(folder);
+        }
+        let is_store = folder.has_marker_of(user);
+        if !is_store && !folder.is_new().unwrap_or(true) {
+            return Err(OpenError::NotAStore { path: path.into() });
+        }
         if status.st_uid != user {
             return Err(OpenError::Owner {
                 path: path.into(),
@@ -58,14 +71,23 @@ impl Folder {
                 user,
             });
         }
-        let mode = Mode::from_raw_mode(status.st_mode).as_raw_mode() & 0o777;
-        if mode & 0o077 != 0 {
-            return Err(OpenError::Mode {
-                path: path.into(),
-                mode: format!("{mode:o}"),
-            });
-        }
-        Ok(Self { descriptor })
+        let (path, mode) = (path.into(), format!("{mode:o}"));
+        Err(if is_store {
+            OpenError::Mode { path, mode }
+        } else {
+            OpenError::OpenToOthers { path, mode }
+        })
+    }
+
+    /// True if the folder has the marker of a store that this user made.
+    fn has_marker_of(&self, user: u32) -> bool {
+        let Ok(file) = self.file(MARKER, OFlags::RDONLY) else {
+            return false;
+        };
+        let mut start = [0; MARKER_START.len()];
+        rustix::fs::fstat(&file).is_ok_and(|status| status.st_uid == user)
+            && (&file).read_exact(&mut start).is_ok()
+            && start == MARKER_START
     }
 
     /// Locks the folder for writing; the error holds the process id of the writer, if it is known.

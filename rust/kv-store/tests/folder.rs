@@ -68,7 +68,7 @@ fn a_new_folder_is_private_and_opens_again() {
 fn folders_that_others_can_change_are_refused() {
     let scratch = Scratch::new("mode");
     let path = scratch.0.join("store");
-    fs::create_dir(&path).unwrap();
+    drop(Store::open(&path, small()).unwrap());
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
     let error = refusal(&path, small());
     assert!(
@@ -79,6 +79,44 @@ fn folders_that_others_can_change_are_refused() {
     if std::os::unix::fs::chown(&path, Some(12345), None).is_ok() {
         let error = refusal(&path, small());
         assert!(error.contains("belongs to user 12345"), "{error}");
+    }
+}
+
+#[test]
+fn a_folder_of_something_else_is_never_to_be_made_private() {
+    let scratch = Scratch::new("advice");
+    let path = scratch.0.join("tmp");
+    fs::create_dir(&path).unwrap();
+    for (name, text, expected) in [
+        (None, "", "does not exist yet"),
+        (Some("lock"), "", "does not exist yet"),
+        (Some("thesis.txt"), "text", "not a KV store"),
+        (
+            Some("format"),
+            "A4, margins of 2 cm, one and a half lines",
+            "not a KV store",
+        ),
+        (Some("format"), "pyengine", "not a KV store"),
+        (Some("format"), "", "not a KV store"),
+    ] {
+        if let Some(name) = name {
+            fs::write(path.join(name), text).unwrap();
+        }
+        for mode in [0o755, 0o1777, 0o750, 0o705, 0o770] {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            for access in [Access::Read, Access::Write, Access::WriteOrRead] {
+                let config = Config { access, ..small() };
+                let error = refusal(&path, config);
+                assert!(error.contains(expected), "{name:?} {mode:o}: {error}");
+                assert!(!error.contains("chmod"), "{name:?} {mode:o}: {error}");
+            }
+        }
+    }
+    // A marker that another user put there is none.
+    fs::write(path.join("format"), "pyengine kv-store\nformat 1\n").unwrap();
+    assert!(refusal(&path, small()).contains("chmod 700"));
+    if std::os::unix::fs::chown(path.join("format"), Some(12345), None).is_ok() {
+        assert!(refusal(&path, small()).contains("not a KV store"));
     }
 }
 

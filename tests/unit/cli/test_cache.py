@@ -197,6 +197,9 @@ def test_folders_that_are_no_store(tmp_path: Path, folder: Path, command: list[s
     assert said(folder) == (
         f"{folder} is accessible to other users (mode 755); run: chmod 700 {folder}"
     )
+    for mode in (0o755, 0o1777):
+        other.chmod(mode)
+        assert said(other).startswith(f"{other} is not empty and not a KV store")
     folder.chmod(0o700)
     (folder / "format").write_text("pyengine kv-store\nformat 9\n")
     assert "is a KV store of format" in said(folder)

@@ -347,9 +347,10 @@ def test_what_is_missing_is_refused(tmp_path, architecture, left_out, message):
             64,
             r"exps\.weight .*asks for \[4, (32, 64|64)",
         ),
-        ("llama", b"expert_count", 2**31, "num_local_experts=2147483648"),
-        ("gpt-oss", b"attention.key_length", 2**32 - 1, "could not be converted"),
-        ("gpt-oss", b"expert_used_count", 2**32 - 1, "experts"),
+        ("llama", b"expert_count", 2**31, r"llama\.expert_count \(2147483648\)"),
+        ("llama", b"expert_count", 2**31 - 1, "num_local_experts=2147483647"),
+        ("gpt-oss", b"attention.key_length", 2**32 - 1, r"attention\.key_length \(4294967295\)"),
+        ("gpt-oss", b"expert_used_count", 2**32 - 1, r"expert_used_count \(4294967295\)"),
     ],
 )
 def test_sizes_that_the_tensors_do_not_have_are_refused(
@@ -380,12 +381,15 @@ def test_damaged_experts_are_named(tmp_path):
 def test_keys_that_gpt_oss_needs_are_named(tmp_path):
     path = tmp_path / "tiny.gguf"
     write(path, "gpt-oss", values={"rope.scaling.type": "longrope"})
-    with pytest.raises(ModelLoadError, match=r"rope\.scaling\.type is 'longrope', and GPT-OSS"):
+    with pytest.raises(ModelLoadError, match=r"gpt-oss\.rope\.scaling\.type \('longrope'\)"):
         kept(path)
-    write(path, "gpt-oss")
-    content = path.read_bytes()
-    path.write_bytes(
-        content.replace(b"gpt-oss.attention.key_length", b"gpt-oss.attention.key_xxxxxx")
-    )
-    with pytest.raises(ModelLoadError, match=r"does not say gpt-oss\.attention\.key_length"):
-        kept(path)
+    for key, message in (
+        (b"attention.key_length", r"gpt-oss\.attention\.key_lengtx"),
+        (b"attention.sliding_window", r"does not say gpt-oss\.attention\.sliding_window"),
+        (b"context_length", r"does not say gpt-oss\.context_length"),
+    ):
+        write(path, "gpt-oss")
+        content, name = path.read_bytes(), b"gpt-oss." + key
+        path.write_bytes(content.replace(name, name[:-1] + b"x", 1))
+        with pytest.raises(ModelLoadError, match=message):
+            kept(path)

@@ -1,5 +1,6 @@
 """GGUF files that lie: about counts, lengths, offsets and types."""
 
+import math
 import random
 import struct
 import time
@@ -85,6 +86,18 @@ ZEROS = bytes(1000)
         (gguf(values=1, rest=array(8, 2**60) + ZEROS), "strings at .* do not end"),
         (gguf(values=1, rest=array(9, 2**60) + ZEROS), "an array is of type 9"),
         (gguf(values=1, rest=value(99, ZEROS)), "of type 99"),
+        (
+            gguf(values=1, rest=array(6, 2**24) + bytes(2**26)),
+            "'k': 16777216 numbers are more than",
+        ),
+        (
+            gguf(values=1, rest=array(12, 5000, struct.pack("<5000d", *[math.inf] * 5000))),
+            "'k': it holds NaN",
+        ),
+        (
+            gguf(values=1, rest=array(6, 5000, bytes(19_996) + struct.pack("<f", math.nan))),
+            "holds NaN",
+        ),
         (gguf(rest=tensor(dims=()) + ZEROS), "has 0 dimensions"),
         (gguf(rest=tensor(dims=(1,) * 5) + ZEROS), "has 5 dimensions"),
         (gguf(rest=tensor(dims=(2**63, 2**63)) + ZEROS), "does not end within the file"),

@@ -1,0 +1,193 @@
+"""GGUF files of transformers' models, written as llama.cpp's converter writes them."""
+
+import numpy as np
+import torch
+import transformers
+
+VOCAB = 8
+LENGTH = 64
+"""Positions."""
+TOKENS = ["<|im_start|>", "<|im_end|>", "a", "b", "c", "ab", "bc", "abc"]
+TYPES = [3, 3, 1, 1, 1, 1, 1, 1]
+MERGES = ["a b", "b c", "a bc"]
+
+TURNED = ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")
+"""GPT-2's matrices whose rows are its columns."""
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_HEAD = {"head_dim": 8}
+_GEMMA = {"query_pre_attn_scalar": 8, "sliding_window": 16, **_HEAD}
+_MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+CONFIGS = {
+    "llama": (transformers.LlamaConfig, {}),
+    "mixtral": (
+        transformers.MixtralConfig,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_theta": 1e4},
+    ),
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen3": (transformers.Qwen3Config, _HEAD),
+    "qwen2moe": (
+        transformers.Qwen2MoeConfig,
+        {"shared_expert_intermediate_size": 96, **_MIXTURE},
+    ),
+    "qwen3moe": (transformers.Qwen3MoeConfig, {"norm_topk_prob": True, **_MIXTURE, **_HEAD}),
+    "gemma2": (transformers.Gemma2Config, _GEMMA),
+    "gemma3": (transformers.Gemma3TextConfig, _GEMMA),
+    "phi3": (transformers.Phi3Config, {}),
+    "starcoder2": (transformers.Starcoder2Config, {"tie_word_embeddings": False}),
+    "stablelm": (transformers.StableLmConfig, {"partial_rotary_factor": 0.5}),
+    "nemotron": (transformers.NemotronConfig, {"partial_rotary_factor": 0.5, **_HEAD}),
+    "gpt2": (transformers.GPT2Config, {"n_inner": 64}),
+}
+
+
+def tiny_model(architecture, **changes):
+    """A model of random float weights, and of the family's settings with `changes`."""
+    kind, settings = CONFIGS[architecture]
+    sizes = dict(_SIZES)
+    if architecture == "gpt2":
+        del sizes["intermediate_size"], sizes["num_key_value_heads"]
+    config = kind(**{**sizes, **settings, **changes})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.2 if parameter.ndim == 1 else 0.0, 0.25)
+    return model.eval()
+
+
+def header_of(model, architecture):
+    """The keys of the architecture that llama.cpp's converter writes, without scaling."""
+    config = model.config
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    found = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": getattr(config, "intermediate_size", 64),
+        "attention.head_count": config.num_attention_heads,
+    }
+    if architecture in ("gpt2", "starcoder2", "stablelm", "nemotron"):
+        found["attention.layer_norm_epsilon"] = 1e-5
+    else:
+        found["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
+    if architecture != "gpt2":
+        found["attention.head_count_kv"] = config.num_key_value_heads
+        found["rope.dimension_count"] = head
+        found["rope.freq_base"] = 10000.0
+    if architecture in ("stablelm", "nemotron"):
+        found["rope.dimension_count"] = head // 2
+    if architecture == "stablelm":
+        found["use_parallel_residual"] = False
+    if architecture in ("qwen3", "qwen3moe", "gemma2", "gemma3"):
+        found |= {"attention.key_length": head, "attention.value_length": head}
+    if architecture in ("gemma2", "gemma3"):
+        found["attention.sliding_window"] = config.sliding_window
+    if architecture == "gemma3":
+        found["rope.freq_base"] = 1000000.0
+    if architecture in ("mixtral", "qwen2moe", "qwen3moe"):
+        found["expert_count"] = 4
+        found["expert_used_count"] = config.num_experts_per_tok
+    if architecture in ("qwen2moe", "qwen3moe"):
+        found["expert_feed_forward_length"] = config.moe_intermediate_size
+    if architecture == "qwen2moe":
+        found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+    return found
+
+
+def tensors_of(model, architecture):
+    """The weights of a model by the names of the file, with llama.cpp's changes."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    name = "llama" if architecture == "mixtral" else architecture
+    arch = next(key for key, value in MODEL_ARCH_NAMES.items() if value == name)
+    table = get_tensor_name_map(arch, model.config.num_hidden_layers)
+    found = {}
+    tied = model.config.tie_word_embeddings
+    for own, values in model.state_dict().items():
+        if own == "lm_head.weight" and tied:
+            continue
+        end = own.rpartition(".")[2]
+        for target, part in split_experts(own, values):
+            target_stem = target.removesuffix(f".{end}") if end in ("weight", "bias") else target
+            known = table.get_name(target_stem)
+            assert known is not None, target
+            suffix = end if end in ("weight", "bias") else "weight"
+            found[f"{known}.{suffix}"] = changed(model, architecture, known, suffix, part)
+    return {key: values.contiguous().numpy() for key, values in found.items()}
+
+
+def split_experts(name, values):
+    """transformers joins the gates of experts with what they multiply."""
+    if not name.endswith("experts.gate_up_proj"):
+        return [(name, values)]
+    gate, up = values.chunk(2, 1)
+    stem = name.removesuffix("gate_up_proj")
+    return [(f"{stem}gate_proj", gate), (f"{stem}up_proj", up)]
+
+
+def changed(model, architecture, name, suffix, values):
+    config = model.config
+    if architecture in ("llama", "mixtral") and name.endswith(("attn_q", "attn_k")):
+        heads = config.num_attention_heads if "_q" in name else config.num_key_value_heads
+        return values.view(heads, 2, -1, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
+    if architecture in ("gemma2", "gemma3", "nemotron") and name.endswith("norm"):
+        return values + 1 if architecture != "nemotron" or suffix == "weight" else values
+    if architecture == "gpt2" and f"{name}.{suffix}".endswith(TURNED):
+        return values.T
+    if name.endswith("ffn_gate_inp_shexp"):
+        return values[0]
+    return values
+
+
+def add_value(writer, key, value):
+    """Add a key with the type that the value has in Python."""
+    from gguf import GGUFValueType
+
+    kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
+    if type(value) is int and not 0 <= value < 2**32:
+        kinds[int] = "INT64" if value < 0 else "UINT64"
+    writer.add_key_value(key, value, GGUFValueType[kinds[type(value)]])
+
+
+def write_gguf_of(model, path, architecture, *, kind="F32", values=None, extra=None, tokens=None):
+    """Write `model` to `path`.
+
+    `values` are more keys, those that begin with a dot of the architecture; None removes one.
+    `extra` are more tensors, `kind` is the type of matrices, `tokens` another vocabulary.
+    """
+    from gguf import GGMLQuantizationType, GGUFWriter, quantize
+
+    name = "llama" if architecture == "mixtral" else architecture
+    writer = GGUFWriter(path, name)
+    keys = {f".{key}": value for key, value in header_of(model, architecture).items()}
+    keys |= {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens or TOKENS,
+        "tokenizer.ggml.token_type": TYPES,
+        "tokenizer.ggml.merges": MERGES,
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+    }
+    for key, value in (keys | (values or {})).items():
+        if value is not None:
+            add_value(writer, f"{name}{key}" if key.startswith(".") else key, value)
+    for key, numbers in (tensors_of(model, architecture) | (extra or {})).items():
+        is_float = numbers.ndim == 1 or "_inp." in key or key.endswith("bias")
+        found = GGMLQuantizationType["F32" if is_float else kind]
+        writer.add_tensor(key, quantize(np.asarray(numbers, np.float32), found), raw_dtype=found)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
