@@ -55,6 +55,13 @@ def test_a_with_block_ends_the_pin(llm: LLM) -> None:
     pin.release()
 
 
+def test_a_released_pin_leaves_nothing_until_its_end(llm: LLM) -> None:
+    for _ in range(20):
+        llm.pin(SYSTEM, ttl=3600).release()
+    assert llm.stats().usage.pinned == 0
+    assert len(llm._engine.pins.ends) == 0
+
+
 def test_a_pin_of_an_idle_engine_ends_on_time(llm: LLM) -> None:
     pin = llm.pin(SYSTEM, ttl=0.3)
     assert llm.stats().usage.pinned == 3
