@@ -204,7 +204,8 @@ class PinTable:
                 "and no block may be pinned: max_pinned_share is 0, or the KV pool holds little "
                 "more than the longest request; lower max_model_len, or give a larger pool"
             )
-        own, quota = self._uses_of.get(hints.owner, {}), self.limit // hints.num_owners
+        own: Counter[int] = self._uses_of.get(hints.owner) or Counter()
+        quota = self.limit // hints.num_owners
         new = len(blocks - own.keys())
         if new and len(own) + new > quota:
             return (
