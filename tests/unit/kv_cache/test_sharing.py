@@ -7,9 +7,11 @@ from pyengine.kv_cache import (
     BlockManager,
     Cleared,
     ConfigError,
+    Lost,
     PlanError,
     Prefilled,
     Removed,
+    ReplicaIndex,
     Sequence,
     StepBuffers,
     Stored,
@@ -278,6 +280,36 @@ def test_events_tell_what_enters_and_leaves() -> None:
     [event] = manager.take_events()
     assert isinstance(event, Cleared)
     assert manager.cached_hashes() == []
+
+
+def test_events_that_nobody_takes_are_bounded_and_the_whole_set_is_stated_then() -> None:
+    manager, replicas = (
+        BlockManager(4, BLOCK, events=True, hash_seed=0),
+        ReplicaIndex(4, hash_seed=0),
+    )
+    for prompt in range(40_000):
+        computed(manager, [prompt] * 5).free()
+    lost, cleared, *stored = manager.take_events()
+    assert isinstance(lost, Lost) and isinstance(cleared, Cleared)
+    assert (lost.num_events, repr(lost)) == (79_997, "Lost(num_events=79997)")
+    hashes = {event.hash for event in stored if isinstance(event, Stored)}
+    assert hashes == set(manager.cached_hashes()) and len(stored) == 3
+    assert manager.take_events() == []
+    replicas.apply(0, b"\1", bytes(16))
+    for prompt in range(40_000):
+        computed(manager, [prompt] * 5).free()
+    kinds, packed = manager.take_packed_events()
+    assert (kinds, replicas.apply(0, kinds, packed)) == (b"\2\1\1\1", 3)
+    assert set(replicas.cached_blocks(0)) == set(manager.cached_hashes())
+
+
+def test_of_evictions_that_nobody_takes_the_latest_are_kept() -> None:
+    manager = BlockManager(4, BLOCK, keep_evicted=True)
+    for prompt in range(1000):
+        computed(manager, [prompt] * 5).free()
+    evicted = manager.take_evicted()
+    assert 4 <= len(evicted) <= 8
+    assert [record.tokens[0] for record in evicted] == list(range(997 - len(evicted), 997))
 
 
 # ---- eviction
