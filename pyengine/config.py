@@ -175,8 +175,8 @@ class EngineSettings:
     )
     kv_cache_access: Literal["write_or_read", "write", "read"] = setting(
         "write_or_read",
-        "use of kv_cache_dir: write_or_read reads it if another process writes to it; write refuses "
-        "it then; read never writes, so the folder may be on a read-only mount",
+        "use of kv_cache_dir: write_or_read reads it if another process writes to it; write "
+        "refuses it then; read never writes, so the folder may be on a read-only mount",
         parse=str,
     )
     kv_cache_host_memory: int | None = setting(
@@ -345,8 +345,8 @@ class EngineSettings:
             )
         if self.kv_cache_access != "write_or_read" and self.kv_cache_dir is None:
             raise ConfigurationError(
-                f"kv_cache_access={self.kv_cache_access!r} is the use of kv_cache_dir, which is not "
-                "given"
+                f"kv_cache_access={self.kv_cache_access!r} is the use of kv_cache_dir, which is "
+                "not given"
             )
         if self.kv_cache_access == "read" and self.kv_cache_disk is not None:
             raise ConfigurationError(

@@ -6,6 +6,8 @@ byte order, misaligned, strided, reversed, indirect and read-only.
 
 import ctypes
 from collections.abc import Callable
+from functools import reduce
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -197,9 +199,7 @@ def as_pointers(kind: Any) -> Callable[[Array], Any]:
     """An array of ctypes of as many pointers, none of which points anywhere."""
 
     def make(array: Array) -> Any:
-        for count in reversed(array.shape):
-            kind_of = kind_of * count if "kind_of" in locals() else kind * count
-        return kind_of()
+        return reduce(mul, reversed(array.shape), kind)()
 
     return make
 
@@ -258,7 +258,7 @@ BAD: dict[str, Callable[[Array], Any]] = {
     "released": released,
     "no dimension": lambda array: np.array(3, array.dtype),
     "one more dimension": lambda array: array[None],
-    "a type": lambda array: type(array),
+    "a type": type,
 }
 """Arrays that are not C-contiguous in the native order of a number, or barely are."""
 

@@ -1,4 +1,4 @@
-"""Forks of a process that uses the block manager: its objects are refused there, and end quietly."""
+"""Forks of a process that uses the block manager: its objects are refused, and end quietly."""
 
 import subprocess
 import sys

@@ -27,7 +27,6 @@ from pyengine.kv_cache import (
     Transfer,
     kv_fingerprint,
 )
-
 from tests.support.read_only import another_user, read_only
 
 ROOT = Path(__file__).parents[3]
