@@ -173,6 +173,12 @@ class EngineSettings:
         convert=partial(_bytes_of_gib, "kv_cache_disk_gib"),
         least=1,
     )
+    kv_cache_access: Literal["write_or_read", "write", "read"] = setting(
+        "write_or_read",
+        "use of kv_cache_dir: write_or_read reads it if another process writes to it; write "
+        "refuses it then; read never writes, so the folder may be on a read-only mount",
+        parse=str,
+    )
     kv_cache_host_memory: int | None = setting(
         None,
         "memory of the host for KV that the pool of a GPU evicts, on the command line in GiB, else "
@@ -336,6 +342,16 @@ class EngineSettings:
             raise ConfigurationError(
                 f"kv_cache_disk={self.kv_cache_disk} is the size of kv_cache_dir, which is not "
                 "given"
+            )
+        if self.kv_cache_access != "write_or_read" and self.kv_cache_dir is None:
+            raise ConfigurationError(
+                f"kv_cache_access={self.kv_cache_access!r} is the use of kv_cache_dir, which is "
+                "not given"
+            )
+        if self.kv_cache_access == "read" and self.kv_cache_disk is not None:
+            raise ConfigurationError(
+                f"kv_cache_disk={self.kv_cache_disk} limits what is written, and kv_cache_access="
+                "'read' writes nothing: leave one of them out"
             )
         if self.kv_cache_dir is not None and self.kv_cache_host_memory is not None:
             raise ConfigurationError(

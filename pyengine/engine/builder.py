@@ -270,6 +270,7 @@ def _open_store(settings: EngineSettings) -> KVStore | None:
         return KVStore(
             settings.kv_cache_dir,
             max_bytes=num_bytes,
+            access=settings.kv_cache_access,
             auth_key=store_key(),
         )
     except StoreError as error:
@@ -328,6 +329,8 @@ def _about_store(settings: EngineSettings, offloader: KVOffloader | None) -> dic
     if offloader is not None:
         tier = "disk" if settings.kv_cache_host_memory is None else "host"
         about |= {"kv_cache_tier": tier, **offloader.describe()}
+        if settings.kv_cache_access == "read":
+            about["kv_cache_access"] = "read"
     return about
 
 

@@ -122,8 +122,7 @@ class EngineLoop:
 
     def abort(self, requests: Sequence[Request]) -> None:
         """End requests before the next step."""
-        if not self.is_elsewhere:  # requests of a fork are those of its parent
-            self.enqueue(partial(self._engine.abort, requests))
+        self.enqueue(partial(self._engine.abort, requests))
 
     def interrupt(self, requests: Sequence[Request]) -> None:
         """Abort requests after Ctrl-C, and wait until they have ended.
@@ -138,7 +137,9 @@ class EngineLoop:
                 self._kill()
 
     def enqueue(self, message: Callable[[], object]) -> None:
-        """Have the thread call `message` before the next step."""
+        """Have the thread call `message` before the next step. Ignored in a fork."""
+        if self.is_elsewhere:
+            return
         self._inbox.put(message)
         if self._has_ended:
             self._read_inbox()

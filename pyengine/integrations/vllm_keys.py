@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from pyengine.kv_cache import Cleared, Removed, Stored
+from pyengine.kv_cache import Cleared, Lost, Removed, Stored
 
 FIRST_PSEUDO_TOKEN = 1 << 31
 FULL_ATTENTION = "full_attention"
@@ -106,8 +106,13 @@ class EventWriter:
         self._adapter_ids = adapter_ids
         self._written: list[Any] = []
 
-    def collect(self, events: list[Stored | Removed | Cleared], session: str | None = None) -> None:
-        """Add events that a request of this session caused."""
+    def collect(
+        self, events: list[Stored | Removed | Cleared | Lost], session: str | None = None
+    ) -> None:
+        """Add events that a request of this session caused.
+
+        After `Lost`, the next events state all cached blocks.
+        """
         written = self._written
         last: bytes | None = None  # the last block of the event before, if that may be extended
         space = b""

@@ -9,7 +9,7 @@ until a pin or a request needs the blocks: the lowest priority goes first, then 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 from time import monotonic
@@ -64,14 +64,17 @@ class PinTable:
         self._uses: Counter[int] = Counter()
         """For each block, the kept prefixes with it."""
         self._uses_of: defaultdict[bytes, Counter[int]] = defaultdict(Counter)
-        """The same for each owner."""
+        """The same for each owner that has any."""
         self._pinned: dict[tuple[bytes, frozenset[int]], KeptPrefix] = {}
         """Pins, by owner and blocks."""
         self.ends: list[tuple[float, int, KeptPrefix]] = []
-        """A heap of pins by the time of their ends, or an earlier one if they were renewed."""
+        """A heap of pins by the time of their ends, or an earlier one if they were renewed.
+
+        At most half of its entries are of pins that were released before their ends.
+        """
         self._by_priority: defaultdict[bytes, list[tuple[int, int, KeptPrefix]]]
         self._by_priority = defaultdict(list)
-        """Heaps of prefixes with a priority, by owner."""
+        """Heaps of prefixes with a priority, by the owners that have any."""
         self._numbers = count()
 
     @property
@@ -113,15 +116,15 @@ class PinTable:
 
     def keep(self, pin: Pin, priority: int, hints: CacheHints) -> KeptPrefix | None:
         """Keep a prefix until its blocks are needed, if the owner's share has space for it."""
-        blocks, heap = self._blocks_of(pin), self._by_priority[hints.owner]
+        blocks, owner = self._blocks_of(pin), hints.owner
         if self._make_space(blocks, hints, below=priority):
             pin.release()
             return None
-        if len(heap) >= _MOST_KEPT:
-            self._drop(heap)
-        kept = KeptPrefix(hints.owner, pin, blocks, inf)
+        if owner in self._by_priority and len(self._by_priority[owner]) >= _MOST_KEPT:
+            self._drop_lowest(owner)
+        kept = KeptPrefix(owner, pin, blocks, inf)
         self._add(kept)
-        heappush(heap, (priority, next(self._numbers), kept))
+        heappush(self._by_priority[owner], (priority, next(self._numbers), kept))
         return kept
 
     def release(self, kept: KeptPrefix) -> None:
@@ -139,6 +142,9 @@ class PinTable:
             del self._uses_of[kept.owner]
         if self._pinned.get((kept.owner, kept.blocks)) is kept:
             del self._pinned[kept.owner, kept.blocks]
+        if len(self.ends) > 2 * len(self._pinned):
+            self.ends = [entry for entry in self.ends if not entry[2].pin.is_released]
+            heapify(self.ends)
 
     def expire(self) -> float | None:
         """End the pins whose time is over; return the seconds to the next end, None without one."""
@@ -156,15 +162,12 @@ class PinTable:
 
         False if there were none.
         """
-        heaps = [heap for heap in self._by_priority.values() if heap]
-        if not heaps:
+        if not self._by_priority:
             return False
-        while heaps:
-            lowest = min(heaps)
-            self._drop(lowest)
+        while self._by_priority:
+            self._drop_lowest(min(self._by_priority, key=lambda owner: self._by_priority[owner][0]))
             if self._manager.usage().available >= needed:
                 break
-            heaps = [heap for heap in heaps if heap]
         return True
 
     def _blocks_of(self, pin: Pin) -> frozenset[int]:
@@ -174,8 +177,12 @@ class PinTable:
         self._uses.update(kept.blocks)
         self._uses_of[kept.owner].update(kept.blocks)
 
-    def _drop(self, heap: list[tuple[int, int, KeptPrefix]]) -> None:
+    def _drop_lowest(self, owner: bytes) -> None:
+        """End the prefix with the lowest priority of an owner that has one."""
+        heap = self._by_priority[owner]
         *_, kept = heappop(heap)
+        if not heap:
+            del self._by_priority[owner]
         self.release(kept)
 
     def _make_space(self, blocks: frozenset[int], hints: CacheHints, below: float) -> str:
@@ -183,11 +190,11 @@ class PinTable:
 
         Returns the numbers of the quota that they exceed even then; empty if none.
         """
-        heap = self._by_priority[hints.owner]
+        owner = hints.owner
         while shortage := self._shortage(blocks, hints):
-            if not heap or heap[0][0] > below:
+            if owner not in self._by_priority or self._by_priority[owner][0][0] > below:
                 break
-            self._drop(heap)
+            self._drop_lowest(owner)
         return shortage
 
     def _shortage(self, blocks: frozenset[int], hints: CacheHints) -> str:
@@ -197,7 +204,8 @@ class PinTable:
                 "and no block may be pinned: max_pinned_share is 0, or the KV pool holds little "
                 "more than the longest request; lower max_model_len, or give a larger pool"
             )
-        own, quota = self._uses_of[hints.owner], self.limit // hints.num_owners
+        own: Counter[int] = self._uses_of.get(hints.owner) or Counter()
+        quota = self.limit // hints.num_owners
         new = len(blocks - own.keys())
         if new and len(own) + new > quota:
             return (

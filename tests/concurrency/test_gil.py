@@ -233,6 +233,21 @@ def replica_index() -> list[Any]:
     return [known]
 
 
+def dropped_transfers() -> list[Any]:
+    """A pool after many transfers were dropped; its next call ends them."""
+    manager = BlockManager(MANY // 25, 1)
+    sequences = [manager.sequence([at, 0]) for at in range(MANY // 25)]
+    transfers = [sequence.reserve(1) for sequence in sequences]
+    manager.usage()
+    del sequences, transfers
+    return [manager]
+
+
+def pinned() -> list[Any]:
+    [manager] = filled()
+    return [manager, manager.match_prefix(np.arange(MANY))]
+
+
 LONG: dict[str, tuple[Callable[[], list[Any]], Callable[[list[Any]], object]]] = {
     "BlockManager": (list, lambda own: own.append(BlockManager(2 * MANY, 1))),
     "cached_hashes": (filled, lambda own: own[0].cached_hashes()),
@@ -240,6 +255,8 @@ LONG: dict[str, tuple[Callable[[], list[Any]], Callable[[list[Any]], object]]] =
     "take_events": (filled, lambda own: own[0].take_events()),
     "take_packed_events": (filled, lambda own: own[0].take_packed_events()),
     "snapshot": (lambda: [BlockManager(4 * MANY, 1)], lambda own: own[0].snapshot()),
+    "usage after transfers were dropped": (dropped_transfers, lambda own: own[0].usage()),
+    "Pin.release": (pinned, lambda own: own[1].release()),
     "tokens": (
         lambda: [BlockManager(1, 1).sequence(np.arange(MANY))],
         lambda own: own[0].tokens(),

@@ -20,6 +20,7 @@ from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.kv_cache import CpuAttention, block_memory, pool
 from pyengine.kv_cache.block_memory import DeviceBlocks
 from pyengine.server.metrics import EngineMetrics
+from tests.support.read_only import read_only
 from tests.unit.executor.hand_made import random_model
 from tests.unit.executor.test_model_runner import FAMILIES
 
@@ -282,6 +283,13 @@ def test_settings_that_do_not_go_together(tiny_folder: Path, tmp_path: Path) -> 
     folder = tmp_path / "kv"
     for settings, words in (
         ({"kv_cache_disk": GIB}, "kv_cache_dir"),
+        ({"kv_cache_access": "read"}, "kv_cache_access='read' is the use of kv_cache_dir"),
+        ({"kv_cache_dir": folder, "kv_cache_access": "r"}, "write_or_read"),
+        ({"kv_cache_dir": folder, "kv_cache_access": "read"}, "No such file or directory"),
+        (
+            {"kv_cache_dir": folder, "kv_cache_access": "read", "kv_cache_disk": GIB},
+            "kv_cache_disk",
+        ),
         ({"kv_cache_dir": folder, "enable_prefix_caching": False}, "enable_prefix_caching"),
         ({"kv_cache_dir": folder, "tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"kv_cache_dir": folder, "kv_cache_disk": (64 << 20) - 1}, "at least 67108864 bytes"),
@@ -294,6 +302,33 @@ def test_settings_that_do_not_go_together(tiny_folder: Path, tmp_path: Path) -> 
     assert not folder.exists()
     with LLM(tiny_folder, kv_cache_dir=folder, kv_cache_disk=64 << 20) as llm:
         assert llm.describe()["kv_cache_access"] == "write"
+
+
+def test_a_warm_folder_on_a_read_only_mount_is_read(tiny_folder: Path, tmp_path: Path) -> None:
+    folder, prompt = tmp_path / "kv", tokens(50)
+    settings: dict[str, Any] = {
+        "block_size": 4,
+        "linear_backend": "pyengine",
+        "kv_cache_dir": folder,
+    }
+    with LLM(tiny_folder, **settings) as llm:
+        expected, restored = answer(llm, prompt)
+        assert restored == 0
+    with read_only(folder):
+        message = refusal(tiny_folder, **settings)
+        assert "cannot be written" in message and 'access "read"' in message
+        with LLM(tiny_folder, kv_cache_access="read", **settings) as llm:
+            assert llm.describe()["kv_cache_access"] == "read"
+            assert answer(llm, prompt) == (expected, 48)
+            assert answer(llm, tokens(50, seed=1))[1] == 0  # computed, and not stored
+            figures = llm._engine.offloader.stats()  # type: ignore[union-attr]
+            assert (figures["stored"], figures["write_errors"], figures["read_errors"]) == (0, 0, 0)
+    with LLM(tiny_folder, kv_cache_access="read", **settings) as reader:
+        with LLM(tiny_folder, kv_cache_access="write", **settings) as writer:
+            assert writer.describe()["kv_cache_access"] == "write"
+            message = refusal(tiny_folder, kv_cache_access="write", **settings)
+            assert "is written by process" in message
+        assert reader.describe()["kv_cache_access"] == "read"
 
 
 @pytest.mark.usefixtures("device")

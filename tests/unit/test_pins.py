@@ -1,6 +1,8 @@
 """`LLM.pin` and `AsyncEngine.pin`: computed once, kept for a time, refused beyond the quota."""
 
 import asyncio
+import os
+import sys
 from collections.abc import Iterator
 from time import monotonic, sleep
 
@@ -53,6 +55,30 @@ def test_a_with_block_ends_the_pin(llm: LLM) -> None:
         assert llm.stats().usage.pinned == 3
     assert llm.stats().usage.pinned == 0
     pin.release()
+
+
+def test_a_released_pin_leaves_nothing_until_its_end(llm: LLM) -> None:
+    for _ in range(20):
+        llm.pin(SYSTEM, ttl=3600).release()
+    assert llm.stats().usage.pinned == 0
+    assert len(llm._engine.pins.ends) == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no forks")
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_pin_that_is_released_in_a_fork_goes_on(llm: LLM, is_closed: bool) -> None:
+    with llm.pin(SYSTEM) as pin:
+        if is_closed:
+            llm.close()
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                pin.release()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert pin.seconds_left > 0
 
 
 def test_a_pin_of_an_idle_engine_ends_on_time(llm: LLM) -> None:

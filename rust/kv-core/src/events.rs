@@ -2,6 +2,9 @@
 //!
 //! A block is stored when a block id first holds its KV, and removed when none does any more. Merges, takeovers
 //! and forks emit nothing. A log of events, applied in order, gives exactly the cached blocks.
+//!
+//! The log is bounded. One that nobody reads is dropped, and the next reader gets [`Event::Lost`], then `Cleared`, then
+//! all cached blocks as `Stored`.
 
 use std::sync::Arc;
 
@@ -45,7 +48,17 @@ pub enum Event {
     },
     /// No block is cached any more.
     Cleared,
+    /// Events were not taken for too long and were dropped. The events after it state all cached blocks: `Cleared`, then
+    /// `Stored`. A reader that applies these has the whole set again.
+    Lost {
+        /// Blocks stored and removed in the dropped events.
+        num_events: u64,
+    },
 }
+
+/// Fewer pending hashes are never dropped. No more than the blocks of a pool twice either: as many as one step may
+/// remove and store.
+const MIN_KEPT: usize = 65_536;
 
 /// Pending events. Stored blocks are hashed when the events are taken, or before the first eviction.
 #[derive(Default)]
@@ -58,11 +71,44 @@ pub(crate) struct EventLog {
     num_hashes: usize,
     /// Leading events that are final: hashes are added to later ones only.
     num_sealed: usize,
+    /// Hashes beyond which the log is dropped.
+    max_hashes: usize,
+    /// Hashes dropped since the events were last taken. If there are any, no event is kept.
+    num_lost: u64,
 }
 
 impl EventLog {
+    pub(crate) fn new(num_blocks: usize) -> Self {
+        Self {
+            max_hashes: num_blocks.saturating_mul(2).max(MIN_KEPT),
+            ..Self::default()
+        }
+    }
+
+    /// True if events were dropped: then later ones are only counted.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.num_lost > 0
+    }
+
+    /// Counts events that are not kept.
+    pub(crate) fn lose(&mut self, count: usize) {
+        self.num_lost += count as u64;
+    }
+
+    /// Drops the events if they are too many.
+    fn limit(&mut self) {
+        if self.num_hashes > self.max_hashes {
+            self.num_lost = self.num_hashes as u64;
+            (self.num_sealed, self.num_hashes) = (0, 0);
+            self.events = Vec::new();
+        }
+    }
+
     /// The `count` blocks up to `end` are cached now.
     pub(crate) fn store(&mut self, end: NodePosition, count: usize) {
+        if self.is_lost() {
+            return self.lose(count);
+        }
         self.stored.push((end, count));
         self.num_stored += count;
     }
@@ -86,6 +132,7 @@ impl EventLog {
                 hashes: removed.copied().collect(),
             }),
         }
+        self.limit();
     }
 
     /// Hashes the stored blocks: `append` adds the events of the `count` blocks up to a position.
@@ -97,6 +144,7 @@ impl EventLog {
             append(end, count, &mut self.events);
         }
         self.num_hashes += std::mem::take(&mut self.num_stored);
+        self.limit();
     }
 
     /// Hashes in the events, and blocks that are still to be hashed.
@@ -111,12 +159,21 @@ impl EventLog {
 
     /// Replaces the events since `seal` by `Cleared`.
     pub(crate) fn clear(&mut self) {
+        if self.is_lost() {
+            return;
+        }
         self.events.truncate(self.num_sealed);
         self.events.push(Event::Cleared);
+        self.num_hashes += 1;
+        self.limit();
     }
 
+    /// The events. The caller adds what is cached after one that says that they are lost.
     pub(crate) fn take(&mut self) -> Vec<Event> {
         (self.num_sealed, self.num_hashes) = (0, 0);
-        std::mem::take(&mut self.events)
+        match std::mem::take(&mut self.num_lost) {
+            0 => std::mem::take(&mut self.events),
+            num_events => vec![Event::Lost { num_events }, Event::Cleared],
+        }
     }
 }

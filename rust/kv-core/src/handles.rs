@@ -8,9 +8,7 @@ use std::collections::HashSet;
 use std::ops::Range;
 
 use crate::ids::{BlockId, NodePosition, PlanKey, SeqKey, TransferKey};
-use crate::sync::{
-    Arc, AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering,
-};
+use crate::sync::{Arc, AtomicU32, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering};
 use crate::table::BlockTable;
 
 /// A release that waits for the manager.
@@ -34,8 +32,10 @@ pub(crate) struct Shared {
     pub(crate) manager: u32,
     /// Pins that hold each block.
     refs: Box<[AtomicU32]>,
+    /// At most one for each handle and pin that was dropped since the manager's last call.
     deferred: Mutex<Vec<Deferred>>,
-    has_deferred: AtomicBool,
+    /// Their number, and that of their blocks.
+    num_deferred: AtomicUsize,
     /// Block references of all pins: an upper bound while a pin is being dropped ...
     pub(crate) pin_refs_ceiling: AtomicUsize,
     /// ... and a lower bound.
@@ -56,7 +56,7 @@ impl Shared {
             manager,
             refs: refs.into_boxed_slice(),
             deferred: Mutex::new(Vec::new()),
-            has_deferred: AtomicBool::new(false),
+            num_deferred: AtomicUsize::new(0),
             pin_refs_ceiling: AtomicUsize::new(0),
             pin_refs_floor: AtomicUsize::new(0),
             last_closed_plan: AtomicU64::new(0),
@@ -89,21 +89,25 @@ impl Shared {
 
     /// Leaves a release to the manager.
     pub(crate) fn defer(&self, release: Deferred) {
+        let blocks = match &release {
+            Deferred::Blocks(blocks) | Deferred::Pin(_, blocks) => blocks.len(),
+            _ => 0,
+        };
         let mut deferred = lock(&self.deferred);
         deferred.push(release);
-        self.has_deferred.store(true, Ordering::Release);
+        self.num_deferred.fetch_add(1 + blocks, Ordering::Release);
     }
 
-    /// Whether a release is deferred.
+    /// The number of deferred releases and of their blocks.
     #[inline]
-    pub(crate) fn has_deferred(&self) -> bool {
-        self.has_deferred.load(Ordering::Acquire)
+    pub(crate) fn num_deferred(&self) -> usize {
+        self.num_deferred.load(Ordering::Acquire)
     }
 
     /// Takes all deferred releases.
     pub(crate) fn take_deferred(&self) -> Vec<Deferred> {
         let mut deferred = lock(&self.deferred);
-        self.has_deferred.store(false, Ordering::Release);
+        self.num_deferred.store(0, Ordering::Release);
         std::mem::take(&mut *deferred)
     }
 

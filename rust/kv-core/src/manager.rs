@@ -66,9 +66,15 @@ impl BlockManager {
     /// begins with it; call it before `view`, `stats` or `plan_view` if they must see dropped handles.
     #[inline]
     pub fn drain_deferred(&mut self) {
-        if self.shared.has_deferred() {
+        if self.num_deferred() > 0 {
             self.drain_all();
         }
+    }
+
+    /// The number of releases that the next call applies, and of their blocks.
+    #[inline]
+    pub fn num_deferred(&self) -> usize {
+        self.shared.num_deferred()
     }
 
     #[cold]
@@ -209,6 +215,9 @@ impl BlockManager {
     }
 
     /// Changes of the set of cached blocks since the last call, in order, if `Config::events` is on.
+    ///
+    /// Events of twice the pool's blocks are kept, and of 65,536 blocks at least. If there were more, they are dropped:
+    /// the answer is [`Event::Lost`], then all cached blocks.
     pub fn take_events(&mut self) -> Vec<Event> {
         self.drain_deferred();
         self.state.pool.take_events()
@@ -460,7 +469,8 @@ impl BlockManager {
     }
 
     /// The cached blocks that allocations evicted since the last call, in order, if `Config::keep_evicted` is on. Blocks
-    /// without a hash are left out.
+    /// without a hash are left out. If nobody takes them, the latest are kept, at least as many as the pool has blocks:
+    /// the KV of earlier ones was overwritten.
     ///
     /// Take them after a step is planned and before it runs, or after another call that allocates: until then their
     /// KV is whole. [`BlockManager::evict`] keeps it whole for longer.

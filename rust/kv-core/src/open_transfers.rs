@@ -1,5 +1,6 @@
 //! The open transfers of a manager.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use crate::error::Error;
@@ -18,12 +19,12 @@ pub(crate) struct OpenTransfer {
     pub(crate) held: Vec<BlockId>,
 }
 
-/// The open transfers of a manager, oldest first.
+/// The open transfers of a manager, by number.
 #[derive(Default)]
 pub(crate) struct Transfers {
     pub(crate) manager: u32,
     pub(crate) made: u64,
-    pub(crate) open: Vec<OpenTransfer>,
+    pub(crate) open: BTreeMap<u64, OpenTransfer>,
 }
 
 impl Transfers {
@@ -38,7 +39,8 @@ impl Transfers {
         self.find(key).is_ok()
     }
 
-    pub(crate) fn find(&self, key: TransferKey) -> Result<usize, Error> {
+    /// The number of an open transfer.
+    pub(crate) fn find(&self, key: TransferKey) -> Result<u64, Error> {
         let transfer = key.serial;
         if key.manager != self.manager {
             return Err(Error::WrongManager {
@@ -46,14 +48,29 @@ impl Transfers {
                 id: transfer,
             });
         }
-        let at = self.open.iter().position(|open| open.key == key);
-        at.ok_or(Error::TransferEnded { transfer })
+        match self.open.contains_key(&transfer) {
+            true => Ok(transfer),
+            false => Err(Error::TransferEnded { transfer }),
+        }
     }
 
-    /// The number of an open transfer, of which its blocks carry 32 bits.
+    /// An open transfer, to change it.
+    pub(crate) fn find_mut(&mut self, key: TransferKey) -> Result<&mut OpenTransfer, Error> {
+        let transfer = self.find(key)?;
+        let open = self.open.get_mut(&transfer);
+        open.ok_or(Error::TransferEnded { transfer })
+    }
+
+    /// Removes an open transfer.
+    pub(crate) fn remove(&mut self, key: TransferKey) -> Result<OpenTransfer, Error> {
+        let transfer = self.find(key)?;
+        let open = self.open.remove(&transfer);
+        open.ok_or(Error::TransferEnded { transfer })
+    }
+
+    /// The number of an open transfer, of which its blocks carry the lower 32 bits: the last one that has these bits.
     pub(crate) fn serial(&self, number: u32) -> u64 {
-        let mut serials = self.open.iter().map(|open| open.key.serial);
-        let serial = serials.find(|&serial| serial as u32 == number);
-        serial.unwrap_or(number.into())
+        let later = (self.made as u32).wrapping_sub(number);
+        self.made - u64::from(later)
     }
 }

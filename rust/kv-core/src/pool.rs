@@ -9,6 +9,8 @@ mod check;
 mod explain;
 #[path = "pool/loading.rs"]
 mod loading;
+#[path = "pool/restate.rs"]
+mod restate;
 
 use std::collections::TryReserveError;
 
@@ -83,7 +85,8 @@ pub(crate) struct Pool {
     open: OpenSteps,
     /// If events are on.
     events: Option<EventLog>,
-    /// Blocks that allocations evicted, if they are kept.
+    /// Blocks that allocations evicted, if they are kept: the latest ones, at least as many as the pool has. An earlier
+    /// one was written again.
     evicted: Option<Vec<Evicted>>,
     /// Past evictions, if misses are explained.
     pub(crate) history: Option<Box<EvictionHistory>>,
@@ -120,7 +123,7 @@ impl Pool {
             active: 0,
             loading: 0,
             open: OpenSteps::default(),
-            events: config.events.then(EventLog::default),
+            events: config.events.then(|| EventLog::new(num_blocks)),
             evicted: config.keep_evicted.then(Vec::new),
             history: history.map(Box::new),
             stats: Stats::default(),
@@ -463,6 +466,10 @@ impl Pool {
         });
         if let Some(evicted) = &mut self.evicted {
             evicted.extend(records);
+            let most = self.cached.len();
+            if evicted.len() > 2 * most {
+                evicted.drain(..evicted.len() - most);
+            }
         }
     }
 
@@ -562,7 +569,10 @@ impl Pool {
 
     fn emit_removed(&mut self, EvictedRun { node, first, last }: EvictedRun) {
         if let Some(events) = self.events.as_mut().filter(|_| last > 0) {
-            events.remove(self.tree.hashes(node, first, last));
+            match events.is_lost() {
+                true => events.lose((last + 1 - first) as usize),
+                false => events.remove(self.tree.hashes(node, first, last)),
+            }
         }
     }
 
@@ -697,22 +707,37 @@ impl Pool {
     }
 
     pub(crate) fn num_pending_events(&self) -> usize {
-        self.events.as_ref().map_or(0, EventLog::num_pending)
+        match &self.events {
+            None => 0,
+            Some(events) if events.is_lost() => self.tree.len(),
+            Some(events) => events.num_pending(),
+        }
     }
 
     pub(crate) fn take_events(&mut self) -> Vec<Event> {
         self.hash_stored_blocks();
-        self.events.as_mut().map(EventLog::take).unwrap_or_default()
+        let Some(log) = &mut self.events else {
+            return Vec::new();
+        };
+        let (is_lost, mut events) = (log.is_lost(), log.take());
+        if is_lost {
+            self.append_cached(&mut events);
+        }
+        events
     }
 
     /// The hashes of all cached blocks.
     pub(crate) fn cached_hashes(&mut self) -> Vec<u128> {
         self.hash_stored_blocks();
+        let ready = self.ready().into_iter();
+        ready.filter_map(|cached| self.tree.hash(cached)).collect()
+    }
+
+    /// The cached blocks whose KV exists in a layer group; those of a node in order.
+    fn ready(&self) -> Vec<NodePosition> {
         let is_ready =
             |cached: &NodePosition| self.tree.blocks(*cached).any(|block| self.is_ready(block));
-        let ready: Vec<NodePosition> = self.tree.cached().filter(is_ready).collect();
-        let ready = ready.into_iter();
-        ready.filter_map(|cached| self.tree.hash(cached)).collect()
+        self.tree.cached().filter(is_ready).collect()
     }
 }
 

@@ -105,13 +105,14 @@ impl State {
         let (manager, serial) = (self.transfers.manager, self.transfers.made);
         self.index_loading(key.slot, rows.clone(), last, &loading, serial as u32);
         let transfer = TransferKey { manager, serial };
-        self.transfers.open.push(OpenTransfer {
+        let open = OpenTransfer {
             key: transfer,
             sequence: key,
             rows: rows.clone(),
             loading: loading.clone(),
             held,
-        });
+        };
+        self.transfers.open.insert(serial, open);
         let handle = Transfer::new(self.pool.shared(), transfer, rows, loading);
         Ok(Reserve::Reserved(handle))
     }
@@ -166,8 +167,8 @@ impl State {
         key: TransferKey,
         num_blocks: usize,
     ) -> Result<usize, Error> {
-        let at = self.transfers.find(key)?;
-        let (transfer, reserved) = (key.serial, self.transfers.open[at].rows.len());
+        let transfer = self.transfers.find(key)?;
+        let reserved = self.transfers.open[&transfer].rows.len();
         if num_blocks > reserved {
             return Err(Error::TransferBlocks {
                 transfer,
@@ -175,7 +176,7 @@ impl State {
                 num_blocks,
             });
         }
-        let ended = self.transfers.open.remove(at);
+        let ended = self.transfers.remove(key)?;
         let (from, step) = (ended.rows.start, self.steps.last_closed());
         let restored = self.register_loaded(&ended.loading, from + num_blocks, step);
         let stats = &mut self.pool.stats;
@@ -224,8 +225,7 @@ impl State {
 
     /// Removes a transfer's blocks from the index, so that no prefill waits for it. It still holds them.
     pub(crate) fn abandon_transfer(&mut self, key: TransferKey) -> Result<(), Error> {
-        let at = self.transfers.find(key)?;
-        let open = &mut self.transfers.open[at];
+        let open = self.transfers.find_mut(key)?;
         for place in open.loading.iter().rev() {
             self.pool.forget(place.block);
         }

@@ -13,6 +13,7 @@ use pyo3::prelude::*;
 use crate::claims::Claim;
 use crate::errors::{BufferError, raise_attention};
 use crate::float_arrays::{any_array, apart, array, bytes, is_of, rows, writable};
+use crate::forks::Own;
 use crate::guarded::Guarded;
 use crate::memory::{shared_slice, unique_slice};
 use crate::numbers::number;
@@ -193,7 +194,7 @@ impl CpuStep {
 /// a level that is unknown or that this machine lacks; `isa` and `is_fast` raise it for the level.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct CpuAttention {
-    pub(crate) attention: Attention,
+    attention: Own<Attention>,
 }
 
 #[pymethods]
@@ -206,7 +207,7 @@ impl CpuAttention {
             None => Attention::new(num_threads),
             Some(runtime) => Attention::with_openmp(num_threads, &runtime),
         };
-        let attention = attention.map_err(raise_attention)?;
+        let attention = Own::new(attention.map_err(raise_attention)?);
         Ok(Self { attention })
     }
 
@@ -277,7 +278,7 @@ impl CpuAttention {
         let window = sliding_window.map(|window| number("sliding_window", window));
         let sinks = sinks.map(|sinks| array("sinks", sinks, 1)).transpose()?;
         let call = Call {
-            attention: &self.attention,
+            attention: self.attention()?,
             step,
             shape: &cache.shape,
             rows: [query, key, value],
@@ -301,6 +302,12 @@ impl CpuAttention {
 }
 
 impl CpuAttention {
+    /// Its threads; an error in a fork, which does not have them.
+    pub(crate) fn attention(&self) -> PyResult<&Attention> {
+        self.attention.origin.check("CpuAttention")?;
+        Ok(&self.attention)
+    }
+
     fn normalise<T: Element + cpu_kernels::Element, W: Element + cpu_kernels::Element>(
         &self,
         py: Python<'_>,
@@ -327,7 +334,8 @@ impl CpuAttention {
             shared_slice(&weight),
             unique_slice(&mut out),
         );
-        py.detach(|| self.attention.rms_norm(rows, weight, epsilon, out))
+        let attention = self.attention()?;
+        py.detach(|| attention.rms_norm(rows, weight, epsilon, out))
             .map_err(raise_attention)
     }
 }

@@ -3,22 +3,40 @@
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The claims that are in force.
-static CLAIMED: Mutex<Vec<Range<usize>>> = Mutex::new(Vec::new());
+use crate::forks::{Origin, forks};
+
+/// The claims that are in force. A fork has its own: it begins without claims, and with a lock that no thread of its
+/// parent holds.
+static CLAIMED: [Mutex<Claims>; 16] = [const {
+    Mutex::new(Claims {
+        forks: 0,
+        ranges: Vec::new(),
+    })
+}; 16];
+
+struct Claims {
+    /// The process, by the forks that led to it.
+    forks: u32,
+    ranges: Vec<Range<usize>>,
+}
 
 /// Ranges of addresses that no other claim overlaps; released when dropped.
-pub(crate) struct Claim(Vec<Range<usize>>);
+pub(crate) struct Claim {
+    ranges: Vec<Range<usize>>,
+    origin: Origin,
+}
 
 impl Claim {
     /// All of these ranges, or the position of the first that another claim overlaps.
     pub(crate) fn on(ranges: Vec<Range<usize>>) -> Result<Self, usize> {
-        let mut claimed = claimed();
+        let claimed = &mut claimed().ranges;
         let is_claimed = |range: &Range<usize>| claimed.iter().any(|other| overlap(range, other));
         match ranges.iter().position(is_claimed) {
             Some(at) => Err(at),
             None => {
                 claimed.extend(ranges.iter().cloned());
-                Ok(Self(ranges))
+                let origin = Origin::here();
+                Ok(Self { ranges, origin })
             }
         }
     }
@@ -26,8 +44,11 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        let mut claimed = claimed();
-        for range in &self.0 {
+        if !self.origin.is_here() {
+            return;
+        }
+        let claimed = &mut claimed().ranges;
+        for range in &self.ranges {
             if let Some(at) = claimed.iter().position(|other| other == range) {
                 claimed.swap_remove(at);
             }
@@ -41,6 +62,15 @@ pub(crate) fn overlap(left: &Range<usize>, right: &Range<usize>) -> bool {
 }
 
 /// Nothing that can panic leaves the list in disorder.
-fn claimed() -> MutexGuard<'static, Vec<Range<usize>>> {
-    CLAIMED.lock().unwrap_or_else(PoisonError::into_inner)
+fn claimed() -> MutexGuard<'static, Claims> {
+    let forks = forks();
+    let claimed = &CLAIMED[forks as usize % CLAIMED.len()];
+    let mut claimed = claimed.lock().unwrap_or_else(PoisonError::into_inner);
+    if claimed.forks != forks {
+        *claimed = Claims {
+            forks,
+            ranges: Vec::new(),
+        };
+    }
+    claimed
 }

@@ -21,7 +21,7 @@ exceptions! {
     KvError: PyException, "Base of all errors of the block manager. The call that raised it has changed nothing.";
     ConfigError: KvError, "A setting is invalid, such as `block_size` 0, no threads, or a pool whose tables do not fit into memory.";
     TokenError: KvError, "Token ids are missing, are not integers, or do not fit 32 unsigned bits.";
-    HandleError: KvError, "The handle is a freed sequence, a released pin, or belongs to another manager.";
+    HandleError: KvError, "The handle is a freed sequence, a released pin, or belongs to another manager; or the object was made by the process of which this one is a fork.";
     PinError: KvError, "The pin cannot be attached: it is not a prefix of the sequence, or the sequence holds blocks.";
     PlanError: KvError, "A plan, a planned sequence or a transfer is used in the wrong order, or with a wrong number of tokens or blocks.";
     BufferError: KvError, "An array is too small, not writable, not contiguous, of another type, or does not fit the others.";

@@ -91,6 +91,26 @@ impl Cleared {
     }
 }
 
+/// Events were not taken for too long and were dropped. The next events state all cached blocks: `Cleared`, then
+/// `Stored`.
+#[pyclass(frozen, module = "pyengine._kv")]
+pub(crate) struct Lost {
+    num_events: u64,
+}
+
+#[pymethods]
+impl Lost {
+    /// Number of dropped events.
+    #[getter]
+    fn num_events(&self) -> u64 {
+        self.num_events
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Lost(num_events={})", self.num_events)
+    }
+}
+
 fn name(py: Python<'_>, hash: u128) -> Bound<'_, PyBytes> {
     PyBytes::new(py, &hash.to_le_bytes())
 }
@@ -118,5 +138,6 @@ pub(crate) fn push_event(event: Event, list: &Bound<'_, PyList>) -> PyResult<()>
         }
         Event::Removed { hashes } => bounded::extend(list, hashes, |hash| Ok(Removed { hash })),
         Event::Cleared => list.append(Cleared),
+        Event::Lost { num_events } => list.append(Lost { num_events }),
     }
 }

@@ -50,6 +50,9 @@ pub(crate) fn any_array<T: Element>(
         let found = buffer.dimensions();
         return Err(refuse(format!("has {found} dimensions, not {dimensions}")));
     }
+    if buffer.suboffsets().is_some() {
+        return Err(refuse("is of pointers to its rows, not of rows".into()));
+    }
     if is_swapped(&buffer) || buffer.as_typed::<T>().is_err() {
         let format = buffer.format().to_string_lossy();
         let wanted = std::any::type_name::<T>();

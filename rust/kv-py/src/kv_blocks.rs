@@ -1,5 +1,6 @@
 //! `KVBlocks`: the memory of a pool's blocks, as a store reads and writes it.
 
+use pyo3::buffer::PyUntypedBuffer;
 use pyo3::prelude::*;
 
 use crate::claims::overlap;
@@ -15,12 +16,12 @@ const MOST: usize = 1 << 20;
 /// The memory of a pool's blocks: writable, C-contiguous arrays whose first dimension is the block id.
 ///
 /// `groups[g]` lists the tensors with the layers of layer group `g`, by their indices in `tensors`. The payload of
-/// a block is its row in each of them, in that order. Elements may be of any type; pass bfloat16 as uint16 or
+/// a block is its row in each of them, in that order. Elements are numbers of any type; pass bfloat16 as uint16 or
 /// uint8. All tensors have the same number of blocks. Groups may share tensors.
 ///
-/// Raises `BufferError` for an array that is read-only, not contiguous or empty, has another number of blocks than
-/// the others, or shares memory with one of them. Also raises it for a group that names a tensor twice or one that
-/// does not exist.
+/// Raises `BufferError` for an array that is read-only, not contiguous, empty or not of numbers, has another number of
+/// blocks than the others, or shares memory with one of them. Also raises it for a group that names a tensor twice or
+/// one that does not exist.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct KVBlocks {
     tensors: Vec<BlockRows>,
@@ -93,6 +94,10 @@ fn tensor(object: &Bound<'_, PyAny>, at: usize) -> PyResult<BlockRows> {
     let name = format!("tensors[{at}]");
     let refuse = |what: &str| Err(BufferError::new_err(format!("array {name} {what}")));
     let buffer = buffer_of(object).map_err(|error| no_buffer(object.py(), &name, error.into()))?;
+    if !is_of_numbers(&buffer) {
+        let format = buffer.format().to_string_lossy();
+        return refuse(&format!("has format {format:?}: blocks are of numbers"));
+    }
     if buffer.readonly() {
         return refuse("is read-only");
     }
@@ -100,6 +105,20 @@ fn tensor(object: &Bound<'_, PyAny>, at: usize) -> PyResult<BlockRows> {
         return refuse("is not contiguous in C order");
     }
     BlockRows::over(buffer).map_or_else(|| refuse("has no blocks, or blocks of no bytes"), Ok)
+}
+
+/// Whether a buffer's elements are integers, floats or complex numbers of either byte order. Whatever else has bytes may
+/// not be overwritten by those of a file: objects and pointers, and records and texts, which may hold them.
+fn is_of_numbers(buffer: &PyUntypedBuffer) -> bool {
+    let kind = match buffer.format().to_bytes() {
+        [b'@' | b'=' | b'<' | b'>' | b'!', kind @ ..] => kind,
+        kind => kind,
+    };
+    match kind {
+        [b'Z', float] => b"fdg".contains(float),
+        [number] => b"bBhHiIlLqQnNefdg".contains(number),
+        _ => false,
+    }
 }
 
 fn check_tensors(tensors: &[BlockRows]) -> PyResult<()> {

@@ -13,6 +13,7 @@ mod events;
 mod explanation;
 mod exported;
 mod float_arrays;
+mod forks;
 mod guarded;
 mod items;
 mod kv_blocks;
@@ -46,6 +47,7 @@ use pyo3::prelude::*;
 #[pymodule(gil_used = false)]
 fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    forks::count_forks()?;
     errors::add_to(module)?;
     module.add_class::<manager::BlockManager>()?;
     module.add_class::<sequence::Sequence>()?;
@@ -63,6 +65,7 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<events::Stored>()?;
     module.add_class::<events::Removed>()?;
     module.add_class::<events::Cleared>()?;
+    module.add_class::<events::Lost>()?;
     module.add_class::<explanation::Explanation>()?;
     module.add_class::<answers::PoolUsage>()?;
     module.add_class::<answers::Stats>()?;

@@ -9,17 +9,27 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
 use crate::errors::{InvariantError, raise};
+use crate::forks::Own;
 use crate::guarded;
 
 /// Contents that are named, and events that are taken, with the GIL.
 const FEW_EVENTS: usize = 256;
 
+/// Deferred releases, and blocks of them, that are applied with the GIL.
+const FEW_RELEASES: usize = 256;
+
 /// The core and its lock, shared by all handles.
-pub(crate) struct Locked(Mutex<Core>);
+pub(crate) struct Locked(Own<Mutex<Core>>);
 
 impl Locked {
     pub(crate) fn new(core: Core) -> Self {
-        Self(Mutex::new(core))
+        Self(Own::new(Mutex::new(core)))
+    }
+
+    /// An error in a fork of the process that made the manager.
+    #[inline]
+    fn check_process(&self) -> PyResult<()> {
+        self.0.origin.check("BlockManager")
     }
 
     /// Does `work` on the core. Tries the lock first; releases the GIL to wait.
@@ -43,6 +53,7 @@ impl Locked {
         py: Python<'_>,
         work: impl FnOnce(&mut Core) -> PyResult<R> + Send,
     ) -> PyResult<R> {
+        self.check_process()?;
         py.detach(|| {
             let mut core = self.0.lock().map_err(|_| broken())?;
             work(&mut core)
@@ -77,16 +88,34 @@ impl Locked {
 
     #[inline]
     fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Core>> {
+        self.check_process()?;
         let mut core = self.0.lock_py_attached(py).map_err(|_| broken())?;
+        if core.num_deferred() > FEW_RELEASES {
+            drop(core);
+            self.drain_many(py)?;
+            core = self.0.lock_py_attached(py).map_err(|_| broken())?;
+        }
         core.drain_deferred();
         Ok(core)
+    }
+
+    /// Applies many deferred releases without the GIL.
+    #[cold]
+    fn drain_many(&self, py: Python<'_>) -> PyResult<()> {
+        self.detached(py, |core| {
+            core.drain_deferred();
+            Ok(())
+        })
     }
 }
 
 impl Drop for Locked {
     /// What is left of a recording is written without the GIL: whoever reads it may need that.
     fn drop(&mut self) {
-        let core = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let Some(core) = self.0.get_mut() else {
+            return;
+        };
+        let core = core.get_mut().unwrap_or_else(PoisonError::into_inner);
         let mut ended = core.abandon_recording();
         if ended.is_none() {
             return;

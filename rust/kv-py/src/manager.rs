@@ -45,7 +45,8 @@ use crate::transfer::evicted_list;
 /// were used once. With `hash_seed`, block hashes are equal in every process (random by default). `hash_bits` below
 /// 128 forces hash collisions, for tests.
 ///
-/// Calls may come from any thread. Raises `ConfigError`.
+/// Calls may come from any thread. A fork of the process that made it may not use it: each call raises `HandleError`
+/// there, and so do those of its sequences, plans, pins and transfers. Raises `ConfigError`.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct BlockManager {
     core: Arc<Locked>,
@@ -149,8 +150,7 @@ impl BlockManager {
         let handle = self
             .core
             .with(py, |core| core.sequence(tokens, namespace, read_cache))?;
-        let core = Arc::clone(&self.core);
-        Ok(Sequence { core, handle })
+        Ok(Sequence::new(&self.core, handle))
     }
 
     /// Pins the longest cached prefix of `tokens`, in whole blocks; it may be empty.
@@ -195,8 +195,7 @@ impl BlockManager {
     fn begin_step(&self, py: Python<'_>, token_budget: &Bound<'_, PyAny>) -> PyResult<StepPlan> {
         let token_budget = number("token_budget", token_budget)?;
         let handle = self.core.with(py, |core| core.begin_step(token_budget))?;
-        let core = Arc::clone(&self.core);
-        Ok(StepPlan { core, handle })
+        Ok(StepPlan::new(&self.core, handle))
     }
 
     /// The number of blocks in each state. O(1).
@@ -260,7 +259,8 @@ impl BlockManager {
 
     /// The cached blocks that allocations evicted since the last call, in order. It is empty unless the manager was
     /// created with `keep_evicted=True`. A block without a hash, because another block has the same one, is left
-    /// out.
+    /// out. If nobody takes them, the latest are kept, at least as many as the pool has blocks: earlier ones were
+    /// overwritten.
     ///
     /// Take them after a step is planned and before it runs: until then their KV is intact.
     fn take_evicted<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
@@ -283,6 +283,9 @@ impl BlockManager {
 
     /// The changes of the set of cached blocks since the last call, in order: `Stored`, `Removed`, `Cleared`. It is
     /// empty unless the manager was created with `events=True`.
+    ///
+    /// The manager keeps at most 65,536 events, or two for each block of a larger pool. If there were more, it drops
+    /// them, and the answer begins with `Lost` and `Cleared`; then each cached block is `Stored`.
     fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let (events, list) = (
             self.core.with_events(py, Core::take_events)?,
@@ -295,7 +298,8 @@ impl BlockManager {
     }
 
     /// The same events as bytes: one byte per event for its kind (0 removed, 1 stored, 2 cleared), and 16 bytes per
-    /// event for the block hash, which are zeros in a cleared event. `ReplicaIndex.apply` accepts them.
+    /// event for the block hash, which are zeros in a cleared event. `Lost` is left out, because the events after it
+    /// state all cached blocks. `ReplicaIndex.apply` accepts them.
     fn take_packed_events<'py>(
         &self,
         py: Python<'py>,

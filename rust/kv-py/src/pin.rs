@@ -1,26 +1,35 @@
 //! `Pin`: dropped by any thread, without the manager's lock and without the GIL.
 
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 
 use pyo3::prelude::*;
 
+use crate::forks::Own;
+
+/// Blocks of a pin that are released with the GIL.
+const FEW: usize = 4_096;
+
 /// Keeps the blocks of a prefix cached without a sequence. Any thread may release it at any time, which takes
 /// neither the manager's lock nor the GIL.
+///
+/// In a fork of the process that made it, a release does nothing, and all else raises `HandleError`.
 #[pyclass(frozen, module = "pyengine._kv")]
-pub(crate) struct Pin(Mutex<Option<kv_core::Pin>>);
+pub(crate) struct Pin(Own<Mutex<Option<kv_core::Pin>>>);
 
 impl Pin {
     pub(crate) fn new(pin: kv_core::Pin) -> Self {
-        Self(Mutex::new(Some(pin)))
+        Self(Own::new(Mutex::new(Some(pin))))
     }
 
-    /// The pin, unless it was released.
+    /// An error in a fork of the process that made the pin.
+    pub(crate) fn check_process(&self) -> PyResult<()> {
+        self.0.origin.check("Pin")
+    }
+
+    /// The pin, unless it was released. Not for a fork.
     pub(crate) fn with<R>(&self, look: impl FnOnce(Option<&kv_core::Pin>) -> R) -> R {
         // Held for a few instructions, and nothing is waited for under it: the GIL may be held.
-        let pin = self
-            .0
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let pin = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         look(pin.as_ref())
     }
 }
@@ -29,35 +38,40 @@ impl Pin {
 impl Pin {
     /// Number of tokens covered: blocks times block size; 0 after the release.
     #[getter]
-    fn num_tokens(&self) -> usize {
-        self.with(|pin| pin.map_or(0, kv_core::Pin::num_tokens))
+    fn num_tokens(&self) -> PyResult<usize> {
+        self.check_process()?;
+        Ok(self.with(|pin| pin.map_or(0, kv_core::Pin::num_tokens)))
     }
 
     /// Ids of the pinned blocks in order; for each block of tokens, those of all layer groups. Empty after the
     /// release.
     #[getter]
-    fn blocks(&self) -> Vec<u32> {
-        self.with(|pin| {
+    fn blocks(&self) -> PyResult<Vec<u32>> {
+        self.check_process()?;
+        Ok(self.with(|pin| {
             pin.map_or(Vec::new(), |pin| {
                 pin.blocks().map(|block| block.get()).collect()
             })
-        })
+        }))
     }
 
     /// True after the release.
     #[getter]
-    fn is_released(&self) -> bool {
-        self.with(|pin| pin.is_none())
+    fn is_released(&self) -> PyResult<bool> {
+        self.check_process()?;
+        Ok(self.with(|pin| pin.is_none()))
     }
 
     /// Releases the blocks; a second call does nothing.
-    fn release(&self) {
-        let pin = self
-            .0
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .take();
-        drop(pin);
+    fn release(&self, py: Python<'_>) {
+        if !self.0.origin.is_here() {
+            return; // a `with` block may end in a fork
+        }
+        let pin = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        match pin {
+            Some(pin) if pin.num_blocks() > FEW => py.detach(|| drop(pin)),
+            pin => drop(pin),
+        }
     }
 
     fn __enter__(this: Py<Self>) -> Py<Self> {
@@ -67,18 +81,22 @@ impl Pin {
     #[pyo3(signature = (exc_type, exc, traceback, /))]
     fn __exit__(
         &self,
+        py: Python<'_>,
         exc_type: &Bound<'_, PyAny>,
         exc: &Bound<'_, PyAny>,
         traceback: &Bound<'_, PyAny>,
     ) {
         let _ = (exc_type, exc, traceback);
-        self.release();
+        self.release(py);
     }
 
     fn __repr__(&self) -> String {
-        match self.is_released() {
-            true => "<Pin, released>".into(),
-            false => format!("<Pin on {} tokens>", self.num_tokens()),
+        if !self.0.origin.is_here() {
+            return "<Pin of another process>".into();
         }
+        self.with(|pin| match pin {
+            None => "<Pin, released>".into(),
+            Some(pin) => format!("<Pin on {} tokens>", pin.num_tokens()),
+        })
     }
 }

@@ -9,6 +9,7 @@ use crate::answers::{Remapping, prefill_answer};
 use crate::batch::Batch;
 use crate::buffers::StepBuffers;
 use crate::errors::{PlanError, raise};
+use crate::forks::Own;
 use crate::items::items;
 use crate::locked::Locked;
 use crate::numbers::number;
@@ -20,11 +21,18 @@ use crate::tokens::token_ids;
 /// back.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct StepPlan {
-    pub(crate) core: Arc<Locked>,
-    pub(crate) handle: PlanHandle,
+    core: Arc<Locked>,
+    handle: Own<PlanHandle>,
 }
 
 impl StepPlan {
+    pub(crate) fn new(core: &Arc<Locked>, handle: PlanHandle) -> Self {
+        Self {
+            core: Arc::clone(core),
+            handle: Own::new(handle),
+        }
+    }
+
     fn view(&self, py: Python<'_>) -> PyResult<kv_core::PlanView> {
         self.core.with(py, |core| core.plan_view(self.handle.key()))
     }

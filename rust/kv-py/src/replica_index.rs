@@ -9,6 +9,7 @@ use pyo3::types::{PyBytes, PyList};
 
 use crate::bounded;
 use crate::errors::ConfigError;
+use crate::forks::Own;
 use crate::memory::bytes_filled_by;
 use crate::numbers::number;
 use crate::tokens::token_ids;
@@ -25,6 +26,7 @@ pub(crate) fn packed(events: &[Event]) -> (Vec<u8>, Vec<u8>) {
             Event::Stored { hashes, .. } => (STORED, &hashes[..]),
             Event::Removed { hashes } => (REMOVED, &hashes[..]),
             Event::Cleared => (CLEARED, &[0][..]),
+            Event::Lost { .. } => continue, // the next ones state all cached blocks
         };
         kinds.resize(kinds.len() + hashes.len(), kind);
         packed.extend(hashes.iter().map(|hash| hash.to_le_bytes()));
@@ -40,7 +42,7 @@ pub(crate) fn packed(events: &[Event]) -> (Vec<u8>, Vec<u8>) {
 /// are not events or hashes; nothing has changed then.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct ReplicaIndex {
-    index: Mutex<kv_router::ReplicaIndex>,
+    index: Own<Mutex<kv_router::ReplicaIndex>>,
     hasher: ContentHasher,
     block_size: usize,
 }
@@ -50,8 +52,10 @@ impl ReplicaIndex {
         &self,
         py: Python<'_>,
         work: impl FnOnce(&mut kv_router::ReplicaIndex) -> R + Send,
-    ) -> R {
-        py.detach(|| work(&mut self.index.lock().unwrap_or_else(PoisonError::into_inner)))
+    ) -> PyResult<R> {
+        self.index.origin.check("ReplicaIndex")?;
+        let locked = || self.index.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(py.detach(|| work(&mut locked())))
     }
 }
 
@@ -66,7 +70,7 @@ impl ReplicaIndex {
         }
         let hash_seed = number("hash_seed", hash_seed)?;
         Ok(Self {
-            index: Mutex::new(kv_router::ReplicaIndex::new()),
+            index: Own::new(Mutex::new(kv_router::ReplicaIndex::new())),
             hasher: ContentHasher::new(hash_seed, u128::BITS),
             block_size,
         })
@@ -112,17 +116,16 @@ impl ReplicaIndex {
                 "an event of kind {other}: there are 0 (removed), 1 (stored) and 2 (cleared)"
             )));
         }
-        Ok(self.with(py, |index| {
+        self.with(py, |index| {
             index.apply(replica, kinds.iter().zip(hashes).map(change));
             index.num_cached(replica)
-        }))
+        })
     }
 
     /// Removes all cached blocks of a replica. O(blocks in the index).
     fn clear(&self, py: Python<'_>, replica: &Bound<'_, PyAny>) -> PyResult<()> {
         let replica = replica_number(replica)?;
-        self.with(py, |index| index.clear(replica));
-        Ok(())
+        self.with(py, |index| index.clear(replica))
     }
 
     /// Adds a request that was routed to a replica, with the hashes of its prompt's blocks. Returns the number of
@@ -134,10 +137,10 @@ impl ReplicaIndex {
         hashes: &[u8],
     ) -> PyResult<usize> {
         let (replica, hashes) = (replica_number(replica)?, hashes_from(hashes)?);
-        Ok(self.with(py, |index| {
+        self.with(py, |index| {
             index.add_request(replica, &hashes);
             index.num_pending(replica)
-        }))
+        })
     }
 
     /// Removes an added request that has finished. Returns the same number.
@@ -148,17 +151,17 @@ impl ReplicaIndex {
         hashes: &[u8],
     ) -> PyResult<usize> {
         let (replica, hashes) = (replica_number(replica)?, hashes_from(hashes)?);
-        Ok(self.with(py, |index| {
+        self.with(py, |index| {
             index.remove_request(replica, &hashes);
             index.num_pending(replica)
-        }))
+        })
     }
 
     /// For each replica, by its number, how many leading blocks of a prompt it has cached or in a request. Replicas
     /// beyond the end of the list have none. O(hashes).
     fn matched_blocks(&self, py: Python<'_>, hashes: &[u8]) -> PyResult<Vec<usize>> {
         let hashes = hashes_from(hashes)?;
-        Ok(self.with(py, |index| index.matched_blocks(&hashes)))
+        self.with(py, |index| index.matched_blocks(&hashes))
     }
 
     /// The hashes of the blocks that a replica has cached, in no order. O(blocks in the index).
@@ -168,13 +171,13 @@ impl ReplicaIndex {
         replica: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyList>> {
         let replica = replica_number(replica)?;
-        let hashes = self.with(py, |index| index.cached_blocks(replica));
+        let hashes = self.with(py, |index| index.cached_blocks(replica))?;
         bounded::list(py, hashes, |hash| Ok(PyBytes::new(py, &hash.to_le_bytes())))
     }
 
     /// Number of different blocks that the replicas have cached.
     #[getter]
-    fn num_blocks(&self, py: Python<'_>) -> usize {
+    fn num_blocks(&self, py: Python<'_>) -> PyResult<usize> {
         self.with(py, |index| index.num_blocks())
     }
 }

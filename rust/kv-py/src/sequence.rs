@@ -9,6 +9,7 @@ use pyo3::types::PyList;
 use crate::answers::{Remapping, extend_answer};
 use crate::bounded;
 use crate::explanation::Explanation;
+use crate::forks::Own;
 use crate::locked::Locked;
 use crate::numbers::number;
 use crate::pin::Pin;
@@ -19,10 +20,17 @@ use crate::transfer::reserve_answer;
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct Sequence {
     pub(crate) core: Arc<Locked>,
-    pub(crate) handle: SeqHandle,
+    pub(crate) handle: Own<SeqHandle>,
 }
 
 impl Sequence {
+    pub(crate) fn new(core: &Arc<Locked>, handle: SeqHandle) -> Self {
+        Self {
+            core: Arc::clone(core),
+            handle: Own::new(handle),
+        }
+    }
+
     pub(crate) fn key(&self) -> SeqKey {
         self.handle.key()
     }
@@ -127,6 +135,7 @@ impl Sequence {
     ///
     /// Raises `PinError` if the pin is not a prefix of the sequence, `HandleError`, `PlanError`.
     fn attach(&self, py: Python<'_>, pin: &Pin) -> PyResult<()> {
+        pin.check_process()?;
         self.core.with(py, |core| {
             pin.with(|pin| match pin {
                 Some(pin) => core.attach(self.key(), pin),
@@ -152,8 +161,7 @@ impl Sequence {
         let handle = self
             .core
             .with(py, |core| core.fork(self.key(), num_tokens))?;
-        let core = Arc::clone(&self.core);
-        Ok(Sequence { core, handle })
+        Ok(Sequence::new(&self.core, handle))
     }
 
     /// Appends known tokens, such as the next turn of a conversation or the first token of a fork.

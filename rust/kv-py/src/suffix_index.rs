@@ -4,6 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use pyo3::prelude::*;
 
+use crate::forks::Own;
 use crate::numbers::number;
 use crate::tokens::token_ids;
 
@@ -11,15 +12,17 @@ use crate::tokens::token_ids;
 /// sequence or in finished sequences of its namespace. It keeps the latest `max_tokens` tokens of finished
 /// sequences.
 #[pyclass(frozen, module = "pyengine._kv")]
-pub(crate) struct SuffixIndex(Mutex<suffix_index::SuffixIndex>);
+pub(crate) struct SuffixIndex(Own<Mutex<suffix_index::SuffixIndex>>);
 
 impl SuffixIndex {
     fn with<R: Send>(
         &self,
         py: Python<'_>,
         work: impl FnOnce(&mut suffix_index::SuffixIndex) -> R + Send,
-    ) -> R {
-        py.detach(|| work(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner)))
+    ) -> PyResult<R> {
+        self.0.origin.check("SuffixIndex")?;
+        let locked = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(py.detach(|| work(&mut locked())))
     }
 }
 
@@ -29,7 +32,8 @@ impl SuffixIndex {
     #[pyo3(signature = (max_tokens))]
     fn new(max_tokens: &Bound<'_, PyAny>) -> PyResult<Self> {
         let max_tokens = number("max_tokens", max_tokens)?;
-        Ok(Self(Mutex::new(suffix_index::SuffixIndex::new(max_tokens))))
+        let index = suffix_index::SuffixIndex::new(max_tokens);
+        Ok(Self(Own::new(Mutex::new(index))))
     }
 
     /// Adds a sequence with its prompt. Returns its id.
@@ -42,35 +46,40 @@ impl SuffixIndex {
     ) -> PyResult<u64> {
         let prompt = token_ids(prompt)?;
         let namespace = namespace.unwrap_or_default();
-        Ok(self.with(py, |index| index.start(namespace, &prompt)))
+        self.with(py, |index| index.start(namespace, &prompt))
     }
 
     /// Appends tokens to a sequence. Returns False if it is unknown.
     fn extend(&self, py: Python<'_>, sequence: u64, tokens: &Bound<'_, PyAny>) -> PyResult<bool> {
         let tokens = token_ids(tokens)?;
-        Ok(self.with(py, |index| index.extend(sequence, &tokens)))
+        self.with(py, |index| index.extend(sequence, &tokens))
     }
 
     /// Keeps the output of a finished sequence for later drafts. Does nothing for an unknown one.
-    fn finish(&self, py: Python<'_>, sequence: u64) {
-        self.with(py, |index| index.finish(sequence));
+    fn finish(&self, py: Python<'_>, sequence: u64) -> PyResult<()> {
+        self.with(py, |index| index.finish(sequence))
     }
 
     /// Up to `max_tokens` draft tokens, and the length of the matched suffix.
-    fn draft(&self, py: Python<'_>, sequence: u64, max_tokens: usize) -> (Vec<u32>, usize) {
-        let draft = self.with(py, |index| index.draft(sequence, max_tokens));
-        (draft.tokens, draft.match_len)
+    fn draft(
+        &self,
+        py: Python<'_>,
+        sequence: u64,
+        max_tokens: usize,
+    ) -> PyResult<(Vec<u32>, usize)> {
+        let draft = self.with(py, |index| index.draft(sequence, max_tokens))?;
+        Ok((draft.tokens, draft.match_len))
     }
 
     /// Number of kept tokens of finished sequences.
     #[getter]
-    fn num_archived(&self, py: Python<'_>) -> usize {
+    fn num_archived(&self, py: Python<'_>) -> PyResult<usize> {
         self.with(py, |index| index.num_archived())
     }
 
     /// Number of sequences that are not finished.
     #[getter]
-    fn num_sequences(&self, py: Python<'_>) -> usize {
+    fn num_sequences(&self, py: Python<'_>) -> PyResult<usize> {
         self.with(py, |index| index.num_sequences())
     }
 }

@@ -11,6 +11,7 @@ use pyo3::types::PyDict;
 
 use crate::answers::{PoolUsage, Stats, state_name, values};
 use crate::errors::{InvariantError, TraceError};
+use crate::forks::Own;
 use crate::numbers::number;
 use crate::snapshot::PoolSnapshot;
 use crate::trace::{Divergence, os_error, settings};
@@ -121,7 +122,7 @@ fn raise(error: CoreError, path: &Path) -> PyErr {
 /// Going back replays the file from its beginning. Raises the errors of `replay`; an operation whose answer differs
 /// ends the replay.
 #[pyclass(frozen, module = "pyengine._kv")]
-pub(crate) struct TracePlayer(Mutex<Player>);
+pub(crate) struct TracePlayer(Own<Mutex<Player>>);
 
 impl TracePlayer {
     /// Does `work` without the GIL.
@@ -130,6 +131,7 @@ impl TracePlayer {
         py: Python<'_>,
         work: impl FnOnce(&mut Player) -> PyResult<R> + Send,
     ) -> PyResult<R> {
+        self.0.origin.check("TracePlayer")?;
         let broken = |_| InvariantError::new_err("an earlier call panicked; open the file again");
         py.detach(|| {
             let mut player: MutexGuard<'_, Player> = self.0.lock().map_err(broken)?;
@@ -143,7 +145,7 @@ impl TracePlayer {
     #[new]
     fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
         py.detach(|| Player::open(path))
-            .map(|player| Self(Mutex::new(player)))
+            .map(|player| Self(Own::new(Mutex::new(player))))
     }
 
     /// The version of kv-core that wrote the recording.

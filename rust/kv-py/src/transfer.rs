@@ -8,6 +8,7 @@ use pyo3::types::PyBytes;
 
 use crate::answers::{Loading, NoRoom};
 use crate::bounded;
+use crate::forks::Own;
 use crate::locked::Locked;
 use crate::numbers::number;
 
@@ -18,7 +19,7 @@ use crate::numbers::number;
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct Transfer {
     core: Arc<Locked>,
-    handle: kv_core::Transfer,
+    handle: Own<kv_core::Transfer>,
 }
 
 #[pymethods]
@@ -90,7 +91,7 @@ pub(crate) fn reserve_answer(
 ) -> PyResult<Option<Py<PyAny>>> {
     Ok(Some(match answer {
         Reserve::Reserved(handle) => {
-            let core = Arc::clone(core);
+            let (core, handle) = (Arc::clone(core), Own::new(handle));
             Py::new(py, Transfer { core, handle })?.into_any()
         }
         Reserve::NoRoom { needed, available } => {

@@ -168,8 +168,9 @@ fn gather_as<T: Element + Attend>(
         )));
     }
     apart(("out", &out), &[("outputs", &outputs)])?;
-    let (outputs, out) = (shared_slice(&outputs), unique_slice(&mut out));
-    py.detach(|| weight.gather(outputs, out))
+    // A copy: other threads may change the numbers after they were checked.
+    let (outputs, out) = (outputs.to_vec(py)?, unique_slice(&mut out));
+    py.detach(|| weight.gather(&outputs, out))
         .map_err(raise_attention)
 }
 
@@ -190,7 +191,7 @@ fn multiply_as<T: Element + Attend, W: Weight>(
     }
     let bias = bias.as_ref().map(shared_slice);
     let (rows, out) = (shared_slice(&rows), unique_slice(&mut out));
-    let attention = &threads.attention;
+    let attention = threads.attention()?;
     py.detach(|| weight.multiply(attention, rows, bias, out))
         .map_err(raise_attention)
 }
@@ -206,7 +207,7 @@ fn multiply_gated_as<T: Element + Attend, W: Weight>(
     check_shapes(up, rows.shape(), out.shape())?;
     apart(("out", &out), &[("rows", &rows)])?;
     let (rows, out) = (shared_slice(&rows), unique_slice(&mut out));
-    let attention = &threads.attention;
+    let attention = threads.attention()?;
     py.detach(|| up.multiply_gated(attention, rows, gate, out))
         .map_err(raise_attention)
 }

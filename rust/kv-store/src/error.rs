@@ -19,6 +19,19 @@ pub enum OpenError {
         /// The path.
         path: PathBuf,
     },
+    /// The path is empty.
+    #[error("cannot open a KV store: the name of its folder is empty")]
+    NoName,
+    /// The folder cannot be written.
+    #[error(
+        "{path} cannot be written ({source}); make it writable, or open it with access \"read\""
+    )]
+    ReadOnly {
+        /// The path.
+        path: PathBuf,
+        /// The error.
+        source: io::Error,
+    },
     /// The path is a symbolic link.
     #[error("{path} is a symbolic link; name the folder itself")]
     Symlink {

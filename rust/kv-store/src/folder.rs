@@ -8,6 +8,7 @@ use std::path::Path;
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 
+use crate::config::Access;
 use crate::disk::{Disk, DiskFile};
 use crate::error::OpenError;
 
@@ -32,19 +33,24 @@ pub(crate) struct WriterLock {
 }
 
 impl Folder {
-    /// Opens a folder that only its owner can enter, or makes one.
+    /// Opens a folder that only its owner can enter, or makes one to write to. The path ends with a name.
     ///
     /// A folder of something else is said to be that, whoever can enter it: advice to change its mode
     /// would harm what it holds.
-    pub(crate) fn open(path: &Path) -> Result<Self, OpenError> {
+    pub(crate) fn open(path: &Path, access: Access) -> Result<Self, OpenError> {
         let io = |source| OpenError::Io {
             path: path.into(),
             source,
         };
-        match DirBuilder::new().mode(0o700).create(path) {
-            Ok(()) => {}
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            Err(error) => return Err(io(error)),
+        if path.as_os_str().is_empty() {
+            return Err(OpenError::NoName);
+        }
+        if access != Access::Read {
+            match DirBuilder::new().mode(0o700).create(path) {
+                Ok(()) => {}
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(io(error)),
+            }
         }
         let status = rustix::fs::lstat(path).map_err(|error| io(error.into()))?;
         if FileType::from_raw_mode(status.st_mode) == FileType::Symlink {

@@ -4,6 +4,7 @@ use std::convert::Infallible;
 use std::io;
 use std::path::Path;
 
+use crate::config::Access;
 use crate::disk::{Disk, DiskFile};
 use crate::error::OpenError;
 
@@ -18,7 +19,7 @@ pub(crate) struct WriterLock(#[allow(dead_code, reason = "there is no value of i
 
 impl Folder {
     /// Refuses the folder.
-    pub(crate) fn open(path: &Path) -> Result<Self, OpenError> {
+    pub(crate) fn open(path: &Path, _: Access) -> Result<Self, OpenError> {
         Err(OpenError::Unsupported { path: path.into() })
     }
 

@@ -60,7 +60,11 @@ impl Shared {
                 drop(state);
                 let result = self.read_payload(block, key, place, given, buffers);
                 state = self.lock();
-                self.end_read(&mut state, slot, place, result)?
+                let answer = self.end_read(&mut state, slot, place, result)?;
+                if answer == Get::Hit {
+                    state.index.touch(slot);
+                }
+                answer
             }
         };
         state.counters.count_get(answer, given);
@@ -117,6 +121,7 @@ impl Shared {
         Ok(header)
     }
 
+    /// The answer of a read that has ended. A hit is no use yet: a check reads entries, too.
     fn end_read(
         &self,
         state: &mut State,
@@ -126,10 +131,7 @@ impl Shared {
     ) -> Result<Get, LengthMismatch> {
         state.index.end_read(slot, place);
         let answer = match result {
-            Ok(()) => {
-                state.index.touch(slot);
-                Ok(Get::Hit)
-            }
+            Ok(()) => Ok(Get::Hit),
             Err(Fault::Length(mismatch)) => Err(mismatch),
             Err(Fault::Collision) => {
                 state.counters.collisions += 1;

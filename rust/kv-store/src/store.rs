@@ -50,15 +50,17 @@ pub struct Verification {
 }
 
 impl Store {
-    /// Opens a folder, or makes a new one that only its owner can enter.
+    /// Opens a folder, or makes a new one that only its owner can enter. With [`Access::Read`], it makes and changes
+    /// nothing.
     pub fn open(path: impl AsRef<Path>, config: Config) -> Result<Self, OpenError> {
         config.check()?;
-        let path: PathBuf = path.as_ref().into();
+        // Without slashes and dots at the end, after which the system would follow a symbolic link.
+        let path: PathBuf = path.as_ref().components().collect();
         let io = |source| OpenError::Io {
             path: path.clone(),
             source,
         };
-        let folder = Folder::open(&path)?;
+        let folder = Folder::open(&path, config.access)?;
         let sealer = Sealer::new(config.auth_key.as_ref());
         let marker = format!(
             "pyengine kv-store\nformat {FORMAT_VERSION}\nkey {}\n",
@@ -81,10 +83,14 @@ impl Store {
         let exists = check_marker(&folder)?;
         let lock = match config.access {
             Access::Read => None,
-            access => match folder.lock().map_err(io)? {
-                Ok(lock) => Some(lock),
-                Err(_) if access == Access::WriteOrRead => None,
-                Err(pid) => return Err(OpenError::Locked { path, pid }),
+            access => match folder.lock() {
+                Ok(Ok(lock)) => Some(lock),
+                Ok(Err(_)) if access == Access::WriteOrRead => None,
+                Ok(Err(pid)) => return Err(OpenError::Locked { path, pid }),
+                Err(source) if is_unwritable(&source) => {
+                    return Err(OpenError::ReadOnly { path, source });
+                }
+                Err(source) => return Err(io(source)),
             },
         };
         if lock.is_some() && !exists && !check_marker(&folder)? {
@@ -309,7 +315,7 @@ impl Store {
         slots.len() as u64
     }
 
-    /// Reads every entry, and drops those that are damaged.
+    /// Reads every entry, and drops those that are damaged. It counts as no use of them.
     pub fn verify(&self) -> Verification {
         let entries: Vec<_> = {
             let state = self.shared.lock();
@@ -395,6 +401,14 @@ impl Store {
         }
         true
     }
+}
+
+/// Whether an error says that this process may only read.
+fn is_unwritable(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied
+    )
 }
 
 impl Drop for Store {

@@ -385,6 +385,56 @@ fn used_entries_outlive_unused_ones() {
     assert_eq!(hits(&store, 30), 0);
 }
 
+/// The order in which prompts are evicted by later ones, if `look` looks at the store meanwhile.
+fn evicted_in_order(look: impl Fn(&Store)) -> Vec<u32> {
+    let (store, _, _) = faulty(small());
+    let prompts = (0..30).step_by(3);
+    prompts.clone().for_each(|number| {
+        put_prompt(&store, number);
+        flush(&store);
+    });
+    let is_there = |number: u32| store.contains(&prefix(&tokens(number, 4)).keys()[3]);
+    assert!(prompts.clone().all(is_there));
+    assert_eq!(hits(&store, 0), 4);
+    let (mut order, mut next) = (Vec::new(), 30);
+    while order.len() < 10 {
+        look(&store);
+        put_prompt(&store, next);
+        flush(&store);
+        next += 3;
+        let gone = prompts.clone().filter(|&number| !is_there(number));
+        let new: Vec<u32> = gone.filter(|number| !order.contains(number)).collect();
+        order.extend(new);
+        assert!(next < 1000);
+    }
+    order
+}
+
+/// Checks are no uses: neither of all entries, nor of the keys of a prompt, nor of what is listed.
+#[test]
+fn looking_changes_no_order_of_eviction() {
+    let alone = evicted_in_order(|_| ());
+    let looked = evicted_in_order(|store| {
+        assert!(store.verify().damaged.is_empty());
+        for number in (0..30).step_by(3).rev() {
+            let tokens = tokens(number, 4);
+            let found = prefix(&tokens);
+            store.stored_blocks(found.keys());
+            found.keys().iter().for_each(|key| {
+                store.contains(key);
+            });
+        }
+        store.by_fingerprint();
+        store.stats();
+        store.take_notices();
+        store.refresh().unwrap();
+        store.check().unwrap();
+    });
+    assert_eq!(alone, looked);
+    let verified = evicted_in_order(|store| drop(store.verify()));
+    assert_eq!(alone, verified);
+}
+
 #[test]
 fn an_entry_that_is_read_while_it_is_evicted_stays_whole() {
     let (store, _, _) = faulty(small());

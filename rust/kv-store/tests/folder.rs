@@ -148,6 +148,98 @@ fn symbolic_links_are_refused() {
     assert_eq!(fs::read_to_string(&target).unwrap(), "precious");
 }
 
+/// However the link is spelt. A link before the last name is followed, as that of any path.
+#[test]
+fn a_slash_or_a_dot_after_a_symbolic_link_changes_nothing() {
+    let scratch = Scratch::new("slash");
+    let (path, link) = (scratch.0.join("store"), scratch.0.join("link"));
+    drop(Store::open(&path, small()).unwrap());
+    symlink(&path, &link).unwrap();
+    let link = link.to_str().unwrap();
+    for spelt in [
+        "",
+        "/",
+        "//",
+        "/.",
+        "/./",
+        "/././/",
+        "/../link/",
+        "/../link/.",
+    ] {
+        let opened = Store::open(format!("{link}{spelt}"), small());
+        let error = opened.err().map(|error| error.to_string());
+        let error = error.unwrap_or_else(|| panic!("link{spelt} was opened"));
+        assert!(error.contains("is a symbolic link"), "link{spelt}: {error}");
+    }
+    let path = path.to_str().unwrap();
+    for spelt in ["", "/", "/.", "/./", "/../store", "/../link/../store/"] {
+        let opened = Store::open(format!("{path}{spelt}"), small());
+        assert!(opened.is_ok(), "store{spelt}: {:?}", opened.err());
+    }
+    symlink(&scratch.0, scratch.0.join("parent")).unwrap();
+    assert!(Store::open(scratch.0.join("parent/store/"), small()).is_ok());
+    let file = scratch.0.join("file");
+    fs::write(&file, "").unwrap();
+    for spelt in ["", "/", "/."] {
+        let error = refusal(Path::new(&format!("{}{spelt}", file.display())), small());
+        assert!(error.contains("Not a directory"), "{error}");
+    }
+    for access in [Access::Write, Access::Read, Access::WriteOrRead] {
+        let error = refusal(Path::new(""), Config { access, ..small() });
+        assert!(error.contains("the name of its folder is empty"), "{error}");
+    }
+}
+
+fn reading() -> Config {
+    Config {
+        access: Access::Read,
+        ..small()
+    }
+}
+
+#[test]
+fn a_reader_makes_no_folder_and_no_file() {
+    let scratch = Scratch::new("reads");
+    let path = scratch.0.join("store");
+    let error = refusal(&path, reading());
+    assert!(error.contains("No such file or directory"), "{error}");
+    assert!(!path.exists());
+    let tokens = tokens(0, 1);
+    let block = prefix(&tokens).block(0);
+    let store = Store::open(&path, small()).unwrap();
+    put(&store, &block, 1000);
+    assert!(store.close(MINUTE));
+    drop(store);
+    fs::remove_file(path.join("lock")).unwrap();
+    // A torn tail, as of a crash: a writer would cut it.
+    let data = path.join("00000000.data");
+    let mut torn = fs::read(&data).unwrap();
+    torn.extend([7; 100]);
+    fs::write(&data, &torn).unwrap();
+    let list = || {
+        let entries = fs::read_dir(&path).unwrap().map(|entry| entry.unwrap());
+        let entry = |entry: fs::DirEntry| (entry.file_name(), fs::read(entry.path()).unwrap());
+        let mut all: Vec<_> = entries.map(entry).collect();
+        all.sort();
+        all
+    };
+    let before = list();
+    let reader = Store::open(&path, reading()).unwrap();
+    assert_eq!(get(&reader, &block, 1000), Get::Hit);
+    assert_eq!(put(&reader, &block, 1000), Put::Known);
+    assert_eq!(
+        put(&reader, &prefix(&[9; 16]).block(0), 1000),
+        Put::Dropped(DropReason::ReadOnly)
+    );
+    reader.refresh().unwrap();
+    assert_eq!(reader.verify().whole, 1);
+    assert_eq!((reader.prune(Prune::All), reader.evict(1)), (0, 0));
+    reader.sync().unwrap();
+    assert!(reader.flush(MINUTE) && reader.close(MINUTE));
+    drop(reader);
+    assert_eq!(list(), before);
+}
+
 #[test]
 fn folders_of_something_else_are_refused_and_left_alone() {
     let scratch = Scratch::new("else");
@@ -273,13 +365,9 @@ fn configurations_that_contradict_themselves_are_refused() {
         ));
     }
     assert!(!scratch.0.join("store").exists());
-    let reader = Store::open(
-        scratch.0.join("store"),
-        Config {
-            access: Access::Read,
-            ..small()
-        },
-    );
+    fs::create_dir(scratch.0.join("store")).unwrap();
+    fs::set_permissions(scratch.0.join("store"), fs::Permissions::from_mode(0o700)).unwrap();
+    let reader = Store::open(scratch.0.join("store"), reading());
     assert!(
         reader.is_ok_and(|reader| !reader.is_writer()),
         "an empty store is read as one"

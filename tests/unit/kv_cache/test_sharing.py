@@ -1,5 +1,7 @@
 """Through the Python API: in-flight sharing, forks, speculation, two steps open, events."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -7,9 +9,11 @@ from pyengine.kv_cache import (
     BlockManager,
     Cleared,
     ConfigError,
+    Lost,
     PlanError,
     Prefilled,
     Removed,
+    ReplicaIndex,
     Sequence,
     StepBuffers,
     Stored,
@@ -280,7 +284,82 @@ def test_events_tell_what_enters_and_leaves() -> None:
     assert manager.cached_hashes() == []
 
 
+def test_events_that_nobody_takes_are_bounded_and_the_whole_set_is_stated_then() -> None:
+    manager, replicas = (
+        BlockManager(4, BLOCK, events=True, hash_seed=0),
+        ReplicaIndex(4, hash_seed=0),
+    )
+    for prompt in range(40_000):
+        computed(manager, [prompt] * 5).free()
+    lost, cleared, *stored = manager.take_events()
+    assert isinstance(lost, Lost) and isinstance(cleared, Cleared)
+    assert (lost.num_events, repr(lost)) == (79_997, "Lost(num_events=79997)")
+    hashes = {event.hash for event in stored if isinstance(event, Stored)}
+    assert hashes == set(manager.cached_hashes()) and len(stored) == 3
+    assert manager.take_events() == []
+    replicas.apply(0, b"\1", bytes(16))
+    for prompt in range(40_000):
+        computed(manager, [prompt] * 5).free()
+    kinds, packed = manager.take_packed_events()
+    assert (kinds, replicas.apply(0, kinds, packed)) == (b"\2\1\1\1", 3)
+    assert set(replicas.cached_blocks(0)) == set(manager.cached_hashes())
+
+
+def test_of_evictions_that_nobody_takes_the_latest_are_kept() -> None:
+    manager = BlockManager(4, BLOCK, keep_evicted=True)
+    for prompt in range(1000):
+        computed(manager, [prompt] * 5).free()
+    evicted = manager.take_evicted()
+    assert 4 <= len(evicted) <= 8
+    assert [record.tokens[0] for record in evicted] == list(range(997 - len(evicted), 997))
+
+
 # ---- eviction
+
+
+LOOKS: dict[str, Callable[[BlockManager, Sequence], object]] = {
+    "explain": lambda manager, _: [
+        manager.explain([name] * 9, namespace=space) for name in range(8) for space in (b"", b"x")
+    ],
+    "explain a sequence": lambda _, sequence: sequence.explain(),
+    "preview": lambda manager, sequence: manager.preview(sequence),
+    "states": lambda manager, _: [
+        (manager.state(block), manager.refs(block), manager.seq_refs(block)) for block in range(16)
+    ],
+    "hashes and events": lambda manager, _: (manager.cached_hashes(), manager.take_events()),
+    "counts": lambda manager, _: (manager.stats(), manager.usage(), manager.snapshot()),
+    "check": lambda manager, _: manager.check(),
+    "a match of another namespace": lambda manager, _: [
+        manager.match_prefix([name] * 9, namespace=b"x").release() for name in range(8)
+    ],
+    "sequences that never run": lambda manager, _: [
+        manager.sequence([name] * 9, namespace=space).free()
+        for name in range(8)
+        for space in (b"", b"x")
+    ],
+    "an empty step": lambda manager, _: manager.begin_step(8).rollback(),
+}
+"""Calls that look at a pool, or at it from another namespace."""
+
+
+@pytest.mark.parametrize("eviction", ["lru", "2q"])
+@pytest.mark.parametrize("look", [None, *LOOKS])
+def test_looking_changes_no_order_of_eviction(eviction: str, look: str | None) -> None:
+    manager = BlockManager(
+        16, BLOCK, eviction=eviction, explain=True, keep_evicted=True, events=True, hash_seed=1
+    )
+    for name in (0, 1, 2, 3, 4, 5, 6, 7, 2):
+        computed(manager, [name] * 9).free()
+    sequence = computed(manager, [77])
+    if look is not None:
+        LOOKS[look](manager, sequence)
+    manager.take_evicted()
+    order = list[int]()
+    for name in range(100, 107):
+        computed(manager, [name] * 9).free()
+        order += [record.tokens[0] for record in manager.take_evicted()]
+    kept = [2, 2] if eviction == "lru" else [100, 100]
+    assert order == [0, 1, 1, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, *kept]
 
 
 def test_two_queues_keep_what_comes_back() -> None:

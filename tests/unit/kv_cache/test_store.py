@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from pyengine.kv_cache import (
     Transfer,
     kv_fingerprint,
 )
+from tests.support.read_only import another_user, read_only
 
 ROOT = Path(__file__).parents[3]
 MIB = 2**20
@@ -452,6 +454,75 @@ def test_a_folder_of_another_user_is_refused(folder: Path) -> None:
     wanted = f"{folder} belongs to user 12345, this process runs as user 0; use a folder of this"
     with pytest.raises(StoreError, match=wanted):
         KVStore(folder, max_bytes=64 * MIB)
+
+
+def assert_read_alone(folder: Path, expected: Arrays) -> None:
+    """The folder cannot be opened to write; a reader has all entries, and stores nothing."""
+    with pytest.raises(StoreError) as raised:
+        KVStore(folder, max_bytes=64 * MIB, access="write")
+    assert f"{folder} cannot be written (" in str(raised.value)
+    assert 'make it writable, or open it with access "read"' in str(raised.value)
+    with pytest.raises(StoreError, match="cannot be written"):
+        KVStore(folder, max_bytes=64 * MIB)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    reader, target = KVStore(folder, max_bytes=64 * MIB, access="read"), arrays(2)
+    found, blocks = prefix(reader), [(i, group, i) for group in range(2) for i in range(4)]
+    assert not reader.is_writer and found.stored_blocks() == 4
+    assert found.load(memory(target), blocks) == 8
+    for ours, theirs in zip(target, expected, strict=True):
+        assert ours[:4].tobytes() == theirs[:4].tobytes()
+    other = prefix(reader, TOKENS[::-1])
+    assert other.store(memory(target), [(0, 0, 0)]) == 0
+    assert reader.stats()["dropped_read_only"] == 1
+    assert (reader.refresh(), reader.verify()) == (8, (8, []))
+    with pytest.raises(StoreError, match="open for reading"):
+        reader.prune()
+    assert reader.take_notices() == []
+    assert reader.close(MINUTE)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def filled_folder(folder: Path) -> Arrays:
+    """A closed store with the blocks of `TOKENS`."""
+    tensors, store = arrays(1), KVStore(folder, max_bytes=64 * MIB)
+    blocks = [(i, group, i) for group in range(2) for i in range(4)]
+    assert prefix(store).store(memory(tensors), blocks) == 8
+    assert store.close(MINUTE)
+    return tensors
+
+
+def test_a_folder_on_a_read_only_mount_is_read(folder: Path) -> None:
+    expected = filled_folder(folder)
+    with read_only(folder):
+        assert_read_alone(folder, expected)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_folder_that_its_owner_may_not_write_is_read() -> None:
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        expected = filled_folder(folder)
+        with another_user(folder):
+            assert_read_alone(folder, expected)
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_reader_makes_no_folder(folder: Path) -> None:
+    with pytest.raises(StoreError, match="No such file or directory"):
+        KVStore(folder, max_bytes=64 * MIB, access="read")
+    assert not folder.exists()
+
+
+def test_a_link_is_refused_however_it_is_spelt(folder: Path) -> None:
+    filled_folder(folder)
+    link = folder.with_name("link")
+    link.symlink_to(folder)
+    for spelt in (f"{link}/", f"{link}/.", f"{link}//", f"{link}/./"):
+        with pytest.raises(StoreError, match="link is a symbolic link; name the folder itself"):
+            KVStore(spelt, max_bytes=64 * MIB)
+    with pytest.raises(StoreError, match="the name of its folder is empty"):
+        KVStore("", max_bytes=64 * MIB)
 
 
 def test_another_authentication_key_is_refused(folder: Path) -> None:

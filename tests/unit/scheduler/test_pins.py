@@ -1,6 +1,7 @@
 """Pins of callers: they end on time, keep within quotas, and starve no request."""
 
 import random
+from collections.abc import Sized
 from itertools import count
 
 import pytest
@@ -158,6 +159,47 @@ def test_a_pin_replaces_prefixes_that_are_kept_by_priority(clock: Clock) -> None
     assert keep(manager, table, 4, 3) is not None
     assert high.pin.is_released
     assert table.num_blocks == 6
+
+
+def num_entries(table: PinTable) -> dict[str, int]:
+    """The length of every list, heap and dict of the table."""
+    return {name: len(value) for name, value in vars(table).items() if isinstance(value, Sized)}
+
+
+def test_what_has_ended_leaves_no_entry(clock: Clock) -> None:
+    """Pins released, expired, renewed or refused, and prefixes replaced, kept or refused."""
+    manager, table = make(6)
+    empty = num_entries(table)
+    for number in range(100):
+        owner = b"%d" % number
+        for seconds in (3600, 7200):  # the second one renews the first
+            [kept] = table.pin(prompt(0), b"", hints(seconds, owner=owner))
+        table.release(kept)
+        assert num_entries(table) == empty
+    for number in range(100):
+        with pytest.raises(PinQuotaError):
+            table.pin(prompt(0), b"", hints(owner=b"%d" % number, of=3))
+        with manager.match_prefix(prompt(0)) as pin:
+            assert table.keep(pin, 1, hints(owner=b"%d" % number, of=3)) is None
+    assert num_entries(table) == empty
+    for number in range(100):
+        pin = manager.match_prefix(prompt(0))
+        assert table.keep(pin, 1, hints(owner=b"%d" % number))
+    assert table.give_way(32) and num_entries(table) == empty
+    table.pin(prompt(1), b"", hints(10))
+    clock.now += 11
+    assert table.expire() is None and num_entries(table) == empty
+
+
+def test_entries_of_released_pins_are_few_beside_those_of_live_ones(clock: Clock) -> None:
+    _, table = make(9)
+    live = [table.pin(prompt(family), b"", hints(length=4)) for family in range(3)]
+    for _ in range(1000):
+        [kept] = table.pin(prompt(3), b"", hints(3600))
+        table.release(kept)
+        assert len(table.ends) <= 2 * len(live) + 1
+    clock.now += 301
+    assert table.expire() is None and all(kept.pin.is_released for [kept] in live)
 
 
 class Load:

@@ -10,10 +10,16 @@ impl State {
     /// Recounts the open transfers. Adds the blocks that they hold to `counts`.
     pub(crate) fn check_transfers(&self, counts: &mut HashMap<BlockId, u32>) -> Result<(), String> {
         let (mut last, mut loading) = (0, HashSet::new());
-        for open in &self.transfers.open {
-            let (serial, made) = (open.key.serial, self.transfers.made);
+        for (&serial, open) in &self.transfers.open {
+            let made = self.transfers.made;
             ensure(last < serial && serial <= made, || {
                 format!("transfer {serial} follows transfer {last} of {made}")
+            })?;
+            ensure(open.key.serial == serial, || {
+                format!(
+                    "transfer {} is in the place of transfer {serial}",
+                    open.key.serial
+                )
             })?;
             last = serial;
             for place in &open.loading {
@@ -50,29 +56,38 @@ impl State {
 mod tests {
     use crate::check::scene::*;
     use crate::ids::BlockId;
+    use crate::open_transfers::OpenTransfer;
+
+    fn first(scene: &mut Scene) -> &mut OpenTransfer {
+        let mut open = scene.manager.state.transfers.open.values_mut();
+        open.next().expect("an open transfer")
+    }
 
     const CASES: &[Case] = &[
         ("transfer 1 follows transfer 0 of 0", |s| {
             s.manager.state.transfers.made = 0;
         }),
+        ("transfer 9 is in the place of transfer 1", |s| {
+            first(s).key.serial = 9;
+        }),
         ("transfer 1 fills BlockId(0), which is not its own", |s| {
-            s.manager.state.transfers.open[0].loading[0].block = BlockId::from(0);
+            first(s).loading[0].block = BlockId::from(0);
         }),
         ("transfer 1 fills BlockId(", |s| {
-            let loading = &mut s.manager.state.transfers.open[0].loading;
+            let loading = &mut first(s).loading;
             loading[1].block = loading[0].block;
         }),
         ("transfer 1 fills LoadingBlock { index: 9, group: 0", |s| {
-            s.manager.state.transfers.open[0].loading[0].index = 9;
+            first(s).loading[0].index = 9;
         }),
         ("transfer 1 fills LoadingBlock { index: 4, group: 0", |s| {
-            s.manager.state.transfers.open[0].loading[1].group = 0;
+            first(s).loading[1].group = 0;
         }),
         ("usage: 4 loading, 4 marked, counted 3", |s| {
-            s.manager.state.transfers.open[0].loading.pop();
+            first(s).loading.pop();
         }),
         (", 1], counted [", |s| {
-            s.manager.state.transfers.open[0].held.clear();
+            first(s).held.clear();
         }),
     ];
 

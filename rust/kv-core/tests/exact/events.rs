@@ -1,5 +1,6 @@
 //! Events: which are emitted, in which order.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use kv_core::{BlockManager, Config, Event, Eviction};
@@ -210,4 +211,110 @@ fn only_what_was_missing_is_news() {
     let _again = computed(&mut m, prompt(8));
     assert_eq!(m.take_events(), stored(&m, &prompt(4)));
     assert_eq!(m.stats().already_cached_blocks, 1);
+}
+
+/// A set of hashes as a reader has it, who looks for the parent of what is stored.
+fn apply(held: &mut HashSet<u128>, events: &[Event]) {
+    for event in events {
+        match event {
+            Event::Stored { hashes, parent, .. } => {
+                assert!(
+                    parent.is_none_or(|parent| held.contains(&parent)),
+                    "{event:?}"
+                );
+                held.extend(hashes);
+            }
+            Event::Removed { hashes } => hashes.iter().for_each(|hash| {
+                assert!(held.remove(hash));
+            }),
+            Event::Cleared => held.clear(),
+            Event::Lost { .. } => {}
+        }
+    }
+}
+
+/// Stores and removes a block per round, until so many events are pending or lost.
+fn unread(m: &mut BlockManager, rounds: u32) {
+    for name in 0..rounds {
+        used(m, [name]);
+    }
+}
+
+#[test]
+fn events_that_nobody_takes_are_lost_and_all_cached_blocks_are_stated() {
+    let mut m = manager(4);
+    let mut held = HashSet::new();
+    unread(&mut m, 32_770); // 32,770 stored, 32,766 removed: 65,536
+    let events = m.take_events();
+    assert!(
+        !events
+            .iter()
+            .any(|event| matches!(event, Event::Lost { .. }))
+    );
+    apply(&mut held, &events);
+    unread(&mut m, 100_000);
+    assert_eq!(m.num_pending_events(), 5); // four blocks and a namespace
+    let events = m.take_events();
+    let num_events = match &events[..2] {
+        [Event::Lost { num_events }, Event::Cleared] => *num_events,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!((num_events, events.len()), (200_000, 6));
+    apply(&mut held, &events);
+    assert_eq!(held, m.cached_hashes().into_iter().collect());
+    unread(&mut m, 9);
+    let events = m.take_events();
+    assert!(matches!(
+        events[0],
+        Event::Stored { .. } | Event::Removed { .. }
+    ));
+    apply(&mut held, &events);
+    assert_eq!(held, m.cached_hashes().into_iter().collect());
+    m.check().expect("sound");
+}
+
+#[test]
+fn what_is_stated_after_a_loss_has_parents_before_children_and_nothing_in_flight() {
+    let mut m = manager(64);
+    unread(&mut m, 40_000);
+    // Three levels of nodes, two of them children of one block, and a namespace.
+    let base = prompt(16);
+    let mut handles = vec![computed(&mut m, base.clone())];
+    for (len, name) in [(8, 7), (8, 8), (16, 9)] {
+        let mut tokens = base[..len].to_vec();
+        tokens.extend([name; 8]);
+        handles.push(computed(&mut m, tokens.clone()));
+        tokens.extend([name + 100; 8]);
+        handles.push(computed(&mut m, tokens));
+    }
+    handles.push(m.sequence(prompt(8), b"tenant", true).expect("tokens"));
+    let plan = begin(&mut m, PLENTY);
+    prefill(&mut m, plan.key(), &handles[7]);
+    let (mut held, events) = (HashSet::new(), m.take_events());
+    assert!(matches!(events[0], Event::Lost { .. }));
+    apply(&mut held, &events);
+    assert_eq!(held, m.cached_hashes().into_iter().collect());
+    commit(&mut m, plan.key());
+    apply(&mut held, &m.take_events());
+    assert_eq!(held, m.cached_hashes().into_iter().collect());
+    handles.clear();
+    m.evict_all();
+    apply(&mut held, &m.take_events());
+    assert_eq!((held.len(), m.cached_hashes().len()), (0, 0));
+    m.check().expect("sound");
+}
+
+#[test]
+fn a_pool_that_is_cleared_again_and_again_keeps_few_events() {
+    let mut m = manager(4);
+    for name in 0..70_000 {
+        used(&mut m, [name]);
+        m.evict_all();
+    }
+    let events = m.take_events();
+    assert!(
+        matches!(events[..], [Event::Lost { .. }, Event::Cleared]),
+        "{events:?}"
+    );
+    assert_eq!(m.take_events(), []);
 }

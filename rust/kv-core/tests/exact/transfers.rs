@@ -1,5 +1,7 @@
 //! Transfers: what is reserved, who waits, what is cached at the end, and what is held until then.
 
+use std::time::{Duration, Instant};
+
 use kv_core::{
     BlockManager, BlockState, Config, Error, Evicted, Extend, Prefill, Reserve, SeqHandle, Transfer,
 };
@@ -442,6 +444,49 @@ fn misuse_changes_nothing() {
     assert_eq!(m.stats().failed_transfers, 0);
 }
 
+/// Opens so many transfers of a block each, and drops them, the newest first. Returns how long the drop takes.
+fn dropped(count: u32) -> Duration {
+    let mut m = manager(count as usize);
+    let mut open = Vec::new();
+    for name in 0..count {
+        let seq = sequence(&mut m, [block_of(name), block_of(name)].concat());
+        open.push(reserved(&mut m, &seq, 4));
+    }
+    m.drain_deferred();
+    open.into_iter().rev().for_each(drop);
+    assert_eq!(m.num_deferred(), count as usize);
+    let start = Instant::now();
+    m.drain_deferred();
+    let took = start.elapsed();
+    assert_eq!((m.usage().free, m.num_deferred()), (count as usize, 0));
+    took
+}
+
+#[test]
+fn many_transfers_end_in_linear_time() {
+    let least = |count| (0..3).map(|_| dropped(count)).min().expect("one");
+    let (few, many) = (least(500), least(8_000));
+    // 16 times the transfers; looking at all of them for each would take 256 times as long.
+    assert!(many < 64 * few, "{few:?} for 500, {many:?} for 8,000");
+}
+
+/// Blocks know 32 bits of the number of their transfer.
+#[test]
+fn a_transfer_is_named_by_whoever_waits_for_it() {
+    let mut m = manager(64);
+    let open: Vec<_> = (0..20)
+        .map(|name| {
+            let seq = sequence(&mut m, [block_of(name), block_of(name)].concat());
+            (reserved(&mut m, &seq, 4), seq)
+        })
+        .collect();
+    for (transfer, seq) in &open {
+        let waits = asked(&mut m, seq);
+        let transfer = transfer.key().serial();
+        assert_eq!(waits, Prefill::Loading { transfer });
+    }
+}
+
 /// Allocations tell what they evict, while its KV is whole; other evictions do not.
 #[test]
 fn evicted_blocks_are_kept_for_a_store() {
@@ -473,6 +518,24 @@ fn evicted_blocks_are_kept_for_a_store() {
     commit(&mut m, plan.key());
     drop(taker);
     assert_eq!(m.evict_all(), 3);
+    assert_eq!(m.take_evicted(), []);
+}
+
+/// Records of blocks that were written again since are of no use.
+#[test]
+fn of_evicted_blocks_that_nobody_takes_the_latest_are_kept() {
+    let mut m = with(Config {
+        keep_evicted: true,
+        ..settings(3)
+    });
+    for name in 0..100 {
+        drop(computed(&mut m, block_of(name)));
+    }
+    let evicted = m.take_evicted();
+    assert!((3..=6).contains(&evicted.len()), "{}", evicted.len());
+    let names: Vec<u32> = evicted.iter().map(|record| record.tokens[0]).collect();
+    let latest: Vec<u32> = (97 - names.len() as u32..97).collect();
+    assert_eq!(names, latest);
     assert_eq!(m.take_evicted(), []);
 }
 

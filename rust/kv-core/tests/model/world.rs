@@ -463,6 +463,9 @@ impl World {
                     }
                 }
                 Event::Cleared => self.emitted.clear(),
+                Event::Lost { num_events } => {
+                    panic!("{num_events} events since the last operation")
+                }
             }
         }
         let held: HashSet<u128> = self.manager.cached_hashes().into_iter().collect();
