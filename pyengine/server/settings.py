@@ -101,6 +101,13 @@ class ServerSettings:
     max_connections: int = setting(
         1024, "maximum number of connections; more get 503 and are closed", least=1
     )
+    max_pending_connections: int | None = setting(
+        None,
+        "maximum number of connections of one client address (of one /64 network in IPv6) that "
+        "have not sent a valid request yet, with a key if the server has keys; default: half of "
+        "max_connections",
+        least=1,
+    )
     header_timeout: float = setting(
         10.0, "seconds within which the headers of a request must arrive"
     )
