@@ -24,7 +24,8 @@ _http_log.setLevel(logging.ERROR)
 """Errors of clients are in the refusal log, which is rate-limited."""
 
 _SLICE = 1 << 12
-"""Bytes that are parsed at once: at most 230 requests."""
+"""Bytes that are parsed at once. Headers are parsed without what follows them."""
+_END_OF_HEAD = b"\r\n\r\n"
 _MOST_HELD = 1 << 16
 """Received bytes that wait for an earlier request, above which no more are received."""
 MAX_HEADERS = 1000
@@ -70,14 +71,19 @@ class _Transport:
 
 
 class _Flow(FlowControl):
-    """Flow control that receives no more while there is a backlog, whoever resumes it."""
+    """Flow control that parses the backlog before it receives more.
 
-    def __init__(self, transport: Any, backlog: bytearray) -> None:
+    uvicorn resumes reading if the application waits for a body, and after each response.
+    """
+
+    def __init__(self, transport: Any, backlog: bytearray, parse: Callable[[], None]) -> None:
         super().__init__(transport)
         self._backlog = backlog
+        self._parse = parse
 
     def resume_reading(self) -> None:
         """See uvicorn."""
+        self._parse()
         if len(self._backlog) <= _MOST_HELD:
             super().resume_reading()
 
@@ -104,7 +110,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._network: str | None = None
         self._is_counted = self._is_pending = self._is_refused = False
         self._keeps_alive = True
-        self._resuming = False
+        self._resuming = self._is_body_wanted = False
         self._error: ApiError | None = None
         self._num_headers = self._num_parts = self._num_body_bytes = self._num_other_bytes = 0
         self._framing = b""
@@ -119,7 +125,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """See asyncio."""
         self._raw = transport
         super().connection_made(_Transport(transport, self._close))  # type: ignore[arg-type]
-        self.flow = _Flow(self.transport, self._backlog)
+        self.flow = _Flow(self.transport, self._backlog, self._parse_body)
         self.traffic.num_connections = len(self.connections)
         self._network = network_of(self.client[0]) if self.client else None
         self._is_counted = self._is_pending = self.limits.open(self._network)
@@ -234,11 +240,26 @@ class LimitedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
         self._set_timer()
 
+    def _parse_body(self) -> None:
+        """Parse the body of the current request, which the application waits for."""
+        if self._stage is _Stage.BODY and not self.transport.is_closing():
+            self._is_body_wanted = True
+            self._parse()
+
     def _parse(self) -> None:
-        """Parse what was received, up to a request that has to wait for its turn."""
+        """Parse what was received, up to a request that has to wait for its turn.
+
+        A body waits until the application reads it: the key is checked before.
+        """
         while self._backlog and not self.pipeline and not self._is_refused:
-            piece = bytes(self._backlog[:_SLICE])
-            del self._backlog[:_SLICE]
+            size = _SLICE
+            if self._stage is not _Stage.BODY:
+                end = self._backlog.find(_END_OF_HEAD, 0, _SLICE)
+                size = end + len(_END_OF_HEAD) if end >= 0 else _SLICE
+            elif not self._is_body_wanted:
+                return
+            piece = bytes(self._backlog[:size])
+            del self._backlog[:size]
             self._num_other_bytes += len(piece)
             try:
                 self.parser.feed_data(piece)
@@ -295,6 +316,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._check_head()
         self._stage = _Stage.BODY
+        self._is_body_wanted = False
         self.scope[ADMIT] = self._admit  # type: ignore[typeddict-unknown-key]
         if not self._is_counted:
             self.limits.release(self)
