@@ -1,11 +1,15 @@
 """Limits on the number of connections: in all, per client address, and a reserve for /health."""
 
+import asyncio
 import ipaddress
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
 NUM_RESERVED = 32
 """Connections above the limits, which get an answer from /health only."""
+
+
+_SECONDS_BETWEEN_READS = 0.005
 
 
 def network_of(host: str) -> str:
@@ -70,3 +74,24 @@ class ConnectionLimits:
     def release(self, connection: object) -> None:
         """Forget a connection above the limits, which has a request or is closed."""
         self._reserved.pop(connection, None)
+
+
+class PacedReads:
+    """Turns of connections whose data is dropped: one read at a time, all together.
+
+    What refused clients send takes a bounded share of the event loop's time.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def wait(self, loop: asyncio.AbstractEventLoop, read: Callable[[], None]) -> None:
+        """Call `read` when it is the connection's turn."""
+        self._waiting.append(read)
+        if len(self._waiting) == 1:
+            loop.call_later(_SECONDS_BETWEEN_READS, self._next, loop)
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._waiting.popleft()()
+        if self._waiting:
+            loop.call_later(_SECONDS_BETWEEN_READS, self._next, loop)

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from pyengine.server.callers import ADMIT, OPEN_PATH, path_of
-from pyengine.server.connection_limits import ConnectionLimits, network_of
+from pyengine.server.connection_limits import ConnectionLimits, PacedReads, network_of
 from pyengine.server.errors import NOSNIFF, ApiError
 from pyengine.server.middleware.limits import MAX_HEADER_BYTES
 from pyengine.server.traffic import Traffic
@@ -99,6 +99,7 @@ class LimitedProtocol(HttpToolsProtocol):
     header_seconds: float = 10.0
     seconds: float = 60.0
     limits = ConnectionLimits()
+    paced_reads = PacedReads()
     traffic = Traffic()
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -186,8 +187,18 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.is_lingering = True  # type: ignore[attr-defined]
         if self._raw.can_write_eof():
             self._raw.write_eof()
-        self.flow.resume_reading()
+        self._read_in_turn()
         self._end = self.loop.call_later(_LINGER_SECONDS, self._raw.abort)
+
+    def _read_in_turn(self) -> None:
+        """Receive once more when it is the connection's turn; the data is dropped."""
+        if not self._raw.is_closing():
+            self._raw.pause_reading()
+            self.paced_reads.wait(self.loop, self._read_once)
+
+    def _read_once(self) -> None:
+        if not self._raw.is_closing():
+            self._raw.resume_reading()
 
     def _set_timer(self) -> None:
         """Start the timer while headers are due, else stop it."""
@@ -221,6 +232,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._linger_bytes -= len(data)
             if self._linger_bytes < 0:
                 self._raw.abort()
+            else:
+                self._read_in_turn()
             return
         self._unset_keepalive_if_required()
         if self._stage is _Stage.NOTHING and not self._is_running:

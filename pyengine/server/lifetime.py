@@ -18,7 +18,7 @@ import uvicorn
 
 from pyengine.errors import ConfigurationError
 from pyengine.server.app import create_app
-from pyengine.server.connection_limits import ConnectionLimits
+from pyengine.server.connection_limits import ConnectionLimits, PacedReads
 from pyengine.server.context import ServerContext
 from pyengine.server.engine_protocol import EngineClient, MakeObservers
 from pyengine.server.http_protocol import LimitedProtocol
@@ -169,6 +169,7 @@ def make_server(
         "limits": ConnectionLimits(
             descriptors_for(settings.max_connections), settings.max_pending_connections
         ),
+        "paced_reads": PacedReads(),
         "traffic": app.state.context.traffic,
     }
     config = uvicorn.Config(
