@@ -67,6 +67,7 @@ def create_app(
         await observers.close()
         context.traffic.close()
         context.tokenizers.close()
+        context.json_thread.close()
 
     app = _Application(
         title="pyengine",

@@ -93,6 +93,13 @@ class ServerSettings:
         "context holds",
         least=1,
     )
+    max_prompt_logprobs: int = setting(
+        1 << 18,
+        "maximum number of log-probabilities of prompts in a response: prompt tokens times "
+        "`prompt_logprobs` (with `echo`, `logprobs`), and times `n` for completions, which repeat "
+        "the prompt; more get 400",
+        least=1,
+    )
     max_inflight_mib: float = setting(
         64.0,
         "MiB of all bodies that were received but are not queued yet; more get 503; each of "

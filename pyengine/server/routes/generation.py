@@ -26,7 +26,12 @@ from pyengine.server.errors import ApiError, as_api_error
 from pyengine.server.middleware.limits import release_body
 from pyengine.server.middleware.refusals import CLIENT_HAS_GONE
 from pyengine.server.routes.ignored import IGNORED_HEADER
-from pyengine.server.routes.params import check_length, check_priority, within_limit
+from pyengine.server.routes.params import (
+    check_length,
+    check_priority,
+    check_prompt_logprobs,
+    within_limit,
+)
 from pyengine.server.schemas.requests import SamplingFields
 from pyengine.server.schemas.responses import PromptCache, PromptTokensDetails, ServerModel, Usage
 from pyengine.server.traffic import KeyCounts
@@ -127,6 +132,8 @@ async def begin(
         for state in requests:
             check_length(body, state)
             state.cache_hints, state.thinking = hints, details.thinking
+        num_tokens = sum([len(state.prompt_token_ids) for state in requests])
+        check_prompt_logprobs(body, params, num_tokens, context.settings.max_prompt_logprobs)
         return requests
 
     threads = context.tokenizers
@@ -239,8 +246,8 @@ class Writer(Protocol):
     def whole(self, call: Call, outputs: Sequence[RequestOutput]) -> ServerModel:
         """The response without streaming."""
 
-    def chunks(self, call: Call) -> AsyncIterator[str]:
-        """The chunks of a stream, as JSON."""
+    def chunks(self, call: Call) -> AsyncIterator[str | ServerModel]:
+        """The chunks of a stream: as JSON, or to be serialized."""
 
 
 async def answer(
@@ -254,7 +261,7 @@ async def answer(
     async def run() -> Response:
         call = await start
         outputs = await _outputs_of(call)
-        content = writer.whole(call, outputs).to_json()
+        content = await call.context.json_thread.json_of(writer.whole(call, outputs))
         return Response(content, headers=call.headers, media_type="application/json")
 
     return await unless_gone(request, run())
@@ -293,12 +300,12 @@ async def _outputs_of(call: Call) -> list[RequestOutput]:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of `items` (JSON). The call is aborted if the client disconnects."""
+    """Server-sent events of `items`. The call is aborted if the client disconnects."""
 
-    def __init__(self, call: Call, items: AsyncIterator[str]) -> None:
+    def __init__(self, call: Call, items: AsyncIterator[str | ServerModel]) -> None:
         self._call = call
         headers = {**call.headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(items), headers=headers, media_type="text/event-stream")
+        super().__init__(_events(call, items), headers=headers, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -309,10 +316,12 @@ class EventStream(StreamingResponse):
             self._call.finish()
 
 
-async def _events(items: AsyncIterator[str]) -> AsyncIterator[bytes]:
+async def _events(call: Call, items: AsyncIterator[str | ServerModel]) -> AsyncIterator[bytes]:
+    thread = call.context.json_thread
     try:
         async for item in items:
-            yield f"data: {item}\n\n".encode()
+            content = item.encode() if isinstance(item, str) else await thread.json_of(item)
+            yield b"data: %b\n\n" % content
     except Exception as error:  # the status was sent already: the error is the last event
         yield f"data: {as_api_error(error).to_json()}\n\n".encode()
     yield b"data: [DONE]\n\n"

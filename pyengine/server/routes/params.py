@@ -9,7 +9,7 @@ from typing import Any
 from pyengine.engine.request import Request
 from pyengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputs
 from pyengine.server.errors import ApiError
-from pyengine.server.schemas.requests import MAX_ITEMS, SamplingFields
+from pyengine.server.schemas.requests import MAX_ITEMS, CompletionRequest, SamplingFields
 from pyengine.utils.validation import shown
 
 _FIELDS = (
@@ -135,6 +135,33 @@ def check_length(body: SamplingFields, request: Request) -> None:
             param=name,
             code="context_length_exceeded",
         )
+
+
+def check_prompt_logprobs(
+    body: SamplingFields, params: SamplingParams, num_tokens: int, limit: int
+) -> None:
+    """Raise `ApiError` if a response would have too many values of its prompts.
+
+    A completion repeats the prompt, its ids and log-probabilities in each of its `n` choices.
+    """
+    copies = params.n if isinstance(body, CompletionRequest) else 1
+    top = params.prompt_logprobs
+    is_repeated = copies > 1 and bool(getattr(body, "echo", None) or body.return_token_ids)
+    if top is None and not is_repeated:
+        return
+    count = num_tokens * copies * max(1, top or 1)
+    if count <= limit:
+        return
+    of_answers = f" in each of n={copies} answers" if copies > 1 else ""
+    of_tokens = "" if top is None else f", prompt_logprobs={top}"
+    raise ApiError(
+        400,
+        f"{num_tokens} prompt tokens{of_answers}{of_tokens}: {count} values; this server's limit "
+        f"is {limit} (--max-prompt-logprobs): send fewer or shorter prompts at a time, or ask for "
+        "less of each",
+        param="n" if top is None else "prompt_logprobs",
+        code="too_many_logprobs",
+    )
 
 
 def _length_field(body: SamplingFields) -> tuple[str, int | None]:

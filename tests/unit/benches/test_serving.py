@@ -41,9 +41,7 @@ def test_a_profile_says_where_the_event_loop_is_at_work() -> None:
     found = shares(stacks, 100)
     assert found["threads"] == {"MainThread": 0.1, "pyengine-engine": 0.9, "else": 0.1}
     assert found["loop"]["pyengine/server: chunks of answers"] == 0.6
-    assert (
-        found["loop"]["httptools and uvicorn: HTTP"] == found["loop"]["else"] == 0.2
-    )
+    assert found["loop"]["httptools and uvicorn: HTTP"] == found["loop"]["else"] == 0.2
     assert sum(found["loop"].values()) == pytest.approx(1)
 
 
