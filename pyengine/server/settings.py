@@ -100,6 +100,12 @@ class ServerSettings:
         "the prompt; more get 400",
         least=1,
     )
+    max_answer_logprobs: int = setting(
+        1 << 22,
+        "maximum number of log-probabilities of answers in a response: `n` times the number of "
+        "prompts, `max_tokens` and `logprobs` (chats: `top_logprobs`); more get 400",
+        least=1,
+    )
     max_inflight_mib: float = setting(
         64.0,
         "MiB of all bodies that were received but are not queued yet; more get 503; each of "

@@ -28,8 +28,8 @@ from pyengine.server.middleware.refusals import CLIENT_HAS_GONE
 from pyengine.server.routes.ignored import IGNORED_HEADER
 from pyengine.server.routes.params import (
     check_length,
+    check_logprobs,
     check_priority,
-    check_prompt_logprobs,
     within_limit,
 )
 from pyengine.server.schemas.requests import SamplingFields
@@ -132,8 +132,7 @@ async def begin(
         for state in requests:
             check_length(body, state)
             state.cache_hints, state.thinking = hints, details.thinking
-        num_tokens = sum([len(state.prompt_token_ids) for state in requests])
-        check_prompt_logprobs(body, params, num_tokens, context.settings.max_prompt_logprobs)
+        check_logprobs(body, requests, context.settings)
         return requests
 
     threads = context.tokenizers
@@ -200,6 +199,7 @@ class UsageCounter:
     caches: dict[int, PromptCache] = field(default_factory=dict)
     restored: int = 0
     completion: int = 0
+    pin_refused: str | None = None
 
     def add(self, item: RequestOutput) -> None:
         """Count the tokens of an output: a delta, or a complete one."""
@@ -209,6 +209,7 @@ class UsageCounter:
             cached = self.call.context.reported_cached_tokens(item.num_cached_tokens)
             self.cached[item.index] = cached
             self.restored += item.num_restored_tokens
+            self.pin_refused = item.pin_error
             self._explain(item)
             counts.prompt_tokens += len(item.prompt_token_ids)
             counts.cached_tokens += cached
@@ -232,6 +233,8 @@ class UsageCounter:
             details.restored_tokens = self.restored
         if self.call.explains_cache:
             details.cache = [self.caches.get(place) for place in sorted(self.prompt)]
+        if self.pin_refused is not None:
+            details.pin_refused = self.pin_refused
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=self.completion,

@@ -87,6 +87,8 @@ class PromptTokensDetails(ServerModel):
     """Of the cached tokens, those restored from the store; absent if none was."""
     cache: list[PromptCache | None] | None = None
     """For each prompt, with `explain_cache`."""
+    pin_refused: str | None = None
+    """Why a prefix with `cache_control` is not pinned; absent if none was refused."""
 
 
 class Usage(ServerModel):
