@@ -170,3 +170,5 @@ class RequestOutput:
     cache: CacheExplanation | None = None
     """Where its cached tokens came from, and why others were computed, once it has output; ``None``
     without ``explain_misses``."""
+    pin_error: str | None = None
+    """Why a prefix of the prompt is not pinned, if the request asked for a pin that was refused."""

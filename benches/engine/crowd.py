@@ -22,7 +22,7 @@ from typing import Any
 from benches.engine.serve import GenerateRequest
 
 PLACES = (
-    ("h11 and uvicorn: HTTP, and the send", ("h11/", "uvicorn/")),
+    ("httptools and uvicorn: HTTP", ("httptools/", "uvicorn/")),
     ("pydantic and json", ("pydantic/", "pydantic_core/", "json/")),
     ("starlette and fastapi", ("starlette/", "fastapi/", "anyio/")),
     ("pyengine/server: chunks of answers", ("pyengine/server/",)),

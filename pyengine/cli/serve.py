@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MAX_REPLICAS = 64
 """Limit of replicas on one machine; each is a process with its own copy of the model."""
-_LIBRARIES = ("fastapi", "h11", "prometheus_client", "pydantic", "pydantic_core", "uvicorn")
+_LIBRARIES = ("fastapi", "httptools", "prometheus_client", "pydantic", "pydantic_core", "uvicorn")
 
 
 @command(max_num_waiting=1024)

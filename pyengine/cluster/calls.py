@@ -66,6 +66,7 @@ class Delta:
     error: str | None
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     cache: CacheExplanation | None = None
+    pin_error: str | None = None
 
     @classmethod
     def of(cls, item: RequestOutput, *, is_first: bool) -> "Delta":
@@ -76,6 +77,7 @@ class Delta:
             finished=item.finished,
             num_cached_tokens=item.num_cached_tokens,
             num_restored_tokens=item.num_restored_tokens,
+            pin_error=item.pin_error,
             metrics=item.metrics,
             error=item.error,
             prompt_logprobs=item.prompt_logprobs if is_first else None,

@@ -248,6 +248,7 @@ class _Remote:
             index=self.place,
             error=delta.error,
             cache=self._cache,
+            pin_error=self._first.pin_error,
         )
 
     def cancel(self) -> None:

@@ -401,4 +401,5 @@ class Request:
             index=self.place,
             error=self.error,
             cache=self.cache,
+            pin_error=None if self.pin_error is None else str(self.pin_error),
         )

@@ -7,11 +7,12 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.types import Message, Receive, Scope, Send
 
 from pyengine.errors import PyEngineError
 from pyengine.server.context import ServerContext
 from pyengine.server.engine_protocol import EngineClient, MakeObservers
-from pyengine.server.errors import handle_errors
+from pyengine.server.errors import NOSNIFF, handle_errors
 from pyengine.server.middleware.auth import KeyGuard
 from pyengine.server.middleware.limits import BodyGuard, DrainGuard, HeaderGuard
 from pyengine.server.middleware.origins import OriginGuard
@@ -66,8 +67,9 @@ def create_app(
         await observers.close()
         context.traffic.close()
         context.tokenizers.close()
+        context.json_thread.close()
 
-    app = FastAPI(
+    app = _Application(
         title="pyengine",
         version=package_version(),
         lifespan=lifespan,
@@ -82,6 +84,20 @@ def create_app(
     handle_errors(app)
     _add_middleware(app, context)
     return app
+
+
+class _Application(FastAPI):
+    """Adds `NOSNIFF` to every response, those of error handlers included."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), NOSNIFF]
+            await send(message)
+
+        await super().__call__(scope, receive, marked)
 
 
 def _add_middleware(app: FastAPI, context: ServerContext) -> None:

@@ -9,6 +9,8 @@ OPEN_PATH = "/health"
 """The only route that needs no key."""
 CALLER = "pyengine.caller"
 """The scope's key for its `Caller`."""
+ADMIT = "pyengine.admit"
+"""The scope's key for a function to call once the sender of a request is known."""
 
 
 @dataclass(frozen=True, slots=True)

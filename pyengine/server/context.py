@@ -17,6 +17,7 @@ from pyengine.server.callers import Caller, require_admin
 from pyengine.server.engine_protocol import EngineClient, EngineStream
 from pyengine.server.errors import ApiError
 from pyengine.server.explanations import Disclosure, RecentExplanations
+from pyengine.server.json_thread import JsonThread
 from pyengine.server.settings import ServerSettings
 from pyengine.server.tokenizer_threads import TokenizerThreads
 from pyengine.server.traffic import Traffic
@@ -49,6 +50,7 @@ class ServerContext:
     """Tokens of a cached block."""
     traffic: Traffic = field(default_factory=Traffic)
     explanations: RecentExplanations = field(default_factory=RecentExplanations)
+    json_thread: JsonThread = field(default_factory=JsonThread)
     created: int = field(default_factory=lambda: int(time.time()))
     live: dict[str, RunningCall] = field(default_factory=dict)
     num_open: int = 0

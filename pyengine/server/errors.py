@@ -48,6 +48,10 @@ _LONGEST_PATH = 200
 _PROMPT_FORMS = "send text, token ids, or a list of at most 1,024 of either; none may be empty"
 
 
+NOSNIFF = (b"x-content-type-options", b"nosniff")
+"""The header of every response that keeps browsers from guessing another type of content."""
+
+
 class ApiError(HTTPException):
     """An error response.
 
@@ -65,14 +69,14 @@ class ApiError(HTTPException):
     ) -> None:
         super().__init__(status, message)
         self._param = param
-        self._code = code
+        self.code = code
         self._retry_after = retry_after
 
     def to_json(self) -> str:
         """The body as JSON."""
         fallback = "invalid_request_error" if self.status_code < 500 else "server_error"
         kind = _TYPES.get(self.status_code, fallback)
-        info = ErrorInfo(message=self.detail, type=kind, param=self._param, code=self._code)
+        info = ErrorInfo(message=self.detail, type=kind, param=self._param, code=self.code)
         return ErrorResponse(error=info).to_json()
 
     def response(self) -> Response:

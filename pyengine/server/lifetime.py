@@ -13,40 +13,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pyengine.errors import ConfigurationError
 from pyengine.server.app import create_app
+from pyengine.server.connection_limits import ConnectionLimits, PacedReads
 from pyengine.server.context import ServerContext
 from pyengine.server.engine_protocol import EngineClient, MakeObservers
-from pyengine.server.errors import ApiError
-from pyengine.server.middleware.limits import MAX_HEADER_BYTES
+from pyengine.server.http_protocol import LimitedProtocol
 from pyengine.server.observers import EngineObservers
 from pyengine.server.settings import ServerSettings
-from pyengine.server.traffic import Traffic
 
 _log = logging.getLogger(__name__)
 
-_http_log = _log.getChild("http")
-_http_log.setLevel(logging.ERROR)
-"""Errors of clients are in the refusal log, which is rate-limited."""
 _OTHER_DESCRIPTORS = 128
-"""File descriptors of a server besides its connections."""
-_TOO_MANY_CONNECTIONS = b"\r\n".join(
-    [
-        b"HTTP/1.1 503 Service Unavailable",
-        b"content-type: application/json",
-        b"content-length: %d",
-        b"retry-after: 1",
-        b"connection: close",
-        b"",
-        b"%b",
-    ]
-)
+"""File descriptors of a server besides the connections that it serves."""
 _GRACE_SECONDS = 5
 """Seconds for clients to read their responses once all requests have finished."""
 
@@ -184,12 +166,15 @@ def make_server(
     of_server = {
         "header_seconds": settings.header_timeout,
         "seconds": settings.body_timeout,
-        "max_connections": descriptors_for(settings.max_connections),
+        "limits": ConnectionLimits(
+            descriptors_for(settings.max_connections), settings.max_pending_connections
+        ),
+        "paced_reads": PacedReads(),
         "traffic": app.state.context.traffic,
     }
     config = uvicorn.Config(
         app,
-        http=type("Protocol", (TimedProtocol,), of_server),
+        http=type("Protocol", (LimitedProtocol,), of_server),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -200,7 +185,6 @@ def make_server(
         timeout_graceful_shutdown=_GRACE_SECONDS,
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )
     return SignalledServer(config, app.state.context, on_ready)
 
@@ -260,87 +244,3 @@ class SignalledServer(uvicorn.Server):
 
 _FIRST = "may finish, new ones get 503; a second signal aborts them"
 _NEXT = "are aborted"
-
-
-class TimedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 with timeouts and a connection limit.
-
-    A connection is closed if the headers of a request take more than `header_seconds`, if the
-    client does not read its response for `seconds`, or if it still sends a body `seconds` after the
-    response. A connection above the limit gets 503 and is closed.
-    """
-
-    header_seconds: float = 10.0
-    seconds: float = 60.0
-    max_connections: int = 1024
-    traffic = Traffic()
-    _timer: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        """See asyncio."""
-        is_too_many = len(self.connections) >= self.max_connections
-        super().connection_made(transport)
-        self.logger = _http_log
-        self.traffic.num_connections = len(self.connections)
-        if is_too_many:
-            self._refuse()
-        else:
-            self._set_timer()
-
-    def _refuse(self) -> None:
-        error = ApiError(503, "too many connections: try again", code="too_many_connections")
-        body = error.to_json().encode()
-        self.transport.write(_TOO_MANY_CONNECTIONS % (len(body), body))
-        self.traffic.num_refused_connections += 1
-        self.traffic.refuse(
-            503, "too_many_connections", client=self.client[0] if self.client else None
-        )
-        self.transport.close()
-
-    def send_400_response(self, msg: str) -> None:
-        """See uvicorn."""
-        client = self.client[0] if self.client else None
-        self.traffic.refuse(400, "invalid_http", client=client)
-        super().send_400_response(msg)
-
-    def data_received(self, data: bytes) -> None:
-        """See asyncio."""
-        super().data_received(data)
-        self._set_timer()
-
-    def on_response_complete(self) -> None:
-        """See uvicorn."""
-        super().on_response_complete()
-        if self.conn.their_state is h11.SEND_BODY:
-            self._set_timer()
-
-    def pause_writing(self) -> None:
-        """See asyncio."""
-        super().pause_writing()
-        self._unread = self.loop.call_later(self.seconds, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        """See asyncio."""
-        super().resume_writing()
-        if self._unread is not None:
-            self._unread.cancel()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
-        for timer in (self._timer, self._unread):
-            if timer is not None:
-                timer.cancel()
-        super().connection_lost(exc)
-        self.traffic.num_connections = len(self.connections)
-
-    def _set_timer(self) -> None:
-        """Start the timer while bytes of the client are due, else stop it."""
-        is_unread = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
-        if self.conn.their_state is not h11.IDLE and not is_unread:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-        elif self._timer is None:
-            seconds = self.seconds if is_unread else self.header_seconds
-            self._timer = self.loop.call_later(seconds, self.transport.close)

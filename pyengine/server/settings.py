@@ -93,6 +93,19 @@ class ServerSettings:
         "context holds",
         least=1,
     )
+    max_prompt_logprobs: int = setting(
+        1 << 18,
+        "maximum number of log-probabilities of prompts in a response: prompt tokens times "
+        "`prompt_logprobs` (with `echo`, `logprobs`), and times `n` for completions, which repeat "
+        "the prompt; more get 400",
+        least=1,
+    )
+    max_answer_logprobs: int = setting(
+        1 << 22,
+        "maximum number of log-probabilities of answers in a response: `n` times the number of "
+        "prompts, `max_tokens` and `logprobs` (chats: `top_logprobs`); more get 400",
+        least=1,
+    )
     max_inflight_mib: float = setting(
         64.0,
         "MiB of all bodies that were received but are not queued yet; more get 503; each of "
@@ -100,6 +113,13 @@ class ServerSettings:
     )
     max_connections: int = setting(
         1024, "maximum number of connections; more get 503 and are closed", least=1
+    )
+    max_pending_connections: int | None = setting(
+        None,
+        "maximum number of connections of one client address (of one /64 network in IPv6) that "
+        "have not sent a valid request yet, with a key if the server has keys; default: half of "
+        "max_connections",
+        least=1,
     )
     header_timeout: float = setting(
         10.0, "seconds within which the headers of a request must arrive"

@@ -193,3 +193,96 @@ def test_what_is_long_and_good_is_served(server: str) -> None:
     assert statuses(server, "/v1/completions", many) == 200
     conversation = [{"role": "user", "content": [{"type": "text", "text": "x"}]}] * 100
     assert statuses(server, "/tokenize", {"messages": conversation}) in (200, 400)
+
+
+FLOODS = {
+    "chunks": (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"1\r\n \r\n" * 20_000,
+    ),
+    "a large body that is refused": (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999\r\n\r\n",
+        b" " * 100_000,
+    ),
+    "requests": (b"", b"GET /nothing HTTP/1.1\r\nhost: localhost\r\n\r\n" * 2000),
+    "headers": (b"GET / HTTP/1.1\r\nhost: localhost\r\n", b"a:b\r\n" * 10_000),
+    "extensions": (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n1",
+        b";a=b" * 10_000,
+    ),
+}
+NUM_FLOODING = {"requests": 8}
+"""Connections, else 32. Each of these requests is served, so each takes its time."""
+
+
+class Flood:
+    """Connections that send something without an end, and are opened again if they are closed."""
+
+    def __init__(self, address: str, name: str) -> None:
+        parts, (head, item) = urlsplit(address), FLOODS[name]
+        count = NUM_FLOODING.get(name, 32)
+        self._where, self._head, self._item = (parts.hostname, parts.port), head, item
+        self._is_over = False
+        self._threads = [threading.Thread(target=self._send) for _ in range(count)]
+
+    def _send(self) -> None:
+        while not self._is_over:
+            with suppress(OSError), socket.create_connection(self._where, timeout=1) as client:
+                client.sendall(self._head)
+                while not self._is_over:
+                    client.sendall(self._item)
+            sleep(0.01)
+
+    def __enter__(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        for thread in self._threads:
+            thread.join()
+
+
+def delays_of_health(address: str, seconds: float) -> list[float]:
+    """Seconds that /health takes on connections of its own; at most those the server computes."""
+    delays, end = [], monotonic() + seconds
+    while monotonic() < end:
+        start, computed = perf_counter(), processor_time(address)
+        assert httpx2.get(f"{address}/health", timeout=FROZEN).status_code == 200
+        delays.append(min(perf_counter() - start, processor_time(address) - computed))
+        sleep(0.02)
+    return delays
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_flood_of_refused_requests_delays_nobody(name: str, server: str) -> None:
+    for _ in range(ROUNDS):
+        control = max(delays_of_health(server, 1))
+        with Flood(server, name):
+            longest = max(delays_of_health(server, 2))
+        if longest < max(LONGEST_DELAY, 2 * control):
+            return
+    raise AssertionError(f"/health took {longest:.3f} s, and {control:.3f} s without the flood")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_hundred_thousand_log_probabilities_delay_nobody(stream: bool, server: str) -> None:
+    prompts = [[5 + (place + shift) % 200 for place in range(1000)] for shift in range(10)]
+    body = {"prompt": prompts, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": stream}
+    answers: list[Any] = []
+
+    def ask() -> None:
+        answers.append(httpx2.post(f"{server}/v1/completions", json=body, timeout=120))
+
+    for _ in range(ROUNDS):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        delays = []
+        while thread.is_alive():
+            delays += delays_of_health(server, 0.2)
+        assert answers[-1].status_code == 200 and len(answers[-1].content) > 3_000_000
+        if max(delays) < LONGEST_DELAY:
+            return
+    raise AssertionError(f"/health took {max(delays):.3f} s")

@@ -79,7 +79,8 @@ def test_more_than_64_kib_of_headers_are_refused_however_they_come(
 
 
 def test_one_connection_too_many(engine: AsyncEngine) -> None:
-    with RunningServer(engine, max_connections=8, header_timeout=1) as server, ExitStack() as ends:
+    limits = {"max_connections": 8, "max_pending_connections": 8, "header_timeout": 5}
+    with RunningServer(engine, **limits) as server, ExitStack() as ends:
         for _ in range(8):
             ends.enter_context(server.connect())
         traffic = server._server._context.traffic

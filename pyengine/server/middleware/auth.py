@@ -7,14 +7,14 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pyengine.server.callers import CALLER, OPEN_PATH, Caller, path_of
+from pyengine.server.callers import ADMIT, CALLER, OPEN_PATH, Caller, path_of
 from pyengine.server.errors import ApiError
 from pyengine.server.settings import ServerSettings
 
 _BROWSER_PATHS = ("/kv", "/kv/stream")
 """The dashboard. It shows the requests of all keys, so it needs the admin key, also accepted as the
 password that a browser asks for."""
-_BEARER = "send it as the header Authorization: Bearer KEY"
+_BEARER = "send it as the header Authorization: Bearer KEY, or as x-api-key: KEY"
 _PASSWORD = f"{_BEARER}, or as the password that the browser asks for, with any user name"
 
 
@@ -33,13 +33,15 @@ def callers(settings: ServerSettings) -> list[Caller]:
     return clients + admins
 
 
+def _header(scope: Any, name: bytes) -> bytes:
+    """The value of the first header of this name; empty without one."""
+    return next((bytes(value).strip() for other, value in scope["headers"] if other == name), b"")
+
+
 def _authorization(scope: Any, scheme: bytes) -> bytes:
     """The credentials of the Authorization header; empty without one or with another scheme."""
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            kind, _, credentials = bytes(value).partition(b" ")
-            return credentials.strip() if kind.lower() == scheme else b""
-    return b""
+    kind, _, credentials = _header(scope, b"authorization").partition(b" ")
+    return credentials.strip() if kind.lower() == scheme else b""
 
 
 def _password_of(scope: Any) -> bytes:
@@ -71,12 +73,18 @@ class KeyGuard:
                     response.headers["WWW-Authenticate"] = 'Basic realm="API key as password"'
                 await response(scope, receive, send)
                 return
+        if CALLER in scope and ADMIT in scope:
+            scope[ADMIT]()
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope, path: str) -> ApiError | None:
         """The error for a request without a valid key; else None, with the caller in the scope."""
         in_browsers = path in _BROWSER_PATHS
-        sent = _authorization(scope, b"bearer") or (_password_of(scope) if in_browsers else b"")
+        sent = (
+            _authorization(scope, b"bearer")
+            or _header(scope, b"x-api-key")
+            or (_password_of(scope) if in_browsers else b"")
+        )
         # Every key is compared, so the time does not depend on which one matches.
         matches = [caller for caller in self._callers if hmac.compare_digest(sent, caller.key)]
         if not matches:

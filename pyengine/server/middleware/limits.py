@@ -44,10 +44,7 @@ class DrainGuard:
 
 
 class HeaderGuard:
-    """Answers 431 to more than 64 KiB of headers, including the path.
-
-    h11 limits only headers that arrive in several pieces.
-    """
+    """Answers 431 to more than 64 KiB of headers, including the path."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

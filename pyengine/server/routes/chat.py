@@ -40,6 +40,7 @@ from pyengine.server.schemas.responses import (
     ChatCompletionResponse,
     ChatMessage,
     FinishReason,
+    ServerModel,
     TextItems,
     ToolCall,
 )
@@ -238,8 +239,8 @@ class _Writer:
             **self._of_prompt(output),
         )
 
-    async def chunks(self, call: Call) -> AsyncIterator[str]:
-        """The chunks of a stream, as JSON."""
+    async def chunks(self, call: Call) -> AsyncIterator[str | ServerModel]:
+        """The chunks of a stream: as JSON, or to be serialized."""
         tally, options = UsageCounter(call), self._body.stream_options
         has_usage = options is not None and options.continuous_usage_stats
         async for item in call.stream:
@@ -256,11 +257,11 @@ class _Writer:
                     continue
                 choice = self._choice(answer, output, content, calls)
                 if choice is not None:
-                    yield self._chunk(call, [choice], rest).to_json()
+                    yield self._chunk(call, [choice], rest)
                 if not (has_usage or self._shows_tokens):
                     answer.plain = self._text_items(call, output)
         if options is not None and options.include_usage:
-            yield self._chunk(call, [], {"usage": tally.usage()}).to_json()
+            yield self._chunk(call, [], {"usage": tally.usage()})
 
     @property
     def _shows_tokens(self) -> bool:

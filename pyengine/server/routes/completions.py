@@ -23,7 +23,13 @@ from pyengine.server.routes.params import check_count, sampling_params
 from pyengine.server.schemas.fields import COMPLETIONS
 from pyengine.server.schemas.logprobs import completion_logprobs, prompt_logprobs
 from pyengine.server.schemas.requests import CompletionRequest
-from pyengine.server.schemas.responses import CompletionChoice, CompletionResponse, TextItems, Usage
+from pyengine.server.schemas.responses import (
+    CompletionChoice,
+    CompletionResponse,
+    ServerModel,
+    TextItems,
+    Usage,
+)
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -113,8 +119,8 @@ class _Writer:
         choices = [choice for item in outputs for choice in self._choices(item)]
         return _response(call, choices, {"usage": tally.usage()})
 
-    async def chunks(self, call: Call) -> AsyncIterator[str]:
-        """The chunks of a stream, as JSON."""
+    async def chunks(self, call: Call) -> AsyncIterator[str | ServerModel]:
+        """The chunks of a stream: as JSON, or to be serialized."""
         tally, options = UsageCounter(call), self.body.stream_options
         async for item in call.stream:
             tally.add(item)
@@ -130,11 +136,11 @@ class _Writer:
                 choice = self._choice(item, output)
                 has_more = choice.model_fields_set > _ALWAYS_SET
                 if choice.text or choice.finish_reason or has_more:
-                    yield _response(call, [choice], usage).to_json()
+                    yield _response(call, [choice], usage)
                 if not has_more and not usage:
                     self._plain[choice.index] = _text_items(call, choice)
         if options is not None and options.include_usage:
-            yield _response(call, [], {"usage": tally.usage()}).to_json()
+            yield _response(call, [], {"usage": tally.usage()})
 
     def _choices(self, item: RequestOutput) -> list[CompletionChoice]:
         return [self._choice(item, output) for output in item.outputs]
@@ -161,7 +167,8 @@ class _Writer:
                 first=echo.first,
                 as_ids=self.body.return_tokens_as_token_ids,
             )
-            self._offsets[index] = offset + sum(map(len, logprobs.tokens))
+            if self.body.stream:
+                self._offsets[index] = offset + sum(map(len, logprobs.tokens))
         if self.body.return_token_ids:
             choice.token_ids = output.token_ids
             if is_first:

@@ -26,7 +26,12 @@ from pyengine.server.errors import ApiError, as_api_error
 from pyengine.server.middleware.limits import release_body
 from pyengine.server.middleware.refusals import CLIENT_HAS_GONE
 from pyengine.server.routes.ignored import IGNORED_HEADER
-from pyengine.server.routes.params import check_length, check_priority, within_limit
+from pyengine.server.routes.params import (
+    check_length,
+    check_logprobs,
+    check_priority,
+    within_limit,
+)
 from pyengine.server.schemas.requests import SamplingFields
 from pyengine.server.schemas.responses import PromptCache, PromptTokensDetails, ServerModel, Usage
 from pyengine.server.traffic import KeyCounts
@@ -127,6 +132,7 @@ async def begin(
         for state in requests:
             check_length(body, state)
             state.cache_hints, state.thinking = hints, details.thinking
+        check_logprobs(body, requests, context.settings)
         return requests
 
     threads = context.tokenizers
@@ -193,6 +199,7 @@ class UsageCounter:
     caches: dict[int, PromptCache] = field(default_factory=dict)
     restored: int = 0
     completion: int = 0
+    pin_refused: str | None = None
 
     def add(self, item: RequestOutput) -> None:
         """Count the tokens of an output: a delta, or a complete one."""
@@ -202,6 +209,7 @@ class UsageCounter:
             cached = self.call.context.reported_cached_tokens(item.num_cached_tokens)
             self.cached[item.index] = cached
             self.restored += item.num_restored_tokens
+            self.pin_refused = item.pin_error
             self._explain(item)
             counts.prompt_tokens += len(item.prompt_token_ids)
             counts.cached_tokens += cached
@@ -225,6 +233,8 @@ class UsageCounter:
             details.restored_tokens = self.restored
         if self.call.explains_cache:
             details.cache = [self.caches.get(place) for place in sorted(self.prompt)]
+        if self.pin_refused is not None:
+            details.pin_refused = self.pin_refused
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=self.completion,
@@ -239,8 +249,8 @@ class Writer(Protocol):
     def whole(self, call: Call, outputs: Sequence[RequestOutput]) -> ServerModel:
         """The response without streaming."""
 
-    def chunks(self, call: Call) -> AsyncIterator[str]:
-        """The chunks of a stream, as JSON."""
+    def chunks(self, call: Call) -> AsyncIterator[str | ServerModel]:
+        """The chunks of a stream: as JSON, or to be serialized."""
 
 
 async def answer(
@@ -254,7 +264,7 @@ async def answer(
     async def run() -> Response:
         call = await start
         outputs = await _outputs_of(call)
-        content = writer.whole(call, outputs).to_json()
+        content = await call.context.json_thread.json_of(writer.whole(call, outputs))
         return Response(content, headers=call.headers, media_type="application/json")
 
     return await unless_gone(request, run())
@@ -293,12 +303,12 @@ async def _outputs_of(call: Call) -> list[RequestOutput]:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of `items` (JSON). The call is aborted if the client disconnects."""
+    """Server-sent events of `items`. The call is aborted if the client disconnects."""
 
-    def __init__(self, call: Call, items: AsyncIterator[str]) -> None:
+    def __init__(self, call: Call, items: AsyncIterator[str | ServerModel]) -> None:
         self._call = call
         headers = {**call.headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(items), headers=headers, media_type="text/event-stream")
+        super().__init__(_events(call, items), headers=headers, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -309,10 +319,12 @@ class EventStream(StreamingResponse):
             self._call.finish()
 
 
-async def _events(items: AsyncIterator[str]) -> AsyncIterator[bytes]:
+async def _events(call: Call, items: AsyncIterator[str | ServerModel]) -> AsyncIterator[bytes]:
+    thread = call.context.json_thread
     try:
         async for item in items:
-            yield f"data: {item}\n\n".encode()
+            content = item.encode() if isinstance(item, str) else await thread.json_of(item)
+            yield b"data: %b\n\n" % content
     except Exception as error:  # the status was sent already: the error is the last event
         yield f"data: {as_api_error(error).to_json()}\n\n".encode()
     yield b"data: [DONE]\n\n"

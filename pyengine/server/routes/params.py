@@ -2,14 +2,16 @@
 
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from pyengine.engine.request import Request
 from pyengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputs
 from pyengine.server.errors import ApiError
-from pyengine.server.schemas.requests import MAX_ITEMS, SamplingFields
+from pyengine.server.schemas.requests import MAX_ITEMS, CompletionRequest, SamplingFields
+from pyengine.server.settings import ServerSettings
 from pyengine.utils.validation import shown
 
 _FIELDS = (
@@ -134,6 +136,46 @@ def check_length(body: SamplingFields, request: Request) -> None:
             f"{num_prompt_tokens + limit}, so the answer can have at most {limit} tokens",
             param=name,
             code="context_length_exceeded",
+        )
+
+
+def check_logprobs(
+    body: SamplingFields, requests: Sequence[Request], settings: ServerSettings
+) -> None:
+    """Raise `ApiError` if a response could have too many log-probabilities.
+
+    A completion repeats the prompt, its ids and log-probabilities in each of its `n` choices.
+    """
+    params = requests[0].params
+    num_tokens = sum([len(request.prompt_token_ids) for request in requests])
+    copies, top = params.n if isinstance(body, CompletionRequest) else 1, params.prompt_logprobs
+    is_repeated = copies > 1 and bool(getattr(body, "echo", None) or body.return_token_ids)
+    if top is not None or is_repeated:
+        _check_product(
+            {"prompt_tokens": num_tokens, "n": copies, "prompt_logprobs": max(1, top or 1)},
+            "max_prompt_logprobs",
+            settings.max_prompt_logprobs,
+        )
+    if params.logprobs is not None:
+        longest = sum([request.sequences[0].max_output for request in requests])
+        _check_product(
+            {"n": params.n, "answer_tokens": longest, "logprobs": max(1, params.logprobs)},
+            "max_answer_logprobs",
+            settings.max_answer_logprobs,
+        )
+
+
+def _check_product(factors: Mapping[str, int], name: str, limit: int) -> None:
+    count = prod(factors.values())
+    if count > limit:
+        numbers = ", ".join(f"{factor}={number}" for factor, number in factors.items())
+        raise ApiError(
+            400,
+            f"the response could have {count} log-probabilities or copies of tokens (the product "
+            f"of {numbers}); this server's limit is {limit} (--{name.replace('_', '-')}): send "
+            "fewer or shorter prompts at a time, or request less",
+            param="prompt_logprobs" if name == "max_prompt_logprobs" else "logprobs",
+            code="too_many_logprobs",
         )
 
 

@@ -81,8 +81,8 @@ async def tokenize(body: TokenizeRequest, context: Context) -> Response:
     return Response(content, headers=headers, media_type="application/json")
 
 
-@router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, context: Context) -> DetokenizeResponse:
+@router.post("/detokenize", response_model=DetokenizeResponse)
+async def detokenize(body: DetokenizeRequest, context: Context) -> Response:
     """The text of token ids."""
     context.check_model(body.model)
 
@@ -96,9 +96,10 @@ async def detokenize(body: DetokenizeRequest, context: Context) -> DetokenizeRes
                 f"token id {unknown} is outside the vocabulary of {size} tokens"
             )
         with tokenizer_errors():
-            return str(tokenizer.decode(body.tokens))
+            text = str(tokenizer.decode(body.tokens))
+        return DetokenizeResponse(prompt=text).to_json()  # on this thread, as it may be long
 
-    return DetokenizeResponse(prompt=await context.tokenizers.run(decoded))
+    return Response(await context.tokenizers.run(decoded), media_type="application/json")
 
 
 @router.get("/tokenizer_info")

@@ -1,6 +1,6 @@
 """Log-probabilities in the formats of completions, chats and prompts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pyengine.outputs import Logprob
 from pyengine.server.schemas.responses import (
@@ -11,6 +11,7 @@ from pyengine.server.schemas.responses import (
     TokenLogprob,
     TopLogprob,
 )
+from pyengine.server.schemas.slices import items
 
 _MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express."""
@@ -39,16 +40,33 @@ def completion_logprobs(
 
     The first token of a prompt has no entry; `first` is its text.
     """
-    logprobs = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
-    for token, candidates in zip(token_ids, entries, strict=True):
-        chosen = None if candidates is None else candidates[token]
-        text = _text(token, chosen or Logprob(0, 0, first), as_ids)
-        logprobs.text_offset.append(offset)
-        logprobs.tokens.append(text)
-        logprobs.token_logprobs.append(None if chosen is None else _value(chosen))
-        logprobs.top_logprobs.append(None if candidates is None else _by_text(candidates, as_ids))
-        offset += len(text)
-    return logprobs
+    pairs = list(zip(token_ids, entries, strict=True))
+
+    def tokens() -> Iterator[str]:
+        for token, candidates in pairs:
+            chosen = Logprob(0, 0, first) if candidates is None else candidates[token]
+            yield _text(token, chosen, as_ids)
+
+    def values() -> Iterator[float | None]:
+        for token, candidates in pairs:
+            yield None if candidates is None else _value(candidates[token])
+
+    def tops() -> Iterator[dict[str, float] | None]:
+        for _, candidates in pairs:
+            yield None if candidates is None else _by_text(candidates, as_ids)
+
+    def offsets() -> Iterator[int]:
+        end = offset
+        for text in tokens():
+            yield end
+            end += len(text)
+
+    return CompletionLogprobs(
+        text_offset=items(len(pairs), offsets),
+        token_logprobs=items(len(pairs), values),
+        tokens=items(len(pairs), tokens),
+        top_logprobs=items(len(pairs), tops),
+    )
 
 
 def _by_text(candidates: Mapping[int, Logprob], as_ids: bool | None) -> dict[str, float]:
@@ -64,18 +82,18 @@ def chat_logprobs(
     token_ids: Sequence[int], entries: Entries, *, top: int, as_ids: bool | None
 ) -> ChatLogprobs:
     """Log-probabilities of an answer's tokens, each with the `top` most likely ones."""
-    content = []
-    for token, candidates in zip(token_ids, entries, strict=True):
-        assert candidates is not None
-        ranked = sorted(candidates.items(), key=lambda item: item[1].rank)[:top]
-        chosen = _top(token, candidates[token], as_ids)
-        others = [_top(other, entry, as_ids) for other, entry in ranked]
-        content.append(
-            TokenLogprob(
+
+    def content() -> Iterator[TokenLogprob]:
+        for token, candidates in zip(token_ids, entries, strict=True):
+            assert candidates is not None
+            ranked = sorted(candidates.items(), key=lambda item: item[1].rank)[:top]
+            chosen = _top(token, candidates[token], as_ids)
+            others = [_top(other, entry, as_ids) for other, entry in ranked]
+            yield TokenLogprob(
                 token=chosen.token, logprob=chosen.logprob, bytes=chosen.bytes, top_logprobs=others
             )
-        )
-    return ChatLogprobs(content=content)
+
+    return ChatLogprobs(content=items(len(token_ids), content))
 
 
 def _top(token: int, entry: Logprob, as_ids: bool | None) -> TopLogprob:
@@ -89,14 +107,19 @@ def _top(token: int, entry: Logprob, as_ids: bool | None) -> TopLogprob:
 
 def prompt_logprobs(entries: Entries) -> PromptLogprobs:
     """Log-probabilities of a prompt's tokens, by token id."""
-    return [
-        None
-        if candidates is None
-        else {
-            token: LogprobInfo(
-                logprob=_value(entry), rank=entry.rank, decoded_token=entry.decoded_token
+
+    def infos() -> Iterator[dict[int, LogprobInfo] | None]:
+        for candidates in entries:
+            yield (
+                None
+                if candidates is None
+                else {
+                    token: LogprobInfo(
+                        logprob=_value(entry), rank=entry.rank, decoded_token=entry.decoded_token
+                    )
+                    for token, entry in candidates.items()
+                }
             )
-            for token, entry in candidates.items()
-        }
-        for candidates in entries
-    ]
+
+    of_prompt: PromptLogprobs = items(len(entries), infos)
+    return of_prompt

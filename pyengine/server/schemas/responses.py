@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Literal
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SkipValidation
 from pydantic_core import to_json
 
 from pyengine.outputs import MissReason
@@ -87,6 +87,8 @@ class PromptTokensDetails(ServerModel):
     """Of the cached tokens, those restored from the store; absent if none was."""
     cache: list[PromptCache | None] | None = None
     """For each prompt, with `explain_cache`."""
+    pin_refused: str | None = None
+    """Why a prefix with `cache_control` is not pinned; absent if none was refused."""
 
 
 class Usage(ServerModel):
@@ -106,17 +108,18 @@ class LogprobInfo(ServerModel):
     decoded_token: str | None
 
 
-PromptLogprobs = list[dict[int, LogprobInfo] | None]
+# Long lists are not validated: they may be `SlicedList`.
+PromptLogprobs = SkipValidation[list[dict[int, LogprobInfo] | None]]
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 
 
 class CompletionLogprobs(ServerModel):
     """Log-probabilities of completions, as parallel lists."""
 
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
+    text_offset: SkipValidation[list[int]]
+    token_logprobs: SkipValidation[list[float | None]]
+    tokens: SkipValidation[list[str]]
+    top_logprobs: SkipValidation[list[dict[str, float] | None]]
 
 
 class CompletionChoice(ServerModel):
@@ -160,7 +163,7 @@ class TokenLogprob(TopLogprob):
 class ChatLogprobs(ServerModel):
     """Log-probabilities of an answer's tokens."""
 
-    content: list[TokenLogprob]
+    content: SkipValidation[list[TokenLogprob]]
 
 
 class CalledFunction(ServerModel):

@@ -32,7 +32,7 @@ def test_a_profile_says_where_the_event_loop_is_at_work() -> None:
             "thread (1): MainThread;run (asyncio/runners.py:1);"
             "chat (pyengine/server/routes/chat.py:3) 6",
             "thread (1): MainThread;run (asyncio/runners.py:1);app (starlette/routing.py:3);"
-            "send (/x/uvicorn/protocols/http/h11_impl.py:9) 2",
+            "send (/x/uvicorn/protocols/http/httptools_impl.py:9) 2",
             "thread (1): MainThread;main (<string>:1) 2",
             "thread (2): pyengine-engine;step (pyengine/engine/core.py:7) 90",
             "thread (3): other;work (x.py:7) 10",
@@ -41,7 +41,7 @@ def test_a_profile_says_where_the_event_loop_is_at_work() -> None:
     found = shares(stacks, 100)
     assert found["threads"] == {"MainThread": 0.1, "pyengine-engine": 0.9, "else": 0.1}
     assert found["loop"]["pyengine/server: chunks of answers"] == 0.6
-    assert found["loop"]["h11 and uvicorn: HTTP, and the send"] == found["loop"]["else"] == 0.2
+    assert found["loop"]["httptools and uvicorn: HTTP"] == found["loop"]["else"] == 0.2
     assert sum(found["loop"].values()) == pytest.approx(1)
 
 

@@ -235,3 +235,46 @@ def test_while_it_drains_nothing_new_is_taken(client: Client) -> None:
         assert error_of(response, 503)["code"] == "draining"
         assert "retry-after" in response.headers
     assert error_of(client.get("/health"), 503)["code"] == "draining"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "numbers"),
+    [
+        (COMPLETIONS, {"prompt": [[5] * 20] * 4, "prompt_logprobs": 20}, "prompt_tokens=80, n=1"),
+        (COMPLETIONS, {"prompt": [5] * 51, "echo": True, "logprobs": 20}, "prompt_tokens=51, n=1"),
+        (COMPLETIONS, {"prompt": [5] * 51, "n": 20, "prompt_logprobs": 0}, "n=20"),
+        (COMPLETIONS, {"prompt": [5] * 51, "n": 20, "echo": True}, "n=20"),
+        (COMPLETIONS, {"prompt": [5] * 51, "n": 20, "return_token_ids": True}, "n=20"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 99}], "prompt_logprobs": 20}, "n=1"),
+    ],
+)
+def test_log_probabilities_of_prompts_are_bounded(
+    path: str, fields: Any, numbers: str, engine: AsyncEngine
+) -> None:
+    client = make_client(engine, max_prompt_logprobs=1000)
+    error = client.refusal(path, {"max_tokens": 1, **fields})
+    assert error["code"] == "too_many_logprobs" and numbers in error["message"]
+    assert "limit is 1000 (--max-prompt-logprobs)" in error["message"]
+
+
+def test_log_probabilities_within_the_bound_are_served(engine: AsyncEngine) -> None:
+    client = make_client(engine, max_prompt_logprobs=1000, max_answer_logprobs=1000)
+    few = {"prompt": [5] * 50, "echo": True, "logprobs": 20, "max_tokens": 1}
+    assert client.complete(**few)["choices"]
+    assert client.complete([[5] * 100] * 20, max_tokens=1, return_token_ids=True)["choices"]
+    assert client.complete([5] * 500, n=20, max_tokens=1)["choices"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, {"prompt": [[5]] * 3, "n": 2, "max_tokens": 100, "logprobs": 4}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "n": 2}),
+    ],
+)
+def test_log_probabilities_of_answers_are_bounded(
+    path: str, fields: Any, engine: AsyncEngine
+) -> None:
+    error = make_client(engine, max_answer_logprobs=1000).refusal(path, fields)
+    assert error["code"] == "too_many_logprobs" and "n=2, answer_tokens=" in error["message"]
+    assert "limit is 1000 (--max-answer-logprobs)" in error["message"]

@@ -70,9 +70,12 @@ def test_keys_have_equal_parts_of_the_quota(engine: AsyncEngine) -> None:
         response = chat(client, long, headers={"authorization": "Bearer one"})
         assert response.status_code == 200, "a refused pin does not fail its request"
         assert pinned(engine) <= limit
+    details = response.json()["usage"]["prompt_tokens_details"]
+    assert f"of its {limit} blocks: release one, wait for its end" in details["pin_refused"]
     assert pinned(engine) > limit - 500 // 16 - 2
     before = pinned(engine)
-    chat(client, long, headers={"authorization": "Bearer two"})
+    of_two = chat(client, long, headers={"authorization": "Bearer two"}).json()["usage"]
+    assert "pin_refused" not in of_two["prompt_tokens_details"]
     assert pinned(engine) > before
 
 
