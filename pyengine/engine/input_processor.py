@@ -135,12 +135,18 @@ class InputProcessor:
         return max_output
 
     def request(
-        self, request_id: Any, prompt: Prompt, params: SamplingParams, *, priority: float = 0
+        self,
+        request_id: Any,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: float = 0,
+        tenant: bytes = b"",
     ) -> Request:
         """Make a checked request, not queued yet. Thread-safe.
 
-        `request_id` is text; None: a random one. It waits until the grammar of
-        `structured_outputs` is compiled, so call it outside of event loops. Raises
+        `request_id` is text; None: a random one. `tenant` is its caller. It waits until the
+        grammar of `structured_outputs` is compiled, so call it outside of event loops. Raises
         `InvalidRequestError` if the request cannot be served.
         """
         if request_id is None:
@@ -160,7 +166,7 @@ class InputProcessor:
         request = Request(
             request_id, prompt, params, max_output=max_output, eos_ids=eos_ids, priority=priority
         )
-        request.tokenizer = self._tokenizer
+        request.tokenizer, request.tenant = self._tokenizer, tenant
         if params.prompt_logprobs is not None:
             top = params.num_prompt_logprobs(self.limits.vocab_size) or 0
             request.max_chunk = max(1, _PROMPT_LOGITS // self.limits.vocab_size)
@@ -178,7 +184,7 @@ class InputProcessor:
             bad_words=bad_words,
         )
         if params.structured_outputs is not None:
-            sampling.keep_to(self.grammars.matcher(params.structured_outputs))
+            sampling.keep_to(self.grammars.matcher(params.structured_outputs, tenant))
         request.sequences.append(SequenceState(request, 0, sampling))
         for index in range(1, params.n):
             sibling = sampling.sibling(sample_seed(seed, index))
