@@ -5,7 +5,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from secrets import token_hex
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 import numpy as np
@@ -96,6 +96,8 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._seeds = Random(seed)
         self._encoding = Lock()
+        self._words = local()
+        """The last bad words of each thread, as given and as tokens."""
         self.grammars = Grammars(tokenizer, limits.vocab_size, limits.eos_token_ids)
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> int:
@@ -133,6 +135,15 @@ class InputProcessor:
                 "use stop_token_ids"
             )
         return max_output
+
+    def _tokens_of(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Words as tokens. Once for all prompts of a call, which have the same object."""
+        if getattr(self._words, "given", None) is not words:
+            with self._encoding, tokenizer_errors():  # tokenizers are not re-entrant
+                self._words.tokens = tokens_of_words(words, self._tokenizer)
+            self._words.given = words
+        tokens: list[tuple[int, ...]] = self._words.tokens
+        return tokens
 
     def request(
         self,
@@ -173,8 +184,7 @@ class InputProcessor:
             request.scores = PromptLogprobs(self._prompt_logprobs, prompt, top)
         bad_words: list[tuple[int, ...]] = []
         if params.bad_words:
-            with self._encoding, tokenizer_errors():  # tokenizers are not re-entrant
-                bad_words = tokens_of_words(params.bad_words, self._tokenizer)
+            bad_words = self._tokens_of(params.bad_words)
         sampling = SamplingState(
             params,
             prompt.token_ids,
