@@ -1,6 +1,7 @@
 """Makes requests from prompts and settings, or refuses them."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -25,6 +26,8 @@ from pyengine.sampling_params import SamplingParams
 from pyengine.utils.validation import is_real
 
 _PROMPT_LOGITS = 1 << 26  # the most logits of prompts' positions in a step: 256 MiB in float32
+
+_MOST_TENANTS = 1024  # tenants whose next seeds are kept, the most recently active
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +97,10 @@ class InputProcessor:
         self.limits = limits
         self._prompt_logprobs = prompt_logprobs
         self._tokenizer = tokenizer
-        self._seeds = Random(seed)
-        self._encoding = Lock()
+        self._seed = seed
+        self._seeds: OrderedDict[bytes, Random] = OrderedDict()
+        """Of each tenant: from its seeds it could else count the requests of others."""
+        self._encoding, self._seeding = Lock(), Lock()
         self._words = local()
         """The last bad words of each thread, as given and as tokens."""
         self.grammars = Grammars(tokenizer, limits.vocab_size, limits.eos_token_ids)
@@ -136,6 +141,18 @@ class InputProcessor:
             )
         return max_output
 
+    def _new_seed(self, tenant: bytes) -> int:
+        """The next seed of a tenant."""
+        with self._seeding:
+            random = self._seeds.get(tenant)
+            if random is None:
+                own = Random(f"{self._seed} {tenant!r}") if tenant else Random(self._seed)
+                random = self._seeds[tenant] = own
+            self._seeds.move_to_end(tenant)
+            if len(self._seeds) > _MOST_TENANTS:
+                self._seeds.popitem(last=False)
+            return random.getrandbits(63)
+
     def _tokens_of(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """Words as tokens. Once for all prompts of a call, which have the same object."""
         if getattr(self._words, "given", None) is not words:
@@ -172,7 +189,7 @@ class InputProcessor:
             kept = params.truncated(prompt.token_ids, self.limits.max_model_len - 1)
             prompt = replace(prompt, token_ids=kept)
         max_output = self._check(prompt, params)
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        seed = self._new_seed(tenant) if params.seed is None else params.seed
         eos_ids = frozenset() if params.ignore_eos else self.limits.eos_token_ids
         request = Request(
             request_id, prompt, params, max_output=max_output, eos_ids=eos_ids, priority=priority

@@ -47,7 +47,8 @@ _here = local()
 @contextmanager
 def unfinished_work() -> Iterator[list[Future[Any]]]:
     """Yields a list of the work that calls of `within` in this block leave to itself."""
-    _here.unfinished = unfinished = []
+    unfinished: list[Future[Any]] = []
+    _here.unfinished = unfinished
     try:
         yield unfinished
     finally:

@@ -3,7 +3,8 @@
 A pin holds its blocks until its time is over. All pins together hold at most `limit` blocks, which
 leaves space for the longest request, and each owner has its share of them: a pin that exceeds
 either is refused. A prefix with a priority is pinned too, in what pins leave of the owner's share,
-until a pin or a request needs the blocks: the lowest priority goes first, then the oldest.
+until a pin or a request needs the blocks: those of the owner that holds most go first, of these the
+lowest priority, then the oldest.
 """
 
 from collections import Counter, defaultdict
@@ -152,19 +153,20 @@ class PinTable:
         return min(self.ends[0][0] - now, _LONGEST_WAIT) if self.ends else None
 
     def give_way(self, needed: int) -> bool:
-        """Drop prefixes with the lowest priority until so many blocks are available.
+        """Drop prefixes with a priority until so many blocks are available.
 
-        False if there were none.
+        Those of the owner that holds most go first, of these the lowest priority: a priority of
+        one owner does not count against those of another. False if there were none.
         """
-        heaps = [heap for heap in self._by_priority.values() if heap]
-        if not heaps:
+        owners = [owner for owner, heap in self._by_priority.items() if heap]
+        if not owners:
             return False
-        while heaps:
-            lowest = min(heaps)
-            self._drop(lowest)
+        while owners:
+            owner = max(owners, key=self.num_blocks_of)
+            self._drop(self._by_priority[owner])
             if self._manager.usage().available >= needed:
                 break
-            heaps = [heap for heap in heaps if heap]
+            owners = [owner for owner in owners if self._by_priority[owner]]
         return True
 
     def _blocks_of(self, pin: Pin) -> frozenset[int]:

@@ -235,3 +235,48 @@ def test_bad_words_are_tokenized_once_for_all_prompts(
         for _ in range(2):
             assert a.post(COMPLETIONS, json=body).status_code == 200
     assert len(tokenized) == 2
+
+
+def test_the_seeds_of_a_key_do_not_count_the_requests_of_another(folder: Path) -> None:
+    """A key that knows the engine's seed would find its place among all requests."""
+
+    def seeds(others: int) -> list[int]:
+        with open_small_engine(folder) as engine:
+            found = []
+            for _ in range(3):
+                for _ in range(others):
+                    engine.request([1], tenant=b"b")
+                request = engine.request([1], tenant=b"a")
+                found.append(request.sequences[0].sampling.seed)
+            return found
+
+    assert seeds(0) == seeds(5)
+    assert len(set(seeds(0))) == 3
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_a_client_that_leaves_has_nothing_tokenized(
+    engine: AsyncEngine, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, begun = threading.Event(), threading.Semaphore(0)
+    call = TokenizerThreads._call
+    num_calls = 0
+
+    def slow(self: TokenizerThreads, work: Any, tenant: bytes) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        begun.release()
+        gate.wait()
+        return call(self, work, tenant)
+
+    monkeypatch.setattr(TokenizerThreads, "_call", slow)
+    body = {"prompt": "text"} if path == "/tokenize" else {"tokens": [7]}
+    with clients(engine) as (a, b, _):
+        for _ in range(5):
+            with pytest.raises(httpx2.ReadTimeout):
+                b.post(path, json=body, timeout=0.3)
+        assert begun.acquire(timeout=10)
+        assert_soon(lambda: b.get("/load").json()["server_load"] == 0)
+        gate.set()
+        assert a.post(path, json=body).status_code == 200
+    assert num_calls == 2, "the first one of B's, which had begun, and A's"

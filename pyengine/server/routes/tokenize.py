@@ -11,7 +11,7 @@ from pyengine.server.callers import caller_of
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
 from pyengine.server.routes.chat import chat_options, render
-from pyengine.server.routes.generation import encode
+from pyengine.server.routes.generation import encode, unless_gone
 from pyengine.server.routes.ignored import IGNORED_HEADER, check_ignored
 from pyengine.server.routes.json_route import JsonRoute
 from pyengine.server.routes.template_variables import TemplateVariables
@@ -78,7 +78,8 @@ async def tokenize(body: TokenizeRequest, request: Request, context: Context) ->
             count=len(ids), max_model_len=context.max_model_len, tokens=ids, token_strs=texts
         ).to_json()
 
-    content = await context.tokenizers.run(tokenized, caller_of(request.scope).tenant)
+    tenant = caller_of(request.scope).tenant
+    content = await unless_gone(request, context.tokenizers.run(tokenized, tenant))
     return Response(content, headers=headers, media_type="application/json")
 
 
@@ -102,7 +103,8 @@ async def detokenize(
             return str(tokenizer.decode(body.tokens))
 
     tenant = caller_of(request.scope).tenant
-    return DetokenizeResponse(prompt=await context.tokenizers.run(decoded, tenant))
+    text = await unless_gone(request, context.tokenizers.run(decoded, tenant))
+    return DetokenizeResponse(prompt=text)
 
 
 @router.get("/tokenizer_info")
