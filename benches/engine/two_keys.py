@@ -81,7 +81,7 @@ async def measure(address: str, keys: tuple[str, str]) -> None:
     text = {"prompt": "some words, and more of them " * 2000}
     flood = {"prompt": "ab cde " * 90_000}
     several = [{"prompt": prompt, **_LONG} for prompt in prompts(500)]
-    rows = {
+    rows: dict[str, tuple[list[Any], str, Any]] = {
         "1 request": (several[:1], _COMPLETIONS, mine),
         "500 requests": (several, _COMPLETIONS, mine),
         "1 request of 1,024 prompts": (
