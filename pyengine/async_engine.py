@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -15,8 +16,14 @@ from pyengine.engine.input_processor import ModelLimits, refuse_submitted, refus
 from pyengine.engine.output_stream import OutputStream
 from pyengine.engine.prompts import PromptLike, match_params, parse_prompt, salted
 from pyengine.engine.request import Request
-from pyengine.engine.stats import EngineView
-from pyengine.errors import EngineClosedError, InvalidRequestError, QueueFullError, copy_error
+from pyengine.engine.stats import EngineView, TenantLoad
+from pyengine.errors import (
+    EngineClosedError,
+    InvalidRequestError,
+    QueueFullError,
+    TenantQueueFullError,
+    copy_error,
+)
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
 from pyengine.utils.validation import is_real
@@ -45,11 +52,11 @@ class AsyncEngine(EngineClient):
         """Guards what follows; held for moments."""
         self._live: dict[str, Request] = {}
         """Requests whose readers have not read their ends, by id."""
-        self._waiting: set[Request] = set()
-        """Those that no step has computed yet, and some that have begun or ended since."""
+        self._waiting: defaultdict[bytes, set[Request]] = defaultdict(set)
+        """Those of each tenant that no step has computed yet, and some that have begun since."""
         self._is_draining = False
 
-    async def generate(
+    async def generate(  # noqa: PLR0913
         self,
         prompt: PromptLike,
         sampling_params: SamplingParams | None = None,
@@ -58,19 +65,21 @@ class AsyncEngine(EngineClient):
         cache_salt: str | None = None,
         priority: float = 0,
         deadline: float | None = None,
+        tenant: bytes = b"",
     ) -> AsyncGenerator[RequestOutput]:
         """Continue a prompt, given as for `LLM.generate`. Yields items as `LLM.stream` does.
 
         The request runs in the same steps as all others. `request_id` must not be in use. Smaller
         priorities run first, then earlier arrivals. `deadline` is a time on the clock of
         `time.monotonic`: a request that has not ended by then is aborted, with the finish reason
-        "abort" and the stop reason "deadline". Closing the iterator, or cancelling the task that
-        reads it, ends the request.
+        "abort" and the stop reason "deadline". Tenants take turns, so none waits for all requests
+        of another one, and a priority counts within its `tenant`. Closing the iterator, or
+        cancelling the task that reads it, ends the request.
 
         Raises `InvalidRequestError` for a request that cannot be served, `QueueFullError` if
-        `max_num_waiting` requests already wait, `EngineClosedError` while the engine is drained
-        and after `close`, `RequestFailedError` if the forward pass fails on this request, and
-        `EngineDeadError` once the engine has ended.
+        `max_num_waiting` requests of the tenant already wait, `EngineClosedError` while the engine
+        is drained and after `close`, `RequestFailedError` if the forward pass fails on this
+        request, and `EngineDeadError` once the engine has ended.
         """
         make = partial(
             self.request,
@@ -80,6 +89,7 @@ class AsyncEngine(EngineClient):
             cache_salt=cache_salt,
             priority=priority,
             deadline=deadline,
+            tenant=tenant,
         )
         # A grammar takes a while to compile.
         is_slow = sampling_params is not None and sampling_params.structured_outputs is not None
@@ -104,7 +114,7 @@ class AsyncEngine(EngineClient):
             stream.close()
         return self._pin_of(request)
 
-    def request(
+    def request(  # noqa: PLR0913
         self,
         prompt: PromptLike,
         sampling_params: SamplingParams | None = None,
@@ -113,6 +123,7 @@ class AsyncEngine(EngineClient):
         cache_salt: str | None = None,
         priority: float = 0,
         deadline: float | None = None,
+        tenant: bytes = b"",
     ) -> Request:
         """Check a request with the parameters of `generate`, for one call of `submit`.
 
@@ -123,7 +134,7 @@ class AsyncEngine(EngineClient):
         parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
         (params,) = match_params(sampling_params, 1, self._default_params)
         make = self._engine.input_processor.request
-        request = make(request_id, parsed, params, priority=priority)
+        request = make(request_id, parsed, params, priority=priority, tenant=tenant)
         request.deadline = _checked_deadline(deadline)
         return request
 
@@ -139,13 +150,16 @@ class AsyncEngine(EngineClient):
             self._refuse_new()
             refuse_submitted(requests)
             refuse_taken(requests, self._live)
-            self._refuse_too_many(len(requests))
+            counts = Counter([request.tenant for request in requests])
+            for tenant, count in counts.items():
+                self._refuse_too_many(tenant, count)
             stream = OutputStream(requests, self._engine_loop.notifier, self._leave)
             for request in requests:
                 request.is_submitted = True
             self._live.update({request.request_id: request for request in requests})
             if self._max_num_waiting is not None:
-                self._waiting.update(requests)
+                for request in requests:
+                    self._waiting[request.tenant].add(request)
             self._engine_loop.submit(requests)
         return stream
 
@@ -157,32 +171,47 @@ class AsyncEngine(EngineClient):
             for request in requests:
                 if self._live.get(request.request_id) is request:
                     del self._live[request.request_id]
-            self._waiting.difference_update(requests)
+            for request in requests:
+                self._forget_waiting(request)
         unfinished = [request for request in requests if request.finished_time is None]
         if unfinished:
             self._engine_loop.abort(unfinished)
 
-    def check_room(self) -> None:
-        """Raise the error that `submit` would raise for one more request."""
+    def _forget_waiting(self, request: Request) -> None:
+        waiting = self._waiting.get(request.tenant)
+        if waiting is not None:
+            waiting.discard(request)
+            if not waiting:
+                del self._waiting[request.tenant]
+
+    def check_room(self, tenant: bytes = b"") -> None:
+        """Raise the error that `submit` would raise for one more request of a tenant."""
         self._engine_loop.refuse_fork()
         with self._lock:
             self._refuse_new()
-            self._refuse_too_many(1)
+            self._refuse_too_many(tenant, 1)
 
-    def _refuse_too_many(self, count: int) -> None:
+    def load_of(self, tenant: bytes) -> TenantLoad:
+        """The numbers of a tenant's sequences that run, and of its requests that wait."""
+        self._engine_loop.refuse_fork()
+        return TenantLoad(*self._engine.num_of(tenant))
+
+    def _refuse_too_many(self, tenant: bytes, count: int) -> None:
         most = self._max_num_waiting
-        if most is None or len(self._waiting) + count <= most:
+        known = self._waiting.get(tenant, set())
+        if most is None or len(known) + count <= most:
             return
         if count > most:
             raise InvalidRequestError(
                 f"{count} requests at once and max_num_waiting={most}: submit fewer at a time"
             )
-        self._waiting = {request for request in self._waiting if self._waits(request)}
-        waiting = len(self._waiting)
+        known.difference_update([request for request in known if not self._waits(request)])
+        waiting = len(known)
         if waiting + count > most:
-            raise QueueFullError(
-                f"{waiting} requests wait and max_num_waiting={most}: try again later"
-            )
+            limit = f"wait and max_num_waiting={most}: try again later"
+            if tenant:
+                raise TenantQueueFullError(f"{waiting} requests of this caller {limit}")
+            raise QueueFullError(f"{waiting} requests {limit}")
 
     @staticmethod
     def _waits(request: Request) -> bool:
@@ -204,7 +233,7 @@ class AsyncEngine(EngineClient):
         with self._lock:
             request = self._live.get(request_id)
             if request is not None:
-                self._waiting.discard(request)
+                self._forget_waiting(request)
         if request is None or request.finished_time is not None:
             return False
         self._engine_loop.abort([request])

@@ -201,6 +201,13 @@ class EngineSettings:
         least=0,
     )
     max_num_seqs: int = setting(256, "maximum number of sequences in one step", least=1)
+    max_num_seqs_per_tenant: int | None = setting(
+        None,
+        "maximum number of sequences of one tenant in one step, or one request with more; a tenant "
+        "of a server is a key; default: all of max_num_seqs, of which others get their equal share "
+        "as soon as they have requests",
+        least=1,
+    )
     max_num_batched_tokens: int = setting(2048, "maximum number of tokens in one step", least=1)
     speculation: Literal["ngram", "suffix", "mtp", "draft"] | None = setting(
         None,
@@ -244,7 +251,8 @@ class EngineSettings:
     )
     max_num_waiting: int | None = setting(
         None,
-        "maximum number of waiting requests; more are refused; default: no limit",
+        "maximum number of waiting requests of each tenant; more are refused; a tenant of a server "
+        "is a key; default: no limit",
         hidden=True,
         least=1,
     )

@@ -31,6 +31,10 @@ class QueueFullError(PyEngineError):
     """The queue is full, and no request was accepted. Try again later."""
 
 
+class TenantQueueFullError(QueueFullError):
+    """The part of the queue that this tenant has is full. Other tenants are not affected."""
+
+
 class PinQuotaError(PyEngineError):
     """A pin was refused: its blocks exceed the quota. Pin less, or try again later."""
 

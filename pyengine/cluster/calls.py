@@ -44,6 +44,7 @@ class RemoteRequest:
     priority: float = 0
     cache_hints: CacheHints = NO_HINTS
     thinking: StrippedThinking | None = None
+    tenant: bytes = b""
 
     @property
     def namespace(self) -> bytes:

@@ -134,13 +134,15 @@ class RemoteEngine:
         *,
         cache_salt: str | None = None,
         priority: float = 0,
+        tenant: bytes = b"",
     ) -> Request:
         """See `AsyncEngine.request`."""
         parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
         (params,) = match_params(sampling_params, 1, self._about.default_params)
         self._num_made += 1
         name = f"{self._num_made}" if request_id is None else request_id
-        return self._input_processor.request(name, parsed, params, priority=priority)
+        make = self._input_processor.request
+        return make(name, parsed, params, priority=priority, tenant=tenant)
 
     def submit(self, requests: Sequence[Request]) -> "RemoteStream":
         """See `AsyncEngine.submit`. Call it on the event loop."""
@@ -152,7 +154,13 @@ class RemoteEngine:
         self._live.update({request.state.request_id: request for request in stream.requests})
         return stream
 
-    def check_room(self) -> None:
+    def load_of(self, tenant: bytes) -> RemoteLoad:
+        """The load of a tenant's requests."""
+        own = [request for request in self._live.values() if request.state.tenant == tenant]
+        begun = sum([request.has_begun for request in own])
+        return RemoteLoad(begun, len(own) - begun)
+
+    def check_room(self, tenant: bytes = b"") -> None:
         """See `AsyncEngine.check_room`; replicas limit their queues themselves."""
         if self._is_draining:
             raise EngineClosedError("the engine is draining and accepts no more requests")
@@ -214,6 +222,7 @@ def _call(state: Request) -> RemoteRequest:
         priority=state.priority,
         cache_hints=state.cache_hints,
         thinking=state.thinking,
+        tenant=state.tenant,
     )
 
 

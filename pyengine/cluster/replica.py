@@ -93,6 +93,7 @@ class Replica:
             request.request_id,
             cache_salt=request.cache_salt,
             priority=request.priority,
+            tenant=request.tenant,
         )
         # A grammar takes a while to compile.
         is_slow = request.params.structured_outputs is not None

@@ -185,7 +185,11 @@ def _connect(
         manager,
         Scheduler(
             manager,
-            SchedulerLimits(max_num_batched_tokens=most, max_num_seqs=settings.max_num_seqs),
+            SchedulerLimits(
+                max_num_batched_tokens=most,
+                max_num_seqs=settings.max_num_seqs,
+                max_num_seqs_per_tenant=settings.max_num_seqs_per_tenant,
+            ),
             replay=loaded.num_mtp_layers,
             prefix_caching=settings.enable_prefix_caching,
             max_overtakes=settings.max_overtakes,

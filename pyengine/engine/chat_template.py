@@ -6,11 +6,11 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from pyengine.engine.prompts import refuse_surrogates, shown
 from pyengine.engine.untrusted_calls import is_failure, within
-from pyengine.errors import InvalidRequestError
+from pyengine.errors import ContextLengthError, InvalidRequestError
 
 Message: TypeAlias = Mapping[str, Any]
 """One turn of a conversation: `role`, and `content` or `tool_calls`."""
@@ -54,7 +54,7 @@ class ChatOptions:
 
     `tools` are JSON schemas of functions, `template` replaces the model's own, and `variables` are
     for it. With `continue_final_message` the model continues the last message. Rendering has
-    `seconds`.
+    `seconds`, and its text may have up to `longest` characters.
     """
 
     add_generation_prompt: bool = True
@@ -63,6 +63,7 @@ class ChatOptions:
     template: str | None = None
     variables: Mapping[str, Any] | None = None
     seconds: float = 30.0
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         if self.continue_final_message and self.add_generation_prompt:
@@ -168,17 +169,27 @@ def _render_somehow(
 
 
 def _render(messages: list[dict[str, Any]], tokenizer: Any, options: ChatOptions) -> list[int]:
-    ids: list[int] = tokenizer.apply_chat_template(
+    # The tokenizers library cannot be interrupted, so the text is checked before it gets it.
+    has_text = options.longest is not None and hasattr(tokenizer, "backend_tokenizer")
+    rendered: Any = tokenizer.apply_chat_template(
         messages,
         tools=None if options.tools is None else [dict(tool) for tool in options.tools],
         chat_template=options.template,
         add_generation_prompt=options.add_generation_prompt,
         continue_final_message=options.continue_final_message,
-        tokenize=True,
+        tokenize=not has_text,
         return_dict=False,
         **(options.variables or {}),
     )
-    return ids
+    if not has_text:
+        return cast(list[int], rendered)
+    if len(rendered) > (options.longest or 0):
+        raise ContextLengthError(
+            f"the conversation has {len(rendered)} characters as the chat template writes it; no "
+            f"text of more than {options.longest} fits into the model's maximum context length: "
+            "shorten it"
+        )
+    return cast(list[int], tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
 
 def _words(error: BaseException) -> str:

@@ -628,6 +628,10 @@ class Engine:
         unfinished = self._requests.values()
         return view_of(self.stats(), self._manager, self._scheduler, unfinished, most_requests)
 
+    def num_of(self, tenant: bytes) -> tuple[int, int]:
+        """The numbers of a tenant's sequences that run, and of its requests that wait."""
+        return self._scheduler.num_of(tenant)
+
     def stats(self) -> EngineStats:
         """The current usage and counters."""
         counters = self._manager.stats().as_dict()

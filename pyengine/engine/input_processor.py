@@ -1,11 +1,12 @@
 """Makes requests from prompts and settings, or refuses them."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from secrets import token_hex
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from pyengine.sampling_params import SamplingParams
 from pyengine.utils.validation import is_real
 
 _PROMPT_LOGITS = 1 << 26  # the most logits of prompts' positions in a step: 256 MiB in float32
+
+_MOST_TENANTS = 1024  # tenants whose next seeds are kept, the most recently active
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +97,12 @@ class InputProcessor:
         self.limits = limits
         self._prompt_logprobs = prompt_logprobs
         self._tokenizer = tokenizer
-        self._seeds = Random(seed)
-        self._encoding = Lock()
+        self._seed = seed
+        self._seeds: OrderedDict[bytes, Random] = OrderedDict()
+        """Of each tenant: from its seeds it could else count the requests of others."""
+        self._encoding, self._seeding = Lock(), Lock()
+        self._words = local()
+        """The last bad words of each thread, as given and as tokens."""
         self.grammars = Grammars(tokenizer, limits.vocab_size, limits.eos_token_ids)
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> int:
@@ -134,13 +141,40 @@ class InputProcessor:
             )
         return max_output
 
+    def _new_seed(self, tenant: bytes) -> int:
+        """The next seed of a tenant."""
+        with self._seeding:
+            random = self._seeds.get(tenant)
+            if random is None:
+                own = Random(f"{self._seed} {tenant!r}") if tenant else Random(self._seed)
+                random = self._seeds[tenant] = own
+            self._seeds.move_to_end(tenant)
+            if len(self._seeds) > _MOST_TENANTS:
+                self._seeds.popitem(last=False)
+            return random.getrandbits(63)
+
+    def _tokens_of(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Words as tokens. Once for all prompts of a call, which have the same object."""
+        if getattr(self._words, "given", None) is not words:
+            with self._encoding, tokenizer_errors():  # tokenizers are not re-entrant
+                self._words.tokens = tokens_of_words(words, self._tokenizer)
+            self._words.given = words
+        tokens: list[tuple[int, ...]] = self._words.tokens
+        return tokens
+
     def request(
-        self, request_id: Any, prompt: Prompt, params: SamplingParams, *, priority: float = 0
+        self,
+        request_id: Any,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: float = 0,
+        tenant: bytes = b"",
     ) -> Request:
         """Make a checked request, not queued yet. Thread-safe.
 
-        `request_id` is text; None: a random one. It waits until the grammar of
-        `structured_outputs` is compiled, so call it outside of event loops. Raises
+        `request_id` is text; None: a random one. `tenant` is its caller. It waits until the
+        grammar of `structured_outputs` is compiled, so call it outside of event loops. Raises
         `InvalidRequestError` if the request cannot be served.
         """
         if request_id is None:
@@ -155,20 +189,19 @@ class InputProcessor:
             kept = params.truncated(prompt.token_ids, self.limits.max_model_len - 1)
             prompt = replace(prompt, token_ids=kept)
         max_output = self._check(prompt, params)
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        seed = self._new_seed(tenant) if params.seed is None else params.seed
         eos_ids = frozenset() if params.ignore_eos else self.limits.eos_token_ids
         request = Request(
             request_id, prompt, params, max_output=max_output, eos_ids=eos_ids, priority=priority
         )
-        request.tokenizer = self._tokenizer
+        request.tokenizer, request.tenant = self._tokenizer, tenant
         if params.prompt_logprobs is not None:
             top = params.num_prompt_logprobs(self.limits.vocab_size) or 0
             request.max_chunk = max(1, _PROMPT_LOGITS // self.limits.vocab_size)
             request.scores = PromptLogprobs(self._prompt_logprobs, prompt, top)
         bad_words: list[tuple[int, ...]] = []
         if params.bad_words:
-            with self._encoding, tokenizer_errors():  # tokenizers are not re-entrant
-                bad_words = tokens_of_words(params.bad_words, self._tokenizer)
+            bad_words = self._tokens_of(params.bad_words)
         sampling = SamplingState(
             params,
             prompt.token_ids,
@@ -178,7 +211,7 @@ class InputProcessor:
             bad_words=bad_words,
         )
         if params.structured_outputs is not None:
-            sampling.keep_to(self.grammars.matcher(params.structured_outputs))
+            sampling.keep_to(self.grammars.matcher(params.structured_outputs, tenant))
         request.sequences.append(SequenceState(request, 0, sampling))
         for index in range(1, params.n):
             sibling = sampling.sibling(sample_seed(seed, index))

@@ -1,7 +1,7 @@
 """Recovery from a failed step: find the request at fault, or take smaller steps."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -201,7 +201,8 @@ class LimitRecovery:
         return self._of(min(2 * limits.max_num_batched_tokens, self.asked.max_num_batched_tokens))
 
     def _of(self, max_num_batched_tokens: int) -> SchedulerLimits:
-        return SchedulerLimits(
+        return replace(
+            self.asked,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=min(self.asked.max_num_seqs, max_num_batched_tokens),
         )

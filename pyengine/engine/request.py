@@ -254,7 +254,8 @@ class SequenceState:
 class Request:
     """A prompt and its sequences, from the queue to the last token.
 
-    Requests are served by `priority`, smaller first, then by arrival. Until the prompt is computed
+    Tenants take turns. Requests of a `tenant` are served by `priority`, smaller first, then by
+    arrival. Until the prompt is computed
     only the first sequence runs; then the others are forked from it. A request is admitted when
     there are slots for all of them. `namespace` separates its blocks from those of other
     namespaces.
@@ -262,6 +263,9 @@ class Request:
     A sequence ends at one of `eos_ids`, and after `max_output` tokens. With `read_cache` off every
     prompt token is computed, cached or not, except those that `scores` allows.
     """
+
+    tenant: bytes = b""
+    """Its caller, if there are several: they take turns."""
 
     def __init__(
         self,

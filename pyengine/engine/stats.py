@@ -33,6 +33,13 @@ class RequestView(NamedTuple):
     first_token_time: float | None
 
 
+class TenantLoad(NamedTuple):
+    """The load of one tenant: sequences that run, and requests that wait."""
+
+    num_running: int
+    num_waiting: int
+
+
 @dataclass(frozen=True, slots=True)
 class EngineView:
     """A consistent view: the counts of `pool` are those of `stats.usage`.

@@ -4,8 +4,8 @@ import ctypes
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from threading import Lock, Thread, get_ident
-from typing import Generic, NoReturn, TypeVar
+from threading import Lock, Thread, get_ident, local
+from typing import Any, Generic, NoReturn, TypeVar
 
 from pyengine.errors import InvalidRequestError
 
@@ -23,7 +23,7 @@ def within(seconds: float, work: Callable[[], _T], who: str) -> _T:
     """The result of `work`, or its error, computed in a thread so that it can be abandoned.
 
     Raises `InvalidRequestError` about `who` after `seconds`. Work in Python is interrupted then,
-    other work is left to itself: the thread is a daemon.
+    other work is left to itself: the thread is a daemon, and `unfinished_work` tells of it.
     """
     task = _Task(work)
     Thread(target=task.run, name="pyengine-timed", daemon=True).start()
@@ -37,6 +37,22 @@ def within(seconds: float, work: Callable[[], _T], who: str) -> _T:
         ) from None
     finally:
         task.interrupt()
+        if not task.result.done() and hasattr(_here, "unfinished"):
+            _here.unfinished.append(task.result)
+
+
+_here = local()
+
+
+@contextmanager
+def unfinished_work() -> Iterator[list[Future[Any]]]:
+    """Yields a list of the work that calls of `within` in this block leave to itself."""
+    unfinished: list[Future[Any]] = []
+    _here.unfinished = unfinished
+    try:
+        yield unfinished
+    finally:
+        del _here.unfinished
 
 
 @contextmanager

@@ -132,6 +132,7 @@ class HitVerifier:
         made = self._make_request(
             None, prompt, SamplingParams(max_tokens=0, seed=0), priority=_LAST
         )
+        made.tenant = request.tenant
         made.verifies = Verification(request.request_id, request.namespace, num_tokens)
         return made
 

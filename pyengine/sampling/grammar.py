@@ -5,27 +5,27 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock, Timer
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import finalize
 
-from pyengine.errors import InvalidRequestError, PyEngineError, QueueFullError
+from pyengine.errors import InvalidRequestError, PyEngineError
 from pyengine.sampling import grammar_checker
 from pyengine.sampling.token_masks import CompiledGrammar, TokenMatcher, num_filling_threads
 from pyengine.sampling_params import StructuredOutputs
+from pyengine.utils.fair_pool import FairPool
 from pyengine.utils.packaging import needs_serve_extra
 
 _SECONDS = 2.0  # time limit to compile a grammar
 _SECONDS_TO_BEGIN = 60.0
-_KEPT = 64  # compiled grammars that are kept, the most recently used
-_THREADS = 2
-_AT_ONCE = max(1, _THREADS - 1)
-"""Grammars of one tenant that are compiled at once: the other threads are for others."""
+_KEPT = 64  # compiled grammars of a tenant that are kept, the most recently used
+_TENANTS = 64  # tenants whose grammars are kept, the most recently active
+_THREADS = 2  # one tenant has all but one of them
 _MAX_WAITING = 32  # grammars of one tenant that wait to be compiled
 _LONGEST_REASON = 500  # the most characters of a message of `llguidance`
 _LIMITS: dict[str, Any] = {
@@ -40,62 +40,11 @@ _LIMITS: dict[str, Any] = {
 """Fields of `llguidance.LLParserLimits`."""
 
 
+_Known: TypeAlias = OrderedDict[tuple[str, str], Future[CompiledGrammar]]
+
+
 class _RefusedForNow(InvalidRequestError):
     """A grammar that may compile another time: it exceeded time or memory."""
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A waiting grammar, in the queue of each tenant that has sent it."""
-
-    structured_outputs: StructuredOutputs
-    compiled: Future[CompiledGrammar] = field(default_factory=Future)
-    tenants: set[bytes] = field(default_factory=set)
-    is_started: bool = False
-
-
-class _FairQueue:
-    """Jobs by tenant. Tenants take turns, each with `_AT_ONCE` jobs at most. Not locked."""
-
-    def __init__(self) -> None:
-        self._waiting: OrderedDict[bytes, deque[_Job]] = OrderedDict()
-        self._running: Counter[bytes] = Counter()
-
-    def add(self, job: _Job, tenant: bytes) -> None:
-        """Queue a job for a tenant. Raises `QueueFullError` if too many of its jobs wait."""
-        if job.is_started or tenant in job.tenants:
-            return
-        jobs = self._waiting.get(tenant, deque())
-        count = sum(not other.is_started for other in jobs)
-        if count >= _MAX_WAITING:
-            raise QueueFullError(
-                f"{count} other grammars of this sender wait to be compiled: try again later"
-            )
-        job.tenants.add(tenant)
-        jobs.append(job)
-        self._waiting[tenant] = jobs
-
-    def take(self) -> tuple[_Job, bytes] | None:
-        """The next job, started, and its tenant; `end` follows."""
-        for tenant in list(self._waiting):
-            if self._running[tenant] >= _AT_ONCE:
-                continue
-            jobs = self._waiting.pop(tenant)
-            while jobs:
-                job = jobs.popleft()
-                if not job.is_started:
-                    job.is_started = True
-                    self._running[tenant] += 1
-                    if jobs:
-                        self._waiting[tenant] = jobs  # after the others now
-                    return job, tenant
-        return None
-
-    def end(self, tenant: bytes) -> None:
-        """A job of this tenant has ended."""
-        self._running[tenant] -= 1
-        if not self._running[tenant]:
-            del self._running[tenant]
 
 
 class Grammars:
@@ -110,10 +59,11 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock, self._making = Lock(), Lock()
-        self._known: OrderedDict[tuple[str, str], _Job] = OrderedDict()
-        self._queue = _FairQueue()
-        self._num_workers = 0
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pyengine-grammars")
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        """The grammars of each tenant; tenants and grammars by their last use."""
+        self._threads = FairPool(
+            _THREADS, "grammars", at_once=max(1, _THREADS - 1), max_waiting=_MAX_WAITING
+        )
         self._background = ThreadPoolExecutor(1, thread_name_prefix="pyengine-grammars-again")
         self._max_bases = num_filling_threads()
         self._vocabulary: Any = None  # `llguidance.LLTokenizer`, made at first use
@@ -143,53 +93,39 @@ class Grammars:
     def compile(
         self, structured_outputs: StructuredOutputs, tenant: bytes = b""
     ) -> Future[CompiledGrammar]:
-        """Compile a grammar in the background, unless it is known. The future fails as `matcher`.
+        """Compile a grammar in the background, unless the tenant's last ones have it.
 
-        Tenants take turns, so none waits for the many grammars of another one. Raises
+        The future fails as `matcher`. Tenants take turns, so none waits for the many grammars of
+        another one. They share no grammar: the time of one would tell who else uses it. Raises
         `QueueFullError` if too many grammars of this tenant wait.
         """
         key = (structured_outputs.kind, structured_outputs.text)
         with self._lock:
-            job = self._known.get(key)
-            if job is None or not job.compiled.done():
-                job = job or _Job(structured_outputs)
-                self._queue.add(job, tenant)
-                if self._num_workers < _THREADS:
-                    self._num_workers += 1
-                    self._threads.submit(self._work)
-            self._known[key] = job
-            self._known.move_to_end(key)
-            while len(self._known) > _KEPT:
+            known = self._known.setdefault(tenant, OrderedDict())
+            self._known.move_to_end(tenant)
+            compiled = known.get(key)
+            if compiled is None:
+                work = partial(self._compile_for, tenant, key, structured_outputs)
+                known[key] = compiled = self._threads.submit(work, tenant)
+            known.move_to_end(key)
+            while len(known) > _KEPT:
+                known.popitem(last=False)
+            while len(self._known) > _TENANTS:
                 self._known.popitem(last=False)
-            return job.compiled
+            return compiled
 
-    def _work(self) -> None:
-        """Compile grammars until no grammar is left for this thread."""
-        while True:
-            with self._lock:
-                taken = self._queue.take()
-                if taken is None:
-                    self._num_workers -= 1
-                    return
-            job, tenant = taken
-            try:
-                job.compiled.set_result(self._compile(job.structured_outputs))
-            except Exception as error:
-                self._fail(job, error)
-            finally:
+    def _compile_for(
+        self, tenant: bytes, key: tuple[str, str], asked: StructuredOutputs
+    ) -> CompiledGrammar:
+        """Compile a grammar. Only errors of the grammar itself are kept."""
+        try:
+            return self._compile(asked)
+        except Exception as error:
+            is_lasting = isinstance(error, InvalidRequestError)
+            if not is_lasting or isinstance(error, _RefusedForNow):
                 with self._lock:
-                    self._queue.end(tenant)
-
-    def _fail(self, job: _Job, error: Exception) -> None:
-        """Fail a job. Errors of the grammar itself are kept, other failures are not."""
-        key = (job.structured_outputs.kind, job.structured_outputs.text)
-        is_lasting = isinstance(error, InvalidRequestError) and not isinstance(
-            error, _RefusedForNow
-        )
-        with self._lock:
-            if not is_lasting and self._known.get(key) is job:
-                del self._known[key]
-        job.compiled.set_exception(error)
+                    self._known.get(tenant, OrderedDict()).pop(key, None)
+            raise
 
     def _compile(self, asked: StructuredOutputs) -> CompiledGrammar:
         checker = self._checker()

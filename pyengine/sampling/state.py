@@ -164,8 +164,8 @@ class SamplingState:
         """Kept only for penalties."""
         self.stop_ids = self.allowed_ids = self.barred_ids = self.bias_ids = _EMPTY_IDS
         self.bias_values = _EMPTY_VALUES
-        self.bad_words: list[tuple[int, ...]] = []
-        """Sequences of several tokens whose last may not follow the others."""
+        self.bad_words: dict[int, list[tuple[int, ...]]] = {}
+        """Sequences of several tokens whose last may not follow the others, by the one before."""
         self.matcher: TokenMatcher | None = None
         """The allowed next tokens, if the answer has a grammar."""
         self.depends_on_output = False
@@ -187,7 +187,9 @@ class SamplingState:
         if params.allowed_token_ids is not None:  # the only allowed tokens, if not empty
             self.allowed_ids = _within({*params.allowed_token_ids}, vocab_size)
         words = [tuple(word) for word in bad_words if all(0 <= item < vocab_size for item in word)]
-        self.bad_words = [word for word in words if len(word) > 1]
+        for word in words:
+            if len(word) > 1:
+                self.bad_words.setdefault(word[-2], []).append(word)
         # Words of one token: always barred.
         self.barred_ids = _within({word[0] for word in words if len(word) == 1}, vocab_size)
         if params.logit_bias:
@@ -255,9 +257,11 @@ class SamplingState:
 
     def barred_by_output(self) -> npt.NDArray[np.int64]:
         """The tokens that would complete a bad word now: int64 [n]."""
+        if not self.token_ids:
+            return _EMPTY_IDS
         barred = {
             word[-1]
-            for word in self.bad_words
+            for word in self.bad_words.get(self.token_ids[-1], ())
             if tuple(self.token_ids[1 - len(word) :]) == word[:-1]
         }
         return _within(barred, self.vocab_size)

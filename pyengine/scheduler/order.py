@@ -90,9 +90,9 @@ class PrefixOrder:
         self._num_stale -= num
 
     def protect(self, waiting: "list[SequenceState]") -> None:
-        """Pin the cached prefixes of the first waiting requests, as far as blocks are to spare."""
+        """Pin the cached prefixes of the these waiting requests, as far as blocks are to spare."""
         self.has_changed = False
-        for sequence in waiting[:_WINDOW]:
+        for sequence in waiting:
             if sequence.prefix_length is None:
                 self._match(sequence)
 

@@ -3,7 +3,8 @@
 A pin holds its blocks until its time is over. All pins together hold at most `limit` blocks, which
 leaves space for the longest request, and each owner has its share of them: a pin that exceeds
 either is refused. A prefix with a priority is pinned too, in what pins leave of the owner's share,
-until a pin or a request needs the blocks: the lowest priority goes first, then the oldest.
+until a pin or a request needs the blocks: those of the owner that holds most go first, of these the
+lowest priority, then the oldest.
 """
 
 from collections import Counter, defaultdict
@@ -158,14 +159,15 @@ class PinTable:
         return min(self.ends[0][0] - now, _LONGEST_WAIT) if self.ends else None
 
     def give_way(self, needed: int) -> bool:
-        """Drop prefixes with the lowest priority until so many blocks are available.
+        """Drop prefixes with a priority until so many blocks are available.
 
-        False if there were none.
+        Those of the owner that holds most go first, of these the lowest priority: a priority of
+        one owner does not count against those of another. False if there were none.
         """
         if not self._by_priority:
             return False
         while self._by_priority:
-            self._drop_lowest(min(self._by_priority, key=lambda owner: self._by_priority[owner][0]))
+            self._drop_lowest(max(self._by_priority, key=self.num_blocks_of))
             if self._manager.usage().available >= needed:
                 break
         return True

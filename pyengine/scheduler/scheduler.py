@@ -1,4 +1,4 @@
-"""The scheduler: by priority, cached prefixes and arrival, over exact counts of blocks.
+"""The scheduler: by tenant, priority, cached prefixes and arrival, over exact counts of blocks.
 
 Its promises (tests refer to the numbers):
 
@@ -9,7 +9,9 @@ Its promises (tests refer to the numbers):
 4. Prefill chunks and decodes share one step and one token budget, decodes first.
 5. Each token is hashed at most once.
 6. Nothing starves: admission follows the order of priority and arrival and reads exact counts
-   only. Requests with cached prefixes overtake others of their priority, each of which at most
+   only. If several tenants have requests, they take turns, and that order is each tenant's own
+   (`TenantShares`); a request above its tenant's share of slots or blocks waits for others of its
+   tenant. Requests with cached prefixes overtake others of their priority, each of which at most
    `max_overtakes` times (`PrefixOrder`). (Requests of a lower priority wait while others of a
    higher one keep arriving. Others may overtake a request whose prefix a running one computes,
    until it is computed, or whose prefix is being loaded, until the load ends or is abandoned after
@@ -27,11 +29,11 @@ part of the cache (`PromptLogprobs.readable_tokens`) gets cached blocks attached
 its prefix is hashed again each time that it is considered.
 """
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -48,15 +50,17 @@ from pyengine.kv_cache import (
     Remapping,
 )
 from pyengine.kv_cache import Sequence as KVSequence
-from pyengine.scheduler.batch import ScheduledStep
+from pyengine.scheduler.batch import Entry, ScheduledStep
 from pyengine.scheduler.order import PrefixOrder
 from pyengine.scheduler.pins import PinTable
+from pyengine.scheduler.queue import WaitingQueue, by_order
+from pyengine.scheduler.shares import TenantShares
 
 if TYPE_CHECKING:
     from pyengine.engine.request import SequenceState
 
-_by_order = attrgetter("order")
 _NONE: "frozenset[SequenceState]" = frozenset()
+_NOBODY: frozenset[bytes] = frozenset()
 _MOST_PASSED = 64  # waiting sequences that others may overtake in a step, which bounds the search
 
 
@@ -70,10 +74,14 @@ class StalledError(PyEngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """The largest step: tokens to compute, and sequences that run at once. Settings check them."""
+    """The largest step: tokens to compute, and sequences that run at once. Settings check them.
+
+    A tenant runs up to `max_num_seqs_per_tenant` sequences, or one request with more.
+    """
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
+    max_num_seqs_per_tenant: int | None = None
 
 
 class _NoPlanAheadError(Exception):
@@ -115,12 +123,15 @@ class Scheduler:
         self._groups = manager.groups
         self.limits = limits
         """The largest step. Sequences that do not fit into a smaller one are preempted."""
-        self._waiting: list[SequenceState] = []
+        self._waiting = WaitingQueue()
         self._running: list[SequenceState] = []
         self._decodes = [_Decodes(), _Decodes()]
         self._newest: ScheduledStep | None = None
         self._is_steady = False
         """The newest step decoded all running sequences, and these are still the same."""
+        self.shares = TenantShares(manager)
+        """What each tenant gets if several have requests."""
+        self._last_commit = 0.0
         self._arrivals = 0
         self.num_preemptions = 0
         """Preemptions so far."""
@@ -147,30 +158,29 @@ class Scheduler:
 
     @property
     def waiting(self) -> "Iterator[SequenceState]":
-        """Sequences that hold no blocks, in order. Meanwhile the last one may be removed."""
-        place = 0
-        while place < len(self._waiting):
-            sequence = self._waiting[place]
-            yield sequence
-            place += self._waiting[place : place + 1] == [sequence]
+        """Sequences that hold no blocks, each tenant's in order. Meanwhile the last one may be
+        removed."""
+        return iter(self._waiting)
+
+    def num_of(self, tenant: bytes) -> tuple[int, int]:
+        """The numbers of a tenant's sequences that run, and of its requests that wait."""
+        waiting = self._waiting.count(tenant)
+        return max(0, self.shares.turns.count(tenant) - waiting), waiting
 
     def _enqueue(self, sequence: "SequenceState") -> None:
         """Let a sequence wait, unless it does."""
-        place = bisect_left(self._waiting, sequence.order, key=_by_order)
-        if self._waiting[place : place + 1] != [sequence]:
-            self._waiting.insert(place, sequence)
+        self._waiting.add(sequence)
         if self._order is not None:
             sequence.prefix_length, self._order.has_changed = None, True
 
-    def _dequeue(self, sequence: "SequenceState") -> None:
-        """Let a sequence wait no more, if it does."""
-        place = bisect_left(self._waiting, sequence.order, key=_by_order)
-        if self._waiting[place : place + 1] == [sequence]:
-            del self._waiting[place]
+    def _dequeue(self, sequence: "SequenceState") -> bool:
+        """Let a sequence wait no more; False if it did not."""
+        was_waiting = self._waiting.remove(sequence)
         if self._order is not None:
             self._order.has_changed = True
             if sequence.prefix_pin is not None:
                 self._order.forget(sequence)
+        return was_waiting
 
     @property
     def has_work(self) -> bool:
@@ -186,6 +196,7 @@ class Scheduler:
         self._arrivals += 1
         sequence.order = (request.priority, self._arrivals, sequence.index)
         self._enqueue(sequence)
+        self.shares.turns.enter(request.tenant)
 
     def fork(self, parent: "SequenceState", samples: "Sequence[tuple[SequenceState, int]]") -> None:
         """Run further samples beside the one that has just got its first token.
@@ -201,8 +212,9 @@ class Scheduler:
             sequence.order = (*parent.order[:2], sequence.index)
             sequence.num_tokens, sequence.num_computed = prompt + 1, parent.num_computed
             self._count_fork(sequence.kv)
-            insort(self._running, sequence, key=_by_order)
+            insort(self._running, sequence, key=by_order)
             sequence.is_running = True
+            self.shares.turns.enter(sequence.request.tenant)
         self._is_steady = False
 
     def _count_fork(self, kv: KVSequence) -> None:
@@ -236,29 +248,26 @@ class Scheduler:
         if not self.has_work:
             return None
         before = self._newest if ahead else None
-        plan = self._manager.begin_step(self.limits.max_num_batched_tokens)
+        budget = self.shares.budget(self._running, self.limits.max_num_batched_tokens)
+        plan = self._manager.begin_step(budget)
         step = ScheduledStep(plan, ahead)
         try:
-            preemptions = self.num_preemptions
-            out = {*without, *before.awaited} if before is not None else without
-            self._plan_decodes(step, out)
-            if len(step.decodes) < len(self._running):
-                self._plan_chunks(step, without)
-            # Never admit into a pool that is too small.
-            if self._waiting and self.num_preemptions == preemptions:
-                answer = self._admit(step, without)
-                if isinstance(answer, NoRoom) and before is not None and before.drafts:
-                    raise _NoPlanAheadError  # drafts hold blocks until then
+            left_out = self._left_out()
+            answer, is_whole = self._plan(step, before, without, left_out)
+            if left_out and not step.decodes and not step.chunks and not ahead:
+                answer, is_whole = self._plan(step, before, without, _NOBODY)
+            if isinstance(answer, NoRoom) and before is not None and before.drafts:
+                raise _NoPlanAheadError  # drafts hold blocks until then
             if not step.decodes and not step.chunks:
                 if without:
                     raise _NoPlanAheadError
                 self._nothing_planned(step)
             self._newest = step
             self._is_steady = (
-                not out and not step.chunks and step.decodes is self._decodes[0].sequences
+                is_whole and not step.chunks and step.decodes is self._decodes[0].sequences
             )
             if self._waiting and self._order is not None and self._order.has_changed:
-                self._order.protect(self._waiting)
+                self._order.protect(self._waiting.first(self._order.window))
         except _NoPlanAheadError:
             self.rollback(step)
             return None
@@ -266,6 +275,63 @@ class Scheduler:
             self.rollback(step)
             raise
         return step
+
+    def _left_out(self) -> frozenset[bytes]:
+        """Tenants that the next step leaves out, as it is the turn of others."""
+        if not self.shares.turns.are_several:
+            return _NOBODY
+        budget = self.limits.max_num_batched_tokens
+        left_out = self.shares.left_out(self._running, self._waiting, budget)
+        if left_out:
+            self._is_steady = False
+        return left_out
+
+    def _plan(
+        self,
+        step: ScheduledStep,
+        before: ScheduledStep | None,
+        without: "Collection[SequenceState]",
+        left_out: frozenset[bytes],
+    ) -> tuple[NoRoom | NoBudget | None, bool]:
+        """Plan decodes, chunks and admissions, except for sequences and tenants that are left out.
+
+        Returns the shortage of the first rejected admission, and whether all could decode.
+        """
+        if left_out:
+            ahead = [sequence for sequence in self._running if sequence.request.tenant in left_out]
+            without = {*without, *ahead}
+        out = {*without, *before.awaited} if before is not None else without
+        preemptions = self.num_preemptions
+        self._plan_decodes(step, out)
+        closed, answer = set(left_out), None
+        is_short = self.num_preemptions > preemptions
+        if len(step.decodes) < len(self._running):
+            if self._waiting and not is_short and self.shares.turns.are_several:
+                answer = self._admit_first(step, without, closed)
+            preemptions = self.num_preemptions
+            self._plan_chunks(step, without)
+            is_short = is_short or self.num_preemptions > preemptions
+        # Never admit into a pool that is too small.
+        if self._waiting and not is_short and answer is None:
+            answer = self._admit(step, without, closed)
+        return answer, not out
+
+    def _admit_first(
+        self, step: ScheduledStep, without: "Collection[SequenceState]", closed: set[bytes]
+    ) -> NoRoom | NoBudget | None:
+        """Admit requests of tenants that have used less than all those with prompts to compute.
+
+        Otherwise the prompts of those would take the budget.
+        """
+        turns = self.shares.turns
+        computing = {
+            sequence.request.tenant for sequence in self._running if sequence.num_uncomputed > 1
+        } - closed
+        least = min([turns.used(tenant) for tenant in computing], default=0.0)
+        later = {tenant for tenant in self._waiting.tenants if turns.used(tenant) >= least}
+        if not computing or later.issuperset(self._waiting.tenants):
+            return None
+        return self._admit(step, without, closed | later)
 
     def draft(self, step: ScheduledStep, drafts: "Mapping[SequenceState, Sequence[int]]") -> None:
         """Add drafts to decodes of a step that was just planned.
@@ -337,7 +403,15 @@ class Scheduler:
 
     def _plan_chunks(self, step: ScheduledStep, without: "Collection[SequenceState]") -> None:
         """Plan the next chunk of every admitted prompt with uncomputed tokens."""
-        for sequence in [sequence for sequence in self._running if sequence.num_uncomputed > 1]:
+        begun = {id(entry.sequence) for entry in step.chunks}  # just admitted
+        sequences = [
+            sequence
+            for sequence in self._running
+            if sequence.num_uncomputed > 1 and id(sequence) not in begun
+        ]
+        if self.shares.turns.are_several:
+            sequences.sort(key=lambda sequence: self.shares.turns.used(sequence.request.tenant))
+        for sequence in sequences:
             if not sequence.is_running or sequence in without:  # or just preempted
                 continue
             if step.num_bounded >= sequence.request.max_chunk:
@@ -377,52 +451,125 @@ class Scheduler:
         return self._order is not None and self._order.give_way(num_blocks)
 
     def _admit(
-        self, step: ScheduledStep, without: "Collection[SequenceState]"
+        self, step: ScheduledStep, without: "Collection[SequenceState]", closed: set[bytes]
     ) -> NoRoom | NoBudget | None:
         """Admit waiting sequences in order, while whole prompts fit blocks, budget and slots.
 
-        Others overtake one whose prefix is being loaded. Returns the shortage of the first
-        rejected one; None if that was a slot, or none was.
+        Others overtake one whose prefix is being loaded. With several tenants, sequences of those
+        above their share are preempted for it, and a request above its tenant's share waits for
+        others of that tenant alone. No tenant in `closed` is admitted; those that wait so are
+        added. Returns the shortage of the first rejected one; None if that was a slot, or none was.
         """
-        slots = self.limits.max_num_seqs - sum([sequence.num_slots for sequence in self._running])
-        if slots < 1:
+        slots, reserve = self._free_slots(), None
+        if slots < 1 and not self.shares.turns.are_several:
             return None
-        candidates = self._candidates(step, without)
-        sequence = next(candidates, None)
-        if sequence is None or sequence.num_slots > slots:
-            return None
+        shortage = None
+        for sequence in self._candidates(step, without, closed):
+            tenant = sequence.request.tenant
+            if sequence.num_slots > slots:
+                slots, reserve = self._take_slots(step, sequence, slots, closed), None
+            if sequence.num_slots > slots:
+                if tenant in closed:
+                    continue
+                break
+            if reserve is None:
+                reserve = self._reserve(step)
+            answer = self._admit_one(step, sequence, reserve)
+            if isinstance(answer, NoRoom) and self._take_blocks(
+                step, sequence, answer, reserve, closed
+            ):
+                slots, reserve = self._free_slots(), self._reserve(step)
+                answer = self._admit_one(step, sequence, reserve)
+            if isinstance(answer, Entry):
+                slots -= sequence.num_slots
+                if not answer.samples:
+                    reserve += self._blocks_to_come(sequence)
+            elif not isinstance(answer, Loading):
+                shortage = shortage or answer
+                if isinstance(answer, NoBudget) or tenant not in closed:
+                    break
+        return shortage
+
+    def _admit_one(
+        self, step: ScheduledStep, sequence: "SequenceState", reserve: int
+    ) -> Entry | NoRoom | NoBudget | Loading:
+        """Admit a sequence if its whole prompt fits beside `reserve` blocks."""
+        request, num_attached, num_blocks = sequence.request, 0, 0
+        if not request.read_cache:  # else the plan matches and charges in one call
+            num_attached, num_blocks = self._attach(sequence)
+        answer = self._prefill(step, sequence, reserve)
+        while isinstance(answer, NoRoom) and self._make_room(answer.needed):
+            answer = self._prefill(step, sequence, reserve)
+        if not isinstance(answer, Prefilled):
+            _release_blocks(sequence)
+            return answer
+        insort(self._running, sequence, key=by_order)
+        self._dequeue(sequence)
+        sequence.is_running = True
+        num_cached = num_attached + answer.num_cached_tokens
+        entry = step.add_prefill(sequence, answer.num_tokens, num_cached)
+        entry.num_attached, entry.num_attached_blocks = num_attached, num_blocks
+        if request.scores is not None:
+            request.scores.pre_register(request.sequences[0])
+        return entry
+
+    def _free_slots(self) -> int:
+        return self.limits.max_num_seqs - sum([sequence.num_slots for sequence in self._running])
+
+    def _reserve(self, step: ScheduledStep) -> int:
+        """Blocks that admitted prompts still need. (A sequence that decodes has all its blocks.)"""
         begun = {id(entry.sequence) for entry in step.chunks if not entry.samples}
-        reserve = sum(  # a sequence that decodes has all its blocks
+        return sum(
             self._blocks_to_come(sequence)
             for sequence in self._running
             if sequence.num_uncomputed > 1 or id(sequence) in begun
         )
-        while sequence is not None and sequence.num_slots <= slots:
-            request, num_attached, num_blocks = sequence.request, 0, 0
-            if not request.read_cache:  # else the plan matches and charges in one call
-                num_attached, num_blocks = self._attach(sequence)
-            answer = self._prefill(step, sequence, reserve)
-            while isinstance(answer, NoRoom) and self._make_room(answer.needed):
-                answer = self._prefill(step, sequence, reserve)
-            if not isinstance(answer, Prefilled):
-                _release_blocks(sequence)
-                if isinstance(answer, Loading):
-                    sequence = next(candidates, None)
-                    continue
-                return answer
-            insort(self._running, sequence, key=_by_order)
-            self._dequeue(sequence)
-            sequence.is_running = True
-            slots -= sequence.num_slots
-            num_cached = num_attached + answer.num_cached_tokens
-            entry = step.add_prefill(sequence, answer.num_tokens, num_cached)
-            entry.num_attached, entry.num_attached_blocks = num_attached, num_blocks
-            if request.scores is not None:
-                request.scores.pre_register(request.sequences[0])
-            if not entry.samples:
-                reserve += self._blocks_to_come(sequence)
-            sequence = next(candidates, None)
-        return None
+
+    def _take_slots(
+        self, step: ScheduledStep, sequence: "SequenceState", slots: int, closed: set[bytes]
+    ) -> int:
+        """Preempt other tenants for the slots of a waiting sequence, if its share has them.
+
+        Returns the free slots. If its share does not have them, its tenant is closed.
+        """
+        if not self._running or not self.shares.turns.are_several:
+            return slots
+        missing = sequence.num_slots - slots
+        victims = self.shares.for_slots(self._running, sequence, missing, self.limits.max_num_seqs)
+        return self._free_slots() if self._take(step, sequence, victims, closed) else slots
+
+    def _take_blocks(
+        self,
+        step: ScheduledStep,
+        sequence: "SequenceState",
+        answer: NoRoom,
+        reserve: int,
+        closed: set[bytes],
+    ) -> bool:
+        """The same for the blocks of its prompt; true if any sequence was preempted."""
+        if not self._running or not self.shares.turns.are_several:
+            return False
+        missing, needed = answer.needed - answer.available, answer.needed - reserve
+        victims = self.shares.for_blocks(self._running, sequence, needed, missing)
+        return self._take(step, sequence, victims, closed)
+
+    def _take(
+        self,
+        step: ScheduledStep,
+        sequence: "SequenceState",
+        victims: "list[SequenceState] | None",
+        closed: set[bytes],
+    ) -> bool:
+        if victims is None:
+            closed.add(sequence.request.tenant)
+            return False
+        if victims and step.is_ahead:
+            raise _NoPlanAheadError
+        for victim in victims:
+            if victim.is_running:  # else it shared the blocks of another victim
+                self._preempt(step, victim)
+            closed.add(victim.request.tenant)
+        return bool(victims)
 
     def _attach(self, sequence: "SequenceState") -> tuple[int, int]:
         """Attach cached blocks to a sequence that may read the cache only in part.
@@ -462,16 +609,46 @@ class Scheduler:
         self._decodes = [_Decodes(), _Decodes()]  # they may hold the old handle
 
     def _candidates(
-        self, step: ScheduledStep, without: "Collection[SequenceState]"
+        self, step: ScheduledStep, without: "Collection[SequenceState]", closed: set[bytes]
     ) -> "Iterator[SequenceState]":
-        """Sequences that may be admitted, in order; each is admitted before the next is read.
+        """Sequences that may be admitted; each is admitted before the next is read.
+
+        Tenants take turns, except those in `closed`, to which the reader may add: the one with the
+        fewest sequences so far, and of these the one that has used the least of the steps.
+        """
+        most = self.limits.max_num_seqs_per_tenant
+        queues = {
+            tenant: self._candidates_of(tenant, step, without)
+            for tenant in self.shares.turns.in_order(self._waiting.tenants)
+            if tenant not in closed
+        }
+        numbers = dict.fromkeys(queues, 0)
+        while queues:
+            tenant = min(queues, key=numbers.__getitem__)
+            sequence = None if tenant in closed else next(queues[tenant], None)
+            if sequence is None or (most is not None and not self._may_run(sequence, most)):
+                del queues[tenant]
+                continue
+            numbers[tenant] += 1
+            yield sequence
+
+    def _may_run(self, sequence: "SequenceState", most: int) -> bool:
+        """True if its tenant then has up to `most` slots, or runs nothing else."""
+        tenant = sequence.request.tenant
+        slots = [other.num_slots for other in self._running if other.request.tenant == tenant]
+        return not slots or sum(slots) + sequence.num_slots <= most
+
+    def _candidates_of(
+        self, tenant: bytes, step: ScheduledStep, without: "Collection[SequenceState]"
+    ) -> "Iterator[SequenceState]":
+        """A tenant's sequences that may be admitted, in order.
 
         Others overtake a sequence that waits for a prefix that another one computes, and a prompt
         without tokens left in the step's bound: both wait for running sequences, not for
         blocks."""
         may_await = self._prefix_caching and not without
         num_passed = 0
-        for sequence in self._in_order(without):
+        for sequence in self._in_order(tenant, without):
             if self.look_up is not None:
                 self.look_up(sequence)
                 if sequence.is_loading:
@@ -486,17 +663,24 @@ class Scheduler:
             if num_passed > _MOST_PASSED:
                 return
 
-    def _in_order(self, without: "Collection[SequenceState]") -> "Iterator[SequenceState]":
-        """Waiting sequences in the order of admission. Meanwhile the last one may be removed."""
-        order = self._order
-        if order is None or len(self._waiting) == 1:
-            yield from (sequence for sequence in self.waiting if sequence not in without)
+    def _in_order(
+        self, tenant: bytes, without: "Collection[SequenceState]"
+    ) -> "Iterator[SequenceState]":
+        """A tenant's waiting sequences in the order of admission.
+
+        Meanwhile the last one may be removed.
+        """
+        order, waiting = self._order, self._waiting.of(tenant)
+        if order is None or len(waiting) == 1:
+            for sequence in self._waiting.iterate(tenant):
+                if sequence not in without:
+                    yield sequence
             return
-        order.refresh(self._waiting)
+        order.refresh(waiting)
         ready: list[SequenceState] = []
         place = 0
         while True:
-            for sequence in self._waiting[place : place + order.window - len(ready)]:
+            for sequence in waiting[place : place + order.window - len(ready)]:
                 place += 1
                 if sequence not in without:
                     ready.append(sequence)
@@ -527,9 +711,12 @@ class Scheduler:
         """Preempt for `sequence`: the newest one after it that frees blocks, else itself."""
         if step.is_ahead:
             raise _NoPlanAheadError
-        for candidate in reversed(self._running):
-            if candidate is sequence or self._manager.preview(candidate.kv) > 0:
-                break
+        if self.shares.turns.are_several:
+            candidate = self.shares.for_decode(self._running, sequence)
+        else:
+            for candidate in reversed(self._running):
+                if candidate is sequence or self._manager.preview(candidate.kv) > 0:
+                    break
         self._preempt(step, candidate)
         return candidate
 
@@ -583,6 +770,9 @@ class Scheduler:
         With drafts, `counts` is the number of tokens of each: the accepted drafts and one more.
         """
         remappings = step.plan.commit(sampled, counts)
+        now = monotonic()
+        self.shares.charge(step, now - max(step.planned_time, self._last_commit))
+        self._last_commit = now
         if self._waiting and step.chunks and self._order is not None:
             self._order.expect_more()
         if counts is not None:
@@ -618,12 +808,16 @@ class Scheduler:
             kv: KVSequence | None = getattr(sequence, "kv", None)
             if kv is not None and kv.is_live:
                 kv.free(keep=sequence.num_kept)
-            self._dequeue(sequence)
+            was_here = self._dequeue(sequence)
             if sequence in self._running:
                 self._running.remove(sequence)
+                was_here = True
             sequence.is_running = False
+            if was_here:
+                self.shares.turns.leave(sequence.request.tenant)
         if not self.has_work:
             self._newest = None  # a step that Ctrl-C abandoned ends with its plan
+            self.shares.turns.clear()
 
 
 def _release_blocks(sequence: "SequenceState") -> None:

@@ -17,7 +17,8 @@ ADMIT = "pyengine.admit"
 class Caller:
     """The sender of a request, identified by its key.
 
-    `name` stands for the key in metrics and logs: its position in the settings. `is_admin` is true
+    `name` stands for the key in metrics and logs: its position in the settings. `tenant` separates
+    callers in queues and caches; it is empty if there is only one. `is_admin` is true
     for admin keys, for a single API key without an admin key, and for all callers of a server
     without keys. `max_priority` limits the absolute value of a request's priority.
     """
@@ -26,6 +27,7 @@ class Caller:
     name: str = ""
     is_admin: bool = True
     max_priority: float = 0
+    tenant: bytes = b""
 
 
 def caller_of(scope: Any) -> Caller:

@@ -55,6 +55,8 @@ class ServerContext:
     live: dict[str, RunningCall] = field(default_factory=dict)
     num_open: int = 0
     """HTTP requests in progress, except those to /health."""
+    num_open_of: Counter[str] = field(default_factory=Counter)
+    """The same by the name of the key."""
     is_draining: bool = False
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a large body is parsed."""

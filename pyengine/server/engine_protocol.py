@@ -88,6 +88,7 @@ class EngineClient(Protocol):
         *,
         cache_salt: str | None = None,
         priority: float = 0,
+        tenant: bytes = b"",
     ) -> Request:
         """See `AsyncEngine`."""
         ...
@@ -96,7 +97,11 @@ class EngineClient(Protocol):
         """See `AsyncEngine`."""
         ...
 
-    def check_room(self) -> None:
+    def load_of(self, tenant: bytes) -> EngineLoad:
+        """See `AsyncEngine`."""
+        ...
+
+    def check_room(self, tenant: bytes = b"") -> None:
         """See `AsyncEngine`."""
         ...
 

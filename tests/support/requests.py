@@ -20,6 +20,7 @@ def make_request(
     namespace: bytes = b"",
     read_cache: bool = True,
     max_tokens: int = 1 << 30,
+    tenant: bytes = b"",
     **settings: Any,
 ) -> Request:
     """A request and its sequences. It ends at `max_tokens` tokens; `settings` are `Request`'s."""
@@ -27,7 +28,7 @@ def make_request(
     params = SamplingParams(n=n, temperature=float(n > 1))
     most = max_tokens - len(prompt_token_ids)
     request = Request(request_id, prompt, params, max_output=most, **settings)
-    request.read_cache = read_cache
+    request.read_cache, request.tenant = read_cache, tenant
     for index in range(n):
         sampling = SamplingState(params, prompt_token_ids, seed=0, vocab_size=VOCAB_SIZE)
         request.sequences.append(SequenceState(request, index, sampling))

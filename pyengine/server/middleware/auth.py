@@ -21,13 +21,23 @@ _PASSWORD = f"{_BEARER}, or as the password that the browser asks for, with any 
 def callers(settings: ServerSettings) -> list[Caller]:
     """One caller per key."""
     limit = settings.max_priority
+    are_several = len(settings.keys) > 1
+
+    def tenant(name: str) -> bytes:
+        return name.encode() if are_several else b""
+
     is_alone = len(settings.api_key) == 1 and not settings.admin_key
     clients = [
-        Caller(key.encode(), f"{place}", is_alone, limit)
+        Caller(key.encode(), f"{place}", is_alone, limit, tenant(f"{place}"))
         for place, key in enumerate(settings.api_key, start=1)
     ]
     admins = [
-        Caller(key.encode(), f"admin-{place}", max_priority=math.inf)
+        Caller(
+            key.encode(),
+            f"admin-{place}",
+            max_priority=math.inf,
+            tenant=tenant(f"admin-{place}"),
+        )
         for place, key in enumerate(settings.admin_key, start=1)
     ]
     return clients + admins

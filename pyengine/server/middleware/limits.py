@@ -7,7 +7,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pyengine.errors import PyEngineError
-from pyengine.server.callers import OPEN_PATH, caller_of, path_of
+from pyengine.server.callers import OPEN_PATH, Caller, caller_of, path_of
 from pyengine.server.context import ServerContext
 from pyengine.server.errors import ApiError, as_api_error
 from pyengine.server.settings import ServerSettings
@@ -36,11 +36,14 @@ class DrainGuard:
             error = ApiError(503, "the server is shutting down", code="draining", retry_after=10)
             await error.response()(scope, receive, send)
         else:
+            name = caller_of(scope).name
             self._context.num_open += 1
+            self._context.num_open_of[name] += 1
             try:
                 await self._app(scope, receive, send)
             finally:
                 self._context.num_open -= 1
+                self._context.num_open_of[name] -= 1
 
 
 class HeaderGuard:
@@ -137,8 +140,9 @@ class BodyGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        key = caller_of(scope).name if path_of(scope) != OPEN_PATH else ""
-        refusal = self._refusal(scope, key)
+        caller = caller_of(scope) if path_of(scope) != OPEN_PATH else Caller()
+        key = caller.name
+        refusal = self._refusal(scope, caller)
         if refusal is not None:
             await refusal.response()(scope, receive, send)
             return
@@ -162,7 +166,7 @@ class BodyGuard:
         finally:
             body.release()
 
-    def _refusal(self, scope: Scope, key: str) -> ApiError | None:
+    def _refusal(self, scope: Scope, caller: Caller) -> ApiError | None:
         """The error that makes reading the body needless; None if it is to be read."""
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         count = int(declared[:20]) if declared.isdigit() else 0
@@ -170,10 +174,10 @@ class BodyGuard:
             return self._too_large()
         if scope["method"] == "POST" and path_of(scope) in _QUEUED:
             try:
-                self._context.engine.check_room()
+                self._context.engine.check_room(caller.tenant)
             except PyEngineError as error:
                 return as_api_error(error)
-        return None if self._inflight.have_room(key, count) else _busy()
+        return None if self._inflight.have_room(caller.name, count) else _busy()
 
     async def _until(self, end: float, receive: Receive) -> Message:
         try:

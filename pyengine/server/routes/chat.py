@@ -65,7 +65,8 @@ async def chat_completions(
     check_count(body.n, 1)
     tools = offered_tools(body)
     params = _params(body, tools, context.engine.get_default_sampling_params())
-    options = chat_options(body, variables, context.settings, body.tools if tools.names else None)
+    offered = body.tools if tools.names else None
+    options = chat_options(body, variables, context.settings, offered, context.longest_text)
 
     marks = cache_marks(body.messages) if context.engine.max_pinned_blocks else None
 
@@ -121,6 +122,7 @@ def chat_options(
     variables: TemplateVariables,
     settings: ServerSettings,
     tools: Sequence[Tool] | None,
+    longest_text: int,
 ) -> ChatOptions:
     """Options of rendering the conversation as a prompt."""
     begins_turn = body.add_generation_prompt
@@ -131,6 +133,7 @@ def chat_options(
         continue_final_message=body.continue_final_message,
         tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
         variables=variables.values,
+        longest=longest_text,
         seconds=settings.template_timeout,
     )
 
@@ -139,11 +142,12 @@ def render(
     messages: Sequence[Mapping[str, Any]], tokenizer: Any, options: ChatOptions, longest_text: int
 ) -> list[int]:
     """The token ids of a conversation. Raises `InvalidRequestError`."""
-    length = sum(len(text) for text in _texts(messages))
+    parts = [messages, *(options.tools or ()), options.variables or {}]
+    length = sum(len(text) for part in parts for text in _texts(part))
     if length > longest_text:
         raise ContextLengthError(
-            f"the messages have {length} characters; no text of more than {longest_text} fits into "
-            "the model's maximum context length: shorten them"
+            f"messages, tools and template variables have {length} characters; no text of more "
+            f"than {longest_text} fits into the model's maximum context length: shorten them"
         )
     # The openai client sends messages back with nulls, lm-eval adds a type to each.
     plain = [
@@ -158,14 +162,14 @@ def render(
 
 
 def _texts(value: Any) -> list[str]:
-    """All strings within a value, at any depth."""
+    """All strings within a value, at any depth, and the names of its fields."""
     pending, texts = [value], []
     while pending:
         item = pending.pop()
         if isinstance(item, str):
             texts.append(item)
         elif isinstance(item, dict):
-            pending += item.values()
+            pending += [*item, *item.values()]
         elif isinstance(item, list):
             pending += item
     return texts

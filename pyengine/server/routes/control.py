@@ -16,7 +16,8 @@ router = APIRouter(route_class=JsonRoute)
 
 
 class Load(ServerModel):
-    """HTTP requests in progress, running sequences, waiting requests."""
+    """HTTP requests in progress, running sequences, waiting requests: those of the caller's key,
+    and for an admin those of all keys."""
 
     server_load: int
     num_running: int
@@ -36,11 +37,14 @@ class Aborted(ServerModel):
 
 
 @router.get("/load")
-async def load(context: Context) -> Load:
-    """The current load of the server."""
-    stats = context.engine.stats()
+async def load(request: Request, context: Context) -> Load:
+    """The current load of the server, or with a client's key that of its own requests."""
+    caller = caller_of(request.scope)
+    is_whole = caller.is_admin
+    stats = context.engine.stats() if is_whole else context.engine.load_of(caller.tenant)
+    num_open = context.num_open if is_whole else context.num_open_of[caller.name]
     return Load(
-        server_load=context.num_open - 1,  # without this one
+        server_load=num_open - 1,  # without this one
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
     )

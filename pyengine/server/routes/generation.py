@@ -121,6 +121,7 @@ async def begin(
                 name if len(prompts) == 1 else f"{name}-{place}",
                 cache_salt=salt,
                 priority=body.priority,
+                tenant=caller.tenant,
             )
             for place, ids in enumerate(prompts)
         ]
@@ -137,11 +138,11 @@ async def begin(
 
     threads = context.tokenizers
     if params.structured_outputs is None:
-        requests = await threads.run(lambda tokenizer: created(encoded(tokenizer)))
+        requests = await threads.run(lambda tokenizer: created(encoded(tokenizer)), caller.tenant)
     else:  # compiling a grammar may be slow and must not block the tokenizer threads
-        prompts = await threads.run(encoded)
-        await compiled(context, params.structured_outputs, caller.key)
-        requests = await asyncio.to_thread(created, prompts)
+        prompts = await threads.run(encoded, caller.tenant)
+        await compiled(context, params.structured_outputs, caller.tenant)
+        requests = await threads.run(lambda _: created(prompts), caller.tenant)
     release_body(request.scope)
     stream = context.submit(name, caller.key, client_id, requests)
     counts = context.traffic.keys[caller.name]

@@ -10,7 +10,12 @@ from typing import Any
 from pyengine.engine.request import Request
 from pyengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputs
 from pyengine.server.errors import ApiError
-from pyengine.server.schemas.requests import MAX_ITEMS, CompletionRequest, SamplingFields
+from pyengine.server.schemas.requests import (
+    MAX_ITEMS,
+    MAX_WORD_CHARACTERS,
+    CompletionRequest,
+    SamplingFields,
+)
 from pyengine.server.settings import ServerSettings
 from pyengine.utils.validation import shown
 
@@ -53,6 +58,7 @@ def sampling_params(
     if body.stop is not None:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop
         fields["stop"] = [text for text in stops if text]  # an empty string has no effect
+    _check_words(body.bad_words or ())
     if body.logit_bias is not None:
         fields["logit_bias"] = _logit_bias(body.logit_bias)
     structured = _structured_outputs(body)
@@ -61,6 +67,16 @@ def sampling_params(
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     return replace(default, **{**fields, **overrides, "output_kind": kind})
+
+
+def _check_words(words: Sequence[str]) -> None:
+    length = sum(map(len, words))
+    if length > MAX_WORD_CHARACTERS:
+        raise ApiError(
+            400,
+            f"bad_words have {length} characters in all: the limit is {MAX_WORD_CHARACTERS}",
+            param="bad_words",
+        )
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:

@@ -2,15 +2,16 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from pyengine.engine.untrusted_calls import tokenizer_errors
 from pyengine.errors import InvalidRequestError
+from pyengine.server.callers import caller_of
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
 from pyengine.server.routes.chat import chat_options, render
-from pyengine.server.routes.generation import encode
+from pyengine.server.routes.generation import encode, unless_gone
 from pyengine.server.routes.ignored import IGNORED_HEADER, check_ignored
 from pyengine.server.routes.json_route import JsonRoute
 from pyengine.server.routes.template_variables import TemplateVariables
@@ -54,7 +55,7 @@ class DetokenizeResponse(ServerModel):
 
 
 @router.post("/tokenize", response_model=TokenizeResponse)
-async def tokenize(body: TokenizeRequest, context: Context) -> Response:
+async def tokenize(body: TokenizeRequest, request: Request, context: Context) -> Response:
     """The token ids of a prompt, or of a conversation by the model's chat template."""
     context.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -63,7 +64,7 @@ async def tokenize(body: TokenizeRequest, context: Context) -> Response:
     variables = TemplateVariables.of(body, template, context.settings)
     check_ignored(variables.ignored, CHAT, context.settings)
     headers = {IGNORED_HEADER: ", ".join(variables.ignored)} if variables.ignored else {}
-    options = chat_options(body, variables, context.settings, body.tools)
+    options = chat_options(body, variables, context.settings, body.tools, context.longest_text)
 
     def tokenized(tokenizer: Any) -> str:
         if body.messages is not None:
@@ -77,12 +78,13 @@ async def tokenize(body: TokenizeRequest, context: Context) -> Response:
             count=len(ids), max_model_len=context.max_model_len, tokens=ids, token_strs=texts
         ).to_json()
 
-    content = await context.tokenizers.run(tokenized)
+    tenant = caller_of(request.scope).tenant
+    content = await unless_gone(request, context.tokenizers.run(tokenized, tenant))
     return Response(content, headers=headers, media_type="application/json")
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse)
-async def detokenize(body: DetokenizeRequest, context: Context) -> Response:
+async def detokenize(body: DetokenizeRequest, request: Request, context: Context) -> Response:
     """The text of token ids."""
     context.check_model(body.model)
 
@@ -99,11 +101,13 @@ async def detokenize(body: DetokenizeRequest, context: Context) -> Response:
             text = str(tokenizer.decode(body.tokens))
         return DetokenizeResponse(prompt=text).to_json()  # on this thread, as it may be long
 
-    return Response(await context.tokenizers.run(decoded), media_type="application/json")
+    tenant = caller_of(request.scope).tenant
+    content = await unless_gone(request, context.tokenizers.run(decoded, tenant))
+    return Response(content, media_type="application/json")
 
 
 @router.get("/tokenizer_info")
-async def tokenizer_info(context: Context) -> dict[str, Any]:
+async def tokenizer_info(request: Request, context: Context) -> dict[str, Any]:
     """The tokenizer's class, vocabulary size, special tokens and chat template."""
 
     def described(tokenizer: Any) -> dict[str, Any]:
@@ -117,4 +121,4 @@ async def tokenizer_info(context: Context) -> dict[str, Any]:
             **{name: getattr(tokenizer, name, None) for name in names},
         }
 
-    return await context.tokenizers.run(described)
+    return await context.tokenizers.run(described, caller_of(request.scope).tenant)

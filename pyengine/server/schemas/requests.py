@@ -15,6 +15,8 @@ from pyengine.server.schemas.fields import CHAT, COMPLETIONS, rules_of
 MAX_ITEMS = 1024
 """Items of any list in a request, except token ids of a prompt; also n times the prompts."""
 MAX_STOPS = 32
+MAX_WORD_CHARACTERS = 1 << 16
+"""Characters of all `bad_words` of a request."""
 MAX_TOP_LOGPROBS = 20
 
 Text: TypeAlias = Annotated[str, Field(min_length=1, max_length=1024)]

@@ -100,7 +100,26 @@ def test_the_last_ones_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     forms = [StructuredOutputs(regex=f"a{{{at}}}") for at in range(1, 6)]
     for at in (0, 1, 2, 0, 3, 4):
         there.matcher(forms[at])
-    assert [text for _, text in there._known] == ["a{1}", "a{4}", "a{5}"]
+    assert [text for _, text in there._known[b""]] == ["a{1}", "a{4}", "a{5}"]
+
+
+def test_a_tenant_neither_uses_nor_evicts_the_grammars_of_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would see by the time whether another one uses a schema."""
+    monkeypatch.setattr(grammars_module, "_KEPT", 2)
+    monkeypatch.setattr(grammars_module, "_TENANTS", 3)
+    there = grammars()
+    checkers = SlowCheckers(monkeypatch, 0)
+    assert not there.matcher(slow(0), b"one").error
+    for place in range(4):
+        assert not there.matcher(slow(place), b"two").error
+    assert len(checkers.texts) == 5
+    assert not there.matcher(slow(0), b"one").error
+    assert len(checkers.texts) == 5
+    for tenant in (b"three", b"four"):
+        there.matcher(slow(0), tenant)
+    assert list(there._known) == [b"one", b"three", b"four"]
 
 
 @pytest.mark.parametrize(
@@ -252,23 +271,23 @@ def test_many_slow_grammars_of_one_tenant_do_not_make_another_wait(
     assert time.monotonic() - begin < 2  # a process begins, too
     assert len(checkers.texts) <= 8
     mine = there.compile(slow(19), b"two")  # the last one of the other's queue
-    assert not mine.result().matcher().error and mine is several[19]
+    assert not mine.result().matcher().error and mine is not several[19]
     assert not all(future.done() for future in several)
     assert [future.result().matcher().error for future in several] == [""] * 20
-    assert len(checkers.texts) == 20
-    assert_soon(lambda: not there._num_workers)
-    assert not there._queue._running and not there._queue._waiting
+    assert len(checkers.texts) == 21
+    assert_soon(lambda: not there._threads._num_workers)
+    assert not there._threads._running and not there._threads._waiting
 
 
 def test_a_tenant_has_so_many_waiting_and_known_ones_never_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    there = grammars()
-    there.matcher(ONE_OF)
-    SlowCheckers(monkeypatch, 0.02)
     monkeypatch.setattr(grammars_module, "_MAX_WAITING", 4)
+    there = grammars()
+    there.matcher(ONE_OF, b"one")
+    SlowCheckers(monkeypatch, 0.02)
     several = []
-    with pytest.raises(QueueFullError, match="4 other grammars of this sender wait"):
+    with pytest.raises(QueueFullError, match="4 other calls of this caller wait for the grammars"):
         for place in range(100):
             several.append(there.compile(slow(place), b"one"))
     assert not there.compile(ONE_OF, b"one").result().matcher().error

@@ -29,10 +29,10 @@ class DraftsFirst(Scheduler):
     """The rule that starves: drafts are planned with the decodes."""
 
     def _admit(
-        self, step: ScheduledStep, without: Collection[SequenceState]
+        self, step: ScheduledStep, without: Collection[SequenceState], closed: set[bytes]
     ) -> NoRoom | NoBudget | Loading | None:
         self.draft(step, {sequence: [WRONG] * DRAFTS for sequence in step.decodes})
-        return super()._admit(step, without)
+        return super()._admit(step, without, closed)
 
 
 class Service:

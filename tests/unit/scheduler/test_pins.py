@@ -149,6 +149,21 @@ def test_prefixes_of_low_priority_go_first(clock: Clock) -> None:
     assert table.num_blocks == 0
 
 
+def test_a_priority_does_not_count_against_other_owners(clock: Clock) -> None:
+    """The owner that holds more gives way first, however high its priorities are."""
+    manager, table = make(32)
+    few = manager.match_prefix(prompt(0))
+    own = table.keep(few, 1, hints(owner=b"a", of=2))
+    others = [
+        table.keep(manager.match_prefix(prompt(family)), 100, hints(owner=b"b", of=2))
+        for family in (1, 2)
+    ]
+    assert own is not None
+    assert table.give_way(manager.usage().available + 1)
+    assert not own.pin.is_released
+    assert [kept.pin.is_released for kept in others if kept is not None] == [True, False]
+
+
 def test_a_pin_replaces_prefixes_that_are_kept_by_priority(clock: Clock) -> None:
     manager, table = make(6)
     low, high = keep(manager, table, 0, 1), keep(manager, table, 1, 2)

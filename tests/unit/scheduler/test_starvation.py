@@ -27,10 +27,12 @@ THRESHOLD = 0.8
 class UsageScheduler(Scheduler):
     """Admits while the pool looks less than `THRESHOLD` used: the rule that starves."""
 
-    def _admit(self, step: ScheduledStep, without: Collection[SequenceState]) -> None:
+    def _admit(
+        self, step: ScheduledStep, without: Collection[SequenceState], closed: set[bytes]
+    ) -> None:
         used = NUM_BLOCKS - self._manager.usage().free
         if used / NUM_BLOCKS < THRESHOLD:
-            super()._admit(step, without)
+            super()._admit(step, without, closed)
 
 
 class Service:

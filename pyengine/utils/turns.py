@@ -1,0 +1,69 @@
+"""Turns between tenants: the one that has used the least goes first."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+
+class Turns:
+    """What each tenant has used of something that all of them share, in seconds.
+
+    A tenant is never more than `max_lag` seconds behind the one that has used the most: unused
+    time is not saved up beyond that, and a tenant that arrives starts that far behind. So no
+    tenant waits for more than what the others may use until they have caught up.
+    """
+
+    def __init__(self, max_lag: float) -> None:
+        self._max_lag = max_lag
+        self._present: Counter[bytes] = Counter()
+        self._used: dict[bytes, float] = {}
+        """Of tenants that are less than `max_lag` behind, and some others."""
+        self._most = 0.0
+
+    @property
+    def tenants(self) -> list[bytes]:
+        """Tenants with work."""
+        return list(self._present)
+
+    @property
+    def are_several(self) -> bool:
+        """True if more than one tenant has work."""
+        return len(self._present) > 1
+
+    def count(self, tenant: bytes) -> int:
+        """The work of a tenant: calls of `enter` without one of `leave`."""
+        return self._present[tenant]
+
+    def enter(self, tenant: bytes) -> None:
+        """Count one more piece of a tenant's work."""
+        self._present[tenant] += 1
+
+    def leave(self, tenant: bytes) -> None:
+        """Count one piece less. When no tenant has work left, all are even again."""
+        self._present[tenant] -= 1
+        if self._present[tenant] <= 0:
+            del self._present[tenant]
+            if not self._present:
+                self.clear()
+
+    def clear(self) -> None:
+        """Forget all tenants."""
+        self._present.clear()
+        self._used.clear()
+        self._most = 0.0
+
+    def used(self, tenant: bytes) -> float:
+        """What a tenant has used, in seconds from a common start."""
+        floor = self._most - self._max_lag
+        return max(self._used.get(tenant, floor), floor)
+
+    def charge(self, tenant: bytes, seconds: float) -> None:
+        """Add to what a tenant has used."""
+        self._used[tenant] = used = self.used(tenant) + seconds
+        self._most = max(self._most, used)
+        floor = self._most - self._max_lag
+        if len(self._used) > 2 * len(self._present) + 8:
+            self._used = {name: known for name, known in self._used.items() if known > floor}
+
+    def in_order(self, tenants: Iterable[bytes]) -> list[bytes]:
+        """Tenants by what they have used, the least first; equal ones as given."""
+        return sorted(tenants, key=self.used)
