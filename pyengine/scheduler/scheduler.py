@@ -248,11 +248,13 @@ class Scheduler:
         if not self.has_work:
             return None
         before = self._newest if ahead else None
-        budget = self.shares.budget(self._running, self.limits.max_num_batched_tokens)
+        budget = self.limits.max_num_batched_tokens
+        if self.shares.turns.are_several:
+            budget = self.shares.budget(self._running, budget)
         plan = self._manager.begin_step(budget)
         step = ScheduledStep(plan, ahead)
         try:
-            left_out = self._left_out()
+            left_out = self._left_out() if self.shares.turns.are_several else _NOBODY
             answer, is_whole = self._plan(step, before, without, left_out)
             if left_out and not step.decodes and not step.chunks and not ahead:
                 answer, is_whole = self._plan(step, before, without, _NOBODY)
@@ -278,8 +280,6 @@ class Scheduler:
 
     def _left_out(self) -> frozenset[bytes]:
         """Tenants that the next step leaves out, as it is the turn of others."""
-        if not self.shares.turns.are_several:
-            return _NOBODY
         budget = self.limits.max_num_batched_tokens
         left_out = self.shares.left_out(self._running, self._waiting, budget)
         if left_out:
@@ -770,9 +770,13 @@ class Scheduler:
         With drafts, `counts` is the number of tokens of each: the accepted drafts and one more.
         """
         remappings = step.plan.commit(sampled, counts)
-        now = monotonic()
-        self.shares.charge(step, now - max(step.planned_time, self._last_commit))
+        now, begin = monotonic(), step.planned_time
+        seconds = now - (begin if begin > self._last_commit else self._last_commit)
         self._last_commit = now
+        if self.shares.turns.are_several:
+            self.shares.charge(step, seconds)
+        else:
+            self.shares.charge_alone(step, seconds)
         if self._waiting and step.chunks and self._order is not None:
             self._order.expect_more()
         if counts is not None:

@@ -74,24 +74,26 @@ class TenantShares:
         self.times = StepTimes()
 
     def charge(self, step: ScheduledStep, seconds: float) -> None:
-        """Charge a step to the tenants of its tokens."""
+        """Charge a step to the tenants of its tokens. Called for steps of several tenants."""
         num_tokens = step.num_tokens
         if not num_tokens:  # all of its requests were aborted
             return
         self.times.add(num_tokens, seconds)
         tokens: Counter[bytes] = Counter()
-        if not self.turns.are_several:
-            first = step.decodes[0] if step.decodes else step.chunks[0].sequence
-            tokens[first.request.tenant] = num_tokens
-        else:
-            for sequence in step.decodes:
-                tokens[sequence.request.tenant] += 1
-            for sequence, drafts in step.drafts.items():
-                tokens[sequence.request.tenant] += len(drafts)
-            for entry in step.chunks:
-                tokens[entry.sequence.request.tenant] += entry.num_tokens
+        for sequence in step.decodes:
+            tokens[sequence.request.tenant] += 1
+        for sequence, drafts in step.drafts.items():
+            tokens[sequence.request.tenant] += len(drafts)
+        for entry in step.chunks:
+            tokens[entry.sequence.request.tenant] += entry.num_tokens
         for tenant, count in tokens.items():
             self.turns.charge(tenant, seconds * count / num_tokens)
+
+    def charge_alone(self, step: ScheduledStep, seconds: float) -> None:
+        """Charge a step of the only tenant. Of long times it decodes alone, no step is counted."""
+        self.turns.charge_alone(seconds)
+        if step.chunks:
+            self.times.add(step.num_tokens, seconds)
 
     def left_out(
         self, running: "Sequence[SequenceState]", waiting: WaitingQueue, budget: int
@@ -115,11 +117,9 @@ class TenantShares:
     def budget(self, running: "Sequence[SequenceState]", most: int) -> int:
         """The tokens of the next step, up to `most`.
 
-        With several tenants, long prompts are computed in small parts, between which it may be the
-        turn of others.
+        Beside others, long prompts are computed in small parts, between which it may be the turn of
+        others. Called with several tenants.
         """
-        if not self.turns.are_several:
-            return most
         least = len(running) + _LEAST_CHUNK
         return min(most, max(least, self.times.largest_within(_SLICE, most)))
 

@@ -18,16 +18,15 @@ class Turns:
         self._used: dict[bytes, float] = {}
         """Of tenants that are less than `max_lag` behind, and some others."""
         self._most = 0.0
+        self._alone = 0.0
+        """What a tenant without others has used; it is charged when another one arrives."""
+        self.are_several = False
+        """True if more than one tenant has work."""
 
     @property
     def tenants(self) -> list[bytes]:
         """Tenants with work."""
         return list(self._present)
-
-    @property
-    def are_several(self) -> bool:
-        """True if more than one tenant has work."""
-        return len(self._present) > 1
 
     def count(self, tenant: bytes) -> int:
         """The work of a tenant: calls of `enter` without one of `leave`."""
@@ -35,13 +34,19 @@ class Turns:
 
     def enter(self, tenant: bytes) -> None:
         """Count one more piece of a tenant's work."""
+        if tenant not in self._present:
+            self._charge_alone()
         self._present[tenant] += 1
+        self.are_several = len(self._present) > 1
 
     def leave(self, tenant: bytes) -> None:
         """Count one piece less. When no tenant has work left, all are even again."""
         self._present[tenant] -= 1
         if self._present[tenant] <= 0:
+            if not self.are_several:
+                self._charge_alone()
             del self._present[tenant]
+            self.are_several = len(self._present) > 1
             if not self._present:
                 self.clear()
 
@@ -49,12 +54,23 @@ class Turns:
         """Forget all tenants."""
         self._present.clear()
         self._used.clear()
-        self._most = 0.0
+        self._most = self._alone = 0.0
+        self.are_several = False
 
     def used(self, tenant: bytes) -> float:
         """What a tenant has used, in seconds from a common start."""
         floor = self._most - self._max_lag
         return max(self._used.get(tenant, floor), floor)
+
+    def charge_alone(self, seconds: float) -> None:
+        """Add to what the tenant has used that is alone."""
+        self._alone += seconds
+
+    def _charge_alone(self) -> None:
+        if self._alone:
+            for tenant in self._present:
+                self.charge(tenant, self._alone)
+            self._alone = 0.0
 
     def charge(self, tenant: bytes, seconds: float) -> None:
         """Add to what a tenant has used."""

@@ -1,6 +1,8 @@
 """Two keys on one real server: neither waits for the other's work, and sees none of it."""
 
 import asyncio
+import dataclasses
+import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +17,7 @@ from pyengine.async_engine import AsyncEngine
 from pyengine.engine.chat_template import ChatOptions, render_chat
 from pyengine.engine.untrusted_calls import within
 from pyengine.errors import ContextLengthError, InvalidRequestError
+from pyengine.sampling_params import RequestOutputKind, SamplingParams
 from pyengine.server.tokenizer_threads import TokenizerThreads
 from tests.support.chat import chat_tokenizer
 from tests.support.serving import (
@@ -280,3 +283,31 @@ def test_a_client_that_leaves_has_nothing_tokenized(
         gate.set()
         assert a.post(path, json=body).status_code == 200
     assert num_calls == 2, "the first one of B's, which had begun, and A's"
+
+
+@pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}, {"speculation": "ngram"}])
+def test_answers_do_not_depend_on_turns(folder: Path, settings: dict[str, Any]) -> None:
+    """With preemptions for another tenant, and with steps that leave one out."""
+    prompts = [[7 + at, *range(20, 30 + at)] for at in range(24)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+    async def answers(engine: AsyncEngine, tenants: list[bytes]) -> list[list[int]]:
+        async def answer(at: int) -> list[int]:
+            if tenants[at] == b"a":
+                await asyncio.sleep(0.05)
+            stream = engine.generate(prompts[at], params, tenant=tenants[at])
+            return [token async for item in stream for token in item.outputs[0].token_ids]
+
+        return await asyncio.gather(*map(answer, range(len(prompts))))
+
+    small = {"num_blocks": 40, "max_num_seqs": 8, **settings}
+    params = dataclasses.replace(params, output_kind=RequestOutputKind.DELTA)
+    with open_small_engine(folder, **small) as engine:
+        expected = asyncio.run(answers(engine, [b""] * 24))
+        assert all(len(answer) == 40 for answer in expected)
+        engine._engine._scheduler.shares.left_out = (  # type: ignore[method-assign]
+            lambda *_: frozenset([b"b"]) if random.random() < 0.5 else frozenset()
+        )
+        found = asyncio.run(answers(engine, [b"b"] * 16 + [b"a"] * 8))
+        assert engine.stats().num_preemptions > 0
+    assert found == expected

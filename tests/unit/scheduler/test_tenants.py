@@ -39,9 +39,13 @@ class Service:
         step = SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=slots, **limits)
         self.scheduler = Scheduler(self.manager, step, max_overtakes=overtakes)
         self.per_token = per_token
-        charge = self.scheduler.shares.charge
-        self.scheduler.shares.charge = (  # type: ignore[method-assign]
+        shares = self.scheduler.shares
+        charge, charge_alone = shares.charge, shares.charge_alone
+        shares.charge = (  # type: ignore[method-assign]
             lambda step, _: charge(step, self.seconds_of(step))
+        )
+        shares.charge_alone = (  # type: ignore[method-assign]
+            lambda step, _: charge_alone(step, self.seconds_of(step))
         )
         self.now = 0.0
         self.num_steps = 0
@@ -308,6 +312,20 @@ def test_a_tenant_saves_up_no_unused_time() -> None:
     turns.charge(A, 0.25)
     assert turns.used(B) - turns.used(A) == 0.75
     assert turns.in_order([B, A]) == [A, B]
+
+
+def test_what_a_tenant_uses_alone_is_charged_when_another_arrives() -> None:
+    turns = Turns(1.0)
+    turns.enter(B)
+    for _ in range(10):
+        turns.charge_alone(0.3)
+    turns.enter(A)
+    assert turns.used(B) - turns.used(A) == 1.0
+    turns.charge(A, 0.9)
+    turns.leave(A)
+    turns.charge_alone(0.1)
+    turns.enter(A)
+    assert 0.15 < turns.used(B) - turns.used(A) < 0.25
 
 
 def test_a_tenant_that_comes_and_goes_gets_no_new_credit() -> None:
