@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
@@ -125,8 +125,8 @@ class _Load:
     num_bytes: int
     after: Any
     """The `mark` of the memory behind the steps that may still write to the blocks."""
-    num_loaded: int = 0
-    """Entries that were read whole, from the front of `blocks`."""
+    loaded: list[_Block] = field(default_factory=list)
+    """Of `blocks`, from the front, those that were read whole."""
     seconds: float = 0.0
     is_abandoned: bool = False
 
@@ -222,17 +222,14 @@ class KVOffloader:
         self._behind.clear()
         sequence, transfer, blocks = load.sequence, load.transfer, load.blocks
         sequence.is_loading = False
-        rows = transfer.num_blocks
-        if load.num_loaded < len(blocks):
-            rows = blocks[load.num_loaded][0] - transfer.first_index
-        if load.is_abandoned or rows == 0:
+        num_tokens = 0 if load.is_abandoned else transfer.restored_tokens(load.loaded)
+        if num_tokens == 0:
             transfer.fail()
         else:
-            transfer.complete(rows)
-            tokens = rows * self._manager.block_size
-            sequence.request.num_restored_tokens += tokens
-            self.counters["restored_tokens"] += tokens
-        if load.num_loaded < len(blocks):  # what is not there now will not be there soon
+            transfer.complete(load.loaded)
+            sequence.request.num_restored_tokens += num_tokens
+            self.counters["restored_tokens"] += num_tokens
+        if len(load.loaded) < len(blocks):  # what is not there now will not be there soon
             sequence.is_looked_up = True
             self.counters["failed_loads"] += 1
         else:
@@ -256,7 +253,7 @@ class KVOffloader:
         with self._manager.match_prefix(tokens, namespace=request.namespace) as pin:
             first = pin.num_tokens // size
         free = int(_LOADING_SHARE * self._manager.usage().available) // len(self._windows)
-        end = self._stored_end(prefix, first, first + free)
+        end = first + prefix.stored_blocks(first, most=free)
         num_bytes = sum(
             own * (end - max(first, self._first_row(window, end)))
             for own, window in zip(self._bytes, self._windows, strict=True)
@@ -286,9 +283,13 @@ class KVOffloader:
         self._loads.put(load)
 
     def _prefix(self, tokens: "Sequence[int]", namespace: bytes) -> StoredPrefix:
-        size = self._manager.block_size
-        fingerprints = self._fingerprints
-        return self._store.prefix(tokens, size, fingerprints=fingerprints, namespace=namespace)
+        return self._store.prefix(
+            tokens,
+            self._manager.block_size,
+            fingerprints=self._fingerprints,
+            namespace=namespace,
+            windows=self._windows,
+        )
 
     def is_stored_by_another_model(self, tokens: "Sequence[int]", namespace: bytes) -> bool:
         """True if the store has the first block of these tokens under another fingerprint.
@@ -308,29 +309,6 @@ class KVOffloader:
         """The first block that tokens after the first `end` blocks see."""
         size = self._manager.block_size
         return 0 if window is None else max(0, end * size - window + 1) // size
-
-    def _stored_end(self, prefix: StoredPrefix, first: int, most: int) -> int:
-        """The blocks of a prefix, at most `most`, that can be restored; `first` are cached."""
-        ends = [
-            first + prefix.stored_blocks(first, group)
-            for group, window in enumerate(self._windows)
-            if window is None
-        ]
-        end = min([*ends, prefix.num_blocks, most])
-        sliding = [
-            (group, window) for group, window in enumerate(self._windows) if window is not None
-        ]
-        while end > first:
-            gaps = [  # of the blocks that a window needs, the last that is not there
-                row
-                for group, window in sliding
-                for row in range(end - 1, max(first, self._first_row(window, end)) - 1, -1)
-                if not prefix.contains(row, group)
-            ]
-            if not gaps:
-                return end
-            end = max(gaps)
-        return first
 
     def _pays(self, num_tokens: int, num_bytes: int) -> bool:
         """True if loading takes clearly less time than computing, or if either is unknown."""
@@ -386,13 +364,13 @@ class KVOffloader:
         while (load := self._loads.get()) is not None:
             start = monotonic()
             try:
-                while load.num_loaded < len(load.blocks) and not load.is_abandoned:
-                    piece = self._piece(load.blocks, load.num_loaded)
+                while len(load.loaded) < len(load.blocks) and not load.is_abandoned:
+                    piece = self._piece(load.blocks, len(load.loaded))
                     with self._resting(_LOAD_REST if self._are_others_running else 0.0):
                         moved = self._memory.load(load.prefix, piece, load.after)
-                    load.num_loaded += moved
+                    load.loaded += moved
                     self._last_progress = monotonic()
-                    if moved < len(piece):
+                    if len(moved) < len(piece):
                         break
             except StoreError as error:
                 _log.warning("KV store: a load failed, the KV is computed instead: %s", error)
@@ -456,7 +434,7 @@ class KVOffloader:
         while done < len(blocks):
             rest = _STORE_REST if self._used_again.num_tokens else _NEW_STORE_REST
             with self._resting(rest):
-                stored = self._memory.store(prefix, self._piece(blocks, done))
+                stored = len(self._memory.store(prefix, self._piece(blocks, done)))
             done += stored
             if stored:
                 deadline, was_empty = monotonic() + _PATIENCE, False
