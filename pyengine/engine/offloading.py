@@ -47,6 +47,8 @@ _PATIENCE = 10.0
 """Seconds without any progress after which loads, or a store, are abandoned."""
 _LAST_WAIT = 20.0
 """Seconds after which a request ends that does not fit beside the blocks of abandoned loads."""
+FLUSH_PATIENCE = 5.0
+"""Seconds in which a store writes nothing after which a flush ends."""
 _MOST_QUEUED = 1 << 20
 """Tokens beyond which no more may wait to be stored."""
 _LOADING_SHARE = 0.5
@@ -112,6 +114,38 @@ class _Backlog:
     def remove(self, num_tokens: int) -> None:
         """Count a sequence that waits no longer."""
         self._removed += num_tokens
+
+
+class Flush:
+    """A wait until what was queued at its beginning is written. See `KVOffloader.begin_flush`."""
+
+    _PROGRESS = ("stored", "known", "dropped_failed", "relocated", "evicted", "queued_bytes")
+
+    def __init__(self, store: KVStore, num_pins: Callable[[], int]) -> None:
+        self.is_copied = Event()
+        """Set once the store has got all blocks that were to be stored."""
+        self._store, self._num_pins = store, num_pins
+        self._progress: tuple[int, ...] = ()
+        self._last_progress = monotonic()
+
+    def poll(self) -> bool | None:
+        """True if all is written, False if the disk writes nothing; None while it does.
+
+        It writes nothing if a write failed, does not return, or `FLUSH_PATIENCE` seconds were not
+        enough for an entry.
+        """
+        try:
+            if self.is_copied.is_set() and self._store.flush(0):
+                return True
+            stats = self._store.stats()
+        except StoreError:  # it is closed
+            return True
+        if stats["is_suspended"] or stats["is_stalled"]:
+            return False
+        progress = (self._num_pins(), *(stats[name] for name in self._PROGRESS))
+        if progress != self._progress:
+            self._progress, self._last_progress = progress, monotonic()
+        return False if monotonic() > self._last_progress + FLUSH_PATIENCE else None
 
 
 @dataclass(slots=True, eq=False)
@@ -471,20 +505,21 @@ class KVOffloader:
         of_store = {name: self._last_stats[name] for name in STORE_COUNTERS}
         return {**self.counters, **of_store, "restore_cost": self.restore_cost}
 
-    def flush(self, timeout: float) -> bool:
-        """Write what is queued. False after `timeout` seconds, or if the disk does not answer.
+    def begin_flush(self) -> Flush:
+        """Begin to wait until what is queued now is written. Any thread may call it."""
+        flush = Flush(self._store, lambda: self.num_pins)
+        self._work.put(flush.is_copied.set)
+        return flush
 
-        Any thread may call it.
+    def flush(self, timeout: float) -> bool:
+        """Write what is queued. False after `timeout` seconds, or if the disk writes nothing.
+
+        Any thread may call it. For a disk that writes nothing see `Flush.poll`.
         """
-        is_copied, end = Event(), monotonic() + timeout
-        self._work.put(is_copied.set)
-        with suppress(StoreError):  # it is closed
-            while not (is_copied.is_set() and self._store.flush(0)):
-                now = monotonic()
-                if now > end or self._store.stats()["is_suspended"]:
-                    return False
-                sleep(max(0.0, min(0.01, end - now)))
-        return True
+        flush, end = self.begin_flush(), monotonic() + timeout
+        while (is_written := flush.poll()) is None and monotonic() <= end:
+            sleep(max(0.0, min(0.01, end - monotonic())))
+        return bool(is_written)
 
     def close(self, timeout: float) -> bool:
         """Write what is queued. False if that takes longer than `timeout` seconds."""

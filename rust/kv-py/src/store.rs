@@ -238,8 +238,8 @@ impl KVStore {
         self.with(py, |store| Ok(store.flush(timeout)))
     }
 
-    /// Waits until all written blocks are on the device, so that they survive a power failure. Raises `StoreError`
-    /// if that fails.
+    /// Waits until all written blocks, also those of earlier processes, are on the device, so that they survive a power
+    /// failure. Raises `StoreError` if that fails, or if the disk does not answer for `stall_after` seconds.
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
         self.with(py, |store| {
             store.sync().map_err(|error| self.failed("sync", &error))

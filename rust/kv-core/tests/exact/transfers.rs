@@ -1,7 +1,8 @@
 //! Transfers: what is reserved, who waits, what is cached at the end, and what is held until then.
 
 use kv_core::{
-    BlockManager, BlockState, Config, Error, Evicted, Extend, Prefill, Reserve, SeqHandle, Transfer,
+    BlockId, BlockManager, BlockState, Config, Error, Evicted, Extend, LoadingBlock, Prefill,
+    Reserve, SeqHandle, Transfer,
 };
 
 use super::tools::{
