@@ -127,6 +127,8 @@ class Flush:
         self._store, self._num_pins = store, num_pins
         self._progress: tuple[int, ...] = ()
         self._last_progress = monotonic()
+        self.has_failed = False
+        """True once the disk writes nothing."""
 
     def poll(self) -> bool | None:
         """True if all is written, False if the disk writes nothing; None while it does.
@@ -140,12 +142,12 @@ class Flush:
             stats = self._store.stats()
         except StoreError:  # it is closed
             return True
-        if stats["is_suspended"] or stats["is_stalled"]:
-            return False
         progress = (self._num_pins(), *(stats[name] for name in self._PROGRESS))
         if progress != self._progress:
             self._progress, self._last_progress = progress, monotonic()
-        return False if monotonic() > self._last_progress + FLUSH_PATIENCE else None
+        is_late = monotonic() > self._last_progress + FLUSH_PATIENCE
+        self.has_failed = bool(stats["is_suspended"] or stats["is_stalled"] or is_late)
+        return False if self.has_failed else None
 
 
 @dataclass(slots=True, eq=False)
@@ -196,6 +198,7 @@ class KVOffloader:
         self._used_again, self._new = _Backlog(), _Backlog()
         """Sequences that wait to be stored: those that began with cached tokens, and others."""
         self._last_stats = store.stats()
+        self._last_flush: Flush | None = None
         self._next_check = 0.0
         self._last_progress = 0.0
         """When the load thread last moved something."""
@@ -507,7 +510,7 @@ class KVOffloader:
 
     def begin_flush(self) -> Flush:
         """Begin to wait until what is queued now is written. Any thread may call it."""
-        flush = Flush(self._store, lambda: self.num_pins)
+        self._last_flush = flush = Flush(self._store, lambda: self.num_pins)
         self._work.put(flush.is_copied.set)
         return flush
 
@@ -522,7 +525,12 @@ class KVOffloader:
         return bool(is_written)
 
     def close(self, timeout: float) -> bool:
-        """Write what is queued. False if that takes longer than `timeout` seconds."""
+        """Write what is queued. False if that takes longer than `timeout` seconds.
+
+        After a flush during which the disk wrote nothing, it is not waited for once more.
+        """
+        if self._last_flush is not None and self._last_flush.has_failed:
+            timeout = 0.0
         deadline = monotonic() + timeout
         self.are_steps_running = False
         self._loads.put(None)

@@ -1,5 +1,6 @@
 """KV that a store keeps: restored, it gives the tokens that computed KV gives, whatever fails."""
 
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -607,6 +608,38 @@ def test_a_flush_writes_what_is_queued_or_says_that_it_cannot(store: KVStore) ->
     may_go.set()
     assert offloader.flush(30)
     assert store.stats()["readable_entries"] >= 10
+
+
+class StuckStore(FaultyStore):
+    """A store whose disk does not return from a write."""
+
+    is_stalled = False
+
+    def flush(self, timeout: float) -> bool:
+        sleep(timeout)
+        return False
+
+    def stats(self) -> dict[str, Any]:
+        return {**self._store.stats(), "is_stalled": self.is_stalled, "queued_bytes": 5}
+
+
+@pytest.mark.parametrize("is_stalled", [True, False])
+@pytest.mark.parametrize("timeout", [60.0, math.inf])
+def test_a_flush_ends_soon_if_the_disk_writes_nothing(
+    store: KVStore, is_stalled: bool, timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offloading, "FLUSH_PATIENCE", 0.3)
+    bench = make_bench()
+    stuck = StuckStore(store, lambda kind, blocks: None)
+    stuck.is_stalled = is_stalled
+    offloader = with_store(bench, stuck)
+    generate(bench, [prompt_of(40)])
+    start = monotonic()
+    assert not offloader.flush(timeout)
+    assert monotonic() - start < 5
+    start = monotonic()
+    offloader.close(60.0)  # it is not waited for once more
+    assert monotonic() - start < 5
 
 
 def test_entries_of_another_length_are_computed(store: KVStore) -> None:
