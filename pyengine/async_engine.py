@@ -55,6 +55,8 @@ class AsyncEngine(EngineClient):
         self._waiting: defaultdict[bytes, set[Request]] = defaultdict(set)
         """Those of each tenant that no step has computed yet, and some that have begun since."""
         self._is_draining = False
+        self._drain_ends: list[float] = []
+        """When each call of `drain` that waits ends at the latest."""
 
     async def generate(  # noqa: PLR0913
         self,
@@ -243,20 +245,32 @@ class AsyncEngine(EngineClient):
         """Refuse new requests and wait for the others. Returns True if all of them finished.
 
         After `timeout` seconds the remaining requests are aborted, with the finish reason "abort".
-        What is queued for `kv_cache_dir` is written in the rest of that time.
+        What is queued for `kv_cache_dir` is written in the rest of that time, unless the disk
+        writes nothing for 5 seconds. If two calls wait, the shorter timeout is that of both.
         """
         self._engine_loop.refuse_fork()
         with self._lock:
             self._is_draining = True
         end = math.inf if timeout is None else monotonic() + timeout
-        while (left := self._unfinished()) and self._engine_loop.death is None:
-            if monotonic() >= end:
-                self._engine_loop.abort(left)
-                return False
-            await asyncio.sleep(min(0.01, max(0.0, end - monotonic())))
-        if self._engine.offloader is not None:
-            await asyncio.to_thread(self._engine.offloader.flush, end - monotonic())
+        self._drain_ends.append(end)
+        try:
+            while (left := self._unfinished()) and self._engine_loop.death is None:
+                if monotonic() >= min(self._drain_ends):
+                    self._engine_loop.abort(left)
+                    return False
+                await asyncio.sleep(min(0.01, max(0.0, end - monotonic())))
+            await self._flush()
+        finally:
+            self._drain_ends.remove(end)
         return True
+
+    async def _flush(self) -> None:
+        """Write what is queued for the store, until the first of the calls of `drain` ends."""
+        if self._engine.offloader is None:
+            return
+        flush = self._engine.offloader.begin_flush()
+        while flush.poll() is None and monotonic() < min(self._drain_ends):
+            await asyncio.sleep(0.01)
 
     def _unfinished(self) -> list[Request]:
         with self._lock:

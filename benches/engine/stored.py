@@ -224,7 +224,7 @@ def start(folder: str, count: int) -> dict[str, Any]:
         done = 0
         while done < count:
             some = range(done, min(count, done + 5000))
-            done += prefix.store(memory, [(at, 0, at) for at in some])
+            done += len(prefix.store(memory, [(at, 0, at) for at in some]))
             store.flush(60)
         store.close(60)
     seconds, store = timed(lambda: KVStore(folder, max_bytes=4 * GIB))

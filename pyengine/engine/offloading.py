@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
@@ -47,6 +47,8 @@ _PATIENCE = 10.0
 """Seconds without any progress after which loads, or a store, are abandoned."""
 _LAST_WAIT = 20.0
 """Seconds after which a request ends that does not fit beside the blocks of abandoned loads."""
+FLUSH_PATIENCE = 5.0
+"""Seconds in which a store writes nothing after which a flush ends."""
 _MOST_QUEUED = 1 << 20
 """Tokens beyond which no more may wait to be stored."""
 _LOADING_SHARE = 0.5
@@ -114,6 +116,40 @@ class _Backlog:
         self._removed += num_tokens
 
 
+class Flush:
+    """A wait until what was queued at its beginning is written. See `KVOffloader.begin_flush`."""
+
+    _PROGRESS = ("stored", "known", "dropped_failed", "relocated", "evicted", "queued_bytes")
+
+    def __init__(self, store: KVStore, num_pins: Callable[[], int]) -> None:
+        self.is_copied = Event()
+        """Set once the store has got all blocks that were to be stored."""
+        self._store, self._num_pins = store, num_pins
+        self._progress: tuple[int, ...] = ()
+        self._last_progress = monotonic()
+        self.has_failed = False
+        """True once the disk writes nothing."""
+
+    def poll(self) -> bool | None:
+        """True if all is written, False if the disk writes nothing; None while it does.
+
+        It writes nothing if a write failed, does not return, or `FLUSH_PATIENCE` seconds were not
+        enough for an entry.
+        """
+        try:
+            if self.is_copied.is_set() and self._store.flush(0):
+                return True
+            stats = self._store.stats()
+        except StoreError:  # it is closed
+            return True
+        progress = (self._num_pins(), *(stats[name] for name in self._PROGRESS))
+        if progress != self._progress:
+            self._progress, self._last_progress = progress, monotonic()
+        is_late = monotonic() > self._last_progress + FLUSH_PATIENCE
+        self.has_failed = bool(stats["is_suspended"] or stats["is_stalled"] or is_late)
+        return False if self.has_failed else None
+
+
 @dataclass(slots=True, eq=False)
 class _Load:
     """A transfer that waits for the load thread, is in it, or comes from it."""
@@ -125,8 +161,8 @@ class _Load:
     num_bytes: int
     after: Any
     """The `mark` of the memory behind the steps that may still write to the blocks."""
-    num_loaded: int = 0
-    """Entries that were read whole, from the front of `blocks`."""
+    loaded: list[_Block] = field(default_factory=list)
+    """Of `blocks`, from the front, those that were read whole."""
     seconds: float = 0.0
     is_abandoned: bool = False
 
@@ -162,6 +198,7 @@ class KVOffloader:
         self._used_again, self._new = _Backlog(), _Backlog()
         """Sequences that wait to be stored: those that began with cached tokens, and others."""
         self._last_stats = store.stats()
+        self._last_flush: Flush | None = None
         self._next_check = 0.0
         self._last_progress = 0.0
         """When the load thread last moved something."""
@@ -222,17 +259,14 @@ class KVOffloader:
         self._behind.clear()
         sequence, transfer, blocks = load.sequence, load.transfer, load.blocks
         sequence.is_loading = False
-        rows = transfer.num_blocks
-        if load.num_loaded < len(blocks):
-            rows = blocks[load.num_loaded][0] - transfer.first_index
-        if load.is_abandoned or rows == 0:
+        num_tokens = 0 if load.is_abandoned else transfer.restored_tokens(load.loaded)
+        if num_tokens == 0:
             transfer.fail()
         else:
-            transfer.complete(rows)
-            tokens = rows * self._manager.block_size
-            sequence.request.num_restored_tokens += tokens
-            self.counters["restored_tokens"] += tokens
-        if load.num_loaded < len(blocks):  # what is not there now will not be there soon
+            transfer.complete(load.loaded)
+            sequence.request.num_restored_tokens += num_tokens
+            self.counters["restored_tokens"] += num_tokens
+        if len(load.loaded) < len(blocks):  # what is not there now will not be there soon
             sequence.is_looked_up = True
             self.counters["failed_loads"] += 1
         else:
@@ -256,7 +290,7 @@ class KVOffloader:
         with self._manager.match_prefix(tokens, namespace=request.namespace) as pin:
             first = pin.num_tokens // size
         free = int(_LOADING_SHARE * self._manager.usage().available) // len(self._windows)
-        end = self._stored_end(prefix, first, first + free)
+        end = first + prefix.stored_blocks(first, most=free)
         num_bytes = sum(
             own * (end - max(first, self._first_row(window, end)))
             for own, window in zip(self._bytes, self._windows, strict=True)
@@ -286,9 +320,13 @@ class KVOffloader:
         self._loads.put(load)
 
     def _prefix(self, tokens: "Sequence[int]", namespace: bytes) -> StoredPrefix:
-        size = self._manager.block_size
-        fingerprints = self._fingerprints
-        return self._store.prefix(tokens, size, fingerprints=fingerprints, namespace=namespace)
+        return self._store.prefix(
+            tokens,
+            self._manager.block_size,
+            fingerprints=self._fingerprints,
+            namespace=namespace,
+            windows=self._windows,
+        )
 
     def is_stored_by_another_model(self, tokens: "Sequence[int]", namespace: bytes) -> bool:
         """True if the store has the first block of these tokens under another fingerprint.
@@ -308,29 +346,6 @@ class KVOffloader:
         """The first block that tokens after the first `end` blocks see."""
         size = self._manager.block_size
         return 0 if window is None else max(0, end * size - window + 1) // size
-
-    def _stored_end(self, prefix: StoredPrefix, first: int, most: int) -> int:
-        """The blocks of a prefix, at most `most`, that can be restored; `first` are cached."""
-        ends = [
-            first + prefix.stored_blocks(first, group)
-            for group, window in enumerate(self._windows)
-            if window is None
-        ]
-        end = min([*ends, prefix.num_blocks, most])
-        sliding = [
-            (group, window) for group, window in enumerate(self._windows) if window is not None
-        ]
-        while end > first:
-            gaps = [  # of the blocks that a window needs, the last that is not there
-                row
-                for group, window in sliding
-                for row in range(end - 1, max(first, self._first_row(window, end)) - 1, -1)
-                if not prefix.contains(row, group)
-            ]
-            if not gaps:
-                return end
-            end = max(gaps)
-        return first
 
     def _pays(self, num_tokens: int, num_bytes: int) -> bool:
         """True if loading takes clearly less time than computing, or if either is unknown."""
@@ -386,13 +401,13 @@ class KVOffloader:
         while (load := self._loads.get()) is not None:
             start = monotonic()
             try:
-                while load.num_loaded < len(load.blocks) and not load.is_abandoned:
-                    piece = self._piece(load.blocks, load.num_loaded)
+                while len(load.loaded) < len(load.blocks) and not load.is_abandoned:
+                    piece = self._piece(load.blocks, len(load.loaded))
                     with self._resting(_LOAD_REST if self._are_others_running else 0.0):
                         moved = self._memory.load(load.prefix, piece, load.after)
-                    load.num_loaded += moved
+                    load.loaded += moved
                     self._last_progress = monotonic()
-                    if moved < len(piece):
+                    if len(moved) < len(piece):
                         break
             except StoreError as error:
                 _log.warning("KV store: a load failed, the KV is computed instead: %s", error)
@@ -456,7 +471,7 @@ class KVOffloader:
         while done < len(blocks):
             rest = _STORE_REST if self._used_again.num_tokens else _NEW_STORE_REST
             with self._resting(rest):
-                stored = self._memory.store(prefix, self._piece(blocks, done))
+                stored = len(self._memory.store(prefix, self._piece(blocks, done)))
             done += stored
             if stored:
                 deadline, was_empty = monotonic() + _PATIENCE, False
@@ -493,23 +508,29 @@ class KVOffloader:
         of_store = {name: self._last_stats[name] for name in STORE_COUNTERS}
         return {**self.counters, **of_store, "restore_cost": self.restore_cost}
 
-    def flush(self, timeout: float) -> bool:
-        """Write what is queued. False after `timeout` seconds, or if the disk does not answer.
+    def begin_flush(self) -> Flush:
+        """Begin to wait until what is queued now is written. Any thread may call it."""
+        self._last_flush = flush = Flush(self._store, lambda: self.num_pins)
+        self._work.put(flush.is_copied.set)
+        return flush
 
-        Any thread may call it.
+    def flush(self, timeout: float) -> bool:
+        """Write what is queued. False after `timeout` seconds, or if the disk writes nothing.
+
+        Any thread may call it. For a disk that writes nothing see `Flush.poll`.
         """
-        is_copied, end = Event(), monotonic() + timeout
-        self._work.put(is_copied.set)
-        with suppress(StoreError):  # it is closed
-            while not (is_copied.is_set() and self._store.flush(0)):
-                now = monotonic()
-                if now > end or self._store.stats()["is_suspended"]:
-                    return False
-                sleep(max(0.0, min(0.01, end - now)))
-        return True
+        flush, end = self.begin_flush(), monotonic() + timeout
+        while (is_written := flush.poll()) is None and monotonic() <= end:
+            sleep(max(0.0, min(0.01, end - monotonic())))
+        return bool(is_written)
 
     def close(self, timeout: float) -> bool:
-        """Write what is queued. False if that takes longer than `timeout` seconds."""
+        """Write what is queued. False if that takes longer than `timeout` seconds.
+
+        After a flush during which the disk wrote nothing, it is not waited for once more.
+        """
+        if self._last_flush is not None and self._last_flush.has_failed:
+            timeout = 0.0
         deadline = monotonic() + timeout
         self.are_steps_running = False
         self._loads.put(None)

@@ -47,11 +47,11 @@ class BlockMemory(Protocol):
         """A point behind all work that the calling thread has queued on the device."""
         ...
 
-    def store(self, prefix: StoredPrefix, blocks: Sequence[Block]) -> int:
+    def store(self, prefix: StoredPrefix, blocks: Sequence[Block]) -> list[Block]:
         """See `StoredPrefix.store`. The steps that computed the blocks have ended."""
         ...
 
-    def load(self, prefix: StoredPrefix, blocks: Sequence[Block], after: Any) -> int:
+    def load(self, prefix: StoredPrefix, blocks: Sequence[Block], after: Any) -> list[Block]:
         """See `StoredPrefix.load`. Blocks are written after the `mark` named `after`.
 
         Steps that are queued from the return on read what was loaded.
@@ -76,11 +76,13 @@ class HostBlocks:
     def mark(self) -> None:
         """See `BlockMemory`: nothing is queued."""
 
-    def store(self, prefix: StoredPrefix, blocks: Sequence[Block]) -> int:
+    def store(self, prefix: StoredPrefix, blocks: Sequence[Block]) -> list[Block]:
         """See `BlockMemory`."""
         return prefix.store(self._blocks, blocks)
 
-    def load(self, prefix: StoredPrefix, blocks: Sequence[Block], after: None = None) -> int:
+    def load(
+        self, prefix: StoredPrefix, blocks: Sequence[Block], after: None = None
+    ) -> list[Block]:
         """See `BlockMemory`."""
         return prefix.load(self._blocks, blocks)
 
@@ -149,29 +151,29 @@ class DeviceBlocks:
         """See `BlockMemory`."""
         return self._loaded.stream.mark()
 
-    def store(self, prefix: StoredPrefix, blocks: Sequence[Block]) -> int:
+    def store(self, prefix: StoredPrefix, blocks: Sequence[Block]) -> list[Block]:
         """See `BlockMemory`. Raises `StoreError` too if the device fails."""
         staging, done = self._stored, 0
         for part in staging.parts(blocks):
             with _failures(), staging.stream.copying():
                 staging.copy_from_device(part)
-            stored = prefix.store(staging.blocks, part.staged)
+            stored = len(prefix.store(staging.blocks, part.staged))
             done += stored
             if stored < len(part.staged):
                 break
-        return done
+        return list(blocks[:done])
 
-    def load(self, prefix: StoredPrefix, blocks: Sequence[Block], after: Any) -> int:
+    def load(self, prefix: StoredPrefix, blocks: Sequence[Block], after: Any) -> list[Block]:
         """See `BlockMemory`. Raises `StoreError` too if the device fails."""
         staging, done = self._loaded, 0
         for part in staging.parts(blocks):
-            loaded = prefix.load(staging.blocks, part.staged)
+            loaded = len(prefix.load(staging.blocks, part.staged))
             with _failures(), staging.stream.copying(after):
                 staging.copy_to_device(part, loaded)
             done += loaded
             if loaded < len(part.staged):
                 break
-        return done
+        return list(blocks[:done])
 
 
 class _Part:

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 from pyengine.kv_cache import (
     BlockManager,
+    ConfigError,
     Evicted,
     Loading,
     NoBudget,
@@ -270,13 +271,15 @@ class Binding(RuleBasedStateMachine):
         expected, size = transfer.expected, self.block_size
         num_blocks = max(len(transfer.blocks) - missing, 0)
         try:
-            transfer.handle.complete(len(transfer.blocks) + 1)
-        except PlanError:
+            transfer.handle.complete([(transfer.first, 0, self.manager.num_blocks)])
+        except ConfigError:
             pass
         else:
             raise AssertionError
         self.kv.load(transfer, num_blocks)
-        reused = transfer.handle.complete(num_blocks)
+        filled = transfer.handle.blocks[:num_blocks]
+        assert transfer.handle.restored_tokens(filled) == num_blocks * size
+        reused = transfer.handle.complete(filled[::-1])  # in any order
         self.count_end(transfer, num_blocks)
         is_restored = num_blocks > 0 and not transfer.is_abandoned
         end = transfer.first + num_blocks

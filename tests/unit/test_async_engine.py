@@ -10,6 +10,7 @@ import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, suppress
 from time import monotonic, sleep
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -399,6 +400,31 @@ def test_draining_lets_everybody_end_and_nobody_in(timeout: float | None, model:
             assert await drained
             for at, output in enumerate(await asyncio.gather(*tasks)):
                 assert output.outputs[0].token_ids == continued([at], 190)
+
+    asyncio.run(main())
+
+
+class StuckFlush:
+    """A flush that a slow disk never ends, or that ends since the disk writes nothing."""
+
+    def __init__(self, answer: bool | None) -> None:
+        self.answer = answer
+
+    def poll(self) -> bool | None:
+        return self.answer
+
+
+@pytest.mark.parametrize(("answer", "timeouts"), [(False, [None]), (None, [None, 0.1])])
+def test_draining_waits_for_no_disk_without_a_bound(
+    answer: bool | None, timeouts: list[float | None], model: FakeModel
+) -> None:
+    async def main() -> None:
+        async with model.async_engine() as engine:
+            offloader = SimpleNamespace(begin_flush=lambda: StuckFlush(answer))
+            engine._engine.offloader, before = offloader, engine._engine.offloader  # type: ignore[assignment]
+            drains = [engine.drain(timeout) for timeout in timeouts]
+            assert await asyncio.wait_for(asyncio.gather(*drains), 10)
+            engine._engine.offloader = before
 
     asyncio.run(main())
 

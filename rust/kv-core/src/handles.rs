@@ -257,6 +257,28 @@ impl Transfer {
     pub fn blocks(&self) -> &[LoadingBlock] {
         &self.blocks
     }
+
+    /// The number of indices, from the front, that [`complete`](crate::BlockManager::complete) takes if these blocks
+    /// are filled: an index counts if its blocks of all layer groups are. The order of `filled` does not matter.
+    ///
+    /// # Errors
+    /// A block that is not one of [`blocks`](Self::blocks).
+    pub fn filled_indices(&self, filled: &[LoadingBlock]) -> Result<usize, LoadingBlock> {
+        let mut is_filled = vec![false; self.blocks.len()];
+        for block in filled {
+            let place = |other: &LoadingBlock| (other.index, other.group);
+            let at = self
+                .blocks
+                .binary_search_by_key(&place(block), place)
+                .ok()
+                .filter(|&at| self.blocks[at] == *block)
+                .ok_or(*block)?;
+            is_filled[at] = true;
+        }
+        let missing = is_filled.iter().position(|&is_filled| !is_filled);
+        let end = missing.map_or(self.indices.end, |at| self.blocks[at].index);
+        Ok(end - self.indices.start)
+    }
 }
 
 impl Drop for Transfer {

@@ -437,17 +437,18 @@ impl BlockManager {
         self.run(call, |state| state.reserve(key, num_tokens))
     }
 
-    /// Ends a transfer whose first `num_blocks` indices are filled: they are cached now, as if a step had computed
-    /// them. Its other blocks are free. Nothing may write to its blocks any more.
+    /// Ends a transfer whose first `num_indices` indices are filled, in every layer group: they are cached now, as if a
+    /// step had computed them. Its other blocks are free. Nothing may write to its blocks any more.
+    /// [`Transfer::filled_indices`](crate::Transfer::filled_indices) counts the indices.
     ///
     /// If the sequence that asked for it is still there, in no open plan and where it was, it reuses them at once.
     /// Returns how many tokens it reuses; these count as computed.
     ///
     /// # Errors
     /// [`Error::TransferEnded`], [`Error::TransferBlocks`]
-    pub fn complete(&mut self, transfer: TransferKey, num_blocks: usize) -> Result<usize, Error> {
-        let call = || Call::complete(transfer.serial, num_blocks);
-        self.run(call, |state| state.end_transfer(transfer, num_blocks))
+    pub fn complete(&mut self, transfer: TransferKey, num_indices: usize) -> Result<usize, Error> {
+        let call = || Call::complete(transfer.serial, num_indices);
+        self.run(call, |state| state.end_transfer(transfer, num_indices))
     }
 
     /// Ends a transfer that has failed: its blocks are free, and nothing was seen of it.

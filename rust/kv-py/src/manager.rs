@@ -76,7 +76,7 @@ impl BlockManager {
     ) -> PyResult<Self> {
         let num_blocks = number("num_blocks", num_blocks)?;
         let block_size = number("block_size", block_size)?;
-        let groups = groups.map_or(Ok(vec![None]), windows)?;
+        let groups = groups.map_or(Ok(vec![None]), |groups| windows_of("groups", groups))?;
         let hash_bits = hash_bits.map_or(Ok(128), |bits| number("hash_bits", bits))?;
         let hash_seed = hash_seed
             .map(|seed| number("hash_seed", seed))
@@ -362,7 +362,7 @@ const SIGNALS_EVERY: Duration = Duration::from_millis(100);
 const MOST_WINDOWS: usize = 1 << 10;
 
 /// The window of each layer group.
-fn windows(groups: &Bound<'_, PyAny>) -> PyResult<Vec<Option<usize>>> {
+pub(crate) fn windows_of(name: &str, groups: &Bound<'_, PyAny>) -> PyResult<Vec<Option<usize>>> {
     let too_many = |given| {
         raise(Error::OutOfRange {
             name: "the number of layer groups",
@@ -374,7 +374,7 @@ fn windows(groups: &Bound<'_, PyAny>) -> PyResult<Vec<Option<usize>>> {
     items(groups, MOST_WINDOWS, too_many, |window, _| {
         match window.is_none() {
             true => Ok(None),
-            false => number("groups", window).map(Some),
+            false => number(name, window).map(Some),
         }
     })
 }

@@ -11,6 +11,7 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyString};
 use crate::bounded;
 use crate::errors::{ConfigError, StoreError};
 use crate::items::items;
+use crate::manager::windows_of;
 use crate::numbers::{in_words, number, seconds};
 use crate::opened_store::OpenedStore;
 use crate::stored_prefix::StoredPrefix;
@@ -169,11 +170,14 @@ impl KVStore {
         self.is_writer
     }
 
-    /// The full blocks of a prompt in this store, with one fingerprint for each layer group. It hashes every block
-    /// once per fingerprint.
+    /// The full blocks of a prompt in this store, with one fingerprint and one window for each layer group: pass
+    /// `BlockManager.groups` as `windows`. Without it, no layer group has a window. It hashes every block once per
+    /// fingerprint.
     ///
-    /// Raises `TokenError` for invalid tokens, and `ConfigError` for a `block_size` of 0 or invalid fingerprints.
-    #[pyo3(signature = (tokens, block_size, *, fingerprints, namespace = None))]
+    /// Raises `TokenError` for invalid tokens, and `ConfigError` for a `block_size` of 0, invalid fingerprints, or
+    /// another number of windows.
+    #[pyo3(signature = (tokens, block_size, *, fingerprints, namespace = None, windows = None))]
+    #[allow(clippy::too_many_arguments)]
     fn prefix(
         &self,
         py: Python<'_>,
@@ -181,6 +185,7 @@ impl KVStore {
         block_size: &Bound<'_, PyAny>,
         fingerprints: &Bound<'_, PyAny>,
         namespace: Option<&[u8]>,
+        windows: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<StoredPrefix> {
         let block_size = number("block_size", block_size)?;
         if block_size == 0 {
@@ -192,15 +197,22 @@ impl KVStore {
                 "fingerprints is empty: each layer group has one",
             ));
         }
+        let windows = match windows {
+            Some(windows) => windows_of("windows", windows)?,
+            None => vec![None; fingerprints.len()],
+        };
+        if windows.len() != fingerprints.len() {
+            let (windows, fingerprints) = (windows.len(), fingerprints.len());
+            return Err(ConfigError::new_err(format!(
+                "windows has {windows} layer groups and fingerprints has {fingerprints}: each has one of both"
+            )));
+        }
+        let groups: Vec<_> = fingerprints.into_iter().zip(windows).collect();
         let namespace = namespace.unwrap_or_default().to_vec();
         let (tokens, opened) = (token_ids(tokens)?, Arc::clone(&self.opened));
         self.with(py, |_| {
             Ok(StoredPrefix::hash(
-                opened,
-                tokens,
-                namespace,
-                block_size,
-                &fingerprints,
+                opened, tokens, namespace, block_size, &groups,
             ))
         })
     }
@@ -226,8 +238,8 @@ impl KVStore {
         self.with(py, |store| Ok(store.flush(timeout)))
     }
 
-    /// Waits until all written blocks are on the device, so that they survive a power failure. Raises `StoreError`
-    /// if that fails.
+    /// Waits until all written blocks, also those of earlier processes, are on the device, so that they survive a power
+    /// failure. Raises `StoreError` if that fails, or if the disk does not answer for `stall_after` seconds.
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
         self.with(py, |store| {
             store.sync().map_err(|error| self.failed("sync", &error))

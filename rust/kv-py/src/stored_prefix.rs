@@ -1,8 +1,10 @@
 //! `StoredPrefix`: the full blocks of a prompt in a store; payloads between a pool and the store.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use kv_store::{Block, BlockKey, Fingerprint, Get, Prefix, Put};
+use kv_store::{Block, BlockKey, Fingerprint, Get, Prefix, Put, Store};
+use pyo3::conversion::FromPyObjectOwned;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyList;
@@ -15,13 +17,14 @@ use crate::numbers::{in_words, number};
 use crate::opened_store::OpenedStore;
 
 /// More blocks than a prefix has in all of its layer groups.
-const MOST: usize = 1 << 31;
+pub(crate) const MOST: usize = 1 << 31;
 
 /// The keys of a prompt's blocks for one layer group.
 struct GroupKeys {
     fingerprint: Fingerprint,
     root: BlockKey,
     keys: Vec<BlockKey>,
+    window: Option<usize>,
 }
 
 /// A block to move: its index in the prefix, its layer group, its id in the pool.
@@ -30,6 +33,12 @@ struct Move {
     index: usize,
     group: usize,
     block: usize,
+}
+
+impl Move {
+    fn tuple(self) -> (usize, usize, usize) {
+        (self.index, self.group, self.block)
+    }
 }
 
 /// The full blocks of a prompt in a `KVStore`, created by `KVStore.prefix`.
@@ -46,23 +55,24 @@ pub(crate) struct StoredPrefix {
 }
 
 impl StoredPrefix {
-    /// Hashes every full block once for each fingerprint.
+    /// Hashes every full block once for each layer group, given by its fingerprint and window.
     pub(crate) fn hash(
         opened: Arc<OpenedStore>,
         tokens: Vec<u32>,
         namespace: Vec<u8>,
         block_size: usize,
-        fingerprints: &[Fingerprint],
+        groups: &[(Fingerprint, Option<usize>)],
     ) -> Self {
-        let keys = |&fingerprint: &Fingerprint| GroupKeys {
+        let keys = |&(fingerprint, window): &(Fingerprint, Option<usize>)| GroupKeys {
             fingerprint,
+            window,
             root: BlockKey::root(fingerprint, &namespace),
             keys: Prefix::new(fingerprint, &namespace, &tokens, block_size)
                 .keys()
                 .to_vec(),
         };
         Self {
-            groups: fingerprints.iter().map(keys).collect(),
+            groups: groups.iter().map(keys).collect(),
             opened,
             tokens,
             namespace,
@@ -72,6 +82,31 @@ impl StoredPrefix {
 
     fn len(&self) -> usize {
         self.tokens.len() / self.block_size
+    }
+
+    /// Of a prefix of `end` blocks, those from `first` on that a window sees after it.
+    fn seen(&self, window: usize, first: usize, end: usize) -> Range<usize> {
+        let blocks = window.saturating_sub(1).div_ceil(self.block_size);
+        end.saturating_sub(blocks).max(first)..end
+    }
+
+    /// The largest end, at most `most`, up to which every layer group has the blocks that tokens after it see. Blocks
+    /// before `first` need not be there.
+    fn restorable_end(&self, store: &Store, first: usize, most: usize) -> usize {
+        let mut end = most;
+        for group in self.groups.iter().filter(|group| group.window.is_none()) {
+            end = end.min(first + store.stored_blocks(&group.keys[first..end]));
+        }
+        let gap = |group: &GroupKeys, end| {
+            let seen = self.seen(group.window?, first, end);
+            seen.rev()
+                .find(|&index| !store.contains(&group.keys[index]))
+        };
+        // The prefix ends before a gap that a window sees.
+        while let Some(gap) = self.groups.iter().filter_map(|group| gap(group, end)).max() {
+            end = gap;
+        }
+        end
     }
 
     fn block(&self, index: usize, group: usize) -> Block<'_> {
@@ -111,9 +146,7 @@ impl StoredPrefix {
     fn moves(&self, memory: Option<&KVBlocks>, blocks: &Bound<'_, PyAny>) -> PyResult<Vec<Move>> {
         let too_many = |count| ConfigError::new_err(format!("{count} blocks are too many"));
         items(blocks, MOST, too_many, |item, at| {
-            let (index, group, block) = item
-                .extract::<(usize, usize, usize)>()
-                .map_err(|error| not_a_block(item, at, error))?;
+            let (index, group, block) = block_of(item, at)?;
             let check = self
                 .check_index(index)
                 .map_err(|e| format!("index {index}: {e}"));
@@ -140,6 +173,44 @@ impl StoredPrefix {
     }
 }
 
+impl StoredPrefix {
+    /// Stores blocks up to the first that is dropped; returns how many were not.
+    fn store_moves(&self, memory: &KVBlocks, moves: &[Move]) -> PyResult<usize> {
+        for (done, each) in moves.iter().enumerate() {
+            let Some(store) = self.opened.store()? else {
+                return Ok(done);
+            };
+            let rows = memory.tensors(each.group).map(|rows| rows.row(each.block));
+            let payload: Vec<_> = rows.collect();
+            if let Put::Dropped(_) = store.put(&self.block(each.index, each.group), &payload) {
+                return Ok(done);
+            }
+        }
+        Ok(moves.len())
+    }
+
+    /// Loads blocks up to the first that cannot be; returns how many were.
+    fn load_moves(&self, memory: &KVBlocks, moves: &[Move]) -> PyResult<usize> {
+        for (done, each) in moves.iter().enumerate() {
+            let Some(store) = self.opened.store()? else {
+                return Ok(done);
+            };
+            let rows = memory.tensors(each.group);
+            let mut payload: Vec<_> = rows.map(|rows| rows.row_mut(each.block)).collect();
+            match store.get(&self.block(each.index, each.group), &mut payload) {
+                Ok(Get::Hit) => {}
+                Ok(Get::Miss | Get::Failed) => return Ok(done),
+                Err(error) => {
+                    let (index, group) = (each.index, each.group);
+                    let message = format!("block {index} of group {group}: {error}");
+                    return Err(StoreError::new_err(message));
+                }
+            }
+        }
+        Ok(moves.len())
+    }
+}
+
 #[pymethods]
 impl StoredPrefix {
     /// Number of full blocks of the prompt.
@@ -148,25 +219,34 @@ impl StoredPrefix {
         self.len()
     }
 
-    /// The number of consecutive stored blocks of a layer group, from index `first` on. It only looks up keys in
-    /// memory; `load` verifies each block.
-    #[pyo3(signature = (first = None, group = None))]
+    /// The number of blocks of tokens from index `first` on, at most `most`, that can be restored: every layer group has
+    /// them, or with a window those that a token after them sees. With `group`, the number of consecutive blocks that
+    /// this layer group has, whatever its window. It only looks up keys in memory; `load` verifies each block.
+    #[pyo3(signature = (first = None, group = None, *, most = None))]
     fn stored_blocks(
         &self,
         py: Python<'_>,
         first: Option<&Bound<'_, PyAny>>,
         group: Option<&Bound<'_, PyAny>>,
+        most: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<usize> {
         let first = first.map_or(Ok(0), |first| number("first", first))?;
-        let group = group.map_or(Ok(0), |group| self.group(group))?;
-        let Some(keys) = self.groups[group].keys.get(first..) else {
-            let len = self.len();
+        let group = group.map(|group| self.group(group)).transpose()?;
+        let most = most.map_or(Ok(usize::MAX), |most| number("most", most))?;
+        let len = self.len();
+        if first > len {
             let message = format!("first={first}: the prefix has {len} full blocks");
             return Err(ConfigError::new_err(message));
-        };
+        }
+        let end = first.saturating_add(most).min(len);
         py.detach(|| {
-            let store = self.opened.store()?;
-            Ok(store.map_or(0, |store| store.stored_blocks(keys)))
+            let Some(store) = self.opened.store()? else {
+                return Ok(0);
+            };
+            Ok(match group {
+                Some(group) => store.stored_blocks(&self.groups[group].keys[first..end]),
+                None => self.restorable_end(&store, first, end) - first,
+            })
         })
     }
 
@@ -203,77 +283,59 @@ impl StoredPrefix {
             }
             Ok::<_, PyErr>(moves)
         })?;
-        bounded::list(py, missing, |each| Ok((each.index, each.group, each.block)))
+        bounded::list(py, missing, |each| Ok(each.tuple()))
     }
 
     /// Stores blocks of a pool, given as (index in the prefix, layer group, block id), as in `Transfer.blocks`. It
     /// copies the payloads into the queue of the store, and never waits for the disk.
     ///
-    /// Returns the number of blocks, from the front, that are queued or already stored: it stops at the first block
+    /// Returns those of the blocks, from the front, that are queued or already stored: it stops at the first block
     /// that the store drops. Meanwhile the caller must hold the blocks with a pin, so that no other thread writes
     /// to them.
-    fn store(
+    fn store<'py>(
         &self,
-        py: Python<'_>,
+        py: Python<'py>,
         memory: &KVBlocks,
-        blocks: &Bound<'_, PyAny>,
-    ) -> PyResult<usize> {
-        let moves = self.moves(Some(memory), blocks)?;
-        py.detach(|| {
-            for (done, each) in moves.iter().enumerate() {
-                let Some(store) = self.opened.store()? else {
-                    return Ok(done);
-                };
-                let rows = memory.tensors(each.group).map(|rows| rows.row(each.block));
-                let payload: Vec<_> = rows.collect();
-                if let Put::Dropped(_) = store.put(&self.block(each.index, each.group), &payload) {
-                    return Ok(done);
-                }
-            }
-            Ok(moves.len())
-        })
+        blocks: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let mut moves = self.moves(Some(memory), blocks)?;
+        let stored = py.detach(|| self.store_moves(memory, &moves))?;
+        moves.truncate(stored);
+        bounded::list(py, moves, |each| Ok(each.tuple()))
     }
 
     /// Loads blocks into a pool, given as (index in the prefix, layer group, block id), as in `Transfer.blocks`.
     ///
-    /// Returns the number of blocks, from the front, that now hold exactly the stored bytes: it stops at the first
-    /// block that is missing or damaged, or if the disk fails. Ignore the bytes of the other blocks. Meanwhile the
-    /// caller must hold the blocks with a `Transfer`, so that no other thread reads or writes them.
+    /// Returns those of the blocks, from the front, that now hold exactly the stored bytes, as `Transfer.complete` takes
+    /// them: it stops at the first block that is missing or damaged, or if the disk fails. Ignore the bytes of the other
+    /// blocks. Meanwhile the caller must hold the blocks with a `Transfer`, so that no other thread reads or writes them.
     ///
     /// Raises `StoreError` for a stored block of another length, which means that the fingerprint lacks a part of
     /// the layout. The blocks before it have then been loaded.
-    fn load(
+    fn load<'py>(
         &self,
-        py: Python<'_>,
+        py: Python<'py>,
         memory: &KVBlocks,
-        blocks: &Bound<'_, PyAny>,
-    ) -> PyResult<usize> {
-        let moves = self.moves(Some(memory), blocks)?;
-        py.detach(|| {
-            for (done, each) in moves.iter().enumerate() {
-                let Some(store) = self.opened.store()? else {
-                    return Ok(done);
-                };
-                let rows = memory.tensors(each.group);
-                let mut payload: Vec<_> = rows.map(|rows| rows.row_mut(each.block)).collect();
-                match store.get(&self.block(each.index, each.group), &mut payload) {
-                    Ok(Get::Hit) => {}
-                    Ok(Get::Miss | Get::Failed) => return Ok(done),
-                    Err(error) => {
-                        let (index, group) = (each.index, each.group);
-                        let message = format!("block {index} of group {group}: {error}");
-                        return Err(StoreError::new_err(message));
-                    }
-                }
-            }
-            Ok(moves.len())
-        })
+        blocks: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let mut moves = self.moves(Some(memory), blocks)?;
+        let loaded = py.detach(|| self.load_moves(memory, &moves))?;
+        moves.truncate(loaded);
+        bounded::list(py, moves, |each| Ok(each.tuple()))
     }
 
     fn __repr__(&self) -> String {
         let (blocks, groups) = (self.len(), self.groups.len());
         format!("<StoredPrefix of {blocks} blocks, {groups} layer groups>")
     }
+}
+
+/// An item of a list of blocks: index in the prefix, layer group, block id.
+pub(crate) fn block_of<'py, T>(item: &Bound<'py, PyAny>, at: usize) -> PyResult<(usize, usize, T)>
+where
+    T: FromPyObjectOwned<'py>,
+{
+    item.extract().map_err(|error| not_a_block(item, at, error))
 }
 
 #[cold]

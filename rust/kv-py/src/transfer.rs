@@ -2,15 +2,18 @@
 
 use std::sync::Arc;
 
-use kv_core::{Evicted as CoreEvicted, Reserve};
+use kv_core::{Evicted as CoreEvicted, LoadingBlock, Reserve};
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyInt};
 
 use crate::answers::{Loading, NoRoom};
 use crate::bounded;
+use crate::errors::ConfigError;
 use crate::forks::Own;
+use crate::items::items;
 use crate::locked::Locked;
-use crate::numbers::number;
+use crate::numbers::in_words;
+use crate::stored_prefix::{MOST, block_of};
 
 /// Blocks reserved for a prefix whose KV comes from outside the pool: from a disk, host memory or another process.
 ///
@@ -20,6 +23,40 @@ use crate::numbers::number;
 pub(crate) struct Transfer {
     core: Arc<Locked>,
     handle: Own<kv_core::Transfer>,
+}
+
+impl Transfer {
+    /// Indices from the front whose blocks are all among these.
+    fn filled(&self, blocks: &Bound<'_, PyAny>) -> PyResult<usize> {
+        if blocks.is_instance_of::<PyInt>() {
+            let shown = in_words(blocks)?;
+            return Err(ConfigError::new_err(format!(
+                "blocks={shown} is a number: give the filled blocks themselves, as StoredPrefix.load returns them, \
+                 for example transfer.blocks[:{shown}]"
+            )));
+        }
+        let too_many = |count| ConfigError::new_err(format!("{count} blocks are too many"));
+        let filled = items(blocks, MOST, too_many, |item, at| {
+            let (index, group, block): (_, _, u32) = block_of(item, at)?;
+            let block = block.into();
+            Ok(LoadingBlock {
+                index,
+                group,
+                block,
+            })
+        })?;
+        let refused = |LoadingBlock {
+                           index,
+                           group,
+                           block,
+                       }| {
+            let (block, id) = (block.get(), self.id());
+            ConfigError::new_err(format!(
+                "({index}, {group}, {block}) is not one of the blocks of transfer {id}"
+            ))
+        };
+        self.handle.filled_indices(&filled).map_err(refused)
+    }
 }
 
 #[pymethods]
@@ -52,17 +89,28 @@ impl Transfer {
         places.collect()
     }
 
-    /// Ends the transfer. Its first `num_blocks` blocks of tokens (None: all) are filled, and become cached as if a
-    /// step had computed them. The other blocks are freed.
+    /// Ends the transfer, of whose blocks these are filled (None: all), given as in `blocks` and in any order, as
+    /// `StoredPrefix.load` returns them. The blocks of tokens from the front that are filled in every layer group
+    /// become cached as if a step had computed them. The other blocks are freed.
     ///
     /// If the sequence that reserved the blocks can reuse them, it does so at once. Returns the number of tokens
-    /// that it reuses. Raises `PlanError` if the transfer has ended, or for more blocks than it has.
-    #[pyo3(signature = (num_blocks = None))]
-    fn complete(&self, py: Python<'_>, num_blocks: Option<&Bound<'_, PyAny>>) -> PyResult<usize> {
-        let all = self.handle.indices().len();
-        let num_blocks = num_blocks.map_or(Ok(all), |blocks| number("num_blocks", blocks))?;
+    /// that it reuses. Raises `PlanError` if the transfer has ended, and `ConfigError` for anything that is not one of
+    /// its blocks, numbers among it: a number of blocks means two things if there are several layer groups.
+    #[pyo3(signature = (blocks = None))]
+    fn complete(&self, py: Python<'_>, blocks: Option<&Bound<'_, PyAny>>) -> PyResult<usize> {
+        let num_indices = match blocks {
+            None => self.handle.indices().len(),
+            Some(blocks) => self.filled(blocks)?,
+        };
         self.core
-            .with(py, |core| core.complete(self.handle.key(), num_blocks))
+            .with(py, |core| core.complete(self.handle.key(), num_indices))
+    }
+
+    /// Number of tokens that `complete` caches if these blocks are filled. Raises `ConfigError` as `complete` does.
+    fn restored_tokens(&self, py: Python<'_>, blocks: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let num_indices = self.filled(blocks)?;
+        let block_size = self.core.with(py, |core| Ok(core.config().block_size))?;
+        Ok(num_indices * block_size)
     }
 
     /// Ends the transfer as failed: no block is cached, and its blocks are freed. Raises `PlanError` if it has

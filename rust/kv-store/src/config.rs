@@ -19,7 +19,8 @@ pub struct Config {
     pub access: Access,
     /// With a key, entries that were not written with it are not read. The key is secret.
     pub auth_key: Option<[u8; 32]>,
-    /// How long puts are dropped after a write failed.
+    /// How long puts are dropped after a write failed. At most a second later, the store also looks again at a folder
+    /// that was replaced and at the free space.
     pub retry_after: Duration,
     /// How long an operation may take until the store answers without the disk.
     pub stall_after: Duration,
@@ -48,7 +49,7 @@ impl Config {
             segment_bytes: (max_bytes / 64).clamp(16 * MIB, 256 * MIB),
             access: Access::Write,
             auth_key: None,
-            retry_after: Duration::from_secs(10),
+            retry_after: Duration::from_secs(2),
             stall_after: Duration::from_secs(10),
         }
     }

@@ -16,8 +16,17 @@ pub trait Disk: Send + Sync {
     fn open_writable(&self, name: &str) -> io::Result<Box<dyn DiskFile>>;
     /// Removes a file.
     fn remove(&self, name: &str) -> io::Result<()>;
+    /// Renames a file, whole or not at all.
+    fn rename(&self, from: &str, to: &str) -> io::Result<()>;
+    /// Waits until the names of all files are on the device.
+    fn sync(&self) -> io::Result<()>;
     /// Bytes that can still be written.
     fn available(&self) -> io::Result<u64>;
+    /// Looks whether the folder has been replaced by another one, and uses that one from now on. If so, returns what
+    /// is held while the store uses it. An error if the folder is gone or cannot be used.
+    fn reopen(&self) -> io::Result<Option<Box<dyn Send>>> {
+        Ok(None)
+    }
 }
 
 /// An open file.
@@ -148,6 +157,17 @@ impl Disk for MemoryDisk {
             .remove(name)
             .map(|_| ())
             .ok_or(io::ErrorKind::NotFound.into())
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        let mut files = lock(&self.files);
+        let file = files.remove(from).ok_or(io::ErrorKind::NotFound)?;
+        files.insert(to.to_owned(), file);
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
     }
 
     fn available(&self) -> io::Result<u64> {

@@ -4,22 +4,24 @@ use std::fs::{DirBuilder, File};
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::DirBuilderExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 
 use crate::config::Access;
 use crate::disk::{Disk, DiskFile};
 use crate::error::OpenError;
+use crate::marker::{self, LOCK, MARKER, MARKER_START};
 
-const LOCK: &str = "lock";
-const MARKER: &str = "format";
-const MARKER_START: &[u8] = b"pyengine kv-store\n";
 const PRIVATE_FILE: Mode = Mode::from_raw_mode(0o600);
 
 /// Files are opened relative to the folder, never through a symbolic link.
 pub(crate) struct Folder {
-    descriptor: OwnedFd,
+    path: PathBuf,
+    descriptor: RwLock<Arc<OwnedFd>>,
+    /// The marker text of the store, and whether this one writes: a folder that takes the place must have both.
+    store: Option<(String, bool)>,
 }
 
 /// True if the device failed to read, in contrast to the file system.
@@ -47,11 +49,25 @@ impl Folder {
         }
         if access != Access::Read {
             match DirBuilder::new().mode(0o700).create(path) {
-                Ok(()) => {}
+                Ok(()) => sync_parent(path),
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(error) => return Err(io(error)),
             }
         }
+        Self::open_existing(path)
+    }
+
+    /// The store that this folder is of, with its marker's text.
+    pub(crate) fn of_store(mut self, marker: &str, is_writer: bool) -> Self {
+        self.store = Some((marker.to_owned(), is_writer));
+        self
+    }
+
+    fn open_existing(path: &Path) -> Result<Self, OpenError> {
+        let io = |source| OpenError::Io {
+            path: path.into(),
+            source,
+        };
         let status = rustix::fs::lstat(path).map_err(|error| io(error.into()))?;
         if FileType::from_raw_mode(status.st_mode) == FileType::Symlink {
             return Err(OpenError::Symlink { path: path.into() });
@@ -62,12 +78,16 @@ impl Folder {
         let status = rustix::fs::fstat(&descriptor).map_err(|error| io(error.into()))?;
         let user = rustix::process::geteuid().as_raw();
         let mode = Mode::from_raw_mode(status.st_mode).as_raw_mode() & 0o7777;
-        let folder = Self { descriptor };
+        let folder = Self {
+            path: path.into(),
+            descriptor: RwLock::new(Arc::new(descriptor)),
+            store: None,
+        };
         if status.st_uid == user && mode & 0o077 == 0 {
             return Ok(folder);
         }
         let is_store = folder.has_marker_of(user);
-        if !is_store && !folder.is_new().unwrap_or(true) {
+        if !is_store && !marker::is_new(&folder).unwrap_or(true) {
             return Err(OpenError::NotAStore { path: path.into() });
         }
         if status.st_uid != user {
@@ -96,6 +116,30 @@ impl Folder {
             && start == MARKER_START
     }
 
+    fn descriptor(&self) -> Arc<OwnedFd> {
+        let descriptor = self.descriptor.read();
+        Arc::clone(&descriptor.unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Locks and marks a folder that takes the place of this one.
+    fn adopt(&self, other: &Self) -> io::Result<Box<dyn Send>> {
+        let Some((text, is_writer)) = &self.store else {
+            return Ok(Box::new(()));
+        };
+        let refuse = |error: OpenError| io::Error::other(error.to_string());
+        let exists = marker::check(other, &self.path, text).map_err(refuse)?;
+        if !is_writer {
+            return Ok(Box::new(()));
+        }
+        let path = self.path.clone();
+        let lock = other.lock()?;
+        let lock = lock.map_err(|pid| refuse(OpenError::Locked { path, pid }))?;
+        if !exists {
+            marker::write(other, text)?;
+        }
+        Ok(Box::new(lock))
+    }
+
     /// Locks the folder for writing; the error holds the process id of the writer, if it is known.
     pub(crate) fn lock(&self) -> io::Result<Result<WriterLock, Option<u32>>> {
         let mut file = self.file(LOCK, OFlags::RDWR | OFlags::CREATE)?;
@@ -114,41 +158,10 @@ impl Folder {
         }
     }
 
-    /// The text of the marker file, if the folder has one.
-    pub(crate) fn marker(&self) -> io::Result<Option<String>> {
-        let mut text = String::new();
-        match self.file(MARKER, OFlags::RDONLY) {
-            Ok(file) => file
-                .take(4096)
-                .read_to_string(&mut text)
-                .map(|_| Some(text)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Writes the marker file, whole or not at all.
-    pub(crate) fn write_marker(&self, text: &str) -> io::Result<()> {
-        let new = "format.new";
-        let mut file = self.file(new, OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC)?;
-        file.write_all(text.as_bytes())?;
-        file.sync_data()?;
-        rustix::fs::renameat(&self.descriptor, new, &self.descriptor, MARKER)?;
-        Ok(())
-    }
-
-    /// True if the folder holds nothing but files that a new store makes.
-    pub(crate) fn is_new(&self) -> io::Result<bool> {
-        Ok(self
-            .names()?
-            .iter()
-            .all(|name| [LOCK, "format.new"].contains(&name.as_str())))
-    }
-
     fn file(&self, name: &str, flags: OFlags) -> io::Result<File> {
         // NONBLOCK: a pipe of that name must not block the open.
         let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let file = rustix::fs::openat(&self.descriptor, name, flags, PRIVATE_FILE)?;
+        let file = rustix::fs::openat(self.descriptor(), name, flags, PRIVATE_FILE)?;
         let status = rustix::fs::fstat(&file)?;
         if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
             return Err(io::Error::new(
@@ -160,10 +173,20 @@ impl Folder {
     }
 }
 
+/// Waits until a new folder's name is on the device, if its parent can be read.
+fn sync_parent(path: &Path) {
+    let parent = path
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty());
+    if let Ok(folder) = File::open(parent.unwrap_or(Path::new("."))) {
+        let _ = folder.sync_all();
+    }
+}
+
 impl Disk for Folder {
     fn names(&self) -> io::Result<Vec<String>> {
         let mut names = Vec::new();
-        for entry in rustix::fs::Dir::read_from(&self.descriptor)? {
+        for entry in rustix::fs::Dir::read_from(self.descriptor())? {
             if let Ok(name) = entry?.file_name().to_str()
                 && ![".", ".."].contains(&name)
             {
@@ -190,14 +213,43 @@ impl Disk for Folder {
 
     fn remove(&self, name: &str) -> io::Result<()> {
         Ok(rustix::fs::unlinkat(
-            &self.descriptor,
+            self.descriptor(),
             name,
             AtFlags::empty(),
         )?)
     }
 
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        let folder = self.descriptor();
+        Ok(rustix::fs::renameat(&folder, from, &folder, to)?)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(rustix::fs::fsync(self.descriptor())?)
+    }
+
+    fn reopen(&self) -> io::Result<Option<Box<dyn Send>>> {
+        let old = rustix::fs::fstat(self.descriptor())?;
+        let other = match Self::open_existing(&self.path) {
+            Ok(other) => other,
+            Err(_) if old.st_nlink > 0 => return Ok(None), // moved away: its files are still there
+            Err(error) => return Err(io::Error::other(error.to_string())),
+        };
+        let descriptor = other.descriptor();
+        let new = rustix::fs::fstat(&descriptor)?;
+        if (new.st_dev, new.st_ino) == (old.st_dev, old.st_ino) {
+            return Ok(None);
+        }
+        let held = self.adopt(&other)?;
+        *self
+            .descriptor
+            .write()
+            .unwrap_or_else(PoisonError::into_inner) = descriptor;
+        Ok(Some(held))
+    }
+
     fn available(&self) -> io::Result<u64> {
-        let status = rustix::fs::fstatvfs(&self.descriptor)?;
+        let status = rustix::fs::fstatvfs(self.descriptor())?;
         Ok(status.f_bavail.saturating_mul(status.f_frsize))
     }
 }

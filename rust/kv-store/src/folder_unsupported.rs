@@ -27,15 +27,7 @@ impl Folder {
         match self.0 {}
     }
 
-    pub(crate) fn marker(&self) -> io::Result<Option<String>> {
-        match self.0 {}
-    }
-
-    pub(crate) fn write_marker(&self, _: &str) -> io::Result<()> {
-        match self.0 {}
-    }
-
-    pub(crate) fn is_new(&self) -> io::Result<bool> {
+    pub(crate) fn of_store(self, _: &str, _: bool) -> Self {
         match self.0 {}
     }
 }
@@ -58,6 +50,14 @@ impl Disk for Folder {
     }
 
     fn remove(&self, _: &str) -> io::Result<()> {
+        match self.0 {}
+    }
+
+    fn rename(&self, _: &str, _: &str) -> io::Result<()> {
+        match self.0 {}
+    }
+
+    fn sync(&self) -> io::Result<()> {
         match self.0 {}
     }
 

@@ -58,6 +58,8 @@ pub(crate) struct Segment {
     pub(crate) data_end: u64,
     pub(crate) index_end: u64,
     pub(crate) is_condemned: bool,
+    /// Its files are not there any more, or are those of another folder.
+    pub(crate) is_forgotten: bool,
     slots: Vec<SlotId>,
     live: u64,
     use_sum: u64, // over live entries

@@ -11,6 +11,7 @@ mod format;
 mod index;
 mod key;
 mod load;
+mod marker;
 mod read;
 mod state;
 mod stats;

@@ -25,7 +25,10 @@ impl Shared {
     pub(crate) fn load(&self) -> io::Result<Option<Active>> {
         let segments = self.segments()?;
         for (&segment, kinds) in &segments {
-            self.lock().next_segment = segment.saturating_add(1);
+            {
+                let mut state = self.lock();
+                state.next_segment = state.next_segment.max(segment.saturating_add(1));
+            }
             let loaded = self.load_segment(segment, kinds.contains(&FileKind::Index));
             if let Err(error) = loaded {
                 let mut state = self.lock();
@@ -62,6 +65,9 @@ impl Shared {
             .refreshing
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
+        if self.disk.reopen()?.is_some() {
+            self.forget_all();
+        }
         let segments = self.segments()?;
         let known: Vec<u32> = self.lock().index.segments.keys().copied().collect();
         for segment in known
@@ -80,6 +86,13 @@ impl Shared {
             }
         }
         Ok(self.lock().index.usage().readable.entries)
+    }
+
+    /// Drops all entries after the folder was replaced.
+    pub(crate) fn forget_all(&self) {
+        let mut state = self.lock();
+        let lost = state.index.forget_all();
+        state.counters.lost += lost as u64;
     }
 
     /// For a reader, a condemned segment needs no removal of files.

@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 use crate::config::Config;
 use crate::disk::Disk;
 use crate::error::{DropReason, Notice};
-use crate::folder::WriterLock;
 use crate::format::{Record, Sealer};
 use crate::index::{Index, SlotId};
 use crate::key::{Block, BlockKey, Fingerprint};
@@ -65,7 +64,7 @@ pub(crate) struct State {
     pub(crate) is_busy: bool, // the writer is at work
     pub(crate) has_writer: bool,
     /// Held until the writer ends: a disk that does not answer must not get a second one.
-    pub(crate) writer_lock: Option<WriterLock>,
+    pub(crate) writer_lock: Option<Box<dyn Send>>,
     pub(crate) next_segment: u32,
     notices: Vec<Notice>,
     last_notices: Vec<(Discriminant<Notice>, Instant)>,

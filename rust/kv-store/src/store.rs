@@ -10,8 +10,9 @@ use crate::config::{Access, Config};
 use crate::disk::Disk;
 use crate::error::{DropReason, Get, LengthMismatch, Notice, OpenError, Put};
 use crate::folder::{Folder, WriterLock};
-use crate::format::{FORMAT_VERSION, Sealer, header_len};
+use crate::format::{Sealer, header_len};
 use crate::key::{Block, BlockKey, Fingerprint};
+use crate::marker;
 use crate::read::dropped;
 use crate::state::{Shared, Work, WriteJob};
 use crate::stats::Stats;
@@ -19,6 +20,7 @@ use crate::usage::FingerprintUsage;
 use crate::writer::Writer;
 
 const MAX_QUEUED: u64 = 65_536;
+const LOOK_FOR_STALL: Duration = Duration::from_millis(50);
 
 /// KV-cache blocks on disk. All methods may be called from any thread.
 ///
@@ -61,26 +63,8 @@ impl Store {
             source,
         };
         let folder = Folder::open(&path, config.access)?;
-        let sealer = Sealer::new(config.auth_key.as_ref());
-        let marker = format!(
-            "pyengine kv-store\nformat {FORMAT_VERSION}\nkey {}\n",
-            sealer.id()
-        );
-        let check_marker = |folder: &Folder| match folder.marker().map_err(io)? {
-            Some(text) if text == marker => Ok(true),
-            Some(text) if text.lines().nth(1) == marker.lines().nth(1) => {
-                Err(OpenError::AuthKey { path: path.clone() })
-            }
-            Some(text) => Err(OpenError::Format {
-                path: path.clone(),
-                found: (text.lines().nth(1))
-                    .and_then(|line| line.strip_prefix("format "))
-                    .map_or_else(|| format!("{text:?}"), str::to_owned),
-            }),
-            None if folder.is_new().map_err(io)? => Ok(false),
-            None => Err(OpenError::NotAStore { path: path.clone() }),
-        };
-        let exists = check_marker(&folder)?;
+        let marker = marker::text(&Sealer::new(config.auth_key.as_ref()));
+        marker::check(&folder, &path, &marker)?;
         let lock = match config.access {
             Access::Read => None,
             access => match folder.lock() {
@@ -93,10 +77,33 @@ impl Store {
                 Err(source) => return Err(io(source)),
             },
         };
-        if lock.is_some() && !exists && !check_marker(&folder)? {
-            folder.write_marker(&marker).map_err(io)?;
+        if lock.is_some() {
+            Self::mark(&folder, &path, &marker)?;
         }
-        Self::start(Box::new(folder), config, lock).map_err(io)
+        let folder = Box::new(folder.of_store(&marker, lock.is_some()));
+        Self::start(folder, config, lock).map_err(io)
+    }
+
+    /// Marks a disk as a store, once more if a power cut took the mark back.
+    fn mark(disk: &dyn Disk, path: &Path, marker: &str) -> Result<(), OpenError> {
+        marker::check(disk, path, marker)?; // another process may have marked it before the lock
+        marker::write(disk, marker).map_err(|source| OpenError::Io {
+            path: path.into(),
+            source,
+        })
+    }
+
+    /// Opens a store on a disk, as [`open`](Self::open) does in a folder: one of another format or authentication key
+    /// is refused.
+    pub fn open_disk(disk: Box<dyn Disk>, config: Config) -> Result<Self, OpenError> {
+        config.check()?;
+        let path = Path::new("(disk)");
+        let marker = marker::text(&Sealer::new(config.auth_key.as_ref()));
+        match config.access {
+            Access::Read => drop(marker::check(&*disk, path, &marker)?),
+            _ => Self::mark(&*disk, path, &marker)?,
+        }
+        Self::on_disk(disk, config)
     }
 
     /// Opens a store on a disk that is not a folder: in memory, or one that fails on purpose.
@@ -121,7 +128,7 @@ impl Store {
                 state.notify(Notice::LimitLowered { asked, limit });
             }
             state.has_writer = true;
-            state.writer_lock = lock;
+            state.writer_lock = lock.map(|lock| Box::new(lock) as Box<dyn Send>);
             let excess = state.index.disk_bytes().saturating_sub(limit);
             let (answer, _) = mpsc::channel();
             shared.enqueue(
@@ -249,10 +256,15 @@ impl Store {
         self.shared.wait_idle(Instant::now() + timeout)
     }
 
-    /// Waits until everything written is on the device: it survives a power failure then.
+    /// Waits until everything written, also before this store was opened, is on the device: it survives a power
+    /// failure then. An error if that fails, or if the disk does not answer.
     pub fn sync(&self) -> io::Result<()> {
         match self.ask(Work::Sync) {
             Some(result) => result,
+            None if self.stats().is_stalled => Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                "the disk does not answer",
+            )),
             None => Ok(()),
         }
     }
@@ -262,12 +274,24 @@ impl Store {
         self.ask(|answer| Work::Evict(bytes, answer)).unwrap_or(0)
     }
 
+    /// The writer's answer; `None` without a writer, or if the disk does not answer.
     fn ask<T>(&self, work: impl FnOnce(mpsc::Sender<T>) -> Work) -> Option<T> {
         let (answer, receiver) = mpsc::channel();
         let mut state = self.shared.lock();
         self.shared.enqueue(&mut state, work(answer));
         drop(state);
-        receiver.recv().ok()
+        loop {
+            match receiver.recv_timeout(LOOK_FOR_STALL) {
+                Ok(answer) => return Some(answer),
+                Err(mpsc::RecvTimeoutError::Disconnected) => return None,
+                Err(mpsc::RecvTimeoutError::Timeout) => {
+                    let stall_after = self.shared.config.stall_after;
+                    if self.shared.lock().look_for_stall(stall_after) {
+                        return None;
+                    }
+                }
+            }
+        }
     }
 
     /// Drops entries. Their bytes are freed with their segments; those left empty are removed at once.

@@ -2,15 +2,19 @@
 
 mod eviction;
 
+use std::collections::BTreeSet;
 use std::io;
 use std::sync::{Arc, PoisonError};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::disk::{DiskFile, write_all};
 use crate::error::{DropReason, Notice};
 use crate::format::{FileKind, Record, RecordKind, encode_header};
-use crate::index::Place;
+use crate::index::{Index, Place};
 use crate::state::{Shared, Work, WriteJob};
+
+/// After a fault, the writer looks again at its folder and at the free space at least this often.
+const LOOK_AFTER: Duration = Duration::from_secs(1);
 
 /// The segment that entries are appended to.
 pub(crate) struct Active {
@@ -22,6 +26,12 @@ pub(crate) struct Active {
 pub(crate) struct Writer {
     shared: Arc<Shared>,
     active: Option<Active>,
+    /// Segments with bytes that may not be on the device.
+    unsynced: BTreeSet<u32>,
+    /// The same of names of files.
+    are_names_unsynced: bool,
+    /// When it last looked at its folder and at the free space.
+    last_look: Instant,
 }
 
 fn is_full(error: &io::Error) -> bool {
@@ -52,7 +62,14 @@ impl Drop for Ended<'_> {
 
 impl Writer {
     pub(crate) fn new(shared: Arc<Shared>, active: Option<Active>) -> Self {
-        Self { shared, active }
+        let unsynced = shared.lock().index.segments.keys().copied().collect();
+        Self {
+            shared,
+            active,
+            unsynced, // as far as this process knows
+            are_names_unsynced: true,
+            last_look: Instant::now(),
+        }
     }
 
     /// Works until the store closes.
@@ -102,10 +119,12 @@ impl Writer {
     }
 
     fn write(&mut self, job: WriteJob) {
-        let result = match self.is_suspended() {
+        let is_suspended = self.shared.lock().is_suspended();
+        let result = match is_suspended {
             true => None,
             false => Some(
-                self.append_job(&job)
+                self.look_at_disk()
+                    .and_then(|()| self.append_job(&job))
                     .or_else(|error| self.retry_full(&job, error)),
             ),
         };
@@ -141,16 +160,35 @@ impl Writer {
         }
     }
 
-    /// True while writes are not tried. Afterwards the limit is measured again.
-    fn is_suspended(&self) -> bool {
-        let state = self.shared.lock();
-        if state.suspended_until.is_none() || state.is_suspended() {
-            return state.is_suspended();
+    /// Looks whether the folder was replaced, and raises the limit if there is more space than there was. At most once
+    /// a second, and after each failed write. An error if the folder is gone.
+    fn look_at_disk(&mut self) -> io::Result<()> {
+        let (has_failed, is_lowered) = {
+            let state = self.shared.lock();
+            let is_lowered = state.limit < self.shared.config.max_bytes;
+            (state.suspended_until.is_some(), is_lowered)
+        };
+        let interval = LOOK_AFTER.min(self.shared.config.retry_after);
+        if !has_failed && self.last_look.elapsed() < interval {
+            return Ok(());
         }
-        drop(state);
-        let limit = self.shared.measured_limit();
-        self.shared.lock().limit = limit;
-        false
+        self.last_look = Instant::now();
+        let shared = Arc::clone(&self.shared);
+        let _operation = shared.operation();
+        let held = shared.disk.reopen()?;
+        if let Some(held) = held {
+            self.active = None;
+            shared.forget_all();
+            shared.lock().writer_lock = Some(held);
+            self.active = shared.load()?;
+            self.unsynced = shared.lock().index.segments.keys().copied().collect();
+            self.are_names_unsynced = true;
+        } else if !has_failed && !is_lowered {
+            return Ok(());
+        }
+        let limit = shared.measured_limit();
+        shared.lock().limit = limit;
+        Ok(())
     }
 
     /// A full disk lowers the limit: the store goes on with the bytes that it has.
@@ -199,6 +237,7 @@ impl Writer {
         let bytes: u64 = parts.iter().map(|part| part.len() as u64).sum();
         self.rotate(bytes)?;
         let active = self.active.as_ref().expect("a segment to append to");
+        self.unsynced.insert(active.segment);
         let (start, index_end) = {
             let mut state = shared.lock();
             let segment = state.index.segment_mut(active.segment);
@@ -253,28 +292,52 @@ impl Writer {
             state.next_segment += 1;
             state.next_segment - 1
         };
+        self.are_names_unsynced = true;
         self.active = Some(create(&self.shared, segment)?);
         self.shared.lock().index.add_segment(segment);
         Ok(())
     }
 
+    /// Waits until all segments and their names are on the device.
     fn sync(&mut self) -> io::Result<()> {
-        let Some(active) = &self.active else {
-            return Ok(());
-        };
-        active.data.sync()?;
-        active.index.sync()
+        let shared = Arc::clone(&self.shared);
+        let _operation = shared.operation();
+        for segment in self.unsynced.clone() {
+            let is_there = |index: &Index| {
+                index
+                    .segments
+                    .get(&segment)
+                    .is_some_and(|s| !s.is_condemned)
+            };
+            let active = self
+                .active
+                .as_ref()
+                .filter(|active| active.segment == segment);
+            if let Some(active) = active {
+                active.data.sync()?;
+                active.index.sync()?;
+            } else if is_there(&shared.lock().index) {
+                for kind in [FileKind::Data, FileKind::Index] {
+                    shared.disk.open_writable(&kind.name(segment))?.sync()?;
+                }
+            }
+            self.unsynced.remove(&segment);
+        }
+        if self.are_names_unsynced {
+            shared.disk.sync()?;
+            self.are_names_unsynced = false;
+        }
+        Ok(())
     }
 }
 
 impl Shared {
-    /// The configured limit, or less if the disk has less space. A twentieth of the free space stays free.
+    /// The configured limit, or less if the disk has less space: a twentieth of what the store could take stays free.
     pub(crate) fn measured_limit(&self) -> u64 {
         let used = self.lock().index.disk_bytes();
         let available = self.disk.available().unwrap_or(u64::MAX);
-        self.config
-            .max_bytes
-            .min(used.saturating_add(available - available / 20))
+        let space = used.saturating_add(available);
+        self.config.max_bytes.min(space - space / 20)
     }
 
     fn suspend(&self, state: &mut crate::state::State, error: &io::Error) {

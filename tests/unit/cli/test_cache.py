@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     for at, count in ((0, 3), (1, 1)):
         prefix = store.prefix(range(count), 1, fingerprints=[MODELS[at]])  # type: ignore[arg-type]
         blocks = [(i, 0, i) for i in range(count)]
-        assert prefix.store(KVBlocks([tensor], [[0]]), blocks) == count
+        assert len(prefix.store(KVBlocks([tensor], [[0]]), blocks)) == count
     assert store.close(60)
     return folder
 

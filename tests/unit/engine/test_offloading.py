@@ -1,5 +1,6 @@
 """KV that a store keeps: restored, it gives the tokens that computed KV gives, whatever fails."""
 
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -35,13 +36,13 @@ class FaultyPrefix:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._prefix, name)
 
-    def load(self, memory: Any, blocks: Sequence[Any]) -> int:
+    def load(self, memory: Any, blocks: Sequence[Any]) -> list[Any]:
         most = self._act("load", blocks)
-        return int(self._prefix.load(memory, blocks if most is None else blocks[:most]))
+        return list(self._prefix.load(memory, blocks if most is None else blocks[:most]))
 
-    def store(self, memory: Any, blocks: Sequence[Any]) -> int:
+    def store(self, memory: Any, blocks: Sequence[Any]) -> list[Any]:
         most = self._act("store", blocks)
-        return int(self._prefix.store(memory, blocks if most is None else blocks[:most]))
+        return list(self._prefix.store(memory, blocks if most is None else blocks[:most]))
 
 
 class FaultyStore:
@@ -580,8 +581,8 @@ def test_a_prefix_that_another_request_loads_is_looked_up_once(store: KVStore) -
     second = make_bench()
     faulty = FaultyStore(store, lambda kind, blocks: may_go.wait(30) and None)
     offloader = with_store(second, faulty)
-    stored_end = offloader._stored_end
-    offloader._stored_end = lambda *args: matched.append(args) or stored_end(*args)
+    prefix_of = faulty.prefix
+    faulty.prefix = lambda *args, **kw: matched.append(args) or prefix_of(*args, **kw)  # type: ignore[method-assign]
     second.submit({"0": prompt, "1": [*prompt, 5]})
     for _ in range(20):
         second.engine.step()
@@ -607,6 +608,38 @@ def test_a_flush_writes_what_is_queued_or_says_that_it_cannot(store: KVStore) ->
     may_go.set()
     assert offloader.flush(30)
     assert store.stats()["readable_entries"] >= 10
+
+
+class StuckStore(FaultyStore):
+    """A store whose disk does not return from a write."""
+
+    is_stalled = False
+
+    def flush(self, timeout: float) -> bool:
+        sleep(timeout)
+        return False
+
+    def stats(self) -> dict[str, Any]:
+        return {**self._store.stats(), "is_stalled": self.is_stalled, "queued_bytes": 5}
+
+
+@pytest.mark.parametrize("is_stalled", [True, False])
+@pytest.mark.parametrize("timeout", [60.0, math.inf])
+def test_a_flush_ends_soon_if_the_disk_writes_nothing(
+    store: KVStore, is_stalled: bool, timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offloading, "FLUSH_PATIENCE", 0.3)
+    bench = make_bench()
+    stuck = StuckStore(store, lambda kind, blocks: None)
+    stuck.is_stalled = is_stalled
+    offloader = with_store(bench, stuck)
+    generate(bench, [prompt_of(40)])
+    start = monotonic()
+    assert not offloader.flush(timeout)
+    assert monotonic() - start < 5
+    start = monotonic()
+    offloader.close(60.0)  # it is not waited for once more
+    assert monotonic() - start < 5
 
 
 def test_entries_of_another_length_are_computed(store: KVStore) -> None:

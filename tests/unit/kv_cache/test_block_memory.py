@@ -88,12 +88,12 @@ def test_what_a_device_stores_a_host_restores_and_back(seed: int, store: KVStore
     assert [storing.block_bytes(group) for group in range(2)] == BLOCK_BYTES
     assert [loading.block_bytes(group) for group in range(2)] == BLOCK_BYTES
     before = everything(stored)
-    assert storing.store(prefix_of(store), source) == 10
+    assert len(storing.store(prefix_of(store), source)) == 10
     assert everything(stored) == before
     assert store.flush(10)
     untouched = {block for block in range(NUM_BLOCKS) if block not in {b for *_, b in goal}}
     kept = [[tensor[block].clone() for block in sorted(untouched)] for tensor in target]
-    assert loading.load(prefix_of(store), goal, loading.mark()) == 10
+    assert len(loading.load(prefix_of(store), goal, loading.mark())) == 10
     by_key = {(index, group): block for index, group, block in source}
     for index, group, block in goal:
         assert bits(target, block, group) == bits(stored, by_key[index, group], group)
@@ -110,17 +110,17 @@ def test_a_load_ends_at_the_first_block_that_is_missing(store: KVStore) -> None:
     memory = DeviceBlocks(target, GROUPS)
     rest = [bits(target, block, 0) for block in (7, 8)]
     goal = [(0, 0, 5), (1, 0, 6), (2, 0, 7), (3, 0, 8)]
-    assert memory.load(prefix_of(store), goal, memory.mark()) == 2
+    assert len(memory.load(prefix_of(store), goal, memory.mark())) == 2
     assert [bits(target, block, 0) for block in (5, 6)] == [bits(stored, b, 0) for b in (1, 2)]
     assert [bits(target, block, 0) for block in (7, 8)] == rest
-    assert memory.load(prefix_of(store), [], memory.mark()) == 0
+    assert len(memory.load(prefix_of(store), [], memory.mark())) == 0
 
 
 @pytest.mark.usefixtures("staging")
 def test_a_store_ends_at_the_first_block_that_is_dropped() -> None:
     store = KVStore.in_memory(64 << 20, segment_bytes=1 << 20, queue_bytes=1)
     memory = DeviceBlocks(tensors(1), GROUPS)
-    assert memory.store(prefix_of(store), [(0, 0, 1), (1, 0, 2)]) == 0
+    assert len(memory.store(prefix_of(store), [(0, 0, 1), (1, 0, 2)])) == 0
     store.close(5)
 
 
@@ -146,7 +146,7 @@ def test_copies_are_complete_when_a_call_returns(late: LateCuda, store: KVStore)
     source, goal = blocks_of(random), blocks_of(random)
     expected = {(index, group): bits(stored, block, group) for index, group, block in source}
     memory = DeviceBlocks(stored, GROUPS)
-    assert memory.store(prefix_of(store), source) == 10
+    assert len(memory.store(prefix_of(store), source)) == 10
     for tensor in stored:  # the blocks are free, and others write to them
         tensor.view(torch.uint8).zero_()
     assert store.flush(10)
@@ -154,7 +154,7 @@ def test_copies_are_complete_when_a_call_returns(late: LateCuda, store: KVStore)
     for _ in range(2):  # staging memory that was used before
         for tensor in target:
             tensor.view(torch.uint8).zero_()
-        assert memory.load(prefix_of(store), goal, memory.mark()) == 10
+        assert len(memory.load(prefix_of(store), goal, memory.mark())) == 10
         for index, group, block in goal:
             assert bits(target, block, group) == expected[index, group]
     assert len(late.streams) == 5  # that of the steps, and one each way
@@ -175,7 +175,7 @@ def test_a_load_comes_after_a_step_that_still_writes(late: LateCuda, store: KVSt
     with late.using(late.steps):
         late.queue(target[1][8].zero_)
     next_step = target[1][8].clone()
-    assert memory.load(prefix_of(store), [(0, 0, 7)], mark) == 1
+    assert len(memory.load(prefix_of(store), [(0, 0, 7)], mark)) == 1
     late.steps.run_up_to(1)
     assert bits(target, 7, 0) == bits(stored, 1, 0)
     if late._random is None:  # the load has waited for no later step
@@ -268,10 +268,10 @@ def run_on_fake_cuda() -> None:
     copies = CudaCopies(cuda, pinned, fake)
     source: list[Block] = [(0, 0, 1), (0, 1, 2), (1, 0, 3)]
     with copies:
-        assert memory.store(prefix_of(store), source) == 3
+        assert len(memory.store(prefix_of(store), source)) == 3
         assert copies.numbers == {"to device": 2, "to host": 5}
         assert store.flush(10)
-        assert memory.load(prefix_of(store), source, memory.mark()) == 3
+        assert len(memory.load(prefix_of(store), source, memory.mark())) == 3
     assert copies.numbers == {"to device": 2 + 2 + 5, "to host": 5}
     store.close(5)
     wait_for_a_step_without_tokens(cuda, fake)

@@ -76,7 +76,7 @@ def filled(store: KVStore) -> Arrays:
     """The source of the stored blocks of `TOKENS`, for both groups: its blocks 0 to 3."""
     tensors = arrays(1)
     blocks = [(i, group, i) for group in range(2) for i in range(4)]
-    assert prefix(store).store(memory(tensors), blocks) == 8
+    assert len(prefix(store).store(memory(tensors), blocks)) == 8
     assert store.flush(MINUTE)
     return tensors
 
@@ -86,7 +86,7 @@ def test_a_round_trip_has_the_same_bits(store: KVStore, filled: Arrays) -> None:
     assert (found.num_blocks, found.stored_blocks(), found.stored_blocks(1, 1)) == (4, 4, 3)
     target, before = arrays(2), arrays(2)
     blocks = [(i, group, 7 - i) for group in range(2) for i in range(4)]
-    assert found.load(memory(target), blocks) == 8
+    assert len(found.load(memory(target), blocks)) == 8
     for loaded, stored, old in zip(target, filled, before, strict=True):
         assert loaded[:3:-1].tobytes() == stored[:4].tobytes()
         assert loaded[:4].tobytes() == old[:4].tobytes()
@@ -100,7 +100,7 @@ def test_a_round_trip_has_the_same_bits(store: KVStore, filled: Arrays) -> None:
 
 def test_only_the_rows_of_the_group_are_moved(store: KVStore, filled: Arrays) -> None:
     target, before = arrays(2), arrays(2)
-    assert prefix(store).load(memory(target), [(2, 1, 5)]) == 1
+    assert len(prefix(store).load(memory(target), [(2, 1, 5)])) == 1
     assert target[2][5].tobytes() == filled[2][2].tobytes()
     assert [a.tobytes() for a in target[:2]] == [a.tobytes() for a in before[:2]]
     assert np.delete(target[2], 5, 0).tobytes() == np.delete(before[2], 5, 0).tobytes()
@@ -112,10 +112,60 @@ def test_the_blocks_of_a_transfer_are_those_to_load(store: KVStore, filled: Arra
     transfer = sequence.reserve(len(TOKENS))
     assert isinstance(transfer, Transfer)
     target = arrays(2)
-    assert prefix(store).load(memory(target), transfer.blocks) == transfer.num_blocks == 4
-    assert transfer.complete(4) == sequence.num_restored_tokens == 16
+    assert len(prefix(store).load(memory(target), transfer.blocks)) == transfer.num_blocks == 4
+    assert transfer.complete() == sequence.num_restored_tokens == 16
     for index, _, block in transfer.blocks:
         assert target[0][block].tobytes() == filled[0][index].tobytes()
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("dropped", [(i, group) for i in range(4) for group in range(2)])
+def test_a_partial_load_caches_only_whole_rows(
+    store: KVStore, filled: Arrays, window: int | None, dropped: tuple[int, int]
+) -> None:
+    """Whatever block is missing, in whichever group, no row is cached that has not come whole."""
+    manager = BlockManager(NUM_BLOCKS, BLOCK_SIZE, groups=[None, window])
+    found = prefix(store, windows=manager.groups)
+    sequence = manager.sequence(TOKENS)
+    transfer = sequence.reserve(BLOCK_SIZE * found.stored_blocks())
+    assert isinstance(transfer, Transfer)
+    target = [np.zeros_like(tensor) for tensor in filled]
+    some = [block for block in transfer.blocks if block[:2] != dropped]
+    if dropped in [block[:2] for block in transfer.blocks]:
+        some = transfer.blocks[: [block[:2] for block in transfer.blocks].index(dropped)]
+    loaded = found.load(memory(target), some)
+    assert loaded == some
+    expected = transfer.restored_tokens(loaded)
+    transfer.complete(loaded)
+    with manager.match_prefix(TOKENS) as pin:
+        assert pin.num_tokens in (expected, 0)  # a window is not whole before its last row
+        reader = manager.sequence(TOKENS)
+        reader.attach(pin)
+        for group, table in enumerate(reader.block_tables):
+            for index, block in enumerate(table[: pin.num_tokens // BLOCK_SIZE]):
+                for tensor in [target[:2], target[2:]][group] if block < NUM_BLOCKS else []:
+                    source = next(s for t, s in zip(target, filled, strict=True) if t is tensor)
+                    assert tensor[block].tobytes() == source[index].tobytes()
+        reader.free()
+
+
+@pytest.mark.parametrize("missing", [(i, group) for i in range(4) for group in range(2)])
+def test_stored_blocks_counts_rows_of_all_layer_groups(
+    store: KVStore, missing: tuple[int, int]
+) -> None:
+    blocks = [(i, group, i) for i in range(4) for group in range(2) if (i, group) != missing]
+    assert prefix(store).store(memory(arrays(1)), blocks) == blocks
+    assert store.flush(MINUTE)
+    assert prefix(store).stored_blocks() == missing[0]
+    assert prefix(store).stored_blocks(most=2) == min(2, missing[0])
+    sliding = prefix(store, windows=[None, 6])  # a token sees the two blocks before it
+    index, group = missing
+    expected = {0: index, 1: 4 if index < 2 else index}[group]
+    if missing == (0, 1):
+        assert sliding.stored_blocks(most=1) == sliding.stored_blocks(most=2) == 0
+    assert sliding.stored_blocks() == expected
+    with pytest.raises(ConfigError, match="windows has 1 layer groups and fingerprints has 2"):
+        prefix(store, windows=[None])
 
 
 def test_a_store_outlives_its_process(folder: Path) -> None:
@@ -124,13 +174,13 @@ def test_a_store_outlives_its_process(folder: Path) -> None:
         from pathlib import Path
         from tests.unit.kv_cache.test_store import *
         store = KVStore(Path(sys.argv[1]), max_bytes=64 * MIB)
-        assert prefix(store).store(memory(arrays(1)), [(i, 0, i) for i in range(4)]) == 4
+        assert len(prefix(store).store(memory(arrays(1)), [(i, 0, i) for i in range(4)])) == 4
         assert store.close(MINUTE)"""
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, cwd=ROOT)
     store, target = KVStore(folder, max_bytes=64 * MIB), arrays(2)
     found = prefix(store, np.array(TOKENS))
     assert store.stats()["loaded"] == 4
-    assert found.load(memory(target), [(i, 0, i) for i in range(4)]) == 4
+    assert len(found.load(memory(target), [(i, 0, i) for i in range(4)])) == 4
     assert target[0][:4].tobytes() == arrays(1)[0][:4].tobytes()
     assert target[1][:4].tobytes() == arrays(1)[1][:4].tobytes()
     assert store.close(MINUTE)
@@ -148,7 +198,7 @@ def test_other_prompts_namespaces_and_models_have_nothing(store: KVStore, filled
     assert stored == {**dict.fromkeys(others, 0), "another last token": 3}
     target = arrays(2)
     blocks = [(0, 0, 0)]
-    loaded = {name: other.load(memory(target), blocks) for name, other in others.items()}
+    loaded = {name: len(other.load(memory(target), blocks)) for name, other in others.items()}
     assert loaded == {**dict.fromkeys(others, 0), "another last token": 1}
     assert prefix(store, namespace=b"").stored_blocks() == 4
     assert prefix(store, namespace=None).stored_blocks() == 4
@@ -157,12 +207,13 @@ def test_other_prompts_namespaces_and_models_have_nothing(store: KVStore, filled
 def test_loading_stops_at_the_first_block_that_is_missing(store: KVStore) -> None:
     tensors, target = arrays(1), arrays(2)
     found = prefix(store)
-    assert found.store(memory(tensors), [(0, 0, 0), (1, 0, 1), (3, 0, 3)]) == 3
+    assert len(found.store(memory(tensors), [(0, 0, 0), (1, 0, 1), (3, 0, 3)])) == 3
     assert store.flush(MINUTE)
     assert [found.contains(i) for i in range(4)] == [True, True, False, True]
     assert not found.contains(0, 1)
-    assert (found.stored_blocks(), found.stored_blocks(3), found.stored_blocks(4)) == (2, 1, 0)
-    assert found.load(memory(target), [(i, 0, i) for i in range(4)]) == 2
+    assert [found.stored_blocks(i, 0) for i in (0, 3, 4)] == [2, 1, 0]
+    assert found.stored_blocks() == 0  # of the other group, nothing is stored
+    assert len(found.load(memory(target), [(i, 0, i) for i in range(4)])) == 2
     assert target[0][3].tobytes() == arrays(2)[0][3].tobytes()
 
 
@@ -170,7 +221,7 @@ def test_missing_blocks_are_those_without_an_entry(store: KVStore) -> None:
     blocks = [(index, 0, 7 - index) for index in range(4)]
     found = prefix(store)
     assert found.missing(blocks) == blocks and found.missing([]) == []
-    assert found.store(memory(arrays(1)), [blocks[0], blocks[2]]) == 2
+    assert len(found.store(memory(arrays(1)), [blocks[0], blocks[2]])) == 2
     assert found.missing(blocks) == [blocks[1], blocks[3]]  # they may wait in the queue
     assert store.flush(MINUTE)
     assert found.missing([*blocks, (0, 1, 0)]) == [blocks[1], blocks[3], (0, 1, 0)]
@@ -190,14 +241,14 @@ def test_a_damaged_block_is_never_loaded(store: KVStore, filled: Arrays, folder:
     flip(folder, filled[1][2].tobytes())
     found, target = prefix(store), arrays(2)
     assert found.stored_blocks() == 4
-    assert found.load(memory(target), [(i, 0, i) for i in range(4)]) == 2
+    assert len(found.load(memory(target), [(i, 0, i) for i in range(4)])) == 2
     assert (found.stored_blocks(), store.stats()["damaged"]) == (2, 1)
     (notice,) = store.take_notices()
     assert "payload that its checksum contradicts" in notice
     assert store.take_notices() == []
-    assert found.store(memory(filled), [(2, 0, 2)]) == 1
+    assert len(found.store(memory(filled), [(2, 0, 2)])) == 1
     assert store.flush(MINUTE)
-    assert found.load(memory(target), [(i, 0, i) for i in range(4)]) == 4
+    assert len(found.load(memory(target), [(i, 0, i) for i in range(4)])) == 4
 
 
 def test_verify_names_what_is_damaged(store: KVStore, filled: Arrays, folder: Path) -> None:
@@ -215,11 +266,11 @@ def test_a_full_queue_drops_the_rest(folder: Path) -> None:
     store = KVStore(folder, max_bytes=64 * MIB, queue_bytes=2 * size)
     found = store.prefix(list(range(300)), 1, fingerprints=MODEL[:1])
     blocks = [(i, 0, 0) for i in range(300)]
-    queued = found.store(KVBlocks([tensor], [[0]]), blocks)
+    queued = len(found.store(KVBlocks([tensor], [[0]]), blocks))
     assert 2 <= queued < 300
     assert store.stats()["dropped_queue_full"] == 1
     assert store.flush(MINUTE)
-    assert found.store(KVBlocks([tensor], [[0]]), blocks[: queued + 1]) == queued + 1
+    assert len(found.store(KVBlocks([tensor], [[0]]), blocks[: queued + 1])) == queued + 1
     assert store.stats()["known"] >= queued - store.stats()["evicted"]
     assert store.close(MINUTE)
 
@@ -228,7 +279,7 @@ def test_a_block_that_never_fits_is_dropped(folder: Path) -> None:
     store = KVStore(folder, max_bytes=4 * 4096, segment_bytes=4096)
     tensor = np.ones((1, 5000), dtype=np.uint8)
     found = store.prefix([1], 1, fingerprints=MODEL[:1])
-    assert found.store(KVBlocks([tensor], [[0]]), [(0, 0, 0)]) == 0
+    assert len(found.store(KVBlocks([tensor], [[0]]), [(0, 0, 0)])) == 0
     assert store.stats()["dropped_too_large"] == 1
     assert store.close(MINUTE)
 
@@ -242,7 +293,7 @@ def test_a_reader_follows_the_writer_of_another_process(folder: Path) -> None:
         for index in range(4):
             print("ready", flush=True)
             sys.stdin.readline()
-            assert prefix(store).store(memory(arrays(1)), [(index, 0, index)]) == 1
+            assert len(prefix(store).store(memory(arrays(1)), [(index, 0, index)])) == 1
             assert store.flush(MINUTE)
         print("done", flush=True)
         sys.stdin.readline()
@@ -265,11 +316,11 @@ def test_a_reader_follows_the_writer_of_another_process(folder: Path) -> None:
             writer.stdin.write("\n")
             writer.stdin.flush()
             assert writer.stdout.readline() in ("ready\n", "done\n")
-            assert found.stored_blocks() == index
+            assert found.stored_blocks(group=0) == index
             assert store.refresh() == index + 1
-            assert found.load(memory(target), [(i, 0, i) for i in range(4)]) == index + 1
+            assert len(found.load(memory(target), [(i, 0, i) for i in range(4)])) == index + 1
         assert target[0][:4].tobytes() == arrays(1)[0][:4].tobytes()
-        assert found.store(memory(arrays(1)), [(0, 0, 0), (0, 1, 0)]) == 1
+        assert len(found.store(memory(arrays(1)), [(0, 0, 0), (0, 1, 0)])) == 1
         assert store.stats()["dropped_read_only"] == 1
         writer.communicate("\n", timeout=MINUTE)
         assert writer.returncode == 0
@@ -299,9 +350,9 @@ def test_prune_by_fingerprint_and_by_age(store: KVStore, filled: Arrays) -> None
 def test_a_store_in_memory() -> None:
     store, target = KVStore.in_memory(64 * MIB), arrays(2)
     assert store.is_writer
-    assert prefix(store).store(memory(arrays(1)), [(i, 0, i) for i in range(4)]) == 4
+    assert len(prefix(store).store(memory(arrays(1)), [(i, 0, i) for i in range(4)])) == 4
     assert store.flush(MINUTE)
-    assert prefix(store).load(memory(target), [(i, 0, i) for i in range(4)]) == 4
+    assert len(prefix(store).load(memory(target), [(i, 0, i) for i in range(4)])) == 4
     assert target[0][:4].tobytes() == arrays(1)[0][:4].tobytes()
     assert store.stats()["limit_bytes"] == 64 * MIB
     assert store.take_notices() == []
@@ -314,7 +365,7 @@ def test_limits_hold(folder: Path) -> None:
     store = KVStore(folder, max_bytes=4 * 65536, segment_bytes=65536, queue_bytes=64 * MIB)
     tensor = np.ones((1, 20_000), dtype=np.uint8)
     found = store.prefix(list(range(100)), 1, fingerprints=MODEL[:1])
-    assert found.store(KVBlocks([tensor], [[0]]), [(i, 0, 0) for i in range(100)]) == 100
+    assert len(found.store(KVBlocks([tensor], [[0]]), [(i, 0, 0) for i in range(100)])) == 100
     assert store.flush(MINUTE)
     stats = store.stats()
     assert stats["disk_bytes"] <= 4 * 65536
@@ -356,12 +407,12 @@ def test_a_closed_store_says_so(folder: Path, call: str) -> None:
 def test_a_prefix_of_a_closed_store_has_nothing(folder: Path) -> None:
     store = KVStore(folder, max_bytes=64 * MIB)
     found, target = prefix(store), arrays(2)
-    assert found.store(memory(arrays(1)), [(0, 0, 0)]) == 1
+    assert len(found.store(memory(arrays(1)), [(0, 0, 0)])) == 1
     assert store.close(MINUTE)
     assert (found.stored_blocks(), found.contains(0)) == (0, False)
     assert found.missing([(0, 0, 0)]) == [(0, 0, 0)]
-    assert found.load(memory(target), [(0, 0, 0)]) == 0
-    assert found.store(memory(target), [(0, 0, 0)]) == 0
+    assert len(found.load(memory(target), [(0, 0, 0)])) == 0
+    assert len(found.store(memory(target), [(0, 0, 0)])) == 0
     assert KVStore(folder, max_bytes=64 * MIB).stats()["loaded"] == 1
 
 
@@ -395,8 +446,8 @@ def test_a_fork_is_refused_and_ends(folder: Path) -> None:
             del store, found, calls, call
             raise SystemExit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert found.store(blocks, [(0, 0, 0)]) == 1
-        assert store.flush(MINUTE) and found.stored_blocks() == 1
+        assert len(found.store(blocks, [(0, 0, 0)])) == 1
+        assert store.flush(MINUTE) and found.stored_blocks(group=0) == 1
         assert store.close(MINUTE)
         print("done")"""
     start = time.monotonic()
@@ -528,7 +579,7 @@ def test_a_link_is_refused_however_it_is_spelt(folder: Path) -> None:
 def test_another_authentication_key_is_refused(folder: Path) -> None:
     key = bytes(range(32))
     store = KVStore(folder, max_bytes=64 * MIB, auth_key=key)
-    assert prefix(store).store(memory(arrays(1)), [(0, 0, 0)]) == 1
+    assert len(prefix(store).store(memory(arrays(1)), [(0, 0, 0)])) == 1
     assert store.close(MINUTE)
     for other in (None, bytes(32)):
         with pytest.raises(StoreError, match="another authentication key; give that key"):
@@ -755,7 +806,7 @@ def test_arrays_stay_as_long_as_they_are_used(store: KVStore, filled: Arrays) ->
     references = sys.getrefcount(array)
     blocks = KVBlocks([array], [[0], [0]])
     assert sys.getrefcount(array) > references
-    assert prefix(store).load(blocks, [(3, 1, 0)]) == 1
+    assert len(prefix(store).load(blocks, [(3, 1, 0)])) == 1
     assert array[0].tobytes() == filled[2][3].tobytes()
     del blocks
     assert sys.getrefcount(array) == references

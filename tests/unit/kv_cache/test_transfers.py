@@ -109,11 +109,16 @@ def test_misuse_is_named() -> None:
         sequence.reserve(10)
     plan.rollback()
     transfer = reserved(sequence, 10)
-    with pytest.raises(PlanError, match="transfer 1 restores 2 blocks, 3 cannot be complete"):
-        transfer.complete(3)
-    with pytest.raises(ConfigError, match="num_blocks=-1"):
-        transfer.complete(-1)
-    assert transfer.complete(1) == 4
+    for number in (2, -1, True):
+        with pytest.raises(ConfigError, match=f"blocks={number} is a number: give the filled"):
+            transfer.complete(number)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"\(0, 0, 7\) is not one of the blocks of transfer 1"):
+        transfer.complete([(0, 0, 7)])
+    with pytest.raises(ConfigError, match=r"\(2, 0, 0\) is not one of the blocks of transfer 1"):
+        transfer.restored_tokens([(0, 0, 0), (2, 0, 0)])
+    with pytest.raises(ConfigError, match=r"blocks\[0\]=3 is not \(index in the prefix"):
+        transfer.complete([3])  # type: ignore[list-item]
+    assert transfer.complete(transfer.blocks[:1]) == 4
     for call in (transfer.complete, transfer.fail, transfer.abandon):
         with pytest.raises(PlanError, match="transfer 1 has ended already"):
             call()
@@ -180,7 +185,7 @@ def test_a_recording_has_transfers(tmp_path: Path) -> None:
     sequence = manager.sequence(range(10))
     reserved(sequence, 10).fail()
     transfer = reserved(sequence, 10)
-    transfer.complete(1)
+    transfer.complete(transfer.blocks[:1])
     kept = reserved(sequence, 10)
     kept.abandon()
     del kept

@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use kv_core::{
-    BlockManager, BlockState, Config, Error, Evicted, Extend, Prefill, Reserve, SeqHandle, Transfer,
+    BlockId, BlockManager, BlockState, Config, Error, Evicted, Extend, LoadingBlock, Prefill,
+    Reserve, SeqHandle, Transfer,
 };
 
 use super::tools::{
@@ -260,6 +261,36 @@ fn the_sequence_goes_and_the_transfer_stays() {
         (m.stats().restored_blocks, m.stats().restored_tokens),
         (2, 0)
     );
+}
+
+/// Blocks may be filled in any order: an index counts if it is filled in every layer group.
+#[test]
+fn filled_indices_are_those_that_every_group_has() {
+    let config = Config {
+        groups: vec![None, None],
+        ..Config::new(16, 4)
+    };
+    let mut m = BlockManager::new(config).expect("valid");
+    let seq = sequence(&mut m, prompt(13));
+    let transfer = reserved(&mut m, &seq, 12);
+    let all = transfer.blocks().to_vec();
+    assert_eq!(all.len(), 6);
+    for count in 0..=6 {
+        let mut some = all[..count].to_vec();
+        some.reverse();
+        assert_eq!(transfer.filled_indices(&some), Ok(count / 2));
+    }
+    let gap: Vec<_> = all
+        .iter()
+        .copied()
+        .filter(|b| (b.index, b.group) != (1, 0))
+        .collect();
+    assert_eq!(transfer.filled_indices(&gap), Ok(1));
+    let other = LoadingBlock {
+        block: BlockId::from(15),
+        ..all[0]
+    };
+    assert_eq!(transfer.filled_indices(&[all[1], other]), Err(other));
 }
 
 /// What a sequence does meanwhile: it is reset, forked, or appended to.

@@ -13,6 +13,7 @@ impl Index {
             data_end: header,
             index_end: header,
             is_condemned: false,
+            is_forgotten: false,
             slots: Vec::new(),
             live: 0,
             use_sum: 0,
@@ -45,6 +46,19 @@ impl Index {
             segment.is_condemned = true;
         }
         live.len()
+    }
+
+    /// Drops all entries: their folder is gone. Returns how many there were.
+    pub(crate) fn forget_all(&mut self) -> usize {
+        let segments: Vec<u32> = self.segments.keys().copied().collect();
+        let lost = segments.iter().map(|&id| self.condemn_segment(id)).sum();
+        self.segments
+            .values_mut()
+            .for_each(|segment| segment.is_forgotten = true);
+        for id in self.removable() {
+            self.remove_segment(id);
+        }
+        lost
     }
 
     /// Condemns all segments without a live entry, and returns them.

@@ -52,11 +52,16 @@ impl Writer {
             self.active = None;
         }
         let slots = self.shared.lock().index.worth_keeping(victim, kept);
+        let is_any_kept = !slots.is_empty();
         for slot in slots {
             // An entry that cannot be copied is evicted with the others.
             if self.relocate(slot, victim).is_err() {
                 break;
             }
+        }
+        if is_any_kept {
+            // A power cut must not find the originals removed and the copies missing.
+            let _ = self.sync();
         }
         let mut state = self.shared.lock();
         let evicted = state.index.condemn_segment(victim);
@@ -100,6 +105,10 @@ impl Writer {
                 .is_some_and(|active| active.segment == segment)
             {
                 self.active = None;
+            }
+            if self.shared.lock().index.segment_mut(segment).is_forgotten {
+                self.shared.lock().index.remove_segment(segment);
+                continue;
             }
             let _operation = self.shared.operation();
             // The index first: data without an index is removed when the store is opened.
@@ -151,7 +160,10 @@ impl Writer {
         let result = write();
         let mut state = self.shared.lock();
         match result {
-            Ok(()) => state.index.segment_mut(segment).index_end += RECORD as u64,
+            Ok(()) => {
+                state.index.segment_mut(segment).index_end += RECORD as u64;
+                self.unsynced.insert(segment);
+            }
             Err(_) => state.counters.write_errors += 1, // it will be found damaged once more
         }
     }

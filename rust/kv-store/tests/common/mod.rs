@@ -88,6 +88,8 @@ struct Plan {
     write: Option<Fault>,
     /// Bytes that are still written before the power is gone.
     life: Option<usize>,
+    /// The error of every write, by its number.
+    broken: Option<i32>,
     is_hanging: bool,
     is_gone: bool,
     reads: u64,
@@ -113,6 +115,11 @@ impl Faults {
     /// The next write fails.
     pub fn write(&self, fault: Fault) {
         self.plan(|plan| plan.write = Some(fault));
+    }
+
+    /// All writes fail, with this error of the system, until `repair`.
+    pub fn break_writes(&self, code: i32) {
+        self.plan(|plan| plan.broken = Some(code));
     }
 
     /// After so many more bytes nothing is written any more.
@@ -153,6 +160,9 @@ impl Faults {
 
     fn change(&self) -> io::Result<()> {
         let plan = self.wait();
+        if let Some(code) = plan.broken {
+            return Err(io::Error::from_raw_os_error(code));
+        }
         match plan.life {
             Some(0) => Err(eio()),
             _ if plan.is_gone => Err(io::ErrorKind::NotFound.into()),
@@ -202,6 +212,16 @@ impl<D: Disk> Disk for FaultyDisk<D> {
         self.0.remove(name)
     }
 
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        self.1.change()?;
+        self.0.rename(from, to)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.1.change()?;
+        self.0.sync()
+    }
+
     fn available(&self) -> io::Result<u64> {
         self.0.available()
     }
@@ -232,6 +252,9 @@ impl DiskFile for FaultyFile {
     fn write_at(&self, buffer: &[u8], offset: u64) -> io::Result<usize> {
         let mut plan = self.1.wait();
         plan.writes += 1;
+        if let Some(code) = plan.broken {
+            return Err(io::Error::from_raw_os_error(code));
+        }
         if let Some(left) = &mut plan.life {
             if *left == 0 {
                 return Err(eio());
