@@ -7,7 +7,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 
 use crate::errors::{BufferError, no_buffer};
-use crate::exported::buffer_of;
+use crate::exported::kept_buffer_of;
 use crate::guarded::Guarded;
 use crate::memory::{elements, is_swapped};
 
@@ -24,7 +24,7 @@ impl IntBuffer {
     ) -> PyResult<Self> {
         let refuse = |what: String| BufferError::new_err(format!("array {name} {what}"));
         let buffer =
-            buffer_of(object).map_err(|error| no_buffer(object.py(), name, error.into()))?;
+            kept_buffer_of(object).map_err(|error| no_buffer(object.py(), name, error.into()))?;
         if buffer.readonly() {
             return Err(refuse("is read-only".into()));
         }
@@ -83,6 +83,9 @@ impl IntBuffer {
 /// released block.
 ///
 /// Only changed entries of `block_tables` are written, so no other code may write to it.
+///
+/// The arrays keep their size as long as they are used: torch refuses to resize such a tensor. Do not call
+/// `numpy.ndarray.resize(refcheck=False)`, which frees memory that is in use.
 ///
 /// Raises `BufferError` for an array of another type, shape or layout.
 #[pyclass(frozen, module = "pyengine._kv")]

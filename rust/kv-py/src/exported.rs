@@ -1,7 +1,7 @@
 //! The memory of an object: by the buffer protocol, or by DLPack, as torch's tensors offer it.
 
 use pyo3::buffer::PyUntypedBuffer;
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyException, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -18,6 +18,26 @@ impl From<NoBuffer> for PyErr {
     fn from(error: NoBuffer) -> Self {
         let (NoBuffer::Protocol(error) | NoBuffer::DlPack(error)) = error;
         error
+    }
+}
+
+/// An object's buffer, which is kept after the call.
+///
+/// torch frees the memory of a tensor that is resized or gets other data, also if DLPack has given it away. Memory that
+/// it has given to NumPy by `numpy()` stays.
+pub(crate) fn kept_buffer_of(object: &Bound<'_, PyAny>) -> Result<PyUntypedBuffer, NoBuffer> {
+    let buffer = buffer_of(object)?;
+    let py = object.py();
+    if PyUntypedBuffer::get(object).is_ok() {
+        return Ok(buffer);
+    }
+    match object.call_method0(intern!(py, "numpy")) {
+        Ok(array) => Ok(PyUntypedBuffer::get(&array)
+            .ok()
+            .filter(|own| own.buf_ptr() == buffer.buf_ptr()) // else it is a copy
+            .unwrap_or(buffer)),
+        Err(error) if error.is_instance_of::<PyException>(py) => Ok(buffer),
+        Err(error) => Err(NoBuffer::Protocol(error)),
     }
 }
 

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 
 use crate::claims::overlap;
 use crate::errors::{BufferError, ConfigError, no_buffer};
-use crate::exported::buffer_of;
+use crate::exported::kept_buffer_of;
 use crate::items::items;
 use crate::memory::BlockRows;
 use crate::numbers::number;
@@ -93,7 +93,8 @@ impl KVBlocks {
 fn tensor(object: &Bound<'_, PyAny>, at: usize) -> PyResult<BlockRows> {
     let name = format!("tensors[{at}]");
     let refuse = |what: &str| Err(BufferError::new_err(format!("array {name} {what}")));
-    let buffer = buffer_of(object).map_err(|error| no_buffer(object.py(), &name, error.into()))?;
+    let buffer =
+        kept_buffer_of(object).map_err(|error| no_buffer(object.py(), &name, error.into()))?;
     if !is_of_numbers(&buffer) {
         let format = buffer.format().to_string_lossy();
         return refuse(&format!("has format {format:?}: blocks are of numbers"));

@@ -16,6 +16,7 @@ from pyengine.kv_cache import (
     BufferError,
     ConfigError,
     HandleError,
+    KVBlocks,
     PlanError,
     Sequence,
     StepBuffers,
@@ -334,6 +335,31 @@ def test_arrays_in_use_keep_their_size(manager: BlockManager) -> None:
     plan.prefill(sequence, 8)
     plan.fill(buffers)
     assert held[:8] == (3).to_bytes(8, sys.byteorder)
+
+
+@pytest.mark.parametrize("holder", ["StepBuffers", "KVBlocks"])
+def test_tensors_in_use_keep_their_memory(holder: str) -> None:
+    """torch would free it. A tensor that gets other memory leaves the old one where it is."""
+    torch = pytest.importorskip("torch")
+
+    def kept(tensor: Any) -> object:
+        if holder == "KVBlocks":
+            return KVBlocks([tensor], [[0]])
+        return StepBuffers(**step_arrays() | {"positions": tensor})
+
+    for resize in ("tensor.resize_(1 << 20)", "tensor.untyped_storage().resize_(0)"):
+        tensor = torch.zeros(32, dtype=torch.int64)
+        held = kept(tensor)
+        with pytest.raises(RuntimeError, match="not resizable"):
+            eval(resize)
+        assert tensor.untyped_storage().nbytes() == 256
+        del held
+    tensor = torch.zeros(100_000, dtype=torch.int64)
+    held, address = kept(tensor), tensor.data_ptr()
+    tensor.data = torch.zeros(8, dtype=torch.int64)
+    others = [torch.ones(100_000, dtype=torch.int64) for _ in range(10)]
+    assert address not in [other.data_ptr() for other in others]
+    del held
 
 
 def test_a_buffer_that_raises(manager: BlockManager) -> None:
