@@ -1,8 +1,8 @@
 """JSON schemas whose objects have the properties that they list, and no others.
 
-A JSON schema allows further properties unless it has `additionalProperties: false`. Weak models then
-add properties without end. So objects that list their properties are closed, as in the strict mode
-of xgrammar. An answer that is valid by the closed schema is valid by the original one.
+A JSON schema allows further properties unless it has `additionalProperties: false`. Weak models
+then add properties without end. So objects that list their properties are closed, as in the strict
+mode of xgrammar. An answer that is valid by the closed schema is valid by the original one.
 """
 
 import json

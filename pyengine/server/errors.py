@@ -21,6 +21,7 @@ from pyengine.errors import (
     PyEngineError,
     QueueFullError,
     ReplicaLostError,
+    StructuredOutputError,
 )
 from pyengine.server.schemas.fields import CHAT, COMPLETIONS, OTHER_NAMES, Effect, rules_of
 from pyengine.server.schemas.responses import ErrorInfo, ErrorResponse
@@ -92,6 +93,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), code="context_length_exceeded")
         case InvalidRequestError():
             return ApiError(400, str(error))
+        case StructuredOutputError():
+            return ApiError(400, str(error), code="structured_output_failed")
         case PyEngineError() if type(error) in _RETRYABLE:
             code, retry_after = _RETRYABLE[type(error)]
             return ApiError(503, str(error), code=code, retry_after=retry_after)

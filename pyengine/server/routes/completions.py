@@ -118,9 +118,11 @@ class _Writer:
         tally, options = UsageCounter(call), self.body.stream_options
         async for item in call.stream:
             tally.add(item)
-            usage = {}
+            usage: dict[str, Usage | None] = {}
             if options is not None and options.continuous_usage_stats:
                 usage["usage"] = tally.usage()
+            elif options is not None and options.include_usage:
+                usage["usage"] = None  # as in OpenAI's API
             for output in item.outputs:
                 plain = self._plain.get(item.index * self.n + output.index)
                 if plain is not None and output.finish_reason is None:
@@ -131,8 +133,8 @@ class _Writer:
                 has_more = choice.model_fields_set > _ALWAYS_SET
                 if choice.text or choice.finish_reason or has_more:
                     yield _response(call, [choice], usage).to_json()
-                if not has_more and not usage:
-                    self._plain[choice.index] = _text_items(call, choice)
+                if not has_more and not usage.get("usage"):
+                    self._plain[choice.index] = _text_items(call, choice, usage)
         if options is not None and options.include_usage:
             yield _response(call, [], {"usage": tally.usage()}).to_json()
 
@@ -171,18 +173,20 @@ class _Writer:
         return choice
 
 
-def _text_items(call: Call, choice: CompletionChoice) -> TextItems:
+def _text_items(
+    call: Call, choice: CompletionChoice, usage: Mapping[str, Usage | None]
+) -> TextItems:
     """The template of further chunks of text."""
 
     def make(text: str) -> CompletionResponse:
         next = CompletionChoice(index=choice.index, text=text, finish_reason=None, stop_reason=None)
-        return _response(call, [next], {})
+        return _response(call, [next], usage)
 
     return TextItems(make)
 
 
 def _response(
-    call: Call, choices: list[CompletionChoice], usage: Mapping[str, Usage]
+    call: Call, choices: list[CompletionChoice], usage: Mapping[str, Usage | None]
 ) -> CompletionResponse:
     return CompletionResponse(
         id=f"cmpl-{call.name}",

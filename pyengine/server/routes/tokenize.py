@@ -5,11 +5,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Response
 from pydantic import Field
 
+from pyengine.engine.chat_template import template_reads
 from pyengine.engine.untrusted_calls import tokenizer_errors
 from pyengine.errors import InvalidRequestError
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
-from pyengine.server.routes.chat import chat_options, render
+from pyengine.server.routes.chat import chat_options, ignored_of_tools, render
 from pyengine.server.routes.generation import encode
 from pyengine.server.routes.ignored import IGNORED_HEADER, check_ignored
 from pyengine.server.routes.json_route import JsonRoute
@@ -61,8 +62,11 @@ async def tokenize(body: TokenizeRequest, context: Context) -> Response:
         raise ApiError(400, "send either prompt or messages", param="prompt")
     template = str(getattr(context.engine.tokenizer, "chat_template", None) or "")
     variables = TemplateVariables.of(body, template, context.settings)
-    check_ignored(variables.ignored, CHAT, context.settings)
-    headers = {IGNORED_HEADER: ", ".join(variables.ignored)} if variables.ignored else {}
+    ignored = [*variables.ignored, *ignored_of_tools(body.tools or ())]
+    if body.tools and not template_reads(template, "tools"):
+        ignored.append("tools")
+    check_ignored(ignored, CHAT, context.settings)
+    headers = {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
     options = chat_options(body, variables, context.settings, body.tools)
 
     def tokenized(tokenizer: Any) -> str:

@@ -107,7 +107,7 @@ class LogprobInfo(ServerModel):
 
 
 PromptLogprobs = list[dict[int, LogprobInfo] | None]
-FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "function_call", "abort", "error"]
 
 
 class CompletionLogprobs(ServerModel):
@@ -185,6 +185,8 @@ class ChatMessage(ServerModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
     tool_calls: list[ToolCall] | None = None
+    function_call: CalledFunction | None = None
+    """The call, if the request has `functions`."""
 
 
 class ChatChoice(ServerModel):

@@ -199,3 +199,31 @@ def test_an_endless_template_costs_its_caller_a_refusal(tmp_path: Path) -> None:
         for _ in range(3):  # more than there are threads
             assert "after 0.2 seconds" in client.refusal(PATH, body)["message"]
         assert client.chat([USER], max_tokens=1)["choices"]
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+@pytest.mark.parametrize("fields", [{}, {"return_token_ids": True}, {"logprobs": 1}])
+def test_the_usage_is_null_in_all_chunks_but_the_last(
+    path: str, fields: Any, client: Client
+) -> None:
+    fields = {**fields, "logprobs": True} if path == PATH and "logprobs" in fields else fields
+    prompt = {"messages": [USER]} if path == PATH else {"prompt": [5, 6]}
+    body = {**prompt, **GREEDY, **fields, "max_tokens": 8}
+    *events, last = client.events(path, {**body, "stream_options": {"include_usage": True}})
+    assert len(events) > 2
+    assert [event["usage"] for event in events] == [None] * len(events)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 8
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    assert all(event["usage"] for event in client.events(path, {**body, "stream_options": both}))
+    for options in ({"stream_options": None}, {"stream_options": {"include_usage": None}}, {}):
+        assert not [event for event in client.events(path, {**body, **options}) if "usage" in event]
+
+
+def test_many_messages_are_too_long_not_too_many(client: Client, engine: AsyncEngine) -> None:
+    several = [{"role": "user", "content": "x"}] * 1025
+    for count in (1025, 5000):
+        error = client.refusal(PATH, {"messages": several[:1] * count})
+        assert error["code"] == "context_length_exceeded", error
+        assert "maximum context length" in error["message"]
+    short = client.post("/tokenize", {"messages": several}).json()
+    assert short["tokens"] == engine.apply_chat_template(several)
