@@ -9,7 +9,8 @@ from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
 
-from pyengine.engine.chat_template import ChatOptions, render_chat, template_reads, unread_keys
+from pyengine.engine.chat_messages import template_reads, unread_keys
+from pyengine.engine.chat_template import ChatOptions, render_chat
 from pyengine.engine.thinking import stripped_thinking
 from pyengine.errors import ContextLengthError
 from pyengine.outputs import CompletionOutput, RequestOutput

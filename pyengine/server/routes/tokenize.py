@@ -5,14 +5,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from pyengine.engine.chat_template import template_reads
+from pyengine.engine.chat_messages import template_reads
 from pyengine.engine.untrusted_calls import tokenizer_errors
 from pyengine.errors import InvalidRequestError
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
 from pyengine.server.routes.chat import chat_options, ignored_of_tools, render
 from pyengine.server.routes.generation import encode
-from pyengine.server.routes.ignored import IGNORED_HEADER, check_ignored
+from pyengine.server.routes.ignored import check_ignored, ignored_header
 from pyengine.server.routes.json_route import JsonRoute
 from pyengine.server.routes.template_variables import TemplateVariables
 from pyengine.server.schemas.fields import CHAT
@@ -66,7 +66,7 @@ async def tokenize(body: TokenizeRequest, context: Context) -> Response:
     if body.tools and not template_reads(template, "tools"):
         ignored.append("tools")
     check_ignored(ignored, CHAT, context.settings)
-    headers = {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
+    headers = ignored_header(ignored)
     options = chat_options(body, variables, context.settings, body.tools)
 
     def tokenized(tokenizer: Any) -> str:
