@@ -21,7 +21,7 @@ from pyengine.server.routes.ignored import check_ignored, ignored_fields
 from pyengine.server.routes.json_route import JsonRoute
 from pyengine.server.routes.params import check_count, sampling_params
 from pyengine.server.schemas.fields import COMPLETIONS
-from pyengine.server.schemas.logprobs import completion_logprobs, prompt_logprobs
+from pyengine.server.schemas.logprobs import completion_logprobs, num_characters, prompt_logprobs
 from pyengine.server.schemas.requests import CompletionRequest
 from pyengine.server.schemas.responses import CompletionChoice, CompletionResponse, TextItems, Usage
 
@@ -156,14 +156,18 @@ class _Writer:
         if self.body.logprobs is not None:
             prompt = item.prompt_token_ids if self.body.echo and is_first else []
             entries = [*(item.prompt_logprobs or ())] if prompt else []
-            logprobs = choice.logprobs = completion_logprobs(
+            all_entries = [*entries, *(output.logprobs or ())]
+            choice.logprobs = completion_logprobs(
                 [*prompt, *output.token_ids],
-                [*entries, *(output.logprobs or ())],
+                all_entries,
                 offset=offset,
                 first=echo.first,
                 as_ids=self.body.return_tokens_as_token_ids,
             )
-            self._offsets[index] = offset + sum(map(len, logprobs.tokens))
+            self._offsets[index] = offset + len(echo.first)
+            for token, entry in zip([*prompt, *output.token_ids], all_entries, strict=True):
+                if entry is not None:
+                    self._offsets[index] += num_characters(entry[token])
         if self.body.return_token_ids:
             choice.token_ids = output.token_ids
             if is_first:

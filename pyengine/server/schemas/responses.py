@@ -104,6 +104,8 @@ class LogprobInfo(ServerModel):
     logprob: float
     rank: int
     decoded_token: str | None
+    bytes: list[int] | None = None
+    """For a part of a character, whose text is U+FFFD."""
 
 
 PromptLogprobs = list[dict[int, LogprobInfo] | None]
