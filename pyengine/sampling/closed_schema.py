@@ -61,11 +61,8 @@ def _schemas(root: Schema) -> Iterator[Schema]:
             continue
         yield schema
         pending += [schema[key] for key in _ONE if key in schema]
-        pending += [
-            item
-            for key in _SEVERAL
-            for item in (schema.get(key) if isinstance(schema.get(key), list) else ())
-        ]
+        lists = [schema[key] for key in _SEVERAL if isinstance(schema.get(key), list)]
+        pending += [item for several in lists for item in several]
         pending += [item for key in _NAMED for item in schema.get(key, {}).values()]
         pending += [item for group in _groups(schema) for item in group]
 

@@ -109,7 +109,9 @@ def _offer(body: ChatCompletionRequest) -> tuple[str, Sequence[Tool], Any]:
             "the two",
             param="functions",
         )
-    tools = [Tool(type="function", function=function) for function in body.functions]
+    tools = [
+        Tool(type="function", function=function, cache_control=None) for function in body.functions
+    ]
     if isinstance(choice, dict):
         choice = {"type": "function", "function": choice}
     return "function_call", tools, choice

@@ -241,3 +241,13 @@ def test_a_grammar_that_fails_while_it_runs_is_the_error_of_its_request(client: 
         last = client.events("/v1/completions", body)[-1]
         assert last["error"]["code"] == "structured_output_failed"
     assert client.complete([5, 6], max_tokens=1)["choices"]
+
+
+@pytest.mark.parametrize("number", [b"1e999", b"-1e999", b"NaN", b"Infinity"])
+def test_no_number_is_infinite(number: bytes, client: Client) -> None:
+    """The template would write Infinity into the prompt, which is no JSON."""
+    parameters = b'{"type":"object","properties":{"a":{"maximum":' + number + b"}}}"
+    tools = b'[{"type":"function","function":{"name":"f","parameters":' + parameters + b"}}]"
+    body = b'{"messages":[{"role":"user","content":"x"}],"max_tokens":1,"tools":' + tools + b"}"
+    response = client.send(PATH, body)
+    assert response.status_code == 400 and response.json()["error"]["code"] == "invalid_json"
