@@ -62,6 +62,13 @@ class RequestFailedError(PyEngineError):
         self.outputs = list(outputs)
 
 
+class StructuredOutputError(RequestFailedError):
+    """An answer cannot continue in its grammar; the other requests continued.
+
+    The grammar has become too complex, or leaves no token together with other settings.
+    """
+
+
 class ConfigurationError(PyEngineError, ValueError):
     """Engine settings contradict each other, or do not fit the model or the machine."""
 
@@ -88,10 +95,6 @@ class BrokenLogitsError(PyEngineError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.rows, self._num_rows)
-
-
-class StructuredOutputError(PyEngineError):
-    """An answer cannot continue in its grammar, which has become too complex."""
 
 
 class ModelLoadError(PyEngineError):

@@ -21,7 +21,12 @@ class Logprob:
     rank: int
     """1 for the most probable token; equal probabilities rank by token id, lowest first."""
     decoded_token: str | None = None
-    """The token's text, ``None`` without a tokenizer."""
+    """The token's text, ``None`` without a tokenizer. A part of a character is U+FFFD."""
+    token_bytes: bytes | None = None
+    """The token's bytes in the text: none for special tokens that the text omits.
+
+    ``None`` without a tokenizer.
+    """
 
 
 @dataclass(frozen=True, slots=True)

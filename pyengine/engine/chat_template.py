@@ -1,36 +1,27 @@
 """Renders conversations to token ids by the model's chat template, as transformers does."""
 
 import json
-import re
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeAlias, cast
+from weakref import WeakKeyDictionary
 
-from pyengine.engine.prompts import refuse_surrogates, shown
+from pyengine.engine.chat_messages import message_for, refuse_surrogates_within, with_text_arguments
+from pyengine.engine.prompts import shown
 from pyengine.engine.untrusted_calls import is_failure, within
 from pyengine.errors import ContextLengthError, InvalidRequestError
 
 Message: TypeAlias = Mapping[str, Any]
 """One turn of a conversation: `role`, and `content` or `tool_calls`."""
 
-_MESSAGE_KEYS = frozenset(
-    ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
-)
-_INERT_KEYS = frozenset(("annotations", "cache_control", "id", "refusal"))
-"""Keys of messages from servers, without effect unless the template reads them."""
-_PART_KEYS = frozenset(("type", "text"))
-_INERT_PART_KEYS = frozenset(("annotations", "cache_control", "id", "prompt_cache_breakpoint"))
-"""The same for parts of a content."""
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _RESERVED = {
     *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
     *("max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict"),
     *("return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
 }
 """Parameters of transformers' `apply_chat_template` that are no variables of a template."""
-_WALKS_PARTS = re.compile(r"for\s+\w+\s+in\s+(\w+\.content\b|\w+\[['\"]content['\"]\]|content\b)")
 
 
 def as_conversations(
@@ -97,7 +88,7 @@ class ChatOptions:
                     f"tools={shown(tools)}: it must be a list of JSON schemas, a mapping for each "
                     "function"
                 )
-        _refuse_surrogates_within(tools)
+        refuse_surrogates_within(tools)
 
 
 def _has_text_keys(value: Any) -> bool:
@@ -124,7 +115,7 @@ def render_chat(
     given: Any = messages
     if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
         raise InvalidRequestError(f"{shown(given)} is no conversation: give a list of messages")
-    several = [_message(at, value, str(template)) for at, value in enumerate(given)]
+    several = [message_for(str(template), at, value) for at, value in enumerate(given)]
     if not several:
         raise InvalidRequestError("the conversation is empty: it needs at least one message")
     try:
@@ -159,13 +150,67 @@ def _refuse_powers(template: str) -> None:
 def _render_somehow(
     messages: list[dict[str, Any]], tokenizer: Any, options: ChatOptions
 ) -> list[int]:
-    try:
-        return _render(messages, tokenizer, options)
-    except Exception:
-        if all("content" in message for message in messages):
+    """Render the messages in the first of the forms that the template takes."""
+    variants = [messages]
+    if any("tool_calls" in message for message in messages):
+        variants.append(with_text_arguments(messages))
+        if _adds_arguments_as_text(tokenizer, options):
+            variants.reverse()
+    if not all("content" in message for message in messages):  # some templates do not check it
+        variants += [[{"content": "", **message} for message in variant] for variant in variants]
+    errors = []
+    for variant in variants:
+        try:
+            return _render(variant, tokenizer, options)
+        except InvalidRequestError:
             raise
-    # Some templates use the content without a check.
-    return _render([{"content": "", **message} for message in messages], tokenizer, options)
+        except Exception as error:
+            errors.append(error)
+    raise errors[0]
+
+
+_adding: "WeakKeyDictionary[Any, dict[str, bool]]" = WeakKeyDictionary()
+"""By tokenizer and template: True if it adds the arguments of calls as text."""
+_MOST_KNOWN = 16
+_ARGUMENTS = {"zebra": 1}
+
+
+def _adds_arguments_as_text(tokenizer: Any, options: ChatOptions) -> bool:
+    """True if the template writes the arguments of tool calls as they are, so they must be text.
+
+    Found by rendering a small conversation in both forms.
+    """
+    template = str(options.template or getattr(tokenizer, "chat_template", None))
+    known = _adding.setdefault(tokenizer, {})
+    if template not in known:
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        as_mapping, as_text = (
+            _rendered_call(tokenizer, options, arguments)
+            for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS))
+        )
+        is_lost = "zebra" not in as_mapping or repr(_ARGUMENTS) in as_mapping
+        known[template] = is_lost and json.dumps(_ARGUMENTS) in as_text
+    return known[template]
+
+
+def _rendered_call(tokenizer: Any, options: ChatOptions, arguments: Any) -> str:
+    """A conversation with a tool call as text; empty if the template does not take it."""
+    function = {"name": "look", "arguments": arguments}
+    call = {"id": "call00000", "type": "function", "function": function}
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00000", "name": "look", "content": "1"},
+    ]
+    for count in (3, 2):  # some need the result of a call, others do not take one
+        with suppress(Exception):
+            return str(
+                tokenizer.apply_chat_template(
+                    messages[:count], chat_template=options.template, tokenize=False
+                )
+            )
+    return ""
 
 
 def _render(messages: list[dict[str, Any]], tokenizer: Any, options: ChatOptions) -> list[int]:
@@ -194,154 +239,3 @@ def _render(messages: list[dict[str, Any]], tokenizer: Any, options: ChatOptions
 
 def _words(error: BaseException) -> str:
     return str(error) or type(error).__name__
-
-
-def _message(position: int, message: Any, template: str) -> dict[str, Any]:
-    """A message for templates: text content, arguments of tool calls as mappings.
-
-    Values of None are left out, as transformers does.
-    """
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequestError(
-            f"message {position} is {shown(message)}: a message has 'role' and 'content'"
-        )
-    _check_role(position, message["role"], template)
-    plain = {}
-    for key, value in message.items():
-        is_known = key in _MESSAGE_KEYS or (isinstance(key, str) and template_reads(template, key))
-        if not is_known and key not in _INERT_KEYS:
-            raise InvalidRequestError(
-                f"message {position} has the key {reprlib.repr(key)}, which the chat template "
-                f"does not read; known are {', '.join(sorted(_MESSAGE_KEYS))}"
-            )
-        if is_known and value is not None:
-            plain[key] = value
-    content, calls = message.get("content"), message.get("tool_calls")
-    if content is None and not calls:
-        content = message.get("refusal")
-    if content is not None:
-        plain["content"] = _content(position, content, template)
-    elif not calls:
-        raise InvalidRequestError(
-            f"message {position} has neither 'content' nor 'tool_calls': give one of them"
-        )
-    if calls:
-        plain["tool_calls"] = _tool_calls(position, calls)
-    _refuse_surrogates_within(plain)
-    return plain
-
-
-def _check_role(position: int, role: str, template: str) -> None:
-    """Raise for a role that neither the API nor the template names.
-
-    Many templates write any role, so a misspelt role would change the prompt.
-    """
-    refuse_surrogates(role)
-    if role not in _ROLES and not any(f"{mark}{role}{mark}" in template for mark in "'\""):
-        raise InvalidRequestError(
-            f"message {position} has the role {shown(role)}: it must be one of "
-            f"{', '.join(_ROLES)}, or a role that the chat template names"
-        )
-
-
-def template_reads(template: str, name: str) -> bool:
-    """True if the name occurs in the template, not as a part of another one."""
-    # The first test avoids a regular expression of a name of some megabytes.
-    return name in template and bool(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template))
-
-
-def unread_keys(messages: Sequence[Any], template: str) -> list[str]:
-    """The accepted keys of messages and their parts that the template does not read.
-
-    Each once: `messages.id`, `messages.content.id`. Invalid messages are left to `render_chat`.
-    """
-    found: dict[str, None] = {}
-    for message in messages:
-        if not isinstance(message, Mapping):
-            continue
-        found.update(dict.fromkeys(_unread_of_message(message, template)))
-        content = message.get("content")
-        for part in content if isinstance(content, list | tuple) else ():
-            keys = _INERT_PART_KEYS & set(part) if isinstance(part, Mapping) else ()
-            found.update(dict.fromkeys(f"messages.content.{key}" for key in sorted(keys)))
-    return list(found)
-
-
-def _unread_of_message(message: Message, template: str) -> list[str]:
-    given = {key for key, value in message.items() if value is not None}
-    if not (message.get("content") or message.get("tool_calls")):
-        given.discard("refusal")  # it is the content
-    keys = sorted(given & {*_INERT_KEYS, "reasoning", "reasoning_content"})
-    return [f"messages.{key}" for key in keys if not template_reads(template, key)]
-
-
-def _content(position: int, content: Any, template: str) -> str | list[Any]:
-    """The content of a message as text; parts, as in OpenAI's API, become lines.
-
-    A template that iterates over parts gets them, as texts.
-    """
-    if not isinstance(content, list | tuple):
-        return _part(position, {"type": "text", "text": content}, content)
-    texts = [_part(position, part, content) for part in content]
-    if _WALKS_PARTS.search(template):
-        return [{"type": "text", "text": text} for text in texts]
-    return "\n".join(texts)
-
-
-def _part(position: int, part: Any, content: Any) -> str:
-    """The text of a part of a message's content."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    key = kind if kind in ("text", "refusal") else None
-    text = None if key is None else part.get(key)
-    if not isinstance(text, str):
-        found = f"a part of type {kind!r}" if kind not in (None, "text") else shown(content)
-        raise InvalidRequestError(
-            f"the content of message {position} is {found}: this engine takes text, as a "
-            "string or as parts of type 'text'"
-        )
-    for name in part:
-        if name not in _PART_KEYS | _INERT_PART_KEYS | {key}:
-            raise InvalidRequestError(
-                f"a part of the content of message {position} has the key {reprlib.repr(name)}, "
-                "which would change nothing: leave it out; known are "
-                f"{', '.join(sorted(_PART_KEYS))}"
-            )
-    return text
-
-
-def _tool_calls(position: int, calls: Any) -> list[dict[str, Any]]:
-    if not isinstance(calls, list | tuple):
-        raise InvalidRequestError(
-            f"'tool_calls' of message {position} is {shown(calls)}: it must be a list"
-        )
-    return [_tool_call(position, call) for call in calls]
-
-
-def _tool_call(position: int, call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidRequestError(
-            f"a tool call of message {position} is {shown(call)}: it has 'function' with 'name' "
-            "and 'arguments'"
-        )
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):  # OpenAI's API gives them as JSON, templates read a mapping
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(
-                f"the arguments of a tool call of message {position} are no JSON: {error}"
-            ) from error
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _refuse_surrogates_within(value: Any) -> None:
-    """Raise for invalid text in mappings and lists at any depth."""
-    todo, seen = [value], set()
-    while todo:
-        value = todo.pop()
-        if isinstance(value, str):
-            refuse_surrogates(value)
-        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
-            seen.add(id(value))
-            todo += [*value.keys(), *value.values()] if isinstance(value, Mapping) else value

@@ -337,7 +337,8 @@ class Engine:
         sequences = dict.fromkeys([batch.sequences[row] for row in error.rows])
         broken = [batch.sequences[row] for row in error.rows if row not in batch.ahead]
         for request in dict.fromkeys([sequence.request for sequence in broken]):
-            self._fail(request, error)
+            has_grammar = request.params.structured_outputs is not None
+            self._fail(request, StructuredOutputError(str(error)) if has_grammar else error)
         for sequence in sequences:
             if self._drafting is not None and sequence.finish_reason is None:
                 self._drafting.disable(sequence, error)
@@ -609,7 +610,9 @@ class Engine:
         self._remove(request)
         if sink is not None:
             message = f"request {request.request_id!r} failed: {request.error}"
-            failure = RequestFailedError(message, [request.output()])
+            is_of_grammar = isinstance(error, StructuredOutputError)
+            kind = StructuredOutputError if is_of_grammar else RequestFailedError
+            failure = kind(message, [request.output()])
             failure.__cause__ = error
             sink.fail(failure)
 

@@ -1,17 +1,16 @@
 """A request and its sequences: tokens, text, and end conditions."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from pyengine.engine.detokenizer import IncrementalDetokenizer, text_of
+from pyengine.engine.detokenizer import IncrementalDetokenizer
 from pyengine.engine.prompt_logprobs import PromptLogprobs
 from pyengine.engine.prompts import Prompt
+from pyengine.engine.token_bytes import TokenTexts, token_texts
 from pyengine.errors import PinQuotaError
 from pyengine.kv_cache import Pin, StoredPrefix
 from pyengine.kv_cache import Sequence as KVSequence
@@ -353,15 +352,17 @@ class Request:
             sequence.finish(reason, stop_reason)
 
     @property
-    def decoder(self) -> Callable[[int], str] | None:
-        """The text of a single token, for log-probabilities; None without a tokenizer."""
+    def decoder(self) -> TokenTexts | None:
+        """The texts of single tokens of answers; None without a tokenizer."""
+        skipped = self.params.skip_special_tokens
         tokenizer = self.tokenizer
-        return None if tokenizer is None else partial(text_of, tokenizer)
+        return None if tokenizer is None else token_texts(tokenizer, skip_special_tokens=skipped)
 
     def append_prompt_logprobs(self, first: int, logprobs: list[TokenLogprobs]) -> None:
         """Append log-probabilities of the prompt's tokens from position `first` on."""
         assert self.scores is not None
-        decoder = self.decoder
+        tokenizer = self.tokenizer
+        decoder = None if tokenizer is None else token_texts(tokenizer, skip_special_tokens=False)
         new = self.scores.extend(first, logprobs)
         self.prompt_logprobs += [entry.as_dict(decoder) for entry in new]
 

@@ -16,6 +16,7 @@ from weakref import finalize
 
 from pyengine.errors import InvalidRequestError, PyEngineError
 from pyengine.sampling import grammar_checker
+from pyengine.sampling.closed_schema import closed_schema
 from pyengine.sampling.token_masks import CompiledGrammar, TokenMatcher, num_filling_threads
 from pyengine.sampling_params import StructuredOutputs
 from pyengine.utils.fair_pool import FairPool
@@ -129,7 +130,8 @@ class Grammars:
 
     def _compile(self, asked: StructuredOutputs) -> CompiledGrammar:
         checker = self._checker()
-        answer = checker.ask([asked.kind, asked.text], _SECONDS)
+        text = closed_schema(asked.text) if asked.kind == "json" else asked.text
+        answer = checker.ask([asked.kind, text], _SECONDS)
         if checker.is_alive:
             self._idle.append(checker)
         if answer.get("error"):

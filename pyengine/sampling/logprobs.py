@@ -28,10 +28,12 @@ class TokenLogprobs:
     """The most probable tokens, as many as requested, in order of rank."""
     top_logprobs: tuple[float, ...]
 
-    def as_dict(self, decode: Callable[[int], str] | None = None) -> dict[int, Logprob]:
+    def as_dict(
+        self, decode: Callable[[int], tuple[str, bytes]] | None = None
+    ) -> dict[int, Logprob]:
         """Return the form for users: the token itself first, then the others by rank.
 
-        ``decode`` gives a token's text; without it the texts are ``None``.
+        ``decode`` gives a token's text and bytes; without it they are ``None``.
         """
         ranked = {self.token_id: (self.logprob, self.rank)}
         for place, (token, logprob) in enumerate(
@@ -39,7 +41,7 @@ class TokenLogprobs:
         ):
             ranked.setdefault(token, (logprob, place))
         return {
-            token: Logprob(logprob, rank, decode(token) if decode is not None else None)
+            token: Logprob(logprob, rank, *(decode(token) if decode is not None else ()))
             for token, (logprob, rank) in ranked.items()
         }
 

@@ -21,6 +21,7 @@ from pyengine.errors import (
     PyEngineError,
     QueueFullError,
     ReplicaLostError,
+    StructuredOutputError,
     TenantQueueFullError,
 )
 from pyengine.server.schemas.fields import CHAT, COMPLETIONS, OTHER_NAMES, Effect, rules_of
@@ -97,6 +98,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), code="context_length_exceeded")
         case InvalidRequestError():
             return ApiError(400, str(error))
+        case StructuredOutputError():
+            return ApiError(400, str(error), code="structured_output_failed")
         case TenantQueueFullError():
             return ApiError(429, str(error), code="too_many_requests", retry_after=1)
         case PyEngineError() if type(error) in _RETRYABLE:

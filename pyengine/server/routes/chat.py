@@ -9,7 +9,8 @@ from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
 
-from pyengine.engine.chat_template import ChatOptions, render_chat, unread_keys
+from pyengine.engine.chat_messages import template_reads, unread_keys
+from pyengine.engine.chat_template import ChatOptions, render_chat
 from pyengine.engine.thinking import stripped_thinking
 from pyengine.errors import ContextLengthError
 from pyengine.outputs import CompletionOutput, RequestOutput
@@ -48,6 +49,8 @@ from pyengine.server.settings import ServerSettings
 
 router = APIRouter(route_class=JsonRoute)
 
+_WITHOUT_CACHE_CONTROL: Any = {"cache_control": True, "function": {"cache_control"}}
+
 
 @router.post(
     "/v1/chat/completions",
@@ -61,12 +64,14 @@ async def chat_completions(
     template = str(getattr(context.engine.tokenizer, "chat_template", None) or "")
     variables = TemplateVariables.of(body, template, context.settings)
     details = PromptDetails([*ignored_fields(CHAT, body), *variables.ignored])
-    check_ignored(details.ignored, CHAT, context.settings)
     check_count(body.n, 1)
     tools = offered_tools(body)
     params = _params(body, tools, context.engine.get_default_sampling_params())
-    offered = body.tools if tools.names else None
-    options = chat_options(body, variables, context.settings, offered, context.longest_text)
+    details.ignored.extend(ignored_of_tools(tools.shown))
+    if tools.shown and not template_reads(template, "tools"):
+        details.ignored.extend(tools.unread())
+    check_ignored(details.ignored, CHAT, context.settings)
+    options = chat_options(body, variables, context.settings, tools.shown, context.longest_text)
 
     marks = cache_marks(body.messages) if context.engine.max_pinned_blocks else None
 
@@ -117,6 +122,12 @@ def _params(
     return sampling_params(body, default, overrides)
 
 
+def ignored_of_tools(tools: Sequence[Tool]) -> list[str]:
+    """The fields of tools without effect."""
+    marked = any(tool.cache_control or tool.function.cache_control for tool in tools)
+    return ["tools.cache_control"] if marked else []
+
+
 def chat_options(
     body: ChatOptionFields,
     variables: TemplateVariables,
@@ -131,7 +142,9 @@ def chat_options(
         if begins_turn is None
         else begins_turn,
         continue_final_message=body.continue_final_message,
-        tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+        tools=[tool.model_dump(exclude_none=True, exclude=_WITHOUT_CACHE_CONTROL) for tool in tools]
+        if tools
+        else None,
         variables=variables.values,
         longest=longest_text,
         seconds=settings.template_timeout,
@@ -180,7 +193,9 @@ class _Answer:
 
     def __init__(self, body: ChatCompletionRequest, tools: OfferedTools) -> None:
         self._parser = tools.parser()
-        self._max_calls = 1 if body.parallel_tool_calls is False else None
+        self.is_function_call = tools.are_functions
+        is_single = body.parallel_tool_calls is False or tools.are_functions
+        self._max_calls = 1 if is_single else None
         self._calls: list[ToolCall] = []
         self.is_begun = False
         self.plain: TextItems | None = None
@@ -201,8 +216,16 @@ class _Answer:
 
     def finish_reason(self, output: CompletionOutput) -> FinishReason | None:
         """The finish reason of a finished answer, else None."""
-        is_for_calls = output.finish_reason == "stop" and self._calls
-        return "tool_calls" if is_for_calls else output.finish_reason
+        if output.finish_reason != "stop" or not self._calls:
+            return output.finish_reason
+        return "function_call" if self.is_function_call else "tool_calls"
+
+    def add_calls(self, message: ChatMessage, calls: list[ToolCall]) -> None:
+        """Add calls to a message, or to a delta of it, in the form of the request."""
+        if calls and self.is_function_call:
+            message.function_call = calls[0].function
+        elif calls:
+            message.tool_calls = calls
 
 
 def _call(index: int, call: ParsedCall) -> ToolCall:
@@ -228,10 +251,10 @@ class _Writer:
         tally.add(output)
         choices = []
         for completion in output.outputs:
-            content, calls = self._answers[completion.index].new(completion)
+            answer = self._answers[completion.index]
+            content, calls = answer.new(completion)
             message = ChatMessage(role="assistant", content=content or (None if calls else ""))
-            if calls:
-                message.tool_calls = calls
+            answer.add_calls(message, calls)
             choices.append(ChatChoice(message=message, **self._rest(completion)))
         return ChatCompletionResponse(
             id=f"chatcmpl-{call.name}",
@@ -250,8 +273,7 @@ class _Writer:
         async for item in call.stream:
             tally.add(item)
             rest = {} if self._answers else self._of_prompt(item)
-            if has_usage:
-                rest["usage"] = tally.usage()
+            rest |= {"usage": tally.usage()} if has_usage else self._no_usage
             for output in item.outputs:
                 answer = self._answers[output.index]
                 content, calls = answer.new(output)
@@ -268,6 +290,12 @@ class _Writer:
             yield self._chunk(call, [], {"usage": tally.usage()})
 
     @property
+    def _no_usage(self) -> dict[str, Any]:
+        """The usage of a chunk before the last one: null if the last one has it."""
+        options = self._body.stream_options
+        return {"usage": None} if options is not None and options.include_usage else {}
+
+    @property
     def _shows_tokens(self) -> bool:
         return bool(self._body.logprobs or self._body.return_token_ids)
 
@@ -280,8 +308,7 @@ class _Writer:
             delta.role, delta.content = "assistant", ""
         if content:
             delta.content = content
-        if calls:
-            delta.tool_calls = calls
+        answer.add_calls(delta, calls)
         answer.is_begun = True
         if not (delta.model_fields_set or self._shows_tokens or output.is_finished):
             return None
@@ -292,7 +319,7 @@ class _Writer:
         rest = {**self._rest(output), "finish_reason": None, "stop_reason": None}
         return TextItems(
             lambda text: self._chunk(
-                call, [ChatChunkChoice(delta=ChatMessage(content=text), **rest)], {}
+                call, [ChatChunkChoice(delta=ChatMessage(content=text), **rest)], self._no_usage
             )
         )
 

@@ -21,7 +21,7 @@ from pyengine.server.routes.ignored import check_ignored, ignored_fields
 from pyengine.server.routes.json_route import JsonRoute
 from pyengine.server.routes.params import check_count, sampling_params
 from pyengine.server.schemas.fields import COMPLETIONS
-from pyengine.server.schemas.logprobs import completion_logprobs, prompt_logprobs
+from pyengine.server.schemas.logprobs import completion_logprobs, num_characters, prompt_logprobs
 from pyengine.server.schemas.requests import CompletionRequest
 from pyengine.server.schemas.responses import (
     CompletionChoice,
@@ -124,9 +124,11 @@ class _Writer:
         tally, options = UsageCounter(call), self.body.stream_options
         async for item in call.stream:
             tally.add(item)
-            usage = {}
+            usage: dict[str, Usage | None] = {}
             if options is not None and options.continuous_usage_stats:
                 usage["usage"] = tally.usage()
+            elif options is not None and options.include_usage:
+                usage["usage"] = None  # as in OpenAI's API
             for output in item.outputs:
                 plain = self._plain.get(item.index * self.n + output.index)
                 if plain is not None and output.finish_reason is None:
@@ -137,8 +139,8 @@ class _Writer:
                 has_more = choice.model_fields_set > _ALWAYS_SET
                 if choice.text or choice.finish_reason or has_more:
                     yield _response(call, [choice], usage)
-                if not has_more and not usage:
-                    self._plain[choice.index] = _text_items(call, choice)
+                if not has_more and not usage.get("usage"):
+                    self._plain[choice.index] = _text_items(call, choice, usage)
         if options is not None and options.include_usage:
             yield _response(call, [], {"usage": tally.usage()})
 
@@ -160,15 +162,18 @@ class _Writer:
         if self.body.logprobs is not None:
             prompt = item.prompt_token_ids if self.body.echo and is_first else []
             entries = [*(item.prompt_logprobs or ())] if prompt else []
-            logprobs = choice.logprobs = completion_logprobs(
+            all_entries = [*entries, *(output.logprobs or ())]
+            choice.logprobs = completion_logprobs(
                 [*prompt, *output.token_ids],
-                [*entries, *(output.logprobs or ())],
+                all_entries,
                 offset=offset,
                 first=echo.first,
                 as_ids=self.body.return_tokens_as_token_ids,
             )
             if self.body.stream:
-                self._offsets[index] = offset + sum(map(len, logprobs.tokens))
+                pairs = zip([*prompt, *output.token_ids], all_entries, strict=True)
+                lengths = [num_characters(entry[token]) for token, entry in pairs if entry]
+                self._offsets[index] = offset + len(echo.first) + sum(lengths)
         if self.body.return_token_ids:
             choice.token_ids = output.token_ids
             if is_first:
@@ -178,18 +183,20 @@ class _Writer:
         return choice
 
 
-def _text_items(call: Call, choice: CompletionChoice) -> TextItems:
+def _text_items(
+    call: Call, choice: CompletionChoice, usage: Mapping[str, Usage | None]
+) -> TextItems:
     """The template of further chunks of text."""
 
     def make(text: str) -> CompletionResponse:
         next = CompletionChoice(index=choice.index, text=text, finish_reason=None, stop_reason=None)
-        return _response(call, [next], {})
+        return _response(call, [next], usage)
 
     return TextItems(make)
 
 
 def _response(
-    call: Call, choices: list[CompletionChoice], usage: Mapping[str, Usage]
+    call: Call, choices: list[CompletionChoice], usage: Mapping[str, Usage | None]
 ) -> CompletionResponse:
     return CompletionResponse(
         id=f"cmpl-{call.name}",

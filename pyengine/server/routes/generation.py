@@ -25,7 +25,7 @@ from pyengine.server.engine_protocol import EngineStream
 from pyengine.server.errors import ApiError, as_api_error
 from pyengine.server.middleware.limits import release_body
 from pyengine.server.middleware.refusals import CLIENT_HAS_GONE
-from pyengine.server.routes.ignored import IGNORED_HEADER
+from pyengine.server.routes.ignored import ignored_header
 from pyengine.server.routes.params import (
     check_length,
     check_logprobs,
@@ -72,8 +72,7 @@ class Call:
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the response."""
-        ignored = {IGNORED_HEADER: ", ".join(self.ignored)} if self.ignored else {}
-        return {"x-request-id": self.client_id or self.name, **ignored}
+        return {"x-request-id": self.client_id or self.name, **ignored_header(self.ignored)}
 
     def finish(self) -> None:
         """Abort the requests that have not finished."""

@@ -10,6 +10,17 @@ from pyengine.server.settings import ServerSettings
 IGNORED_HEADER = "x-pyengine-ignored"
 """Response header with the names of the request's fields that had no effect."""
 _CODE = "unsupported_parameter"
+_LONGEST_HEADER = 4096
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """The header with the names, the first 4,096 characters of them; none without names."""
+    if not names:
+        return {}
+    text = ", ".join(dict.fromkeys(names))
+    if len(text) > _LONGEST_HEADER:
+        text = f"{text[:_LONGEST_HEADER].rpartition(', ')[0]}, ..."
+    return {IGNORED_HEADER: text}
 
 
 def ignored_fields(route: str, body: Any) -> list[str]:

@@ -6,6 +6,7 @@ parse, so its items are counted first, a slice at a time. Large bodies are parse
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from math import isfinite
 from typing import Any
 
 from fastapi import Request, Response
@@ -85,6 +86,12 @@ def check_items(body: dict[str, Any]) -> None:
         elif isinstance(value, list):
             budget -= len(value)
             containers += value if budget >= 0 else ()
+        elif isinstance(value, float) and not isfinite(value):  # 1e999 is JSON
+            raise ApiError(
+                400,
+                "the body has a number beyond 1.8e308, which is no number here: send a smaller one",
+                code="invalid_json",
+            )
         if budget < 0:
             raise _too_many(MAX_OTHER_ITEMS, "items beside the prompt")
 

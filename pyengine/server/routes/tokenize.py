@@ -5,14 +5,15 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from pyengine.engine.chat_messages import template_reads
 from pyengine.engine.untrusted_calls import tokenizer_errors
 from pyengine.errors import InvalidRequestError
 from pyengine.server.callers import caller_of
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
-from pyengine.server.routes.chat import chat_options, render
+from pyengine.server.routes.chat import chat_options, ignored_of_tools, render
 from pyengine.server.routes.generation import encode, unless_gone
-from pyengine.server.routes.ignored import IGNORED_HEADER, check_ignored
+from pyengine.server.routes.ignored import check_ignored, ignored_header
 from pyengine.server.routes.json_route import JsonRoute
 from pyengine.server.routes.template_variables import TemplateVariables
 from pyengine.server.schemas.fields import CHAT
@@ -62,8 +63,11 @@ async def tokenize(body: TokenizeRequest, request: Request, context: Context) ->
         raise ApiError(400, "send either prompt or messages", param="prompt")
     template = str(getattr(context.engine.tokenizer, "chat_template", None) or "")
     variables = TemplateVariables.of(body, template, context.settings)
-    check_ignored(variables.ignored, CHAT, context.settings)
-    headers = {IGNORED_HEADER: ", ".join(variables.ignored)} if variables.ignored else {}
+    ignored = [*variables.ignored, *ignored_of_tools(body.tools or ())]
+    if body.tools and not template_reads(template, "tools"):
+        ignored.append("tools")
+    check_ignored(ignored, CHAT, context.settings)
+    headers = ignored_header(ignored)
     options = chat_options(body, variables, context.settings, body.tools, context.longest_text)
 
     def tokenized(tokenizer: Any) -> str:

@@ -6,20 +6,24 @@ answer that object alone.
 """
 
 import json
+import re
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from pyengine.server.errors import ApiError
-from pyengine.server.schemas.requests import ChatCompletionRequest, Function
+from pyengine.server.schemas.requests import ChatCompletionRequest, Function, Tool
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_ABOUT_SCHEMAS = frozenset(("$schema", "description", "title", "type"))
+"""Keywords that describe no parameter."""
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A tool call; `arguments` is a JSON object as text."""
+    """A tool call; `arguments` is a JSON object as text, as the model wrote it."""
 
     name: str
     arguments: str
@@ -34,6 +38,10 @@ class OfferedTools:
 
     names: frozenset[str] = frozenset()
     schema: Mapping[str, Any] | None = None
+    shown: Sequence[Tool] = ()
+    """The tools for the chat template: with `allowed_tools` more than the model may call."""
+    are_functions: bool = False
+    """True if the request has `functions`, the older form of `tools`; answers have that form."""
 
     def parser(self) -> "ToolParser | None":
         """A parser for one answer; None without tools."""
@@ -41,40 +49,113 @@ class OfferedTools:
             return None
         return ToolParser(self.names) if self.schema is None else RequiredCall(self.names)
 
+    def unread(self) -> list[str]:
+        """The fields without effect if the chat template does not read tools."""
+        if not self.shown:
+            return []
+        if self.schema is None:
+            return ["functions" if self.are_functions else "tools"]
+        has_description = any(tool.function.description for tool in self.shown)
+        name = "functions" if self.are_functions else "tools.function"
+        return [f"{name}.description"] if has_description else []
+
 
 def offered_tools(body: ChatCompletionRequest) -> OfferedTools:
-    """The tools of a request. Raises `ApiError` for an invalid `tool_choice`."""
-    tools = {tool.function.name: tool.function for tool in body.tools or ()}
-    if len(tools) < len(body.tools or ()):
-        raise ApiError(400, "tools: two tools have the same name", param="tools")
-    match body.tool_choice:
-        case None | "none":
-            return OfferedTools() if body.tool_choice == "none" else OfferedTools(frozenset(tools))
-        case "required" if not tools:
-            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
-        case "auto":
-            return OfferedTools(frozenset(tools))
-        case "required":
-            chosen = list(tools.values())
-        case {"type": "function", "function": {"name": str(name), **rest}, **more} if (
-            name in tools and not rest and not more
-        ):
-            chosen = [tools[name]]
-        case _:
-            raise ApiError(
-                400,
-                f"tool_choice={reprlib.repr(body.tool_choice)}: it must be auto, none, required or "
-                '{"type": "function", "function": {"name": ...}} with a function of tools',
-                param="tool_choice",
-            )
+    """The tools of a request, from `tools` or `functions`.
+
+    Raises `ApiError` for an invalid `tool_choice` or `function_call`.
+    """
+    field, tools, choice = _offer(body)
+    functions = {tool.function.name: tool.function for tool in tools}
+    are_functions = field == "function_call"
+    if len(functions) < len(tools):
+        of = "functions" if are_functions else "tools"
+        raise ApiError(400, f"{of}: two of them have the same name", param=of)
+    if choice == "none":
+        return OfferedTools()
+    if choice in (None, "auto"):
+        return OfferedTools(frozenset(functions), None, tools, are_functions)
+    if choice == "required" and not tools:
+        raise ApiError(400, f"{field} needs tools", param=field)
+    names, is_required = _chosen(field, choice, functions)
+    if not is_required:
+        return OfferedTools(frozenset(names), None, tools, are_functions)
     if body.response_format is not None or body.structured_outputs is not None:
         raise ApiError(
             400,
-            "tool_choice requires a call, which excludes response_format and structured_outputs: "
+            f"{field} requires a call, which excludes response_format and structured_outputs: "
             "send one of them",
-            param="tool_choice",
+            param=field,
         )
-    return OfferedTools(frozenset(function.name for function in chosen), _schema(chosen))
+    schema = _schema([functions[name] for name in names])
+    return OfferedTools(frozenset(names), schema, tools, are_functions)
+
+
+def _offer(body: ChatCompletionRequest) -> tuple[str, Sequence[Tool], Any]:
+    """The field that chooses a tool, the tools, and the choice in the form of `tool_choice`."""
+    choice = body.function_call
+    if not body.functions:
+        if choice not in (None, "none", "auto"):
+            raise ApiError(
+                400,
+                f"function_call={reprlib.repr(choice)} needs functions; tools have tool_choice",
+                param="function_call",
+            )
+        return "tool_choice", body.tools or (), body.tool_choice
+    if body.tools or body.tool_choice is not None:
+        raise ApiError(
+            400,
+            "functions and function_call are the older form of tools and tool_choice: send one of "
+            "the two",
+            param="functions",
+        )
+    tools = [
+        Tool(type="function", function=function, cache_control=None) for function in body.functions
+    ]
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": choice}
+    return "function_call", tools, choice
+
+
+def _chosen(
+    field: str, choice: Any, functions: Mapping[str, Function]
+) -> tuple[Collection[str], bool]:
+    """The names of the functions that may be called, and whether one must be."""
+    allowed: Any
+    match choice:
+        case "required" if field == "tool_choice":
+            return functions.keys(), True
+        case {"type": "function", **rest} if set(rest) == {"function"}:
+            name = _name(rest["function"])
+            if name in functions:
+                return [name], True
+        case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(allowed)}} if (
+            mode in ("auto", "required") and allowed
+        ):
+            names = [
+                _name(item.get("function")) if item.get("type") == "function" else ""
+                for item in allowed
+                if isinstance(item, dict)
+            ]
+            if len(names) == len(allowed) and functions.keys() >= set(names):
+                return names, mode == "required"
+    forms = (
+        'auto, none or {"name": ...} with the name of one of functions'
+        if field == "function_call"
+        else 'auto, none, required, {"type": "function", "function": {"name": ...}} with a '
+        'function of tools, or {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or '
+        '"required", "tools": [...]}} with functions of tools'
+    )
+    shown = choice["function"] if field == "function_call" and isinstance(choice, dict) else choice
+    raise ApiError(400, f"{field}={reprlib.repr(shown)}: it must be {forms}", param=field)
+
+
+def _name(function: Any) -> str:
+    """The name in `{"name": ...}`; empty in another form."""
+    match function:
+        case {"name": str(name), **rest} if not rest:
+            return name
+    return ""
 
 
 def _schema(functions: Sequence[Function]) -> dict[str, Any]:
@@ -82,7 +163,7 @@ def _schema(functions: Sequence[Function]) -> dict[str, Any]:
     definitions: dict[str, dict[str, Any]] = {}
     calls = []
     for function in functions:
-        parameters = dict(function.parameters or {"type": "object"})
+        parameters = _parameters(function)
         for place in ("$defs", "definitions"):
             for name, definition in dict(parameters.pop(place, {})).items():
                 if definitions.setdefault(place, {}).setdefault(name, definition) != definition:
@@ -100,6 +181,14 @@ def _schema(functions: Sequence[Function]) -> dict[str, Any]:
             }
         )
     return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **definitions}
+
+
+def _parameters(function: Function) -> dict[str, Any]:
+    """The schema of the arguments. A function that describes no parameter has none."""
+    parameters = dict(function.parameters or {})
+    if not parameters.get("required", True):
+        del parameters["required"]
+    return parameters if set(parameters) - _ABOUT_SCHEMAS else {**_NO_PARAMETERS}
 
 
 class ToolParser:
@@ -149,16 +238,15 @@ class ToolParser:
 
     def _call(self, text: str) -> ParsedCall | None:
         try:
-            found = json.loads(text)
+            members = _members(text)
+            name = _decoded(members.get("name", "null"))
+            arguments = _arguments(members.get("arguments", "null"))
         except (ValueError, RecursionError):
             return None
-        if not isinstance(found, dict):
-            return None
-        name, arguments = found.get("name"), found.get("arguments", {})
-        if not isinstance(name, str) or name not in self._tools or not isinstance(arguments, dict):
+        if not isinstance(name, str) or name not in self._tools:
             return None
         self.num_calls += 1
-        return ParsedCall(name, json.dumps(arguments, ensure_ascii=False))
+        return ParsedCall(name, arguments)
 
 
 class RequiredCall(ToolParser):
@@ -179,3 +267,54 @@ def _end_of_certain(text: str) -> int:
     lengths = range(min(len(_OPEN) - 1, len(text)), 0, -1)
     begun = next((length for length in lengths if _OPEN.startswith(text[-length:])), 0)
     return len(text[: len(text) - begun].rstrip())
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def _decoded(text: str) -> Any:
+    """The value of a JSON text. Raises `ValueError`, for NaN and infinity, too."""
+    return _DECODER.decode(text)
+
+
+def _members(text: str) -> dict[str, str]:
+    """The members of a JSON object as JSON texts, unchanged. Raises `ValueError`."""
+    if not isinstance(_decoded(text), dict):
+        raise ValueError("no JSON object")
+
+    def skip(at: int) -> int:
+        match = _SPACE.match(text, at)
+        return at if match is None else match.end()
+
+    members: dict[str, str] = {}
+    at = skip(skip(0) + 1)  # after the brace
+    while text[at] != "}":
+        name, at = _DECODER.raw_decode(text, at)
+        begin = skip(skip(at) + 1)  # after the colon
+        _, end = _DECODER.raw_decode(text, begin)
+        members[name] = text[begin:end]
+        at = skip(end)
+        if text[at] == ",":
+            at = skip(at + 1)
+    return members
+
+
+def _arguments(text: str) -> str:
+    """A JSON object as text: `text` itself, or the string that it is. None are `{}`.
+
+    Raises `ValueError` for other values.
+    """
+    value = _decoded(text)
+    if isinstance(value, str):
+        text = value.strip() or "{}"
+        value = _decoded(text)
+    if value is None:
+        return "{}"
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object")
+    return text

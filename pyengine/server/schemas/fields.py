@@ -95,8 +95,8 @@ def _echoes_nothing(value: Any, body: Any) -> bool:
     return not value or body.messages[-1].get("role") != "assistant"
 
 
-def _forces_no_call(value: Any, _: Any) -> bool:
-    return value in ("none", "auto")
+def _chooses_no_function(value: Any, body: Any) -> bool:
+    return value in ("none", "auto") and not body.functions
 
 
 _CHAT_ONLY: Any = {"routes": (CHAT,)}
@@ -135,18 +135,24 @@ _PROMPT = (
     _honoured("tools", "functions that the model may call", **_CHAT_ONLY),
     _honoured(
         "tool_choice",
-        "auto, none, required, or a function of `tools`",
+        "auto, none, required, a function of `tools`, or `allowed_tools`",
         special="`auto` without `tools`",
         is_special=_has_no_tools,
         **_CHAT_ONLY,
     ),
     _honoured("parallel_tool_calls", "false: at most one call", **_CHAT_ONLY),
-    _refused_unless_empty("functions", "use tools", "`[]`", **_CHAT_ONLY),
-    _refused(
+    _honoured(
+        "functions",
+        "the older form of `tools`; the answer has `function_call`",
+        special="`[]`",
+        is_special=lambda value, _: not value,
+        **_CHAT_ONLY,
+    ),
+    _honoured(
         "function_call",
-        "use tool_choice",
-        special="`none` and `auto`",
-        is_special=_forces_no_call,
+        "the older form of `tool_choice`",
+        special="`none` and `auto` without `functions`",
+        is_special=_chooses_no_function,
         **_CHAT_ONLY,
     ),
     _honoured(

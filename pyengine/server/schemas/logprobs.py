@@ -15,17 +15,37 @@ from pyengine.server.schemas.slices import items
 
 _MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express."""
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 Entries = Sequence[Mapping[int, Logprob] | None]
 """For each token: the token itself, then the most likely ones."""
 
 
 def _value(entry: Logprob) -> float:
-    return max(entry.logprob, _MIN_LOGPROB)
+    return max(_MIN_LOGPROB, entry.logprob)  # in this order it is no NaN
 
 
 def _text(token: int, entry: Logprob, as_ids: bool | None) -> str:
     return f"token_id:{token}" if as_ids else entry.decoded_token or ""
+
+
+def _bytes(entry: Logprob) -> bytes:
+    if entry.token_bytes is None:
+        return (entry.decoded_token or "").encode(errors="replace")
+    return entry.token_bytes
+
+
+def _name(token: int, entry: Logprob, as_ids: bool | None) -> str:
+    """The text of a token of a completion; parts of characters as in OpenAI's API."""
+    text, data = _text(token, entry, as_ids), entry.token_bytes
+    if as_ids or not data or _REPLACEMENT not in text or data == text.encode():
+        return text
+    return "bytes:" + "".join([f"\\x{byte:02x}" for byte in data])
+
+
+def num_characters(entry: Logprob) -> int:
+    """The characters that begin in this token: those of all tokens add up to their text's."""
+    return sum([byte & 0xC0 != 0x80 for byte in _bytes(entry)])
 
 
 def completion_logprobs(
@@ -45,7 +65,7 @@ def completion_logprobs(
     def tokens() -> Iterator[str]:
         for token, candidates in pairs:
             chosen = Logprob(0, 0, first) if candidates is None else candidates[token]
-            yield _text(token, chosen, as_ids)
+            yield _name(token, chosen, as_ids)
 
     def values() -> Iterator[float | None]:
         for token, candidates in pairs:
@@ -57,9 +77,9 @@ def completion_logprobs(
 
     def offsets() -> Iterator[int]:
         end = offset
-        for text in tokens():
+        for token, candidates in pairs:
             yield end
-            end += len(text)
+            end += len(first) if candidates is None else num_characters(candidates[token])
 
     return CompletionLogprobs(
         text_offset=items(len(pairs), offsets),
@@ -73,7 +93,7 @@ def _by_text(candidates: Mapping[int, Logprob], as_ids: bool | None) -> dict[str
     """Values by text; if several tokens have the same text, the largest value."""
     values: dict[str, float] = {}
     for token, entry in candidates.items():
-        text, value = _text(token, entry, as_ids), _value(entry)
+        text, value = _name(token, entry, as_ids), _value(entry)
         values[text] = max(value, values.get(text, value))
     return values
 
@@ -97,11 +117,8 @@ def chat_logprobs(
 
 
 def _top(token: int, entry: Logprob, as_ids: bool | None) -> TopLogprob:
-    text = entry.decoded_token or ""
     return TopLogprob(
-        token=_text(token, entry, as_ids),
-        logprob=_value(entry),
-        bytes=list(text.encode(errors="replace")),
+        token=_text(token, entry, as_ids), logprob=_value(entry), bytes=list(_bytes(entry))
     )
 
 
@@ -113,13 +130,17 @@ def prompt_logprobs(entries: Entries) -> PromptLogprobs:
             yield (
                 None
                 if candidates is None
-                else {
-                    token: LogprobInfo(
-                        logprob=_value(entry), rank=entry.rank, decoded_token=entry.decoded_token
-                    )
-                    for token, entry in candidates.items()
-                }
+                else {token: _info(entry) for token, entry in candidates.items()}
             )
 
     of_prompt: PromptLogprobs = items(len(entries), infos)
     return of_prompt
+
+
+def _info(entry: Logprob) -> LogprobInfo:
+    """A token of a prompt, with its bytes if its text does not have them."""
+    text = entry.decoded_token
+    info = LogprobInfo(logprob=_value(entry), rank=entry.rank, decoded_token=text)
+    if text is not None and _REPLACEMENT in text and _bytes(entry) != text.encode():
+        info.bytes = list(_bytes(entry))
+    return info

@@ -6,9 +6,11 @@ limits the lengths of lists and texts. Validation of a list stops at the first w
 (`fail_fast`), because a million errors would take minutes.
 """
 
+import reprlib
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from pyengine.server.schemas.fields import CHAT, COMPLETIONS, rules_of
 
@@ -33,15 +35,22 @@ Prompts: TypeAlias = (
     | Annotated[list[PromptIds], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 )
 
-Messages: TypeAlias = Annotated[
-    list[dict[str, Any]], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
-]
+Messages: TypeAlias = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
+"""Their number is limited by the items of a body and by the context length."""
 
 
 class ClientModel(BaseModel):
     """Base of request models: strict types, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, fields: Any) -> Any:
+        """Leave out fields set to null, which clients send for fields that they do not set."""
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def _ignored_field(name: str, route: str = COMPLETIONS) -> Any:
@@ -190,6 +199,7 @@ class Function(ClientModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: dict[str, Any] | None = Field(None, description="without effect")
 
 
 class Tool(ClientModel):
@@ -197,6 +207,20 @@ class Tool(ClientModel):
 
     type: Literal["function"]
     function: Function
+    cache_control: dict[str, Any] | None = Field(None, description="without effect")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_function(cls, fields: Any) -> Any:
+        kind = fields.get("type") if isinstance(fields, dict) else None
+        if kind is None or kind == "function":
+            return fields
+        raise PydanticCustomError(
+            "unsupported_tool",
+            "tools of type {kind} are not supported, and nothing was run: describe a tool as a "
+            "function, and its free text as a parameter of type string",
+            {"kind": reprlib.repr(kind)},
+        )
 
 
 class ChatOptionFields(ClientModel):
@@ -233,9 +257,11 @@ class ChatCompletionRequest(SamplingFields, ChatOptionFields):
         "documents", CHAT
     )
     echo: bool | None = _ignored_field("echo", CHAT)
-    function_call: str | dict[str, Any] | None = _ignored_field("function_call", CHAT)
-    functions: Annotated[list[Any], Field(max_length=MAX_ITEMS)] | None = _ignored_field(
-        "functions", CHAT
+    function_call: str | dict[str, Any] | None = Field(
+        None, description="the older form of tool_choice"
+    )
+    functions: Annotated[list[Function], Field(max_length=128, fail_fast=True)] | None = Field(
+        None, description="the older form of tools"
     )
     include_reasoning: bool | None = _ignored_field("include_reasoning", CHAT)
     return_prompt_text: bool | None = _ignored_field("return_prompt_text", CHAT)

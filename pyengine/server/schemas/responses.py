@@ -106,11 +106,13 @@ class LogprobInfo(ServerModel):
     logprob: float
     rank: int
     decoded_token: str | None
+    bytes: list[int] | None = None
+    """For a part of a character, whose text is U+FFFD."""
 
 
 # Long lists are not validated: they may be `SlicedList`.
 PromptLogprobs = SkipValidation[list[dict[int, LogprobInfo] | None]]
-FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "function_call", "abort", "error"]
 
 
 class CompletionLogprobs(ServerModel):
@@ -188,6 +190,8 @@ class ChatMessage(ServerModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
     tool_calls: list[ToolCall] | None = None
+    function_call: CalledFunction | None = None
+    """The call, if the request has `functions`."""
 
 
 class ChatChoice(ServerModel):

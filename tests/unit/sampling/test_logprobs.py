@@ -190,7 +190,7 @@ def test_the_users_form_has_the_token_first_and_each_token_once() -> None:
         (2, Logprob(-1.0, 2, None)),
     ]
     inside = TokenLogprobs(2, -1.0, 2, (4, 2), (-0.5, -1.0))
-    assert list(inside.as_dict(lambda token: f"<{token}>").items()) == [
-        (2, Logprob(-1.0, 2, "<2>")),
-        (4, Logprob(-0.5, 1, "<4>")),
+    assert list(inside.as_dict(lambda token: (f"<{token}>", b"x")).items()) == [
+        (2, Logprob(-1.0, 2, "<2>", b"x")),
+        (4, Logprob(-0.5, 1, "<4>", b"x")),
     ]

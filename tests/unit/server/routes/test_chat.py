@@ -127,7 +127,7 @@ def test_logprobs_are_those_of_the_engine(client: Client, engine: AsyncEngine) -
     content = choice["logprobs"]["content"]
     for found, token, entries in zip(content, expected.token_ids, expected.logprobs, strict=True):
         assert found["logprob"] == pytest.approx(entries[token].logprob)
-        assert bytes(found["bytes"]).decode() == entries[token].decoded_token
+        assert bytes(found["bytes"]) == entries[token].token_bytes
         values = [top["logprob"] for top in found["top_logprobs"]]
         assert values == sorted(values, reverse=True) and len(values) == 3
     (choice,) = client.chat([USER], logprobs=True, **GREEDY)["choices"]
@@ -199,3 +199,61 @@ def test_an_endless_template_costs_its_caller_a_refusal(tmp_path: Path) -> None:
         for _ in range(3):  # more than there are threads
             assert "after 0.2 seconds" in client.refusal(PATH, body)["message"]
         assert client.chat([USER], max_tokens=1)["choices"]
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+@pytest.mark.parametrize("fields", [{}, {"return_token_ids": True}, {"logprobs": 1}])
+def test_the_usage_is_null_in_all_chunks_but_the_last(
+    path: str, fields: Any, client: Client
+) -> None:
+    fields = {**fields, "logprobs": True} if path == PATH and "logprobs" in fields else fields
+    prompt = {"messages": [USER]} if path == PATH else {"prompt": [5, 6]}
+    body = {**prompt, **GREEDY, **fields, "max_tokens": 8}
+    *events, last = client.events(path, {**body, "stream_options": {"include_usage": True}})
+    assert events
+    assert [event["usage"] for event in events] == [None] * len(events)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 8
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    assert all(event["usage"] for event in client.events(path, {**body, "stream_options": both}))
+    for options in ({"stream_options": None}, {"stream_options": {"include_usage": None}}, {}):
+        assert not [event for event in client.events(path, {**body, **options}) if "usage" in event]
+
+
+def test_many_messages_are_too_long_not_too_many(client: Client, engine: AsyncEngine) -> None:
+    several = [{"role": "user", "content": "x"}] * 1025
+    for count in (1025, 5000):
+        error = client.refusal(PATH, {"messages": several[:1] * count})
+        assert error["code"] == "context_length_exceeded", error
+        assert "maximum context length" in error["message"]
+    short = client.post("/tokenize", {"messages": several}).json()
+    assert short["tokens"] == engine.apply_chat_template(several)
+
+
+def test_bytes_of_logprobs_add_up_to_the_text(client: Client) -> None:
+    """With parts of characters, of which the tokenizer makes U+FFFD one by one."""
+    tokenizer = client.context.engine.tokenizer
+    ids = tokenizer.encode("東京😀é", add_special_tokens=False)
+    parts = 0
+    for seed in range(4):
+        body = {"allowed_token_ids": ids, "temperature": 1, "seed": seed, "max_tokens": 30}
+        answer = client.chat([USER], logprobs=True, top_logprobs=3, ignore_eos=True, **body)
+        (choice,) = answer["choices"]
+        content = choice["logprobs"]["content"]
+        joined = b"".join(bytes(entry["bytes"]) for entry in content)
+        assert joined.decode(errors="replace") == choice["message"]["content"]
+        parts += sum(entry["token"] == "\ufffd" for entry in content)
+        for entry in content:
+            same = [top for top in entry["top_logprobs"] if top["logprob"] == entry["logprob"]]
+            assert not same or entry["bytes"] in [top["bytes"] for top in same]
+            assert [0xEF, 0xBF, 0xBD] not in [top["bytes"] for top in entry["top_logprobs"]]
+    assert parts > 20
+
+
+def test_the_end_of_an_answer_adds_no_bytes(client: Client) -> None:
+    end = client.context.engine.tokenizer.eos_token_id
+    bias = {"logit_bias": {str(end): 100}, "min_tokens": 2, "temperature": 0, "logprobs": True}
+    (choice,) = client.chat([USER], **bias)["choices"]
+    content = choice["logprobs"]["content"]
+    assert choice["finish_reason"] == "stop" and content[-1]["token"] == "<|end|>"
+    joined = b"".join(bytes(entry["bytes"]) for entry in content)
+    assert joined.decode(errors="replace") == choice["message"]["content"]

@@ -159,7 +159,11 @@ def test_logprobs_are_those_of_the_engine(client: Client, engine: AsyncEngine) -
         ]
     )
     assert found["text_offset"][0] == 0
-    lengths = [len(token) for token in found["tokens"]]
+    data = [
+        several[token].token_bytes
+        for token, several in zip(expected.token_ids, expected.logprobs, strict=True)
+    ]
+    lengths = [sum(byte & 0xC0 != 0x80 for byte in part) for part in data]
     assert found["text_offset"] == [sum(lengths[:at]) for at in range(6)]
 
 
@@ -382,3 +386,48 @@ def test_no_thread_is_taken_for_a_request(client: Client) -> None:
         return [thread.name for thread in threading.enumerate()]
 
     assert not [name for name in client.run(use) if "AnyIO" in name]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_parts_of_characters_have_their_bytes_and_their_place(stream: bool, client: Client) -> None:
+    """As in OpenAI's API: `bytes:\\xe6\\x9d`. Offsets are those of the text."""
+    tokenizer, text = client.context.engine.tokenizer, "a東京 😀é"
+    allowed = tokenizer.encode(text, add_special_tokens=False)
+    body = {"prompt": text, "echo": True, "logprobs": 2, "max_tokens": 20, "temperature": 1}
+    body |= {"seed": 1, "allowed_token_ids": allowed, "ignore_eos": True}
+    if stream:
+        choices = [event["choices"][0] for event in client.events("/v1/completions", body)]
+    else:
+        choices = client.answer("/v1/completions", body)["choices"]
+    whole = "".join(choice["text"] for choice in choices)
+    assert whole.startswith(text)
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+    tops = [top for choice in choices for top in choice["logprobs"]["top_logprobs"]]
+    offsets = [at for choice in choices for at in choice["logprobs"]["text_offset"]]
+    joined = b"".join(
+        bytes.fromhex(token.removeprefix("bytes:").replace("\\x", ""))
+        if token.startswith("bytes:")
+        else token.encode()
+        for token in tokens
+    )
+    assert joined.decode(errors="replace") == whole
+    assert sum(token.startswith("bytes:") for token in tokens) > 10
+    assert all(token in top for token, top in zip(tokens[1:], tops[1:], strict=True))
+    echoed = offsets[: len(allowed)]
+    for at, token in zip(echoed, tokens, strict=False):
+        if not token.startswith("bytes:"):
+            assert text[at:].startswith(token)
+    assert echoed == sorted(echoed) and offsets[len(allowed)] == len(text)
+
+
+def test_bytes_of_parts_of_characters_in_the_prompt(client: Client) -> None:
+    tokenizer, text = client.context.engine.tokenizer, "a東京"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    body = {"prompt": text, "max_tokens": 0, "prompt_logprobs": 1}
+    (choice,) = client.answer("/v1/completions", body)["choices"]
+    found = b"a"
+    for token, entries in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True):
+        entry = entries[str(token)]
+        found += bytes(entry.get("bytes") or entry["decoded_token"].encode())
+        assert ("bytes" in entry) == ("\ufffd" in entry["decoded_token"])
+    assert found.decode() == text

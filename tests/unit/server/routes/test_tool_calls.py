@@ -41,6 +41,41 @@ TEXTS: dict[str, list[Any]] = {
         "<tool_call>" + "[" * 100_000 + "</tool_call>"
     ],
     "<tool_call>[]</tool_call>": ["<tool_call>[]</tool_call>"],
+    **{
+        f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>': [
+            ParsedCall("add", expected)
+        ]
+        for arguments, expected in {
+            r'"{\"a\": 1}"': '{"a": 1}',
+            r'" {\"a\": \"\\ud83d\"} "': r'{"a": "\ud83d"}',
+            '""': "{}",
+            '"null"': "{}",
+            "null": "{}",
+            '{"a":1e999,\n "b": 0.10000000000000000001}': (
+                '{"a":1e999,\n "b": 0.10000000000000000001}'
+            ),
+            r'{"a": "\ud800"}': r'{"a": "\ud800"}',
+            '{"a": {"arguments": "}"}, "a": [{}]}': '{"a": {"arguments": "}"}, "a": [{}]}',
+        }.items()
+    },
+    '<tool_call>{ "arguments" : {"a": 1} , "name":"add"}</tool_call>': [
+        ParsedCall("add", '{"a": 1}')
+    ],
+    **{
+        text: [text]
+        for arguments in (
+            '{"a": NaN}',
+            '{"a": [Infinity]}',
+            '{"a": -Infinity}',
+            r'"{\"a\": NaN}"',
+            '"x"',
+            '"[1]"',
+            r'"\"{}\""',
+            "5",
+            "true",
+        )
+        for text in [f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>']
+    },
     "<tool_call>" + CALL: ["<tool_call>" + CALL],
 }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pyengine.engine import chat_template as chat
+from pyengine.engine import chat_messages
 from pyengine.server.schemas.fields import (
     CHAT,
     COMPLETIONS,
@@ -103,12 +103,12 @@ def test_the_page_is_what_the_code_says() -> None:
 def test_the_page_names_every_key_of_messages() -> None:
     rows = table("docs/reference/request-fields.md", "key", "of")
     for of, keys in (
-        ("messages", chat._MESSAGE_KEYS | chat._INERT_KEYS),
-        ("parts", chat._PART_KEYS | chat._INERT_PART_KEYS | {"refusal"}),
+        ("messages", chat_messages._MESSAGE_KEYS | chat_messages._INERT_KEYS),
+        ("parts", chat_messages._PART_KEYS | chat_messages._INERT_PART_KEYS | {"refusal"}),
     ):
         said = [name for row in rows if row[1] == of for name in re.findall(r"\w+", row[0])]
         assert sorted(said) == sorted(keys)
-    for role in chat._ROLES:
+    for role in chat_messages._ROLES:
         assert f"`{role}`" in TEXT
 
 

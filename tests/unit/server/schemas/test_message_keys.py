@@ -102,3 +102,28 @@ def test_a_role_that_the_template_names_is_taken(tmp_path: Path) -> None:
     with open_small_engine(save_small_model(tmp_path, template)) as engine:
         body = {**BODIES[CHAT], "messages": [{"role": "ipython", "content": "x"}]}
         assert make_client(engine).answer(CHAT, body)["choices"]
+
+
+def test_answers_of_other_servers_are_taken_and_their_keys_named(client: Client) -> None:
+    """Keys that no list has, too."""
+    body = {**BODIES[CHAT], "return_token_ids": True}
+    answer = {**ASSISTANT, "provider_specific_fields": {}, "x_new.key-1": [1], "audio": None}
+    response = client.post(CHAT, {**body, "messages": [USER, answer, USER]})
+    assert response.status_code == 200, response.text
+    assert response.headers[HEADER] == "messages.provider_specific_fields, messages.x_new.key-1"
+    plain = client.answer(CHAT, {**body, "messages": [USER, ASSISTANT, USER]})
+    assert response.json()["prompt_token_ids"] == plain["prompt_token_ids"]
+
+
+def test_many_unknown_keys_make_no_endless_header(client: Client) -> None:
+    answer = {**ASSISTANT, **{f"unknown_key_number_{at}": 1 for at in range(1000)}}
+    response = client.post(CHAT, {**BODIES[CHAT], "messages": [USER, answer, USER]})
+    assert response.status_code == 200, response.text
+    header = response.headers[HEADER]
+    assert len(header) < 4200 and header.endswith(", ...")
+
+
+def test_an_unknown_key_of_another_role_is_refused(client: Client) -> None:
+    for role in ("user", "system", "tool"):
+        body = {**BODIES[CHAT], "messages": [{"role": role, "content": "x", "colour": "red"}]}
+        assert "'colour'" in client.refusal(CHAT, body)["message"]

@@ -126,8 +126,6 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     ((CHAT,), {"audio": {"voice": "x", "format": "mp3"}}, "text"),
     ((CHAT,), {"moderation": {"model": "m"}}, "moderat"),
     ((CHAT,), {"web_search_options": {}}, "search"),
-    ((CHAT,), {"functions": [{"name": "f"}]}, "tools"),
-    ((CHAT,), {"function_call": {"name": "f"}}, "tool_choice"),
     ((CHAT,), {"documents": [{"text": "x"}]}, "message"),
     ((CHAT,), {"chat_template": "x"}, "the model's template"),
     ((CHAT,), {"return_prompt_text": True}, "return_token_ids"),
