@@ -44,6 +44,7 @@ from pyengine.models.packed_checkpoints import load_packed, packed_layout
 from pyengine.models.packed_layout import PackedLayout
 from pyengine.models.placement import DtypeChoice, choose_dtype, kv_shards, resolve_device
 from pyengine.models.source import ModelSource, resolve_source
+from pyengine.models.tokenizer_growth import check_growth
 from pyengine.models.transformers_calls import (
     code_asked_for,
     load_errors,
@@ -510,6 +511,7 @@ def load_tokenizer(folder: Path, *, is_plain: bool = False) -> Any:
                 f"the tokenizer in {folder} has no vocabulary: none of {', '.join(wanted)} is "
                 "there; download the model again, or without tokenizer_config.json give token ids"
             )
+        check_growth(tokenizer)
         return tokenizer
 
 

@@ -222,7 +222,8 @@ class LimitedProtocol(HttpToolsProtocol):
     @property
     def _is_running(self) -> bool:
         """True until the last request that was parsed is answered."""
-        return self.cycle is not None and not self.cycle.response_complete
+        cycle: Any = self.cycle  # None before the first request
+        return cycle is not None and not cycle.response_complete
 
     # Parsing
 
@@ -330,7 +331,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._check_head()
         self._stage = _Stage.BODY
         self._is_body_wanted = False
-        self.scope[ADMIT] = self._admit  # type: ignore[typeddict-unknown-key]
+        self.scope[ADMIT] = self._admit  # type: ignore[literal-required]
         if not self._is_counted:
             self.limits.release(self)
         super().on_headers_complete()

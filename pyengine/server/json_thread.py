@@ -1,7 +1,7 @@
 """Serializes long responses on a thread, a slice at a time."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
@@ -22,16 +22,15 @@ class JsonThread:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "pyengine-json")
 
-    async def json_of(self, model: BaseModel) -> bytes:
-        """A response as JSON. A short one is serialized at once."""
+    async def json_of(self, model: BaseModel) -> AsyncIterator[bytes]:
+        """A response as JSON in pieces of some 100 KB. A short one is one piece, made at once."""
         slices = json_slices(model)
         if not is_long(model):
-            return b"".join(slices)
+            yield b"".join(slices)
+            return
         loop = asyncio.get_running_loop()
-        parts: list[bytes] = []
-        while part := await loop.run_in_executor(self._pool, _next, slices):
-            parts.append(part)
-        return await loop.run_in_executor(self._pool, b"".join, parts)
+        while piece := await loop.run_in_executor(self._pool, _next, slices):
+            yield piece
 
     def close(self) -> None:
         """End the thread once its current slice is done."""

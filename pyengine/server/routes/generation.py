@@ -37,6 +37,8 @@ from pyengine.server.schemas.responses import PromptCache, PromptTokensDetails, 
 from pyengine.server.traffic import KeyCounts
 
 _T = TypeVar("_T")
+_PART_OF_EVENT = 1 << 16
+"""Bytes above which an event of a stream is sent in parts."""
 
 
 @dataclass(slots=True)
@@ -264,8 +266,12 @@ async def answer(
     async def run() -> Response:
         call = await start
         outputs = await _outputs_of(call)
-        content = await call.context.json_thread.json_of(writer.whole(call, outputs))
-        return Response(content, headers=call.headers, media_type="application/json")
+        json_of = call.context.json_thread.json_of
+        pieces = [piece async for piece in json_of(writer.whole(call, outputs))]
+        if len(pieces) == 1:
+            return Response(pieces[0], headers=call.headers, media_type="application/json")
+        headers = {**call.headers, "Content-Length": f"{sum(map(len, pieces))}"}
+        return StreamingResponse(_each(pieces), headers=headers, media_type="application/json")
 
     return await unless_gone(request, run())
 
@@ -319,12 +325,25 @@ class EventStream(StreamingResponse):
             self._call.finish()
 
 
+async def _each(pieces: Sequence[bytes]) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
+
+
 async def _events(call: Call, items: AsyncIterator[str | ServerModel]) -> AsyncIterator[bytes]:
     thread = call.context.json_thread
     try:
         async for item in items:
-            content = item.encode() if isinstance(item, str) else await thread.json_of(item)
-            yield b"data: %b\n\n" % content
+            if isinstance(item, str):
+                yield f"data: {item}\n\n".encode()
+                continue
+            part = b"data: "
+            async for piece in thread.json_of(item):
+                if len(part) > _PART_OF_EVENT:
+                    yield part
+                    part = b""
+                part += piece
+            yield part + b"\n\n"
     except Exception as error:  # the status was sent already: the error is the last event
         yield f"data: {as_api_error(error).to_json()}\n\n".encode()
     yield b"data: [DONE]\n\n"

@@ -70,6 +70,10 @@ def chat(count: int) -> ChatCompletionResponse:
     )
 
 
+async def whole_of(thread: JsonThread, model: ServerModel) -> bytes:
+    return b"".join([piece async for piece in thread.json_of(model)])
+
+
 def with_lists(value: Any) -> Any:
     """The same, with a list instead of each sliced list."""
     if isinstance(value, SlicedList):
@@ -105,7 +109,7 @@ def test_the_event_loop_runs_between_slices() -> None:
 
     async def main() -> tuple[bytes, float, int]:
         thread, waits = JsonThread(), []
-        task = asyncio.create_task(thread.json_of(model))
+        task = asyncio.create_task(whole_of(thread, model))
         while not task.done():
             begin = perf_counter()
             await asyncio.sleep(0.001)
@@ -129,7 +133,7 @@ def test_long_responses_take_turns() -> None:
         long.choices[0].token_ids = SlicedList(200_000, lambda: items("long", ends))  # type: ignore
 
         async def wait_for(model: CompletionResponse, name: str) -> None:
-            await thread.json_of(model)
+            await whole_of(thread, model)
             ends.append(f"{name} is sent")
 
         await asyncio.gather(wait_for(long, "long"), wait_for(short, "short"))
