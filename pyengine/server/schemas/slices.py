@@ -5,12 +5,14 @@ between; see `JsonThread`.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import to_json
 
+_to_json = partial(to_json, inf_nan_mode="null")  # as pydantic's models do: NaN is no JSON
 _ITEMS_AT_ONCE = 32
 """Items that are serialized by one call, which holds the interpreter's lock."""
 _FEW_ITEMS = 16
@@ -85,7 +87,7 @@ def _slices_of_value(value: Any) -> Iterator[bytes]:
     elif isinstance(value, SlicedList):
         rest, before = iter(value), b"["
         while part := list(islice(rest, _ITEMS_AT_ONCE)):
-            yield before + to_json(part)[1:-1]
+            yield before + _to_json(part)[1:-1]
             before = b","
         yield b"]"
     elif _is_composed(value):
@@ -96,4 +98,4 @@ def _slices_of_value(value: Any) -> Iterator[bytes]:
             before = b","
         yield b"]"
     else:
-        yield to_json(value)
+        yield _to_json(value)

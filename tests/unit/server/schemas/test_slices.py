@@ -141,3 +141,13 @@ def test_long_responses_take_turns() -> None:
         return ends
 
     assert asyncio.run(main()) == ["short is sent", "long", "long is sent"]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_numbers_that_json_does_not_have_are_null_as_in_other_responses(number: float) -> None:
+    model = completion(2, 1)
+    logprobs = model.choices[0].logprobs
+    assert logprobs is not None
+    logprobs.token_logprobs = SlicedList(2, lambda: iter([number, -1.0]))  # type: ignore[assignment]
+    sent = json.loads(b"".join(json_slices(model)), parse_constant=pytest.fail)
+    assert sent["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0]
