@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Literal
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, SkipValidation
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 from pydantic_core import to_json
 
 from pyengine.outputs import MissReason
@@ -106,8 +106,8 @@ class LogprobInfo(ServerModel):
     logprob: float
     rank: int
     decoded_token: str | None
-    bytes: list[int] | None = None
-    """For a part of a character, whose text is U+FFFD."""
+    bytes: list[int] | None = Field(None, exclude_if=lambda value: value is None)
+    """For a part of a character, whose text is U+FFFD; else left out."""
 
 
 # Long lists are not validated: they may be `SlicedList`.
