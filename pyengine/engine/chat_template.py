@@ -45,7 +45,8 @@ class ChatOptions:
 
     `tools` are JSON schemas of functions, `template` replaces the model's own, and `variables` are
     for it. With `continue_final_message` the model continues the last message. Rendering has
-    `seconds`, and its text may have up to `longest` characters.
+    `seconds`. The text that it gets and the text that it writes may each have up to `longest`
+    characters.
     """
 
     add_generation_prompt: bool = True
@@ -118,6 +119,8 @@ def render_chat(
     several = [message_for(str(template), at, value) for at, value in enumerate(given)]
     if not several:
         raise InvalidRequestError("the conversation is empty: it needs at least one message")
+    if options.longest is not None:
+        _check_length(several, options, options.longest)
     try:
         _refuse_powers(str(template))
         render = partial(_render_somehow, several, tokenizer, options)
@@ -130,6 +133,32 @@ def render_chat(
         raise InvalidRequestError(
             f"the model's chat template does not take this conversation: {_words(error)}"
         ) from error
+
+
+def _check_length(messages: Sequence[Message], options: ChatOptions, longest: int) -> None:
+    """Raise `ContextLengthError` if the template gets more text than fits into the context."""
+    parts = [list(message.values()) for message in messages]
+    parts += [options.tools or [], options.variables or {}]
+    length = sum(len(text) for text in _texts(parts))
+    if length > longest:
+        raise ContextLengthError(
+            f"messages, tools and template variables have {length} characters; no text of more "
+            f"than {longest} fits into the model's maximum context length: shorten them"
+        )
+
+
+def _texts(value: Any) -> list[str]:
+    """All strings within a value, at any depth, and the names of its fields."""
+    pending, texts = [value], []
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            texts.append(item)
+        elif isinstance(item, Mapping):
+            pending += [*item, *item.values()]
+        elif isinstance(item, list | tuple):
+            pending += item
+    return texts
 
 
 @lru_cache(maxsize=16)

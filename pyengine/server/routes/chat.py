@@ -12,7 +12,6 @@ from fastapi import APIRouter, Request, Response
 from pyengine.engine.chat_messages import template_reads, unread_keys
 from pyengine.engine.chat_template import ChatOptions, render_chat
 from pyengine.engine.thinking import stripped_thinking
-from pyengine.errors import ContextLengthError
 from pyengine.outputs import CompletionOutput, RequestOutput
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from pyengine.server.context import Context
@@ -81,12 +80,10 @@ async def chat_completions(
             unread = [name for name in unread if not name.endswith(".cache_control")]
         details.ignored.extend(unread)
         check_ignored(details.ignored, CHAT, context.settings)
-        token_ids = render(body.messages, tokenizer, options, context.longest_text)
+        token_ids = render(body.messages, tokenizer, options)
         if marks:
             ended = replace(options, add_generation_prompt=False, continue_final_message=False)
-            rendered = partial(
-                render, tokenizer=tokenizer, options=ended, longest_text=context.longest_text
-            )
+            rendered = partial(render, tokenizer=tokenizer, options=ended)
             details.pins.extend(pinned_prefixes(body.messages, marks, token_ids, rendered))
         details.thinking = stripped_thinking(tokenizer, options)
         return [token_ids]
@@ -152,16 +149,9 @@ def chat_options(
 
 
 def render(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Any, options: ChatOptions, longest_text: int
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, options: ChatOptions
 ) -> list[int]:
     """The token ids of a conversation. Raises `InvalidRequestError`."""
-    parts = [messages, *(options.tools or ()), options.variables or {}]
-    length = sum(len(text) for part in parts for text in _texts(part))
-    if length > longest_text:
-        raise ContextLengthError(
-            f"messages, tools and template variables have {length} characters; no text of more "
-            f"than {longest_text} fits into the model's maximum context length: shorten them"
-        )
     # The openai client sends messages back with nulls, lm-eval adds a type to each.
     plain = [
         {
@@ -172,20 +162,6 @@ def render(
         for message in messages
     ]
     return render_chat(plain, tokenizer, options)
-
-
-def _texts(value: Any) -> list[str]:
-    """All strings within a value, at any depth, and the names of its fields."""
-    pending, texts = [value], []
-    while pending:
-        item = pending.pop()
-        if isinstance(item, str):
-            texts.append(item)
-        elif isinstance(item, dict):
-            pending += [*item, *item.values()]
-        elif isinstance(item, list):
-            pending += item
-    return texts
 
 
 class _Answer:

@@ -72,7 +72,7 @@ async def tokenize(body: TokenizeRequest, request: Request, context: Context) ->
 
     def tokenized(tokenizer: Any) -> str:
         if body.messages is not None:
-            ids = render(body.messages, tokenizer, options, context.longest_text)
+            ids = render(body.messages, tokenizer, options)
         else:
             text = body.prompt or ""
             ids = encode(context, tokenizer, text, special=body.add_special_tokens)
