@@ -27,6 +27,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "pyengine/scheduler/batch.py": _SCHEDULER,
     "pyengine/scheduler/order.py": _SCHEDULER,
     "pyengine/scheduler/pins.py": _SCHEDULER,
+    "pyengine/scheduler/queue.py": _SCHEDULER,
+    "pyengine/scheduler/shares.py": _SCHEDULER,
     "pyengine/executor/executor.py": (
         "tests/unit/executor/test_device_queue.py",
         "tests/unit/executor/test_input_batch.py",

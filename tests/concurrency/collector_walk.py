@@ -128,7 +128,7 @@ def walk_sequence(walk: Walk, keep: Sequence) -> None:
 
 def walk_transfer(walk: Walk) -> None:
     manager = walk.manager
-    for end in (("complete", 1), ("fail",), ("abandon",)):
+    for end in (("complete",), ("fail",), ("abandon",)):
         walk(manager.sequence(range(200, 210)), "reserve", 9)  # a dropped answer is a failure
         transfer = manager.sequence(range(300, 310)).reserve(9)
         assert isinstance(transfer, Transfer)

@@ -5,6 +5,7 @@ parse, so its items are counted first, a slice at a time. Large bodies are parse
 """
 
 import asyncio
+import reprlib
 from collections.abc import Callable, Coroutine
 from math import isfinite
 from typing import Any
@@ -33,6 +34,26 @@ _LONG_NUMBER = b"0" * 64
 """Parsing a number of n digits takes O(n^2)."""
 _DIGITS_AS_0 = bytes.maketrans(b"123456789", b"0" * 9)
 _LISTS_OF_IDS = ("prompt", "tokens")
+
+
+def _infinite(body: dict[str, Any]) -> ApiError:
+    """The error for a body with an infinite number; it names the first field that has one."""
+    name, field = next((name, field) for name, field in body.items() if _is_infinite(field))
+    shown = f"{reprlib.repr(name)[1:-1]}={reprlib.repr(field)}"
+    message = f"{shown}: a number beyond 1.8e308 is not finite: send a smaller one"
+    return ApiError(400, message, code="invalid_json")
+
+
+def _is_infinite(field: Any) -> bool:
+    """True if there is an infinite number anywhere within."""
+    values = [field]
+    while values:
+        value = values.pop()
+        if isinstance(value, float) and not isfinite(value):
+            return True
+        if isinstance(value, dict | list):
+            values += value.values() if isinstance(value, dict) else value
+    return False
 
 
 async def check_counts(body: bytes, max_items: int) -> None:
@@ -87,11 +108,7 @@ def check_items(body: dict[str, Any]) -> None:
             budget -= len(value)
             containers += value if budget >= 0 else ()
         elif isinstance(value, float) and not isfinite(value):  # 1e999 is JSON
-            raise ApiError(
-                400,
-                "the body has a number beyond 1.8e308, which is no number here: send a smaller one",
-                code="invalid_json",
-            )
+            raise _infinite(body)
         if budget < 0:
             raise _too_many(MAX_OTHER_ITEMS, "items beside the prompt")
 

@@ -97,6 +97,7 @@ ARGUMENTS: dict[str, Callable[[dict[str, Any]], tuple[Any, ...]]] = {
     "plan.cancel": lambda own: (own["sequence"],),
     "plan.fill": lambda own: (own["buffers"],),
     "plan.commit": lambda own: ([1],),
+    "transfer.restored_tokens": lambda own: ([],),
     "suffix.start": lambda own: ([1],),
     "suffix.extend": lambda own: (own["number"], [1]),
     "suffix.finish": lambda own: (own["number"],),
