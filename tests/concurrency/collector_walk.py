@@ -134,8 +134,9 @@ def walk_transfer(walk: Walk) -> None:
         assert isinstance(transfer, Transfer)
         for name in ("id", "first_index", "num_blocks", "blocks", "__repr__"):
             walk(transfer, name)
+        walk(transfer, "restored_tokens", transfer.blocks)
         walk(transfer, *end)
-    manager.evict_all()
+        manager.evict_all()
 
 
 def walk_plan(walk: Walk, keep: Sequence) -> None:
