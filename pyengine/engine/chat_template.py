@@ -137,7 +137,7 @@ def render_chat(
 
 def _check_length(messages: Sequence[Message], options: ChatOptions, longest: int) -> None:
     """Raise `ContextLengthError` if the template gets more text than fits into the context."""
-    parts = [list(message.values()) for message in messages]
+    parts: list[Any] = [list(message.values()) for message in messages]
     parts += [options.tools or [], options.variables or {}]
     length = sum(len(text) for text in _texts(parts))
     if length > longest:

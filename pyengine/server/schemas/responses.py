@@ -106,7 +106,7 @@ class LogprobInfo(ServerModel):
     logprob: float
     rank: int
     decoded_token: str | None
-    bytes: list[int] | None = Field(None, exclude_if=lambda value: value is None)
+    bytes: list[int] | None = Field(default=None, exclude_if=lambda value: value is None)
     """For a part of a character, whose text is U+FFFD; else left out."""
 
 
