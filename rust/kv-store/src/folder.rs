@@ -122,7 +122,7 @@ impl Folder {
     }
 
     /// Locks and marks a folder that takes the place of this one.
-    fn adopt(&self, other: &Self) -> io::Result<Box<dyn Send>> {
+    fn take_over(&self, other: &Self) -> io::Result<Box<dyn Send>> {
         let Some((text, is_writer)) = &self.store else {
             return Ok(Box::new(()));
         };
@@ -240,7 +240,7 @@ impl Disk for Folder {
         if (new.st_dev, new.st_ino) == (old.st_dev, old.st_ino) {
             return Ok(None);
         }
-        let held = self.adopt(&other)?;
+        let held = self.take_over(&other)?;
         *self
             .descriptor
             .write()
