@@ -283,11 +283,17 @@ def _refuse(constant: str) -> NoReturn:
 
 def refuse_surrogates_within(value: Any) -> None:
     """Raise for invalid text in mappings and lists at any depth."""
+    for text in texts_within(value):
+        refuse_surrogates(text)
+
+
+def texts_within(value: Any) -> Iterator[str]:
+    """All strings in mappings and lists at any depth, keys too. Each object is read once."""
     todo, seen = [value], set()
     while todo:
         value = todo.pop()
         if isinstance(value, str):
-            refuse_surrogates(value)
+            yield value
         elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
             seen.add(id(value))
             todo += [*value.keys(), *value.values()] if isinstance(value, Mapping) else value

@@ -8,7 +8,12 @@ from functools import lru_cache, partial
 from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
-from pyengine.engine.chat_messages import message_for, refuse_surrogates_within, with_text_arguments
+from pyengine.engine.chat_messages import (
+    message_for,
+    refuse_surrogates_within,
+    texts_within,
+    with_text_arguments,
+)
 from pyengine.engine.prompts import shown
 from pyengine.engine.untrusted_calls import is_failure, within
 from pyengine.errors import ContextLengthError, InvalidRequestError
@@ -139,26 +144,12 @@ def _check_length(messages: Sequence[Message], options: ChatOptions, longest: in
     """Raise `ContextLengthError` if the template gets more text than fits into the context."""
     parts: list[Any] = [list(message.values()) for message in messages]
     parts += [options.tools or [], options.variables or {}]
-    length = sum(len(text) for text in _texts(parts))
+    length = sum(len(text) for text in texts_within(parts))
     if length > longest:
         raise ContextLengthError(
             f"messages, tools and template variables have {length} characters; no text of more "
             f"than {longest} fits into the model's maximum context length: shorten them"
         )
-
-
-def _texts(value: Any) -> list[str]:
-    """All strings within a value, at any depth, and the names of its fields."""
-    pending, texts = [value], []
-    while pending:
-        item = pending.pop()
-        if isinstance(item, str):
-            texts.append(item)
-        elif isinstance(item, Mapping):
-            pending += [*item, *item.values()]
-        elif isinstance(item, list | tuple):
-            pending += item
-    return texts
 
 
 @lru_cache(maxsize=16)
