@@ -83,12 +83,11 @@ def test_a_family_is_drawn_as_the_loader_would_load_it(tmp_path, family, dtype):
     assert_is_as_loaded(model, tmp_path, dtype)
 
 
-def test_a_router_that_stays_in_float32_does(tmp_path):
+def test_numbers_that_stay_in_float32_do(tmp_path):
     sizes = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
     write_config(tmp_path, "glm4_moe", **sizes, n_group=1, topk_group=1, first_k_dense_replace=0)
     model = drawn(tmp_path, "bfloat16")
     types = {name: tensor.dtype for name, tensor in model.model.state_dict().items()}
-    assert types["model.layers.0.mlp.gate.weight"] == torch.float32
     assert types["model.layers.0.mlp.gate.e_score_correction_bias"] == torch.float32
     assert types["model.layers.0.self_attn.q_proj.weight"] == torch.bfloat16
     assert_is_as_loaded(model, tmp_path, "bfloat16")
