@@ -421,6 +421,7 @@ def _run(
             machine.capture()
             device.waits.clear()
             assert machine.steps() == 6
+            machine.pool.copy_blocks([(0, 1), (1, 2)])
         assert kernels, family
         assert not device.waits, "\n".join([family, *device.waits])
 
