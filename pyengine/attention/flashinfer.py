@@ -31,11 +31,11 @@ from pyengine.attention.needs import (
 )
 from pyengine.attention.paged import (
     KVWriter,
+    PageLayout,
     PageTable,
     apply_sinks,
     cumulative,
     leading_decodes,
-    page_table,
     window_left,
 )
 from pyengine.kv_cache.pool import KVPool
@@ -607,7 +607,8 @@ class FlashInferPlan:
             for part in (slice(self._decodes), slice(self._decodes, None)):
                 lengths = inputs.host_seq_lens[part]
                 first = None if cascade is None else cascade.own_blocks[part]
-                pages = page_table(lengths, tables[part], size, first)
+                layout = PageLayout.of(lengths, tables.shape[1], size, first)
+                pages = layout.pages(tables[part])
                 if first is not None:
                     lengths = lengths - first * size
                 begins = starts[part.start or 0 : None if part.stop is None else part.stop + 1]
@@ -640,7 +641,9 @@ class FlashInferGraphPlan:
         """See `GraphPlan.refresh`."""
         backend = self._backend
         self._inputs = inputs
-        pages = {key: self._pages(*key) for key in self._fixed}
+        layouts = {own: self._layout(own) for own in {own for _, own in self._fixed}}
+        tables = inputs.host_block_tables
+        pages = {(group, own): layouts[own].pages(tables[group]) for group, own in self._fixed}
         for key, fixed in self._fixed.items():
             fixed.fill(pages[key])
         for kind, decoder in self._decoders.items():
@@ -674,7 +677,8 @@ class FlashInferGraphPlan:
         if key not in self._fixed:
             self._fixed[key] = backend.graph_pages(kind.group, self._batch, self._width, own=shares)
         decoder = self._decoders[kind] = backend.graph_decoder(kind, self._fixed[key])
-        backend.plan_graph(decoder, kind, self._pages(*key))
+        tables = self._inputs.host_block_tables[kind.group]
+        backend.plan_graph(decoder, kind, self._layout(shares).pages(tables))
         if self._prefixes is not None and shares:
             sharer = backend.graph_sharer(kind, self._prefixes, self._batch)
             self._sharers[kind] = sharer
@@ -683,10 +687,12 @@ class FlashInferGraphPlan:
     def _shares(self, kind: _Kind) -> bool:
         return self._prefixes is not None and self._backend.shares(kind)
 
-    def _pages(self, group: int, own: bool) -> PageTable:
+    def _layout(self, own: bool) -> PageLayout:
+        """Where pages are in the tables of the step; `own`: without those of shared prefixes."""
         inputs, size = self._inputs, self._backend.pool.block_size
         first = inputs.cascade.own_blocks if own and inputs.cascade is not None else None
-        return page_table(inputs.host_seq_lens, inputs.host_block_tables[group], size, first)
+        width = inputs.host_block_tables.shape[2]
+        return PageLayout.of(inputs.host_seq_lens, width, size, first)
 
     def _plan_sharers(self, sharers: Mapping[_Kind, Any]) -> None:
         if self._prefixes is None:

@@ -44,8 +44,8 @@ class PoolMemory:
         self._rows: list[torch.Tensor] = []
         for size, indices in by_size.items():
             rows = _zeros(len(indices) * blocks, size, device)
-            for index, own in zip(indices, rows.split(blocks), strict=True):
-                shape, dtype = shapes[index]
+            for place, index in enumerate(indices):
+                own, (shape, dtype) = rows[place * blocks : (place + 1) * blocks], shapes[index]
                 tensors[index] = own.view(dtype).view(blocks, *shape)
             self._rows.append(rows if size % 8 else rows.view(torch.int64))
         self.tensors = [tensors[index] for index in range(len(shapes))]
