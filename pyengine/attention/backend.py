@@ -7,7 +7,7 @@ on CPUs, and elsewhere `rotated`, the oracle of both. All compute in float32 and
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from pyengine.attention.needs import AttentionNeeds
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache import SharedPrefixes
 from pyengine.kv_cache.pool import KVPool
+
+if TYPE_CHECKING:
+    from pyengine.attention.cascade import Cascade
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,8 @@ class StepInputs:
     The `host_` arrays hold the same numbers in host memory, so that planning never waits for the
     device. They are valid until the next step is filled in. Where the tensors stay in place for a
     graph, `block_tables` has room for the longest sequence, and `host_block_tables` is as wide as
-    the longest of the step. `shared` has the shared blocks, for backends with a `shared_group`.
+    the longest of the step. `shared` has the shared blocks, for backends with a `shared_group`;
+    `cascade` those of them that a `sharing_graph_plan` is to read once.
     """
 
     input_ids: torch.Tensor
@@ -142,6 +146,7 @@ class StepInputs:
     host_seq_lens: Int32Array
     host_block_tables: Int32Array
     shared: SharedRows | None = None
+    cascade: "Cascade | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +231,9 @@ class AttentionBackend(ABC):
     def plan(self, inputs: StepInputs) -> AttentionPlan:
         """Prepare a step: called once, before the first layer."""
 
-    def is_worth_sharing(self, _inputs: StepInputs) -> bool:
-        """True if a decode step is faster by a `sharing_graph_plan` than by a `graph_plan`."""
-        return False
+    def cascade(self, _inputs: StepInputs) -> "Cascade | None":
+        """The shared blocks of a step, if it is faster to read them once; None: it is not."""
+        return None
 
     def sharing_graph_plan(self, _inputs: StepInputs) -> GraphPlan | None:
         """A `graph_plan` that reads shared blocks once; None: there is none for such a batch."""

@@ -1,10 +1,11 @@
 """Attention by flashinfer: its paged wrappers, planned once per step and kind of layer.
 
-Written against flashinfer-python 0.6.18 to 0.7.2. Leading sequences with one new token have a plan
+Written against flashinfer-python 0.6.18 to 0.7.4. Leading sequences with one new token have a plan
 of their own. Their kernels are those of prefills, which use tensor cores and serve any number of
 query heads per KV head. Outside of graphs they are planned by the prefill wrapper, too: the decode
-wrapper copies from pageable memory. Sinks, which the fa2 and fa3 kernels ignore,
-are added from the logarithm of the sum under the softmax, which is in base 2 here.
+wrapper copies from pageable memory. Every wrapper names its kernels, so a kind of layer needs one
+compiled module. Sinks, which the fa2 and fa3 kernels ignore, are added from the logarithm of the
+sum under the softmax, which is in base 2 here.
 """
 
 import importlib
@@ -30,11 +31,11 @@ from pyengine.attention.needs import (
 )
 from pyengine.attention.paged import (
     KVWriter,
+    PageLayout,
     PageTable,
     apply_sinks,
     cumulative,
     leading_decodes,
-    page_table,
     window_left,
 )
 from pyengine.kv_cache.pool import KVPool
@@ -192,6 +193,13 @@ _HEAD_DIMS = (64, 128, 256)
 _COMPANIONS = {"tvm_ffi": "apache-tvm-ffi", "requests": "requests"}
 """Modules that flashinfer imports, and the packages that have them."""
 _LN2 = math.log(2)
+_KERNELS = "fa2"
+"""The kernels of all wrappers.
+
+On Hopper, flashinfer's "auto" takes "fa3" for prefills and for 8-bit caches: a second module for
+each kind of layer, which takes minutes to compile. Prefills over pages were measured as fast by
+"fa2" (flashinfer#1340), decodes 2.5 times as fast (flashinfer#2400).
+"""
 _WORTH_A_CASCADE = 2 << 30
 """Bytes of KV that shared blocks save in a step, from which they are read once. An estimate: what
 five more kernels in each layer take, at 3 TB/s."""
@@ -309,7 +317,7 @@ class FlashInferBackend(AttentionBackend):
         return kind.group == self.shared_group and kind.window is None
 
     def cascade(self, inputs: StepInputs) -> Cascade | None:
-        """The shared blocks of a step, if it is worth it to read them once."""
+        """See `AttentionBackend.cascade`."""
         size = self.pool.block_size
         if most_saved_tokens(inputs, size) * self._token_bytes < _WORTH_A_CASCADE:
             return None
@@ -318,28 +326,24 @@ class FlashInferBackend(AttentionBackend):
             return None
         return cascade
 
-    def is_worth_sharing(self, inputs: StepInputs) -> bool:
-        """See `AttentionBackend.is_worth_sharing`."""
-        return self.cascade(inputs) is not None
-
     def decoder(self, kind: _Kind) -> Any:
         """The wrapper for sequences with one new token."""
-        return self._wrapper("decodes", kind, "fa2")  # the kernels of the decode wrapper
+        return self._wrapper("decodes", kind)
 
     def prefiller(self, kind: _Kind) -> Any:
         """The wrapper for all others."""
-        return self._wrapper("prefills", kind, "auto")
+        return self._wrapper("prefills", kind)
 
     def sharer(self, kind: _Kind) -> Any:
         """The wrapper for shared prefixes."""
-        return self._wrapper("prefixes", kind, "auto")
+        return self._wrapper("prefixes", kind)
 
-    def _wrapper(self, role: str, kind: _Kind, kernels: str) -> Any:
+    def _wrapper(self, role: str, kind: _Kind) -> Any:
         wrapper = self._wrappers.get((role, kind))
         if wrapper is None:
             workspace = self._workspace_for(kind, 0)
             make = self.library.BatchPrefillWithPagedKVCacheWrapper
-            wrapper = self._wrappers[role, kind] = make(workspace, "NHD", backend=kernels)
+            wrapper = self._wrappers[role, kind] = make(workspace, "NHD", backend=_KERNELS)
         return wrapper
 
     def graph_decoder(self, kind: _Kind, pages: GraphPages) -> Any:
@@ -350,6 +354,7 @@ class FlashInferBackend(AttentionBackend):
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=True,
+            backend=_KERNELS,
             paged_kv_indptr_buffer=pages.indptr,
             paged_kv_indices_buffer=pages.indices,
             paged_kv_last_page_len_buffer=pages.last_page_len,
@@ -361,7 +366,7 @@ class FlashInferBackend(AttentionBackend):
         """A wrapper for a graph of `batch` rows that reads `prefixes`."""
         workspace = self._workspace_for(kind, batch, prefixes.size)
         wrapper = self.library.BatchPrefillWithPagedKVCacheWrapper(
-            workspace, "NHD", use_cuda_graph=True, backend="fa2", **prefixes.buffers
+            workspace, "NHD", use_cuda_graph=True, backend=_KERNELS, **prefixes.buffers
         )
         wrapper.reset_workspace_buffer(workspace, self._int_workspace("prefixes", kind))
         return wrapper
@@ -602,7 +607,8 @@ class FlashInferPlan:
             for part in (slice(self._decodes), slice(self._decodes, None)):
                 lengths = inputs.host_seq_lens[part]
                 first = None if cascade is None else cascade.own_blocks[part]
-                pages = page_table(lengths, tables[part], size, first)
+                layout = PageLayout.of(lengths, tables.shape[1], size, first)
+                pages = layout.pages(tables[part])
                 if first is not None:
                     lengths = lengths - first * size
                 begins = starts[part.start or 0 : None if part.stop is None else part.stop + 1]
@@ -626,7 +632,6 @@ class FlashInferGraphPlan:
         self._slots = inputs.slot_mapping
         _, self._batch, self._width = inputs.block_tables.shape  # the host's are as the step
         self._prefixes = prefixes
-        self._cascade: Cascade | None = None
         self._decoders: dict[_Kind, Any] = {}
         self._sharers: dict[_Kind, Any] = {}
         self._fixed: dict[tuple[int, bool], GraphPages] = {}
@@ -636,9 +641,9 @@ class FlashInferGraphPlan:
         """See `GraphPlan.refresh`."""
         backend = self._backend
         self._inputs = inputs
-        if self._prefixes is not None:
-            self._cascade = backend.cascade(inputs)
-        pages = {key: self._pages(*key) for key in self._fixed}
+        layouts = {own: self._layout(own) for own in {own for _, own in self._fixed}}
+        tables = inputs.host_block_tables
+        pages = {(group, own): layouts[own].pages(tables[group]) for group, own in self._fixed}
         for key, fixed in self._fixed.items():
             fixed.fill(pages[key])
         for kind, decoder in self._decoders.items():
@@ -672,7 +677,8 @@ class FlashInferGraphPlan:
         if key not in self._fixed:
             self._fixed[key] = backend.graph_pages(kind.group, self._batch, self._width, own=shares)
         decoder = self._decoders[kind] = backend.graph_decoder(kind, self._fixed[key])
-        backend.plan_graph(decoder, kind, self._pages(*key))
+        tables = self._inputs.host_block_tables[kind.group]
+        backend.plan_graph(decoder, kind, self._layout(shares).pages(tables))
         if self._prefixes is not None and shares:
             sharer = backend.graph_sharer(kind, self._prefixes, self._batch)
             self._sharers[kind] = sharer
@@ -681,15 +687,17 @@ class FlashInferGraphPlan:
     def _shares(self, kind: _Kind) -> bool:
         return self._prefixes is not None and self._backend.shares(kind)
 
-    def _pages(self, group: int, own: bool) -> PageTable:
-        first = self._cascade.own_blocks if own and self._cascade is not None else None
-        tables, size = self._inputs.host_block_tables[group], self._backend.pool.block_size
-        return page_table(self._inputs.host_seq_lens, tables, size, first)
+    def _layout(self, own: bool) -> PageLayout:
+        """Where pages are in the tables of the step; `own`: without those of shared prefixes."""
+        inputs, size = self._inputs, self._backend.pool.block_size
+        first = inputs.cascade.own_blocks if own and inputs.cascade is not None else None
+        width = inputs.host_block_tables.shape[2]
+        return PageLayout.of(inputs.host_seq_lens, width, size, first)
 
     def _plan_sharers(self, sharers: Mapping[_Kind, Any]) -> None:
         if self._prefixes is None:
             return
         pool = self._backend.pool
-        rows = self._prefixes.fill(self._cascade, pool.num_blocks, pool.block_size)
+        rows = self._prefixes.fill(self._inputs.cascade, pool.num_blocks, pool.block_size)
         for kind, sharer in sharers.items():
             self._backend.plan_rows(sharer, kind, rows, causal=False)

@@ -102,28 +102,42 @@ class PageTable:
     last_page_len: Int32Array
 
 
-def page_table(
-    seq_lens: Int32Array,
-    block_tables: Int32Array,
-    block_size: int,
-    first: Int32Array | None = None,
-) -> PageTable:
-    """Compress `block_tables` `[B, W]`, of which `ceil(seq_len / block_size)` columns are valid.
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """Where the pages of B sequences are in a table `[B, W]`, in all layer groups alike.
 
-    `first` `[B]` are the leading blocks to leave out, None: none.
+    `positions` `[indptr[-1]]` are those in the table's rows, one after the other. For the rest see
+    `PageTable`.
     """
-    all_counts = -(-seq_lens // block_size)
-    counts = all_counts if first is None else all_counts - first
-    indptr = cumulative(counts)
-    begins = np.arange(len(counts)) * block_tables.shape[1] - indptr[:-1]  # in a row of all rows
-    if first is not None:
-        begins += first
-    at = np.arange(indptr[-1]) + begins.repeat(counts)  # however wide the table, no more than is in
-    return PageTable(
-        indptr=indptr,
-        indices=block_tables.reshape(-1).take(at),
-        last_page_len=(seq_lens - (all_counts - 1) * block_size).astype(np.int32),
-    )
+
+    indptr: Int32Array
+    positions: npt.NDArray[np.int64]
+    last_page_len: Int32Array
+
+    @classmethod
+    def of(
+        cls, seq_lens: Int32Array, width: int, block_size: int, first: Int32Array | None = None
+    ) -> "PageLayout":
+        """Of tables of which `ceil(seq_len / block_size)` columns of `width` are valid.
+
+        `first` `[B]` are the leading blocks to leave out, None: none.
+        """
+        all_counts = -(-seq_lens // block_size)
+        counts = all_counts if first is None else all_counts - first
+        indptr = cumulative(counts)
+        begins = np.arange(len(counts)) * width - indptr[:-1]
+        if first is not None:
+            begins += first
+        return cls(
+            indptr=indptr,
+            positions=np.arange(indptr[-1]) + begins.repeat(counts),  # as many as pages
+            last_page_len=(seq_lens - (all_counts - 1) * block_size).astype(np.int32),
+        )
+
+    def pages(self, block_tables: Int32Array) -> PageTable:
+        """The pages in the table of a layer group."""
+        indices = block_tables.reshape(-1).take(self.positions)
+        return PageTable(self.indptr, indices, self.last_page_len)
 
 
 def cumulative(lengths: npt.NDArray[Any]) -> Int32Array:

@@ -191,8 +191,8 @@ class DecodeGraphs:
         graph's if the backend reads them.
         """
         size = len(inputs.seq_lens)
-        shares = size in self._sharing and self._backend.is_worth_sharing(inputs)
-        graph = (self._sharing if shares else self._graphs)[size]
+        cascade = self._backend.cascade(inputs) if size in self._sharing else None
+        graph = (self._graphs if cascade is None else self._sharing)[size]
         fixed = graph.inputs
         if inputs.input_ids.data_ptr() != fixed.input_ids.data_ptr():
             fixed.input_ids.copy_(inputs.input_ids)
@@ -205,7 +205,7 @@ class DecodeGraphs:
                 host_query_start_loc=inputs.host_query_start_loc,
                 host_seq_lens=inputs.host_seq_lens,
                 host_block_tables=inputs.host_block_tables,
-                shared=inputs.shared,
+                cascade=cascade,
             )
         )
         return graph.replay()

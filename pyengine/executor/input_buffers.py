@@ -312,6 +312,7 @@ class InputBuffers:
             host_seq_lens=self.arrays.seq_lens[:sequences],
             host_block_tables=host_tables,
             shared=self._shared,
+            cascade=None,
         )
         return FilledStep(inputs, packed, self)
 

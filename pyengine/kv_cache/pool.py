@@ -11,7 +11,6 @@ A *slot* is a position in this layout seen flat: `block * block_size + offset`. 
 groups share tensors, never blocks: each reads and writes by the block table of its group.
 """
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.block_memory import BlockMemory, DeviceBlocks, HostBlocks
 from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.memory import available_memory, populate
+from pyengine.kv_cache.pool_memory import PoolMemory
 from pyengine.utils.host_copy import cpu_array, upload
 
 if TYPE_CHECKING:
@@ -242,20 +242,6 @@ def _default_blocks(
     return affordable, reason
 
 
-def _zeros(shape: tuple[int, ...], dtype: "torch.dtype", device: "torch.device") -> "torch.Tensor":
-    """A tensor of zeros; on the CPU one whose pages cost nothing until they are written.
-
-    torch clears memory by writing to it, which for a pool of some GiB takes seconds at start-up;
-    NumPy asks the system for pages that are zero already.
-    """
-    import torch
-
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(memory).view(dtype).view(shape)
-
-
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.2f} GiB"
 
@@ -289,24 +275,19 @@ class KVPool:
         self.block_size = block_size
         self.device = device
         self._tensor_specs = self.groups.tensor_shapes([spec.unscaled for spec in self.specs])
-        rows = (num_blocks + 1, block_size)
+        tensor_specs = self._tensor_specs
+        shapes = [((block_size, s.num_kv_heads, s.width_k), s.dtype) for s in tensor_specs]
+        shapes += [((block_size, s.num_kv_heads, s.width_v), s.dtype) for s in tensor_specs]
         try:
-            keys = [
-                _zeros((*rows, s.num_kv_heads, s.width_k), s.dtype, device)
-                for s in self._tensor_specs
-            ]
-            values = [
-                _zeros((*rows, s.num_kv_heads, s.width_v), s.dtype, device)
-                for s in self._tensor_specs
-            ]
+            self._memory = PoolMemory(shapes, num_blocks + 1, device)
         except (RuntimeError, MemoryError) as error:  # torch's own on a device, NumPy's here
             raise ConfigurationError(
                 f"the KV pool of {num_blocks} + 1 blocks ({_size(self.num_bytes)}) could not be "
                 f"allocated on {device}: {error}; give fewer num_blocks"
             ) from error
-        self._tensors = (*keys, *values)
-        self.keys = [keys[place.index] for place in self.groups.places]
-        self.values = [values[place.index] for place in self.groups.places]
+        self._tensors, count = self._memory.tensors, len(self._tensor_specs)
+        self.keys = [self._tensors[place.index] for place in self.groups.places]
+        self.values = [self._tensors[count + place.index] for place in self.groups.places]
 
     @property
     def num_bytes(self) -> int:
@@ -374,12 +355,8 @@ class KVPool:
 
         A block is copied in every tensor, that is, for all layers of its group.
         """
-        if not copies:
-            return
-        sources, targets = upload(np.array(copies, dtype=np.int64).T, self.device)
-        for tensor in self._tensors:
-            rows = _copyable(tensor)
-            rows.index_copy_(0, targets, rows[sources])
+        if copies:
+            self._memory.copy_blocks(copies)
 
     def differences(self, blocks: Sequence[int], others: Sequence[int], group: int) -> list[float]:
         """How much the KV of each block differs from that of another one of the same layer group.

@@ -15,6 +15,9 @@ from tests.fake_cuda.releases import FLASH_ATTN
 
 PROCESSORS = 132
 
+used_modules: set[str] = set()
+"""The modules that flashinfer has asked for, by name. A GPU machine compiles each of them."""
+
 
 def install(backend: str) -> None:
     """Put the stand-ins of `backend` in place of its kernels."""
@@ -42,8 +45,11 @@ def _on_host(*tensors: Any) -> None:
 class PrefillModule:
     """The kernels of flashinfer's wrappers, which decode by tensor cores, too."""
 
-    def __init__(self, backend: str, *_kind: Any) -> None:
+    def __init__(self, backend: str, *kind: Any) -> None:
+        from flashinfer.jit.attention import get_batch_prefill_uri
+
         self._backend = backend
+        used_modules.add(get_batch_prefill_uri(backend, *kind))
 
     def plan(self, *arguments: Any) -> list[Any]:
         """`PrefillPlan` of flashinfer's `scheduler.cuh`: it reads lengths on the host."""
@@ -74,6 +80,11 @@ class PrefillModule:
         assert left == planned_left
         assert (len(starts), len(page_starts), len(last)) == (batch + 1, batch + 1, batch)
         assert {starts.dtype, page_starts.dtype, pages.dtype, last.dtype} == {torch.int32}
+
+
+def _cascade_module() -> SimpleNamespace:
+    used_modules.add("cascade")
+    return SimpleNamespace(merge_state_in_place=_merge_in_place)
 
 
 def _merge_in_place(
@@ -128,7 +139,7 @@ def _install_flashinfer() -> None:
         *(flashinfer.utils, flashinfer.decode, flashinfer.prefill, flashinfer.cascade),
     ]
     replaced = {
-        "get_cascade_module": lambda: SimpleNamespace(merge_state_in_place=_merge_in_place),
+        "get_cascade_module": _cascade_module,
         "get_batch_prefill_module": PrefillModule,
         "get_compute_capability": lambda _device: torch.cuda.get_device_capability(),
         "device_support_pdl": lambda _device: True,

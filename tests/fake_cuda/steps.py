@@ -329,7 +329,7 @@ def run_sharing(*families: str) -> None:
 
     def refreshing(of_graph: FlashInferGraphPlan, inputs: StepInputs) -> None:
         refresh(of_graph, inputs)
-        replayed.append(of_graph._cascade is not None and bool(of_graph._sharers))
+        replayed.append(inputs.cascade is not None and bool(of_graph._sharers))
 
     for family in families:
         eager.clear()
@@ -349,6 +349,43 @@ def run_sharing(*families: str) -> None:
         assert eager[-1], "a chunk of a prompt beside a decode"
         assert replayed == [True] * 3 + [False], replayed  # three sequences decode, then one
         assert not device.waits, "\n".join([family, *device.waits])
+
+
+def needed_modules() -> None:
+    """flashinfer asks for one prefill module for each kind of layer, and for the one that merges.
+
+    For graphs, for steps without one, and for steps that share blocks.
+    """
+    device = FakeCuda()
+    libraries.install("flashinfer")
+    with patch.object(flashinfer, "_WORTH_A_CASCADE", 1):
+        for (family, kv_dtype), expected in MODULES.items():
+            libraries.used_modules.clear()
+            with device, kernels_warmed_up():
+                machine = Machine(device, family, "flashinfer", kv_dtype)
+                machine.capture()
+                machine.steps()
+                machine.steps(shared=64)
+            used = libraries.used_modules
+            assert used == {*expected, "cascade"}, (family, kv_dtype, used)
+
+
+def _module(head_dim: int, window: bool = False, softcap: bool = False, kv: str = "bf16") -> str:
+    """The name of the module with flashinfer's kernels of "fa2" for a kind of layer."""
+    return (
+        f"batch_prefill_with_kv_cache_dtype_q_bf16_dtype_kv_{kv}_dtype_o_bf16_dtype_idx_i32_"
+        f"head_dim_qk_{head_dim}_head_dim_vo_{head_dim}_posenc_0_use_swa_{window}_"
+        f"use_logits_cap_{softcap}_f16qk_False"
+    )
+
+
+MODULES: dict[tuple[str, torch.dtype | None], set[str]] = {
+    ("llama", None): {_module(128)},
+    ("llama", torch.float8_e4m3fn): {_module(128, kv="e4m3")},
+    ("gemma2", None): {_module(128, softcap=True), _module(128, window=True, softcap=True)},
+    ("gpt_oss", None): {_module(64), _module(64, window=True)},
+}
+"""The modules that a family needs with a type of KV cache; None: the model's."""
 
 
 def run_in_8_bits(backend: str, *families: str) -> None:
@@ -384,6 +421,7 @@ def _run(
             machine.capture()
             device.waits.clear()
             assert machine.steps() == 6
+            machine.pool.copy_blocks([(0, 1), (1, 2)])
         assert kernels, family
         assert not device.waits, "\n".join([family, *device.waits])
 

@@ -43,6 +43,15 @@ def test_nor_where_prompts_share_blocks() -> None:
     run_forked(STEPS, "run_sharing", "llama", "gpt_oss", "gemma2")
 
 
+def test_a_run_compiles_one_module_of_flashinfer_for_each_kind_of_layer() -> None:
+    """And the one that merges. Modules that are built ahead are then complete."""
+    run_forked(STEPS, "needed_modules")
+
+
+def test_nor_more_with_the_newest_release() -> None:
+    run_apart(STEPS, "needed_modules", **with_newest())
+
+
 @pytest.mark.parametrize("backend", ["flashinfer", "gather"])
 def test_nor_with_an_8_bit_cache(backend: str) -> None:
     run_forked(STEPS, "run_in_8_bits", backend, "llama", "qwen3", "gemma2")

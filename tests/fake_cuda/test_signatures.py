@@ -84,7 +84,7 @@ def test_wrappers_of_flashinfer_take_what_we_give(release: str) -> None:
 PLAN = {"window_left", "logits_soft_cap", "sm_scale", "q_data_type", "kv_data_type"}
 RUN = {"out", "k_scale", "v_scale", "return_lse"}
 GRAPH = {
-    *("kv_layout", "use_cuda_graph", "use_tensor_cores"),
+    *("kv_layout", "backend", "use_cuda_graph", "use_tensor_cores"),
     *("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer"),
 }
 PREFILL_GRAPH = {

@@ -77,6 +77,7 @@ class _Wrapper:
         assert workspace.dtype == torch.uint8
         assert not workspace.any()
         assert kv_layout == "NHD"
+        assert settings["backend"] == "fa2", "or flashinfer compiles other kernels, too"
         self.settings = settings
         self.plans = 0
         self.workspace = workspace
@@ -156,7 +157,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         assert qo_indptr.dtype == torch.int32
         self.starts = qo_indptr.tolist()
         if self.settings.get("use_cuda_graph"):
-            assert self.settings["backend"] == "fa2"
             given = {"qo_indptr": qo_indptr, "paged_kv_indptr": indptr,
                      "paged_kv_last_page_len": last_page_len}  # fmt: skip
             for name, numbers in given.items():

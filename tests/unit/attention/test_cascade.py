@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -174,8 +175,8 @@ def test_what_saves_little_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> N
     saved = 24 * SHAPE.kv_heads * (SHAPE.dim_k + SHAPE.dim_v) * 4
     for least, expected in ((saved, True), (saved + 1, False)):
         monkeypatch.setattr(flashinfer, "_WORTH_A_CASCADE", least)
-        assert backend.is_worth_sharing(inputs) is expected
-    assert not backend.is_worth_sharing(replace(inputs, shared=None))
+        assert (backend.cascade(inputs) is not None) is expected
+    assert backend.cascade(replace(inputs, shared=None)) is None
 
 
 STEPS = (
@@ -211,8 +212,9 @@ def test_a_graph_plan_follows_its_steps(case: str) -> None:
         expected = other.run(GatherBackend(oracle).plan(other.inputs), options)
         refill(step, other)
         inputs = sharing(step.inputs, order, prefixes)
-        assert backend.is_worth_sharing(inputs) is bool(prefixes)
-        plan.refresh(inputs)
+        cascade = backend.cascade(inputs)
+        assert (cascade is not None) is bool(prefixes)
+        plan.refresh(replace(inputs, cascade=cascade))
         got = step.run(plan, options)
         torch.testing.assert_close(got[:-1], expected[:-1], atol=1e-5, rtol=1e-5)
     sharers = list(plan._sharers.values())
@@ -236,7 +238,9 @@ def test_graphs_of_all_sizes_share_the_memory_of_prefixes() -> None:
     assert backend.sharing_graph_plan(make_step([(1, 9)], SHAPE, width=8).inputs) is None
 
 
-def test_replayed_decodes_of_the_block_manager_give_what_the_oracle_gives() -> None:
+def test_replayed_decodes_of_the_block_manager_give_what_the_oracle_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Four prompts of two documents, in graphs of a runner, beside a runner without."""
     model = random_model("llama", num_hidden_layers=2)
     runs = [
@@ -247,6 +251,8 @@ def test_replayed_decodes_of_the_block_manager_give_what_the_oracle_gives() -> N
     documents = [[3 + (token + number) % 90 for token in range(9)] for number in range(2)]
     prompts = [[*documents[number // 2], 20 + number] for number in range(4)]
     found = []
+    cascades = Mock(wraps=cascade_of)
+    monkeypatch.setattr(flashinfer, "cascade_of", cascades)
     for run in runs:
         manager = BlockManager(60, BLOCK)
         sequences = [manager.sequence(prompt) for prompt in prompts]
@@ -262,4 +268,5 @@ def test_replayed_decodes_of_the_block_manager_give_what_the_oracle_gives() -> N
     for replayed, eager in zip(*found, strict=True):
         torch.testing.assert_close(replayed, eager, atol=1e-4, rtol=1e-4)
     (of_four,) = [graph.plan for size, graph in runs[0].runner.graphs._sharing.items() if size == 4]
-    assert of_four._cascade.lengths.tolist() == [2 * BLOCK, 2 * BLOCK]
+    assert of_four._inputs.cascade.lengths.tolist() == [2 * BLOCK, 2 * BLOCK]
+    assert cascades.call_count == len(logits), "once a step"

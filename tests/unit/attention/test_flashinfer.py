@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from pyengine.attention import flashinfer
 from pyengine.attention.flashinfer import FlashInferBackend, PlanMemory, _Kind, workspace_bytes
 from pyengine.attention.gather import GatherBackend
-from pyengine.attention.paged import page_table
+from pyengine.attention.paged import PageLayout
 from tests.unit.attention import fake_kernels
 from tests.unit.attention.steps import (
     CASES,
@@ -153,11 +153,11 @@ def test_the_workspace_of_a_graph_holds_tiles_of_shared_prefixes():
 
 
 @pytest.mark.parametrize("width", [3, 40, 8_192])
-def test_page_tables_are_compressed_whatever_their_width(width):
+def test_PageLayouts_are_compressed_whatever_their_width(width):
     rng = np.random.default_rng(1)
     lens = rng.integers(1, 3 * 4, 20).astype(np.int32)
     tables = rng.integers(0, 99, (20, width)).astype(np.int32)
-    pages = page_table(lens, tables, 4)
+    pages = PageLayout.of(lens, tables.shape[1], 4).pages(tables)
     counts = -(-lens // 4)
     for row, count in enumerate(counts):
         assert (

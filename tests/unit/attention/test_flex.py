@@ -82,6 +82,24 @@ def test_a_kind_of_layer_is_compiled_once_and_once_more_for_a_single_row():
     assert torch._dynamo.config.recompile_limit >= RECOMPILE_LIMIT
 
 
+def test_layers_of_a_pool_share_what_is_compiled():
+    """Their tensors lie at different places of one allocation."""
+    torch._dynamo.reset()
+    counters.clear()
+    traced = compiled(library.flex_attention, backend="aot_eager")
+    pool = KVPool([SHAPE.pool().specs[0]] * 5, 40, SHAPE.block_size, torch.device("cpu"))
+    backend = FlexBackend(pool)
+    backend.attend = traced
+    for lengths in ([(1, 9), (1, 4)], [(7, 4)], [(1, 9), (7, 4), (2, 20)]):
+        step = make_step(lengths, SHAPE)
+        plan = backend.plan(step.inputs)
+        for layer in range(5):
+            plan.forward(layer, (step.query, step.key, step.value), options_of("plain"))
+    seen = counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    assert seen == 2
+
+
 @pytest.mark.parametrize(
     ("version", "dims", "most"),
     [

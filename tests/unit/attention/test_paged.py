@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyengine.attention.paged import apply_sinks, leading_decodes, page_table, window_left
+from pyengine.attention.paged import PageLayout, apply_sinks, leading_decodes, window_left
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
@@ -15,7 +15,7 @@ def test_a_page_table_leads_to_the_slot_of_every_token(lens, size):
     width = -(-max(lens) // size) + 1
     tables = np.random.default_rng(0).permutation(len(lens) * width).reshape(-1, width)
     tables = tables.astype(np.int32)
-    pages = page_table(np.array(lens, dtype=np.int32), tables, size)
+    pages = PageLayout.of(np.array(lens, dtype=np.int32), tables.shape[1], size).pages(tables)
     assert pages.indptr.dtype == pages.indices.dtype == pages.last_page_len.dtype == np.int32
     for row, length in enumerate(lens):
         own = pages.indices[pages.indptr[row] : pages.indptr[row + 1]]
@@ -28,7 +28,7 @@ def test_a_page_table_leads_to_the_slot_of_every_token(lens, size):
 
 
 def test_no_sequences_have_no_pages():
-    pages = page_table(np.zeros(0, np.int32), np.zeros((0, 3), np.int32), 4)
+    pages = PageLayout.of(np.zeros(0, np.int32), 3, 4).pages(np.zeros((0, 3), np.int32))
     assert (pages.indptr.tolist(), len(pages.indices), len(pages.last_page_len)) == ([0], 0, 0)
 
 

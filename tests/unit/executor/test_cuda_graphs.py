@@ -4,11 +4,14 @@ import logging
 from collections.abc import Callable
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 
 from pyengine.attention.backend import StepInputs
+from pyengine.attention.cascade import Cascade
 from pyengine.attention.gather import GatherBackend
+from pyengine.attention.paged import PageTable
 from pyengine.errors import ConfigurationError
 from pyengine.executor import input_buffers as buffers
 from pyengine.executor.cuda_graphs import graph_sizes
@@ -189,6 +192,18 @@ def test_a_backend_that_plans_on_the_host_has_no_plan_for_graphs() -> None:
         run.runner._backend.graph_plan(run.runner.buffers.fixed_inputs(Padding(1, 0)))
 
 
+_NONE = np.zeros(0, np.int32)
+CASCADE = Cascade(
+    group=0,
+    rows=np.zeros(0, np.int64),
+    starts=_NONE,
+    lengths=_NONE,
+    pages=PageTable(_NONE, _NONE, _NONE),
+    own_blocks=_NONE,
+    saved_tokens=0,
+)
+
+
 class SharingBackend(StaticBackend):
     """The static backend, with a second plan for steps that share blocks; it reads as much."""
 
@@ -198,10 +213,12 @@ class SharingBackend(StaticBackend):
     def __init__(self, pool: KVPool) -> None:
         super().__init__(pool)
         self.sharing: list[StaticPlan] = []
+        self.cascades: list[Cascade | None] = []
 
-    def is_worth_sharing(self, inputs: StepInputs) -> bool:
+    def cascade(self, inputs: StepInputs) -> Cascade | None:
         assert inputs.shared is not None
-        return self.is_worth_it
+        self.cascades.append(CASCADE if self.is_worth_it else None)
+        return self.cascades[-1]
 
     def sharing_graph_plan(self, inputs: StepInputs) -> StaticPlan | None:
         if len(inputs.seq_lens) == 1:
@@ -225,11 +242,11 @@ def test_a_size_has_a_second_graph_for_steps_that_share_blocks(is_worth_it: bool
     assert run.runner.graphs.sharing_sizes == [2, 4, 8]
     backend.is_worth_it = is_worth_it
     entries, _ = decode(run, [5, 3, 7], Random(2))
-    shared = run.runner.buffers._shared
     replayed = run.step(entries, all_rows=False)[1].clone()
     (used,) = [plan for plan in backend.sharing + backend.plans if plan.refreshed]
     assert used in (backend.sharing if is_worth_it else backend.plans)
-    assert used.refreshed[0].shared is shared is not None
+    assert backend.cascades == [CASCADE if is_worth_it else None], "computed once a step"
+    assert used.refreshed[0].cascade is backend.cascades[0]
     torch.testing.assert_close(replayed, torch.cat(run.step(entries)[0]), atol=1e-4, rtol=1e-4)
     entries, _ = decode(run, [5], Random(2))
     run.step(entries, all_rows=False)

@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ from pyengine.kv_cache.pool import (
 from tests.support.forked import run_forked
 
 torch = pytest.importorskip("torch")
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -205,6 +207,89 @@ def test_blocks_are_copied_once_in_every_tensor(grouped):
     pool.copy_blocks([])
     for tensor in (*pool.keys, *pool.values):
         assert tensor[:, 0, 0, 0].tolist() == [2, 0, 1, 3, 4]
+
+
+MLA = KVCacheSpec(4, 24, 16, torch.bfloat16)
+POOLS = {
+    "equal layers": ([KVCacheSpec(2, 16, 16, torch.bfloat16)] * 4, None),
+    "values of another size": ([MLA] * 3, None),
+    "8-bit floats": ([KVCacheSpec(2, 16, 16, torch.float8_e4m3fn)] * 3, None),
+    "int8 with scales": ([KVCacheSpec(3, 16, 8, torch.int8)] * 2, None),
+    "an odd number of bytes": ([KVCacheSpec(1, 3, 3, torch.float8_e4m3fn)] * 2, None),
+    "layers that differ": ([SPEC, MLA, KVCacheSpec(1, 32, 32, torch.float32)], None),
+    "layer groups": (
+        [SPEC, SPEC, MLA],
+        LayerGroups((None, 8), 2, (Place(0, 0), Place(1, 0), Place(0, 1))),
+    ),
+}
+COPIES = [
+    [(0, 1)],
+    [(3, 0), (0, 5), (5, 3)],  # a rotation
+    [(1, 2), (1, 4), (2, 0), (6, 6)],  # a source of two, a chain, a block onto itself
+]
+
+
+def filled_pool(specs, groups, num_blocks=6):
+    """A pool whose blocks all differ, the null block too."""
+    pool = KVPool(specs, num_blocks, 3, CPU, groups)
+    for seed, tensor in enumerate(pool._tensors):
+        generator = torch.Generator().manual_seed(seed)
+        numbers = tensor.view(torch.uint8)
+        numbers.copy_(torch.randint(256, numbers.shape, generator=generator))
+    return pool
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 20])
+@pytest.mark.parametrize("name", list(POOLS))
+def test_copies_of_blocks_are_those_of_each_tensor_alone(monkeypatch, name, at_once):
+    """Of bytes, in as many pieces as the limit wants; nothing else changes."""
+    monkeypatch.setattr("pyengine.kv_cache.pool_memory._COPIED", at_once)
+    specs, groups = POOLS[name]
+    for copies in COPIES:
+        pool = filled_pool(specs, groups)
+        before = [tensor.view(torch.uint8).clone() for tensor in pool._tensors]
+        pool.copy_blocks(copies)
+        for old, tensor in zip(before, pool._tensors, strict=True):
+            expected = old.clone()
+            for source, target in copies:
+                expected[target] = old[source]
+            assert torch.equal(tensor.view(torch.uint8), expected)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operators that would each be a launch on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("specs", "launches"),
+    [([KVCacheSpec(2, 8, 8, torch.bfloat16)] * 32, 1), ([MLA] * 32, 2), ([SPEC, MLA] * 16, 3)],
+)
+def test_blocks_are_copied_in_all_tensors_of_a_size_at_once(specs, launches):
+    """Two launches for each size of block, in place of two for each tensor."""
+    pool = KVPool(specs, 4, 16, CPU)
+    with Counting() as counting:
+        pool.copy_blocks([(0, 1), (2, 3)])
+    assert counting.calls == {"index_select": launches, "index_copy_": launches}
+
+
+def test_copies_reach_every_tensor_of_a_pool_that_32_bits_do_not_index():
+    """Rows, not bytes, are indexed: torch would launch once for each 2 GiB."""
+    pool = KVPool([KVCacheSpec(8, 128, 128, torch.float32)] * 3, 30_000, 4, CPU)
+    assert pool.num_bytes > 1 << 31
+    for number, tensor in enumerate(pool._tensors, start=1):
+        tensor[29_999] = number
+    pool.copy_blocks([(29_999, 7)])
+    assert [float(tensor[7].mean()) for tensor in pool._tensors] == [1, 2, 3, 4, 5, 6]
+    assert not any(tensor[8].any() or tensor[30_000].any() for tensor in pool._tensors)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")

@@ -1,6 +1,7 @@
 """Layers in 8-bit floats: torch's product against float64, which layers stay, and who cannot."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -63,6 +64,34 @@ def test_a_layer_multiplies_by_its_weight(with_bias):
         torch.testing.assert_close(got.double(), exact, rtol=2**-7, atol=2**-7)
         near = linear(rows).double()
         assert (got.double() - near).norm() < 0.06 * near.norm()
+
+
+def test_products_are_summed_in_the_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = Mock(wraps=torch._scaled_mm)
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    layer = Float8Linear(torch.randn(32, 64).to(DTYPE), torch.tensor(0.25))
+    layer(torch.randn(5, 64).bfloat16())
+    assert product.call_args.kwargs["use_fast_accum"] is True
+
+
+@pytest.mark.parametrize("inputs", [4096, 14336])
+def test_sums_of_14_bits_add_little_to_the_error_of_8_bit_floats(inputs: int) -> None:
+    """As on Hopper: each instruction adds the products of 32 inputs to sums that it truncates."""
+    torch.manual_seed(0)
+    rows, weight = torch.randn(8, inputs), torch.randn(64, inputs)
+    (digits, units), (codes, scales) = quantise_rows(rows), quantise_rows(weight)
+    sums = torch.zeros(8, 64, dtype=torch.float64)
+    for part in range(0, inputs, 32):
+        of_part = (item[:, part : part + 32].double() for item in (digits, codes))
+        left, right = of_part
+        mantissas, exponents = torch.frexp(sums + left @ right.T)
+        sums = torch.ldexp(torch.trunc(mantissas * 2**14) / 2**14, exponents)
+    exact = rows.double() @ weight.double().T
+    rounded = digits.double() @ codes.double().T
+    errors = [
+        float((found * units * scales.T - exact).norm() / exact.norm()) for found in (rounded, sums)
+    ]
+    assert 0.03 < errors[0] < errors[1] < 1.05 * errors[0]
 
 
 def test_one_scale_is_that_of_every_output():
