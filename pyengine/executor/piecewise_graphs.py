@@ -25,7 +25,7 @@ from pyengine.attention.backend import (
     Rows,
     StepInputs,
 )
-from pyengine.executor.cuda_graphs import Compute, Interrupt, RecordPieces
+from pyengine.executor.cuda_graphs import Between, Compute, Interrupt, RecordPieces
 
 _log = logging.getLogger(__name__)
 
@@ -50,9 +50,10 @@ class _Step:
     """By type and shape of a row, as many as the largest pass has."""
 
     def warm_up(
-        self, _between: object, sources: Sequence[torch.Tensor], shape: Sequence[int]
+        self, between: Between, sources: Sequence[torch.Tensor], shape: Sequence[int]
     ) -> torch.Tensor:
-        """No attention, and no interruption. See `Interrupt`."""
+        """Neither attention nor an interruption. See `Interrupt`."""
+        del between
         result = sources[0].new_zeros(shape)
         key = (result.dtype, *shape[1:])
         if len(self.zeros.get(key, ())) < len(result):

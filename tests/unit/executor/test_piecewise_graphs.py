@@ -17,6 +17,7 @@ import torch
 from pyengine.executor import cuda_graphs
 from pyengine.executor.cuda_graphs import CudaGraphRecorder, unowned
 from pyengine.executor.piecewise_graphs import piecewise_sizes
+from pyengine.models.rotary import take_over_rotations
 from tests.support.graphs import EagerRecorder, TapeRecorder
 from tests.support.static_attention import StaticBackend
 from tests.unit.executor.hand_made import Entry, HandMadePlan, PagedRun, random_model
@@ -76,6 +77,19 @@ def test_groups_of_layers_give_the_same_logits(family: str) -> None:
     run = PagedRun(model, num_blocks=80, grouped=True, rows_per_seq=WITH_ALL_ROWS)
     recorder = captured(run)
     assert run_in_chunks(run, prompts, expected) > 0
+    assert recorder.replays > 5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_attention_gets_the_angles_of_the_step(family: str) -> None:
+    """Where layers leave the norm of heads and the rotation to the KV write."""
+    model = random_model(family, **FAMILIES[family])
+    prompts = sequences()
+    expected = [plain_logits(model, tokens) for tokens in prompts]
+    run = PagedRun(model, rows_per_seq=WITH_ALL_ROWS)
+    take_over_rotations(model)
+    recorder = captured(run)
+    run_in_chunks(run, prompts, expected)
     assert recorder.replays > 5
 
 
