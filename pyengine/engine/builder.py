@@ -431,7 +431,7 @@ def _memory_left(
     left = available_memory(loaded.device)  # before the graphs, which `taken` has
     meter = CudaMeter(loaded.device)
     taken = activation_bytes(runner, limits, smallest.num_blocks, loaded.vocab_size, meter)
-    taken += graph_bytes(runner, meter)
+    taken += graph_bytes(runner, meter, None if recorder is None else recorder.pieces)
     return max(0, left - taken)
 
 
@@ -509,6 +509,8 @@ def _runner(
     elif settings.compile is None and recorder is not None:
         _compile_if_possible(runner)
     runner.capture()
+    if recorder is not None:
+        runner.capture_piecewise(recorder.pieces)
     return runner
 
 
@@ -621,11 +623,13 @@ def _about_linears(
 
 def _about_attention(choice: Choice, needs: AttentionNeeds, runner: Runner) -> dict[str, object]:
     sizes = runner.graphs.sizes if isinstance(runner, (ModelRunner, DistributedRunner)) else []
+    others = runner.piecewise.sizes if isinstance(runner, ModelRunner) else []
     return {
         "attention_backend": choice.backend,
         "attention_reason": choice.reason,
         "attention_backends": explain_backends(choice, needs),
         "cuda_graphs": f"batches of {sizes}" if sizes else "none",
+        "piecewise_cuda_graphs": f"steps of {others} tokens" if others else "none",
         "compile": isinstance(runner, ModelRunner) and runner.is_compiled,
         "kv_cache_dtype": dtype_name(needs.cache_dtype),
     }

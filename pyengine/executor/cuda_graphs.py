@@ -8,9 +8,11 @@ once, a size has a second graph for steps in which that is faster.
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -30,6 +32,27 @@ Record = Callable[[Compute], Compute]
 same tensor."""
 
 
+Between = Callable[[Sequence[torch.Tensor], torch.Tensor], object]
+"""Runs between two pieces of a pass: reads tensors of the first, and fills one of the second."""
+
+
+class Interrupt(Protocol):
+    """Ends a piece of a pass that is captured, and begins the next."""
+
+    def __call__(
+        self, between: Between, sources: Sequence[torch.Tensor], shape: Sequence[int]
+    ) -> torch.Tensor:
+        """A tensor of `shape`, with the type of the first source, for the next piece.
+
+        Each replay calls `between(sources, tensor)`. The capture does not.
+        """
+
+
+RecordPieces = Callable[[Callable[[Interrupt], torch.Tensor]], Compute]
+"""Captures a pass that calls `Interrupt`. The result replays the pieces and runs what is between
+them, and returns the tensor of the capture: valid until another graph is replayed."""
+
+
 Agree = Callable[[bool], bool]
 """True if all ranks of a divided model say so; each calls it at the same places."""
 
@@ -39,7 +62,7 @@ class CaptureFailed(RuntimeError):
 
 
 class CudaGraphRecorder:
-    """Captures CUDA graphs that share one memory pool. See `Record`.
+    """Captures CUDA graphs that share one memory pool. See `Record`, and `RecordPieces`.
 
     With `has_peers`, other threads may ask CUDA meanwhile: NCCL's looks at its events.
     """
@@ -50,16 +73,68 @@ class CudaGraphRecorder:
 
     def __call__(self, compute: Compute) -> Compute:
         """Capture `compute`."""
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=self._errors):
+        with self._capturing() as context:
             result = compute()
+        graph = context.cuda_graph
 
         def replay() -> torch.Tensor:
             graph.replay()
             return result
 
         return replay
+
+    def pieces(self, compute: Callable[[Interrupt], torch.Tensor]) -> Compute:
+        """Capture `compute` as several graphs.
+
+        The memory between pieces belongs to the pool. Later pieces, and passes captured later, use
+        it again: replays keep the order of the capture, and one pass ends before another begins.
+        """
+        pieces: list[tuple[torch.cuda.CUDAGraph, Callable[[], object]]] = []
+
+        def interrupt(
+            between: Between, sources: Sequence[torch.Tensor], shape: Sequence[int]
+        ) -> torch.Tensor:
+            ended = context.cuda_graph
+            ended.capture_end()
+            context.cuda_graph = torch.cuda.CUDAGraph()
+            context.cuda_graph.capture_begin(pool=self._pool, capture_error_mode=self._errors)
+            result = sources[0].new_empty(shape)
+            memory = [unowned(source) for source in sources]
+            pieces.append((ended, partial(between, memory, unowned(result))))
+            return result
+
+        with self._capturing() as context:
+            result = unowned(compute(interrupt))
+        last = context.cuda_graph
+
+        def replay() -> torch.Tensor:
+            for graph, between in pieces:
+                graph.replay()
+                between()
+            last.replay()
+            return result
+
+        return replay
+
+    @contextmanager
+    def _capturing(self) -> Iterator[torch.cuda.graph]:
+        """Inside, launches are captured. The end of it ends the capture of the context's graph."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        context = torch.cuda.graph(graph, pool=self._pool, capture_error_mode=self._errors)
+        # The outer context restores the stream, which torch < 2.12 leaves if the capture fails.
+        with torch.cuda.stream(torch.cuda.current_stream()), context:
+            yield context
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, size and strides, without keeping the allocator from using it again."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in pairs)
+    storage = torch._C._construct_storage_from_data_pointer(
+        tensor.data_ptr(), tensor.device, extent * tensor.itemsize
+    )
+    return tensor.new_empty(0).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -108,6 +183,8 @@ class DecodeGraphs:
         """The batch sizes that have a graph, smallest first."""
         self.sharing_sizes: list[int] = []
         """Those that have one that reads shared blocks once, too."""
+        self.has_failed = False
+        """True if a capture failed: no other may follow."""
         self._logits: torch.Tensor | None = None
         """One tensor for all graphs, as wide as the largest: separate ones would stay allocated."""
 
@@ -139,6 +216,7 @@ class DecodeGraphs:
                 kind = "CUDA graphs" if graphs is self._graphs else "CUDA graphs with shared blocks"
                 said = f"{type(error).__name__}: {error}"
                 _log.warning("no %s for batches of %s, %s", kind, left, said)
+                self.has_failed = True
                 return False
             size = left.pop()
             if graph is not None:

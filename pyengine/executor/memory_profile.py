@@ -6,15 +6,18 @@ The largest step is estimated first, from below, and on a GPU it is run once to 
 import ctypes
 import platform
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from pyengine.errors import ConfigurationError
+from pyengine.executor.cuda_graphs import DecodeGraphs, RecordPieces
 from pyengine.executor.input_buffers import HostArrays, RunnerLimits
 from pyengine.executor.model_runner import ModelRunner, StepLogits
+from pyengine.executor.piecewise_graphs import PiecewiseGraphs
 from pyengine.kv_cache import BlockManager, SharedPrefixes, StepBuffers
 from pyengine.kv_cache.layer_groups import LayerGroups, choose_layer_groups, layer_windows
 from pyengine.kv_cache.pool import (
@@ -242,17 +245,32 @@ def activation_bytes(
         ) from error
 
 
-def graph_bytes(runner: ModelRunner, meter: CudaMeter) -> int:
-    """Bytes that the graphs of decode steps keep; `runner` can capture them.
+def graph_bytes(
+    runner: ModelRunner, meter: CudaMeter, record_pieces: RecordPieces | None = None
+) -> int:
+    """Bytes that graphs keep: of decode steps, and of others in pieces; `runner` can capture them.
 
-    They share the memory of the largest. So two are captured: the second measures each further one.
+    Those of a kind share the memory of the largest. So two are captured: the second measures each
+    further one.
     """
-    sizes = runner.graph_sizes
+    decodes = _kept_by(runner.graph_sizes, runner.capture, runner.graphs, meter)
+    if record_pieces is None:
+        return decodes
+    capture = partial(runner.capture_piecewise, record_pieces)
+    return decodes + _kept_by(runner.piecewise_sizes, capture, runner.piecewise, meter)
+
+
+def _kept_by(
+    sizes: Sequence[int],
+    capture: Callable[[Sequence[int]], None],
+    graphs: DecodeGraphs | PiecewiseGraphs,
+    meter: CudaMeter,
+) -> int:
     largest, second = sizes[-1:], sizes[-2:-1]
-    first = meter.kept(lambda: runner.capture(largest))
-    if not runner.graphs.sizes:
+    first = meter.kept(lambda: capture(largest))
+    if not graphs.sizes:
         return first
-    another = meter.kept(lambda: runner.capture(second))
+    another = meter.kept(lambda: capture(second))
     return first + another * (len(sizes) - 1) if second else first
 
 

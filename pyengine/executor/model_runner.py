@@ -16,9 +16,16 @@ from pyengine.attention.dispatch import PagedContext, register_paged_attention
 from pyengine.attention.paged import on_device
 from pyengine.errors import ConfigurationError
 from pyengine.executor.compiled import CompiledForward
-from pyengine.executor.cuda_graphs import Agree, DecodeGraphs, Record, graph_sizes
+from pyengine.executor.cuda_graphs import (
+    Agree,
+    DecodeGraphs,
+    Record,
+    RecordPieces,
+    graph_sizes,
+)
 from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
 from pyengine.executor.mtp import DraftRow, MTPLayers, MTPStep
+from pyengine.executor.piecewise_graphs import PiecewiseGraphs, piecewise_sizes
 from pyengine.kernels import has_kernels
 from pyengine.kv_cache import SharedPrefixes, StepBuffers
 from pyengine.kv_cache.pool import KVPool
@@ -164,6 +171,8 @@ class ModelRunner:
         self._longest = limits.max_blocks_per_seq * size
         self._most_decodes = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.graphs = DecodeGraphs(self._forward, backend, self.buffers, pool.num_blocks, agree)
+        self._most_tokens = limits.max_num_batched_tokens
+        self.piecewise = PiecewiseGraphs(self._forward, limits.max_num_samples, device)
 
     def take_over_rotations(self) -> None:
         """Rotate queries and keys with the KV write, if a kernel does so and the model allows it.
@@ -188,11 +197,31 @@ class ModelRunner:
         asked = self.graph_sizes if sizes is None else sizes
         if self._record is None or not asked:
             return
+        self._make_rotary_static()
+        with on_device(self.pool.device):
+            self.graphs.capture(asked, self._record)
+
+    @property
+    def piecewise_sizes(self) -> list[int]:
+        """The numbers of tokens that `capture_piecewise` is for, smallest first."""
+        return piecewise_sizes(self._most_tokens)
+
+    def capture_piecewise(self, record: RecordPieces, sizes: Sequence[int] | None = None) -> None:
+        """Capture steps that `capture` is not for, per number of tokens. See `capture`.
+
+        Call it after `capture`, and not for a model that is divided or has MTP layers. Nothing is
+        captured if `capture` failed.
+        """
+        if self.graphs.has_failed:
+            return
+        self._make_rotary_static()
+        with on_device(self.pool.device):
+            self.piecewise.capture(self.piecewise_sizes if sizes is None else sizes, record)
+
+    def _make_rotary_static(self) -> None:
         obstacle = make_rotary_static(self._model, self._longest)
         if obstacle is not None:
             raise ConfigurationError(f"{obstacle}; or set enforce_eager=True")
-        with on_device(self.pool.device):
-            self.graphs.capture(asked, self._record)
 
     def compile(self, backend: str = "inductor") -> None:
         """Compile the forward pass, with a message on standard error: it takes a while.
@@ -225,6 +254,8 @@ class ModelRunner:
         filled = self.buffers.fill(plan, padding)
         self.buffers, self._other_buffers = self._other_buffers, self.buffers
         num_samples = plan.num_samples
+        num_rows = num_samples + (0 if extra is None else len(extra))
+        in_pieces = padding is None and self.piecewise.fits(plan.num_tokens, num_rows)
 
         def forward(sampled: torch.Tensor | None) -> StepLogits:
             if copies:
@@ -239,7 +270,8 @@ class ModelRunner:
                     rows = upload(extra, inputs.logits_indices.device)
                     rows = torch.cat([inputs.logits_indices, rows])
                     inputs = replace(inputs, logits_indices=rows)
-                logits = self._forward(inputs, self._backend.plan(inputs))
+                run = self.piecewise.run if in_pieces else self._forward
+                logits = run(inputs, self._backend.plan(inputs))
             if self._mtp is not None:
                 self._mtp.extend(inputs, mtp)
             first_extra = num_samples if extra is not None else len(logits)  # else padding

@@ -101,10 +101,15 @@ class Machine:
         )
 
     def capture(self) -> None:
-        """Capture decode steps, if the backend supports graphs; all sizes must have one."""
+        """Capture decode steps, and others in pieces, if the backend supports graphs.
+
+        All sizes must have one.
+        """
         if self.backend.supports_graphs:
             self.runner.capture()
             assert self.runner.graphs.sizes == self.runner.graph_sizes
+            self.runner.capture_piecewise(record_eagerly.pieces)
+            assert self.runner.piecewise.sizes == self.runner.piecewise_sizes
 
     def steps(self, shared: int = 0) -> int:
         """Chunks of prompts beside decodes, then decodes alone; returns the number of steps.

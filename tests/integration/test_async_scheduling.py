@@ -19,7 +19,7 @@ from pyengine.kv_cache.pool import KVPool, kv_cache_specs
 from pyengine.models.loader import load_model
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.engines import LazyQueue, add_request
-from tests.support.graphs import record_eagerly
+from tests.support.graphs import TapeRecorder, record_eagerly
 from tests.support.static_attention import StaticBackend
 from tests.unit.models.tiny import save_tiny_model
 
@@ -83,7 +83,9 @@ def test_a_stream_that_is_left_early_leaves_nothing_behind(folder: Path) -> None
     assert whole.outputs[0].token_ids[: len(found)] == found
 
 
-def run_by_hand(folder: Path, *, graphs: bool, depth: int) -> dict[str, RequestOutput]:
+def run_by_hand(
+    folder: Path, *, graphs: bool, depth: int, pieces: TapeRecorder | None = None
+) -> dict[str, RequestOutput]:
     """The engine put together as `LLM` does it, with attention that a graph can hold."""
     loaded = load_model(folder, device="cpu")
     manager = BlockManager(48, 4)
@@ -93,6 +95,8 @@ def run_by_hand(folder: Path, *, graphs: bool, depth: int) -> dict[str, RequestO
     recorder = record_eagerly if graphs else None
     runner = ModelRunner(loaded, pool, StaticBackend(pool), runner_limits, record=recorder)
     runner.capture()
+    if pieces is not None:
+        runner.capture_piecewise(pieces.pieces)
     model_limits = ModelLimits(
         vocab_size=97,
         eos_token_ids=frozenset({2}),
@@ -109,6 +113,7 @@ def run_by_hand(folder: Path, *, graphs: bool, depth: int) -> dict[str, RequestO
         done.update((item.request_id, item.output()) for item in engine.step().finished)
         manager.check()
     assert manager.usage().active == 0
+    assert engine.stats().num_preemptions > 0
     return done
 
 
@@ -117,6 +122,19 @@ def test_graphs_and_pending_tokens_together_give_the_tokens_of_neither(folder: P
     both = run_by_hand(folder, graphs=True, depth=2)
     for name, item in plain.items():
         assert item.outputs == both[name].outputs
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_in_pieces_and_pending_tokens_give_the_tokens_of_neither(
+    folder: Path, depth: int, graphs: bool
+) -> None:
+    """Without graphs of decodes, decodes are replayed in pieces, too."""
+    plain, recorder = run_by_hand(folder, graphs=False, depth=1), TapeRecorder()
+    in_pieces = run_by_hand(folder, graphs=graphs, depth=depth, pieces=recorder)
+    assert recorder.replays > 30
+    for name, item in plain.items():
+        assert item.outputs == in_pieces[name].outputs
 
 
 def test_a_step_that_samples_nothing_is_followed_by_one_that_does(folder: Path) -> None:

@@ -56,6 +56,9 @@ class Runner:
     def capture(self) -> None:
         self.calls.append("capture")
 
+    def capture_piecewise(self, record: object) -> None:
+        self.calls.append(f"capture {record}")
+
 
 @pytest.mark.parametrize("asked", [None, True, False])
 @pytest.mark.parametrize("has_graphs", [True, False])
@@ -64,8 +67,9 @@ def test_decode_steps_in_graphs_are_compiled_where_that_can_be_had(
     asked: bool | None, has_graphs: bool, can: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     runner = Runner(None if can else ConfigurationError("compile=True: torch cannot"))
+    recorder = SimpleNamespace(pieces="pieces")
     monkeypatch.setattr(builder, "ModelRunner", lambda *_, **__: runner)
-    monkeypatch.setattr(builder, "_recorder", lambda *_: object() if has_graphs else None)
+    monkeypatch.setattr(builder, "_recorder", lambda *_: recorder if has_graphs else None)
     fake: Any = SimpleNamespace(
         device=torch.device("cuda"),
         dtype=None,
@@ -86,7 +90,8 @@ def test_decode_steps_in_graphs_are_compiled_where_that_can_be_had(
         assert built() is runner
     assert len(populated) == (asked is True)
     compiles = asked is True or (asked is None and has_graphs)
-    assert runner.calls == ["take over rotations", *["compile"] * compiles, "capture"]
+    captures = ["capture", *["capture pieces"] * has_graphs]
+    assert runner.calls == ["take over rotations", *["compile"] * compiles, *captures]
     assert ("runs uncompiled; compile=False does not try" in caplog.text) == (compiles and not can)
 
 

@@ -93,6 +93,7 @@ class PagedRun:
         backend: Callable[[KVPool], Any] | None = None,
         record: Record | None = None,
         max_tokens: int = 64,
+        rows_per_seq: int = 1,
     ) -> None:
         device = torch.device("cpu")
         self.block_size = block_size
@@ -113,6 +114,7 @@ class PagedRun:
             max_num_seqs=8,
             max_blocks_per_seq=16,
             num_groups=len(self.groups.windows),
+            rows_per_seq=rows_per_seq,
         )
         built = backend(self.pool) if backend else choice.build(self.pool)
         self.runner = ModelRunner(loaded, self.pool, built, limits, record=record)

@@ -65,7 +65,7 @@ def test_it_is_run_and_leaves_the_pool_as_it_was() -> None:
 
 
 class Counting:
-    """Counts graphs: the first keeps 1,000, each further one 7."""
+    """Counts graphs: the first of a kind keeps 1,000, each further one 7."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -74,10 +74,11 @@ class Counting:
         raise AssertionError(run)
 
     def kept(self, run: Callable[[], object]) -> int:
-        before = len(self.runner.graphs.sizes)
+        kinds = (self.runner.graphs, self.runner.piecewise)
+        before = [len(kind.sizes) for kind in kinds]
         run()
-        after = len(self.runner.graphs.sizes)
-        return 0 if after == before else 1000 if before == 0 else 7
+        made = [count for kind, count in zip(kinds, before, strict=True) if len(kind.sizes) > count]
+        return sum(1000 if count == 0 else 7 for count in made)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,18 @@ def test_graphs_are_reckoned_by_two_of_them(most: int | None, expected: int) -> 
     assert len(runner.graphs.sizes) <= 2
 
 
+@pytest.mark.parametrize(("most", "expected"), [(50, 1000 + 2 * 7), (9, 1000)])
+def test_steps_in_pieces_are_reckoned_as_well(most: int, expected: int) -> None:
+    """Of 16, 32 and 50 tokens, or of 9."""
+    loaded = loaded_model()
+    pool = KVPool(kv_cache_specs(loaded.config, torch.float32), 1, 16, loaded.device)
+    limits = RunnerLimits(max_num_batched_tokens=most, max_num_seqs=1, max_blocks_per_seq=4)
+    runner = ModelRunner(loaded, pool, StaticBackend(pool), limits, record=record_eagerly)
+    taken = graph_bytes(runner, Counting(runner), record_eagerly.pieces)
+    assert taken == 1000 + expected
+    assert runner.piecewise.sizes == runner.piecewise_sizes[-2:]
+
+
 def test_a_runner_with_graphs_is_freed_as_soon_as_it_is_dropped() -> None:
     """Its memory is needed for the pool; a reference cycle would wait for the collector."""
     loaded = loaded_model()
@@ -100,7 +113,8 @@ def test_a_runner_with_graphs_is_freed_as_soon_as_it_is_dropped() -> None:
     backend = StaticBackend(pool)
     runner = ModelRunner(loaded, pool, backend, LIMITS, record=recorded_apart)
     runner.capture()
-    assert runner.graphs.sizes
+    runner.capture_piecewise(record_eagerly.pieces)
+    assert runner.graphs.sizes and runner.piecewise.sizes
     dropped = [weakref.ref(each) for each in (runner, pool, backend)]
     gc.collect()
     gc.disable()

@@ -1,0 +1,39 @@
+"""The stand-in for piecewise graphs runs what is between the pieces, and no piece."""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benches.gpu.launches import as_on_cuda, model
+from benches.gpu.mixed_step import Attention, measured, record_nothing
+from pyengine.attention.backend import AttentionOptions, Rows
+from pyengine.executor.model_runner import ForwardPass
+from pyengine.executor.piecewise_graphs import PiecewiseGraphs
+
+
+class CountingAttention(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
+        self.rows.append(len(rows[0]))
+        return super().forward(layer, rows, options)
+
+
+def test_only_attention_runs_in_a_replay() -> None:
+    made = as_on_cuda(model("llama", 2)).float()
+    forward = ForwardPass(made, [None] * 2, 2)
+    calls: list[int] = []
+    made.model.embed_tokens.register_forward_hook(lambda *_: calls.append(1))
+    pieces = PiecewiseGraphs(forward, 8, torch.device("cpu"))
+    pieces.capture([16], record_nothing)
+    assert len(calls) == 2  # the pass before the capture, and the capture
+    ids = torch.arange(5)
+    inputs: Any = SimpleNamespace(input_ids=ids, positions=ids, logits_indices=ids[:3])
+    attention = CountingAttention()
+    assert measured(partial(pieces.run, inputs, attention), 2) > 0
+    assert attention.rows == [5, 5] * 5
+    assert len(calls) == 2
