@@ -72,7 +72,8 @@ def _best(  # noqa: PLR0913, PLR0917
         best_logits += row * most
         lanes = tl.arange(0, width)
         num_best, num_equal = 0, 0
-        for start in range(0, num_live * part, width):
+        start = 0
+        while start < num_live * part:
             place = start + lanes
             is_read = place < num_live * part
             at = tl.load(live + row * num_parts + place // part, mask=is_read, other=0)
@@ -88,6 +89,7 @@ def _best(  # noqa: PLR0913, PLR0917
             tl.store(best_logits + places, values, mask=kept)
             num_equal += tl.sum(is_equal.to(tl.int32), 0)
             num_best += tl.sum(kept.to(tl.int32), 0)
+            start += width
 
 
 _compiled_best: Any = triton.jit(_best, do_not_specialize=["most"])

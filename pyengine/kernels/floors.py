@@ -121,7 +121,8 @@ def _collect_from(  # noqa: PLR0913, PLR0917
     """Write the logits of live parts whose keys reach `low`, in order of id; returns how many."""
     lanes = tl.arange(0, width)
     count = 0
-    for start in range(0, num_live * part, width):
+    start = 0
+    while start < num_live * part:
         place = start + lanes
         is_read = place < num_live * part
         at = tl.load(live + place // part, mask=is_read, other=0) * part + place % part
@@ -132,6 +133,7 @@ def _collect_from(  # noqa: PLR0913, PLR0917
             kept = kept & (tl.exp((values.to(tl.float64) - peak) / temperature) >= min_p)
         tl.store(found + count + tl.cumsum(kept.to(tl.int32), 0) - 1, values, mask=kept)
         count += tl.sum(kept.to(tl.int32), 0)
+        start += width
     tl.debug_barrier()
     return count
 
@@ -166,9 +168,11 @@ def _sum_of(
     """The weight of all candidates."""
     lanes = tl.arange(0, width)
     sums = tl.zeros((width,), tl.float64)
-    for start in range(0, count, width):
+    start = 0
+    while start < count:
         _, weights = _candidates(found, start + lanes, count, peak, temperature, True)
         sums += weights
+        start += width
     return tl.sum(sums, 0)
 
 
@@ -199,13 +203,15 @@ def _floor_among(  # noqa: PLR0913, PLR0917
         keys = low + step * (numbers + 1)
         limits = tl.minimum(keys, high).to(tl.int32)
         sums = tl.zeros((marks, width), tl.float64)
-        for start in range(0, count, width):
+        start = 0
+        while start < count:
             values, weights = _candidates(
                 found, start + lanes, count, peak, temperature, is_weighted
             )  # fmt: skip
             own = _keys(values, shift)
             weights = tl.where(own < high, weights, 0.0)
             sums += tl.where(own[None, :] >= limits[:, None], weights[None, :], 0.0)
+            start += width
         reached = above + tl.sum(sums, 1)
         passed = tl.sum(((reached >= target) & (keys < high)).to(tl.int32), 0)
         end = low + step * (passed + 1)
@@ -215,7 +221,8 @@ def _floor_among(  # noqa: PLR0913, PLR0917
         low = low + step * passed
         if count > width:  # leave the candidates between the marks
             left = 0
-            for start in range(0, count, width):
+            start = 0
+            while start < count:
                 place = start + lanes
                 values = tl.load(found + place, mask=place < count, other=-float("inf"))
                 own = _keys(values, shift)
@@ -224,6 +231,7 @@ def _floor_among(  # noqa: PLR0913, PLR0917
                 tl.debug_barrier()  # all were read
                 tl.store(found + places, values, mask=kept)
                 left += tl.sum(kept.to(tl.int32), 0)
+                start += width
             count = left
             tl.debug_barrier()
     return low, above
@@ -319,8 +327,9 @@ def rank_floors(draws: Draws, sums: Sums) -> Floors:
 
     -inf for rows without a limit, and for rows without a distribution. Tokens with that logit are
     all inside. The nucleus of top-p are the fewest most probable tokens, of those inside top-k and
-    min-p, whose weights add up to `top_p` of theirs. Sums in another order than the CPU's may end
-    it elsewhere only if a cumulated weight agrees with the limit to 12 digits.
+    min-p, whose weights add up to `top_p` of theirs. It ends elsewhere than the CPU's only if a
+    cumulated weight agrees with the limit: to 12 digits, as sums have another order, or to 7 where
+    `draw_cpu` sums the weights of a whole row in float32.
     """
     count, vocab_size, num_parts = len(draws.rows), draws.logits.shape[1], draws.num_parts
     device = draws.logits.device
