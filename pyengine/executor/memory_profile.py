@@ -223,17 +223,28 @@ def activation_bytes(
 
     `runner` may have a pool of a single block, whose null block is `null_block`. Raises
     `ConfigurationError` if they exceed the memory.
+
+    The sampler's kernels are compiled here, and not during requests: with and without filters, of
+    changed logits, which are float32, and of others.
     """
     plan = LargestStep(limits, runner.buffers.arrays, null_block)
-    params = SamplingParams(temperature=1, top_p=0.9, logprobs=1, frequency_penalty=0.1)
-    states = [
-        SamplingState(params, [0], seed=row, vocab_size=vocab_size)
-        for row in range(plan.num_samples)
-    ]
+    several = (
+        SamplingParams(temperature=1, top_p=0.9, logprobs=1, frequency_penalty=0.1),
+        SamplingParams(temperature=1, frequency_penalty=0.1),
+        SamplingParams(temperature=1, top_p=0.9),
+        SamplingParams(temperature=1),
+    )
 
     def run() -> None:
         logits: StepLogits = runner.prepare(plan)(None)
-        sample(logits.sampling, states).wait()
+        for params in several:
+            states = [
+                SamplingState(params, [0], seed=row, vocab_size=vocab_size)
+                for row in range(plan.num_samples)
+            ]
+            for state in states:
+                state.append(0)
+            sample(logits.sampling, states).wait()
 
     try:
         return meter.peak(run)

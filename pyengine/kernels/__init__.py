@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+ALIGNED = 16
+"""Kernels are compiled again for sizes and places that are not a multiple of this."""
+
 
 def has_kernels(device: "torch.device") -> bool:
     """True if the Triton kernels run on this device."""

@@ -1,8 +1,10 @@
-"""Draws of tokens as two Triton kernels: sums of weights per block of a row, then the choice.
+"""Draws of tokens as Triton kernels: sums of weights per part of a row, filters, the choice.
 
 The weight of a logit is `exp((logit - largest) / temperature)`. The first kernel reads the logits
-once. It leaves the largest logit and the sum of weights of each block, in float64. The second finds
-the block in which the cumulated weight passes the target, and reads that block again.
+once. It leaves the largest logit and the sum of weights of each part. With filters,
+:mod:`.floors` finds the lowest logit that may be drawn, and the sums of the parts that reach it are
+taken again. The last kernel finds the part in which the cumulated weight passes the target, and
+reads that part again. Weights are float64.
 """
 
 from dataclasses import dataclass
@@ -14,32 +16,29 @@ import triton.language as tl
 
 # Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
 
-_BLOCK = 4096
-"""Logits of a block."""
+PART = 256
+"""Logits of a part: 512 bytes of bfloat16, few enough that most parts have no likely token."""
+_PARTS = 16
+"""Parts of a program."""
 _WARPS = 8
 
 
 def _weights(  # noqa: PLR0913, PLR0917
     logits: "Any",
-    source: "Any",
     at: "Any",
-    row: "Any",
-    settings: "Any",
-    vocab_size: "Any",
-    has_floor: tl.constexpr,
-    has_min_p: tl.constexpr,
+    is_read: "Any",
+    floor: "Any",
+    peak: "Any",
+    min_p: "Any",
+    temperature: "Any",
 ) -> "Any":
-    """Logits of a block as float64, and which of them have a weight: NaN is one of them."""
-    floors, peaks, min_p, temperature = settings
-    values = tl.load(logits + source + at, mask=at < vocab_size, other=-float("inf"))
-    values = values.to(tl.float32)
-    kept = (at < vocab_size) & (values != -float("inf"))
-    if has_floor:
-        kept = kept & ((values >= tl.load(floors + row)) | (values != values))
+    """Logits as float64, and which of them have a weight: NaN is one of them."""
+    values = tl.load(logits + at, mask=is_read, other=-float("inf")).to(tl.float32)
+    kept = is_read & (values != -float("inf")) & ((values >= floor) | (values != values))
     values = values.to(tl.float64)
-    if has_min_p:
-        share = tl.exp((values - tl.load(peaks + row).to(tl.float64)) / temperature)
-        kept = kept & ((share >= tl.load(min_p + row)) | (share != share))
+    if min_p > 0:
+        share = tl.exp((values - peak) / temperature)
+        kept = kept & ((share >= min_p) | (share != share))
     return values, kept
 
 
@@ -49,79 +48,133 @@ _load: Any = triton.jit(_weights)
 def _sums(  # noqa: PLR0913, PLR0917
     logits: "Any",
     rows: "Any",
-    temperatures: "Any",
-    floors: "Any",
+    settings: "Any",
+    tokens: "Any",
     peaks: "Any",
-    min_p: "Any",
-    block_peaks: "Any",
-    block_sums: "Any",
+    sums: "Any",
+    ahead: "Any",
     stride: "Any",
     vocab_size: "Any",
-    num_blocks: "Any",
-    has_floor: tl.constexpr,
-    has_min_p: tl.constexpr,
-    block: tl.constexpr,
+    num_parts: "Any",
+    has_tokens: tl.constexpr,
+    part: tl.constexpr,
+    parts: tl.constexpr,
 ) -> None:
-    row, part = tl.program_id(0), tl.program_id(1)
-    source = tl.load(rows + row) * stride
-    at = part * block + tl.arange(0, block)
-    temperature = tl.load(temperatures + row)
-    settings = (floors, peaks, min_p, temperature)
-    values, kept = _load(
-        logits, source, at, row, settings, vocab_size, has_floor, has_min_p
-    )  # fmt: skip
-    peak = tl.max(tl.where(at < vocab_size, values, -float("inf")), 0)
-    weights = tl.where(kept, tl.exp((values - peak) / temperature), 0.0)
-    tl.store(block_peaks + row * num_blocks + part, peak)
-    tl.store(block_sums + row * num_blocks + part, tl.sum(weights, 0))
+    """The largest logit and the sum of weights of each part, and the tokens ahead of one."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    logits += tl.load(rows + row) * stride
+    ids = block * parts + tl.arange(0, parts)
+    at = ids[:, None] * part + tl.arange(0, part)[None, :]
+    is_read = at < vocab_size
+    raw = tl.load(logits + at, mask=is_read, other=-float("inf")).to(tl.float32)
+    values = raw.to(tl.float64)
+    peak = tl.max(raw, 1)
+    shares = tl.exp((values - peak.to(tl.float64)[:, None]) / tl.load(settings + row))
+    weights = tl.where(raw != -float("inf"), shares, 0.0)
+    tl.store(peaks + row * num_parts + ids, peak, mask=ids < num_parts)
+    tl.store(sums + row * num_parts + ids, tl.sum(weights, 1), mask=ids < num_parts)
+    if has_tokens:
+        token = tl.load(tokens + row)
+        chosen = tl.load(logits + token).to(tl.float32)
+        is_ahead = is_read & ((raw > chosen) | ((raw == chosen) & (at < token)))
+        count = tl.sum(tl.sum(is_ahead.to(tl.int32), 1), 0)
+        tl.store(ahead + row * tl.num_programs(1) + block, count)
 
 
 _compiled_sums: Any = triton.jit(_sums)
 
 
+def _kept_sums(  # noqa: PLR0913, PLR0917
+    logits: "Any",
+    rows: "Any",
+    settings: "Any",
+    floors: "Any",
+    row_peaks: "Any",
+    peaks: "Any",
+    sums: "Any",
+    kept_sums: "Any",
+    stride: "Any",
+    pitch: "Any",
+    vocab_size: "Any",
+    num_parts: "Any",
+    part: tl.constexpr,
+    parts: tl.constexpr,
+) -> None:
+    """The sums of the weights that filters leave. Only parts that have one are read."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    logits += tl.load(rows + row) * stride
+    temperature, min_p = tl.load(settings + row), tl.load(settings + pitch + row)
+    floor, row_peak = tl.load(floors + row), tl.load(row_peaks + row).to(tl.float64)
+    ids = block * parts + tl.arange(0, parts)
+    there = ids < num_parts
+    peak = tl.load(peaks + row * num_parts + ids, mask=there, other=-float("inf"))
+    left = tl.load(sums + row * num_parts + ids, mask=there, other=0.0)
+    if (floor > -float("inf")) | (min_p > 0):
+        is_live = peak >= floor
+        own_peak = peak.to(tl.float64)
+        if min_p > 0:
+            share = tl.exp((own_peak - row_peak) / temperature)
+            is_live = is_live & ((share >= min_p) | (share != share))
+        is_live = there & (is_live | (left != left))
+        if tl.max(is_live.to(tl.int32), 0) > 0:
+            at = ids[:, None] * part + tl.arange(0, part)[None, :]
+            is_read = is_live[:, None] & (at < vocab_size)
+            values, kept = _load(logits, at, is_read, floor, row_peak, min_p, temperature)
+            shares = tl.exp((values - own_peak[:, None]) / temperature)
+            left = tl.sum(tl.where(kept, shares, 0.0), 1)
+        else:
+            left = tl.zeros_like(left)
+    tl.store(kept_sums + row * num_parts + ids, left, mask=there)
+
+
+_compiled_kept_sums: Any = triton.jit(_kept_sums)
+
+
 def _choice(  # noqa: PLR0913, PLR0917
     logits: "Any",
     rows: "Any",
-    temperatures: "Any",
+    settings: "Any",
     floors: "Any",
     peaks: "Any",
-    min_p: "Any",
-    block_peaks: "Any",
-    block_sums: "Any",
+    sums: "Any",
     numbers: "Any",
     tokens: "Any",
     stride: "Any",
+    pitch: "Any",
     vocab_size: "Any",
-    num_blocks: "Any",
-    has_floor: tl.constexpr,
-    has_min_p: tl.constexpr,
-    block: tl.constexpr,
-    most_blocks: tl.constexpr,
+    num_parts: "Any",
+    is_filtered: tl.constexpr,
+    part: tl.constexpr,
+    most_parts: tl.constexpr,
 ) -> None:
+    """The first token at which the cumulated weight passes the target."""
     row = tl.program_id(0)
-    source = tl.load(rows + row) * stride
-    temperature = tl.load(temperatures + row)
-    parts = tl.arange(0, most_blocks)
-    there = parts < num_blocks
-    part_peaks = tl.load(block_peaks + row * num_blocks + parts, mask=there, other=-float("inf"))
+    logits += tl.load(rows + row) * stride
+    temperature = tl.load(settings + row)
+    parts = tl.arange(0, most_parts)
+    there = parts < num_parts
+    part_peaks = tl.load(peaks + row * num_parts + parts, mask=there, other=-float("inf"))
+    part_peaks = part_peaks.to(tl.float64)
     peak = tl.max(part_peaks, 0)
-    sums = tl.load(block_sums + row * num_blocks + parts, mask=there, other=0.0)
-    is_broken = sums != sums  # by NaN or infinity
-    sums = tl.where(sums > 0, sums * tl.exp((part_peaks - peak) / temperature), 0.0)
-    cumulated = tl.cumsum(sums, 0)
-    total = tl.sum(tl.where(parts == most_blocks - 1, cumulated, 0.0), 0)
+    left = tl.load(sums + row * num_parts + parts, mask=there, other=0.0)
+    is_broken = left != left  # by NaN or infinity
+    left = tl.where(left > 0, left * tl.exp((part_peaks - peak) / temperature), 0.0)
+    cumulated = tl.cumsum(left, 0)
+    total = tl.sum(tl.where(parts == most_parts - 1, cumulated, 0.0), 0)
     target = tl.load(numbers + row) * total
-    chosen = tl.sum((there & (cumulated <= target)).to(tl.int32), 0)
-    last = tl.max(tl.where(sums > 0, parts, 0), 0)  # where rounding passes the end
+    has_passed = (cumulated > target) & (left > 0)
+    chosen = tl.min(tl.where(has_passed, parts, most_parts), 0)
+    last = tl.max(tl.where(left > 0, parts, 0), 0)  # where rounding passes the end
     chosen = tl.minimum(chosen, last)
-    first_broken = tl.min(tl.where(is_broken, parts, most_blocks), 0)
-    chosen = tl.where(first_broken < most_blocks, first_broken, chosen)
+    first_broken = tl.min(tl.where(is_broken, parts, most_parts), 0)
+    chosen = tl.where(first_broken < most_parts, first_broken, chosen)
     before = tl.sum(tl.where(parts == chosen - 1, cumulated, 0.0), 0)
-    at = chosen * block + tl.arange(0, block)
-    settings = (floors, peaks, min_p, temperature)
-    values, kept = _load(
-        logits, source, at, row, settings, vocab_size, has_floor, has_min_p
-    )  # fmt: skip
+    at = chosen * part + tl.arange(0, part)
+    if is_filtered:
+        floor, min_p = tl.load(floors + row), tl.load(settings + pitch + row)
+    else:
+        floor, min_p = -float("inf"), 0.0
+    values, kept = _load(logits, at, at < vocab_size, floor, peak, min_p, temperature)
     weights = tl.where(kept, tl.exp((values - peak) / temperature), 0.0)
     passed = before + tl.cumsum(weights, 0) > target
     ends = kept & (weights > 0)
@@ -136,107 +189,135 @@ def _choice(  # noqa: PLR0913, PLR0917
 _compiled_choice: Any = triton.jit(_choice)
 
 
+TEMPERATURE, MIN_P, TOP_K, TOP_P = range(4)
+"""The rows of `Draws.settings`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Draws:
     """Rows of logits to draw from, and their settings, all on one device.
 
-    - `logits`: `[B, V]` of any floating type; `rows`: int64 `[R]`, the rows to draw from.
-    - `temperature`: float64 `[R]`. `min_p`: float64 `[R]`, None: no row has one.
+    - `logits`: `[B, V]` of any floating type, rows of consecutive numbers. `rows`: int64 `[R]`, the
+      rows to draw from.
+    - `settings`: float64 `[4, R or more]`: temperature, min-p, top-k, top-p. 0, or 1 for top-p, is
+      no limit. Its columns are a multiple of `ALIGNED`.
     """
 
     logits: torch.Tensor
     rows: torch.Tensor
-    temperature: torch.Tensor
-    min_p: torch.Tensor | None
+    settings: torch.Tensor
 
     @property
-    def peaks(self) -> torch.Tensor:
-        """The largest logit of each row, for `min_p`."""
-        return self.logits.amax(1).index_select(0, self.rows).float()
+    def num_parts(self) -> int:
+        """The number of parts of a row."""
+        return int(triton.cdiv(self.logits.shape[1], PART))
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What the first kernel leaves: float64 `[R, blocks]` each.
+    """What the first kernel leaves for each part of a row.
 
-    `sums` are relative to the largest logit of the block, in `peaks`. `floors` float32 `[R]`:
-    smaller logits have no weight; None: all have. `row_peaks` are those of `min_p`.
+    `peaks`: float32 `[R, parts]`, the largest logit of each part. `sums`: float64 `[R, parts]`,
+    the weights of each part relative to its largest.
     """
 
     peaks: torch.Tensor
     sums: torch.Tensor
-    floors: torch.Tensor | None
-    row_peaks: torch.Tensor | None
 
-    def totals(self, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest logit and the sum of weights of each row: float64 `[R, 1]`."""
-        peak = self.peaks.amax(1, keepdim=True)
-        shares = torch.exp((self.peaks - peak) / temperature[:, None])
-        weights = torch.where(self.sums > 0, self.sums * shares, 0.0)
-        return peak, weights.sum(1, keepdim=True)
+
+@dataclass(frozen=True, slots=True)
+class Floors:
+    """The limits of rows.
+
+    `floors` and `peaks`: float32 `[R]`, the lowest logit inside top-k and top-p, -inf for no limit,
+    and the largest logit. `above`: int32 `[R]`, the number of tokens above the floor of top-k.
+    """
+
+    floors: torch.Tensor
+    peaks: torch.Tensor
+    above: torch.Tensor
 
 
 def weight_sums(
-    draws: Draws, floors: torch.Tensor | None = None, row_peaks: torch.Tensor | None = None
-) -> Sums:
-    """Sum the weights of the logits that may be drawn, block by block."""
-    count, vocab_size = len(draws.rows), draws.logits.shape[1]
-    num_blocks = triton.cdiv(vocab_size, _BLOCK)
-    if draws.min_p is not None and row_peaks is None:
-        row_peaks = draws.peaks
-    device = draws.logits.device
-    peaks, sums = torch.empty(2, count, num_blocks, dtype=torch.float64, device=device)
-    _compiled_sums[(count, num_blocks)](
-        *_arguments(draws, floors, row_peaks),
+    draws: Draws, tokens: torch.Tensor | None = None
+) -> tuple[Sums, torch.Tensor | None]:
+    """Sum the weights of each part, and count the tokens ahead of `tokens`, int64 `[R]`.
+
+    A token is ahead if its logit is larger, or equal and its id lower. Their number is the sum of
+    the second result, int32 `[R, programs]`; None without tokens.
+    """
+    count, num_parts, device = len(draws.rows), draws.num_parts, draws.logits.device
+    num_programs = triton.cdiv(num_parts, _PARTS)
+    peaks = torch.empty(count, num_parts, dtype=torch.float32, device=device)
+    sums = torch.empty(count, num_parts, dtype=torch.float64, device=device)
+    ahead = None
+    if tokens is not None:
+        ahead = torch.empty(count, num_programs, dtype=torch.int32, device=device)
+    _compiled_sums[(count, num_programs)](
+        draws.logits,
+        draws.rows,
+        draws.settings,
+        draws.rows if tokens is None else tokens,
         peaks,
         sums,
+        peaks if ahead is None else ahead,
         draws.logits.stride(0),
-        vocab_size,
-        num_blocks,
-        has_floor=floors is not None,
-        has_min_p=draws.min_p is not None,
-        block=_BLOCK,
+        draws.logits.shape[1],
+        num_parts,
+        has_tokens=tokens is not None,
+        part=PART,
+        parts=_PARTS,
         num_warps=_WARPS,
     )
-    return Sums(peaks, sums, floors, row_peaks)
+    return Sums(peaks, sums), ahead
 
 
-def choose(draws: Draws, sums: Sums, numbers: torch.Tensor) -> torch.Tensor:
+def kept_sums(draws: Draws, sums: Sums, floors: Floors) -> Sums:
+    """Sum the weights that min-p and `floors` leave in each part."""
+    left = torch.empty_like(sums.sums)
+    _compiled_kept_sums[(len(draws.rows), triton.cdiv(draws.num_parts, _PARTS))](
+        draws.logits,
+        draws.rows,
+        draws.settings,
+        floors.floors,
+        floors.peaks,
+        sums.peaks,
+        sums.sums,
+        left,
+        draws.logits.stride(0),
+        draws.settings.stride(0),
+        draws.logits.shape[1],
+        draws.num_parts,
+        part=PART,
+        parts=_PARTS,
+        num_warps=_WARPS,
+    )
+    return Sums(sums.peaks, left)
+
+
+def choose(draws: Draws, sums: Sums, floors: Floors | None, numbers: torch.Tensor) -> torch.Tensor:
     """The token of each row at which the cumulated weight passes `numbers` times the row's.
 
-    `numbers` are float64 `[R]` in [0, 1). Returns int64 `[R]`. A row without any weight gives a
-    token that has none.
+    `numbers` are float64 `[R]` in [0, 1). With `floors`, filters apply, and `sums` are what they
+    leave. Returns int64 `[R]`. A row without any weight gives a token that has none.
     """
-    vocab_size, num_blocks = draws.logits.shape[1], sums.sums.shape[1]
     tokens = torch.empty(len(draws.rows), dtype=torch.int64, device=draws.logits.device)
     _compiled_choice[(len(draws.rows),)](
-        *_arguments(draws, sums.floors, sums.row_peaks),
+        draws.logits,
+        draws.rows,
+        draws.settings,
+        sums.peaks if floors is None else floors.floors,
         sums.peaks,
         sums.sums,
         numbers,
         tokens,
         draws.logits.stride(0),
-        vocab_size,
-        num_blocks,
-        has_floor=sums.floors is not None,
-        has_min_p=draws.min_p is not None,
-        block=_BLOCK,
-        most_blocks=triton.next_power_of_2(num_blocks),
+        draws.settings.stride(0),
+        draws.logits.shape[1],
+        draws.num_parts,
+        is_filtered=floors is not None,
+        part=PART,
+        most_parts=triton.next_power_of_2(draws.num_parts),
         num_warps=_WARPS,
     )
     return tokens
-
-
-def _arguments(
-    draws: Draws, floors: torch.Tensor | None, row_peaks: torch.Tensor | None
-) -> tuple[torch.Tensor, ...]:
-    """The first arguments of both kernels; one that is not read is any tensor."""
-    unread = draws.temperature
-    return (
-        draws.logits,
-        draws.rows,
-        draws.temperature,
-        unread if floors is None else floors,
-        unread if row_peaks is None else row_peaks,
-        unread if draws.min_p is None else draws.min_p,
-    )

@@ -2,31 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pyengine.errors import BrokenLogitsError
-from pyengine.kernels import has_kernels
+from pyengine.kernels import ALIGNED, has_kernels
 from pyengine.sampling.draw_cpu import Columns, draw_on_cpu, largest
 from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
+from pyengine.sampling.penalties import LARGEST, Penalties
 from pyengine.sampling.state import Positions, SamplingState, uniforms
 from pyengine.sampling.token_masks import TokenMasks
-from pyengine.utils.host_copy import HostCopy, upload
-
-if TYPE_CHECKING:
-    from pyengine.kernels.draw import Draws, Sums
+from pyengine.utils.host_copy import HostCopy, OnDevices, upload
 
 _CHUNK_ELEMENTS = 1 << 24
 """Logits of a chunk of rows on a device: 256 rows of 151,936 are three chunks, of a dozen launches
 each. A float64 copy of one is 128 MiB."""
+_CANDIDATES = 1 << 26
+"""Logits of the rows that kernels draw from together: their candidates take at most 256 MiB."""
 
 _Ids: TypeAlias = npt.NDArray[np.int64]
-
-_LARGEST = torch.finfo(torch.float32).max
-"""The limit of logits: a row with an infinite logit has no distribution."""
 
 
 class Adjustments:
@@ -46,9 +43,10 @@ class Adjustments:
             self._stops.rows
         ]
         self._bias = _Cells({row: item.bias_ids for row, item in rows.items()})
-        self._bias_values = np.concatenate([state.bias_values for state in states])
+        self._bias_values = OnDevices(np.concatenate([state.bias_values for state in states]))
+        self._allowed_rows = OnDevices(np.unique(self._allowed.rows))
         self._worded = [(row, item) for row, item in rows.items() if item.bad_words]
-        self._penalties = _Penalties(rows)
+        self._penalties = Penalties(rows)
 
     def apply(self, logits: torch.Tensor, positions: Positions) -> torch.Tensor:
         """Return the changed logits: float32 [B, V], or ``logits`` itself if none changes.
@@ -66,8 +64,7 @@ class Adjustments:
         if len(self._allowed):
             index = self._allowed.index(vocab_size, flat.device)
             kept = flat[index]
-            rows = upload(np.unique(self._allowed.rows), flat.device)
-            adjusted.index_fill_(0, rows, -torch.inf)
+            adjusted.index_fill_(0, self._allowed_rows.on(flat.device), -torch.inf)
             flat[index] = kept
         if len(self._barred):
             flat.index_fill_(0, self._barred.index(vocab_size, flat.device), -torch.inf)
@@ -80,8 +77,7 @@ class Adjustments:
             flat.index_fill_(0, index, -torch.inf)
         if len(self._bias):
             index = self._bias.index(vocab_size, flat.device)
-            bias = upload(self._bias_values, flat.device)
-            flat[index] = (flat[index] + bias).clamp_(max=_LARGEST)
+            flat[index] = (flat[index] + self._bias_values.on(flat.device)).clamp_(max=LARGEST)
         self._penalties.apply(flat, vocab_size)
         return adjusted
 
@@ -112,43 +108,6 @@ class _Cells:
         return self._made[1]
 
 
-class _Penalties:
-    """Repetition first, then frequency and presence.
-
-    Repetition as in CTRL (Keskar et al. 2019), with the sign taken into account so that a
-    penalised logit always falls; frequency and presence as in OpenAI's API.
-    """
-
-    def __init__(self, states: Mapping[int, SamplingState]) -> None:
-        penalised = {row: item for row, item in states.items() if item.counts is not None}
-        params = [count.params for count in penalised.values()]
-        self._rows = list(penalised)
-        self._counts = [count.counts for count in penalised.values() if count.counts is not None]
-        self._repetition = np.array([p.repetition_penalty for p in params], dtype=np.float32)
-        self._frequency = np.array([p.frequency_penalty for p in params], dtype=np.float32)
-        self._presence = np.array([p.presence_penalty for p in params], dtype=np.float32)
-
-    @property
-    def is_due(self) -> bool:
-        """True if any token has been counted."""
-        return any(map(len, self._counts))
-
-    def apply(self, flat: torch.Tensor, vocab_size: int) -> None:
-        """Change the logits of the counted tokens in place; `flat` is float32 [B * V]."""
-        if not self.is_due:
-            return
-        seen = {row: count.ids for row, count in zip(self._rows, self._counts, strict=True)}
-        index = _Cells(seen).index(vocab_size, flat.device)
-        times = np.concatenate([count.counts for count in self._counts])
-        row = np.repeat(np.arange(len(self._counts)), [len(count) for count in self._counts])
-        offset = self._frequency[row] * times + self._presence[row] * (times > 0)
-        divisor = upload(self._repetition[row], flat.device)
-        values = flat[index]
-        penalised = torch.where(values > 0, values / divisor, values * divisor)
-        penalised -= upload(offset, flat.device)
-        flat[index] = penalised.clamp_(max=_LARGEST)
-
-
 class SamplingBatch:
     """Requests in the order of the logits' rows, and their constant settings.
 
@@ -176,6 +135,7 @@ class SamplingBatch:
             if state.num_logprobs is not None
         }
         """The number of log-probabilities of each row that reports them."""
+        self.wanted_rows = OnDevices(np.array([*self.wanted], dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +165,12 @@ class DrawBatch:
         table = np.array([states[row].draw_settings for row in rows], dtype=np.float64).T.copy()
         temperature, min_p, top_k, top_p = table[:, :, None]
         self.columns = Columns(temperature, min_p, top_k.astype(np.int64), top_p)
+        self.is_filtered = bool(((min_p > 0) | (top_k > 0) | (top_p < 1)).any())
+        """True if a row has min-p, top-k or top-p."""
+        self.table = OnDevices(np.pad(table, ((0, 0), (0, -len(rows) % ALIGNED))))
+        """The settings of kernels: temperature, min-p, top-k, top-p."""
         self._settings: dict[tuple[int, int, torch.device], DrawSettings] = {}
+        self.row_ids = OnDevices(self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -317,8 +282,12 @@ def sample(
         chosen = candidates.gather(1, token_ids.unsqueeze(1)).squeeze(1)
     if not batch.wanted:
         return Sampled(token_ids, chosen)
-    rows = upload(np.array([*batch.wanted]), logits.device)
-    logprobs = PendingLogprobs(logits[rows], token_ids[rows], [*batch.wanted.values()])
+    rows = None  # all of them, in order
+    reported = token_ids
+    if len(batch.wanted) < num_rows:
+        rows = batch.wanted_rows.on(logits.device)
+        reported = token_ids[rows]
+    logprobs = PendingLogprobs(logits, reported, [*batch.wanted.values()], rows)
     return Sampled(token_ids, chosen, list(batch.wanted), logprobs)
 
 
@@ -328,7 +297,7 @@ def _drawn(candidates: torch.Tensor, draws: DrawBatch, positions: Positions) -> 
     if len(drawn) == len(candidates):
         return drawn
     token_ids = largest(candidates)
-    token_ids[upload(draws.rows, drawn.device)] = drawn
+    token_ids[draws.row_ids.on(drawn.device)] = drawn
     return token_ids
 
 
@@ -360,7 +329,7 @@ def draw(logits: torch.Tensor, batch: DrawBatch, positions: Positions) -> torch.
     if has_kernels(logits.device):
         return draw_by_kernels(logits, batch, numbers)
     if len(batch) < len(logits):
-        logits = logits[upload(batch.rows, logits.device)]
+        logits = logits[batch.row_ids.on(logits.device)]
     return draw_on_device(logits.float(), batch, numbers)
 
 
@@ -369,54 +338,23 @@ def draw_by_kernels(
 ) -> torch.Tensor:
     """Draw without waiting for the device, from `logits` `[B, V]` of any floating type.
 
-    Logits are read once, and once more for each filter by rank. A row's token is that of
-    `draw_on_device`, and depends on that row alone.
+    Logits are read once. Filters read again the parts of a row that may pass them. A row's token is
+    that of `draw_on_device`, and depends on that row alone.
     """
-    from pyengine.kernels.draw import Draws, choose
+    from pyengine.kernels.draw import Draws
+    from pyengine.kernels.floors import draw_tokens
 
-    columns = upload(numbers, logits.device)
-    rows, step = batch.rows, len(batch)
-    if (batch.columns.top_k > 0).any() or (batch.columns.top_p < 1).any():
-        step = max(1, _CHUNK_ELEMENTS // logits.shape[1])  # a nucleus may need every logit in order
-        if len(batch) < len(logits):  # torch looks for ranks in consecutive rows
-            logits, rows = logits[upload(rows, logits.device)], np.arange(len(batch))
-    row_ids, parts = upload(rows, logits.device), []
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    columns, row_ids = upload(numbers, logits.device), batch.row_ids.on(logits.device)
+    settings, drawn = batch.table.on(logits.device), []
+    step = len(batch)
+    if batch.is_filtered:
+        step = max(ALIGNED, _CANDIDATES // logits.shape[1] // ALIGNED * ALIGNED)
     for part in (slice(start, start + step) for start in range(0, len(batch), step)):
-        settings = batch.settings(part, logits.device)
-        min_p = None if settings.min_p is None else settings.min_p[:, 0]
-        draws = Draws(logits, row_ids[part], settings.temperature[:, 0], min_p)
-        sums = _sums_by_rank(draws, logits[part], settings)
-        parts.append(choose(draws, sums, columns[part]))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _sums_by_rank(draws: "Draws", logits: torch.Tensor, settings: DrawSettings) -> "Sums":
-    """The weights inside top-k, then inside top-p, of these `logits`. See `_filter_by_rank`."""
-    from pyengine.kernels.draw import weight_sums
-
-    ks, top_p = settings.top_k, settings.top_p
-    if ks is None and top_p is None:
-        return weight_sums(draws)
-    head = min(settings.largest_k, logits.shape[1])
-    if top_p is not None and settings.has_bare_top_p:  # the host cannot know the longest nucleus
-        head = logits.shape[1]
-    largest = logits.topk(head).values.float()
-    floors = torch.full_like(largest[:, :1], -torch.inf)
-    if ks is not None:
-        lowest = largest.gather(1, (ks - 1).clamp(min=0, max=head - 1))
-        floors = torch.where(ks > 0, lowest, floors)
-    sums = weight_sums(draws, floors[:, 0].contiguous())
-    if top_p is None:
-        return sums
-    peak, total = sums.totals(draws.temperature)
-    weights = torch.exp((largest.double() - peak) / settings.temperature)
-    weights.masked_fill_(largest < floors, 0)
-    if settings.min_p is not None:
-        weights.masked_fill_(weights < settings.min_p, 0)
-    place = (weights.cumsum(1) < top_p * total).sum(1, keepdim=True).clamp_(max=head - 1)
-    nucleus = torch.maximum(floors, largest.gather(1, place))
-    floors = torch.where(top_p < 1, nucleus, floors)
-    return weight_sums(draws, floors[:, 0].contiguous(), sums.row_peaks)
+        draws = Draws(logits, row_ids[part], settings[:, part])
+        drawn.append(draw_tokens(draws, columns[part], is_filtered=batch.is_filtered))
+    return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
 
 def draw_on_device(

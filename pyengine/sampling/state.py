@@ -79,7 +79,7 @@ class TokenCounts:
     prompt that was not generated has the count 0.
     """
 
-    __slots__ = ("_counts", "_ids", "_place")
+    __slots__ = ("_counts", "_ids", "_place", "added")
 
     def __init__(self, prompt_token_ids: Tokens = ()) -> None:
         distinct = np.unique(np.asarray(prompt_token_ids, dtype=np.int64))
@@ -88,6 +88,8 @@ class TokenCounts:
         self._ids[: len(distinct)] = distinct
         self._counts: npt.NDArray[np.float32] = np.zeros(capacity, dtype=np.float32)
         self._place = {token: place for place, token in enumerate(distinct.tolist())}
+        self.added: list[int] = []
+        """The place in `ids` of each generated token, in order."""
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
@@ -106,7 +108,7 @@ class TokenCounts:
         """Return an independent copy."""
         made = TokenCounts.__new__(TokenCounts)
         made._ids, made._counts = self._ids.copy(), self._counts.copy()
-        made._place = self._place.copy()
+        made._place, made.added = self._place.copy(), self.added.copy()
         return made
 
     def add(self, token: int) -> None:
@@ -117,6 +119,7 @@ class TokenCounts:
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         self._ids[place] = token
         self._counts[place] += 1
+        self.added.append(place)
 
 
 class SamplingState:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from pyengine.kernels import has_kernels
 from pyengine.sampling.draw_cpu import largest
 from pyengine.utils.host_copy import upload
 
@@ -242,9 +243,10 @@ class TokenMasks:
         return token_ids, chosen
 
     def apply(self, logits: torch.Tensor, *, to_copy: bool) -> torch.Tensor:
-        """Return logits [B, V], float32, in which forbidden tokens are -inf.
+        """Return logits [B, V] in which forbidden tokens are -inf.
 
-        They are `logits` themselves, changed, or a copy. Raises the error of filling.
+        They are `logits` themselves, changed, or a copy, in float32 where no kernel serves. Raises
+        the error of filling.
         """
         filling = self._filling or self._fill(self._matchers)
         bits = filling.result()
@@ -252,9 +254,15 @@ class TokenMasks:
             values = logits.detach().float()
             is_own = not to_copy or values.dtype != logits.dtype
             return torch.from_numpy(_masked(values.numpy(), self._rows, bits, is_own=is_own))
+        words = upload(bits, logits.device)
+        if has_kernels(logits.device):
+            from pyengine.kernels.masks import forbid
+
+            logits = logits.clone(memory_format=torch.contiguous_format) if to_copy else logits
+            forbid(logits, upload(self._rows, logits.device), words)
+            return logits
         if to_copy:
             logits = logits.to(torch.float32, copy=True)
-        words = upload(bits, logits.device)
         is_out = ~_unpacked(words, logits.shape[1])
         if len(bits) == len(logits):
             return logits.masked_fill_(is_out, -torch.inf)

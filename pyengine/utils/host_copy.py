@@ -21,6 +21,22 @@ def upload(array: npt.NDArray[Any], device: "torch.device") -> "torch.Tensor":
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
+class OnDevices:
+    """An array that does not change, and its tensors: each uploaded at first use."""
+
+    __slots__ = ("_array", "_tensors")
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        self._array = array
+        self._tensors: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: "torch.device") -> "torch.Tensor":
+        """The tensor on `device`; see `upload`."""
+        if device not in self._tensors:
+            self._tensors[device] = upload(self._array, device)
+        return self._tensors[device]
+
+
 class HostCopy:
     """Tensors that are copied to the host.
 

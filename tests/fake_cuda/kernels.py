@@ -8,6 +8,7 @@ import torch
 
 from pyengine.attention.backend import HeadNorm, RotaryLayout, Rotation
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
+from pyengine.sampling.logprobs import PendingLogprobs
 from pyengine.sampling.sampler import SamplingBatch, draw
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
@@ -19,12 +20,8 @@ DTYPES = ((torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, torch.
 """Of rows, and of the cache if that is another."""
 FLOAT8_CAPABILITY = 89
 ROWS = 5
-PARAMS = (
-    SamplingParams(temperature=1),
-    SamplingParams(temperature=1, min_p=0.1),
-    SamplingParams(temperature=1, top_k=50, top_p=0.9),
-)
-VOCABULARIES = (1000, 151_936)
+LOGITS = ((151_936, torch.bfloat16), (151_936, torch.float32), (1001, torch.float16))
+"""Vocabulary sizes and types."""
 
 
 def compile_for(capability: str) -> None:
@@ -50,10 +47,11 @@ def compile_for(capability: str) -> None:
             assert len(grouped_linear(*arguments, **named)) == (ROWS if len(arguments) == 2 else 10)
         assert len(compiled) == before + len(products)
         before = len(compiled)
-        cases = list(product(PARAMS, VOCABULARIES, (torch.float32, torch.bfloat16, torch.float16)))
-        for case in cases:
+        for case in LOGITS:
             _draw(*case)
-        assert len(compiled) >= before + 2 * len(cases)
+        kinds = {kernel.metadata.name for kernel in compiled[before:]}
+        assert kinds == {"_sums", "_floors", "_kept_sums", "_choice", "_best", "_forbid"}
+        assert len(compiled) == before + 12 * len(LOGITS)
     for kernel in compiled:
         assert kernel.metadata.target.arch == int(capability)
         assert kernel.asm["cubin"].startswith(b"\x7fELF")
@@ -101,9 +99,18 @@ def _layer(
     return rows, (pool.keys[0], pool.values[0]), rotation
 
 
-def _draw(params: SamplingParams, vocab_size: int, dtype: torch.dtype) -> None:
-    state = SamplingState(params, (), seed=1, vocab_size=vocab_size)
-    draws = SamplingBatch([state] * ROWS).draws
-    assert draws is not None
+def _draw(vocab_size: int, dtype: torch.dtype) -> None:
+    """Draws with and without filters, masks, log-probabilities with and without other tokens."""
+    from pyengine.kernels.masks import forbid
+
     logits = torch.zeros(ROWS, vocab_size, dtype=dtype, device="cuda")
-    assert draw(logits, draws, range(ROWS)).shape == (ROWS,)
+    for params in (SamplingParams(temperature=1), SamplingParams(temperature=1, top_p=0.9)):
+        state = SamplingState(params, (), seed=1, vocab_size=vocab_size)
+        draws = SamplingBatch([state] * ROWS).draws
+        assert draws is not None
+        assert draw(logits, draws, range(ROWS)).shape == (ROWS,)
+    tokens = torch.zeros(ROWS, dtype=torch.int64, device="cuda")
+    words = torch.zeros(ROWS, vocab_size // 32, dtype=torch.int32, device="cuda")
+    forbid(logits, tokens, words)
+    for most in (0, 5):
+        PendingLogprobs(logits, tokens, [most] * ROWS)

@@ -4,9 +4,11 @@ Tensors of the host are real. It is an error if the host reads a number of the d
 operator mixes devices, or if the host waits. Copies that make the host wait are listed.
 """
 
+import importlib
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from pkgutil import iter_modules
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+import pyengine.kernels
 from tests.support.cuda_lowering import pretend_cuda
 
 _READS = ("cpu", "item", "numpy", "tolist", "__bool__", "__float__", "__index__", "__int__")
@@ -234,18 +237,19 @@ def kernels_warmed_up() -> Iterator[list[Any]]:
 
     Sizes are those of the calls, so specialisations are, too.
     """
-    from pyengine.kernels import draw, grouped_linear, kv_write, rotation
-
     compiled: list[Any] = []
-    kernels: list[tuple[Any, str]] = [
-        (kv_write, "_compiled"),
-        (rotation, "_compiled"),
-        (draw, "_compiled_sums"),
-        (draw, "_compiled_choice"),
-        (grouped_linear, "_compiled"),
+    modules = [
+        importlib.import_module(f"pyengine.kernels.{module.name}")
+        for module in iter_modules(pyengine.kernels.__path__)
     ]
+    kernels = [(each, name) for each in modules for name in vars(each) if _is_launched(name)]
     with ExitStack() as stack:
         for module, name in kernels:
             warmed_up = WarmedUp(getattr(module, name), compiled.append)
             stack.enter_context(patch.object(module, name, warmed_up))
         yield compiled
+
+
+def _is_launched(name: str) -> bool:
+    """True for a module's kernels, false for functions that kernels call."""
+    return name.startswith("_compiled")

@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is for Linux"
@@ -47,3 +49,30 @@ def machine_code(
     )
     code: bytes = made.asm["cubin"]
     return code
+
+
+class LoadedBytes:
+    """Counts the bytes that kernels in the interpreter load from a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._first = tensor.data_ptr()
+        self._end = self._first + tensor.untyped_storage().nbytes()
+        self._size = tensor.element_size()
+        self.count = 0
+
+    def __enter__(self) -> "LoadedBytes":
+        from triton.runtime.interpreter import interpreter_builder
+
+        load = type(interpreter_builder).create_masked_load
+
+        def counted(builder: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+            at = pointers.data[mask.data]
+            self.count += self._size * int(((at >= self._first) & (at < self._end)).sum())
+            return load(builder, pointers, mask, *others)
+
+        self._patch = patch.object(type(interpreter_builder), "create_masked_load", counted)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._patch.stop()

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyengine.outputs import Logprob
+from pyengine.sampling import logprobs
 from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
 from pyengine.utils.openmp import torch_threads
+from tests.support.operators import Sorts
 
 ROW = [1.0, 3.0, 3.0, 0.0, 2.0]
 NORMALISER = math.log(sum(math.exp(x) for x in ROW))
@@ -76,6 +78,31 @@ def test_more_equal_logits_than_candidates_looked_at() -> None:
         logits, token_logprobs(logits, torch.zeros(20).long(), [4] * 20), strict=True
     ):
         assert_same(entry, reference(row.tolist(), 0, 4))
+
+
+@given(rows=rows, count=st.integers(0, 40))
+def test_the_best_by_keys_of_devices_are_those_of_the_cpu(
+    rows: list[list[float]], count: int
+) -> None:
+    logits = torch.tensor(rows)
+    logits[:, 7] = -math.inf
+    expected = logprobs._best_ids(logits, count)
+    assert logprobs._best_by_keys(logits, count).tolist() == expected.tolist()
+
+
+def test_no_device_sorts_the_vocabulary() -> None:
+    logits = torch.empty(100, 3000, dtype=torch.bfloat16, device="meta")
+    with Sorts() as sorts:
+        PendingLogprobs(logits, torch.empty(100, dtype=torch.int64, device="meta"), [3] * 100)
+    assert sorts.seen == [("topk", 3000)] * 2
+
+
+def test_chosen_rows_of_more() -> None:
+    torch.manual_seed(0)
+    logits, rows = torch.randn(9, 40), torch.tensor([1, 2, 6])
+    tokens, top = torch.tensor([3, 4, 5]), [2, 0, 5]
+    got = PendingLogprobs(logits, tokens, top, rows).result()
+    assert got == token_logprobs(logits[rows], tokens, top)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

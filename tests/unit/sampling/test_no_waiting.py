@@ -101,6 +101,21 @@ def test_nothing_in_a_launch_waits_for_the_device(asked: str, uploads: Uploads) 
     assert (uploads.count == 0) == (asked == "greedy")
 
 
+@pytest.mark.parametrize(
+    ("asked", "count"),
+    [("penalties", 1), ("bias", 0), ("allowed", 0), ("logprobs", 0), ("min_tokens", 0)],
+)
+def test_a_further_step_uploads_only_what_changed(asked: str, count: int, uploads: Uploads) -> None:
+    batch = SamplingBatch(states(*ASKED[asked]))
+    logits = torch.empty(len(batch.states), VOCAB, dtype=torch.bfloat16, device=META)
+    sample(logits, batch, [1] * len(batch.states))
+    for state in batch.states:
+        state.append(9)
+    with uploads:
+        sample(logits, batch, [2] * len(batch.states))
+    assert uploads.count == count
+
+
 class Anything:
     """A matcher that allows every token."""
 

@@ -1,0 +1,375 @@
+"""Top-k and top-p as a Triton kernel: the lowest logit of each row that stays, without a sort.
+
+One program works on a row. Of the parts of the row it knows the largest logits and the sums of
+weights, from the pass before. They give a lower bound of the floor, and only parts that reach it
+are read: the logits from the bound on are the candidates. Then the bits of the floor are narrowed
+down: each round sums the weights of the candidates above 8 marks, and leaves the candidates
+between two of them.
+
+Weights and sums are float64, added in an order that depends on the row alone.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pyengine.kernels.draw import (
+    MIN_P,
+    PART,
+    TOP_K,
+    TOP_P,
+    Draws,
+    Floors,
+    Sums,
+    choose,
+    kept_sums,
+    weight_sums,
+)
+
+# Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
+
+_WIDTH = 512
+"""Candidates that a program looks at together."""
+_MARKS = 8
+"""Marks of a round."""
+_WARPS = 8
+_ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13}
+"""Bits that are 0 in each logit of a type, as float32."""
+
+
+def _key_of(values: "Any", shift: tl.constexpr) -> "Any":
+    """Integers in the order of float32 values; 0 and -0 are equal."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> shift
+
+
+_keys: Any = triton.jit(_key_of)
+
+
+def _value_of(key: "Any", shift: tl.constexpr) -> "Any":
+    """The float32 value of a key."""
+    low: tl.constexpr = (1 << shift) - 1
+    bits = key.to(tl.int32) << shift
+    return tl.where(bits < 0, (bits | low) ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+_value: Any = triton.jit(_value_of)
+
+
+def _bound_of(  # noqa: PLR0913, PLR0917
+    keys: "Any",
+    shares: "Any",
+    weights: "Any",
+    sizes: "Any",
+    peak: "Any",
+    temperature: "Any",
+    target: "Any",
+    is_weighted: tl.constexpr,
+    shift: tl.constexpr,
+) -> "Any":
+    """A key from which on candidates reach `target`, by what is known of the parts.
+
+    A part whose largest logit reaches a mark has at least that token above it, and at least its
+    whole weight less that of as many tokens as it has at the mark.
+    """
+    high = tl.max(keys, 0).to(tl.int64) + 1
+    low = tl.min(_keys(tl.full(keys.shape, -float("inf"), tl.float32), shift), 0).to(tl.int64)
+    while high - low > 1:
+        mark = low + ((high - low) >> 1)
+        if is_weighted:
+            share = tl.exp((_value(mark, shift).to(tl.float64) - peak) / temperature)
+            least = tl.maximum(shares, weights - sizes * share) * (1 - 1e-9)  # rounding
+        else:
+            least = shares
+        is_reached = tl.sum(tl.where(keys >= mark, least, 0.0), 0) >= target
+        low = tl.where(is_reached, mark, low)
+        high = tl.where(is_reached, high, mark)
+    return low
+
+
+_bound: Any = triton.jit(_bound_of)
+
+
+def _live_parts(live: "Any", is_live: "Any", parts: "Any") -> "Any":
+    """Write the numbers of the parts that are live, in order; returns how many."""
+    tl.debug_barrier()  # earlier ones were read
+    place = tl.cumsum(is_live.to(tl.int32), 0) - 1
+    tl.store(live + place, parts, mask=is_live)
+    tl.debug_barrier()
+    return tl.sum(is_live.to(tl.int32), 0)
+
+
+find_live: Any = triton.jit(_live_parts)
+
+
+def _collect_from(  # noqa: PLR0913, PLR0917
+    logits: "Any",
+    live: "Any",
+    num_live: "Any",
+    vocab_size: "Any",
+    found: "Any",
+    low: "Any",
+    peak: "Any",
+    min_p: "Any",
+    temperature: "Any",
+    shift: tl.constexpr,
+    part: tl.constexpr,
+    width: tl.constexpr,
+) -> "Any":
+    """Write the logits of live parts whose keys reach `low`, in order of id; returns how many."""
+    lanes = tl.arange(0, width)
+    count = 0
+    start = 0
+    while start < num_live * part:
+        place = start + lanes
+        is_read = place < num_live * part
+        at = tl.load(live + place // part, mask=is_read, other=0) * part + place % part
+        is_read = is_read & (at < vocab_size)
+        values = tl.load(logits + at, mask=is_read, other=-float("inf")).to(tl.float32)
+        kept = is_read & (_keys(values, shift) >= low)
+        if min_p > 0:
+            kept = kept & (tl.exp((values.to(tl.float64) - peak) / temperature) >= min_p)
+        tl.store(found + count + tl.cumsum(kept.to(tl.int32), 0) - 1, values, mask=kept)
+        count += tl.sum(kept.to(tl.int32), 0)
+        start += width
+    tl.debug_barrier()
+    return count
+
+
+_collect: Any = triton.jit(_collect_from)
+
+
+def _weight_of(
+    found: "Any",
+    place: "Any",
+    count: "Any",
+    peak: "Any",
+    temperature: "Any",
+    is_weighted: tl.constexpr,
+) -> "Any":
+    """Candidates and their weights, or 1 each."""
+    is_read = place < count
+    values = tl.load(found + place, mask=is_read, other=-float("inf"))
+    if is_weighted:
+        weights = tl.exp((values.to(tl.float64) - peak) / temperature)
+    else:
+        weights = tl.full(values.shape, 1.0, tl.float64)
+    return values, tl.where(is_read, weights, 0.0)
+
+
+_candidates: Any = triton.jit(_weight_of)
+
+
+def _sum_of(
+    found: "Any", count: "Any", peak: "Any", temperature: "Any", width: tl.constexpr
+) -> "Any":
+    """The weight of all candidates."""
+    lanes = tl.arange(0, width)
+    sums = tl.zeros((width,), tl.float64)
+    start = 0
+    while start < count:
+        _, weights = _candidates(found, start + lanes, count, peak, temperature, True)
+        sums += weights
+        start += width
+    return tl.sum(sums, 0)
+
+
+_sum: Any = triton.jit(_sum_of)
+
+
+def _floor_among(  # noqa: PLR0913, PLR0917
+    found: "Any",
+    count: "Any",
+    low: "Any",
+    peak: "Any",
+    temperature: "Any",
+    target: "Any",
+    is_weighted: tl.constexpr,
+    shift: tl.constexpr,
+    width: tl.constexpr,
+    marks: tl.constexpr,
+) -> "Any":
+    """The largest key from which on candidates reach `target`, and the weight above it.
+
+    `found` has the candidates from `low` on, which reach it.
+    """
+    lanes, numbers = tl.arange(0, width), tl.arange(0, marks)
+    high = _keys(peak.to(tl.float32), shift).to(tl.int64) + 1
+    above = tl.zeros((), tl.float64)  # the weight from `high` on
+    while high - low > 1:
+        step = (high - low + marks) // (marks + 1)
+        keys = low + step * (numbers + 1)
+        limits = tl.minimum(keys, high).to(tl.int32)
+        sums = tl.zeros((marks, width), tl.float64)
+        start = 0
+        while start < count:
+            values, weights = _candidates(
+                found, start + lanes, count, peak, temperature, is_weighted
+            )  # fmt: skip
+            own = _keys(values, shift)
+            weights = tl.where(own < high, weights, 0.0)
+            sums += tl.where(own[None, :] >= limits[:, None], weights[None, :], 0.0)
+            start += width
+        reached = above + tl.sum(sums, 1)
+        passed = tl.sum(((reached >= target) & (keys < high)).to(tl.int32), 0)
+        end = low + step * (passed + 1)
+        beyond = tl.sum(tl.where(numbers == passed, reached, 0.0), 0)
+        above = tl.where(end < high, beyond, above)
+        high = tl.minimum(high, end)
+        low = low + step * passed
+        if count > width:  # leave the candidates between the marks
+            left = 0
+            start = 0
+            while start < count:
+                place = start + lanes
+                values = tl.load(found + place, mask=place < count, other=-float("inf"))
+                own = _keys(values, shift)
+                kept = (place < count) & (own >= low) & (own < high)
+                places = left + tl.cumsum(kept.to(tl.int32), 0) - 1
+                tl.debug_barrier()  # all were read
+                tl.store(found + places, values, mask=kept)
+                left += tl.sum(kept.to(tl.int32), 0)
+                start += width
+            count = left
+            tl.debug_barrier()
+    return low, above
+
+
+_narrow: Any = triton.jit(_floor_among)
+
+
+def _floors(  # noqa: PLR0913, PLR0917
+    logits: "Any",
+    rows: "Any",
+    settings: "Any",
+    peaks: "Any",
+    sums: "Any",
+    live: "Any",
+    found: "Any",
+    floors: "Any",
+    row_peaks: "Any",
+    numbers_above: "Any",
+    stride: "Any",
+    pitch: "Any",
+    vocab_size: "Any",
+    num_parts: "Any",
+    min_p_at: tl.constexpr,
+    top_k_at: tl.constexpr,
+    top_p_at: tl.constexpr,
+    shift: tl.constexpr,
+    part: tl.constexpr,
+    most_parts: tl.constexpr,
+    width: tl.constexpr,
+    marks: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    logits += tl.load(rows + row) * stride
+    live += row * num_parts
+    found += row * vocab_size
+    settings += row
+    temperature, min_p = tl.load(settings), tl.load(settings + min_p_at * pitch)
+    top_k, top_p = tl.load(settings + top_k_at * pitch), tl.load(settings + top_p_at * pitch)
+    parts = tl.arange(0, most_parts)
+    there = parts < num_parts
+    part_peaks = tl.load(peaks + row * num_parts + parts, mask=there, other=-float("inf"))
+    part_sums = tl.load(sums + row * num_parts + parts, mask=there, other=0.0)
+    row_peak = tl.max(part_peaks, 0)
+    peak = row_peak.to(tl.float64)
+    keys = _keys(part_peaks, shift)
+    is_broken = tl.max((part_sums != part_sums).to(tl.int32), 0) > 0
+    is_broken = is_broken | (peak == -float("inf"))
+    low = tl.min(_keys(tl.full(parts.shape, -float("inf"), tl.float32), shift), 0).to(tl.int64)
+    floor, above = low, tl.zeros((), tl.float64)
+    if (top_k > 0) & (top_k < vocab_size) & (is_broken == 0):
+        ones = there.to(tl.float64)
+        bound = _bound(keys, ones, ones, ones, peak, temperature, top_k, False, shift)
+        num_live = find_live(live, there & (keys >= bound), parts)
+        count = _collect(
+            logits, live, num_live, vocab_size, found, bound, peak, 0.0, temperature,
+            shift, part, width,
+        )  # fmt: skip
+        floor, above = _narrow(
+            found, count, bound, peak, temperature, top_k, False, shift, width, marks
+        )  # fmt: skip
+    if (top_p < 1) & (is_broken == 0):
+        shares = tl.exp((part_peaks.to(tl.float64) - peak) / temperature)
+        weights = tl.where(part_sums > 0, part_sums * shares, 0.0)
+        total = tl.sum(weights, 0)
+        is_filtered = (floor > low) | (min_p > 0)
+        bound = floor
+        if is_filtered == 0:
+            sizes = tl.minimum(vocab_size - parts * part, part).to(tl.float64)
+            bound = _bound(
+                keys, shares, weights, sizes, peak, temperature, top_p * total, True, shift
+            )  # fmt: skip
+        num_live = find_live(live, there & (keys >= bound) & (shares >= min_p), parts)
+        count = _collect(
+            logits, live, num_live, vocab_size, found, bound, peak, min_p, temperature,
+            shift, part, width,
+        )  # fmt: skip
+        if is_filtered:
+            total = _sum(found, count, peak, temperature, width)
+        floor, _ = _narrow(
+            found, count, bound, peak, temperature, top_p * total, True, shift, width, marks
+        )  # fmt: skip
+    tl.store(floors + row, _value(floor, shift))
+    tl.store(row_peaks + row, row_peak)
+    tl.store(numbers_above + row, above.to(tl.int32))
+
+
+_compiled_floors: Any = triton.jit(_floors)
+
+
+def rank_floors(draws: Draws, sums: Sums) -> Floors:
+    """Find the lowest logit of each row inside top-k, then top-p.
+
+    -inf for rows without a limit, and for rows without a distribution. Tokens with that logit are
+    all inside. The nucleus of top-p are the fewest most probable tokens, of those inside top-k and
+    min-p, whose weights add up to `top_p` of theirs. It ends elsewhere than the CPU's only if a
+    cumulated weight agrees with the limit: to 12 digits, as sums have another order, or to 7 where
+    `draw_cpu` sums the weights of a whole row in float32.
+    """
+    count, vocab_size, num_parts = len(draws.rows), draws.logits.shape[1], draws.num_parts
+    device = draws.logits.device
+    floors, row_peaks = torch.empty(2, count, dtype=torch.float32, device=device)
+    above = torch.empty(count, dtype=torch.int32, device=device)
+    _compiled_floors[(count,)](
+        draws.logits,
+        draws.rows,
+        draws.settings,
+        sums.peaks,
+        sums.sums,
+        torch.empty(count, num_parts, dtype=torch.int32, device=device),
+        torch.empty(count, vocab_size, dtype=torch.float32, device=device),
+        floors,
+        row_peaks,
+        above,
+        draws.logits.stride(0),
+        draws.settings.stride(0),
+        vocab_size,
+        num_parts,
+        min_p_at=MIN_P,
+        top_k_at=TOP_K,
+        top_p_at=TOP_P,
+        shift=_ZERO_BITS.get(draws.logits.dtype, 0),
+        part=PART,
+        most_parts=triton.next_power_of_2(num_parts),
+        width=_WIDTH,
+        marks=_MARKS,
+        num_warps=_WARPS,
+    )
+    return Floors(floors, row_peaks, above)
+
+
+def draw_tokens(draws: Draws, numbers: torch.Tensor, *, is_filtered: bool) -> torch.Tensor:
+    """Draw the token of each row: int64 `[R]`. `numbers` are float64 `[R]` in [0, 1).
+
+    Without `is_filtered`, no row has min-p, top-k or top-p.
+    """
+    sums, _ = weight_sums(draws)
+    if not is_filtered:
+        return choose(draws, sums, None, numbers)
+    floors = rank_floors(draws, sums)
+    return choose(draws, kept_sums(draws, sums, floors), floors, numbers)

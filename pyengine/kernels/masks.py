@@ -1,0 +1,56 @@
+"""Masks of allowed tokens as a Triton kernel: logits of forbidden ones become -inf."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+# Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
+
+_BLOCK = 4096
+"""Logits of a program."""
+_WORD = 32
+"""Tokens of a word."""
+_WARPS = 8
+
+
+def _forbid(  # noqa: PLR0913, PLR0917
+    logits: "Any",
+    rows: "Any",
+    words: "Any",
+    stride: "Any",
+    vocab_size: "Any",
+    num_words: "Any",
+    word: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    own = tl.load(words + row * num_words + at // word, mask=at // word < num_words, other=0)
+    is_out = ((own >> (at % word)) & 1) == 0
+    target = logits + tl.load(rows + row) * stride + at
+    tl.store(target, tl.full((block,), -float("inf"), tl.float32), mask=is_out & (at < vocab_size))
+
+
+_compiled_forbid: Any = triton.jit(_forbid)
+
+
+def forbid(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    """Set the logits of forbidden tokens to -inf, in place.
+
+    `logits`: `[B, V]` of any floating type, rows of consecutive numbers. `rows`: int64 `[R]`.
+    `words`: int32 `[R, W]`; bit i of word w allows token 32 w + i, later tokens are forbidden.
+    """
+    vocab_size = logits.shape[1]
+    _compiled_forbid[(len(rows), triton.cdiv(vocab_size, _BLOCK))](
+        logits,
+        rows,
+        words,
+        logits.stride(0),
+        vocab_size,
+        words.shape[1],
+        word=_WORD,
+        block=_BLOCK,
+        num_warps=_WARPS,
+    )
