@@ -17,8 +17,8 @@ BROKEN = 0
 """A token that no prompt and no answer has; its embedding is NaN."""
 CHUNK = 200
 """Tokens of a step: several prompts, or a part of one beside decodes."""
-POOL = 2560
-"""Tokens of the pool: broken requests fill it."""
+POOL = 1536
+"""Tokens of the pool: four broken requests fill it."""
 Numbers = dict[str, Any]
 
 
@@ -88,7 +88,7 @@ def beside_broken(llm: LLM) -> list[Answer]:
 def fill(llm: LLM) -> None:
     """Have broken tokens in all blocks of the pool, and none of them cached."""
     llm._manager.evict_all()
-    broken = [[BROKEN, at, *[BROKEN] * 398] for at in range(3, 3 + POOL // 400)]
+    broken = [[BROKEN, at, *[BROKEN] * (POOL // 4 - 2)] for at in range(3, 7)]
     with pytest.raises(RequestFailedError) as caught:
         llm.generate(broken, GREEDY, use_tqdm=False)
     assert all(output.error is not None for output in caught.value.outputs)
