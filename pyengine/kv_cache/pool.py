@@ -417,9 +417,13 @@ class KVPool:
         times NaN is NaN. A number of a value that is not finite becomes zero, and the key of that
         head NaN, so rows that see the token are NaN. Masked keys have no effect.
         """
+        import torch
+
         spec = self.specs[layer]
-        keys = keys + (values * 0).sum(-1, keepdim=True)
-        values = values.nan_to_num(0.0, 0.0, 0.0)
+        # On a device, a look at the sum would wait for it.
+        if self.device.type != "cpu" or not math.isfinite(values.sum(dtype=torch.float32)):
+            keys = keys + (values * 0).sum(-1, keepdim=True)
+            values = values.nan_to_num(0.0, 0.0, 0.0)
         for cache, rows, scale in (
             (self.keys[layer], keys, spec.scale_k),
             (self.values[layer], values, spec.scale_v),
