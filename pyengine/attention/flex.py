@@ -271,9 +271,10 @@ class Tiles:
     def packed(self, capacity: int | None, device: torch.device) -> torch.Tensor:
         """All of it as one tensor on `device`, for one copy; `parts` takes it apart."""
         shapes = self._shapes(capacity)
+        arrays: tuple[npt.NDArray[Any], ...] = (*self.in_part, *self.in_full)
         sizes = [-(-math.prod(shape) // _ALIGNED) * _ALIGNED for shape in shapes]
         buffer, begin = np.zeros(sum(sizes), dtype=np.int32), 0
-        for numbers, shape, size in zip((*self.in_part, *self.in_full), shapes, sizes, strict=True):
+        for numbers, shape, size in zip(arrays, shapes, sizes, strict=True):
             target = buffer[begin : begin + math.prod(shape)].reshape(shape)
             target[tuple(map(slice, numbers.shape))] = numbers
             begin += size

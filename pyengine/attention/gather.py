@@ -200,7 +200,8 @@ class Batch:
         positions = starts[rows, columns, None] + offsets
         unseen = (positions >= self.highs[rows, None]) | (positions < self.lows[rows, None])
         places = (rows * self.blocks.shape[1] + columns)[:, None] * block_size + offsets
-        return places[unseen]
+        found: npt.NDArray[np.int64] = places[unseen]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,15 +312,14 @@ class SpanPiece:
         sinks = options.sinks
         if sinks is not None:
             sinks = sinks.view(kv_heads, -1, 1, 1)
-        broken = None
-        if isinstance(self._visible, torch.Tensor):  # torch adds a mask: to NaN in vain
+        visible = self._visible
+        if isinstance(visible, torch.Tensor):  # torch adds a mask: to NaN in vain
             broken = ~key.isfinite().all(-1).transpose(0, 1)[:, None]  # [kv, 1, 1, keys]
             k = k.masked_fill(broken.transpose(2, 3), 0.0)
-        attended = _attention(rows, k, v, self._visible, options, sinks)
-        if broken is not None:
-            attended = attended.masked_fill(
-                (self._visible & broken).any(-1, keepdim=True), float("nan")
-            )
+        attended = _attention(rows, k, v, visible, options, sinks)
+        if isinstance(visible, torch.Tensor):
+            sees_broken = (visible & broken).any(-1, keepdim=True)
+            attended = attended.masked_fill(sees_broken, float("nan"))
         out[self._rows] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
