@@ -4,18 +4,21 @@ All rows of a step form one sequence of queries, all slots of the pool one of ke
 view of it. Where all sequences decode, each sequence is a tile. Its rows are the query heads of a
 KV head, which read the same pages, and no other sequence's. A block mask lists the pages that each
 tile of queries reads; the mask function decides, key by key. It finds a key's position from its
-page: a page holds the same positions for every sequence that shares it.
+page: a page holds the same positions for every sequence that shares it. Pages that all rows of a
+tile see in full are listed apart: kernels do not call the mask function for them.
 
 torch compiles anew for a size of 0 or 1, even in a dynamic dimension. So rows, tiles, pages of a
 tile, and tables are padded to two.
 """
 
 import importlib
+import math
 from collections.abc import Callable
-from itertools import pairwise
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.fx.experimental._config
 import torch.nn.functional as F
@@ -45,6 +48,7 @@ _DECODE_TILE = 16  # the least number of rows of a tile
 _PREFILL_TILE = 64
 _KEY_TILE = 64
 _LEAST = 2  # the least value of every size that changes from step to step
+_ALIGNED = 16  # numbers of 4 bytes: compiled code copies tensors that begin elsewhere
 
 RECOMPILE_LIMIT = 64
 """Variants of the kernel in all: decodes and prefills of each kind of layer take a few. torch's own
@@ -137,6 +141,7 @@ class FlexPlan:
         shape = (len(inputs.block_tables), backend.pool.num_blocks + 1)
         self._places = torch.empty(shape, dtype=torch.int64, device=backend.pool.device)
         self._masks: dict[tuple[int, int | None, int], Any] = {}
+        self._packed: dict[tuple[int, int | None, int], torch.Tensor] = {}
         self._place_pages()
 
     def refresh(self, inputs: StepInputs) -> None:
@@ -148,10 +153,8 @@ class FlexPlan:
             _, rows, width = inputs.block_tables.shape
             self._tables[:, :rows, :width].copy_(inputs.block_tables)
         self._place_pages()
-        for (group, window, _), mask in self._masks.items():
-            counts, pages = self._tiles(group, window)
-            mask.kv_num_blocks.copy_(counts)
-            mask.kv_indices.copy_(pages)
+        for (group, window, _), fixed in self._packed.items():
+            fixed.copy_(self._tiles(group, window).packed(self._capacity, fixed.device))
 
     def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
@@ -209,11 +212,11 @@ class FlexPlan:
     def _mask(self, group: int, window: int | None, lanes: int) -> Any:
         mask = self._masks.get((group, window, lanes))
         if mask is None:
-            counts, pages = self._tiles(group, window)
-            pool = self._backend.pool
+            pool, tiles = self._backend.pool, self._tiles(group, window)
+            packed = tiles.packed(self._capacity, pool.device)
+            self._packed[group, window, lanes] = packed
             mask = self._backend.library.BlockMask.from_kv_blocks(
-                counts,
-                pages,
+                *tiles.parts(packed, self._capacity),
                 BLOCK_SIZE=(lanes if self._decodes else _PREFILL_TILE, pool.block_size),
                 mask_mod=self._visible(group, window, lanes),
                 seq_lengths=(
@@ -243,24 +246,55 @@ class FlexPlan:
 
         return visible
 
-    def _tiles(self, group: int, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pages of each tile of rows: how many, `[1, 1, tiles]`, and which, `[..., pages]`."""
-        inputs = self._inputs
-        lists = tile_pages(
-            inputs,
-            inputs.host_block_tables[group],
+    def _tiles(self, group: int, window: int | None) -> "Tiles":
+        """The pages of each tile of rows."""
+        return tile_pages(
+            self._inputs,
+            self._inputs.host_block_tables[group],
             window,
             self._backend.pool.block_size,
             1 if self._decodes else _PREFILL_TILE,
         )
-        capacity = max(_LEAST, self._capacity or max(map(len, lists)))
-        tiles = max(_LEAST, len(lists))  # a tile more than there are rows for is never computed
-        pages, counts = np.zeros((tiles, capacity), dtype=np.int32), np.zeros(tiles, dtype=np.int32)
-        for tile, own in enumerate(lists):
-            pages[tile, : len(own)] = own
-            counts[tile] = len(own)
-        device = self._backend.pool.device
-        return upload(counts, device)[None, None], upload(pages, device)[None, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The pages that each of N tiles reads, each once.
+
+    `in_part` and `in_full` are counts `[N]` and pages `[N, width]`, of which the first `count` are
+    valid. All rows of a tile see all keys of the pages in full.
+    """
+
+    in_part: "Pages"
+    in_full: "Pages"
+
+    def packed(self, capacity: int | None, device: torch.device) -> torch.Tensor:
+        """All of it as one tensor on `device`, for one copy; `parts` takes it apart."""
+        shapes = self._shapes(capacity)
+        arrays: tuple[npt.NDArray[Any], ...] = (*self.in_part, *self.in_full)
+        sizes = [-(-math.prod(shape) // _ALIGNED) * _ALIGNED for shape in shapes]
+        buffer, begin = np.zeros(sum(sizes), dtype=np.int32), 0
+        for numbers, shape, size in zip(arrays, shapes, sizes, strict=True):
+            target = buffer[begin : begin + math.prod(shape)].reshape(shape)
+            target[tuple(map(slice, numbers.shape))] = numbers
+            begin += size
+        return upload(buffer, device)
+
+    def parts(self, packed: torch.Tensor, capacity: int | None) -> list[torch.Tensor]:
+        """Counts and pages in part, then in full, as a block mask takes them; views."""
+        found, begin = [], 0
+        for shape in self._shapes(capacity):
+            size = math.prod(shape)
+            found.append(packed[begin : begin + size].view(1, 1, *shape))
+            begin += -(-size // _ALIGNED) * _ALIGNED
+        return found
+
+    def _shapes(self, capacity: int | None) -> list[tuple[int, ...]]:
+        """`capacity` is the number of pages in full that a tile has room for, None: as needed."""
+        (part_counts, in_part), (_, in_full) = self.in_part, self.in_full
+        tiles = max(_LEAST, len(part_counts))  # one more than there are rows for is not computed
+        widths = (in_part.shape[1], capacity or in_full.shape[1])
+        return [shape for width in widths for shape in ((tiles,), (tiles, max(_LEAST, width)))]
 
 
 class Lanes:
@@ -313,20 +347,74 @@ def _padded(tensor: torch.Tensor, *least: int) -> torch.Tensor:
     return F.pad(tensor, [amount for item in reversed(missing) for amount in (0, item)])
 
 
+Indices: TypeAlias = npt.NDArray[np.int64]
+Pages: TypeAlias = tuple[Indices, Int32Array]
+
+
 def tile_pages(
     inputs: StepInputs, tables: Int32Array, window: int | None, block_size: int, tile: int
-) -> list[Int32Array]:
-    """The pages that each tile of `tile` rows reads, each once, in order of their ids."""
-    starts, lens = inputs.host_query_start_loc.tolist(), inputs.host_seq_lens.tolist()
-    found: list[list[Int32Array]] = [[] for _ in range(-(-starts[-1] // tile))]
-    for sequence, (begin, end) in enumerate(pairwise(starts)):
-        context = lens[sequence] - (end - begin)
-        for at in range(begin // tile, -(-end // tile)):
-            first = context + max(begin, at * tile) - begin  # position of the first row in the tile
-            last = context + min(end, (at + 1) * tile) - begin
-            low = 0 if window is None else max(0, first - window + 1)
-            found[at].append(tables[sequence, low // block_size : -(-last // block_size)])
-    return [np.unique(np.concatenate(parts)) for parts in found]
+) -> Tiles:
+    """The pages that each tile of `tile` rows reads.
+
+    A tile that decodes has at most two pages in part: the last one, and one at the window's edge.
+    """
+    starts = inputs.host_query_start_loc.astype(np.int64)
+    sequences, tiles = _pieces(starts, tile)
+    shift = inputs.host_seq_lens[sequences] - starts[1:][sequences]  # from rows to positions
+    first = np.maximum(starts[sequences], tiles * tile) + shift
+    end = np.minimum(starts[1:][sequences], (tiles + 1) * tile) + shift
+    last_column = -(-end // block_size)
+    if window is None:
+        column = full_column = np.zeros_like(first)
+    else:
+        column = np.maximum(0, first - window + 1) // block_size
+        full_column = -(-np.maximum(0, end - window) // block_size)
+    full_end = np.maximum((first + 1) // block_size, full_column)
+    head = full_column - column
+    at = np.arange(max(1, int((full_end - full_column).max())))
+    in_full = full_column[:, None] + at
+    at = np.arange(max(1, int((head + last_column - full_end).max())))
+    in_part = np.where(at < head[:, None], column[:, None], (full_end - head)[:, None]) + at
+    begins = (sequences * tables.shape[1])[:, None]
+    found = Tiles(
+        (head + last_column - full_end, tables.reshape(-1).take(begins + in_part, mode="clip")),
+        (full_end - full_column, tables.reshape(-1).take(begins + in_full, mode="clip")),
+    )
+    return found if len(tiles) == tiles[-1] + 1 else _merged(found, tiles)
+
+
+def _pieces(starts: Indices, tile: int) -> tuple[Indices, Indices]:
+    """The sequence and the tile of each piece: rows that are of one sequence, in one tile."""
+    begins, ends = starts[:-1], starts[1:]
+    counts = np.where(ends > begins, (ends - 1) // tile - begins // tile + 1, 0)
+    sequences = np.arange(len(counts)).repeat(counts)
+    skipped = np.cumsum(counts) - counts - begins // tile
+    return sequences, np.arange(len(sequences)) - skipped[sequences]
+
+
+def _merged(pieces: Tiles, tiles: Indices) -> Tiles:
+    """The pages of tiles whose pieces read those of `pieces`: in full if all its pieces do."""
+    keys, is_full = [], []
+    for counts, pages in (pieces.in_part, pieces.in_full):
+        own = pages[np.arange(pages.shape[1]) < counts[:, None]]
+        keys.append((tiles.repeat(counts) << 32) + own)
+        is_full.append(np.full(len(own), pages is pieces.in_full[1]))
+    pairs, places = np.unique(np.concatenate(keys), return_inverse=True)
+    seen_in_full = np.bincount(places, weights=np.concatenate(is_full))
+    tile, page = pairs >> 32, pairs & 0xFFFFFFFF
+    chosen = seen_in_full == np.bincount(tiles)[tile]
+    in_part, in_full = (
+        _as_pages(tile[picked], page[picked], int(tiles[-1]) + 1) for picked in (~chosen, chosen)
+    )
+    return Tiles(in_part, in_full)
+
+
+def _as_pages(tiles: Indices, pages: Indices, count: int) -> Pages:
+    """Pages, in the order of their tiles, as a row for each of `count` tiles."""
+    counts = np.bincount(tiles, minlength=count)
+    rows = np.zeros((count, max(1, int(counts.max()))), dtype=np.int32)
+    rows[tiles, np.arange(len(tiles)) - (np.cumsum(counts) - counts).repeat(counts)] = pages
+    return counts, rows
 
 
 def _capping(softcap: torch.Tensor) -> Callable[..., torch.Tensor]:

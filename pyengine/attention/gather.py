@@ -125,7 +125,7 @@ class GatherPlan:
         spec = self._pool.specs[layer]
         out = query.new_empty(*query.shape[:2], values.shape[-1])
         for piece in self._pieces_for(group, options.sliding_window):
-            k, v = _gather(keys, values, piece.blocks, piece.num_keys, self._backend.scratch)
+            k, v = _gather(keys, values, piece, self._backend.scratch)
             if spec.dtype in FLOAT8_DTYPES:
                 k, v = k.to(query.dtype) * spec.scale_k, v.to(query.dtype) * spec.scale_v
             piece.attend(query, k, v, options, out)
@@ -184,8 +184,24 @@ class Batch:
 
     @property
     def is_uniform(self) -> bool:
-        """True if every row sees the keys from 0 to the same end: no mask needed."""
-        return not self.lows.any() and bool((self.highs == self.highs[0]).all())
+        """True if every row sees the keys at the same places: no mask needed."""
+        return all(bool((bounds == bounds[0]).all()) for bounds in (self.lows, self.highs))
+
+    def unseen(self, block_size: int) -> npt.NDArray[np.int64]:
+        """The slots that no row sees, as indices into `[R * W * block_size]`.
+
+        Blocks that pad a row are the row's first one again.
+        """
+        counts, columns = -(-self.highs // block_size)[:, None], np.arange(self.blocks.shape[1])
+        starts = np.where(columns < counts, columns, 0) * block_size
+        is_cut = (starts + block_size > self.highs[:, None]) | (starts < self.lows[:, None])
+        rows, columns = is_cut.nonzero()
+        offsets = np.arange(block_size)
+        positions = starts[rows, columns, None] + offsets
+        unseen = (positions >= self.highs[rows, None]) | (positions < self.lows[rows, None])
+        places = (rows * self.blocks.shape[1] + columns)[:, None] * block_size + offsets
+        found: npt.NDArray[np.int64] = places[unseen]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +281,8 @@ class SpanPiece:
         self, span: Span, window: int | None, device: torch.device, *, first_key: int = 0
     ) -> None:
         self._rows = slice(span.start, span.start + span.count)
-        self.num_keys = span.num_keys
+        self.keys = slice(span.num_keys)
+        self.unseen: torch.Tensor | None = None
         self.blocks = _block_index(span.blocks[None], device)
         self._visible: Visible = "causal"
         is_cut = first_key > 0 or (window is not None and span.num_keys > window)
@@ -295,7 +312,14 @@ class SpanPiece:
         sinks = options.sinks
         if sinks is not None:
             sinks = sinks.view(kv_heads, -1, 1, 1)
-        attended = _attention(rows, k, v, self._visible, options, sinks)
+        visible = self._visible
+        if isinstance(visible, torch.Tensor):  # torch adds a mask: to NaN in vain
+            broken = ~key.isfinite().all(-1).transpose(0, 1)[:, None]  # [kv, 1, 1, keys]
+            k = k.masked_fill(broken.transpose(2, 3), 0.0)
+        attended = _attention(rows, k, v, visible, options, sinks)
+        if isinstance(visible, torch.Tensor):
+            sees_broken = (visible & broken).any(-1, keepdim=True)
+            attended = attended.masked_fill(sees_broken, float("nan"))
         out[self._rows] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
@@ -306,11 +330,13 @@ class _BatchPiece:
         self._rows = upload(batch.rows, device)
         self.blocks = _block_index(batch.blocks, device)
         self._visible: Visible = "all"
-        self.num_keys = int(batch.highs[0])
+        self.keys = slice(int(batch.lows[0]), int(batch.highs[0]))
+        self.unseen: torch.Tensor | None = None
         if not batch.is_uniform:
-            self.num_keys = batch.blocks.shape[1] * block_size
+            self.keys = slice(batch.blocks.shape[1] * block_size)
+            self.unseen = upload(batch.unseen(block_size), device)
             lows, highs = (upload(bound, device)[:, None] for bound in (batch.lows, batch.highs))
-            key = torch.arange(self.num_keys, device=device)
+            key = torch.arange(self.keys.stop, device=device)
             self._visible = ((key >= lows) & (key < highs))[:, None, None]
 
     def attend(
@@ -345,21 +371,26 @@ def _block_index(blocks: npt.NDArray[np.int32], device: torch.device) -> torch.T
 
 
 def _gather(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    blocks: torch.Tensor | slice,
-    num_keys: int,
-    scratch: Scratch,
+    keys: torch.Tensor, values: torch.Tensor, piece: SpanPiece | _BatchPiece, scratch: Scratch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `num_keys` rows of each sequence's blocks: `[R, kv_heads, num_keys, d]` each."""
+    """The `piece.keys` of each sequence's blocks: `[R, kv_heads, num_keys, d]` each.
+
+    Keys of slots that no row sees are cleared: torch adds a mask, to NaN in vain.
+    """
+    blocks = piece.blocks
     if isinstance(blocks, slice):
         num_rows, k, v = 1, keys[blocks], values[blocks]
     else:
         num_rows, flat = len(blocks), blocks.flatten()
         k, v = scratch.keys(keys, flat), scratch.values(values, flat)
+        if piece.unseen is not None:
+            slots = k.flatten(0, 1)
+            (slots if slots.dtype.itemsize > 1 else slots.view(torch.uint8)).index_fill_(
+                0, piece.unseen, 0
+            )
     return (
-        k.view(num_rows, -1, *k.shape[2:])[:, :num_keys].transpose(1, 2),
-        v.view(num_rows, -1, *v.shape[2:])[:, :num_keys].transpose(1, 2),
+        k.view(num_rows, -1, *k.shape[2:])[:, piece.keys].transpose(1, 2),
+        v.view(num_rows, -1, *v.shape[2:])[:, piece.keys].transpose(1, 2),
     )
 
 

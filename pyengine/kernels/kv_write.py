@@ -9,17 +9,25 @@ import triton.language as tl
 # Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
 
 
+def _finite(row: "Any") -> "Any":
+    return tl.abs(row) < float("inf")
+
+
+is_finite: Any = triton.jit(_finite)
+"""True for each number in float32 that is neither NaN nor infinite."""
+
+
 def _stored(
     target: "Any", row: "Any", mask: "Any", inverse_scale: "Any", largest: tl.constexpr
 ) -> None:
     if largest > 0:
-        row = row.to(tl.float32) * inverse_scale
+        row = tl.where(is_finite(row), row, float("nan")) * inverse_scale
         row = tl.clamp(row, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
     tl.store(target, row.to(target.dtype.element_ty), mask=mask)
 
 
 store_limited: Any = triton.jit(_stored)
-"""Stores numbers, those for 8-bit floats divided by their scale and limited to `largest`."""
+"""Stores numbers in float32, for 8-bit floats divided by their scale and limited to `largest`."""
 
 
 def _kernel(  # noqa: PLR0913, PLR0917
@@ -34,6 +42,7 @@ def _kernel(  # noqa: PLR0913, PLR0917
     heads: tl.constexpr,
     dim_k: tl.constexpr,
     dim_v: tl.constexpr,
+    block_heads: tl.constexpr,
     block_k: tl.constexpr,
     block_v: tl.constexpr,
     largest: tl.constexpr,
@@ -41,17 +50,23 @@ def _kernel(  # noqa: PLR0913, PLR0917
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
-        at = tl.arange(0, block_k)
-        source = token * key_strides[0] + at // dim_k * key_strides[1] + at % dim_k * key_strides[2]
-        row = tl.load(key + source, mask=at < heads * dim_k)
-        target = key_cache + slot * (heads * dim_k) + at
-        store_limited(target, row, at < heads * dim_k, inverse_scales[0], largest)
-        at = tl.arange(0, block_v)
-        source = token * value_strides[0] + at // dim_v * value_strides[1]
-        source += at % dim_v * value_strides[2]
-        row = tl.load(value + source, mask=at < heads * dim_v)
-        target = value_cache + slot * (heads * dim_v) + at
-        store_limited(target, row, at < heads * dim_v, inverse_scales[1], largest)
+        head = tl.arange(0, block_heads)[:, None]
+        at = tl.arange(0, block_v)[None, :]
+        source = token * value_strides[0] + head * value_strides[1] + at * value_strides[2]
+        mask = (head < heads) & (at < dim_v)
+        row = tl.load(value + source, mask=mask, other=0.0).to(tl.float32)
+        finite = is_finite(row)
+        target = value_cache + (slot * heads + head) * dim_v + at
+        store_limited(target, tl.where(finite, row, 0.0), mask, inverse_scales[1], largest)
+        is_whole = tl.min(finite.to(tl.int32), 1)[:, None] > 0
+        at = tl.arange(0, block_k)[None, :]
+        source = token * key_strides[0] + head * key_strides[1] + at * key_strides[2]
+        mask = (head < heads) & (at < dim_k)
+        row = tl.load(key + source, mask=mask, other=0.0).to(tl.float32)
+        target = key_cache + (slot * heads + head) * dim_k + at
+        store_limited(
+            target, tl.where(is_whole, row, float("nan")), mask, inverse_scales[0], largest
+        )
 
 
 _compiled: Any = triton.jit(_kernel)
@@ -66,7 +81,8 @@ def write_rows(
 
     `rows` are `[T, kv_heads, head_dim]` of any strides, `caches` the contiguous tensors of a
     `KVPool`, `[blocks, block_size, kv_heads, head_dim]`, `slots` int64 `[T]`. A cache of 8-bit
-    floats takes rows divided by their scale, limited to what the type holds.
+    floats takes rows divided by their scale, limited to what the type holds. Values are finite in
+    the cache, and a key is NaN whose value was not (`KVPool.write`).
     """
     (key, value), (key_cache, value_cache) = rows, caches
     if not len(slots):
@@ -85,7 +101,8 @@ def write_rows(
         heads=heads,
         dim_k=dim_k,
         dim_v=dim_v,
-        block_k=triton.next_power_of_2(heads * dim_k),
-        block_v=triton.next_power_of_2(heads * dim_v),
+        block_heads=triton.next_power_of_2(heads),
+        block_k=triton.next_power_of_2(dim_k),
+        block_v=triton.next_power_of_2(dim_v),
         largest=torch.finfo(dtype).max if dtype.itemsize == 1 else 0.0,
     )

@@ -1,4 +1,7 @@
-"""Norm, rotary embedding and KV write as one Triton kernel: a program per token and head."""
+"""Norm, rotary embedding and KV write as one Triton kernel.
+
+A program turns one head of a token: a query, or a key, whose value it writes, too.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -6,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyengine.kernels.kv_write import Pair, store_limited
+from pyengine.kernels.kv_write import Pair, is_finite, store_limited
 
 if TYPE_CHECKING:
     from pyengine.attention.backend import Rotation
@@ -25,6 +28,7 @@ def _turned(  # noqa: PLR0913, PLR0917
     target: "Any",
     eps: "Any",
     inverse_scale: "Any",
+    is_whole: "Any",
     dim: tl.constexpr,
     half: tl.constexpr,
     stride: tl.constexpr,
@@ -34,7 +38,10 @@ def _turned(  # noqa: PLR0913, PLR0917
     block_rest: tl.constexpr,
     largest: tl.constexpr,
 ) -> None:
-    """A head at `source`, whose numbers lie `step` apart, to `target`, where they lie in a row."""
+    """A head at `source`, whose numbers lie `step` apart, to `target`, where they lie in a row.
+
+    All of them become NaN unless `is_whole`.
+    """
     pair = tl.arange(0, block_half)
     turns = pair < half
     first_at, second_at = pair * stride, pair * stride + gap
@@ -54,8 +61,11 @@ def _turned(  # noqa: PLR0913, PLR0917
         rest = rest * factor * (offset + rest_weight)
     cos = tl.load(angles[0] + pair * angles[2], mask=turns, other=0.0).to(tl.float32)
     sin = tl.load(angles[1] + pair * angles[3], mask=turns, other=0.0).to(tl.float32)
-    store_limited(target + first_at, first * cos - second * sin, turns, inverse_scale, largest)
-    store_limited(target + second_at, second * cos + first * sin, turns, inverse_scale, largest)
+    turned = tl.where(is_whole, first * cos - second * sin, float("nan"))
+    store_limited(target + first_at, turned, turns, inverse_scale, largest)
+    turned = tl.where(is_whole, second * cos + first * sin, float("nan"))
+    store_limited(target + second_at, turned, turns, inverse_scale, largest)
+    rest = tl.where(is_whole, rest, float("nan"))
     store_limited(target + rest_at, rest, stays, inverse_scale, largest)
 
 
@@ -106,28 +116,28 @@ def _kernel(  # noqa: PLR0913, PLR0917
         source = query + token * query_strides[0] + head * query_strides[1]
         target = out + (token * query_heads + head) * dim_k
         _turn(
-            source, query_strides[2], query_weight, angles, target, eps, 1.0,
+            source, query_strides[2], query_weight, angles, target, eps, 1.0, True,
             dim_k, half, stride, gap, offset, block_half, block_rest, 0.0,
         )  # fmt: skip
     else:
         slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
-            kv_head = (head - query_heads) % kv_heads
-            if head < query_heads + kv_heads:
-                source = key + token * key_strides[0] + kv_head * key_strides[1]
-                target = key_cache + (slot * kv_heads + kv_head) * dim_k
-                _turn(
-                    source, key_strides[2], key_weight, angles, target, eps, inverse_scales[0],
-                    dim_k, half, stride, gap, offset, block_half, block_rest, largest,
-                )  # fmt: skip
-            else:
-                at = tl.arange(0, block_v)
-                source = value + token * value_strides[0] + kv_head * value_strides[1]
-                row = tl.load(source + at * value_strides[2], mask=at < dim_v, other=0.0)
-                target = value_cache + (slot * kv_heads + kv_head) * dim_v
-                store_limited(
-                    target + at, row.to(tl.float32), at < dim_v, inverse_scales[1], largest
-                )
+            kv_head = head - query_heads
+            at = tl.arange(0, block_v)
+            source = value + token * value_strides[0] + kv_head * value_strides[1]
+            row = tl.load(source + at * value_strides[2], mask=at < dim_v, other=0.0)
+            row = row.to(tl.float32)
+            finite = is_finite(row)
+            target = value_cache + (slot * kv_heads + kv_head) * dim_v
+            row = tl.where(finite, row, 0.0)
+            store_limited(target + at, row, at < dim_v, inverse_scales[1], largest)
+            source = key + token * key_strides[0] + kv_head * key_strides[1]
+            target = key_cache + (slot * kv_heads + kv_head) * dim_k
+            is_whole = tl.min(finite.to(tl.int32)) > 0
+            _turn(
+                source, key_strides[2], key_weight, angles, target, eps, inverse_scales[0],
+                is_whole, dim_k, half, stride, gap, offset, block_half, block_rest, largest,
+            )  # fmt: skip
 
 
 _compiled: Any = triton.jit(_kernel)
@@ -154,7 +164,7 @@ def write_rotated(
     kv_heads, layout, norm = key.shape[1], rotation.layout, rotation.norm
     half, in_halves = layout.size // 2, layout.order == "halves"
     dtype = key_cache.dtype
-    _compiled[(num_tokens, query_heads + 2 * kv_heads)](
+    _compiled[(num_tokens, query_heads + kv_heads)](
         query,
         key,
         value,

@@ -252,8 +252,8 @@ class KVPool:
     `keys[layer]` is `[num_blocks + 1, block_size, kv_heads, head_dim_k]`, `values[layer]` the
     same with `head_dim_v`, in the dtype of the layer's spec, on `device`. In int8 the last
     dimension holds the scale too (`KVCacheSpec.width_k`). Layers that share a
-    tensor (`groups`; by default none do) have it under both numbers. Tensors start as zeros: a
-    masked position has no effect only while it holds a finite number.
+    tensor (`groups`; by default none do) have it under both numbers. Tensors start as zeros, and
+    values stay finite (`write`): a masked value has no effect only while it is.
 
     Raises `ConfigurationError` if the memory cannot be allocated, or if layers that share a tensor
     differ in their specs.
@@ -389,8 +389,18 @@ class KVPool:
         `keys` is `[T, kv_heads, head_dim_k]`, `values` `[T, kv_heads, head_dim_v]`, `slots` int64
         `[T]` of slots in `0 .. (num_blocks + 1) * block_size`. A pool of 8-bit floats takes them
         divided by the scales of the layer's spec, clamped to the largest number of the type.
+
+        Values are always finite in the pool: attention multiplies a masked value by zero, and zero
+        times NaN is NaN. A number of a value that is not finite becomes zero, and the key of that
+        head NaN, so rows that see the token are NaN. Masked keys have no effect.
         """
+        import torch
+
         spec = self.specs[layer]
+        # On a device, a look at the sum would wait for it.
+        if self.device.type != "cpu" or not math.isfinite(values.sum(dtype=torch.float32)):
+            keys = keys + (values * 0).sum(-1, keepdim=True)
+            values = values.nan_to_num(0.0, 0.0, 0.0)
         for cache, rows, scale in (
             (self.keys[layer], keys, spec.scale_k),
             (self.values[layer], values, spec.scale_v),
@@ -405,7 +415,7 @@ def _stored(rows: "torch.Tensor", dtype: "torch.dtype", scale: float) -> "torch.
     if dtype.itemsize > 1:
         return rows
     largest = torch.finfo(dtype).max
-    scaled = rows.float() * (1.0 / scale)
+    scaled = rows.float().nan_to_num(math.nan, math.nan, math.nan) * (1.0 / scale)
     return _copyable(scaled.clamp(-largest, largest).to(dtype))
 
 

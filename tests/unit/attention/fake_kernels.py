@@ -13,19 +13,20 @@ from typing import Any
 import torch
 
 
-def attend(query, key, value, scale, left=-1, softcap=0.0, causal=True):
-    """Attention of the last rows of a sequence: `[n, H, d]` over `[m, KV, d]`.
+def attend(query, key, value, length, scale, left=-1, softcap=0.0, causal=True):
+    """Attention of the last rows of a sequence: `[n, H, d]` over `[m, KV, d]`, `length` of the `m`.
 
-    Returns the result and the logarithm of the sum under the softmax, `[n, H]`.
+    Returns the result and the logarithm of the sum under the softmax, `[n, H]`. Masked scores are
+    replaced; masked values are multiplied by zero, as flash-attn 3 does (flash-attention#2374).
     """
     group = query.shape[1] // key.shape[1]
     key, value = (item.float().repeat_interleave(group, 1) for item in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
-    own = torch.arange(len(query))[:, None] + len(key) - len(query)
+    own = torch.arange(len(query))[:, None] + length - len(query)
     at = torch.arange(len(key))
-    seen = (at <= own) | (not causal)
+    seen = ((at <= own) | (not causal)) & (at < length)
     if left >= 0:
         seen &= at >= own - left
     scores = scores.masked_fill(~seen, -math.inf)
@@ -34,8 +35,9 @@ def attend(query, key, value, scale, left=-1, softcap=0.0, causal=True):
     return out.to(query.dtype), lse.T
 
 
-def paged(cache, pages, length):
-    return cache[pages.long()].flatten(0, 1)[:length]
+def paged(cache, pages):
+    """The rows of whole pages: what the last one holds behind the end is read, too."""
+    return cache[pages.long()].flatten(0, 1)
 
 
 class PlanQueue:
@@ -119,10 +121,10 @@ class _Wrapper:
             rows = slice(starts[b], starts[b + 1])
             if rows.start == rows.stop:  # in a graph, of which some sequences are not used
                 continue
-            k, v = (paged(item.float(), pages, length) for item in (keys, values))
+            k, v = (paged(item.float(), pages) for item in (keys, values))
             scale = self.scale * (k_scale or 1.0)
             v = v * (v_scale or 1.0)
-            own, lse = attend(q[rows], k, v, scale, self.left, self.cap, self.causal)
+            own, lse = attend(q[rows], k, v, length, scale, self.left, self.cap, self.causal)
             result[rows] = own
             lses.append(lse)
         return (result, torch.cat(lses) / math.log(2)) if return_lse else result
@@ -233,8 +235,9 @@ def flash_attn_with_kvcache(
     outs, lses = [], []
     for own, length, table in zip(q, cache_seqlens.tolist(), block_table, strict=True):
         pages = table[: -(-length // k_cache.shape[1])]
-        keys, values = (paged(item, pages, length) for item in (k_cache, v_cache))
-        out, lse = attend(own, keys, values, softmax_scale, _left(window_size, causal), softcap)
+        keys, values = (paged(item, pages) for item in (k_cache, v_cache))
+        settings = (softmax_scale, _left(window_size, causal), softcap)
+        out, lse = attend(own, keys, values, length, *settings)
         outs.append(out)
         lses.append(lse.T)
     stacked = torch.stack(outs)
@@ -318,8 +321,8 @@ def _varlen(query, cache, starts, lengths, tables, most, settings):
     outs, lses = [], []
     for b, length in enumerate(lengths):
         pages = tables[b, : -(-length // cache[0].shape[1])]
-        keys, values = (paged(item, pages, length) for item in cache)
-        out, lse = attend(query[starts[b] : starts[b + 1]], keys, values, *settings)
+        keys, values = (paged(item, pages) for item in cache)
+        out, lse = attend(query[starts[b] : starts[b + 1]], keys, values, length, *settings)
         outs.append(out)
         lses.append(lse.T)
     return torch.cat(outs), torch.cat(lses, dim=1)

@@ -10,6 +10,7 @@ from pyengine.attention import flex
 from pyengine.attention.flex import RECOMPILE_LIMIT, FlexBackend, compiled, tile_pages
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
+from tests.unit.attention import compiled_flex
 from tests.unit.attention.steps import (
     CASES,
     Shape,
@@ -132,34 +133,94 @@ def test_keys_and_values_may_differ_in_size():
     assert_like_oracle(FlexBackend, shape.pool(), step, options_of("all"))
 
 
-@pytest.mark.parametrize("window", [None, 1, 6])
-@pytest.mark.parametrize("tile", [2, 16])
+def expected_tiles(step, window, tile):
+    """The pages that each tile of rows reads in part and in full, key by key."""
+    tables, size = step.inputs.host_block_tables[0], SHAPE.block_size
+    starts, positions = step.inputs.host_query_start_loc, step.inputs.positions.tolist()
+    rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    found = []
+    for begin in range(0, len(rows), tile):
+        seen = [
+            [
+                int(tables[row, key // size])
+                for key in range(max(0, position - (window or position + 1) + 1), position + 1)
+            ]
+            for row, position in zip(rows[begin:][:tile], positions[begin:][:tile], strict=True)
+        ]
+        pages = {page for keys in seen for page in keys}
+        full = {page for page in pages if all(keys.count(page) == size for keys in seen)}
+        found.append((pages - full, full))
+    return found
+
+
+def listed(pages):
+    """Each tile's pages, as sets; none is listed twice."""
+    counts, ids = pages
+    lists = [own[:count].tolist() for own, count in zip(ids, counts, strict=True)]
+    assert all(len(own) == len(set(own)) for own in lists)
+    return [set(own) for own in lists]
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 13])
+@pytest.mark.parametrize("tile", [1, 2, 16])
+@settings(max_examples=200)
 @given(lengths=new_and_context)
 def test_tiles_list_each_page_that_a_row_sees_once_and_no_others(tile, window, lengths):
     """The uncompiled mathematics reads the mask function alone: the tiles are checked here."""
-    step, size = make_step(lengths, SHAPE), SHAPE.block_size
+    step = make_step(lengths, SHAPE)
     tables = step.inputs.host_block_tables[0]
-    pages = tile_pages(step.inputs, tables, window, size, tile)
-    positions = step.inputs.positions.tolist()
-    rows = np.repeat(np.arange(len(lengths)), [n for n, _ in lengths])
-    expected: list[set[int]] = [set() for _ in range(-(-len(rows) // tile))]
-    for at, (row, position) in enumerate(zip(rows, positions, strict=True)):
-        first = 0 if window is None else max(0, position - window + 1)
-        seen = {int(tables[row, key // size]) for key in range(first, position + 1)}
-        expected[at // tile] |= seen
-    assert [set(own.tolist()) for own in pages] == expected
-    assert all(len(own) == len(set(own.tolist())) for own in pages)
+    tiles = tile_pages(step.inputs, tables, window, SHAPE.block_size, tile)
+    got = list(zip(listed(tiles.in_part), listed(tiles.in_full), strict=True))
+    assert got == expected_tiles(step, window, tile)
+    if tile == 1:
+        assert all(len(in_part) <= 2 for in_part, _ in got)
 
 
-def test_the_block_mask_names_the_tiles_pages():
-    step = make_step([(1, 9), (1, 4), (3, 4)], SHAPE)
-    plan = FlexBackend(SHAPE.pool()).plan(step.inputs)
-    step.run(plan, options_of("window"))
-    mask = plan._masks[0, 5, 1]
-    pages = tile_pages(step.inputs, step.inputs.host_block_tables[0], 5, SHAPE.block_size, 64)
-    assert mask.kv_num_blocks.tolist() == [[[len(pages[0]), 0]]]  # two tiles at least
-    assert mask.kv_indices[0, 0, 0].tolist() == pages[0].tolist()
-    assert mask.kv_indices.dtype == torch.int32
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("lengths", [[(1, 9), (1, 4), (3, 4)], [(1, 21), (1, 9)], [(40, 12)]])
+def test_the_block_mask_names_the_tiles_pages(lengths, window):
+    step = make_step(lengths, SHAPE)
+    backend = FlexBackend(SHAPE.pool())
+    is_decode = all(new == 1 for new, _ in lengths)
+    for plan in (backend.plan(step.inputs), backend.graph_plan(step.inputs)):
+        step.run(plan, options_of("plain" if window is None else "window"))
+        (mask,) = plan._masks.values()
+        tiles = expected_tiles(step, window, 1 if is_decode else 64)
+        part = (mask.kv_num_blocks[0, 0], mask.kv_indices[0, 0])
+        full = (mask.full_kv_num_blocks[0, 0], mask.full_kv_indices[0, 0])
+        got = list(zip(listed(part), listed(full), strict=True))
+        assert len(got) == max(2, len(tiles))
+        assert got[: len(tiles)] == tiles
+        assert not any(map(any, got[len(tiles) :]))
+        for tensor in (*part, *full):
+            assert tensor.dtype == torch.int32
+            assert tensor.data_ptr() % 16 == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", compiled_flex.CASES)
+def test_kernels_that_read_the_block_mask_give_what_the_oracle_gives(case):
+    shape = compiled_flex.SHAPE
+    with compiled_flex.compiled_backend() as backend:
+        for lengths in ([(1, 37), (1, 90), (1, 15)], [(1, 70), (70, 40), (5, 31)]):
+            step = make_step(lengths, shape)
+            assert_like_oracle(backend, shape.pool(), step, options_of(case))
+
+
+@pytest.mark.slow
+def test_a_page_that_is_not_seen_in_full_is_noticed(monkeypatch):
+    """The same, with one page too many among the full ones."""
+    monkeypatch.setattr(flex, "tile_pages", wrong_tile_pages)
+    step = make_step([(1, 37), (1, 90), (1, 15)], compiled_flex.SHAPE)
+    close = "Tensor-likes are not close"
+    with compiled_flex.compiled_backend() as backend, pytest.raises(AssertionError, match=close):
+        assert_like_oracle(backend, compiled_flex.SHAPE.pool(), step, options_of("plain"))
+
+
+def wrong_tile_pages(*arguments):
+    """As if the last page were seen in full."""
+    counts, pages = tile_pages(*arguments).in_part
+    return flex.Tiles((counts * 0, pages), (counts, pages))
 
 
 @pytest.mark.parametrize(("heads", "rows"), [(6, 16), (2, 16), (40, 32)])
@@ -174,8 +235,9 @@ def test_a_sequence_that_decodes_is_a_tile_of_its_own(heads, rows):
     assert (rows, shape.block_size) == mask.BLOCK_SIZE
     tables = step.inputs.host_block_tables[0]
     for row, length in enumerate((10, 5, 1)):
-        count = -(-length // shape.block_size)
-        assert mask.kv_num_blocks[0, 0, row] == count
-        pages = mask.kv_indices[0, 0, row, :count].tolist()
-        assert pages == sorted(tables[row, :count].tolist())
+        count, rest = divmod(length, shape.block_size)
+        assert mask.full_kv_num_blocks[0, 0, row] == count
+        assert mask.full_kv_indices[0, 0, row, :count].tolist() == tables[row, :count].tolist()
+        assert mask.kv_num_blocks[0, 0, row] == (rest > 0)
+        assert mask.kv_indices[0, 0, row, 0] == tables[row, count] or not rest
     assert_like_oracle(FlexBackend, shape.pool(), step, options_of("plain"))

@@ -140,7 +140,9 @@ def test_neighbouring_blocks_are_read_in_place():
         assert index(blocks).tolist() == blocks
     cache = torch.arange(7 * BLOCK, dtype=torch.float32).view(7, BLOCK, 1, 1)
     scratch = gather.Scratch(torch.device("cpu"))
-    for rows in gather._gather(cache, cache, slice(3, 5), 6, scratch):
+    span = gather.Span(0, 6, 0, 0, 6, np.array([3, 4], dtype=np.int32))
+    piece = gather.SpanPiece(span, None, torch.device("cpu"))
+    for rows in gather._gather(cache, cache, piece, scratch):
         assert rows.flatten().tolist() == [12, 13, 14, 15, 16, 17]
         assert rows.data_ptr() == cache[3].data_ptr()
 

@@ -84,7 +84,28 @@ def test_rows_of_one_length_need_no_mask():
     (batch,) = step([(1, 7), (1, 6)], 4).batches(None, 100)
     assert not batch.is_uniform
     (batch,) = step([(1, 7), (1, 7)], 4).batches(3, 100)
+    assert batch.is_uniform
+    (batch,) = step([(1, 7), (1, 6)], 4).batches(3, 100)
     assert not batch.is_uniform
+
+
+@given(lengths=sequences, window=st.none() | st.integers(1, 20), size=st.integers(1, 5),
+       first_key=st.integers(0, 3))  # fmt: skip
+def test_slots_that_no_row_sees_are_known(lengths, window, size, first_key):
+    """Those of a row's own blocks; blocks that pad it are its first one."""
+    decodes = [(1, context) for _, context in lengths]
+    for batch in step(decodes, size).batches(window, 100, first_key=first_key):
+        expected = []
+        for row, (low, high) in enumerate(zip(batch.lows, batch.highs, strict=True)):
+            for column in range(batch.blocks.shape[1]):
+                own = column if column < -(-high // size) else 0
+                positions = range(own * size, own * size + size)
+                expected += [
+                    (row * batch.blocks.shape[1] + column) * size + position % size
+                    for position in positions
+                    if not low <= position < high
+                ]
+        assert batch.unseen(size).tolist() == expected
 
 
 def test_a_window_leaves_the_blocks_behind_it_alone():
