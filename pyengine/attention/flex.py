@@ -37,6 +37,7 @@ from pyengine.attention.paged import KVWriter, apply_sinks, leading_decodes
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.pool import KVPool
 from pyengine.utils.host_copy import upload
+from pyengine.utils.own_graphs import compile_apart
 
 _WIDE_OFFSETS = (2, 15)
 """torch from which kernels multiply slots by strides in 64 bits (pytorch#185264): 2.13 does not."""
@@ -47,7 +48,7 @@ _KEY_TILE = 64
 _LEAST = 2  # the least value of every size that changes from step to step
 
 RECOMPILE_LIMIT = 64
-"""Variants of the kernel in all: decodes and prefills of each kind of layer take a few. torch's own
+"""Variants of an engine's kernel: decodes and prefills of each kind of layer take a few. torch's own
 limit is 8, and past it a step fails."""
 
 
@@ -295,7 +296,7 @@ def compiled(attend: Any, **settings: Any) -> Callable[..., Any]:
     """
     dynamo, shapes = torch._dynamo.config, cast("Any", torch.fx.experimental._config)
     dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
-    traced: Any = torch.compile(attend, dynamic=True, fullgraph=True, **settings)
+    traced = compile_apart(attend, dynamic=True, fullgraph=True, **settings)
 
     def call(*tensors: torch.Tensor, **options: Any) -> Any:
         with shapes.patch(use_duck_shape=False):

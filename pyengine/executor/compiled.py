@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from pyengine.attention.backend import AttentionOptions, Rows, StepInputs
 from pyengine.attention.dispatch import CompiledModel, PagedContext, running
 from pyengine.errors import ConfigurationError
+from pyengine.utils.own_graphs import compile_apart
 
 _numbers = count()
 
@@ -57,7 +58,7 @@ class CompiledForward:
 
         _keep_rotations(model)
         options = {"guard_filter_fn": _of_inputs, **(_UNCHECKED if backend == "inductor" else {})}
-        self._compiled: Callable[..., torch.Tensor] = torch.compile(
+        self._compiled: Callable[..., torch.Tensor] = compile_apart(
             forward, fullgraph=True, backend=backend, options=options
         )
         try:

@@ -1,5 +1,7 @@
 """A compiled forward gives the logits of the plain one, by one graph for all batches."""
 
+import gc
+import weakref
 from random import Random
 from shutil import which
 
@@ -148,6 +150,35 @@ def test_two_models_of_a_process_keep_their_own_graphs():
     for run, logits in zip(runs, expected, strict=True):
         torch.testing.assert_close(decode(run, BATCHES[0]), logits, **NEAR)
     assert not torch.allclose(*expected, atol=1e-2)
+
+
+def test_a_process_compiles_any_number_of_models():
+    """torch limits the graphs of a code object; each model has a code object of its own."""
+    models = [random_model("llama", num_hidden_layers=1) for _ in range(7)]
+    runs = []
+    for number, model in enumerate(models):
+        torch.manual_seed(number)
+        torch.nn.init.normal_(model.lm_head.weight)
+        runs.append(PagedRun(model))
+        runs[-1].runner.compile("eager")
+    assert counters["stats"]["unique_graphs"] == 2 * len(runs)
+    for model, run in zip(models, runs, strict=True):
+        expected = decode(PagedRun(model), BATCHES[0])
+        torch.testing.assert_close(decode(run, BATCHES[0]), expected, **NEAR)
+    assert counters["stats"]["unique_graphs"] == 2 * len(runs)
+
+
+def test_the_graphs_of_a_deleted_model_are_deleted():
+    graphs = []
+
+    def record(graph, _inputs):
+        graphs.append(weakref.ref(graph))
+        return graph
+
+    for _ in range(2):
+        PagedRun(random_model("llama", num_hidden_layers=1)).runner.compile(record)
+    gc.collect()
+    assert [graph() for graph in graphs] == [None] * 4
 
 
 @pytest.mark.slow
