@@ -48,8 +48,8 @@ _KEY_TILE = 64
 _LEAST = 2  # the least value of every size that changes from step to step
 
 RECOMPILE_LIMIT = 64
-"""Variants of an engine's kernel: decodes and prefills of each kind of layer take a few. torch's own
-limit is 8, and past it a step fails."""
+"""Variants of one kernel of an engine: decodes and prefills of each kind of layer take a few. torch
+has a limit of 8, and past it a step fails."""
 
 
 class FlexBackend(AttentionBackend):
