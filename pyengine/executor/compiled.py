@@ -143,7 +143,7 @@ def _why_not(model: Any, error: Exception) -> str:
     """The reason, in words for the caller."""
     cause = getattr(error, "inner_exception", error)  # torch wraps the error of a compiler
     said = str(cause).strip().splitlines() or ["no word"]
-    where = f"compile=True: torch cannot compile {type(model).__name__} here"
+    where = f"torch cannot compile {type(model).__name__} here"
     if shutil.which("g++") is None and shutil.which("clang++") is None:
-        return f"{where}, and there is no C++ compiler: install g++, or leave compile out"
-    return f"{where} ({type(cause).__name__}: {said[0]}); leave compile out"
+        return f"{where}, and there is no C++ compiler: install g++, or set compile=False"
+    return f"{where} ({type(cause).__name__}: {said[0]}); set compile=False"

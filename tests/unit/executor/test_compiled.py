@@ -235,5 +235,5 @@ def test_a_model_that_cannot_be_compiled_is_refused_with_the_reason(monkeypatch,
     monkeypatch.setattr(compiled.shutil, "which", lambda _name: compiler)
     run = PagedRun(random_model("llama", num_hidden_layers=1))
     words = "install g\\+\\+" if compiler is None else "no such instruction"
-    with pytest.raises(ConfigurationError, match=f"LlamaForCausalLM.*{words}.*leave compile out"):
+    with pytest.raises(ConfigurationError, match=f"LlamaForCausalLM.*{words}.*set compile=False"):
         run.runner.compile(broken)
