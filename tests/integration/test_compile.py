@@ -55,7 +55,7 @@ def test_an_engine_that_torch_cannot_compile_says_so(
         raise RuntimeError("no such instruction")
 
     compile_by(monkeypatch, broken)
-    with pytest.raises(ConfigurationError, match="no such instruction.*; set compile=False"):
+    with pytest.raises(ConfigurationError, match=r"no such instruction.*; set compile=False"):
         llm(folder, compile=True)
     monkeypatch.setattr(builder, "_recorder", lambda *_: object())  # as on CUDA
     monkeypatch.setattr(builder, "shorten_layers", lambda _: None)
