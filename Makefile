@@ -25,6 +25,7 @@ PEERS  := .venv-peers
 CLIENTS := .venv-clients
 CLUSTER := .venv-cluster
 GPU_TESTS := .venv-gpu-tests
+GPU_TESTS_TORCH_2_11 := .venv-gpu-tests-torch-2.11
 MUTANTS := .venv-mutants
 FREE_THREADED := .venv-free-threaded
 WHEELS := .venv-wheels
@@ -48,11 +49,17 @@ OUT ?= target/gpu
 FLASHINFER ?= 0.6.18
 FLASH_ATTN ?= 2.8.3
 
+# Releases that GPU machines have; `make gpu-tests` tries them beside those of uv.lock.
+TORCH_2_11 := 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.17.*'
+
 # The file of `make mutants-python`; all of its files without.
 FILE ?=
 
 # The Python without a global lock that `make test-free-threaded` runs.
 PYTHON_T ?= python3.14t
+
+# The options of `make gpu-tests`.
+FAKE_CUDA = -m pytest -m fake_cuda -n auto --dist load tests/fake_cuda --ignore tests/fake_cuda/planner
 
 # How much `make test-aarch64` tries: the processor is emulated.
 AARCH64_CASES ?= 6
@@ -249,8 +256,9 @@ conformance: $(ENGINE) ## vLLM's KVCacheManager in the conformance suite of bloc
 	$(BIN)/python benches/peers/env.py
 	cargo run --release -q -p kv-conformance -- $(PEERS)/bin/python tests/peers/vllm_conformance.py $(CONFORMANCE)
 
-gpu-tests: $(GPU_TESTS)/.installed $(BUILT) ## the GPU path on a CUDA device that is not there: every backend on every family, compiled code
-	$(GPU_TESTS)/bin/python -m pytest -m fake_cuda -n auto --dist load tests/fake_cuda --ignore tests/fake_cuda/planner
+gpu-tests: $(GPU_TESTS)/.installed $(GPU_TESTS_TORCH_2_11)/.installed $(BUILT) ## the GPU path on a CUDA device that is not there: every backend on every family, compiled code; the newest torch, and 2.11
+	$(GPU_TESTS)/bin/python $(FAKE_CUDA)
+	$(GPU_TESTS_TORCH_2_11)/bin/python $(FAKE_CUDA)
 
 gpu-planner: $(GPU_TESTS)/.installed-cuda $(BUILT) ## flashinfer's planner against our workspaces; brings nvcc (300 MB), needs g++
 	$(GPU_TESTS)/bin/python -m pytest -m fake_cuda tests/fake_cuda/planner
@@ -280,7 +288,7 @@ clean: ## remove what was built; .venv stays
 	find pyengine tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(CLUSTER) $(GPU_TESTS) $(MUTANTS) $(FREE_THREADED) $(WHEELS) $(LINT_DEPLOY) $(AUDIT)
+	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(CLUSTER) $(GPU_TESTS) $(GPU_TESTS_TORCH_2_11) $(MUTANTS) $(FREE_THREADED) $(WHEELS) $(LINT_DEPLOY) $(AUDIT)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -304,12 +312,13 @@ $(DOCS): $(DEV)
 	$(INSTALL) docs
 	@touch $@
 
-# $(call environment,FOLDER,GROUP): an environment with a group of pyproject.toml. The pip that comes with
-# Python may be too old to find versions that go together.
+# $(call environment,FOLDER,GROUP,REQUIREMENTS): an environment with a group of pyproject.toml, and further
+# requirements. The pip that comes with Python may be too old to find versions that go together.
 define environment
 	$(PYTHON) -m venv $(1)
 	$(1)/bin/python -m pip --disable-pip-version-check -q --no-input install 'pip>=25'
 	$(BIN)/python tools/requirements.py $(2) > $(1)/requirements.txt
+	printf '%s\n' $(3) >> $(1)/requirements.txt
 	$(1)/bin/python -m pip -q --no-input install -r $(1)/requirements.txt
 endef
 
@@ -330,22 +339,31 @@ $(CLUSTER)/.installed: pyproject.toml $(DEV)
 	$(call borrow,$(CLUSTER))
 	@touch $@
 
-# Attention libraries without what their kernels need: those are not built. Of flash-attn the sources.
 $(GPU_TESTS)/.installed: pyproject.toml $(DEV)
-	$(call environment,$(GPU_TESTS),gpu-tests)
-	$(call borrow,$(GPU_TESTS))
-	$(GPU_TESTS)/bin/python -m pip -q --no-input install --no-deps flashinfer-python==$(FLASHINFER)
-	$(GPU_TESTS)/bin/python -m pip -q --no-input install --no-deps --target $(GPU_TESTS)/newest flashinfer-python
-	$(call flash_attn,oldest,flash-attn==$(FLASH_ATTN))
-	$(call flash_attn,newest,flash-attn)
+	$(call gpu_tests,$(GPU_TESTS),)
 	@touch $@
 
-# $(call flash_attn,FOLDER,REQUIREMENT): sources of flash-attn, of both versions.
+$(GPU_TESTS_TORCH_2_11)/.installed: pyproject.toml Makefile $(DEV)
+	$(call gpu_tests,$(GPU_TESTS_TORCH_2_11),$(TORCH_2_11))
+	@touch $@
+
+# $(call gpu_tests,FOLDER,REQUIREMENTS): attention libraries without what their kernels need: those are not built.
+# Of flash-attn the sources.
+define gpu_tests
+	$(call environment,$(1),gpu-tests,$(2))
+	$(call borrow,$(1))
+	$(1)/bin/python -m pip -q --no-input install --no-deps flashinfer-python==$(FLASHINFER)
+	$(1)/bin/python -m pip -q --no-input install --no-deps --target $(1)/newest flashinfer-python
+	$(call flash_attn,$(1),oldest,flash-attn==$(FLASH_ATTN))
+	$(call flash_attn,$(1),newest,flash-attn)
+endef
+
+# $(call flash_attn,ENVIRONMENT,FOLDER,REQUIREMENT): sources of flash-attn, of both versions.
 define flash_attn
-	mkdir -p $(GPU_TESTS)/flash-attn/$(1)
-	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(GPU_TESTS)/bin/python -m pip -q --no-input download --no-deps \
-	  --no-build-isolation --no-binary :all: --dest $(GPU_TESTS)/flash-attn/$(1) $(2)
-	tar -xzf $(GPU_TESTS)/flash-attn/$(1)/*.tar.gz --strip-components 1 -C $(GPU_TESTS)/flash-attn/$(1)
+	mkdir -p $(1)/flash-attn/$(2)
+	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(1)/bin/python -m pip -q --no-input download --no-deps \
+	  --no-build-isolation --no-binary :all: --dest $(1)/flash-attn/$(2) $(3)
+	tar -xzf $(1)/flash-attn/$(2)/*.tar.gz --strip-components 1 -C $(1)/flash-attn/$(2)
 endef
 
 $(GPU_TESTS)/.installed-cuda: $(GPU_TESTS)/.installed

@@ -40,6 +40,7 @@ from pyengine.attention.paged import KVWriter, apply_sinks, leading_decodes
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.pool import KVPool
 from pyengine.utils.host_copy import upload
+from pyengine.utils.own_graphs import compile_apart
 
 _WIDE_OFFSETS = (2, 15)
 """torch from which kernels multiply slots by strides in 64 bits (pytorch#185264): 2.13 does not."""
@@ -51,8 +52,8 @@ _LEAST = 2  # the least value of every size that changes from step to step
 _ALIGNED = 16  # numbers of 4 bytes: compiled code copies tensors that begin elsewhere
 
 RECOMPILE_LIMIT = 64
-"""Variants of the kernel in all: decodes and prefills of each kind of layer take a few. torch's own
-limit is 8, and past it a step fails."""
+"""Variants of one kernel of an engine: decodes and prefills of each kind of layer take a few. torch
+has a limit of 8, and past it a step fails."""
 
 
 class FlexBackend(AttentionBackend):
@@ -329,7 +330,7 @@ def compiled(attend: Any, **settings: Any) -> Callable[..., Any]:
     """
     dynamo, shapes = torch._dynamo.config, cast("Any", torch.fx.experimental._config)
     dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
-    traced: Any = torch.compile(attend, dynamic=True, fullgraph=True, **settings)
+    traced = compile_apart(attend, dynamic=True, fullgraph=True, **settings)
 
     def call(*tensors: torch.Tensor, **options: Any) -> Any:
         with shapes.patch(use_duck_shape=False):

@@ -519,7 +519,7 @@ def _compile_if_possible(runner: ModelRunner) -> None:
     try:
         runner.compile()
     except ConfigurationError as error:
-        _log.warning("%s: the model runs uncompiled; compile=False does not try", error)
+        _log.warning("the model runs uncompiled, which is slower: %s", error)
 
 
 def _executor(settings: EngineSettings, runner: Runner, device: torch.device) -> Executor:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from pyengine.attention.backend import AttentionOptions, Rows, StepInputs
 from pyengine.attention.dispatch import CompiledModel, PagedContext, running
 from pyengine.errors import ConfigurationError
+from pyengine.utils.own_graphs import compile_apart
 
 _numbers = count()
 
@@ -57,7 +58,7 @@ class CompiledForward:
 
         _keep_rotations(model)
         options = {"guard_filter_fn": _of_inputs, **(_UNCHECKED if backend == "inductor" else {})}
-        self._compiled: Callable[..., torch.Tensor] = torch.compile(
+        self._compiled: Callable[..., torch.Tensor] = compile_apart(
             forward, fullgraph=True, backend=backend, options=options
         )
         try:
@@ -142,7 +143,7 @@ def _why_not(model: Any, error: Exception) -> str:
     """The reason, in words for the caller."""
     cause = getattr(error, "inner_exception", error)  # torch wraps the error of a compiler
     said = str(cause).strip().splitlines() or ["no word"]
-    where = f"compile=True: torch cannot compile {type(model).__name__} here"
+    where = f"torch cannot compile {type(model).__name__} here"
     if shutil.which("g++") is None and shutil.which("clang++") is None:
-        return f"{where}, and there is no C++ compiler: install g++, or leave compile out"
-    return f"{where} ({type(cause).__name__}: {said[0]}); leave compile out"
+        return f"{where}, and there is no C++ compiler: install g++, or set compile=False"
+    return f"{where} ({type(cause).__name__}: {said[0]}); set compile=False"

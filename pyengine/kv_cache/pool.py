@@ -11,6 +11,7 @@ A *slot* is a position in this layout seen flat: `block * block_size + offset`. 
 groups share tensors, never blocks: each reads and writes by the block table of its group.
 """
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace

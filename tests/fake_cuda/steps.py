@@ -25,8 +25,9 @@ from pyengine.attention.flashinfer import (
 from pyengine.attention.needs import OPTIONAL_PACKAGES, needs_of
 from pyengine.errors import ConfigurationError
 from pyengine.executor.compiled import CompiledForward
+from pyengine.executor.cuda_graphs import DecodeGraphs
 from pyengine.executor.input_buffers import RunnerLimits
-from pyengine.executor.model_runner import ModelRunner
+from pyengine.executor.model_runner import Forward, ModelRunner
 from pyengine.kv_cache import BlockManager
 from pyengine.kv_cache.layer_groups import choose_layer_groups, layer_windows
 from pyengine.kv_cache.pool import KVPool, kv_cache_specs
@@ -111,10 +112,11 @@ class Machine:
             self.runner.capture_piecewise(record_eagerly.pieces)
             assert self.runner.piecewise.sizes == self.runner.piecewise_sizes
 
-    def steps(self, shared: int = 0) -> int:
+    def steps(self, shared: int = 0, *, ahead: bool = False) -> int:
         """Chunks of prompts beside decodes, then decodes alone; returns the number of steps.
 
-        The prompts have `shared` more tokens in front, the same ones.
+        The prompts have `shared` more tokens in front, the same ones. With `ahead`, each step is
+        prepared before the one before it runs, whose tokens are unknown then.
         """
         blocks, size = self.pool.num_blocks, self.pool.block_size
         manager = BlockManager(blocks, size, groups=self.groups.windows)
@@ -132,17 +134,28 @@ class Machine:
             *[lambda plan: plan.decode([first, second, third])] * 3,
             lambda plan: plan.decode([first]),
         ]
+        waiting: list[tuple[Any, Forward]] = []
         sampled: torch.Tensor | None = None
-        for fill in steps:
+        for number, fill in enumerate(steps):
             plan = manager.begin_step(_TOKENS)
             fill(plan)
-            sampled = self._step(plan, states, sampled)
+            waiting.append((plan, self.runner.prepare(plan)))
+            ids = self.runner._other_buffers.arrays.input_ids[: plan.num_tokens]
+            assert bool((ids < 0).any()) == (ahead and number > 0), "tokens that are not known yet"
+            if len(waiting) > ahead:
+                sampled = self._run(*waiting.pop(0), states, sampled)
+        for plan, forward in waiting:
+            sampled = self._run(plan, forward, states, sampled)
         return len(steps)
 
-    def _step(
-        self, plan: Any, states: Sequence[SamplingState], before: torch.Tensor | None
+    def _run(
+        self,
+        plan: Any,
+        forward: Forward,
+        states: Sequence[SamplingState],
+        before: torch.Tensor | None,
     ) -> torch.Tensor:
-        logits = self.runner.prepare(plan)(before).sampling
+        logits = forward(before).sampling
         assert logits.shape == (plan.num_samples, VOCABULARY) and logits.is_cuda
         drawn = sample(logits, SamplingBatch(states[: len(logits)])).token_ids
         assert drawn.shape == (len(logits),) and drawn.is_cuda
@@ -199,9 +212,9 @@ class _OnDevice:
 
 
 def run_compiled(capability: str, backend: str, family: str) -> None:
-    """The same with compiled graphs, which steps of all sizes share.
+    """The default configuration: compiled, CUDA graphs, the next step prepared ahead.
 
-    The graphs check the sizes and strides of what attention gives.
+    The compiled graphs check the sizes and strides of what attention gives.
     """
     _run_compiled(capability, backend, family)
 
@@ -239,10 +252,26 @@ def _run_compiled(
         machine.capture()
         device.waits.clear()
         machine.steps()
+        with counted_replays() as replays:
+            machine.steps(ahead=True)
+        assert len(replays) == (4 if machine.backend.supports_graphs else 0)
     assert compiled.lowering.num_graphs == 2
     assert not device.waits, "\n".join(device.waits)
     if backend == "flex" and of_attention is not None:
         _check_flex(of_attention)
+
+
+@contextmanager
+def counted_replays() -> Iterator[list[int]]:
+    """The batch sizes of the steps that graphs run."""
+    run, sizes = DecodeGraphs.run, []
+
+    def counting(graphs: DecodeGraphs, inputs: StepInputs) -> torch.Tensor:
+        sizes.append(len(inputs.seq_lens))
+        return run(graphs, inputs)
+
+    with patch.object(DecodeGraphs, "run", counting):
+        yield sizes
 
 
 def run_broken(way: str) -> None:
@@ -431,12 +460,12 @@ def _run(
         assert not device.waits, "\n".join([family, *device.waits])
 
 
-def refused(backend: str, *families: str) -> None:
-    """The backend says that it cannot serve these families."""
+def refused(backend: str, reason: str, *families: str) -> None:
+    """The backend says that it cannot serve these families, with `reason` in its words."""
     device = FakeCuda()
     libraries.install(backend)
     for family in families:
-        with device, pytest.raises(ConfigurationError, match="cannot serve"):
+        with device, pytest.raises(ConfigurationError, match=f"cannot serve.*{reason}"):
             Machine(device, family, backend)
 
 

@@ -14,6 +14,7 @@ from pyengine.attention import dispatch
 from pyengine.attention.backend import Rows
 from pyengine.attention.dispatch import PagedContext, running
 from tests.fake_cuda.forks import run_forked
+from tests.fake_cuda.releases import torch_obstacle
 from tests.fake_cuda.steps import BROKEN, _attend_as_promised
 from tests.gpu.models import FAMILIES
 
@@ -68,7 +69,11 @@ def test_with_weights_in_8_bit_floats(family: str) -> None:
 
 @pytest.mark.parametrize("backend", ["flashinfer", "flash-attn", "varlen"])
 def test_with_other_backends(backend: str) -> None:
-    run_forked(STEPS, "run_compiled", "90", backend, "gpt_oss")
+    reason = torch_obstacle(backend)
+    if reason is None:
+        run_forked(STEPS, "run_compiled", "90", backend, "gpt_oss")
+    else:
+        run_forked(STEPS, "refused", backend, reason, "gpt_oss")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])

@@ -7,7 +7,7 @@ the Python of flashinfer, flash-attn and torch. Their kernels check their argume
 import pytest
 
 from tests.fake_cuda.forks import run_forked
-from tests.fake_cuda.releases import with_newest
+from tests.fake_cuda.releases import torch_obstacle, with_newest
 from tests.gpu.models import FAMILIES
 from tests.support.kernels import run_apart
 
@@ -21,16 +21,20 @@ REFUSED = {
     "flashinfer": {"deepseek_v3"},
     "varlen": {"deepseek_v3", "gemma2"},
 }
-"""Families that a backend does not serve."""
+"""Families that a backend does not serve; `torch_obstacle`: none, with this torch."""
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_step_makes_the_host_wait(backend: str) -> None:
     """Nor does it mix devices; every size of batch has its graph."""
+    reason = torch_obstacle(backend)
+    if reason is not None:
+        run_forked(STEPS, "refused", backend, reason, *FAMILIES)
+        return
     refused = REFUSED.get(backend, set())
     run_forked(STEPS, "run", backend, *(family for family in FAMILIES if family not in refused))
     if refused:
-        run_forked(STEPS, "refused", backend, *refused)
+        run_forked(STEPS, "refused", backend, "", *refused)
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "flash-attn"])

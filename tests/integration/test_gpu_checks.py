@@ -1,24 +1,17 @@
 """`make gpu-check` on a CPU: some of its checks, what it writes down, and docs/guides/gpu.md."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+from shutil import which
 
 import pytest
 
 from benches.gpu.model import SHAPES
 from tests.gpu.models import FAMILIES
 from tests.support.docs import ROOT, commands, table
+from tests.support.gpu_checks import checked
 
 DOCUMENT = "docs/guides/gpu.md"
-
-
-def checked(*arguments: str, report: Path) -> tuple[int, str]:
-    """The exit status of the checks, and what is written down."""
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "--report", str(report), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    return done.returncode, report.read_text() if report.exists() else done.stdout
 
 
 @pytest.mark.gpu
@@ -32,6 +25,17 @@ def test_the_checks_pass_on_a_cpu(tmp_path: Path) -> None:
     error, bound = figures(page, "test_a_window")
     assert error > bound
     assert re.search(r"^- skipped .*flashinfer-llama.*cannot serve: it runs on cuda", page, re.M)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(which("g++") is None, reason="torch's compiler needs a C++ compiler")
+def test_the_default_configuration_is_right_on_a_cpu(tmp_path: Path) -> None:
+    """Of one family, as it is compiled; `make gpu-tests` checks three."""
+    wanted = "test_the_default_configuration and llama"
+    status, page = checked("--device", "cpu", "-k", wanted, report=tmp_path / "checks.md")
+    assert status == 0, page
+    error, bound = figures(page, "oracle_up_to_rounding[llama]")
+    assert 0 < error <= bound
 
 
 def figures(page: str, check: str) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from torch._C._dynamo import guards
 from torch._meta_registrations import meta_scaled_mm
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 _SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
@@ -73,6 +74,7 @@ def pretend_cuda(capability: tuple[int, int] = (9, 0)) -> None:
     cuda._lazy_init = lambda: None
     cuda._exchange_device = lambda _device: 0
     cuda._maybe_exchange_device = lambda _device: 0
+    fake_tensor.init_gpu_context = lambda _device: None  # before torch 2.15 it makes a real tensor
     native: Any = torch._C
     native._cuda_getCurrentRawStream = lambda _device: 0
     interface: Any = CudaInterface

@@ -68,6 +68,8 @@ class FakeCuda(TorchFunctionMode):
         )
         if not (is_fake or makes):
             return func(*args, **kwargs)
+        if name == "__deepcopy__":  # torch 2.11's own frees memory of fake tensors that are in use
+            return self._copied(*args)
         self._check(name, args, kwargs)
         if name == "copy_" and not isinstance(args[0], FakeTensor):
             return args[0]  # to pinned memory, unread so far
@@ -75,6 +77,13 @@ class FakeCuda(TorchFunctionMode):
             args = tuple(self._faked(arg) for arg in args)
         with self.tensors:
             return func(*args, **kwargs)
+
+    def _copied(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        with self.tensors:
+            copy = tensor.detach().clone()
+        is_weight = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(copy, False) if is_weight else copy
+        return memo[id(tensor)]
 
     def _faked(self, leaf: Any) -> Any:
         is_real = isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor)

@@ -1,5 +1,8 @@
 """FlexAttention, run for real: uncompiled on the CPU, where it is torch's own mathematics."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -99,6 +102,34 @@ def test_layers_of_a_pool_share_what_is_compiled():
     seen = counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
     assert seen == 2
+
+
+def test_each_engine_has_graphs_of_its_own_which_are_deleted_with_it():
+    """torch limits the graphs of a code object: ten engines have more than one has."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def record(graph, _inputs):
+        graphs.append(weakref.ref(graph))
+        return graph
+
+    class Traced(FlexBackend):
+        def __init__(self, pool):
+            super().__init__(pool)
+            self.attend = compiled(library.flex_attention, backend=record)
+
+    limit = torch._dynamo.config.accumulated_recompile_limit
+    torch._dynamo.config.accumulated_recompile_limit = 4
+    try:
+        for number in range(3):
+            for lengths in SIZES[2], SIZES[8]:
+                step = make_step(lengths, SHAPE)
+                assert_like_oracle(Traced, SHAPE.pool(), step, options_of("all"))
+            assert len(graphs) > number
+    finally:
+        torch._dynamo.config.accumulated_recompile_limit = limit
+    gc.collect()
+    assert {graph() for graph in graphs} == {None}
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class Runner:
 def test_decode_steps_in_graphs_are_compiled_where_that_can_be_had(
     asked: bool | None, has_graphs: bool, can: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    runner = Runner(None if can else ConfigurationError("compile=True: torch cannot"))
+    runner = Runner(None if can else ConfigurationError("torch cannot"))
     recorder = SimpleNamespace(pieces="pieces")
     monkeypatch.setattr(builder, "ModelRunner", lambda *_, **__: runner)
     monkeypatch.setattr(builder, "_recorder", lambda *_: recorder if has_graphs else None)
@@ -92,7 +92,9 @@ def test_decode_steps_in_graphs_are_compiled_where_that_can_be_had(
     compiles = asked is True or (asked is None and has_graphs)
     captures = ["capture", *["capture pieces"] * has_graphs]
     assert runner.calls == ["take over rotations", *["compile"] * compiles, *captures]
-    assert ("runs uncompiled; compile=False does not try" in caplog.text) == (compiles and not can)
+    assert ("the model runs uncompiled, which is slower: torch cannot" in caplog.text) == (
+        compiles and not can
+    )
 
 
 def test_the_memory_of_graphs_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:

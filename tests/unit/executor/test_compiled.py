@@ -1,5 +1,7 @@
 """A compiled forward gives the logits of the plain one, by one graph for all batches."""
 
+import gc
+import weakref
 from random import Random
 from shutil import which
 
@@ -150,6 +152,35 @@ def test_two_models_of_a_process_keep_their_own_graphs():
     assert not torch.allclose(*expected, atol=1e-2)
 
 
+def test_a_process_compiles_any_number_of_models():
+    """torch limits the graphs of a code object; each model has a code object of its own."""
+    models = [random_model("llama", num_hidden_layers=1) for _ in range(7)]
+    runs = []
+    for number, model in enumerate(models):
+        torch.manual_seed(number)
+        torch.nn.init.normal_(model.lm_head.weight)
+        runs.append(PagedRun(model))
+        runs[-1].runner.compile("eager")
+    assert counters["stats"]["unique_graphs"] == 2 * len(runs)
+    for model, run in zip(models, runs, strict=True):
+        expected = decode(PagedRun(model), BATCHES[0])
+        torch.testing.assert_close(decode(run, BATCHES[0]), expected, **NEAR)
+    assert counters["stats"]["unique_graphs"] == 2 * len(runs)
+
+
+def test_the_graphs_of_a_deleted_model_are_deleted():
+    graphs = []
+
+    def record(graph, _inputs):
+        graphs.append(weakref.ref(graph))
+        return graph
+
+    for _ in range(2):
+        PagedRun(random_model("llama", num_hidden_layers=1)).runner.compile(record)
+    gc.collect()
+    assert [graph() for graph in graphs] == [None] * 4
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(which("g++") is None, reason="inductor needs a C++ compiler")
 def test_the_real_compiler_gives_the_same_logits(capsys):
@@ -204,5 +235,5 @@ def test_a_model_that_cannot_be_compiled_is_refused_with_the_reason(monkeypatch,
     monkeypatch.setattr(compiled.shutil, "which", lambda _name: compiler)
     run = PagedRun(random_model("llama", num_hidden_layers=1))
     words = "install g\\+\\+" if compiler is None else "no such instruction"
-    with pytest.raises(ConfigurationError, match=f"LlamaForCausalLM.*{words}.*leave compile out"):
+    with pytest.raises(ConfigurationError, match=f"LlamaForCausalLM.*{words}.*set compile=False"):
         run.runner.compile(broken)
