@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benches.gpu.child import Child, ChildError
+from tests.support.child import Child, ChildError
 from tests.support.docs import ROOT
 from tests.support.processes import is_running, wait_for_end
 
@@ -97,7 +97,7 @@ def test_what_a_process_started_ends_with_it(child: Child, tmp_path: Path) -> No
 
 def test_it_ends_with_whoever_started_it() -> None:
     code = (
-        "import os, sys; from benches.gpu.child import Child\n"
+        "import os, sys; from tests.support.child import Child\n"
         "if __name__ == '__main__':\n"
         "    print(Child().run(os.getpid, seconds=60), flush=True); os.kill(os.getpid(), 9)"
     )
