@@ -5,7 +5,7 @@ Another kernel is one more function in `CHECKS`, which records what it found.
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,13 @@ Heads = tuple[int, int, int]
 ROUNDING = 2e-3
 """Relative error: bfloat16 may round once more in a few places."""
 BLOCK = 16
+ROTATIONS: tuple[tuple[Literal["halves", "pairs"], int, bool], ...] = (
+    ("halves", 1, False),
+    ("halves", 1, True),
+    ("pairs", 1, False),
+    ("halves", 2, False),
+)
+"""The order of pairs, a head's elements / rotated elements, with norms of heads."""
 
 
 def run(context: Context) -> None:
@@ -56,12 +63,7 @@ def rotation(context: Context) -> None:
     """Rotary embedding, norms of heads and the KV write, in one kernel."""
     worst, wrong, checked = 0.0, [], 0
     for heads, count in _cases(context):
-        for order, part, has_norm in (
-            ("halves", 1, False),
-            ("halves", 1, True),
-            ("pairs", 1, False),
-            ("halves", 2, False),
-        ):
+        for order, part, has_norm in ROTATIONS:
             layout = RotaryLayout(heads[2] // part, order, 1)
             turn = _rotation(context, layout, heads[2] if has_norm else 0, count)
             ours, theirs = _pools(context, heads, _dtype(context), count)

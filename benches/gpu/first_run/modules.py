@@ -9,6 +9,7 @@ FOLDER/MODULE/MODULE.so: the layout in which flashinfer looks for prebuilt modul
 import os
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -23,16 +24,17 @@ with heads of 64 elements the last."""
 def spec(name: str) -> Any:
     """flashinfer's build specification for `cascade` or `KIND-HEAD_DIM[-window][-cap]`."""
     import torch
-    from flashinfer.jit.attention import gen_batch_prefill_module
-    from flashinfer.jit.cascade import gen_cascade_module
+
+    attention: Any = import_module("flashinfer.jit.attention")
+    cascade: Any = import_module("flashinfer.jit.cascade")
 
     if name == "cascade":
-        return gen_cascade_module()
+        return cascade.gen_cascade_module()
     kind, head_dim, *options = name.split("-")
     dtypes = [torch.bfloat16] * 3
     sizes = [int(head_dim)] * 2
     has_window, has_cap = "window" in options, "cap" in options
-    return gen_batch_prefill_module(
+    return attention.gen_batch_prefill_module(
         kind, *dtypes, torch.int32, *sizes, 0, has_window, has_cap, False
     )
 
