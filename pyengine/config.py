@@ -67,6 +67,11 @@ class EngineSettings:
         "float32, bfloat16, float16",
         parse=str,
     )
+    load_format: str = setting(
+        "auto",
+        "source of the weights: auto (the model's files) or dummy (random numbers: the model's "
+        "folder needs a config.json only)",
+    )
     quantization: Literal["int8", "int4", "fp8", "none"] | None = setting(
         None,
         "int8, int4: linear layers in 8 or 4 bits, on the CPU; fp8: in 8-bit floats, on CUDA "
@@ -295,6 +300,7 @@ class EngineSettings:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
                 f"max_num_seqs={self.max_num_seqs}: every running sequence needs a token per step"
             )
+        self._check_load_format()
         if (self.num_speculative_tokens or 0) > _MOST_DRAFTS:
             raise ConfigurationError(
                 f"num_speculative_tokens={self.num_speculative_tokens}: it must be at most "
@@ -330,6 +336,23 @@ class EngineSettings:
         """True if a GGUF file is to keep its own formats."""
         is_alone = self.tensor_parallel_size == 1
         return self.quantization is None and self.linear_backend == "auto" and is_alone
+
+    def _check_load_format(self) -> None:
+        if self.load_format not in ("auto", "dummy"):
+            raise ConfigurationError(
+                f"load_format={shown(self.load_format)} is not known: 'auto' reads safetensors and "
+                "GGUF files, 'dummy' draws random weights; convert weights in other formats first"
+            )
+        if self.load_format == "dummy" and self.speculation == "mtp":
+            raise ConfigurationError(
+                "load_format='dummy' does not go together with speculation='mtp', whose layers are "
+                "in the model's files: leave one of them out"
+            )
+        if self.load_format == "dummy" and self.tensor_parallel_size != 1:
+            raise ConfigurationError(
+                "load_format='dummy' does not go together with tensor_parallel_size="
+                f"{self.tensor_parallel_size} yet: leave one of them out"
+            )
 
     def _check_linear_backend(self) -> None:
         if self.linear_backend == "auto":

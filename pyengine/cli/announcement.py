@@ -33,7 +33,8 @@ def announcement(
 def _model(about: Mapping[str, object], server: ServerSettings, replicas: int) -> str:
     names = ", ".join(server.served_model_name) or str(about["model"])
     where = f"{about['device']}" if replicas == 1 else f"{replicas} replicas on {about['device']}"
-    return f"{names}: {about['dtype']} on {where}"
+    random = ", random weights (load_format: dummy)" if about.get("load_format") == "dummy" else ""
+    return f"{names}: {about['dtype']} on {where}{random}"
 
 
 def _capacity(about: Mapping[str, object], engine: EngineSettings, replicas: int) -> str:

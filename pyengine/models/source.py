@@ -26,6 +26,7 @@ EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _HUB_COPIES = ["*/*.safetensors", "*/*.safetensors.index.json", "consolidated*.safetensors"]
 """Copies of the weights in other layouts, in some repositories."""
+_HUB_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class ModelSource:
 
     A folder that pyengine converted was checked then, weight by weight, and can be made again.
     `saved_dtype` replaces the dtype of config.json. With `gguf`, the weights are in that file, and
-    the folder has the rest.
+    the folder has the rest. With the `load_format` "dummy", the folder needs no weights.
     """
 
     folder: Path
@@ -42,6 +43,7 @@ class ModelSource:
     is_converted: bool = False
     saved_dtype: torch.dtype | None = None
     gguf: Path | None = None
+    load_format: str = "auto"
 
     @property
     def way_out(self) -> str:
@@ -63,6 +65,7 @@ def resolve_source(
     revision: str | None = None,
     token: str | bool | None = None,
     keep_quantized: bool = False,
+    load_format: str = "auto",
 ) -> ModelSource:
     """Find, convert or download what `model` names.
 
@@ -75,25 +78,33 @@ def resolve_source(
       hub's client finds (`HF_TOKEN`, `hf auth login`).
     - a result of this function: itself.
 
+    With the `load_format` "dummy", the weights are neither needed nor downloaded.
+
     Raises `ModelLoadError` if no model is found, with the places searched, and
-    `ConfigurationError` for the revision of a model that is not from the hub.
+    `ConfigurationError` for the revision of a model that is not from the hub, and for a GGUF file
+    whose weights are not to be read.
     """
     if isinstance(model, ModelSource):
         return model
-    local = _local_source(model, keep_quantized)
+    local = _local_source(model, keep_quantized, load_format)
     if local is None:
-        return ModelSource(_download(str(model), revision, token), str(model))
+        ignored = _HUB_WEIGHTS if load_format == "dummy" else _HUB_COPIES
+        folder = _download(str(model), revision, token, ignored)
+        return ModelSource(folder, str(model), load_format=load_format)
     if revision is not None:
         raise ConfigurationError(
             f"revision={revision!r} names a version on the Hugging Face hub, and {local.name} is "
             f"on this machine ({local.folder}): leave revision out, or give the model's hub id"
         )
-    return local
+    return replace(local, load_format=load_format)
 
 
-def _local_source(model: str | Path | None, keep_quantized: bool) -> ModelSource | None:
+def _local_source(
+    model: str | Path | None, keep_quantized: bool, load_format: str
+) -> ModelSource | None:
     """The source of a local model; None for a hub id."""
     if model is None:
+        _refuse_dummy(f"the default model, {EMBEDDED_NAME},", load_format)
         return _embedded_source(keep_quantized)
     with load_errors(f"there is no model at {str(model)[:300]!r}"):
         path = Path(model).expanduser()
@@ -106,6 +117,7 @@ def _local_source(model: str | Path | None, keep_quantized: bool) -> ModelSource
             )
         return ModelSource(path.resolve(), path.resolve().name)
     if is_file:
+        _refuse_dummy(str(path), load_format)
         kept = _kept_source(path) if keep_quantized else None
         return kept or ModelSource(converted_gguf(path), path.stem, is_converted=True)
     if isinstance(model, Path) or not _is_hub_id(model):
@@ -115,6 +127,14 @@ def _local_source(model: str | Path | None, keep_quantized: bool) -> ModelSource
             f"default, {EMBEDDED_NAME}"
         )
     return None
+
+
+def _refuse_dummy(named: str, load_format: str) -> None:
+    if load_format == "dummy":
+        raise ConfigurationError(
+            f"load_format='dummy' draws the weights of a config.json, and {named} is a GGUF file: "
+            "give a folder with a config.json or a Hugging Face id"
+        )
 
 
 def _kept_source(path: Path) -> ModelSource | None:
@@ -135,7 +155,9 @@ def _is_hub_id(name: str) -> bool:
     return all(part and not part.startswith((".", "~")) for part in parts)
 
 
-def _download(name: str, revision: str | None, token: str | bool | None) -> Path:
+def _download(
+    name: str, revision: str | None, token: str | bool | None, ignored: list[str]
+) -> Path:
     """The local snapshot of a Hugging Face model, downloaded if missing."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -153,7 +175,7 @@ def _download(name: str, revision: str | None, token: str | bool | None) -> Path
                     revision=revision,
                     token=token,
                     allow_patterns=_HUB_FILES,
-                    ignore_patterns=_HUB_COPIES,
+                    ignore_patterns=ignored,
                 )
             )
         except RepositoryNotFoundError as error:  # also for gated and private ones

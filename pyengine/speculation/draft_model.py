@@ -81,6 +81,7 @@ def load_draft(settings: EngineSettings, main: LoadedModel) -> LoadedDraft | Non
         revision=revision,
         token=settings.token,
         keep_quantized=settings.keeps_quantized and main.device.type == "cpu",
+        load_format=settings.load_format,
     )
     draft = load_model(source, device=main.device, dtype=main.dtype)
     check_vocabularies(main, draft)

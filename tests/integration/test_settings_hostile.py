@@ -32,6 +32,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "revision": ("nosuch", "../..", "\ud800"),
     "speculation": ("ngram", "suffix", "mtp"),
     "quantization": ("int8",),
+    "load_format": ("nosuch", "", "dummy", 5, None, "\ud800", "a" * 10**6),
 }
 
 

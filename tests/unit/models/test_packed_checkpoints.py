@@ -170,6 +170,12 @@ def test_a_layer_has_the_weight_of_the_checkpoint(tmp_path, settings, pack, laye
     assert logits.isfinite().all()
 
 
+def test_every_eos_token_of_the_generation_config_counts(tmp_path):
+    save(tmp_path, AWQ, Layer.awq)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    assert load_model(tmp_path, device="cpu").eos_token_ids == {5, 7}
+
+
 def test_other_dtypes_and_settings_are_refused(tmp_path):
     save(tmp_path, AWQ, Layer.awq)
     assert load_model(tmp_path, device="cpu", dtype="bfloat16").dtype == torch.bfloat16
