@@ -7,18 +7,17 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from statistics import median
 from time import perf_counter
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from benches.gpu.model import SHAPES, Shape
 from benches.gpu.target import Target
 from pyengine import LLM, SamplingParams
-from pyengine.engine import builder
 from pyengine.engine.core import Engine
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import Request
@@ -40,14 +39,12 @@ class Bench(Target):
         return SHAPES[self.either(self.shape_name, "tiny")]
 
     def llm(self, **settings: Any) -> LLM:
-        """An engine over a new random model; unreferenced memory is released first."""
+        """An engine over random weights; unreferenced memory is released first."""
         self.release()
-        loaded = self.shape.load(self.device)
-        with (
-            patch.object(builder, "resolve_source", lambda *_, **__: None),
-            patch.object(builder, "load_model", lambda *_, **__: loaded),
-        ):
-            return LLM("random", device=self.device, dtype="bfloat16", **settings)
+        folder = Path(self.folder) / self.shape.name
+        self.shape.config.save_pretrained(folder)
+        settings = {"load_format": "dummy", "dtype": "bfloat16", **settings}
+        return LLM(folder, device=self.device, **settings)
 
     def release(self) -> None:
         """Return unreferenced memory to the device."""

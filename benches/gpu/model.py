@@ -8,12 +8,10 @@ dense models; of a mixture of experts not every weight is read.
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from pyengine.models.loader import LoadedModel
 from pyengine.models.transformers_calls import quiet_transformers
 
 
@@ -116,20 +114,6 @@ class Shape:
         with torch.device(device), quiet_transformers():
             model = models.from_config(self.config, dtype=torch.bfloat16)
         return model.eval()
-
-    def load(self, device: str) -> LoadedModel:
-        """The same, as the engine loads models."""
-        return LoadedModel(
-            model=self.model(device),
-            tokenizer=None,
-            path=Path(self.name),
-            name=f"random, in the shape of {self.name}",
-            eos_token_ids=frozenset(),
-            max_model_len=self.config.max_position_embeddings,
-            vocab_size=self.config.vocab_size,
-            device=torch.device(device),
-            dtype=torch.bfloat16,
-        )
 
 
 SHAPES = {

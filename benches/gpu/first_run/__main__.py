@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("target/gpu"), help="folder for results")
     parser.add_argument("--only", default="", metavar="NAME,...", help=f"parts, of {names}")
     parser.add_argument("--minutes", type=float, default=9, help="limit of the run (default: 9)")
-    parser.add_argument("--jobs", type=int, default=4, help="parts side by side (default: 4)")
+    parser.add_argument("--jobs", type=int, default=6, help="parts side by side (default: 6)")
     parser.add_argument("--slow", type=float, default=1, help="a factor for the limits of parts")
     parser.add_argument("--kit", type=Path, default=KIT, help="folder of the kit")
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder for compiled code")

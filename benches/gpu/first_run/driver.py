@@ -62,7 +62,7 @@ class Driver:
     scratch: Path
     environment: Mapping[str, str]
     minutes: float
-    jobs: int = 4
+    jobs: int = 6
     slow: float = 1.0
     """A factor for the limits of parts."""
     failed: list[str] = field(default_factory=list)

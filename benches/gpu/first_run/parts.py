@@ -64,9 +64,7 @@ PARTS = (
         after=_BUILT,
     ),
     Part("crowd", "whole_engine:crowd", 150, after=_BUILT),
-    Part("requests", "whole_engine:random_requests", 120, after=_BUILT),
     _checks("broken", 90, "test_broken_requests", after=_BUILT),
-    _checks("fp8", 90, "test_quantization and llama", after=_BUILT),
     # How fast is it? Each part has the machine for itself.
     Part(
         "large",
@@ -96,5 +94,8 @@ PARTS = (
         None,
         alone=True,
     ),
+    # What is left of the time: parts share the device again.
+    Part("requests", "whole_engine:random_requests", 120),
+    _checks("fp8", 90, "test_quantization and llama"),
     Part("sanitizer", "sanitizer:run", 120, tiny=None),
 )
