@@ -107,3 +107,20 @@ def test_it_ends_with_whoever_started_it() -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert wait_for_end([int(done.stdout)], SOON) == []
     assert not is_running(int(done.stdout))
+
+
+@pytest.mark.slow
+def test_what_is_imported_before_a_fork_asks_for_no_device() -> None:
+    """CUDA does not work in a process that was forked from one that has initialised it."""
+    code = (
+        "import importlib, torch; from tests.support.child import PRELOADED\n"
+        "asked = []\n"
+        "torch.cuda.is_available = lambda: bool(asked.append('is_available'))\n"
+        "torch.cuda.device_count = lambda: asked.append('device_count') or 0\n"
+        "for name in PRELOADED: importlib.import_module(name)\n"
+        "print(asked, torch.cuda.is_initialized())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.stdout.strip() == "[] False", done.stdout + done.stderr

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from benches.gpu.first_run.context import Context
+from benches.gpu.first_run.modules import spec
 from benches.gpu.target import NotHere
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -44,6 +45,8 @@ def decode(context: Context, page: int) -> None:
 def prefill(context: Context, kind: str, page: int) -> None:
     """Operations per second of causal attention."""
     library, count, length = _library(), 4, 2048
+    if kind != "fa2" and not spec(f"{kind}-{DIM}").is_aot:
+        raise NotHere("it is not prebuilt, and takes minutes to compile")
     pages = length // page
     cache, order = _cache(context, count * pages, page)
     query = torch.randn(count * length, HEADS, DIM, device=context.device).bfloat16()

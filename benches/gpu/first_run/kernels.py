@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from benches.gpu.first_run.context import Context
-from benches.gpu.first_run.sampling_kernels import draws, log_probabilities
+from benches.gpu.first_run.sampling_kernels import draws, log_probabilities, sampling_times
 from pyengine.attention.backend import HeadNorm, RotaryLayout, Rotation, rotated
 from pyengine.kernels.grouped_linear import grouped_linear
 from pyengine.kernels.kv_write import write_rows
@@ -108,7 +108,7 @@ def grouped_products(context: Context) -> None:
         )
 
 
-CHECKS = (kv_write, rotation, grouped_products, draws, log_probabilities)
+CHECKS = (kv_write, rotation, grouped_products, draws, log_probabilities, sampling_times)
 
 
 def _dtype(context: Context) -> torch.dtype:

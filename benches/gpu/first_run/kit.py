@@ -1,10 +1,11 @@
 """Builds what the first run takes along to a machine without a network: `make gpu-first-run-kit`.
 
-    python -m benches.gpu.first_run.kit [FOLDER]
+    python -m benches.gpu.first_run.kit [MODULE ...]
 
-FOLDER/wheels holds packages that are not part of the target's image; FOLDER/prebuilt the modules
-of flashinfer, compiled here by nvcc from PyPI, without a GPU. Both are kept if they are there. The
-target is x86-64 Linux with Python 3.12 and CUDA 13.0.
+In target/gpu-first-run, `wheels` holds packages that the target lacks, `prebuilt` the modules of
+flashinfer, compiled here by nvcc from PyPI, without a GPU. Both are kept if they are there. Without
+MODULE, for instance fa3-128, they are those of `modules.PREBUILT`. The target is x86-64 Linux with
+Python 3.12 and CUDA 13.0.
 """
 
 import os
@@ -12,12 +13,12 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benches.gpu.first_run.driver import ROOT
-from benches.gpu.first_run.modules import PREBUILT
 
+KIT, TOOLS = Path("target/gpu-first-run"), Path("target/gpu-first-run-cuda")
 EXTENSION = Path("pyengine/_kv.abi3.so")
 PYTHON = "3.12"
 WHEELS = ("flashinfer-python==0.6.18", "apache-tvm-ffi==0.1.15.post2")
@@ -48,8 +49,8 @@ def download(folder: Path) -> None:
             subprocess.run([*_PIP, "download", *options, requirement], check=True)
 
 
-def compile_modules(folder: Path, tools: Path) -> None:
-    """The modules of `PREBUILT`, by a compiler that is installed into `tools`; ten minutes."""
+def compile_modules(folder: Path, tools: Path, names: Sequence[str]) -> None:
+    """Modules of flashinfer, by a compiler that is installed into `tools`; ten minutes."""
     home = tools / "nvidia" / "cu13"
     if not (home / "bin" / "nvcc").exists():
         subprocess.run([*_PIP, "install", "--no-deps", "--target", tools, *COMPILER], check=True)
@@ -62,7 +63,7 @@ def compile_modules(folder: Path, tools: Path) -> None:
         "PATH": f"{tools / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split()]),
     }
-    command = [sys.executable, "-m", "benches.gpu.first_run.modules", str(folder)]
+    command = [sys.executable, "-m", "benches.gpu.first_run.modules", str(folder), *names]
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
 
 
@@ -89,9 +90,9 @@ def mebibytes(paths: Iterable[Path]) -> float:
     return sum(file.stat().st_size for file in files) / 2**20
 
 
-def main(folder: str = "target/gpu-first-run") -> int:
+def main(*names: str) -> int:
     """Build the kit; print its size and how to use it. 1 if it is too large."""
-    kit, extension = ROOT / folder, ROOT / EXTENSION
+    kit, extension = ROOT / KIT, ROOT / EXTENSION
     if platform.machine() != "x86_64":
         print("the kit is for x86-64: build it on such a machine", file=sys.stderr)
         return 1
@@ -103,14 +104,15 @@ def main(folder: str = "target/gpu-first-run") -> int:
         return 1
     (kit / "wheels").mkdir(parents=True, exist_ok=True)
     download(kit / "wheels")
-    compile_modules(kit / "prebuilt", ROOT / f"{folder}-cuda")
-    size, limit = mebibytes([kit, extension]), f"limit {MAX_MIB} MiB"
-    print(f"{size:.1f} MiB ({limit}): {len(PREBUILT)} modules, {len(WHEELS)} wheels, the extension")
+    compile_modules(kit / "prebuilt", ROOT / TOOLS, names)
+    size, count = mebibytes([kit, extension]), len(list(kit.glob("prebuilt/*")))
+    contents = f"{count} modules, {len(WHEELS)} wheels, the extension"
+    print(f"{size:.1f} MiB of at most {MAX_MIB}: {contents}")
     if size > MAX_MIB:
         print("the kit is too large", file=sys.stderr)
         return 1
     print(
-        f"take along: the checkout, {EXTENSION}, {folder}\n"
+        f"take along: the checkout, {EXTENSION}, {KIT}\n"
         "run there, from the root of the checkout:\n"
         "  python3 -m benches.gpu.first_run --device cuda --out FOLDER"
     )

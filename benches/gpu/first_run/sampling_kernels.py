@@ -1,5 +1,6 @@
 """Drawn tokens and log-probabilities on the device, against those of the CPU; and their time."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,40 +28,43 @@ _ERROR = 1e-4
 
 def draws(context: Context) -> None:
     """The tokens of the CPU for the same seeds, for every kind of parameters."""
-    for rows, vocabulary in context.either([(256, 128_256), (256, 151_936)], [(3, 5000)]):
+    rows = context.either(64, 3)
+    for vocabulary in context.either((128_256, 151_936), (5000,)):
         logits = _logits(context, rows, vocabulary)
         for name, fields in KINDS.items():
-            batch = _batch(fields, rows, vocabulary)
-            if batch.draws is not None:
-                numbers = uniforms(batch.draws.seeds, np.zeros(rows, dtype=np.int64))
-                found = draw_by_kernels(logits, batch.draws, numbers).cpu().numpy()
-                plan = batch.draws
-                expected = draw_on_cpu(logits.cpu(), plan.rows, plan.columns, numbers)
-                different = int((found != expected).sum())
-                context.record(
-                    piece="draw",
-                    kind=name,
-                    rows=rows,
-                    vocabulary=vocabulary,
-                    different=different,
-                    ok=different <= context.either(DIFFERENT * rows, 0),
-                )
-            if context.on_cuda:
-                _time(context, name, logits, batch)
+            plan = _batch(fields, rows, vocabulary).draws
+            if plan is None:
+                continue
+            numbers = uniforms(plan.seeds, np.zeros(rows, dtype=np.int64))
+            found = draw_by_kernels(logits, plan, numbers).cpu().numpy()
+            expected = draw_on_cpu(logits.cpu(), plan.rows, plan.columns, numbers)
+            different = int((found != expected).sum())
+            context.record(
+                piece="draw",
+                kind=name,
+                rows=rows,
+                vocabulary=vocabulary,
+                different=different,
+                ok=different <= context.either(DIFFERENT * rows, 0),
+            )
 
 
-def _time(context: Context, name: str, logits: torch.Tensor, batch: SamplingBatch) -> None:
-    positions = [0] * len(logits)
-    call = lambda: sample(logits, batch, positions)  # noqa: E731
-    seconds = context.bench("tiny").seconds_of(call, repeat=10)
-    context.record(
-        piece="sampling",
-        kind=name,
-        rows=len(logits),
-        vocabulary=logits.shape[1],
-        ms=1e3 * seconds,
-        passes=seconds * context.rates()[0] / logits.nbytes,
-    )
+def sampling_times(context: Context) -> None:
+    """Milliseconds of a sampled step, and how many times it could have read the logits."""
+    rows, vocabulary = context.either((256, 151_936), (3, 5000))
+    logits = _logits(context, rows, vocabulary)
+    for name, fields in KINDS.items():
+        batch = _batch(fields, rows, vocabulary)
+        call = partial(sample, logits, batch, [0] * rows)
+        seconds = context.bench("tiny").seconds_of(call, repeat=10)
+        context.record(
+            piece="sampling",
+            kind=name,
+            rows=rows,
+            vocabulary=vocabulary,
+            ms=1e3 * seconds,
+            reads=seconds * context.rates()[0] / logits.nbytes,
+        )
 
 
 def log_probabilities(context: Context) -> None:
