@@ -26,6 +26,7 @@ from benches.gpu.first_run.results import append, page, read
 KIT = ROOT / "target" / "gpu-first-run"
 CACHE = ROOT / "target" / "gpu-first-run-cache"
 """Installed packages and compiled code; a second run finds them."""
+ON_CUDA, ON_CPU = {"minutes": 9, "jobs": 6, "slow": 1}, {"minutes": 30, "jobs": 2, "slow": 4}
 CUT_OFF = 128 + signal.SIGTERM
 """The status after SIGTERM."""
 _FILES = ("results.jsonl", "summary.md", "found.md", "checks.md", "logs.tar.gz", "built.tar.gz")
@@ -113,12 +114,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu (default: cuda)")
     parser.add_argument("--out", type=Path, default=Path("target/gpu"), help="folder for results")
     parser.add_argument("--only", default="", metavar="NAME,...", help=f"parts, of {names}")
-    parser.add_argument("--minutes", type=float, default=9, help="limit of the run (default: 9)")
-    parser.add_argument("--jobs", type=int, default=6, help="parts side by side (default: 6)")
-    parser.add_argument("--slow", type=float, default=1, help="a factor for the limits of parts")
+    parser.add_argument("--minutes", type=float, help="limit of the run (9; on a CPU 30)")
+    parser.add_argument("--jobs", type=int, help="parts side by side (6; on a CPU 2)")
+    parser.add_argument("--slow", type=float, help="a factor for the limits of parts (1; 4)")
     parser.add_argument("--kit", type=Path, default=KIT, help="folder of the kit")
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder for compiled code")
     options = parser.parse_args(arguments)
+    limits = ON_CPU if options.device == "cpu" else ON_CUDA
+    for name, value in limits.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     options.cache = options.cache.resolve()
     unknown = set(filter(None, options.only.split(","))) - {part.name for part in PARTS}
     if unknown:
