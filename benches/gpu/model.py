@@ -6,6 +6,7 @@ time that no engine beats: the roofline (Williams, Waterman and Patterson, "Roof
 dense models; of a mixture of experts not every weight is read.
 """
 
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -112,7 +113,8 @@ class Shape:
         models: Any = AutoModelForCausalLM
         torch.manual_seed(0)
         with torch.device(device), quiet_transformers():
-            model = models.from_config(self.config, dtype=torch.bfloat16)
+            config = deepcopy(self.config)  # its model may change it
+            model = models.from_config(config, dtype=torch.bfloat16)
         return model.eval()
 
 
