@@ -61,7 +61,6 @@ def compile_modules(folder: Path, tools: Path, names: Sequence[str]) -> None:
         "FLASHINFER_WORKSPACE_BASE": str(tools / "build"),
         "MAX_JOBS": os.environ.get("MAX_JOBS", "1"),
         "PATH": f"{tools / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split()]),
     }
     command = [sys.executable, "-m", "benches.gpu.first_run.modules", str(folder), *names]
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
