@@ -41,7 +41,7 @@ BENCH ?=
 # Options of the adapter of `make conformance`: CONFORMANCE='--promise deduplicates' shows why vLLM makes no such promise.
 CONFORMANCE ?=
 
-# Where `make gpu-check` and `make gpu-bench` run, and the folder that they write to.
+# Where `make gpu-first-run` runs, and the folder that it writes to.
 DEVICE ?= cuda
 OUT ?= target/gpu
 
@@ -83,7 +83,7 @@ MSRV := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom model fuzz mutants mutants-python bench vllm-tests conformance gpu-tests gpu-planner gpu-check gpu-bench bench-rust bench-worst guard guard-update clean
+.PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom model fuzz mutants mutants-python bench vllm-tests conformance gpu-tests gpu-planner gpu-first-run gpu-first-run-kit bench-rust bench-worst guard guard-update clean
 .PHONY: distclean rust-tools valgrind wheels try-wheels try-bare try-musl sdist sbom test-portable test-windows
 .PHONY: crates publish-crates msrv semver lint-workflows lint-deploy deny audit release-check release-notes
 .DEFAULT_GOAL := help
@@ -263,12 +263,11 @@ gpu-tests: $(GPU_TESTS)/.installed $(GPU_TESTS_TORCH_2_11)/.installed $(BUILT) #
 gpu-planner: $(GPU_TESTS)/.installed-cuda $(BUILT) ## flashinfer's planner against our workspaces; brings nvcc (300 MB), needs g++
 	$(GPU_TESTS)/bin/python -m pytest -m fake_cuda tests/fake_cuda/planner
 
-gpu-check: $(DEV) $(BUILT) ## does the GPU path work? every backend on every family; DEVICE=cpu: on small models here
-	$(BIN)/python -m pytest tests/gpu --device $(DEVICE) --report $(OUT)/checks.md
-	$(BIN)/python -m pytest -m gpu tests/integration/test_gpu_checks.py tests/unit/benches
+gpu-first-run: $(DEV) $(BUILT) ## is the GPU path right, and how fast? nine minutes; DEVICE=cpu: tiny, to see that it runs
+	$(BIN)/python -m benches.gpu.first_run --device $(DEVICE) --out $(OUT)
 
-gpu-bench: $(ENGINE) $(BUILT) ## how fast is the GPU path? five minutes; DEVICE=cpu: tiny, to see that it runs
-	$(BIN)/python -m benches.gpu --device $(DEVICE) --out $(OUT)
+gpu-first-run-kit: $(GPU_TESTS)/.installed $(BUILT) ## what that takes along to a machine without a network: target/gpu-first-run; brings nvcc, needs g++
+	$(GPU_TESTS)/bin/python -m benches.gpu.first_run.kit
 
 bench-rust: ## how long the hot operations take in Rust, with criterion; BENCH=decode for some of them
 	cargo bench -p kv-bench -- $(BENCH)

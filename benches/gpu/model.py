@@ -6,14 +6,13 @@ time that no engine beats: the roofline (Williams, Waterman and Patterson, "Roof
 dense models; of a mixture of experts not every weight is read.
 """
 
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from pyengine.models.loader import LoadedModel
 from pyengine.models.transformers_calls import quiet_transformers
 
 
@@ -114,22 +113,9 @@ class Shape:
         models: Any = AutoModelForCausalLM
         torch.manual_seed(0)
         with torch.device(device), quiet_transformers():
-            model = models.from_config(self.config, dtype=torch.bfloat16)
+            config = deepcopy(self.config)  # its model may change it
+            model = models.from_config(config, dtype=torch.bfloat16)
         return model.eval()
-
-    def load(self, device: str) -> LoadedModel:
-        """The same, as the engine loads models."""
-        return LoadedModel(
-            model=self.model(device),
-            tokenizer=None,
-            path=Path(self.name),
-            name=f"random, in the shape of {self.name}",
-            eos_token_ids=frozenset(),
-            max_model_len=self.config.max_position_embeddings,
-            vocab_size=self.config.vocab_size,
-            device=torch.device(device),
-            dtype=torch.bfloat16,
-        )
 
 
 SHAPES = {

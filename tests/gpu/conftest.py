@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benches.gpu.child import Child
 from tests.gpu.models import Place, Refused
+from tests.support.child import Child
 
 SECONDS = 240.0
 """For one check: a backend may compile its kernels."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benches.gpu.steps import Target
+from benches.gpu.target import Target
 from pyengine import LLM
 from pyengine.attention.choice import _CANDIDATES
 from pyengine.errors import ConfigurationError

@@ -10,8 +10,8 @@ from tests.gpu.compare import rounded
 from tests.gpu.conftest import InChild
 from tests.gpu.models import LONGEST, Place
 
-FAMILIES = ("llama", "gemma3_text", "gpt_oss")
-"""One window and one table; windows of some layers; sinks and experts, too."""
+FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt_oss")
+"""Plain; norms of heads; windows of some layers; sinks and experts, too."""
 CHUNK = 96
 """Tokens of a step: prompts are computed in chunks, beside decodes."""
 
@@ -41,7 +41,8 @@ def defaults_are_right(place: Place, family: str) -> dict[str, Any]:
     described = llm.describe()
     assert described["compile"] is True
     assert described["async_scheduling"] is True
-    assert (described["cuda_graphs"] != "none") == place.on_cuda
+    for kind in ("cuda_graphs", "piecewise_cuda_graphs"):
+        assert (described[kind] != "none") == place.on_cuda
     dtype = str(described["dtype"])
     expected = oracle(place, family, dtype)
     found = [expected.compare(ask(llm, params)) for params in (WITH_PROMPT, GREEDY)]

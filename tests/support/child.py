@@ -18,7 +18,9 @@ from threading import Thread
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "transformers", "pyengine.engine"])
+PRELOADED = ["torch", "transformers", "pyengine.engine"]
+"""Modules that are imported before a fork; they must not initialise CUDA."""
+_CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 class ChildError(Exception):

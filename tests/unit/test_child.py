@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benches.gpu.child import Child, ChildError
+from tests.support.child import Child, ChildError
 from tests.support.docs import ROOT
 from tests.support.processes import is_running, wait_for_end
 
@@ -97,7 +97,7 @@ def test_what_a_process_started_ends_with_it(child: Child, tmp_path: Path) -> No
 
 def test_it_ends_with_whoever_started_it() -> None:
     code = (
-        "import os, sys; from benches.gpu.child import Child\n"
+        "import os, sys; from tests.support.child import Child\n"
         "if __name__ == '__main__':\n"
         "    print(Child().run(os.getpid, seconds=60), flush=True); os.kill(os.getpid(), 9)"
     )
@@ -107,3 +107,20 @@ def test_it_ends_with_whoever_started_it() -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert wait_for_end([int(done.stdout)], SOON) == []
     assert not is_running(int(done.stdout))
+
+
+@pytest.mark.slow
+def test_what_is_imported_before_a_fork_asks_for_no_device() -> None:
+    """CUDA does not work in a process that was forked from one that has initialised it."""
+    code = (
+        "import importlib, torch; from tests.support.child import PRELOADED\n"
+        "asked = []\n"
+        "torch.cuda.is_available = lambda: bool(asked.append('is_available'))\n"
+        "torch.cuda.device_count = lambda: asked.append('device_count') or 0\n"
+        "for name in PRELOADED: importlib.import_module(name)\n"
+        "print(asked, torch.cuda.is_initialized())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.stdout.strip() == "[] False", done.stdout + done.stderr
