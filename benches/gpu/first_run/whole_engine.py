@@ -1,4 +1,4 @@
-"""Many requests at once: the default configuration (compiled, CUDA graphs, overlap), and overlap."""
+"""Many requests at once, in the default configuration and with overlap, against one at a time."""
 
 from random import Random
 from typing import Any
