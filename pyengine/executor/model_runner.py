@@ -255,7 +255,9 @@ class ModelRunner:
         self.buffers, self._other_buffers = self._other_buffers, self.buffers
         num_samples = plan.num_samples
         num_rows = num_samples + (0 if extra is None else len(extra))
-        in_pieces = padding is None and self.piecewise.fits(plan.num_tokens, num_rows)
+        in_pieces = False
+        if self.piecewise.sizes and padding is None:
+            in_pieces = self.piecewise.fits(plan.num_tokens, num_rows)
 
         def forward(sampled: torch.Tensor | None) -> StepLogits:
             if copies:

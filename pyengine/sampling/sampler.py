@@ -135,7 +135,10 @@ class SamplingBatch:
             if state.num_logprobs is not None
         }
         """The number of log-probabilities of each row that reports them."""
-        self.wanted_rows = OnDevices(np.array([*self.wanted], dtype=np.int64))
+        self.wanted_rows = (
+            OnDevices(np.array([*self.wanted], dtype=np.int64)) if self.wanted else None
+        )
+        """These rows; ``None``: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +283,7 @@ def sample(
         else:
             token_ids = _drawn(candidates, batch.draws, positions)
         chosen = candidates.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-    if not batch.wanted:
+    if batch.wanted_rows is None:
         return Sampled(token_ids, chosen)
     rows = None  # all of them, in order
     reported = token_ids

@@ -16,9 +16,8 @@ from typing import Any
 
 ARCHITECTURE = "9.0a"
 """Hopper: H100 and H200."""
-PREBUILT = ("fa2-128", "cascade", "fa2-128-window", "fa2-64")
-"""Llama-3.1-8B and Qwen3-0.6B need the first two, layers with a sliding window the third, models
-with heads of 64 elements the last."""
+PREBUILT = ("fa2-128", "cascade", "fa2-128-window")
+"""Llama-3.1-8B and Qwen3-0.6B need the first two, layers with a sliding window the last."""
 
 
 def spec(name: str) -> Any:
