@@ -10,6 +10,7 @@ from pyengine import LLM, SamplingParams
 from pyengine.engine import builder
 from pyengine.errors import ConfigurationError
 from pyengine.executor.model_runner import ModelRunner
+from tests.support.graphs import record_eagerly
 from tests.unit.models.tiny import save_tiny_model
 
 PROMPTS = [[5, 6, 7], [9, 3, 8, 4, 30, 11]]
@@ -57,9 +58,10 @@ def test_an_engine_that_torch_cannot_compile_says_so(
     compile_by(monkeypatch, broken)
     with pytest.raises(ConfigurationError, match=r"no such instruction.*; set compile=False"):
         llm(folder, compile=True)
-    monkeypatch.setattr(builder, "_recorder", lambda *_: object())  # as on CUDA
+    monkeypatch.setattr(builder, "_recorder", lambda *_: record_eagerly)  # as on CUDA
     monkeypatch.setattr(builder, "shorten_layers", lambda _: None)
     monkeypatch.setattr(ModelRunner, "capture", lambda _: None)
+    monkeypatch.setattr(ModelRunner, "capture_piecewise", lambda *_: None)
     with caplog.at_level("WARNING"):
         engine = llm(folder)
     assert engine.describe()["compile"] is False
