@@ -63,7 +63,13 @@ PARTS = (
         after=_BUILT,
     ),
     Part("crowd", "whole_engine:crowd", 150, after=_BUILT),
-    _checks("broken", 90, "test_broken_requests", after=_BUILT),
+    _checks(
+        "broken",
+        90,
+        "test_broken_requests",
+        "test_broken_requests and gather-llama",
+        after=_BUILT,
+    ),
     # How fast is it? Each part has the machine for itself.
     Part(
         "large",
