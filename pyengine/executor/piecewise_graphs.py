@@ -42,7 +42,7 @@ def piecewise_sizes(max_num_batched_tokens: int) -> list[int]:
 
 @dataclass(slots=True)
 class _Step:
-    """What attention reads in the replay that is under way."""
+    """The step that is replayed, for its attention."""
 
     num_tokens: int = 0
     plan: AttentionPlan | None = None

@@ -215,7 +215,7 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What the first kernel leaves for each part of a row.
+    """The results of the first kernel for each part of a row.
 
     `peaks`: float32 `[R, parts]`, the largest logit of each part. `sums`: float64 `[R, parts]`,
     the weights of each part relative to its largest.

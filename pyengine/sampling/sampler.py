@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -170,13 +171,17 @@ class DrawBatch:
         self.columns = Columns(temperature, min_p, top_k.astype(np.int64), top_p)
         self.is_filtered = bool(((min_p > 0) | (top_k > 0) | (top_p < 1)).any())
         """True if a row has min-p, top-k or top-p."""
-        self.table = OnDevices(np.pad(table, ((0, 0), (0, -len(rows) % ALIGNED))))
-        """The settings of kernels: temperature, min-p, top-k, top-p."""
+        self._table = table
         self._settings: dict[tuple[int, int, torch.device], DrawSettings] = {}
         self.row_ids = OnDevices(self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @cached_property
+    def table(self) -> OnDevices:
+        """The settings of kernels: temperature, min-p, top-k, top-p; the CPU does not need it."""
+        return OnDevices(np.pad(self._table, ((0, 0), (0, -len(self) % ALIGNED))))
 
     def settings(self, rows: slice, device: torch.device) -> DrawSettings:
         """The settings of these requests, made at first use."""

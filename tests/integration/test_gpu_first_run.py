@@ -57,7 +57,7 @@ def _ended(summary: str) -> list[str]:
 
 
 def _figures(lines: list[dict]) -> None:
-    """What a run must tell, on any device."""
+    """A run on any device has these figures."""
     works = {line.get("work") for line in lines}
     wanted = {"rates", "decode", "prefill", "equal prompts", "mixed", "sampling", "overlap"}
     assert wanted | {"batching", "shared prefix", "profile"} <= works

@@ -1,4 +1,4 @@
-"""The checks of tests/gpu, in a process of their own."""
+"""The checks of tests/gpu, in a separate process."""
 
 import subprocess
 import sys

@@ -18,7 +18,7 @@ class EagerRecorder:
         return compute
 
     def pieces(self, compute: Callable[[Interrupt], torch.Tensor]) -> Compute:
-        """What runs between pieces has the tensors of the first run, filled anew."""
+        """Attention between pieces has the tensors of the first run, filled anew."""
         calls: list[tuple[Between, list[torch.Tensor], torch.Tensor]] = []
 
         def first(

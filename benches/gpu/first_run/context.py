@@ -1,4 +1,4 @@
-"""What the code of a part is given: the device, and where figures go."""
+"""The arguments of a part: the device, and the files that figures go to."""
 
 import json
 import traceback

@@ -22,7 +22,7 @@ _ERROR = re.compile(r"error|assert|FAILED|killed", re.IGNORECASE)
 
 @dataclass
 class Running:
-    """A part that runs, in a process group of its own."""
+    """A part that runs, in a separate process group."""
 
     part: Part
     process: subprocess.Popen[bytes]

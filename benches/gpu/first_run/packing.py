@@ -1,4 +1,4 @@
-"""What a run takes along, and what comes back: at most eight files below 16 MiB."""
+"""Packages that a run installs, and its results: at most eight files below 16 MiB."""
 
 import io
 import shutil

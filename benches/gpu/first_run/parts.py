@@ -7,7 +7,7 @@ _8B, _SMALL = "Llama-3.1-8B", "Qwen3-0.6B"
 
 @dataclass(frozen=True)
 class Part:
-    """A function of a module of this package, run in a process of its own.
+    """A function of a module of this package, run in a separate process.
 
     Parts run side by side unless they are `alone`, in their order; a part waits for those in
     `after`. `seconds` is its limit on CUDA. `tiny` are its arguments off CUDA; ``None``: it does

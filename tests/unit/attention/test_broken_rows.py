@@ -100,7 +100,7 @@ def dirty(pool: KVPool, numbers: tuple[float, float], steps: Step) -> KVPool:
 
 
 def assert_same_bits(backend: Any, pool: KVPool, step: Step, options: AttentionOptions) -> None:
-    """What a dirty pool gives is what the pool gives."""
+    """Attention over a dirty pool equals attention over the pool."""
     expected = step.run(backend(copied(pool)).plan(step.inputs), options)
     assert expected.isfinite().all()
     for numbers in BROKEN:

@@ -6,13 +6,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from pyengine.sampling import logprobs
 from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
 from pyengine.sampling.sampler import sample
 from pyengine.sampling_params import SamplingParams
+from tests.support.cases import check_cases
 from tests.support.kernels import LoadedBytes, needs_triton, run_apart
 from tests.unit.sampling.test_draw import batch_of, make_logits
 
@@ -45,22 +45,15 @@ def compare(top: list[int], kind: str, vocab_size: int, dtype: torch.dtype, seed
 
 
 def _compare_so_many(count: int) -> None:
-    configured = settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],
-    )
-    cases = given(
+    check_cases(
+        compare,
+        count,
         top=st.lists(st.sampled_from([0, 1, 5, 20, 300, -1]), min_size=1, max_size=3),
         kind=st.sampled_from(["peaked", "flat", "ties", "equal", "barred"]),
         vocab_size=st.sampled_from([2, 256, 257, 4097, 6001]),
         dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
         seed=st.integers(0, 2**20),
     )
-    configured(cases(compare))()
 
 
 def compare_some() -> None:

@@ -8,12 +8,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from pyengine.sampling.sampler import draw, draw_by_kernels
 from pyengine.sampling.state import uniforms
 from pyengine.sampling_params import SamplingParams
+from tests.support.cases import check_cases
 from tests.support.kernels import needs_triton, run_apart
 from tests.unit.sampling.test_draw import batch_of, make_logits, requests
 
@@ -46,15 +46,9 @@ def compare(
 
 
 def _compare_so_many(count: int) -> None:
-    configured = settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],
-    )
-    cases = given(
+    check_cases(
+        compare,
+        count,
         params=st.lists(requests, min_size=1, max_size=4),
         kind=st.sampled_from(["peaked", "flat", "ties", "equal", "barred"]),
         vocab_size=st.sampled_from([2, 100, 4096, 4097, 20_000]),
@@ -62,7 +56,6 @@ def _compare_so_many(count: int) -> None:
         greedy=st.sets(st.integers(0, 5)),
         seed=st.integers(0, 2**20),
     )
-    configured(cases(compare))()
 
 
 def compare_some() -> None:

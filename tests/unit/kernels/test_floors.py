@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from pyengine.sampling.sampler import draw_by_kernels
 from pyengine.sampling.state import uniforms
 from pyengine.sampling_params import SamplingParams
+from tests.support.cases import check_cases
 from tests.support.kernels import LoadedBytes, needs_triton, run_apart
 from tests.support.operators import Sorts
 from tests.unit.kernels.test_draw import by_kernels
@@ -58,22 +58,15 @@ def compare(
 
 
 def _compare_so_many(count: int) -> None:
-    configured = settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],
-    )
-    cases = given(
+    check_cases(
+        compare,
+        count,
         params=st.lists(requests, min_size=1, max_size=3),
         kind=st.sampled_from(["peaked", "flat", "ties", "equal", "barred"]),
         vocab_size=st.sampled_from([2, 255, 256, 257, 4096, 4097, 20_011]),
         dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
         seed=st.integers(0, 2**20),
     )
-    configured(cases(compare))()
 
 
 def compare_some() -> None:

@@ -9,12 +9,12 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from pyengine.attention.backend import HeadNorm, RotaryLayout, Rotation
 from pyengine.attention.paged import KVWriter
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
+from tests.support.cases import check_cases
 from tests.support.kernels import machine_code, needs_triton, run_apart
 from tests.unit.kernels.test_kv_write import break_some, numbers, without_nan
 
@@ -142,15 +142,7 @@ def compare(case: Case) -> None:
 
 
 def _compare_so_many(count: int) -> None:
-    configured = settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],
-    )
-    configured(given(cases())(compare))()
+    check_cases(compare, count, case=cases())
 
 
 def compare_some() -> None:
