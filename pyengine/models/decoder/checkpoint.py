@@ -1,0 +1,165 @@
+"""The tensors of safetensors files, read one by one; every tensor is accounted for.
+
+A tensor is part of the model, known to have no effect, or refused by name. A `Checkpoint` knows
+headers only; `StoredTensor.read` maps one tensor of a file, and its memory is released with the
+array. Layout: https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine.errors import ModelLoadError
+from pyengine.models.checkpoint_files import check_weights
+
+Array = npt.NDArray[Any]
+
+_NUMPY: Mapping[str, type[Any]] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": np.uint16,
+}
+"""How the bits of a float format are held; NumPy has no bfloat16."""
+_HEADER_SIZE = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a file, or the part of it that belongs to one expert.
+
+    `name`, `dtype` and `shape` are those of the file; `start` is where its bytes begin. A tensor
+    that `is_transposed` is read the other way around; then only some `rows` are, or all.
+    """
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    is_transposed: bool = False
+    rows: slice | None = None
+
+    def transposed(self) -> "StoredTensor":
+        """The same tensor, read the other way around."""
+        return replace(self, is_transposed=True)
+
+    def only(self, rows: slice) -> "StoredTensor":
+        """Some rows of what `read` returns."""
+        return replace(self, rows=rows)
+
+    def expert(self, index: int) -> "StoredTensor":
+        """The part of one expert of a tensor `[experts, ...]`."""
+        part = replace(self, shape=self.shape[1:])
+        return replace(part, start=self.start + index * part.num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(_NUMPY[self.dtype]).itemsize
+
+    def read(self) -> Array:
+        """The tensor, mapped from the file, BF16 as its bits; writing to it changes a copy."""
+        kind = np.dtype(_NUMPY[self.dtype])
+        if 0 in self.shape:
+            found: Array = np.empty(self.shape, kind)
+        elif self.start % kind.itemsize:  # allowed by the format; a mapping cannot be viewed then
+            whole = np.memmap(self.path, np.uint8, "c", self.start, (self.num_bytes,))
+            found = np.array(whole).view(kind).reshape(self.shape)
+        else:
+            found = np.memmap(self.path, kind, "c", self.start, self.shape)
+        whole_rows = found.T if self.is_transposed else found
+        return whole_rows if self.rows is None else whole_rows[self.rows]
+
+
+class Checkpoint:
+    """The tensors of a folder, and which of them were taken.
+
+    Names that should begin with `base` may do without it, if all do: models that were saved
+    without a head. Raises `ModelLoadError` for files that are missing or damaged.
+    """
+
+    def __init__(self, folder: Path, base: str) -> None:
+        self.folder = folder
+        check_weights(folder)
+        self._tensors = {
+            tensor.name: tensor
+            for path in sorted(folder.glob("*.safetensors"))
+            for tensor in _tensors_of(path)
+        }
+        if not any(name.startswith(base) for name in self._tensors):
+            self._tensors = {base + name: tensor for name, tensor in self._tensors.items()}
+        self._taken: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """True if the files have a tensor of this name."""
+        return name in self._tensors
+
+    def take(self, name: str, *shapes: tuple[int, ...]) -> StoredTensor:
+        """The tensor of this name, which is then part of the model.
+
+        Raises `ModelLoadError` if it is missing, of none of these shapes, or of integers.
+        """
+        found = self._tensors.get(name)
+        if found is None:
+            raise ModelLoadError(
+                f"the weights in {self.folder} lack {name}, which config.json asks for: "
+                "the two are not of the same model, or a file is missing"
+            )
+        if found.shape not in shapes:
+            asked = " or ".join(str(list(shape)) for shape in shapes)
+            raise ModelLoadError(
+                f"the weights {name} in {self.folder} have the shape {list(found.shape)}, and "
+                f"config.json asks for {asked}: the two are not of the same model"
+            )
+        if found.dtype not in _NUMPY:
+            raise ModelLoadError(
+                f"the weights {name} in {self.folder} are {found.dtype}: they are no floats that a "
+                f"model computes with ({', '.join(_NUMPY)}), and config.json has no "
+                "quantization_config that says what they stand for"
+            )
+        self._taken.add(name)
+        return found
+
+    def finish(self, no_effect: Mapping[str, str]) -> None:
+        """Raise `ModelLoadError` if a tensor was not taken and matches no pattern of `no_effect`.
+
+        Values of `no_effect` are the reasons why such tensors have none.
+        """
+        known = re.compile("|".join(f"(?:{pattern})" for pattern in no_effect) or r"(?!)")
+        unread = sorted(
+            name for name in self._tensors if name not in self._taken and not known.fullmatch(name)
+        )
+        if unread:
+            more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+            raise ModelLoadError(
+                f"the weights in {self.folder} have {unread[0]}{more}, and a model of this "
+                "config.json does not: the two are not of the same model"
+            )
+
+
+def _tensors_of(path: Path) -> Iterator[StoredTensor]:
+    """The tensors of a file whose header `check_weights` has accepted."""
+    with path.open("rb") as stream:
+        length = _HEADER_SIZE.unpack(stream.read(_HEADER_SIZE.size))[0]
+        entries: dict[str, Any] = json.loads(stream.read(length))
+    entries.pop("__metadata__", None)
+    data = _HEADER_SIZE.size + int(length)
+    for name, entry in entries.items():
+        start, end = (int(offset) for offset in entry["data_offsets"])
+        tensor = StoredTensor(
+            path, name, str(entry["dtype"]), tuple(map(int, entry["shape"])), data + start
+        )
+        if tensor.dtype in _NUMPY and (start < 0 or end - start != tensor.num_bytes):
+            raise ModelLoadError(
+                f"{path} is damaged: {name} of shape {list(tensor.shape)} takes "
+                f"{tensor.num_bytes} bytes, and its header says {end - start}; get it again"
+            )
+        yield tensor

@@ -1,0 +1,109 @@
+"""From a folder to a spec, and to a decoder with its weights, without transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pyengine.errors import ModelLoadError
+from pyengine.models.checkpoint_files import check_weights
+from pyengine.models.config import check_sizes
+from pyengine.models.decoder.checkpoint import Checkpoint
+from pyengine.models.decoder.decoder import Decoder
+from pyengine.models.decoder.families import NO_EFFECT, TABLE, Family
+from pyengine.models.decoder.kernels import Kernels
+from pyengine.models.decoder.settings import Settings
+from pyengine.models.decoder.spec import DecoderSpec
+from pyengine.models.decoder.weights import NoKernels, Weights
+from pyengine.utils.validation import shown
+
+
+def family_of(folder: Path) -> Family | None:
+    """The row of the table for the model in `folder`; None: its family is not in the table."""
+    model_type = _values(folder / "config.json").get("model_type")
+    return TABLE.get(model_type) if isinstance(model_type, str) else None
+
+
+def read_spec(folder: Path) -> DecoderSpec:
+    """The spec of the model in `folder`.
+
+    Raises `ModelLoadError` for a family that is not in the table, and for a key that is missing,
+    has a value that it cannot have, or is unknown.
+    """
+    path = folder / "config.json"
+    return spec_of(_values(path), str(path))
+
+
+def spec_of(values: dict[str, Any], where: str) -> DecoderSpec:
+    """The spec of a configuration's dictionary; `where` it is from, for messages."""
+    model_type = values.get("model_type")
+    family = TABLE.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise ModelLoadError(
+            f"{where} says model_type={shown(model_type)}, which pyengine has no decoder for: "
+            f"there are {', '.join(sorted(TABLE))}"
+        )
+    try:
+        settings = Settings(values, where, family.defaults, family.aliases)
+        spec = family.spec(settings)
+    except ModelLoadError as error:
+        if str(error).startswith(where):
+            raise
+        raise ModelLoadError(f"{where} cannot be used: {error}") from error
+    except (ArithmeticError, ValueError) as error:
+        raise ModelLoadError(f"{where} has numbers that no model has: {error}") from error
+    settings.pass_over({**NO_EFFECT, **family.no_effect})
+    settings.finish()
+    return spec
+
+
+def check_model(folder: Path) -> DecoderSpec:
+    """The spec of the model in `folder`, whose tensors are all there; reads headers only.
+
+    Raises `ModelLoadError` as `read_spec`, and for tensors that are missing, of other shapes or
+    formats, or not part of the model, by name.
+    """
+    spec, weights, checkpoint = _opened(folder, NoKernels())
+    _checked(spec, weights, checkpoint)
+    return spec
+
+
+def load_decoder(folder: Path, kernels: Kernels) -> Decoder:
+    """The decoder of the model in `folder`, laid out by `kernels`.
+
+    One tensor of a file is read at a time. Raises `ModelLoadError` as `check_model`, before any
+    weight is read, and for weights that are not finite.
+    """
+    spec, weights, checkpoint = _opened(folder, NoKernels())
+    _checked(spec, weights, checkpoint)
+    return Decoder(spec, weights.with_kernels(kernels))
+
+
+def _opened(folder: Path, kernels: Kernels) -> tuple[DecoderSpec, Weights, Checkpoint]:
+    path = folder / "config.json"
+    values = _values(path)
+    check_sizes(values, check_weights(folder), path)
+    spec = spec_of(values, str(path))
+    names = TABLE[spec.family].names
+    checkpoint = Checkpoint(folder, names.base)
+    return spec, Weights(checkpoint, names, kernels), checkpoint
+
+
+def _checked(spec: DecoderSpec, weights: Weights, checkpoint: Checkpoint) -> None:
+    Decoder(spec, weights)
+    names = TABLE[spec.family].names
+    known = dict(names.no_effect)
+    for layer in range(len(spec.layers), len(spec.layers) + spec.mtp_layers):
+        pattern = names.layer.format(layer).replace(".", r"\.") + ".*"
+        known[pattern] = "layers for speculation, read by it"
+    checkpoint.finish(known)
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """The object in a configuration file."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}; get it again") from error
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{path} has no object in it: get it again")
+    return found

@@ -1,0 +1,73 @@
+"""Every family computes what transformers computes, over a paged cache."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pyengine.models.decoder.families import TABLE
+from pyengine.models.decoder.loading import load_decoder, read_spec
+from pyengine.models.decoder.torch_kernels import TorchKernels
+from tests.unit.models.decoder.steps import CPU, Runner, generate
+from tests.unit.models.decoder.tiny_models import MODELS, Tiny
+
+TOLERANCE = 2e-4
+_LEAST_SPREAD = 0.02
+"""Deviation of logits below which a difference would not be seen."""
+Saved = Callable[[Tiny], tuple[Path, Any]]
+
+
+@pytest.mark.parametrize("tiny", MODELS, ids=lambda tiny: tiny.name)
+def test_logits_and_tokens_are_those_of_transformers(
+    tiny: Tiny, saved: Saved, prompts: list[list[int]]
+) -> None:
+    folder, model = saved(tiny)
+    decoder = load_decoder(folder, TorchKernels(CPU, torch.float32))
+    for sequence in generate(Runner(decoder), prompts, 8):
+        with torch.inference_mode():
+            expected = model(input_ids=torch.tensor([sequence.tokens]), use_cache=False).logits[0]
+        found = torch.stack(sequence.logits)
+        assert expected.std() > _LEAST_SPREAD
+        assert len(found) == len(expected) > len(prompts[0])
+        assert (found - expected).abs().max() <= TOLERANCE
+        assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+def test_every_family_of_the_table_is_tested() -> None:
+    assert {tiny.family for tiny in MODELS} == set(TABLE)
+
+
+def test_layers_differ_in_their_windows(saved: Saved) -> None:
+    folder, _ = saved(next(tiny for tiny in MODELS if tiny.name == "gemma3"))
+    assert read_spec(folder).windows == (9, 9, 9, 9, 9, None, 9)
+
+
+_OPEN_ALL = """
+import sys
+from pathlib import Path
+import torch
+from pyengine.models.decoder.loading import load_decoder
+from pyengine.models.decoder.torch_kernels import TorchKernels
+from tests.unit.models.decoder.steps import CPU, Runner, generate
+
+for folder in sys.argv[1:]:
+    decoder = load_decoder(Path(folder), TorchKernels(CPU, torch.float32))
+    [answer] = generate(Runner(decoder), [[5, 6, 7]], 3)
+    print(*answer.tokens)
+assert "transformers" not in sys.modules, "transformers was imported"
+"""
+
+
+def test_folders_are_opened_and_answered_without_transformers(
+    saved: Saved, first_of_family: list[Tiny]
+) -> None:
+    folders = [str(saved(tiny)[0]) for tiny in first_of_family]
+    found = subprocess.run(
+        [sys.executable, "-c", _OPEN_ALL, *folders], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert len(found.stdout.splitlines()) == len(TABLE)
