@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from pyengine.attention.backend import AttentionPlan
 
 
+_NOTHING: Any = None
+"""The change before the first layer."""
+
+
 class DecoderLayer:
     """Attention and feed-forward, each with its norms.
 
@@ -27,12 +31,12 @@ class DecoderLayer:
     def __init__(self, layer: Layer, weights: Weights, hidden: int) -> None:
         self._kernels, self._scale = weights.kernels, layer.residual_scale
         self._is_parallel = layer.is_parallel
-        self._before_mixer = weights.norm("before_mixer", layer.before_mixer, hidden)
-        self._after_mixer = weights.norm("after_mixer", layer.after_mixer, hidden)
-        self._before_feed_forward = weights.norm(
+        self._before_mixer = weights.optional_norm("before_mixer", layer.before_mixer, hidden)
+        self._after_mixer = weights.optional_norm("after_mixer", layer.after_mixer, hidden)
+        self._before_feed_forward = weights.optional_norm(
             "before_feed_forward", layer.before_feed_forward, hidden
         )
-        self._after_feed_forward = weights.norm(
+        self._after_feed_forward = weights.optional_norm(
             "after_feed_forward", layer.after_feed_forward, hidden
         )
         self._mixer = mixer_of(layer, weights, hidden)
@@ -95,7 +99,7 @@ class Decoder:
         kernels, spec = self._kernels, self.spec
         angles = {rotary: kernels.angles(positions, rotary) for rotary in self._rotaries}
         step = Step(ids, positions, logits_rows, plan, angles)
-        stream, change = self._embedded(step), None
+        stream, change = self._embedded(step), _NOTHING
         for layer in self._layers:
             stream, change = layer(stream, change, step)
         _, rows = kernels.add_norm(

@@ -76,11 +76,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """What attention needs beside rows: its number among layers, and small vectors."""
+    """What attention needs beside rows: its number among layers, and small vectors.
+
+    `head_norms` are those of query and key heads, before their rotation.
+    """
 
     layer: int
-    query_norm: NormWeights | None = None
-    key_norm: NormWeights | None = None
+    head_norms: tuple[NormWeights, NormWeights] | None = None
     sinks: Any = None
 
 

@@ -5,10 +5,10 @@ spec, how it is computed in the kernel set.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from pyengine.models.decoder import spec
-from pyengine.models.decoder.kernels import AttentionWeights, Rows, Step
+from pyengine.models.decoder.kernels import AttentionWeights, NormWeights, Rows, Step
 from pyengine.models.decoder.weights import Weights
 
 Mixer: TypeAlias = "Attention | LatentAttention"
@@ -21,31 +21,28 @@ class Attention:
     def __init__(self, attention: spec.Attention, weights: Weights, hidden: int) -> None:
         self._spec, self._kernels = attention, weights.kernels
         query, key, value = attention.sizes
+        self._splits = (query, query + key, query + key + value)
         self._qkv = weights.linear("qkv", attention.sizes, hidden, has_bias=attention.qkv_bias)
         self._out = weights.linear(
             "out", hidden, attention.heads * attention.value_size, has_bias=attention.out_bias
         )
-        norm = attention.query_key_norm
-        sizes = (query, key)
-        if norm is None or norm.over == "head":
-            sizes = (attention.head_dim, attention.head_dim)
-        norms = [
-            weights.norm(name, norm and norm.norm, size)
-            for name, size in zip(("query_norm", "key_norm"), sizes, strict=True)
-        ]
+        self._row_norms = head_norms = None
+        norm, size = attention.query_key_norm, attention.head_dim
+        if norm is not None and norm.over == "row":
+            self._row_norms = _norms(weights, norm.norm, query, key)
+        elif norm is not None:
+            head_norms = _norms(weights, norm.norm, size, size)
         sinks = weights.vector("sinks", attention.heads) if attention.sinks else None
-        self._weights = AttentionWeights(weights.layer or 0, *norms, sinks)
-        self._splits = (query, query + key, query + key + value)
+        self._weights = AttentionWeights(weights.layer or 0, head_norms, sinks)
 
     def __call__(self, rows: Rows, step: Step) -> Rows:
         """Attend with the rows of the step."""
         attention, kernels = self._spec, self._kernels
         qkv, (first, second, third) = self._qkv(rows), self._splits
         query, key, value = qkv[:, :first], qkv[:, first:second], qkv[:, second:third]
-        norms = self._weights
-        if attention.query_key_norm is not None and attention.query_key_norm.over == "row":
-            query = kernels.norm(query, norms.query_norm)
-            key = kernels.norm(key, norms.key_norm)
+        if self._row_norms is not None:
+            query = kernels.norm(query, self._row_norms[0])
+            key = kernels.norm(key, self._row_norms[1])
         query = query.reshape(len(rows), attention.heads, attention.head_dim)
         key = key.reshape(len(rows), attention.kv_heads, attention.head_dim)
         value = value.reshape(len(rows), attention.kv_heads, attention.value_size)
@@ -54,6 +51,13 @@ class Attention:
         if attention.value_scale != 1.0:
             value = value * attention.value_scale
         return self._out(kernels.attend(attention, self._weights, (query, key, value), step))
+
+
+def _norms(
+    weights: Weights, norm: spec.Norm, query: int, key: int
+) -> tuple[NormWeights, NormWeights]:
+    """The norms of queries and keys, over so many elements."""
+    return weights.norm("query_norm", norm, query), weights.norm("key_norm", norm, key)
 
 
 class LatentAttention:
@@ -72,12 +76,12 @@ class LatentAttention:
             self._query = weights.linear("query", queries, hidden)
         else:
             self._query_down = weights.linear("query_down", rank, hidden, has_bias=has_bias)
-            self._query_latent: Any = weights.norm("query_latent", attention.norm, rank)
+            self._query_latent = weights.norm("query_latent", attention.norm, rank)
             self._query_up = weights.linear("query_up", queries, rank)
             self._query = self._query_by_latent
         latent = attention.kv_rank + attention.rotary.size
         self._kv_down = weights.linear("kv_down", latent, hidden, has_bias=has_bias)
-        self._kv_latent: Any = weights.norm("kv_latent", attention.norm, attention.kv_rank)
+        self._kv_latent = weights.norm("kv_latent", attention.norm, attention.kv_rank)
         expanded = attention.heads * (attention.plain_dim + attention.value_dim)
         self._kv_up = weights.linear("kv_up", expanded, attention.kv_rank)
         values = attention.heads * attention.value_dim

@@ -87,7 +87,8 @@ def rotary_of(
     share = _share(inner, settings, kind)
     name = rope_type(section, kind)
     if name == "default":
-        settings.pass_over({"original_max_position_embeddings": "read for scaled kinds only"})
+        if settings.has("original_max_position_embeddings"):  # read for scaled kinds only
+            settings.integer("original_max_position_embeddings")
         dim = int(head_dim * share)
         return _rotary(dim, base, kind, None)
     if name == "proportional":

@@ -195,8 +195,14 @@ class LatentAttention:
         return self.plain_dim + self.rotary.size
 
     @property
-    def window(self) -> None:
+    def window(self) -> int | None:
         """Latent attention sees all positions."""
+        return None
+
+    @property
+    def softcap(self) -> float | None:
+        """Latent attention has no cap."""
+        return None
 
     def cache(self, dtype: "torch.dtype") -> KVCacheSpec:
         """The KV cache that this layer needs."""

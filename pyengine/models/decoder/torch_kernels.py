@@ -77,7 +77,7 @@ class TorchExperts:
     ) -> torch.Tensor:
         """See `ExpertProducts.multiply`."""
         out = torch.zeros_like(rows)
-        for expert in chosen.unique().tolist():
+        for expert in torch.unique(chosen).tolist():
             tokens, places = torch.where(chosen == expert)
             bias, down_bias = (
                 (None, None) if self.biases is None else (b[expert] for b in self.biases)
@@ -180,33 +180,21 @@ class TorchKernels:
         step: Step,
     ) -> torch.Tensor:
         """See `Kernels.attend`."""
-        is_plain = isinstance(spec, Attention)
         query, key, value = rows
-        rotation, head_norm = None, self._head_norm(spec, weights)
+        rotation, norms = None, weights.head_norms
         if spec.rotary is not None:
             layout = RotaryLayout(spec.rotary.size, spec.rotary.order, 1)
-            rotation = Rotation(*step.angles[spec.rotary], layout, head_norm)
-        elif head_norm is not None:
-            query, key = self.norm(query, weights.query_norm), self.norm(key, weights.key_norm)
+            rotation = Rotation(*step.angles[spec.rotary], layout, _head_norm(norms))
+        elif norms is not None:
+            query, key = self.norm(query, norms[0]), self.norm(key, norms[1])
         options = AttentionOptions(
             scaling=spec.scaling,
             sliding_window=spec.window,
-            softcap=spec.softcap if is_plain else None,
+            softcap=spec.softcap,
             sinks=weights.sinks,
             rotation=rotation,
         )
         return step.plan.forward(weights.layer, (query, key, value), options).flatten(1)
-
-    def _head_norm(
-        self, spec: Attention | LatentAttention, weights: AttentionWeights
-    ) -> HeadNorm | None:
-        """The norm over heads that attention applies before it rotates."""
-        if not isinstance(spec, Attention) or spec.query_key_norm is None:
-            return None
-        if spec.query_key_norm.over == "row":
-            return None
-        norm, query, key = spec.query_key_norm.norm, weights.query_norm, weights.key_norm
-        return HeadNorm(query.weight, key.weight, norm.eps, norm.offset)
 
     def grown(
         self, query: torch.Tensor, positions: torch.Tensor, growth: QueryGrowth
@@ -235,7 +223,7 @@ class TorchKernels:
         scores = scores.softmax(-1) if routing.score == "softmax" else scores.sigmoid()
         preferred = scores if correction is None else scores + correction
         if routing.groups > 1:
-            grouped = preferred.unflatten(-1, (routing.groups, -1))
+            grouped = preferred.view(len(preferred), routing.groups, -1)
             best_groups = grouped.topk(2).values.sum(-1).topk(routing.chosen_groups).indices
             is_open = torch.zeros_like(grouped[..., 0], dtype=torch.bool)
             is_open.scatter_(-1, best_groups, True)
@@ -280,6 +268,14 @@ def _tensor(numbers: Array, kind: str) -> torch.Tensor:
     """A mapped array as a tensor over the same memory."""
     tensor = torch.from_numpy(np.asarray(numbers))
     return tensor.view(torch.bfloat16) if kind == "BF16" else tensor
+
+
+def _head_norm(norms: tuple[NormWeights, NormWeights] | None) -> HeadNorm | None:
+    """The norm of heads that attention applies before it rotates."""
+    if norms is None:
+        return None
+    query, key = norms
+    return HeadNorm(query.weight, key.weight, query.norm.eps, query.norm.offset)
 
 
 def _activated(rows: torch.Tensor, mlp: MLP) -> torch.Tensor:

@@ -132,10 +132,12 @@ class Weights:
             )
         )
 
-    def norm(self, name: str, norm: Norm | None, size: int) -> NormWeights | None:
+    def optional_norm(self, name: str, norm: Norm | None, size: int) -> NormWeights | None:
         """A norm over `size` elements; None if there is none."""
-        if norm is None:
-            return None
+        return None if norm is None else self.norm(name, norm, size)
+
+    def norm(self, name: str, norm: Norm, size: int) -> NormWeights:
+        """A norm over `size` elements."""
         weight = bias = None
         if norm.has_weight:
             prefix, stored = self._stored(name)

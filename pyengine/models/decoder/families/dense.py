@@ -235,6 +235,7 @@ FAMILIES = (
             **DEFAULTS,
             "vocab_size": 151552,
             "intermediate_size": 13696,
+            "num_hidden_layers": 40,
             "num_key_value_heads": 2,
             "head_dim": 128,
             "max_position_embeddings": 131072,

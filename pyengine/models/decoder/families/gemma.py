@@ -19,7 +19,7 @@ from pyengine.models.decoder.spec import Attention, DecoderSpec, Layer, Norm, Qu
 _WHOLE = RotaryKind()
 
 
-def _layer(settings: Settings, norm: Norm, shape: dict[str, int], **attention: Any) -> Layer:
+def _layer(settings: Settings, norm: Norm, shape: dict[str, Any], **attention: Any) -> Layer:
     has_bias = settings.flag("attention_bias")
     return Layer(
         mixer=Attention(

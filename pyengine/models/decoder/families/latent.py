@@ -1,6 +1,7 @@
 """Families with latent attention: DeepSeek-V3 and those built like it."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 from pyengine.models.decoder.families.experts import QWEN_EXPERTS
 from pyengine.models.decoder.families.parts import (
@@ -40,7 +41,7 @@ def _attention(settings: Settings) -> LatentAttention:
         settings.refuse("num_key_value_heads", f"latent attention expands keys to {heads} heads")
     plain, rotated = settings.integer("qk_nope_head_dim"), settings.integer("qk_rope_head_dim")
     settings.only("qk_head_dim", plain + rotated, why="it is the sum of the two")
-    order = "pairs" if settings.flag("rope_interleave") else "halves"
+    order: Literal["pairs", "halves"] = "pairs" if settings.flag("rope_interleave") else "halves"
     score_scale = yarn_score_scale(rope_section(settings))
     return LatentAttention(
         heads=heads,

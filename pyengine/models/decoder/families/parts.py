@@ -147,7 +147,7 @@ def rms(settings: Settings, key: str = "rms_norm_eps", offset: float = 0.0) -> N
     return Norm(eps=settings.number(key, above=0), offset=offset)
 
 
-def heads(settings: Settings) -> dict[str, int]:
+def heads(settings: Settings) -> dict[str, Any]:
     """`heads`, `kv_heads` and `head_dim`, which is by default the hidden size divided by heads."""
     count = settings.integer("num_attention_heads")
     hidden = settings.integer("hidden_size")

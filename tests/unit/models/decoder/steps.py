@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
-from pyengine.attention.backend import StepInputs
+from pyengine.attention.backend import AttentionBackend, StepInputs
+from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.kv_cache.layer_groups import choose_layer_groups
 from pyengine.kv_cache.pool import KVPool
@@ -33,9 +33,14 @@ class Running:
 class Runner:
     """A decoder over a pool of its own, with a backend for attention."""
 
-    def __init__(self, decoder: Decoder, backend: type[Any] = GatherBackend) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        backend: type[AttentionBackend] = GatherBackend,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.decoder, spec = decoder, decoder.spec
-        specs = spec.cache_specs(torch.float32)
+        specs = spec.cache_specs(dtype)
         groups = choose_layer_groups(spec.windows, specs, _LONGEST)
         self.pool = KVPool(specs, _NUM_BLOCKS, BLOCK, CPU, groups)
         self.backend = backend(self.pool)
@@ -52,9 +57,13 @@ class Runner:
     def step(self, *chunks: tuple[Running, int]) -> None:
         """Compute so many further tokens of each sequence; keeps the logits of all of them."""
         inputs = self._inputs(chunks)
-        found = self.decoder(
-            inputs.input_ids, inputs.positions, inputs.logits_indices, self.backend.plan(inputs)
-        )
+        ids, positions, rows = inputs.input_ids, inputs.positions, inputs.logits_indices
+        plan = self.backend.plan(inputs)
+        if isinstance(self.backend, CpuBackend):
+            arrays = ids.numpy(), positions.numpy(), rows.numpy()
+            found = torch.from_numpy(self.decoder(*arrays, plan))
+        else:
+            found = self.decoder(ids, positions, rows, plan)
         start = 0
         for sequence, count in chunks:
             sequence.logits += found[start : start + count].unbind()

@@ -1,5 +1,6 @@
 """Every family computes what transformers computes, over a paged cache."""
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from pyengine.attention.backend import AttentionBackend
+from pyengine.attention.cpu import CpuBackend
+from pyengine.attention.gather import GatherBackend
+from pyengine.kv_cache import CpuAttention
+from pyengine.models.cpu_kernels import kernel_threads
+from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.families import TABLE
+from pyengine.models.decoder.kernels import Kernels
 from pyengine.models.decoder.loading import load_decoder, read_spec
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.unit.models.decoder.steps import CPU, Runner, generate
@@ -21,13 +29,24 @@ _LEAST_SPREAD = 0.02
 Saved = Callable[[Tiny], tuple[Path, Any]]
 
 
+SETS: dict[str, tuple[Callable[[], Kernels], type[AttentionBackend]]] = {
+    "torch": (lambda: TorchKernels(CPU, torch.float32), GatherBackend),
+    "cpu": (lambda: CpuKernels(kernel_threads(torch.get_num_threads())), CpuBackend),
+}
+"""Kernel sets, each with its backend of attention."""
+
+
+@pytest.mark.parametrize("kernels", SETS)
 @pytest.mark.parametrize("tiny", MODELS, ids=lambda tiny: tiny.name)
 def test_logits_and_tokens_are_those_of_transformers(
-    tiny: Tiny, saved: Saved, prompts: list[list[int]]
+    tiny: Tiny, kernels: str, saved: Saved, prompts: list[list[int]]
 ) -> None:
+    if kernels == "cpu" and not CpuAttention.is_fast():
+        pytest.skip("this processor has no AVX2 with FMA")
     folder, model = saved(tiny)
-    decoder = load_decoder(folder, TorchKernels(CPU, torch.float32))
-    for sequence in generate(Runner(decoder), prompts, 8):
+    made, backend = SETS[kernels]
+    decoder = load_decoder(folder, made())
+    for sequence in generate(Runner(decoder, backend), prompts, 8):
         with torch.inference_mode():
             expected = model(input_ids=torch.tensor([sequence.tokens]), use_cache=False).logits[0]
         found = torch.stack(sequence.logits)
@@ -44,6 +63,38 @@ def test_every_family_of_the_table_is_tested() -> None:
 def test_layers_differ_in_their_windows(saved: Saved) -> None:
     folder, _ = saved(next(tiny for tiny in MODELS if tiny.name == "gemma3"))
     assert read_spec(folder).windows == (9, 9, 9, 9, 9, None, 9)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "olmo2", "gpt_oss", "deepseek_v3"])
+def test_bfloat16_is_as_close_to_float32_as_in_transformers(
+    name: str, saved: Saved, prompts: list[list[int]]
+) -> None:
+    folder, model = saved(next(tiny for tiny in MODELS if tiny.name == name))
+    ids = torch.tensor(prompts[:1])
+    with torch.inference_mode():
+        exact = model(input_ids=ids).logits[0]
+        theirs = copy.deepcopy(model).to(torch.bfloat16)(input_ids=ids).logits[0].float()
+    runner = Runner(load_decoder(folder, TorchKernels(CPU, torch.bfloat16)), dtype=torch.bfloat16)
+    sequence = runner.add(prompts[0])
+    runner.step((sequence, len(prompts[0])))
+    ours = torch.stack(sequence.logits)
+    assert ours.dtype == torch.bfloat16
+    assert (ours.float() - exact).norm() <= 1.3 * (theirs - exact).norm()
+
+
+_IMPORTS = """
+import sys
+import pyengine.models.decoder.cpu_kernels
+import pyengine.models.decoder.loading
+assert "torch" not in sys.modules, "torch was imported"
+"""
+
+
+def test_the_kernels_of_cpus_are_imported_without_torch() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", _IMPORTS], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
 
 
 _OPEN_ALL = """

@@ -28,8 +28,10 @@ def changes(values: dict[str, Any], path: Path_ = ()) -> Iterator[tuple[Path_, A
         here = (*path, key)
         if isinstance(value, bool):
             yield here, not value
-        elif isinstance(value, int | float):
+        elif isinstance(value, int):
             yield from ((here, other) for other in (value + 1, 0))
+        elif isinstance(value, float):
+            yield from ((here, other) for other in (value * 2 + 0.5, 0.0))
         elif isinstance(value, list) and value and isinstance(value[0], int | float):
             yield here, [*value[:-1], value[-1] * 2 + 1]
         elif isinstance(value, list) and {"full_attention", "sliding_attention"} & set(value):
@@ -145,11 +147,13 @@ def test_defaults_are_those_of_the_configuration_class(family: str) -> None:
         found = getattr(config, key)
         if default is None and key in _FILLED_IN:
             continue
+        if key == "sliding_window" and row.defaults.get("use_sliding_window") is False:
+            continue  # transformers removes it where it is not used
         if found != default:
             read[key] = (default, found)
     assert not read, "ours, and those of transformers"
     theta = config.to_dict().get("rope_parameters") or {}
-    if "rope_theta" in theta and "rope_parameters" not in row.defaults.items():
+    if "rope_theta" in theta:
         assert theta["rope_theta"] == _theta(row.defaults)
 
 
@@ -160,8 +164,16 @@ def _theta(defaults: Any) -> float:
 
 
 _READ_OTHERWISE = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
-_FILLED_IN = {"num_key_value_heads", "head_dim", "layer_types", "no_rope_layers"}
-"""Keys whose default depends on others."""
+_FILLED_IN = {
+    "head_dim",
+    "layer_rope_theta",
+    "layer_types",
+    "mlp_layer_types",
+    "mlp_only_layers",
+    "no_rope_layers",
+    "num_key_value_heads",
+}
+"""Keys whose default depends on others, or is an empty list."""
 
 
 @pytest.mark.parametrize("tiny", MODELS, ids=lambda tiny: tiny.name)
@@ -174,6 +186,8 @@ def test_a_key_of_another_kind_is_refused_by_name(
         if key in no_effect or values[key] is None:
             continue
         for value in each_kind(values[key]):
+            if (key, "layer_types" in values) == ("sliding_window_pattern", True):
+                continue  # then it has no effect: released files have a text there
             with pytest.raises(ModelLoadError) as caught:
                 spec_of({**values, key: value}, "config.json")
             assert key in str(caught.value), (key, value)
@@ -184,7 +198,7 @@ def each_kind() -> Callable[[Any], list[Any]]:
     """Values of other kinds than a given one."""
 
     def others(value: Any) -> list[Any]:
-        kinds: list[Any] = ["no number", [], 1.5j]
+        kinds: list[Any] = ["no number", ["a", "b"]]
         if not isinstance(value, dict):
             kinds.append({"a": 1})
         return kinds

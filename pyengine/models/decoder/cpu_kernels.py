@@ -1,0 +1,379 @@
+"""The kernel set for CPUs: NumPy arrays in float32, multiplied and attended by the Rust kernels.
+
+No tensor of torch passes through a layer, and importing this module does not import torch.
+Products, root-mean-square norms, rotation and attention are in Rust; the rest is NumPy. bfloat16
+needs sums and activations in Rust first: NumPy has no such numbers.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine.errors import ModelLoadError
+from pyengine.kv_cache import CpuAttention, PackedWeight
+from pyengine.models.decoder.checkpoint import Array
+from pyengine.models.decoder.kernels import AttentionWeights, NormWeights, Product, Step
+from pyengine.models.decoder.rotary import Floats, frequencies
+from pyengine.models.decoder.spec import (
+    MLP,
+    Activation,
+    Attention,
+    ClampedGate,
+    LatentAttention,
+    Norm,
+    QueryGrowth,
+    Rotary,
+    Routing,
+)
+from pyengine.models.decoder.weights import Weight
+
+if TYPE_CHECKING:
+    from pyengine.attention.backend import AttentionOptions
+    from pyengine.attention.cpu import CpuPlan
+
+_GATES = ("silu", "gelu_tanh")
+"""Activations that the kernel applies to a gate itself."""
+_LEAST_SUM = np.float32(1e-20)
+_erf = np.frompyfunc(math.erf, 1, 1)
+
+
+@dataclass(slots=True)
+class CpuProduct:
+    """A matrix in the layout of the Rust kernel, and its bias."""
+
+    threads: CpuAttention
+    packed: PackedWeight
+    bias: Floats | None = None
+
+    def multiply(self, rows: Floats) -> Floats:
+        """See `Product.multiply`."""
+        rows = np.ascontiguousarray(rows)
+        out = np.empty((len(rows), self.packed.out_features), np.float32)
+        self.packed.multiply(self.threads, rows, out, self.bias)
+        return out
+
+    def gather(self, ids: npt.NDArray[np.int64]) -> Floats:
+        """See `Table.gather`."""
+        out = np.empty((len(ids), self.packed.in_features), np.float32)
+        self.packed.gather(np.ascontiguousarray(ids), out)
+        return out
+
+
+@dataclass(slots=True)
+class CpuGate:
+    """The gate and the other half of an MLP's first matrix, in one pass of the kernel."""
+
+    threads: CpuAttention
+    gate: PackedWeight
+    up: PackedWeight
+    activation: str
+
+    def multiply(self, rows: Floats) -> Floats:
+        """See `Kernels.inner_product`."""
+        rows = np.ascontiguousarray(rows)
+        out = np.empty((len(rows), self.up.out_features), np.float32)
+        self.up.multiply_gated(self.threads, rows, self.gate, out, self.activation)
+        return out
+
+
+@dataclass(slots=True)
+class CpuInnerProduct:
+    """The first matrix of an MLP, and its activation."""
+
+    product: CpuProduct
+    mlp: MLP
+
+    def multiply(self, rows: Floats) -> Floats:
+        """See `Kernels.inner_product`."""
+        return _activated(self.product.multiply(rows), self.mlp)
+
+
+@dataclass(slots=True)
+class CpuExperts:
+    """Both products of every expert."""
+
+    products: list[tuple[Product, Product]]
+
+    def multiply(self, rows: Floats, chosen: npt.NDArray[np.intp], factors: Floats) -> Floats:
+        """See `ExpertProducts.multiply`."""
+        out = np.zeros_like(rows)
+        for expert in np.unique(chosen).tolist():
+            tokens, places = np.nonzero(chosen == expert)
+            inner, down = self.products[expert]
+            result = down.multiply(inner.multiply(rows[tokens]))
+            out[tokens] += result * factors[tokens, places, None]
+        return out
+
+
+@dataclass(slots=True)
+class _LayerAttention:
+    """What attention takes of a layer, the same in every step."""
+
+    options: "AttentionOptions"
+    numbers: tuple[Any, ...] = ()
+    """Of a rotation: `rotation_numbers`; empty without one."""
+
+
+@dataclass(slots=True)
+class CpuKernels:
+    """See `Kernels`. Steps are planned by the backend of attention named "cpu"."""
+
+    threads: CpuAttention
+    _frequencies: dict[Rotary, tuple[Floats, float]] = field(default_factory=dict)
+    _layers: dict[int, _LayerAttention] = field(default_factory=dict)
+
+    def product(self, weight: Weight, bias: Weight | None) -> CpuProduct:
+        """See `Kernels.product`."""
+        vector = None if bias is None else _read(bias)
+        return CpuProduct(self.threads, PackedWeight(_read(weight)), vector)
+
+    def inner_product(self, weight: Weight, bias: Weight | None, mlp: MLP) -> Product:
+        """See `Kernels.inner_product`."""
+        if mlp.is_gated and bias is None and mlp.activation in _GATES:
+            gate, up = (PackedWeight(_read(weight.half(number))) for number in (0, 1))
+            return CpuGate(self.threads, gate, up, cast(str, mlp.activation))
+        return CpuInnerProduct(self.product(weight, bias), mlp)
+
+    def table(self, weight: Weight) -> CpuProduct:
+        """See `Kernels.table`."""
+        return self.product(weight, None)
+
+    def differ(self, first: Weight, second: Weight) -> bool:
+        """See `Kernels.differ`."""
+        pairs = zip(first.pieces(), second.pieces(), strict=True)
+        return not all(
+            np.array_equal(_floats(numbers, kind), _floats(others, other))
+            for (_, numbers, kind), (_, others, other) in pairs
+        )
+
+    def experts(
+        self,
+        gate_up: Sequence[Weight],
+        down: Sequence[Weight],
+        biases: tuple[Sequence[Weight], Sequence[Weight]] | None,
+        mlp: MLP,
+    ) -> CpuExperts:
+        """See `Kernels.experts`."""
+        nothing: Sequence[Weight | None] = [None] * len(down)
+        inner_biases, down_biases = biases or (nothing, nothing)
+        inner = (
+            self.inner_product(weight, bias, mlp)
+            for weight, bias in zip(gate_up, inner_biases, strict=True)
+        )
+        outer = (self.product(weight, bias) for weight, bias in zip(down, down_biases, strict=True))
+        return CpuExperts(list(zip(inner, outer, strict=True)))
+
+    def vector(self, weight: Weight) -> Floats:
+        """See `Kernels.vector`."""
+        return _read(weight)
+
+    def exact_vector(self, weight: Weight) -> Floats:
+        """See `Kernels.exact_vector`."""
+        return _read(weight)
+
+    def angles(self, positions: npt.NDArray[Any], rotary: Rotary) -> tuple[Floats, Floats]:
+        """See `Kernels.angles`."""
+        if rotary not in self._frequencies:
+            self._frequencies[rotary] = frequencies(rotary)
+        inverse, attention = self._frequencies[rotary]
+        turned = positions.astype(np.float32)[:, None] * inverse
+        factor = np.float32(attention)
+        return np.cos(turned) * factor, np.sin(turned) * factor
+
+    def norm(self, rows: Floats, norm: NormWeights) -> Floats:
+        """See `Kernels.norm`."""
+        spec: Norm = norm.norm
+        if spec.kind == "rms" and norm.weight is not None and norm.bias is None:
+            flat = np.ascontiguousarray(rows).reshape(-1, norm.size)
+            out = np.empty_like(flat)
+            weight = norm.weight + np.float32(spec.offset) if spec.offset else norm.weight
+            self.threads.rms_norm(flat, weight, out, spec.eps)
+            return out.reshape(rows.shape)
+        found = rows - rows.mean(-1, keepdims=True) if spec.kind == "layer" else rows
+        found = found / np.sqrt(np.square(found).mean(-1, keepdims=True) + np.float32(spec.eps))
+        if norm.weight is not None:
+            found = found * (norm.weight + np.float32(spec.offset))
+        return found if norm.bias is None else found + norm.bias
+
+    def add_norm(
+        self, stream: Floats, change: Floats | None, scale: float, norm: NormWeights | None
+    ) -> tuple[Floats, Floats]:
+        """See `Kernels.add_norm`."""
+        if change is not None:
+            stream = stream + (change if scale == 1.0 else change * np.float32(scale))
+        return stream, stream if norm is None else self.norm(stream, norm)
+
+    def scaled(self, rows: Floats, factor: float) -> Floats:
+        """See `Kernels.scaled`."""
+        return rows * np.float32(factor)
+
+    def attend(
+        self,
+        spec: Attention | LatentAttention,
+        weights: AttentionWeights,
+        rows: tuple[Floats, Floats, Floats],
+        step: Step,
+    ) -> Floats:
+        """See `Kernels.attend`."""
+        layer = self._layers.get(weights.layer)
+        if layer is None:
+            layer = self._layers[weights.layer] = _layer_attention(spec, weights)
+        query, key, value = (_with_dense_heads(each) for each in rows)
+        rotation = None
+        if spec.rotary is not None:
+            rotation = (*step.angles[spec.rotary], *layer.numbers)
+        elif weights.head_norms is not None:
+            query = self.norm(query, weights.head_norms[0])
+            key = self.norm(key, weights.head_norms[1])
+        out = np.empty((*query.shape[:2], value.shape[2]), np.float32)
+        plan = cast("CpuPlan", step.plan)
+        plan.attend(weights.layer, (query, key, value, out), layer.options, rotation)
+        return out.reshape(len(out), -1)
+
+    def grown(self, query: Floats, positions: npt.NDArray[Any], growth: QueryGrowth) -> Floats:
+        """See `Kernels.grown`."""
+        factor = 1 + growth.beta * np.log(1 + positions // growth.original)
+        return query * factor[:, None, None].astype(np.float32)
+
+    def concatenated(self, first: Floats, second: Floats) -> Floats:
+        """See `Kernels.concatenated`."""
+        shape = len(first), max(first.shape[1], second.shape[1])
+        parts = [np.broadcast_to(each, (*shape, each.shape[2])) for each in (first, second)]
+        return np.concatenate(parts, axis=2)
+
+    def sigmoid(self, rows: Floats) -> Floats:
+        """See `Kernels.sigmoid`."""
+        return _sigmoid(rows)
+
+    def route(
+        self, scores: Floats, routing: Routing, correction: Floats | None
+    ) -> tuple[npt.NDArray[np.intp], Floats]:
+        """See `Kernels.route`."""
+        if routing.score == "chosen":
+            chosen = _largest(scores, routing.chosen)
+            return chosen, _softmax(_at(scores, chosen)) * np.float32(routing.scale)
+        scores = _softmax(scores) if routing.score == "softmax" else _sigmoid(scores)
+        preferred = scores if correction is None else scores + correction
+        if routing.groups > 1:
+            grouped = preferred.reshape(len(scores), routing.groups, -1)
+            best = np.sort(grouped, axis=-1)[..., -2:].sum(-1)
+            is_open = np.zeros(best.shape, np.bool_)
+            np.put_along_axis(is_open, _largest(best, routing.chosen_groups), True, -1)
+            preferred = np.where(is_open[..., None], grouped, -np.inf).reshape(scores.shape)
+        chosen = _largest(preferred, routing.chosen)
+        factors = _at(scores, chosen)
+        if routing.is_normalised:
+            factors = factors / (factors.sum(-1, keepdims=True) + _LEAST_SUM)
+        return chosen, factors * np.float32(routing.scale)
+
+    def capped(self, rows: Floats, cap: float) -> Floats:
+        """See `Kernels.capped`."""
+        return np.tanh(rows / np.float32(cap)) * np.float32(cap)
+
+
+def _layer_attention(
+    spec: Attention | LatentAttention, weights: AttentionWeights
+) -> _LayerAttention:
+    from pyengine.attention.backend import AttentionOptions  # imports torch
+
+    sinks = weights.sinks
+    if sinks is not None:
+        import torch
+
+        sinks = torch.from_numpy(sinks)  # as options have them
+    options = AttentionOptions(
+        scaling=spec.scaling,
+        sliding_window=spec.window,
+        softcap=spec.softcap,
+        sinks=sinks,
+    )
+    if spec.rotary is None:
+        return _LayerAttention(options)
+    norms = None
+    if weights.head_norms is not None:
+        query, key = weights.head_norms
+        norms = (query.weight, key.weight, query.norm.eps, query.norm.offset)
+    rotary = spec.rotary
+    return _LayerAttention(options, (rotary.size, rotary.order == "pairs", 1, norms))
+
+
+def _with_dense_heads(rows: Floats) -> Floats:
+    """`[T, heads, size]` for the kernel, whose rows may be parts of longer ones."""
+    size = rows.itemsize
+    is_dense = rows.strides[1:] == (rows.shape[2] * size, size)
+    return rows if is_dense else np.ascontiguousarray(rows)
+
+
+def _read(weight: Weight) -> Floats:
+    """The numbers of a weight in float32; one tensor of the file is read at a time."""
+    found = np.empty(weight.shape, np.float32)
+    for rows, numbers, kind in weight.pieces():
+        found[rows] = _floats(numbers, kind)
+    if not np.isfinite(found.sum()) and not np.isfinite(found).all():
+        raise ModelLoadError(
+            f"the weights {weight.name} in {weight.parts[0].path} hold NaN or infinity: the file "
+            "is damaged, get it again"
+        )
+    return found
+
+
+def _floats(numbers: Array, kind: str) -> Array:
+    """Numbers of a file in a float type of NumPy."""
+    if kind != "BF16":
+        return numbers
+    return (numbers.astype(np.uint32) << 16).view(np.float32)
+
+
+def _activated(rows: Floats, mlp: MLP) -> Floats:
+    """`activation(gate) * up` of rows `[T, 2 size]`, or the activation of each number."""
+    if isinstance(mlp.activation, ClampedGate):
+        limit = np.float32(mlp.activation.limit)
+        gate, up = (rows[:, : mlp.size], rows[:, mlp.size :])
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        return gate * _sigmoid(gate * np.float32(mlp.activation.alpha)) * (up + 1)
+    activation = _ACTIVATIONS[mlp.activation]
+    if not mlp.is_gated:
+        return activation(rows)
+    return activation(rows[:, : mlp.size]) * rows[:, mlp.size :]
+
+
+def _sigmoid(rows: Floats) -> Floats:
+    """Without overflow."""
+    return np.float32(0.5) * (1 + np.tanh(rows * np.float32(0.5)))
+
+
+def _gelu(rows: Floats) -> Floats:
+    return rows * np.float32(0.5) * (1 + _erf(rows * np.float32(0.5**0.5)).astype(np.float32))
+
+
+def _gelu_tanh(rows: Floats) -> Floats:
+    inner = np.float32(math.sqrt(2 / math.pi)) * (rows + np.float32(0.044715) * rows**3)
+    return np.float32(0.5) * rows * (1 + np.tanh(inner))
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Floats], Floats]] = {
+    "silu": lambda rows: rows * _sigmoid(rows),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": lambda rows: np.maximum(rows, 0),
+    "relu2": lambda rows: np.square(np.maximum(rows, 0)),
+}
+
+
+def _softmax(scores: Floats) -> Floats:
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    found: Floats = powers / powers.sum(-1, keepdims=True)
+    return found
+
+
+def _largest(scores: Floats, count: int) -> npt.NDArray[np.intp]:
+    """The places of the largest numbers of each row."""
+    return np.argsort(-scores, axis=-1, kind="stable")[..., :count]
+
+
+def _at(scores: Floats, places: npt.NDArray[np.intp]) -> Floats:
+    return np.take_along_axis(scores, places, axis=-1)
