@@ -82,21 +82,28 @@ class StoredTensor:
 class Checkpoint:
     """The tensors of a folder, and which of them were taken.
 
-    Names that should begin with `base` may do without it, if all do: models that were saved
-    without a head. Raises `ModelLoadError` for files that are missing or damaged.
+    Raises `ModelLoadError` for files that are missing or damaged.
     """
 
-    def __init__(self, folder: Path, base: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        check_weights(folder)
+        self.headers = check_weights(folder)
+        """The headers of all files, checked."""
         self._tensors = {
             tensor.name: tensor
             for path in sorted(folder.glob("*.safetensors"))
             for tensor in _tensors_of(path)
         }
+        self._taken: set[str] = set()
+
+    def named_from(self, base: str) -> "Checkpoint":
+        """The same tensors, with names that begin with `base`.
+
+        A model that was saved without its head has names without it.
+        """
         if not any(name.startswith(base) for name in self._tensors):
             self._tensors = {base + name: tensor for name, tensor in self._tensors.items()}
-        self._taken: set[str] = set()
+        return self
 
     def has(self, name: str) -> bool:
         """True if the files have a tensor of this name."""

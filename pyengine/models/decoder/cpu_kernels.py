@@ -194,10 +194,13 @@ class CpuKernels:
             self.threads.rms_norm(flat, weight, out, spec.eps)
             return out.reshape(rows.shape)
         found = rows - rows.mean(-1, keepdims=True) if spec.kind == "layer" else rows
-        found = found / np.sqrt(np.square(found).mean(-1, keepdims=True) + np.float32(spec.eps))
+        mean = np.square(found).mean(-1, keepdims=True)
+        normed: Floats = found / np.sqrt(mean + np.float32(spec.eps))
         if norm.weight is not None:
-            found = found * (norm.weight + np.float32(spec.offset))
-        return found if norm.bias is None else found + norm.bias
+            normed *= norm.weight + np.float32(spec.offset)
+        if norm.bias is not None:
+            normed += norm.bias
+        return normed
 
     def add_norm(
         self, stream: Floats, change: Floats | None, scale: float, norm: NormWeights | None
@@ -237,7 +240,8 @@ class CpuKernels:
     def grown(self, query: Floats, positions: npt.NDArray[Any], growth: QueryGrowth) -> Floats:
         """See `Kernels.grown`."""
         factor = 1 + growth.beta * np.log(1 + positions // growth.original)
-        return query * factor[:, None, None].astype(np.float32)
+        grown: Floats = query * factor[:, None, None].astype(np.float32)
+        return grown
 
     def concatenated(self, first: Floats, second: Floats) -> Floats:
         """See `Kernels.concatenated`."""
@@ -272,7 +276,8 @@ class CpuKernels:
 
     def capped(self, rows: Floats, cap: float) -> Floats:
         """See `Kernels.capped`."""
-        return np.tanh(rows / np.float32(cap)) * np.float32(cap)
+        capped: Floats = np.tanh(rows / np.float32(cap)) * np.float32(cap)
+        return capped
 
 
 def _layer_attention(
@@ -343,16 +348,20 @@ def _activated(rows: Floats, mlp: MLP) -> Floats:
 
 def _sigmoid(rows: Floats) -> Floats:
     """Without overflow."""
-    return np.float32(0.5) * (1 + np.tanh(rows * np.float32(0.5)))
+    found: Floats = np.float32(0.5) * (1 + np.tanh(rows * np.float32(0.5)))
+    return found
 
 
 def _gelu(rows: Floats) -> Floats:
-    return rows * np.float32(0.5) * (1 + _erf(rows * np.float32(0.5**0.5)).astype(np.float32))
+    shares = _erf(rows * np.float32(0.5**0.5)).astype(np.float32)
+    found: Floats = rows * np.float32(0.5) * (1 + shares)
+    return found
 
 
 def _gelu_tanh(rows: Floats) -> Floats:
     inner = np.float32(math.sqrt(2 / math.pi)) * (rows + np.float32(0.044715) * rows**3)
-    return np.float32(0.5) * rows * (1 + np.tanh(inner))
+    found: Floats = np.float32(0.5) * rows * (1 + np.tanh(inner))
+    return found
 
 
 _ACTIVATIONS: dict[Activation, Callable[[Floats], Floats]] = {

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from pyengine.errors import ModelLoadError
-from pyengine.models.checkpoint_files import check_weights
 from pyengine.models.config import check_sizes
 from pyengine.models.decoder.checkpoint import Checkpoint
 from pyengine.models.decoder.decoder import Decoder
@@ -81,11 +80,11 @@ def load_decoder(folder: Path, kernels: Kernels) -> Decoder:
 def _opened(folder: Path, kernels: Kernels) -> tuple[DecoderSpec, Weights, Checkpoint]:
     path = folder / "config.json"
     values = _values(path)
-    check_sizes(values, check_weights(folder), path)
+    checkpoint = Checkpoint(folder)
+    check_sizes(values, checkpoint.headers, path)
     spec = spec_of(values, str(path))
     names = TABLE[spec.family].names
-    checkpoint = Checkpoint(folder, names.base)
-    return spec, Weights(checkpoint, names, kernels), checkpoint
+    return spec, Weights(checkpoint.named_from(names.base), names, kernels), checkpoint
 
 
 def _checked(spec: DecoderSpec, weights: Weights, checkpoint: Checkpoint) -> None:

@@ -6,6 +6,7 @@ from pyengine.models.decoder.families.parts import (
     activation,
     decoder,
     heads,
+    layer_count,
     pre_norm,
 )
 from pyengine.models.decoder.names import (
@@ -42,7 +43,7 @@ def _starcoder2(settings: Settings) -> DecoderSpec:
         has_bias=has_bias,
     )
     layer = pre_norm(attention, mlp, norm)
-    return decoder(settings, [layer] * settings.integer("num_hidden_layers"), norm)
+    return decoder(settings, [layer] * layer_count(settings), norm)
 
 
 def _gpt2(settings: Settings) -> DecoderSpec:
@@ -70,7 +71,7 @@ def _gpt2(settings: Settings) -> DecoderSpec:
             mlp,
             norm,
         )
-        for layer in range(settings.integer("num_hidden_layers"))
+        for layer in range(layer_count(settings))
     ]
     positions = settings.integer("max_position_embeddings")
     return decoder(settings, layers, norm, learned_positions=positions)

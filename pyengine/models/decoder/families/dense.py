@@ -6,6 +6,7 @@ from pyengine.models.decoder.families.parts import (
     decoder,
     gated,
     heads,
+    layer_count,
     pre_norm,
     rms,
     sliding_layers,
@@ -31,7 +32,7 @@ def _llama(settings: Settings) -> DecoderSpec:
         out_bias=has_bias,
     )
     layer = pre_norm(attention, gated(settings, bias="mlp_bias"), norm)
-    return decoder(settings, [layer] * settings.integer("num_hidden_layers"), norm)
+    return decoder(settings, [layer] * layer_count(settings), norm)
 
 
 def _qwen(settings: Settings, *, is_third: bool) -> DecoderSpec:
@@ -82,7 +83,7 @@ def _mistral(settings: Settings) -> DecoderSpec:
         window=settings.optional_integer("sliding_window"),
     )
     layer = pre_norm(attention, gated(settings), norm)
-    return decoder(settings, [layer] * settings.integer("num_hidden_layers"), norm)
+    return decoder(settings, [layer] * layer_count(settings), norm)
 
 
 def _phi3(settings: Settings) -> DecoderSpec:
@@ -97,7 +98,7 @@ def _phi3(settings: Settings) -> DecoderSpec:
         window=settings.optional_integer("sliding_window"),
     )
     layer = pre_norm(attention, gated(settings), norm)
-    count = settings.integer("num_hidden_layers")
+    count = layer_count(settings)
     return decoder(settings, [layer] * count, norm, kind=kind)
 
 
@@ -118,7 +119,7 @@ def _granite(settings: Settings) -> DecoderSpec:
     )
     return decoder(
         settings,
-        [layer] * settings.integer("num_hidden_layers"),
+        [layer] * layer_count(settings),
         norm,
         embedding_scale=settings.number("embedding_multiplier"),
         logit_scale=1 / settings.number("logits_scaling", above=0),
@@ -135,7 +136,7 @@ def _seed_oss(settings: Settings) -> DecoderSpec:
         out_bias=settings.flag("attention_out_bias"),
     )
     layer = pre_norm(attention, gated(settings, bias="mlp_bias"), norm)
-    return decoder(settings, [layer] * settings.integer("num_hidden_layers"), norm)
+    return decoder(settings, [layer] * layer_count(settings), norm)
 
 
 def _glm4(settings: Settings) -> DecoderSpec:
@@ -147,7 +148,7 @@ def _glm4(settings: Settings) -> DecoderSpec:
         qkv_bias=settings.flag("attention_bias"),
     )
     layer = pre_norm(attention, gated(settings), norm, after_mixer=norm, after_feed_forward=norm)
-    return decoder(settings, [layer] * settings.integer("num_hidden_layers"), norm)
+    return decoder(settings, [layer] * layer_count(settings), norm)
 
 
 _QWEN = {

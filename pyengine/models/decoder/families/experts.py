@@ -8,6 +8,7 @@ from pyengine.models.decoder.families.parts import (
     decoder,
     gated,
     heads,
+    layer_count,
     pre_norm,
     rms,
     sliding_layers,
@@ -57,7 +58,7 @@ def _mixtral(settings: Settings) -> DecoderSpec:
     )
     routing = routed(settings, "num_local_experts", is_normalised=True)
     layer = pre_norm(attention, Experts(routing=routing, mlp=gated(settings)), norm)
-    return decoder(settings, [layer] * settings.integer("num_hidden_layers"), norm)
+    return decoder(settings, [layer] * layer_count(settings), norm)
 
 
 def _granitemoe(settings: Settings) -> DecoderSpec:
@@ -74,7 +75,7 @@ def _granitemoe(settings: Settings) -> DecoderSpec:
     layer = pre_norm(attention, experts, norm, residual_scale=scale)
     return decoder(
         settings,
-        [layer] * settings.integer("num_hidden_layers"),
+        [layer] * layer_count(settings),
         norm,
         embedding_scale=settings.number("embedding_multiplier"),
         logit_scale=1 / settings.number("logits_scaling", above=0),
@@ -144,7 +145,7 @@ def _sparse_layers(settings: Settings, experts: Experts) -> Sequence[FeedForward
     mlp = gated(settings)
     return [
         experts if layer not in dense and (layer + 1) % every == 0 else mlp
-        for layer in range(settings.integer("num_hidden_layers"))
+        for layer in range(layer_count(settings))
     ]
 
 

@@ -9,6 +9,7 @@ from pyengine.models.decoder.families.parts import (
     Family,
     decoder,
     gated,
+    layer_count,
     pre_norm,
     rms,
 )
@@ -67,7 +68,7 @@ def _latent(settings: Settings, is_sparse: Sequence[bool]) -> DecoderSpec:
 
 def _deepseek_v3(settings: Settings) -> DecoderSpec:
     first = settings.integer("first_k_dense_replace", 0)
-    count = settings.integer("num_hidden_layers")
+    count = layer_count(settings)
     settings.only("head_dim", settings.integer("qk_rope_head_dim"), why="it says what rotates")
     return _latent(settings, [layer >= first for layer in range(count)])
 

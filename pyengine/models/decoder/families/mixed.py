@@ -8,6 +8,7 @@ from pyengine.models.decoder.families.parts import (
     decoder,
     gated,
     heads,
+    layer_count,
     pre_norm,
     rms,
     sliding_layers,
@@ -35,7 +36,7 @@ _TRAINED_ELSEWHERE = "transformers does not read it"
 
 def _smollm3(settings: Settings) -> DecoderSpec:
     shape, norm, has_bias = heads(settings), rms(settings), settings.flag("attention_bias")
-    count, every = settings.integer("num_hidden_layers"), settings.integer("no_rope_layer_interval")
+    count, every = layer_count(settings), settings.integer("no_rope_layer_interval")
     rotates = [(layer + 1) % every != 0 for layer in range(count)]
     given = settings.items("no_rope_layers", count)
     if given is not None:
@@ -82,7 +83,7 @@ def _olmo2(settings: Settings) -> DecoderSpec:
         after_mixer=norm,
         after_feed_forward=norm,
     )
-    return decoder(settings, [layer] * settings.integer("num_hidden_layers"), norm)
+    return decoder(settings, [layer] * layer_count(settings), norm)
 
 
 def _olmo3(settings: Settings) -> DecoderSpec:
@@ -155,7 +156,7 @@ def _ministral3(settings: Settings) -> DecoderSpec:
         query_growth=growth,
     )
     layer = pre_norm(attention, gated(settings), norm)
-    return decoder(settings, [layer] * settings.integer("num_hidden_layers"), norm)
+    return decoder(settings, [layer] * layer_count(settings), norm)
 
 
 def _granite_swa(settings: Settings) -> DecoderSpec:

@@ -119,6 +119,8 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
 )
 """Keys that change no answer, whatever the family."""
 
+_MOST_LAYERS = 4096
+
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
         "silu": "silu",
@@ -158,6 +160,14 @@ def heads(settings: Settings) -> dict[str, Any]:
     return {"heads": count, "kv_heads": kv_heads, "head_dim": head_dim}
 
 
+def layer_count(settings: Settings) -> int:
+    """The number of layers, of which a spec has one by one."""
+    count = settings.integer("num_hidden_layers")
+    if count > _MOST_LAYERS:
+        settings.refuse("num_hidden_layers", f"a model has at most {_MOST_LAYERS}")
+    return count
+
+
 def gated(
     settings: Settings, *, size: str = "intermediate_size", act: str = "hidden_act", bias: str = ""
 ) -> MLP:
@@ -187,7 +197,7 @@ def sliding_layers(
 
     `none` is a number that stands for no window, beside null.
     """
-    count = settings.integer("num_hidden_layers")
+    count = layer_count(settings)
     types = settings.items("layer_types", count)
     slides = [is_sliding(layer) for layer in range(count)]
     if types is not None:
@@ -213,7 +223,7 @@ def decoder(
     """The spec of these layers, with what is outside of them."""
     refuse_other_models(settings)
     return DecoderSpec(
-        family=settings.text("model_type", [settings.raw("model_type")]),
+        family=str(settings.raw("model_type")),
         vocab_size=settings.integer("vocab_size"),
         hidden_size=settings.integer("hidden_size"),
         max_positions=usable_positions(settings, kind),

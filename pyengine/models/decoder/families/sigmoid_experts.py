@@ -12,6 +12,7 @@ from pyengine.models.decoder.families.parts import (
     decoder,
     gated,
     heads,
+    layer_count,
     pre_norm,
     rms,
     sliding_layers,
@@ -65,7 +66,7 @@ def _glm4_moe(settings: Settings) -> DecoderSpec:
     first = settings.integer("first_k_dense_replace", 0)
     layers = [
         pre_norm(attention, experts if layer >= first else mlp, norm)
-        for layer in range(settings.integer("num_hidden_layers"))
+        for layer in range(layer_count(settings))
     ]
     return decoder(settings, layers, norm, mtp_layers=mtp_layers(settings))
 
@@ -112,7 +113,7 @@ def _mimo_v2_flash(settings: Settings) -> DecoderSpec:
 
 def sparse_layers(settings: Settings) -> list[bool]:
     """Which layers have experts, by `mlp_layer_types`; by default all but the first."""
-    count = settings.integer("num_hidden_layers")
+    count = layer_count(settings)
     types = settings.items("mlp_layer_types", count)
     if types is None:
         return [layer > 0 for layer in range(count)]
@@ -138,7 +139,7 @@ def _minimax_m2(settings: Settings) -> DecoderSpec:
         settings, "num_local_experts", "sigmoid", is_normalised=True, has_correction=True
     )
     layer = pre_norm(attention, Experts(routing=routing, mlp=gated(settings)), norm)
-    return decoder(settings, [layer] * settings.integer("num_hidden_layers"), norm)
+    return decoder(settings, [layer] * layer_count(settings), norm)
 
 
 _MINIMAX_ONLY = {

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.families import NO_EFFECT, TABLE
-from pyengine.models.decoder.loading import load_decoder, spec_of
+from pyengine.models.decoder.loading import check_model, load_decoder, spec_of
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from pyengine.models.transformers_calls import quiet_transformers
 from tests.unit.models.decoder.steps import CPU, Runner
@@ -191,6 +192,24 @@ def test_a_key_of_another_kind_is_refused_by_name(
             with pytest.raises(ModelLoadError) as caught:
                 spec_of({**values, key: value}, "config.json")
             assert key in str(caught.value), (key, value)
+
+
+_GARBAGE = (-1, 0, 1, 3, 1e30, -1e-30, 10**30, 10**400, float("nan"), float("inf"), True, [])
+
+
+@pytest.mark.parametrize("tiny", _WALKED, ids=lambda tiny: tiny.name)
+def test_garbage_is_refused_or_means_something(tiny: Tiny, saved: Saved, tmp_path: Path) -> None:
+    folder, _ = saved(tiny)
+    values = configuration_in(folder)
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    for path, _ in changes(values):
+        for value in _GARBAGE:
+            found = changed(values, path, value)
+            with suppress(ModelLoadError):
+                spec_of(found, "config.json")
+            (tmp_path / "config.json").write_text(json.dumps(found))
+            with suppress(ModelLoadError):
+                check_model(tmp_path)
 
 
 @pytest.fixture(scope="session")
