@@ -109,13 +109,38 @@ class CpuExperts:
         return out
 
 
-@dataclass(slots=True)
-class _LayerAttention:
-    """What attention takes of a layer, the same in every step."""
+class CpuLayerAttention:
+    """The attention of a layer, by the Rust kernel."""
 
-    options: "AttentionOptions"
-    numbers: tuple[Any, ...] = ()
-    """Of a rotation: `rotation_numbers`; empty without one."""
+    def __init__(
+        self,
+        kernels: "CpuKernels",
+        spec: Attention | LatentAttention,
+        weights: AttentionWeights,
+    ) -> None:
+        self._norm, self._spec, self._weights = kernels.norm, spec, weights
+        self._options = _options(spec, weights)
+        self._numbers: tuple[Any, ...] = ()
+        """What the kernel takes of a rotation beside angles, as `rotation_numbers`."""
+        if spec.rotary is not None:
+            norms = None
+            if weights.head_norms is not None:
+                query, key = weights.head_norms
+                norms = (query.weight, key.weight, query.norm.eps, query.norm.offset)
+            self._numbers = (spec.rotary.size, spec.rotary.order == "pairs", 1, norms)
+
+    def attend(self, rows: tuple[Floats, Floats, Floats], step: Step) -> Floats:
+        """See `AttentionKernel.attend`."""
+        query, key, value = (_with_dense_heads(each) for each in rows)
+        rotary, norms, rotation = self._spec.rotary, self._weights.head_norms, None
+        if rotary is not None:
+            rotation = (*step.angles[rotary], *self._numbers)
+        elif norms is not None:
+            query, key = self._norm(query, norms[0]), self._norm(key, norms[1])
+        out = np.empty((*query.shape[:2], value.shape[2]), np.float32)
+        plan = cast("CpuPlan", step.plan)
+        plan.attend(self._weights.cache, (query, key, value, out), self._options, rotation)
+        return out.reshape(len(out), -1)
 
 
 @dataclass(slots=True)
@@ -124,7 +149,6 @@ class CpuKernels:
 
     threads: CpuAttention
     _frequencies: dict[Rotary, tuple[Floats, float]] = field(default_factory=dict)
-    _layers: dict[int, _LayerAttention] = field(default_factory=dict)
 
     def product(self, weight: Weight, bias: Weight | None) -> CpuProduct:
         """See `Kernels.product`."""
@@ -214,28 +238,11 @@ class CpuKernels:
         """See `Kernels.scaled`."""
         return rows * np.float32(factor)
 
-    def attend(
-        self,
-        spec: Attention | LatentAttention,
-        weights: AttentionWeights,
-        rows: tuple[Floats, Floats, Floats],
-        step: Step,
-    ) -> Floats:
-        """See `Kernels.attend`."""
-        layer = self._layers.get(weights.layer)
-        if layer is None:
-            layer = self._layers[weights.layer] = _layer_attention(spec, weights)
-        query, key, value = (_with_dense_heads(each) for each in rows)
-        rotation = None
-        if spec.rotary is not None:
-            rotation = (*step.angles[spec.rotary], *layer.numbers)
-        elif weights.head_norms is not None:
-            query = self.norm(query, weights.head_norms[0])
-            key = self.norm(key, weights.head_norms[1])
-        out = np.empty((*query.shape[:2], value.shape[2]), np.float32)
-        plan = cast("CpuPlan", step.plan)
-        plan.attend(weights.layer, (query, key, value, out), layer.options, rotation)
-        return out.reshape(len(out), -1)
+    def attention(
+        self, spec: Attention | LatentAttention, weights: AttentionWeights
+    ) -> "CpuLayerAttention":
+        """See `Kernels.attention`."""
+        return CpuLayerAttention(self, spec, weights)
 
     def grown(self, query: Floats, positions: npt.NDArray[Any], growth: QueryGrowth) -> Floats:
         """See `Kernels.grown`."""
@@ -280,9 +287,7 @@ class CpuKernels:
         return capped
 
 
-def _layer_attention(
-    spec: Attention | LatentAttention, weights: AttentionWeights
-) -> _LayerAttention:
+def _options(spec: Attention | LatentAttention, weights: AttentionWeights) -> "AttentionOptions":
     from pyengine.attention.backend import AttentionOptions  # imports torch
 
     sinks = weights.sinks
@@ -290,20 +295,9 @@ def _layer_attention(
         import torch
 
         sinks = torch.from_numpy(sinks)  # as options have them
-    options = AttentionOptions(
-        scaling=spec.scaling,
-        sliding_window=spec.window,
-        softcap=spec.softcap,
-        sinks=sinks,
+    return AttentionOptions(
+        scaling=spec.scaling, sliding_window=spec.window, softcap=spec.softcap, sinks=sinks
     )
-    if spec.rotary is None:
-        return _LayerAttention(options)
-    norms = None
-    if weights.head_norms is not None:
-        query, key = weights.head_norms
-        norms = (query.weight, key.weight, query.norm.eps, query.norm.offset)
-    rotary = spec.rotary
-    return _LayerAttention(options, (rotary.size, rotary.order == "pairs", 1, norms))
 
 
 def _with_dense_heads(rows: Floats) -> Floats:

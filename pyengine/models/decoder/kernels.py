@@ -6,7 +6,7 @@ has one set, chosen once (`torch_kernels` is the oracle of the others).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pyengine.models.decoder.spec import (
@@ -63,27 +63,40 @@ class ExpertProducts(Protocol):
 class Step:
     """A step of a decoder.
 
-    `ids`, `positions` are `[T]`; `logits_rows` the rows of the T to return logits of. `angles` has
-    cosines and sines of `positions` for each rotary embedding of the model.
+    `ids`, `positions` are `[T]`. `angles` has cosines and sines of `positions` for each rotary
+    embedding of the model. `kept` has the keys and values of layers that later ones share, by
+    their number. `token_input` is `[T, layers, size]`, if the model has such inputs.
     """
 
     ids: Rows
     positions: Rows
-    logits_rows: Rows
     plan: "AttentionPlan"
     angles: dict[Rotary, tuple[Rows, Rows]]
+    kept: dict[int, tuple[Rows, Rows]] = field(default_factory=dict)
+    token_input: Rows = None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """What attention needs beside rows: its number among layers, and small vectors.
+    """What attention needs beside rows: the number of its cache, and small vectors.
 
     `head_norms` are those of query and key heads, before their rotation.
     """
 
-    layer: int
+    cache: int
     head_norms: tuple[NormWeights, NormWeights] | None = None
     sinks: Any = None
+
+
+class AttentionKernel(Protocol):
+    """The attention of a layer."""
+
+    def attend(self, rows: tuple[Rows, Rows, Rows], step: Step) -> Rows:
+        """Normalise heads, rotate, write keys and values, attend; `[T, heads * value_size]`.
+
+        `rows` are queries, keys and values, `[T, heads, size]` each. The first numbers of a head
+        rotate.
+        """
 
 
 class Kernels(Protocol):
@@ -129,18 +142,10 @@ class Kernels(Protocol):
     def scaled(self, rows: Rows, factor: float) -> Rows:
         """Rows times a factor, which is rounded to their dtype first."""
 
-    def attend(
-        self,
-        spec: Attention | LatentAttention,
-        weights: AttentionWeights,
-        rows: tuple[Rows, Rows, Rows],
-        step: Step,
-    ) -> Rows:
-        """Normalise heads, rotate, write keys and values, attend; `[T, heads * value_size]`.
-
-        `rows` are queries, keys and values, `[T, heads, size]` each. The first numbers of a head
-        rotate.
-        """
+    def attention(
+        self, spec: Attention | LatentAttention, weights: AttentionWeights
+    ) -> "AttentionKernel":
+        """Prepare the attention of a layer."""
 
     def grown(self, query: Rows, positions: Rows, growth: QueryGrowth) -> Rows:
         """Queries `[T, heads, size]`, multiplied by the growth of their positions."""

@@ -11,18 +11,28 @@ from pyengine.models.decoder import spec
 from pyengine.models.decoder.kernels import AttentionWeights, NormWeights, Rows, Step
 from pyengine.models.decoder.weights import Weights
 
-Mixer: TypeAlias = "Attention | LatentAttention"
+Mixer: TypeAlias = "Attention | SharedAttention | LatentAttention"
 FeedForward: TypeAlias = "MLP | Experts"
 
 
 class Attention:
     """Attention over the paged KV cache."""
 
-    def __init__(self, attention: spec.Attention, weights: Weights, hidden: int) -> None:
-        self._spec, self._kernels = attention, weights.kernels
+    is_shared = False
+    """True if later layers read its keys and values."""
+
+    def __init__(
+        self, attention: spec.Attention, weights: Weights, hidden: int, *, cache: int
+    ) -> None:
+        """`cache` is the number of its layer in the pool."""
+        self._spec, self._kernels, self._layer = attention, weights.kernels, weights.layer or 0
         query, key, value = attention.sizes
-        self._splits = (query, query + key, query + key + value)
-        self._qkv = weights.linear("qkv", attention.sizes, hidden, has_bias=attention.qkv_bias)
+        name, sizes = "qkv", (query, key, value)
+        if attention.values_are_keys:
+            name, sizes = "query_key", (query, key, 0)
+        self._splits = (query, query + key, query + key + sizes[2])
+        parts = [size for size in sizes if size]
+        self._qkv = weights.linear(name, parts, hidden, has_bias=attention.qkv_bias)
         self._out = weights.linear(
             "out", hidden, attention.heads * attention.value_size, has_bias=attention.out_bias
         )
@@ -32,14 +42,22 @@ class Attention:
             self._row_norms = _norms(weights, norm.norm, query, key)
         elif norm is not None:
             head_norms = _norms(weights, norm.norm, size, size)
+        self._value_norm = None
+        if attention.value_norm is not None:
+            self._value_norm = weights.norm(
+                "value_norm", attention.value_norm, attention.value_size
+            )
         sinks = weights.vector("sinks", attention.heads) if attention.sinks else None
-        self._weights = AttentionWeights(weights.layer or 0, head_norms, sinks)
+        small = AttentionWeights(cache, head_norms, sinks)
+        self._attention = weights.kernels.attention(attention, small)
 
     def __call__(self, rows: Rows, step: Step) -> Rows:
         """Attend with the rows of the step."""
         attention, kernels = self._spec, self._kernels
         qkv, (first, second, third) = self._qkv(rows), self._splits
         query, key, value = qkv[:, :first], qkv[:, first:second], qkv[:, second:third]
+        if attention.values_are_keys:
+            value = key
         if self._row_norms is not None:
             query = kernels.norm(query, self._row_norms[0])
             key = kernels.norm(key, self._row_norms[1])
@@ -48,9 +66,43 @@ class Attention:
         value = value.reshape(len(rows), attention.kv_heads, attention.value_size)
         if attention.query_growth is not None:
             query = kernels.grown(query, step.positions, attention.query_growth)
+        if self._value_norm is not None:
+            value = kernels.norm(value, self._value_norm)
         if attention.value_scale != 1.0:
             value = value * attention.value_scale
-        return self._out(kernels.attend(attention, self._weights, (query, key, value), step))
+        if self.is_shared:
+            step.kept[self._layer] = key, value
+        return self._out(self._attention.attend((query, key, value), step))
+
+
+class SharedAttention:
+    """Attention to the keys and values of another layer, which has computed them in this step.
+
+    They are written once more, as they are.
+    """
+
+    def __init__(
+        self, attention: spec.Attention, weights: Weights, hidden: int, *, cache: int
+    ) -> None:
+        """`cache` is the number of the other layer in the pool."""
+        self._heads, self._source = attention.heads, attention.shares or 0
+        size = attention.heads * attention.head_dim
+        self._query = weights.linear("query", size, hidden, has_bias=attention.qkv_bias)
+        values = attention.heads * attention.value_size
+        self._out = weights.linear("out", hidden, values, has_bias=attention.out_bias)
+        norms = None
+        if attention.query_key_norm is not None:
+            norm, of_source = attention.query_key_norm.norm, weights.of_layer(self._source)
+            norms = (
+                weights.norm("query_norm", norm, attention.head_dim),
+                of_source.norm("key_norm", norm, attention.head_dim),
+            )
+        self._attention = weights.kernels.attention(attention, AttentionWeights(cache, norms))
+
+    def __call__(self, rows: Rows, step: Step) -> Rows:
+        """Attend with the rows of the step."""
+        query = self._query(rows).reshape(len(rows), self._heads, -1)
+        return self._out(self._attention.attend((query, *step.kept[self._source]), step))
 
 
 def _norms(
@@ -67,7 +119,10 @@ class LatentAttention:
     not depend on the order.
     """
 
-    def __init__(self, attention: spec.LatentAttention, weights: Weights, hidden: int) -> None:
+    def __init__(
+        self, attention: spec.LatentAttention, weights: Weights, hidden: int, *, cache: int
+    ) -> None:
+        """`cache` is the number of its layer in the pool."""
         self._spec, self._kernels = attention, weights.kernels
         has_bias, rank = attention.has_bias, attention.query_rank
         queries = attention.heads * attention.head_dim
@@ -86,7 +141,7 @@ class LatentAttention:
         self._kv_up = weights.linear("kv_up", expanded, attention.kv_rank)
         values = attention.heads * attention.value_dim
         self._out = weights.linear("out", hidden, values, has_bias=has_bias)
-        self._weights = AttentionWeights(weights.layer or 0)
+        self._attention = weights.kernels.attention(attention, AttentionWeights(cache))
 
     def __call__(self, rows: Rows, step: Step) -> Rows:
         """Attend with the rows of the step."""
@@ -102,7 +157,7 @@ class LatentAttention:
         value = expanded[:, :, plain:]
         if attention.query_growth is not None:
             query = kernels.grown(query, step.positions, attention.query_growth)
-        return self._out(kernels.attend(attention, self._weights, (query, key, value), step))
+        return self._out(self._attention.attend((query, key, value), step))
 
     def _query_by_latent(self, rows: Rows) -> Rows:
         latent = self._kernels.norm(self._query_down(rows), self._query_latent)
@@ -153,11 +208,30 @@ class Experts:
         return result + shared
 
 
-def mixer_of(layer: spec.Layer, weights: Weights, hidden: int) -> Mixer:
+class TokenInput:
+    """The third part of a layer with an input for each token: see `spec.TokenInput`."""
+
+    def __init__(
+        self, given: spec.TokenInput, norm: spec.Norm | None, weights: Weights, hidden: int
+    ) -> None:
+        self._kernels, self._layer = weights.kernels, weights.layer or 0
+        gate = spec.MLP(size=given.size, activation=given.activation, is_gated=False)
+        self._gate = weights.inner("token_input_gate_", gate, hidden)
+        self._out = weights.linear("token_input_out", hidden, given.size)
+        self._norm = weights.optional_norm("after_token_input", norm, hidden)
+
+    def __call__(self, rows: Rows, step: Step) -> Rows:
+        """What the layer adds to `rows`."""
+        change = self._out(self._gate(rows) * step.token_input[:, self._layer])
+        return change if self._norm is None else self._kernels.norm(change, self._norm)
+
+
+def mixer_of(layer: spec.Layer, weights: Weights, hidden: int, cache: int) -> Mixer:
     """The part of a layer that reads other tokens."""
     if isinstance(layer.mixer, spec.LatentAttention):
-        return LatentAttention(layer.mixer, weights, hidden)
-    return Attention(layer.mixer, weights, hidden)
+        return LatentAttention(layer.mixer, weights, hidden, cache=cache)
+    kind = Attention if layer.mixer.shares is None else SharedAttention
+    return kind(layer.mixer, weights, hidden, cache=cache)
 
 
 def feed_forward_of(layer: spec.Layer, weights: Weights, hidden: int) -> FeedForward:

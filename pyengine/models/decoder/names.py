@@ -5,12 +5,15 @@ Names of a layer's tensors, all of them linear layers or norms unless it says ot
 | here | what |
 |---|---|
 | `before_mixer`, `after_mixer`, `before_feed_forward`, `after_feed_forward` | norms |
-| `qkv`, `out`; `query_norm`, `key_norm`; `sinks` (a vector) | attention |
+| `qkv` or `query_key`, `out`; `query_norm`, `key_norm`; `sinks` (a vector) | attention |
+| `query`, `out`; `query_norm` | attention that shares keys and values |
 | `query`, or `query_down`, `query_latent`, `query_up` | latent attention |
 | `kv_down`, `kv_latent`, `kv_up`; `out` | latent attention |
 | `gate_up` or `up`; `down` | an MLP |
 | `router`, `correction` (a vector), `expert_gate_up`, `expert_down` | experts |
 | `shared_gate_up`, `shared_down`, `shared_gate` | the shared expert |
+| `token_input_gate_up`, `token_input_out`, `after_token_input` | the input of each token |
+| `scalar` (a vector) | of the layer |
 """
 
 from collections.abc import Mapping

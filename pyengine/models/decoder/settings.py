@@ -32,7 +32,7 @@ class Settings:
         self._defaults = defaults or {}
         self._stored_as: dict[str, str] = {}
         for alias, key in (aliases or {}).items():
-            if alias in values and values.get(key, values[alias]) != values[alias]:
+            if alias in values and key in values and values[key] != values[alias]:
                 self.refuse(alias, f"and {key}={shown(values[key])}: delete one of them")
             if alias in values:
                 self._stored_as[key] = alias

@@ -126,6 +126,9 @@ class Attention:
     - `scaling`: factor on the products of queries and keys; `value_scale`: on values.
     - `window`: a query sees its own position and the `window - 1` before it; None: all.
     - `softcap`, `sinks`: as in `AttentionOptions`.
+    - `value_norm`: a norm of each value head. `values_are_keys`: values are keys, before the norm
+      and the rotation of those.
+    - `shares`: the layer whose keys and values it reads, instead of its own; None: none.
     """
 
     heads: int
@@ -140,6 +143,9 @@ class Attention:
     query_key_norm: QueryKeyNorm | None = None
     query_growth: QueryGrowth | None = None
     value_scale: float = 1.0
+    value_norm: Norm | None = None
+    values_are_keys: bool = False
+    shares: int | None = None
     qkv_bias: bool = False
     out_bias: bool = False
 
@@ -148,6 +154,8 @@ class Attention:
             raise ModelLoadError(
                 f"{self.heads} query heads are no multiple of {self.kv_heads} key-value heads"
             )
+        if self.values_are_keys and self.value_size != self.head_dim:
+            raise ModelLoadError("values that are keys have their size")
         if self.rotary is not None and self.rotary.size > self.head_dim:
             raise ModelLoadError(
                 f"{self.rotary.size} numbers of a head rotate, and a head has {self.head_dim}"
@@ -202,6 +210,11 @@ class LatentAttention:
     @property
     def softcap(self) -> float | None:
         """Latent attention has no cap."""
+        return None
+
+    @property
+    def shares(self) -> int | None:
+        """Latent attention has keys and values of its own."""
         return None
 
     def cache(self, dtype: "torch.dtype") -> KVCacheSpec:
@@ -290,12 +303,27 @@ FeedForward: TypeAlias = MLP | Experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenInput:
+    """A vector of `size` elements for each token and layer, beside the embedding (Gemma 3n).
+
+    It is the sum of a look-up and of a product with the embedding, which has `norm`. A layer
+    multiplies it by `activation(gate(x))`, and adds the normalised product of that.
+    """
+
+    size: int
+    vocab_size: int
+    activation: Activation
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """A decoder layer: each part reads normalised states, and adds its result to the residual.
 
     Norms that are None are not there. If it `is_parallel`, both parts read the states before the
     layer; without `before_feed_forward` they share a norm. Results are multiplied by
-    `residual_scale` when they are added.
+    `residual_scale` when they are added. With `token_input` there is a third part; if it
+    `has_scalar`, a number of the file multiplies the sum at the end.
     """
 
     mixer: Mixer
@@ -306,6 +334,8 @@ class Layer:
     after_feed_forward: Norm | None = None
     is_parallel: bool = False
     residual_scale: float = 1.0
+    token_input: TokenInput | None = None
+    has_scalar: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,10 +365,28 @@ class DecoderSpec:
     saved_dtype: str | None = None
 
     @property
+    def cached(self) -> list[int]:
+        """The layers that have a cache of their own, in order: those of the pool."""
+        return [number for number, layer in enumerate(self.layers) if layer.mixer.shares is None]
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of every layer, for `choose_layer_groups`."""
-        return tuple(layer.mixer.window for layer in self.layers)
+        """The window of every cached layer, for `choose_layer_groups`."""
+        return tuple(self.layers[number].mixer.window for number in self.cached)
 
     def cache_specs(self, dtype: "torch.dtype") -> Sequence[KVCacheSpec]:
-        """The KV cache of every layer, for `KVPool`."""
-        return [layer.mixer.cache(dtype) for layer in self.layers]
+        """The KV cache of every cached layer, for `KVPool`."""
+        return [self.layers[number].mixer.cache(dtype) for number in self.cached]
+
+    @property
+    def token_input(self) -> TokenInput | None:
+        """That of all layers, if they have any."""
+        return self.layers[0].token_input
+
+    def __post_init__(self) -> None:
+        if len({layer.token_input for layer in self.layers}) > 1:
+            raise ModelLoadError("layers differ in the inputs that they have for each token")
+        for number, layer in enumerate(self.layers):
+            shared = layer.mixer.shares
+            if shared is not None and (shared >= number or shared not in self.cached):
+                raise ModelLoadError(f"layer {number} reads keys and values of layer {shared}")

@@ -23,6 +23,7 @@ from pyengine.models.decoder.spec import (
     Routing,
 )
 from pyengine.models.decoder.weights import Weight
+from pyengine.utils.host_copy import upload
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -89,6 +90,35 @@ class TorchExperts:
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class TorchAttention:
+    """The attention of a layer, by the plan of the step."""
+
+    kernels: "TorchKernels"
+    spec: Attention | LatentAttention
+    weights: AttentionWeights
+
+    def attend(
+        self, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor], step: Step
+    ) -> torch.Tensor:
+        """See `AttentionKernel.attend`."""
+        query, key, value = rows
+        rotary, norms, rotation = self.spec.rotary, self.weights.head_norms, None
+        if rotary is not None:
+            layout = RotaryLayout(rotary.size, rotary.order, 1)
+            rotation = Rotation(*step.angles[rotary], layout, _head_norm(norms))
+        elif norms is not None:
+            query, key = self.kernels.norm(query, norms[0]), self.kernels.norm(key, norms[1])
+        options = AttentionOptions(
+            scaling=self.spec.scaling,
+            sliding_window=self.spec.window,
+            softcap=self.spec.softcap,
+            sinks=self.weights.sinks,
+            rotation=rotation,
+        )
+        return step.plan.forward(self.weights.cache, (query, key, value), options).flatten(1)
+
+
 class TorchKernels:
     """See `Kernels`. Weights and rows are of `dtype`, on `device`."""
 
@@ -139,7 +169,7 @@ class TorchKernels:
         """See `Kernels.angles`."""
         if rotary not in self._frequencies:
             inverse, attention = frequencies(rotary)
-            self._frequencies[rotary] = torch.from_numpy(inverse).to(self.device), attention
+            self._frequencies[rotary] = upload(inverse, self.device), attention
         found, factor = self._frequencies[rotary]
         turned = positions[:, None].float() * found
         return (turned.cos() * factor).to(self.dtype), (turned.sin() * factor).to(self.dtype)
@@ -170,31 +200,14 @@ class TorchKernels:
 
     def scaled(self, rows: torch.Tensor, factor: float) -> torch.Tensor:
         """See `Kernels.scaled`."""
-        return rows * torch.tensor(factor, dtype=rows.dtype, device=rows.device)
+        rounded: float = torch.tensor(factor, dtype=rows.dtype).item()
+        return rows * rounded
 
-    def attend(
-        self,
-        spec: Attention | LatentAttention,
-        weights: AttentionWeights,
-        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        """See `Kernels.attend`."""
-        query, key, value = rows
-        rotation, norms = None, weights.head_norms
-        if spec.rotary is not None:
-            layout = RotaryLayout(spec.rotary.size, spec.rotary.order, 1)
-            rotation = Rotation(*step.angles[spec.rotary], layout, _head_norm(norms))
-        elif norms is not None:
-            query, key = self.norm(query, norms[0]), self.norm(key, norms[1])
-        options = AttentionOptions(
-            scaling=spec.scaling,
-            sliding_window=spec.window,
-            softcap=spec.softcap,
-            sinks=weights.sinks,
-            rotation=rotation,
-        )
-        return step.plan.forward(weights.layer, (query, key, value), options).flatten(1)
+    def attention(
+        self, spec: Attention | LatentAttention, weights: AttentionWeights
+    ) -> "TorchAttention":
+        """See `Kernels.attention`."""
+        return TorchAttention(self, spec, weights)
 
     def grown(
         self, query: torch.Tensor, positions: torch.Tensor, growth: QueryGrowth

@@ -146,6 +146,11 @@ class Weights:
                 bias = self.kernels.vector(self._vector(prefix, stored, stored.bias, [size]))
         return NormWeights(norm, size, weight, bias)
 
+    def scalar(self, name: str) -> Any:
+        """A vector of one number, in the dtype of rows."""
+        prefix, stored = self._stored(name)
+        return self.kernels.vector(self._vector(prefix, stored, stored.weight, [1]))
+
     def vector(self, name: str, size: int) -> Any:
         """A vector in float32."""
         prefix, stored = self._stored(name)

@@ -336,6 +336,35 @@ MODELS = (
         },
     ),
     Tiny(
+        "gemma4",
+        "gemma4_text",
+        {
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_hidden_layers": 6,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 6,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            **_WINDOW,
+        },
+    ),
+    Tiny(
+        "gemma4-keys",
+        "gemma4_text",
+        {
+            "head_dim": 10,
+            "global_head_dim": 14,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "final_logit_softcapping": 3.0,
+            **_WINDOW,
+        },
+    ),
+    Tiny(
         "mimo_v2_flash",
         "mimo_v2_flash",
         {
@@ -368,8 +397,8 @@ def random_model(tiny: Tiny) -> Any:
             if parameter.ndim == 1:
                 parameter.add_(torch.randn(parameter.shape) * 0.2)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(torch.randn(buffer.shape) * 0.2)
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
+                buffer.add_(torch.randn(buffer.shape) * 0.2)
     return model.eval()
 
 
