@@ -92,7 +92,8 @@ class Rotary:
     def __post_init__(self) -> None:
         if self.size < 2 or self.size % 2:
             raise ModelLoadError(
-                f"{self.size} numbers of a head rotate: that must be even and at least 2"
+                f"{self.size} numbers of a head rotate, by head_dim and partial_rotary_factor: "
+                "that must be even and at least 2"
             )
         if isinstance(self.scaling, LongRopeScaling):
             count = len(self.scaling.divisors)
@@ -152,13 +153,15 @@ class Attention:
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ModelLoadError(
-                f"{self.heads} query heads are no multiple of {self.kv_heads} key-value heads"
+                f"num_attention_heads={self.heads} is no multiple of "
+                f"num_key_value_heads={self.kv_heads}: heads share keys evenly"
             )
         if self.values_are_keys and self.value_size != self.head_dim:
             raise ModelLoadError("values that are keys have their size")
         if self.rotary is not None and self.rotary.size > self.head_dim:
             raise ModelLoadError(
-                f"{self.rotary.size} numbers of a head rotate, and a head has {self.head_dim}"
+                f"{self.rotary.size} numbers of a head rotate, by partial_rotary_factor, and "
+                f"head_dim={self.head_dim}"
             )
 
     @property
@@ -274,13 +277,16 @@ class Routing:
 
     def __post_init__(self) -> None:
         if self.count % self.groups:
-            raise ModelLoadError(f"{self.count} experts are no multiple of {self.groups} groups")
+            raise ModelLoadError(f"{self.count} experts are no multiple of n_group={self.groups}")
         if self.chosen_groups > self.groups:
-            raise ModelLoadError(f"{self.chosen_groups} of {self.groups} groups are to be chosen")
+            raise ModelLoadError(
+                f"topk_group={self.chosen_groups} is more than n_group={self.groups}"
+            )
         open_experts = self.count // self.groups * self.chosen_groups
         if self.chosen > open_experts:
             raise ModelLoadError(
-                f"{self.chosen} experts are to be chosen for a token, of {open_experts}"
+                f"num_experts_per_tok={self.chosen} is more than the {open_experts} experts that a "
+                "token can choose from"
             )
         if self.groups > 1 and self.count // self.groups < 2:
             raise ModelLoadError("a group of experts is scored by its best two, and has one")

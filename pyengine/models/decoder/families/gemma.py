@@ -1,5 +1,6 @@
 """Gemma: norms before and after each part, whose weights are differences from 1."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -98,15 +99,11 @@ def _gemma3(settings: Settings) -> DecoderSpec:
 def _gemma4(settings: Settings) -> DecoderSpec:
     norm, count = rms(settings), layer_count(settings)
     _refuse_experts(settings)
-    windows = sliding_layers(settings, lambda layer: (layer + 1) % 6 != 0 or layer == count - 1)
+    windows = sliding_layers(settings, lambda layer: (layer + 1) % 6 != 0 and layer < count - 1)
     if windows[-1] is not None:
         settings.refuse("layer_types", "the last layer sees all positions")
     shapes = [_gemma4_shape(settings, layer, window) for layer, window in enumerate(windows)]
-    full, sliding = (
-        [shape["head_dim"] for shape, window in zip(shapes, windows, strict=True) if is_of(window)]
-        for is_of in (lambda window: window is None, lambda window: window is not None)
-    )
-    rotaries = _gemma4_rotaries(settings, full, sliding)
+    rotaries = _gemma4_rotaries(settings, shapes, windows)
     first = count - settings.integer("num_kv_shared_layers", 0)
     sources = {window: layer for layer, window in enumerate(windows[: max(0, first)])}
     if any(window not in sources for window in windows):
@@ -120,7 +117,7 @@ def _gemma4(settings: Settings) -> DecoderSpec:
             mixer=Attention(
                 **shape,
                 scaling=1.0,
-                rotary=rotaries[window is not None],
+                rotary=rotaries[window],
                 window=window,
                 query_key_norm=QueryKeyNorm(norm=norm, over="head"),
                 value_norm=replace(norm, has_weight=False),
@@ -160,20 +157,24 @@ def _gemma4_shape(settings: Settings, layer: int, window: int | None) -> dict[st
 
 
 def _gemma4_rotaries(
-    settings: Settings, full: list[int], sliding: list[int]
-) -> tuple[Rotary, Rotary | None]:
-    """Those of full and of sliding layers, whose heads have these sizes."""
+    settings: Settings, shapes: Sequence[dict[str, Any]], windows: Sequence[int | None]
+) -> dict[int | None, Rotary]:
+    """The rotary embedding of each window: all layers of a kind have heads of one size."""
+    sizes = {
+        window: {
+            shape["head_dim"] for shape, own in zip(shapes, windows, strict=True) if own == window
+        }
+        for window in windows
+    }
     section = rope_section(settings)
-    if section is None or len({*full}) > 1 or len({*sliding}) > 1:
-        settings.refuse(
-            "rope_parameters", "they are for layers of two kinds, each of one head size"
-        )
-    kinds = [section.section(f"{kind}_attention") for kind in ("full", "sliding")]
-    kind = RotaryKind(share=1.0)
-    return (
-        rotary_of(settings, kinds[0], full[0], kind),
-        rotary_of(settings, kinds[1], sliding[0], kind) if sliding else None,
-    )
+    if section is None or any(len(found) > 1 for found in sizes.values()):
+        settings.refuse("rope_parameters", "it is for layers of two kinds, each of one head size")
+    rotaries = {}
+    for window, [head_dim] in sizes.items():
+        key = "full_attention" if window is None else "sliding_attention"
+        own = section.section(key)
+        rotaries[window] = rotary_of(settings, own, head_dim, RotaryKind(share=1.0))
+    return rotaries
 
 
 def _token_input(settings: Settings, norm: Norm) -> TokenInput | None:

@@ -18,7 +18,7 @@ from pyengine.models.cpu_kernels import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.kernels import Kernels
-from pyengine.models.decoder.loading import load_decoder, read_spec
+from pyengine.models.decoder.loading import load_decoder, read_spec, spec_of
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.unit.models.decoder.steps import CPU, Runner, generate
 from tests.unit.models.decoder.tiny_models import MODELS, Tiny
@@ -80,6 +80,17 @@ def test_bfloat16_is_as_close_to_float32_as_in_transformers(
     ours = torch.stack(sequence.logits)
     assert ours.dtype == torch.bfloat16
     assert (ours.float() - exact).norm() <= 1.3 * (theirs - exact).norm()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gemma4_text", "cohere2", "olmo3"])
+def test_windows_are_those_of_transformers_where_the_file_has_no_layer_types(family: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    for count in (8, 12):
+        config = CONFIG_MAPPING[family](num_hidden_layers=count)
+        spec = spec_of({"model_type": family, "num_hidden_layers": count}, "config.json")
+        slides = [each == "sliding_attention" for each in config.layer_types]
+        assert [layer.mixer.window is not None for layer in spec.layers] == slides
 
 
 _IMPORTS = """
