@@ -155,6 +155,10 @@ class CpuKernels:
         vector = None if bias is None else _read(bias)
         return CpuProduct(self.threads, PackedWeight(_read(weight)), vector)
 
+    def exact_product(self, weight: Weight, bias: Weight | None) -> CpuProduct:
+        """See `Kernels.exact_product`."""
+        return self.product(weight, bias)
+
     def inner_product(self, weight: Weight, bias: Weight | None, mlp: MLP) -> Product:
         """See `Kernels.inner_product`."""
         if mlp.is_gated and bias is None and mlp.activation in _GATES:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyengine.models.decoder.kernels import Product, Rows, Step
-from pyengine.models.decoder.layers import Attention, TokenInput, feed_forward_of, mixer_of
+from pyengine.models.decoder.layers import TokenInput, feed_forward_of, mixer_of
 from pyengine.models.decoder.spec import DecoderSpec, Layer
 from pyengine.models.decoder.weights import Weights
 
@@ -33,7 +33,7 @@ class DecoderLayer:
         self._is_parallel = layer.is_parallel
         norm = weights.optional_norm
         self._before_mixer = norm("before_mixer", layer.before_mixer, hidden)
-        self.mixer = mixer_of(layer, weights, hidden, cache)
+        self._mixer = mixer_of(layer, weights, hidden, cache)
         self._after_mixer = norm("after_mixer", layer.after_mixer, hidden)
         self._before_feed_forward = norm("before_feed_forward", layer.before_feed_forward, hidden)
         self._feed_forward = feed_forward_of(layer, weights, hidden)
@@ -48,7 +48,7 @@ class DecoderLayer:
         """The residual `[T, hidden]` and the change that this layer adds to it, or None."""
         kernels, scale = self._kernels, self._scale
         stream, rows = kernels.add_norm(stream, change, scale, self._before_mixer)
-        change = self.mixer(rows, step)
+        change = self._mixer(rows, step)
         if self._is_parallel:
             if self._before_feed_forward is not None:
                 rows = kernels.norm(stream, self._before_feed_forward)
@@ -160,13 +160,12 @@ class TokenInputs:
 def _layers(spec: DecoderSpec, weights: Weights) -> list[DecoderLayer]:
     """The layers of a decoder; those that share keys and values have the cache of their source."""
     caches = {number: place for place, number in enumerate(spec.cached)}
-    layers: list[DecoderLayer] = []
-    for number, layer in enumerate(spec.layers):
-        source = number if layer.mixer.shares is None else layer.mixer.shares
-        mine = weights.of_layer(number)
-        layers.append(DecoderLayer(layer, mine, spec.hidden_size, caches[source]))
-        if source != number:
-            mixer = layers[source].mixer
-            assert isinstance(mixer, Attention)
-            mixer.is_shared = True
-    return layers
+    return [
+        DecoderLayer(
+            layer,
+            weights.of_layer(number),
+            spec.hidden_size,
+            caches[number if layer.mixer.shares is None else layer.mixer.shares],
+        )
+        for number, layer in enumerate(spec.layers)
+    ]

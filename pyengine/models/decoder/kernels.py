@@ -105,6 +105,9 @@ class Kernels(Protocol):
     def product(self, weight: "Weight", bias: "Weight | None") -> Product:
         """Lay out a matrix and its bias for products."""
 
+    def exact_product(self, weight: "Weight", bias: "Weight | None") -> Product:
+        """The same with a matrix and results in float32, whatever the rows are."""
+
     def inner_product(self, weight: "Weight", bias: "Weight | None", mlp: MLP) -> Product:
         """Lay out the first matrix of an MLP; the product has its activation applied.
 

@@ -18,9 +18,6 @@ FeedForward: TypeAlias = "MLP | Experts"
 class Attention:
     """Attention over the paged KV cache."""
 
-    is_shared = False
-    """True if later layers read its keys and values."""
-
     def __init__(
         self, attention: spec.Attention, weights: Weights, hidden: int, *, cache: int
     ) -> None:
@@ -70,7 +67,7 @@ class Attention:
             value = kernels.norm(value, self._value_norm)
         if attention.value_scale != 1.0:
             value = value * attention.value_scale
-        if self.is_shared:
+        if attention.is_shared:
             step.kept[self._layer] = key, value
         return self._out(self._attention.attend((query, key, value), step))
 
@@ -183,7 +180,7 @@ class Experts:
     def __init__(self, experts: spec.Experts, weights: Weights, hidden: int) -> None:
         routing, self._kernels = experts.routing, weights.kernels
         self._routing = routing
-        self._router = weights.linear("router", routing.count, hidden, has_bias=routing.has_bias)
+        self._router = weights.router(routing.count, hidden, has_bias=routing.has_bias)
         self._correction = None
         if routing.has_correction:
             self._correction = weights.vector("correction", routing.count)

@@ -129,7 +129,8 @@ class Attention:
     - `softcap`, `sinks`: as in `AttentionOptions`.
     - `value_norm`: a norm of each value head. `values_are_keys`: values are keys, before the norm
       and the rotation of those.
-    - `shares`: the layer whose keys and values it reads, instead of its own; None: none.
+    - `shares`: the layer whose keys and values it reads, instead of its own; None: none. That
+      layer `is_shared`.
     """
 
     heads: int
@@ -147,6 +148,7 @@ class Attention:
     value_norm: Norm | None = None
     values_are_keys: bool = False
     shares: int | None = None
+    is_shared: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
 
@@ -219,6 +221,11 @@ class LatentAttention:
     def shares(self) -> int | None:
         """Latent attention has keys and values of its own."""
         return None
+
+    @property
+    def is_shared(self) -> bool:
+        """No other layer reads them."""
+        return False
 
     def cache(self, dtype: "torch.dtype") -> KVCacheSpec:
         """The KV cache that this layer needs."""
@@ -393,6 +400,6 @@ class DecoderSpec:
         if len({layer.token_input for layer in self.layers}) > 1:
             raise ModelLoadError("layers differ in the inputs that they have for each token")
         for number, layer in enumerate(self.layers):
-            shared = layer.mixer.shares
-            if shared is not None and (shared >= number or shared not in self.cached):
-                raise ModelLoadError(f"layer {number} reads keys and values of layer {shared}")
+            source = layer.mixer.shares
+            if source is not None and not (source < number and self.layers[source].mixer.is_shared):
+                raise ModelLoadError(f"layer {number} reads keys and values of layer {source}")

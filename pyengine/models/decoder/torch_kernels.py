@@ -45,7 +45,7 @@ class TorchProduct:
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         """See `Product.multiply`."""
-        return F.linear(rows, self.weight, self.bias)
+        return F.linear(rows.to(self.weight.dtype), self.weight, self.bias)
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         """See `Table.gather`."""
@@ -129,6 +129,13 @@ class TorchKernels:
     def product(self, weight: Weight, bias: Weight | None) -> TorchProduct:
         """See `Kernels.product`."""
         return TorchProduct(self._read(weight), None if bias is None else self._read(bias))
+
+    def exact_product(self, weight: Weight, bias: Weight | None) -> TorchProduct:
+        """See `Kernels.exact_product`."""
+        exact = torch.float32
+        return TorchProduct(
+            self._read(weight, exact), None if bias is None else self._read(bias, exact)
+        )
 
     def inner_product(self, weight: Weight, bias: Weight | None, mlp: MLP) -> "TorchInnerProduct":
         """See `Kernels.inner_product`."""
@@ -229,7 +236,6 @@ class TorchKernels:
         self, scores: torch.Tensor, routing: Routing, correction: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernels.route`."""
-        scores = scores.float()
         if routing.score == "chosen":
             best, chosen = scores.topk(routing.chosen)
             return chosen, best.softmax(-1) * routing.scale

@@ -107,6 +107,13 @@ class Weights:
         bias = self._bias(prefix, stored, sizes) if has_bias else None
         return Linear(self.kernels.product(weight, bias))
 
+    def router(self, outputs: int, inputs: int, *, has_bias: bool) -> Linear:
+        """The router of experts, with float32 results: close scores are no matter of rounding."""
+        prefix, stored = self._stored("router")
+        weight = self._matrix(prefix, stored, [outputs], inputs)
+        bias = self._bias(prefix, stored, [outputs]) if has_bias else None
+        return Linear(self.kernels.exact_product(weight, bias))
+
     def inner(self, prefix: str, mlp: MLP, inputs: int) -> Linear:
         """The first matrix of an MLP, with its activation."""
         name, sizes = ("gate_up", [mlp.size] * 2) if mlp.is_gated else ("up", [mlp.size])

@@ -108,6 +108,7 @@ def _gemma4(settings: Settings) -> DecoderSpec:
     sources = {window: layer for layer, window in enumerate(windows[: max(0, first)])}
     if any(window not in sources for window in windows):
         settings.refuse("num_kv_shared_layers", "layers share with an earlier one of their kind")
+    shared = {sources[window] for window in windows[first:]}
     mlp, is_wide = gated(settings, act="hidden_activation"), settings.flag("use_double_wide_mlp")
     wide = replace(mlp, size=2 * mlp.size) if is_wide else mlp
     token_input, keys = _token_input(settings, norm), settings.flag("attention_k_eq_v")
@@ -123,6 +124,7 @@ def _gemma4(settings: Settings) -> DecoderSpec:
                 value_norm=replace(norm, has_weight=False),
                 values_are_keys=keys and window is None,
                 shares=sources[window] if layer >= first else None,
+                is_shared=layer in shared,
                 qkv_bias=has_bias,
                 out_bias=has_bias,
             ),

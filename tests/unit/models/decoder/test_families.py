@@ -87,7 +87,8 @@ def test_windows_are_those_of_transformers_where_the_file_has_no_layer_types(fam
     from transformers import CONFIG_MAPPING
 
     for count in (8, 12):
-        config = CONFIG_MAPPING[family](num_hidden_layers=count)
+        settings: dict[str, Any] = {"num_hidden_layers": count}
+        config: Any = CONFIG_MAPPING[family](**settings)
         spec = spec_of({"model_type": family, "num_hidden_layers": count}, "config.json")
         slides = [each == "sliding_attention" for each in config.layer_types]
         assert [layer.mixer.window is not None for layer in spec.layers] == slides
