@@ -61,6 +61,20 @@ class StoredTensor:
         return replace(part, start=self.start + index * part.num_bytes)
 
     @property
+    def is_of_floats(self) -> bool:
+        """True if `read` gives floats."""
+        return self.dtype in _NUMPY
+
+    @property
+    def packed_as(self) -> str | None:
+        """The format in which a kernel can multiply by its bytes; None: as floats only."""
+        return None
+
+    def packed(self) -> npt.NDArray[np.uint8]:
+        """Its bytes, in the format `packed_as`."""
+        raise NotImplementedError
+
+    @property
     def num_bytes(self) -> int:
         """Bytes in the file."""
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(_NUMPY[self.dtype]).itemsize
@@ -79,24 +93,19 @@ class StoredTensor:
         return whole_rows if self.rows is None else whole_rows[self.rows]
 
 
-class Checkpoint:
-    """The tensors of a folder, and which of them were taken.
+class Tensors:
+    """Tensors by name, and which of them were taken.
 
-    Raises `ModelLoadError` for files that are missing or damaged.
+    `where` they are, and `asks` what describes the model, are for messages.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.headers = check_weights(folder)
-        """The headers of all files, checked."""
-        self._tensors = {
-            tensor.name: tensor
-            for path in sorted(folder.glob("*.safetensors"))
-            for tensor in _tensors_of(path)
-        }
+    def __init__(
+        self, tensors: Mapping[str, StoredTensor], where: str, asks: str = "config.json"
+    ) -> None:
+        self._tensors, self._where, self._asks = dict(tensors), where, asks
         self._taken: set[str] = set()
 
-    def named_from(self, base: str) -> "Checkpoint":
+    def named_from(self, base: str) -> "Tensors":
         """The same tensors, with names that begin with `base`.
 
         A model that was saved without its head has names without it.
@@ -117,19 +126,19 @@ class Checkpoint:
         found = self._tensors.get(name)
         if found is None:
             raise ModelLoadError(
-                f"the weights in {self.folder} lack {name}, which config.json asks for: "
+                f"the weights in {self._where} lack {name}, which {self._asks} asks for: "
                 "the two are not of the same model, or a file is missing"
             )
         if found.shape not in shapes:
             asked = " or ".join(str(list(shape)) for shape in shapes)
             raise ModelLoadError(
-                f"the weights {name} in {self.folder} have the shape {list(found.shape)}, and "
-                f"config.json asks for {asked}: the two are not of the same model"
+                f"the weights {name} in {self._where} have the shape {list(found.shape)}, and "
+                f"{self._asks} asks for {asked}: the two are not of the same model"
             )
-        if found.dtype not in _NUMPY:
+        if not found.is_of_floats:
             raise ModelLoadError(
-                f"the weights {name} in {self.folder} are {found.dtype}: they are no floats that a "
-                f"model computes with ({', '.join(_NUMPY)}), and config.json has no "
+                f"the weights {name} in {self._where} are {found.dtype}: they are no floats that a "
+                f"model computes with ({', '.join(_NUMPY)}), and {self._asks} has no "
                 "quantization_config that says what they stand for"
             )
         self._taken.add(name)
@@ -147,9 +156,23 @@ class Checkpoint:
         if unread:
             more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
             raise ModelLoadError(
-                f"the weights in {self.folder} have {unread[0]}{more}, and a model of this "
-                "config.json does not: the two are not of the same model"
+                f"the weights in {self._where} have {unread[0]}{more}, and a model of this "
+                f"{self._asks} does not: the two are not of the same model"
             )
+
+
+class Checkpoint(Tensors):
+    """The tensors of the safetensors files in a folder.
+
+    Raises `ModelLoadError` for files that are missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.headers = check_weights(folder)
+        """The headers of all files, checked."""
+        files = sorted(folder.glob("*.safetensors"))
+        tensors = {tensor.name: tensor for path in files for tensor in _tensors_of(path)}
+        super().__init__(tensors, str(folder))
 
 
 def _tensors_of(path: Path) -> Iterator[StoredTensor]:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.errors import ModelLoadError
-from pyengine.kv_cache import CpuAttention, PackedWeight
+from pyengine.kv_cache import CpuAttention, PackedWeight, QuantizedWeight
 from pyengine.models.decoder.checkpoint import Array
 from pyengine.models.decoder.kernels import AttentionWeights, NormWeights, Product, Step
 from pyengine.models.decoder.rotary import Floats, frequencies
@@ -46,7 +46,7 @@ class CpuProduct:
     """A matrix in the layout of the Rust kernel, and its bias."""
 
     threads: CpuAttention
-    packed: PackedWeight
+    packed: PackedWeight | QuantizedWeight
     bias: Floats | None = None
 
     def multiply(self, rows: Floats) -> Floats:
@@ -64,12 +64,23 @@ class CpuProduct:
 
 
 @dataclass(slots=True)
+class CpuJoinedProduct:
+    """Products whose outputs follow each other: of weights in several formats."""
+
+    products: list[CpuProduct]
+
+    def multiply(self, rows: Floats) -> Floats:
+        """See `Product.multiply`."""
+        return np.concatenate([product.multiply(rows) for product in self.products], axis=1)
+
+
+@dataclass(slots=True)
 class CpuGate:
     """The gate and the other half of an MLP's first matrix, in one pass of the kernel."""
 
     threads: CpuAttention
-    gate: PackedWeight
-    up: PackedWeight
+    gate: Any
+    up: Any
     activation: str
 
     def multiply(self, rows: Floats) -> Floats:
@@ -84,7 +95,7 @@ class CpuGate:
 class CpuInnerProduct:
     """The first matrix of an MLP, and its activation."""
 
-    product: CpuProduct
+    product: Product
     mlp: MLP
 
     def multiply(self, rows: Floats) -> Floats:
@@ -150,25 +161,34 @@ class CpuKernels:
     threads: CpuAttention
     _frequencies: dict[Rotary, tuple[Floats, float]] = field(default_factory=dict)
 
-    def product(self, weight: Weight, bias: Weight | None) -> CpuProduct:
+    def product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.product`."""
         vector = None if bias is None else _read(bias)
-        return CpuProduct(self.threads, PackedWeight(_read(weight)), vector)
+        formats = {part.packed_as for part in weight.parts}
+        if len(formats) == 1:
+            return CpuProduct(self.threads, _laid_out(weight), vector)
+        biases: list[Floats | None] = [None] * len(weight.parts)
+        if vector is not None:
+            ends = np.cumsum([part.shape[0] for part in weight.parts])[:-1]
+            biases = [np.ascontiguousarray(part) for part in np.split(vector, ends)]
+        pairs = zip(weight.split(), biases, strict=True)
+        return CpuJoinedProduct([CpuProduct(self.threads, _laid_out(part), b) for part, b in pairs])
 
-    def exact_product(self, weight: Weight, bias: Weight | None) -> CpuProduct:
+    def exact_product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.exact_product`."""
         return self.product(weight, bias)
 
     def inner_product(self, weight: Weight, bias: Weight | None, mlp: MLP) -> Product:
         """See `Kernels.inner_product`."""
-        if mlp.is_gated and bias is None and mlp.activation in _GATES:
-            gate, up = (PackedWeight(_read(weight.half(number))) for number in (0, 1))
+        is_plain = len({part.packed_as for part in weight.parts}) == 1
+        if mlp.is_gated and bias is None and mlp.activation in _GATES and is_plain:
+            gate, up = (_laid_out(weight.half(number)) for number in (0, 1))
             return CpuGate(self.threads, gate, up, cast(str, mlp.activation))
         return CpuInnerProduct(self.product(weight, bias), mlp)
 
     def table(self, weight: Weight) -> CpuProduct:
         """See `Kernels.table`."""
-        return self.product(weight, None)
+        return CpuProduct(self.threads, _laid_out(weight))
 
     def differ(self, first: Weight, second: Weight) -> bool:
         """See `Kernels.differ`."""
@@ -309,6 +329,17 @@ def _with_dense_heads(rows: Floats) -> Floats:
     size = rows.itemsize
     is_dense = rows.strides[1:] == (rows.shape[2] * size, size)
     return rows if is_dense else np.ascontiguousarray(rows)
+
+
+def _laid_out(weight: Weight) -> PackedWeight | QuantizedWeight:
+    """A matrix for the Rust kernel: floats, or bytes in a format that it multiplies by."""
+    kind = weight.packed_as
+    if kind is None:
+        return PackedWeight(_read(weight))
+    try:
+        return QuantizedWeight(kind, weight.packed().data, *weight.shape)
+    except ValueError as error:  # a scale that is not finite
+        raise ModelLoadError(f"the weights {weight.name} are damaged: {error}") from error
 
 
 def _read(weight: Weight) -> Floats:

@@ -1,15 +1,17 @@
 """From a folder to a spec, and to a decoder with its weights, without transformers."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from pyengine.errors import ModelLoadError
 from pyengine.models.config import check_sizes
-from pyengine.models.decoder.checkpoint import Checkpoint
+from pyengine.models.decoder.checkpoint import Checkpoint, Tensors
 from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.families import NO_EFFECT, TABLE, Family
 from pyengine.models.decoder.kernels import Kernels
+from pyengine.models.decoder.names import Names
 from pyengine.models.decoder.settings import Settings
 from pyengine.models.decoder.spec import DecoderSpec
 from pyengine.models.decoder.weights import NoKernels, Weights
@@ -61,9 +63,7 @@ def check_model(folder: Path) -> DecoderSpec:
     Raises `ModelLoadError` as `read_spec`, and for tensors that are missing, of other shapes or
     formats, or not part of the model, by name.
     """
-    spec, weights, checkpoint = _opened(folder, NoKernels())
-    _checked(spec, weights, checkpoint)
-    return spec
+    return _opened(folder)[0]
 
 
 def load_decoder(folder: Path, kernels: Kernels) -> Decoder:
@@ -72,29 +72,32 @@ def load_decoder(folder: Path, kernels: Kernels) -> Decoder:
     One tensor of a file is read at a time. Raises `ModelLoadError` as `check_model`, before any
     weight is read, and for weights that are not finite.
     """
-    spec, weights, checkpoint = _opened(folder, NoKernels())
-    _checked(spec, weights, checkpoint)
+    spec, weights = _opened(folder)
     return Decoder(spec, weights.with_kernels(kernels))
 
 
-def _opened(folder: Path, kernels: Kernels) -> tuple[DecoderSpec, Weights, Checkpoint]:
+def _opened(folder: Path) -> tuple[DecoderSpec, Weights]:
     path = folder / "config.json"
     values = _values(path)
     checkpoint = Checkpoint(folder)
     check_sizes(values, checkpoint.headers, path)
     spec = spec_of(values, str(path))
-    names = TABLE[spec.family].names
-    return spec, Weights(checkpoint.named_from(names.base), names, kernels), checkpoint
+    return spec, checked_weights(spec, TABLE[spec.family].names, checkpoint)
 
 
-def _checked(spec: DecoderSpec, weights: Weights, checkpoint: Checkpoint) -> None:
+def checked_weights(spec: DecoderSpec, names: Names, tensors: Tensors) -> Weights:
+    """The weights of a decoder, all of whose tensors are there; reads none of them.
+
+    Raises `ModelLoadError` for tensors that are missing, of other shapes or formats, or not part of
+    the model.
+    """
+    weights = Weights(tensors.named_from(names.base), names, NoKernels())
     Decoder(spec, weights)
-    names = TABLE[spec.family].names
     known = dict(names.no_effect)
     for layer in range(len(spec.layers), len(spec.layers) + spec.mtp_layers):
-        pattern = names.layer.format(layer).replace(".", r"\.") + ".*"
-        known[pattern] = "layers for speculation, read by it"
-    checkpoint.finish(known)
+        known[re.escape(names.layer.format(layer)) + ".*"] = "layers for speculation, read by it"
+    tensors.finish(known)
+    return weights
 
 
 def _values(path: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class Stored:
       one for each of them, else one `[experts, outputs, inputs]` for all.
     - `weight`, `bias`: what follows the name of a part.
     - `is_transposed`: inputs come before outputs. `is_interleaved`: the outputs of two halves
-      alternate, those of the first half first.
+      alternate, those of the first half first. `is_row`: a matrix of one output is a vector.
     """
 
     parts: tuple[str, ...]
@@ -36,6 +36,7 @@ class Stored:
     bias: str = ".bias"
     is_transposed: bool = False
     is_interleaved: bool = False
+    is_row: bool = False
 
 
 def stored(*parts: str) -> tuple[Stored, ...]:

@@ -8,7 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pyengine.models.decoder.checkpoint import Array, Checkpoint, StoredTensor
+import numpy as np
+import numpy.typing as npt
+
+from pyengine.models.decoder.checkpoint import Array, StoredTensor, Tensors
 from pyengine.models.decoder.kernels import (
     ExpertProducts,
     Kernels,
@@ -22,10 +25,9 @@ from pyengine.models.decoder.spec import MLP, Norm
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Floats in files, whose parts follow each other along the first axis of `shape`.
+    """Tensors in files, whose parts follow each other along the first axis of `shape`.
 
-    Formats that stay quantised will be further classes with a `shape`: a kernel set makes a product
-    of any that it knows.
+    A kernel set makes a product of it: of the numbers, or of the bytes of a format that it knows.
     """
 
     parts: tuple[StoredTensor, ...]
@@ -45,6 +47,21 @@ class Weight:
             else slice(number * size, size * (number + 1))
         )
         return Weight((whole.only(rows),), shape)
+
+    @property
+    def packed_as(self) -> str | None:
+        """The format of the bytes of all parts; None: they are floats, or differ."""
+        formats = {part.packed_as for part in self.parts}
+        return formats.pop() if len(formats) == 1 and not self.is_interleaved else None
+
+    def packed(self) -> npt.NDArray[np.uint8]:
+        """The bytes of all parts, one after the other, in the format `packed_as`."""
+        parts = [part.packed() for part in self.parts]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def split(self) -> "list[Weight]":
+        """The parts, each a weight."""
+        return [Weight((part,), part.shape) for part in self.parts]
 
     @property
     def name(self) -> str:
@@ -79,23 +96,23 @@ class Weights:
     """The weights of one layer, or (`layer` None) those outside of layers."""
 
     def __init__(
-        self, checkpoint: Checkpoint, names: Names, kernels: Kernels, layer: int | None = None
+        self, tensors: Tensors, names: Names, kernels: Kernels, layer: int | None = None
     ) -> None:
-        self._checkpoint, self._names, self.kernels = checkpoint, names, kernels
+        self._tensors, self._names, self.kernels = tensors, names, kernels
         self.layer = layer
 
     def of_layer(self, layer: int) -> "Weights":
         """The weights of this layer."""
-        return Weights(self._checkpoint, self._names, self.kernels, layer)
+        return Weights(self._tensors, self._names, self.kernels, layer)
 
     def with_kernels(self, kernels: Kernels) -> "Weights":
         """The same weights for another kernel set."""
-        return Weights(self._checkpoint, self._names, kernels, self.layer)
+        return Weights(self._tensors, self._names, kernels, self.layer)
 
     def has(self, name: str) -> bool:
         """True if the file has it."""
         prefix, options = self._names.of(name, self.layer)
-        return any(self._checkpoint.has(prefix + each.parts[0] + each.weight) for each in options)
+        return any(self._tensors.has(prefix + each.parts[0] + each.weight) for each in options)
 
     def linear(
         self, name: str, outputs: int | Sequence[int], inputs: int, *, has_bias: bool = False
@@ -194,7 +211,7 @@ class Weights:
         prefix, options = self._names.of(name, self.layer)
         for each in options:
             part = each.parts[0] if expert is None else each.parts[0].format(expert)
-            if self._checkpoint.has(prefix + part + each.weight):
+            if self._tensors.has(prefix + part + each.weight):
                 return prefix, each
         return prefix, options[0]
 
@@ -209,7 +226,9 @@ class Weights:
         parts = sizes if len(stored.parts) == len(sizes) else [sum(sizes)]
         found = []
         for part, size in zip(stored.parts, parts, strict=True):
-            shape = (inputs, size) if stored.is_transposed else (size, inputs)
+            shape: tuple[int, ...] = (inputs, size) if stored.is_transposed else (size, inputs)
+            if stored.is_row:
+                shape = (inputs,)
             tensor = self._take(prefix + part, stored.weight, shape, expert)
             if stored.is_transposed:
                 tensor = tensor.transposed()
@@ -240,11 +259,11 @@ class Weights:
         self, name: str, suffix: str, shape: tuple[int, ...], expert: tuple[int, int] | None
     ) -> StoredTensor:
         if expert is None:
-            return self._checkpoint.take(name + suffix, shape)
+            return self._tensors.take(name + suffix, shape)
         index, count = expert
         if "{}" in name:
-            return self._checkpoint.take(name.format(index) + suffix, shape)
-        return self._checkpoint.take(name + suffix, (count, *shape)).expert(index)
+            return self._tensors.take(name.format(index) + suffix, shape)
+        return self._tensors.take(name + suffix, (count, *shape)).expert(index)
 
 
 class NoKernels:
