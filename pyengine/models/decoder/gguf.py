@@ -5,6 +5,7 @@ pairs rotate, and norms of Gemma have 1 added. A spec says the same as data, so 
 they are. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +26,11 @@ from pyengine.models.gguf_rope import ROPE_TENSORS
 
 _KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 """Formats of `QuantizedWeight`; tensors in others are read as floats."""
-_FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(np.uint16)}
+_FLOATS: Mapping[str, np.dtype[Any]] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(np.uint16),
+}
 _PAIRS = ("llama", "mixtral")
 _OFFSETS = ("gemma2", "gemma3_text")
 
@@ -154,8 +159,9 @@ NAMES = Names(
         "out": stored("attn_output"),
         "query_norm": stored("attn_q_norm"),
         "key_norm": stored("attn_k_norm"),
+        "sinks": stored("attn_sinks"),
         "after_mixer": stored("post_attention_norm"),
-        "before_feed_forward": stored("ffn_norm"),
+        "before_feed_forward": (*stored("ffn_norm"), *stored("post_attention_norm")),
         "gate_up": (*stored("ffn_gate", "ffn_up"), *stored("ffn_up")),
         "up": stored("ffn_up"),
         "down": stored("ffn_down"),

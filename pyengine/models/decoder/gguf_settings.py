@@ -24,6 +24,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "gpt2": "gpt2",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
+    "gpt-oss": "gpt_oss",
 }
 """Families of the table by `general.architecture`; a `llama` with experts is a `mixtral`."""
 
@@ -139,12 +140,13 @@ def _add_experts(keys: HeaderKeys, found: dict[str, Any]) -> None:
     """Add the numbers and sizes of experts."""
     architecture = str(keys.header.architecture)
     count = keys.count(".expert_count", low=0) or 0
-    if architecture not in ("llama", "qwen2moe", "qwen3moe"):
+    if architecture not in ("llama", "qwen2moe", "qwen3moe", "gpt-oss"):
         keys.expect(".expert_count", (0,), "is for experts that are not there")
         keys.expect(".expert_used_count", (0,), "is for experts that are not there")
         return
     used = keys.count(".expert_used_count", low=min(count, 1), high=count)
-    keys.expect(".expert_gating_func", (0, 1), "is not the one of this architecture")
+    gate = 3 if architecture == "gpt-oss" else 1
+    keys.expect(".expert_gating_func", (0, gate), "is not the one of this architecture")
     size = keys.count(".expert_feed_forward_length")
     if architecture == "llama":
         keys.expect(".expert_weights_norm", (True,), "is not that of this architecture")
@@ -155,6 +157,10 @@ def _add_experts(keys: HeaderKeys, found: dict[str, Any]) -> None:
             for key in ("attention_bias", "mlp_bias"):
                 if found.pop(key):
                     raise ModelLoadError(f"{keys.path} has biases, which this mixture has not")
+        return
+    if architecture == "gpt-oss":
+        found |= {"num_local_experts": count, "num_experts_per_tok": used}
+        found["intermediate_size"] = size or found["intermediate_size"]
         return
     found |= {"num_experts": count, "num_experts_per_tok": used}
     found["moe_intermediate_size"] = size or found["intermediate_size"] // max(1, used or 1)
@@ -173,6 +179,8 @@ def _add_windows(keys: HeaderKeys, found: dict[str, Any]) -> None:
     if architecture in _PERIODS:
         found["sliding_window"] = _needed(keys, key, window)
         found["layer_types"] = _layer_types(keys, found, _PERIODS[architecture])
+    elif architecture == "gpt-oss":
+        found["sliding_window"] = _needed(keys, key, window)
     elif architecture in ("phi3", "starcoder2"):
         found["sliding_window"] = window
     elif window and window < found["max_position_embeddings"]:
@@ -199,6 +207,8 @@ def _add_rope(keys: HeaderKeys, found: dict[str, Any]) -> None:
     if rotated % 2 or (architecture != "phi3" and rotated != size):
         raise keys.refusal(".rope.dimension_count", f"does not fit heads of {size} numbers")
     parameters = rope_parameters(keys, rotated, found["max_position_embeddings"])
+    if architecture == "gpt-oss" and parameters["rope_type"] == "yarn":
+        parameters["truncate"] = False
     if architecture == "phi3":
         parameters["partial_rotary_factor"] = rotated / size
         if parameters["rope_type"] == "longrope":

@@ -21,7 +21,9 @@ from pyengine.models.decoder.torch_kernels import TorchKernels
 from pyengine.models.gguf_file import GGUFFile
 from tests.unit.models.decoder.steps import CPU, Runner
 from tests.unit.models.decoder.test_families import TOLERANCE
+from tests.unit.models.decoder.tiny_models import Tiny, random_model
 from tests.unit.models.gguf_of_model import CONFIGS, tiny_model, write_gguf_of
+from tests.unit.models.tiny_gguf import write_tiny_gguf
 
 ARCHITECTURES = [name for name in CONFIGS if name not in ("stablelm", "nemotron")]
 _TOKENS = [2, 7, 3, 5, 4, 6, 2, 2, 5, 7, 1, 3, 6, 4, 0, 5, 3, 7, 6, 2]
@@ -130,11 +132,100 @@ def test_divisors_of_frequencies_change_the_logits(tmp_path: Path) -> None:
     assert (logits(path, torch_kernels) - logits(plain, torch_kernels)).abs().max() > TOLERANCE
 
 
+def write_gpt_oss(path: Path, kind: str) -> Any:
+    """A GPT-OSS whose experts are apart, as the converter writes it."""
+    from gguf import GGMLQuantizationType, GGUFWriter, quantize
+
+    settings = {"head_dim": 32, "hidden_size": 64, "intermediate_size": 96, "sliding_window": 5}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    model = random_model(
+        Tiny("gpt_oss", "gpt_oss", {**settings, **experts, "num_hidden_layers": 2})
+    )
+    writer = GGUFWriter(path, "gpt-oss")
+    for key, value in {
+        "block_count": 2,
+        "context_length": 128,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": 6,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 32,
+        "attention.sliding_window": 5,
+        "expert_count": 4,
+        "expert_used_count": 2,
+        "rope.scaling.original_context_length": 4096,
+    }.items():
+        writer.add_uint32(f"gpt-oss.{key}", value)
+    writer.add_string("gpt-oss.rope.scaling.type", "yarn")
+    for key, number in {
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 150000.0,
+        "rope.scaling.factor": 32.0,
+    }.items():
+        writer.add_float32(f"gpt-oss.{key}", number)
+    for name, tensor in _gpt_oss_tensors(model.state_dict()):
+        is_float = tensor.ndim == 1 or "_inp" in name or name.endswith("bias")
+        found = GGMLQuantizationType["F32" if is_float else kind]
+        numbers = tensor.contiguous().numpy()
+        writer.add_tensor(name, quantize(numbers, found), raw_dtype=found)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _gpt_oss_tensors(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    names = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.router": "ffn_gate_inp",
+    }
+    yield "token_embd.weight", tensors["model.embed_tokens.weight"]
+    yield "output_norm.weight", tensors["model.norm.weight"]
+    yield "output.weight", tensors["lm_head.weight"]
+    for layer in range(2):
+        theirs, ours = f"model.layers.{layer}.", f"blk.{layer}."
+        for name, tensor in tensors.items():
+            stem, _, end = name.removeprefix(theirs).rpartition(".")
+            if name.startswith(theirs) and stem in names:
+                yield f"{ours}{names[stem]}.{end}", tensor
+        yield f"{ours}attn_sinks.weight", tensors[f"{theirs}self_attn.sinks"]
+        experts = f"{theirs}mlp.experts."
+        gate_up = tensors[f"{experts}gate_up_proj"].transpose(1, 2)
+        down = tensors[f"{experts}down_proj"].transpose(1, 2)
+        biases = tensors[f"{experts}gate_up_proj_bias"]
+        for place, kind in enumerate(("gate", "up")):
+            yield f"{ours}ffn_{kind}_exps.weight", gate_up[:, place::2]
+            yield f"{ours}ffn_{kind}_exps.bias", biases[:, place::2]
+        yield f"{ours}ffn_down_exps.weight", down
+        yield f"{ours}ffn_down_exps.bias", tensors[f"{experts}down_proj_bias"]
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_gpt_oss_has_sinks_and_biases_of_experts(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = write_gpt_oss(path, kind)
+    found = logits(path, TorchKernels(CPU, torch.float32))
+    limit = 1e-5 if kind == "F32" else 0.05
+    assert (found - expected(model)).norm() <= limit * expected(model).norm()
+    if CpuAttention.is_fast():
+        packed = logits(path, CpuKernels(kernel_threads(1)), CpuBackend)
+        assert (packed - found).norm() <= max(limit, 1e-4) * found.norm()
+
+
+@pytest.mark.skipif(not CpuAttention.is_fast(), reason="this processor has no AVX2 with FMA")
 def test_formats_of_one_layer_may_differ(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write(path, "qwen2", kind="Q8_0")
-    with loaded(path, CpuKernels(kernel_threads(1))):
-        pass
+    kinds = {"attn_v.weight": "Q8_0", "ffn_up.weight": "Q5_0", "attn_k.weight": "F32"}
+    write_tiny_gguf(path, kind="Q4_0", kinds=kinds, has_head=True)
+    found = logits(path, CpuKernels(kernel_threads(1)), CpuBackend)
+    floats = logits(path, TorchKernels(CPU, torch.float32))
+    assert (found - floats).norm() <= 0.05 * floats.norm()
 
 
 @pytest.mark.parametrize(
