@@ -120,6 +120,16 @@ FAMILIES = (
             "sliding_window": None,
         },
         names(ATTENTION, PRE_NORM, up=stored("mlp.c_fc"), down=stored("mlp.c_proj")),
+        {
+            **dict.fromkeys(
+                ("activation_function", "layer_norm_epsilon", "scale_attn_weights"),
+                "of an older implementation: transformers does not read it",
+            ),
+            **dict.fromkeys(
+                ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
+                "scores are float32 here, always",
+            ),
+        },
     ),
     Family(
         "gpt2",
