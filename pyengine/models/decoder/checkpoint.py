@@ -8,9 +8,10 @@ array. Layout: https://github.com/huggingface/safetensors#format
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,14 @@ _NUMPY: Mapping[str, type[Any]] = {
     "BF16": np.uint16,
 }
 """How the bits of a float format are held; NumPy has no bfloat16."""
+_CODES: Mapping[str, type[Any]] = {
+    "F8_E4M3": np.uint8,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "I32": np.int32,
+    "I64": np.int64,
+}
+"""Numbers that are nothing without a scale: `packed` reads them."""
 _HEADER_SIZE = struct.Struct("<Q")
 
 
@@ -67,21 +76,27 @@ class StoredTensor:
 
     @property
     def packed_as(self) -> str | None:
-        """The format in which a kernel can multiply by its bytes; None: as floats only."""
+        """The format in which a kernel can multiply by it as it is; None: as floats only."""
         return None
 
-    def packed(self) -> npt.NDArray[np.uint8]:
-        """Its bytes, in the format `packed_as`."""
+    @staticmethod
+    def laid_out(parts: Sequence[Any], shape: tuple[int, int]) -> Any:
+        """The weight `[outputs, inputs]` of the Rust kernels whose outputs are those of `parts`.
+
+        All parts have one `packed_as`, which is not None. Raises `ValueError` for bytes that stand
+        for no finite numbers.
+        """
         raise NotImplementedError
 
     @property
     def num_bytes(self) -> int:
         """Bytes in the file."""
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(_NUMPY[self.dtype]).itemsize
+        kind = np.dtype(_NUMPY.get(self.dtype) or _CODES[self.dtype])
+        return int(np.prod(self.shape, dtype=np.int64)) * kind.itemsize
 
     def read(self) -> Array:
         """The tensor, mapped from the file, BF16 as its bits; writing to it changes a copy."""
-        kind = np.dtype(_NUMPY[self.dtype])
+        kind = np.dtype(_NUMPY.get(self.dtype) or _CODES[self.dtype])
         if 0 in self.shape:
             found: Array = np.empty(self.shape, kind)
         elif self.start % kind.itemsize:  # allowed by the format; a mapping cannot be viewed then
@@ -98,6 +113,9 @@ class Tensors:
 
     `where` they are, and `asks` what describes the model, are for messages.
     """
+
+    no_effect: Mapping[str, str] = MappingProxyType({})
+    """Patterns of names that change nothing in this kind of file, with the reason."""
 
     def __init__(
         self, tensors: Mapping[str, StoredTensor], where: str, asks: str = "config.json"
@@ -174,6 +192,10 @@ class Checkpoint(Tensors):
         tensors = {tensor.name: tensor for path in files for tensor in _tensors_of(path)}
         super().__init__(tensors, str(folder))
 
+    def stored(self, name: str) -> StoredTensor | None:
+        """The tensor of this name, if there is one; it is not taken yet."""
+        return self._tensors.get(name)
+
 
 def _tensors_of(path: Path) -> Iterator[StoredTensor]:
     """The tensors of a file whose header `check_weights` has accepted."""
@@ -187,7 +209,8 @@ def _tensors_of(path: Path) -> Iterator[StoredTensor]:
         tensor = StoredTensor(
             path, name, str(entry["dtype"]), tuple(map(int, entry["shape"])), data + start
         )
-        if tensor.dtype in _NUMPY and (start < 0 or end - start != tensor.num_bytes):
+        known = tensor.dtype in _NUMPY or tensor.dtype in _CODES
+        if known and (start < 0 or end - start != tensor.num_bytes):
             raise ModelLoadError(
                 f"{path} is damaged: {name} of shape {list(tensor.shape)} takes "
                 f"{tensor.num_bytes} bytes, and its header says {end - start}; get it again"

@@ -333,11 +333,11 @@ def _with_dense_heads(rows: Floats) -> Floats:
 
 def _laid_out(weight: Weight) -> PackedWeight | QuantizedWeight:
     """A matrix for the Rust kernel: floats, or bytes in a format that it multiplies by."""
-    kind = weight.packed_as
-    if kind is None:
+    if weight.packed_as is None:
         return PackedWeight(_read(weight))
     try:
-        return QuantizedWeight(kind, weight.packed().data, *weight.shape)
+        packed: PackedWeight | QuantizedWeight = weight.laid_out()
+        return packed
     except ValueError as error:  # a scale that is not finite
         raise ModelLoadError(f"the weights {weight.name} are damaged: {error}") from error
 

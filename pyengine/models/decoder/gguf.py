@@ -5,13 +5,14 @@ pairs rotate, and norms of Gemma have 1 added. A spec says the same as data, so 
 they are. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pyengine.kv_cache import QuantizedWeight
 from pyengine.models.decoder.checkpoint import Array, StoredTensor, Tensors
 from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.gguf_settings import gguf_settings
@@ -59,15 +60,21 @@ class GGUFStored(StoredTensor):
         per_row = self.tensor.num_bytes // int(np.prod(self.tensor.shape[:-1], dtype=np.int64))
         return per_row * int(np.prod(self.shape[:-1], dtype=np.int64))
 
+    @staticmethod
+    def laid_out(parts: "Sequence[GGUFStored]", shape: tuple[int, int]) -> QuantizedWeight:
+        """See `StoredTensor.laid_out`."""
+        packed = np.concatenate([part.packed() for part in parts])
+        return QuantizedWeight(parts[0].dtype, packed.data, *shape)
+
     def packed(self) -> npt.NDArray[np.uint8]:
-        """See `StoredTensor.packed`."""
+        """Its bytes, by an ordinary read."""
         assert self.file is not None and self.tensor is not None
         out = np.empty(self.num_bytes, np.uint8)
         self.file.read(replace(self.tensor, offset=self.start), out)
         return out
 
     def read(self) -> Array:
-        """The tensor, by an ordinary read, in float32; floats as in the file."""
+        """The tensor in float32; floats as in the file."""
         found: Array = self.packed()
         if self.dtype in _FLOATS:
             found = found.view(_FLOATS[self.dtype]).reshape(self.shape)

@@ -79,10 +79,18 @@ def load_decoder(folder: Path, kernels: Kernels) -> Decoder:
 def _opened(folder: Path) -> tuple[DecoderSpec, Weights]:
     path = folder / "config.json"
     values = _values(path)
-    checkpoint = Checkpoint(folder)
+    packing = values.pop("quantization_config", None)
+    checkpoint = Checkpoint(folder) if packing is None else _packed(folder, packing)
     check_sizes(values, checkpoint.headers, path)
     spec = spec_of(values, str(path))
     return spec, checked_weights(spec, TABLE[spec.family].names, checkpoint)
+
+
+def _packed(folder: Path, packing: Any) -> Checkpoint:
+    """The tensors of a folder whose linear layers are packed as a `quantization_config` says."""
+    from pyengine.models.decoder.packed import PackedCheckpoint  # imports torch
+
+    return PackedCheckpoint(folder, packing)
 
 
 def checked_weights(spec: DecoderSpec, names: Names, tensors: Tensors) -> Weights:
@@ -93,7 +101,7 @@ def checked_weights(spec: DecoderSpec, names: Names, tensors: Tensors) -> Weight
     """
     weights = Weights(tensors.named_from(names.base), names, NoKernels())
     Decoder(spec, weights)
-    known = dict(names.no_effect)
+    known = {**names.no_effect, **tensors.no_effect}
     for layer in range(len(spec.layers), len(spec.layers) + spec.mtp_layers):
         known[re.escape(names.layer.format(layer)) + ".*"] = "layers for speculation, read by it"
     tensors.finish(known)

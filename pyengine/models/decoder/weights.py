@@ -8,9 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from pyengine.models.decoder.checkpoint import Array, StoredTensor, Tensors
 from pyengine.models.decoder.kernels import (
     ExpertProducts,
@@ -54,10 +51,9 @@ class Weight:
         formats = {part.packed_as for part in self.parts}
         return formats.pop() if len(formats) == 1 and not self.is_interleaved else None
 
-    def packed(self) -> npt.NDArray[np.uint8]:
-        """The bytes of all parts, one after the other, in the format `packed_as`."""
-        parts = [part.packed() for part in self.parts]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def laid_out(self) -> Any:
+        """The weight of the Rust kernels, for a matrix that is `packed_as` something."""
+        return type(self.parts[0]).laid_out(self.parts, (self.shape[0], self.shape[1]))
 
     def split(self) -> "list[Weight]":
         """The parts, each a weight."""

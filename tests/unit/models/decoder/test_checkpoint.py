@@ -179,8 +179,11 @@ def test_integers_are_refused(edited: Callable[..., Path]) -> None:
         check_model(edited("llama", pack))
 
 
-def test_packed_weights_are_refused_by_name(edited: Callable[..., Path]) -> None:
-    folder = edited("llama", lambda _: None, quantization_config={"quant_method": "awq"})
+@pytest.mark.parametrize("settings", [{"quant_method": "awq"}, {"quant_method": "x"}, 3])
+def test_packing_that_the_file_has_not_is_refused_by_name(
+    settings: object, edited: Callable[..., Path]
+) -> None:
+    folder = edited("llama", lambda _: None, quantization_config=settings)
     with pytest.raises(ModelLoadError, match="quantization_config"):
         check_model(folder)
 

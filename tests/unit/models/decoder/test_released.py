@@ -20,6 +20,8 @@ _OF_FILES: dict[str, Any] = {
     "vocab_size": 32000,
 }
 
+_ODD: dict[str, Any] = {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}}
+
 
 def config(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
     hidden, middle, layers, heads, kv_heads = sizes
@@ -44,7 +46,7 @@ RELEASED = {
         rope_theta=100000,
         pretraining_tp=1,
         tie_word_embeddings=True,
-        **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}},
+        **_ODD,
     ),
     "Llama-3.1": config(
         *("llama", 4096, 14336, 32, 32, 8),
