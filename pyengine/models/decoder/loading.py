@@ -25,13 +25,15 @@ def family_of(folder: Path) -> Family | None:
 
 
 def read_spec(folder: Path) -> DecoderSpec:
-    """The spec of the model in `folder`.
+    """The spec of the model in `folder`, whether its weights are packed or not.
 
     Raises `ModelLoadError` for a family that is not in the table, and for a key that is missing,
     has a value that it cannot have, or is unknown.
     """
     path = folder / "config.json"
-    return spec_of(_values(path), str(path))
+    values = _values(path)
+    values.pop("quantization_config", None)
+    return spec_of(values, str(path))
 
 
 def spec_of(values: dict[str, Any], where: str) -> DecoderSpec:
