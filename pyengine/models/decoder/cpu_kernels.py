@@ -5,24 +5,30 @@ Products, root-mean-square norms, rotation and attention are in Rust; the rest i
 needs sums and activations in Rust first: NumPy has no such numbers.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.errors import ModelLoadError
-from pyengine.kv_cache import CpuAttention, PackedWeight, QuantizedWeight
-from pyengine.models.decoder.checkpoint import Array
+from pyengine.kv_cache import CpuAttention
+from pyengine.models.decoder.cpu_products import (
+    CpuExperts,
+    CpuGate,
+    CpuInnerProduct,
+    CpuJoinedProduct,
+    CpuProduct,
+    as_floats,
+    laid_out,
+    read_floats,
+    sigmoid,
+)
 from pyengine.models.decoder.kernels import AttentionWeights, NormWeights, Product, Step
-from pyengine.models.decoder.rotary import Floats, frequencies
+from pyengine.models.decoder.rotary import Floats, angles, frequencies
 from pyengine.models.decoder.spec import (
     MLP,
-    Activation,
     Attention,
-    ClampedGate,
     LatentAttention,
     Norm,
     QueryGrowth,
@@ -38,86 +44,6 @@ if TYPE_CHECKING:
 _GATES = ("silu", "gelu_tanh")
 """Activations that the kernel applies to a gate itself."""
 _LEAST_SUM = np.float32(1e-20)
-_erf = np.frompyfunc(math.erf, 1, 1)
-
-
-@dataclass(slots=True)
-class CpuProduct:
-    """A matrix in the layout of the Rust kernel, and its bias."""
-
-    threads: CpuAttention
-    packed: PackedWeight | QuantizedWeight
-    bias: Floats | None = None
-
-    def multiply(self, rows: Floats) -> Floats:
-        """See `Product.multiply`."""
-        rows = np.ascontiguousarray(rows)
-        out = np.empty((len(rows), self.packed.out_features), np.float32)
-        self.packed.multiply(self.threads, rows, out, self.bias)
-        return out
-
-    def gather(self, ids: npt.NDArray[np.int64]) -> Floats:
-        """See `Table.gather`."""
-        out = np.empty((len(ids), self.packed.in_features), np.float32)
-        self.packed.gather(np.ascontiguousarray(ids), out)
-        return out
-
-
-@dataclass(slots=True)
-class CpuJoinedProduct:
-    """Products whose outputs follow each other: of weights in several formats."""
-
-    products: list[CpuProduct]
-
-    def multiply(self, rows: Floats) -> Floats:
-        """See `Product.multiply`."""
-        return np.concatenate([product.multiply(rows) for product in self.products], axis=1)
-
-
-@dataclass(slots=True)
-class CpuGate:
-    """The gate and the other half of an MLP's first matrix, in one pass of the kernel."""
-
-    threads: CpuAttention
-    gate: Any
-    up: Any
-    activation: str
-
-    def multiply(self, rows: Floats) -> Floats:
-        """See `Kernels.inner_product`."""
-        rows = np.ascontiguousarray(rows)
-        out = np.empty((len(rows), self.up.out_features), np.float32)
-        self.up.multiply_gated(self.threads, rows, self.gate, out, self.activation)
-        return out
-
-
-@dataclass(slots=True)
-class CpuInnerProduct:
-    """The first matrix of an MLP, and its activation."""
-
-    product: Product
-    mlp: MLP
-
-    def multiply(self, rows: Floats) -> Floats:
-        """See `Kernels.inner_product`."""
-        return _activated(self.product.multiply(rows), self.mlp)
-
-
-@dataclass(slots=True)
-class CpuExperts:
-    """Both products of every expert."""
-
-    products: list[tuple[Product, Product]]
-
-    def multiply(self, rows: Floats, chosen: npt.NDArray[np.intp], factors: Floats) -> Floats:
-        """See `ExpertProducts.multiply`."""
-        out = np.zeros_like(rows)
-        for expert in np.unique(chosen).tolist():
-            tokens, places = np.nonzero(chosen == expert)
-            inner, down = self.products[expert]
-            result = down.multiply(inner.multiply(rows[tokens]))
-            out[tokens] += result * factors[tokens, places, None]
-        return out
 
 
 class CpuLayerAttention:
@@ -156,45 +82,54 @@ class CpuLayerAttention:
 
 @dataclass(slots=True)
 class CpuKernels:
-    """See `Kernels`. Steps are planned by the backend of attention named "cpu"."""
+    """See `Kernels`. Steps are planned by the backend of attention named "cpu".
+
+    With `quantization`, matrices of floats are rounded to 8 bits, or to 4: then embedding and head
+    have 8, since their rounding shows in every log-probability, and routers stay floats.
+    """
 
     threads: CpuAttention
+    quantization: Literal["none", "int4", "int8"] = "none"
     _frequencies: dict[Rotary, tuple[Floats, float]] = field(default_factory=dict)
 
     def product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.product`."""
-        vector = None if bias is None else _read(bias)
+        vector = None if bias is None else read_floats(bias)
         formats = {part.packed_as for part in weight.parts}
         if len(formats) == 1:
-            return CpuProduct(self.threads, _laid_out(weight), vector)
+            return CpuProduct(self.threads, laid_out(weight, self.quantization), vector)
         biases: list[Floats | None] = [None] * len(weight.parts)
         if vector is not None:
             ends = np.cumsum([part.shape[0] for part in weight.parts])[:-1]
             biases = [np.ascontiguousarray(part) for part in np.split(vector, ends)]
         pairs = zip(weight.split(), biases, strict=True)
-        return CpuJoinedProduct([CpuProduct(self.threads, _laid_out(part), b) for part, b in pairs])
+        return CpuJoinedProduct(
+            [CpuProduct(self.threads, laid_out(part, self.quantization), b) for part, b in pairs]
+        )
 
     def exact_product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.exact_product`."""
-        return self.product(weight, bias)
+        vector = None if bias is None else read_floats(bias)
+        return CpuProduct(self.threads, laid_out(weight, "none"), vector)
 
     def inner_product(self, weight: Weight, bias: Weight | None, mlp: MLP) -> Product:
         """See `Kernels.inner_product`."""
         is_plain = len({part.packed_as for part in weight.parts}) == 1
         if mlp.is_gated and bias is None and mlp.activation in _GATES and is_plain:
-            gate, up = (_laid_out(weight.half(number)) for number in (0, 1))
+            gate, up = (laid_out(weight.half(number), self.quantization) for number in (0, 1))
             return CpuGate(self.threads, gate, up, cast(str, mlp.activation))
         return CpuInnerProduct(self.product(weight, bias), mlp)
 
     def table(self, weight: Weight) -> CpuProduct:
         """See `Kernels.table`."""
-        return CpuProduct(self.threads, _laid_out(weight))
+        eight = "none" if self.quantization == "none" else "int8"
+        return CpuProduct(self.threads, laid_out(weight, eight))
 
     def differ(self, first: Weight, second: Weight) -> bool:
         """See `Kernels.differ`."""
         pairs = zip(first.pieces(), second.pieces(), strict=True)
         return not all(
-            np.array_equal(_floats(numbers, kind), _floats(others, other))
+            np.array_equal(as_floats(numbers, kind), as_floats(others, other))
             for (_, numbers, kind), (_, others, other) in pairs
         )
 
@@ -217,20 +152,17 @@ class CpuKernels:
 
     def vector(self, weight: Weight) -> Floats:
         """See `Kernels.vector`."""
-        return _read(weight)
+        return read_floats(weight)
 
     def exact_vector(self, weight: Weight) -> Floats:
         """See `Kernels.exact_vector`."""
-        return _read(weight)
+        return read_floats(weight)
 
     def angles(self, positions: npt.NDArray[Any], rotary: Rotary) -> tuple[Floats, Floats]:
         """See `Kernels.angles`."""
         if rotary not in self._frequencies:
             self._frequencies[rotary] = frequencies(rotary)
-        inverse, attention = self._frequencies[rotary]
-        turned = positions.astype(np.float32)[:, None] * inverse
-        factor = np.float32(attention)
-        return np.cos(turned) * factor, np.sin(turned) * factor
+        return angles(positions, *self._frequencies[rotary])
 
     def norm(self, rows: Floats, norm: NormWeights) -> Floats:
         """See `Kernels.norm`."""
@@ -282,7 +214,7 @@ class CpuKernels:
 
     def sigmoid(self, rows: Floats) -> Floats:
         """See `Kernels.sigmoid`."""
-        return _sigmoid(rows)
+        return sigmoid(rows)
 
     def route(
         self, scores: Floats, routing: Routing, correction: Floats | None
@@ -291,7 +223,7 @@ class CpuKernels:
         if routing.score == "chosen":
             chosen = _largest(scores, routing.chosen)
             return chosen, _softmax(_at(scores, chosen)) * np.float32(routing.scale)
-        scores = _softmax(scores) if routing.score == "softmax" else _sigmoid(scores)
+        scores = _softmax(scores) if routing.score == "softmax" else sigmoid(scores)
         preferred = scores if correction is None else scores + correction
         if routing.groups > 1:
             grouped = preferred.reshape(len(scores), routing.groups, -1)
@@ -329,77 +261,6 @@ def _with_dense_heads(rows: Floats) -> Floats:
     size = rows.itemsize
     is_dense = rows.strides[1:] == (rows.shape[2] * size, size)
     return rows if is_dense else np.ascontiguousarray(rows)
-
-
-def _laid_out(weight: Weight) -> PackedWeight | QuantizedWeight:
-    """A matrix for the Rust kernel: floats, or bytes in a format that it multiplies by."""
-    if weight.packed_as is None:
-        return PackedWeight(_read(weight))
-    try:
-        packed: PackedWeight | QuantizedWeight = weight.laid_out()
-        return packed
-    except ValueError as error:  # a scale that is not finite
-        raise ModelLoadError(f"the weights {weight.name} are damaged: {error}") from error
-
-
-def _read(weight: Weight) -> Floats:
-    """The numbers of a weight in float32; one tensor of the file is read at a time."""
-    found = np.empty(weight.shape, np.float32)
-    for rows, numbers, kind in weight.pieces():
-        found[rows] = _floats(numbers, kind)
-    if not np.isfinite(found.sum()) and not np.isfinite(found).all():
-        raise ModelLoadError(
-            f"the weights {weight.name} in {weight.parts[0].path} hold NaN or infinity: the file "
-            "is damaged, get it again"
-        )
-    return found
-
-
-def _floats(numbers: Array, kind: str) -> Array:
-    """Numbers of a file in a float type of NumPy."""
-    if kind != "BF16":
-        return numbers
-    return (numbers.astype(np.uint32) << 16).view(np.float32)
-
-
-def _activated(rows: Floats, mlp: MLP) -> Floats:
-    """`activation(gate) * up` of rows `[T, 2 size]`, or the activation of each number."""
-    if isinstance(mlp.activation, ClampedGate):
-        limit = np.float32(mlp.activation.limit)
-        gate, up = (rows[:, : mlp.size], rows[:, mlp.size :])
-        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-        return gate * _sigmoid(gate * np.float32(mlp.activation.alpha)) * (up + 1)
-    activation = _ACTIVATIONS[mlp.activation]
-    if not mlp.is_gated:
-        return activation(rows)
-    return activation(rows[:, : mlp.size]) * rows[:, mlp.size :]
-
-
-def _sigmoid(rows: Floats) -> Floats:
-    """Without overflow."""
-    found: Floats = np.float32(0.5) * (1 + np.tanh(rows * np.float32(0.5)))
-    return found
-
-
-def _gelu(rows: Floats) -> Floats:
-    shares = _erf(rows * np.float32(0.5**0.5)).astype(np.float32)
-    found: Floats = rows * np.float32(0.5) * (1 + shares)
-    return found
-
-
-def _gelu_tanh(rows: Floats) -> Floats:
-    inner = np.float32(math.sqrt(2 / math.pi)) * (rows + np.float32(0.044715) * rows**3)
-    found: Floats = np.float32(0.5) * rows * (1 + np.tanh(inner))
-    return found
-
-
-_ACTIVATIONS: dict[Activation, Callable[[Floats], Floats]] = {
-    "silu": lambda rows: rows * _sigmoid(rows),
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "relu": lambda rows: np.maximum(rows, 0),
-    "relu2": lambda rows: np.square(np.maximum(rows, 0)),
-}
 
 
 def _softmax(scores: Floats) -> Floats:

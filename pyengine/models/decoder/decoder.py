@@ -88,7 +88,7 @@ class Decoder:
         self._head: Product = self._embedding
         # A file that has a head of its own means it, whatever its configuration says.
         if not spec.is_tied or weights.differs("head", "embedding", vocabulary, hidden):
-            self._head = weights.linear("head", vocabulary, hidden).product
+            self._head = weights.table("head", vocabulary, hidden)
         self._residual_scale = spec.layers[-1].residual_scale
         self._rotaries = {
             layer.mixer.rotary for layer in spec.layers if layer.mixer.rotary is not None

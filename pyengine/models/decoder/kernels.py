@@ -115,7 +115,7 @@ class Kernels(Protocol):
         """
 
     def table(self, weight: "Weight") -> Table:
-        """Lay out a matrix for look-ups and products."""
+        """Lay out a matrix for look-ups and products: an embedding, or the head."""
 
     def differ(self, first: "Weight", second: "Weight") -> bool:
         """True if two matrices of one shape have other numbers."""

@@ -90,7 +90,8 @@ class PackedStored(StoredTensor):
         scales = self._tensor(self.layout.key_name).float()
         outputs = len(codes)
         if isinstance(self.layout, _Float8) and self.layout.block is not None:
-            scales = scales.repeat_interleave(self.layout.block[0], 0)[:outputs]
+            size = self.layout.block[0]
+            scales = scales.repeat_interleave(size, 0, output_size=size * len(scales))[:outputs]
         else:
             scales = scales.reshape(-1, 1).expand(outputs, 1)
         return codes, scales.contiguous().numpy()

@@ -68,11 +68,8 @@ def _pair_with(turns: float, rotary: Rotary, scaling: YarnScaling) -> float:
     return rotary.exponent_size * math.log(wavelength) / (2 * math.log(rotary.theta))
 
 
-def angles(positions: npt.NDArray[Any], rotary: Rotary) -> tuple[Floats, Floats]:
-    """Cosines and sines `[T, size / 2]` at these positions `[T]`."""
-    inverse, attention = frequencies(rotary)
+def angles(positions: npt.NDArray[Any], inverse: Floats, attention: float) -> tuple[Floats, Floats]:
+    """Cosines and sines `[T, size / 2]` at positions `[T]`, for what `frequencies` gives."""
     turned = positions.astype(np.float32)[:, None] * inverse
-    cosines, sines = np.cos(turned), np.sin(turned)
-    if attention != 1.0:
-        cosines, sines = cosines * np.float32(attention), sines * np.float32(attention)
-    return cosines, sines
+    factor = np.float32(attention)
+    return np.cos(turned) * factor, np.sin(turned) * factor

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pyengine.errors import ModelLoadError
+from pyengine.models.cpu_kernels import kernel_threads
+from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.loading import check_model, load_decoder
 from pyengine.models.decoder.torch_kernels import TorchKernels
@@ -166,8 +168,9 @@ def test_weights_that_are_not_finite_are_named(value: float, edited: Callable[..
 
     folder = edited("llama", spoil)
     check_model(folder)  # headers are right
-    with pytest.raises(ModelLoadError, match=r"layers\.1\.mlp\.up_proj.*NaN or infinity"):
-        logits(folder)
+    for kernels in (TorchKernels(CPU, torch.float32), CpuKernels(kernel_threads(1))):
+        with pytest.raises(ModelLoadError, match=r"layers\.1\.mlp\.up_proj.*NaN or infinity"):
+            load_decoder(folder, kernels)
 
 
 def test_integers_are_refused(edited: Callable[..., Path]) -> None:

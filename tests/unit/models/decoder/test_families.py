@@ -65,6 +65,23 @@ def test_layers_differ_in_their_windows(saved: Saved) -> None:
     assert read_spec(folder).windows == (9, 9, 9, 9, 9, None, 9)
 
 
+@pytest.mark.skipif(not CpuAttention.is_fast(), reason="this processor has no AVX2 with FMA")
+@pytest.mark.parametrize("tiny", MODELS, ids=lambda tiny: tiny.name)
+def test_a_row_has_the_same_bits_in_every_batch_on_the_cpu(
+    tiny: Tiny, saved: Saved, prompts: list[list[int]]
+) -> None:
+    made, backend = SETS["cpu"]
+    decoder = load_decoder(saved(tiny)[0], made())
+    alone, together = Runner(decoder, backend), Runner(decoder, backend)
+    first, rest = alone.add(prompts[0]), [together.add(prompt) for prompt in prompts]
+    alone.step((first, 20))
+    together.step(*((each, len(each.tokens) - 3) for each in rest))
+    for _ in range(3):
+        alone.step((first, 1))
+        together.step(*((each, 1) for each in rest))
+    assert torch.equal(torch.stack(first.logits), torch.stack(rest[0].logits))
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "olmo2", "gpt_oss", "deepseek_v3"])
 def test_bfloat16_is_as_close_to_float32_as_in_transformers(
     name: str, saved: Saved, prompts: list[list[int]]

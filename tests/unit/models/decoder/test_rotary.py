@@ -109,7 +109,7 @@ def test_longrope_runs_up_to_its_trained_positions() -> None:
 
 def test_angles_are_cosines_and_sines_of_positions() -> None:
     rotary = Rotary(size=8, theta=100.0, exponent_size=8, turned=3)
-    cosines, sines = angles(np.array([0, 5]), rotary)
+    cosines, sines = angles(np.array([0, 5]), *frequencies(rotary))
     inverse = 1 / 100.0 ** torch.tensor([0.0, 0.25, 0.5])
     assert np.allclose(cosines[1, :3], torch.cos(5 * inverse))
     assert np.allclose(sines[1, :3], torch.sin(5 * inverse))
