@@ -1,5 +1,7 @@
 """A GGUF file gives the decoder of the model that it was made of."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -247,3 +249,30 @@ def test_what_nothing_reads_is_refused_by_name(
     write(path, "llama", **file)
     with pytest.raises(ModelLoadError, match=named), GGUFFile.open(path) as opened:
         check_gguf(opened)
+
+
+_OPEN = """
+import sys
+from pathlib import Path
+from pyengine.models.cpu_kernels import kernel_threads
+from pyengine.models.decoder.cpu_kernels import CpuKernels
+from pyengine.models.decoder.gguf import load_gguf_decoder
+from pyengine.models.gguf_file import GGUFFile
+
+for path in sys.argv[1:]:
+    with GGUFFile.open(Path(path)) as file:
+        load_gguf_decoder(file, CpuKernels(kernel_threads(1)))
+assert "transformers" not in sys.modules, "transformers was imported"
+"""
+
+
+@pytest.mark.skipif(not CpuAttention.is_fast(), reason="this processor has no AVX2 with FMA")
+def test_files_are_opened_without_transformers(tmp_path: Path) -> None:
+    paths = []
+    for architecture in ("llama", "gemma3", "qwen3moe"):
+        paths.append(str(tmp_path / f"{architecture}.gguf"))
+        write(Path(paths[-1]), architecture, kind="Q8_0")
+    found = subprocess.run(
+        [sys.executable, "-c", _OPEN, *paths], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
