@@ -350,6 +350,11 @@ class Layer:
     token_input: TokenInput | None = None
     has_scalar: bool = False
 
+    def __post_init__(self) -> None:
+        after = (self.after_mixer, self.after_feed_forward, self.token_input)
+        if self.is_parallel and (any(after) or self.has_scalar):
+            raise ModelLoadError("a parallel layer has no norms after its parts, and no third part")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:

@@ -1,6 +1,7 @@
 """A configuration is read key by key, and what is not read is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.loading import check_model, family_of, read_spec, spec_of
 from pyengine.models.decoder.settings import Settings
+from pyengine.models.decoder.spec import Attention
 
 _LLAMA: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 2}
 
@@ -80,6 +82,22 @@ def test_what_no_model_of_the_table_is_is_refused_by_name(
 ) -> None:
     with pytest.raises(ModelLoadError, match=named):
         spec_of({**_LLAMA, **changes}, "config.json")
+
+
+def test_a_layer_that_would_ignore_its_norms_cannot_be_described() -> None:
+    layer = spec_of(_LLAMA, "config.json").layers[0]
+    replace(layer, is_parallel=True)
+    with pytest.raises(ModelLoadError, match="parallel"):
+        replace(layer, is_parallel=True, after_mixer=layer.before_mixer)
+
+
+def test_layers_share_keys_with_an_earlier_one_that_says_so() -> None:
+    spec = spec_of(_LLAMA, "config.json")
+    first, second = spec.layers
+    assert isinstance(second.mixer, Attention)
+    sharing = replace(second, mixer=replace(second.mixer, shares=0))
+    with pytest.raises(ModelLoadError, match="layer 1 reads keys and values of layer 0"):
+        replace(spec, layers=(first, sharing))
 
 
 def test_every_family_has_a_spec_by_its_defaults_alone() -> None:
