@@ -46,6 +46,27 @@ def _starcoder2(settings: Settings) -> DecoderSpec:
     return decoder(settings, [layer] * layer_count(settings), norm)
 
 
+def _nemotron(settings: Settings) -> DecoderSpec:
+    shape, has_bias = heads(settings), settings.flag("attention_bias")
+    epsilon = settings.number("norm_eps", above=0)
+    norm = Norm(kind="layer", eps=epsilon, offset=1.0, has_bias=True)
+    attention = Attention(
+        **shape,
+        scaling=shape["head_dim"] ** -0.5,
+        rotary=read_rotary(settings, shape["head_dim"], RotaryKind(share=0.5)),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+    )
+    mlp = MLP(
+        size=settings.integer("intermediate_size"),
+        activation=activation(settings),
+        is_gated=False,
+        has_bias=settings.flag("mlp_bias"),
+    )
+    layer = pre_norm(attention, mlp, norm)
+    return decoder(settings, [layer] * layer_count(settings), norm)
+
+
 def _gpt2(settings: Settings) -> DecoderSpec:
     shape, hidden = heads(settings), settings.integer("hidden_size")
     if shape["heads"] * shape["head_dim"] != hidden:
@@ -130,6 +151,21 @@ FAMILIES = (
                 "scores are float32 here, always",
             ),
         },
+    ),
+    Family(
+        "nemotron",
+        _nemotron,
+        {
+            **DEFAULTS,
+            "vocab_size": 256000,
+            "hidden_size": 6144,
+            "intermediate_size": 24576,
+            "num_attention_heads": 48,
+            "hidden_act": "relu2",
+            "max_position_embeddings": 4096,
+            "norm_eps": 1e-5,
+        },
+        names(ATTENTION, PRE_NORM, up=stored("mlp.up_proj"), down=stored("mlp.down_proj")),
     ),
     Family(
         "gpt2",

@@ -322,6 +322,8 @@ MODELS = (
     Tiny("granite_swa-plain", "granite_swa", {"tie_word_embeddings": False, **_WINDOW}),
     Tiny("starcoder2", "starcoder2"),
     Tiny("starcoder2-window", "starcoder2", {"use_bias": False, "hidden_act": "gelu", **_WINDOW}),
+    Tiny("nemotron", "nemotron"),
+    Tiny("nemotron-biases", "nemotron", {"head_dim": 10, "attention_bias": True, "mlp_bias": True}),
     Tiny("gpt2", "gpt2", _GPT2),
     Tiny(
         "gpt2-scales",
