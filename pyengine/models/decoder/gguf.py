@@ -33,7 +33,7 @@ _FLOATS: Mapping[str, np.dtype[Any]] = {
     "BF16": np.dtype(np.uint16),
 }
 _PAIRS = ("llama", "mixtral")
-_OFFSETS = ("gemma2", "gemma3_text")
+_OFFSETS = ("gemma2", "gemma3_text", "nemotron")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ MODEL_TYPES: Mapping[str, str] = {
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
     "gpt-oss": "gpt_oss",
+    "stablelm": "stablelm",
+    "nemotron": "nemotron",
 }
 """Families of the table by `general.architecture`; a `llama` with experts is a `mixtral`."""
 
@@ -38,10 +40,13 @@ _COUNTS = {
 _EPSILONS = {
     "gpt2": (".attention.layer_norm_epsilon", "layer_norm_epsilon"),
     "starcoder2": (".attention.layer_norm_epsilon", "norm_epsilon"),
+    "stablelm": (".attention.layer_norm_epsilon", "layer_norm_eps"),
+    "nemotron": (".attention.layer_norm_epsilon", "norm_eps"),
 }
 _RMS = (".attention.layer_norm_rms_epsilon", "rms_norm_eps")
 _SCALED_QUERIES = {"gemma2": 46, "gemma3": 62}
 """Numbers of layers of the models whose queries are scaled by the mean size of a head."""
+_PARTLY_ROTATED = ("phi3", "stablelm", "nemotron")
 _PERIODS = {"gemma2": 2, "gemma3": 6}
 """One of so many layers attends to all tokens: llama.cpp's defaults."""
 _EXPECTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
@@ -130,10 +135,13 @@ def _add_heads(keys: HeaderKeys, found: dict[str, Any], names: Mapping[str, Any]
     scale = keys.number(".attention.scale")
     if scale and not math.isclose(scale, scaled**-0.5, rel_tol=1e-3):
         raise keys.refusal(".attention.scale", f"is not {scaled}**-0.5, which is supported")
-    if architecture in ("llama", "qwen3", "qwen3moe"):
+    if architecture in ("llama", "qwen3", "qwen3moe", "nemotron"):
         found["attention_bias"] = "blk.0.attn_q.bias" in names
-    if architecture == "llama":
+    if architecture in ("llama", "nemotron"):
         found["mlp_bias"] = "blk.0.ffn_up.bias" in names
+    if architecture == "stablelm":
+        found["use_qkv_bias"] = "blk.0.attn_q.bias" in names
+        found["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in names
 
 
 def _add_experts(keys: HeaderKeys, found: dict[str, Any]) -> None:
@@ -204,16 +212,17 @@ def _add_rope(keys: HeaderKeys, found: dict[str, Any]) -> None:
     architecture, size = str(keys.header.architecture), found["head_dim"]
     rotated = keys.count(".rope.dimension_count", high=size) or size
     keys.expect(".rope.dimension_count_swa", (rotated,), f"is not {rotated}, as in other layers")
-    if rotated % 2 or (architecture != "phi3" and rotated != size):
+    is_whole = architecture not in _PARTLY_ROTATED
+    if rotated % 2 or (is_whole and rotated != size):
         raise keys.refusal(".rope.dimension_count", f"does not fit heads of {size} numbers")
     parameters = rope_parameters(keys, rotated, found["max_position_embeddings"])
     if architecture == "gpt-oss" and parameters["rope_type"] == "yarn":
         parameters["truncate"] = False
-    if architecture == "phi3":
+    if not is_whole:
         parameters["partial_rotary_factor"] = rotated / size
-        if parameters["rope_type"] == "longrope":
-            original = parameters.pop("original_max_position_embeddings")
-            found["original_max_position_embeddings"] = original
+    if architecture == "phi3" and parameters["rope_type"] == "longrope":
+        original = parameters.pop("original_max_position_embeddings")
+        found["original_max_position_embeddings"] = original
     if architecture == "gemma3":
         sliding = sliding_rope_parameters(keys)
         parameters = {"full_attention": parameters, "sliding_attention": sliding}

@@ -5,12 +5,14 @@ from pyengine.models.decoder.families.parts import (
     Family,
     activation,
     decoder,
+    gated,
     heads,
     layer_count,
     pre_norm,
 )
 from pyengine.models.decoder.names import (
     ATTENTION,
+    LLAMA,
     NO_EFFECT,
     PRE_NORM,
     Names,
@@ -20,7 +22,7 @@ from pyengine.models.decoder.names import (
 )
 from pyengine.models.decoder.rotary_settings import RotaryKind, read_rotary
 from pyengine.models.decoder.settings import Settings
-from pyengine.models.decoder.spec import MLP, Attention, DecoderSpec, Norm
+from pyengine.models.decoder.spec import MLP, Attention, DecoderSpec, Layer, Norm
 
 
 def _starcoder2(settings: Settings) -> DecoderSpec:
@@ -64,6 +66,27 @@ def _nemotron(settings: Settings) -> DecoderSpec:
         has_bias=settings.flag("mlp_bias"),
     )
     layer = pre_norm(attention, mlp, norm)
+    return decoder(settings, [layer] * layer_count(settings), norm)
+
+
+def _stablelm(settings: Settings) -> DecoderSpec:
+    shape = heads(settings)
+    norm = Norm(kind="layer", eps=settings.number("layer_norm_eps", above=0), has_bias=True)
+    settings.only("qk_layernorm", False, why="each head has a norm of its own")
+    is_parallel = settings.flag("use_parallel_residual")
+    attention = Attention(
+        **shape,
+        scaling=shape["head_dim"] ** -0.5,
+        rotary=read_rotary(settings, shape["head_dim"], RotaryKind(share=0.25)),
+        qkv_bias=settings.flag("use_qkv_bias"),
+    )
+    layer = Layer(
+        mixer=attention,
+        feed_forward=gated(settings),
+        before_mixer=norm,
+        before_feed_forward=None if is_parallel else norm,
+        is_parallel=is_parallel,
+    )
     return decoder(settings, [layer] * layer_count(settings), norm)
 
 
@@ -166,6 +189,22 @@ FAMILIES = (
             "norm_eps": 1e-5,
         },
         names(ATTENTION, PRE_NORM, up=stored("mlp.up_proj"), down=stored("mlp.down_proj")),
+    ),
+    Family(
+        "stablelm",
+        _stablelm,
+        {
+            **DEFAULTS,
+            "vocab_size": 50304,
+            "hidden_size": 2560,
+            "intermediate_size": 6912,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+            "layer_norm_eps": 1e-5,
+            "use_qkv_bias": False,
+            "use_parallel_residual": False,
+        },
+        LLAMA,
     ),
     Family(
         "gpt2",

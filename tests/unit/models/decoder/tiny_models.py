@@ -324,6 +324,12 @@ MODELS = (
     Tiny("starcoder2-window", "starcoder2", {"use_bias": False, "hidden_act": "gelu", **_WINDOW}),
     Tiny("nemotron", "nemotron"),
     Tiny("nemotron-biases", "nemotron", {"head_dim": 10, "attention_bias": True, "mlp_bias": True}),
+    Tiny("stablelm", "stablelm", {"use_qkv_bias": True}),
+    Tiny(
+        "stablelm-parallel",
+        "stablelm",
+        {"use_parallel_residual": True, "partial_rotary_factor": 0.5, "num_key_value_heads": 6},
+    ),
     Tiny("gpt2", "gpt2", _GPT2),
     Tiny(
         "gpt2-scales",
