@@ -219,7 +219,8 @@ def _add_rope(keys: HeaderKeys, found: dict[str, Any]) -> None:
     if architecture == "gpt-oss" and parameters["rope_type"] == "yarn":
         parameters["truncate"] = False
     if not is_whole:
-        parameters["partial_rotary_factor"] = rotated / size
+        # The factor times the size is cut to a whole number, which must be `rotated`.
+        parameters["partial_rotary_factor"] = (rotated + 0.5) / size
     if architecture == "phi3" and parameters["rope_type"] == "longrope":
         original = parameters.pop("original_max_position_embeddings")
         found["original_max_position_embeddings"] = original

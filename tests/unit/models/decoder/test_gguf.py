@@ -122,6 +122,19 @@ def test_a_changed_key_changes_the_logits_as_in_a_folder(
     assert (found - before).abs().max() > TOLERANCE
 
 
+@pytest.mark.parametrize(("size", "rotated"), [(44, 30), (46, 26), (98, 16), (80, 20), (64, 64)])
+def test_the_rotated_part_of_a_head_is_that_of_the_header(
+    size: int, rotated: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    changes = {"head_dim": size, "partial_rotary_factor": 0.5}
+    values = {".attention.key_length": size, ".rope.dimension_count": rotated}
+    write(path, "nemotron", changes=changes, values={**values, ".attention.value_length": size})
+    with GGUFFile.open(path) as file:
+        rotary = check_gguf(file).layers[0].mixer.rotary
+    assert rotary is not None and (rotary.size, rotary.exponent_size) == (rotated, rotated)
+
+
 def test_divisors_of_frequencies_change_the_logits(tmp_path: Path) -> None:
     path, plain = tmp_path / "model.gguf", tmp_path / "plain.gguf"
     write(plain, "llama")
