@@ -1,0 +1,218 @@
+"""The tensors of safetensors files, read one by one; every tensor is accounted for.
+
+A tensor is part of the model, known to have no effect, or refused by name. A `Checkpoint` knows
+headers only; `StoredTensor.read` maps one tensor of a file, and its memory is released with the
+array. Layout: https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine.errors import ModelLoadError
+from pyengine.models.checkpoint_files import check_weights
+
+Array = npt.NDArray[Any]
+
+_NUMPY: Mapping[str, type[Any]] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": np.uint16,
+}
+"""How the bits of a float format are held; NumPy has no bfloat16."""
+_CODES: Mapping[str, type[Any]] = {
+    "F8_E4M3": np.uint8,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "I32": np.int32,
+    "I64": np.int64,
+}
+"""Numbers that are nothing without a scale: `packed` reads them."""
+_HEADER_SIZE = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a file, or the part of it that belongs to one expert.
+
+    `name`, `dtype` and `shape` are those of the file; `start` is where its bytes begin. A tensor
+    that `is_transposed` is read the other way around; then only some `rows` are, or all.
+    """
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    is_transposed: bool = False
+    rows: slice | None = None
+
+    def transposed(self) -> "StoredTensor":
+        """The same tensor, read the other way around."""
+        return replace(self, is_transposed=True)
+
+    def only(self, rows: slice) -> "StoredTensor":
+        """Some rows of what `read` returns."""
+        return replace(self, rows=rows)
+
+    def expert(self, index: int) -> "StoredTensor":
+        """The part of one expert of a tensor `[experts, ...]`."""
+        part = replace(self, shape=self.shape[1:])
+        return replace(part, start=self.start + index * part.num_bytes)
+
+    @property
+    def is_of_floats(self) -> bool:
+        """True if `read` gives floats."""
+        return self.dtype in _NUMPY
+
+    @property
+    def packed_as(self) -> str | None:
+        """The format in which a kernel can multiply by it as it is; None: as floats only."""
+        return None
+
+    @staticmethod
+    def laid_out(parts: Sequence[Any], shape: tuple[int, int]) -> Any:
+        """The weight `[outputs, inputs]` of the Rust kernels whose outputs are those of `parts`.
+
+        All parts have one `packed_as`, which is not None. Raises `ValueError` for bytes that stand
+        for no finite numbers.
+        """
+        raise NotImplementedError
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        kind = np.dtype(_NUMPY.get(self.dtype) or _CODES[self.dtype])
+        return int(np.prod(self.shape, dtype=np.int64)) * kind.itemsize
+
+    def read(self) -> Array:
+        """The tensor, mapped from the file, BF16 as its bits; writing to it changes a copy."""
+        kind = np.dtype(_NUMPY.get(self.dtype) or _CODES[self.dtype])
+        if 0 in self.shape:
+            found: Array = np.empty(self.shape, kind)
+        elif self.start % kind.itemsize:  # allowed by the format; a mapping cannot be viewed then
+            whole = np.memmap(self.path, np.uint8, "c", self.start, (self.num_bytes,))
+            found = np.array(whole).view(kind).reshape(self.shape)
+        else:
+            found = np.memmap(self.path, kind, "c", self.start, self.shape)
+        whole_rows = found.T if self.is_transposed else found
+        return whole_rows if self.rows is None else whole_rows[self.rows]
+
+
+class Tensors:
+    """Tensors by name, and which of them were taken.
+
+    `where` they are, and `asks` what describes the model, are for messages.
+    """
+
+    no_effect: Mapping[str, str] = MappingProxyType({})
+    """Patterns of names that change nothing in this kind of file, with the reason."""
+
+    def __init__(
+        self, tensors: Mapping[str, StoredTensor], where: str, asks: str = "config.json"
+    ) -> None:
+        self._tensors, self._where, self._asks = dict(tensors), where, asks
+        self._taken: set[str] = set()
+
+    def named_from(self, base: str) -> "Tensors":
+        """The same tensors, with names that begin with `base`.
+
+        A model that was saved without its head has names without it.
+        """
+        if not any(name.startswith(base) for name in self._tensors):
+            self._tensors = {base + name: tensor for name, tensor in self._tensors.items()}
+        return self
+
+    def has(self, name: str) -> bool:
+        """True if the files have a tensor of this name."""
+        return name in self._tensors
+
+    def take(self, name: str, *shapes: tuple[int, ...]) -> StoredTensor:
+        """The tensor of this name, which is then part of the model.
+
+        Raises `ModelLoadError` if it is missing, of none of these shapes, or of integers.
+        """
+        found = self._tensors.get(name)
+        if found is None:
+            raise ModelLoadError(
+                f"the weights in {self._where} lack {name}, which {self._asks} asks for: "
+                "the two are not of the same model, or a file is missing"
+            )
+        if found.shape not in shapes:
+            asked = " or ".join(str(list(shape)) for shape in shapes)
+            raise ModelLoadError(
+                f"the weights {name} in {self._where} have the shape {list(found.shape)}, and "
+                f"{self._asks} asks for {asked}: the two are not of the same model"
+            )
+        if not found.is_of_floats:
+            raise ModelLoadError(
+                f"the weights {name} in {self._where} are {found.dtype}: they are no floats that a "
+                f"model computes with ({', '.join(_NUMPY)}), and {self._asks} has no "
+                "quantization_config that says what they stand for"
+            )
+        self._taken.add(name)
+        return found
+
+    def finish(self, no_effect: Mapping[str, str]) -> None:
+        """Raise `ModelLoadError` if a tensor was not taken and matches no pattern of `no_effect`.
+
+        Values of `no_effect` are the reasons why such tensors have none.
+        """
+        known = re.compile("|".join(f"(?:{pattern})" for pattern in no_effect) or r"(?!)")
+        unread = sorted(
+            name for name in self._tensors if name not in self._taken and not known.fullmatch(name)
+        )
+        if unread:
+            more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+            raise ModelLoadError(
+                f"the weights in {self._where} have {unread[0]}{more}, and a model of this "
+                f"{self._asks} does not: the two are not of the same model"
+            )
+
+
+class Checkpoint(Tensors):
+    """The tensors of the safetensors files in a folder.
+
+    Raises `ModelLoadError` for files that are missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.headers = check_weights(folder)
+        """The headers of all files, checked."""
+        files = sorted(folder.glob("*.safetensors"))
+        tensors = {tensor.name: tensor for path in files for tensor in _tensors_of(path)}
+        super().__init__(tensors, str(folder))
+
+    def stored(self, name: str) -> StoredTensor | None:
+        """The tensor of this name, if there is one; it is not taken yet."""
+        return self._tensors.get(name)
+
+
+def _tensors_of(path: Path) -> Iterator[StoredTensor]:
+    """The tensors of a file whose header `check_weights` has accepted."""
+    with path.open("rb") as stream:
+        length = _HEADER_SIZE.unpack(stream.read(_HEADER_SIZE.size))[0]
+        entries: dict[str, Any] = json.loads(stream.read(length))
+    entries.pop("__metadata__", None)
+    data = _HEADER_SIZE.size + int(length)
+    for name, entry in entries.items():
+        start, end = (int(offset) for offset in entry["data_offsets"])
+        tensor = StoredTensor(
+            path, name, str(entry["dtype"]), tuple(map(int, entry["shape"])), data + start
+        )
+        known = tensor.dtype in _NUMPY or tensor.dtype in _CODES
+        if known and (start < 0 or end - start != tensor.num_bytes):
+            raise ModelLoadError(
+                f"{path} is damaged: {name} of shape {list(tensor.shape)} takes "
+                f"{tensor.num_bytes} bytes, and its header says {end - start}; get it again"
+            )
+        yield tensor

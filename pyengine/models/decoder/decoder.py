@@ -1,0 +1,171 @@
+"""The decoder: embedding, layers, norm, head. One forward pass for all families and devices.
+
+A token's way through it: `Decoder.__call__` looks its vector up, each `DecoderLayer` adds the
+results of attention and of the feed-forward part to it, and the head turns the rows that are asked
+for into logits.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pyengine.models.decoder.kernels import Product, Rows, Step
+from pyengine.models.decoder.layers import TokenInput, feed_forward_of, mixer_of
+from pyengine.models.decoder.spec import DecoderSpec, Layer
+from pyengine.models.decoder.weights import Weights
+
+if TYPE_CHECKING:
+    from pyengine.attention.backend import AttentionPlan
+
+
+_NOTHING: Any = None
+"""The change before the first layer."""
+
+
+class DecoderLayer:
+    """Attention and feed-forward, each with its norms.
+
+    The residual goes from layer to layer as two parts, the sum so far and the change that is still
+    to be added: the addition and the norm after it are one operation.
+    """
+
+    def __init__(self, layer: Layer, weights: Weights, hidden: int, cache: int) -> None:
+        self._kernels, self._scale = weights.kernels, layer.residual_scale
+        self._is_parallel = layer.is_parallel
+        norm = weights.optional_norm
+        self._before_mixer = norm("before_mixer", layer.before_mixer, hidden)
+        self._mixer = mixer_of(layer, weights, hidden, cache)
+        self._after_mixer = norm("after_mixer", layer.after_mixer, hidden)
+        self._before_feed_forward = norm("before_feed_forward", layer.before_feed_forward, hidden)
+        self._feed_forward = feed_forward_of(layer, weights, hidden)
+        self._after_feed_forward = norm("after_feed_forward", layer.after_feed_forward, hidden)
+        self._token_input = None
+        if layer.token_input is not None:
+            after = layer.after_feed_forward
+            self._token_input = TokenInput(layer.token_input, after, weights, hidden)
+        self._scalar = weights.scalar("scalar") if layer.has_scalar else None
+
+    def __call__(self, stream: Rows, change: Rows, step: Step) -> tuple[Rows, Rows]:
+        """The residual `[T, hidden]` and the change that this layer adds to it, or None."""
+        kernels, scale = self._kernels, self._scale
+        stream, rows = kernels.add_norm(stream, change, scale, self._before_mixer)
+        change = self._mixer(rows, step)
+        if self._is_parallel:
+            if self._before_feed_forward is not None:
+                rows = kernels.norm(stream, self._before_feed_forward)
+            return stream, change + self._feed_forward(rows)
+        if self._after_mixer is not None:
+            change = kernels.norm(change, self._after_mixer)
+        stream, rows = kernels.add_norm(stream, change, scale, self._before_feed_forward)
+        change = self._feed_forward(rows)
+        if self._after_feed_forward is not None:
+            change = kernels.norm(change, self._after_feed_forward)
+        if self._token_input is not None:
+            stream, rows = kernels.add_norm(stream, change, scale, None)
+            change = self._token_input(rows, step)
+        if self._scalar is None:
+            return stream, change
+        stream, rows = kernels.add_norm(stream, change, scale, None)
+        return rows * self._scalar, _NOTHING
+
+
+class Decoder:
+    """A causal language model over a paged KV cache.
+
+    Building one reads all of its weights, layer by layer.
+    """
+
+    def __init__(self, spec: DecoderSpec, weights: Weights) -> None:
+        self.spec = spec
+        self._kernels = weights.kernels
+        hidden, vocabulary = spec.hidden_size, spec.vocab_size
+        self._embedding = weights.table("embedding", vocabulary, hidden)
+        self._positions = None
+        if spec.learned_positions is not None:
+            self._positions = weights.table("positions", spec.learned_positions, hidden)
+        self._token_inputs = TokenInputs(spec, weights) if spec.token_input else None
+        self._layers = _layers(spec, weights)
+        self._norm = weights.norm("norm", spec.norm, hidden)
+        self._head: Product = self._embedding
+        # A file that has a head of its own means it, whatever its configuration says.
+        if not spec.is_tied or weights.differs("head", "embedding", vocabulary, hidden):
+            self._head = weights.table("head", vocabulary, hidden)
+        self._residual_scale = spec.layers[-1].residual_scale
+        self._rotaries = {
+            layer.mixer.rotary for layer in spec.layers if layer.mixer.rotary is not None
+        }
+
+    def __call__(
+        self, ids: Rows, positions: Rows, logits_rows: Rows, plan: "AttentionPlan"
+    ) -> Rows:
+        """The logits `[S, vocab]` of the rows `logits_rows` `[S]`.
+
+        `ids` and `positions` are `[T]`, the tokens of all sequences of a step; `plan` is the step's
+        attention, prepared over the pool that `spec.cache_specs` describes.
+        """
+        return self.logits(self.hidden_states(ids, positions, plan, rows=logits_rows))
+
+    def hidden_states(
+        self, ids: Rows, positions: Rows, plan: "AttentionPlan", *, rows: Rows = None
+    ) -> Rows:
+        """The states after the last norm `[T, hidden]`, or those of some `rows` `[S]` of the T."""
+        kernels = self._kernels
+        angles = {rotary: kernels.angles(positions, rotary) for rotary in self._rotaries}
+        stream, change = self._embedded(ids, positions), _NOTHING
+        step = Step(ids, positions, plan, angles)
+        if self._token_inputs is not None:
+            step = replace(step, token_input=self._token_inputs(ids, stream))
+        for layer in self._layers:
+            stream, change = layer(stream, change, step)
+        if rows is not None:
+            stream, change = stream[rows], None if change is None else change[rows]
+        return kernels.add_norm(stream, change, self._residual_scale, self._norm)[1]
+
+    def logits(self, rows: Rows) -> Rows:
+        """The logits `[S, vocab]` of hidden states `[S, hidden]`."""
+        spec, logits = self.spec, self._head.multiply(rows)
+        if spec.logit_scale != 1.0:
+            logits = logits * spec.logit_scale
+        if spec.logit_softcap is None:
+            return logits
+        return self._kernels.capped(logits, spec.logit_softcap)
+
+    def _embedded(self, ids: Rows, positions: Rows) -> Rows:
+        rows = self._embedding.gather(ids)
+        if self.spec.embedding_scale != 1.0:
+            rows = self._kernels.scaled(rows, self.spec.embedding_scale)
+        return rows if self._positions is None else rows + self._positions.gather(positions)
+
+
+class TokenInputs:
+    """The inputs of all layers for each token: see `spec.TokenInput`."""
+
+    def __init__(self, spec: DecoderSpec, weights: Weights) -> None:
+        given, count = spec.token_input, len(spec.layers)
+        assert given is not None
+        self._kernels, self._size, self._hidden = weights.kernels, given.size, spec.hidden_size
+        width = count * given.size
+        self._table = weights.table("token_inputs", given.vocab_size, width)
+        self._product = weights.linear("token_input_product", width, spec.hidden_size)
+        self._norm = weights.norm("token_input_norm", given.norm, given.size)
+
+    def __call__(self, ids: Rows, embedded: Rows) -> Rows:
+        """`[T, layers, size]` for tokens `[T]` and their embeddings `[T, hidden]`."""
+        kernels, shape = self._kernels, (len(ids), -1, self._size)
+        looked_up = kernels.scaled(self._table.gather(ids), self._size**0.5)
+        product = kernels.scaled(self._product(embedded), self._hidden**-0.5)
+        normed = kernels.norm(product.reshape(shape), self._norm)
+        return kernels.scaled(normed + looked_up.reshape(shape), 0.5**0.5)
+
+
+def _layers(spec: DecoderSpec, weights: Weights) -> list[DecoderLayer]:
+    """The layers of a decoder; those that share keys and values have the cache of their source."""
+    caches = {number: place for place, number in enumerate(spec.cached)}
+    return [
+        DecoderLayer(
+            layer,
+            weights.of_layer(number),
+            spec.hidden_size,
+            caches[number if layer.mixer.shares is None else layer.mixer.shares],
+        )
+        for number, layer in enumerate(spec.layers)
+    ]

@@ -1,0 +1,26 @@
+"""The table of families: what pyengine runs with decoders of its own, by `model_type`."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from pyengine.models.decoder.families import (
+    classic,
+    dense,
+    experts,
+    gemma,
+    latent,
+    mixed,
+    sigmoid_experts,
+)
+from pyengine.models.decoder.families.parts import NO_EFFECT, Family
+
+TABLE: Mapping[str, Family] = MappingProxyType(
+    {
+        family.model_type: family
+        for file in (dense, mixed, gemma, classic, experts, sigmoid_experts, latent)
+        for family in file.FAMILIES
+    }
+)
+"""Families by the `model_type` of their configurations."""
+
+__all__ = ["NO_EFFECT", "TABLE", "Family"]

@@ -1,0 +1,257 @@
+"""What rows of the table share: readers of the keys that most configurations have."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from pyengine.models.decoder.names import Names
+from pyengine.models.decoder.rotary_settings import ROPE_DEFAULTS, RotaryKind, usable_positions
+from pyengine.models.decoder.settings import Settings
+from pyengine.models.decoder.spec import (
+    MLP,
+    Activation,
+    DecoderSpec,
+    FeedForward,
+    Layer,
+    Mixer,
+    Norm,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A row of the table: how a configuration becomes a spec, and where weights are in files.
+
+    `defaults` are those of transformers' configuration class, for keys that files may lack.
+    `no_effect` are keys of this family that change no answer, with the reason; `aliases` other
+    names of keys, and the usual ones.
+    """
+
+    model_type: str
+    spec: Callable[[Settings], DecoderSpec]
+    defaults: Mapping[str, Any]
+    names: Names
+    no_effect: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    aliases: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        **ROPE_DEFAULTS,
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+)
+"""Llama's, which most families begin with."""
+
+_TRAINING = "for training"
+_SAMPLING = "a default of sampling, read from generation_config.json"
+_TOKENS = "read with the tokenizer"
+_OF_THE_FILE = "says where the file came from"
+_OUTPUTS = "about what transformers returns"
+NO_EFFECT: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                *("initializer_range", "attention_dropout", "hidden_dropout", "embd_pdrop"),
+                *("resid_pdrop", "attn_pdrop", "residual_dropout", "embedding_dropout"),
+                *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
+                *("gradient_checkpointing", "tf_legacy_loss", "use_bfloat16", "torchscript"),
+            ),
+            _TRAINING,
+        ),
+        **dict.fromkeys(
+            (
+                *("max_length", "min_length", "do_sample", "early_stopping", "num_beams"),
+                *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty"),
+                *("length_penalty", "no_repeat_ngram_size", "num_return_sequences"),
+                *("encoder_no_repeat_ngram_size", "bad_words_ids", "num_beam_groups"),
+                *("diversity_penalty", "forced_bos_token_id", "forced_eos_token_id"),
+                *("remove_invalid_values", "exponential_decay_length_penalty"),
+                *("suppress_tokens", "begin_suppress_tokens", "cache_implementation"),
+            ),
+            _SAMPLING,
+        ),
+        **dict.fromkeys(
+            (
+                *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
+                *("decoder_start_token_id", "prefix", "tokenizer_class"),
+            ),
+            _TOKENS,
+        ),
+        **dict.fromkeys(
+            (
+                *("architectures", "transformers_version", "_name_or_path", "name_or_path"),
+                *("_commit_hash", "unsloth_version", "unsloth_fixed", "auto_map"),
+                *("finetuning_task", "task_specific_params", "transformers.js_config"),
+            ),
+            _OF_THE_FILE,
+        ),
+        **dict.fromkeys(
+            (
+                *("output_hidden_states", "output_attentions", "output_scores"),
+                *("return_dict", "return_dict_in_generate", "use_return_dict"),
+                *("id2label", "label2id", "num_labels", "problem_type"),
+                *("use_cache", "tie_last_hidden_states"),
+            ),
+            _OUTPUTS,
+        ),
+        **dict.fromkeys(
+            ("_attn_implementation", "attn_implementation", "_attn_implementation_autoset"),
+            "the attention backend is chosen by the device",
+        ),
+        "chunk_size_feed_forward": "causal models do not chunk their feed-forward layers",
+        "is_decoder": "the families here are decoders",
+        "pretraining_tp": "the order of sums in training",
+    }
+)
+"""Keys that change no answer, whatever the family."""
+
+_MOST_LAYERS = 4096
+
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "silu": "silu",
+        "swish": "silu",
+        "gelu": "gelu",
+        "gelu_python": "gelu",
+        "gelu_new": "gelu_tanh",
+        "gelu_fast": "gelu_tanh",
+        "gelu_accurate": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "gelu_python_tanh": "gelu_tanh",
+        "relu": "relu",
+        "relu2": "relu2",
+    }
+)
+"""Activations by their names in files."""
+
+
+def activation(settings: Settings, key: str = "hidden_act") -> Activation:
+    """The activation of the feed-forward layers."""
+    return ACTIVATIONS[settings.text(key, list(ACTIVATIONS))]
+
+
+def rms(settings: Settings, key: str = "rms_norm_eps", offset: float = 0.0) -> Norm:
+    """A root-mean-square norm with this key's epsilon."""
+    return Norm(eps=settings.number(key, above=0), offset=offset)
+
+
+def heads(settings: Settings) -> dict[str, Any]:
+    """`heads`, `kv_heads` and `head_dim`, which is by default the hidden size divided by heads."""
+    count = settings.integer("num_attention_heads")
+    hidden = settings.integer("hidden_size")
+    head_dim = settings.optional_integer("head_dim") or hidden // count
+    if head_dim == 0:
+        settings.refuse("num_attention_heads", f"there are more than hidden_size={hidden}")
+    kv_heads = settings.optional_integer("num_key_value_heads") or count
+    return {"heads": count, "kv_heads": kv_heads, "head_dim": head_dim}
+
+
+def layer_count(settings: Settings) -> int:
+    """The number of layers, of which a spec has one by one."""
+    count = settings.integer("num_hidden_layers")
+    if count > _MOST_LAYERS:
+        settings.refuse("num_hidden_layers", f"a model has at most {_MOST_LAYERS}")
+    return count
+
+
+def gated(
+    settings: Settings, *, size: str = "intermediate_size", act: str = "hidden_act", bias: str = ""
+) -> MLP:
+    """A gated MLP; `size`, `act` and `bias` are keys, the last one if there is one."""
+    return MLP(
+        size=settings.integer(size),
+        activation=activation(settings, act),
+        has_bias=settings.flag(bias) if bias else False,
+    )
+
+
+def pre_norm(mixer: Mixer, feed_forward: FeedForward, norm: Norm, **more: Any) -> Layer:
+    """A layer that normalises before each part."""
+    return Layer(
+        mixer=mixer,
+        feed_forward=feed_forward,
+        before_mixer=norm,
+        before_feed_forward=norm,
+        **more,
+    )
+
+
+def sliding_layers(
+    settings: Settings, is_sliding: Callable[[int], bool], *, none: int | None = None
+) -> list[int | None]:
+    """The window of each layer, by `layer_types`, or by `is_sliding` where that is not given.
+
+    `none` is a number that stands for no window, beside null.
+    """
+    count = layer_count(settings)
+    types = settings.items("layer_types", count)
+    slides = [is_sliding(layer) for layer in range(count)]
+    if types is not None:
+        known = {"full_attention": False, "attention": False, "sliding_attention": True}
+        if not all(isinstance(each, str) and each in known for each in types):
+            settings.refuse("layer_types", f"known are {', '.join(known)}")
+        slides = [known[each] for each in types]
+    key = "sliding_window"
+    size = None if settings.raw(key) == none else settings.optional_integer(key)
+    if size is None and any(slides):
+        settings.refuse(key, "the model has layers whose attention slides: it must be above 0")
+    return [size if each else None for each in slides]
+
+
+def decoder(
+    settings: Settings,
+    layers: Sequence[Layer],
+    norm: Norm,
+    *,
+    kind: RotaryKind | None = None,
+    **more: Any,
+) -> DecoderSpec:
+    """The spec of these layers, with what is outside of them."""
+    refuse_other_models(settings)
+    return DecoderSpec(
+        family=str(settings.raw("model_type")),
+        vocab_size=settings.integer("vocab_size"),
+        hidden_size=settings.integer("hidden_size"),
+        max_positions=usable_positions(settings, kind),
+        layers=tuple(layers),
+        norm=norm,
+        is_tied=settings.flag("tie_word_embeddings"),
+        saved_dtype=_saved_dtype(settings),
+        **more,
+    )
+
+
+def refuse_other_models(settings: Settings) -> None:
+    """Refuse settings of models that are no causal language models, or whose weights are packed."""
+    causal = "the model attends to later tokens too"
+    settings.only("is_encoder_decoder", False, why="the model has an encoder")
+    settings.only("add_cross_attention", False, why="the model attends to an encoder")
+    settings.only("pruned_heads", {}, why="some heads of the model are not there")
+    settings.only("use_bidirectional_attention", False, why=causal)
+    settings.only("is_causal", True, why=causal)
+    if settings.has("quantization_config"):
+        settings.refuse("quantization_config", "packed weights are not read by this decoder")
+
+
+def _saved_dtype(settings: Settings) -> str | None:
+    """The number format of `dtype`, or of `torch_dtype`, its name in older files."""
+    known = ("float32", "bfloat16", "float16", "float64")
+    for key in ("dtype", "torch_dtype"):
+        if settings.has(key):
+            settings.pass_over({"torch_dtype": "dtype has it"})
+            return settings.text(key, known)
+    return None

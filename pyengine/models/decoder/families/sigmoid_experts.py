@@ -1,0 +1,250 @@
+"""Families whose routers have sigmoids and a correction, as DeepSeek-V3's."""
+
+from pyengine.models.decoder.families.experts import (
+    FEW_EXPERTS,
+    MIXTRAL_EXPERTS,
+    QWEN_EXPERTS,
+    routed,
+)
+from pyengine.models.decoder.families.parts import (
+    DEFAULTS,
+    Family,
+    decoder,
+    gated,
+    heads,
+    layer_count,
+    pre_norm,
+    rms,
+    sliding_layers,
+)
+from pyengine.models.decoder.names import ATTENTION, GATED, PRE_NORM, names, stored, vector
+from pyengine.models.decoder.rotary_settings import RotaryKind, read_rotary, two_rotaries
+from pyengine.models.decoder.settings import Settings
+from pyengine.models.decoder.spec import (
+    MLP,
+    Attention,
+    DecoderSpec,
+    Experts,
+    QueryKeyNorm,
+    Routing,
+)
+
+
+def sigmoid_routing(settings: Settings) -> Routing:
+    """DeepSeek-V3's: sigmoids with a correction, in groups (arXiv 2412.19437, section 2.1.2)."""
+    return routed(
+        settings,
+        "n_routed_experts",
+        "sigmoid",
+        is_normalised=settings.flag("norm_topk_prob"),
+        scale=settings.number("routed_scaling_factor"),
+        has_correction=True,
+        groups=settings.integer("n_group"),
+        chosen_groups=settings.integer("topk_group"),
+    )
+
+
+def with_shared(settings: Settings, routing: Routing) -> Experts:
+    """Experts of `moe_intermediate_size` beside a shared one, several times as large."""
+    mlp = gated(settings, size="moe_intermediate_size")
+    times = settings.integer("n_shared_experts")
+    shared = MLP(size=mlp.size * times, activation=mlp.activation)
+    return Experts(routing=routing, mlp=mlp, shared=shared)
+
+
+def _glm4_moe(settings: Settings) -> DecoderSpec:
+    shape, norm = heads(settings), rms(settings)
+    with_norm = settings.flag("use_qk_norm")
+    attention = Attention(
+        **shape,
+        scaling=shape["head_dim"] ** -0.5,
+        rotary=read_rotary(settings, shape["head_dim"], RotaryKind(share=0.5)),
+        query_key_norm=QueryKeyNorm(norm=norm, over="head") if with_norm else None,
+        qkv_bias=settings.flag("attention_bias"),
+    )
+    experts, mlp = with_shared(settings, sigmoid_routing(settings)), gated(settings)
+    first = settings.integer("first_k_dense_replace", 0)
+    layers = [
+        pre_norm(attention, experts if layer >= first else mlp, norm)
+        for layer in range(layer_count(settings))
+    ]
+    return decoder(settings, layers, norm, mtp_layers=mtp_layers(settings))
+
+
+def mtp_layers(settings: Settings) -> int:
+    """The layers for speculation that follow the last one in files."""
+    key = "num_nextn_predict_layers"
+    return settings.integer(key, 0) if settings.has(key) else 0
+
+
+def _mimo_v2_flash(settings: Settings) -> DecoderSpec:
+    shape, norm, has_bias = heads(settings), rms(settings), settings.flag("attention_bias")
+    kind = RotaryKind(share=0.334)
+    full, sliding = two_rotaries(settings, shape["head_dim"], kind, "rope_theta")
+    settings.only(
+        "sliding_window_size", settings.integer("sliding_window") - 1, why="it is one less"
+    )
+    windows = sliding_layers(settings, lambda layer: layer > 0 and (layer + 1) % 6 != 0)
+    experts = Experts(
+        routing=sigmoid_routing(settings), mlp=gated(settings, size="moe_intermediate_size")
+    )
+    mlp, value_scale = gated(settings), settings.optional_number("attention_value_scale")
+    layers = [
+        pre_norm(
+            Attention(
+                heads=shape["heads"],
+                kv_heads=shape["kv_heads"] * (1 if window is None else 2),
+                head_dim=shape["head_dim"],
+                value_dim=settings.integer("v_head_dim"),
+                scaling=shape["head_dim"] ** -0.5,
+                rotary=full if window is None else sliding,
+                window=window,
+                sinks=window is not None,
+                value_scale=1.0 if value_scale is None else value_scale,
+                qkv_bias=has_bias,
+            ),
+            experts if is_sparse else mlp,
+            norm,
+        )
+        for window, is_sparse in zip(windows, sparse_layers(settings), strict=True)
+    ]
+    return decoder(settings, layers, norm)
+
+
+def sparse_layers(settings: Settings) -> list[bool]:
+    """Which layers have experts, by `mlp_layer_types`; by default all but the first."""
+    count = layer_count(settings)
+    types = settings.items("mlp_layer_types", count)
+    if types is None:
+        return [layer > 0 for layer in range(count)]
+    if any(each not in ("dense", "sparse") for each in types):
+        settings.refuse("mlp_layer_types", "known are dense, sparse")
+    return [each == "sparse" for each in types]
+
+
+def _minimax_m2(settings: Settings) -> DecoderSpec:
+    shape, norm = heads(settings), rms(settings)
+    share: float | None = 1.0
+    if settings.has("rotary_dim"):
+        share = settings.integer("rotary_dim") / shape["head_dim"]
+    for key, value in _MINIMAX_ONLY.items():
+        settings.only(key, value, why="the family is built otherwise")
+    attention = Attention(
+        **shape,
+        scaling=shape["head_dim"] ** -0.5,
+        rotary=read_rotary(settings, shape["head_dim"], RotaryKind(share=share)),
+        query_key_norm=QueryKeyNorm(norm=norm, over="row"),
+    )
+    routing = routed(
+        settings, "num_local_experts", "sigmoid", is_normalised=True, has_correction=True
+    )
+    layer = pre_norm(attention, Experts(routing=routing, mlp=gated(settings)), norm)
+    return decoder(settings, [layer] * layer_count(settings), norm)
+
+
+_MINIMAX_ONLY = {
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+}
+
+
+SHARED_EXPERTS = {
+    "shared_gate_up": stored("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "shared_down": stored("mlp.shared_experts.down_proj"),
+}
+DEEPSEEK_ALIASES = {
+    "num_local_experts": "n_routed_experts",
+    "num_mtp_layers": "num_nextn_predict_layers",
+}
+_MIMO_ROPE = {
+    kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.334}
+    for kind, theta in (("full_attention", 5000000.0), ("sliding_attention", 10000.0))
+}
+FAMILIES = (
+    Family(
+        "glm4_moe",
+        _glm4_moe,
+        {
+            **DEFAULTS,
+            "vocab_size": 151552,
+            "intermediate_size": 10944,
+            "num_hidden_layers": 46,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "use_qk_norm": False,
+        },
+        names(ATTENTION, PRE_NORM, GATED, QWEN_EXPERTS, SHARED_EXPERTS),
+        aliases=DEEPSEEK_ALIASES,
+    ),
+    Family(
+        "minimax_m2",
+        _minimax_m2,
+        {
+            **DEFAULTS,
+            "vocab_size": 200064,
+            "hidden_size": 3072,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 62,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 196608,
+            "rope_theta": 5000000.0,
+            "num_experts_per_tok": 8,
+            "num_local_experts": 256,
+        },
+        names(ATTENTION, PRE_NORM, MIXTRAL_EXPERTS),
+        aliases=FEW_EXPERTS,
+    ),
+    Family(
+        "mimo_v2_flash",
+        _mimo_v2_flash,
+        {
+            **DEFAULTS,
+            "vocab_size": 152576,
+            "intermediate_size": 16384,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 4,
+            "head_dim": 192,
+            "v_head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": _MIMO_ROPE,
+            "moe_intermediate_size": 2048,
+            "num_experts_per_tok": 8,
+            "n_routed_experts": 256,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "sliding_window": 129,
+            "layer_types": None,
+            "mlp_layer_types": None,
+            "attention_value_scale": 0.707,
+        },
+        names(
+            ATTENTION,
+            PRE_NORM,
+            GATED,
+            QWEN_EXPERTS,
+            sinks=(*vector("self_attn.attention_sink_bias"), *vector("self_attn.sinks")),
+        ),
+        aliases={"num_local_experts": "n_routed_experts"},
+    ),
+)
+"""See `Family`."""

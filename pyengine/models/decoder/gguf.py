@@ -1,0 +1,187 @@
+"""Decoders from GGUF files: the header becomes settings, tensors keep their formats.
+
+llama.cpp's converter changes some families: Llama's queries and keys are in the order in which
+pairs rotate, and norms of Gemma have 1 added. A spec says the same as data, so tensors are read as
+they are. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine.kv_cache import QuantizedWeight
+from pyengine.models.decoder.checkpoint import Array, StoredTensor, Tensors
+from pyengine.models.decoder.decoder import Decoder
+from pyengine.models.decoder.gguf_settings import gguf_settings
+from pyengine.models.decoder.kernels import Kernels
+from pyengine.models.decoder.loading import checked_weights, spec_of
+from pyengine.models.decoder.names import Names, Stored, stored
+from pyengine.models.decoder.spec import Attention, DecoderSpec, Layer, Norm, QueryKeyNorm
+from pyengine.models.gguf_file import GGUFFile
+from pyengine.models.gguf_header import GGUFTensor
+from pyengine.models.gguf_keys import HeaderKeys
+from pyengine.models.gguf_rope import ROPE_TENSORS
+
+_KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+"""Formats of `QuantizedWeight`; tensors in others are read as floats."""
+_FLOATS: Mapping[str, np.dtype[Any]] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(np.uint16),
+}
+_PAIRS = ("llama", "mixtral")
+_OFFSETS = ("gemma2", "gemma3_text", "nemotron")
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFStored(StoredTensor):
+    """A tensor of an open GGUF file, or the part of one expert; `start` is in the file."""
+
+    file: GGUFFile | None = None
+    tensor: GGUFTensor | None = None
+
+    @property
+    def is_of_floats(self) -> bool:
+        """True: formats are turned into floats."""
+        return True
+
+    @property
+    def packed_as(self) -> str | None:
+        """See `StoredTensor.packed_as`."""
+        return self.dtype if self.dtype in _KEPT and self.rows is None else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file: rows are of one size."""
+        assert self.tensor is not None
+        per_row = self.tensor.num_bytes // int(np.prod(self.tensor.shape[:-1], dtype=np.int64))
+        return per_row * int(np.prod(self.shape[:-1], dtype=np.int64))
+
+    @staticmethod
+    def laid_out(parts: "Sequence[GGUFStored]", shape: tuple[int, int]) -> QuantizedWeight:
+        """See `StoredTensor.laid_out`."""
+        packed = np.concatenate([part.packed() for part in parts])
+        return QuantizedWeight(parts[0].dtype, packed.data, *shape)
+
+    def packed(self) -> npt.NDArray[np.uint8]:
+        """Its bytes, by an ordinary read."""
+        assert self.file is not None and self.tensor is not None
+        out = np.empty(self.num_bytes, np.uint8)
+        self.file.read(replace(self.tensor, offset=self.start), out)
+        return out
+
+    def read(self) -> Array:
+        """The tensor in float32; floats as in the file."""
+        found: Array = self.packed()
+        if self.dtype in _FLOATS:
+            found = found.view(_FLOATS[self.dtype]).reshape(self.shape)
+        else:
+            from gguf import GGMLQuantizationType, dequantize
+
+            found = dequantize(found, GGMLQuantizationType[self.dtype]).reshape(self.shape)
+        return found if self.rows is None else found[self.rows]
+
+
+def check_gguf(file: GGUFFile) -> DecoderSpec:
+    """The spec of the model in a file, whose tensors are all there; reads the header only.
+
+    Raises `ModelLoadError` for an architecture that is not known here, for keys that nothing reads,
+    and as `check_model` for tensors.
+    """
+    spec, names, tensors = _opened(file)
+    checked_weights(spec, names, tensors)
+    return spec
+
+
+def load_gguf_decoder(file: GGUFFile, kernels: Kernels) -> Decoder:
+    """The decoder of the model in a file, laid out by `kernels`; raises as `check_gguf`."""
+    spec, names, tensors = _opened(file)
+    return Decoder(spec, checked_weights(spec, names, tensors).with_kernels(kernels))
+
+
+def _opened(file: GGUFFile) -> tuple[DecoderSpec, Names, Tensors]:
+    path, header = file.path, file.header
+    keys = HeaderKeys(path, header)
+    settings = gguf_settings(keys)
+    for key in header.values:
+        if key.startswith("tokenizer."):  # read with the tokenizer
+            keys.raw(key)
+    keys.refuse_unread()
+    spec = _as_converted(spec_of(settings, f"the header of {path}"))
+    stored_tensors = {
+        tensor.name: GGUFStored(
+            path, tensor.name, tensor.type, tensor.shape, tensor.offset, file=file, tensor=tensor
+        )
+        for tensor in header.tensors
+    }
+    tensors = Tensors(stored_tensors, str(path), "its own header")
+    return spec, NAMES, tensors
+
+
+def _as_converted(spec: DecoderSpec) -> DecoderSpec:
+    """The spec with llama.cpp's changes of weights."""
+    if spec.family in _PAIRS:
+        return replace(spec, layers=tuple(map(_with_pairs, spec.layers)))
+    if spec.family in _OFFSETS:
+        norm = _without_offset(spec.norm)
+        return replace(spec, norm=norm, layers=tuple(map(_without_offsets, spec.layers)))
+    return spec
+
+
+def _with_pairs(layer: Layer) -> Layer:
+    mixer = layer.mixer
+    assert isinstance(mixer, Attention) and mixer.rotary is not None
+    return replace(layer, mixer=replace(mixer, rotary=replace(mixer.rotary, order="pairs")))
+
+
+def _without_offset(norm: Norm) -> Norm:
+    return replace(norm, offset=0.0)
+
+
+def _without_offsets(layer: Layer) -> Layer:
+    names = ("before_mixer", "after_mixer", "before_feed_forward", "after_feed_forward")
+    norms = {name: getattr(layer, name) for name in names}
+    mixer = layer.mixer
+    assert isinstance(mixer, Attention)
+    if mixer.query_key_norm is not None:
+        head_norm = QueryKeyNorm(norm=_without_offset(mixer.query_key_norm.norm), over="head")
+        mixer = replace(mixer, query_key_norm=head_norm)
+    changed: dict[str, Any] = {name: norm and _without_offset(norm) for name, norm in norms.items()}
+    return replace(layer, mixer=mixer, **changed)
+
+
+NAMES = Names(
+    outside={
+        "embedding": stored("token_embd"),
+        "positions": stored("position_embd"),
+        "norm": stored("output_norm"),
+        "head": stored("output"),
+    },
+    inside={
+        "before_mixer": stored("attn_norm"),
+        "qkv": (*stored("attn_qkv"), *stored("attn_q", "attn_k", "attn_v")),
+        "out": stored("attn_output"),
+        "query_norm": stored("attn_q_norm"),
+        "key_norm": stored("attn_k_norm"),
+        "sinks": stored("attn_sinks"),
+        "after_mixer": stored("post_attention_norm"),
+        "before_feed_forward": (*stored("ffn_norm"), *stored("post_attention_norm")),
+        "gate_up": (*stored("ffn_gate", "ffn_up"), *stored("ffn_up")),
+        "up": stored("ffn_up"),
+        "down": stored("ffn_down"),
+        "after_feed_forward": stored("post_ffw_norm"),
+        "router": stored("ffn_gate_inp"),
+        "expert_gate_up": stored("ffn_gate_exps", "ffn_up_exps"),
+        "expert_down": stored("ffn_down_exps"),
+        "shared_gate_up": stored("ffn_gate_shexp", "ffn_up_shexp"),
+        "shared_down": stored("ffn_down_shexp"),
+        "shared_gate": (Stored(("ffn_gate_inp_shexp",), is_row=True),),
+    },
+    layer="blk.{}.",
+    base="",
+    no_effect={name.replace(".", r"\."): "read with the header" for name in ROPE_TENSORS},
+)
+"""llama.cpp's names, which are the same for all architectures."""

@@ -1,0 +1,166 @@
+"""The interface of kernel sets: the arithmetic of a device, which layers ask for.
+
+A layer calls no library. It keeps what its kernel set made of its weights, and passes rows on:
+arrays `[T, ...]` of the set's own kind, of which it only takes slices, shapes and sums. A device
+has one set, chosen once (`torch_kernels` is the oracle of the others).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pyengine.models.decoder.spec import (
+    MLP,
+    Attention,
+    LatentAttention,
+    Norm,
+    QueryGrowth,
+    Rotary,
+    Routing,
+)
+
+if TYPE_CHECKING:
+    from pyengine.attention.backend import AttentionPlan
+    from pyengine.models.decoder.weights import Weight
+
+Rows = Any
+"""An array of the kernel set; its first axis are the tokens of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    """A norm over `size` elements with its weight and bias, as the kernel set keeps them."""
+
+    norm: Norm
+    size: int
+    weight: Any
+    bias: Any
+
+
+class Product(Protocol):
+    """A matrix `[outputs, inputs]`, laid out for products."""
+
+    def multiply(self, rows: Rows) -> Rows:
+        """`[T, inputs]` to `[T, outputs]`, with the bias if there is one."""
+
+
+class Table(Product, Protocol):
+    """A matrix whose rows are looked up, too."""
+
+    def gather(self, ids: Rows) -> Rows:
+        """`[T]` to `[T, inputs]`."""
+
+
+class ExpertProducts(Protocol):
+    """The matrices of a mixture of experts."""
+
+    def multiply(self, rows: Rows, chosen: Rows, factors: Rows) -> Rows:
+        """The results of the chosen experts `[T, k]` for `rows` `[T, hidden]`, summed by factors
+        `[T, k]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of a decoder.
+
+    `ids`, `positions` are `[T]`. `angles` has cosines and sines of `positions` for each rotary
+    embedding of the model. `kept` has the keys and values of layers that later ones share, by
+    their number. `token_input` is `[T, layers, size]`, if the model has such inputs.
+    """
+
+    ids: Rows
+    positions: Rows
+    plan: "AttentionPlan"
+    angles: dict[Rotary, tuple[Rows, Rows]]
+    kept: dict[int, tuple[Rows, Rows]] = field(default_factory=dict)
+    token_input: Rows = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """What attention needs beside rows: the number of its cache, and small vectors.
+
+    `head_norms` are those of query and key heads, before their rotation.
+    """
+
+    cache: int
+    head_norms: tuple[NormWeights, NormWeights] | None = None
+    sinks: Any = None
+
+
+class AttentionKernel(Protocol):
+    """The attention of a layer."""
+
+    def attend(self, rows: tuple[Rows, Rows, Rows], step: Step) -> Rows:
+        """Normalise heads, rotate, write keys and values, attend; `[T, heads * value_size]`.
+
+        `rows` are queries, keys and values, `[T, heads, size]` each. The first numbers of a head
+        rotate.
+        """
+
+
+class Kernels(Protocol):
+    """The operations of a device. Sums are float32, and results are rounded once."""
+
+    def product(self, weight: "Weight", bias: "Weight | None") -> Product:
+        """Lay out a matrix and its bias for products."""
+
+    def exact_product(self, weight: "Weight", bias: "Weight | None") -> Product:
+        """The same with a matrix and results in float32, whatever the rows are."""
+
+    def inner_product(self, weight: "Weight", bias: "Weight | None", mlp: MLP) -> Product:
+        """Lay out the first matrix of an MLP; the product has its activation applied.
+
+        A gated one has `[2 size, inputs]`, the gate first, and gives `[T, size]`.
+        """
+
+    def table(self, weight: "Weight") -> Table:
+        """Lay out a matrix for look-ups and products: an embedding, or the head."""
+
+    def differ(self, first: "Weight", second: "Weight") -> bool:
+        """True if two matrices of one shape have other numbers."""
+
+    def experts(
+        self, gate_up: Sequence["Weight"], down: Sequence["Weight"], biases: Any, mlp: MLP
+    ) -> ExpertProducts:
+        """Lay out the matrices of all experts; `biases` are those of both, or None."""
+
+    def vector(self, weight: "Weight") -> Any:
+        """Read a vector, in the dtype of rows."""
+
+    def exact_vector(self, weight: "Weight") -> Any:
+        """Read a vector in float32."""
+
+    def angles(self, positions: Rows, rotary: Rotary) -> tuple[Rows, Rows]:
+        """Cosines and sines `[T, size / 2]` of the pairs of a head."""
+
+    def norm(self, rows: Rows, norm: NormWeights) -> Rows:
+        """Normalise the last axis."""
+
+    def add_norm(
+        self, stream: Rows, change: Rows | None, scale: float, norm: NormWeights | None
+    ) -> tuple[Rows, Rows]:
+        """`stream + scale * change`, and that normalised (or as it is)."""
+
+    def scaled(self, rows: Rows, factor: float) -> Rows:
+        """Rows times a factor, which is rounded to their dtype first."""
+
+    def attention(
+        self, spec: Attention | LatentAttention, weights: AttentionWeights
+    ) -> "AttentionKernel":
+        """Prepare the attention of a layer."""
+
+    def grown(self, query: Rows, positions: Rows, growth: QueryGrowth) -> Rows:
+        """Queries `[T, heads, size]`, multiplied by the growth of their positions."""
+
+    def concatenated(self, first: Rows, second: Rows) -> Rows:
+        """`[T, heads, a]` and `[T, heads, b]` as `[T, heads, a + b]`; one head stands for all."""
+
+    def sigmoid(self, rows: Rows) -> Rows:
+        """The sigmoid of each number."""
+
+    def route(self, scores: Rows, routing: Routing, correction: Any) -> tuple[Rows, Rows]:
+        """The chosen experts `[T, k]` and their factors, from the router's outputs."""
+
+    def capped(self, rows: Rows, cap: float) -> Rows:
+        """`cap * tanh(rows / cap)`."""

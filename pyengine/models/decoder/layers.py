@@ -1,0 +1,238 @@
+"""The parts of a decoder layer, written once for all families and devices.
+
+Each takes rows `[T, hidden]` of a step and returns rows of the same shape. What it does is in its
+spec, how it is computed in the kernel set.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from pyengine.models.decoder import spec
+from pyengine.models.decoder.kernels import AttentionWeights, NormWeights, Rows, Step
+from pyengine.models.decoder.weights import Weights
+
+Mixer: TypeAlias = "Attention | SharedAttention | LatentAttention"
+FeedForward: TypeAlias = "MLP | Experts"
+
+
+class Attention:
+    """Attention over the paged KV cache."""
+
+    def __init__(
+        self, attention: spec.Attention, weights: Weights, hidden: int, *, cache: int
+    ) -> None:
+        """`cache` is the number of its layer in the pool."""
+        self._spec, self._kernels, self._layer = attention, weights.kernels, weights.layer or 0
+        query, key, value = attention.sizes
+        name, sizes = "qkv", (query, key, value)
+        if attention.values_are_keys:
+            name, sizes = "query_key", (query, key, 0)
+        self._splits = (query, query + key, query + key + sizes[2])
+        parts = [size for size in sizes if size]
+        self._qkv = weights.linear(name, parts, hidden, has_bias=attention.qkv_bias)
+        self._out = weights.linear(
+            "out", hidden, attention.heads * attention.value_size, has_bias=attention.out_bias
+        )
+        self._row_norms = head_norms = None
+        norm, size = attention.query_key_norm, attention.head_dim
+        if norm is not None and norm.over == "row":
+            self._row_norms = _norms(weights, norm.norm, query, key)
+        elif norm is not None:
+            head_norms = _norms(weights, norm.norm, size, size)
+        self._value_norm = None
+        if attention.value_norm is not None:
+            self._value_norm = weights.norm(
+                "value_norm", attention.value_norm, attention.value_size
+            )
+        sinks = weights.vector("sinks", attention.heads) if attention.sinks else None
+        small = AttentionWeights(cache, head_norms, sinks)
+        self._attention = weights.kernels.attention(attention, small)
+
+    def __call__(self, rows: Rows, step: Step) -> Rows:
+        """Attend with the rows of the step."""
+        attention, kernels = self._spec, self._kernels
+        qkv, (first, second, third) = self._qkv(rows), self._splits
+        query, key, value = qkv[:, :first], qkv[:, first:second], qkv[:, second:third]
+        if attention.values_are_keys:
+            value = key
+        if self._row_norms is not None:
+            query = kernels.norm(query, self._row_norms[0])
+            key = kernels.norm(key, self._row_norms[1])
+        query = query.reshape(len(rows), attention.heads, attention.head_dim)
+        key = key.reshape(len(rows), attention.kv_heads, attention.head_dim)
+        value = value.reshape(len(rows), attention.kv_heads, attention.value_size)
+        if attention.query_growth is not None:
+            query = kernels.grown(query, step.positions, attention.query_growth)
+        if self._value_norm is not None:
+            value = kernels.norm(value, self._value_norm)
+        if attention.value_scale != 1.0:
+            value = value * attention.value_scale
+        if attention.is_shared:
+            step.kept[self._layer] = key, value
+        return self._out(self._attention.attend((query, key, value), step))
+
+
+class SharedAttention:
+    """Attention to the keys and values of another layer, which has computed them in this step.
+
+    They are written once more, as they are.
+    """
+
+    def __init__(
+        self, attention: spec.Attention, weights: Weights, hidden: int, *, cache: int
+    ) -> None:
+        """`cache` is the number of the other layer in the pool."""
+        self._heads, self._source = attention.heads, attention.shares or 0
+        size = attention.heads * attention.head_dim
+        self._query = weights.linear("query", size, hidden, has_bias=attention.qkv_bias)
+        values = attention.heads * attention.value_size
+        self._out = weights.linear("out", hidden, values, has_bias=attention.out_bias)
+        norms = None
+        if attention.query_key_norm is not None:
+            norm, of_source = attention.query_key_norm.norm, weights.of_layer(self._source)
+            norms = (
+                weights.norm("query_norm", norm, attention.head_dim),
+                of_source.norm("key_norm", norm, attention.head_dim),
+            )
+        self._attention = weights.kernels.attention(attention, AttentionWeights(cache, norms))
+
+    def __call__(self, rows: Rows, step: Step) -> Rows:
+        """Attend with the rows of the step."""
+        query = self._query(rows).reshape(len(rows), self._heads, -1)
+        return self._out(self._attention.attend((query, *step.kept[self._source]), step))
+
+
+def _norms(
+    weights: Weights, norm: spec.Norm, query: int, key: int
+) -> tuple[NormWeights, NormWeights]:
+    """The norms of queries and keys, over so many elements."""
+    return weights.norm("query_norm", norm, query), weights.norm("key_norm", norm, key)
+
+
+class LatentAttention:
+    """Multi-head latent attention; keys and values are expanded to heads before they are cached.
+
+    In a head the numbers that rotate come first, unlike in files: products of queries and keys do
+    not depend on the order.
+    """
+
+    def __init__(
+        self, attention: spec.LatentAttention, weights: Weights, hidden: int, *, cache: int
+    ) -> None:
+        """`cache` is the number of its layer in the pool."""
+        self._spec, self._kernels = attention, weights.kernels
+        has_bias, rank = attention.has_bias, attention.query_rank
+        queries = attention.heads * attention.head_dim
+        self._query: Callable[[Rows], Rows]
+        if rank is None:
+            self._query = weights.linear("query", queries, hidden)
+        else:
+            self._query_down = weights.linear("query_down", rank, hidden, has_bias=has_bias)
+            self._query_latent = weights.norm("query_latent", attention.norm, rank)
+            self._query_up = weights.linear("query_up", queries, rank)
+            self._query = self._query_by_latent
+        latent = attention.kv_rank + attention.rotary.size
+        self._kv_down = weights.linear("kv_down", latent, hidden, has_bias=has_bias)
+        self._kv_latent = weights.norm("kv_latent", attention.norm, attention.kv_rank)
+        expanded = attention.heads * (attention.plain_dim + attention.value_dim)
+        self._kv_up = weights.linear("kv_up", expanded, attention.kv_rank)
+        values = attention.heads * attention.value_dim
+        self._out = weights.linear("out", hidden, values, has_bias=has_bias)
+        self._attention = weights.kernels.attention(attention, AttentionWeights(cache))
+
+    def __call__(self, rows: Rows, step: Step) -> Rows:
+        """Attend with the rows of the step."""
+        attention, kernels = self._spec, self._kernels
+        count, heads, plain = len(rows), attention.heads, attention.plain_dim
+        query = self._query(rows).reshape(count, heads, attention.head_dim)
+        query = kernels.concatenated(query[:, :, plain:], query[:, :, :plain])
+        latent = self._kv_down(rows)
+        rotated = latent[:, attention.kv_rank :].reshape(count, 1, attention.rotary.size)
+        expanded = self._kv_up(kernels.norm(latent[:, : attention.kv_rank], self._kv_latent))
+        expanded = expanded.reshape(count, heads, plain + attention.value_dim)
+        key = kernels.concatenated(rotated, expanded[:, :, :plain])
+        value = expanded[:, :, plain:]
+        if attention.query_growth is not None:
+            query = kernels.grown(query, step.positions, attention.query_growth)
+        return self._out(self._attention.attend((query, key, value), step))
+
+    def _query_by_latent(self, rows: Rows) -> Rows:
+        latent = self._kernels.norm(self._query_down(rows), self._query_latent)
+        return self._query_up(latent)
+
+
+class MLP:
+    """`down(activation(gate) * up)`, or `down(activation(up))`."""
+
+    def __init__(self, mlp: spec.MLP, weights: Weights, hidden: int, prefix: str = "") -> None:
+        """`prefix` is what its names begin with: the shared expert's differ."""
+        self._inner = weights.inner(prefix, mlp, hidden)
+        self._down = weights.linear(prefix + "down", hidden, mlp.size, has_bias=mlp.has_bias)
+
+    def __call__(self, rows: Rows) -> Rows:
+        """Map the rows."""
+        return self._down(self._inner(rows))
+
+
+class Experts:
+    """A mixture of experts, with a shared one or without."""
+
+    def __init__(self, experts: spec.Experts, weights: Weights, hidden: int) -> None:
+        routing, self._kernels = experts.routing, weights.kernels
+        self._routing = routing
+        self._router = weights.router(routing.count, hidden, has_bias=routing.has_bias)
+        self._correction = None
+        if routing.has_correction:
+            self._correction = weights.vector("correction", routing.count)
+        self._experts = weights.experts(routing.count, experts.mlp, hidden)
+        self._shared = self._shared_gate = None
+        if experts.shared is not None:
+            self._shared = MLP(experts.shared, weights, hidden, "shared_")
+            if experts.shared_gate:
+                self._shared_gate = weights.linear("shared_gate", 1, hidden)
+
+    def __call__(self, rows: Rows) -> Rows:
+        """Map the rows."""
+        kernels = self._kernels
+        scores = self._router(rows)
+        chosen, factors = kernels.route(scores, self._routing, self._correction)
+        result = self._experts.multiply(rows, chosen, factors)
+        if self._shared is None:
+            return result
+        shared = self._shared(rows)
+        if self._shared_gate is not None:
+            shared = shared * kernels.sigmoid(self._shared_gate(rows))
+        return result + shared
+
+
+class TokenInput:
+    """The third part of a layer with an input for each token: see `spec.TokenInput`."""
+
+    def __init__(
+        self, given: spec.TokenInput, norm: spec.Norm | None, weights: Weights, hidden: int
+    ) -> None:
+        self._kernels, self._layer = weights.kernels, weights.layer or 0
+        gate = spec.MLP(size=given.size, activation=given.activation, is_gated=False)
+        self._gate = weights.inner("token_input_gate_", gate, hidden)
+        self._out = weights.linear("token_input_out", hidden, given.size)
+        self._norm = weights.optional_norm("after_token_input", norm, hidden)
+
+    def __call__(self, rows: Rows, step: Step) -> Rows:
+        """What the layer adds to `rows`."""
+        change = self._out(self._gate(rows) * step.token_input[:, self._layer])
+        return change if self._norm is None else self._kernels.norm(change, self._norm)
+
+
+def mixer_of(layer: spec.Layer, weights: Weights, hidden: int, cache: int) -> Mixer:
+    """The part of a layer that reads other tokens."""
+    if isinstance(layer.mixer, spec.LatentAttention):
+        return LatentAttention(layer.mixer, weights, hidden, cache=cache)
+    kind = Attention if layer.mixer.shares is None else SharedAttention
+    return kind(layer.mixer, weights, hidden, cache=cache)
+
+
+def feed_forward_of(layer: spec.Layer, weights: Weights, hidden: int) -> FeedForward:
+    """The part of a layer that maps each token for itself."""
+    if isinstance(layer.feed_forward, spec.Experts):
+        return Experts(layer.feed_forward, weights, hidden)
+    return MLP(layer.feed_forward, weights, hidden)

@@ -1,0 +1,121 @@
+"""From a folder to a spec, and to a decoder with its weights, without transformers."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from pyengine.errors import ModelLoadError
+from pyengine.models.config import check_sizes
+from pyengine.models.decoder.checkpoint import Checkpoint, Tensors
+from pyengine.models.decoder.decoder import Decoder
+from pyengine.models.decoder.families import NO_EFFECT, TABLE, Family
+from pyengine.models.decoder.kernels import Kernels
+from pyengine.models.decoder.names import Names
+from pyengine.models.decoder.settings import Settings
+from pyengine.models.decoder.spec import DecoderSpec
+from pyengine.models.decoder.weights import NoKernels, Weights
+from pyengine.utils.validation import shown
+
+
+def family_of(folder: Path) -> Family | None:
+    """The row of the table for the model in `folder`; None: its family is not in the table."""
+    model_type = _values(folder / "config.json").get("model_type")
+    return TABLE.get(model_type) if isinstance(model_type, str) else None
+
+
+def read_spec(folder: Path) -> DecoderSpec:
+    """The spec of the model in `folder`, whether its weights are packed or not.
+
+    Raises `ModelLoadError` for a family that is not in the table, and for a key that is missing,
+    has a value that it cannot have, or is unknown.
+    """
+    path = folder / "config.json"
+    values = _values(path)
+    values.pop("quantization_config", None)
+    return spec_of(values, str(path))
+
+
+def spec_of(values: dict[str, Any], where: str) -> DecoderSpec:
+    """The spec of a configuration's dictionary; `where` it is from, for messages."""
+    model_type = values.get("model_type")
+    family = TABLE.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise ModelLoadError(
+            f"{where} says model_type={shown(model_type)}, which pyengine has no decoder for: "
+            f"there are {', '.join(sorted(TABLE))}"
+        )
+    try:
+        settings = Settings(values, where, family.defaults, family.aliases)
+        spec = family.spec(settings)
+    except ModelLoadError as error:
+        if str(error).startswith(where):
+            raise
+        raise ModelLoadError(f"{where} cannot be used: {error}") from error
+    except (ArithmeticError, ValueError) as error:
+        raise ModelLoadError(f"{where} has numbers that no model has: {error}") from error
+    settings.pass_over({**NO_EFFECT, **family.no_effect})
+    settings.finish()
+    return spec
+
+
+def check_model(folder: Path) -> DecoderSpec:
+    """The spec of the model in `folder`, whose tensors are all there; reads headers only.
+
+    Raises `ModelLoadError` as `read_spec`, and for tensors that are missing, of other shapes or
+    formats, or not part of the model, by name.
+    """
+    return _opened(folder)[0]
+
+
+def load_decoder(folder: Path, kernels: Kernels) -> Decoder:
+    """The decoder of the model in `folder`, laid out by `kernels`.
+
+    One tensor of a file is read at a time. Raises `ModelLoadError` as `check_model`, before any
+    weight is read, and for weights that are not finite.
+    """
+    spec, weights = _opened(folder)
+    return Decoder(spec, weights.with_kernels(kernels))
+
+
+def _opened(folder: Path) -> tuple[DecoderSpec, Weights]:
+    path = folder / "config.json"
+    values = _values(path)
+    packing = values.pop("quantization_config", None)
+    checkpoint = Checkpoint(folder) if packing is None else _packed(folder, packing)
+    check_sizes(values, checkpoint.headers, path)
+    spec = spec_of(values, str(path))
+    return spec, checked_weights(spec, TABLE[spec.family].names, checkpoint)
+
+
+def _packed(folder: Path, packing: Any) -> Checkpoint:
+    """The tensors of a folder whose linear layers are packed as a `quantization_config` says."""
+    from pyengine.models.decoder.packed import PackedCheckpoint  # imports torch
+
+    return PackedCheckpoint(folder, packing)
+
+
+def checked_weights(spec: DecoderSpec, names: Names, tensors: Tensors) -> Weights:
+    """The weights of a decoder, all of whose tensors are there; reads none of them.
+
+    Raises `ModelLoadError` for tensors that are missing, of other shapes or formats, or not part of
+    the model.
+    """
+    weights = Weights(tensors.named_from(names.base), names, NoKernels())
+    Decoder(spec, weights)
+    known = {**names.no_effect, **tensors.no_effect}
+    for layer in range(len(spec.layers), len(spec.layers) + spec.mtp_layers):
+        known[re.escape(names.layer.format(layer)) + ".*"] = "layers for speculation, read by it"
+    tensors.finish(known)
+    return weights
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """The object in a configuration file."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}; get it again") from error
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{path} has no object in it: get it again")
+    return found

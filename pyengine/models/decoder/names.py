@@ -1,0 +1,107 @@
+"""The names that tensors have in files, by the names that layers give them here.
+
+Names of a layer's tensors, all of them linear layers or norms unless it says otherwise:
+
+| here | what |
+|---|---|
+| `before_mixer`, `after_mixer`, `before_feed_forward`, `after_feed_forward` | norms |
+| `qkv` or `query_key`, `out`; `query_norm`, `key_norm`; `sinks` (a vector) | attention |
+| `query`, `out`; `query_norm` | attention that shares keys and values |
+| `query`, or `query_down`, `query_latent`, `query_up` | latent attention |
+| `kv_down`, `kv_latent`, `kv_up`; `out` | latent attention |
+| `gate_up` or `up`; `down` | an MLP |
+| `router`, `correction` (a vector), `expert_gate_up`, `expert_down` | experts |
+| `shared_gate_up`, `shared_down`, `shared_gate` | the shared expert |
+| `token_input_gate_up`, `token_input_out`, `after_token_input` | the input of each token |
+| `scalar` (a vector) | of the layer |
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a layer's weight is in a file.
+
+    - `parts`: tensors whose outputs follow each other. For experts, with `{}` in the name there is
+      one for each of them, else one `[experts, outputs, inputs]` for all.
+    - `weight`, `bias`: what follows the name of a part.
+    - `is_transposed`: inputs come before outputs. `is_interleaved`: the outputs of two halves
+      alternate, those of the first half first. `is_row`: a matrix of one output is a vector.
+    """
+
+    parts: tuple[str, ...]
+    weight: str = ".weight"
+    bias: str = ".bias"
+    is_transposed: bool = False
+    is_interleaved: bool = False
+    is_row: bool = False
+
+
+def stored(*parts: str) -> tuple[Stored, ...]:
+    """Linear layers, or a norm, under these names."""
+    return (Stored(parts),)
+
+
+def vector(name: str) -> tuple[Stored, ...]:
+    """A vector that is a tensor of this name."""
+    return (Stored((name,), weight=""),)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names of a family's tensors. A tensor is where the first alternative is that exists.
+
+    `layer` is what the names of a layer begin with, `{}` for its number; `base` what all names but
+    the head's begin with, unless the file was saved without a head. `no_effect` are patterns
+    of names that a file may have and that change nothing, with the reason.
+    """
+
+    outside: Mapping[str, tuple[Stored, ...]]
+    inside: Mapping[str, tuple[Stored, ...]]
+    layer: str = "model.layers.{}."
+    base: str = "model."
+    no_effect: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, name: str, layer: int | None) -> tuple[str, tuple[Stored, ...]]:
+        """What the names in the file begin with, and the alternatives for what follows."""
+        if layer is None:
+            return "", self.outside[name]
+        return self.layer.format(layer), self.inside[name]
+
+
+NO_EFFECT = {
+    r".*\.rotary_emb\.inv_freq": "frequencies are computed from config.json",
+    r".*\.[kv]_scale": "scales of an 8-bit KV cache, read with it (`models/kv_scales.py`)",
+}
+"""Tensors that files of many families have."""
+
+_OUTSIDE = {
+    "embedding": stored("model.embed_tokens"),
+    "norm": stored("model.norm"),
+    "head": stored("lm_head"),
+}
+ATTENTION = {
+    "qkv": stored("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": stored("self_attn.o_proj"),
+    "query_norm": stored("self_attn.q_norm"),
+    "key_norm": stored("self_attn.k_norm"),
+    "sinks": vector("self_attn.sinks"),
+}
+GATED = {"gate_up": stored("mlp.gate_proj", "mlp.up_proj"), "down": stored("mlp.down_proj")}
+PRE_NORM = {
+    "before_mixer": stored("input_layernorm"),
+    "before_feed_forward": stored("post_attention_layernorm"),
+}
+
+
+def names(*inside: Mapping[str, tuple[Stored, ...]], **more: tuple[Stored, ...]) -> Names:
+    """Names like Llama's outside of layers, and these in them; later ones replace earlier ones."""
+    merged: dict[str, tuple[Stored, ...]] = {}
+    for each in (*inside, more):
+        merged.update(each)
+    return Names(_OUTSIDE, merged, no_effect=NO_EFFECT)
+
+
+LLAMA = names(ATTENTION, GATED, PRE_NORM)

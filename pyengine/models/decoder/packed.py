@@ -1,0 +1,204 @@
+"""Safetensors files with packed linear layers: AWQ, GPTQ, compressed-tensors, FP8.
+
+`models/packed_checkpoints.py` knows the layouts. Here a layer's several tensors are one matrix,
+which a kernel set takes as it is or as floats. Layers without such tensors are floats.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from pyengine.errors import ModelLoadError
+from pyengine.kv_cache import PackedWeight, QuantizedWeight
+from pyengine.models.decoder.checkpoint import Array, Checkpoint, StoredTensor
+from pyengine.models.integer_linear import q8_0_of_rows
+from pyengine.models.packed_bytes import _Float8, _Int8
+from pyengine.models.packed_checkpoints import packed_layout
+from pyengine.models.packed_groups import _GroupLayout
+from pyengine.models.packed_layout import PackedLayout
+from pyengine.utils.validation import shown
+
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStored(StoredTensor):
+    """A matrix `shape` whose tensors are `own`, by the layout's names for them."""
+
+    layout: PackedLayout | None = None
+    own: tuple[tuple[str, StoredTensor], ...] = ()
+
+    @property
+    def is_of_floats(self) -> bool:
+        """True: codes are turned into floats."""
+        return True
+
+    @property
+    def packed_as(self) -> str | None:
+        """See `StoredTensor.packed_as`; groups with inputs in another order are read as floats."""
+        is_ordered = isinstance(self.layout, _GroupLayout) and self.layout.has_order
+        return None if is_ordered or self.rows is not None else self.dtype
+
+    def read(self) -> Array:
+        """The numbers that the codes stand for, in float32."""
+        layout = self.layout
+        if isinstance(layout, _GroupLayout):
+            groups = layout.groups(self._tensor)
+            repeats = groups.codes.shape[1] // groups.scales.shape[1]
+            zeros = 8 if groups.zeros is None else groups.zeros.repeat(repeats, axis=1)
+            scales = groups.scales.repeat(repeats, axis=1)
+            numbers: Array = (groups.codes.astype(np.float32) - zeros) * scales
+            if groups.order is not None:
+                numbers = numbers[:, np.argsort(groups.order)]
+        else:
+            codes, scales = self._bytes_and_scales()
+            kind = torch.float8_e4m3fn if isinstance(layout, _Float8) else torch.int8
+            inputs = codes.shape[1]
+            scales = scales.repeat(self._block(inputs), axis=1)[:, :inputs]
+            numbers = torch.from_numpy(codes).view(kind).float().numpy() * scales
+        return numbers if self.rows is None else numbers[self.rows]
+
+    @staticmethod
+    def laid_out(
+        parts: "Sequence[PackedStored]", shape: tuple[int, int]
+    ) -> PackedWeight | QuantizedWeight:
+        """See `StoredTensor.laid_out`."""
+        layout = parts[0].layout
+        if isinstance(layout, _GroupLayout):
+            return _grouped(layout, parts)
+        pairs = [part._bytes_and_scales() for part in parts]
+        codes, scales = (np.concatenate(each) for each in zip(*pairs, strict=True))
+        if isinstance(layout, _Int8):
+            numbers = torch.from_numpy(codes).view(torch.int8)
+            return q8_0_of_rows(numbers, torch.from_numpy(scales))
+        return PackedWeight.from_float8(codes, scales, parts[0]._block(shape[1]))
+
+    def _block(self, inputs: int) -> int:
+        """The inputs that have a scale in common."""
+        layout = self.layout
+        return layout.block[1] if isinstance(layout, _Float8) and layout.block else inputs
+
+    def _bytes_and_scales(self) -> tuple[Array, Array]:
+        """Codes `[outputs, inputs]` as bytes, and scales `[outputs, blocks]`."""
+        assert isinstance(self.layout, _Float8 | _Int8)
+        codes = np.array(dict(self.own)["weight"].read()).view(np.uint8)
+        scales = self._tensor(self.layout.key_name).float()
+        outputs = len(codes)
+        if isinstance(self.layout, _Float8) and self.layout.block is not None:
+            size = self.layout.block[0]
+            scales = scales.repeat_interleave(size, 0, output_size=size * len(scales))[:outputs]
+        else:
+            scales = scales.reshape(-1, 1).expand(outputs, 1)
+        return codes, scales.contiguous().numpy()
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        """One of its tensors."""
+        tensor = dict(self.own)[name]
+        found = torch.from_numpy(np.array(tensor.read()))
+        return found.view(torch.bfloat16) if tensor.dtype == "BF16" else found
+
+
+def _grouped(layout: _GroupLayout, parts: Sequence[PackedStored]) -> QuantizedWeight:
+    """A weight of 4-bit codes in groups; those of the kernel divide those of the layout."""
+    found = [layout.groups(part._tensor) for part in parts]
+    codes = np.concatenate([part.codes for part in found])
+    scales = np.concatenate([part.scales for part in found])
+    zeros = [part.zeros for part in found if part.zeros is not None]
+    size = layout.kernel_group_size(codes.shape[1])
+    repeats = codes.shape[1] // size // scales.shape[1]
+    points = np.concatenate(zeros).repeat(repeats, axis=1) if zeros else None
+    return QuantizedWeight.from_groups(
+        np.ascontiguousarray(codes[:, ::2] | (codes[:, 1::2] << 4)).data,
+        np.ascontiguousarray(scales.repeat(repeats, axis=1)),
+        None if points is None else np.ascontiguousarray(points).data,
+        group_size=size,
+    )
+
+
+class PackedCheckpoint(Checkpoint):
+    """The tensors of a folder with packed layers, as `settings`, a `quantization_config`, says.
+
+    Raises `ModelLoadError` as `Checkpoint`, and for a layout that is not known.
+    """
+
+    no_effect = MappingProxyType(
+        {
+            r".*\.weight_shape": "config.json says it",
+            r".*\.(input|output)_(scale|zero_point|global_scale)": "activations stay floats",
+        }
+    )
+
+    def __init__(self, folder: Path, settings: Any) -> None:
+        super().__init__(folder)
+        layout = packed_layout(settings) if isinstance(settings, dict) else shown(settings)
+        if isinstance(layout, str):
+            raise ModelLoadError(
+                f"{folder / 'config.json'} says quantization_config={shown(settings)}: pyengine "
+                f"does not read {layout}"
+            )
+        self._layout = layout
+        if not any(name.endswith(f".{layout.key_name}") for name in self._tensors):
+            raise ModelLoadError(
+                f"{folder / 'config.json'} says quantization_config={shown(settings)}, and no "
+                f"layer has {layout.key_name}: the two are not of the same model"
+            )
+
+    def has(self, name: str) -> bool:
+        """See `Tensors.has`; a packed layer has a weight."""
+        return super().has(name) or self._key(name) is not None
+
+    def take(self, name: str, *shapes: tuple[int, ...]) -> StoredTensor:
+        """See `Tensors.take`; of a packed layer all tensors are taken."""
+        if self._key(name) is None:
+            return super().take(name, *shapes)
+        layer, [shape] = name.removesuffix(_WEIGHT), shapes
+        outputs, inputs = shape
+        if why := self._layout.unfit(outputs, inputs):
+            raise ModelLoadError(
+                f"{self._where}: {layer} has {inputs} inputs and {outputs} outputs, which are {why}"
+            )
+        own = []
+        for each, possible in self._layout.shapes(outputs, inputs).items():
+            own.append((each, self._take_own(f"{layer}.{each}", possible)))
+        for each, dtype in self._layout.dtypes.items():
+            if (found := dict(own)[each].dtype) != dtype:
+                raise ModelLoadError(
+                    f"the weights {layer}.{each} in {self._where} are {found}, and config.json "
+                    f"asks for {dtype} ({self._layout.name}): the two are not of the same model"
+                )
+        self._check_order(layer, inputs)
+        first = own[0][1]
+        return PackedStored(
+            first.path, name, self._layout.name, shape, 0, layout=self._layout, own=tuple(own)
+        )
+
+    def _check_order(self, layer: str, inputs: int) -> None:
+        """Refuse groups whose inputs are in another order, where the layout has none."""
+        stored = self.stored(f"{layer}.g_idx")
+        if stored is None or not isinstance(self._layout, _GroupLayout) or self._layout.has_order:
+            return
+        size = inputs // self._layout.num_groups(inputs)
+        order = self._take_own(stored.name, ((inputs,),)).read()
+        if not np.array_equal(order, np.arange(inputs) // size):
+            raise ModelLoadError(
+                f"the weights {stored.name} in {self._where} order groups, and config.json says "
+                "desc_act=false: the two are not of the same model"
+            )
+
+    def _key(self, name: str) -> StoredTensor | None:
+        """The tensor that a packed layer has, by the name of its weight."""
+        if not name.endswith(_WEIGHT):
+            return None
+        return self.stored(f"{name.removesuffix(_WEIGHT)}.{self._layout.key_name}")
+
+    def _take_own(self, name: str, possible: tuple[tuple[int, ...], ...]) -> StoredTensor:
+        found = self.stored(name)
+        if found is not None and found.shape in possible:
+            self._taken.add(name)
+            return replace(found)
+        return super().take(name, *possible)

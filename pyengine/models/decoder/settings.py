@@ -1,0 +1,184 @@
+"""Reads a configuration and keeps account: no key of it is passed over in silence.
+
+Each key is read by a family, known to have no effect (with the reason), or refused by name.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from pyengine.errors import ModelLoadError
+from pyengine.utils.validation import is_integer, shown
+
+_MISSING: Any = object()
+
+
+class Settings:
+    """The values of a JSON object, by key. Keys that are absent have the value in `defaults`.
+
+    `where` says in messages what is read. Every method that reads a key raises `ModelLoadError`
+    for a value of another kind, and for a key that has neither value nor default.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        where: str,
+        defaults: Mapping[str, Any] | None = None,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        """`aliases` are other names of keys: the name that a file may have, and the usual one."""
+        self._values, self._where = values, where
+        self._defaults = defaults or {}
+        self._stored_as: dict[str, str] = {}
+        for alias, key in (aliases or {}).items():
+            if alias in values and key in values and values[key] != values[alias]:
+                self.refuse(alias, f"and {key}={shown(values[key])}: delete one of them")
+            if alias in values:
+                self._stored_as[key] = alias
+        self._read: set[str] = set()
+        self._sections: dict[str, Settings] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the object has no keys."""
+        return not self._values
+
+    def has(self, key: str) -> bool:
+        """True if the file sets this key to something other than null."""
+        return self._values.get(self._name(key)) is not None
+
+    def _name(self, key: str) -> str:
+        """The name that this key has in the file."""
+        return self._stored_as.get(key, key)
+
+    def has_default(self, key: str) -> bool:
+        """True if this key has a default other than null."""
+        return self._defaults.get(key) is not None
+
+    def raw(self, key: str) -> Any:
+        """The value as it is."""
+        self._read.update((key, self._name(key)))
+        found = self._values.get(self._name(key), _MISSING)
+        if found is _MISSING:
+            found = self._defaults.get(key, _MISSING)
+        if found is _MISSING:
+            raise ModelLoadError(f"{self._where} lacks {key}, which the model needs: get it again")
+        return found
+
+    def integer(self, key: str, least: int = 1) -> int:
+        """An integer of at least `least`."""
+        found = self.raw(key)
+        if not is_integer(found) or found < least:
+            self.refuse(key, f"it must be an integer of at least {least}")
+        return int(found)
+
+    def optional_integer(self, key: str, least: int = 1) -> int | None:
+        """An integer of at least `least`, or null."""
+        return None if self.raw(key) is None else self.integer(key, least)
+
+    def number(self, key: str, *, above: float = -math.inf) -> float:
+        """A finite number above `above`."""
+        found = self.raw(key)
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            self.refuse(key, "it must be a number")
+        try:
+            value = float(found)
+        except OverflowError:
+            value = math.inf
+        if not math.isfinite(value) or value <= above:
+            limit = "" if above == -math.inf else f" above {above:g}"
+            self.refuse(key, f"it must be a finite number{limit}")
+        return value
+
+    def optional_number(self, key: str, *, above: float = -math.inf) -> float | None:
+        """A finite number above `above`, or null."""
+        return None if self.raw(key) is None else self.number(key, above=above)
+
+    def flag(self, key: str) -> bool:
+        """True or false."""
+        found = self.raw(key)
+        if not isinstance(found, bool):
+            self.refuse(key, "it must be true or false")
+        return found
+
+    def text(self, key: str, known: Sequence[str]) -> str:
+        """One of the `known` words."""
+        found = self.raw(key)
+        if not isinstance(found, str) or found not in known:
+            self.refuse(key, f"known are {', '.join(known)}")
+        return found
+
+    def items(self, key: str, count: int | None) -> list[Any] | None:
+        """A list of `count` items (None: of any number), or null."""
+        found = self.raw(key)
+        if found is None:
+            return None
+        if not isinstance(found, list) or count not in (None, len(found)):
+            self.refuse(
+                key, f"it must be a list of {count} items" if count else "it must be a list"
+            )
+        return found
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of `count` numbers above 0."""
+        found = self.items(key, count)
+        good = [item for item in found or () if isinstance(item, int | float) and 0 < item < 1e300]
+        if found is None or len(good) != count:
+            self.refuse(key, f"it must be a list of {count} numbers above 0")
+        return tuple(map(float, good))
+
+    def section(self, key: str, defaults: Mapping[str, Any] | None = None) -> "Settings | None":
+        """The object under this key; None if it is null. `finish` looks at its keys too."""
+        found = self.raw(key)
+        if found is None:
+            return None
+        if not isinstance(found, dict):
+            self.refuse(key, "it must be an object or null")
+        if key not in self._sections:
+            self._sections[key] = Settings(found, f"{self._where}, {key},", defaults)
+        return self._sections[key]
+
+    def default_section(self, key: str) -> "Settings | None":
+        """The object that is the default of this key."""
+        found = self._defaults.get(key)
+        if found is None:
+            return None
+        return self._sections.setdefault(key, Settings(found, f"{self._where}, {key},"))
+
+    def only(self, key: str, *allowed: object, why: str) -> None:
+        """Accept this key, if it is set, with one of these values, or null."""
+        if self.has(key):
+            found = self.raw(key)
+            if not any(found == value and type(found) is type(value) for value in allowed):
+                known = " or ".join(map(shown, allowed))
+                self.refuse(key, f"{why}; only {known} is supported")
+        self._read.add(key)
+
+    def pass_over(self, reasons: Mapping[str, str]) -> None:
+        """Accept these keys with any value: they have no effect, for the reasons given."""
+        self._read.update(reasons)
+
+    def refuse(self, key: str, why: str) -> NoReturn:
+        """Raise `ModelLoadError` for the value of this key."""
+        name = self._name(key)
+        value = self._values.get(name, self._defaults.get(key))
+        raise ModelLoadError(f"{self._where} says {name}={shown(value)}: {why}")
+
+    def finish(self) -> None:
+        """Raise `ModelLoadError` if a key, unless it is null, was neither read nor passed over."""
+        for section in self._sections.values():
+            section.finish()
+        unread = sorted(
+            key
+            for key, value in self._values.items()
+            if value is not None and key not in self._read
+        )
+        if unread:
+            first = unread[0]
+            more = f" (and {', '.join(unread[1:4])})" if len(unread) > 1 else ""
+            raise ModelLoadError(
+                f"{self._where} says {first}={shown(self._values[first])}{more}, which pyengine "
+                "does not know for this model: if it has no effect on the answers, delete it from "
+                "the file"
+            )

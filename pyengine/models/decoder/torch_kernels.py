@@ -1,0 +1,311 @@
+"""The kernel set of plain torch operations: the oracle of the others, on any device."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from pyengine.attention.backend import AttentionOptions, HeadNorm, RotaryLayout, Rotation
+from pyengine.errors import ModelLoadError
+from pyengine.models.decoder.checkpoint import Array
+from pyengine.models.decoder.kernels import AttentionWeights, NormWeights, Step
+from pyengine.models.decoder.rotary import frequencies
+from pyengine.models.decoder.spec import (
+    MLP,
+    Activation,
+    Attention,
+    ClampedGate,
+    LatentAttention,
+    QueryGrowth,
+    Rotary,
+    Routing,
+)
+from pyengine.models.decoder.weights import Weight
+from pyengine.utils.host_copy import upload
+
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda rows: F.gelu(rows, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda rows: F.relu(rows).square(),
+}
+_LEAST_SUM = 1e-20
+"""Added to the sum of a token's sigmoid scores, as DeepSeek does."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchProduct:
+    """A matrix `[outputs, inputs]` and a bias, multiplied by torch."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `Product.multiply`."""
+        return F.linear(rows.to(self.weight.dtype), self.weight, self.bias)
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        """See `Table.gather`."""
+        return F.embedding(ids, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchInnerProduct:
+    """The first matrix of an MLP, and its activation."""
+
+    product: TorchProduct
+    mlp: MLP
+
+    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `Kernels.inner_product`."""
+        return _activated(self.product.multiply(rows), self.mlp)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchExperts:
+    """The matrices of all experts, `[experts, outputs, inputs]`; biases `[experts, outputs]`."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    biases: tuple[torch.Tensor, torch.Tensor] | None
+    mlp: MLP
+
+    def multiply(
+        self, rows: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor
+    ) -> torch.Tensor:
+        """See `ExpertProducts.multiply`."""
+        out = torch.zeros_like(rows)
+        for expert in torch.unique(chosen).tolist():
+            tokens, places = torch.where(chosen == expert)
+            bias, down_bias = (
+                (None, None) if self.biases is None else (b[expert] for b in self.biases)
+            )
+            inner = F.linear(rows[tokens], self.gate_up[expert], bias)
+            inner = _activated(inner, self.mlp)
+            result = F.linear(inner, self.down[expert], down_bias)
+            out.index_add_(0, tokens, (result * factors[tokens, places, None]).to(rows.dtype))
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class TorchAttention:
+    """The attention of a layer, by the plan of the step."""
+
+    kernels: "TorchKernels"
+    spec: Attention | LatentAttention
+    weights: AttentionWeights
+
+    def attend(
+        self, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor], step: Step
+    ) -> torch.Tensor:
+        """See `AttentionKernel.attend`."""
+        query, key, value = rows
+        rotary, norms, rotation = self.spec.rotary, self.weights.head_norms, None
+        if rotary is not None:
+            layout = RotaryLayout(rotary.size, rotary.order, 1)
+            rotation = Rotation(*step.angles[rotary], layout, _head_norm(norms))
+        elif norms is not None:
+            query, key = self.kernels.norm(query, norms[0]), self.kernels.norm(key, norms[1])
+        options = AttentionOptions(
+            scaling=self.spec.scaling,
+            sliding_window=self.spec.window,
+            softcap=self.spec.softcap,
+            sinks=self.weights.sinks,
+            rotation=rotation,
+        )
+        return step.plan.forward(self.weights.cache, (query, key, value), options).flatten(1)
+
+
+class TorchKernels:
+    """See `Kernels`. Weights and rows are of `dtype`, on `device`."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self._frequencies: dict[Rotary, tuple[torch.Tensor, float]] = {}
+
+    def product(self, weight: Weight, bias: Weight | None) -> TorchProduct:
+        """See `Kernels.product`."""
+        return TorchProduct(self._read(weight), None if bias is None else self._read(bias))
+
+    def exact_product(self, weight: Weight, bias: Weight | None) -> TorchProduct:
+        """See `Kernels.exact_product`."""
+        exact = torch.float32
+        return TorchProduct(
+            self._read(weight, exact), None if bias is None else self._read(bias, exact)
+        )
+
+    def inner_product(self, weight: Weight, bias: Weight | None, mlp: MLP) -> "TorchInnerProduct":
+        """See `Kernels.inner_product`."""
+        return TorchInnerProduct(self.product(weight, bias), mlp)
+
+    def table(self, weight: Weight) -> TorchProduct:
+        """See `Kernels.table`."""
+        return TorchProduct(self._read(weight))
+
+    def differ(self, first: Weight, second: Weight) -> bool:
+        """See `Kernels.differ`."""
+        pairs = zip(first.pieces(), second.pieces(), strict=True)
+        return not all(
+            torch.equal(_tensor(numbers, kind), _tensor(others, other_kind))
+            for (_, numbers, kind), (_, others, other_kind) in pairs
+        )
+
+    def experts(
+        self,
+        gate_up: Sequence[Weight],
+        down: Sequence[Weight],
+        biases: tuple[Sequence[Weight], Sequence[Weight]] | None,
+        mlp: MLP,
+    ) -> TorchExperts:
+        """See `Kernels.experts`."""
+        both = None if biases is None else (self._stacked(biases[0]), self._stacked(biases[1]))
+        return TorchExperts(self._stacked(gate_up), self._stacked(down), both, mlp)
+
+    def vector(self, weight: Weight) -> torch.Tensor:
+        """See `Kernels.vector`."""
+        return self._read(weight)
+
+    def exact_vector(self, weight: Weight) -> torch.Tensor:
+        """See `Kernels.exact_vector`."""
+        return self._read(weight, torch.float32)
+
+    def angles(self, positions: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernels.angles`."""
+        if rotary not in self._frequencies:
+            inverse, attention = frequencies(rotary)
+            self._frequencies[rotary] = upload(inverse, self.device), attention
+        found, factor = self._frequencies[rotary]
+        turned = positions[:, None].float() * found
+        return (turned.cos() * factor).to(self.dtype), (turned.sin() * factor).to(self.dtype)
+
+    def norm(self, rows: torch.Tensor, norm: NormWeights) -> torch.Tensor:
+        """See `Kernels.norm`."""
+        spec, found = norm.norm, rows.float()
+        if spec.kind == "layer":
+            found = found - found.mean(-1, keepdim=True)
+        found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + spec.eps)
+        if norm.weight is not None:
+            found = found * (spec.offset + norm.weight.float())
+        if norm.bias is not None:
+            found = found + norm.bias.float()
+        return found.to(rows.dtype)
+
+    def add_norm(
+        self,
+        stream: torch.Tensor,
+        change: torch.Tensor | None,
+        scale: float,
+        norm: NormWeights | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernels.add_norm`."""
+        if change is not None:
+            stream = stream + (change if scale == 1.0 else change * scale)
+        return stream, stream if norm is None else self.norm(stream, norm)
+
+    def scaled(self, rows: torch.Tensor, factor: float) -> torch.Tensor:
+        """See `Kernels.scaled`."""
+        rounded: float = torch.tensor(factor, dtype=rows.dtype).item()
+        return rows * rounded
+
+    def attention(
+        self, spec: Attention | LatentAttention, weights: AttentionWeights
+    ) -> "TorchAttention":
+        """See `Kernels.attention`."""
+        return TorchAttention(self, spec, weights)
+
+    def grown(
+        self, query: torch.Tensor, positions: torch.Tensor, growth: QueryGrowth
+    ) -> torch.Tensor:
+        """See `Kernels.grown`."""
+        factor = 1 + growth.beta * torch.log(1 + torch.floor(positions / growth.original))
+        return query * factor[:, None, None].to(query.dtype)
+
+    def concatenated(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """See `Kernels.concatenated`."""
+        heads = max(first.shape[1], second.shape[1])
+        return torch.cat([each.expand(-1, heads, -1) for each in (first, second)], -1)
+
+    def sigmoid(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `Kernels.sigmoid`."""
+        return torch.sigmoid(rows)
+
+    def route(
+        self, scores: torch.Tensor, routing: Routing, correction: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernels.route`."""
+        if routing.score == "chosen":
+            best, chosen = scores.topk(routing.chosen)
+            return chosen, best.softmax(-1) * routing.scale
+        scores = scores.softmax(-1) if routing.score == "softmax" else scores.sigmoid()
+        preferred = scores if correction is None else scores + correction
+        if routing.groups > 1:
+            grouped = preferred.view(len(preferred), routing.groups, -1)
+            best_groups = grouped.topk(2).values.sum(-1).topk(routing.chosen_groups).indices
+            is_open = torch.zeros_like(grouped[..., 0], dtype=torch.bool)
+            is_open.scatter_(-1, best_groups, True)
+            preferred = grouped.masked_fill(~is_open[..., None], -torch.inf).flatten(-2)
+        chosen = preferred.topk(routing.chosen).indices
+        factors = scores.gather(-1, chosen)
+        if routing.is_normalised:
+            factors = factors / (factors.sum(-1, keepdim=True) + _LEAST_SUM)
+        return chosen, factors * routing.scale
+
+    def capped(self, rows: torch.Tensor, cap: float) -> torch.Tensor:
+        """See `Kernels.capped`."""
+        return cap * torch.tanh(rows / cap)
+
+    def _read(self, weight: Weight, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The numbers of a weight, in memory of their own."""
+        found = torch.empty(weight.shape, dtype=dtype or self.dtype, device=self.device)
+        self._fill(found, weight)
+        return found
+
+    def _stacked(self, weights: Sequence[Weight]) -> torch.Tensor:
+        """The numbers of weights of one shape, `[weights, ...]`."""
+        shape = (len(weights), *weights[0].shape)
+        found = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for place, weight in enumerate(weights):
+            self._fill(found[place], weight)
+        return found
+
+    def _fill(self, target: torch.Tensor, weight: Weight) -> None:
+        """Read one tensor of the file after the other."""
+        for rows, numbers, kind in weight.pieces():
+            target[rows] = _tensor(numbers, kind)
+        if not target.sum(dtype=torch.float32).isfinite() and not target.isfinite().all():
+            raise ModelLoadError(
+                f"the weights {weight.name} in {weight.parts[0].path} hold NaN or infinity, in "
+                f"{target.dtype}: the file is damaged, or dtype='bfloat16' or 'float32' is what "
+                "the model needs"
+            )
+
+
+def _tensor(numbers: Array, kind: str) -> torch.Tensor:
+    """A mapped array as a tensor over the same memory."""
+    tensor = torch.from_numpy(np.asarray(numbers))
+    return tensor.view(torch.bfloat16) if kind == "BF16" else tensor
+
+
+def _head_norm(norms: tuple[NormWeights, NormWeights] | None) -> HeadNorm | None:
+    """The norm of heads that attention applies before it rotates."""
+    if norms is None:
+        return None
+    query, key = norms
+    return HeadNorm(query.weight, key.weight, query.norm.eps, query.norm.offset)
+
+
+def _activated(rows: torch.Tensor, mlp: MLP) -> torch.Tensor:
+    """`activation(gate) * up` of rows `[T, 2 size]`, or the activation of each number."""
+    if isinstance(mlp.activation, ClampedGate):
+        alpha, limit = mlp.activation.alpha, mlp.activation.limit
+        gate, up = rows.chunk(2, -1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + 1)
+    activation = _ACTIVATIONS[mlp.activation]
+    if not mlp.is_gated:
+        return activation(rows)
+    gate, up = rows.chunk(2, -1)
+    return activation(gate) * up

@@ -1,0 +1,117 @@
+"""Runs a decoder over a KV pool: several sequences in a step, chunks of prompts, decodes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from pyengine.attention.backend import AttentionBackend, StepInputs
+from pyengine.attention.cpu import CpuBackend
+from pyengine.attention.gather import GatherBackend
+from pyengine.kv_cache.layer_groups import choose_layer_groups
+from pyengine.kv_cache.pool import KVPool
+from pyengine.models.decoder.decoder import Decoder
+
+BLOCK = 4
+_NUM_BLOCKS = 600
+_LONGEST = 60
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Running:
+    """A sequence: its tokens, how many are computed, and its blocks in each layer group."""
+
+    tokens: list[int]
+    tables: list[list[int]]
+    computed: int = 0
+    logits: list[torch.Tensor] = field(default_factory=list)
+    """One for every token that was computed."""
+
+
+class Runner:
+    """A decoder over a pool of its own, with a backend for attention."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        backend: type[AttentionBackend] = GatherBackend,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.decoder, spec = decoder, decoder.spec
+        specs = spec.cache_specs(dtype)
+        groups = choose_layer_groups(spec.windows, specs, _LONGEST)
+        self.pool = KVPool(specs, _NUM_BLOCKS, BLOCK, CPU, groups)
+        self.backend = backend(self.pool)
+        self._free = np.random.default_rng(0).permutation(_NUM_BLOCKS).tolist()
+
+    def add(self, tokens: Sequence[int]) -> Running:
+        count = -(-_LONGEST // BLOCK)
+        if len(self._free) < count * len(self.pool.groups.windows):
+            raise RuntimeError("the pool is too small for these sequences")
+        tables = [[self._free.pop() for _ in range(count)] for _ in self.pool.groups.windows]
+        return Running(list(tokens), tables)
+
+    @torch.inference_mode()
+    def step(self, *chunks: tuple[Running, int]) -> None:
+        """Compute so many further tokens of each sequence; keeps the logits of all of them."""
+        inputs = self._inputs(chunks)
+        ids, positions, rows = inputs.input_ids, inputs.positions, inputs.logits_indices
+        plan = self.backend.plan(inputs)
+        if isinstance(self.backend, CpuBackend):
+            arrays = ids.numpy(), positions.numpy(), rows.numpy()
+            found = torch.from_numpy(self.decoder(*arrays, plan))
+        else:
+            found = self.decoder(ids, positions, rows, plan)
+        start = 0
+        for sequence, count in chunks:
+            sequence.logits += found[start : start + count].unbind()
+            sequence.computed += count
+            start += count
+
+    def _inputs(self, chunks: Sequence[tuple[Running, int]]) -> StepInputs:
+        spans = [(each, range(each.computed, each.computed + count)) for each, count in chunks]
+        slots = [
+            [
+                each.tables[group][position // BLOCK] * BLOCK + position % BLOCK
+                for each, span in spans
+                for position in span
+            ]
+            for group in range(len(self.pool.groups.windows))
+        ]
+        tables = np.array(
+            [[each.tables[group] for each, _ in chunks] for group in range(len(slots))], np.int32
+        )
+        starts = np.cumsum([0, *(count for _, count in chunks)], dtype=np.int32)
+        lengths = np.array([span.stop for _, span in spans], np.int32)
+        return StepInputs(
+            input_ids=torch.tensor([each.tokens[at] for each, span in spans for at in span]),
+            positions=torch.tensor([at for _, span in spans for at in span]),
+            slot_mapping=torch.tensor(slots),
+            query_start_loc=torch.from_numpy(starts),
+            seq_lens=torch.from_numpy(lengths),
+            block_tables=torch.from_numpy(tables),
+            logits_indices=torch.arange(int(starts[-1])),
+            host_query_start_loc=starts,
+            host_seq_lens=lengths,
+            host_block_tables=tables,
+        )
+
+
+def generate(runner: Runner, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Running]:
+    """Greedy answers: the prompts in chunks, beside each other, then decodes of all in one step."""
+    running = [runner.add(prompt) for prompt in prompts]
+    for number, sequence in enumerate(running):
+        while (left := len(sequence.tokens) - sequence.computed) > 0:
+            decodes = [(each, 1) for each in running[:number]]
+            for each, _ in decodes:
+                each.tokens.append(int(each.logits[-1].argmax()))
+            runner.step(*decodes, (sequence, min(left, 7)))
+    longest = max(len(prompt) for prompt in prompts) + new_tokens
+    while any(len(each.tokens) < longest for each in running):
+        unfinished = [each for each in running if len(each.tokens) < longest]
+        for each in unfinished:
+            each.tokens.append(int(each.logits[-1].argmax()))
+        runner.step(*((each, 1) for each in unfinished))
+    return running

@@ -1,0 +1,153 @@
+"""Every family computes what transformers computes, over a paged cache."""
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pyengine.attention.backend import AttentionBackend
+from pyengine.attention.cpu import CpuBackend
+from pyengine.attention.gather import GatherBackend
+from pyengine.kv_cache import CpuAttention
+from pyengine.models.cpu_kernels import kernel_threads
+from pyengine.models.decoder.cpu_kernels import CpuKernels
+from pyengine.models.decoder.families import TABLE
+from pyengine.models.decoder.kernels import Kernels
+from pyengine.models.decoder.loading import load_decoder, read_spec, spec_of
+from pyengine.models.decoder.torch_kernels import TorchKernels
+from tests.unit.models.decoder.steps import CPU, Runner, generate
+from tests.unit.models.decoder.tiny_models import MODELS, Tiny
+
+TOLERANCE = 2e-4
+_LEAST_SPREAD = 0.02
+"""Deviation of logits below which a difference would not be seen."""
+Saved = Callable[[Tiny], tuple[Path, Any]]
+
+
+SETS: dict[str, tuple[Callable[[], Kernels], type[AttentionBackend]]] = {
+    "torch": (lambda: TorchKernels(CPU, torch.float32), GatherBackend),
+    "cpu": (lambda: CpuKernels(kernel_threads(torch.get_num_threads())), CpuBackend),
+}
+"""Kernel sets, each with its backend of attention."""
+
+
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("tiny", MODELS, ids=lambda tiny: tiny.name)
+def test_logits_and_tokens_are_those_of_transformers(
+    tiny: Tiny, kernels: str, saved: Saved, prompts: list[list[int]]
+) -> None:
+    if kernels == "cpu" and not CpuAttention.is_fast():
+        pytest.skip("this processor has no AVX2 with FMA")
+    folder, model = saved(tiny)
+    made, backend = SETS[kernels]
+    decoder = load_decoder(folder, made())
+    for sequence in generate(Runner(decoder, backend), prompts, 8):
+        with torch.inference_mode():
+            expected = model(input_ids=torch.tensor([sequence.tokens]), use_cache=False).logits[0]
+        found = torch.stack(sequence.logits)
+        assert expected.std() > _LEAST_SPREAD
+        assert len(found) == len(expected) > len(prompts[0])
+        assert (found - expected).abs().max() <= TOLERANCE
+        assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+def test_every_family_of_the_table_is_tested() -> None:
+    assert {tiny.family for tiny in MODELS} == set(TABLE)
+
+
+def test_layers_differ_in_their_windows(saved: Saved) -> None:
+    folder, _ = saved(next(tiny for tiny in MODELS if tiny.name == "gemma3"))
+    assert read_spec(folder).windows == (9, 9, 9, 9, 9, None, 9)
+
+
+@pytest.mark.skipif(not CpuAttention.is_fast(), reason="this processor has no AVX2 with FMA")
+@pytest.mark.parametrize("tiny", MODELS, ids=lambda tiny: tiny.name)
+def test_a_row_has_the_same_bits_in_every_batch_on_the_cpu(
+    tiny: Tiny, saved: Saved, prompts: list[list[int]]
+) -> None:
+    made, backend = SETS["cpu"]
+    decoder = load_decoder(saved(tiny)[0], made())
+    alone, together = Runner(decoder, backend), Runner(decoder, backend)
+    first, rest = alone.add(prompts[0]), [together.add(prompt) for prompt in prompts]
+    alone.step((first, 20))
+    together.step(*((each, len(each.tokens) - 3) for each in rest))
+    for _ in range(3):
+        alone.step((first, 1))
+        together.step(*((each, 1) for each in rest))
+    assert torch.equal(torch.stack(first.logits), torch.stack(rest[0].logits))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "olmo2", "gpt_oss", "deepseek_v3"])
+def test_bfloat16_is_as_close_to_float32_as_in_transformers(
+    name: str, saved: Saved, prompts: list[list[int]]
+) -> None:
+    folder, model = saved(next(tiny for tiny in MODELS if tiny.name == name))
+    ids = torch.tensor(prompts[:1])
+    with torch.inference_mode():
+        exact = model(input_ids=ids).logits[0]
+        theirs = copy.deepcopy(model).to(torch.bfloat16)(input_ids=ids).logits[0].float()
+    runner = Runner(load_decoder(folder, TorchKernels(CPU, torch.bfloat16)), dtype=torch.bfloat16)
+    sequence = runner.add(prompts[0])
+    runner.step((sequence, len(prompts[0])))
+    ours = torch.stack(sequence.logits)
+    assert ours.dtype == torch.bfloat16
+    assert (ours.float() - exact).norm() <= 1.3 * (theirs - exact).norm()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gemma4_text", "cohere2", "olmo3"])
+def test_windows_are_those_of_transformers_where_the_file_has_no_layer_types(family: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    for count in (8, 12):
+        settings: dict[str, Any] = {"num_hidden_layers": count}
+        config: Any = CONFIG_MAPPING[family](**settings)
+        spec = spec_of({"model_type": family, "num_hidden_layers": count}, "config.json")
+        slides = [each == "sliding_attention" for each in config.layer_types]
+        assert [layer.mixer.window is not None for layer in spec.layers] == slides
+
+
+_IMPORTS = """
+import sys
+import pyengine.models.decoder.cpu_kernels
+import pyengine.models.decoder.loading
+assert "torch" not in sys.modules, "torch was imported"
+"""
+
+
+def test_the_kernels_of_cpus_are_imported_without_torch() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", _IMPORTS], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+
+
+_OPEN_ALL = """
+import sys
+from pathlib import Path
+import torch
+from pyengine.models.decoder.loading import load_decoder
+from pyengine.models.decoder.torch_kernels import TorchKernels
+from tests.unit.models.decoder.steps import CPU, Runner, generate
+
+for folder in sys.argv[1:]:
+    decoder = load_decoder(Path(folder), TorchKernels(CPU, torch.float32))
+    [answer] = generate(Runner(decoder), [[5, 6, 7]], 3)
+    print(*answer.tokens)
+assert "transformers" not in sys.modules, "transformers was imported"
+"""
+
+
+def test_folders_are_opened_and_answered_without_transformers(
+    saved: Saved, first_of_family: list[Tiny]
+) -> None:
+    folders = [str(saved(tiny)[0]) for tiny in first_of_family]
+    found = subprocess.run(
+        [sys.executable, "-c", _OPEN_ALL, *folders], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert len(found.stdout.splitlines()) == len(TABLE)

@@ -1,0 +1,241 @@
+"""Each key of a configuration has the effect that it has in transformers, or is refused by name."""
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pyengine.errors import ModelLoadError
+from pyengine.models.decoder.families import NO_EFFECT, TABLE
+from pyengine.models.decoder.loading import check_model, load_decoder, spec_of
+from pyengine.models.decoder.torch_kernels import TorchKernels
+from pyengine.models.transformers_calls import quiet_transformers
+from tests.unit.models.decoder.steps import CPU, Runner
+from tests.unit.models.decoder.test_families import TOLERANCE, Saved
+from tests.unit.models.decoder.tiny_models import MODELS, Tiny, configuration_in
+
+_TOKENS = [9, 44, 3, 71, 5, 5, 90, 12, 33, 8, 60, 17, 28, 41, 4, 99]
+Path_ = tuple[str, ...]
+
+
+def changes(values: dict[str, Any], path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
+    """Each number, flag and list of a configuration, with another value."""
+    for key, value in values.items():
+        here = (*path, key)
+        if isinstance(value, bool):
+            yield here, not value
+        elif isinstance(value, int):
+            yield from ((here, other) for other in (value + 1, 0))
+        elif isinstance(value, float):
+            yield from ((here, other) for other in (value * 2 + 0.5, 0.0))
+        elif isinstance(value, list) and value and isinstance(value[0], int | float):
+            yield here, [*value[:-1], value[-1] * 2 + 1]
+        elif isinstance(value, list) and {"full_attention", "sliding_attention"} & set(value):
+            swapped = "sliding_attention" if value[0] == "full_attention" else "full_attention"
+            yield here, [swapped, *value[1:]]
+        elif isinstance(value, dict) and here not in {("id2label",), ("label2id",)}:
+            yield from changes(value, here)
+
+
+def changed(values: dict[str, Any], path: Path_, value: Any) -> dict[str, Any]:
+    found = copy.deepcopy(values)
+    inner = found
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return found
+
+
+def ours(values: dict[str, Any], folder: Path) -> torch.Tensor:
+    (folder / "config.json").write_text(json.dumps(values))
+    runner = Runner(load_decoder(folder, TorchKernels(CPU, torch.float32)))
+    sequence = runner.add(_TOKENS)
+    runner.step((sequence, len(_TOKENS)))
+    return torch.stack(sequence.logits)
+
+
+def theirs(values: dict[str, Any], folder: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    (folder / "config.json").write_text(json.dumps(values))
+    models: Any = AutoModelForCausalLM
+    with quiet_transformers():
+        model, info = models.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+    assert not any(info.values()), info
+    with torch.inference_mode():
+        found: torch.Tensor = model.eval()(input_ids=torch.tensor([_TOKENS])).logits[0]
+    return found
+
+
+_WALKED = [
+    tiny if "-" not in tiny.name else pytest.param(tiny, marks=pytest.mark.slow) for tiny in MODELS
+]
+"""The first model of each family, and the others where there is time."""
+
+
+@pytest.mark.parametrize("tiny", _WALKED, ids=lambda tiny: tiny.name)
+def test_a_changed_value_changes_the_logits_as_in_transformers(
+    tiny: Tiny, saved: Saved, tmp_path: Path
+) -> None:
+    folder, _ = saved(tiny)
+    values = configuration_in(folder)
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    no_effect = {*NO_EFFECT, *TABLE[tiny.family].no_effect}
+    before = ours(values, tmp_path)
+    num_effects = 0
+    for path, value in changes(values):
+        what = f"{'.'.join(path)}={value!r}"
+        try:
+            expected = theirs(changed(values, path, value), tmp_path)
+        except Exception:  # any error of transformers is a refusal
+            expected = None
+        try:
+            found = ours(changed(values, path, value), tmp_path)
+        except ModelLoadError as error:
+            assert path[-1] not in no_effect, f"{what}: {error}"
+            continue
+        if expected is None or not expected.isfinite().all():
+            continue  # transformers refuses more: it checks ids of tokens, for example
+        assert (found - expected).abs().max() <= TOLERANCE, what
+        num_effects += bool((found - before).abs().max() > TOLERANCE)
+        if path[-1] in no_effect:
+            assert torch.equal(found, before), what
+    assert num_effects >= 2, "no value had an effect: the walk saw nothing"
+
+
+@pytest.mark.parametrize("family", sorted(TABLE))
+def test_an_unknown_key_is_refused_by_name(
+    family: str, saved: Saved, first_of_family: list[Tiny]
+) -> None:
+    folder, _ = saved(next(tiny for tiny in first_of_family if tiny.family == family))
+    values = configuration_in(folder)
+    for key, value in (("attention_temperature", 2.0), ("num_hidden_layer", 3), ("norm", {})):
+        with pytest.raises(ModelLoadError, match=f"says {key}="):
+            spec_of({**values, key: value}, "config.json")
+    spec_of({**values, "attention_temperature": None}, "config.json")  # null says nothing
+
+
+@pytest.mark.parametrize("family", sorted(TABLE))
+def test_an_unknown_key_of_the_rotary_settings_is_refused_by_name(
+    family: str, saved: Saved, first_of_family: list[Tiny]
+) -> None:
+    folder, _ = saved(next(tiny for tiny in first_of_family if tiny.family == family))
+    values = configuration_in(folder)
+    if "rope_parameters" not in values:
+        pytest.skip("the family has learned positions")
+    spec_of(values, "config.json")
+    values["rope_parameters"]["short_mscale"] = 1.1
+    with pytest.raises(ModelLoadError, match=r"short_mscale=1\.1"):
+        spec_of(values, "config.json")
+
+
+@pytest.mark.parametrize("family", sorted(TABLE))
+def test_defaults_are_those_of_the_configuration_class(family: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    row, read = TABLE[family], dict[str, Any]()
+    values = CONFIG_MAPPING[family]().to_dict()
+    names = {key: alias for alias, key in row.aliases.items() if alias in values}
+    for key, default in row.defaults.items():
+        name = names.get(key, key)
+        if key in _READ_OTHERWISE or name not in values:
+            continue
+        found = values[name]
+        if default is None and key in _FILLED_IN:
+            continue
+        if key == "sliding_window" and row.defaults.get("use_sliding_window") is False:
+            continue  # transformers removes it where it is not used
+        if found != default:
+            read[key] = (default, found)
+    assert not read, "ours, and those of transformers"
+    theta = values.get("rope_parameters") or {}
+    if "rope_theta" in theta:
+        assert theta["rope_theta"] == _theta(row.defaults)
+
+
+def _theta(defaults: Any) -> float:
+    nested = defaults.get("rope_parameters") or {}
+    theta: float = nested.get("rope_theta", defaults["rope_theta"])
+    return theta
+
+
+_READ_OTHERWISE = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+_FILLED_IN = {
+    "head_dim",
+    "layer_rope_theta",
+    "layer_types",
+    "mlp_layer_types",
+    "mlp_only_layers",
+    "no_rope_layers",
+    "per_layer_config",
+    "num_key_value_heads",
+}
+"""Keys whose default depends on others, or is an empty list."""
+
+
+@pytest.mark.parametrize("tiny", MODELS, ids=lambda tiny: tiny.name)
+def test_a_key_of_another_kind_is_refused_by_name(
+    tiny: Tiny, saved: Saved, each_kind: Callable[[Any], list[Any]]
+) -> None:
+    folder, _ = saved(tiny)
+    values, no_effect = configuration_in(folder), {*NO_EFFECT, *TABLE[tiny.family].no_effect}
+    for key in values:
+        if key in no_effect or values[key] is None:
+            continue
+        for value in each_kind(values[key]):
+            if (key, "layer_types" in values) == ("sliding_window_pattern", True):
+                continue  # then it has no effect: released files have a text there
+            with pytest.raises(ModelLoadError) as caught:
+                spec_of({**values, key: value}, "config.json")
+            assert key in str(caught.value), (key, value)
+
+
+_GARBAGE: tuple[Any, ...] = (
+    -1,
+    0,
+    1,
+    3,
+    1e30,
+    -1e-30,
+    10**30,
+    10**400,
+    float("nan"),
+    float("inf"),
+    True,
+    [],
+)
+
+
+@pytest.mark.parametrize("tiny", _WALKED, ids=lambda tiny: tiny.name)
+def test_garbage_is_refused_or_means_something(tiny: Tiny, saved: Saved, tmp_path: Path) -> None:
+    folder, _ = saved(tiny)
+    values = configuration_in(folder)
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    for path, _ in changes(values):
+        for value in _GARBAGE:
+            found = changed(values, path, value)
+            with suppress(ModelLoadError):
+                spec_of(found, "config.json")
+            (tmp_path / "config.json").write_text(json.dumps(found))
+            with suppress(ModelLoadError):
+                check_model(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def each_kind() -> Callable[[Any], list[Any]]:
+    """Values of other kinds than a given one."""
+
+    def others(value: Any) -> list[Any]:
+        kinds: list[Any] = ["no number", ["a", "b"]]
+        if not isinstance(value, dict):
+            kinds.append({"a": 1})
+        return kinds
+
+    return others

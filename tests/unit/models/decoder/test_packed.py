@@ -1,0 +1,104 @@
+"""Packed checkpoints give the decoder of the numbers that their codes stand for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pyengine.attention.cpu import CpuBackend
+from pyengine.errors import ModelLoadError
+from pyengine.kv_cache import CpuAttention
+from pyengine.models.cpu_kernels import kernel_threads
+from pyengine.models.decoder.cpu_kernels import CpuKernels
+from pyengine.models.decoder.loading import check_model, load_decoder
+from pyengine.models.decoder.torch_kernels import TorchKernels
+from tests.unit.models import test_packed_bytes as eight_bits
+from tests.unit.models import test_packed_checkpoints as four_bits
+from tests.unit.models.decoder.steps import CPU, Runner
+
+_TOKENS = [9, 44, 3, 71, 5, 5, 90, 12]
+_FOUR = four_bits.CASES
+_EIGHT = eight_bits.CASES
+
+
+def logits(folder: Path, kernels: Any, *backend: Any) -> torch.Tensor:
+    runner = Runner(load_decoder(folder, kernels), *backend)
+    sequence = runner.add(_TOKENS)
+    runner.step((sequence, len(_TOKENS)))
+    return torch.stack(sequence.logits)
+
+
+def as_floats(folder: Path, target: Path, weights: dict[str, torch.Tensor]) -> Path:
+    """The same model with floats: those of the file, and `weights` of packed layers."""
+    target.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    packed = tuple(f"{layer}." for layer in weights)
+    floats = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(packed) or name.endswith(".bias")
+    }
+    floats |= {f"{layer}.weight": weight.contiguous() for layer, weight in weights.items()}
+    save_file(floats, target / "model.safetensors")
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["quantization_config"]
+    (target / "config.json").write_text(json.dumps(settings))
+    return target
+
+
+def check(folder: Path, tmp_path: Path, weights: dict[str, torch.Tensor], limit: float) -> None:
+    kernels = TorchKernels(CPU, torch.float32)
+    expected = logits(as_floats(folder, tmp_path / "floats", weights), kernels)
+    found = logits(folder, kernels)
+    assert (found - expected).norm() <= 1e-4 * expected.norm()
+    if CpuAttention.is_fast():
+        packed = logits(folder, CpuKernels(kernel_threads(1)), CpuBackend)
+        assert (packed - expected).norm() <= limit * expected.norm()
+
+
+@pytest.mark.parametrize(("settings", "pack", "layer"), _FOUR)
+def test_four_bits(settings: Any, pack: Any, layer: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "packed"
+    weights = four_bits.save(folder, settings, pack, **layer)
+    check(folder, tmp_path, weights, 0.05)
+
+
+@pytest.mark.parametrize(("settings", "made", "family"), _EIGHT)
+def test_eight_bits(settings: Any, made: Any, family: str, tmp_path: Path) -> None:
+    folder = tmp_path / "packed"
+    weights = eight_bits.save(folder, settings, made, family)
+    check(folder, tmp_path, weights, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda tensors: tensors.pop(f"{four_bits.UP}.scales"), r"lack .*up_proj\.scales"),
+        (lambda tensors: tensors.pop(f"{four_bits.UP}.qweight"), r"lack .*up_proj\.weight"),
+        (
+            lambda tensors: tensors.update({f"{four_bits.UP}.qzeros": torch.zeros(3, 32).int()}),
+            r"up_proj\.qzeros .* \[3, 32\], and config\.json asks for \[4, 32\]",
+        ),
+        (lambda tensors: tensors.update({f"{four_bits.UP}.codes": torch.zeros(3)}), "codes"),
+    ],
+)
+def test_tensors_of_packed_layers_are_accounted_for(
+    change: Any, named: str, tmp_path: Path
+) -> None:
+    four_bits.save(tmp_path, four_bits.AWQ, four_bits.Layer.awq)
+    check_model(tmp_path)
+    four_bits.damaged(tmp_path, change)
+    with pytest.raises(ModelLoadError, match=named):
+        check_model(tmp_path)
+
+
+def test_an_order_of_groups_that_the_configuration_denies_is_refused(tmp_path: Path) -> None:
+    four_bits.save(tmp_path, four_bits.GPTQ, four_bits.Layer.gptq)
+    check_model(tmp_path)
+    up = four_bits.UP
+    four_bits.damaged(tmp_path, lambda tensors: tensors[f"{up}.g_idx"][:40].fill_(1))
+    with pytest.raises(ModelLoadError, match=r"up_proj\.g_idx .* desc_act=false"):
+        check_model(tmp_path)
