@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from pyengine.cpu import QuantizedWeight
 from pyengine.errors import ConfigurationError
-from pyengine.kv_cache import QuantizedWeight
 from pyengine.models.linear import concatenated, packed_embedding
 from pyengine.models.quantized_linear import QuantizedProduct, replace_by_products
 

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from pyengine.cpu import QuantizedWeight
 from pyengine.errors import ModelLoadError
-from pyengine.kv_cache import QuantizedWeight
 from pyengine.models.packed_layout import PackedLayout, Read, Shape, damaged_weights
 from pyengine.models.quantized_linear import (
     QuantizedProduct,

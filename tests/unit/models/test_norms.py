@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyengine.kv_cache import BufferError, ConfigError, CpuAttention
+from pyengine.cpu import BufferError, ConfigError, CpuAttention
 from pyengine.models.cpu_kernels import FusedRMSNorm, fuse_norms
 from tests.unit.executor.hand_made import random_model
 
