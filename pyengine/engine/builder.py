@@ -17,12 +17,12 @@ from pyengine.attention.backend import AttentionBackend
 from pyengine.attention.choice import Choice, explain_backends, select_backend
 from pyengine.attention.needs import AttentionNeeds, dtype_name, needs_of
 from pyengine.config import EngineSettings, store_key
+from pyengine.cpu.threads import ComputeThreads, compute_threads
 from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits, compute_model_limits
 from pyengine.engine.offloading import KVOffloader
 from pyengine.engine.verification import HitVerifier, KeptRecording
 from pyengine.errors import ConfigurationError
-from pyengine.executor.cpu_threads import ComputeThreads, compute_threads
 from pyengine.executor.cuda_graphs import CudaGraphRecorder
 from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import RunnerLimits

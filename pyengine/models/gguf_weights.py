@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from pyengine.cpu import QuantizedWeight
 from pyengine.errors import ModelLoadError
-from pyengine.kv_cache import QuantizedWeight
 from pyengine.models.checkpoint_files import TensorHeader, WeightHeaders
 from pyengine.models.config import empty_model, initialise_buffers
 from pyengine.models.gguf_experts import ExpertTensors, add_experts, tensors_of_experts

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.kv_cache import CpuAttention, PackedWeight, QuantizedWeight
+from pyengine.cpu import CpuAttention, PackedWeight, QuantizedWeight
 from pyengine.models.decoder.cpu_products import (
     CpuExperts,
     CpuGate,

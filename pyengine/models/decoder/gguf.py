@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.kv_cache import QuantizedWeight
+from pyengine.cpu import QuantizedWeight
 from pyengine.models.decoder.checkpoint import Array, StoredTensor, Tensors
 from pyengine.models.decoder.gguf_settings import gguf_settings
 from pyengine.models.decoder.loading import OpenedModel, checked_weights, spec_of

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pyengine.cpu import PackedWeight, QuantizedWeight
 from pyengine.errors import ModelLoadError
-from pyengine.kv_cache import PackedWeight, QuantizedWeight
 from pyengine.models.decoder.checkpoint import Array, Checkpoint, StoredTensor
 from pyengine.models.integer_linear import q8_0_of_rows
 from pyengine.models.packed_bytes import Float8Layout, Int8Layout

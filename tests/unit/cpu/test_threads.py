@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from pyengine import LLM
-from pyengine.executor import cpu_threads as threads
-from pyengine.executor.cpu_threads import ComputeThreads, StepThreads, compute_threads
+from pyengine.cpu import threads
+from pyengine.cpu.threads import ComputeThreads, StepThreads, compute_threads
 from pyengine.utils.cpus import UsableCpus
 from pyengine.utils.openmp import BRIEF_SPIN, openmp_runtime, torch_threads
 from tests.unit.models.tiny import save_tiny_model
@@ -305,7 +305,7 @@ def test_the_kernel_uses_no_more_threads_than_the_caller_does() -> None:
     """A step that leaves a thread out must not wait for it in attention."""
     code = """
 import os, sys, torch, numpy as np
-from pyengine._kv import CpuAttention
+from pyengine.cpu import CpuAttention
 from pyengine.utils.openmp import openmp_runtime
 
 def tasks():
