@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -137,7 +137,7 @@ def _environment() -> Any:
     class Generation(Extension):
         """`{% generation %}` marks answers for training: only its content counts here."""
 
-        tags = {"generation"}
+        tags: ClassVar = {"generation"}
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno

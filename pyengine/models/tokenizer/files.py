@@ -38,9 +38,7 @@ _CLASS_DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "GPTNeoXTokenizer": {**_GPT2, "pad_token": "<|padding|>"},
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "GemmaTokenizer": _GEMMA,
-    "Qwen2Tokenizer": {
-        name: "<|endoftext|>" for name in ("eos_token", "unk_token", "pad_token")
-    },
+    "Qwen2Tokenizer": {name: "<|endoftext|>" for name in ("eos_token", "unk_token", "pad_token")},
     "CohereTokenizer": {
         **{"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "unk_token": "<UNK>"},
         **{"pad_token": "<PAD>", "cls_token": "<CLS>", "sep_token": "<SEP>"},
@@ -109,7 +107,9 @@ def _of_folder(folder: Path, settings: dict[str, Any]) -> Tokenizer:
             named[name] = value
     special = {name: _token(name, value) for name, value in named.items()}
     extras = [_token("extra_special_tokens", value) for value in extra]
-    added = _listed_tokens(listed) if listed is not None else _legacy_tokens(folder, special, extras)
+    added = (
+        _listed_tokens(listed) if listed is not None else _legacy_tokens(folder, special, extras)
+    )
     _add(backend, added, special, extras)
     backend.encode_special_tokens = bool(settings.get("split_special_tokens", False))
     tokenizer = Tokenizer(
@@ -154,7 +154,9 @@ def _added(value: Any) -> AddedToken:
     """A token by its settings in a file."""
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         raise ModelLoadError(f"an added token is {shown(value)}: it has no content")
-    return AddedToken(**{name: item for name, item in value.items() if name not in ("__type", "id")})
+    return AddedToken(
+        **{name: item for name, item in value.items() if name not in ("__type", "id")}
+    )
 
 
 def _listed_tokens(listed: Any) -> list[AddedToken]:
@@ -208,9 +210,7 @@ def _class_defaults(
     kind = settings.get("tokenizer_class") or config.get("tokenizer_class")
     kind = kind or _FAMILY_CLASSES.get(str(config.get("model_type")))
     defaults = _CLASS_DEFAULTS.get(str(kind).removesuffix("Fast"), {})
-    return {
-        name: text for name, text in defaults.items() if backend.token_to_id(text) is not None
-    }
+    return {name: text for name, text in defaults.items() if backend.token_to_id(text) is not None}
 
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> Templates:
