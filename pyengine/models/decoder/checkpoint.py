@@ -174,8 +174,8 @@ class Tensors:
         if unread:
             more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
             raise ModelLoadError(
-                f"the weights in {self._where} have {unread[0]}{more}, and a model of this "
-                f"{self._asks} does not: the two are not of the same model"
+                f"the weights in {self._where} have {unread[0]}{more}, which {self._asks} does "
+                "not ask for: the two are not of the same model"
             )
 
 
