@@ -114,7 +114,7 @@ def _tokenizer(model: str | None) -> Any:
     """The tokenizer of a model. Raises `InvalidRequestError` if it has none."""
     with held_interrupt(), libraries():
         from pyengine.models.source import resolve_source
-        from pyengine.models.tokenizers import load_tokenizer
+        from pyengine.models.tokenizer import load_tokenizer
     source = resolve_source(model, keep_quantized=True)
     tokenizer = load_tokenizer(source.folder)
     if tokenizer is None:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
@@ -17,6 +17,7 @@ from pyengine.engine.chat_messages import (
 from pyengine.engine.prompts import shown
 from pyengine.engine.untrusted_calls import is_failure, within
 from pyengine.errors import ContextLengthError, InvalidRequestError
+from pyengine.models.tokenizer.chat import chosen_template
 
 Message: TypeAlias = Mapping[str, Any]
 """One turn of a conversation: `role`, and `content` or `tool_calls`."""
@@ -48,8 +49,8 @@ def as_conversations(
 class ChatOptions:
     """Options of rendering a conversation to a prompt.
 
-    `tools` are JSON schemas of functions, `template` replaces the model's own, and `variables` are
-    for it. With `continue_final_message` the model continues the last message. Rendering has
+    `tools` are JSON schemas of functions, `template` replaces the model's own or names one of
+    several, and `variables` are for it. With `continue_final_message` the model continues the last message. Rendering has
     `seconds`. The text that it gets and the text that it writes may each have up to `longest`
     characters.
     """
@@ -104,6 +105,28 @@ def _has_text_keys(value: Any) -> bool:
 DEFAULT_CHAT = ChatOptions()
 
 
+def template_text(tokenizer: Any, template: str | None = None, *, has_tools: bool = False) -> str:
+    """The text of the chat template that is used; empty if there is none.
+
+    `template` is that of a request. Of a model's several templates, it may name one.
+    """
+    with suppress(ValueError):
+        known = getattr(tokenizer, "chat_template", None)
+        return chosen_template(known, template, has_tools=has_tools) or ""
+    return ""
+
+
+def _template_of(tokenizer: Any, options: ChatOptions) -> str | None:
+    try:
+        return chosen_template(
+            getattr(tokenizer, "chat_template", None),
+            options.template,
+            has_tools=options.tools is not None,
+        )
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
 def render_chat(
     messages: Sequence[Message], tokenizer: Any, options: ChatOptions = DEFAULT_CHAT
 ) -> list[int]:
@@ -112,7 +135,7 @@ def render_chat(
     Raises `InvalidRequestError` for invalid messages, and with the template's error for those that
     it refuses.
     """
-    template = options.template or getattr(tokenizer, "chat_template", None)
+    template = _template_of(tokenizer, options)
     if tokenizer is None or not template:
         missing = "tokenizer" if tokenizer is None else "chat template"
         raise InvalidRequestError(
@@ -121,13 +144,14 @@ def render_chat(
     given: Any = messages
     if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
         raise InvalidRequestError(f"{shown(given)} is no conversation: give a list of messages")
-    several = [message_for(str(template), at, value) for at, value in enumerate(given)]
+    options = replace(options, template=template)
+    several = [message_for(template, at, value) for at, value in enumerate(given)]
     if not several:
         raise InvalidRequestError("the conversation is empty: it needs at least one message")
     if options.longest is not None:
         _check_length(several, options, options.longest)
     try:
-        _refuse_powers(str(template))
+        _refuse_powers(template)
         render = partial(_render_somehow, several, tokenizer, options)
         return within(options.seconds, render, "the chat template")
     except InvalidRequestError:
@@ -200,7 +224,7 @@ def _adds_arguments_as_text(tokenizer: Any, options: ChatOptions) -> bool:
 
     Found by rendering a small conversation in both forms.
     """
-    template = str(options.template or getattr(tokenizer, "chat_template", None))
+    template = str(options.template)
     known = _adding.setdefault(tokenizer, {})
     if template not in known:
         if len(known) >= _MOST_KNOWN:

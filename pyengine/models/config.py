@@ -176,24 +176,6 @@ def max_model_len(text: Any, folder: Path) -> int:
     return positions
 
 
-def eos_token_ids(
-    folder: Path, tokenizer: Any, vocab_size: int, of_config: object
-) -> frozenset[int]:
-    """Token ids that end a generation, by the generation configuration and the tokenizer.
-
-    generation_config.json in `folder` comes first, else config.json counts, whose entry is
-    `of_config`. Numbers outside the vocabulary (for instance negative ones, which some files use
-    for "none") are left out.
-    """
-    declared = read_json(folder / "generation_config.json").get("eos_token_id")
-    if declared is None:
-        declared = of_config
-    found = [*(declared if isinstance(declared, list) else [declared])]
-    found.append(getattr(tokenizer, "eos_token_id", None))
-    known = range(vocab_size)
-    return frozenset(token for token in found if type(token) is int and token in known)
-
-
 def default_sampling(folder: Path) -> Mapping[str, object]:
     """Fields of `SamplingParams` that the folder's generation_config.json sets, with their values.
 

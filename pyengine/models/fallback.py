@@ -21,7 +21,6 @@ from pyengine.models.checkpoint_files import WeightHeaders, check_number_formats
 from pyengine.models.config import (
     default_sampling,
     empty_model,
-    eos_token_ids,
     max_model_len,
     read_config,
 )
@@ -30,7 +29,7 @@ from pyengine.models.kv_scales import is_kv_scale, read_kv_scales
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.placement import choose_dtype, kv_shards
 from pyengine.models.source import ModelSource
-from pyengine.models.tokenizers import load_tokenizer
+from pyengine.models.tokenizer import eos_token_ids, load_tokenizer
 from pyengine.models.transformers_calls import load_errors, quiet_transformers
 
 _log = logging.getLogger(__name__)
@@ -160,7 +159,7 @@ def _loaded(
 ) -> LoadedModel:
     """A module with its tokenizer and its limits."""
     folder = source.folder
-    tokenizer = load_tokenizer(folder, is_plain=source.is_converted)
+    tokenizer = load_tokenizer(folder)
     text, layers = module.config.get_text_config(), attending_layers(module)
     return LoadedModel(
         model=FallbackModel(module, layers, reason),

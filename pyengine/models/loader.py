@@ -14,7 +14,7 @@ import torch
 
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.checkpoint_files import check_weights
-from pyengine.models.config import default_sampling, eos_token_ids, refuse_pipes
+from pyengine.models.config import default_sampling, refuse_pipes
 from pyengine.models.decoder.dummy import open_dummy
 from pyengine.models.decoder.gguf import open_gguf
 from pyengine.models.decoder.kernel_sets import KernelSettings, kernel_set
@@ -27,7 +27,7 @@ from pyengine.models.linear_kernels import ProductChooser
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.placement import choose_dtype, named_dtype, resolve_device
 from pyengine.models.source import ModelSource, resolve_source
-from pyengine.models.tokenizers import load_tokenizer
+from pyengine.models.tokenizer import eos_token_ids, load_tokenizer
 from pyengine.models.transformers_calls import read_json
 from pyengine.utils.gc_pause import paused_gc
 
@@ -169,15 +169,14 @@ def _load(
         made = kernel_set(device, choice.dtype, kernels)
         decoder = opened.decoder(made)
     formats = str(kernels.quantization) if kernels.quantises else opened.formats or "none"
-    tokenizer = load_tokenizer(folder, is_plain=source.is_converted)
-    declared = read_json(folder / "config.json").get("eos_token_id")
+    tokenizer = load_tokenizer(folder)
     return LoadedModel(
         model=DecoderModel(decoder, device),
         layers=attending_layers(spec),
         tokenizer=tokenizer,
         path=folder,
         name=source.name,
-        eos_token_ids=eos_token_ids(folder, tokenizer, spec.vocab_size, declared),
+        eos_token_ids=eos_token_ids(folder, tokenizer, spec.vocab_size),
         max_model_len=spec.max_positions,
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
