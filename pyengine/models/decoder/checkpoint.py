@@ -66,7 +66,7 @@ class StoredTensor:
 
     def expert(self, index: int) -> "StoredTensor":
         """The part of one expert of a tensor `[experts, ...]`."""
-        part = replace(self, shape=self.shape[1:])
+        part = replace(self, name=f"{self.name}[{index}]", shape=self.shape[1:])
         return replace(part, start=self.start + index * part.num_bytes)
 
     @property

@@ -4,6 +4,8 @@ import numpy as np
 import torch
 import transformers
 
+from tests.unit.models.tiny_gguf import add_value
+
 VOCAB = 8
 LENGTH = 64
 """Positions."""
@@ -215,16 +217,6 @@ def changed(model, architecture, name, suffix, values):
     if name.endswith("ffn_gate_inp_shexp"):
         return values[0]
     return values
-
-
-def add_value(writer, key, value):
-    """Add a key with the type that the value has in Python."""
-    from gguf import GGUFValueType
-
-    kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
-    if type(value) is int and not 0 <= value < 2**32:
-        kinds[int] = "INT64" if value < 0 else "UINT64"
-    writer.add_key_value(key, value, GGUFValueType[kinds[type(value)]])
 
 
 def write_gguf_of(model, path, architecture, *, kind="F32", values=None, extra=None, tokens=None):
