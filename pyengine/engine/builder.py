@@ -388,7 +388,6 @@ def _load(settings: EngineSettings) -> LoadedModel:
         settings.model,
         revision=settings.revision,
         token=settings.token,
-        keep_quantized=settings.keeps_quantized and resolve_device(settings.device).type == "cpu",
         load_format=settings.load_format,
     )
     kernels = kernel_settings(settings, with_mtp_layers=settings.speculation == "mtp")
@@ -554,7 +553,7 @@ def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, obj
         "python": platform.python_version(),
         "torch": torch.__version__,
         "model": loaded.name,
-        "model_path": str(loaded.gguf or loaded.path),
+        "model_path": str(loaded.path),
         "decoder": loaded.model.origin,
         "device": str(loaded.device),
         "dtype": dtype_name(loaded.dtype),

@@ -194,10 +194,18 @@ def default_sampling(folder: Path) -> Mapping[str, object]:
     if settings.get("do_sample") is False:
         found = {name: value for name, value in found.items() if name not in _SAMPLING}
         found["temperature"] = 0.0
+    return checked_sampling(found, f"{path}")
+
+
+def checked_sampling(found: Mapping[str, Any], where: str) -> Mapping[str, object]:
+    """These fields of `SamplingParams`; `ModelLoadError` for values that no request could have.
+
+    `where` they are from, for messages.
+    """
     try:
         SamplingParams(**found)
     except (InvalidRequestError, TypeError) as error:
         raise ModelLoadError(
-            f"{path} sets what no request could ask for: {error}; correct the file or delete it"
+            f"{where} sets what no request could ask for: {error}; correct the file or delete it"
         ) from error
-    return MappingProxyType(found)
+    return MappingProxyType(dict(found))

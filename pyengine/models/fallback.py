@@ -111,13 +111,12 @@ def load_fallback(
         config = read_config(folder, headers)
         quantised = getattr(config, "quantization_config", None) is not None
         check_number_formats(headers, folder, quantised=quantised)
-        saved = source.saved_dtype or getattr(config.get_text_config(), "dtype", None)
+        saved = getattr(config.get_text_config(), "dtype", None)
         choice = choose_dtype(dtype, saved, device)
-        transposed = "" if source.is_converted else _refuse_other_sizes(config, headers, folder)
+        transposed = _refuse_other_sizes(config, headers, folder)
         with load_errors(f"the model in {folder} could not be loaded", way_out=transposed):
             module = _load_weights(folder, config, choice.dtype, _placement(device, shards))
-        if not source.is_converted or choice.dtype == torch.float16:
-            refuse_not_finite(module, folder)
+        refuse_not_finite(module, folder)
         loaded = _loaded(source, module, device, choice.dtype, reason)
         loaded = replace(
             loaded,
@@ -171,7 +170,7 @@ def _loaded(
             folder,
             tokenizer,
             text.vocab_size,
-            getattr(module.generation_config, "eos_token_id", None),
+            default=getattr(module.generation_config, "eos_token_id", None),
         ),
         max_model_len=max_model_len(text, folder),
         vocab_size=text.vocab_size,
@@ -381,7 +380,7 @@ def _with_mtp_layers(loaded: LoadedModel) -> LoadedModel:
     module = cast(FallbackModel, loaded.model).module
     text = module.config.get_text_config()
     first, count = text.num_hidden_layers, getattr(text, "num_mtp_layers", None) or 0
-    names = {} if loaded.gguf else check_weights(loaded.path).tensors
+    names = check_weights(loaded.path).tensors
     layers = [f".layers.{layer}." for layer in range(first, first + count)]
     if not any(layer in name for layer in layers for name in names):
         raise ConfigurationError(

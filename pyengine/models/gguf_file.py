@@ -8,7 +8,7 @@ import hashlib
 import os
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,6 @@ Bytes = npt.NDArray[np.uint8]
 
 _LENGTH = struct.Struct("<Q")
 _LONGEST_ARRAY = 1 << 28
-
-FLOATS = ("F32", "F16", "BF16")
-"""Types that are not quantised."""
-
-
-class UnsupportedGGUFError(ModelLoadError):
-    """A GGUF file whose weights cannot be kept quantised, with the reason."""
 
 
 class GGUFFile:
@@ -118,13 +111,3 @@ def file_digest(path: Path) -> bytes:
     """The SHA-256 digest of a file."""
     with load_errors(f"{path} cannot be read"), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
-
-
-def other_shape(
-    path: Path, name: str, shape: Sequence[int], expected: Sequence[int]
-) -> ModelLoadError:
-    """The refusal of a tensor of another shape than the header asks for."""
-    return ModelLoadError(
-        f"{path}: the weights {name} have the shape {list(shape)}, and its header asks for "
-        f"{list(expected)}: it is damaged, get it again"
-    )

@@ -143,6 +143,11 @@ def read_header(path: Path, descriptor: int | None = None) -> GGUFHeader:
                 f"({size} bytes); download it again or name another model"
             )
         _, version, num_tensors, num_values = _START.unpack(head)
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
+            raise ModelLoadError(
+                f"{path} is a GGUF file for big-endian machines: convert the model again, without "
+                "--bigendian"
+            )
         if version not in _VERSIONS:
             raise ModelLoadError(
                 f"{path} is a GGUF file of version {version}; versions {_VERSIONS} can be read"

@@ -57,6 +57,7 @@ class LoadedModel:
     - `quantization`: the formats of the weights that are quantised: all of them unless
       `has_float_linears`. `products` has chosen how those are multiplied.
     - `kv_scales`: those of an 8-bit KV cache.
+    - `path`: the model's folder, or its GGUF file.
     - `load_format`: with "dummy", weights are made up.
     """
 
@@ -79,7 +80,6 @@ class LoadedModel:
     quantization: str = "none"
     has_float_linears: bool = True
     products: ProductChooser | None = None
-    gguf: Path | None = None
     kv_scales: Scales = field(default_factory=lambda: MappingProxyType({}))
     load_format: str = "auto"
 

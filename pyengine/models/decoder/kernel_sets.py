@@ -26,6 +26,11 @@ class KernelSettings:
     with_mtp_layers: bool = False
 
     @property
+    def keeps_formats(self) -> bool:
+        """True if products are of the formats of a GGUF file, where there are kernels for them."""
+        return self.quantization is None and self.linear_backend == "auto"
+
+    @property
     def quantises(self) -> bool:
         """True if weights of floats are to be rounded."""
         return self.quantization not in (None, "none")

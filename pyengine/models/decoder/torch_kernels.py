@@ -122,6 +122,7 @@ class TorchAttention:
 class TorchKernels:
     """See `Kernels`. Weights and rows are of `dtype`, on `device`."""
 
+    keeps_formats = False
     has_float_products = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
