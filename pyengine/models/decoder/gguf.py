@@ -51,7 +51,7 @@ class GGUFStored(StoredTensor):
     @property
     def packed_as(self) -> str | None:
         """See `StoredTensor.packed_as`."""
-        return self.dtype if self.dtype in _KEPT and self.rows is None else None
+        return self.dtype if self.dtype in _KEPT and self.is_whole else None
 
     @property
     def num_bytes(self) -> int:
@@ -82,7 +82,7 @@ class GGUFStored(StoredTensor):
             from gguf import GGMLQuantizationType, dequantize
 
             found = dequantize(found, GGMLQuantizationType[self.dtype]).reshape(self.shape)
-        return found if self.rows is None else found[self.rows]
+        return self.cut(found)
 
 
 def check_gguf(file: GGUFFile) -> DecoderSpec:

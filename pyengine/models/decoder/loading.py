@@ -12,6 +12,7 @@ from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.families import NO_EFFECT, TABLE, Family
 from pyengine.models.decoder.kernels import Kernels
 from pyengine.models.decoder.names import Names
+from pyengine.models.decoder.ranks import WHOLE, Rank, divided
 from pyengine.models.decoder.settings import Settings
 from pyengine.models.decoder.spec import DecoderSpec
 from pyengine.models.decoder.weights import NoKernels, Weights
@@ -68,14 +69,15 @@ def check_model(folder: Path) -> DecoderSpec:
     return _opened(folder)[0]
 
 
-def load_decoder(folder: Path, kernels: Kernels) -> Decoder:
-    """The decoder of the model in `folder`, laid out by `kernels`.
+def load_decoder(folder: Path, kernels: Kernels, rank: Rank = WHOLE) -> Decoder:
+    """The decoder of the model in `folder`, laid out by `kernels`, or the part of a `rank` of it.
 
-    One tensor of a file is read at a time. Raises `ModelLoadError` as `check_model`, before any
-    weight is read, and for weights that are not finite.
+    One tensor of a file is read at a time; a rank reads its part. Raises `ModelLoadError` as
+    `check_model`, before any weight is read, and for weights that are not finite, and
+    `ConfigurationError` for a model that the ranks cannot divide.
     """
     spec, weights = _opened(folder)
-    return Decoder(spec, weights.with_kernels(kernels))
+    return Decoder(divided(spec, rank.size), weights.with_kernels(kernels, rank))
 
 
 def _opened(folder: Path) -> tuple[DecoderSpec, Weights]:
@@ -102,12 +104,22 @@ def checked_weights(spec: DecoderSpec, names: Names, tensors: Tensors) -> Weight
     the model.
     """
     weights = Weights(tensors.named_from(names.base), names, NoKernels())
-    Decoder(spec, weights)
+    decoder = Decoder(spec, weights)
     known = {**names.no_effect, **tensors.no_effect}
-    for layer in range(len(spec.layers), len(spec.layers) + spec.mtp_layers):
-        known[re.escape(names.layer.format(layer)) + ".*"] = "layers for speculation, read by it"
+    if with_mtp:
+        MTPLayers(decoder, weights)
+    else:
+        for layer in _mtp_layers_in(weights, spec):
+            known[re.escape(names.layer.format(layer)) + ".*"] = "layers for speculation"
     tensors.finish(known)
     return weights
+
+
+def _mtp_layers_in(weights: Weights, spec: DecoderSpec) -> list[int]:
+    """The layers of a file that are for speculation."""
+    first = len(spec.layers)
+    layers = range(first, first + len(spec.mtp_layers))
+    return [layer for layer in layers if weights.of_layer(layer).has("mtp_projection")]
 
 
 def _values(path: Path) -> dict[str, Any]:
