@@ -169,6 +169,10 @@ class Tensors:
         """True if the files have a tensor of this name."""
         return name in self._tensors
 
+    def first_of(self, pattern: str) -> str | None:
+        """The first tensor whose name begins as `pattern` says, if there is one."""
+        return min((name for name in self._tensors if re.match(pattern, name)), default=None)
+
     def take(self, name: str, *shapes: tuple[int, ...]) -> StoredTensor:
         """The tensor of this name, which is then part of the model.
 
@@ -224,6 +228,11 @@ class Checkpoint(Tensors):
         files = sorted(folder.glob("*.safetensors"))
         tensors = {tensor.name: tensor for path in files for tensor in _tensors_of(path)}
         super().__init__(tensors, str(folder))
+
+    @property
+    def formats(self) -> str:
+        """The formats of quantised weights, in words; empty: all are floats."""
+        return ""
 
     def stored(self, name: str) -> StoredTensor | None:
         """The tensor of this name, if there is one; it is not taken yet."""

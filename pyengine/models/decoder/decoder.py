@@ -104,7 +104,7 @@ class Decoder:
 
     def __init__(self, spec: DecoderSpec, weights: Weights) -> None:
         self.spec = spec
-        self._kernels = weights.kernels
+        self.kernels, self.rank = weights.kernels, weights.rank
         hidden, vocabulary = spec.hidden_size, spec.vocab_size
         self._embedding = table_of("embedding", weights, vocabulary, hidden)
         self._positions = None
@@ -136,7 +136,7 @@ class Decoder:
         self, ids: Rows, positions: Rows, plan: "AttentionPlan", *, rows: Rows = None
     ) -> Rows:
         """The states after the last norm `[T, hidden]`, or those of some `rows` `[S]` of the T."""
-        kernels = self._kernels
+        kernels = self.kernels
         angles = {rotary: kernels.angles(positions, rotary) for rotary in self._rotaries}
         stream, change = self.embedded(ids, positions), _NOTHING
         step = Step(ids, positions, plan, angles)
@@ -155,13 +155,13 @@ class Decoder:
             logits = logits * spec.logit_scale
         if spec.logit_softcap is None:
             return logits
-        return self._kernels.capped(logits, spec.logit_softcap)
+        return self.kernels.capped(logits, spec.logit_softcap)
 
     def embedded(self, ids: Rows, positions: Rows, table: Table | None = None) -> Rows:
         """The vectors `[T, hidden]` of tokens `[T]`, by the model's embedding."""
         rows = (table or self._embedding).gather(ids)
         if self.spec.embedding_scale != 1.0:
-            rows = self._kernels.scaled(rows, self.spec.embedding_scale)
+            rows = self.kernels.scaled(rows, self.spec.embedding_scale)
         return rows if self._positions is None else rows + self._positions.gather(positions)
 
 

@@ -73,7 +73,10 @@ class Names:
         return self.layer.format(layer), self.inside[name]
 
 
+OTHER_MTP_LAYERS = r"(model\.)?mtp\."
+"""What names of layers for multi-token prediction begin with that pyengine does not run."""
 NO_EFFECT = {
+    OTHER_MTP_LAYERS + ".*": "layers for speculation, which pyengine does not run",
     r".*\.rotary_emb\.inv_freq": "frequencies are computed from config.json",
     r".*\.[kv]_scale": "scales of an 8-bit KV cache, read with it (`models/kv_scales.py`)",
 }

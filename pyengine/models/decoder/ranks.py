@@ -7,11 +7,13 @@ part of a rank is (`divided`); `Weights` reads that part only.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
-from pyengine.errors import ConfigurationError
+from pyengine.errors import ConfigurationError, ModelLoadError
+from pyengine.models.decoder.arrays import array_of, tensor_of
 from pyengine.models.decoder.spec import (
     MLP,
     Attention,
@@ -42,7 +44,7 @@ class Rank:
             return rows
         import torch.distributed as dist
 
-        tensor = _tensor(rows)
+        tensor = tensor_of(rows)
         dist.all_reduce(tensor)
         return _like(rows, tensor)
 
@@ -53,12 +55,36 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        tensor, most = _tensor(rows), -(-width // self.size)
+        tensor, most = tensor_of(rows), -(-width // self.size)
         if tensor.shape[1] < most:
             tensor = torch.nn.functional.pad(tensor, (0, most - tensor.shape[1]))
         found = tensor.new_empty(self.size, *tensor.shape)
         dist.all_gather_into_tensor(found, tensor.contiguous())
         return _like(rows, found.transpose(0, 1).flatten(1)[:, :width])
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Raise the `ModelLoadError` of any rank in all of them, after what is inside."""
+        failure = None
+        try:
+            yield
+        except ModelLoadError as error:
+            failure = error
+        words = None if failure is None else str(failure)
+        first = next((found for found in self._of_all(words) if found is not None), None)
+        if failure is not None:
+            raise failure
+        if first is not None:
+            raise ModelLoadError(first)
+
+    def _of_all(self, words: str | None) -> list[str | None]:
+        if self.size == 1:
+            return [words]
+        import torch.distributed as dist
+
+        found: list[str | None] = [None] * self.size
+        dist.all_gather_object(found, words)
+        return found
 
     def part(self, count: int) -> slice:
         """This rank's part of `count` numbers; the last ranks may have fewer than the others."""
@@ -68,6 +94,15 @@ class Rank:
 
 WHOLE = Rank()
 """The only process of a model that is not divided."""
+
+
+def rank_of(size: int) -> Rank:
+    """This process in torch's default group of `size` processes; without one: `WHOLE`."""
+    if size == 1:
+        return WHOLE
+    import torch.distributed as dist
+
+    return Rank(dist.get_rank(), size)
 
 
 def divided(spec: DecoderSpec, size: int) -> DecoderSpec:
@@ -136,20 +171,6 @@ def _divided_mlp(mlp: MLP, size: int) -> MLP:
     return replace(mlp, size=mlp.size // size)
 
 
-def _tensor(rows: Rows) -> Any:
-    import torch
-
-    if isinstance(rows, torch.Tensor):
-        return rows
-    tensor = torch.from_numpy(rows)
-    return tensor.view(torch.bfloat16) if rows.dtype == "uint16" else tensor
-
-
 def _like(rows: Rows, tensor: Any) -> Rows:
     """A tensor as the kind of array that `rows` is."""
-    import torch
-
-    if isinstance(rows, torch.Tensor):
-        return tensor
-    is_bits = tensor.dtype == torch.bfloat16
-    return (tensor.view(torch.uint16) if is_bits else tensor).numpy()
+    return tensor if tensor.__class__ is rows.__class__ else array_of(tensor)

@@ -25,7 +25,6 @@ from pyengine.models.decoder.names import Names, Stored
 from pyengine.models.decoder.ranks import WHOLE, Rank
 from pyengine.models.decoder.spec import MLP, Norm
 
-
 Axis = Literal["outputs", "inputs"]
 """The axis of a matrix that ranks divide: each has its outputs, or a part of the sum."""
 
@@ -113,7 +112,7 @@ class Linear:
 
 
 class Weights:
-    """The weights of one layer, or (`layer` None) those outside of layers; `rank`'s part of them."""
+    """The weights of one layer, or (`layer` None) those outside of layers: the part of a `rank`."""
 
     def __init__(
         self,
