@@ -112,7 +112,9 @@ def _worker_group(settings: EngineSettings, threads: ComputeThreads) -> WorkerGr
     if settings.tensor_parallel_size == 1:
         return None
     return WorkerGroup(
-        resolve_source(settings.model, revision=settings.revision, token=settings.token),
+        resolve_source(
+            settings.model, revision=settings.revision, token=settings.token, keep_quantized=True
+        ),
         device=settings.device,
         dtype=settings.dtype,
         size=settings.tensor_parallel_size,

@@ -14,7 +14,7 @@ import torch
 
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.checkpoint_files import check_weights
-from pyengine.models.config import default_sampling, eos_token_ids, refuse_pipes
+from pyengine.models.config import default_sampling, eos_token_ids, read_config, refuse_pipes
 from pyengine.models.decoder.dummy import open_dummy
 from pyengine.models.decoder.gguf import open_gguf
 from pyengine.models.decoder.kernel_sets import KernelSettings, kernel_set
@@ -23,15 +23,21 @@ from pyengine.models.decoder.loading import (
     family_of,
     no_mtp_layers,
     open_model,
+    read_spec,
 )
 from pyengine.models.decoder.model import DecoderModel, attending_layers
-from pyengine.models.decoder.ranks import rank_of
+from pyengine.models.decoder.ranks import divided, rank_of
 from pyengine.models.fallback import check_fallback, load_fallback
 from pyengine.models.gguf_file import GGUFFile, file_digest
 from pyengine.models.kv_scales import Scales, read_kv_scales
 from pyengine.models.linear_kernels import ProductChooser
 from pyengine.models.loaded import LoadedModel
-from pyengine.models.placement import choose_dtype, named_dtype, resolve_device
+from pyengine.models.placement import (
+    check_tensor_parallel,
+    choose_dtype,
+    named_dtype,
+    resolve_device,
+)
 from pyengine.models.source import ModelSource, resolve_source
 from pyengine.models.tokenizers import load_tokenizer
 from pyengine.models.transformers_calls import read_json
@@ -64,8 +70,6 @@ def load_model(
     where = resolve_device(device)
     with paused_gc():
         source = resolve_source(model)
-        if tensor_parallel_size != 1:
-            source = source.converted()
         try:
             reason = _fallback_reason(source)
             if reason is None:
@@ -105,6 +109,20 @@ def check_folder(folder: Path) -> None:
     else:
         refuse_pipes(folder)
         open_model(folder)
+
+
+def check_divisible(source: ModelSource, size: int, device: torch.device) -> None:
+    """Raise `ConfigurationError` unless a model can be divided over `size` processes.
+
+    `device` is that of the first of them. Reads no weights.
+    """
+    if source.gguf is not None:
+        with GGUFFile.open(source.gguf) as file:
+            divided(open_gguf(file).spec, size)
+    elif family_of(source.folder) is None:
+        check_tensor_parallel(read_config(source.folder), size, device)
+    else:
+        divided(read_spec(source.folder), size)
 
 
 def model_properties(source: ModelSource, loaded: LoadedModel) -> list[tuple[str, bytes]]:
@@ -173,7 +191,11 @@ def _load(
         with rank.failing_together():
             decoder = opened.decoder(made, rank)
             mtp = opened.mtp_layers(decoder) if kernels.with_mtp_layers else None
-    formats = str(kernels.quantization) if kernels.quantises else opened.formats or "none"
+    formats = "none"
+    if kernels.quantises:
+        formats = str(kernels.quantization)
+    elif shards == 1:  # a rank's part of a quantised weight is floats
+        formats = opened.formats or "none"
     tokenizer = load_tokenizer(folder, is_plain=source.is_converted)
     declared = read_json(folder / "config.json").get("eos_token_id")
     return LoadedModel(

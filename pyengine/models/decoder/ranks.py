@@ -58,9 +58,10 @@ class Rank:
         tensor, most = tensor_of(rows), -(-width // self.size)
         if tensor.shape[1] < most:
             tensor = torch.nn.functional.pad(tensor, (0, most - tensor.shape[1]))
-        found = tensor.new_empty(self.size, *tensor.shape)
+        found = tensor.new_empty(self.size * len(tensor), most)
         dist.all_gather_into_tensor(found, tensor.contiguous())
-        return _like(rows, found.transpose(0, 1).flatten(1)[:, :width])
+        by_rank = found.view(self.size, len(tensor), most)
+        return _like(rows, by_rank.transpose(0, 1).flatten(1)[:, :width])
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
