@@ -15,7 +15,7 @@ from pyengine.errors import ModelLoadError
 from pyengine.models.cpu_kernels import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.families import TABLE
-from pyengine.models.decoder.loading import open_model, open_model
+from pyengine.models.decoder.loading import open_model
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.unit.models.decoder.steps import CPU, Runner
 from tests.unit.models.decoder.test_families import Saved

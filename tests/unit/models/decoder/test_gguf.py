@@ -17,7 +17,7 @@ from pyengine.kv_cache import CpuAttention
 from pyengine.models.cpu_kernels import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.decoder import Decoder
-from pyengine.models.decoder.gguf import open_gguf, open_gguf
+from pyengine.models.decoder.gguf import open_gguf
 from pyengine.models.decoder.kernels import Kernels
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from pyengine.models.gguf_file import GGUFFile

@@ -12,7 +12,7 @@ import torch
 
 from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.families import NO_EFFECT, TABLE
-from pyengine.models.decoder.loading import open_model, open_model, spec_of
+from pyengine.models.decoder.loading import open_model, spec_of
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from pyengine.models.transformers_calls import quiet_transformers
 from tests.unit.models.decoder.steps import CPU, Runner

@@ -13,7 +13,7 @@ from pyengine.errors import ModelLoadError
 from pyengine.kv_cache import CpuAttention
 from pyengine.models.cpu_kernels import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
-from pyengine.models.decoder.loading import open_model, open_model
+from pyengine.models.decoder.loading import open_model
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.unit.models import test_packed_bytes as eight_bits
 from tests.unit.models import test_packed_checkpoints as four_bits

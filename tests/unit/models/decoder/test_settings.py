@@ -9,7 +9,7 @@ import pytest
 
 from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.families import TABLE
-from pyengine.models.decoder.loading import open_model, family_of, read_spec, spec_of
+from pyengine.models.decoder.loading import family_of, open_model, read_spec, spec_of
 from pyengine.models.decoder.settings import Settings
 from pyengine.models.decoder.spec import Attention
 
