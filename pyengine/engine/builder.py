@@ -232,7 +232,7 @@ def _connect(
     description = {
         **_about_model(loaded, settings),
         **threads.describe(),
-        **_about_linears(settings, loaded),
+        **_about_linears(loaded),
         **_about_attention(choice, needs, runner),
         "kv_cache_scales": _about_scales(plan),
         **_about_cache(plan, model_limits, settings),
@@ -587,11 +587,9 @@ def _products_in_use(loaded: LoadedModel) -> Sequence[str]:
     return ["torch"] if loaded.products is None else loaded.products.in_use
 
 
-def _about_linears(settings: EngineSettings, loaded: LoadedModel) -> dict[str, object]:
+def _about_linears(loaded: LoadedModel) -> dict[str, object]:
     if not loaded.has_float_linears:
         return {"linear_backend": loaded.quantization, "linear_reason": "quantization"}
-    if settings.tensor_parallel_size != 1:
-        return {"linear_backend": "torch", "linear_reason": "the model is divided over processes"}
     if loaded.products is None:
         return {"linear_backend": "torch", "linear_reason": f"by {loaded.model.origin}"}
     return loaded.products.describe()
