@@ -156,6 +156,11 @@ class Tensors:
         self._tensors, self._where, self._asks = dict(tensors), where, asks
         self._taken: set[str] = set()
 
+    @property
+    def _missing_scales(self) -> str:
+        """Why integers and 8-bit floats stand for nothing, for a message."""
+        return f"{self._asks} has no quantization_config that says what they stand for"
+
     def named_from(self, base: str) -> "Tensors":
         """The same tensors, with names that begin with `base`.
 
@@ -193,8 +198,7 @@ class Tensors:
         if not found.is_of_floats:
             raise ModelLoadError(
                 f"the weights {name} in {self._where} are {found.dtype}: they are no floats that a "
-                f"model computes with ({', '.join(_NUMPY)}), and {self._asks} has no "
-                "quantization_config that says what they stand for"
+                f"model computes with ({', '.join(_NUMPY)}), and {self._missing_scales}"
             )
         self._taken.add(name)
         return found
