@@ -32,8 +32,7 @@ class DummyStored(StoredTensor):
         found: Array = np.resize(numbers, self.shape)
         if len(self.shape) == 1:
             found += 1
-        found = found.T if self.is_transposed else found
-        return found if self.rows is None else found[self.rows]
+        return self.cut(found.T if self.is_transposed else found)
 
 
 class DummyTensors(Tensors):

@@ -59,7 +59,7 @@ class GGUFStored(StoredTensor):
     @property
     def packed_as(self) -> str | None:
         """See `StoredTensor.packed_as`."""
-        is_kept = self.is_kept and self.dtype in _KEPT and self.rows is None
+        is_kept = self.is_kept and self.dtype in _KEPT and self.is_whole
         return self.dtype if is_kept else None
 
     @property
@@ -91,7 +91,7 @@ class GGUFStored(StoredTensor):
             from gguf import GGMLQuantizationType, dequantize
 
             found = dequantize(found, GGMLQuantizationType[self.dtype]).reshape(self.shape)
-        return found if self.rows is None else found[self.rows]
+        return self.cut(found)
 
 
 def open_gguf(file: GGUFFile, *, keeps_formats: bool = True) -> OpenedModel:

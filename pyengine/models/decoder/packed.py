@@ -42,7 +42,7 @@ class PackedStored(StoredTensor):
     def packed_as(self) -> str | None:
         """See `StoredTensor.packed_as`; groups with inputs in another order are read as floats."""
         is_ordered = isinstance(self.layout, GroupLayout) and self.layout.has_order
-        return None if is_ordered or self.rows is not None else self.dtype
+        return None if is_ordered or not self.is_whole else self.dtype
 
     def read(self) -> Array:
         """The numbers that the codes stand for, in float32."""
@@ -61,7 +61,7 @@ class PackedStored(StoredTensor):
             inputs = codes.shape[1]
             scales = scales.repeat(self._block(inputs), axis=1)[:, :inputs]
             numbers = torch.from_numpy(codes).view(kind).float().numpy() * scales
-        return numbers if self.rows is None else numbers[self.rows]
+        return self.cut(numbers)
 
     @staticmethod
     def laid_out(

@@ -17,7 +17,6 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
-from pyengine.errors import ModelLoadError
 from pyengine.models.tokenizer.chat import Templates
 from pyengine.models.tokenizer.fallback import load_with_transformers
 from pyengine.models.tokenizer.tokenizer import NO_LIMIT, SPECIAL, Tokenizer
