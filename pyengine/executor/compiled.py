@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from pyengine.attention.backend import AttentionOptions, Rows, StepInputs
 from pyengine.attention.dispatch import CompiledModel, PagedContext, running
 from pyengine.errors import ConfigurationError
+from pyengine.kernels.operators import kept
 from pyengine.utils.own_graphs import compile_apart
 
 _numbers = count()
@@ -120,14 +121,8 @@ def _keep_rotations(model: Any) -> None:
 
 def _kept(_module: Any, _inputs: Any, found: Any) -> Any:
     if torch.compiler.is_compiling() and isinstance(found, tuple):
-        return tuple(torch.ops.pyengine.kept(match) for match in found)
+        return tuple(kept(match) for match in found)
     return found
-
-
-# An operator that is opaque to the compiler: its result stays in memory.
-torch.library.define("pyengine::kept", "(Tensor found) -> Tensor")
-torch.library.impl("pyengine::kept", "CompositeExplicitAutograd")(torch.clone)
-torch.library.register_fake("pyengine::kept")(torch.empty_like)
 
 
 class _NoStep:

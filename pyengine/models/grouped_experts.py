@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pyengine.models.linear import define_operator
+from pyengine.models.decoder.grouped import group_pairs, grouped_linear
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 NAME = "pyengine"
@@ -64,50 +64,9 @@ def compute_experts(
     return pairs.view(*chosen.shape, -1).sum(1)
 
 
-def group_pairs(chosen: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers of the pairs of `chosen` `[rows, choices]` by group, and the end of each group.
-
-    No number is read on the host.
-    """
-    groups, order = torch.sort(chosen.reshape(-1), stable=True)
-    every = torch.arange(num_groups, device=chosen.device, dtype=groups.dtype)
-    return order, torch.searchsorted(groups, every, right=True)
-
-
 def _weights(module: Any, name: str) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """Weights `[experts, N, K]`; biases and scales, if there are any."""
     weight: torch.Tensor = getattr(module, name)
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
     more = bias, getattr(module, f"{name}_scales", None)
     return weight.transpose(1, 2) if module.is_transposed else weight, more
-
-
-def grouped_linear(*arguments: Any) -> torch.Tensor:
-    """`kernels.grouped_linear.grouped_linear`, in compiled graphs as an operator."""
-    found: torch.Tensor
-    if torch.compiler.is_compiling():
-        found = torch.ops.pyengine.grouped_linear(*arguments)
-    else:
-        found = _grouped_linear(*arguments)
-    return found
-
-
-def _grouped_linear(*arguments: Any) -> torch.Tensor:
-    from pyengine.kernels import grouped_linear as kernel  # only where triton is
-
-    return kernel.grouped_linear(*arguments)
-
-
-def _shape(
-    rows: torch.Tensor, weight: torch.Tensor, order: torch.Tensor | None = None, *_: Any
-) -> torch.Tensor:
-    return rows.new_empty(rows.shape[0] if order is None else order.shape[0], weight.shape[1])
-
-
-define_operator(
-    "grouped_linear(Tensor rows, Tensor weight, Tensor? order=None, Tensor? ends=None, "
-    "int choices=1, Tensor? bias=None, Tensor? scales=None, Tensor? factors=None) -> Tensor",
-    _grouped_linear,
-    _shape,
-    device="CUDA",
-)

@@ -4,11 +4,11 @@ A layer says once what it needs. With `NoKernels` nothing is read: building a de
 names, shapes and formats against the headers of files.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pyengine.models.decoder.checkpoint import Array, StoredTensor, Tensors
+from pyengine.models.decoder.checkpoint import StoredTensor, Tensors
 from pyengine.models.decoder.kernels import (
     ExpertProducts,
     Kernels,
@@ -64,11 +64,16 @@ class Weight:
         """For messages."""
         return ", ".join(part.name for part in self.parts)
 
-    def pieces(self) -> Iterator[tuple[slice, Array, str]]:
-        """Each part: its rows, its numbers, and their format in the file. Read one at a time."""
+    def pieces(
+        self, read: Callable[[StoredTensor], Any] | None = None
+    ) -> Iterator[tuple[slice, Any, str]]:
+        """Each part: its rows, its numbers, and their format in the file. Read one at a time.
+
+        Numbers are arrays, or what `read` returns for a part.
+        """
         start = 0
         for part in self.parts:
-            numbers = part.read()
+            numbers = part.read() if read is None else read(part)
             halves = (numbers[0::2], numbers[1::2]) if self.is_interleaved else (numbers,)
             for half in halves:
                 yield slice(start, start + len(half)), half, part.dtype
