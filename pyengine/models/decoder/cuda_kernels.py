@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from pyengine import kernels
+from pyengine.errors import ConfigurationError
 from pyengine.models.decoder.float8 import (
     OLDEST,
     Float8Product,
@@ -44,6 +45,8 @@ class CudaKernels(TorchKernels):
         self._has_kernels = kernels.has_kernels(device)
         self._has_float8 = self._has_kernels and _multiplies_float8(device)
         self._rounds = quantization == "fp8"
+        self.rounded = 0
+        """The matrices that were rounded."""
 
     def product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.product`."""
@@ -113,8 +116,21 @@ class CudaKernels(TorchKernels):
         if found is not None:
             return found if fits or not found.has_row_scales else None
         if self._rounds and fits and weight.packed_as is None:
+            self.rounded += 1
             return Float8Weight(*quantise_rows(self._read(weight)))
         return None
+
+
+def check_float8(device: torch.device) -> None:
+    """Raise `ConfigurationError` for a device that does not multiply 8-bit floats."""
+    if not _multiplies_float8(device):
+        least, found = (
+            ".".join(map(str, each)) for each in (OLDEST, torch.cuda.get_device_capability(device))
+        )
+        raise ConfigurationError(
+            f"quantization='fp8' needs a CUDA device of compute capability {least} or later, "
+            f"{device} has {found}: leave quantization out"
+        )
 
 
 def _multiplies_float8(device: torch.device) -> bool:
