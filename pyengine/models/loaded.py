@@ -40,6 +40,9 @@ class Model(Protocol):
         `device`.
         """
 
+    def check_attended(self, context: PagedContext) -> None:
+        """Raise `ConfigurationError` if a layer did not attend in the step of `context`."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:

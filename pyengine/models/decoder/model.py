@@ -37,6 +37,9 @@ class DecoderModel:
         arrays = ids.numpy(), positions.numpy(), rows.numpy()
         return torch.from_numpy(self._decoder(*arrays, plan))
 
+    def check_attended(self, context: PagedContext) -> None:
+        """See `Model.check_attended`: our layers do."""
+
 
 def attending_layers(spec: DecoderSpec) -> tuple[LayerNeeds, ...]:
     """The attention of every layer that has a KV cache of its own."""
