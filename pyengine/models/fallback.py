@@ -78,14 +78,19 @@ class FallbackModel:
             logits_to_keep=rows,
             paged=paged,
         )
-        if isinstance(paged, PagedContext) and paged.attended != len(self._layers):
+        if isinstance(paged, PagedContext):
+            self.check_attended(paged)
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def check_attended(self, context: PagedContext) -> None:
+        """See `Model.check_attended`: a layer may keep its state elsewhere."""
+        if context.attended != len(self._layers):
             raise ConfigurationError(
-                f"{self.name} attended in {paged.attended} of {len(self._layers)} layers: the "
+                f"{self.name} attended in {context.attended} of {len(self._layers)} layers: the "
                 "others keep a state that paged attention does not hold; this model is not "
                 "supported"
             )
-        logits: torch.Tensor = output.logits[0]
-        return logits
 
 
 def load_fallback(

@@ -41,6 +41,9 @@ class Model(Protocol):
         `device`.
         """
 
+    def check_attended(self, context: PagedContext) -> None:
+        """Raise `ConfigurationError` if a layer did not attend in the step of `context`."""
+
 
 class MTPModel(Model, Protocol):
     """A model with layers for multi-token prediction. Tensors are as `Model` has them."""

@@ -18,7 +18,7 @@ from pyengine.models.checkpoint_files import check_weights
 from pyengine.models.config import default_sampling, read_config, refuse_pipes
 from pyengine.models.decoder.dummy import open_dummy
 from pyengine.models.decoder.gguf import open_gguf
-from pyengine.models.decoder.kernel_sets import KernelSettings, kernel_set
+from pyengine.models.decoder.kernel_sets import KernelSettings, check_rounded, kernel_set
 from pyengine.models.decoder.loading import (
     OpenedModel,
     family_of,
@@ -194,6 +194,7 @@ def _load(
         with rank.failing_together():
             decoder = opened.decoder(made, rank)
             mtp = opened.mtp_layers(decoder) if kernels.with_mtp_layers else None
+        check_rounded(made, kernels, source.name)
     # A rank's part of a quantised weight is floats.
     formats = opened.formats if made.keeps_formats and shards == 1 else ""
     return LoadedModel(
