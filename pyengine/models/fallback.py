@@ -171,7 +171,7 @@ def _loaded(
             folder,
             tokenizer,
             text.vocab_size,
-            getattr(module.generation_config, "eos_token_id", None),
+            default=getattr(module.generation_config, "eos_token_id", None),
         ),
         max_model_len=max_model_len(text, folder),
         vocab_size=text.vocab_size,
