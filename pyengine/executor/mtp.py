@@ -14,7 +14,7 @@ gather backend.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,11 @@ from pyengine.attention.backend import StepInputs
 from pyengine.attention.dispatch import PagedContext, register_paged_attention
 from pyengine.attention.gather import GatherBackend
 from pyengine.kv_cache.pool import KVPool
-from pyengine.models.loader import LoadedModel
+from pyengine.models.loaded import LoadedModel
 from pyengine.utils.host_copy import upload
+
+if TYPE_CHECKING:
+    from pyengine.models.fallback import FallbackModel
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -79,16 +82,17 @@ class MTPLayers:
         self._pool = pool
         self._backend = GatherBackend(pool)
         self._count = loaded.num_mtp_layers
-        self._size = loaded.config.get_text_config().hidden_size
+        self._size = loaded.hidden_size
         self._dtype = loaded.dtype
-        self._layers.tie_with_main_model(loaded.model)
+        module = cast("FallbackModel", loaded.model).module
+        self._layers.tie_with_main_model(module)
         self._layers.config._attn_implementation = register_paged_attention()
         for layer, head in enumerate(self._layers.layers, pool.num_layers - self._count):
             for module in head.modules():
                 if getattr(module, "layer_idx", None) is not None:
                     module.layer_idx = layer
         self._hidden: torch.Tensor
-        loaded.model.get_decoder().register_forward_hook(self._keep_hidden)
+        module.get_decoder().register_forward_hook(self._keep_hidden)
 
     def _keep_hidden(self, _module: object, _inputs: object, output: Any) -> None:
         self._hidden = output.last_hidden_state[0]

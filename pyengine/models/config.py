@@ -40,7 +40,7 @@ def read_config(folder: Path, headers: WeightHeaders | None = None) -> Any:
     settings = read_json(path) if path.is_file() else {}
     asked = code_asked_for(settings, "AutoConfig")
     with load_errors(f"{path} cannot be used"):
-        _refuse_pipes(folder)
+        refuse_pipes(folder)
         check_sizes(settings, headers or check_weights(folder), path)
         if asked and settings.get("model_type") not in CONFIG_MAPPING:
             raise remote_code(path, asked)
@@ -51,7 +51,7 @@ def read_config(folder: Path, headers: WeightHeaders | None = None) -> Any:
     return config
 
 
-def _refuse_pipes(folder: Path) -> None:
+def refuse_pipes(folder: Path) -> None:
     """Raise for a pipe, a device or a socket among the files: a read might never end."""
     for path in folder.iterdir():
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -176,19 +176,21 @@ def max_model_len(text: Any, folder: Path) -> int:
     return positions
 
 
-def eos_token_ids(model: Any, tokenizer: Any, folder: Path) -> frozenset[int]:
+def eos_token_ids(
+    folder: Path, tokenizer: Any, vocab_size: int, of_config: object
+) -> frozenset[int]:
     """Token ids that end a generation, by the generation configuration and the tokenizer.
 
-    generation_config.json in `folder` comes first, as for a model that transformers loads. Numbers
-    outside the vocabulary (for instance negative ones, which some files use for "none") are left
-    out.
+    generation_config.json in `folder` comes first, else config.json counts, whose entry is
+    `of_config`. Numbers outside the vocabulary (for instance negative ones, which some files use
+    for "none") are left out.
     """
     declared = read_json(folder / "generation_config.json").get("eos_token_id")
     if declared is None:
-        declared = getattr(model.generation_config, "eos_token_id", None)
+        declared = of_config
     found = [*(declared if isinstance(declared, list) else [declared])]
     found.append(getattr(tokenizer, "eos_token_id", None))
-    known = range(model.config.get_text_config().vocab_size)
+    known = range(vocab_size)
     return frozenset(token for token in found if type(token) is int and token in known)
 
 

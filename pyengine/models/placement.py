@@ -118,6 +118,11 @@ def choose_dtype(
     return DtypeChoice(dtype, "asked for")
 
 
+def named_dtype(name: str | None) -> torch.dtype | None:
+    """The number format of this name; None if it is none that a model runs in."""
+    return None if name is None else _DTYPES.get(name)
+
+
 def _auto_dtype(saved: torch.dtype | None, device: torch.device) -> DtypeChoice:
     name = "without a dtype" if saved is None else f"in {str(saved).removeprefix('torch.')}"
     if device.type != "cpu":

@@ -57,7 +57,8 @@ from pyengine.executor.tensor_parallel.ranks import (
 )
 from pyengine.kv_cache.memory import available_memory
 from pyengine.models.config import read_config
-from pyengine.models.loader import LoadedModel, load_model
+from pyengine.models.loaded import LoadedModel
+from pyengine.models.loader import load_model
 from pyengine.models.placement import check_tensor_parallel, resolve_first_device
 from pyengine.models.source import ModelSource, resolve_source
 

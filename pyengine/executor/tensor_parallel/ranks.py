@@ -28,7 +28,7 @@ from pyengine.executor.cuda_graphs import CudaGraphRecorder
 from pyengine.executor.input_buffers import HostArrays, RunnerLimits
 from pyengine.executor.model_runner import ModelRunner, Plan
 from pyengine.kv_cache import SharedPrefixes, StepBuffers
-from pyengine.models.loader import LoadedModel
+from pyengine.models.loaded import LoadedModel
 from pyengine.models.source import ModelSource
 
 if TYPE_CHECKING:

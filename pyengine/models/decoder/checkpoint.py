@@ -192,6 +192,11 @@ class Checkpoint(Tensors):
         tensors = {tensor.name: tensor for path in files for tensor in _tensors_of(path)}
         super().__init__(tensors, str(folder))
 
+    @property
+    def formats(self) -> str:
+        """The formats of quantised weights, in words; empty: all are floats."""
+        return ""
+
     def stored(self, name: str) -> StoredTensor | None:
         """The tensor of this name, if there is one; it is not taken yet."""
         return self._tensors.get(name)

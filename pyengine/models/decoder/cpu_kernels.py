@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.cpu import CpuAttention
+from pyengine.cpu import CpuAttention, PackedWeight, QuantizedWeight
 from pyengine.models.decoder.cpu_products import (
     CpuExperts,
     CpuGate,
@@ -90,6 +90,8 @@ class CpuKernels:
 
     threads: CpuAttention
     quantization: Literal["none", "int4", "int8"] = "none"
+    has_float_products: bool = False
+    """True once a matrix of floats was laid out."""
     _frequencies: dict[Rotary, tuple[Floats, float]] = field(default_factory=dict)
 
     def product(self, weight: Weight, bias: Weight | None) -> Product:
@@ -97,33 +99,40 @@ class CpuKernels:
         vector = None if bias is None else read_floats(bias)
         formats = {part.packed_as for part in weight.parts}
         if len(formats) == 1:
-            return CpuProduct(self.threads, laid_out(weight, self.quantization), vector)
+            return CpuProduct(self.threads, self._laid_out(weight, self.quantization), vector)
         biases: list[Floats | None] = [None] * len(weight.parts)
         if vector is not None:
             ends = np.cumsum([part.shape[0] for part in weight.parts])[:-1]
             biases = [np.ascontiguousarray(part) for part in np.split(vector, ends)]
         pairs = zip(weight.split(), biases, strict=True)
         return CpuJoinedProduct(
-            [CpuProduct(self.threads, laid_out(part, self.quantization), b) for part, b in pairs]
+            [
+                CpuProduct(self.threads, self._laid_out(part, self.quantization), b)
+                for part, b in pairs
+            ]
         )
+
+    def _laid_out(self, weight: Weight, quantization: str) -> PackedWeight | QuantizedWeight:
+        self.has_float_products |= weight.packed_as is None and quantization == "none"
+        return laid_out(weight, quantization)
 
     def exact_product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.exact_product`."""
         vector = None if bias is None else read_floats(bias)
-        return CpuProduct(self.threads, laid_out(weight, "none"), vector)
+        return CpuProduct(self.threads, self._laid_out(weight, "none"), vector)
 
     def inner_product(self, weight: Weight, bias: Weight | None, mlp: MLP) -> Product:
         """See `Kernels.inner_product`."""
         is_plain = len({part.packed_as for part in weight.parts}) == 1
         if mlp.is_gated and bias is None and mlp.activation in _GATES and is_plain:
-            gate, up = (laid_out(weight.half(number), self.quantization) for number in (0, 1))
+            gate, up = (self._laid_out(weight.half(number), self.quantization) for number in (0, 1))
             return CpuGate(self.threads, gate, up, cast(str, mlp.activation))
         return CpuInnerProduct(self.product(weight, bias), mlp)
 
     def table(self, weight: Weight) -> CpuProduct:
         """See `Kernels.table`."""
         eight = "none" if self.quantization == "none" else "int8"
-        return CpuProduct(self.threads, laid_out(weight, eight))
+        return CpuProduct(self.threads, self._laid_out(weight, eight))
 
     def differ(self, first: Weight, second: Weight) -> bool:
         """See `Kernels.differ`."""

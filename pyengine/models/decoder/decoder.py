@@ -76,7 +76,7 @@ class Decoder:
 
     def __init__(self, spec: DecoderSpec, weights: Weights) -> None:
         self.spec = spec
-        self._kernels = weights.kernels
+        self.kernels = weights.kernels
         hidden, vocabulary = spec.hidden_size, spec.vocab_size
         self._embedding = weights.table("embedding", vocabulary, hidden)
         self._positions = None
@@ -108,7 +108,7 @@ class Decoder:
         self, ids: Rows, positions: Rows, plan: "AttentionPlan", *, rows: Rows = None
     ) -> Rows:
         """The states after the last norm `[T, hidden]`, or those of some `rows` `[S]` of the T."""
-        kernels = self._kernels
+        kernels = self.kernels
         angles = {rotary: kernels.angles(positions, rotary) for rotary in self._rotaries}
         stream, change = self._embedded(ids, positions), _NOTHING
         step = Step(ids, positions, plan, angles)
@@ -127,12 +127,12 @@ class Decoder:
             logits = logits * spec.logit_scale
         if spec.logit_softcap is None:
             return logits
-        return self._kernels.capped(logits, spec.logit_softcap)
+        return self.kernels.capped(logits, spec.logit_softcap)
 
     def _embedded(self, ids: Rows, positions: Rows) -> Rows:
         rows = self._embedding.gather(ids)
         if self.spec.embedding_scale != 1.0:
-            rows = self._kernels.scaled(rows, self.spec.embedding_scale)
+            rows = self.kernels.scaled(rows, self.spec.embedding_scale)
         return rows if self._positions is None else rows + self._positions.gather(positions)
 
 

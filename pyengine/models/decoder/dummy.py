@@ -11,11 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from pyengine.models.decoder.checkpoint import Array, StoredTensor, Tensors
-from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.families import TABLE
-from pyengine.models.decoder.kernels import Kernels
-from pyengine.models.decoder.loading import read_spec
-from pyengine.models.decoder.weights import Weights
+from pyengine.models.decoder.loading import OpenedModel, read_spec
+from pyengine.models.decoder.weights import NoKernels, Weights
 
 _DIFFERENT = 1 << 20
 """Numbers after which those of a tensor repeat: making more of them takes longer than a load."""
@@ -49,10 +47,10 @@ class DummyTensors(Tensors):
         return DummyStored(Path(), name, "F32", shapes[0], 0)
 
 
-def dummy_decoder(folder: Path, kernels: Kernels) -> Decoder:
-    """The decoder of the configuration in `folder`, with made-up floats, laid out by `kernels`.
+def open_dummy(folder: Path) -> OpenedModel:
+    """The model of the configuration in `folder`, with made-up floats.
 
     Raises `ModelLoadError` as `read_spec`.
     """
     spec = read_spec(folder)
-    return Decoder(spec, Weights(DummyTensors(), TABLE[spec.family].names, kernels))
+    return OpenedModel(spec, Weights(DummyTensors(), TABLE[spec.family].names, NoKernels()))

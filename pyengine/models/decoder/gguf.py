@@ -5,6 +5,7 @@ pairs rotate, and norms of Gemma have 1 added. A spec says the same as data, so 
 they are. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +15,8 @@ import numpy.typing as npt
 
 from pyengine.cpu import QuantizedWeight
 from pyengine.models.decoder.checkpoint import Array, StoredTensor, Tensors
-from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.gguf_settings import gguf_settings
-from pyengine.models.decoder.kernels import Kernels
-from pyengine.models.decoder.loading import checked_weights, spec_of
+from pyengine.models.decoder.loading import OpenedModel, checked_weights, spec_of
 from pyengine.models.decoder.names import Names, Stored, stored
 from pyengine.models.decoder.spec import Attention, DecoderSpec, Layer, Norm, QueryKeyNorm
 from pyengine.models.gguf_file import GGUFFile
@@ -85,21 +84,19 @@ class GGUFStored(StoredTensor):
         return found if self.rows is None else found[self.rows]
 
 
-def check_gguf(file: GGUFFile) -> DecoderSpec:
-    """The spec of the model in a file, whose tensors are all there; reads the header only.
+def open_gguf(file: GGUFFile) -> OpenedModel:
+    """The model in a file, with its tensors; reads the header only.
 
     Raises `ModelLoadError` for an architecture that is not known here, for keys that nothing reads,
-    and as `check_model` for tensors.
+    and as `open_model` for tensors.
     """
     spec, names, tensors = _opened(file)
-    checked_weights(spec, names, tensors)
-    return spec
-
-
-def load_gguf_decoder(file: GGUFFile, kernels: Kernels) -> Decoder:
-    """The decoder of the model in a file, laid out by `kernels`; raises as `check_gguf`."""
-    spec, names, tensors = _opened(file)
-    return Decoder(spec, checked_weights(spec, names, tensors).with_kernels(kernels))
+    sizes: Counter[str] = Counter()
+    for tensor in file.header.tensors:
+        if tensor.type not in _FLOATS:
+            sizes[tensor.type] += tensor.num_bytes
+    formats = " and ".join(kind for kind, _ in sizes.most_common())
+    return OpenedModel(spec, checked_weights(spec, names, tensors), formats)
 
 
 def _opened(file: GGUFFile) -> tuple[DecoderSpec, Names, Tensors]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,33 +60,39 @@ def spec_of(values: dict[str, Any], where: str) -> DecoderSpec:
     return spec
 
 
-def check_model(folder: Path) -> DecoderSpec:
-    """The spec of the model in `folder`, whose tensors are all there; reads headers only.
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model whose tensors are all there; none of them is read yet.
+
+    `formats` are those of quantised weights, in words; empty: all are floats.
+    """
+
+    spec: DecoderSpec
+    weights: Weights
+    formats: str = ""
+
+    def decoder(self, kernels: Kernels) -> Decoder:
+        """The decoder, laid out by `kernels`; one tensor of a file is read at a time.
+
+        Raises `ModelLoadError` for weights that are not finite.
+        """
+        return Decoder(self.spec, self.weights.with_kernels(kernels))
+
+
+def open_model(folder: Path) -> OpenedModel:
+    """The model in `folder`, with its tensors; reads headers only.
 
     Raises `ModelLoadError` as `read_spec`, and for tensors that are missing, of other shapes or
     formats, or not part of the model, by name.
     """
-    return _opened(folder)[0]
-
-
-def load_decoder(folder: Path, kernels: Kernels) -> Decoder:
-    """The decoder of the model in `folder`, laid out by `kernels`.
-
-    One tensor of a file is read at a time. Raises `ModelLoadError` as `check_model`, before any
-    weight is read, and for weights that are not finite.
-    """
-    spec, weights = _opened(folder)
-    return Decoder(spec, weights.with_kernels(kernels))
-
-
-def _opened(folder: Path) -> tuple[DecoderSpec, Weights]:
     path = folder / "config.json"
     values = _values(path)
     packing = values.pop("quantization_config", None)
     checkpoint = Checkpoint(folder) if packing is None else _packed(folder, packing)
     check_sizes(values, checkpoint.headers, path)
     spec = spec_of(values, str(path))
-    return spec, checked_weights(spec, TABLE[spec.family].names, checkpoint)
+    weights = checked_weights(spec, TABLE[spec.family].names, checkpoint)
+    return OpenedModel(spec, weights, checkpoint.formats)
 
 
 def _packed(folder: Path, packing: Any) -> Checkpoint:

@@ -148,6 +148,11 @@ class PackedCheckpoint(Checkpoint):
                 f"layer has {layout.key_name}: the two are not of the same model"
             )
 
+    @property
+    def formats(self) -> str:
+        """See `Checkpoint.formats`."""
+        return self._layout.name
+
     def has(self, name: str) -> bool:
         """See `Tensors.has`; a packed layer has a weight."""
         return super().has(name) or self._key(name) is not None

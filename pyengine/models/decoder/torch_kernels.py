@@ -122,6 +122,8 @@ class TorchAttention:
 class TorchKernels:
     """See `Kernels`. Weights and rows are of `dtype`, on `device`."""
 
+    has_float_products = True
+
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self._frequencies: dict[Rotary, tuple[torch.Tensor, float]] = {}

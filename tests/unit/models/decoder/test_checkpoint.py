@@ -15,7 +15,7 @@ from pyengine.errors import ModelLoadError
 from pyengine.models.cpu_kernels import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.families import TABLE
-from pyengine.models.decoder.loading import check_model, load_decoder
+from pyengine.models.decoder.loading import open_model
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.unit.models.decoder.steps import CPU, Runner
 from tests.unit.models.decoder.test_families import Saved
@@ -46,7 +46,7 @@ def edited(saved: Saved, tmp_path: Path) -> Callable[..., Path]:
 
 
 def logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    runner = Runner(load_decoder(folder, TorchKernels(CPU, dtype)), dtype=dtype)
+    runner = Runner(open_model(folder).decoder(TorchKernels(CPU, dtype)), dtype=dtype)
     sequence = runner.add(_TOKENS)
     runner.step((sequence, len(_TOKENS)))
     return torch.stack(sequence.logits)
@@ -61,7 +61,7 @@ def test_each_tensor_that_is_missing_is_named(
     for name in {names[0], names[len(names) // 3], names[-1]}:
         folder = edited(tiny.name, lambda tensors, name=name: tensors.pop(name))
         with pytest.raises(ModelLoadError) as caught:
-            check_model(folder)
+            open_model(folder)
         assert "lack" in str(caught.value), name
 
 
@@ -72,7 +72,7 @@ def test_a_tensor_of_another_shape_is_named(name: str, edited: Callable[..., Pat
         tensors[last] = tensors[last][:-1]
 
     with pytest.raises(ModelLoadError, match=r"have the shape \[.*config.json asks for \["):
-        check_model(edited(name, cut))
+        open_model(edited(name, cut))
 
 
 @pytest.mark.parametrize("family", sorted(TABLE))
@@ -84,18 +84,18 @@ def test_a_tensor_that_no_model_of_the_family_has_is_named(
     unknown = f"{base}self_attn.temperature"
     folder = edited(tiny.name, lambda tensors: tensors.update({unknown: torch.ones(3)}))
     with pytest.raises(ModelLoadError, match="temperature"):
-        check_model(folder)
+        open_model(folder)
 
 
 def test_layers_and_biases_that_the_configuration_leaves_out_are_named(
     edited: Callable[..., Path],
 ) -> None:
     with pytest.raises(ModelLoadError, match=r"layers\.2\."):
-        check_model(edited("llama", lambda _: None, num_hidden_layers=2))
+        open_model(edited("llama", lambda _: None, num_hidden_layers=2))
     with pytest.raises(ModelLoadError, match=r"bias"):
-        check_model(edited("llama-biases", lambda _: None, attention_bias=False))
+        open_model(edited("llama-biases", lambda _: None, attention_bias=False))
     with pytest.raises(ModelLoadError, match=r"k_norm"):
-        check_model(edited("glm4_moe-norms", lambda _: None, use_qk_norm=False))
+        open_model(edited("glm4_moe-norms", lambda _: None, use_qk_norm=False))
 
 
 def test_tensors_without_effect_are_accepted(edited: Callable[..., Path]) -> None:
@@ -103,16 +103,16 @@ def test_tensors_without_effect_are_accepted(edited: Callable[..., Path]) -> Non
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
         tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
 
-    check_model(edited("llama", add))
+    open_model(edited("llama", add))
 
 
 def test_layers_for_speculation_are_left_to_it(edited: Callable[..., Path]) -> None:
     def add(tensors: Tensors) -> None:
         tensors["model.layers.3.eh_proj.weight"] = torch.ones(2, 2)
 
-    check_model(edited("deepseek_v3", add, num_nextn_predict_layers=1))
+    open_model(edited("deepseek_v3", add, num_nextn_predict_layers=1))
     with pytest.raises(ModelLoadError, match=r"layers\.3\.eh_proj"):
-        check_model(edited("deepseek_v3", add, num_nextn_predict_layers=0))
+        open_model(edited("deepseek_v3", add, num_nextn_predict_layers=0))
 
 
 def test_a_head_beside_a_tied_embedding_counts_if_it_differs(
@@ -167,10 +167,10 @@ def test_weights_that_are_not_finite_are_named(value: float, edited: Callable[..
         tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
 
     folder = edited("llama", spoil)
-    check_model(folder)  # headers are right
+    open_model(folder)  # headers are right
     for kernels in (TorchKernels(CPU, torch.float32), CpuKernels(kernel_threads(1))):
         with pytest.raises(ModelLoadError, match=r"layers\.1\.mlp\.up_proj.*NaN or infinity"):
-            load_decoder(folder, kernels)
+            open_model(folder).decoder(kernels)
 
 
 def test_integers_are_refused(edited: Callable[..., Path]) -> None:
@@ -179,7 +179,7 @@ def test_integers_are_refused(edited: Callable[..., Path]) -> None:
         tensors[name] = tensors[name].to(torch.int8)
 
     with pytest.raises(ModelLoadError, match=r"up_proj.weight .* are I8"):
-        check_model(edited("llama", pack))
+        open_model(edited("llama", pack))
 
 
 @pytest.mark.parametrize("settings", [{"quant_method": "awq"}, {"quant_method": "x"}, 3])
@@ -188,14 +188,14 @@ def test_packing_that_the_file_has_not_is_refused_by_name(
 ) -> None:
     folder = edited("llama", lambda _: None, quantization_config=settings)
     with pytest.raises(ModelLoadError, match="quantization_config"):
-        check_model(folder)
+        open_model(folder)
 
 
 _PEAK = """
 import sys
 from pathlib import Path
 import torch
-from pyengine.models.decoder.loading import check_model, load_decoder
+from pyengine.models.decoder.loading import open_model, open_model
 from pyengine.models.decoder.torch_kernels import TorchKernels
 
 def memory(name):
@@ -203,10 +203,10 @@ def memory(name):
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 folder = Path(sys.argv[1])
-check_model(folder)
+open_model(folder)
 torch.ones(4) @ torch.ones(4)
 before = memory("VmRSS")
-decoder = load_decoder(folder, TorchKernels(torch.device("cpu"), torch.float32))
+decoder = open_model(folder).decoder(TorchKernels(torch.device("cpu"), torch.float32))
 print(memory("VmHWM") - before)
 """
 

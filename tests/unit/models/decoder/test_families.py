@@ -18,7 +18,7 @@ from pyengine.models.cpu_kernels import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.kernels import Kernels
-from pyengine.models.decoder.loading import load_decoder, read_spec, spec_of
+from pyengine.models.decoder.loading import open_model, read_spec, spec_of
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.unit.models.decoder.steps import CPU, Runner, generate
 from tests.unit.models.decoder.tiny_models import MODELS, Tiny
@@ -45,7 +45,7 @@ def test_logits_and_tokens_are_those_of_transformers(
         pytest.skip("this processor has no AVX2 with FMA")
     folder, model = saved(tiny)
     made, backend = SETS[kernels]
-    decoder = load_decoder(folder, made())
+    decoder = open_model(folder).decoder(made())
     for sequence in generate(Runner(decoder, backend), prompts, 8):
         with torch.inference_mode():
             expected = model(input_ids=torch.tensor([sequence.tokens]), use_cache=False).logits[0]
@@ -71,7 +71,7 @@ def test_a_row_has_the_same_bits_in_every_batch_on_the_cpu(
     tiny: Tiny, saved: Saved, prompts: list[list[int]]
 ) -> None:
     made, backend = SETS["cpu"]
-    decoder = load_decoder(saved(tiny)[0], made())
+    decoder = open_model(saved(tiny)[0]).decoder(made())
     alone, together = Runner(decoder, backend), Runner(decoder, backend)
     first, rest = alone.add(prompts[0]), [together.add(prompt) for prompt in prompts]
     alone.step((first, 20))
@@ -91,7 +91,9 @@ def test_bfloat16_is_as_close_to_float32_as_in_transformers(
     with torch.inference_mode():
         exact = model(input_ids=ids).logits[0]
         theirs = copy.deepcopy(model).to(torch.bfloat16)(input_ids=ids).logits[0].float()
-    runner = Runner(load_decoder(folder, TorchKernels(CPU, torch.bfloat16)), dtype=torch.bfloat16)
+    runner = Runner(
+        open_model(folder).decoder(TorchKernels(CPU, torch.bfloat16)), dtype=torch.bfloat16
+    )
     sequence = runner.add(prompts[0])
     runner.step((sequence, len(prompts[0])))
     ours = torch.stack(sequence.logits)
@@ -130,12 +132,12 @@ _OPEN_ALL = """
 import sys
 from pathlib import Path
 import torch
-from pyengine.models.decoder.loading import load_decoder
+from pyengine.models.decoder.loading import open_model
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.unit.models.decoder.steps import CPU, Runner, generate
 
 for folder in sys.argv[1:]:
-    decoder = load_decoder(Path(folder), TorchKernels(CPU, torch.float32))
+    decoder = open_model(Path(folder)).decoder(TorchKernels(CPU, torch.float32))
     [answer] = generate(Runner(decoder), [[5, 6, 7]], 3)
     print(*answer.tokens)
 assert "transformers" not in sys.modules, "transformers was imported"
