@@ -30,6 +30,7 @@ mod prefixes;
 mod quantized;
 mod replica_index;
 mod rotation;
+mod rows;
 mod sequence;
 mod snapshot;
 mod store;
@@ -62,6 +63,7 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<attention::CpuStep>()?;
     module.add_class::<linear::PackedWeight>()?;
     module.add_class::<quantized::QuantizedWeight>()?;
+    rows::add_to(module)?;
     module.add_class::<events::Stored>()?;
     module.add_class::<events::Removed>()?;
     module.add_class::<events::Cleared>()?;
