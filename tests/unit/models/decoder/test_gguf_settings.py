@@ -2,60 +2,51 @@
 is refused by the name of what is not read."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pyengine import LLM, SamplingParams
 from pyengine.errors import ModelLoadError
-from pyengine.models.gguf_config import gguf_config
+from pyengine.models.decoder.gguf import open_gguf
+from pyengine.models.decoder.gguf_settings import gguf_settings
+from pyengine.models.decoder.loading import spec_of
+from pyengine.models.decoder.rotary import frequencies
+from pyengine.models.decoder.spec import DecoderSpec, Rotary
+from pyengine.models.decoder.torch_kernels import TorchKernels
+from pyengine.models.gguf_file import GGUFFile
 from pyengine.models.gguf_header import GGUFArray, read_header
 from pyengine.models.gguf_keys import _IDLE, HeaderKeys
-from pyengine.models.loader import checked_source, load_model
-from pyengine.models.source import resolve_source
-from tests.unit.models.gguf_of_model import CONFIGS, LENGTH, tiny_model, write_gguf_of
+from tests.unit.models.decoder.steps import CPU
+from tests.unit.models.decoder.test_gguf import expected, logits, write
+from tests.unit.models.gguf_of_model import LENGTH, tiny_model, write_gguf_of
 
-IDS = torch.randint(0, 8, (1, LENGTH), generator=torch.Generator().manual_seed(1))
 MIXTRAL = "mixtral"
-DENSE = [name for name in CONFIGS if name != MIXTRAL]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "cache"))
+def found(path: Path) -> torch.Tensor:
+    """The logits of a file."""
+    return logits(path, TorchKernels(CPU, torch.float32))
 
 
-@torch.no_grad()
-def logits_of(model):
-    return model(IDS).logits
+def spec(path: Path) -> DecoderSpec:
+    """The spec of a file, which is refused unless it is whole."""
+    with GGUFFile.open(path) as file:
+        return open_gguf(file).spec
 
 
-def kept(path):
-    return load_model(resolve_source(path, keep_quantized=True), device="cpu", dtype="float32")
+def rotary(path: Path) -> Rotary:
+    """The rotary embedding of the last layer."""
+    rotary = spec(path).layers[-1].mixer.rotary
+    assert rotary is not None
+    return rotary
 
 
-def loaded(path, architecture):
-    """In floats; of Mixtral, which cannot be converted, in its formats."""
-    return (
-        kept(path) if architecture == MIXTRAL else load_model(path, device="cpu", dtype="float32")
-    )
-
-
-def written(path, architecture, changes=None, **file):
-    model = tiny_model(architecture, **(changes or {}))
-    kind = "Q8_0" if architecture == MIXTRAL else "F32"
-    write_gguf_of(model, path, architecture, **{"kind": kind, **file})
-    return model
-
-
-@pytest.mark.parametrize("architecture", CONFIGS)
-def test_a_file_is_the_model_that_it_was_made_of(tmp_path, architecture):
-    expected = logits_of(written(tmp_path / "tiny.gguf", architecture))
-    found = logits_of(loaded(tmp_path / "tiny.gguf", architecture).model)
-    atol = 0.2 if architecture == MIXTRAL else 1e-5
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
 
 
 def yarn(factor, **more):
@@ -149,47 +140,25 @@ CHANGES = [
 @pytest.mark.parametrize(
     ("architecture", "values", "changes"), CHANGES, ids=[f"{c[0]}-{[*c[1]][-1]}" for c in CHANGES]
 )
-def test_a_setting_does_what_it_does_in_a_folder(tmp_path, architecture, values, changes):
+def test_a_setting_does_what_it_does_in_a_folder(
+    tmp_path: Path, architecture: str, values: dict[str, Any], changes: dict[str, Any]
+) -> None:
     changes = dict(changes)
     values = values | changes.pop("more_keys", {})
     path = tmp_path / "tiny.gguf"
-    expected = logits_of(written(path, architecture, changes, values=values))
-    found = logits_of(loaded(path, architecture).model)
-    plain = logits_of(tiny_model(architecture))
-    is_kept = architecture == MIXTRAL
-    torch.testing.assert_close(found, expected, rtol=0, atol=0.2 if is_kept else 1e-4)
-    assert (plain - expected).abs().max() > (0.25 if is_kept else 1e-3)
-    if not is_kept:
-        floats = load_model(path, device="cpu").model.config.to_dict()
-        write_gguf_of(
-            tiny_model(architecture, **changes), path, architecture, values=values, kind="Q8_0"
-        )
-        same = (
-            "rope_parameters",
-            "sliding_window",
-            "layer_types",
-            "rms_norm_eps",
-            "norm_topk_prob",
-        )
-        found = kept(path).model.config.to_dict()
-        assert {name: found.get(name) for name in same} == {name: floats.get(name) for name in same}
+    model = write(path, architecture, changes=changes, values=values)
+    assert_near(found(path), expected(model))
+    plain = expected(tiny_model(architecture, attn_implementation="eager"))
+    assert (plain - expected(model)).abs().max() > 1e-3
 
 
-def test_a_llama_without_a_number_of_kv_heads_has_as_many_as_heads(tmp_path):
-    path, values = tmp_path / "tiny.gguf", {".attention.head_count_kv": None}
-    model = written(path, "llama", {"num_key_value_heads": 4}, values=values, kind="Q8_0")
-    torch.testing.assert_close(logits_of(kept(path).model), logits_of(model), rtol=0, atol=0.1)
-    with pytest.raises(ModelLoadError, match=r"does not say llama\.attention\.head_count_kv"):
-        load_model(path, device="cpu")
-
-
-def test_queries_of_gemma_are_scaled_as_by_llama_cpp(tmp_path):
+def test_queries_of_gemma_are_scaled_as_by_llama_cpp(tmp_path: Path) -> None:
     """By the size of a head, and in the largest model by the mean size."""
     for layers, scale in ((2, 8), (46, 32 // 4)):
         model = tiny_model("gemma2", num_hidden_layers=layers, head_dim=16 if layers == 46 else 8)
         write_gguf_of(model, tmp_path / "tiny.gguf", "gemma2")
-        config = load_model(tmp_path / "tiny.gguf", device="cpu").model.config
-        assert config.query_pre_attn_scalar == scale
+        mixer = spec(tmp_path / "tiny.gguf").layers[0].mixer
+        assert mixer.scaling == scale**-0.5
 
 
 LLAMA3 = {
@@ -214,54 +183,24 @@ def divisors(rope, size=8):
     return np.array(found, np.float32)
 
 
-def test_positions_of_llama_3_1_are_those_of_its_folder(tmp_path):
+@pytest.mark.parametrize("architecture", ["llama", MIXTRAL])
+def test_positions_of_llama_3_1_are_those_of_its_folder(tmp_path: Path, architecture: str) -> None:
     path, extra = tmp_path / "tiny.gguf", {"rope_freqs.weight": divisors(LLAMA3)}
     assert len({*extra["rope_freqs.weight"].tolist()}) > 2
-    expected = logits_of(written(path, "llama", {"rope_parameters": LLAMA3}, extra=extra))
-    found = load_model(path, device="cpu", dtype="float32")
-    torch.testing.assert_close(logits_of(found.model), expected, rtol=0, atol=1e-4)
-    assert (logits_of(tiny_model("llama")) - expected).abs().max() > 1e-2
-    assert found.max_model_len == LENGTH
+    model = write(path, architecture, changes={"rope_parameters": LLAMA3}, extra=extra)
+    assert_near(found(path), expected(model))
+    plain = tiny_model(architecture, attn_implementation="eager")
+    assert (expected(plain) - expected(model)).abs().max() > 1e-2
+    assert spec(path).max_positions == LENGTH
 
 
-@pytest.mark.parametrize("architecture", ["llama", MIXTRAL])
-def test_kept_weights_have_the_positions_of_llama_3_1(tmp_path, architecture):
+def test_positions_that_are_divided_are_scaled_as_well(tmp_path: Path) -> None:
     path, extra = tmp_path / "tiny.gguf", {"rope_freqs.weight": divisors(LLAMA3)}
-    plain = written(path, architecture, {"rope_parameters": LLAMA3}, extra=extra, kind="Q8_0")
-    loaded = kept(path)
-    found = loaded.model.model.rotary_emb.inv_freq
-    torch.testing.assert_close(found, plain.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
-    assert checked_source(path).gguf == path
-    atol = 0.2 if architecture == MIXTRAL else 0.1
-    torch.testing.assert_close(logits_of(loaded.model), logits_of(plain), rtol=0, atol=atol)
-
-
-@pytest.mark.parametrize("scaling", ["llama3", "yarn", "linear"])
-def test_the_engine_gives_the_log_probabilities_of_the_folder(tmp_path, scaling):
-    path, extra, values = tmp_path / "tiny.gguf", {}, {}
-    rope = {"llama3": LLAMA3, "yarn": yarn(4.0), "linear": LINEAR}[scaling]
-    if scaling == "llama3":
-        extra = {"rope_freqs.weight": divisors(LLAMA3)}
-    else:
-        values = YARN_KEYS if scaling == "yarn" else LINEAR_KEYS
-    expected = logits_of(
-        written(path, "llama", {"rope_parameters": rope}, extra=extra, values=values)
-    )
-    prompt = {"prompt_token_ids": IDS[0, :-1].tolist()}
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    with LLM(path, device="cpu", dtype="float32", num_blocks=32) as llm:
-        [output] = llm.generate([prompt], params)
-    scores = expected.log_softmax(-1)[0]
-    for position, step in enumerate(output.prompt_logprobs[1:]):
-        token = int(IDS[0, position + 1])
-        assert abs(step[token].logprob - scores[position, token]) < 1e-3
-
-
-def test_positions_that_are_divided_are_scaled_as_well(tmp_path):
-    path, extra = tmp_path / "tiny.gguf", {"rope_freqs.weight": divisors(LLAMA3)}
-    plain = written(path, "llama", {"rope_parameters": LLAMA3}, extra=extra, values=LINEAR_KEYS)
-    found = load_model(path, device="cpu", dtype="float32").model.model.rotary_emb.inv_freq
-    torch.testing.assert_close(found * 4, plain.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
+    write(path, "llama", extra=extra, values=LINEAR_KEYS)
+    scaled, _ = frequencies(rotary(path))
+    write(path, "llama", extra=extra)
+    plain, _ = frequencies(rotary(path))
+    np.testing.assert_allclose(scaled * 4, plain, rtol=1e-6)
 
 
 @pytest.mark.parametrize("has_type", [True, False])
@@ -286,41 +225,33 @@ def test_positions_of_phi_3_are_those_of_its_folder(tmp_path, has_type):
         "rope_factors_long.weight": np.array(long, np.float32),
     }
     path = tmp_path / "tiny.gguf"
-    model = written(path, "phi3", changes, values=values, extra=extra)
-    found = load_model(path, device="cpu", dtype="float32")
-    assert found.max_model_len == LENGTH // 2
-    ids = IDS[:, : LENGTH // 2]
-    with torch.no_grad():
-        torch.testing.assert_close(found.model(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
-        torch.testing.assert_close(found.model(IDS).logits, model(IDS).logits, rtol=0, atol=1e-4)
+    model = write(path, "phi3", changes=changes, values=values, extra=extra)
+    assert spec(path).max_positions == LENGTH // 2
+    assert_near(found(path), expected(model))
 
 
-@pytest.mark.parametrize(("bias", "names"), [("attention_bias", "qkv"), ("mlp_bias", "")])
-def test_biases_that_a_llama_may_have_are_read(tmp_path, bias, names):
+@pytest.mark.parametrize("bias", ["attention_bias", "mlp_bias"])
+def test_biases_that_a_llama_may_have_are_read(tmp_path: Path, bias: str) -> None:
     path = tmp_path / "tiny.gguf"
-    expected = logits_of(written(path, "llama", {bias: True}))
-    torch.testing.assert_close(logits_of(loaded(path, "llama").model), expected, rtol=0, atol=1e-5)
+    model = write(path, "llama", changes={bias: True})
+    assert_near(found(path), expected(model))
 
 
-def test_a_name_makes_no_other_model_of_a_file(tmp_path):
-    """transformers takes a llama by the name "mistral" for one, whose layers have a window."""
+def test_a_name_makes_no_other_model_of_a_file(tmp_path: Path) -> None:
+    """Models named Mistral are a llama without a window, unless a key says otherwise."""
     path = tmp_path / "tiny.gguf"
-    expected = logits_of(written(path, "llama", values={"general.name": "mistral"}))
-    found = loaded(path, "llama").model
-    assert type(found).__name__ == "LlamaForCausalLM"
-    torch.testing.assert_close(logits_of(found), expected, rtol=0, atol=1e-5)
+    model = write(path, "llama", values={"general.name": "mistral"})
+    assert spec(path).family == "llama"
+    assert_near(found(path), expected(model))
 
 
-def refused(path, match, is_kept_only=False):
-    """By the conversion, and where the weights would stay as they are."""
-    for keep in (True,) if is_kept_only else (False, True):
-        with pytest.raises(ModelLoadError, match=match) as caught:
-            load_model(resolve_source(path, keep_quantized=keep), device="cpu")
-        assert str(path) in str(caught.value)
+def refused(path: Path, match: str) -> None:
+    with pytest.raises(ModelLoadError, match=match) as caught:
+        spec(path)
+    assert str(path) in str(caught.value)
 
 
 REFUSED = [
-    ("phi3", LINEAR_KEYS, r"rope\.scaling\.type .*Phi3Config"),
     ("llama", {".unheard_of": 3}, r"llama\.unheard_of \(3\) is one that pyengine does not read"),
     ("llama", {"vendor.note": "x"}, r"vendor\.note"),
     ("llama", {"qwen2.rope.freq_base": 5e5}, r"qwen2\.rope\.freq_base"),
@@ -356,9 +287,9 @@ REFUSED = [
     ("llama", {".tensor_data_layout": "jploski"}, "tensor_data_layout"),
     ("gemma2", {".attention.sliding_window": 0}, r"sliding_window \(0\)"),
     ("gemma3", {".attention.sliding_window": 0}, r"sliding_window \(0\)"),
-    ("llama", {".attention.head_count": [4, 2]}, r"head_count .*for each layer"),
-    ("llama", {".attention.head_count_kv": [2, 2]}, r"head_count_kv .*for each layer"),
-    ("llama", {".feed_forward_length": [64, 64]}, "feed_forward_length .*for each layer"),
+    ("llama", {".attention.head_count": [4, 2]}, r"head_count .*as if layers differ"),
+    ("llama", {".attention.head_count_kv": [2, 2]}, r"head_count_kv .*as if layers differ"),
+    ("llama", {".feed_forward_length": [64, 64]}, "feed_forward_length .*as if layers differ"),
     ("gemma2", {".attention.sliding_window_pattern": [True]}, "one value for each of 2 layers"),
     ("llama", {".expert_used_count": 2}, "expert_used_count"),
     (MIXTRAL, {".expert_weights_scale": 2.5}, "expert_weights_scale"),
@@ -375,9 +306,11 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("architecture", "values", "match"), REFUSED, ids=[f"{c[0]}-{[*c[1]][-1]}" for c in REFUSED]
 )
-def test_what_is_not_supported_is_refused_by_name(tmp_path, architecture, values, match):
-    written(tmp_path / "tiny.gguf", architecture, values=values, kind="Q8_0")
-    refused(tmp_path / "tiny.gguf", match, is_kept_only=architecture == MIXTRAL)
+def test_what_is_not_supported_is_refused_by_name(
+    tmp_path: Path, architecture: str, values: dict[str, Any], match: str
+) -> None:
+    write(tmp_path / "tiny.gguf", architecture, values=values)
+    refused(tmp_path / "tiny.gguf", match)
 
 
 NEUTRAL = [
@@ -402,9 +335,8 @@ def test_what_has_no_effect_is_accepted(tmp_path, architecture, values):
         values = {key: value for key, value in values.items() if key != ".tensor_data_layout"}
     if architecture == "phi3":  # with a window, which none of its sequences exceeds
         values = {**values, ".attention.sliding_window": 0}
-    expected = logits_of(written(path, architecture, values=values))
-    found = logits_of(loaded(path, architecture).model)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    model = write(path, architecture, values=values)
+    assert_near(found(path), expected(model))
 
 
 def library_keys():
@@ -416,29 +348,34 @@ def library_keys():
     return sorted(name for name in names if name.startswith("{arch}."))
 
 
-def outcome(path, header, key, value):
-    """The configuration that a file with one more key has, or the refusal."""
+def outcome(path: Path, header: Any, key: str, value: object) -> DecoderSpec | str:
+    """The spec of a file with one more key, or the refusal."""
     values = header.values | {key: value}
-    changed = SimpleNamespace(values=values, tensors=header.tensors, architecture="llama")
+    changed: Any = SimpleNamespace(
+        values=values,
+        tensors=header.tensors,
+        architecture=header.architecture,
+        main_type=header.main_type,
+    )
     try:
         keys = HeaderKeys(path, changed)
-        config = gguf_config(path, keys)
+        settings = gguf_settings(keys)
         for name in values:
             if name.startswith("tokenizer."):
                 keys.raw(name)
         keys.refuse_unread()
-    except (ModelLoadError, ValueError) as error:
-        assert "llama." in str(error)
+        return spec_of(settings, "the header")
+    except ModelLoadError as error:
+        assert f"{header.architecture}." in str(error) or "the header" in str(error)
         return "refused"
-    return config.to_dict()
 
 
 def test_every_key_that_gguf_knows_is_read_or_idle_or_refused(tmp_path):
     path = tmp_path / "tiny.gguf"
-    written(path, "llama")
+    write(path, "llama")
     header = read_header(path)
     plain = outcome(path, header, "llama.pooling_type", 1)
-    assert isinstance(plain, dict)
+    assert isinstance(plain, DecoderSpec)
     keys, idle = library_keys(), {key.format("llama") for key in _IDLE}
     assert len(keys) > 80
     for key in (name.replace("{arch}", "llama") for name in keys):
@@ -478,26 +415,22 @@ FLOATS = [
     ("stablelm", ".rope.freq_base"),
     ("qwen3moe", ".expert_weights_scale"),
     ("llama", ".logit_scale"),
-    ("llama", "general.sampling.temp"),
-    ("llama", "general.sampling.top_p"),
 ]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 0.0])
 @pytest.mark.parametrize(("architecture", "key"), FLOATS)
 def test_floats_that_no_model_has_are_refused_by_name(tmp_path, architecture, key, value):
-    if key == "general.sampling.temp" and value == 0:
-        return  # greedy
     beside = YARN_KEYS if ".rope.scaling." in key else {}
-    written(tmp_path / "tiny.gguf", architecture, values=beside | {key: value}, kind="Q8_0")
+    write(tmp_path / "tiny.gguf", architecture, values=beside | {key: value})
     refused(tmp_path / "tiny.gguf", key.replace(".", r"\."))
 
 
-def test_every_float_of_a_header_is_finite(tmp_path):
+def test_every_float_of_a_header_is_finite(tmp_path: Path) -> None:
     """Also in arrays, and of keys that nothing reads."""
     for values in ({"general.note": math.nan}, {"tokenizer.ggml.scores": [0.0] * 7 + [math.inf]}):
-        written(tmp_path / "tiny.gguf", "llama", values=values)
-        refused(tmp_path / "tiny.gguf", f"{next(iter(values))} .* is no finite number")
+        write(tmp_path / "tiny.gguf", "llama", values=values)
+        refused(tmp_path / "tiny.gguf", f"{next(iter(values))}.*(is no finite number|NaN)")
 
 
 COUNTS = [
@@ -517,26 +450,19 @@ COUNTS = [
     ("qwen3moe", ".expert_count"),
     ("qwen3moe", ".expert_used_count"),
     ("qwen3moe", ".expert_feed_forward_length"),
-    ("llama", "tokenizer.ggml.eos_token_id"),
-    ("llama", "tokenizer.ggml.eot_token_id"),
-    ("llama", "tokenizer.ggml.bos_token_id"),
-    ("llama", "tokenizer.ggml.padding_token_id"),
-    ("llama", "general.sampling.top_k"),
 ]
 
 
 @pytest.mark.parametrize("value", [0, -1, 2**32 - 1, 2**63, 1.5, "2", True])
 @pytest.mark.parametrize(("architecture", "key"), COUNTS)
 def test_counts_that_no_model_has_are_refused_by_name(tmp_path, architecture, key, value):
-    if value == 0 and type(value) is int and key.endswith(("_token_id", "top_k")):
-        return
-    written(tmp_path / "tiny.gguf", architecture, values={key: value}, kind="Q8_0")
+    write(tmp_path / "tiny.gguf", architecture, values={key: value})
     refused(tmp_path / "tiny.gguf", key.replace(".", r"\."))
 
 
 def test_a_key_that_is_there_twice_is_refused(tmp_path):
     path = tmp_path / "tiny.gguf"
-    written(path, "llama", values={"llama.rope.freq_basf": 5.0})
+    write(path, "llama", values={"llama.rope.freq_basf": 5.0})
     path.write_bytes(path.read_bytes().replace(b"llama.rope.freq_basf", b"llama.rope.freq_base"))
     refused(path, r"has the key 'llama\.rope\.freq_base' twice")
 
@@ -548,7 +474,7 @@ def vector(*numbers):
 @pytest.mark.parametrize(
     ("architecture", "extra", "match"),
     [
-        ("llama", {"output.bias": np.ones(8)}, r"output\.bias is no weight of a LlamaForCausalLM"),
+        ("llama", {"output.bias": np.ones(8)}, r"output\.bias, which its header does not ask for"),
         ("llama", {"blk.0.attn_q_norm.weight": np.ones(8)}, r"blk\.0\.attn_q_norm\.weight"),
         ("llama", {"blk.1.ffn_gate.bias": np.ones(64)}, r"blk\.1\.ffn_gate\.bias"),
         ("llama", {"blk.0.attn_output.scale": np.ones(1)}, r"attn_output\.scale"),
@@ -566,19 +492,5 @@ def vector(*numbers):
     ],
 )
 def test_tensors_that_nothing_reads_are_refused_by_name(tmp_path, architecture, extra, match):
-    for kind in ("F32", "Q8_0"):
-        written(tmp_path / "tiny.gguf", architecture, extra=extra, kind=kind)
-        refused(tmp_path / "tiny.gguf", match)
-
-
-def test_defaults_for_requests_are_those_of_the_file(tmp_path):
-    values = {
-        "general.sampling.temp": 0.5,
-        "general.sampling.top_k": 3,
-        "general.sampling.penalty_repeat": 1.25,
-    }
-    for kind in ("F32", "Q8_0"):
-        written(tmp_path / "tiny.gguf", "llama", values=values, kind=kind)
-        source = resolve_source(tmp_path / "tiny.gguf", keep_quantized=kind == "Q8_0")
-        found = load_model(source, device="cpu").default_sampling
-        assert found == {"temperature": 0.5, "top_k": 3, "repetition_penalty": 1.25}
+    write(tmp_path / "tiny.gguf", architecture, extra=extra)
+    refused(tmp_path / "tiny.gguf", match)
