@@ -11,8 +11,8 @@ from pyengine.errors import ModelLoadError
 from pyengine.models.gguf_file import GGUFFile
 from pyengine.models.source import embedded_gguf
 from pyengine.models.tokenizer import GGUFTokens, tokenizer_of_gguf
-from pyengine.models.tokenizer.gguf import merges_of_words
 from pyengine.models.tokenizer.gguf_splits import SPLITS
+from pyengine.models.tokenizer.word_merges import merges_of_words
 from tests.unit.models.tokenizer.gguf_files import (
     CONTROL,
     NORMAL,
