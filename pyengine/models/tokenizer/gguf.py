@@ -140,7 +140,8 @@ class _Vocabulary:
         for name in ("lowercase", "strip_accents"):
             self.keys.expect(f"tokenizer.ggml.normalizer.{name}", (False,), "is not supported")
         suppressed = self.keys.raw("tokenizer.ggml.suppress_tokens")
-        if suppressed is not None and getattr(suppressed, "length", 1):
+        is_empty = isinstance(suppressed, GGUFArray) and not suppressed.length
+        if suppressed is not None and not is_empty:
             raise self.keys.refusal("tokenizer.ggml.suppress_tokens", "is not supported")
 
     def token_id(self, name: str) -> int | None:
@@ -292,9 +293,10 @@ def _set_first_and_last(backend: RustTokenizer, vocabulary: _Vocabulary) -> None
             raise keys.refusal(
                 f"tokenizer.ggml.add_{name}_token", f"needs tokenizer.ggml.{name}_token_id"
             )
-    if first is None:
-        is_split = vocabulary.kind == "gpt2" and split is not None
-        first = vocabulary.kind == "llama" or (is_split and split.starts_with_bos)
+    if first is None and vocabulary.kind == "gpt2":
+        first = split is not None and split.starts_with_bos
+    elif first is None:
+        first = vocabulary.kind == "llama"
     if vocabulary.kind == "gemma4":
         first = False  # as in transformers: templates begin with it
     bos = vocabulary.special_tokens.get("bos_token") if first else None

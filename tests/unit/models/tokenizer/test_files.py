@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +253,14 @@ def test_damaged_files_are_refused(tmp_path: Path, name: str, text: str | bytes)
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ModelLoadError, match=str(tmp_path)):
         load_tokenizer(tmp_path)
+
+
+def test_threads_share_a_tokenizer(folder: Path) -> None:
+    change(folder, "tokenizer_config.json", eos_token="<|odd|>")
+    ours = load_tokenizer(folder)
+    texts = [f"{text} {number}" for text in TEXTS for number in range(20)]
+    expected = [ours.encode(text) for text in texts]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(5):
+            assert [*threads.map(ours.encode, texts)] == expected
+            assert [*threads.map(ours.decode, expected)] == [*map(ours.decode, expected)]

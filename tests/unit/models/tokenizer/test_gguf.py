@@ -209,6 +209,7 @@ def test_keys_without_an_effect_have_none(tmp_path: Path) -> None:
         **{"add_space_prefix": True, "scores": [0.5] * len(values["tokens"])},
         **{"token_type_count": 2, "mask_token_id": 3, "fim_pre_token_id": 4},
         **{"remove_extra_whitespaces": False, "add_sep_token": False, "suppress_tokens": None},
+        "precompiled_charsmap": [1, 2, 3],
         "tokenizer.huggingface.json": "{}",
     }
     other = opened(write_vocabulary(tmp_path / "b.gguf", values | idle))

@@ -47,9 +47,8 @@ print(*sorted({"transformers"} & sys.modules.keys()))
 
 
 def run(code: str, path: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
 
