@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pyengine.errors import ModelLoadError
@@ -264,3 +265,37 @@ def test_threads_share_a_tokenizer(folder: Path) -> None:
         for _ in range(5):
             assert [*threads.map(ours.encode, texts)] == expected
             assert [*threads.map(ours.decode, expected)] == [*map(ours.decode, expected)]
+
+
+CLASSES = {
+    "gpt2": ("GPT2Tokenizer", "byte level"),
+    "starcoder2": ("GPT2Tokenizer", "byte level"),
+    "qwen2": ("Qwen2Tokenizer", "qwen"),
+    "qwen3": ("Qwen2Tokenizer", "qwen"),
+    "qwen3_moe": ("Qwen2Tokenizer", "qwen"),
+    "cohere2": ("CohereTokenizer", "byte level"),
+    "olmo": ("GPTNeoXTokenizer", "byte level"),
+    "gemma2": ("GemmaTokenizer", "words"),
+    "gemma3_text": ("GemmaTokenizer", "words"),
+    "llama": ("LlamaTokenizer", "words"),
+    "mistral": ("LlamaTokenizer", "words"),
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"add_bos_token": True}, {"add_prefix_space": True}])
+@pytest.mark.parametrize("family", CLASSES)
+def test_folders_of_classes_of_transformers(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """transformers builds these from their vocabulary; tokenizer.json is the same tokenizer."""
+    name, kind = CLASSES[family]
+    model = json.loads(KINDS[kind]().to_str())["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    tokenizer = getattr(transformers, name)(vocab=model["vocab"], merges=merges, **settings)
+    tokenizer.add_tokens(ODD)
+    tokenizer.save_pretrained(tmp_path)
+    change(tmp_path, "config.json", model_type=family)
+    ours, theirs = both(tmp_path)
+    if family == "olmo":  # its class forgets what tokenizer.json says of BOS
+        theirs.backend_tokenizer.post_processor = ours.backend_tokenizer.post_processor
+    check_equal(ours, theirs)
