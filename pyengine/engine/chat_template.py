@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
@@ -144,7 +144,6 @@ def render_chat(
     given: Any = messages
     if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
         raise InvalidRequestError(f"{shown(given)} is no conversation: give a list of messages")
-    options = replace(options, template=template)
     several = [message_for(template, at, value) for at, value in enumerate(given)]
     if not several:
         raise InvalidRequestError("the conversation is empty: it needs at least one message")
@@ -152,7 +151,7 @@ def render_chat(
         _check_length(several, options, options.longest)
     try:
         _refuse_powers(template)
-        render = partial(_render_somehow, several, tokenizer, options)
+        render = partial(_render_somehow, several, tokenizer, template, options)
         return within(options.seconds, render, "the chat template")
     except InvalidRequestError:
         raise
@@ -192,20 +191,20 @@ def _refuse_powers(template: str) -> None:
 
 
 def _render_somehow(
-    messages: list[dict[str, Any]], tokenizer: Any, options: ChatOptions
+    messages: list[dict[str, Any]], tokenizer: Any, template: str, options: ChatOptions
 ) -> list[int]:
     """Render the messages in the first of the forms that the template takes."""
     variants = [messages]
     if any("tool_calls" in message for message in messages):
         variants.append(with_text_arguments(messages))
-        if _adds_arguments_as_text(tokenizer, options):
+        if _adds_arguments_as_text(tokenizer, template):
             variants.reverse()
     if not all("content" in message for message in messages):  # some templates do not check it
         variants += [[{"content": "", **message} for message in variant] for variant in variants]
     errors = []
     for variant in variants:
         try:
-            return _render(variant, tokenizer, options)
+            return _render(variant, tokenizer, template, options)
         except InvalidRequestError:
             raise
         except Exception as error:
@@ -219,18 +218,17 @@ _MOST_KNOWN = 16
 _ARGUMENTS = {"zebra": 1}
 
 
-def _adds_arguments_as_text(tokenizer: Any, options: ChatOptions) -> bool:
+def _adds_arguments_as_text(tokenizer: Any, template: str) -> bool:
     """True if the template writes the arguments of tool calls as they are, so they must be text.
 
     Found by rendering a small conversation in both forms.
     """
-    template = str(options.template)
     known = _adding.setdefault(tokenizer, {})
     if template not in known:
         if len(known) >= _MOST_KNOWN:
             known.clear()
         as_mapping, as_text = (
-            _rendered_call(tokenizer, options, arguments)
+            _rendered_call(tokenizer, template, arguments)
             for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS))
         )
         is_lost = "zebra" not in as_mapping or repr(_ARGUMENTS) in as_mapping
@@ -238,7 +236,7 @@ def _adds_arguments_as_text(tokenizer: Any, options: ChatOptions) -> bool:
     return known[template]
 
 
-def _rendered_call(tokenizer: Any, options: ChatOptions, arguments: Any) -> str:
+def _rendered_call(tokenizer: Any, template: str, arguments: Any) -> str:
     """A conversation with a tool call as text; empty if the template does not take it."""
     function = {"name": "look", "arguments": arguments}
     call = {"id": "call00000", "type": "function", "function": function}
@@ -251,19 +249,21 @@ def _rendered_call(tokenizer: Any, options: ChatOptions, arguments: Any) -> str:
         with suppress(Exception):
             return str(
                 tokenizer.apply_chat_template(
-                    messages[:count], chat_template=options.template, tokenize=False
+                    messages[:count], chat_template=template, tokenize=False
                 )
             )
     return ""
 
 
-def _render(messages: list[dict[str, Any]], tokenizer: Any, options: ChatOptions) -> list[int]:
+def _render(
+    messages: list[dict[str, Any]], tokenizer: Any, template: str, options: ChatOptions
+) -> list[int]:
     # The tokenizers library cannot be interrupted, so the text is checked before it gets it.
     has_text = options.longest is not None and hasattr(tokenizer, "backend_tokenizer")
     rendered: Any = tokenizer.apply_chat_template(
         messages,
         tools=None if options.tools is None else [dict(tool) for tool in options.tools],
-        chat_template=options.template,
+        chat_template=template,
         add_generation_prompt=options.add_generation_prompt,
         continue_final_message=options.continue_final_message,
         tokenize=not has_text,

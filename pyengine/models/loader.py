@@ -15,19 +15,31 @@ import torch
 
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.checkpoint_files import check_weights
-from pyengine.models.config import default_sampling, refuse_pipes
+from pyengine.models.config import default_sampling, read_config, refuse_pipes
 from pyengine.models.decoder.dummy import open_dummy
 from pyengine.models.decoder.gguf import open_gguf
-from pyengine.models.decoder.kernel_sets import KernelSettings, kernel_set
-from pyengine.models.decoder.loading import OpenedModel, family_of, open_model
+from pyengine.models.decoder.kernel_sets import KernelSettings, check_rounded, kernel_set
+from pyengine.models.decoder.loading import (
+    OpenedModel,
+    family_of,
+    no_mtp_layers,
+    open_model,
+    read_spec,
+)
 from pyengine.models.decoder.model import DecoderModel, attending_layers
+from pyengine.models.decoder.ranks import divided, rank_of
 from pyengine.models.fallback import check_fallback, load_fallback
 from pyengine.models.gguf_file import GGUFFile, file_digest
 from pyengine.models.gguf_sampling import gguf_sampling
 from pyengine.models.kv_scales import Scales, read_kv_scales
 from pyengine.models.linear_kernels import ProductChooser
 from pyengine.models.loaded import LoadedModel
-from pyengine.models.placement import choose_dtype, named_dtype, resolve_device
+from pyengine.models.placement import (
+    check_tensor_parallel,
+    choose_dtype,
+    named_dtype,
+    resolve_device,
+)
 from pyengine.models.source import ModelSource, resolve_source
 from pyengine.models.tokenizer import eos_token_ids, load_tokenizer, tokenizer_of_gguf
 from pyengine.models.transformers_calls import read_json
@@ -60,18 +72,11 @@ def load_model(
     where = resolve_device(device)
     with paused_gc():
         source = resolve_source(model)
-        reason = _fallback_reason(source, kernels, tensor_parallel_size)
+        reason = _fallback_reason(source)
         if reason is None:
-            return _load(source, where, dtype, kernels)
+            return _load(source, where, dtype, kernels, tensor_parallel_size)
         _check_fallback_settings(source, kernels, reason)
-        return load_fallback(
-            source,
-            where,
-            dtype,
-            reason=reason,
-            shards=tensor_parallel_size,
-            with_mtp_layers=kernels.with_mtp_layers,
-        )
+        return load_fallback(source, where, dtype, reason=reason, shards=tensor_parallel_size)
 
 
 def checked_source(
@@ -112,6 +117,20 @@ def tokenizer_of(source: ModelSource) -> Any:
         return tokenizer_of_gguf(file).tokenizer
 
 
+def check_divisible(source: ModelSource, size: int, device: torch.device) -> None:
+    """Raise `ConfigurationError` unless a model can be divided over `size` processes.
+
+    `device` is that of the first of them. Reads no weights.
+    """
+    if source.is_gguf:
+        with GGUFFile.open(source.path) as file:
+            divided(open_gguf(file).spec, size)
+    elif family_of(source.folder) is None:
+        check_tensor_parallel(read_config(source.folder), size, device)
+    else:
+        divided(read_spec(source.folder), size)
+
+
 def model_properties(source: ModelSource, loaded: LoadedModel) -> list[tuple[str, bytes]]:
     """What the KV of a model depends on: names and values, in order.
 
@@ -128,23 +147,14 @@ def model_properties(source: ModelSource, loaded: LoadedModel) -> list[tuple[str
     ]
 
 
-def _fallback_reason(source: ModelSource, kernels: KernelSettings, shards: int) -> str | None:
+def _fallback_reason(source: ModelSource) -> str | None:
     """Why the model runs as transformers' module; None: in a decoder of ours."""
     if source.is_gguf:
-        if shards > 1:
-            raise ConfigurationError(
-                f"tensor_parallel_size={shards}: {source.path} is a GGUF file, which runs in one "
-                "process: take the model as a folder of safetensors files"
-            )
         return None
     family = family_of(source.folder)
     if family is None:
         found = read_json(source.folder / "config.json").get("model_type")
         return f"{found} is not in the table of families"
-    if shards > 1:
-        return "the model is divided over processes"
-    if kernels.with_mtp_layers:
-        return "MTP layers"
     return None
 
 
@@ -155,14 +165,21 @@ def _check_fallback_settings(source: ModelSource, kernels: KernelSettings, reaso
             f"({reason}), whose layers are not quantised; leave quantization out"
         )
 
+    if kernels.with_mtp_layers:
+        raise ConfigurationError(
+            f"speculation='mtp': {source.name} runs as transformers' module ({reason}), whose MTP "
+            "layers pyengine does not run; use 'ngram', 'suffix', or none"
+        )
+
 
 def _load(
     source: ModelSource,
     device: torch.device,
     dtype: str | torch.dtype,
     kernels: KernelSettings,
+    shards: int,
 ) -> LoadedModel:
-    """The model in a decoder of ours."""
+    """The model in a decoder of ours, or this process's part of it."""
     with _opened(source, kernels) as (opened, texts):
         spec = opened.spec
         choice = choose_dtype(dtype, named_dtype(spec.saved_dtype), device)
@@ -173,11 +190,16 @@ def _load(
                 f"quantised already ({opened.formats}); leave quantization out"
             )
         made = kernel_set(device, choice.dtype, kernels)
-        decoder = opened.decoder(made)
-    formats = opened.formats if made.keeps_formats else ""
+        rank = rank_of(shards)
+        with rank.failing_together():
+            decoder = opened.decoder(made, rank)
+            mtp = opened.mtp_layers(decoder) if kernels.with_mtp_layers else None
+        check_rounded(made, kernels, source.name)
+    # A rank's part of a quantised weight is floats.
+    formats = opened.formats if made.keeps_formats and shards == 1 else ""
     return LoadedModel(
-        model=DecoderModel(decoder, device),
-        layers=attending_layers(spec),
+        model=DecoderModel(decoder, device, mtp),
+        layers=attending_layers(spec, with_mtp_layers=mtp is not None),
         tokenizer=texts.tokenizer,
         path=source.path,
         name=source.name,
@@ -188,6 +210,8 @@ def _load(
         device=device,
         dtype=choice.dtype,
         dtype_reason=choice.reason,
+        kv_shards=shards,
+        num_mtp_layers=0 if mtp is None else len(mtp),
         default_sampling=texts.default_sampling,
         quantization=str(kernels.quantization) if kernels.quantises else formats or "none",
         has_float_linears=made.has_float_products,
@@ -211,6 +235,8 @@ def _opened(source: ModelSource, kernels: KernelSettings) -> Iterator[tuple[Open
     if source.is_gguf:
         with GGUFFile.open(source.path) as file:
             opened = open_gguf(file, keeps_formats=kernels.keeps_formats)
+            if kernels.with_mtp_layers:
+                raise no_mtp_layers(source.name, len(opened.spec.layers))
             yield opened, _texts_of_file(file, opened.spec.vocab_size)
         return
     refuse_pipes(source.folder)
@@ -218,7 +244,7 @@ def _opened(source: ModelSource, kernels: KernelSettings) -> Iterator[tuple[Open
         _log.warning("load_format: dummy: the weights of %s are random", source.name)
         opened = open_dummy(source.folder)
     else:
-        opened = open_model(source.folder)
+        opened = open_model(source.folder, with_mtp_layers=kernels.with_mtp_layers)
     yield opened, _texts_of_folder(source.folder, opened.spec.vocab_size)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pyengine.cpu import CpuAttention, PackedWeight, QuantizedWeight
 from pyengine.errors import ConfigurationError, ModelLoadError
-from pyengine.kv_cache import CpuAttention, PackedWeight, QuantizedWeight
 from pyengine.models.decoder.checkpoint import Array
 from pyengine.models.decoder.kernels import Product
 from pyengine.models.decoder.rotary import Floats

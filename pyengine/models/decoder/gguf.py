@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pyengine.cpu import QuantizedWeight
 from pyengine.errors import ModelLoadError
-from pyengine.kv_cache import QuantizedWeight
 from pyengine.models.checkpoint_files import TensorHeader, WeightHeaders
 from pyengine.models.config import check_sizes
 from pyengine.models.decoder.checkpoint import Array, StoredTensor, Tensors
@@ -63,7 +63,7 @@ class GGUFStored(StoredTensor):
     @property
     def packed_as(self) -> str | None:
         """See `StoredTensor.packed_as`."""
-        is_kept = self.is_kept and self.dtype in _KEPT and self.rows is None
+        is_kept = self.is_kept and self.dtype in _KEPT and self.is_whole
         return self.dtype if is_kept else None
 
     @property
@@ -95,7 +95,7 @@ class GGUFStored(StoredTensor):
             found = found.view(_FLOATS[self.dtype]).reshape(self.shape)
         else:
             found = _dequantised(found, self.dtype).reshape(self.shape)
-        return found if self.rows is None else found[self.rows]
+        return self.cut(found)
 
 
 def _dequantised(data: npt.NDArray[np.uint8], kind: str) -> Array:

@@ -144,6 +144,10 @@ def _environment() -> Any:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.Scope(body, lineno=line)
 
+    def check_name(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace has no name that begins with _: {name!r}")
+
     class SafeNamespace(Namespace):
         """A namespace without names that begin with an underscore."""
 
@@ -151,17 +155,12 @@ def _environment() -> Any:
             own, *rest = args
             values = dict(*rest, **kwargs)
             for name in values:
-                own._check(name)
+                check_name(name)
             Namespace.__init__(own, values)
 
         def __setitem__(self, name: str, value: Any) -> None:
-            self._check(name)
+            check_name(name)
             super().__setitem__(name, value)
-
-        @staticmethod
-        def _check(name: Any) -> None:
-            if isinstance(name, str) and name.startswith("_"):
-                raise SecurityError(f"a namespace has no name with an underscore first: {name!r}")
 
     class SafeDict:
         """Python's `dict` without its attributes."""

@@ -43,28 +43,21 @@ def eos_token_ids(
 ) -> frozenset[int]:
     """Token ids that end a generation, by the folder's files and the tokenizer.
 
-    generation_config.json comes first, then config.json, then `default`: without one, that of the
-    family. Numbers outside the vocabulary (for instance negative ones, which some files use for
-    "none") are left out.
+    generation_config.json comes first, then config.json, then `default`. Without one, it is what
+    transformers has for the family, unless there is a generation_config.json. Numbers outside the
+    vocabulary (for instance negative ones, which some files use for "none") are left out.
     """
-    declared = read_json(folder / "generation_config.json").get("eos_token_id")
-    if declared is None:
-        declared = _of_config(read_json(folder / "config.json")) if default is None else default
+    generation = read_json(folder / "generation_config.json")
+    config = read_json(folder / "config.json")
+    inner = config.get("text_config")
+    texts = (generation, inner if isinstance(inner, dict) else {}, config)
+    if not generation and default is None:
+        default = FAMILY_ENDS.get(str(config.get("model_type")))
+    declared = next((text["eos_token_id"] for text in texts if "eos_token_id" in text), default)
     found = [*(declared if isinstance(declared, list) else [declared])]
     found.append(getattr(tokenizer, "eos_token_id", None))
     known = range(vocab_size)
     return frozenset(token for token in found if type(token) is int and token in known)
-
-
-def _of_config(config: Mapping[str, Any]) -> object:
-    """What config.json says, for the text part of a model or for the whole."""
-    inner = config.get("text_config")
-    for text in (inner if isinstance(inner, dict) else {}, config):
-        if "eos_token_id" in text:
-            return text["eos_token_id"]
-        if text.get("model_type") in FAMILY_ENDS:
-            return FAMILY_ENDS[text["model_type"]]
-    return None
 
 
 def ends_by_text(vocabulary: Mapping[str, int]) -> dict[str, int]:

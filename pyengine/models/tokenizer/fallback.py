@@ -29,7 +29,8 @@ def load_with_transformers(folder: Path, settings: Mapping[str, Any]) -> Any:
     with load_errors(f"the tokenizer in {folder} could not be loaded"), quiet_transformers():
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         wanted = sorted({*(tokenizer.vocab_files_names or {}).values()})
-        if wanted and not any((folder / name).is_file() for name in (*wanted, "tekken.json")):
+        known = (*wanted, "tokenizer.json", "tekken.json")
+        if wanted and not any((folder / name).is_file() for name in known):
             raise ModelLoadError(
                 f"the tokenizer in {folder} has no vocabulary: none of {', '.join(wanted)} is "
                 "there; download the model again, or without tokenizer_config.json give token ids"

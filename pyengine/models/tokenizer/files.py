@@ -17,7 +17,6 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
-from pyengine.errors import ModelLoadError
 from pyengine.models.tokenizer.chat import Templates
 from pyengine.models.tokenizer.fallback import load_with_transformers
 from pyengine.models.tokenizer.tokenizer import NO_LIMIT, SPECIAL, Tokenizer
@@ -100,11 +99,14 @@ def _of_folder(folder: Path, settings: dict[str, Any]) -> Tokenizer:
     named = {name: settings[name] for name in _NAMED if name in settings}
     named.setdefault("pad_token", padding.get("pad_token"))
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    further = {
+        name: value
+        for name, value in settings.items()
+        if name.endswith("_token") and name not in named and isinstance(value, str)
+    }
     if isinstance(extra, dict):
-        named, extra = named | extra, []
-    for name, value in settings.items():
-        if name.endswith("_token") and name not in named and isinstance(value, str):
-            named[name] = value
+        further, extra = further | extra, []
+    named |= further
     special = {name: _token(name, value) for name, value in named.items()}
     extras = [_token("extra_special_tokens", value) for value in extra]
     added = (
@@ -131,7 +133,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     with load_errors(f"{path} cannot be read"):
         found = json.loads(path.read_bytes())
         if not isinstance(found, dict):
-            raise ModelLoadError(f"{path} holds {shown(found)}, and not an object")
+            raise ValueError(f"{path} holds {shown(found)}, and not an object")
         return found
 
 
@@ -147,13 +149,13 @@ def _token(name: str, value: Any) -> AddedToken | None:
         return AddedToken(value, special=True)
     if isinstance(value, dict):
         return _added({**value, "special": True})
-    raise ModelLoadError(f"tokenizer_config.json says {name}={shown(value)}: it is no token")
+    raise ValueError(f"tokenizer_config.json says {name}={shown(value)}: it is no token")
 
 
 def _added(value: Any) -> AddedToken:
     """A token by its settings in a file."""
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
-        raise ModelLoadError(f"an added token is {shown(value)}: it has no content")
+        raise ValueError(f"an added token is {shown(value)}: it has no content")
     return AddedToken(
         **{name: item for name, item in value.items() if name not in ("__type", "id")}
     )
@@ -162,7 +164,7 @@ def _added(value: Any) -> AddedToken:
 def _listed_tokens(listed: Any) -> list[AddedToken]:
     """The tokens of `added_tokens_decoder`, by their numbers."""
     if not isinstance(listed, dict):
-        raise ModelLoadError(f"tokenizer_config.json says added_tokens_decoder={shown(listed)}")
+        raise ValueError(f"tokenizer_config.json says added_tokens_decoder={shown(listed)}")
     numbered = sorted((int(number), _added(value)) for number, value in listed.items())
     return [token for _, token in numbered]
 
@@ -234,7 +236,7 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> Templates:
     if not isinstance(named, dict) or not all(
         isinstance(text, str) for item in named.items() for text in item
     ):
-        raise ModelLoadError(
+        raise ValueError(
             f"tokenizer_config.json says chat_template={shown(listed)}: it must be a text, or a "
             "list of names and texts"
         )

@@ -191,6 +191,8 @@ class Tokenizer:
         text = chosen_template(self.chat_template, chat_template, has_tools=tools is not None)
         if text is None:
             raise ValueError("the tokenizer has no chat template: give one")
+        if not conversation:
+            raise ValueError("the conversation is empty")
         is_continued = bool(variables.pop("continue_final_message", False))
         if is_continued and variables.get("add_generation_prompt"):
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")

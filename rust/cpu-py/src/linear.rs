@@ -20,7 +20,7 @@ use crate::weights::{gather, multiply, multiply_gated};
 /// that have instructions for bfloat16 have their own bits.
 ///
 /// Raises `BufferError` for arrays that do not fit, and `ConfigError` for an empty weight; `out` is then unchanged.
-#[pyclass(frozen, module = "pyengine._kv")]
+#[pyclass(frozen, module = "pyengine._cpu")]
 pub(crate) struct PackedWeight {
     weight: cpu_kernels::PackedWeight,
 }

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from pyengine.kv_cache import BufferError, CpuAttention, QuantizedWeight
+from pyengine.cpu import BufferError, CpuAttention, QuantizedWeight
 
 pytestmark = pytest.mark.levels
 

@@ -22,7 +22,7 @@ use crate::weights::{gather, multiply, multiply_gated};
 ///
 /// Raises `ValueError` for an unknown format, and for data that does not fit the shape or has a scale that is not finite.
 /// The calls raise `BufferError` for arrays that do not fit; `out` is then unchanged.
-#[pyclass(frozen, module = "pyengine._kv")]
+#[pyclass(frozen, module = "pyengine._cpu")]
 pub(crate) struct QuantizedWeight {
     weight: cpu_kernels::QuantizedWeight,
     group_size: Option<usize>,

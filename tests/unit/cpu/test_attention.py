@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from pyengine.kv_cache import BufferError, ConfigError, CpuAttention, CpuCache, CpuStep
+from pyengine.cpu import BufferError, ConfigError, CpuAttention, CpuCache, CpuStep
 
 pytestmark = pytest.mark.levels
 

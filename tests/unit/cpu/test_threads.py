@@ -8,13 +8,15 @@ import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from pyengine import LLM
-from pyengine.executor import cpu_threads as threads
-from pyengine.executor.cpu_threads import ComputeThreads, StepThreads, compute_threads
+from pyengine.cpu import threads
+from pyengine.cpu.threads import ComputeThreads, StepThreads, compute_threads
+from pyengine.executor.model_runner import ForwardPass
 from pyengine.utils.cpus import UsableCpus
 from pyengine.utils.openmp import BRIEF_SPIN, openmp_runtime, torch_threads
 from tests.unit.models.tiny import save_tiny_model
@@ -64,13 +66,13 @@ def test_an_engine_computes_with_its_threads_and_leaves_those_of_others(
         async_scheduling=ahead,
     )
     seen: set[int] = set()
-    forward = torch.nn.functional.embedding
+    forward = ForwardPass.__call__
 
-    def watched(*arguments: object, **named: object) -> torch.Tensor:
+    def watched(*arguments: Any, **named: Any) -> Any:
         seen.add(torch.get_num_threads())
-        return forward(*arguments, **named)  # type: ignore[arg-type]
+        return forward(*arguments, **named)
 
-    monkeypatch.setattr(torch.nn.functional, "embedding", watched)
+    monkeypatch.setattr(ForwardPass, "__call__", watched)
     llm.generate([[3, 9, 27]])
     assert seen == {1}
     assert torch.get_num_threads() == 2
@@ -305,7 +307,7 @@ def test_the_kernel_uses_no_more_threads_than_the_caller_does() -> None:
     """A step that leaves a thread out must not wait for it in attention."""
     code = """
 import os, sys, torch, numpy as np
-from pyengine._kv import CpuAttention
+from pyengine.cpu import CpuAttention
 from pyengine.utils.openmp import openmp_runtime
 
 def tasks():

@@ -3,23 +3,23 @@
 //! Neither NumPy nor the buffer protocol knows bfloat16: its bits come as uint16.
 
 use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use cpu_kernels::{
     Attention, CacheShape, Options, Query, Rows, Sequences, SharedPrefixes, Step, Stored,
 };
+use forks::Own;
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::prelude::*;
 
 use crate::claims::Claim;
-use crate::errors::{BufferError, raise_attention};
+use crate::errors::{BufferError, forked, raise_attention};
 use crate::float_arrays::{any_array, apart, array, bytes, is_of, rows, writable};
-use crate::forks::Own;
-use crate::guarded::Guarded;
 use crate::memory::{shared_slice, unique_slice};
 use crate::numbers::number;
 use crate::rotation::{RotationArguments, Turning};
 
-type Pair<T> = Guarded<(PyBuffer<T>, PyBuffer<T>)>;
+type Pair<T> = Mutex<(PyBuffer<T>, PyBuffer<T>)>;
 
 /// Keys and values, by what they hold.
 enum Tensors {
@@ -36,7 +36,7 @@ enum Tensors {
 ///
 /// Raises `BufferError` for an array of another type, shape or layout, and for an array that shares memory with
 /// another `CpuCache` while that exists, because two threads could write there at once.
-#[pyclass(frozen, module = "pyengine._kv")]
+#[pyclass(frozen, module = "pyengine._cpu")]
 pub(crate) struct CpuCache {
     shape: CacheShape,
     tensors: Tensors,
@@ -72,7 +72,7 @@ fn pair<T: Element>(
             "array {name} shares memory with another CpuCache: use that one, or drop it first"
         ))
     })?;
-    Ok((shape, Guarded::new((keys, values), |_| ()), claim))
+    Ok((shape, Mutex::new((keys, values)), claim))
 }
 
 #[pymethods]
@@ -121,7 +121,7 @@ impl CpuCache {
 ///
 /// Raises `BufferError`, naming the value, for arrays that contradict each other or refer to a block or slot that
 /// the cache does not have.
-#[pyclass(frozen, module = "pyengine._kv")]
+#[pyclass(frozen, module = "pyengine._cpu")]
 pub(crate) struct CpuStep {
     step: Step,
     slots: Vec<i64>,
@@ -192,7 +192,7 @@ impl CpuStep {
 ///
 /// Raises `ConfigError` for no threads, more threads than the system allows, a file that is not such a runtime, and
 /// a level that is unknown or that this machine lacks; `isa` and `is_fast` raise it for the level.
-#[pyclass(frozen, module = "pyengine._kv")]
+#[pyclass(frozen, module = "pyengine._cpu")]
 pub(crate) struct CpuAttention {
     attention: Own<Attention>,
 }
@@ -304,7 +304,10 @@ impl CpuAttention {
 impl CpuAttention {
     /// Its threads; an error in a fork, which does not have them.
     pub(crate) fn attention(&self) -> PyResult<&Attention> {
-        self.attention.origin.check("CpuAttention")?;
+        self.attention
+            .origin
+            .check("CpuAttention")
+            .map_err(forked)?;
         Ok(&self.attention)
     }
 
@@ -369,9 +372,7 @@ impl Call<'_, '_> {
         );
         let rotation = self.rotation.map(Turning::<T>::new).transpose()?;
         let mut out = writable("out", self.out, 3)?;
-        let mut tensors = tensors
-            .try_lock()
-            .ok_or_else(|| BufferError::new_err("another thread attends over this cache"))?;
+        let mut tensors = lock(tensors)?;
         let (keys, values) = &mut *tensors;
         let read = [("query", &query), ("key", &key), ("value", &value)];
         for target in [("keys", &*keys), ("values", values)] {
@@ -390,6 +391,17 @@ impl Call<'_, '_> {
         let out = unique_slice(&mut out);
         py.detach(|| work.run(new, rotation.as_ref(), cache, out))
             .map_err(raise_attention)
+    }
+}
+
+/// The arrays, for this thread alone. A panic under the lock has not changed which arrays they are.
+fn lock<T>(pair: &Mutex<T>) -> PyResult<MutexGuard<'_, T>> {
+    match pair.try_lock() {
+        Ok(pair) => Ok(pair),
+        Err(TryLockError::Poisoned(pair)) => Ok(pair.into_inner()),
+        Err(TryLockError::WouldBlock) => Err(BufferError::new_err(
+            "another thread attends over this cache",
+        )),
     }
 }
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import enumerate as enumerate_threads
 
-import torch
-
 from pyengine.utils.cpus import usable_cpus
 from pyengine.utils.openmp import BRIEF_SPIN, how_threads_wait
 
@@ -59,6 +57,8 @@ def compute_threads(asked: int | None, num_processes: int = 1) -> ComputeThreads
     """
     if asked is not None:
         return ComputeThreads(asked, "asked for")
+    import torch
+
     by_torch = torch.get_num_threads()
     if _VARIABLE in os.environ:
         return ComputeThreads(by_torch, _VARIABLE)
@@ -130,6 +130,8 @@ class StepThreads:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Inside, torch uses `count` threads in calls of this thread."""
+        import torch
+
         adapts, is_judged = self._threads.adapts, self._threads.adapts or not self.has_warned
         is_first = time.perf_counter() - self._last_end > _PAUSE
         if is_judged and (is_first or self._trial_start is None):

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::forks::{Origin, forks};
+use forks::{Origin, forks};
 
 /// The claims that are in force. A fork has its own: it begins without claims, and with a lock that no thread of its
 /// parent holds.
