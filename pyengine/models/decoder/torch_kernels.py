@@ -139,7 +139,8 @@ class TorchAttention:
 class TorchKernels:
     """See `Kernels`. Weights and rows are of `dtype`, on `device`."""
 
-    keeps_formats = False
+    keeps_formats: bool = False
+    """True once a quantised weight was laid out as it is; False: all of them are floats."""
     has_float_products = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -86,7 +86,7 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(
             (
-                *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
+                *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"),
                 *("decoder_start_token_id", "prefix", "tokenizer_class"),
             ),
             _TOKENS,
@@ -94,6 +94,7 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(
             (
                 *("architectures", "transformers_version", "_name_or_path", "name_or_path"),
+                *("_model_name_or_path",),
                 *("_commit_hash", "unsloth_version", "unsloth_fixed", "auto_map"),
                 *("finetuning_task", "task_specific_params", "transformers.js_config"),
             ),
