@@ -17,12 +17,12 @@ from pyengine.attention.backend import AttentionBackend
 from pyengine.attention.choice import Choice, explain_backends, select_backend
 from pyengine.attention.needs import AttentionNeeds, dtype_name, needs_of
 from pyengine.config import EngineSettings, store_key
+from pyengine.cpu.threads import ComputeThreads, compute_threads
 from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits, compute_model_limits
 from pyengine.engine.offloading import KVOffloader
 from pyengine.engine.verification import HitVerifier, KeptRecording
 from pyengine.errors import ConfigurationError
-from pyengine.executor.cpu_threads import ComputeThreads, compute_threads
 from pyengine.executor.cuda_graphs import CudaGraphRecorder
 from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import RunnerLimits
@@ -112,9 +112,7 @@ def _worker_group(settings: EngineSettings, threads: ComputeThreads) -> WorkerGr
     if settings.tensor_parallel_size == 1:
         return None
     return WorkerGroup(
-        resolve_source(
-            settings.model, revision=settings.revision, token=settings.token, keep_quantized=True
-        ),
+        resolve_source(settings.model, revision=settings.revision, token=settings.token),
         device=settings.device,
         dtype=settings.dtype,
         size=settings.tensor_parallel_size,
@@ -390,7 +388,6 @@ def _load(settings: EngineSettings) -> LoadedModel:
         settings.model,
         revision=settings.revision,
         token=settings.token,
-        keep_quantized=settings.keeps_quantized and resolve_device(settings.device).type == "cpu",
         load_format=settings.load_format,
     )
     kernels = kernel_settings(settings, with_mtp_layers=settings.speculation == "mtp")
@@ -556,7 +553,7 @@ def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, obj
         "python": platform.python_version(),
         "torch": torch.__version__,
         "model": loaded.name,
-        "model_path": str(loaded.gguf or loaded.path),
+        "model_path": str(loaded.path),
         "decoder": loaded.model.origin,
         "device": str(loaded.device),
         "dtype": dtype_name(loaded.dtype),

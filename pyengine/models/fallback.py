@@ -21,7 +21,6 @@ from pyengine.models.checkpoint_files import WeightHeaders, check_number_formats
 from pyengine.models.config import (
     default_sampling,
     empty_model,
-    eos_token_ids,
     max_model_len,
     read_config,
 )
@@ -30,7 +29,7 @@ from pyengine.models.kv_scales import is_kv_scale, read_kv_scales
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.placement import choose_dtype, kv_shards
 from pyengine.models.source import ModelSource
-from pyengine.models.tokenizers import load_tokenizer
+from pyengine.models.tokenizer import eos_token_ids, load_tokenizer
 from pyengine.models.transformers_calls import load_errors, quiet_transformers
 
 _log = logging.getLogger(__name__)
@@ -79,14 +78,19 @@ class FallbackModel:
             logits_to_keep=rows,
             paged=paged,
         )
-        if isinstance(paged, PagedContext) and paged.attended != len(self._layers):
+        if isinstance(paged, PagedContext):
+            self.check_attended(paged)
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def check_attended(self, context: PagedContext) -> None:
+        """See `Model.check_attended`: a layer may keep its state elsewhere."""
+        if context.attended != len(self._layers):
             raise ConfigurationError(
-                f"{self.name} attended in {paged.attended} of {len(self._layers)} layers: the "
+                f"{self.name} attended in {context.attended} of {len(self._layers)} layers: the "
                 "others keep a state that paged attention does not hold; this model is not "
                 "supported"
             )
-        logits: torch.Tensor = output.logits[0]
-        return logits
 
 
 def load_fallback(
@@ -111,13 +115,12 @@ def load_fallback(
         config = read_config(folder, headers)
         quantised = getattr(config, "quantization_config", None) is not None
         check_number_formats(headers, folder, quantised=quantised)
-        saved = source.saved_dtype or getattr(config.get_text_config(), "dtype", None)
+        saved = getattr(config.get_text_config(), "dtype", None)
         choice = choose_dtype(dtype, saved, device)
-        transposed = "" if source.is_converted else _refuse_other_sizes(config, headers, folder)
+        transposed = _refuse_other_sizes(config, headers, folder)
         with load_errors(f"the model in {folder} could not be loaded", way_out=transposed):
             module = _load_weights(folder, config, choice.dtype, _placement(device, shards))
-        if not source.is_converted or choice.dtype == torch.float16:
-            refuse_not_finite(module, folder)
+        refuse_not_finite(module, folder)
         loaded = _loaded(source, module, device, choice.dtype, reason)
         loaded = replace(
             loaded,
@@ -159,7 +162,7 @@ def _loaded(
 ) -> LoadedModel:
     """A module with its tokenizer and its limits."""
     folder = source.folder
-    tokenizer = load_tokenizer(folder, is_plain=source.is_converted)
+    tokenizer = load_tokenizer(folder)
     text, layers = module.config.get_text_config(), attending_layers(module)
     return LoadedModel(
         model=FallbackModel(module, layers, reason),
@@ -171,7 +174,7 @@ def _loaded(
             folder,
             tokenizer,
             text.vocab_size,
-            getattr(module.generation_config, "eos_token_id", None),
+            default=getattr(module.generation_config, "eos_token_id", None),
         ),
         max_model_len=max_model_len(text, folder),
         vocab_size=text.vocab_size,

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.kv_cache import QuantizedWeight
+from pyengine.cpu import QuantizedWeight
 
 GROUP = 32
 _LARGEST = 15

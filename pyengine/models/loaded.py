@@ -41,6 +41,9 @@ class Model(Protocol):
         `device`.
         """
 
+    def check_attended(self, context: PagedContext) -> None:
+        """Raise `ConfigurationError` if a layer did not attend in the step of `context`."""
+
 
 class MTPModel(Model, Protocol):
     """A model with layers for multi-token prediction. Tensors are as `Model` has them."""
@@ -88,6 +91,7 @@ class LoadedModel:
     - `quantization`: the formats of the weights that are quantised: all of them unless
       `has_float_linears`. `products` has chosen how those are multiplied.
     - `kv_scales`: those of an 8-bit KV cache.
+    - `path`: the model's folder, or its GGUF file.
     - `load_format`: with "dummy", weights are made up.
     """
 
@@ -110,6 +114,5 @@ class LoadedModel:
     quantization: str = "none"
     has_float_linears: bool = True
     products: ProductChooser | None = None
-    gguf: Path | None = None
     kv_scales: Scales = field(default_factory=lambda: MappingProxyType({}))
     load_format: str = "auto"

@@ -38,8 +38,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from pyengine.cpu.threads import compute_threads
 from pyengine.errors import ConfigurationError, EngineDeadError, WorkerError
-from pyengine.executor.cpu_threads import compute_threads
 from pyengine.executor.cuda_graphs import DecodeGraphs
 from pyengine.executor.model_runner import Forward, ModelRunner, Plan, StepLogits
 from pyengine.executor.mtp import MTPStep
@@ -291,7 +291,7 @@ class WorkerGroup:
         module: str = WORKER,
     ) -> None:
         first = resolve_first_device(device, size)
-        source = resolve_source(model, keep_quantized=True)
+        source = resolve_source(model)
         check_divisible(source, size, first)
         if not dist.is_available():
             raise ConfigurationError(

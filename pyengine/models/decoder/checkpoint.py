@@ -94,7 +94,7 @@ class StoredTensor:
 
     def expert(self, index: int) -> "StoredTensor":
         """The part of one expert of a tensor `[experts, ...]`."""
-        part = replace(self, shape=self.shape[1:])
+        part = replace(self, name=f"{self.name}[{index}]", shape=self.shape[1:])
         return replace(part, start=self.start + index * part.num_bytes)
 
     @property
@@ -215,8 +215,8 @@ class Tensors:
         if unread:
             more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
             raise ModelLoadError(
-                f"the weights in {self._where} have {unread[0]}{more}, and a model of this "
-                f"{self._asks} does not: the two are not of the same model"
+                f"the weights in {self._where} have {unread[0]}{more}, which {self._asks} does "
+                "not ask for: the two are not of the same model"
             )
 
 

@@ -7,12 +7,12 @@ needs sums and activations in Rust first: NumPy has no such numbers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.kv_cache import CpuAttention, PackedWeight, QuantizedWeight
+from pyengine.cpu import CpuAttention, PackedWeight, QuantizedWeight
 from pyengine.models.decoder.cpu_products import (
     CpuExperts,
     CpuGate,
@@ -88,6 +88,8 @@ class CpuKernels:
     have 8, since their rounding shows in every log-probability, and routers stay floats.
     """
 
+    keeps_formats: ClassVar[bool] = True
+    """True if there are products of quantised weights; False: they are read as floats."""
     threads: CpuAttention
     quantization: Literal["none", "int4", "int8"] = "none"
     has_float_products: bool = False

@@ -90,6 +90,9 @@ class DecoderModel:
         is_over_tensors = self._is_over_arrays and not isinstance(plan, CpuPlan)
         return _ArrayPlan(plan) if is_over_tensors else plan
 
+    def check_attended(self, context: PagedContext) -> None:
+        """See `Model.check_attended`: our layers do."""
+
 
 class _ArrayPlan:
     """A plan of a backend over tensors, for a decoder over arrays."""

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pyengine.cpu import PackedWeight, QuantizedWeight
 from pyengine.errors import ModelLoadError
-from pyengine.kv_cache import PackedWeight, QuantizedWeight
 from pyengine.models.decoder.checkpoint import Array, Checkpoint, StoredTensor
 from pyengine.models.integer_linear import q8_0_of_rows
 from pyengine.models.packed_bytes import Float8Layout, Int8Layout
@@ -56,7 +56,7 @@ class PackedStored(StoredTensor):
             if groups.order is not None:
                 numbers = numbers[:, np.argsort(groups.order)]
         else:
-            codes, scales = self._bytes_and_scales()
+            codes, scales = self.codes_and_scales()
             kind = torch.float8_e4m3fn if isinstance(layout, Float8Layout) else torch.int8
             inputs = codes.shape[1]
             scales = scales.repeat(self._block(inputs), axis=1)[:, :inputs]
@@ -71,7 +71,7 @@ class PackedStored(StoredTensor):
         layout = parts[0].layout
         if isinstance(layout, GroupLayout):
             return _grouped(layout, parts)
-        pairs = [part._bytes_and_scales() for part in parts]
+        pairs = [part.codes_and_scales() for part in parts]
         codes, scales = (np.concatenate(each) for each in zip(*pairs, strict=True))
         if isinstance(layout, Int8Layout):
             numbers = torch.from_numpy(codes).view(torch.int8)
@@ -83,7 +83,17 @@ class PackedStored(StoredTensor):
         layout = self.layout
         return layout.block[1] if isinstance(layout, Float8Layout) and layout.block else inputs
 
-    def _bytes_and_scales(self) -> tuple[Array, Array]:
+    @property
+    def float8_block(self) -> tuple[int, int | None] | None:
+        """The outputs and inputs that share a scale of 8-bit floats; inputs None: all of them.
+
+        None: these are no 8-bit floats.
+        """
+        if not isinstance(self.layout, Float8Layout):
+            return None
+        return (1, None) if self.layout.block is None else self.layout.block
+
+    def codes_and_scales(self) -> tuple[Array, Array]:
         """Codes `[outputs, inputs]` as bytes, and scales `[outputs, blocks]`."""
         assert isinstance(self.layout, Float8Layout | Int8Layout)
         codes = np.array(dict(self.own)["weight"].read()).view(np.uint8)

@@ -7,7 +7,7 @@ Sizes are those of a rank's part of a divided model. A layer says which axis of 
 one that is not is whole on every rank.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,11 +77,16 @@ class Weight:
         """For messages."""
         return ", ".join(part.name for part in self.parts)
 
-    def pieces(self) -> Iterator[tuple[slice, Array, str]]:
-        """Each part: its rows, its numbers, and their format in the file. Read one at a time."""
+    def pieces(
+        self, read: Callable[[StoredTensor], Any] | None = None
+    ) -> Iterator[tuple[slice, Any, str]]:
+        """Each part: its rows, its numbers, and their format in the file. Read one at a time.
+
+        Numbers are arrays, or what `read` returns for a part.
+        """
         start = 0
         for part in self.parts:
-            numbers = part.read()
+            numbers = part.read() if read is None else read(part)
             halves = (numbers[0::2], numbers[1::2]) if self.is_interleaved else (numbers,)
             for half in halves:
                 yield slice(start, start + len(half)), half, part.dtype
