@@ -175,6 +175,8 @@ def _gemma4_rotaries(
     for window, [head_dim] in sizes.items():
         key = "full_attention" if window is None else "sliding_attention"
         own = section.section(key)
+        if own is not None:
+            own.only("truncate", True, why="transformers does not read it for each kind of layer")
         rotaries[window] = rotary_of(settings, own, head_dim, RotaryKind(share=1.0))
     return rotaries
 
