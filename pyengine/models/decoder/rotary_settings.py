@@ -137,6 +137,9 @@ def two_rotaries(
     for each in (full, sliding):
         if each is not None:
             each.only("truncate", True, why=why)
+            is_scaled = rope_type(each, kind) != "default"
+            if is_scaled and kind.share is not None and not each.has("partial_rotary_factor"):
+                each.refuse("rope_type", "partial_rotary_factor is needed with it")
     return (
         rotary_of(settings, full, head_dim, kind),
         rotary_of(settings, sliding, head_dim, kind, theta=sliding_theta),

@@ -166,7 +166,7 @@ class Settings:
         self._read.add(key)
 
     def pass_over_neutral(self, reasons: Mapping[str, tuple[object, str]]) -> None:
-        """Accept these keys if nothing read them and they have this value, for the reasons given."""
+        """Accept these keys if nothing read them and they have this value; reasons follow it."""
         for key, (value, _) in reasons.items():
             found = self._values.get(key)
             if key not in self._read and type(found) is type(value) and found == value:

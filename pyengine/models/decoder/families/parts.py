@@ -121,6 +121,9 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
         "chunk_size_feed_forward": "causal models do not chunk their feed-forward layers",
         "is_decoder": "the families here are decoders",
         "pretraining_tp": "the order of sums in training",
+        **dict.fromkeys(
+            ("max_sequence_length", "model_max_length"), "max_position_embeddings counts"
+        ),
     }
 )
 """Keys that change no answer, whatever the family."""
@@ -151,6 +154,7 @@ NEUTRAL: Mapping[str, tuple[object, str]] = MappingProxyType(
             (
                 *("num_experts", "num_local_experts", "n_routed_experts", "num_kv_shared_layers"),
                 *("num_nextn_predict_layers", "num_mtp_layers", "n_shared_experts"),
+                "shared_expert_intermediate_size",
             ),
             (0, "there are none"),
         ),

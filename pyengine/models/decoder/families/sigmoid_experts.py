@@ -170,6 +170,8 @@ def _minimax_m2(settings: Settings) -> DecoderSpec:
     if settings.has("rotary_dim"):
         # A little more: the product with the size of a head is cut to a whole number.
         share = (settings.integer("rotary_dim") + 0.5) / shape["head_dim"]
+    types = [1] * layer_count(settings)
+    settings.only("attn_type_list", types, why="all layers attend to all positions")
     for key, value in _MINIMAX_ONLY.items():
         settings.only(key, value, why="the family is built otherwise")
     attention = Attention(
@@ -251,7 +253,11 @@ FAMILIES = (
             "num_local_experts": 256,
         },
         names(ATTENTION, PRE_NORM, MIXTRAL_EXPERTS),
-        aliases=FEW_EXPERTS,
+        dict.fromkeys(
+            ("mtp_transformer_layers", "num_mtp_modules", "use_mtp"),
+            "layers for speculation, which files do not have",
+        ),
+        FEW_EXPERTS,
     ),
     Family(
         "mimo_v2_flash",
@@ -287,7 +293,9 @@ FAMILIES = (
             QWEN_EXPERTS,
             sinks=(*vector("self_attn.attention_sink_bias"), *vector("self_attn.sinks")),
         ),
-        dict.fromkeys(("attention_chunk_size", "hybrid_block_size"), "not read by any program"),
+        dict.fromkeys(
+            ("attention_chunk_size", "hybrid_block_size"), "transformers does not read it"
+        ),
         {"num_local_experts": "n_routed_experts"},
     ),
 )
