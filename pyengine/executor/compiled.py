@@ -55,7 +55,9 @@ class CompiledForward:
         )
         try:
             for num_tokens in (TYPICAL_TOKENS, 1):
-                self._warm_up(num_tokens, num_layers, model.device)
+                context = PagedContext(_NoStep(), [None] * num_layers)
+                self._warm_up(num_tokens, context, model.device)
+                model.check_attended(context)
         except ConfigurationError:
             raise
         except Exception as error:  # the compiler's errors have many types
@@ -76,7 +78,7 @@ class CompiledForward:
         return logits.expand(wanted, -1) if len(ids) == 1 else logits[:wanted]
 
     @torch.inference_mode()
-    def _warm_up(self, num_tokens: int, num_layers: int, device: torch.device) -> None:
+    def _warm_up(self, num_tokens: int, context: PagedContext, device: torch.device) -> None:
         """Compile for at least `num_tokens` tokens, without a step."""
         ids, positions = (
             torch.zeros(num_tokens, dtype=torch.int64, device=device) for _ in range(2)
@@ -88,7 +90,7 @@ class CompiledForward:
                 # kernels for CUDA index in 32 bits, up to a size that depends on the model. Beyond
                 # that size torch compiles another graph.
                 torch._dynamo.mark_dynamic(tensor, 0)
-        with running(self._number, PagedContext(_NoStep(), [None] * num_layers)):
+        with running(self._number, context):
             self._compiled(ids, positions, rows)
 
 

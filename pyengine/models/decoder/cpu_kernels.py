@@ -7,12 +7,12 @@ needs sums and activations in Rust first: NumPy has no such numbers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.kv_cache import CpuAttention, PackedWeight, QuantizedWeight
+from pyengine.cpu import CpuAttention, PackedWeight, QuantizedWeight
 from pyengine.models.decoder.cpu_products import (
     CpuExperts,
     CpuGate,
@@ -88,6 +88,8 @@ class CpuKernels:
     have 8, since their rounding shows in every log-probability, and routers stay floats.
     """
 
+    keeps_formats: ClassVar[bool] = True
+    """True if there are products of quantised weights; False: they are read as floats."""
     threads: CpuAttention
     quantization: Literal["none", "int4", "int8"] = "none"
     has_float_products: bool = False
@@ -102,7 +104,7 @@ class CpuKernels:
             return CpuProduct(self.threads, self._laid_out(weight, self.quantization), vector)
         biases: list[Floats | None] = [None] * len(weight.parts)
         if vector is not None:
-            ends = np.cumsum([part.shape[0] for part in weight.parts])[:-1]
+            ends = np.cumsum([part.read_shape[0] for part in weight.parts])[:-1]
             biases = [np.ascontiguousarray(part) for part in np.split(vector, ends)]
         pairs = zip(weight.split(), biases, strict=True)
         return CpuJoinedProduct(

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pyengine.cpu import CpuAttention, PackedWeight, QuantizedWeight
 from pyengine.errors import ConfigurationError, ModelLoadError
-from pyengine.kv_cache import CpuAttention, PackedWeight, QuantizedWeight
 from pyengine.models.decoder.checkpoint import Array
 from pyengine.models.decoder.kernels import Product
 from pyengine.models.decoder.rotary import Floats
@@ -108,7 +108,10 @@ def laid_out(weight: Weight, quantization: str) -> PackedWeight | QuantizedWeigh
         packed: PackedWeight | QuantizedWeight = weight.laid_out()
         return packed
     except ValueError as error:  # a scale that is not finite
-        raise ModelLoadError(f"the weights {weight.name} are damaged: {error}") from error
+        raise ModelLoadError(
+            f"the weights {weight.name} in {weight.parts[0].path} are damaged: {error}; get them "
+            "again"
+        ) from error
 
 
 def _rounded(weight: Weight, quantization: str) -> QuantizedWeight:

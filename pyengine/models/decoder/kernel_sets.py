@@ -26,6 +26,11 @@ class KernelSettings:
     with_mtp_layers: bool = False
 
     @property
+    def keeps_formats(self) -> bool:
+        """True if products are of the formats of a GGUF file, where there are kernels for them."""
+        return self.quantization is None and self.linear_backend == "auto"
+
+    @property
     def quantises(self) -> bool:
         """True if weights of floats are to be rounded."""
         return self.quantization not in (None, "none")
@@ -36,27 +41,52 @@ def kernel_set(
 ) -> "CpuKernels | TorchKernels":
     """The kernels for a model of `dtype` on `device`.
 
-    On CPUs they are ours, over arrays; for compiled models and for float16 they are torch's.
+    On CPUs they are ours, over arrays; for compiled models and for other dtypes they are torch's.
     Raises `ConfigurationError` for a setting that the device cannot honour.
     """
     import torch
 
-    quantization = settings.quantization if settings.quantises else None
+    quantization = str(settings.quantization) if settings.quantises else "none"
+    if device.type == "cuda":
+        from pyengine.models.decoder.cuda_kernels import CudaKernels, check_float8
+
+        if quantization == "none":
+            return CudaKernels(device, dtype)
+        if quantization != "fp8":
+            raise ConfigurationError(
+                f"quantization={quantization!r} runs on cpu, the device is {device}: take 'fp8' "
+                "there, or leave quantization out"
+            )
+        check_float8(device)
+        return CudaKernels(device, dtype, "fp8")
     if device.type == "cpu" and dtype == torch.float32 and not settings.is_compiled:
         from pyengine.models.cpu_kernels import kernel_threads
         from pyengine.models.decoder.cpu_kernels import CpuKernels
 
-        if quantization not in (None, "int4", "int8"):
+        if quantization not in ("none", "int4", "int8"):
             raise ConfigurationError(
                 f"quantization={quantization!r} needs a CUDA device, the device is cpu: "
                 "take 'int8' or 'int4', or leave quantization out"
             )
-        rounded_to = cast("Literal['none', 'int4', 'int8']", quantization or "none")
+        rounded_to = cast("Literal['none', 'int4', 'int8']", quantization)
         return CpuKernels(kernel_threads(torch.get_num_threads()), rounded_to)
     from pyengine.models.decoder.torch_kernels import TorchKernels
 
-    if quantization is not None:
+    if quantization != "none":
         raise ConfigurationError(
             f"quantization={quantization!r} is not for {dtype} on {device}: leave quantization out"
         )
     return TorchKernels(device, dtype)
+
+
+def check_rounded(made: "CpuKernels | TorchKernels", settings: KernelSettings, name: str) -> None:
+    """Raise `ConfigurationError` if "fp8" was asked for, and no matrix of model `name` has it."""
+    if settings.quantization != "fp8":
+        return
+    from pyengine.models.decoder.cuda_kernels import CudaKernels
+
+    if isinstance(made, CudaKernels) and not made.rounded:
+        raise ConfigurationError(
+            f"quantization='fp8': {name} has no linear layer whose inputs and outputs are "
+            "multiples of 16; leave quantization out"
+        )

@@ -13,7 +13,7 @@ import torch
 from pyengine.attention.backend import AttentionBackend
 from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
-from pyengine.kv_cache import CpuAttention
+from pyengine.cpu import CpuAttention
 from pyengine.models.cpu_kernels import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.families import TABLE

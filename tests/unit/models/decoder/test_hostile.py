@@ -18,9 +18,10 @@ import torch
 from safetensors.torch import save_file
 
 from pyengine.errors import ModelLoadError
-from pyengine.models.config import default_sampling, eos_token_ids
+from pyengine.models.config import default_sampling
 from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.loading import family_of, open_model, spec_of
+from pyengine.models.tokenizer.ends import eos_token_ids
 from tests.unit.models.decoder.test_families import Saved
 from tests.unit.models.decoder.test_keys import changed
 from tests.unit.models.decoder.tiny_models import MODELS, Tiny, configuration_in
@@ -307,4 +308,4 @@ def test_each_key_of_a_generation_configuration_may_have_any_value(tmp_path: Pat
                 except ModelLoadError as error:
                     said = str(error)
                     assert "generation_config.json" in said and len(said) < 2000
-                assert eos_token_ids(tmp_path, None, 101, value) <= set(range(101))
+                assert eos_token_ids(tmp_path, None, 101, default=value) <= set(range(101))
