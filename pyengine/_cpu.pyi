@@ -20,6 +20,11 @@ __all__ = [
     "PackedWeight",
     "QuantizedWeight",
     "__version__",
+    "add_norm",
+    "add_rows",
+    "gate_rows",
+    "map_rows",
+    "norm_rows",
 ]
 
 __version__: str
@@ -77,6 +82,31 @@ class CpuAttention:
         rotation: _Rotation | None = None,
     ) -> None: ...
     def rms_norm(self, rows: _Floats, weight: _Floats, out: _Floats, epsilon: float) -> None: ...
+
+_NormOfRows: TypeAlias = tuple[_AnyArray | None, _AnyArray | None, float, float, bool]
+
+def add_norm(
+    threads: CpuAttention,
+    stream: _AnyArray,
+    change: _AnyArray,
+    scale: float,
+    norm: _NormOfRows,
+    out: _AnyArray,
+) -> None: ...
+def norm_rows(
+    threads: CpuAttention, rows: _AnyArray, norm: _NormOfRows, out: _AnyArray
+) -> None: ...
+def add_rows(threads: CpuAttention, sums: _AnyArray, addends: _AnyArray, scale: float) -> None: ...
+def map_rows(
+    threads: CpuAttention, rows: _AnyArray, out: _AnyArray, function: str, number: float = 1.0
+) -> None: ...
+def gate_rows(
+    threads: CpuAttention,
+    rows: _AnyArray,
+    out: _AnyArray,
+    activation: str = "silu",
+    clamped: tuple[float, float] | None = None,
+) -> None: ...
 
 @final
 class PackedWeight:

@@ -53,7 +53,7 @@ class DecoderLayer:
         if self._is_parallel:
             if self._before_feed_forward is not None:
                 rows = kernels.norm(stream, self._before_feed_forward)
-            return stream, rank.sum(change + self._feed_forward(rows))
+            return stream, rank.sum(kernels.added(change, self._feed_forward(rows)))
         change = rank.sum(change)
         if self._after_mixer is not None:
             change = kernels.norm(change, self._after_mixer)
@@ -67,7 +67,7 @@ class DecoderLayer:
         if self._scalar is None:
             return stream, change
         stream, rows = kernels.add_norm(stream, change, scale, None)
-        return rows * self._scalar, _NOTHING
+        return kernels.multiplied(rows, self._scalar), _NOTHING
 
 
 class DividedTable:
@@ -152,7 +152,7 @@ class Decoder:
         """The logits `[S, vocab]` of hidden states `[S, hidden]`, by the model's head."""
         spec, logits = self.spec, (head or self._head).multiply(rows)
         if spec.logit_scale != 1.0:
-            logits = logits * spec.logit_scale
+            logits = self.kernels.multiplied(logits, spec.logit_scale)
         if spec.logit_softcap is None:
             return logits
         return self.kernels.capped(logits, spec.logit_softcap)
@@ -162,7 +162,9 @@ class Decoder:
         rows = (table or self._embedding).gather(ids)
         if self.spec.embedding_scale != 1.0:
             rows = self.kernels.scaled(rows, self.spec.embedding_scale)
-        return rows if self._positions is None else rows + self._positions.gather(positions)
+        if self._positions is None:
+            return rows
+        return self.kernels.added(rows, self._positions.gather(positions))
 
 
 class TokenInputs:
@@ -183,7 +185,7 @@ class TokenInputs:
         looked_up = kernels.scaled(self._table.gather(ids), self._size**0.5)
         product = kernels.scaled(self._product(embedded), self._hidden**-0.5)
         normed = kernels.norm(product.reshape(shape), self._norm)
-        return kernels.scaled(normed + looked_up.reshape(shape), 0.5**0.5)
+        return kernels.scaled(kernels.added(normed, looked_up.reshape(shape)), 0.5**0.5)
 
 
 def _layers(spec: DecoderSpec, weights: Weights) -> list[DecoderLayer]:

@@ -73,7 +73,7 @@ class Attention:
         if self._value_norm is not None:
             value = kernels.norm(value, self._value_norm)
         if attention.value_scale != 1.0:
-            value = value * attention.value_scale
+            value = kernels.multiplied(value, attention.value_scale)
         if attention.is_shared:
             step.kept[self._layer] = key, value
         return self._out(self._attention.attend((query, key, value), step))
@@ -222,8 +222,8 @@ class Experts:
             return result
         shared = self._shared(rows)
         if self._shared_gate is not None:
-            shared = shared * kernels.sigmoid(self._shared_gate(rows))
-        return result + shared
+            shared = kernels.multiplied(shared, kernels.sigmoid(self._shared_gate(rows)))
+        return kernels.added(result, shared)
 
 
 class TokenInput:
@@ -240,7 +240,8 @@ class TokenInput:
 
     def __call__(self, rows: Rows, step: Step) -> Rows:
         """What the layer adds to `rows`."""
-        change = self._out(self._gate(rows) * step.token_input[:, self._layer])
+        gated = self._kernels.multiplied(self._gate(rows), step.token_input[:, self._layer])
+        change = self._out(gated)
         return change if self._norm is None else self._kernels.norm(change, self._norm)
 
 

@@ -229,6 +229,14 @@ class TorchKernels:
             stream = torch.add(stream, change, alpha=scale)
         return stream, stream if norm is None else self.norm(stream, norm)
 
+    def added(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """See `Kernels.added`."""
+        return first + second
+
+    def multiplied(self, rows: torch.Tensor, factors: torch.Tensor | float) -> torch.Tensor:
+        """See `Kernels.multiplied`."""
+        return rows * factors
+
     def scaled(self, rows: torch.Tensor, factor: float) -> torch.Tensor:
         """See `Kernels.scaled`."""
         return rows * _rounded(factor, rows.dtype)

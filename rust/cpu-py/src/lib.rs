@@ -10,6 +10,7 @@ mod memory;
 mod numbers;
 mod quantized;
 mod rotation;
+mod rows;
 mod weights;
 
 use pyo3::prelude::*;
@@ -24,5 +25,6 @@ fn _cpu(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<attention::CpuCache>()?;
     module.add_class::<attention::CpuStep>()?;
     module.add_class::<linear::PackedWeight>()?;
-    module.add_class::<quantized::QuantizedWeight>()
+    module.add_class::<quantized::QuantizedWeight>()?;
+    rows::add_to(module)
 }

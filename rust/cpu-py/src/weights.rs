@@ -144,7 +144,7 @@ pub(crate) fn multiply_gated<W: Weight>(
     }
 }
 
-fn activation_of(name: &str) -> PyResult<Activation> {
+pub(crate) fn activation_of(name: &str) -> PyResult<Activation> {
     let mut all = Activation::ALL.into_iter();
     all.find(|activation| activation.name() == name)
         .ok_or_else(|| {

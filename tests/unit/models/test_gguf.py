@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from pyengine import LLM, SamplingParams
+from pyengine.cpu import CpuAttention
 from pyengine.engine.chat_template import ChatOptions, render_chat
 from pyengine.errors import ConfigurationError, InvalidRequestError, ModelLoadError
-from pyengine.kv_cache import CpuAttention
 from pyengine.models import placement
 from pyengine.models.decoder.kernel_sets import KernelSettings
 from pyengine.models.gguf_header import read_header

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pyengine.cpu import CpuAttention
 from pyengine.errors import ConfigurationError, ModelLoadError
-from pyengine.kv_cache import CpuAttention
 from pyengine.models.decoder.loading import open_model, spec_of
 from pyengine.models.decoder.ranks import Rank, divided
 from pyengine.models.decoder.torch_kernels import TorchKernels

@@ -14,8 +14,8 @@ from transformers.modeling_layers import MtpModel
 
 from pyengine.attention.backend import StepInputs
 from pyengine.attention.gather import GatherBackend
+from pyengine.cpu import CpuAttention
 from pyengine.errors import ConfigurationError, ModelLoadError
-from pyengine.kv_cache import CpuAttention
 from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.decoder.loading import open_model
