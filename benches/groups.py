@@ -10,6 +10,7 @@ second is a real run of small random models of both families, with and without g
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -78,7 +79,7 @@ class Held:
     decode: int
 
 
-def walk(groups: LayerGroups, specs: list[KVCacheSpec], context: int) -> Held:
+def walk(groups: LayerGroups, specs: Sequence[KVCacheSpec], context: int) -> Held:
     """Take one sequence of `context` tokens through the block manager, and weigh its blocks."""
     num_blocks = len(groups.windows) * (context + DECODES) // BLOCK_SIZE + 64
     manager = BlockManager(num_blocks, BLOCK_SIZE, groups=groups.windows, prefix_caching=False)

@@ -17,12 +17,12 @@ from pyengine.attention.backend import AttentionBackend
 from pyengine.attention.choice import Choice, explain_backends, select_backend
 from pyengine.attention.needs import AttentionNeeds, dtype_name, needs_of
 from pyengine.config import EngineSettings, store_key
+from pyengine.cpu.threads import ComputeThreads, compute_threads
 from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits, compute_model_limits
 from pyengine.engine.offloading import KVOffloader
 from pyengine.engine.verification import HitVerifier, KeptRecording
 from pyengine.errors import ConfigurationError
-from pyengine.executor.cpu_threads import ComputeThreads, compute_threads
 from pyengine.executor.cuda_graphs import CudaGraphRecorder
 from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import RunnerLimits
@@ -230,7 +230,7 @@ def _connect(
     description = {
         **_about_model(loaded, settings),
         **threads.describe(),
-        **_about_linears(settings, loaded),
+        **_about_linears(loaded),
         **_about_attention(choice, needs, runner),
         "kv_cache_scales": _about_scales(plan),
         **_about_cache(plan, model_limits, settings),
@@ -388,7 +388,6 @@ def _load(settings: EngineSettings) -> LoadedModel:
         settings.model,
         revision=settings.revision,
         token=settings.token,
-        keep_quantized=settings.keeps_quantized and resolve_device(settings.device).type == "cpu",
         load_format=settings.load_format,
     )
     kernels = kernel_settings(settings, with_mtp_layers=settings.speculation == "mtp")
@@ -460,7 +459,7 @@ def _recorder(
 
 def _wants_graphs(settings: EngineSettings, loaded: LoadedModel) -> bool:
     on_cuda = loaded.device.type == "cuda"
-    return on_cuda and loaded.mtp_layers is None and not settings.enforce_eager
+    return on_cuda and not loaded.num_mtp_layers and not settings.enforce_eager
 
 
 def _runner(
@@ -554,7 +553,7 @@ def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, obj
         "python": platform.python_version(),
         "torch": torch.__version__,
         "model": loaded.name,
-        "model_path": str(loaded.gguf or loaded.path),
+        "model_path": str(loaded.path),
         "decoder": loaded.model.origin,
         "device": str(loaded.device),
         "dtype": dtype_name(loaded.dtype),
@@ -585,11 +584,9 @@ def _products_in_use(loaded: LoadedModel) -> Sequence[str]:
     return ["torch"] if loaded.products is None else loaded.products.in_use
 
 
-def _about_linears(settings: EngineSettings, loaded: LoadedModel) -> dict[str, object]:
+def _about_linears(loaded: LoadedModel) -> dict[str, object]:
     if not loaded.has_float_linears:
         return {"linear_backend": loaded.quantization, "linear_reason": "quantization"}
-    if settings.tensor_parallel_size != 1:
-        return {"linear_backend": "torch", "linear_reason": "the model is divided over processes"}
     if loaded.products is None:
         return {"linear_backend": "torch", "linear_reason": f"by {loaded.model.origin}"}
     return loaded.products.describe()

@@ -140,7 +140,7 @@ class ModelRunner:
         self._other_buffers = InputBuffers(
             limits, size, device, backend, apart=apart, beside=self.buffers
         )
-        self._mtp = MTPLayers(loaded, pool) if loaded.mtp_layers is not None else None
+        self._mtp = MTPLayers(loaded, pool) if loaded.num_mtp_layers else None
         self._draft_buffers = InputBuffers(limits, size, device) if self._mtp else None
         self._record = record
         self._most_decodes = min(limits.max_num_seqs, limits.max_num_batched_tokens)
@@ -228,10 +228,11 @@ class ModelRunner:
                     rows = upload(extra, inputs.logits_indices.device)
                     rows = torch.cat([inputs.logits_indices, rows])
                     inputs = replace(inputs, logits_indices=rows)
-                run = self.piecewise.run if in_pieces else self._forward
-                logits = run(inputs, self._backend.plan(inputs))
-            if self._mtp is not None:
-                self._mtp.extend(inputs, mtp)
+                plan = self._backend.plan(inputs)
+                if self._mtp is not None:
+                    logits = self._mtp.forward(inputs, plan, mtp)
+                else:
+                    logits = (self.piecewise.run if in_pieces else self._forward)(inputs, plan)
             first_extra = num_samples if extra is not None else len(logits)  # else padding
             return StepLogits(logits[:num_samples], logits[first_extra:])
 

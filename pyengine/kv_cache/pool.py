@@ -15,13 +15,11 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
 from threading import Thread
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyengine._kv import CpuCache
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.block_memory import BlockMemory, DeviceBlocks, HostBlocks
 from pyengine.kv_cache.layer_groups import LayerGroups
@@ -273,16 +271,6 @@ class KVPool:
     def null_slot(self) -> int:
         """First slot of the null block, for rows without a slot."""
         return self.num_blocks * self.block_size
-
-    @cached_property
-    def cpu_caches(self) -> list[CpuCache]:
-        """The tensors of each layer for the CPU kernel; layers of one tensor share a cache."""
-        count = len(self._tensor_specs)
-        caches = [
-            CpuCache(cpu_array(keys), cpu_array(values))
-            for keys, values in zip(self._tensors[:count], self._tensors[count:], strict=True)
-        ]
-        return [caches[place.index] for place in self.groups.places]
 
     def block_memory(self) -> BlockMemory:
         """The memory of each block, for a store to read and write."""

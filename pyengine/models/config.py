@@ -176,24 +176,6 @@ def max_model_len(text: Any, folder: Path) -> int:
     return positions
 
 
-def eos_token_ids(
-    folder: Path, tokenizer: Any, vocab_size: int, of_config: object
-) -> frozenset[int]:
-    """Token ids that end a generation, by the generation configuration and the tokenizer.
-
-    generation_config.json in `folder` comes first, else config.json counts, whose entry is
-    `of_config`. Numbers outside the vocabulary (for instance negative ones, which some files use
-    for "none") are left out.
-    """
-    declared = read_json(folder / "generation_config.json").get("eos_token_id")
-    if declared is None:
-        declared = of_config
-    found = [*(declared if isinstance(declared, list) else [declared])]
-    found.append(getattr(tokenizer, "eos_token_id", None))
-    known = range(vocab_size)
-    return frozenset(token for token in found if type(token) is int and token in known)
-
-
 def default_sampling(folder: Path) -> Mapping[str, object]:
     """Fields of `SamplingParams` that the folder's generation_config.json sets, with their values.
 
@@ -212,10 +194,18 @@ def default_sampling(folder: Path) -> Mapping[str, object]:
     if settings.get("do_sample") is False:
         found = {name: value for name, value in found.items() if name not in _SAMPLING}
         found["temperature"] = 0.0
+    return checked_sampling(found, f"{path}")
+
+
+def checked_sampling(found: Mapping[str, Any], where: str) -> Mapping[str, object]:
+    """These fields of `SamplingParams`; `ModelLoadError` for values that no request could have.
+
+    `where` they are from, for messages.
+    """
     try:
         SamplingParams(**found)
     except (InvalidRequestError, TypeError) as error:
         raise ModelLoadError(
-            f"{path} sets what no request could ask for: {error}; correct the file or delete it"
+            f"{where} sets what no request could ask for: {error}; correct the file or delete it"
         ) from error
-    return MappingProxyType(found)
+    return MappingProxyType(dict(found))

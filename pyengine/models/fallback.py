@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -21,7 +21,6 @@ from pyengine.models.checkpoint_files import WeightHeaders, check_number_formats
 from pyengine.models.config import (
     default_sampling,
     empty_model,
-    eos_token_ids,
     max_model_len,
     read_config,
 )
@@ -30,7 +29,7 @@ from pyengine.models.kv_scales import is_kv_scale, read_kv_scales
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.placement import choose_dtype, kv_shards
 from pyengine.models.source import ModelSource
-from pyengine.models.tokenizers import load_tokenizer
+from pyengine.models.tokenizer import eos_token_ids, load_tokenizer
 from pyengine.models.transformers_calls import load_errors, quiet_transformers
 
 _log = logging.getLogger(__name__)
@@ -101,7 +100,6 @@ def load_fallback(
     *,
     reason: str,
     shards: int = 1,
-    with_mtp_layers: bool = False,
 ) -> LoadedModel:
     """The model of a folder as a module of transformers; `reason` says why it is not ours.
 
@@ -117,13 +115,12 @@ def load_fallback(
         config = read_config(folder, headers)
         quantised = getattr(config, "quantization_config", None) is not None
         check_number_formats(headers, folder, quantised=quantised)
-        saved = source.saved_dtype or getattr(config.get_text_config(), "dtype", None)
+        saved = getattr(config.get_text_config(), "dtype", None)
         choice = choose_dtype(dtype, saved, device)
-        transposed = "" if source.is_converted else _refuse_other_sizes(config, headers, folder)
+        transposed = _refuse_other_sizes(config, headers, folder)
         with load_errors(f"the model in {folder} could not be loaded", way_out=transposed):
             module = _load_weights(folder, config, choice.dtype, _placement(device, shards))
-        if not source.is_converted or choice.dtype == torch.float16:
-            refuse_not_finite(module, folder)
+        refuse_not_finite(module, folder)
         loaded = _loaded(source, module, device, choice.dtype, reason)
         loaded = replace(
             loaded,
@@ -131,7 +128,7 @@ def load_fallback(
             kv_shards=kv_shards(config, shards),
             kv_scales=read_kv_scales(folder, headers),
         )
-        return _with_mtp_layers(loaded) if with_mtp_layers else loaded
+        return loaded
 
 
 def check_fallback(folder: Path) -> None:
@@ -165,7 +162,7 @@ def _loaded(
 ) -> LoadedModel:
     """A module with its tokenizer and its limits."""
     folder = source.folder
-    tokenizer = load_tokenizer(folder, is_plain=source.is_converted)
+    tokenizer = load_tokenizer(folder)
     text, layers = module.config.get_text_config(), attending_layers(module)
     return LoadedModel(
         model=FallbackModel(module, layers, reason),
@@ -177,7 +174,7 @@ def _loaded(
             folder,
             tokenizer,
             text.vocab_size,
-            getattr(module.generation_config, "eos_token_id", None),
+            default=getattr(module.generation_config, "eos_token_id", None),
         ),
         max_model_len=max_model_len(text, folder),
         vocab_size=text.vocab_size,
@@ -376,48 +373,3 @@ def refuse_unpageable(model: Any, folder: Path) -> None:
             f"{name} attends to later tokens too: it is made to embed or classify text, not to "
             "generate it, and is not supported"
         )
-
-
-def _with_mtp_layers(loaded: LoadedModel) -> LoadedModel:
-    """The same model with its MTP layers.
-
-    Raises `ConfigurationError` for a model that has none, and `ModelLoadError` for layers that are
-    damaged or of an unsupported kind.
-    """
-    module = cast(FallbackModel, loaded.model).module
-    text = module.config.get_text_config()
-    first, count = text.num_hidden_layers, getattr(text, "num_mtp_layers", None) or 0
-    names = {} if loaded.gguf else check_weights(loaded.path).tensors
-    layers = [f".layers.{layer}." for layer in range(first, first + count)]
-    if not any(layer in name for layer in layers for name in names):
-        raise ConfigurationError(
-            f"speculation='mtp': {loaded.name} has no MTP layers, which predict further tokens: "
-            f"neither its configuration nor its files go beyond its {first} layers; use 'ngram', "
-            "'suffix', or none"
-        )
-    with quiet_transformers(), load_errors(f"the MTP layers in {loaded.path} could not be loaded"):
-        mtp_layers = _load_mtp_layers(module, first, count)
-    refuse_not_finite(mtp_layers, loaded.path)
-    attending = loaded.layers + attending_layers(mtp_layers)
-    return replace(loaded, mtp_layers=mtp_layers, layers=attending)
-
-
-def _load_mtp_layers(model: Any, first: int, count: int) -> Any:
-    """transformers' `MtpModel` over a model.
-
-    transformers finds the layers by names that the model's class ignores, those of released
-    checkpoints. This adds the numbers of their layers, for any model of that kind.
-    """
-    import transformers
-    from transformers.modeling_layers import MtpModel
-
-    if not hasattr(MtpModel, "forward_layer"):
-        raise ConfigurationError(
-            f"speculation='mtp': transformers {transformers.__version__} cannot run a single layer "
-            "(MtpModel.forward_layer): install transformers 5.20 or later"
-        )
-    ours = [rf"model\.layers\.{layer}\." for layer in range(first, first + count)]
-    known = model._keys_to_ignore_on_load_unexpected or []
-    model._keys_to_ignore_on_load_unexpected = [*known, *ours]
-    layers: Any = MtpModel.from_pretrained(model, device_map={"": model.device})
-    return layers.eval()

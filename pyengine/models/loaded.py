@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pyengine.attention.backend import AttentionPlan
 from pyengine.attention.dispatch import CompiledModel, PagedContext
 from pyengine.attention.needs import LayerNeeds
 from pyengine.models.kv_scales import Scales
@@ -44,12 +45,42 @@ class Model(Protocol):
         """Raise `ConfigurationError` if a layer did not attend in the step of `context`."""
 
 
+class MTPModel(Model, Protocol):
+    """A model with layers for multi-token prediction. Tensors are as `Model` has them."""
+
+    def hidden_states(
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan
+    ) -> torch.Tensor:
+        """The states `[T, hidden]` of tokens `[T]` after the model's last norm."""
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The logits `[S, vocab]` of states `[S, hidden]`."""
+
+    def mtp_states(
+        self,
+        layer: int,
+        ids: torch.Tensor,
+        previous: torch.Tensor,
+        positions: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        """The states `[T, hidden]` of an MTP layer.
+
+        `previous` `[T, hidden]` are the states before each token: of the layer before, and for the
+        first one of the model.
+        """
+
+    def mtp_logits(self, layer: int, states: torch.Tensor) -> torch.Tensor:
+        """The logits `[S, vocab]` of states `[S, hidden]` of an MTP layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A causal language model, ready to run, with its tokenizer and its limits.
 
-    - `layers`: the attention of every layer that has a KV cache of its own, in order; those of
-      `mtp_layers`, which predict tokens after the next one, come last.
+    - `layers`: the attention of every layer that has a KV cache of its own, in order.
+      The last `num_mtp_layers` of them predict tokens after the next one; then `model` is an
+      `MTPModel`.
     - `tokenizer`: None for a folder without one: then prompts are token ids.
     - `eos_token_ids` end a generation.
     - `max_model_len`: the number of positions; `vocab_size`: the number of token ids.
@@ -60,6 +91,7 @@ class LoadedModel:
     - `quantization`: the formats of the weights that are quantised: all of them unless
       `has_float_linears`. `products` has chosen how those are multiplied.
     - `kv_scales`: those of an 8-bit KV cache.
+    - `path`: the model's folder, or its GGUF file.
     - `load_format`: with "dummy", weights are made up.
     """
 
@@ -77,16 +109,10 @@ class LoadedModel:
     dtype_reason: str = ""
     kv_shards: int = 1
     default_sampling: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
-    mtp_layers: Any = None
+    num_mtp_layers: int = 0
     properties: tuple[tuple[str, bytes], ...] = ()
     quantization: str = "none"
     has_float_linears: bool = True
     products: ProductChooser | None = None
-    gguf: Path | None = None
     kv_scales: Scales = field(default_factory=lambda: MappingProxyType({}))
     load_format: str = "auto"
-
-    @property
-    def num_mtp_layers(self) -> int:
-        """The number of MTP layers."""
-        return 0 if self.mtp_layers is None else len(self.mtp_layers.layers)

@@ -5,29 +5,43 @@ a module of transformers (`models/fallback`).
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.checkpoint_files import check_weights
-from pyengine.models.config import default_sampling, eos_token_ids, refuse_pipes
+from pyengine.models.config import default_sampling, read_config, refuse_pipes
 from pyengine.models.decoder.dummy import open_dummy
 from pyengine.models.decoder.gguf import open_gguf
 from pyengine.models.decoder.kernel_sets import KernelSettings, check_rounded, kernel_set
-from pyengine.models.decoder.loading import OpenedModel, family_of, open_model
+from pyengine.models.decoder.loading import (
+    OpenedModel,
+    family_of,
+    no_mtp_layers,
+    open_model,
+    read_spec,
+)
 from pyengine.models.decoder.model import DecoderModel, attending_layers
+from pyengine.models.decoder.ranks import divided, rank_of
 from pyengine.models.fallback import check_fallback, load_fallback
 from pyengine.models.gguf_file import GGUFFile, file_digest
+from pyengine.models.gguf_sampling import gguf_sampling
 from pyengine.models.kv_scales import Scales, read_kv_scales
 from pyengine.models.linear_kernels import ProductChooser
 from pyengine.models.loaded import LoadedModel
-from pyengine.models.placement import choose_dtype, named_dtype, resolve_device
+from pyengine.models.placement import (
+    check_tensor_parallel,
+    choose_dtype,
+    named_dtype,
+    resolve_device,
+)
 from pyengine.models.source import ModelSource, resolve_source
-from pyengine.models.tokenizers import load_tokenizer
+from pyengine.models.tokenizer import eos_token_ids, load_tokenizer, tokenizer_of_gguf
 from pyengine.models.transformers_calls import read_json
 from pyengine.utils.gc_pause import paused_gc
 
@@ -58,23 +72,11 @@ def load_model(
     where = resolve_device(device)
     with paused_gc():
         source = resolve_source(model)
-        if tensor_parallel_size != 1:
-            source = source.converted()
-        try:
-            reason = _fallback_reason(source, kernels, tensor_parallel_size)
-            if reason is None:
-                return _load(source, where, dtype, kernels)
-            _check_fallback_settings(source, kernels, reason)
-            return load_fallback(
-                source,
-                where,
-                dtype,
-                reason=reason,
-                shards=tensor_parallel_size,
-                with_mtp_layers=kernels.with_mtp_layers,
-            )
-        except ModelLoadError as error:
-            raise ModelLoadError(f"{error}{source.way_out}") from error
+        reason = _fallback_reason(source)
+        if reason is None:
+            return _load(source, where, dtype, kernels, tensor_parallel_size)
+        _check_fallback_settings(source, kernels, reason)
+        return load_fallback(source, where, dtype, reason=reason, shards=tensor_parallel_size)
 
 
 def checked_source(
@@ -84,11 +86,10 @@ def checked_source(
 
     Raises `ModelLoadError` if the engine cannot run it. Reads headers only.
     """
-    source = resolve_source(model, revision=revision, token=token, keep_quantized=True)
-    if source.gguf is not None:
-        with GGUFFile.open(source.gguf) as file:
-            open_gguf(file)
-        return source
+    source = resolve_source(model, revision=revision, token=token)
+    if source.is_gguf:
+        with _opened(source, _DEFAULTS):
+            return source
     try:
         check_folder(source.folder)
     except ModelLoadError as error:
@@ -108,15 +109,35 @@ def check_folder(folder: Path) -> None:
         open_model(folder)
 
 
+def tokenizer_of(source: ModelSource) -> Any:
+    """The tokenizer of a model, or None for a folder without one."""
+    if not source.is_gguf:
+        return load_tokenizer(source.folder)
+    with GGUFFile.open(source.path) as file:
+        return tokenizer_of_gguf(file).tokenizer
+
+
+def check_divisible(source: ModelSource, size: int, device: torch.device) -> None:
+    """Raise `ConfigurationError` unless a model can be divided over `size` processes.
+
+    `device` is that of the first of them. Reads no weights.
+    """
+    if source.is_gguf:
+        with GGUFFile.open(source.path) as file:
+            divided(open_gguf(file).spec, size)
+    elif family_of(source.folder) is None:
+        check_tensor_parallel(read_config(source.folder), size, device)
+    else:
+        divided(read_spec(source.folder), size)
+
+
 def model_properties(source: ModelSource, loaded: LoadedModel) -> list[tuple[str, bytes]]:
     """What the KV of a model depends on: names and values, in order.
 
     Its settings, and a SHA-256 digest of each file of weights, all of which are read: 0.5 to 2 GB/s
     on each core.
     """
-    files = (
-        [source.gguf] if source.gguf is not None else sorted(source.folder.glob("*.safetensors"))
-    )
+    files = [source.path] if source.is_gguf else sorted(source.folder.glob("*.safetensors"))
     with ThreadPoolExecutor() as threads:
         digests = list(threads.map(file_digest, [] if source.load_format == "dummy" else files))
     return [
@@ -126,18 +147,14 @@ def model_properties(source: ModelSource, loaded: LoadedModel) -> list[tuple[str
     ]
 
 
-def _fallback_reason(source: ModelSource, kernels: KernelSettings, shards: int) -> str | None:
+def _fallback_reason(source: ModelSource) -> str | None:
     """Why the model runs as transformers' module; None: in a decoder of ours."""
-    if source.gguf is not None:
+    if source.is_gguf:
         return None
     family = family_of(source.folder)
     if family is None:
         found = read_json(source.folder / "config.json").get("model_type")
         return f"{found} is not in the table of families"
-    if shards > 1:
-        return "the model is divided over processes"
-    if kernels.with_mtp_layers:
-        return "MTP layers"
     return None
 
 
@@ -148,18 +165,24 @@ def _check_fallback_settings(source: ModelSource, kernels: KernelSettings, reaso
             f"({reason}), whose layers are not quantised; leave quantization out"
         )
 
+    if kernels.with_mtp_layers:
+        raise ConfigurationError(
+            f"speculation='mtp': {source.name} runs as transformers' module ({reason}), whose MTP "
+            "layers pyengine does not run; use 'ngram', 'suffix', or none"
+        )
+
 
 def _load(
     source: ModelSource,
     device: torch.device,
     dtype: str | torch.dtype,
     kernels: KernelSettings,
+    shards: int,
 ) -> LoadedModel:
-    """The model in a decoder of ours."""
-    folder = source.folder
-    with _opened(source) as opened:
+    """The model in a decoder of ours, or this process's part of it."""
+    with _opened(source, kernels) as (opened, texts):
         spec = opened.spec
-        choice = choose_dtype(dtype, source.saved_dtype or named_dtype(spec.saved_dtype), device)
+        choice = choose_dtype(dtype, named_dtype(spec.saved_dtype), device)
         _log.info("dtype %s: %s", choice.dtype, choice.reason)
         if kernels.quantises and opened.formats:
             raise ConfigurationError(
@@ -167,50 +190,77 @@ def _load(
                 f"quantised already ({opened.formats}); leave quantization out"
             )
         made = kernel_set(device, choice.dtype, kernels)
-        decoder = opened.decoder(made)
+        rank = rank_of(shards)
+        with rank.failing_together():
+            decoder = opened.decoder(made, rank)
+            mtp = opened.mtp_layers(decoder) if kernels.with_mtp_layers else None
         check_rounded(made, kernels, source.name)
-    formats = str(kernels.quantization) if kernels.quantises else opened.formats or "none"
-    tokenizer = load_tokenizer(folder, is_plain=source.is_converted)
-    declared = read_json(folder / "config.json").get("eos_token_id")
+    # A rank's part of a quantised weight is floats.
+    formats = opened.formats if made.keeps_formats and shards == 1 else ""
     return LoadedModel(
-        model=DecoderModel(decoder, device),
-        layers=attending_layers(spec),
-        tokenizer=tokenizer,
-        path=folder,
+        model=DecoderModel(decoder, device, mtp),
+        layers=attending_layers(spec, with_mtp_layers=mtp is not None),
+        tokenizer=texts.tokenizer,
+        path=source.path,
         name=source.name,
-        eos_token_ids=eos_token_ids(folder, tokenizer, spec.vocab_size, declared),
+        eos_token_ids=texts.eos_token_ids,
         max_model_len=spec.max_positions,
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
         device=device,
         dtype=choice.dtype,
         dtype_reason=choice.reason,
-        default_sampling=default_sampling(folder),
-        quantization=formats,
+        kv_shards=shards,
+        num_mtp_layers=0 if mtp is None else len(mtp),
+        default_sampling=texts.default_sampling,
+        quantization=str(kernels.quantization) if kernels.quantises else formats or "none",
         has_float_linears=made.has_float_products,
         products=ProductChooser(kernels.linear_backend, device, choice.dtype),
-        gguf=source.gguf,
         kv_scales=_kv_scales(source),
         load_format=source.load_format,
     )
 
 
+class _Texts(NamedTuple):
+    """The text side of a model: see `LoadedModel`."""
+
+    tokenizer: Any
+    eos_token_ids: frozenset[int]
+    default_sampling: Mapping[str, object]
+
+
 @contextmanager
-def _opened(source: ModelSource) -> Iterator[OpenedModel]:
-    """The model of a source, while its files are open."""
-    if source.gguf is not None:
-        with GGUFFile.open(source.gguf) as file:
-            yield open_gguf(file)
+def _opened(source: ModelSource, kernels: KernelSettings) -> Iterator[tuple[OpenedModel, _Texts]]:
+    """The model of a source and its text side, while its files are open."""
+    if source.is_gguf:
+        with GGUFFile.open(source.path) as file:
+            opened = open_gguf(file, keeps_formats=kernels.keeps_formats)
+            if kernels.with_mtp_layers:
+                raise no_mtp_layers(source.name, len(opened.spec.layers))
+            yield opened, _texts_of_file(file, opened.spec.vocab_size)
         return
     refuse_pipes(source.folder)
     if source.load_format == "dummy":
         _log.warning("load_format: dummy: the weights of %s are random", source.name)
-        yield open_dummy(source.folder)
+        opened = open_dummy(source.folder)
     else:
-        yield open_model(source.folder)
+        opened = open_model(source.folder, with_mtp_layers=kernels.with_mtp_layers)
+    yield opened, _texts_of_folder(source.folder, opened.spec.vocab_size)
+
+
+def _texts_of_file(file: GGUFFile, vocab_size: int) -> _Texts:
+    tokenizer, ends = tokenizer_of_gguf(file)
+    known = frozenset(token for token in ends if token < vocab_size)
+    return _Texts(tokenizer, known, gguf_sampling(file))
+
+
+def _texts_of_folder(folder: Path, vocab_size: int) -> _Texts:
+    tokenizer = load_tokenizer(folder)
+    ends = eos_token_ids(folder, tokenizer, vocab_size)
+    return _Texts(tokenizer, ends, default_sampling(folder))
 
 
 def _kv_scales(source: ModelSource) -> Scales:
-    if source.gguf is not None or source.load_format == "dummy":
+    if source.is_gguf or source.load_format == "dummy":
         return {}
     return read_kv_scales(source.folder, check_weights(source.folder))

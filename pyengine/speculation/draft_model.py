@@ -91,7 +91,6 @@ def load_draft(settings: EngineSettings, main: LoadedModel) -> LoadedDraft | Non
         settings.draft_model,
         revision=revision,
         token=settings.token,
-        keep_quantized=settings.keeps_quantized and main.device.type == "cpu",
         load_format=settings.load_format,
     )
     with _about_the_draft():

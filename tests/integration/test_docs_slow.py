@@ -6,8 +6,8 @@ import re
 import pytest
 
 from pyengine.config import EngineSettings
+from pyengine.cpu import threads
 from pyengine.engine import builder
-from pyengine.executor import cpu_threads as threads
 from pyengine.models import linear_kernels
 from tests.support.docs import ROOT, blocks, commands, table
 

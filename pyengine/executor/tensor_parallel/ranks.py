@@ -146,8 +146,8 @@ _LOCAL_RANK = "LOCAL_RANK"
 def rank_environment(rank: int) -> Iterator[None]:
     """The environment in which a rank meets the others and loads; afterwards it is as before.
 
-    Gloo's sockets are bound to this machine's loopback, unless the user chose. transformers takes
-    the CUDA device whose number is `LOCAL_RANK`, of rank 0 as of any other.
+    Gloo's sockets are bound to this machine's loopback, unless the user chose. For its modules,
+    transformers takes the CUDA device whose number is `LOCAL_RANK`.
     """
     ours = {_LOCAL_RANK: str(rank)}
     if _GLOO_INTERFACE not in os.environ:

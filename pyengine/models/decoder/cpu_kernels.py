@@ -1,28 +1,42 @@
-"""The kernel set for CPUs: NumPy arrays in float32, multiplied and attended by the Rust kernels.
+"""The kernel set for CPUs: NumPy arrays, multiplied and attended by the Rust kernels.
 
-No tensor of torch passes through a layer, and importing this module does not import torch.
-Products, root-mean-square norms, rotation and attention are in Rust; the rest is NumPy. bfloat16
-needs sums and activations in Rust first: NumPy has no such numbers.
+Rows are float32, or bfloat16 as uint16. No tensor of torch passes through a layer, and importing
+this module does not import torch. What few families need is NumPy, in float32.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.kv_cache import CpuAttention, PackedWeight, QuantizedWeight
+from pyengine.cpu import (
+    CpuAttention,
+    PackedWeight,
+    QuantizedWeight,
+    add_norm,
+    add_rows,
+    map_rows,
+    norm_rows,
+)
+from pyengine.models.decoder.cpu_numbers import (
+    NUMPY,
+    Dtype,
+    Rows,
+    as_floats,
+    read,
+    rounded,
+    widened,
+)
 from pyengine.models.decoder.cpu_products import (
+    CpuExactProduct,
     CpuExperts,
     CpuGate,
     CpuInnerProduct,
     CpuJoinedProduct,
     CpuProduct,
-    as_floats,
     laid_out,
-    read_floats,
-    sigmoid,
 )
 from pyengine.models.decoder.kernels import AttentionWeights, NormWeights, Product, Step
 from pyengine.models.decoder.rotary import Floats, angles, frequencies
@@ -30,7 +44,6 @@ from pyengine.models.decoder.spec import (
     MLP,
     Attention,
     LatentAttention,
-    Norm,
     QueryGrowth,
     Rotary,
     Routing,
@@ -41,8 +54,6 @@ if TYPE_CHECKING:
     from pyengine.attention.backend import AttentionOptions
     from pyengine.attention.cpu import CpuPlan
 
-_GATES = ("silu", "gelu_tanh")
-"""Activations that the kernel applies to a gate itself."""
 _LEAST_SUM = np.float32(1e-20)
 
 
@@ -66,7 +77,7 @@ class CpuLayerAttention:
                 norms = (query.weight, key.weight, query.norm.eps, query.norm.offset)
             self._numbers = (spec.rotary.size, spec.rotary.order == "pairs", 1, norms)
 
-    def attend(self, rows: tuple[Floats, Floats, Floats], step: Step) -> Floats:
+    def attend(self, rows: tuple[Rows, Rows, Rows], step: Step) -> Rows:
         """See `AttentionKernel.attend`."""
         query, key, value = (_with_dense_heads(each) for each in rows)
         rotary, norms, rotation = self._spec.rotary, self._weights.head_norms, None
@@ -74,7 +85,7 @@ class CpuLayerAttention:
             rotation = (*step.angles[rotary], *self._numbers)
         elif norms is not None:
             query, key = self._norm(query, norms[0]), self._norm(key, norms[1])
-        out = np.empty((*query.shape[:2], value.shape[2]), np.float32)
+        out = np.empty((*query.shape[:2], value.shape[2]), query.dtype)
         plan = cast("CpuPlan", step.plan)
         plan.attend(self._weights.cache, (query, key, value, out), self._options, rotation)
         return out.reshape(len(out), -1)
@@ -84,55 +95,65 @@ class CpuLayerAttention:
 class CpuKernels:
     """See `Kernels`. Steps are planned by the backend of attention named "cpu".
 
-    With `quantization`, matrices of floats are rounded to 8 bits, or to 4: then embedding and head
-    have 8, since their rounding shows in every log-probability, and routers stay floats.
+    Rows are of `dtype`. With `quantization`, matrices of floats are rounded to 8 bits, or to 4:
+    then embedding and head have 8, since their rounding shows in every log-probability, and routers
+    stay floats.
     """
 
+    keeps_formats: ClassVar[bool] = True
+    """True if there are products of quantised weights; False: they are read as floats."""
     threads: CpuAttention
     quantization: Literal["none", "int4", "int8"] = "none"
+    dtype: Dtype = "float32"
     has_float_products: bool = False
     """True once a matrix of floats was laid out."""
     _frequencies: dict[Rotary, tuple[Floats, float]] = field(default_factory=dict)
 
     def product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.product`."""
-        vector = None if bias is None else read_floats(bias)
-        formats = {part.packed_as for part in weight.parts}
-        if len(formats) == 1:
-            return CpuProduct(self.threads, self._laid_out(weight, self.quantization), vector)
+        vector = None if bias is None else read(bias)
+        if len({part.packed_as for part in weight.parts}) == 1:
+            return self._product(weight, vector)
         biases: list[Floats | None] = [None] * len(weight.parts)
         if vector is not None:
-            ends = np.cumsum([part.shape[0] for part in weight.parts])[:-1]
+            ends = np.cumsum([part.read_shape[0] for part in weight.parts])[:-1]
             biases = [np.ascontiguousarray(part) for part in np.split(vector, ends)]
         pairs = zip(weight.split(), biases, strict=True)
-        return CpuJoinedProduct(
-            [
-                CpuProduct(self.threads, self._laid_out(part, self.quantization), b)
-                for part, b in pairs
-            ]
-        )
+        return CpuJoinedProduct([self._product(part, own) for part, own in pairs])
 
-    def _laid_out(self, weight: Weight, quantization: str) -> PackedWeight | QuantizedWeight:
+    def _product(self, weight: Weight, bias: Floats | None) -> CpuProduct:
+        """A product with a matrix in one format."""
+        packed = self._laid_out(weight, self.quantization, self.dtype)
+        if bias is not None and not isinstance(packed, QuantizedWeight):
+            bias = rounded(bias, NUMPY[self.dtype])
+        return CpuProduct(self.threads, packed, bias)
+
+    def _laid_out(
+        self, weight: Weight, quantization: str, dtype: Dtype
+    ) -> PackedWeight | QuantizedWeight:
         self.has_float_products |= weight.packed_as is None and quantization == "none"
-        return laid_out(weight, quantization)
+        return laid_out(weight, quantization, dtype)
 
     def exact_product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.exact_product`."""
-        vector = None if bias is None else read_floats(bias)
-        return CpuProduct(self.threads, self._laid_out(weight, "none"), vector)
+        vector = None if bias is None else read(bias)
+        packed = self._laid_out(weight, "none", "float32")
+        return CpuExactProduct(CpuProduct(self.threads, packed, vector))
 
     def inner_product(self, weight: Weight, bias: Weight | None, mlp: MLP) -> Product:
         """See `Kernels.inner_product`."""
         is_plain = len({part.packed_as for part in weight.parts}) == 1
-        if mlp.is_gated and bias is None and mlp.activation in _GATES and is_plain:
-            gate, up = (self._laid_out(weight.half(number), self.quantization) for number in (0, 1))
-            return CpuGate(self.threads, gate, up, cast(str, mlp.activation))
-        return CpuInnerProduct(self.product(weight, bias), mlp)
+        if mlp.is_gated and bias is None and isinstance(mlp.activation, str) and is_plain:
+            halves = (weight.half(number) for number in (0, 1))
+            gate, up = (self._laid_out(half, self.quantization, self.dtype) for half in halves)
+            return CpuGate(self.threads, gate, up, mlp.activation)
+        return CpuInnerProduct(self.threads, self.product(weight, bias), mlp)
 
     def table(self, weight: Weight) -> CpuProduct:
         """See `Kernels.table`."""
         eight = "none" if self.quantization == "none" else "int8"
-        return CpuProduct(self.threads, self._laid_out(weight, eight))
+        packed = self._laid_out(weight, eight, self.dtype)
+        return CpuProduct(self.threads, packed, dtype=self.dtype)
 
     def differ(self, first: Weight, second: Weight) -> bool:
         """See `Kernels.differ`."""
@@ -159,13 +180,13 @@ class CpuKernels:
         outer = (self.product(weight, bias) for weight, bias in zip(down, down_biases, strict=True))
         return CpuExperts(list(zip(inner, outer, strict=True)))
 
-    def vector(self, weight: Weight) -> Floats:
+    def vector(self, weight: Weight) -> Rows:
         """See `Kernels.vector`."""
-        return read_floats(weight)
+        return read(weight, self.dtype)
 
     def exact_vector(self, weight: Weight) -> Floats:
         """See `Kernels.exact_vector`."""
-        return read_floats(weight)
+        return read(weight)
 
     def angles(self, positions: npt.NDArray[Any], rotary: Rotary) -> tuple[Floats, Floats]:
         """See `Kernels.angles`."""
@@ -173,35 +194,49 @@ class CpuKernels:
             self._frequencies[rotary] = frequencies(rotary)
         return angles(positions, *self._frequencies[rotary])
 
-    def norm(self, rows: Floats, norm: NormWeights) -> Floats:
+    def norm(self, rows: Rows, norm: NormWeights) -> Rows:
         """See `Kernels.norm`."""
-        spec: Norm = norm.norm
-        if spec.kind == "rms" and norm.weight is not None and norm.bias is None:
-            flat = np.ascontiguousarray(rows).reshape(-1, norm.size)
-            out = np.empty_like(flat)
-            weight = norm.weight + np.float32(spec.offset) if spec.offset else norm.weight
-            self.threads.rms_norm(flat, weight, out, spec.eps)
-            return out.reshape(rows.shape)
-        found = rows - rows.mean(-1, keepdims=True) if spec.kind == "layer" else rows
-        mean = np.square(found).mean(-1, keepdims=True)
-        normed: Floats = found / np.sqrt(mean + np.float32(spec.eps))
-        if norm.weight is not None:
-            normed *= norm.weight + np.float32(spec.offset)
-        if norm.bias is not None:
-            normed += norm.bias
-        return normed
+        flat = np.ascontiguousarray(rows).reshape(-1, norm.size)
+        out = np.empty_like(flat)
+        norm_rows(self.threads, flat, _numbers(norm), out)
+        return out.reshape(rows.shape)
 
     def add_norm(
-        self, stream: Floats, change: Floats | None, scale: float, norm: NormWeights | None
-    ) -> tuple[Floats, Floats]:
+        self, stream: Rows, change: Rows | None, scale: float, norm: NormWeights | None
+    ) -> tuple[Rows, Rows]:
         """See `Kernels.add_norm`."""
-        if change is not None:
-            stream = stream + (change if scale == 1.0 else change * np.float32(scale))
-        return stream, stream if norm is None else self.norm(stream, norm)
+        if change is None:
+            return stream, stream if norm is None else self.norm(stream, norm)
+        if norm is None:
+            add_rows(self.threads, stream, change, scale)
+            return stream, stream
+        out = np.empty_like(stream)
+        add_norm(self.threads, stream, change, scale, _numbers(norm), out)
+        return stream, out
 
-    def scaled(self, rows: Floats, factor: float) -> Floats:
+    def added(self, first: Rows, second: Rows) -> Rows:
+        """See `Kernels.added`."""
+        sums, addends = (each.reshape(len(each), -1) for each in (first, second))
+        add_rows(self.threads, sums, addends, 1.0)
+        return sums.reshape(first.shape)
+
+    def multiplied(self, rows: Rows, factors: Rows | float) -> Rows:
+        """See `Kernels.multiplied`."""
+        if isinstance(factors, float | int):
+            return self._mapped(rows, "scale", factors)
+        return rounded(widened(rows) * widened(factors), rows.dtype.type)
+
+    def scaled(self, rows: Rows, factor: float) -> Rows:
         """See `Kernels.scaled`."""
-        return rows * np.float32(factor)
+        number = rounded(np.array([factor], np.float32), rows.dtype.type)
+        return self._mapped(rows, "scale", float(widened(number)[0]))
+
+    def _mapped(self, rows: Rows, function: str, number: float = 1.0) -> Rows:
+        """A function of each number, by the kernel."""
+        flat = np.ascontiguousarray(rows).reshape(len(rows), -1)
+        out = np.empty_like(flat)
+        map_rows(self.threads, flat, out, function, number)
+        return out.reshape(rows.shape)
 
     def attention(
         self, spec: Attention | LatentAttention, weights: AttentionWeights
@@ -209,21 +244,21 @@ class CpuKernels:
         """See `Kernels.attention`."""
         return CpuLayerAttention(self, spec, weights)
 
-    def grown(self, query: Floats, positions: npt.NDArray[Any], growth: QueryGrowth) -> Floats:
+    def grown(self, query: Rows, positions: npt.NDArray[Any], growth: QueryGrowth) -> Rows:
         """See `Kernels.grown`."""
         factor = 1 + growth.beta * np.log(1 + positions // growth.original)
-        grown: Floats = query * factor[:, None, None].astype(np.float32)
-        return grown
+        grown = widened(query) * factor[:, None, None].astype(np.float32)
+        return rounded(grown, query.dtype.type)
 
-    def concatenated(self, first: Floats, second: Floats) -> Floats:
+    def concatenated(self, first: Rows, second: Rows) -> Rows:
         """See `Kernels.concatenated`."""
         shape = len(first), max(first.shape[1], second.shape[1])
         parts = [np.broadcast_to(each, (*shape, each.shape[2])) for each in (first, second)]
         return np.concatenate(parts, axis=2)
 
-    def sigmoid(self, rows: Floats) -> Floats:
+    def sigmoid(self, rows: Rows) -> Rows:
         """See `Kernels.sigmoid`."""
-        return sigmoid(rows)
+        return self._mapped(rows, "sigmoid")
 
     def route(
         self, scores: Floats, routing: Routing, correction: Floats | None
@@ -232,7 +267,7 @@ class CpuKernels:
         if routing.score == "chosen":
             chosen = _largest(scores, routing.chosen)
             return chosen, _softmax(_at(scores, chosen)) * np.float32(routing.scale)
-        scores = _softmax(scores) if routing.score == "softmax" else sigmoid(scores)
+        scores = _softmax(scores) if routing.score == "softmax" else self.sigmoid(scores)
         preferred = scores if correction is None else scores + correction
         if routing.groups > 1:
             grouped = preferred.reshape(len(scores), routing.groups, -1)
@@ -246,10 +281,15 @@ class CpuKernels:
             factors = factors / (factors.sum(-1, keepdims=True) + _LEAST_SUM)
         return chosen, factors * np.float32(routing.scale)
 
-    def capped(self, rows: Floats, cap: float) -> Floats:
+    def capped(self, rows: Rows, cap: float) -> Rows:
         """See `Kernels.capped`."""
-        capped: Floats = np.tanh(rows / np.float32(cap)) * np.float32(cap)
-        return capped
+        return self._mapped(rows, "cap", cap)
+
+
+def _numbers(norm: NormWeights) -> tuple[Rows | None, Rows | None, float, float, bool]:
+    """A norm as the kernel takes it."""
+    spec = norm.norm
+    return norm.weight, norm.bias, spec.eps, spec.offset, spec.kind == "layer"
 
 
 def _options(spec: Attention | LatentAttention, weights: AttentionWeights) -> "AttentionOptions":
@@ -265,7 +305,7 @@ def _options(spec: Attention | LatentAttention, weights: AttentionWeights) -> "A
     )
 
 
-def _with_dense_heads(rows: Floats) -> Floats:
+def _with_dense_heads(rows: Rows) -> Rows:
     """`[T, heads, size]` for the kernel, whose rows may be parts of longer ones."""
     size = rows.itemsize
     is_dense = rows.strides[1:] == (rows.shape[2] * size, size)

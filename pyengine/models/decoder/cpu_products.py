@@ -1,44 +1,52 @@
 """Matrices of the CPU's kernel set: their layout, and their products by the Rust kernels."""
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pyengine.cpu import CpuAttention, PackedWeight, QuantizedWeight, gate_rows, map_rows
 from pyengine.errors import ConfigurationError, ModelLoadError
-from pyengine.kv_cache import CpuAttention, PackedWeight, QuantizedWeight
-from pyengine.models.decoder.checkpoint import Array
+from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype, Rows, read, rounded, widened
 from pyengine.models.decoder.kernels import Product
 from pyengine.models.decoder.rotary import Floats
-from pyengine.models.decoder.spec import MLP, Activation, ClampedGate
+from pyengine.models.decoder.spec import MLP, ClampedGate
 from pyengine.models.decoder.weights import Weight
-
-_erf = np.frompyfunc(math.erf, 1, 1)
 
 
 @dataclass(slots=True)
 class CpuProduct:
-    """A matrix in the layout of the Rust kernel, and its bias."""
+    """A matrix in the layout of the Rust kernel, and its bias; look-ups give numbers of `dtype`."""
 
     threads: CpuAttention
     packed: PackedWeight | QuantizedWeight
-    bias: Floats | None = None
+    bias: Rows | None = None
+    dtype: Dtype = "float32"
 
-    def multiply(self, rows: Floats) -> Floats:
+    def multiply(self, rows: Rows) -> Rows:
         """See `Product.multiply`."""
         rows = np.ascontiguousarray(rows)
-        out = np.empty((len(rows), self.packed.out_features), np.float32)
+        out = np.empty((len(rows), self.packed.out_features), rows.dtype)
         self.packed.multiply(self.threads, rows, out, self.bias)
         return out
 
-    def gather(self, ids: npt.NDArray[np.int64]) -> Floats:
+    def gather(self, ids: npt.NDArray[np.int64]) -> Rows:
         """See `Table.gather`."""
-        out = np.empty((len(ids), self.packed.in_features), np.float32)
+        out = np.empty((len(ids), self.packed.in_features), NUMPY[self.dtype])
         self.packed.gather(np.ascontiguousarray(ids), out)
         return out
+
+
+@dataclass(slots=True)
+class CpuExactProduct:
+    """A product with results in float32, whatever the rows are."""
+
+    product: CpuProduct
+
+    def multiply(self, rows: Rows) -> Floats:
+        """See `Kernels.exact_product`."""
+        return self.product.multiply(widened(rows))
 
 
 @dataclass(slots=True)
@@ -47,7 +55,7 @@ class CpuJoinedProduct:
 
     products: list[CpuProduct]
 
-    def multiply(self, rows: Floats) -> Floats:
+    def multiply(self, rows: Rows) -> Rows:
         """See `Product.multiply`."""
         return np.concatenate([product.multiply(rows) for product in self.products], axis=1)
 
@@ -61,10 +69,10 @@ class CpuGate:
     up: Any
     activation: str
 
-    def multiply(self, rows: Floats) -> Floats:
+    def multiply(self, rows: Rows) -> Rows:
         """See `Kernels.inner_product`."""
         rows = np.ascontiguousarray(rows)
-        out = np.empty((len(rows), self.up.out_features), np.float32)
+        out = np.empty((len(rows), self.up.out_features), rows.dtype)
         self.up.multiply_gated(self.threads, rows, self.gate, out, self.activation)
         return out
 
@@ -73,12 +81,22 @@ class CpuGate:
 class CpuInnerProduct:
     """The first matrix of an MLP, and its activation."""
 
+    threads: CpuAttention
     product: Product
     mlp: MLP
 
-    def multiply(self, rows: Floats) -> Floats:
+    def multiply(self, rows: Rows) -> Rows:
         """See `Kernels.inner_product`."""
-        return _activated(self.product.multiply(rows), self.mlp)
+        inner, activation = self.product.multiply(rows), self.mlp.activation
+        out = np.empty((len(inner), self.mlp.size), inner.dtype)
+        if isinstance(activation, ClampedGate):
+            clamped = activation.alpha, activation.limit
+            gate_rows(self.threads, inner, out, clamped=clamped)
+        elif self.mlp.is_gated:
+            gate_rows(self.threads, inner, out, activation)
+        else:
+            map_rows(self.threads, inner, out, activation)
+        return out
 
 
 @dataclass(slots=True)
@@ -87,28 +105,36 @@ class CpuExperts:
 
     products: list[tuple[Product, Product]]
 
-    def multiply(self, rows: Floats, chosen: npt.NDArray[np.intp], factors: Floats) -> Floats:
+    def multiply(self, rows: Rows, chosen: npt.NDArray[np.intp], factors: Floats) -> Rows:
         """See `ExpertProducts.multiply`."""
-        out = np.zeros_like(rows)
+        out = np.zeros(rows.shape, np.float32)
         for expert in np.unique(chosen).tolist():
             tokens, places = np.nonzero(chosen == expert)
             inner, down = self.products[expert]
             result = down.multiply(inner.multiply(rows[tokens]))
-            out[tokens] += result * factors[tokens, places, None]
-        return out
+            out[tokens] += widened(result) * factors[tokens, places, None]
+        return rounded(out, rows.dtype.type)
 
 
-def laid_out(weight: Weight, quantization: str) -> PackedWeight | QuantizedWeight:
+def laid_out(weight: Weight, quantization: str, dtype: Dtype) -> PackedWeight | QuantizedWeight:
     """A matrix for the Rust kernel: floats, or bytes in a format that it multiplies by."""
     if weight.packed_as is None:
         if quantization != "none":
             return _rounded(weight, quantization)
-        return PackedWeight(read_floats(weight))
+        return PackedWeight(read(weight, _kept_as(weight, dtype)))
     try:
         packed: PackedWeight | QuantizedWeight = weight.laid_out()
         return packed
     except ValueError as error:  # a scale that is not finite
-        raise ModelLoadError(f"the weights {weight.name} are damaged: {error}") from error
+        raise ModelLoadError(
+            f"the weights {weight.name} in {weight.parts[0].path} are damaged: {error}; get them "
+            "again"
+        ) from error
+
+
+def _kept_as(weight: Weight, dtype: Dtype) -> Dtype:
+    """The dtype in which a matrix is laid out: bfloat16 has all digits of a file in bfloat16."""
+    return "bfloat16" if all(part.dtype == "BF16" for part in weight.parts) else dtype
 
 
 def _rounded(weight: Weight, quantization: str) -> QuantizedWeight:
@@ -122,70 +148,8 @@ def _rounded(weight: Weight, quantization: str) -> QuantizedWeight:
             f"quantization={quantization!r} has groups of {GROUP} inputs, and {weight.name} has "
             f"{weight.shape[1]}: leave quantization out"
         )
-    floats = torch.from_numpy(read_floats(weight))
+    floats = torch.from_numpy(read(weight))
     if quantization == "int8":
         return q8_0(floats)
     arrays: list[Any] = [each.numpy() for each in quantise_groups(floats)]
     return QuantizedWeight.from_groups(*arrays, group_size=GROUP)
-
-
-def read_floats(weight: Weight) -> Floats:
-    """The numbers of a weight in float32; one tensor of the file is read at a time."""
-    found = np.empty(weight.shape, np.float32)
-    for rows, numbers, kind in weight.pieces():
-        found[rows] = as_floats(numbers, kind)
-    with np.errstate(all="ignore"):
-        is_finite = np.isfinite(found.sum()) or np.isfinite(found).all()
-    if not is_finite:
-        raise ModelLoadError(
-            f"the weights {weight.name} in {weight.parts[0].path} hold NaN or infinity: the file "
-            "is damaged, get it again"
-        )
-    return found
-
-
-def as_floats(numbers: Array, kind: str) -> Array:
-    """Numbers of a file in a float type of NumPy."""
-    if kind != "BF16":
-        return numbers
-    return (numbers.astype(np.uint32) << 16).view(np.float32)
-
-
-def _activated(rows: Floats, mlp: MLP) -> Floats:
-    """`activation(gate) * up` of rows `[T, 2 size]`, or the activation of each number."""
-    if isinstance(mlp.activation, ClampedGate):
-        limit = np.float32(mlp.activation.limit)
-        gate, up = (rows[:, : mlp.size], rows[:, mlp.size :])
-        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-        return gate * sigmoid(gate * np.float32(mlp.activation.alpha)) * (up + 1)
-    activation = _ACTIVATIONS[mlp.activation]
-    if not mlp.is_gated:
-        return activation(rows)
-    return activation(rows[:, : mlp.size]) * rows[:, mlp.size :]
-
-
-def sigmoid(rows: Floats) -> Floats:
-    """Without overflow."""
-    found: Floats = np.float32(0.5) * (1 + np.tanh(rows * np.float32(0.5)))
-    return found
-
-
-def _gelu(rows: Floats) -> Floats:
-    shares = _erf(rows * np.float32(0.5**0.5)).astype(np.float32)
-    found: Floats = rows * np.float32(0.5) * (1 + shares)
-    return found
-
-
-def _gelu_tanh(rows: Floats) -> Floats:
-    inner = np.float32(math.sqrt(2 / math.pi)) * (rows + np.float32(0.044715) * rows**3)
-    found: Floats = np.float32(0.5) * rows * (1 + np.tanh(inner))
-    return found
-
-
-_ACTIVATIONS: dict[Activation, Callable[[Floats], Floats]] = {
-    "silu": lambda rows: rows * sigmoid(rows),
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "relu": lambda rows: np.maximum(rows, 0),
-    "relu2": lambda rows: np.square(np.maximum(rows, 0)),
-}

@@ -26,6 +26,11 @@ class KernelSettings:
     with_mtp_layers: bool = False
 
     @property
+    def keeps_formats(self) -> bool:
+        """True if products are of the formats of a GGUF file, where there are kernels for them."""
+        return self.quantization is None and self.linear_backend == "auto"
+
+    @property
     def quantises(self) -> bool:
         """True if weights of floats are to be rounded."""
         return self.quantization not in (None, "none")
@@ -53,8 +58,9 @@ def kernel_set(
                 "there, or leave quantization out"
             )
         check_float8(device)
-        return CudaKernels(device, dtype, quantization)
-    if device.type == "cpu" and dtype == torch.float32 and not settings.is_compiled:
+        return CudaKernels(device, dtype, "fp8")
+    own = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+    if device.type == "cpu" and dtype in own and not settings.is_compiled:
         from pyengine.models.cpu_kernels import kernel_threads
         from pyengine.models.decoder.cpu_kernels import CpuKernels
 
@@ -64,7 +70,8 @@ def kernel_set(
                 "take 'int8' or 'int4', or leave quantization out"
             )
         rounded_to = cast("Literal['none', 'int4', 'int8']", quantization)
-        return CpuKernels(kernel_threads(torch.get_num_threads()), rounded_to)
+        kind = cast("Literal['float32', 'bfloat16']", own[dtype])
+        return CpuKernels(kernel_threads(torch.get_num_threads()), rounded_to, kind)
     from pyengine.models.decoder.torch_kernels import TorchKernels
 
     if quantization != "none":

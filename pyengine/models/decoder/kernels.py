@@ -1,8 +1,8 @@
 """The interface of kernel sets: the arithmetic of a device, which layers ask for.
 
 A layer calls no library. It keeps what its kernel set made of its weights, and passes rows on:
-arrays `[T, ...]` of the set's own kind, of which it only takes slices, shapes and sums. A device
-has one set, chosen once (`torch_kernels` is the oracle of the others).
+arrays `[T, ...]` of the set's own kind, of which it only takes slices and shapes. A device has one
+set, chosen once (`torch_kernels` is the oracle of the others).
 """
 
 from collections.abc import Sequence
@@ -140,7 +140,16 @@ class Kernels(Protocol):
     def add_norm(
         self, stream: Rows, change: Rows | None, scale: float, norm: NormWeights | None
     ) -> tuple[Rows, Rows]:
-        """`stream + scale * change`, and that normalised (or as it is)."""
+        """`stream + scale * change`, and that normalised (or as it is).
+
+        `stream` may be overwritten.
+        """
+
+    def added(self, first: Rows, second: Rows) -> Rows:
+        """The sum of two arrays of one shape; `first` may be overwritten."""
+
+    def multiplied(self, rows: Rows, factors: Rows | float) -> Rows:
+        """Rows times a number, or times an array of their dtype that broadcasts to their shape."""
 
     def scaled(self, rows: Rows, factor: float) -> Rows:
         """Rows times a factor, which is rounded to their dtype first."""

@@ -138,6 +138,7 @@ class TorchAttention:
 class TorchKernels:
     """See `Kernels`. Weights and rows are of `dtype`, on `device`."""
 
+    keeps_formats = False
     has_float_products = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -226,6 +227,14 @@ class TorchKernels:
         if change is not None:
             stream = torch.add(stream, change, alpha=scale)
         return stream, stream if norm is None else self.norm(stream, norm)
+
+    def added(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """See `Kernels.added`."""
+        return first + second
+
+    def multiplied(self, rows: torch.Tensor, factors: torch.Tensor | float) -> torch.Tensor:
+        """See `Kernels.multiplied`."""
+        return rows * factors
 
     def scaled(self, rows: torch.Tensor, factor: float) -> torch.Tensor:
         """See `Kernels.scaled`."""

@@ -1,5 +1,5 @@
 //! Attention over a paged KV cache on the CPU, in float32 or bfloat16, and what a step computes beside it: rotary
-//! embeddings, RMS norms, and linear layers by weights in floats ([`PackedWeight`]) or in few bits ([`QuantizedWeight`]).
+//! embeddings, norms, activations, and linear layers by weights in floats ([`PackedWeight`]) or in few bits ([`QuantizedWeight`]).
 //!
 //! For decodes, prefills and whatever a step has of both: keys and values are read where they lie, through
 //! the block table, once for all the query heads that share them. The softmax is computed online (Milakov
@@ -93,6 +93,7 @@ mod quantized_product;
 mod quantized_rows;
 mod quantized_weight;
 mod rotation;
+mod rows;
 mod softmax;
 mod step;
 mod stored;
@@ -112,6 +113,7 @@ pub use packed_weight::PackedWeight;
 pub use quantized_format::QuantizedFormat;
 pub use quantized_weight::QuantizedWeight;
 pub use rotation::{HeadNorm, Layout, Order, Rotation};
+pub use rows::{Gate, Map, Norm};
 pub use step::{CacheShape, Sequences, SharedPrefixes, Step};
 pub use stored::Stored;
 pub use write::Rows;

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use cpu_kernels::{Activation, Attention, Element, Error, Isa, PackedWeight};
 use levels::{FLOATS, Tests, all};
 
+mod functions;
 #[allow(dead_code)] // for its neighbours
 mod levels;
 
@@ -198,17 +199,6 @@ fn every_level_and_number_of_threads_gives_the_same_bits(isa: Isa) {
             if count < 8 {
                 assert!(found == all(&attention(Isa::Portable, 1)), "plain");
             }
-        }
-    }
-}
-
-/// By its definition.
-fn activated(activation: Activation, x: f64) -> f64 {
-    match activation {
-        Activation::Silu => x / (1.0 + (-x).exp()),
-        Activation::GeluTanh => {
-            let root = (2.0 / std::f64::consts::PI).sqrt();
-            x * (1.0 + (root * (x + 0.044715 * x.powi(3))).tanh()) / 2.0
         }
     }
 }

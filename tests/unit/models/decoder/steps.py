@@ -62,6 +62,7 @@ class Runner:
         if isinstance(self.backend, CpuBackend):
             arrays = ids.numpy(), positions.numpy(), rows.numpy()
             found = torch.from_numpy(self.decoder(*arrays, plan))
+            found = found.view(torch.bfloat16) if found.dtype == torch.uint16 else found
         else:
             found = self.decoder(ids, positions, rows, plan)
         start = 0

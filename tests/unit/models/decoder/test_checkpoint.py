@@ -196,6 +196,7 @@ import sys
 from pathlib import Path
 import torch
 from pyengine.models.decoder.loading import open_model, open_model
+from pyengine.models.decoder.ranks import Rank
 from pyengine.models.decoder.torch_kernels import TorchKernels
 
 def memory(name):
@@ -206,12 +207,15 @@ folder = Path(sys.argv[1])
 open_model(folder)
 torch.ones(4) @ torch.ones(4)
 before = memory("VmRSS")
-decoder = open_model(folder).decoder(TorchKernels(torch.device("cpu"), torch.float32))
+kernels = TorchKernels(torch.device("cpu"), torch.float32)
+decoder = open_model(folder).decoder(kernels, Rank(0, int(sys.argv[2])))
 print(memory("VmHWM") - before)
 """
 
 
-def test_a_load_takes_the_model_and_one_tensor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_load_takes_the_model_and_one_tensor(ranks: int, tmp_path: Path) -> None:
+    """A rank's part of the model, if it is divided."""
     hidden, middle, layers = 256, 4096, 12
     tensors = {
         "model.embed_tokens.weight": torch.ones(16, hidden),
@@ -239,7 +243,10 @@ def test_a_load_takes_the_model_and_one_tensor(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings))
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     found = subprocess.run(
-        [sys.executable, "-c", _PEAK, str(tmp_path)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", _PEAK, str(tmp_path), str(ranks)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    largest = middle * hidden * 4
-    assert num_bytes * 0.9 < int(found.stdout) < num_bytes + 4 * largest
+    largest, own = middle * hidden * 4, num_bytes / ranks
+    assert own * 0.9 < int(found.stdout) < own + 4 * largest

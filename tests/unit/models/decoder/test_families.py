@@ -13,9 +13,10 @@ import torch
 from pyengine.attention.backend import AttentionBackend
 from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
-from pyengine.kv_cache import CpuAttention
+from pyengine.cpu import CpuAttention
 from pyengine.models.cpu_kernels import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
+from pyengine.models.decoder.cpu_numbers import Dtype
 from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.kernels import Kernels
 from pyengine.models.decoder.loading import open_model, read_spec, spec_of
@@ -66,13 +67,15 @@ def test_layers_differ_in_their_windows(saved: Saved) -> None:
 
 
 @pytest.mark.skipif(not CpuAttention.is_fast(), reason="this processor has no AVX2 with FMA")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tiny", MODELS, ids=lambda tiny: tiny.name)
 def test_a_row_has_the_same_bits_in_every_batch_on_the_cpu(
-    tiny: Tiny, saved: Saved, prompts: list[list[int]]
+    tiny: Tiny, dtype: Dtype, saved: Saved, prompts: list[list[int]]
 ) -> None:
-    made, backend = SETS["cpu"]
-    decoder = open_model(saved(tiny)[0]).decoder(made())
-    alone, together = Runner(decoder, backend), Runner(decoder, backend)
+    kernels = CpuKernels(kernel_threads(torch.get_num_threads()), dtype=dtype)
+    decoder = open_model(saved(tiny)[0]).decoder(kernels)
+    kind = getattr(torch, dtype)
+    alone, together = Runner(decoder, CpuBackend, kind), Runner(decoder, CpuBackend, kind)
     first, rest = alone.add(prompts[0]), [together.add(prompt) for prompt in prompts]
     alone.step((first, 20))
     together.step(*((each, len(each.tokens) - 3) for each in rest))
@@ -99,6 +102,31 @@ def test_bfloat16_is_as_close_to_float32_as_in_transformers(
     ours = torch.stack(sequence.logits)
     assert ours.dtype == torch.bfloat16
     assert (ours.float() - exact).norm() <= 1.3 * (theirs - exact).norm()
+
+
+@pytest.mark.skipif(not CpuAttention.is_fast(), reason="this processor has no AVX2 with FMA")
+@pytest.mark.parametrize("tiny", MODELS, ids=lambda tiny: tiny.name)
+def test_bfloat16_on_the_cpu_is_as_close_to_float32_as_with_torch(
+    tiny: Tiny, saved: Saved, prompts: list[list[int]]
+) -> None:
+    folder, dtype = saved(tiny)[0], torch.bfloat16
+    exact, theirs, ours = (
+        Runner(load_decoder(folder, TorchKernels(CPU, torch.float32))),
+        Runner(load_decoder(folder, TorchKernels(CPU, dtype)), dtype=dtype),
+        Runner(
+            load_decoder(folder, CpuKernels(kernel_threads(1), dtype="bfloat16")), CpuBackend, dtype
+        ),
+    )
+    logits = []
+    for runner in (exact, theirs, ours):
+        running = [runner.add(prompt) for prompt in prompts]
+        runner.step(*((sequence, len(sequence.tokens)) for sequence in running))
+        logits.append(torch.stack([each for sequence in running for each in sequence.logits]))
+    right, by_torch, found = logits
+    assert found.dtype == torch.bfloat16
+    # Medians: of rows whose experts change, errors say nothing.
+    by_torch, found = ((each.float() - right).norm(dim=1).median() for each in (by_torch, found))
+    assert found <= 1.1 * by_torch
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gemma4_text", "cohere2", "olmo3"])

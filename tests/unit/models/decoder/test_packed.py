@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pyengine.attention.cpu import CpuBackend
+from pyengine.cpu import CpuAttention
 from pyengine.errors import ModelLoadError
-from pyengine.kv_cache import CpuAttention
 from pyengine.models.cpu_kernels import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.loading import open_model
@@ -18,6 +18,7 @@ from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.unit.models import test_packed_bytes as eight_bits
 from tests.unit.models import test_packed_checkpoints as four_bits
 from tests.unit.models.decoder.steps import CPU, Runner
+from tests.unit.models.decoder.test_divided import check as check_ranks
 
 _TOKENS = [9, 44, 3, 71, 5, 5, 90, 12]
 _FOUR = four_bits.CASES
@@ -47,6 +48,11 @@ def as_floats(folder: Path, target: Path, weights: dict[str, torch.Tensor]) -> P
     del settings["quantization_config"]
     (target / "config.json").write_text(json.dumps(settings))
     return target
+
+
+def test_ranks_divide_the_floats_of_packed_weights(tmp_path: Path) -> None:
+    four_bits.save(tmp_path, four_bits.AWQ, four_bits.Layer.awq)
+    check_ranks(tmp_path, 2, "torch", [_TOKENS[:5]])
 
 
 def check(folder: Path, tmp_path: Path, weights: dict[str, torch.Tensor], limit: float) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pyengine.attention.cpu import CpuBackend
+from pyengine.cpu import CpuAttention
 from pyengine.errors import ConfigurationError
-from pyengine.kv_cache import CpuAttention
 from pyengine.models.cpu_kernels import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.cpu_products import CpuProduct
