@@ -314,8 +314,7 @@ class TorchKernels:
             self._made_up = torch.from_numpy(numbers()).to(self.device)
         made = (self._made_up * part.scale + part.shift).to(self.dtype)
         found = _repeated(made, part.first, math.prod(part.shape)).view(part.shape)
-        found = found.T if part.is_transposed else found
-        return found if part.rows is None else found[part.rows]
+        return part.cut(found.T if part.is_transposed else found)
 
     def _fill(self, target: torch.Tensor, weight: Weight) -> None:
         """Read one tensor of the file after the other."""
