@@ -111,7 +111,7 @@ test-aarch64: aarch64 ## Rust tests on an emulated Arm processor; as root it ins
 	  cargo test --target aarch64-unknown-linux-gnu -p cpu-kernels -p kv-core -p kv-store -p kv-trace -p suffix-index -p kv-router
 
 test-free-threaded: free-threaded ## the block manager's threads in a Python without a global lock; PYTHON_T=python3.14t
-	$(FREE_THREADED)/bin/python -c 'import sys, numpy, pyengine._kv; sys.exit(sys._is_gil_enabled() and "the GIL was enabled by an import")'
+	$(FREE_THREADED)/bin/python -c 'import sys, numpy, pyengine._kv, pyengine._cpu; sys.exit(sys._is_gil_enabled() and "the GIL was enabled by an import")'
 	$(FREE_THREADED)/bin/python -m pytest -p no:cacheprovider $(THREADED_TESTS)
 
 clients: $(CLIENTS)/.installed $(BUILT) ## programs of others against the server; the page needs Debian's chromium
@@ -123,12 +123,12 @@ check: rust-tools $(DEV) $(BUILT) docs lint-workflows lint-deploy ## formats, li
 	cargo clippy --workspace --all-targets -- -D warnings
 	cargo clippy -p kv-core -- -D warnings
 	RUSTFLAGS="--cfg loom" cargo check -p kv-core --test loom --target-dir target/loom
-	PYO3_CONFIG_FILE=$(abspath rust/kv-py/python3.14t.cfg) cargo clippy -p kv-py --target-dir target/free-threaded -- -D warnings
+	PYO3_CONFIG_FILE=$(abspath rust/extension/python3.14t.cfg) cargo clippy -p kv-py -p cpu-py --target-dir target/free-threaded -- -D warnings
 	CUSTOM_LIBFUZZER_PATH=none/libfuzzer.a cargo check --locked --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml pyengine._kv
+	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml pyengine._kv pyengine._cpu
 	$(BIN)/lint-imports --no-cache
 	$(UV) lock --check --quiet
 

@@ -10,6 +10,7 @@ second is a real run of small random models of both families, with and without g
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,8 +20,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pyengine import LLM, BlockManager, SamplingParams
-from pyengine.kv_cache.layer_groups import LayerGroups, choose_layer_groups, layer_windows
-from pyengine.kv_cache.pool import KVCacheSpec, bytes_per_block, kv_cache_specs
+from pyengine.kv_cache.layer_groups import LayerGroups, choose_layer_groups
+from pyengine.kv_cache.pool import KVCacheSpec, bytes_per_block
+from pyengine.models.decoder.loading import spec_of
 from pyengine.models.transformers_calls import quiet_transformers
 
 BLOCK_SIZE, CHUNK, DECODES = 16, 2048, 64
@@ -77,7 +79,7 @@ class Held:
     decode: int
 
 
-def walk(groups: LayerGroups, specs: list[KVCacheSpec], context: int) -> Held:
+def walk(groups: LayerGroups, specs: Sequence[KVCacheSpec], context: int) -> Held:
     """Take one sequence of `context` tokens through the block manager, and weigh its blocks."""
     num_blocks = len(groups.windows) * (context + DECODES) // BLOCK_SIZE + 64
     manager = BlockManager(num_blocks, BLOCK_SIZE, groups=groups.windows, prefix_caching=False)
@@ -103,10 +105,10 @@ def print_shapes() -> None:
     print("| model | context | full tables, MiB | groups: prefill | decode | saved | in decode |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for name, (family, settings) in SHAPES.items():
-        config = AutoConfig.for_model(family, **settings)
-        specs = kv_cache_specs(config, torch.bfloat16)
+        spec = spec_of(AutoConfig.for_model(family, **settings).to_dict(), name)
+        specs = spec.cache_specs(torch.bfloat16)
         length = settings["max_position_embeddings"]
-        groups = choose_layer_groups(layer_windows(config), specs, length)
+        groups = choose_layer_groups(spec.windows, specs, length)
         print(f"{name}: {groups}", file=sys.stderr)
         for context in CONTEXTS:
             full = walk(LayerGroups.single(len(specs)), specs, context).decode

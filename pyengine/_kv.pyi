@@ -1,5 +1,5 @@
-"""The KV-cache block manager, the KV store, attention on the CPU and guesses at what comes next,
-written in Rust (the crates in `rust/`, bound by `rust/kv-py`).
+"""The KV-cache block manager, the KV store and guesses at what comes next, written in Rust (the
+crates in `rust/`, bound by `rust/kv-py`).
 """
 
 from collections.abc import Sequence as ListLike
@@ -17,9 +17,6 @@ __all__ = [
     "BufferError",
     "Cleared",
     "ConfigError",
-    "CpuAttention",
-    "CpuCache",
-    "CpuStep",
     "Divergence",
     "Evicted",
     "Explanation",
@@ -33,14 +30,12 @@ __all__ = [
     "Lost",
     "NoBudget",
     "NoRoom",
-    "PackedWeight",
     "Pin",
     "PinError",
     "PlanError",
     "PoolSnapshot",
     "PoolUsage",
     "Prefilled",
-    "QuantizedWeight",
     "Remapping",
     "Removed",
     "ReplayReport",
@@ -61,12 +56,7 @@ __all__ = [
     "TracePlayer",
     "Transfer",
     "__version__",
-    "add_norm",
-    "add_rows",
-    "gate_rows",
     "kv_fingerprint",
-    "map_rows",
-    "norm_rows",
     "replay",
 ]
 
@@ -78,10 +68,6 @@ class _Tensor(Protocol):
 
 _Array: TypeAlias = npt.NDArray[np.integer[Any]] | Buffer | _Tensor
 _AnyArray: TypeAlias = npt.NDArray[Any] | Buffer | _Tensor
-_Floats: TypeAlias = npt.NDArray[np.float32] | Buffer
-_Bytes: TypeAlias = npt.NDArray[np.uint8] | Buffer
-_Norm: TypeAlias = tuple[_Floats, _Floats, float, float]
-_Rotation: TypeAlias = tuple[_Floats, _Floats, int, bool, int, _Norm | None]
 _TokenIds: TypeAlias = ListLike[int] | _Array
 _MissReason: TypeAlias = Literal[
     "new",
@@ -104,125 +90,6 @@ class BufferError(KvError): ...
 class TraceError(KvError): ...
 class StoreError(KvError): ...
 class InvariantError(KvError): ...
-
-@final
-class CpuCache:
-    def __new__(cls, keys: _Floats, values: _Floats) -> Self: ...
-
-@final
-class CpuStep:
-    def __new__(
-        cls,
-        cache: CpuCache,
-        *,
-        query_start_loc: _Array,
-        seq_lens: _Array,
-        block_tables: _Array,
-        slots: _Array,
-        order: _Array | None = None,
-        prefixes: _Array | None = None,
-    ) -> Self: ...
-
-@final
-class CpuAttention:
-    def __new__(cls, num_threads: int, openmp: str | PathLike[str] | None = None) -> Self: ...
-    @staticmethod
-    def is_fast() -> bool: ...
-    @staticmethod
-    def isa() -> str: ...
-    def forward(
-        self,
-        step: CpuStep,
-        cache: CpuCache,
-        query: _Floats,
-        key: _Floats,
-        value: _Floats,
-        out: _Floats,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: _Floats | None = None,
-        rotation: _Rotation | None = None,
-    ) -> None: ...
-    def rms_norm(self, rows: _Floats, weight: _Floats, out: _Floats, epsilon: float) -> None: ...
-
-_NormOfRows: TypeAlias = tuple[_AnyArray | None, _AnyArray | None, float, float, bool]
-
-def add_norm(
-    threads: CpuAttention,
-    stream: _AnyArray,
-    change: _AnyArray,
-    scale: float,
-    norm: _NormOfRows,
-    out: _AnyArray,
-) -> None: ...
-def norm_rows(
-    threads: CpuAttention, rows: _AnyArray, norm: _NormOfRows, out: _AnyArray
-) -> None: ...
-def add_rows(threads: CpuAttention, sums: _AnyArray, addends: _AnyArray, scale: float) -> None: ...
-def map_rows(
-    threads: CpuAttention, rows: _AnyArray, out: _AnyArray, function: str, number: float = 1.0
-) -> None: ...
-def gate_rows(
-    threads: CpuAttention,
-    rows: _AnyArray,
-    out: _AnyArray,
-    activation: str = "silu",
-    clamped: tuple[float, float] | None = None,
-) -> None: ...
-
-@final
-class PackedWeight:
-    def __new__(cls, weight: _AnyArray) -> Self: ...
-    @staticmethod
-    def from_float8(bytes: _AnyArray, scales: _Floats, block: int) -> PackedWeight: ...
-    def multiply(
-        self, threads: CpuAttention, rows: _AnyArray, out: _AnyArray, bias: _AnyArray | None = None
-    ) -> None: ...
-    def multiply_gated(
-        self,
-        threads: CpuAttention,
-        rows: _AnyArray,
-        gate: PackedWeight,
-        out: _AnyArray,
-        activation: str = "silu",
-    ) -> None: ...
-    def gather(self, outputs: _Array, out: _AnyArray) -> None: ...
-    @property
-    def in_features(self) -> int: ...
-    @property
-    def out_features(self) -> int: ...
-
-@final
-class QuantizedWeight:
-    def __new__(cls, format: str, data: _Bytes, out_features: int, in_features: int) -> Self: ...
-    @staticmethod
-    def from_groups(
-        codes: _Bytes, scales: _Floats, zeros: _Bytes | None = None, *, group_size: int
-    ) -> QuantizedWeight: ...
-    def multiply(
-        self, threads: CpuAttention, rows: _Floats, out: _Floats, bias: _Floats | None = None
-    ) -> None: ...
-    def multiply_gated(
-        self,
-        threads: CpuAttention,
-        rows: _Floats,
-        gate: QuantizedWeight,
-        out: _Floats,
-        activation: str = "silu",
-    ) -> None: ...
-    def gather(self, outputs: _Array, out: _Floats) -> None: ...
-    @property
-    def format(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, int]: ...
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def in_features(self) -> int: ...
-    @property
-    def out_features(self) -> int: ...
 
 @final
 class SuffixIndex:

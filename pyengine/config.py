@@ -76,7 +76,7 @@ class EngineSettings:
         None,
         "int8, int4: linear layers in 8 or 4 bits, on the CPU; fp8: in 8-bit floats, on CUDA "
         "devices of compute capability 8.9 or later; for checkpoints with float weights in plain "
-        "linear layers. none: GGUF files are converted to floats. default: on the CPU, GGUF files "
+        "linear layers. none: weights of GGUF files become floats. default: on the CPU, GGUF files "
         "keep their formats if linear_backend is auto",
         parse=str | None,
     )
@@ -330,12 +330,6 @@ class EngineSettings:
                 "kv_cache_dtype='int8' does not go together with speculation='mtp' yet: leave one "
                 "of them out"
             )
-
-    @property
-    def keeps_quantized(self) -> bool:
-        """True if a GGUF file is to keep its own formats."""
-        is_alone = self.tensor_parallel_size == 1
-        return self.quantization is None and self.linear_backend == "auto" and is_alone
 
     def _check_load_format(self) -> None:
         if self.load_format not in ("auto", "dummy"):

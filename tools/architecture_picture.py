@@ -18,7 +18,8 @@ from xml.sax.saxutils import escape
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pyengine"
 PICTURE = ROOT / "docs/images/architecture.svg"
-EXTENSION = "_kv"
+EXTENSION = {"_cpu": "cpu-py", "_kv": "kv-py"}
+"""The modules of the extension, with the crate of each."""
 
 WIDTH, BOX_WIDTH, BOX_HEIGHT, GAP, MARGIN = 980, 168, 54, 34, 12
 Graph = dict[str, set[str]]
@@ -65,11 +66,11 @@ def imports_of(name: str, known: set[str]) -> set[str]:
 
 
 def graph() -> Graph:
-    """Packages and the extension, with what each imports; crates, with what each depends on."""
+    """What each package imports, and what modules of the extension and crates depend on."""
     names = {name for row in layers() for name in row}
-    found = {name: imports_of(name, names | {EXTENSION}) for name in sorted(names)}
+    found = {name: imports_of(name, names | set(EXTENSION)) for name in sorted(names)}
     crates = crate_dependencies()
-    return {**found, EXTENSION: crates["kv-py"], **crates}
+    return {**found, **{module: crates[crate] for module, crate in EXTENSION.items()}, **crates}
 
 
 def crate_dependencies() -> Graph:
@@ -78,7 +79,7 @@ def crate_dependencies() -> Graph:
     for path in sorted((ROOT / "rust").glob("*/Cargo.toml")):
         cargo = tomllib.loads(path.read_text(encoding="utf-8"))
         found[path.parent.name] = set(cargo.get("dependencies", {}))
-    reached, left = set[str](), ["kv-py"]
+    reached, left = set[str](), [*EXTENSION.values()]
     while left:
         name = left.pop()
         reached.add(name)
@@ -108,7 +109,7 @@ def reduced(edges: Graph) -> Graph:
 
 def purpose(name: str) -> str:
     """The first words of a package's docstring, or of a crate's description."""
-    crate = ROOT / "rust" / ("kv-py" if name == EXTENSION else name) / "Cargo.toml"
+    crate = ROOT / "rust" / EXTENSION.get(name, name) / "Cargo.toml"
     if crate.exists():
         words = str(tomllib.loads(crate.read_text(encoding="utf-8"))["package"]["description"])
     else:
@@ -120,8 +121,9 @@ def purpose(name: str) -> str:
 
 def picture() -> str:
     """The picture as SVG."""
-    crates = [name for name in crate_dependencies() if name != "kv-py"]
-    rows = [*layers(), [EXTENSION], crates]
+    bindings = set(EXTENSION.values())
+    crates = [name for name in crate_dependencies() if name not in bindings]
+    rows = [*layers(), [*EXTENSION], crates]
     places = {name: place for at, row in enumerate(rows) for name, place in placed(at, row)}
     height = len(rows) * (BOX_HEIGHT + GAP) - GAP + 2 * MARGIN
     lines = [
@@ -131,7 +133,7 @@ def picture() -> str:
         f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#fff"/>',
     ]
     edges = graph()
-    arrows = reduced({name: edges[name] - {"kv-py"} for name in places})
+    arrows = reduced({name: edges[name] - bindings for name in places})
     for name, targets in arrows.items():
         below = sorted(targets, key=lambda target: places[target])
         for at, target in enumerate(below):
@@ -139,7 +141,7 @@ def picture() -> str:
             start = (x + BOX_WIDTH * (at + 1) // (len(below) + 1), y + BOX_HEIGHT)
             lines.append(line(start, places[target], [*places.values()]))
     for name, (x, y) in places.items():
-        lines += box(name, x, y, "#ffedd5" if name == EXTENSION or name in crates else "#eef2ff")
+        lines += box(name, x, y, "#ffedd5" if name in EXTENSION or name in crates else "#eef2ff")
     return "\n".join([*lines, "</svg>\n"])
 
 

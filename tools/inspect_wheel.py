@@ -31,8 +31,8 @@ def of_windows(extension: bytes) -> tuple[str, list[str]]:
     if image.FILE_HEADER.Machine != pefile.MACHINE_TYPE["IMAGE_FILE_MACHINE_AMD64"]:
         raise SystemExit("it is not for x86-64")
     exported = [symbol.name for symbol in image.DIRECTORY_ENTRY_EXPORT.symbols]
-    if b"PyInit__kv" not in exported:
-        raise SystemExit(f"it does not export PyInit__kv: {exported}")
+    if missing := {b"PyInit__cpu", b"PyInit__kv"} - set(exported):
+        raise SystemExit(f"it does not export {missing}: {exported}")
     names = {entry.dll.decode().lower() for entry in image.DIRECTORY_ENTRY_IMPORT}
     return "Windows x86-64", sorted(names)
 

@@ -6,7 +6,8 @@
 
 `--python` names a command that runs a Python of another platform; packages are put beside it by the
 pip of this one. Fails if the wheel holds anything but the package, its metadata and the licence, if
-it is not an abi3 wheel, or if `BlockManager` does not work where NumPy is the only dependency.
+it is not an abi3 wheel, or if `BlockManager` and `CpuAttention` do not work where NumPy is the only
+dependency.
 """
 
 import argparse
@@ -37,6 +38,12 @@ manager.check()
 assert manager.usage().available == 8, manager.usage()
 from pyengine.kv_cache import KVStore
 KVStore.in_memory(max_bytes=1 << 26).close(5)
+assert "pyengine._cpu" not in sys.modules
+import numpy
+from pyengine.cpu import CpuAttention
+row = numpy.ones((1, 4), numpy.float32)
+CpuAttention(1).rms_norm(3 * row, row[0], out := 0 * row, 0.0)
+assert (out == row).all(), out
 try:
     pyengine.LLM
 except ImportError as error:
@@ -46,7 +53,8 @@ assert word in refusal, refusal
 assert "torch" not in sys.modules
 import platform
 version, machine = sys.version.split()[0], f"{platform.system()} {platform.machine()}"
-print(f"Python {version}, {machine}: pyengine {pyengine.__version__}, BlockManager works")
+works = f"pyengine {pyengine.__version__}, BlockManager and CpuAttention work"
+print(f"Python {version}, {machine}: {works}")
 """
 
 
@@ -60,7 +68,8 @@ def check_contents(wheel: Path) -> None:
     strangers += [n for n in names if n.startswith("pyengine/") and Path(n).suffix not in suffixes]
     if strangers:
         raise SystemExit(f"{wheel.name} holds what does not belong there: {strangers}")
-    wanted = ["pyengine/__init__.py", "pyengine/py.typed", "pyengine/_kv.pyi"]
+    wanted = ["pyengine/__init__.py", "pyengine/py.typed"]
+    wanted += ["pyengine/_cpu.py", "pyengine/_cpu.pyi", "pyengine/_kv.pyi"]
     wanted += ["pyengine/server/dashboard/kv.html"]
     missing = [name for name in wanted if name not in names]
     missing += ["a licence file"] * (not any("LICENSE" in n for n in names if n.startswith(info)))

@@ -46,11 +46,12 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from time import perf_counter, sleep
 from typing import Any
 
+from benches.engine.float_model import float_folder
 from benches.engine.page import has_place, publish
 from benches.engine.serve import AVX2, ENGINES, GenerateRequest
 from benches.engine.works import WORKS, Work
 from benches.peers.report import heading, libraries, machine, results_file, results_name
-from pyengine.models.source import embedded_gguf, embedded_model
+from pyengine.models.source import embedded_gguf
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -96,7 +97,7 @@ LLAMA_GOAL = 1.0
 
 def model_of(name: str) -> Path:
     """The file or folder of the embedded model that the engine loads."""
-    return embedded_gguf() if name == LLAMA else embedded_model()
+    return embedded_gguf() if name == LLAMA else float_folder()
 
 
 class Engine:

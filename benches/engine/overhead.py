@@ -42,11 +42,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from benches.engine.float_model import float_folder
 from benches.engine.page import publish
 from benches.engine.service import Ids, Service, Size, prepared_logits
 from benches.peers.report import heading, libraries, machine, results_file, results_name
 from benches.peers.sampling import Effort, Spread, Stream, interleave
-from pyengine.models.source import embedded_model
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ def tokenizer(vocab_size: int) -> Any:
     from tokenizers import Tokenizer, decoders, models
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    whole: Any = AutoTokenizer.from_pretrained(embedded_model())
+    whole: Any = AutoTokenizer.from_pretrained(float_folder())
     if vocab_size == SMOLLM2:
         return whole
     words = [word for word in whole.convert_ids_to_tokens(range(300, 5000)) if word[0] == "Ġ"]

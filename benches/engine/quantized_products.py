@@ -25,7 +25,7 @@ import numpy as np
 
 from benches.engine.page import publish
 from benches.peers.report import heading, machine, results_file, results_name
-from pyengine.kv_cache import CpuAttention, QuantizedWeight
+from pyengine.cpu import CpuAttention, QuantizedWeight
 
 SHAPES = ((1536, 576), (49152, 576), (4096, 4096), (14336, 4096))
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")

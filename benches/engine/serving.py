@@ -44,12 +44,12 @@ import numpy as np
 
 from benches.engine.crowd import profile
 from benches.engine.end_to_end import PEERS, ROOT, VLLM_SPINS_SECONDS, say
+from benches.engine.float_model import float_folder
 from benches.engine.page import publish
 from benches.engine.serve import GenerateRequest
 from benches.engine.serving_tables import ALONE, AT_ONCE, OURS, SERVERS, SLOTS, VLLM32, tables
 from benches.engine.works import passages
 from benches.peers.report import libraries, machine, results_file, results_name
-from pyengine.models.source import embedded_model
 from pyengine.utils.openmp import BRIEF_SPIN
 
 PAGE = ROOT / "docs/benchmarks/serving.md"
@@ -164,7 +164,7 @@ class Server(Child):
         self.name = name
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        folder, cores = str(embedded_model()), ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        folder, cores = str(float_folder()), ",".join(map(str, sorted(os.sched_getaffinity(0))))
         if name == OURS:
             code = "from pyengine.cli import main; main()"
             command = [sys.executable, "-c", code, "serve", folder, "--log-format", "none"]
@@ -222,7 +222,7 @@ class Run:
         self.servers: list[Server] = []
         check_peers()
         self.client = stack.enter_context(Child([str(PEERS), "-m", "benches.engine.vllm_client"]))
-        serve = ["-m", "benches.engine.serve", "compiled", str(embedded_model()), options.dtype]
+        serve = ["-m", "benches.engine.serve", "compiled", str(float_folder()), options.dtype]
         self.offline, settings = {}, {"kv_cache_memory": POOL_GIB << 30}
         self.apart = stack.enter_context(ExitStack())
         for name, slots in ((SLOTS, options.clients), (AT_ONCE, options.prompts)):
@@ -245,7 +245,7 @@ class Run:
         data.write_text(json.dumps(load.prompts(seed)))
         arguments = {
             "base-url": server.url,
-            "tokenizer": embedded_model(),
+            "tokenizer": float_folder(),
             "dataset-name": "custom",
             "dataset-path": data,
             "custom-output-len": load.max_tokens,
@@ -308,7 +308,7 @@ class Run:
         if not ours:
             return
         found = self.found[load.name] = {OURS: [], ALONE: []}
-        given = [str(embedded_model()), self.options.dtype, f"{POOL_GIB}"]
+        given = [str(float_folder()), self.options.dtype, f"{POOL_GIB}"]
         command = ["-m", "benches.engine.crowd", *given]
         for turn in range(-1, rounds):
             result = self.call(ours[0], load, turn)

@@ -42,10 +42,10 @@ from time import monotonic, sleep
 from typing import Any
 
 from benches.engine.end_to_end import say
+from benches.engine.float_model import float_folder
 from benches.engine.llama_state import LONG, WARM, tokens
 from benches.engine.page import publish
 from benches.peers.report import heading, libraries, machine, results_file, results_name
-from pyengine.models.source import embedded_model
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT.parent / "shared/data/traces"
@@ -352,7 +352,7 @@ def vllm_state(folder: str, dtype: str, seeds: list[int]) -> Any:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_CPU_OMP_THREADS_BIND": cores,
     }
-    args = [str(embedded_model()), folder, dtype, *map(str, seeds)]
+    args = [str(float_folder()), folder, dtype, *map(str, seeds)]
     result = printed([str(VLLM), "-m", "benches.engine.vllm_state", *args], environment)
     say(f"vLLM, {dtype}: {result}")
     return result

@@ -7,6 +7,7 @@ every batch.
 """
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy.typing as npt
 import torch
@@ -22,10 +23,26 @@ from pyengine.attention.backend import (
     StepInputs,
 )
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
-from pyengine.kv_cache import CpuAttention, CpuStep
+from pyengine.cpu import CpuAttention, CpuCache, CpuStep
 from pyengine.kv_cache.pool import KVPool
 from pyengine.utils.host_copy import cpu_array
 from pyengine.utils.openmp import openmp_runtime
+
+_caches: WeakKeyDictionary[KVPool, list[CpuCache]] = WeakKeyDictionary()
+
+
+def _caches_of(pool: KVPool) -> list[CpuCache]:
+    """The tensors of each layer for the kernel; layers of one tensor share a cache.
+
+    They are made once for a pool: the kernel accepts no second cache over the same memory.
+    """
+    if pool not in _caches:
+        by_tensor: dict[int, CpuCache] = {}
+        for place, keys, values in zip(pool.groups.places, pool.keys, pool.values, strict=True):
+            if place.index not in by_tensor:
+                by_tensor[place.index] = CpuCache(cpu_array(keys), cpu_array(values))
+        _caches[pool] = [by_tensor[place.index] for place in pool.groups.places]
+    return _caches[pool]
 
 
 class CpuBackend(AttentionBackend):
@@ -37,7 +54,7 @@ class CpuBackend(AttentionBackend):
 
     def __init__(self, pool: KVPool) -> None:
         super().__init__(pool)
-        self.caches = pool.cpu_caches
+        self.caches = _caches_of(pool)
         self.threads = CpuAttention(torch.get_num_threads(), openmp_runtime())
         self.groups = [place.group for place in pool.groups.places]
         """The group of each layer."""

@@ -71,6 +71,20 @@ class CompiledModel(NamedTuple):
 
     number: int
 
+    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
+        """See `AttentionPlan.forward`: one operator that is opaque to the compiler."""
+        found: torch.Tensor = torch.ops.pyengine.paged_attention(
+            *rows,
+            options.sinks,
+            self.number,
+            layer,
+            options.scaling,
+            options.sliding_window,
+            options.softcap,
+            *_apart(options.rotation),
+        )
+        return found
+
 
 def register_paged_attention() -> str:
     """Make paged attention known to transformers; returns the name for its models."""
@@ -117,19 +131,7 @@ def paged_attention(
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if isinstance(context, PagedContext):
         return context.attend(module.layer_idx, (q, k, v), options)[None], None
-    found: torch.Tensor = torch.ops.pyengine.paged_attention(
-        q,
-        k,
-        v,
-        options.sinks,
-        context.number,
-        module.layer_idx,
-        options.scaling,
-        options.sliding_window,
-        options.softcap,
-        *_apart(options.rotation),
-    )
-    return found[None], None
+    return context.forward(module.layer_idx, (q, k, v), options)[None], None
 
 
 _running: dict[int, PagedContext] = {}

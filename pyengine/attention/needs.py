@@ -2,13 +2,11 @@
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from pyengine.kv_cache.layer_groups import layer_windows
-from pyengine.kv_cache.pool import kv_cache_specs
 
 OPTIONAL_PACKAGES = (
     *("flashinfer", "tvm_ffi", "requests"),
@@ -63,18 +61,18 @@ class AttentionNeeds:
 
 
 def needs_of(
-    model: Any,
+    layers: Sequence[LayerNeeds],
     device: torch.device,
     dtype: torch.dtype,
     *,
     kv_dtype: torch.dtype | None = None,
     block_size: int | None = None,
 ) -> AttentionNeeds:
-    """The needs of a transformers model on this machine."""
+    """The needs of a model with these layers on this machine."""
     return AttentionNeeds(
         device=device,
         block_size=block_size,
-        layers=layer_needs(model, dtype),
+        layers=tuple(layers),
         dtype=dtype,
         kv_dtype=kv_dtype,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
@@ -95,37 +93,6 @@ def torch_version(version: str) -> tuple[int, int]:
     """(major, minor) of a version such as `2.12.0+cu130`."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
-def layer_needs(model: Any, dtype: torch.dtype) -> tuple[LayerNeeds, ...]:
-    """The demands of every layer of a transformers model on attention.
-
-    Heads, dimensions, windows and softcaps are in its configuration. Sinks are parameters, which
-    no configuration speaks of: a layer has them if its attention module does.
-    """
-    config = model.config
-    text = config.get_text_config()
-    specs, windows = kv_cache_specs(config, dtype), layer_windows(config)
-    layers = [text] * len(specs)
-    if getattr(text, "is_heterogeneous", False):
-        layers = list(text.per_layer_config)
-    with_sinks = {
-        module.layer_idx
-        for module in model.modules()
-        if hasattr(module, "layer_idx") and getattr(module, "sinks", None) is not None
-    }
-    return tuple(
-        LayerNeeds(
-            query_heads=layer.num_attention_heads,
-            kv_heads=spec.num_kv_heads,
-            head_dim_k=spec.head_dim_k,
-            head_dim_v=spec.head_dim_v,
-            window=window,
-            softcap=getattr(layer, "attn_logit_softcapping", None),
-            sinks=index in with_sinks,
-        )
-        for index, (layer, spec, window) in enumerate(zip(layers, specs, windows, strict=True))
-    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -113,10 +113,10 @@ def _token_ids(prompt: str | list[int], tokenizer: Any) -> list[int]:
 def _tokenizer(model: str | None) -> Any:
     """The tokenizer of a model. Raises `InvalidRequestError` if it has none."""
     with held_interrupt(), libraries():
-        from pyengine.models.loader import load_tokenizer
+        from pyengine.models.loader import tokenizer_of
         from pyengine.models.source import resolve_source
-    source = resolve_source(model, keep_quantized=True)
-    tokenizer = load_tokenizer(source.folder)
+    source = resolve_source(model)
+    tokenizer = tokenizer_of(source)
     if tokenizer is None:
         raise InvalidRequestError(f"{source.name} has no tokenizer: give files of token ids")
     return tokenizer

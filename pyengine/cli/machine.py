@@ -94,7 +94,7 @@ def _gpus(proc: Path) -> tuple[str, ...]:
 
 def _kernels() -> str | None:
     try:
-        from pyengine.kv_cache import CpuAttention
+        from pyengine.cpu import CpuAttention
     except ImportError:
         return None
     return CpuAttention.isa()

@@ -40,14 +40,13 @@ def pull(
         ),
     ] = None,
 ) -> None:
-    """Download MODEL, or convert it, and check that the engine can run it; status 1 if not."""
+    """Download MODEL, and check that the engine can run it; status 1 if not."""
     with guarded():
         with held_interrupt(), libraries():
             from pyengine.models.loader import checked_source
         source = checked_source(model, revision=revision, token=token)
-        place = source.gguf or source.folder
-        size = place.stat().st_size if source.gguf else _size(place)
-        write(f"{place}\n")
+        size = source.path.stat().st_size if source.is_gguf else _size(source.path)
+        write(f"{source.path}\n")
         note(f"{source.name}: {size_text(size)}; the engine can run it")
 
 
@@ -57,11 +56,8 @@ def list_models(
     """Print the models on this machine, their sizes, and whether the engine can run them."""
     with guarded():
         with held_interrupt(), libraries():
-            from pyengine.models.checkpoint_files import cache_root
-        models = sorted(
-            [*_embedded(), *_of_the_hub(), *_converted(cache_root() / "models")],
-            key=lambda each: each.name,
-        )
+            import pyengine.models.loader  # noqa: F401
+        models = sorted([*_embedded(), *_of_the_hub()], key=lambda each: each.name)
         if as_json:
             write(json.dumps([asdict(each) for each in models], indent=2) + "\n")
             return
@@ -99,13 +95,6 @@ def _of_the_hub() -> Iterator[LocalModel]:
             folder = newest.snapshot_path
             size = repository.size_on_disk
             yield LocalModel(repository.repo_id, str(folder), size, _refusal(folder))
-
-
-def _converted(root: Path) -> Iterator[LocalModel]:
-    """Models that were converted from GGUF files."""
-    for config in sorted(root.glob("*/config.json")):
-        folder = config.parent
-        yield LocalModel(str(folder), str(folder), _size(folder), _refusal(folder))
 
 
 def _refusal(folder: Path) -> str | None:

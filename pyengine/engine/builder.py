@@ -5,7 +5,7 @@ settings -> model -> attention backend -> KV pool and its manager -> runner -> e
 
 import logging
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -17,12 +17,12 @@ from pyengine.attention.backend import AttentionBackend
 from pyengine.attention.choice import Choice, explain_backends, select_backend
 from pyengine.attention.needs import AttentionNeeds, dtype_name, needs_of
 from pyengine.config import EngineSettings, store_key
+from pyengine.cpu.threads import ComputeThreads, compute_threads
 from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits, compute_model_limits
 from pyengine.engine.offloading import KVOffloader
 from pyengine.engine.verification import HitVerifier, KeptRecording
 from pyengine.errors import ConfigurationError
-from pyengine.executor.cpu_threads import ComputeThreads, compute_threads
 from pyengine.executor.cuda_graphs import CudaGraphRecorder
 from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import RunnerLimits
@@ -43,18 +43,13 @@ from pyengine.kv_cache import BlockManager, ConfigError, KVStore, StoreError, kv
 from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.memory import available_memory
 from pyengine.kv_cache.pool import KVPool, PoolSettings, resolve_kv_cache_dtype
-from pyengine.models.cpu_kernels import fuse_norms, reuse_logits
-from pyengine.models.decoder_layer import shorten_layers
-from pyengine.models.grouped_experts import use_grouped_experts
-from pyengine.models.linear import can_prepack, fuse_linears, prepack_linears
-from pyengine.models.linear_kernels import ProductChooser
-from pyengine.models.loader import LoadedModel, load_model, model_properties, with_mtp_layers
+from pyengine.models.loaded import LoadedModel
+from pyengine.models.loader import load_model, model_properties
 from pyengine.models.placement import resolve_device
-from pyengine.models.quantization import with_quantization
 from pyengine.models.source import resolve_source
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
-from pyengine.speculation.draft_model import DraftModel, LoadedDraft, load_draft
+from pyengine.speculation.draft_model import DraftModel, LoadedDraft, kernel_settings, load_draft
 from pyengine.speculation.drafters import Drafter, NgramDrafter, SuffixDrafter
 from pyengine.speculation.drafting import measured_costs
 from pyengine.speculation.mtp import MTPDrafter
@@ -147,7 +142,7 @@ def _connect(
     loaded = worker_group.loaded if worker_group else _load(settings)
     draft = load_draft(settings, loaded)  # before the free memory is measured
     needs = needs_of(
-        loaded.model,
+        loaded.layers,
         loaded.device,
         loaded.dtype,
         kv_dtype=resolve_kv_cache_dtype(settings.kv_cache_dtype, loaded.dtype),
@@ -174,9 +169,8 @@ def _connect(
     limits = _runner_limits(
         settings, model_limits.max_model_len, plan.block_size, plan.groups, loaded.num_mtp_layers
     )
-    products = ProductChooser(settings.linear_backend, loaded.device, loaded.dtype)
     if worker_group is None:
-        runner: Runner = _runner(settings, loaded, choice, plan, limits, products)
+        runner: Runner = _runner(settings, loaded, choice, plan, limits)
     else:
         graphs = _wants_graphs(settings, loaded)
         runner = worker_group.runner(RunnerSetup(plan, choice, limits, graphs))
@@ -209,7 +203,7 @@ def _connect(
             runner.pool.populate(entries // len(fingerprints))  # for what is to be restored
     if settings.verify_cache_hits:
         assert isinstance(runner, ModelRunner)  # settings refuse a divided model
-        is_exact = _rows_have_same_bits(settings, loaded, choice, products)
+        is_exact = _rows_have_same_bits(settings, loaded, choice)
         engine.verifier = HitVerifier(
             manager,
             engine.input_processor.request,
@@ -228,9 +222,7 @@ def _connect(
     is_alone = worker_group is None and executor.depth == 1
     threads = replace(
         threads,
-        adapts=threads.adapts
-        and is_alone
-        and _any_threads_agree(settings, loaded, choice, products),
+        adapts=threads.adapts and is_alone and _any_threads_agree(settings, loaded, choice),
     )
     if populate and isinstance(runner, ModelRunner):
         runner.pool.populate_in_background()
@@ -238,7 +230,7 @@ def _connect(
     description = {
         **_about_model(loaded, settings),
         **threads.describe(),
-        **_about_linears(settings, loaded, products),
+        **_about_linears(loaded),
         **_about_attention(choice, needs, runner),
         "kv_cache_scales": _about_scales(plan),
         **_about_cache(plan, model_limits, settings),
@@ -396,14 +388,13 @@ def _load(settings: EngineSettings) -> LoadedModel:
         settings.model,
         revision=settings.revision,
         token=settings.token,
-        keep_quantized=settings.keeps_quantized and resolve_device(settings.device).type == "cpu",
         load_format=settings.load_format,
     )
-    loaded = load_model(source, device=settings.device, dtype=settings.dtype)
-    if settings.kv_cache_dir is not None:  # before the weights are rearranged
-        loaded = replace(loaded, properties=tuple(model_properties(loaded)))
-    loaded = with_quantization(loaded, settings.quantization)
-    return with_mtp_layers(loaded) if settings.speculation == "mtp" else loaded
+    kernels = kernel_settings(settings, with_mtp_layers=settings.speculation == "mtp")
+    loaded = load_model(source, device=settings.device, dtype=settings.dtype, kernels=kernels)
+    if settings.kv_cache_dir is None:
+        return loaded
+    return replace(loaded, properties=tuple(model_properties(source, loaded)))
 
 
 def _is_to_be_profiled(settings: EngineSettings, loaded: LoadedModel) -> bool:
@@ -420,7 +411,6 @@ def _memory_left(
     loaded: LoadedModel,
 ) -> int:
     """Bytes that the largest step and the graphs leave on the device, with a pool of one block."""
-    _arrange_for_cuda(loaded)  # before anything is measured: meanwhile weights exist twice
     specs = cache_specs(loaded, kv_dtype)
     smallest = KVPool(specs, 1, pool.block_size, loaded.device)
     longest, groups = pool.max_model_len, smallest.groups
@@ -433,11 +423,6 @@ def _memory_left(
     taken = activation_bytes(runner, limits, smallest.num_blocks, loaded.vocab_size, meter)
     taken += graph_bytes(runner, meter, None if recorder is None else recorder.pieces)
     return max(0, left - taken)
-
-
-def _arrange_for_cuda(loaded: LoadedModel) -> None:
-    fuse_linears(loaded.model)
-    use_grouped_experts(loaded.model)
 
 
 def _max_pinned_blocks(settings: EngineSettings, manager: BlockManager, max_model_len: int) -> int:
@@ -474,7 +459,7 @@ def _recorder(
 
 def _wants_graphs(settings: EngineSettings, loaded: LoadedModel) -> bool:
     on_cuda = loaded.device.type == "cuda"
-    return on_cuda and loaded.mtp_layers is None and not settings.enforce_eager
+    return on_cuda and not loaded.num_mtp_layers and not settings.enforce_eager
 
 
 def _runner(
@@ -483,26 +468,14 @@ def _runner(
     choice: Choice,
     plan: CachePlan,
     limits: RunnerLimits,
-    products: ProductChooser,
 ) -> ModelRunner:
     """A runner in this process, compiled and captured as the settings say."""
     pool = plan.pool(loaded)
     backend = choice.build(pool)
     if loaded.device.type == "cpu":
         keep_freed_memory()
-        fuse_norms(loaded.model)
-    if can_prepack(loaded.device, loaded.dtype):
-        prepack_linears(loaded.model, products)
-        if loaded.mtp_layers is not None:
-            prepack_linears(loaded.mtp_layers.layers, products)
-        reuse_logits(loaded.model)
-    elif loaded.device.type == "cuda":
-        _arrange_for_cuda(loaded)
     recorder = _recorder(settings, loaded, backend)
     runner = ModelRunner(loaded, pool, backend, limits, record=recorder)
-    runner.take_over_rotations()
-    if loaded.device.type == "cpu" and not settings.compile:
-        shorten_layers(loaded.model)
     if settings.compile:
         pool.populate()  # with a compiled model, for steady steps too
         runner.compile()
@@ -560,8 +533,7 @@ def _draft_model(
         max_num_seqs=settings.max_num_seqs,
         max_blocks_per_seq=-(-longest // cache.block_size),
     )
-    products = ProductChooser(settings.linear_backend, draft.loaded.device, draft.loaded.dtype)
-    runner = _runner(settings, draft.loaded, draft.choice, cache, limits, products)
+    runner = _runner(settings, draft.loaded, draft.choice, cache, limits)
     return DraftModel(executor, runner, cache.manager(), most=most, longest=longest)
 
 
@@ -581,7 +553,8 @@ def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, obj
         "python": platform.python_version(),
         "torch": torch.__version__,
         "model": loaded.name,
-        "model_path": str(loaded.gguf or loaded.path),
+        "model_path": str(loaded.path),
+        "decoder": loaded.model.origin,
         "device": str(loaded.device),
         "dtype": dtype_name(loaded.dtype),
         "dtype_reason": loaded.dtype_reason,
@@ -591,34 +564,32 @@ def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, obj
     }
 
 
-def _rows_have_same_bits(
-    settings: EngineSettings, loaded: LoadedModel, choice: Choice, products: ProductChooser
-) -> bool:
+def _rows_have_same_bits(settings: EngineSettings, loaded: LoadedModel, choice: Choice) -> bool:
     """True if the KV of a token has the same bits in every batch and chunk."""
-    is_exact = not loaded.has_float_linears or set(products.in_use) <= {"pyengine"}
+    is_exact = not loaded.has_float_linears or set(_products_in_use(loaded)) <= {"pyengine"}
     is_ours = choice.backend == "cpu" and not settings.compile
     return is_exact and is_ours and loaded.dtype == torch.float32
 
 
-def _any_threads_agree(
-    settings: EngineSettings, loaded: LoadedModel, choice: Choice, products: ProductChooser
-) -> bool:
+def _any_threads_agree(settings: EngineSettings, loaded: LoadedModel, choice: Choice) -> bool:
     """True if a step gives the same bits with any number of threads, and can use fewer.
 
     MKL's products and torch's attention depend on it. Compiled code has a fixed number of threads.
     """
-    is_ours = not loaded.has_float_linears or "torch" not in products.in_use
+    is_ours = not loaded.has_float_linears or "torch" not in _products_in_use(loaded)
     return is_ours and choice.backend == "cpu" and not settings.compile
 
 
-def _about_linears(
-    settings: EngineSettings, loaded: LoadedModel, products: ProductChooser
-) -> dict[str, object]:
+def _products_in_use(loaded: LoadedModel) -> Sequence[str]:
+    return ["torch"] if loaded.products is None else loaded.products.in_use
+
+
+def _about_linears(loaded: LoadedModel) -> dict[str, object]:
     if not loaded.has_float_linears:
         return {"linear_backend": loaded.quantization, "linear_reason": "quantization"}
-    if settings.tensor_parallel_size != 1:
-        return {"linear_backend": "torch", "linear_reason": "the model is divided over processes"}
-    return products.describe()
+    if loaded.products is None:
+        return {"linear_backend": "torch", "linear_reason": f"by {loaded.model.origin}"}
+    return loaded.products.describe()
 
 
 def _about_attention(choice: Choice, needs: AttentionNeeds, runner: Runner) -> dict[str, object]:

@@ -17,6 +17,7 @@ from pyengine.engine.chat_messages import (
 from pyengine.engine.prompts import shown
 from pyengine.engine.untrusted_calls import is_failure, within
 from pyengine.errors import ContextLengthError, InvalidRequestError
+from pyengine.models.tokenizer.chat import chosen_template
 
 Message: TypeAlias = Mapping[str, Any]
 """One turn of a conversation: `role`, and `content` or `tool_calls`."""
@@ -48,8 +49,8 @@ def as_conversations(
 class ChatOptions:
     """Options of rendering a conversation to a prompt.
 
-    `tools` are JSON schemas of functions, `template` replaces the model's own, and `variables` are
-    for it. With `continue_final_message` the model continues the last message. Rendering has
+    `tools` are JSON schemas of functions, `template` replaces the model's own or names one of
+    several, and `variables` are for it. With `continue_final_message` the model continues the last message. Rendering has
     `seconds`. The text that it gets and the text that it writes may each have up to `longest`
     characters.
     """
@@ -104,6 +105,28 @@ def _has_text_keys(value: Any) -> bool:
 DEFAULT_CHAT = ChatOptions()
 
 
+def template_text(tokenizer: Any, template: str | None = None, *, has_tools: bool = False) -> str:
+    """The text of the chat template that is used; empty if there is none.
+
+    `template` is that of a request. Of a model's several templates, it may name one.
+    """
+    with suppress(ValueError):
+        known = getattr(tokenizer, "chat_template", None)
+        return chosen_template(known, template, has_tools=has_tools) or ""
+    return ""
+
+
+def _template_of(tokenizer: Any, options: ChatOptions) -> str | None:
+    try:
+        return chosen_template(
+            getattr(tokenizer, "chat_template", None),
+            options.template,
+            has_tools=options.tools is not None,
+        )
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
 def render_chat(
     messages: Sequence[Message], tokenizer: Any, options: ChatOptions = DEFAULT_CHAT
 ) -> list[int]:
@@ -112,7 +135,7 @@ def render_chat(
     Raises `InvalidRequestError` for invalid messages, and with the template's error for those that
     it refuses.
     """
-    template = options.template or getattr(tokenizer, "chat_template", None)
+    template = _template_of(tokenizer, options)
     if tokenizer is None or not template:
         missing = "tokenizer" if tokenizer is None else "chat template"
         raise InvalidRequestError(
@@ -121,14 +144,14 @@ def render_chat(
     given: Any = messages
     if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
         raise InvalidRequestError(f"{shown(given)} is no conversation: give a list of messages")
-    several = [message_for(str(template), at, value) for at, value in enumerate(given)]
+    several = [message_for(template, at, value) for at, value in enumerate(given)]
     if not several:
         raise InvalidRequestError("the conversation is empty: it needs at least one message")
     if options.longest is not None:
         _check_length(several, options, options.longest)
     try:
-        _refuse_powers(str(template))
-        render = partial(_render_somehow, several, tokenizer, options)
+        _refuse_powers(template)
+        render = partial(_render_somehow, several, tokenizer, template, options)
         return within(options.seconds, render, "the chat template")
     except InvalidRequestError:
         raise
@@ -168,20 +191,20 @@ def _refuse_powers(template: str) -> None:
 
 
 def _render_somehow(
-    messages: list[dict[str, Any]], tokenizer: Any, options: ChatOptions
+    messages: list[dict[str, Any]], tokenizer: Any, template: str, options: ChatOptions
 ) -> list[int]:
     """Render the messages in the first of the forms that the template takes."""
     variants = [messages]
     if any("tool_calls" in message for message in messages):
         variants.append(with_text_arguments(messages))
-        if _adds_arguments_as_text(tokenizer, options):
+        if _adds_arguments_as_text(tokenizer, template):
             variants.reverse()
     if not all("content" in message for message in messages):  # some templates do not check it
         variants += [[{"content": "", **message} for message in variant] for variant in variants]
     errors = []
     for variant in variants:
         try:
-            return _render(variant, tokenizer, options)
+            return _render(variant, tokenizer, template, options)
         except InvalidRequestError:
             raise
         except Exception as error:
@@ -195,18 +218,17 @@ _MOST_KNOWN = 16
 _ARGUMENTS = {"zebra": 1}
 
 
-def _adds_arguments_as_text(tokenizer: Any, options: ChatOptions) -> bool:
+def _adds_arguments_as_text(tokenizer: Any, template: str) -> bool:
     """True if the template writes the arguments of tool calls as they are, so they must be text.
 
     Found by rendering a small conversation in both forms.
     """
-    template = str(options.template or getattr(tokenizer, "chat_template", None))
     known = _adding.setdefault(tokenizer, {})
     if template not in known:
         if len(known) >= _MOST_KNOWN:
             known.clear()
         as_mapping, as_text = (
-            _rendered_call(tokenizer, options, arguments)
+            _rendered_call(tokenizer, template, arguments)
             for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS))
         )
         is_lost = "zebra" not in as_mapping or repr(_ARGUMENTS) in as_mapping
@@ -214,7 +236,7 @@ def _adds_arguments_as_text(tokenizer: Any, options: ChatOptions) -> bool:
     return known[template]
 
 
-def _rendered_call(tokenizer: Any, options: ChatOptions, arguments: Any) -> str:
+def _rendered_call(tokenizer: Any, template: str, arguments: Any) -> str:
     """A conversation with a tool call as text; empty if the template does not take it."""
     function = {"name": "look", "arguments": arguments}
     call = {"id": "call00000", "type": "function", "function": function}
@@ -227,19 +249,21 @@ def _rendered_call(tokenizer: Any, options: ChatOptions, arguments: Any) -> str:
         with suppress(Exception):
             return str(
                 tokenizer.apply_chat_template(
-                    messages[:count], chat_template=options.template, tokenize=False
+                    messages[:count], chat_template=template, tokenize=False
                 )
             )
     return ""
 
 
-def _render(messages: list[dict[str, Any]], tokenizer: Any, options: ChatOptions) -> list[int]:
+def _render(
+    messages: list[dict[str, Any]], tokenizer: Any, template: str, options: ChatOptions
+) -> list[int]:
     # The tokenizers library cannot be interrupted, so the text is checked before it gets it.
     has_text = options.longest is not None and hasattr(tokenizer, "backend_tokenizer")
     rendered: Any = tokenizer.apply_chat_template(
         messages,
         tools=None if options.tools is None else [dict(tool) for tool in options.tools],
-        chat_template=options.template,
+        chat_template=template,
         add_generation_prompt=options.add_generation_prompt,
         continue_final_message=options.continue_final_message,
         tokenize=not has_text,

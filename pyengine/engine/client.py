@@ -72,7 +72,7 @@ class EngineClient:
         refuse_engine_in_fork()
         parts = build_engine(settings, populate=populate)
         release_threads()  # another thread runs the steps
-        self.model_path: Path = parts.loaded.gguf or parts.loaded.path
+        self.model_path: Path = parts.loaded.path
         self.tokenizer: Any = parts.loaded.tokenizer
         self._manager = parts.manager
         self._engine = parts.engine

@@ -19,7 +19,7 @@ from pyengine.errors import ConfigurationError, ContextLengthError, InvalidReque
 from pyengine.executor.memory_profile import longest_sequence
 from pyengine.kv_cache import BlockManager
 from pyengine.kv_cache.pool import PoolSettings
-from pyengine.models.loader import LoadedModel
+from pyengine.models.loaded import LoadedModel
 from pyengine.sampling.grammar import Grammars
 from pyengine.sampling.state import SamplingState, sample_seed, tokens_of_words
 from pyengine.sampling_params import SamplingParams

@@ -12,11 +12,11 @@ from threading import Thread, get_ident
 from typing import TypeVar
 from weakref import WeakSet
 
+from pyengine.cpu.threads import ComputeThreads, StepThreads, compute_threads
 from pyengine.engine.core import Engine
 from pyengine.engine.output_stream import OutputNotifier
 from pyengine.engine.request import Request
 from pyengine.errors import ConfigurationError, EngineClosedError, EngineDeadError, copy_error
-from pyengine.executor.cpu_threads import ComputeThreads, StepThreads, compute_threads
 from pyengine.utils.frame_memory import with_frame_room
 
 T = TypeVar("T")

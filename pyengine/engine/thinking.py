@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from pyengine.engine.chat_template import ChatOptions, render_chat
+from pyengine.engine.chat_template import ChatOptions, render_chat, template_text
 from pyengine.errors import InvalidRequestError
 
 _MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
@@ -55,18 +55,19 @@ def stripped_thinking(tokenizer: Any, options: ChatOptions) -> StrippedThinking 
 
     Found by rendering a small conversation whose assistant has thought.
     """
-    template = str(options.template or getattr(tokenizer, "chat_template", None) or "")
+    has_tools = options.tools is not None
+    template = template_text(tokenizer, options.template, has_tools=has_tools)
     mark = next((mark for mark in _MARKS if mark[1] in template), None)
     if mark is None or options.continue_final_message or not options.add_generation_prompt:
         return None
     known = _known.setdefault(tokenizer, {})
-    has_tools = options.tools is not None
     key = repr((template, options.variables, has_tools))
     if key not in known:
         if len(known) == _MOST_KNOWN:
             known.clear()
         try:
-            known[key] = _find(tokenizer, replace(options, tools=None), mark, has_tools=has_tools)
+            plain = replace(options, template=template, tools=None)
+            known[key] = _find(tokenizer, plain, mark, has_tools=has_tools)
         except InvalidRequestError:  # a template that does not take such a conversation
             known[key] = None
     return known[key]

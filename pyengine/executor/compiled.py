@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from pyengine.attention.backend import AttentionOptions, Rows, StepInputs
 from pyengine.attention.dispatch import CompiledModel, PagedContext, running
 from pyengine.errors import ConfigurationError
+from pyengine.models.loaded import Model
 from pyengine.utils.own_graphs import compile_apart
 
 _numbers = count()
@@ -39,32 +40,24 @@ class CompiledForward:
     here. Raises `ConfigurationError` with the compiler's message if that fails.
     """
 
-    def __init__(self, model: Any, num_layers: int, backend: str = "inductor") -> None:
+    def __init__(self, model: Model, num_layers: int, backend: str = "inductor") -> None:
         self._number = next(_numbers)
         paged = CompiledModel(self._number)
 
         def forward(
             input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
         ) -> torch.Tensor:
-            output = model(
-                input_ids=input_ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=rows,
-                paged=paged,
-            )
-            logits: torch.Tensor = output.logits[0]
-            return logits
+            return model(input_ids, positions, rows, paged)
 
-        _keep_rotations(model)
         options = {"guard_filter_fn": _of_inputs, **(_UNCHECKED if backend == "inductor" else {})}
         self._compiled: Callable[..., torch.Tensor] = compile_apart(
             forward, fullgraph=True, backend=backend, options=options
         )
         try:
-            device = next(model.parameters()).device
             for num_tokens in (TYPICAL_TOKENS, 1):
-                self._warm_up(num_tokens, num_layers, device)
+                context = PagedContext(_NoStep(), [None] * num_layers)
+                self._warm_up(num_tokens, context, model.device)
+                model.check_attended(context)
         except ConfigurationError:
             raise
         except Exception as error:  # the compiler's errors have many types
@@ -85,7 +78,7 @@ class CompiledForward:
         return logits.expand(wanted, -1) if len(ids) == 1 else logits[:wanted]
 
     @torch.inference_mode()
-    def _warm_up(self, num_tokens: int, num_layers: int, device: torch.device) -> None:
+    def _warm_up(self, num_tokens: int, context: PagedContext, device: torch.device) -> None:
         """Compile for at least `num_tokens` tokens, without a step."""
         ids, positions = (
             torch.zeros(num_tokens, dtype=torch.int64, device=device) for _ in range(2)
@@ -97,7 +90,7 @@ class CompiledForward:
                 # kernels for CUDA index in 32 bits, up to a size that depends on the model. Beyond
                 # that size torch compiles another graph.
                 torch._dynamo.mark_dynamic(tensor, 0)
-        with running(self._number, PagedContext(_NoStep(), [None] * num_layers)):
+        with running(self._number, context):
             self._compiled(ids, positions, rows)
 
 
@@ -109,27 +102,6 @@ def _of_inputs(guards: Sequence[Any]) -> list[bool]:
     return [not guard.name or guard.name.startswith(_INPUTS) for guard in guards]
 
 
-def _keep_rotations(model: Any) -> None:
-    """Compute cosines and sines of positions once a step; the compiler would do so in each layer,
-    for each head.
-    """
-    for module in model.modules():
-        if type(module).__name__.endswith("RotaryEmbedding"):
-            module.register_forward_hook(_kept)
-
-
-def _kept(_module: Any, _inputs: Any, found: Any) -> Any:
-    if torch.compiler.is_compiling() and isinstance(found, tuple):
-        return tuple(torch.ops.pyengine.kept(match) for match in found)
-    return found
-
-
-# An operator that is opaque to the compiler: its result stays in memory.
-torch.library.define("pyengine::kept", "(Tensor found) -> Tensor")
-torch.library.impl("pyengine::kept", "CompositeExplicitAutograd")(torch.clone)
-torch.library.register_fake("pyengine::kept")(torch.empty_like)
-
-
 class _NoStep:
     """A step without attention."""
 
@@ -139,11 +111,11 @@ class _NoStep:
         return query.new_zeros(*query.shape[:2], value.shape[-1])
 
 
-def _why_not(model: Any, error: Exception) -> str:
+def _why_not(model: Model, error: Exception) -> str:
     """The reason, in words for the caller."""
     cause = getattr(error, "inner_exception", error)  # torch wraps the error of a compiler
     said = str(cause).strip().splitlines() or ["no word"]
-    where = f"torch cannot compile {type(model).__name__} here"
+    where = f"torch cannot compile {model.name} here"
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         return f"{where}, and there is no C++ compiler: install g++, or set compile=False"
     return f"{where} ({type(cause).__name__}: {said[0]}); set compile=False"

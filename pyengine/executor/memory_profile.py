@@ -19,16 +19,15 @@ from pyengine.executor.input_buffers import HostArrays, RunnerLimits
 from pyengine.executor.model_runner import ModelRunner, StepLogits
 from pyengine.executor.piecewise_graphs import PiecewiseGraphs
 from pyengine.kv_cache import BlockManager, SharedPrefixes, StepBuffers
-from pyengine.kv_cache.layer_groups import LayerGroups, choose_layer_groups, layer_windows
+from pyengine.kv_cache.layer_groups import LayerGroups, choose_layer_groups
 from pyengine.kv_cache.pool import (
     KVCacheSpec,
     KVPool,
     PoolSettings,
     PoolSize,
-    kv_cache_specs,
     resolve_num_blocks,
 )
-from pyengine.models.loader import LoadedModel
+from pyengine.models.loaded import LoadedModel
 from pyengine.sampling.sampler import sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
@@ -76,11 +75,7 @@ def plan_cache(
     shapes = [spec.unscaled for spec in specs]
     groups = LayerGroups.single(len(specs))
     if layer_groups:
-        windows = [
-            layer_window
-            for config in loaded.cached_configs
-            for layer_window in layer_windows(config)
-        ]
+        windows = [layer.window for layer in loaded.layers]
         groups = choose_layer_groups(windows, shapes, settings.max_model_len)
     arithmetic = BlockManager(1, settings.block_size, groups=groups.windows)
     blocks_per_seq = arithmetic.blocks_for(settings.max_model_len, max_tokens)
@@ -91,11 +86,11 @@ def plan_cache(
 
 def cache_specs(loaded: LoadedModel, kv_dtype: torch.dtype) -> list[KVCacheSpec]:
     """The KV cache of each layer of a model, its MTP layers last; with scales in 8-bit floats."""
-    configs = loaded.cached_configs
     specs = [
-        kv_cache_spec
-        for each in configs
-        for kv_cache_spec in kv_cache_specs(each, kv_dtype, loaded.kv_shards)
+        KVCacheSpec(
+            layer.kv_heads // loaded.kv_shards, layer.head_dim_k, layer.head_dim_v, kv_dtype
+        )
+        for layer in loaded.layers
     ]
     scales = loaded.kv_scales if kv_dtype == torch.float8_e4m3fn else {}
     return [
@@ -123,9 +118,8 @@ def check_step_fits(limits: RunnerLimits, settings: PoolSettings, loaded: Loaded
     """
     available = settings.available_memory
     tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
-    text = loaded.config.get_text_config()
     per_token = 2 * 8 * (2 + limits.num_groups)
-    hidden = 4 * text.hidden_size * loaded.dtype.itemsize
+    hidden = 4 * loaded.hidden_size * loaded.dtype.itemsize
     per_sequence = 2 * 4 * limits.num_groups * limits.max_blocks_per_seq
     useful = min(tokens, sequences * settings.max_model_len)  # no step has more
     for_sequences = sequences * per_sequence + limits.max_num_samples * 4 * loaded.vocab_size

@@ -4,17 +4,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
-from pyengine.attention.cpu import CpuBackend
-from pyengine.attention.dispatch import PagedContext, register_paged_attention
+from pyengine.attention.dispatch import PagedContext
 from pyengine.attention.paged import on_device
-from pyengine.errors import ConfigurationError
 from pyengine.executor.compiled import CompiledForward
 from pyengine.executor.cuda_graphs import (
     Agree,
@@ -26,11 +24,9 @@ from pyengine.executor.cuda_graphs import (
 from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
 from pyengine.executor.mtp import DraftRow, MTPLayers, MTPStep
 from pyengine.executor.piecewise_graphs import PiecewiseGraphs, piecewise_sizes
-from pyengine.kernels import has_kernels
 from pyengine.kv_cache import SharedPrefixes, StepBuffers
 from pyengine.kv_cache.pool import KVPool
-from pyengine.models.loader import LoadedModel
-from pyengine.models.rotary import make_rotary_static, take_over_rotations
+from pyengine.models.loaded import LoadedModel, Model
 from pyengine.utils.host_copy import upload
 
 
@@ -100,42 +96,23 @@ class Runner(Protocol):
 class ForwardPass:
     """The forward pass of a model whose layers attend to `windows` (None: to everything)."""
 
-    def __init__(self, model: Any, windows: Sequence[int | None], num_layers: int) -> None:
-        """`num_layers` is the number of layers that attend."""
+    def __init__(self, model: Model, windows: Sequence[int | None]) -> None:
         self._model = model
         self._windows = windows
-        self._num_layers = num_layers
         self.compiled: CompiledForward | None = None
 
     @torch.inference_mode()
     def __call__(self, inputs: StepInputs, plan: AttentionPlan) -> torch.Tensor:
         """The logits of `inputs.logits_indices`."""
         context = PagedContext(plan, self._windows)
-        logits: torch.Tensor
         if self.compiled is not None:
-            logits = self.compiled(inputs, context)
-        else:
-            logits = self._model(
-                input_ids=inputs.input_ids[None],
-                position_ids=inputs.positions[None],
-                use_cache=False,
-                logits_to_keep=inputs.logits_indices,
-                paged=context,
-            ).logits[0]
-        if context.attended != self._num_layers:
-            raise ConfigurationError(
-                f"{type(self._model).__name__} attended in {context.attended} of "
-                f"{self._num_layers} layers: the others keep a state that paged attention "
-                "does not hold; this model is not supported"
-            )
-        return logits
+            return self.compiled(inputs, context)
+        ids, positions, rows = inputs.input_ids, inputs.positions, inputs.logits_indices
+        return self._model(ids, positions, rows, context)
 
 
 class ModelRunner:
-    """Runs a model over its KV pool. See `Runner`.
-
-    The model is switched to paged attention over `pool` for good; plain calls of it are refused.
-    """
+    """Runs a model over its KV pool. See `Runner`."""
 
     def __init__(
         self,
@@ -151,11 +128,10 @@ class ModelRunner:
 
         `agree` is for a divided model.
         """
-        self._model: Any = loaded.model
+        self._model = loaded.model
         self.pool = pool
         self._is_on_cuda = pool.device.type == "cuda"
-        num_layers = pool.num_layers - loaded.num_mtp_layers  # without those of MTP
-        self._forward = ForwardPass(self._model, pool.groups.layer_windows, num_layers)
+        self._forward = ForwardPass(self._model, pool.groups.layer_windows)
         self._backend = backend
         size, device = pool.block_size, pool.device
         apart = record is not None
@@ -164,24 +140,13 @@ class ModelRunner:
         self._other_buffers = InputBuffers(
             limits, size, device, backend, apart=apart, beside=self.buffers
         )
-        _switch_to_paged_attention(self._model)
-        self._mtp = MTPLayers(loaded, pool) if loaded.mtp_layers is not None else None
+        self._mtp = MTPLayers(loaded, pool) if loaded.num_mtp_layers else None
         self._draft_buffers = InputBuffers(limits, size, device) if self._mtp else None
         self._record = record
-        self._longest = limits.max_blocks_per_seq * size
         self._most_decodes = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.graphs = DecodeGraphs(self._forward, backend, self.buffers, pool.num_blocks, agree)
         self._most_tokens = limits.max_num_batched_tokens
         self.piecewise = PiecewiseGraphs(self._forward, limits.max_num_samples, device)
-
-    def take_over_rotations(self) -> None:
-        """Rotate queries and keys with the KV write, if a kernel does so and the model allows it.
-
-        Call it before `compile` and `capture`, and not for a model divided over processes.
-        """
-        if isinstance(self._backend, CpuBackend) or has_kernels(self.pool.device):
-            with on_device(self.pool.device):
-                take_over_rotations(self._model)
 
     @property
     def graph_sizes(self) -> list[int]:
@@ -191,13 +156,11 @@ class ModelRunner:
     def capture(self, sizes: Sequence[int] | None = None) -> None:
         """Capture decode steps per batch size, `graph_sizes` by default, to replay them.
 
-        Call it after `compile`. Raises `ConfigurationError` for a model whose rotary embedding
-        depends on the positions of each step, which a graph cannot.
+        Call it after `compile`.
         """
         asked = self.graph_sizes if sizes is None else sizes
         if self._record is None or not asked:
             return
-        self._make_rotary_static()
         with on_device(self.pool.device):
             self.graphs.capture(asked, self._record)
 
@@ -214,22 +177,15 @@ class ModelRunner:
         """
         if self.graphs.has_failed:
             return
-        self._make_rotary_static()
         with on_device(self.pool.device):
             self.piecewise.capture(self.piecewise_sizes if sizes is None else sizes, record)
-
-    def _make_rotary_static(self) -> None:
-        obstacle = make_rotary_static(self._model, self._longest)
-        if obstacle is not None:
-            raise ConfigurationError(f"{obstacle}; or set enforce_eager=True")
 
     def compile(self, backend: str = "inductor") -> None:
         """Compile the forward pass, with a message on standard error: it takes a while.
 
         `backend` is torch's name of the compiler. Raises `ConfigurationError` if it cannot.
         """
-        name, start = type(self._model).__name__, monotonic()
-        make_rotary_static(self._model, self._longest)
+        name, start = self._model.name, monotonic()
         print(f"pyengine: compiling {name}, up to a minute or two ...", file=sys.stderr)
         with on_device(self.pool.device):
             self._forward.compiled = CompiledForward(self._model, self.pool.num_layers, backend)
@@ -272,10 +228,11 @@ class ModelRunner:
                     rows = upload(extra, inputs.logits_indices.device)
                     rows = torch.cat([inputs.logits_indices, rows])
                     inputs = replace(inputs, logits_indices=rows)
-                run = self.piecewise.run if in_pieces else self._forward
-                logits = run(inputs, self._backend.plan(inputs))
-            if self._mtp is not None:
-                self._mtp.extend(inputs, mtp)
+                plan = self._backend.plan(inputs)
+                if self._mtp is not None:
+                    logits = self._mtp.forward(inputs, plan, mtp)
+                else:
+                    logits = (self.piecewise.run if in_pieces else self._forward)(inputs, plan)
             first_extra = num_samples if extra is not None else len(logits)  # else padding
             return StepLogits(logits[:num_samples], logits[first_extra:])
 
@@ -316,14 +273,3 @@ class ModelRunner:
 def _known(input_ids: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
     """The token ids, with pending ones (`-1 - row`) replaced by the sampled tokens."""
     return torch.where(input_ids < 0, sampled[(-1 - input_ids).clamp_(min=0)], input_ids)
-
-
-def _switch_to_paged_attention(model: Any) -> None:
-    """Route every layer of `model` to paged attention, or say why that cannot be."""
-    name = register_paged_attention()
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ConfigurationError(
-            f"{type(model).__name__} does not dispatch its attention through transformers' "
-            "AttentionInterface: it cannot run on a paged KV cache"
-        )
-    model.set_attn_implementation(name)

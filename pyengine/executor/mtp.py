@@ -14,17 +14,16 @@ gather backend.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.backend import StepInputs
-from pyengine.attention.dispatch import PagedContext, register_paged_attention
+from pyengine.attention.backend import AttentionPlan, StepInputs
 from pyengine.attention.gather import GatherBackend
 from pyengine.kv_cache.pool import KVPool
-from pyengine.models.loader import LoadedModel
+from pyengine.models.loaded import LoadedModel, MTPModel
 from pyengine.utils.host_copy import upload
 
 Int64Array = npt.NDArray[np.int64]
@@ -75,33 +74,30 @@ class MTPLayers:
     """The MTP layers of a model over the last layers of its KV pool."""
 
     def __init__(self, loaded: LoadedModel, pool: KVPool) -> None:
-        self._layers: Any = loaded.mtp_layers
+        self._model = cast(MTPModel, loaded.model)
         self._pool = pool
         self._backend = GatherBackend(pool)
         self._count = loaded.num_mtp_layers
-        self._size = loaded.config.get_text_config().hidden_size
+        self._size = loaded.hidden_size
         self._dtype = loaded.dtype
-        self._layers.tie_with_main_model(loaded.model)
-        self._layers.config._attn_implementation = register_paged_attention()
-        for layer, head in enumerate(self._layers.layers, pool.num_layers - self._count):
-            for module in head.modules():
-                if getattr(module, "layer_idx", None) is not None:
-                    module.layer_idx = layer
-        self._hidden: torch.Tensor
-        loaded.model.get_decoder().register_forward_hook(self._keep_hidden)
-
-    def _keep_hidden(self, _module: object, _inputs: object, output: Any) -> None:
-        self._hidden = output.last_hidden_state[0]
 
     @torch.inference_mode()
-    def extend(self, inputs: StepInputs, step: MTPStep | None) -> None:
-        """Compute the keys and values of a step's tokens, which the model has just computed.
+    def forward(
+        self, inputs: StepInputs, plan: AttentionPlan, step: MTPStep | None
+    ) -> torch.Tensor:
+        """The logits of `inputs.logits_indices`; the MTP layers compute the step's tokens, too.
 
         `step` has the states before them, and receives the states for later steps.
         """
+        states = self._model.hidden_states(inputs.input_ids, inputs.positions, plan)
+        self._extend(states, inputs, step)
+        return self._model.logits(states[inputs.logits_indices])
+
+    def _extend(self, hidden: torch.Tensor, inputs: StepInputs, step: MTPStep | None) -> None:
+        """Compute the MTP layers' keys and values of a step, from its hidden states."""
         starts = inputs.query_start_loc[:-1].long()
         before = self._gathered(step.before if step is not None else [None] * len(starts))
-        states = [self._hidden]
+        states = [hidden]
         for layer in range(self._count):
             previous = states[-1].roll(1, 0)
             previous[starts] = before[:, layer]
@@ -140,7 +136,7 @@ class MTPLayers:
             rows = previous.shape[1]
             inputs = self._inputs(ids[:, -rows:], first, tables[:, alive])
             states = self._layer(layer, previous.flatten(0, 1), inputs).view_as(previous)
-            drawn = self._layers._project_to_logits(states[:, -1]).argmax(-1)
+            drawn = self._model.mtp_logits(layer, states[:, -1]).argmax(-1)
             found[torch.from_numpy(alive), number] = drawn.cpu()
             ids = torch.cat([ids, drawn[:, None]], 1)
         return [
@@ -150,15 +146,8 @@ class MTPLayers:
     def _layer(self, layer: int, previous: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         """One layer over the tokens of `inputs`, `[T]`: its states `[T, hidden]`."""
         plan = self._backend.plan(inputs, first_key=layer + 1)
-        states: torch.Tensor = self._layers.forward_layer(
-            layer,
-            previous[None],
-            inputs.positions[None],
-            None,
-            input_ids=inputs.input_ids[None],
-            paged=PagedContext(plan, self._pool.groups.layer_windows),
-        )
-        return states[0]
+        ids, positions = inputs.input_ids, inputs.positions
+        return self._model.mtp_states(layer, ids, previous, positions, plan)
 
     def _inputs(
         self, ids: torch.Tensor, first: Int64Array, tables: npt.NDArray[np.int32]

@@ -9,6 +9,9 @@ if TYPE_CHECKING:
 ALIGNED = 16
 """Kernels are compiled again for sizes and places that are not a multiple of this."""
 
+LARGEST_ROW = 1 << 15
+"""The most elements of a row that a kernel normalises: a program keeps them in registers."""
+
 
 def has_kernels(device: "torch.device") -> bool:
     """True if the Triton kernels run on this device."""

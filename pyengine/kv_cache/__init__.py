@@ -3,11 +3,9 @@
 `KVStore` keeps blocks in a folder or in memory. `StoredPrefix` finds those of a prompt, and moves
 them from and to the tensors, `KVBlocks`.
 
-`CpuAttention`, with its `CpuCache` (the keys and values of a layer) and `CpuStep` (the sequences of
-a step), attends over such tensors in Rust, and multiplies by a `PackedWeight` or a
-`QuantizedWeight`; `SuffixIndex` drafts tokens from earlier text.
+`SuffixIndex` drafts tokens from earlier text.
 
-This package is the only importer of the Rust extension `pyengine._kv`. Importing it needs NumPy
+This package is the only importer of the Rust module `pyengine._kv`. Importing it needs NumPy
 only; the tensors live in `pyengine.kv_cache.pool`, which imports torch when it is used.
 """
 

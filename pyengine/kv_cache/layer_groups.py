@@ -23,7 +23,7 @@ et al., 2025, arXiv:2503.18292). The choice of the group size is ours.
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pyengine.errors import ConfigurationError
 
@@ -88,26 +88,6 @@ class LayerGroups:
         groups, layers = len(self.windows), self.layers_per_group
         size = f"{groups} group{'s'[: groups - 1]} of {layers} layer{'s'[: layers - 1]}"
         return f"{size}: {kinds}"
-
-
-def layer_windows(config: Any) -> list[Window]:
-    """The window of every layer, by a transformers model configuration.
-
-    `layer_types` marks sliding layers. Without it all of them slide, if there is a `sliding_window`
-    that `use_sliding_window` does not switch off.
-    """
-    text = config.get_text_config()
-    if getattr(text, "is_heterogeneous", False):
-        return [_window(item, layer) for layer, item in enumerate(text.per_layer_config)]
-    return [_window(text, layer) for layer in range(text.num_hidden_layers)]
-
-
-def _window(config: Any, layer: int) -> Window:
-    window = getattr(config, "sliding_window", None)
-    if not isinstance(window, int) or window < 1 or not getattr(config, "use_sliding_window", True):
-        return None
-    types = getattr(config, "layer_types", None)
-    return window if types is None or types[layer] == "sliding_attention" else None
 
 
 def choose_layer_groups(

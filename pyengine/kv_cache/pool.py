@@ -15,13 +15,11 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyengine._kv import CpuCache
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.block_memory import BlockMemory, DeviceBlocks, HostBlocks
 from pyengine.kv_cache.layer_groups import LayerGroups
@@ -80,32 +78,6 @@ class KVCacheSpec:
         """Bytes of this layer's keys and values for one block of `block_size` tokens."""
         elements = self.num_kv_heads * (self.width_k + self.width_v)
         return block_size * elements * self.dtype.itemsize
-
-
-def kv_cache_specs(config: Any, dtype: "torch.dtype", kv_shards: int = 1) -> list[KVCacheSpec]:
-    """One spec per layer, from a transformers model configuration.
-
-    Honours configurations whose layers differ (`per_layer_config`) and multi-head latent
-    attention, whose keys arrive expanded to every query head (DeepSeek-V2, section 2.1).
-    With `kv_shards`, which divides the KV heads, the specs are those of one part.
-    """
-    text = config.get_text_config()
-    if getattr(text, "is_heterogeneous", False):
-        specs = [_layer_spec(layer, dtype) for layer in text.per_layer_config]
-    else:
-        specs = [_layer_spec(text, dtype)] * text.num_hidden_layers
-    return [replace(spec, num_kv_heads=spec.num_kv_heads // kv_shards) for spec in specs]
-
-
-def _layer_spec(layer: Any, dtype: "torch.dtype") -> KVCacheSpec:
-    heads = layer.num_attention_heads
-    if getattr(layer, "kv_lora_rank", None) is not None:
-        head_dim_k = layer.qk_nope_head_dim + layer.qk_rope_head_dim
-        return KVCacheSpec(heads, head_dim_k, layer.v_head_dim, dtype)
-    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-    head_dim_v = getattr(layer, "v_head_dim", None) or head_dim
-    kv_heads = getattr(layer, "num_key_value_heads", None) or heads
-    return KVCacheSpec(kv_heads, head_dim, head_dim_v, dtype)
 
 
 def resolve_kv_cache_dtype(name: str, model_dtype: "torch.dtype") -> "torch.dtype":
@@ -299,16 +271,6 @@ class KVPool:
     def null_slot(self) -> int:
         """First slot of the null block, for rows without a slot."""
         return self.num_blocks * self.block_size
-
-    @cached_property
-    def cpu_caches(self) -> list[CpuCache]:
-        """The tensors of each layer for the CPU kernel; layers of one tensor share a cache."""
-        count = len(self._tensor_specs)
-        caches = [
-            CpuCache(cpu_array(keys), cpu_array(values))
-            for keys, values in zip(self._tensors[:count], self._tensors[count:], strict=True)
-        ]
-        return [caches[place.index] for place in self.groups.places]
 
     def block_memory(self) -> BlockMemory:
         """The memory of each block, for a store to read and write."""

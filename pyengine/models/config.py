@@ -40,7 +40,7 @@ def read_config(folder: Path, headers: WeightHeaders | None = None) -> Any:
     settings = read_json(path) if path.is_file() else {}
     asked = code_asked_for(settings, "AutoConfig")
     with load_errors(f"{path} cannot be used"):
-        _refuse_pipes(folder)
+        refuse_pipes(folder)
         check_sizes(settings, headers or check_weights(folder), path)
         if asked and settings.get("model_type") not in CONFIG_MAPPING:
             raise remote_code(path, asked)
@@ -51,7 +51,7 @@ def read_config(folder: Path, headers: WeightHeaders | None = None) -> Any:
     return config
 
 
-def _refuse_pipes(folder: Path) -> None:
+def refuse_pipes(folder: Path) -> None:
     """Raise for a pipe, a device or a socket among the files: a read might never end."""
     for path in folder.iterdir():
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -176,22 +176,6 @@ def max_model_len(text: Any, folder: Path) -> int:
     return positions
 
 
-def eos_token_ids(model: Any, tokenizer: Any, folder: Path) -> frozenset[int]:
-    """Token ids that end a generation, by the generation configuration and the tokenizer.
-
-    generation_config.json in `folder` comes first, as for a model that transformers loads. Numbers
-    outside the vocabulary (for instance negative ones, which some files use for "none") are left
-    out.
-    """
-    declared = read_json(folder / "generation_config.json").get("eos_token_id")
-    if declared is None:
-        declared = getattr(model.generation_config, "eos_token_id", None)
-    found = [*(declared if isinstance(declared, list) else [declared])]
-    found.append(getattr(tokenizer, "eos_token_id", None))
-    known = range(model.config.get_text_config().vocab_size)
-    return frozenset(token for token in found if type(token) is int and token in known)
-
-
 def default_sampling(folder: Path) -> Mapping[str, object]:
     """Fields of `SamplingParams` that the folder's generation_config.json sets, with their values.
 
@@ -210,10 +194,18 @@ def default_sampling(folder: Path) -> Mapping[str, object]:
     if settings.get("do_sample") is False:
         found = {name: value for name, value in found.items() if name not in _SAMPLING}
         found["temperature"] = 0.0
+    return checked_sampling(found, f"{path}")
+
+
+def checked_sampling(found: Mapping[str, Any], where: str) -> Mapping[str, object]:
+    """These fields of `SamplingParams`; `ModelLoadError` for values that no request could have.
+
+    `where` they are from, for messages.
+    """
     try:
         SamplingParams(**found)
     except (InvalidRequestError, TypeError) as error:
         raise ModelLoadError(
-            f"{path} sets what no request could ask for: {error}; correct the file or delete it"
+            f"{where} sets what no request could ask for: {error}; correct the file or delete it"
         ) from error
-    return MappingProxyType(found)
+    return MappingProxyType(dict(found))

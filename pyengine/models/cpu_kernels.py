@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from pyengine.kv_cache import CpuAttention, PackedWeight
+from pyengine.cpu import CpuAttention, PackedWeight
 from pyengine.utils.host_copy import cpu_array
 from pyengine.utils.openmp import openmp_runtime
 

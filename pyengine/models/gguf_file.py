@@ -7,25 +7,23 @@ refused.
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pyengine.errors import ModelLoadError
-from pyengine.models.gguf_header import GGUFTensor, read_header
+from pyengine.models.gguf_header import GGUFArray, GGUFTensor, read_header
 from pyengine.models.transformers_calls import load_errors
 
 Bytes = npt.NDArray[np.uint8]
 
-FLOATS = ("F32", "F16", "BF16")
-"""Types that are not quantised."""
-
-
-class UnsupportedGGUFError(ModelLoadError):
-    """A GGUF file whose weights cannot be kept quantised, with the reason."""
+_LENGTH = struct.Struct("<Q")
+_LONGEST_ARRAY = 1 << 28
 
 
 class GGUFFile:
@@ -64,6 +62,36 @@ class GGUFFile:
                 )
             done += num_bytes
 
+    def texts(self, array: GGUFArray) -> list[str]:
+        """The strings of an array in the header."""
+        data = self._bytes_of(array)
+        unpack, width = _LENGTH.unpack_from, _LENGTH.size
+        found, at = [], 0
+        for _ in range(array.length):
+            (length,) = unpack(data, at)
+            at += width
+            found.append(data[at : at + length].decode("utf-8", "replace"))
+            at += length
+        return found
+
+    def numbers(self, array: GGUFArray) -> "npt.NDArray[Any]":
+        """The numbers of an array in the header."""
+        assert array.dtype is not None
+        return np.frombuffer(self._bytes_of(array), array.dtype)
+
+    def _bytes_of(self, array: GGUFArray) -> bytes:
+        """The items of an array as they are in the file, whose header was checked."""
+        num_bytes = array.end - array.start
+        if num_bytes > _LONGEST_ARRAY:
+            raise ModelLoadError(
+                f"{self.path} has an array of {num_bytes} bytes in its header, and no vocabulary "
+                f"has more than {_LONGEST_ARRAY}: get it again"
+            )
+        data = os.pread(self._descriptor, num_bytes, array.start)
+        if len(data) < num_bytes:
+            raise ModelLoadError(f"{self.path} was cut while it was read; get it again")
+        return data
+
     def check_unchanged(self) -> None:
         """Raise if the file was written to since it was opened."""
         now = os.fstat(self._descriptor)
@@ -83,13 +111,3 @@ def file_digest(path: Path) -> bytes:
     """The SHA-256 digest of a file."""
     with load_errors(f"{path} cannot be read"), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
-
-
-def other_shape(
-    path: Path, name: str, shape: Sequence[int], expected: Sequence[int]
-) -> ModelLoadError:
-    """The refusal of a tensor of another shape than the header asks for."""
-    return ModelLoadError(
-        f"{path}: the weights {name} have the shape {list(shape)}, and its header asks for "
-        f"{list(expected)}: it is damaged, get it again"
-    )

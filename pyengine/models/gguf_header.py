@@ -72,10 +72,26 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFArray:
-    """One array in the header; `values` has its numbers, None for strings and for long arrays."""
+    """One array in the header; `values` has its numbers, None for strings and for long arrays.
+
+    Its items, of GGUF's type `kind`, are from `start` to `end` in the file.
+    """
 
     length: int
     values: tuple[Any, ...] | None = None
+    kind: int = -1
+    start: int = 0
+    end: int = 0
+
+    @property
+    def is_of_strings(self) -> bool:
+        """True for an array of strings."""
+        return self.kind == _STRING
+
+    @property
+    def dtype(self) -> "np.dtype[Any] | None":
+        """The type of its numbers; None for strings."""
+        return np.dtype(f"<{_NUMBERS[self.kind]}") if self.kind in _NUMBERS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +143,11 @@ def read_header(path: Path, descriptor: int | None = None) -> GGUFHeader:
                 f"({size} bytes); download it again or name another model"
             )
         _, version, num_tensors, num_values = _START.unpack(head)
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
+            raise ModelLoadError(
+                f"{path} is a GGUF file for big-endian machines: convert the model again, without "
+                "--bigendian"
+            )
         if version not in _VERSIONS:
             raise ModelLoadError(
                 f"{path} is a GGUF file of version {version}; versions {_VERSIONS} can be read"
@@ -240,10 +261,11 @@ class _Reader:
         if kind != _ARRAY:
             raise ValueError(f"a value is of type {kind}, which GGUF does not have")
         item, length = self._number("I"), self._number("Q")
+        start, values = self._at, None
         if item in _NUMBERS and length <= _LONGEST_KEPT:
             layout = f"<{length}{_NUMBERS[item]}"
-            return GGUFArray(length, struct.unpack(layout, self._bytes(struct.calcsize(layout))))
-        if item in _FLOATS:
+            values = struct.unpack(layout, self._bytes(struct.calcsize(layout)))
+        elif item in _FLOATS:
             self._skip_floats(length, np.dtype(f"<{_FLOATS[item]}"))
         elif item in _NUMBERS:
             self._skip(length * struct.calcsize(f"<{_NUMBERS[item]}"))
@@ -251,7 +273,7 @@ class _Reader:
             self._skip_strings(length)
         else:
             raise ValueError(f"an array is of type {item}")
-        return GGUFArray(length)
+        return GGUFArray(length, values, item, start, self._at)
 
     def _tensor(self) -> GGUFTensor:
         sizes = _ggml_types()

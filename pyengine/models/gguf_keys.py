@@ -91,6 +91,8 @@ class HeaderKeys:
         value = self.raw(key)
         if value is None:
             return None
+        if isinstance(value, GGUFArray):
+            raise self.refusal(key, "has several values, as if layers differ: not supported")
         if type(value) is not int:
             raise self.refusal(key, "is no whole number")
         if not low <= value <= high:

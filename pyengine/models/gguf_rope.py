@@ -21,7 +21,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 """Tensors that `rope_parameters` reads."""
 
 _DEFAULT_BASE = 10_000.0  # llama.cpp's where the file has none
-_DIVIDED = ("llama", "phi3")
+_DIVIDED = ("llama", "phi3", "granite", "granitemoe", "exaone4")
 """Architectures whose positions llama.cpp divides by the tensors."""
 _TYPES = {"F32": "<f4", "F16": "<f2"}
 _LARGEST_DIVISOR = 1e6

@@ -1,21 +1,14 @@
-"""Linear layers whose weights become integers of 4 or 8 bits while a model is loaded.
+"""Weights of floats that are rounded to integers of 4 or 8 bits.
 
 4 bits have a scale and a zero point for 32 inputs, 8 bits a scale (ggml's Q8_0). With 4 bits, the
 head, and an embedding that is tied to it, have 8: its rounding shows in every log-probability.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
-from pyengine.errors import ConfigurationError
-from pyengine.kv_cache import QuantizedWeight
-from pyengine.models.linear import concatenated, packed_embedding
-from pyengine.models.quantized_linear import QuantizedProduct, replace_by_products
+from pyengine.cpu import QuantizedWeight
 
 GROUP = 32
 _LARGEST = 15
@@ -101,46 +94,3 @@ def _blocks(outputs: int, inputs: int) -> npt.NDArray[np.uint8]:
 def _fill(blocks: npt.NDArray[np.uint8], numbers: torch.Tensor, scales: torch.Tensor) -> None:
     blocks[..., :2] = scales.contiguous().numpy().view(np.uint8).reshape(*scales.shape, 2)
     blocks[..., 2:] = numbers.numpy().view(np.uint8)
-
-
-@torch.no_grad()
-def quantise_linears(model: Any, quantization: str) -> int:
-    """Replace every linear layer of `model` by "int4" or "int8"; returns how many.
-
-    Weights are freed one by one. Raises `ConfigurationError`, without changes, for a layer whose
-    inputs are not whole groups.
-    """
-    for name, linear in _linears(model):
-        if linear.in_features % GROUP:
-            raise ConfigurationError(
-                f"quantization={quantization!r} has groups of {GROUP} inputs, and {name} has "
-                f"{linear.in_features}: leave quantization out"
-            )
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    dtype = embedding.weight.dtype
-    shared = None
-    if head is not None and head.weight is embedding.weight:
-        shared = q8_0(head.weight)
-        tied = packed_embedding(embedding, QuantizedProduct(shared, dtype))
-        if tied is not None:
-            model.set_input_embeddings(tied)
-    del embedding
-
-    def made(linears: Sequence[nn.Linear]) -> QuantizedProduct:
-        linear = concatenated(linears)
-        if linear is head and shared is not None:
-            packed = shared
-        elif linear is head or quantization == "int8":
-            packed = q8_0(linear.weight)
-        else:
-            arrays: list[Any] = [item.numpy() for item in quantise_groups(linear.weight)]
-            packed = QuantizedWeight.from_groups(*arrays, group_size=GROUP)
-        return QuantizedProduct(packed, dtype, linear.bias)
-
-    return replace_by_products(model, lambda module: type(module) is nn.Linear, made)
-
-
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear:
-            yield name, module

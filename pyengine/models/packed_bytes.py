@@ -8,28 +8,19 @@ Activations stay floats for FP8. For integers they are rounded to 8 bits for eac
 the checkpoint asks for a scale for the whole row: the product is nearer to that of floats.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-from torch import nn
-
-from pyengine.models.cpu_kernels import Float8Product, KernelProduct
-from pyengine.models.integer_linear import GROUP, q8_0_of_rows
-from pyengine.models.packed_layout import PackedLayout, Read, Shape, damaged_weights
-from pyengine.models.quantized_linear import (
-    QuantizedProduct,
-    joined_bias,
-    replace_by_products,
-)
+from pyengine.models.integer_linear import GROUP
+from pyengine.models.packed_layout import PackedLayout, Shape
 
 _STRATEGIES = ("tensor", "channel", "block")
 _MULTIPLE = 4  # of inputs: the kernel has so many weights in a number
 
 
 @dataclass(frozen=True)
-class _Float8(PackedLayout):
+class Float8Layout(PackedLayout):
     """E4M3 weights; `block` are the outputs and inputs of a scale, None: one or all outputs."""
 
     block: tuple[int, int] | None
@@ -49,33 +40,9 @@ class _Float8(PackedLayout):
         """See `PackedLayout.unfit`."""
         return f"no multiple of {_MULTIPLE}" if inputs % _MULTIPLE else ""
 
-    def replace(
-        self, model: Any, linears: Mapping[nn.Module, str], read: Read, dtype: torch.dtype
-    ) -> None:
-        """See `PackedLayout.replace`."""
-
-        def product(layers: Sequence[nn.Linear]) -> KernelProduct:
-            weights, scales = zip(*(self._weight(read(layer)) for layer in layers), strict=True)
-            block = self.block[1] if self.block else layers[0].in_features
-            arrays = torch.cat(weights), torch.cat(scales)
-            with damaged_weights(linears, layers):
-                return Float8Product(*arrays, block, dtype, joined_bias(layers))
-
-        replace_by_products(model, lambda module: module in linears, product)
-
-    def _weight(self, read: Callable[[str], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights as bytes, and a scale for each output and block of inputs."""
-        weight, scales = read("weight"), read(self.key_name).float()
-        outputs = weight.shape[0]
-        if self.block is None:
-            return weight.view(torch.uint8), scales.reshape(-1, 1).expand(outputs, 1)
-        size = self.block[0]
-        scales = scales.repeat_interleave(size, 0, output_size=size * len(scales))
-        return weight.view(torch.uint8), scales[:outputs]
-
 
 @dataclass(frozen=True)
-class _Int8(PackedLayout):
+class Int8Layout(PackedLayout):
     """8-bit integers, with a scale for each output or one for all."""
 
     name, key_name = "compressed-tensors (W8A8)", "weight_scale"
@@ -90,22 +57,6 @@ class _Int8(PackedLayout):
         """See `PackedLayout.unfit`."""
         return f"no multiple of {GROUP}" if inputs % GROUP else ""
 
-    def replace(
-        self, model: Any, linears: Mapping[nn.Module, str], read: Read, dtype: torch.dtype
-    ) -> None:
-        """See `PackedLayout.replace`."""
-
-        def product(layers: Sequence[nn.Linear]) -> QuantizedProduct:
-            parts = [(own("weight"), own("weight_scale").float()) for own in map(read, layers)]
-            numbers = torch.cat([weight for weight, _ in parts])
-            scales = torch.cat(
-                [scale.reshape(-1, 1).expand(len(weight), 1) for weight, scale in parts]
-            )
-            with damaged_weights(linears, layers):
-                return QuantizedProduct(q8_0_of_rows(numbers, scales), dtype, joined_bias(layers))
-
-        replace_by_products(model, lambda module: module in linears, product)
-
 
 def int8_layout(group: Mapping[str, Any]) -> PackedLayout | str:
     """As `packed_layout`, for a group of compressed-tensors of the format `int-quantized`."""
@@ -117,7 +68,7 @@ def int8_layout(group: Mapping[str, Any]) -> PackedLayout | str:
         return "compressed-tensors with 8-bit weights that have zero points"
     if rows and (rows.get("num_bits"), rows.get("type")) != (8, "int"):
         return f"compressed-tensors with activations of num_bits={rows.get('num_bits')}"
-    return _Int8()
+    return Int8Layout()
 
 
 def float8_layout(group: Mapping[str, Any]) -> PackedLayout | str:
@@ -141,8 +92,8 @@ def fp8_layout(settings: Mapping[str, Any]) -> PackedLayout | str:
 
 def _float8(block: Any, key_name: str, name: str, has_blocks: bool) -> PackedLayout | str:
     if not has_blocks:
-        return _Float8(None, key_name, name)
+        return Float8Layout(None, key_name, name)
     sizes = block if isinstance(block, list | tuple) and len(block) == 2 else (0, 0)
     if not all(type(size) is int and size > 0 for size in sizes) or sizes[1] % _MULTIPLE:
         return f"{name} with blocks of {block}"
-    return _Float8((sizes[0], sizes[1]), key_name, name)
+    return Float8Layout((sizes[0], sizes[1]), key_name, name)

@@ -15,17 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from pyengine.errors import ModelLoadError
-from pyengine.kv_cache import QuantizedWeight
-from pyengine.models.packed_layout import PackedLayout, Read, Shape, damaged_weights
-from pyengine.models.quantized_linear import (
-    QuantizedProduct,
-    ReorderedProduct,
-    joined_bias,
-    replace_by_products,
-)
+from pyengine.models.packed_layout import PackedLayout, Shape
 
 _BITS = 4
 _CODES_PER_WORD = 8
@@ -52,7 +44,7 @@ class _Groups:
 
 
 @dataclass(frozen=True)
-class _GroupLayout(PackedLayout):
+class GroupLayout(PackedLayout):
     """Codes of 4 bits in groups of inputs."""
 
     group_size: int
@@ -89,46 +81,8 @@ class _GroupLayout(PackedLayout):
             return ""
         return f"not whole groups of {self.group_size} and words of {_CODES_PER_WORD}"
 
-    def replace(
-        self, model: Any, linears: Mapping[nn.Module, str], read: Read, dtype: torch.dtype
-    ) -> None:
-        """See `PackedLayout.replace`."""
 
-        def product(layers: Sequence[nn.Linear]) -> QuantizedProduct:
-            parts = [self.groups(read(layer)) for layer in layers]
-            with damaged_weights(linears, layers):
-                return self._product(parts, dtype, joined_bias(layers))
-
-        def kind(layer: nn.Linear) -> object:
-            return id(layer) if self.has_order else None
-
-        replace_by_products(model, lambda module: module in linears, product, kind)
-
-    def _product(
-        self, parts: Sequence[_Groups], dtype: torch.dtype, bias: torch.Tensor | None
-    ) -> QuantizedProduct:
-        """The product of layers whose outputs follow each other."""
-        codes = np.concatenate([part.codes for part in parts])
-        scales = np.concatenate([part.scales for part in parts])
-        zeros = [part.zeros for part in parts if part.zeros is not None]
-        size = self.kernel_group_size(codes.shape[1])
-        repeats = codes.shape[1] // size // scales.shape[1]
-        pairs = codes[:, ::2] | (codes[:, 1::2] << _BITS)
-        packed = QuantizedWeight.from_groups(
-            np.ascontiguousarray(pairs).data,
-            np.ascontiguousarray(scales.repeat(repeats, axis=1)),
-            np.ascontiguousarray(np.concatenate(zeros).repeat(repeats, axis=1)).data
-            if zeros
-            else None,
-            group_size=size,
-        )
-        order = parts[0].order
-        if order is None:
-            return QuantizedProduct(packed, dtype, bias)
-        return ReorderedProduct(packed, dtype, bias, torch.from_numpy(order))
-
-
-class _AWQ(_GroupLayout):
+class _AWQ(GroupLayout):
     name, key_name = "AWQ", "qweight"
 
     def shape_of_each(self, outputs: int, inputs: int) -> dict[str, Shape]:
@@ -145,7 +99,7 @@ class _AWQ(_GroupLayout):
 
 
 @dataclass(frozen=True)
-class _GPTQ(_GroupLayout):
+class _GPTQ(GroupLayout):
     zero_offset: int
     """The first format has zero points less one."""
 
@@ -168,7 +122,7 @@ class _GPTQ(_GroupLayout):
 
 
 @dataclass(frozen=True)
-class _CompressedTensors(_GroupLayout):
+class _CompressedTensors(GroupLayout):
     is_symmetric: bool
 
     name, key_name = "compressed-tensors", "weight_packed"
@@ -212,7 +166,7 @@ def _columns(words: _Words, places: Sequence[int] = range(_CODES_PER_WORD)) -> _
     return codes.reshape(rows, -1)
 
 
-def _ordered(layout: _GroupLayout, found: _Groups, read: _ReadOwn, name: str) -> _Groups:
+def _ordered(layout: GroupLayout, found: _Groups, read: _ReadOwn, name: str) -> _Groups:
     """The same weight with the inputs of each group side by side."""
     if not layout.has_order:
         return found
@@ -258,7 +212,7 @@ def w4a16_layout(group: Mapping[str, Any]) -> PackedLayout | str:
     return _with_group_size(_CompressedTensors(size or -1, has_order, is_symmetric))
 
 
-def _with_group_size(layout: _GroupLayout) -> PackedLayout | str:
+def _with_group_size(layout: GroupLayout) -> PackedLayout | str:
     size = layout.group_size
     if type(size) is int and (
         size in (-1, *_GROUP_SIZES) or (size > 0 and size % _LARGEST_GROUP == 0)

@@ -1,8 +1,7 @@
 """The device and number format of a model, and the processes that it can be divided over.
 
-The division is that of Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053): attention is divided
-by heads, the MLP by its intermediate size, the embedding by the vocabulary. The plan of the model's
-class in transformers says how each matrix is divided; this module checks its needs.
+Decoders of ours say themselves how they are divided (`decoder/ranks.py`). For modules of
+transformers the plan of their class does; this module checks its needs.
 """
 
 import logging
@@ -62,19 +61,13 @@ def resolve_first_device(device: str | torch.device, size: int) -> torch.device:
     """The device of the first of `size` processes that divide a model; the others take the next.
 
     On CUDA these are the devices 0 to `size - 1`. Raises `ConfigurationError` if there are fewer,
-    for another first device, and for the CPU of a machine with CUDA devices: transformers always
-    divides a model over those.
+    and for another first device.
     """
     first = resolve_device(device)
     if size == 1:
         return first
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     asked = f"tensor_parallel_size={size}, device={str(device)!r}"
-    if first.type == "cpu" and count:
-        raise ConfigurationError(
-            f"{asked}: transformers divides a model over the {count} CUDA devices that torch sees; "
-            "start Python with CUDA_VISIBLE_DEVICES= (empty) to divide it over CPU processes"
-        )
     if first.type == "cuda" and first.index:
         raise ConfigurationError(
             f"{asked}: the processes take the devices from cuda:0 on; say device='cuda', and "
@@ -116,6 +109,11 @@ def choose_dtype(
         _log.warning("dtype='bfloat16': %s", slow)
         return DtypeChoice(dtype, f"asked for; {slow}")
     return DtypeChoice(dtype, "asked for")
+
+
+def named_dtype(name: str | None) -> torch.dtype | None:
+    """The number format of this name; None if it is none that a model runs in."""
+    return None if name is None else _DTYPES.get(name)
 
 
 def _auto_dtype(saved: torch.dtype | None, device: torch.device) -> DtypeChoice:
@@ -162,15 +160,23 @@ def bfloat16_instructions() -> str | None:
     return None
 
 
-def check_tensor_parallel(config: Any, size: int) -> None:
-    """Raise `ConfigurationError` unless a model of this configuration can be divided by `size`.
+def check_tensor_parallel(config: Any, size: int, device: torch.device) -> None:
+    """Raise `ConfigurationError` unless transformers can divide a module by `size`.
 
-    Its class needs a tensor-parallel plan in transformers, and `size` must divide the query heads,
-    the KV heads, the intermediate sizes and the vocabulary of every layer. The message has these
-    numbers and the possible sizes.
+    Its class needs a tensor-parallel plan, and `size` must divide the query heads, the KV heads,
+    the intermediate sizes and the vocabulary of every layer. The message has these numbers and the
+    possible sizes. On a machine with CUDA devices transformers always divides a module over those:
+    then the CPU, as the `device` of the first process, is refused.
     """
     if size == 1:
         return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cpu" and count:
+        raise ConfigurationError(
+            f"tensor_parallel_size={size}, device='cpu': transformers divides models of type "
+            f"{config.model_type} over the {count} CUDA devices that torch sees; start Python with "
+            "CUDA_VISIBLE_DEVICES= (empty) to divide it over CPU processes"
+        )
     if not getattr(config.get_text_config(), "base_model_tp_plan", None):
         raise ConfigurationError(
             f"tensor_parallel_size={size}: transformers has no tensor-parallel plan for models of "

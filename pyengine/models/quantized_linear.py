@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pyengine.kv_cache import QuantizedWeight
+from pyengine.cpu import QuantizedWeight
 from pyengine.models.cpu_kernels import KernelProduct, kernel_threads
 from pyengine.models.linear import (
     ATTENTION,

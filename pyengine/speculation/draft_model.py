@@ -21,13 +21,24 @@ from pyengine.executor.model_runner import Runner
 from pyengine.kv_cache import BlockManager, Loading, NoBudget, NoRoom, StepPlan
 from pyengine.kv_cache import Sequence as CachedSequence
 from pyengine.kv_cache.pool import PoolSettings, bytes_per_block, resolve_kv_cache_dtype
-from pyengine.models.loader import LoadedModel, load_model
-from pyengine.models.quantization import with_quantization
+from pyengine.models.decoder.kernel_sets import KernelSettings
+from pyengine.models.loaded import LoadedModel
+from pyengine.models.loader import load_model
 from pyengine.models.source import resolve_source
 from pyengine.speculation.drafters import Draft
 
 if TYPE_CHECKING:
     from pyengine.engine.request import SequenceState
+
+
+def kernel_settings(settings: EngineSettings, *, with_mtp_layers: bool = False) -> KernelSettings:
+    """The settings of an engine that a model's arithmetic depends on."""
+    return KernelSettings(
+        quantization=settings.quantization,
+        linear_backend=settings.linear_backend,
+        is_compiled=bool(settings.compile),
+        with_mtp_layers=with_mtp_layers,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +91,17 @@ def load_draft(settings: EngineSettings, main: LoadedModel) -> LoadedDraft | Non
         settings.draft_model,
         revision=revision,
         token=settings.token,
-        keep_quantized=settings.keeps_quantized and main.device.type == "cpu",
         load_format=settings.load_format,
     )
-    draft = load_model(source, device=main.device, dtype=main.dtype)
+    with _about_the_draft():
+        draft = load_model(
+            source, device=main.device, dtype=main.dtype, kernels=kernel_settings(settings)
+        )
     check_vocabularies(main, draft)
     with _about_the_draft():
-        draft = with_quantization(draft, settings.quantization)
         kv_dtype = resolve_kv_cache_dtype(settings.kv_cache_dtype, draft.dtype)
         needs = needs_of(
-            draft.model,
+            draft.layers,
             draft.device,
             draft.dtype,
             kv_dtype=kv_dtype,

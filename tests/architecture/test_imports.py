@@ -16,6 +16,7 @@ PACKAGE = ROOT / "pyengine"
 PACKAGES = {
     "attention",
     "cli",
+    "cpu",
     "engine",
     "executor",
     "kernels",
@@ -66,6 +67,9 @@ def test_contracts_are_kept_and_every_module_was_scanned() -> None:
         ("engine", "import pyengine.cli"),
         ("engine", "import pyengine.llm"),
         ("utils", "import pyengine.kv_cache"),
+        ("kv_cache", "import pyengine.cpu"),
+        ("cpu", "import pyengine.kv_cache"),
+        ("cpu", "import torch"),
         ("scheduler", "import pyengine.speculation.policy"),
     ],
 )
@@ -90,14 +94,43 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def test_only_kv_cache_imports_the_extension() -> None:
+@pytest.mark.parametrize(("module", "package"), [("_kv", "kv_cache"), ("_cpu", "cpu")])
+def test_each_module_of_the_extension_has_one_importer(module: str, package: str) -> None:
     """import-linter does not see compiled modules, so this one is checked by hand."""
     users = {
         path.relative_to(PACKAGE).parts[0]
         for path in PACKAGE.rglob("*.py")
-        if any(name.startswith("pyengine._kv") for name in imported(path))
+        if any(name.startswith(f"pyengine.{module}") for name in imported(path))
     }
-    assert users == {"kv_cache"}
+    assert users == {package}
+
+
+@pytest.mark.parametrize(
+    ("line", "other"),
+    [
+        ("import pyengine._kv", "_cpu"),
+        ("from pyengine import BlockManager", "_cpu"),
+        ("import pyengine.kv_cache.pool", "_cpu"),
+        ("import pyengine.scheduler", "_cpu"),
+        ("from pyengine._cpu import CpuAttention", "_kv"),
+        ("from pyengine.cpu import CpuAttention, threads", "_kv"),
+    ],
+)
+def test_one_module_of_the_extension_does_not_load_the_other(line: str, other: str) -> None:
+    loaded = python(f"import sys; {line}; print(sorted(sys.modules))")
+    assert f"'pyengine.{other}'" not in loaded
+    assert "'torch'" not in loaded
+
+
+def test_both_modules_of_the_extension_are_in_one_file_and_have_exceptions_of_their_own() -> None:
+    names = python(
+        "from pyengine import _cpu, _kv\n"
+        "assert _cpu.__file__ == _kv.__file__ and _cpu.__name__ == 'pyengine._cpu'\n"
+        "shared = set(_cpu.__all__) & set(_kv.__all__) - {'__version__'}\n"
+        "assert not any(getattr(_cpu, name) is getattr(_kv, name) for name in shared)\n"
+        "print(*sorted(shared))"
+    )
+    assert names.split() == ["BufferError", "ConfigError", "HandleError"]
 
 
 def test_no_module_imports_from_the_package_itself() -> None:

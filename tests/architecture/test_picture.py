@@ -7,7 +7,7 @@ import pytest
 
 from pyengine.utils.packaging import DISTRIBUTION
 from tests.support.docs import ROOT, table
-from tools.architecture_picture import EXTENSION, PICTURE, graph, layers, picture, reduced
+from tools.architecture_picture import PICTURE, graph, layers, picture, reduced
 
 ARCHITECTURE = "docs/explanation/architecture.md"
 DEPENDENCIES = "docs/explanation/dependencies.md"
@@ -22,7 +22,9 @@ def test_the_picture_is_that_of_the_imports() -> None:
 
 def test_the_picture_looked() -> None:
     found = graph()
-    assert EXTENSION in found["kv_cache"] and "kv-core" in found[EXTENSION]
+    assert "_kv" in found["kv_cache"] and "kv-core" in found["_kv"]
+    assert "_cpu" in found["cpu"] and "cpu-kernels" in found["_cpu"]
+    assert not found["_kv"] & found["_cpu"] - {"forks"}
     assert "torch" not in found
     assert [row for row in layers() if "engine" in row]
     ends: set[str] = set()

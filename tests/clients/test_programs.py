@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from benches.engine.float_model import float_folder
 from pyengine.async_engine import AsyncEngine
-from pyengine.models.source import embedded_model
 from tests.support.clients import needs_clients, run
 from tests.support.serving import RunningServer, open_small_engine, save_small_model
 
@@ -54,7 +54,7 @@ def test_guidellm(server: RunningServer, tmp_path: Path) -> None:
         "--profile=kind=concurrent,streams=4",
         "--constraint=kind=max_requests,count=8",
         "--data=kind=synthetic_text,prompt_tokens=32,output_tokens=8",
-        f"--tokenizer=kind=huggingface_auto,model={embedded_model()}",
+        f"--tokenizer=kind=huggingface_auto,model={float_folder()}",
         f"--output=kind=json,path={report}",
         "--disable-progress",
     )

@@ -9,16 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyengine.kv_cache import (
-    BlockManager,
-    BufferError,
-    CpuAttention,
-    CpuCache,
-    CpuStep,
-    SharedPrefixes,
-    StepBuffers,
-    TokenError,
-)
+from pyengine import cpu
+from pyengine.cpu import CpuAttention, CpuCache, CpuStep
+from pyengine.kv_cache import BlockManager, BufferError, SharedPrefixes, StepBuffers, TokenError
 from tests.support.blocks import step_arrays
 
 THREADS, PATIENCE = 8, 60.0
@@ -163,7 +156,9 @@ def test_two_caches_over_one_array_are_refused() -> None:
         ("values", (others[0][1:2], values[1:2])),
         ("keys", halves),
     ):
-        with pytest.raises(BufferError, match=f"array {array} shares memory with another CpuCache"):
+        with pytest.raises(
+            cpu.BufferError, match=f"array {array} shares memory with another CpuCache"
+        ):
             CpuCache(*cache)
     CpuCache(*others)
     del first
@@ -175,9 +170,9 @@ def test_two_caches_over_one_array_are_refused() -> None:
 
 def test_arrays_that_were_refused_are_free() -> None:
     keys, values = cache_arrays()
-    with pytest.raises(BufferError, match="differ"):
+    with pytest.raises(cpu.BufferError, match="differ"):
         CpuCache(keys, values[:2])
-    with pytest.raises(BufferError, match="share memory"):
+    with pytest.raises(cpu.BufferError, match="share memory"):
         CpuCache(keys, keys)
     CpuCache(keys, values)
     empty = np.zeros((0, 2, 2, 3), np.float32)
@@ -188,7 +183,7 @@ def test_of_many_threads_one_gets_the_array() -> None:
     for _ in range(50):
         keys, values = cache_arrays()
         caches = together([lambda k=keys, v=values: CpuCache(k, v)] * THREADS)
-        refused = [cache for cache in caches if isinstance(cache, BufferError)]
+        refused = [cache for cache in caches if isinstance(cache, cpu.BufferError)]
         assert len(refused) == THREADS - 1, caches
 
 
@@ -208,7 +203,7 @@ def test_one_thread_at_a_time_attends_over_a_cache() -> None:
         for _ in range(300):
             try:
                 attention.forward(step, cache, *rows, out, scaling=1.0)
-            except BufferError as error:
+            except cpu.BufferError as error:
                 assert "another thread attends over this cache" in str(error)
             else:
                 done += 1

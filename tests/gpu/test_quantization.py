@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyengine.models.float8_linear import OLDEST
+from pyengine.models.decoder.float8 import OLDEST
 from tests.gpu.answers import WITH_PROMPT, ask, oracle
 from tests.gpu.compare import rounded
 from tests.gpu.conftest import InChild

@@ -17,8 +17,9 @@ from pyengine.engine.input_processor import ModelLimits
 from pyengine.engine.prompts import Prompt
 from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import RunnerLimits
+from pyengine.executor.memory_profile import cache_specs
 from pyengine.executor.model_runner import ModelRunner
-from pyengine.kv_cache.pool import KVPool, kv_cache_specs
+from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loader import load_model
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.engines import LazyQueue, add_request
@@ -98,7 +99,7 @@ def run_by_hand(
     loaded = load_model(folder, device="cpu")
     manager = BlockManager(48, 4)
     limits = SchedulerLimits(max_num_batched_tokens=32, max_num_seqs=8)
-    pool = KVPool(kv_cache_specs(loaded.config, loaded.dtype), 48, 4, loaded.device)
+    pool = KVPool(cache_specs(loaded, loaded.dtype), 48, 4, loaded.device)
     runner_limits = RunnerLimits(max_num_batched_tokens=32, max_num_seqs=8, max_blocks_per_seq=48)
     recorder = record_eagerly if graphs else None
     runner = ModelRunner(loaded, pool, StaticBackend(pool), runner_limits, record=recorder)

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pyengine import LLM, RequestOutput, SamplingParams
+from pyengine.cpu import CpuAttention
 from pyengine.errors import ConfigurationError
-from pyengine.kv_cache import CpuAttention
 from tests.unit.models.tiny import save_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

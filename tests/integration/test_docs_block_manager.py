@@ -4,9 +4,12 @@ import inspect
 import re
 import subprocess
 import sys
+from typing import Any
+
+import pytest
 
 from benches.test_block_manager import CASES
-from pyengine import _kv
+from pyengine import _cpu, _kv
 from pyengine.kv_cache import COUNTERS, BlockManager, Pin, Sequence, StepPlan, Stored
 from tests.support.docs import ROOT, table
 
@@ -21,13 +24,16 @@ def methods(kind: type) -> set[str]:
     return {name for name in names if inspect.isroutine(vars(kind)[name])}
 
 
-def test_the_reference_has_everything_with_a_docstring() -> None:
-    text = (ROOT / REFERENCE).read_text(encoding="utf-8")
-    named = re.findall(r"^::: pyengine\._kv\.(\w+)$", text, re.MULTILINE)
-    public = {name for name in _kv.__all__ if not name.startswith("_")}
+@pytest.mark.parametrize(
+    ("module", "page"), [(_kv, REFERENCE), (_cpu, "docs/reference/cpu-kernels.md")]
+)
+def test_the_reference_has_everything_with_a_docstring(module: Any, page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = re.findall(rf"^::: {re.escape(module.__name__)}\.(\w+)$", text, re.MULTILINE)
+    public = {name for name in module.__all__ if not name.startswith("_")}
     assert sorted(named) == sorted(public - {"Stats"}), "Stats has the table of counters"
     for name in named:
-        kind = getattr(_kv, name)
+        kind = getattr(module, name)
         assert kind.__doc__, name
         if inspect.isclass(kind):
             bare = {f"{name}.{each}" for each in methods(kind) if not getattr(kind, each).__doc__}

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pyengine.kv_cache import CpuAttention
+from pyengine.cpu import CpuAttention
 from tests.support.docs import ROOT, table
 
 PAGE = "docs/explanation/one-call.md"

@@ -15,9 +15,10 @@ import torch
 
 from pyengine import LLM, SamplingParams
 from pyengine.config import STORE_KEY_VARIABLE
+from pyengine.cpu import CpuAttention
 from pyengine.engine import builder, offloading
 from pyengine.errors import ConfigurationError, ModelLoadError
-from pyengine.kv_cache import CpuAttention, block_memory, pool
+from pyengine.kv_cache import block_memory, pool
 from pyengine.kv_cache.block_memory import DeviceBlocks
 from pyengine.server.metrics import EngineMetrics
 from tests.support.read_only import read_only

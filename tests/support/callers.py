@@ -8,10 +8,10 @@ from weakref import ref
 
 from pyengine.async_engine import AsyncEngine
 from pyengine.config import EngineSettings
+from pyengine.cpu.threads import compute_threads
 from pyengine.engine import client as frontend_module
 from pyengine.engine.builder import BuiltEngine
 from pyengine.engine.client import EngineClient
-from pyengine.executor.cpu_threads import compute_threads
 from pyengine.llm import LLM
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import Bench, make_bench

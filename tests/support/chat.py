@@ -73,7 +73,7 @@ BEGINS_THINKING = STRIPS_THINKING.replace("assistant\n{% endif", "assistant\n<th
 """Of the kind that DeepSeek-R1 has: the prompt begins the thinking."""
 
 
-def chat_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+def chat_tokenizer(template: str | dict[str, str] | None) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer of 300 tokens, with this chat template."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=byte_level(VOCAB_SIZE).tokenizer,

@@ -7,6 +7,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +30,16 @@ def run_apart(module: str, function: str, *arguments: str, **environment: str) -
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Let the kernel set of CUDA launch its kernels for the CPU: they run in the interpreter."""
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    with ExitStack() as stack:
+        for module in ("pyengine.kernels", "pyengine.attention.paged"):
+            stack.enter_context(patch(f"{module}.has_kernels", lambda _device: True))
+        yield
 
 
 def machine_code(

@@ -16,7 +16,7 @@ from pyengine.kernels.grouped_linear import grouped_linear
 from pyengine.kernels.kv_write import write_rows
 from pyengine.kernels.rotation import write_rotated
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
-from pyengine.models.grouped_experts import group_pairs
+from pyengine.models.decoder.grouped import group_pairs
 
 Heads = tuple[int, int, int]
 """Query heads, KV heads, elements of a head."""

@@ -7,7 +7,7 @@ the arrays of a step and know nothing else::
                      \\-> ModelRunner of rank 0 -> logits
 
 Each rank computes its part of every layer and keeps its part of the KV heads. The ranks meet in
-the collective operations of transformers' tensor-parallel plan.
+the sums over their parts, after attention and after the feed-forward part of each layer.
 
 A worker is a plain process (`worker.py` by `python -m`): no fork, and nothing is asked of the
 script that makes an `LLM`. Its socket is inherited, so there is no port that another process could
@@ -38,8 +38,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from pyengine.cpu.threads import compute_threads
 from pyengine.errors import ConfigurationError, EngineDeadError, WorkerError
-from pyengine.executor.cpu_threads import compute_threads
 from pyengine.executor.cuda_graphs import DecodeGraphs
 from pyengine.executor.model_runner import Forward, ModelRunner, Plan, StepLogits
 from pyengine.executor.mtp import MTPStep
@@ -56,9 +56,9 @@ from pyengine.executor.tensor_parallel.ranks import (
     rank_environment,
 )
 from pyengine.kv_cache.memory import available_memory
-from pyengine.models.config import read_config
-from pyengine.models.loader import LoadedModel, load_model
-from pyengine.models.placement import check_tensor_parallel, resolve_first_device
+from pyengine.models.loaded import LoadedModel
+from pyengine.models.loader import check_divisible, load_model
+from pyengine.models.placement import resolve_first_device
 from pyengine.models.source import ModelSource, resolve_source
 
 _OTHERS_FAIL_TOO = 4.0
@@ -292,7 +292,7 @@ class WorkerGroup:
     ) -> None:
         first = resolve_first_device(device, size)
         source = resolve_source(model)
-        check_tensor_parallel(read_config(source.folder), size)
+        check_divisible(source, size, first)
         if not dist.is_available():
             raise ConfigurationError(
                 f"tensor_parallel_size={size}: this build of torch {torch.__version__} has no "

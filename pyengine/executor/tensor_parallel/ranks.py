@@ -28,7 +28,7 @@ from pyengine.executor.cuda_graphs import CudaGraphRecorder
 from pyengine.executor.input_buffers import HostArrays, RunnerLimits
 from pyengine.executor.model_runner import ModelRunner, Plan
 from pyengine.kv_cache import SharedPrefixes, StepBuffers
-from pyengine.models.loader import LoadedModel
+from pyengine.models.loaded import LoadedModel
 from pyengine.models.source import ModelSource
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ _LOCAL_RANK = "LOCAL_RANK"
 def rank_environment(rank: int) -> Iterator[None]:
     """The environment in which a rank meets the others and loads; afterwards it is as before.
 
-    Gloo's sockets are bound to this machine's loopback, unless the user chose. transformers takes
-    the CUDA device whose number is `LOCAL_RANK`, of rank 0 as of any other.
+    Gloo's sockets are bound to this machine's loopback, unless the user chose. For its modules,
+    transformers takes the CUDA device whose number is `LOCAL_RANK`.
     """
     ours = {_LOCAL_RANK: str(rank)}
     if _GLOO_INTERFACE not in os.environ:

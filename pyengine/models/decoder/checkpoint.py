@@ -45,7 +45,8 @@ class StoredTensor:
     """A tensor of a file, or the part of it that belongs to one expert.
 
     `name`, `dtype` and `shape` are those of the file; `start` is where its bytes begin. A tensor
-    that `is_transposed` is read the other way around; then only some `rows` are, or all.
+    that `is_transposed` is read the other way around; then only some `rows` and `columns` are, or
+    all.
     """
 
     path: Path
@@ -55,6 +56,7 @@ class StoredTensor:
     start: int
     is_transposed: bool = False
     rows: slice | None = None
+    columns: slice | None = None
 
     def transposed(self) -> "StoredTensor":
         """The same tensor, read the other way around."""
@@ -62,11 +64,37 @@ class StoredTensor:
 
     def only(self, rows: slice) -> "StoredTensor":
         """Some rows of what `read` returns."""
-        return replace(self, rows=rows)
+        return replace(self, rows=_within(self._whole_shape[0], self.rows, rows))
+
+    def only_columns(self, columns: slice) -> "StoredTensor":
+        """Some columns of what `read` returns."""
+        return replace(self, columns=_within(self._whole_shape[1], self.columns, columns))
+
+    @property
+    def is_whole(self) -> bool:
+        """True if `read` returns all rows and columns."""
+        return self.rows is None and self.columns is None
+
+    @property
+    def read_shape(self) -> tuple[int, ...]:
+        """The shape of what `read` returns."""
+        whole = self._whole_shape
+        sizes = zip(whole, (self.rows, self.columns), strict=False)
+        cut = [count if part is None else len(range(count)[part]) for count, part in sizes]
+        return (*cut, *whole[2:])
+
+    @property
+    def _whole_shape(self) -> tuple[int, ...]:
+        return self.shape[::-1] if self.is_transposed else self.shape
+
+    def cut(self, whole: Array) -> Array:
+        """The rows and columns of a tensor that `read` returns."""
+        found = whole if self.rows is None else whole[self.rows]
+        return found if self.columns is None else found[:, self.columns]
 
     def expert(self, index: int) -> "StoredTensor":
         """The part of one expert of a tensor `[experts, ...]`."""
-        part = replace(self, shape=self.shape[1:])
+        part = replace(self, name=f"{self.name}[{index}]", shape=self.shape[1:])
         return replace(part, start=self.start + index * part.num_bytes)
 
     @property
@@ -104,8 +132,13 @@ class StoredTensor:
             found = np.array(whole).view(kind).reshape(self.shape)
         else:
             found = np.memmap(self.path, kind, "c", self.start, self.shape)
-        whole_rows = found.T if self.is_transposed else found
-        return whole_rows if self.rows is None else whole_rows[self.rows]
+        return self.cut(found.T if self.is_transposed else found)
+
+
+def _within(count: int, before: slice | None, part: slice) -> slice:
+    """A part of those of `count` rows that `before` selects."""
+    rows = range(count)[before or slice(None)][part]
+    return slice(rows.start, rows.stop, rows.step)
 
 
 class Tensors:
@@ -123,6 +156,11 @@ class Tensors:
         self._tensors, self._where, self._asks = dict(tensors), where, asks
         self._taken: set[str] = set()
 
+    @property
+    def _missing_scales(self) -> str:
+        """Why integers and 8-bit floats stand for nothing, for a message."""
+        return f"{self._asks} has no quantization_config that says what they stand for"
+
     def named_from(self, base: str) -> "Tensors":
         """The same tensors, with names that begin with `base`.
 
@@ -135,6 +173,10 @@ class Tensors:
     def has(self, name: str) -> bool:
         """True if the files have a tensor of this name."""
         return name in self._tensors
+
+    def first_of(self, pattern: str) -> str | None:
+        """The first tensor whose name begins as `pattern` says, if there is one."""
+        return min((name for name in self._tensors if re.match(pattern, name)), default=None)
 
     def take(self, name: str, *shapes: tuple[int, ...]) -> StoredTensor:
         """The tensor of this name, which is then part of the model.
@@ -156,8 +198,7 @@ class Tensors:
         if not found.is_of_floats:
             raise ModelLoadError(
                 f"the weights {name} in {self._where} are {found.dtype}: they are no floats that a "
-                f"model computes with ({', '.join(_NUMPY)}), and {self._asks} has no "
-                "quantization_config that says what they stand for"
+                f"model computes with ({', '.join(_NUMPY)}), and {self._missing_scales}"
             )
         self._taken.add(name)
         return found
@@ -174,8 +215,8 @@ class Tensors:
         if unread:
             more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
             raise ModelLoadError(
-                f"the weights in {self._where} have {unread[0]}{more}, and a model of this "
-                f"{self._asks} does not: the two are not of the same model"
+                f"the weights in {self._where} have {unread[0]}{more}, which {self._asks} does "
+                "not ask for: the two are not of the same model"
             )
 
 
@@ -191,6 +232,11 @@ class Checkpoint(Tensors):
         files = sorted(folder.glob("*.safetensors"))
         tensors = {tensor.name: tensor for path in files for tensor in _tensors_of(path)}
         super().__init__(tensors, str(folder))
+
+    @property
+    def formats(self) -> str:
+        """The formats of quantised weights, in words; empty: all are floats."""
+        return ""
 
     def stored(self, name: str) -> StoredTensor | None:
         """The tensor of this name, if there is one; it is not taken yet."""

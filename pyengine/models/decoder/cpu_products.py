@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pyengine.cpu import CpuAttention, PackedWeight, QuantizedWeight, gate_rows, map_rows
 from pyengine.errors import ConfigurationError, ModelLoadError
-from pyengine.kv_cache import CpuAttention, PackedWeight, QuantizedWeight, gate_rows, map_rows
 from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype, Rows, read, rounded, widened
 from pyengine.models.decoder.kernels import Product
 from pyengine.models.decoder.rotary import Floats
@@ -53,7 +53,7 @@ class CpuExactProduct:
 class CpuJoinedProduct:
     """Products whose outputs follow each other: of weights in several formats."""
 
-    products: list[CpuProduct]
+    products: list[Product]
 
     def multiply(self, rows: Rows) -> Rows:
         """See `Product.multiply`."""
@@ -126,7 +126,10 @@ def laid_out(weight: Weight, quantization: str, dtype: Dtype) -> PackedWeight | 
         packed: PackedWeight | QuantizedWeight = weight.laid_out()
         return packed
     except ValueError as error:  # a scale that is not finite
-        raise ModelLoadError(f"the weights {weight.name} are damaged: {error}") from error
+        raise ModelLoadError(
+            f"the weights {weight.name} in {weight.parts[0].path} are damaged: {error}; get them "
+            "again"
+        ) from error
 
 
 def _kept_as(weight: Weight, dtype: Dtype) -> Dtype:

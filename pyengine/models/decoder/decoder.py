@@ -8,7 +8,7 @@ for into logits.
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pyengine.models.decoder.kernels import Product, Rows, Step
+from pyengine.models.decoder.kernels import Rows, Step, Table, TableUse
 from pyengine.models.decoder.layers import TokenInput, feed_forward_of, mixer_of
 from pyengine.models.decoder.spec import DecoderSpec, Layer
 from pyengine.models.decoder.weights import Weights
@@ -30,6 +30,7 @@ class DecoderLayer:
 
     def __init__(self, layer: Layer, weights: Weights, hidden: int, cache: int) -> None:
         self._kernels, self._scale = weights.kernels, layer.residual_scale
+        self._rank = weights.rank
         self._is_parallel = layer.is_parallel
         norm = weights.optional_norm
         self._before_mixer = norm("before_mixer", layer.before_mixer, hidden)
@@ -46,17 +47,18 @@ class DecoderLayer:
 
     def __call__(self, stream: Rows, change: Rows, step: Step) -> tuple[Rows, Rows]:
         """The residual `[T, hidden]` and the change that this layer adds to it, or None."""
-        kernels, scale = self._kernels, self._scale
+        kernels, scale, rank = self._kernels, self._scale, self._rank
         stream, rows = kernels.add_norm(stream, change, scale, self._before_mixer)
         change = self._mixer(rows, step)
         if self._is_parallel:
             if self._before_feed_forward is not None:
                 rows = kernels.norm(stream, self._before_feed_forward)
-            return stream, kernels.added(change, self._feed_forward(rows))
+            return stream, rank.sum(kernels.added(change, self._feed_forward(rows)))
+        change = rank.sum(change)
         if self._after_mixer is not None:
             change = kernels.norm(change, self._after_mixer)
         stream, rows = kernels.add_norm(stream, change, scale, self._before_feed_forward)
-        change = self._feed_forward(rows)
+        change = rank.sum(self._feed_forward(rows))
         if self._after_feed_forward is not None:
             change = kernels.norm(change, self._after_feed_forward)
         if self._token_input is not None:
@@ -68,27 +70,61 @@ class DecoderLayer:
         return kernels.multiplied(rows, self._scalar), _NOTHING
 
 
+class DividedTable:
+    """An embedding or a head; each rank of a divided model has a part of the vocabulary."""
+
+    def __init__(
+        self, name: str, weights: Weights, vocabulary: int, hidden: int, use: TableUse
+    ) -> None:
+        self._rank, self._vocabulary = weights.rank, vocabulary
+        self._part = weights.rank.part(vocabulary)
+        self._table = weights.table(name, vocabulary, hidden, use=use, is_divided=True)
+
+    def gather(self, ids: Rows) -> Rows:
+        """`[T]` to `[T, hidden]`."""
+        own = ids - self._part.start
+        is_here = (own >= 0) & (own < self._part.stop - self._part.start)
+        return self._rank.sum(self._table.gather(own * is_here) * is_here[:, None])
+
+    def multiply(self, rows: Rows) -> Rows:
+        """`[S, hidden]` to `[S, vocab]`."""
+        return self._rank.gather(self._table.multiply(rows), self._vocabulary)
+
+
+def table_of(
+    name: str, weights: Weights, vocabulary: int, hidden: int, use: TableUse = "both"
+) -> Table:
+    """An embedding or a head, or a rank's part of it."""
+    if weights.rank.size == 1:
+        return weights.table(name, vocabulary, hidden, use=use)
+    return DividedTable(name, weights, vocabulary, hidden, use)
+
+
 class Decoder:
-    """A causal language model over a paged KV cache.
+    """A causal language model over a paged KV cache, or one rank's part of it.
 
     Building one reads all of its weights, layer by layer.
     """
 
     def __init__(self, spec: DecoderSpec, weights: Weights) -> None:
         self.spec = spec
-        self._kernels = weights.kernels
+        self.kernels, self.rank = weights.kernels, weights.rank
         hidden, vocabulary = spec.hidden_size, spec.vocab_size
-        self._embedding = weights.table("embedding", vocabulary, hidden)
+        # A file that has a head of its own means it, whatever its configuration says.
+        is_tied = spec.is_tied and not weights.differs("head", "embedding", vocabulary, hidden)
+        use: TableUse = "both" if is_tied else "lookup"
+        self._embedding = table_of("embedding", weights, vocabulary, hidden, use)
         self._positions = None
         if spec.learned_positions is not None:
-            self._positions = weights.table("positions", spec.learned_positions, hidden)
+            self._positions = weights.table(
+                "positions", spec.learned_positions, hidden, use="lookup"
+            )
         self._token_inputs = TokenInputs(spec, weights) if spec.token_input else None
         self._layers = _layers(spec, weights)
         self._norm = weights.norm("norm", spec.norm, hidden)
-        self._head: Product = self._embedding
-        # A file that has a head of its own means it, whatever its configuration says.
-        if not spec.is_tied or weights.differs("head", "embedding", vocabulary, hidden):
-            self._head = weights.table("head", vocabulary, hidden)
+        self._head = self._embedding
+        if not is_tied:
+            self._head = table_of("head", weights, vocabulary, hidden, "product")
         self._residual_scale = spec.layers[-1].residual_scale
         self._rotaries = {
             layer.mixer.rotary for layer in spec.layers if layer.mixer.rotary is not None
@@ -108,9 +144,9 @@ class Decoder:
         self, ids: Rows, positions: Rows, plan: "AttentionPlan", *, rows: Rows = None
     ) -> Rows:
         """The states after the last norm `[T, hidden]`, or those of some `rows` `[S]` of the T."""
-        kernels = self._kernels
+        kernels = self.kernels
         angles = {rotary: kernels.angles(positions, rotary) for rotary in self._rotaries}
-        stream, change = self._embedded(ids, positions), _NOTHING
+        stream, change = self.embedded(ids, positions), _NOTHING
         step = Step(ids, positions, plan, angles)
         if self._token_inputs is not None:
             step = replace(step, token_input=self._token_inputs(ids, stream))
@@ -120,22 +156,23 @@ class Decoder:
             stream, change = stream[rows], None if change is None else change[rows]
         return kernels.add_norm(stream, change, self._residual_scale, self._norm)[1]
 
-    def logits(self, rows: Rows) -> Rows:
-        """The logits `[S, vocab]` of hidden states `[S, hidden]`."""
-        spec, logits = self.spec, self._head.multiply(rows)
+    def logits(self, rows: Rows, head: Table | None = None) -> Rows:
+        """The logits `[S, vocab]` of hidden states `[S, hidden]`, by the model's head."""
+        spec, logits = self.spec, (head or self._head).multiply(rows)
         if spec.logit_scale != 1.0:
-            logits = self._kernels.multiplied(logits, spec.logit_scale)
+            logits = self.kernels.multiplied(logits, spec.logit_scale)
         if spec.logit_softcap is None:
             return logits
-        return self._kernels.capped(logits, spec.logit_softcap)
+        return self.kernels.capped(logits, spec.logit_softcap)
 
-    def _embedded(self, ids: Rows, positions: Rows) -> Rows:
-        rows = self._embedding.gather(ids)
+    def embedded(self, ids: Rows, positions: Rows, table: Table | None = None) -> Rows:
+        """The vectors `[T, hidden]` of tokens `[T]`, by the model's embedding."""
+        rows = (table or self._embedding).gather(ids)
         if self.spec.embedding_scale != 1.0:
-            rows = self._kernels.scaled(rows, self.spec.embedding_scale)
+            rows = self.kernels.scaled(rows, self.spec.embedding_scale)
         if self._positions is None:
             return rows
-        return self._kernels.added(rows, self._positions.gather(positions))
+        return self.kernels.added(rows, self._positions.gather(positions))
 
 
 class TokenInputs:
@@ -146,7 +183,7 @@ class TokenInputs:
         assert given is not None
         self._kernels, self._size, self._hidden = weights.kernels, given.size, spec.hidden_size
         width = count * given.size
-        self._table = weights.table("token_inputs", given.vocab_size, width)
+        self._table = weights.table("token_inputs", given.vocab_size, width, use="lookup")
         self._product = weights.linear("token_input_product", width, spec.hidden_size)
         self._norm = weights.norm("token_input_norm", given.norm, given.size)
 

@@ -1,41 +1,15 @@
 """Decoders with made-up weights: the shapes of a configuration, without its files.
 
-For measurements of models whose weights are not there (`load_format="dummy"`). Numbers are the same
-in every process, and small enough that hidden states stay finite.
+For measurements of models whose weights are not there (`load_format="dummy"`).
 """
 
-import zlib
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from pyengine.models.decoder.checkpoint import Array, StoredTensor, Tensors
-from pyengine.models.decoder.decoder import Decoder
+from pyengine.models.decoder.checkpoint import StoredTensor, Tensors
 from pyengine.models.decoder.families import TABLE
-from pyengine.models.decoder.kernels import Kernels
-from pyengine.models.decoder.loading import read_spec
-from pyengine.models.decoder.weights import Weights
-
-_DIFFERENT = 1 << 20
-"""Numbers after which those of a tensor repeat: making more of them takes longer than a load."""
-
-
-@dataclass(frozen=True, slots=True)
-class DummyStored(StoredTensor):
-    """A tensor of made-up numbers: of a matrix random, of a vector near 1."""
-
-    def read(self) -> Array:
-        """The tensor in float32."""
-        rng = np.random.default_rng(zlib.crc32(f"{self.name} {self.start}".encode()))
-        count = min(_DIFFERENT, int(np.prod(self.shape, dtype=np.int64)))
-        numbers = rng.standard_normal(count, dtype=np.float32)
-        numbers *= np.float32(max(self.shape[-1], 1) ** -0.5)
-        found: Array = np.resize(numbers, self.shape)
-        if len(self.shape) == 1:
-            found += 1
-        found = found.T if self.is_transposed else found
-        return found if self.rows is None else found[self.rows]
+from pyengine.models.decoder.loading import OpenedModel, read_spec
+from pyengine.models.decoder.made_up import DummyStored
+from pyengine.models.decoder.weights import NoKernels, Weights
 
 
 class DummyTensors(Tensors):
@@ -49,10 +23,10 @@ class DummyTensors(Tensors):
         return DummyStored(Path(), name, "F32", shapes[0], 0)
 
 
-def dummy_decoder(folder: Path, kernels: Kernels) -> Decoder:
-    """The decoder of the configuration in `folder`, with made-up floats, laid out by `kernels`.
+def open_dummy(folder: Path) -> OpenedModel:
+    """The model of the configuration in `folder`, with made-up floats.
 
     Raises `ModelLoadError` as `read_spec`.
     """
     spec = read_spec(folder)
-    return Decoder(spec, Weights(DummyTensors(), TABLE[spec.family].names, kernels))
+    return OpenedModel(spec, Weights(DummyTensors(), TABLE[spec.family].names, NoKernels()))

@@ -5,6 +5,8 @@ pairs rotate, and norms of Gemma have 1 added. A spec says the same as data, so 
 they are. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,18 +14,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.kv_cache import QuantizedWeight
+from pyengine.cpu import QuantizedWeight
+from pyengine.models.checkpoint_files import TensorHeader, WeightHeaders
+from pyengine.models.config import check_sizes
 from pyengine.models.decoder.checkpoint import Array, StoredTensor, Tensors
-from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.gguf_settings import gguf_settings
-from pyengine.models.decoder.kernels import Kernels
-from pyengine.models.decoder.loading import checked_weights, spec_of
-from pyengine.models.decoder.names import Names, Stored, stored
+from pyengine.models.decoder.loading import OpenedModel, checked_weights, spec_of
+from pyengine.models.decoder.names import Names, Stored, stored, vector
 from pyengine.models.decoder.spec import Attention, DecoderSpec, Layer, Norm, QueryKeyNorm
 from pyengine.models.gguf_file import GGUFFile
-from pyengine.models.gguf_header import GGUFTensor
+from pyengine.models.gguf_header import GGUFHeader, GGUFTensor
 from pyengine.models.gguf_keys import HeaderKeys
 from pyengine.models.gguf_rope import ROPE_TENSORS
+
+_log = logging.getLogger(__name__)
 
 _KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 """Formats of `QuantizedWeight`; tensors in others are read as floats."""
@@ -32,16 +36,20 @@ _FLOATS: Mapping[str, np.dtype[Any]] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(np.uint16),
 }
-_PAIRS = ("llama", "mixtral")
-_OFFSETS = ("gemma2", "gemma3_text", "nemotron")
+_PAIRS = ("llama", "mixtral", "granite", "granitemoe", "smollm3")
+_OFFSETS = ("gemma", "gemma2", "gemma3_text", "nemotron")
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFStored(StoredTensor):
-    """A tensor of an open GGUF file, or the part of one expert; `start` is in the file."""
+    """A tensor of an open GGUF file, or the part of one expert; `start` is in the file.
+
+    If it `is_kept`, kernels may multiply by its bytes; else it is read as floats.
+    """
 
     file: GGUFFile | None = None
     tensor: GGUFTensor | None = None
+    is_kept: bool = True
 
     @property
     def is_of_floats(self) -> bool:
@@ -51,7 +59,8 @@ class GGUFStored(StoredTensor):
     @property
     def packed_as(self) -> str | None:
         """See `StoredTensor.packed_as`."""
-        return self.dtype if self.dtype in _KEPT and self.rows is None else None
+        is_kept = self.is_kept and self.dtype in _KEPT and self.is_whole
+        return self.dtype if is_kept else None
 
     @property
     def num_bytes(self) -> int:
@@ -82,27 +91,16 @@ class GGUFStored(StoredTensor):
             from gguf import GGMLQuantizationType, dequantize
 
             found = dequantize(found, GGMLQuantizationType[self.dtype]).reshape(self.shape)
-        return found if self.rows is None else found[self.rows]
+        return self.cut(found)
 
 
-def check_gguf(file: GGUFFile) -> DecoderSpec:
-    """The spec of the model in a file, whose tensors are all there; reads the header only.
+def open_gguf(file: GGUFFile, *, keeps_formats: bool = True) -> OpenedModel:
+    """The model in a file, with its tensors; reads the header only.
 
+    Unless it `keeps_formats`, all tensors are floats; else those in formats without a kernel are.
     Raises `ModelLoadError` for an architecture that is not known here, for keys that nothing reads,
-    and as `check_model` for tensors.
+    and as `open_model` for tensors.
     """
-    spec, names, tensors = _opened(file)
-    checked_weights(spec, names, tensors)
-    return spec
-
-
-def load_gguf_decoder(file: GGUFFile, kernels: Kernels) -> Decoder:
-    """The decoder of the model in a file, laid out by `kernels`; raises as `check_gguf`."""
-    spec, names, tensors = _opened(file)
-    return Decoder(spec, checked_weights(spec, names, tensors).with_kernels(kernels))
-
-
-def _opened(file: GGUFFile) -> tuple[DecoderSpec, Names, Tensors]:
     path, header = file.path, file.header
     keys = HeaderKeys(path, header)
     settings = gguf_settings(keys)
@@ -110,15 +108,41 @@ def _opened(file: GGUFFile) -> tuple[DecoderSpec, Names, Tensors]:
         if key.startswith("tokenizer."):  # read with the tokenizer
             keys.raw(key)
     keys.refuse_unread()
+    tensors = {tensor.name: TensorHeader(tensor.type, tensor.shape) for tensor in header.tensors}
+    check_sizes(settings, WeightHeaders(tensors, header.file_size), path)
     spec = _as_converted(spec_of(settings, f"the header of {path}"))
     stored_tensors = {
         tensor.name: GGUFStored(
-            path, tensor.name, tensor.type, tensor.shape, tensor.offset, file=file, tensor=tensor
+            path,
+            tensor.name,
+            tensor.type,
+            tensor.shape,
+            tensor.offset,
+            file=file,
+            tensor=tensor,
+            is_kept=keeps_formats,
         )
         for tensor in header.tensors
     }
-    tensors = Tensors(stored_tensors, str(path), "its own header")
-    return spec, NAMES, tensors
+    rotates = any(layer.mixer.rotary is not None for layer in spec.layers)
+    names = NAMES if rotates else replace(NAMES, no_effect={})
+    weights = checked_weights(spec, names, Tensors(stored_tensors, str(path), "its header"))
+    return OpenedModel(spec, weights, _formats(header) if keeps_formats else "")
+
+
+def _formats(header: GGUFHeader) -> str:
+    """The formats that are kept, in words, the largest share of the file's bytes first."""
+    sizes: Counter[str] = Counter()
+    for tensor in header.tensors:
+        if tensor.type not in _FLOATS:
+            sizes[tensor.type] += tensor.num_bytes
+    if others := [kind for kind in sizes if kind not in _KEPT]:
+        _log.warning(
+            "tensors of type %s are read as floats: products are in %s",
+            " and ".join(others),
+            ", ".join(_KEPT),
+        )
+    return " and ".join(kind for kind, _ in sizes.most_common() if kind in _KEPT)
 
 
 def _as_converted(spec: DecoderSpec) -> DecoderSpec:
@@ -133,7 +157,9 @@ def _as_converted(spec: DecoderSpec) -> DecoderSpec:
 
 def _with_pairs(layer: Layer) -> Layer:
     mixer = layer.mixer
-    assert isinstance(mixer, Attention) and mixer.rotary is not None
+    assert isinstance(mixer, Attention)
+    if mixer.rotary is None:
+        return layer
     return replace(layer, mixer=replace(mixer, rotary=replace(mixer.rotary, order="pairs")))
 
 
@@ -174,6 +200,7 @@ NAMES = Names(
         "down": stored("ffn_down"),
         "after_feed_forward": stored("post_ffw_norm"),
         "router": stored("ffn_gate_inp"),
+        "correction": vector("exp_probs_b.bias"),
         "expert_gate_up": stored("ffn_gate_exps", "ffn_up_exps"),
         "expert_down": stored("ffn_down_exps"),
         "shared_gate_up": stored("ffn_gate_shexp", "ffn_up_shexp"),

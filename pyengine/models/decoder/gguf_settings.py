@@ -6,6 +6,7 @@ family has anyway, or known to have no effect (`HeaderKeys.refuse_unread`).
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pyengine.errors import ModelLoadError
@@ -13,22 +14,88 @@ from pyengine.models.gguf_header import GGUFArray
 from pyengine.models.gguf_keys import HeaderKeys
 from pyengine.models.gguf_rope import rope_parameters, sliding_rope_parameters
 
-MODEL_TYPES: Mapping[str, str] = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-    "phi3": "phi3",
-    "starcoder2": "starcoder2",
-    "gpt2": "gpt2",
-    "qwen2moe": "qwen2_moe",
-    "qwen3moe": "qwen3_moe",
-    "gpt-oss": "gpt_oss",
-    "stablelm": "stablelm",
-    "nemotron": "nemotron",
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """How the headers of an architecture differ from Llama's.
+
+    - `family`: its row of the table of families.
+    - `layer_norm`: the name of the norms' epsilon in a configuration, if they are layer norms.
+    - `biases`: settings that are true if the file has such tensors in its first layer.
+    - `window`: the key of a sliding window is refused, may be there, or must be.
+    - `period`: one of so many layers attends to all tokens; 0: layers do not differ.
+    - `rotates_partly`: the rotated part of a head may be smaller than the head.
+    - `has_two_rotations`: positions of layers with a window are not scaled.
+    - `has_experts`: the file is a mixture of experts.
+    - `gate`: llama.cpp's number for the score of experts: 1 softmax, 2 sigmoid, 3 softmax of the
+      chosen ones.
+    - `scales`: the settings that keys of factors are.
+    """
+
+    family: str
+    layer_norm: str | None = None
+    biases: Mapping[str, str] = field(default_factory=dict)
+    window: str = "refused"
+    period: int = 0
+    rotates_partly: bool = False
+    has_two_rotations: bool = False
+    has_experts: bool = False
+    gate: int = 1
+    scales: Mapping[str, str] = field(default_factory=dict)
+
+
+_ATTENTION_BIAS = {"attention_bias": "attn_q.bias"}
+_BIASES = {**_ATTENTION_BIAS, "mlp_bias": "ffn_up.bias"}
+_GRANITE_SCALES = {
+    ".residual_scale": "residual_multiplier",
+    ".embedding_scale": "embedding_multiplier",
+    ".logit_scale": "logits_scaling",
+    ".attention.scale": "attention_multiplier",
 }
-"""Families of the table by `general.architecture`; a `llama` with experts is a `mixtral`."""
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(family="llama", biases=_BIASES),
+    "qwen2": Architecture(family="qwen2"),
+    "qwen3": Architecture(family="qwen3", biases=_ATTENTION_BIAS),
+    "gemma": Architecture(family="gemma"),
+    "gemma2": Architecture(family="gemma2", window="needed", period=2),
+    "gemma3": Architecture(family="gemma3_text", window="needed", period=6, has_two_rotations=True),
+    "phi3": Architecture(family="phi3", window="optional", rotates_partly=True),
+    "granite": Architecture(family="granite", biases=_BIASES, scales=_GRANITE_SCALES),
+    "smollm3": Architecture(family="smollm3", biases=_BIASES),
+    "olmo2": Architecture(family="olmo2", biases=_ATTENTION_BIAS),
+    "exaone4": Architecture(family="exaone4", window="optional", period=4),
+    "seed_oss": Architecture(
+        family="seed_oss",
+        biases={**_BIASES, "attention_out_bias": "attn_output.bias"},
+    ),
+    "glm4": Architecture(family="glm4", biases=_ATTENTION_BIAS, rotates_partly=True),
+    "cohere2": Architecture(
+        family="cohere2",
+        layer_norm="layer_norm_eps",
+        window="needed",
+        period=4,
+        scales={".logit_scale": "logit_scale"},
+    ),
+    "starcoder2": Architecture(family="starcoder2", layer_norm="norm_epsilon", window="optional"),
+    "gpt2": Architecture(family="gpt2", layer_norm="layer_norm_epsilon"),
+    "stablelm": Architecture(
+        family="stablelm",
+        layer_norm="layer_norm_eps",
+        biases={"use_qkv_bias": "attn_q.bias"},
+        rotates_partly=True,
+    ),
+    "nemotron": Architecture(
+        family="nemotron", layer_norm="norm_eps", biases=_BIASES, rotates_partly=True
+    ),
+    "qwen2moe": Architecture(family="qwen2_moe", has_experts=True),
+    "qwen3moe": Architecture(family="qwen3_moe", biases=_ATTENTION_BIAS, has_experts=True),
+    "granitemoe": Architecture(
+        family="granitemoe", biases=_ATTENTION_BIAS, scales=_GRANITE_SCALES, has_experts=True
+    ),
+    "gpt-oss": Architecture(family="gpt_oss", window="needed", has_experts=True, gate=3),
+    "minimax-m2": Architecture(family="minimax_m2", rotates_partly=True, has_experts=True, gate=2),
+}
+"""By `general.architecture`; a `llama` with experts is a `mixtral`."""
 
 _COUNTS = {
     ".context_length": "max_position_embeddings",
@@ -37,18 +104,9 @@ _COUNTS = {
     ".feed_forward_length": "intermediate_size",
     ".attention.head_count": "num_attention_heads",
 }
-_EPSILONS = {
-    "gpt2": (".attention.layer_norm_epsilon", "layer_norm_epsilon"),
-    "starcoder2": (".attention.layer_norm_epsilon", "norm_epsilon"),
-    "stablelm": (".attention.layer_norm_epsilon", "layer_norm_eps"),
-    "nemotron": (".attention.layer_norm_epsilon", "norm_eps"),
-}
-_RMS = (".attention.layer_norm_rms_epsilon", "rms_norm_eps")
 _SCALED_QUERIES = {"gemma2": 46, "gemma3": 62}
 """Numbers of layers of the models whose queries are scaled by the mean size of a head."""
-_PARTLY_ROTATED = ("phi3", "stablelm", "nemotron")
-_PERIODS = {"gemma2": 2, "gemma3": 6}
-"""One of so many layers attends to all tokens: llama.cpp's defaults."""
+_DTYPES = {"F32": "float32", "F16": "float16"}
 _EXPECTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     (".attention.causal", (True,), "makes a model that embeds texts"),
     (".attention.clamp_kqv", (0.0,), "bounds queries, keys and values, which is not supported"),
@@ -76,34 +134,49 @@ def gguf_settings(keys: HeaderKeys) -> dict[str, Any]:
     Raises `ModelLoadError` for an architecture that is not in the table, and for a key that is
     missing, or has a value that the family has not.
     """
-    architecture = str(keys.header.architecture)
-    keys.raw("general.architecture")
-    if architecture not in MODEL_TYPES:
-        raise ModelLoadError(
-            f"{keys.path} is of the architecture {architecture!r}, which pyengine has no decoder "
-            f"for: there are {', '.join(MODEL_TYPES)}"
-        )
+    row = _architecture(keys)
     names = {tensor.name: tensor.shape for tensor in keys.header.tensors}
-    found: dict[str, Any] = {"model_type": MODEL_TYPES[architecture]}
+    found: dict[str, Any] = {"model_type": row.family}
+    found["dtype"] = _DTYPES.get(keys.header.main_type, "bfloat16")
     for key, name in _COUNTS.items():
         found[name] = _needed(keys, key, keys.count(key))
-    epsilon, name = _EPSILONS.get(architecture, _RMS)
-    found[name] = _needed(keys, epsilon, keys.number(epsilon, most=1.0))
+    kind = "layer_norm_rms" if row.layer_norm is None else "layer_norm"
+    epsilon = f".attention.{kind}_epsilon"
+    value = _needed(keys, epsilon, keys.number(epsilon, most=1.0))
+    found[row.layer_norm or "rms_norm_eps"] = value
     if "token_embd.weight" not in names:
         raise ModelLoadError(f"{keys.path} lacks the weights of token_embd.weight: get it again")
     found["vocab_size"] = names["token_embd.weight"][0]
     found["tie_word_embeddings"] = "output.weight" not in names
     keys.expect(".vocab_size", (found["vocab_size"],), "is not the number of rows of token_embd")
     for key, allowed, meaning in _EXPECTED:
-        keys.expect(key, allowed, meaning)
-    _add_heads(keys, found, names)
-    _add_experts(keys, found)
-    _add_windows(keys, found)
-    if architecture == "gpt2":
+        if key not in row.scales:
+            keys.expect(key, allowed, meaning)
+    for setting, tensor in row.biases.items():
+        found[setting] = f"blk.0.{tensor}" in names
+    if row.family == "stablelm":
+        found["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in names
+    _add_heads(keys, found, row)
+    _add_experts(keys, found, row)
+    _add_windows(keys, found, row)
+    if row.family == "gpt2":
         found["n_inner"] = found.pop("intermediate_size")
         return found
-    _add_rope(keys, found)
+    _add_rope(keys, found, row)
     return found
+
+
+def _architecture(keys: HeaderKeys) -> Architecture:
+    keys.raw("general.architecture")
+    name = keys.header.architecture
+    row = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if row is None:
+        raise ModelLoadError(
+            f"{keys.path} is of the architecture {str(name)[:80]!r}, which pyengine does not read "
+            f"from GGUF files ({', '.join(ARCHITECTURES)}); take the model as a folder of "
+            "safetensors files"
+        )
+    return row
 
 
 def _needed(keys: HeaderKeys, key: str, value: float | None) -> float:
@@ -112,87 +185,84 @@ def _needed(keys: HeaderKeys, key: str, value: float | None) -> float:
     return value
 
 
-def _add_heads(keys: HeaderKeys, found: dict[str, Any], names: Mapping[str, Any]) -> None:
-    """Add the sizes of heads, their biases and the scale of queries."""
+def _add_heads(keys: HeaderKeys, found: dict[str, Any], row: Architecture) -> None:
+    """Add the sizes of heads and the scale of queries, and other factors."""
     architecture, heads = str(keys.header.architecture), found["num_attention_heads"]
-    size = keys.count(".attention.key_length") or found["hidden_size"] // heads
+    hidden = found["hidden_size"]
+    size = keys.count(".attention.key_length", high=hidden * heads)
+    if size is None and hidden % heads:
+        raise keys.refusal(".attention.head_count", f"does not divide embedding_length={hidden}")
+    size = size or hidden // heads
     groups = keys.count(".attention.head_count_kv", high=heads) or heads
-    if architecture == "gpt2":
+    if row.family == "gpt2":
         keys.expect(".attention.head_count_kv", (heads,), "is not the number of heads")
     else:
         found |= {"num_key_value_heads": groups, "head_dim": size}
-    for key in (".attention.value_length", ".attention.key_length_swa"):
-        keys.expect(key, (size,), f"is not the size of keys, {size}")
-    keys.expect(".attention.value_length_swa", (size,), f"is not the size of keys, {size}")
+    for key in ("value_length", "key_length_swa", "value_length_swa"):
+        keys.expect(f".attention.{key}", (size,), f"is not the size of keys, {size}")
+    keys.expect(".embedding_length_out", (hidden,), "is not the size of hidden states")
     scaled = size
     if architecture in _SCALED_QUERIES:
         if found["num_hidden_layers"] == _SCALED_QUERIES[architecture]:
-            scaled = found["hidden_size"] // heads
+            scaled = hidden // heads
         found["query_pre_attn_scalar"] = scaled
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             if (cap := keys.number(f".{key}")) is not None:
                 found[key] = cap
+    for key, name in row.scales.items():
+        default = scaled**-0.5 if key == ".attention.scale" else 1.0
+        found[name] = keys.number(key) or default
     scale = keys.number(".attention.scale")
-    if scale and not math.isclose(scale, scaled**-0.5, rel_tol=1e-3):
+    is_fixed = ".attention.scale" not in row.scales
+    if is_fixed and scale and not math.isclose(scale, scaled**-0.5, rel_tol=1e-3):
         raise keys.refusal(".attention.scale", f"is not {scaled}**-0.5, which is supported")
-    if architecture in ("llama", "qwen3", "qwen3moe", "nemotron"):
-        found["attention_bias"] = "blk.0.attn_q.bias" in names
-    if architecture in ("llama", "nemotron"):
-        found["mlp_bias"] = "blk.0.ffn_up.bias" in names
-    if architecture == "stablelm":
-        found["use_qkv_bias"] = "blk.0.attn_q.bias" in names
-        found["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in names
 
 
-def _add_experts(keys: HeaderKeys, found: dict[str, Any]) -> None:
+def _add_experts(keys: HeaderKeys, found: dict[str, Any], row: Architecture) -> None:
     """Add the numbers and sizes of experts."""
-    architecture = str(keys.header.architecture)
-    count = keys.count(".expert_count", low=0) or 0
-    if architecture not in ("llama", "qwen2moe", "qwen3moe", "gpt-oss"):
-        keys.expect(".expert_count", (0,), "is for experts that are not there")
-        keys.expect(".expert_used_count", (0,), "is for experts that are not there")
+    is_mixtral = row.family == "llama" and bool(keys.raw(".expert_count"))
+    if not row.has_experts and not is_mixtral:
+        for key in (".expert_count", ".expert_used_count", ".expert_shared_count"):
+            keys.expect(key, (0,), "is for experts that are not there")
         return
-    used = keys.count(".expert_used_count", low=min(count, 1), high=count)
-    gate = 3 if architecture == "gpt-oss" else 1
-    keys.expect(".expert_gating_func", (0, gate), "is not the one of this architecture")
-    size = keys.count(".expert_feed_forward_length")
-    if architecture == "llama":
-        keys.expect(".expert_weights_norm", (True,), "is not that of this architecture")
-        if count:
-            found |= {"model_type": "mixtral", "num_local_experts": count, "sliding_window": None}
-            found |= {"num_experts_per_tok": _needed(keys, ".expert_used_count", used)}
-            found |= {"intermediate_size": size or found["intermediate_size"]}
-            for key in ("attention_bias", "mlp_bias"):
-                if found.pop(key):
-                    raise ModelLoadError(f"{keys.path} has biases, which this mixture has not")
-        return
-    if architecture == "gpt-oss":
-        found |= {"num_local_experts": count, "num_experts_per_tok": used}
+    count = int(_needed(keys, ".expert_count", keys.count(".expert_count")))
+    used = _needed(keys, ".expert_used_count", keys.count(".expert_used_count", high=count))
+    keys.expect(".expert_gating_func", (0, row.gate), "is not the one of this architecture")
+    size, shared = keys.count(".expert_feed_forward_length"), 0
+    found["num_experts_per_tok"] = used
+    if row.family in ("qwen2_moe", "qwen3_moe"):
+        found["num_experts"] = count
+        found["moe_intermediate_size"] = size or found["intermediate_size"] // int(used)
+        norm = keys.flag(".expert_weights_norm")
+        found["norm_topk_prob"] = row.family == "qwen3_moe" if norm is None else norm
+    else:
+        found["num_local_experts"] = count
         found["intermediate_size"] = size or found["intermediate_size"]
-        return
-    found |= {"num_experts": count, "num_experts_per_tok": used}
-    found["moe_intermediate_size"] = size or found["intermediate_size"] // max(1, used or 1)
-    norm = keys.flag(".expert_weights_norm")
-    found["norm_topk_prob"] = architecture == "qwen3moe" if norm is None else norm
-    if architecture == "qwen2moe":
-        shared = keys.count(".expert_shared_feed_forward_length")
-        found["shared_expert_intermediate_size"] = shared or found["intermediate_size"]
-        keys.expect(".expert_shared_count", (1,), "is not supported")
+        keys.expect(".expert_weights_norm", (True,), "is not that of this architecture")
+    if row.family == "qwen2_moe":
+        shared, key = 1, ".expert_shared_feed_forward_length"
+        found["shared_expert_intermediate_size"] = keys.count(key) or found["intermediate_size"]
+    keys.expect(".expert_shared_count", (shared,), "is not supported")
+    if is_mixtral:
+        found |= {"model_type": "mixtral", "sliding_window": None}
+        for setting in row.biases:
+            if found.pop(setting):
+                raise ModelLoadError(f"{keys.path} has biases, which this mixture has not")
 
 
-def _add_windows(keys: HeaderKeys, found: dict[str, Any]) -> None:
+def _add_windows(keys: HeaderKeys, found: dict[str, Any], row: Architecture) -> None:
     """Add the window of sliding layers, and which layers these are."""
-    architecture, key = str(keys.header.architecture), ".attention.sliding_window"
-    window = keys.count(key, low=0) or None
-    if architecture in _PERIODS:
-        found["sliding_window"] = _needed(keys, key, window)
-        found["layer_types"] = _layer_types(keys, found, _PERIODS[architecture])
-    elif architecture == "gpt-oss":
-        found["sliding_window"] = _needed(keys, key, window)
-    elif architecture in ("phi3", "starcoder2"):
-        found["sliding_window"] = window
-    elif window and window < found["max_position_embeddings"]:
-        raise keys.refusal(key, f"is not supported for {architecture}")
+    key = ".attention.sliding_window"
+    window = keys.count(key, low=1 if row.window == "needed" else 0)
+    if row.window == "refused":
+        if window and window < found["max_position_embeddings"]:
+            raise keys.refusal(key, f"is not supported for {keys.header.architecture}")
+        return
+    if row.window == "needed":
+        _needed(keys, key, window)
+    found["sliding_window"] = window or None
+    if row.period and window:
+        found["layer_types"] = _layer_types(keys, found, row.period)
 
 
 def _layer_types(keys: HeaderKeys, found: Mapping[str, Any], period: int) -> list[str]:
@@ -208,23 +278,22 @@ def _layer_types(keys: HeaderKeys, found: Mapping[str, Any], period: int) -> lis
     return ["sliding_attention" if each else "full_attention" for each in slides]
 
 
-def _add_rope(keys: HeaderKeys, found: dict[str, Any]) -> None:
-    architecture, size = str(keys.header.architecture), found["head_dim"]
+def _add_rope(keys: HeaderKeys, found: dict[str, Any], row: Architecture) -> None:
+    size = found["head_dim"]
     rotated = keys.count(".rope.dimension_count", high=size) or size
     keys.expect(".rope.dimension_count_swa", (rotated,), f"is not {rotated}, as in other layers")
-    is_whole = architecture not in _PARTLY_ROTATED
-    if rotated % 2 or (is_whole and rotated != size):
+    if rotated % 2 or (not row.rotates_partly and rotated != size):
         raise keys.refusal(".rope.dimension_count", f"does not fit heads of {size} numbers")
     parameters = rope_parameters(keys, rotated, found["max_position_embeddings"])
-    if architecture == "gpt-oss" and parameters["rope_type"] == "yarn":
+    if row.family == "gpt_oss" and parameters["rope_type"] == "yarn":
         parameters["truncate"] = False
-    if not is_whole:
+    if row.rotates_partly:
         # The factor times the size is cut to a whole number, which must be `rotated`.
         parameters["partial_rotary_factor"] = (rotated + 0.5) / size
-    if architecture == "phi3" and parameters["rope_type"] == "longrope":
+    if row.family == "phi3" and parameters["rope_type"] == "longrope":
         original = parameters.pop("original_max_position_embeddings")
         found["original_max_position_embeddings"] = original
-    if architecture == "gemma3":
+    if row.has_two_rotations:
         sliding = sliding_rope_parameters(keys)
         parameters = {"full_attention": parameters, "sliding_attention": sliding}
     found["rope_parameters"] = parameters

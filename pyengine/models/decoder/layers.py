@@ -2,6 +2,9 @@
 
 Each takes rows `[T, hidden]` of a step and returns rows of the same shape. What it does is in its
 spec, how it is computed in the kernel set.
+
+In a divided model the mixer and the feed-forward part return what this rank adds to their result:
+`DecoderLayer` sums over ranks. Call sites say which axis of a weight is divided.
 """
 
 from collections.abc import Callable
@@ -9,7 +12,7 @@ from typing import TypeAlias
 
 from pyengine.models.decoder import spec
 from pyengine.models.decoder.kernels import AttentionWeights, NormWeights, Rows, Step
-from pyengine.models.decoder.weights import Weights
+from pyengine.models.decoder.weights import Linear, Weights
 
 Mixer: TypeAlias = "Attention | SharedAttention | LatentAttention"
 FeedForward: TypeAlias = "MLP | Experts"
@@ -23,20 +26,22 @@ class Attention:
     ) -> None:
         """`cache` is the number of its layer in the pool."""
         self._spec, self._kernels, self._layer = attention, weights.kernels, weights.layer or 0
+        self._rank = weights.rank
         query, key, value = attention.sizes
         name, sizes = "qkv", (query, key, value)
         if attention.values_are_keys:
             name, sizes = "query_key", (query, key, 0)
         self._splits = (query, query + key, query + key + sizes[2])
         parts = [size for size in sizes if size]
-        self._qkv = weights.linear(name, parts, hidden, has_bias=attention.qkv_bias)
-        self._out = weights.linear(
-            "out", hidden, attention.heads * attention.value_size, has_bias=attention.out_bias
+        self._qkv = weights.linear(
+            name, parts, hidden, has_bias=attention.qkv_bias, divided="outputs"
         )
+        self._out = _out(weights, attention, hidden)
         self._row_norms = head_norms = None
         norm, size = attention.query_key_norm, attention.head_dim
         if norm is not None and norm.over == "row":
-            self._row_norms = _norms(weights, norm.norm, query, key)
+            ranks = self._rank.size
+            self._row_norms = _norms(weights, norm.norm, query * ranks, key * ranks)
         elif norm is not None:
             head_norms = _norms(weights, norm.norm, size, size)
         self._value_norm = None
@@ -44,7 +49,9 @@ class Attention:
             self._value_norm = weights.norm(
                 "value_norm", attention.value_norm, attention.value_size
             )
-        sinks = weights.vector("sinks", attention.heads) if attention.sinks else None
+        sinks = None
+        if attention.sinks:
+            sinks = weights.vector("sinks", attention.heads, divided="outputs")
         small = AttentionWeights(cache, head_norms, sinks)
         self._attention = weights.kernels.attention(attention, small)
 
@@ -56,8 +63,8 @@ class Attention:
         if attention.values_are_keys:
             value = key
         if self._row_norms is not None:
-            query = kernels.norm(query, self._row_norms[0])
-            key = kernels.norm(key, self._row_norms[1])
+            query = self._row_normed(query, self._row_norms[0])
+            key = self._row_normed(key, self._row_norms[1])
         query = query.reshape(len(rows), attention.heads, attention.head_dim)
         key = key.reshape(len(rows), attention.kv_heads, attention.head_dim)
         value = value.reshape(len(rows), attention.kv_heads, attention.value_size)
@@ -70,6 +77,11 @@ class Attention:
         if attention.is_shared:
             step.kept[self._layer] = key, value
         return self._out(self._attention.attend((query, key, value), step))
+
+    def _row_normed(self, rows: Rows, norm: NormWeights) -> Rows:
+        """Rows normalised over the heads of all ranks."""
+        whole = self._rank.gather(rows, norm.size)
+        return self._kernels.norm(whole, norm)[:, self._rank.part(norm.size)]
 
 
 class SharedAttention:
@@ -84,9 +96,10 @@ class SharedAttention:
         """`cache` is the number of the other layer in the pool."""
         self._heads, self._source = attention.heads, attention.shares or 0
         size = attention.heads * attention.head_dim
-        self._query = weights.linear("query", size, hidden, has_bias=attention.qkv_bias)
-        values = attention.heads * attention.value_size
-        self._out = weights.linear("out", hidden, values, has_bias=attention.out_bias)
+        self._query = weights.linear(
+            "query", size, hidden, has_bias=attention.qkv_bias, divided="outputs"
+        )
+        self._out = _out(weights, attention, hidden)
         norms = None
         if attention.query_key_norm is not None:
             norm, of_source = attention.query_key_norm.norm, weights.of_layer(self._source)
@@ -100,6 +113,12 @@ class SharedAttention:
         """Attend with the rows of the step."""
         query = self._query(rows).reshape(len(rows), self._heads, -1)
         return self._out(self._attention.attend((query, *step.kept[self._source]), step))
+
+
+def _out(weights: Weights, attention: spec.Attention, hidden: int) -> Linear:
+    """The last matrix of attention."""
+    values = attention.heads * attention.value_size
+    return weights.linear("out", hidden, values, has_bias=attention.out_bias, divided="inputs")
 
 
 def _norms(
@@ -125,19 +144,19 @@ class LatentAttention:
         queries = attention.heads * attention.head_dim
         self._query: Callable[[Rows], Rows]
         if rank is None:
-            self._query = weights.linear("query", queries, hidden)
+            self._query = weights.linear("query", queries, hidden, divided="outputs")
         else:
             self._query_down = weights.linear("query_down", rank, hidden, has_bias=has_bias)
             self._query_latent = weights.norm("query_latent", attention.norm, rank)
-            self._query_up = weights.linear("query_up", queries, rank)
+            self._query_up = weights.linear("query_up", queries, rank, divided="outputs")
             self._query = self._query_by_latent
         latent = attention.kv_rank + attention.rotary.size
         self._kv_down = weights.linear("kv_down", latent, hidden, has_bias=has_bias)
         self._kv_latent = weights.norm("kv_latent", attention.norm, attention.kv_rank)
         expanded = attention.heads * (attention.plain_dim + attention.value_dim)
-        self._kv_up = weights.linear("kv_up", expanded, attention.kv_rank)
+        self._kv_up = weights.linear("kv_up", expanded, attention.kv_rank, divided="outputs")
         values = attention.heads * attention.value_dim
-        self._out = weights.linear("out", hidden, values, has_bias=has_bias)
+        self._out = weights.linear("out", hidden, values, has_bias=has_bias, divided="inputs")
         self._attention = weights.kernels.attention(attention, AttentionWeights(cache))
 
     def __call__(self, rows: Rows, step: Step) -> Rows:
@@ -167,7 +186,9 @@ class MLP:
     def __init__(self, mlp: spec.MLP, weights: Weights, hidden: int, prefix: str = "") -> None:
         """`prefix` is what its names begin with: the shared expert's differ."""
         self._inner = weights.inner(prefix, mlp, hidden)
-        self._down = weights.linear(prefix + "down", hidden, mlp.size, has_bias=mlp.has_bias)
+        self._down = weights.linear(
+            prefix + "down", hidden, mlp.size, has_bias=mlp.has_bias, divided="inputs"
+        )
 
     def __call__(self, rows: Rows) -> Rows:
         """Map the rows."""
@@ -213,7 +234,7 @@ class TokenInput:
     ) -> None:
         self._kernels, self._layer = weights.kernels, weights.layer or 0
         gate = spec.MLP(size=given.size, activation=given.activation, is_gated=False)
-        self._gate = weights.inner("token_input_gate_", gate, hidden)
+        self._gate = weights.inner("token_input_gate_", gate, hidden, divided=None)
         self._out = weights.linear("token_input_out", hidden, given.size)
         self._norm = weights.optional_norm("after_token_input", norm, hidden)
 

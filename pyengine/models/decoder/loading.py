@@ -2,16 +2,19 @@
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyengine.errors import ModelLoadError
+from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.config import check_sizes
 from pyengine.models.decoder.checkpoint import Checkpoint, Tensors
 from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.families import NO_EFFECT, TABLE, Family
 from pyengine.models.decoder.kernels import Kernels
-from pyengine.models.decoder.names import Names
+from pyengine.models.decoder.mtp import MTPLayers
+from pyengine.models.decoder.names import OTHER_MTP_LAYERS, Names
+from pyengine.models.decoder.ranks import WHOLE, Rank, divided
 from pyengine.models.decoder.settings import Settings
 from pyengine.models.decoder.spec import DecoderSpec
 from pyengine.models.decoder.weights import NoKernels, Weights
@@ -59,33 +62,80 @@ def spec_of(values: dict[str, Any], where: str) -> DecoderSpec:
     return spec
 
 
-def check_model(folder: Path) -> DecoderSpec:
-    """The spec of the model in `folder`, whose tensors are all there; reads headers only.
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model whose tensors are all there; none of them is read yet.
+
+    `formats` are those of quantised weights, in words; empty: all are floats.
+    """
+
+    spec: DecoderSpec
+    weights: Weights
+    formats: str = ""
+
+    def decoder(self, kernels: Kernels, rank: Rank = WHOLE) -> Decoder:
+        """The decoder, laid out by `kernels`, or the part of a `rank` of it.
+
+        One tensor of a file is read at a time; a rank reads its part. Raises `ModelLoadError` for
+        weights that are not finite, and `ConfigurationError` for a model that the ranks cannot
+        divide.
+        """
+        return Decoder(divided(self.spec, rank.size), self.weights.with_kernels(kernels, rank))
+
+    def mtp_layers(self, decoder: Decoder) -> MTPLayers:
+        """The layers for multi-token prediction, for a model that was opened with them.
+
+        They have the kernels and the rank of the model's decoder. Raises as `decoder`.
+        """
+        return MTPLayers(decoder, self.weights.with_kernels(decoder.kernels, decoder.rank))
+
+
+def open_model(folder: Path, *, with_mtp_layers: bool = False) -> OpenedModel:
+    """The model in `folder`, with its tensors; reads headers only.
 
     Raises `ModelLoadError` as `read_spec`, and for tensors that are missing, of other shapes or
-    formats, or not part of the model, by name.
+    formats, or not part of the model, by name. Those of layers for multi-token prediction are
+    accepted as they are, or with `with_mtp_layers` are part of the model; then raises
+    `ConfigurationError` for a model without such layers.
     """
-    return _opened(folder)[0]
-
-
-def load_decoder(folder: Path, kernels: Kernels) -> Decoder:
-    """The decoder of the model in `folder`, laid out by `kernels`.
-
-    One tensor of a file is read at a time. Raises `ModelLoadError` as `check_model`, before any
-    weight is read, and for weights that are not finite.
-    """
-    spec, weights = _opened(folder)
-    return Decoder(spec, weights.with_kernels(kernels))
-
-
-def _opened(folder: Path) -> tuple[DecoderSpec, Weights]:
     path = folder / "config.json"
     values = _values(path)
     packing = values.pop("quantization_config", None)
     checkpoint = Checkpoint(folder) if packing is None else _packed(folder, packing)
     check_sizes(values, checkpoint.headers, path)
     spec = spec_of(values, str(path))
-    return spec, checked_weights(spec, TABLE[spec.family].names, checkpoint)
+    names = TABLE[spec.family].names
+    if with_mtp_layers:
+        _check_mtp_layers(folder, spec, names, checkpoint)
+    weights = checked_weights(spec, names, checkpoint, with_mtp_layers=with_mtp_layers)
+    return OpenedModel(spec, weights, checkpoint.formats)
+
+
+def no_mtp_layers(name: str, layers: int) -> ConfigurationError:
+    """The error for a model of so many `layers`, which has none for multi-token prediction."""
+    return ConfigurationError(
+        f"speculation='mtp': {name} has no MTP layers, which predict further tokens: neither its "
+        f"configuration nor its files go beyond its {layers} layers; use 'ngram', 'suffix', or none"
+    )
+
+
+def _check_mtp_layers(folder: Path, spec: DecoderSpec, names: Names, tensors: Tensors) -> None:
+    first = len(spec.layers)
+    layers = range(first, first + len(spec.mtp_layers))
+    if any(tensors.first_of(re.escape(names.layer.format(layer))) for layer in layers):
+        return
+    other = tensors.first_of(OTHER_MTP_LAYERS)
+    if other is None:
+        raise no_mtp_layers(str(folder), first)
+    raise ConfigurationError(
+        f"speculation='mtp': the MTP layers in {folder} ({other}) are of another form than those "
+        f"of {_families_with_mtp()}, which pyengine runs; use 'ngram', 'suffix', or none"
+    )
+
+
+def _families_with_mtp() -> str:
+    """The families whose MTP layers have names here."""
+    return ", ".join(sorted(name for name in TABLE if "mtp_projection" in TABLE[name].names.inside))
 
 
 def _packed(folder: Path, packing: Any) -> Checkpoint:
@@ -95,19 +145,31 @@ def _packed(folder: Path, packing: Any) -> Checkpoint:
     return PackedCheckpoint(folder, packing)
 
 
-def checked_weights(spec: DecoderSpec, names: Names, tensors: Tensors) -> Weights:
+def checked_weights(
+    spec: DecoderSpec, names: Names, tensors: Tensors, *, with_mtp_layers: bool = False
+) -> Weights:
     """The weights of a decoder, all of whose tensors are there; reads none of them.
 
     Raises `ModelLoadError` for tensors that are missing, of other shapes or formats, or not part of
     the model.
     """
     weights = Weights(tensors.named_from(names.base), names, NoKernels())
-    Decoder(spec, weights)
+    decoder = Decoder(spec, weights)
     known = {**names.no_effect, **tensors.no_effect}
-    for layer in range(len(spec.layers), len(spec.layers) + spec.mtp_layers):
-        known[re.escape(names.layer.format(layer)) + ".*"] = "layers for speculation, read by it"
+    if with_mtp_layers:
+        MTPLayers(decoder, weights)
+    else:
+        for layer in _mtp_layers_in(weights, spec):
+            known[re.escape(names.layer.format(layer)) + ".*"] = "layers for speculation"
     tensors.finish(known)
     return weights
+
+
+def _mtp_layers_in(weights: Weights, spec: DecoderSpec) -> list[int]:
+    """The layers of a file that are for speculation."""
+    first = len(spec.layers)
+    layers = range(first, first + len(spec.mtp_layers))
+    return [layer for layer in layers if weights.of_layer(layer).has("mtp_projection")]
 
 
 def _values(path: Path) -> dict[str, Any]:

@@ -14,6 +14,8 @@ Names of a layer's tensors, all of them linear layers or norms unless it says ot
 | `shared_gate_up`, `shared_down`, `shared_gate` | the shared expert |
 | `token_input_gate_up`, `token_input_out`, `after_token_input` | the input of each token |
 | `scalar` (a vector) | of the layer |
+| `mtp_embedding_norm`, `mtp_state_norm`, `mtp_projection`, `mtp_norm` | an MTP layer |
+| `mtp_embedding`, `mtp_head` (tables) | of an MTP layer, where it has its own |
 """
 
 from collections.abc import Mapping
@@ -71,7 +73,10 @@ class Names:
         return self.layer.format(layer), self.inside[name]
 
 
+OTHER_MTP_LAYERS = r"(model\.)?mtp\."
+"""What names of layers for multi-token prediction begin with that pyengine does not run."""
 NO_EFFECT = {
+    OTHER_MTP_LAYERS + ".*": "layers for speculation, which pyengine does not run",
     r".*\.rotary_emb\.inv_freq": "frequencies are computed from config.json",
     r".*\.[kv]_scale": "scales of an 8-bit KV cache, read with it (`models/kv_scales.py`)",
 }
@@ -90,6 +95,15 @@ ATTENTION = {
     "sinks": vector("self_attn.sinks"),
 }
 GATED = {"gate_up": stored("mlp.gate_proj", "mlp.up_proj"), "down": stored("mlp.down_proj")}
+MTP = {
+    "mtp_embedding_norm": stored("enorm"),
+    "mtp_state_norm": stored("hnorm"),
+    "mtp_projection": stored("eh_proj"),
+    "mtp_norm": stored("shared_head.norm"),
+    "mtp_embedding": stored("embed_tokens"),
+    "mtp_head": stored("shared_head.head"),
+}
+"""DeepSeek-V3's names in a layer for multi-token prediction, beside those of a decoder layer."""
 PRE_NORM = {
     "before_mixer": stored("input_layernorm"),
     "before_feed_forward": stored("post_attention_layernorm"),

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from pyengine.cpu import PackedWeight, QuantizedWeight
 from pyengine.errors import ModelLoadError
-from pyengine.kv_cache import PackedWeight, QuantizedWeight
 from pyengine.models.decoder.checkpoint import Array, Checkpoint, StoredTensor
 from pyengine.models.integer_linear import q8_0_of_rows
-from pyengine.models.packed_bytes import _Float8, _Int8
+from pyengine.models.packed_bytes import Float8Layout, Int8Layout
 from pyengine.models.packed_checkpoints import packed_layout
-from pyengine.models.packed_groups import _GroupLayout
+from pyengine.models.packed_groups import GroupLayout
 from pyengine.models.packed_layout import PackedLayout
 from pyengine.utils.validation import shown
 
@@ -41,13 +41,13 @@ class PackedStored(StoredTensor):
     @property
     def packed_as(self) -> str | None:
         """See `StoredTensor.packed_as`; groups with inputs in another order are read as floats."""
-        is_ordered = isinstance(self.layout, _GroupLayout) and self.layout.has_order
-        return None if is_ordered or self.rows is not None else self.dtype
+        is_ordered = isinstance(self.layout, GroupLayout) and self.layout.has_order
+        return None if is_ordered or not self.is_whole else self.dtype
 
     def read(self) -> Array:
         """The numbers that the codes stand for, in float32."""
         layout = self.layout
-        if isinstance(layout, _GroupLayout):
+        if isinstance(layout, GroupLayout):
             groups = layout.groups(self._tensor)
             repeats = groups.codes.shape[1] // groups.scales.shape[1]
             zeros = 8 if groups.zeros is None else groups.zeros.repeat(repeats, axis=1)
@@ -56,12 +56,12 @@ class PackedStored(StoredTensor):
             if groups.order is not None:
                 numbers = numbers[:, np.argsort(groups.order)]
         else:
-            codes, scales = self._bytes_and_scales()
-            kind = torch.float8_e4m3fn if isinstance(layout, _Float8) else torch.int8
+            codes, scales = self.codes_and_scales()
+            kind = torch.float8_e4m3fn if isinstance(layout, Float8Layout) else torch.int8
             inputs = codes.shape[1]
             scales = scales.repeat(self._block(inputs), axis=1)[:, :inputs]
             numbers = torch.from_numpy(codes).view(kind).float().numpy() * scales
-        return numbers if self.rows is None else numbers[self.rows]
+        return self.cut(numbers)
 
     @staticmethod
     def laid_out(
@@ -69,11 +69,11 @@ class PackedStored(StoredTensor):
     ) -> PackedWeight | QuantizedWeight:
         """See `StoredTensor.laid_out`."""
         layout = parts[0].layout
-        if isinstance(layout, _GroupLayout):
+        if isinstance(layout, GroupLayout):
             return _grouped(layout, parts)
-        pairs = [part._bytes_and_scales() for part in parts]
+        pairs = [part.codes_and_scales() for part in parts]
         codes, scales = (np.concatenate(each) for each in zip(*pairs, strict=True))
-        if isinstance(layout, _Int8):
+        if isinstance(layout, Int8Layout):
             numbers = torch.from_numpy(codes).view(torch.int8)
             return q8_0_of_rows(numbers, torch.from_numpy(scales))
         return PackedWeight.from_float8(codes, scales, parts[0]._block(shape[1]))
@@ -81,15 +81,25 @@ class PackedStored(StoredTensor):
     def _block(self, inputs: int) -> int:
         """The inputs that have a scale in common."""
         layout = self.layout
-        return layout.block[1] if isinstance(layout, _Float8) and layout.block else inputs
+        return layout.block[1] if isinstance(layout, Float8Layout) and layout.block else inputs
 
-    def _bytes_and_scales(self) -> tuple[Array, Array]:
+    @property
+    def float8_block(self) -> tuple[int, int | None] | None:
+        """The outputs and inputs that share a scale of 8-bit floats; inputs None: all of them.
+
+        None: these are no 8-bit floats.
+        """
+        if not isinstance(self.layout, Float8Layout):
+            return None
+        return (1, None) if self.layout.block is None else self.layout.block
+
+    def codes_and_scales(self) -> tuple[Array, Array]:
         """Codes `[outputs, inputs]` as bytes, and scales `[outputs, blocks]`."""
-        assert isinstance(self.layout, _Float8 | _Int8)
+        assert isinstance(self.layout, Float8Layout | Int8Layout)
         codes = np.array(dict(self.own)["weight"].read()).view(np.uint8)
         scales = self._tensor(self.layout.key_name).float()
         outputs = len(codes)
-        if isinstance(self.layout, _Float8) and self.layout.block is not None:
+        if isinstance(self.layout, Float8Layout) and self.layout.block is not None:
             size = self.layout.block[0]
             scales = scales.repeat_interleave(size, 0, output_size=size * len(scales))[:outputs]
         else:
@@ -103,7 +113,7 @@ class PackedStored(StoredTensor):
         return found.view(torch.bfloat16) if tensor.dtype == "BF16" else found
 
 
-def _grouped(layout: _GroupLayout, parts: Sequence[PackedStored]) -> QuantizedWeight:
+def _grouped(layout: GroupLayout, parts: Sequence[PackedStored]) -> QuantizedWeight:
     """A weight of 4-bit codes in groups; those of the kernel divide those of the layout."""
     found = [layout.groups(part._tensor) for part in parts]
     codes = np.concatenate([part.codes for part in found])
@@ -148,6 +158,16 @@ class PackedCheckpoint(Checkpoint):
                 f"layer has {layout.key_name}: the two are not of the same model"
             )
 
+    @property
+    def _missing_scales(self) -> str:
+        layout = self._layout
+        return f"{layout.key_name}, by which {layout.name} multiplies them, is not beside them"
+
+    @property
+    def formats(self) -> str:
+        """See `Checkpoint.formats`."""
+        return self._layout.name
+
     def has(self, name: str) -> bool:
         """See `Tensors.has`; a packed layer has a weight."""
         return super().has(name) or self._key(name) is not None
@@ -180,7 +200,7 @@ class PackedCheckpoint(Checkpoint):
     def _check_order(self, layer: str, inputs: int) -> None:
         """Refuse groups whose inputs are in another order, where the layout has none."""
         stored = self.stored(f"{layer}.g_idx")
-        if stored is None or not isinstance(self._layout, _GroupLayout) or self._layout.has_order:
+        if stored is None or not isinstance(self._layout, GroupLayout) or self._layout.has_order:
             return
         size = inputs // self._layout.num_groups(inputs)
         order = self._take_own(stored.name, ((inputs,),)).read()

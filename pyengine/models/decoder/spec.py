@@ -379,7 +379,7 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     learned_positions: int | None = None
-    mtp_layers: int = 0
+    mtp_layers: tuple[Layer, ...] = ()
     saved_dtype: str | None = None
 
     @property

@@ -1,5 +1,6 @@
 """The kernel set of plain torch operations: the oracle of the others, on any device."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,8 +10,12 @@ import torch.nn.functional as F
 
 from pyengine.attention.backend import AttentionOptions, HeadNorm, RotaryLayout, Rotation
 from pyengine.errors import ModelLoadError
-from pyengine.models.decoder.checkpoint import Array
-from pyengine.models.decoder.kernels import AttentionWeights, NormWeights, Step
+from pyengine.kernels.operators import kept
+from pyengine.models.decoder.checkpoint import StoredTensor
+from pyengine.models.decoder.grouped import group_pairs, grouped_linear
+from pyengine.models.decoder.kernels import AttentionWeights, NormWeights, Product, Step, TableUse
+from pyengine.models.decoder.made_up import DummyStored, numbers
+from pyengine.models.decoder.product_choice import ProductChooser
 from pyengine.models.decoder.rotary import frequencies
 from pyengine.models.decoder.spec import (
     MLP,
@@ -56,38 +61,51 @@ class TorchProduct:
 class TorchInnerProduct:
     """The first matrix of an MLP, and its activation."""
 
-    product: TorchProduct
+    kernels: "TorchKernels"
+    product: Product
     mlp: MLP
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         """See `Kernels.inner_product`."""
-        return _activated(self.product.multiply(rows), self.mlp)
+        return self.kernels.activated(self.product.multiply(rows), self.mlp)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrices:
+    """A matrix of every expert, `[experts, N, K]`; biases are `[experts, N]`.
+
+    `scales` are those of 8-bit floats, as `grouped_linear` takes them.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TorchExperts:
-    """The matrices of all experts, `[experts, outputs, inputs]`; biases `[experts, outputs]`."""
+    """The matrices of all experts, multiplied as two grouped products."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    biases: tuple[torch.Tensor, torch.Tensor] | None
+    kernels: "TorchKernels"
+    gate_up: ExpertMatrices
+    down: ExpertMatrices
     mlp: MLP
 
     def multiply(
         self, rows: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor
     ) -> torch.Tensor:
         """See `ExpertProducts.multiply`."""
-        out = torch.zeros_like(rows)
-        for expert in torch.unique(chosen).tolist():
-            tokens, places = torch.where(chosen == expert)
-            bias, down_bias = (
-                (None, None) if self.biases is None else (b[expert] for b in self.biases)
-            )
-            inner = F.linear(rows[tokens], self.gate_up[expert], bias)
-            inner = _activated(inner, self.mlp)
-            result = F.linear(inner, self.down[expert], down_bias)
-            out.index_add_(0, tokens, (result * factors[tokens, places, None]).to(rows.dtype))
-        return out
+        first, second = self.gate_up, self.down
+        order, ends = group_pairs(chosen, len(first.weight))
+        inner = grouped_linear(
+            rows, first.weight, order, ends, chosen.shape[1], first.bias, first.scales
+        )
+        inner = self.kernels.activated(inner, self.mlp)
+        weights = factors.reshape(-1)
+        pairs = grouped_linear(
+            inner, second.weight, order, ends, 1, second.bias, second.scales, weights
+        )
+        return pairs.view(*chosen.shape, -1).sum(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +140,16 @@ class TorchAttention:
 class TorchKernels:
     """See `Kernels`. Weights and rows are of `dtype`, on `device`."""
 
+    keeps_formats = False
+    has_float_products = True
+    products = ProductChooser.fixed("torch", "the only one here")
+
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self._frequencies: dict[Rotary, tuple[torch.Tensor, float]] = {}
+        self._made_up: torch.Tensor | None = None
 
-    def product(self, weight: Weight, bias: Weight | None) -> TorchProduct:
+    def product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.product`."""
         return TorchProduct(self._read(weight), None if bias is None else self._read(bias))
 
@@ -139,19 +162,20 @@ class TorchKernels:
 
     def inner_product(self, weight: Weight, bias: Weight | None, mlp: MLP) -> "TorchInnerProduct":
         """See `Kernels.inner_product`."""
-        return TorchInnerProduct(self.product(weight, bias), mlp)
+        return TorchInnerProduct(self, self.product(weight, bias), mlp)
 
-    def table(self, weight: Weight) -> TorchProduct:
+    def activated(self, rows: torch.Tensor, mlp: MLP) -> torch.Tensor:
+        """`activation(gate) * up` of rows `[T, 2 size]`, or the activation of each number."""
+        return _activated(rows, mlp)
+
+    def table(self, weight: Weight, _use: TableUse = "both") -> TorchProduct:
         """See `Kernels.table`."""
         return TorchProduct(self._read(weight))
 
     def differ(self, first: Weight, second: Weight) -> bool:
         """See `Kernels.differ`."""
-        pairs = zip(first.pieces(), second.pieces(), strict=True)
-        return not all(
-            torch.equal(_tensor(numbers, kind), _tensor(others, other_kind))
-            for (_, numbers, kind), (_, others, other_kind) in pairs
-        )
+        pairs = zip(first.pieces(self._part), second.pieces(self._part), strict=True)
+        return not all(torch.equal(one, other) for (_, one, _), (_, other, _) in pairs)
 
     def experts(
         self,
@@ -161,8 +185,12 @@ class TorchKernels:
         mlp: MLP,
     ) -> TorchExperts:
         """See `Kernels.experts`."""
-        both = None if biases is None else (self._stacked(biases[0]), self._stacked(biases[1]))
-        return TorchExperts(self._stacked(gate_up), self._stacked(down), both, mlp)
+        first, second = (None, None) if biases is None else map(self._stacked, biases)
+        return TorchExperts(self, self.matrices(gate_up, first), self.matrices(down, second), mlp)
+
+    def matrices(self, weights: Sequence[Weight], bias: torch.Tensor | None) -> ExpertMatrices:
+        """Lay out a matrix of every expert."""
+        return ExpertMatrices(self._stacked(weights), bias)
 
     def vector(self, weight: Weight) -> torch.Tensor:
         """See `Kernels.vector`."""
@@ -174,12 +202,10 @@ class TorchKernels:
 
     def angles(self, positions: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernels.angles`."""
-        if rotary not in self._frequencies:
-            inverse, attention = frequencies(rotary)
-            self._frequencies[rotary] = upload(inverse, self.device), attention
         found, factor = self._frequencies[rotary]
         turned = positions[:, None].float() * found
-        return (turned.cos() * factor).to(self.dtype), (turned.sin() * factor).to(self.dtype)
+        cos, sin = ((each * factor).to(self.dtype) for each in (turned.cos(), turned.sin()))
+        return kept(cos), kept(sin)
 
     def norm(self, rows: torch.Tensor, norm: NormWeights) -> torch.Tensor:
         """See `Kernels.norm`."""
@@ -202,7 +228,7 @@ class TorchKernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernels.add_norm`."""
         if change is not None:
-            stream = stream + (change if scale == 1.0 else change * scale)
+            stream = torch.add(stream, change, alpha=scale)
         return stream, stream if norm is None else self.norm(stream, norm)
 
     def added(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -215,13 +241,16 @@ class TorchKernels:
 
     def scaled(self, rows: torch.Tensor, factor: float) -> torch.Tensor:
         """See `Kernels.scaled`."""
-        rounded: float = torch.tensor(factor, dtype=rows.dtype).item()
-        return rows * rounded
+        return rows * _rounded(factor, rows.dtype)
 
     def attention(
         self, spec: Attention | LatentAttention, weights: AttentionWeights
     ) -> "TorchAttention":
         """See `Kernels.attention`."""
+        rotary = spec.rotary
+        if rotary is not None and rotary not in self._frequencies:
+            inverse, factor = frequencies(rotary)
+            self._frequencies[rotary] = upload(inverse, self.device), factor
         return TorchAttention(self, spec, weights)
 
     def grown(
@@ -279,10 +308,22 @@ class TorchKernels:
             self._fill(found[place], weight)
         return found
 
+    def _part(self, part: StoredTensor) -> torch.Tensor:
+        """A tensor of a file, over its mapped memory; a made-up one is made on the device."""
+        if not isinstance(part, DummyStored):
+            tensor = torch.from_numpy(np.asarray(part.read()))
+            return tensor.view(torch.bfloat16) if part.dtype == "BF16" else tensor
+        if self._made_up is None:
+            self._made_up = upload(numbers(), self.device)
+        made = (self._made_up * part.scale + part.shift).to(self.dtype)
+        found = _repeated(made, part.first, math.prod(part.shape)).view(part.shape)
+        found = found.T if part.is_transposed else found
+        return found if part.rows is None else found[part.rows]
+
     def _fill(self, target: torch.Tensor, weight: Weight) -> None:
         """Read one tensor of the file after the other."""
-        for rows, numbers, kind in weight.pieces():
-            target[rows] = _tensor(numbers, kind)
+        for rows, part, _ in weight.pieces(self._part):
+            target[rows] = part
         if not target.sum(dtype=torch.float32).isfinite() and not target.isfinite().all():
             raise ModelLoadError(
                 f"the weights {weight.name} in {weight.parts[0].path} hold NaN or infinity, in "
@@ -291,10 +332,23 @@ class TorchKernels:
             )
 
 
-def _tensor(numbers: Array, kind: str) -> torch.Tensor:
-    """A mapped array as a tensor over the same memory."""
-    tensor = torch.from_numpy(np.asarray(numbers))
-    return tensor.view(torch.bfloat16) if kind == "BF16" else tensor
+def _repeated(numbers: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """The first `count` of the numbers from `first` on, over and over."""
+    found = numbers.new_empty(count)
+    start = min(count, len(numbers) - first)
+    found[:start] = numbers[first : first + start]
+    whole, rest = divmod(count - start, len(numbers))
+    end = count - rest
+    found[start:end].view(whole, len(numbers))[:] = numbers
+    found[end:] = numbers[:rest]
+    return found
+
+
+def _rounded(factor: float, dtype: torch.dtype) -> float:
+    """A factor as `dtype` has it; computed without a tensor, as a constant of compiled graphs."""
+    bits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    mantissa, exponent = math.frexp(factor)
+    return math.ldexp(round(mantissa * 2**bits), exponent - bits)
 
 
 def _head_norm(norms: tuple[NormWeights, NormWeights] | None) -> HeadNorm | None:

@@ -2,11 +2,16 @@
 
 A layer says once what it needs. With `NoKernels` nothing is read: building a decoder then checks
 names, shapes and formats against the headers of files.
+
+Sizes are those of a rank's part of a divided model. A layer says which axis of a weight is divided;
+one that is not is whole on every rank.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from pyengine.models.decoder.checkpoint import Array, StoredTensor, Tensors
 from pyengine.models.decoder.kernels import (
@@ -15,9 +20,14 @@ from pyengine.models.decoder.kernels import (
     NormWeights,
     Product,
     Table,
+    TableUse,
 )
 from pyengine.models.decoder.names import Names, Stored
+from pyengine.models.decoder.ranks import WHOLE, Rank
 from pyengine.models.decoder.spec import MLP, Norm
+
+Axis = Literal["outputs", "inputs"]
+"""The axis of a matrix that ranks divide: each has its outputs, or a part of the sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +55,10 @@ class Weight:
         )
         return Weight((whole.only(rows),), shape)
 
+    def zeros(self) -> "Weight":
+        """Zeros of the same shape, in no file."""
+        return Weight((_Zeros(self.parts[0].path, self.name, "F32", self.shape, 0),), self.shape)
+
     @property
     def packed_as(self) -> str | None:
         """The format of the bytes of all parts; None: they are floats, or differ."""
@@ -57,22 +71,37 @@ class Weight:
 
     def split(self) -> "list[Weight]":
         """The parts, each a weight."""
-        return [Weight((part,), part.shape) for part in self.parts]
+        return [Weight((part,), part.read_shape) for part in self.parts]
 
     @property
     def name(self) -> str:
         """For messages."""
         return ", ".join(part.name for part in self.parts)
 
-    def pieces(self) -> Iterator[tuple[slice, Array, str]]:
-        """Each part: its rows, its numbers, and their format in the file. Read one at a time."""
+    def pieces(
+        self, read: Callable[[StoredTensor], Any] | None = None
+    ) -> Iterator[tuple[slice, Any, str]]:
+        """Each part: its rows, its numbers, and their format in the file. Read one at a time.
+
+        Numbers are arrays, or what `read` returns for a part.
+        """
         start = 0
         for part in self.parts:
-            numbers = part.read()
+            numbers = part.read() if read is None else read(part)
             halves = (numbers[0::2], numbers[1::2]) if self.is_interleaved else (numbers,)
             for half in halves:
                 yield slice(start, start + len(half)), half, part.dtype
                 start += len(half)
+
+
+class _Zeros(StoredTensor):
+    """Zeros, for the part of a sum that another rank adds."""
+
+    __slots__ = ()
+
+    def read(self) -> Array:
+        """The zeros."""
+        return np.zeros(self.shape, np.float32)
 
 
 class Linear:
@@ -89,21 +118,30 @@ class Linear:
 
 
 class Weights:
-    """The weights of one layer, or (`layer` None) those outside of layers."""
+    """The weights of one layer, or (`layer` None) those outside of layers: the part of a `rank`."""
 
     def __init__(
-        self, tensors: Tensors, names: Names, kernels: Kernels, layer: int | None = None
+        self,
+        tensors: Tensors,
+        names: Names,
+        kernels: Kernels,
+        layer: int | None = None,
+        rank: Rank = WHOLE,
     ) -> None:
         self._tensors, self._names, self.kernels = tensors, names, kernels
-        self.layer = layer
+        self.layer, self.rank = layer, rank
 
     def of_layer(self, layer: int) -> "Weights":
         """The weights of this layer."""
-        return Weights(self._tensors, self._names, self.kernels, layer)
+        return Weights(self._tensors, self._names, self.kernels, layer, self.rank)
 
-    def with_kernels(self, kernels: Kernels) -> "Weights":
-        """The same weights for another kernel set."""
-        return Weights(self._tensors, self._names, kernels, self.layer)
+    def outside(self) -> "Weights":
+        """The weights outside of layers."""
+        return Weights(self._tensors, self._names, self.kernels, None, self.rank)
+
+    def with_kernels(self, kernels: Kernels, rank: Rank = WHOLE) -> "Weights":
+        """The same weights for another kernel set, of one rank."""
+        return Weights(self._tensors, self._names, kernels, self.layer, rank)
 
     def has(self, name: str) -> bool:
         """True if the file has it."""
@@ -111,46 +149,65 @@ class Weights:
         return any(self._tensors.has(prefix + each.parts[0] + each.weight) for each in options)
 
     def linear(
-        self, name: str, outputs: int | Sequence[int], inputs: int, *, has_bias: bool = False
+        self,
+        name: str,
+        outputs: int | Sequence[int],
+        inputs: int,
+        *,
+        has_bias: bool = False,
+        divided: Axis | None = None,
     ) -> Linear:
         """A linear layer; several `outputs` follow each other."""
         sizes = [outputs] if isinstance(outputs, int) else list(outputs)
         prefix, stored = self._stored(name)
-        weight = self._matrix(prefix, stored, sizes, inputs)
-        bias = self._bias(prefix, stored, sizes) if has_bias else None
+        weight = self._matrix(prefix, stored, sizes, inputs, divided)
+        bias = self._bias(prefix, stored, sizes, divided) if has_bias else None
+        if divided == "inputs" and self.rank.number:
+            bias = None  # it is added once
         return Linear(self.kernels.product(weight, bias))
 
     def router(self, outputs: int, inputs: int, *, has_bias: bool) -> Linear:
         """The router of experts, with float32 results: close scores are no matter of rounding."""
         prefix, stored = self._stored("router")
-        weight = self._matrix(prefix, stored, [outputs], inputs)
-        bias = self._bias(prefix, stored, [outputs]) if has_bias else None
+        weight = self._matrix(prefix, stored, [outputs], inputs, None)
+        bias = self._bias(prefix, stored, [outputs], None) if has_bias else None
         return Linear(self.kernels.exact_product(weight, bias))
 
-    def inner(self, prefix: str, mlp: MLP, inputs: int) -> Linear:
+    def inner(
+        self, prefix: str, mlp: MLP, inputs: int, *, divided: Axis | None = "outputs"
+    ) -> Linear:
         """The first matrix of an MLP, with its activation."""
         name, sizes = ("gate_up", [mlp.size] * 2) if mlp.is_gated else ("up", [mlp.size])
         start, stored = self._stored(prefix + name)
-        weight = self._matrix(start, stored, sizes, inputs)
-        bias = self._bias(start, stored, sizes) if mlp.has_bias else None
+        weight = self._matrix(start, stored, sizes, inputs, divided)
+        bias = self._bias(start, stored, sizes, divided) if mlp.has_bias else None
         return Linear(self.kernels.inner_product(weight, bias, mlp))
 
-    def table(self, name: str, rows: int, columns: int) -> Table:
-        """A matrix to look rows up in, and to multiply by."""
-        prefix, stored = self._stored(name)
-        return self.kernels.table(self._matrix(prefix, stored, [rows], columns))
+    def table(
+        self,
+        name: str,
+        rows: int,
+        columns: int,
+        *,
+        use: TableUse = "both",
+        is_divided: bool = False,
+    ) -> Table:
+        """A matrix to look rows up in, and to multiply by.
+
+        Unlike elsewhere, `rows` are those of all ranks: the last one may have fewer than others.
+        """
+        return self.kernels.table(self._table(name, rows, columns, is_divided), use)
 
     def differs(self, name: str, other: str, rows: int, columns: int) -> bool:
-        """True if the file has the matrix `name` beside `other`, and its numbers are others."""
+        """True if the file has the table `name` beside `other`, and its numbers are others.
+
+        `other` is outside of layers. A rank compares its own part.
+        """
         if not self.has(name):
             return False
-        (first, one), (second, two) = self._stored(name), self._stored(other)
-        return bool(
-            self.kernels.differ(
-                self._matrix(first, one, [rows], columns),
-                self._matrix(second, two, [rows], columns),
-            )
-        )
+        pairs = (self, name), (self.outside(), other)
+        one, two = (each._table(key, rows, columns, is_divided=True) for each, key in pairs)
+        return bool(self.kernels.differ(one, two))
 
     def optional_norm(self, name: str, norm: Norm | None, size: int) -> NormWeights | None:
         """A norm over `size` elements; None if there is none."""
@@ -171,35 +228,33 @@ class Weights:
         prefix, stored = self._stored(name)
         return self.kernels.vector(self._vector(prefix, stored, stored.weight, [1]))
 
-    def vector(self, name: str, size: int) -> Any:
+    def vector(self, name: str, size: int, *, divided: Axis | None = None) -> Any:
         """A vector in float32."""
         prefix, stored = self._stored(name)
-        return self.kernels.exact_vector(self._vector(prefix, stored, stored.weight, [size]))
+        found = self._vector(prefix, stored, stored.weight, [size], divided)
+        return self.kernels.exact_vector(found)
 
     def experts(self, count: int, mlp: MLP, hidden: int) -> ExpertProducts:
         """The matrices of all experts."""
         inner = [mlp.size, mlp.size] if mlp.is_gated else [mlp.size]
-        both = [
-            self._of_experts(name, count, sizes, inputs, mlp)
-            for name, sizes, inputs in (
-                ("expert_gate_up", inner, hidden),
-                ("expert_down", [hidden], mlp.size),
-            )
-        ]
-        (gate_up, first), (down, second) = both
+        gate_up, first = self._of_experts("expert_gate_up", count, inner, hidden, mlp, "outputs")
+        down, second = self._of_experts("expert_down", count, [hidden], mlp.size, mlp, "inputs")
         biases = (first, second) if mlp.has_bias else None
         return self.kernels.experts(gate_up, down, biases, mlp)
 
     def _of_experts(
-        self, name: str, count: int, sizes: list[int], inputs: int, mlp: MLP
+        self, name: str, count: int, sizes: list[int], inputs: int, mlp: MLP, divided: Axis
     ) -> tuple[list[Weight], list[Weight]]:
         """The matrices and biases of one kind, expert by expert."""
         prefix, stored = self._stored(name, expert=0)
         matrices, biases = [], []
         for expert in range(count):
-            matrices.append(self._matrix(prefix, stored, sizes, inputs, (expert, count)))
+            of_expert = expert, count
+            matrices.append(self._matrix(prefix, stored, sizes, inputs, divided, of_expert))
             if mlp.has_bias:
-                biases.append(self._bias(prefix, stored, sizes, (expert, count)))
+                bias = self._bias(prefix, stored, sizes, divided, of_expert)
+                is_added = divided == "outputs" or self.rank.number == 0
+                biases.append(bias if is_added else bias.zeros())
         return matrices, biases
 
     def _stored(self, name: str, expert: int | None = None) -> tuple[str, Stored]:
@@ -211,30 +266,52 @@ class Weights:
                 return prefix, each
         return prefix, options[0]
 
+    def _table(self, name: str, rows: int, columns: int, is_divided: bool) -> Weight:
+        prefix, stored = self._stored(name)
+        whole = self._matrix(prefix, stored, [rows], columns, None)
+        if not is_divided or self.rank.size == 1:
+            return whole
+        part = self.rank.part(rows)
+        [tensor] = whole.parts
+        return Weight((tensor.only(part),), (part.stop - part.start, columns))
+
     def _matrix(
         self,
         prefix: str,
         stored: Stored,
         sizes: list[int],
         inputs: int,
+        divided: Axis | None,
         expert: tuple[int, int] | None = None,
     ) -> Weight:
-        parts = sizes if len(stored.parts) == len(sizes) else [sum(sizes)]
+        whole_inputs = inputs * self.rank.size if divided == "inputs" else inputs
         found = []
-        for part, size in zip(stored.parts, parts, strict=True):
-            shape: tuple[int, ...] = (inputs, size) if stored.is_transposed else (size, inputs)
+        for part, size in self._in_file(stored, sizes, divided):
+            shape: tuple[int, ...] = (size, whole_inputs)
+            if stored.is_transposed:
+                shape = (whole_inputs, size)
             if stored.is_row:
-                shape = (inputs,)
+                shape = (whole_inputs,)
             tensor = self._take(prefix + part, stored.weight, shape, expert)
             if stored.is_transposed:
                 tensor = tensor.transposed()
             found.append(tensor)
+        if divided == "inputs" and self.rank.size > 1:
+            columns = slice(self.rank.number * inputs, (self.rank.number + 1) * inputs)
+            found = [tensor.only_columns(columns) for tensor in found]
+        elif divided == "outputs":
+            found = self._own_rows(found, stored, sizes)
         return Weight(tuple(found), (sum(sizes), inputs), stored.is_interleaved)
 
     def _bias(
-        self, prefix: str, stored: Stored, sizes: list[int], expert: tuple[int, int] | None = None
+        self,
+        prefix: str,
+        stored: Stored,
+        sizes: list[int],
+        divided: Axis | None,
+        expert: tuple[int, int] | None = None,
     ) -> Weight:
-        return self._vector(prefix, stored, stored.bias, sizes, expert)
+        return self._vector(prefix, stored, stored.bias, sizes, divided, expert)
 
     def _vector(
         self,
@@ -242,14 +319,42 @@ class Weights:
         stored: Stored,
         suffix: str,
         sizes: list[int],
+        divided: Axis | None = None,
         expert: tuple[int, int] | None = None,
     ) -> Weight:
-        parts = sizes if len(stored.parts) == len(sizes) else [sum(sizes)]
         found = [
             self._take(prefix + part, suffix, (size,), expert)
-            for part, size in zip(stored.parts, parts, strict=True)
+            for part, size in self._in_file(stored, sizes, divided)
         ]
+        if divided == "outputs":
+            found = self._own_rows(found, stored, sizes)
         return Weight(tuple(found), (sum(sizes),), stored.is_interleaved)
+
+    def _in_file(
+        self, stored: Stored, sizes: list[int], divided: Axis | None
+    ) -> Iterator[tuple[str, int]]:
+        """The tensors of a weight in the file, and their outputs, of all ranks."""
+        whole = [size * self.rank.size for size in sizes] if divided == "outputs" else sizes
+        parts = whole if len(stored.parts) == len(sizes) else [sum(whole)]
+        return zip(stored.parts, parts, strict=True)
+
+    def _own_rows(
+        self, found: list[StoredTensor], stored: Stored, sizes: list[int]
+    ) -> list[StoredTensor]:
+        """This rank's part of the outputs of each kind, which may be in one tensor."""
+        number, ranks = self.rank.number, self.rank.size
+        if ranks == 1:
+            return found
+        if stored.is_interleaved:
+            sizes = [sum(sizes)]  # outputs of two halves alternate, and so do those of a part
+        if len(found) == len(sizes):
+            pairs = zip(found, sizes, strict=True)
+            return [each.only(slice(number * n, (number + 1) * n)) for each, n in pairs]
+        [whole], own, start = found, [], 0
+        for size in sizes:
+            own.append(whole.only(slice(start + number * size, start + (number + 1) * size)))
+            start += size * ranks
+        return own
 
     def _take(
         self, name: str, suffix: str, shape: tuple[int, ...], expert: tuple[int, int] | None

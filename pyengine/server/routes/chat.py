@@ -10,7 +10,7 @@ from uuid import uuid4
 from fastapi import APIRouter, Request, Response
 
 from pyengine.engine.chat_messages import template_reads, unread_keys
-from pyengine.engine.chat_template import ChatOptions, render_chat
+from pyengine.engine.chat_template import ChatOptions, render_chat, template_text
 from pyengine.engine.thinking import stripped_thinking
 from pyengine.outputs import CompletionOutput, RequestOutput
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
@@ -60,7 +60,7 @@ async def chat_completions(
     body: ChatCompletionRequest, request: Request, context: Context
 ) -> Response:
     """Answer a conversation."""
-    template = str(getattr(context.engine.tokenizer, "chat_template", None) or "")
+    template = template_text(context.engine.tokenizer, has_tools=bool(body.tools))
     variables = TemplateVariables.of(body, template, context.settings)
     details = PromptDetails([*ignored_fields(CHAT, body), *variables.ignored])
     check_count(body.n, 1)

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from pyengine.engine.chat_messages import template_reads
+from pyengine.engine.chat_template import template_text
 from pyengine.engine.untrusted_calls import tokenizer_errors
 from pyengine.errors import InvalidRequestError
 from pyengine.server.callers import caller_of
@@ -61,7 +62,7 @@ async def tokenize(body: TokenizeRequest, request: Request, context: Context) ->
     context.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "send either prompt or messages", param="prompt")
-    template = str(getattr(context.engine.tokenizer, "chat_template", None) or "")
+    template = template_text(context.engine.tokenizer, has_tools=bool(body.tools))
     variables = TemplateVariables.of(body, template, context.settings)
     ignored = [*variables.ignored, *ignored_of_tools(body.tools or ())]
     if body.tools and not template_reads(template, "tools"):

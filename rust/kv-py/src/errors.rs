@@ -1,5 +1,6 @@
 //! The one place where the core's errors become Python's: one exception per decision a caller can take.
 
+use forks::Forked;
 use kv_core::Error;
 use pyo3::create_exception;
 use pyo3::exceptions::PyException;
@@ -19,7 +20,7 @@ macro_rules! exceptions {
 
 exceptions! {
     KvError: PyException, "Base of all errors of the block manager. The call that raised it has changed nothing.";
-    ConfigError: KvError, "A setting is invalid, such as `block_size` 0, no threads, or a pool whose tables do not fit into memory.";
+    ConfigError: KvError, "A setting is invalid, such as `block_size` 0, or a pool whose tables do not fit into memory.";
     TokenError: KvError, "Token ids are missing, are not integers, or do not fit 32 unsigned bits.";
     HandleError: KvError, "The handle is a freed sequence, a released pin, or belongs to another manager; or the object was made by the process of which this one is a fork.";
     PinError: KvError, "The pin cannot be attached: it is not a prefix of the sequence, or the sequence holds blocks.";
@@ -69,6 +70,12 @@ pub(crate) fn raise(error: Error) -> PyErr {
     }
 }
 
+/// The error for an object that the process made of which this one is a fork.
+#[cold]
+pub(crate) fn forked(error: Forked) -> PyErr {
+    HandleError::new_err(error.to_string())
+}
+
 /// The error for an array that gives no buffer, caused by `error`; an interrupt as it is.
 pub(crate) fn no_buffer(py: Python<'_>, name: &str, error: PyErr) -> PyErr {
     if !error.is_instance_of::<PyException>(py) {
@@ -77,33 +84,4 @@ pub(crate) fn no_buffer(py: Python<'_>, name: &str, error: PyErr) -> PyErr {
     let refused = BufferError::new_err(format!("array {name} has no buffer: {error}"));
     refused.set_cause(py, Some(error));
     refused
-}
-
-/// Every error of attention as a Python exception: settings, or arrays that do not fit.
-pub(crate) fn raise_attention(error: cpu_kernels::Error) -> PyErr {
-    use cpu_kernels::Error as E;
-    let text = error.to_string();
-    match error {
-        E::Zero(_)
-        | E::TooLarge
-        | E::Heads { .. }
-        | E::Layout { .. }
-        | E::Softcap(_)
-        | E::Threads(_)
-        | E::UnknownIsa(_)
-        | E::Isa { .. }
-        | E::GroupSize(_)
-        | E::Inputs { .. }
-        | E::Scale { .. }
-        | E::Weight { .. } => ConfigError::new_err(text),
-        E::Length { .. }
-        | E::Starts { .. }
-        | E::SeqLen { .. }
-        | E::TableWidth { .. }
-        | E::Block { .. }
-        | E::Prefix { .. }
-        | E::Slot { .. }
-        | E::Output { .. }
-        | E::OtherCache { .. } => BufferError::new_err(text),
-    }
 }

@@ -3,7 +3,6 @@
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::prelude::*;
 
-use crate::claims::overlap;
 use crate::errors::{BufferError, ConfigError, no_buffer};
 use crate::exported::kept_buffer_of;
 use crate::items::items;
@@ -134,8 +133,11 @@ fn check_tensors(tensors: &[BlockRows]) -> PyResult<()> {
             )));
         }
         let addresses = tensor.addresses();
-        let mut others = tensors[..at].iter();
-        if let Some(other) = others.position(|other| overlap(&addresses, &other.addresses())) {
+        let overlaps = |other: &BlockRows| {
+            let other = other.addresses();
+            addresses.start.max(other.start) < addresses.end.min(other.end)
+        };
+        if let Some(other) = tensors[..at].iter().position(overlaps) {
             return Err(BufferError::new_err(format!(
                 "arrays tensors[{other}] and tensors[{at}] share memory"
             )));

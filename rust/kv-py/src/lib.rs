@@ -1,23 +1,18 @@
-//! `pyengine._kv`: the block manager for Python, the KV store, attention on the CPU, and guesses at what comes next.
+//! `pyengine._kv`: the block manager for Python, the KV store, and guesses at what comes next.
 //! Thin: conversions, the lock, the errors.
 #![deny(unsafe_code)]
 
 mod answers;
-mod attention;
 mod batch;
 mod bounded;
 mod buffers;
-mod claims;
 mod errors;
 mod events;
 mod explanation;
 mod exported;
-mod float_arrays;
-mod forks;
 mod guarded;
 mod items;
 mod kv_blocks;
-mod linear;
 mod lists;
 mod locked;
 mod manager;
@@ -27,10 +22,7 @@ mod opened_store;
 mod pin;
 mod plan;
 mod prefixes;
-mod quantized;
 mod replica_index;
-mod rotation;
-mod rows;
 mod sequence;
 mod snapshot;
 mod store;
@@ -40,11 +32,10 @@ mod tokens;
 mod trace;
 mod trace_player;
 mod transfer;
-mod weights;
 
 use pyo3::prelude::*;
 
-/// The KV-cache block manager and the KV store, written in Rust; and attention over such a cache on the CPU.
+/// The KV-cache block manager and the KV store, written in Rust.
 #[pymodule(gil_used = false)]
 fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
@@ -58,12 +49,6 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<plan::StepPlan>()?;
     module.add_class::<buffers::StepBuffers>()?;
     module.add_class::<prefixes::SharedPrefixes>()?;
-    module.add_class::<attention::CpuAttention>()?;
-    module.add_class::<attention::CpuCache>()?;
-    module.add_class::<attention::CpuStep>()?;
-    module.add_class::<linear::PackedWeight>()?;
-    module.add_class::<quantized::QuantizedWeight>()?;
-    rows::add_to(module)?;
     module.add_class::<events::Stored>()?;
     module.add_class::<events::Removed>()?;
     module.add_class::<events::Cleared>()?;

@@ -3,13 +3,13 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use forks::Own;
 use kv_core::{BlockManager as Core, Error};
 use kv_trace::{EndedRecording, Record};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
-use crate::errors::{InvariantError, raise};
-use crate::forks::Own;
+use crate::errors::{InvariantError, forked, raise};
 use crate::guarded;
 
 /// Contents that are named, and events that are taken, with the GIL.
@@ -29,7 +29,7 @@ impl Locked {
     /// An error in a fork of the process that made the manager.
     #[inline]
     fn check_process(&self) -> PyResult<()> {
-        self.0.origin.check("BlockManager")
+        self.0.origin.check("BlockManager").map_err(forked)
     }
 
     /// Does `work` on the core. Tries the lock first; releases the GIL to wait.

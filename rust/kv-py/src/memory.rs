@@ -3,7 +3,6 @@
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicI8, AtomicI16, AtomicU8, AtomicU16, AtomicU32, AtomicU64};
 
-use cpu_kernels::Rows;
 use kv_core::{SharedI32, SharedI64};
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::ffi;
@@ -175,66 +174,6 @@ pub(crate) fn append_low_halves<T: SharedInt>(_: &[T::Shared], _: &mut Vec<u32>)
 #[cfg(not(target_arch = "x86_64"))]
 fn copy_blocks<T: SharedInt>(_: &[T::Shared], _: &mut [T]) -> usize {
     0
-}
-
-/// The elements of a C-contiguous buffer, to be read while the GIL is released.
-///
-/// The caller of the Python function promises that no thread writes to the array meanwhile.
-#[allow(unsafe_code)]
-pub(crate) fn shared_slice<T: Element>(buffer: &PyBuffer<T>) -> &[T] {
-    assert!(buffer.is_c_contiguous(), "looked at when it came in");
-    match buffer.item_count() {
-        0 => &[], // an empty array may have no memory
-        // SAFETY: `PyBuffer<T>` has checked format, size and alignment; the memory stays in place
-        // while the buffer is held; all bits are a `T`; no thread writes (see above).
-        count => unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), count) },
-    }
-}
-
-/// The rows of a buffer `[T, heads, dim]`, to be read likewise: elements of a row lie side by side, rows anywhere
-/// after one another. `None`: they do not.
-#[allow(unsafe_code)]
-pub(crate) fn shared_rows<T: Element>(buffer: &PyBuffer<T>) -> Option<Rows<'_, T>> {
-    let &[count, heads, dim] = buffer.shape() else {
-        return None;
-    };
-    let (width, size) = (heads.checked_mul(dim)?, size_of::<T>());
-    if count == 0 || width == 0 {
-        return Rows::new(&[], count, width, width).ok();
-    }
-    let strides = buffer.strides();
-    let is_dense = |at: usize, stride: usize| {
-        buffer.shape()[at] == 1 || usize::try_from(strides[at]) == Ok(stride * size)
-    };
-    let stride = match count {
-        1 => width,
-        _ => usize::try_from(strides[0]).ok()? / size,
-    };
-    let is_apart = stride >= width && (count == 1 || is_dense(0, stride));
-    if !is_apart || !is_dense(1, dim) || !is_dense(2, 1) {
-        return None;
-    }
-    let length = stride.checked_mul(count - 1)?.checked_add(width)?;
-    // SAFETY: as in `shared_slice`; the strides say that what is from the first element to the last belongs to the
-    // exporter's memory.
-    let memory = unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), length) };
-    Rows::new(memory, count, width, stride).ok()
-}
-
-/// The elements of a writable C-contiguous buffer, to be written while the GIL is released.
-///
-/// The caller of the Python function promises that no other thread reads or writes the array meanwhile.
-#[allow(unsafe_code)]
-pub(crate) fn unique_slice<T: Element>(buffer: &mut PyBuffer<T>) -> &mut [T] {
-    assert!(
-        buffer.is_c_contiguous() && !buffer.readonly(),
-        "looked at when it came in"
-    );
-    match buffer.item_count() {
-        0 => &mut [],
-        // SAFETY: as in `shared_slice`, and no other thread reads either.
-        count => unsafe { std::slice::from_raw_parts_mut(buffer.buf_ptr().cast(), count) },
-    }
 }
 
 /// The memory of blocks: a writable C-contiguous buffer whose first dimension is the block id.

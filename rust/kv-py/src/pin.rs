@@ -2,9 +2,10 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use forks::Own;
 use pyo3::prelude::*;
 
-use crate::forks::Own;
+use crate::errors::forked;
 
 /// Blocks of a pin that are released with the GIL.
 const FEW: usize = 4_096;
@@ -23,7 +24,7 @@ impl Pin {
 
     /// An error in a fork of the process that made the pin.
     pub(crate) fn check_process(&self) -> PyResult<()> {
-        self.0.origin.check("Pin")
+        self.0.origin.check("Pin").map_err(forked)
     }
 
     /// The pin, unless it was released. Not for a fork.

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use forks::Own;
 use kv_core::{BlockId, PlanHandle};
 use pyo3::prelude::*;
 
@@ -9,7 +10,6 @@ use crate::answers::{Remapping, prefill_answer};
 use crate::batch::Batch;
 use crate::buffers::StepBuffers;
 use crate::errors::{PlanError, raise};
-use crate::forks::Own;
 use crate::items::items;
 use crate::locked::Locked;
 use crate::numbers::number;

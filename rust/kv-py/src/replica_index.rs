@@ -2,14 +2,14 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use forks::Own;
 use kv_core::{ContentHasher, Event};
 use kv_router::{BlockHash, Change, MAX_REPLICAS};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
 use crate::bounded;
-use crate::errors::ConfigError;
-use crate::forks::Own;
+use crate::errors::{ConfigError, forked};
 use crate::memory::bytes_filled_by;
 use crate::numbers::number;
 use crate::tokens::token_ids;
@@ -53,7 +53,7 @@ impl ReplicaIndex {
         py: Python<'_>,
         work: impl FnOnce(&mut kv_router::ReplicaIndex) -> R + Send,
     ) -> PyResult<R> {
-        self.index.origin.check("ReplicaIndex")?;
+        self.index.origin.check("ReplicaIndex").map_err(forked)?;
         let locked = || self.index.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(py.detach(|| work(&mut locked())))
     }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use forks::Own;
 use kv_core::{BlockId, Error, SeqHandle, SeqKey, SequenceView};
 use pyo3::prelude::*;
 use pyo3::types::PyList;
@@ -9,7 +10,6 @@ use pyo3::types::PyList;
 use crate::answers::{Remapping, extend_answer};
 use crate::bounded;
 use crate::explanation::Explanation;
-use crate::forks::Own;
 use crate::locked::Locked;
 use crate::numbers::number;
 use crate::pin::Pin;

@@ -2,9 +2,10 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use forks::Own;
 use pyo3::prelude::*;
 
-use crate::forks::Own;
+use crate::errors::forked;
 use crate::numbers::number;
 use crate::tokens::token_ids;
 
@@ -20,7 +21,7 @@ impl SuffixIndex {
         py: Python<'_>,
         work: impl FnOnce(&mut suffix_index::SuffixIndex) -> R + Send,
     ) -> PyResult<R> {
-        self.0.origin.check("SuffixIndex")?;
+        self.0.origin.check("SuffixIndex").map_err(forked)?;
         let locked = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(py.detach(|| work(&mut locked())))
     }

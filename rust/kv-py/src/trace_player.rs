@@ -4,14 +4,14 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
 
+use forks::Own;
 use kv_core::BlockState;
 use kv_trace::{Limits, Operation, Replay, TraceError as CoreError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::answers::{PoolUsage, Stats, state_name, values};
-use crate::errors::{InvariantError, TraceError};
-use crate::forks::Own;
+use crate::errors::{InvariantError, TraceError, forked};
 use crate::numbers::number;
 use crate::snapshot::PoolSnapshot;
 use crate::trace::{Divergence, os_error, settings};
@@ -131,7 +131,7 @@ impl TracePlayer {
         py: Python<'_>,
         work: impl FnOnce(&mut Player) -> PyResult<R> + Send,
     ) -> PyResult<R> {
-        self.0.origin.check("TracePlayer")?;
+        self.0.origin.check("TracePlayer").map_err(forked)?;
         let broken = |_| InvariantError::new_err("an earlier call panicked; open the file again");
         py.detach(|| {
             let mut player: MutexGuard<'_, Player> = self.0.lock().map_err(broken)?;

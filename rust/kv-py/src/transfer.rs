@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use forks::Own;
 use kv_core::{Evicted as CoreEvicted, LoadingBlock, Reserve};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt};
@@ -9,7 +10,6 @@ use pyo3::types::{PyBytes, PyInt};
 use crate::answers::{Loading, NoRoom};
 use crate::bounded;
 use crate::errors::ConfigError;
-use crate::forks::Own;
 use crate::items::items;
 use crate::locked::Locked;
 use crate::numbers::in_words;

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from pyengine.attention.needs import LayerNeeds
+
 _COMMON = {
     "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -27,3 +29,10 @@ def on_meta(model_type: str) -> Any:
     config = AutoConfig.for_model(model_type, **_COMMON, **MODELS[model_type])
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
+
+
+def layers_of(model_type: str) -> tuple[LayerNeeds, ...]:
+    """What the layers of such a model need."""
+    from pyengine.models.fallback import attending_layers
+
+    return attending_layers(on_meta(model_type))

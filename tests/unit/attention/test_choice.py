@@ -20,7 +20,7 @@ from pyengine.attention.gather import GatherBackend
 from pyengine.attention.needs import AttentionNeeds, LayerNeeds, needs_of
 from pyengine.errors import ConfigurationError
 from tests.unit.attention import fake_kernels
-from tests.unit.attention.families import MODELS, on_meta
+from tests.unit.attention.families import MODELS, layers_of
 
 pytestmark = pytest.mark.levels
 
@@ -83,7 +83,7 @@ TABLE = [  # model, machine, backend, block size, words of the reason
 @pytest.fixture(scope="module")
 def models():
     cpu = torch.device("cpu")
-    return {name: needs_of(on_meta(name), cpu, torch.bfloat16) for name in MODELS}
+    return {name: needs_of(layers_of(name), cpu, torch.bfloat16) for name in MODELS}
 
 
 def on_machine(needs, machine):

@@ -8,7 +8,7 @@ import torch
 from pyengine import LLM, SamplingParams
 from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.needs import AttentionNeeds, LayerNeeds
-from pyengine.kv_cache import ConfigError, CpuAttention
+from pyengine.cpu import ConfigError, CpuAttention
 from pyengine.models.placement import bfloat16_instructions
 
 pytestmark = pytest.mark.levels

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from pyengine.attention.needs import AttentionNeeds, LayerNeeds, needs_of, torch_version
-from tests.unit.attention.families import MODELS, on_meta
+from tests.unit.attention.families import MODELS, layers_of
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def layers():
-    return {name: needs_of(on_meta(name), CPU, torch.bfloat16).layers for name in MODELS}
+    return {name: needs_of(layers_of(name), CPU, torch.bfloat16).layers for name in MODELS}
 
 
 def test_layers_say_what_they_need(layers):
@@ -28,7 +28,7 @@ def test_layers_say_what_they_need(layers):
 
 
 def test_the_machine_is_described(layers):
-    needs = needs_of(on_meta("llama"), CPU, torch.bfloat16, block_size=32)
+    needs = needs_of(layers_of("llama"), CPU, torch.bfloat16, block_size=32)
     assert (needs.device, needs.block_size, needs.capability) == (CPU, 32, None)
     assert needs.torch_version == torch_version(torch.__version__)
     assert needs.torch_version >= (2, 9)

@@ -9,7 +9,7 @@ import torch
 from pyengine import LLM, SamplingParams
 from pyengine.attention.backend import AttentionOptions, SharedRows, StepInputs
 from pyengine.attention.cpu import CpuBackend, CpuPlan
-from pyengine.kv_cache import BufferError, CpuAttention
+from pyengine.cpu import BufferError, CpuAttention
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from tests.support.attention import inputs_of, shared_rows
 

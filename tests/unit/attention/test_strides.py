@@ -5,33 +5,28 @@ other strides it reads numbers that belong elsewhere, and says nothing.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from pyengine.attention.choice import _CANDIDATES
 from pyengine.attention.cpu import CpuBackend
-from pyengine.attention.dispatch import (
-    CompiledModel,
-    PagedContext,
-    register_paged_attention,
-    running,
-)
+from pyengine.attention.dispatch import CompiledModel, PagedContext, running
 from pyengine.attention.flash_attn import FlashAttn3Backend, FlashAttnBackend
 from pyengine.attention.flashinfer import FlashInferBackend
 from pyengine.attention.flex import FlexBackend
 from pyengine.attention.gather import GatherBackend
+from pyengine.attention.needs import LayerNeeds
 from pyengine.attention.varlen import CudnnBackend, VarlenBackend
-from pyengine.kv_cache.pool import KVCacheSpec, KVPool, kv_cache_specs
-from pyengine.models.linear import PrepackedLinear
-from pyengine.models.rotary import take_over_rotations
+from pyengine.executor.memory_profile import cache_specs
+from pyengine.kv_cache.pool import KVPool
 from tests.gpu.models import FAMILIES, random_model
+from tests.support.models import as_loaded
 from tests.unit.attention import fake_kernels
 from tests.unit.attention.steps import CPU, NUM_BLOCKS, Lengths, Shape, make_step
 
@@ -95,18 +90,15 @@ def test_every_backend_is_here() -> None:
     assert set(BACKENDS) == set(_CANDIDATES)
 
 
-@pytest.mark.parametrize("turns", ["model", "write"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_attention_gives_the_strides_that_its_fake_promises(family: str, turns: str) -> None:
-    """Queries come as the family's layers make them: some have the heads first in memory."""
-    model = random_model(family, num_hidden_layers=2).float()
-    model.set_attn_implementation(register_paged_attention())
-    num_own = take_over_rotations(model) if turns == "write" else 0
-    specs = kv_cache_specs(model.config, torch.float32)
+def test_attention_gives_the_strides_that_its_fake_promises(family: str) -> None:
+    """Queries come as the family's layers make them."""
+    loaded = as_loaded(random_model(family, num_hidden_layers=2).float())
+    specs = cache_specs(loaded, torch.float32)
     broken, num_compared = [], 0
     for name, build in BACKENDS.items():
-        if not _stand_in_serves(name, model.config, specs):
+        if not _stand_in_serves(name, loaded.layers[0]):
             continue
         for lengths in STEPS:
             inputs = make_step(lengths, Shape()).inputs
@@ -117,54 +109,22 @@ def test_attention_gives_the_strides_that_its_fake_promises(family: str, turns: 
                 modules.setitem(sys.modules, "flash_attn_interface", fake_kernels.flash_attn_3)
                 backend = build(pool)
             context = PagedContext(backend.plan(inputs), [None] * len(specs))
-            ids = torch.arange(len(inputs.positions))[None]
+            ids = torch.arange(len(inputs.positions))
             checked = Checked(torch.ops.pyengine.paged_attention.default)
             with (
                 running(NUMBER, context),
                 patch.object(torch.ops.pyengine, "paged_attention", checked),
             ):
-                model(
-                    input_ids=ids,
-                    position_ids=inputs.positions[None],
-                    use_cache=False,
-                    paged=CompiledModel(NUMBER),
-                )
+                loaded.model(ids, inputs.positions, ids, CompiledModel(NUMBER))
             num_compared += checked.num_compared
             broken += [f"{name}, {lengths}: {sequence}" for sequence in checked.broken]
     assert not broken
     assert num_compared >= 3 * len(STEPS) * len(specs)
-    assert num_own in (0, len(specs))
 
 
-def _stand_in_serves(name: str, config: Any, specs: Sequence[KVCacheSpec]) -> bool:
+def _stand_in_serves(name: str, layer: LayerNeeds) -> bool:
     if name not in STAND_INS:
         return True
-    has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
-    return specs[0].head_dim_k == specs[0].head_dim_v and not (
-        name in ("cudnn", "varlen") and has_softcap
+    return layer.head_dim_k == layer.head_dim_v and not (
+        name in ("cudnn", "varlen") and layer.softcap is not None
     )
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
-@pytest.mark.parametrize("product", ["onednn", "pyengine"])
-@pytest.mark.parametrize("lead", [(1, 5), (1, 1), (7,)])
-@torch.inference_mode()
-def test_products_give_the_strides_that_their_fakes_promise(
-    lead: tuple[int, ...], product: Any
-) -> None:
-    gate, up = (PrepackedLinear(nn.Linear(32, 48), product) for _ in range(2))
-    for rows in (
-        torch.randn(*lead, 32),
-        torch.randn(*lead, 64)[..., ::2],
-        torch.randn(32, *lead).movedim(0, -1),
-    ):
-        ours = torch.ops.pyengine
-        calls = [
-            (ours.prepacked_linear.default, (rows, up.number, 48)),
-            (ours.prepacked_gated.default, (rows, up.number, gate.number, "gelu_tanh", 48)),
-            (ours.kept.default, (rows,)),
-        ]
-        for operator, arguments in calls:
-            checked = Checked(operator)
-            checked(*arguments)
-            assert not checked.broken, operator

@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benches.gpu.model import SHAPES, ModelSize, roofline_tokens_per_second
-from pyengine.kv_cache.pool import bytes_per_block, kv_cache_specs
+from pyengine.kv_cache.pool import bytes_per_block
+from pyengine.models.decoder.loading import spec_of
 
 SMALL = ModelSize(
     layers=2,
@@ -36,7 +37,7 @@ def test_weights_are_the_matrices_of_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_kv_bytes_are_those_of_the_pool(name: str) -> None:
     shape = SHAPES[name]
-    specs = kv_cache_specs(shape.config, torch.bfloat16)
+    specs = spec_of(shape.config.to_dict(), name).cache_specs(torch.bfloat16)
     assert 16 * shape.size.kv_bytes_per_token == bytes_per_block(specs, 16)
 
 

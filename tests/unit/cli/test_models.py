@@ -8,6 +8,7 @@ from typer.testing import CliRunner, Result
 
 from pyengine.cli.app import app
 from tests.unit.models.tiny import save_tiny_model
+from tests.unit.models.tiny_gguf import write_tiny_gguf
 
 
 def run(*arguments: str) -> Result:
@@ -20,7 +21,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "hub"
     folder.mkdir()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
-    monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "converted"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     return folder
 
@@ -41,16 +41,11 @@ def test_local_models_have_a_size_and_say_whether_they_run(hub: Path) -> None:
     broken = downloaded(hub, "owner/broken")
     save_tiny_model(broken)
     (broken / "config.json").write_text('{"model_type": "mamba"}')
-    converted = hub.parent / "converted/models/a-0123-own"
-    converted.mkdir(parents=True)
-    save_tiny_model(converted)
     (downloaded(hub, "owner/dataset").parents[1]).rename(hub / "datasets--owner--dataset")
     found = {each["name"]: each for each in json.loads(run("list", "--json").stdout)}
-    assert found.keys() == {"owner/good", "owner/broken", str(converted)}
+    assert found.keys() == {"owner/good", "owner/broken"}
     assert found["owner/good"]["refusal"] is None
-    size = sum(path.stat().st_size for path in converted.iterdir())
-    assert found[str(converted)]["size"] == size
-    assert found[str(converted)]["refusal"] is None and not found[str(converted)]["is_default"]
+    assert found["owner/good"]["size"] > 0 and not found["owner/good"]["is_default"]
     assert found["owner/broken"]["refusal"]
     shown = run("list").stdout
     assert "  runs\n" in shown and "does not run: " in shown
@@ -59,17 +54,13 @@ def test_local_models_have_a_size_and_say_whether_they_run(hub: Path) -> None:
 def test_the_default_model_is_the_file_in_its_wheel(
     hub: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its conversion, which `quantization="none"` makes, is another model."""
     file = hub.parent / "default.gguf"
     file.write_bytes(bytes(10))
     monkeypatch.setattr("pyengine.models.source.embedded_gguf", lambda: file)
-    folder = hub.parent / "converted/models/SmolLM2-135M-Instruct-0.1.2-v1"
-    folder.mkdir(parents=True)
-    save_tiny_model(folder)
     shown = run("list").stdout
     assert "10 bytes  runs; the default\n" in shown and shown.count("the default") == 1
     found = {each["name"]: each["is_default"] for each in json.loads(run("list", "--json").stdout)}
-    assert found == {str(file): True, str(folder): False}
+    assert found == {str(file): True}
 
 
 def test_no_models(hub: Path) -> None:
@@ -85,6 +76,15 @@ def test_pull_prints_the_folder_of_a_model_that_runs(tmp_path: Path) -> None:
     result = run("pull", str(tmp_path))
     assert (result.exit_code, result.stdout) == (0, f"{tmp_path}\n")
     assert "the engine can run it" in result.stderr
+
+
+def test_pull_prints_a_gguf_file_that_runs(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_gguf(path, kind="Q8_0")
+    result = run("pull", str(path))
+    assert (result.exit_code, result.stdout) == (0, f"{path}\n")
+    assert "the engine can run it" in result.stderr
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_pull_fails_for_a_model_that_the_engine_cannot_run(tmp_path: Path) -> None:

@@ -118,6 +118,37 @@ def test_another_template(own: str | None) -> None:
     assert rendered(tokenizer, ids) == "[user]Hello 東京\n[assistant]"
 
 
+NAMED = {"default": chat.CHATML, "tool_use": chat.CONCATENATES + "{{ tools[0].function.name }}"}
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {}}}
+
+
+@pytest.mark.parametrize("template", [None, "tool_use", chat.CONCATENATES])
+@pytest.mark.parametrize("tools", [None, [LOOK]])
+def test_one_of_several_templates_by_name_by_tools_or_the_default(
+    template: str | None, tools: Any
+) -> None:
+    tokenizer = chat_tokenizer(NAMED)
+    if template == "tool_use" and tools is None:
+        pytest.skip("it reads them")
+    ids = render_chat([USER], tokenizer, ChatOptions(template=template, tools=tools))
+    assert ids == as_transformers(tokenizer, [USER], chat_template=template, tools=tools)
+
+
+def test_several_templates_with_quotes_of_both_kinds_and_a_power_in_another() -> None:
+    quoted = """{{ '"' ~ messages[0]['content'] ~ "'" }}"""
+    tokenizer = chat_tokenizer({"default": quoted, "other": "{{ 9 ** 9 }}"})
+    assert rendered(tokenizer, render_chat([USER], tokenizer)) == "\"Hello 東京'"
+    with pytest.raises(InvalidRequestError, match="computes powers"):
+        render_chat([USER], tokenizer, ChatOptions(template="other"))
+
+
+def test_several_templates_without_a_default_are_refused() -> None:
+    tokenizer = chat_tokenizer({"rag": chat.CONCATENATES, "tool_use": chat.CONCATENATES})
+    with pytest.raises(InvalidRequestError, match="rag, tool_use, and none is the default"):
+        render_chat([USER], tokenizer)
+    assert render_chat([USER], tokenizer, ChatOptions(template="rag"))
+
+
 def test_content_in_parts_is_a_line_each(tokenizer: Any) -> None:
     parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "World"}]
     ids = render_chat([{"role": "user", "content": parts}], tokenizer)

@@ -13,10 +13,13 @@ from pyengine.attention.choice import choose_backend
 from pyengine.attention.needs import AttentionNeeds
 from pyengine.executor.cuda_graphs import Record
 from pyengine.executor.input_buffers import HostArrays, RunnerLimits
+from pyengine.executor.memory_profile import cache_specs
 from pyengine.executor.model_runner import ModelRunner
-from pyengine.kv_cache.layer_groups import LayerGroups, choose_layer_groups, layer_windows
-from pyengine.kv_cache.pool import KVPool, kv_cache_specs
-from pyengine.models.loader import LoadedModel
+from pyengine.kv_cache.layer_groups import LayerGroups, choose_layer_groups
+from pyengine.kv_cache.pool import KVPool
+from pyengine.models.decoder.kernel_sets import KernelSettings
+from pyengine.models.loaded import LoadedModel
+from tests.support.models import BY_TORCH, as_loaded
 
 POISON = 7.0
 
@@ -85,7 +88,7 @@ class PagedRun:
 
     def __init__(
         self,
-        model: Any,
+        model: Any,  # of transformers, or loaded already
         *,
         block_size: int = 4,
         num_blocks: int = 60,
@@ -94,13 +97,15 @@ class PagedRun:
         record: Record | None = None,
         max_tokens: int = 64,
         rows_per_seq: int = 1,
+        kernels: KernelSettings = BY_TORCH,
     ) -> None:
         device = torch.device("cpu")
         self.block_size = block_size
-        specs = kv_cache_specs(model.config, torch.float32)
+        loaded = model if isinstance(model, LoadedModel) else as_loaded(model, kernels=kernels)
+        specs = cache_specs(loaded, torch.float32)
         self.groups = LayerGroups.single(len(specs))
         if grouped:
-            self.groups = choose_layer_groups(layer_windows(model.config), specs, 256)
+            self.groups = choose_layer_groups([each.window for each in loaded.layers], specs, 256)
         self.pool = KVPool(specs, num_blocks, block_size, device, self.groups)
         for tensor in (*self.pool.keys, *self.pool.values):
             tensor.fill_(POISON)
@@ -108,7 +113,6 @@ class PagedRun:
         choice = choose_backend(
             "auto", AttentionNeeds(device=device, block_size=block_size, dtype=torch.float32)
         )
-        loaded = as_loaded(model, device)
         limits = RunnerLimits(
             max_num_batched_tokens=max_tokens,
             max_num_seqs=8,
@@ -166,21 +170,6 @@ BASE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-
-
-def as_loaded(model: Any, device: torch.device) -> LoadedModel:
-    """A model in float32 as the loader gives one, without tokenizer and files."""
-    return LoadedModel(
-        model=model,
-        tokenizer=None,
-        path=None,  # type: ignore[arg-type]
-        name="random",
-        eos_token_ids=frozenset(),
-        max_model_len=256,
-        vocab_size=model.config.vocab_size,
-        device=device,
-        dtype=torch.float32,
-    )
 
 
 def random_model(family: str, **settings: Any) -> Any:

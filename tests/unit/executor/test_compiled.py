@@ -13,7 +13,9 @@ from torch._dynamo.utils import counters
 from pyengine.attention.flex import FlexBackend
 from pyengine.errors import ConfigurationError
 from pyengine.executor import compiled
-from pyengine.models.integer_linear import quantise_linears
+from pyengine.executor.compiled import CompiledForward
+from pyengine.models.fallback import FallbackModel, attending_layers
+from tests.support.models import as_fallback
 from tests.support.soak import soak_only
 from tests.unit.executor.hand_made import Entry, HandMadePlan, PagedRun, random_model
 
@@ -98,18 +100,6 @@ def test_prefills_go_by_the_same_graphs(family, monkeypatch):
     assert counters["stats"]["unique_graphs"] == 2
 
 
-def test_layers_in_8_bit_integers_are_in_the_same_two_graphs():
-    model = random_model("llama", num_hidden_layers=2)
-    quantise_linears(model, "int8")
-    plain = PagedRun(model, num_blocks=90)
-    expected = [decode(plain, lengths) for lengths in BATCHES]
-    run = PagedRun(model, num_blocks=90)
-    run.runner.compile("aot_eager")
-    for lengths, logits in zip(BATCHES, expected, strict=True):
-        torch.testing.assert_close(decode(run, lengths), logits, **NEAR)
-    assert counters["stats"]["unique_graphs"] == 2
-
-
 def test_what_turns_positions_is_computed_once_a_step_and_not_in_each_layer():
     kept = []
 
@@ -189,7 +179,7 @@ def test_the_real_compiler_gives_the_same_logits(capsys):
     run = PagedRun(model)
     run.runner.compile()
     said = capsys.readouterr().err
-    assert "compiling LlamaForCausalLM" in said
+    assert "compiling llama" in said
     assert "is compiled (" in said
     torch.testing.assert_close(decode(run, BATCHES[0]), expected, **NEAR)
 
@@ -217,14 +207,14 @@ def test_the_real_compiler_reads_what_attention_gives_head_by_head(monkeypatch):
     torch.testing.assert_close(decode(run, BATCHES[0]), expected, **NEAR)
 
 
-def test_layers_are_counted_in_compiled_steps_too():
-    run = PagedRun(random_model("llama", num_hidden_layers=1))
-    run.runner.compile("aot_eager")
-    run.runner._forward._num_layers = 2
-    entry = Entry([3], 0, 1, run.tables(1))
-    plan = HandMadePlan([entry], run.runner.buffers.arrays, run.block_size)
-    with pytest.raises(ConfigurationError, match="attended in 1 of 2 layers"):
-        run.runner.prepare(plan)(None)
+def test_a_module_of_transformers_is_compiled_if_its_layers_attend():
+    module = random_model("llama", num_hidden_layers=2)
+    model = as_fallback(module)
+    CompiledForward(model, 2, "aot_eager")
+    assert counters["stats"]["unique_graphs"] == 2
+    three = attending_layers(random_model("llama", num_hidden_layers=3))
+    with pytest.raises(ConfigurationError, match="attended in 2 of 3 layers"):
+        CompiledForward(FallbackModel(module, three, "a test"), 3, "aot_eager")
 
 
 @pytest.mark.parametrize("compiler", [None, "/usr/bin/g++"])
@@ -235,5 +225,5 @@ def test_a_model_that_cannot_be_compiled_is_refused_with_the_reason(monkeypatch,
     monkeypatch.setattr(compiled.shutil, "which", lambda _name: compiler)
     run = PagedRun(random_model("llama", num_hidden_layers=1))
     words = "install g\\+\\+" if compiler is None else "no such instruction"
-    with pytest.raises(ConfigurationError, match=f"LlamaForCausalLM.*{words}.*set compile=False"):
+    with pytest.raises(ConfigurationError, match=f"compile llama here.*{words}.*set compile=False"):
         run.runner.compile(broken)

@@ -14,13 +14,19 @@ from pyengine.attention.gather import GatherBackend
 from pyengine.errors import ConfigurationError
 from pyengine.executor import memory_profile as capacity
 from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
-from pyengine.executor.memory_profile import LargestStep, activation_bytes, graph_bytes
+from pyengine.executor.memory_profile import (
+    LargestStep,
+    activation_bytes,
+    cache_specs,
+    graph_bytes,
+)
 from pyengine.executor.model_runner import ModelRunner
-from pyengine.kv_cache.pool import KVPool, kv_cache_specs
-from pyengine.models.loader import LoadedModel
+from pyengine.kv_cache.pool import KVPool
+from pyengine.models.loaded import LoadedModel
 from tests.support.graphs import record_eagerly
+from tests.support.models import as_loaded
 from tests.support.static_attention import StaticBackend
-from tests.unit.executor.hand_made import as_loaded, random_model
+from tests.unit.executor.hand_made import random_model
 
 LIMITS = RunnerLimits(max_num_batched_tokens=50, max_num_seqs=8, max_blocks_per_seq=4)
 
@@ -39,7 +45,7 @@ class CountingMeter:
 
 
 def loaded_model() -> LoadedModel:
-    return as_loaded(random_model("llama"), torch.device("cpu"))
+    return as_loaded(random_model("llama"))
 
 
 def test_the_step_is_as_large_as_a_step_may_be() -> None:
@@ -56,7 +62,7 @@ def test_the_step_is_as_large_as_a_step_may_be() -> None:
 
 def test_it_is_run_and_leaves_the_pool_as_it_was() -> None:
     loaded, meter = loaded_model(), CountingMeter()
-    pool = KVPool(kv_cache_specs(loaded.config, torch.float32), 1, 16, loaded.device)
+    pool = KVPool(cache_specs(loaded, torch.float32), 1, 16, loaded.device)
     runner = ModelRunner(loaded, pool, GatherBackend(pool), LIMITS)
     taken = activation_bytes(runner, LIMITS, pool.num_blocks, 97, meter)
     assert meter.runs == 1
@@ -86,7 +92,7 @@ class Counting:
 )  # graphs of 1, 2, 4, 8
 def test_graphs_are_reckoned_by_two_of_them(most: int | None, expected: int) -> None:
     loaded = loaded_model()
-    pool = KVPool(kv_cache_specs(loaded.config, torch.float32), 1, 16, loaded.device)
+    pool = KVPool(cache_specs(loaded, torch.float32), 1, 16, loaded.device)
     limits = RunnerLimits(max_num_batched_tokens=50, max_num_seqs=most or 8, max_blocks_per_seq=4)
     recorder = record_eagerly if most else None
     runner = ModelRunner(loaded, pool, StaticBackend(pool), limits, record=recorder)
@@ -98,7 +104,7 @@ def test_graphs_are_reckoned_by_two_of_them(most: int | None, expected: int) -> 
 def test_steps_in_pieces_are_reckoned_as_well(most: int, expected: int) -> None:
     """Of 16, 32 and 50 tokens, or of 9."""
     loaded = loaded_model()
-    pool = KVPool(kv_cache_specs(loaded.config, torch.float32), 1, 16, loaded.device)
+    pool = KVPool(cache_specs(loaded, torch.float32), 1, 16, loaded.device)
     limits = RunnerLimits(max_num_batched_tokens=most, max_num_seqs=1, max_blocks_per_seq=4)
     runner = ModelRunner(loaded, pool, StaticBackend(pool), limits, record=record_eagerly)
     taken = graph_bytes(runner, Counting(runner), record_eagerly.pieces)
@@ -109,7 +115,7 @@ def test_steps_in_pieces_are_reckoned_as_well(most: int, expected: int) -> None:
 def test_a_runner_with_graphs_is_freed_as_soon_as_it_is_dropped() -> None:
     """Its memory is needed for the pool; a reference cycle would wait for the collector."""
     loaded = loaded_model()
-    pool = KVPool(kv_cache_specs(loaded.config, torch.float32), 1, 16, loaded.device)
+    pool = KVPool(cache_specs(loaded, torch.float32), 1, 16, loaded.device)
     backend = StaticBackend(pool)
     runner = ModelRunner(loaded, pool, backend, LIMITS, record=recorded_apart)
     runner.capture()
@@ -138,7 +144,7 @@ class FullDevice:
 
 def test_a_largest_step_that_runs_out_of_memory_is_named() -> None:
     loaded = loaded_model()
-    pool = KVPool(kv_cache_specs(loaded.config, torch.float32), 1, 16, loaded.device)
+    pool = KVPool(cache_specs(loaded, torch.float32), 1, 16, loaded.device)
     runner = ModelRunner(loaded, pool, GatherBackend(pool), LIMITS)
     with pytest.raises(ConfigurationError, match=r"max_num_batched_tokens=50.*out of memory"):
         activation_bytes(runner, LIMITS, pool.num_blocks, 97, FullDevice())

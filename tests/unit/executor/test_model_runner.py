@@ -1,6 +1,7 @@
 """Every family that transformers ships should run paged with the logits of a plain forward."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -9,7 +10,10 @@ import torch
 
 from pyengine.errors import ConfigurationError
 from pyengine.executor import model_runner
+from pyengine.models.decoder.kernel_sets import KernelSettings
+from pyengine.models.loaded import LoadedModel
 from tests.support.graphs import record_eagerly
+from tests.support.models import BY_TORCH, as_fallback, as_loaded
 from tests.support.static_attention import StaticBackend
 from tests.unit.executor.hand_made import Entry, HandMadePlan, PagedRun, random_model
 
@@ -95,12 +99,26 @@ def run_in_chunks(run: PagedRun, prompts: list[list[int]], expected: list[torch.
     return given
 
 
+def run_by_transformers(module: Any) -> LoadedModel:
+    return replace(as_loaded(module), model=as_fallback(module))
+
+
+@pytest.mark.parametrize("kernels", [BY_TORCH, KernelSettings()], ids=["torch", "default"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chunked_prefill_and_decode_give_the_logits_of_a_plain_forward(family):
+def test_chunked_prefill_and_decode_give_the_logits_of_a_plain_forward(family, kernels):
     model = random_model(family, **FAMILIES[family])
     prompts = sequences()
     expected = [plain_logits(model, tokens) for tokens in prompts]
-    assert run_in_chunks(PagedRun(model), prompts, expected) == 0
+    assert run_in_chunks(PagedRun(model, kernels=kernels), prompts, expected) == 0
+
+
+def test_a_module_that_runs_as_it_is_gives_the_logits_of_a_plain_forward():
+    model = random_model("llama")
+    prompts = sequences()
+    expected = [plain_logits(model, tokens) for tokens in prompts]
+    assert (
+        run_in_chunks(PagedRun(run_by_transformers(random_model("llama"))), prompts, expected) == 0
+    )
 
 
 SLIDING = {
@@ -130,8 +148,9 @@ def test_layer_groups_give_the_same_logits_and_release_blocks(family):
 
 
 def test_a_layer_that_sees_further_than_its_group_keeps_is_refused():
-    run = PagedRun(random_model("gpt_oss", **FAMILIES["gpt_oss"]), grouped=True)
-    layer = run.runner._model.model.layers[2].self_attn
+    model = random_model("gpt_oss", **FAMILIES["gpt_oss"])
+    run = PagedRun(run_by_transformers(model), grouped=True)
+    layer = model.model.layers[2].self_attn
     tokens = sequences()[0]
     tables = run.tables(len(tokens))
     for window, words in ((None, "every position"), (7, "the last 7 positions")):
@@ -185,12 +204,12 @@ def test_a_model_without_the_attention_interface_is_refused():
     model = random_model("llama")
     model._supports_attention_backend = False
     with pytest.raises(ConfigurationError, match="AttentionInterface"):
-        PagedRun(model)
+        PagedRun(run_by_transformers(model))
 
 
 def test_layers_that_keep_their_state_elsewhere_are_noticed():
     model = random_model("llama")
-    run = PagedRun(model)
+    run = PagedRun(run_by_transformers(model))
     del model.model.layers[2]
     model.config.num_hidden_layers = 2
     with pytest.raises(ConfigurationError, match="2 of 3 layers"):
@@ -199,7 +218,7 @@ def test_layers_that_keep_their_state_elsewhere_are_noticed():
 
 def test_a_switched_model_refuses_plain_calls():
     model = random_model("llama")
-    PagedRun(model)
+    PagedRun(run_by_transformers(model))
     with pytest.raises(ConfigurationError, match="paged=PagedContext"):
         model(torch.tensor([[1, 2, 3]]))
 

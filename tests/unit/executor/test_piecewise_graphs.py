@@ -17,7 +17,6 @@ import torch
 from pyengine.executor import cuda_graphs
 from pyengine.executor.cuda_graphs import CudaGraphRecorder, unowned
 from pyengine.executor.piecewise_graphs import piecewise_sizes
-from pyengine.models.rotary import take_over_rotations
 from tests.support.graphs import EagerRecorder, TapeRecorder
 from tests.support.static_attention import StaticBackend
 from tests.unit.executor.hand_made import Entry, HandMadePlan, PagedRun, random_model
@@ -87,7 +86,6 @@ def test_attention_gets_the_angles_of_the_step(family: str) -> None:
     prompts = sequences()
     expected = [plain_logits(model, tokens) for tokens in prompts]
     run = PagedRun(model, rows_per_seq=WITH_ALL_ROWS)
-    take_over_rotations(model)
     recorder = captured(run)
     run_in_chunks(run, prompts, expected)
     assert recorder.replays > 5

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from pyengine.models.grouped_experts import group_pairs
+from pyengine.models.decoder.grouped import group_pairs
 from tests.support.kernels import machine_code, needs_triton, run_apart
 
 FLOAT8 = torch.float8_e4m3fn

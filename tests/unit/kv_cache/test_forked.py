@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pyengine.cpu import CpuAttention, CpuCache, CpuStep, PackedWeight
 from pyengine.kv_cache import (
     BlockManager,
-    CpuAttention,
-    CpuCache,
-    CpuStep,
-    PackedWeight,
     ReplicaIndex,
     StepBuffers,
     SuffixIndex,
@@ -166,7 +163,9 @@ def run(code: str, *arguments: str) -> None:
         import gc, os, signal, sys, threading, time
         from pathlib import Path
         from tests.unit.kv_cache.test_forked import *
-        from pyengine.kv_cache import HandleError
+        from pyengine import cpu, kv_cache
+
+        HandleErrors = (kv_cache.HandleError, cpu.HandleError)
 
         def child_of(work):
             sys.stdout.flush()
@@ -212,7 +211,7 @@ def test_every_call_is_refused_in_a_fork(tmp_path: Path) -> None:
             for name, call in all_calls.items():
                 try:
                     call()
-                except HandleError as error:
+                except HandleErrors as error:
                     text = str(error)
                 else:
                     raise SystemExit(f"{name} is not refused")
@@ -315,7 +314,7 @@ def test_a_fork_of_a_fork_has_its_own() -> None:
                 for other in (manager, own):
                     try:
                         other.usage()
-                    except HandleError:
+                    except HandleErrors:
                         continue
                     raise SystemExit("not refused")
                 CpuCache(floats(1, 1, 1, 1), floats(1, 1, 1, 1))

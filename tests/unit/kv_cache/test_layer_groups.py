@@ -1,8 +1,5 @@
 """From a model's configuration to groups of layers that share a block table."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,13 +10,7 @@ from pyengine.kv_cache.layer_groups import (
     Place,
     Window,
     choose_layer_groups,
-    layer_windows,
 )
-
-
-def config_of(family: str, **settings: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
-    return transformers.AutoConfig.for_model(family, **settings)
 
 
 def every(period: int, window: int, num_layers: int) -> list[Window]:
@@ -29,67 +20,6 @@ def every(period: int, window: int, num_layers: int) -> list[Window]:
 
 def grouped(windows: list[Window], max_model_len: int) -> LayerGroups:
     return choose_layer_groups(windows, ["same"] * len(windows), max_model_len)
-
-
-@pytest.mark.parametrize(
-    ("family", "settings", "expected"),
-    [
-        ("llama", {"num_hidden_layers": 3}, [None] * 3),
-        ("qwen3", {"num_hidden_layers": 2}, [None] * 2),
-        ("qwen2", {"num_hidden_layers": 2, "sliding_window": 8}, [None] * 2),
-        (
-            "qwen2",
-            {
-                "num_hidden_layers": 4,
-                "use_sliding_window": True,
-                "sliding_window": 8,
-                "max_window_layers": 3,
-            },
-            [None, None, None, 8],
-        ),
-        ("qwen3_moe", {"num_hidden_layers": 2, "sliding_window": 8}, [None] * 2),
-        ("mistral", {"num_hidden_layers": 3, "sliding_window": 8}, [8] * 3),
-        ("mistral", {"num_hidden_layers": 3, "sliding_window": None}, [None] * 3),
-        ("mixtral", {"num_hidden_layers": 2, "sliding_window": 8}, [8] * 2),
-        ("starcoder2", {"num_hidden_layers": 2, "sliding_window": 8}, [8] * 2),
-        ("phi3", {"num_hidden_layers": 2, "sliding_window": 2047}, [2047] * 2),
-        ("smollm3", {"num_hidden_layers": 2, "sliding_window": 8}, [None] * 2),
-        ("gemma2", {"num_hidden_layers": 4, "sliding_window": 8}, every(2, 8, 4)),
-        ("gemma3_text", {"num_hidden_layers": 26, "sliding_window": 512}, every(6, 512, 26)),
-        ("gpt_oss", {"num_hidden_layers": 24, "sliding_window": 128}, every(2, 128, 24)),
-        ("cohere2", {"num_hidden_layers": 8, "sliding_window": 8}, every(4, 8, 8)),
-        ("olmo3", {"num_hidden_layers": 8, "sliding_window": 8}, every(4, 8, 8)),
-        (
-            "exaone4",
-            {"num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 2},
-            every(2, 8, 4),
-        ),
-    ],
-)
-def test_windows_follow_the_configuration(
-    family: str, settings: dict[str, Any], expected: list[Window]
-) -> None:
-    assert layer_windows(config_of(family, **settings)) == expected
-
-
-def test_the_text_part_of_a_larger_model_counts() -> None:
-    inner = config_of("gemma3_text", num_hidden_layers=7, sliding_window=8)
-    outer = SimpleNamespace(get_text_config=lambda: inner)
-    assert layer_windows(outer) == every(6, 8, 7)
-
-
-def test_layers_of_their_own_configuration_have_their_own_windows() -> None:
-    types = ["sliding_attention", "full_attention", "sliding_attention"]
-    layers = [SimpleNamespace(sliding_window=w, layer_types=types) for w in (8, 8, 4)]
-    text = SimpleNamespace(is_heterogeneous=True, per_layer_config=layers)
-    assert layer_windows(SimpleNamespace(get_text_config=lambda: text)) == [8, None, 4]
-
-
-@pytest.mark.parametrize("window", [None, 0, -1, [8, 8]])
-def test_what_is_no_window_is_none(window: Any) -> None:
-    text = SimpleNamespace(num_hidden_layers=2, sliding_window=window)
-    text.get_text_config = lambda: text
-    assert layer_windows(text) == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +16,6 @@ from pyengine.kv_cache.pool import (
     KVPool,
     PoolSettings,
     bytes_per_block,
-    kv_cache_specs,
     resolve_kv_cache_dtype,
     resolve_num_blocks,
 )
@@ -41,45 +39,11 @@ def memory(monkeypatch):
     return available
 
 
-def config(**fields):
-    base = {"num_attention_heads": 8, "hidden_size": 64, "num_hidden_layers": 3, **fields}
-    result = SimpleNamespace(**base)
-    result.get_text_config = lambda: result
-    return result
-
-
 def test_importing_the_cache_imports_no_torch():
     code = (
         "import sys, pyengine.kv_cache, pyengine.kv_cache.pool; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, (8, 8, 8)),
-        ({"num_key_value_heads": 2}, (2, 8, 8)),
-        ({"head_dim": 32, "num_key_value_heads": 2}, (2, 32, 32)),
-        ({"head_dim": 32, "v_head_dim": 16}, (8, 32, 16)),
-        (
-            {"kv_lora_rank": 4, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
-            (8, 20, 10),
-        ),
-    ],
-)
-def test_specs_follow_the_configuration(fields, expected):
-    specs = kv_cache_specs(config(**fields), torch.bfloat16)
-    assert specs == [KVCacheSpec(*expected, torch.bfloat16)] * 3
-
-
-def test_layers_may_differ():
-    layers = [config(num_key_value_heads=2), config(head_dim=16)]
-    mixed = config(is_heterogeneous=True, per_layer_config=layers)
-    assert kv_cache_specs(mixed, torch.float16) == [
-        KVCacheSpec(2, 8, 8, torch.float16),
-        KVCacheSpec(8, 16, 16, torch.float16),
-    ]
 
 
 def test_bytes_of_a_block():
@@ -374,8 +338,7 @@ def test_rows_are_written_where_their_slots_say():
 
 def test_8_bit_floats_halve_the_memory_and_double_what_fits(memory):
     wide, narrow = (
-        kv_cache_specs(config(head_dim=64), dtype)
-        for dtype in (torch.bfloat16, torch.float8_e4m3fn)
+        [KVCacheSpec(8, 64, 64, dtype)] * 3 for dtype in (torch.bfloat16, torch.float8_e4m3fn)
     )
     assert 2 * bytes_per_block(narrow, 16) == bytes_per_block(wide, 16)
     sizes = [
@@ -424,13 +387,6 @@ def test_the_dtype_of_the_cache_has_a_name():
         assert resolve_kv_cache_dtype(name, torch.float16) == torch.float8_e4m3fn
     with pytest.raises(ConfigurationError, match="kv_cache_dtype='int4' is not known"):
         resolve_kv_cache_dtype("int4", torch.float16)
-
-
-def test_a_part_of_a_model_keeps_its_part_of_the_heads():
-    whole = kv_cache_specs(config(num_key_value_heads=4), torch.float32)
-    part = kv_cache_specs(config(num_key_value_heads=4), torch.float32, kv_shards=2)
-    assert [spec.num_kv_heads for spec in part] == [2, 2, 2]
-    assert 2 * bytes_per_block(part, 16) == bytes_per_block(whole, 16)
 
 
 def test_memory_that_something_else_limits(memory):

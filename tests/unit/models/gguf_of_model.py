@@ -4,6 +4,8 @@ import numpy as np
 import torch
 import transformers
 
+from tests.unit.models.tiny_gguf import add_value
+
 VOCAB = 8
 LENGTH = 64
 """Positions."""
@@ -28,6 +30,13 @@ _SIZES = {
 }
 _HEAD = {"head_dim": 8}
 _GEMMA = {"query_pre_attn_scalar": 8, "sliding_window": 16, **_HEAD}
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "attention_multiplier": 0.2,
+}
+_EXPERTS_OF_TWO = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 CONFIGS = {
     "llama": (transformers.LlamaConfig, {}),
@@ -49,7 +58,42 @@ CONFIGS = {
     "stablelm": (transformers.StableLmConfig, {"partial_rotary_factor": 0.5}),
     "nemotron": (transformers.NemotronConfig, {"partial_rotary_factor": 0.5, **_HEAD}),
     "gpt2": (transformers.GPT2Config, {"n_inner": 64}),
+    "gemma": (transformers.GemmaConfig, _HEAD),
+    "granite": (transformers.GraniteConfig, _GRANITE),
+    "granitemoe": (
+        transformers.GraniteMoeConfig,
+        {**_EXPERTS_OF_TWO, **_GRANITE},
+    ),
+    "smollm3": (transformers.SmolLM3Config, {"num_hidden_layers": 4, "rope_theta": 1e4}),
+    "olmo2": (transformers.Olmo2Config, {}),
+    "exaone4": (
+        transformers.Exaone4Config,
+        {"num_hidden_layers": 4, "sliding_window": 5, "sliding_window_pattern": 4},
+    ),
+    "seed_oss": (transformers.SeedOssConfig, {"attention_bias": True, **_HEAD}),
+    "glm4": (transformers.Glm4Config, {"attention_bias": True, **_HEAD}),
+    "cohere2": (
+        transformers.Cohere2Config,
+        {"num_hidden_layers": 4, "sliding_window": 5, "logit_scale": 0.5, **_HEAD},
+    ),
+    "minimax-m2": (
+        transformers.MiniMaxM2Config,
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 4,
+            "rope_theta": 1e4,
+            **_HEAD,
+        },
+    ),
 }
+_RENAMED = {"block_sparse_moe.experts": "mlp.experts", "block_sparse_moe.router": "mlp.gate"}
+PAIRS = ("llama", "mixtral", "granite", "granitemoe", "smollm3")
+"""Architectures whose queries and keys the converter orders so that pairs rotate."""
+LAYER_NORMS = ("gpt2", "starcoder2", "stablelm", "nemotron", "cohere2")
+_PARTLY = ("stablelm", "nemotron", "glm4", "minimax-m2")
+_EXPERTS = ("mixtral", "qwen2moe", "qwen3moe", "granitemoe", "minimax-m2")
+_SLIDING = ("gemma2", "gemma3", "exaone4", "cohere2")
 
 
 def tiny_model(architecture, **changes):
@@ -70,6 +114,27 @@ def tiny_model(architecture, **changes):
 def header_of(model, architecture):
     """The keys of the architecture that llama.cpp's converter writes, without scaling."""
     config = model.config
+    found = sizes_of(config, architecture)
+    if architecture in _SLIDING:
+        found["attention.sliding_window"] = config.sliding_window
+    if architecture == "stablelm":
+        found["use_parallel_residual"] = False
+    if architecture == "gemma3":
+        found["rope.freq_base"] = 1000000.0
+    if architecture in _EXPERTS:
+        found["expert_count"] = 4
+        found["expert_used_count"] = config.num_experts_per_tok
+    if architecture in ("qwen2moe", "qwen3moe"):
+        found["expert_feed_forward_length"] = config.moe_intermediate_size
+    if architecture == "qwen2moe":
+        found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+    if architecture == "minimax-m2":
+        found["expert_gating_func"] = 2
+    return found | scales_of(config)
+
+
+def sizes_of(config, architecture):
+    """Those that every architecture has."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     found = {
         "block_count": config.num_hidden_layers,
@@ -78,7 +143,7 @@ def header_of(model, architecture):
         "feed_forward_length": getattr(config, "intermediate_size", 64),
         "attention.head_count": config.num_attention_heads,
     }
-    if architecture in ("gpt2", "starcoder2", "stablelm", "nemotron"):
+    if architecture in LAYER_NORMS:
         found["attention.layer_norm_epsilon"] = 1e-5
     else:
         found["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
@@ -86,24 +151,22 @@ def header_of(model, architecture):
         found["attention.head_count_kv"] = config.num_key_value_heads
         found["rope.dimension_count"] = head
         found["rope.freq_base"] = 10000.0
-    if architecture in ("stablelm", "nemotron"):
-        found["rope.dimension_count"] = head // 2
-    if architecture == "stablelm":
-        found["use_parallel_residual"] = False
-    if architecture in ("qwen3", "qwen3moe", "gemma2", "gemma3"):
         found |= {"attention.key_length": head, "attention.value_length": head}
-    if architecture in ("gemma2", "gemma3"):
-        found["attention.sliding_window"] = config.sliding_window
-    if architecture == "gemma3":
-        found["rope.freq_base"] = 1000000.0
-    if architecture in ("mixtral", "qwen2moe", "qwen3moe"):
-        found["expert_count"] = 4
-        found["expert_used_count"] = config.num_experts_per_tok
-    if architecture in ("qwen2moe", "qwen3moe"):
-        found["expert_feed_forward_length"] = config.moe_intermediate_size
-    if architecture == "qwen2moe":
-        found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+    if architecture in _PARTLY:
+        found["rope.dimension_count"] = head // 2
     return found
+
+
+def scales_of(config):
+    """The keys of factors."""
+    names = {
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+        "attention_multiplier": "attention.scale",
+        "logit_scale": "logit_scale",
+    }
+    return {key: getattr(config, name) for name, key in names.items() if hasattr(config, name)}
 
 
 def tensors_of(model, architecture):
@@ -118,6 +181,11 @@ def tensors_of(model, architecture):
     for own, values in model.state_dict().items():
         if own == "lm_head.weight" and tied:
             continue
+        if own.endswith("e_score_correction_bias"):
+            found[f"blk.{own.split('.')[2]}.exp_probs_b.bias"] = values
+            continue
+        for part_name, moved in _RENAMED.items():
+            own = own.replace(part_name, moved)  # noqa: PLW2901
         end = own.rpartition(".")[2]
         for target, part in split_experts(own, values):
             target_stem = target.removesuffix(f".{end}") if end in ("weight", "bias") else target
@@ -139,26 +207,16 @@ def split_experts(name, values):
 
 def changed(model, architecture, name, suffix, values):
     config = model.config
-    if architecture in ("llama", "mixtral") and name.endswith(("attn_q", "attn_k")):
+    if architecture in PAIRS and name.endswith(("attn_q", "attn_k")):
         heads = config.num_attention_heads if "_q" in name else config.num_key_value_heads
         return values.view(heads, 2, -1, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
-    if architecture in ("gemma2", "gemma3", "nemotron") and name.endswith("norm"):
+    if architecture in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm"):
         return values + 1 if architecture != "nemotron" or suffix == "weight" else values
     if architecture == "gpt2" and f"{name}.{suffix}".endswith(TURNED):
         return values.T
     if name.endswith("ffn_gate_inp_shexp"):
         return values[0]
     return values
-
-
-def add_value(writer, key, value):
-    """Add a key with the type that the value has in Python."""
-    from gguf import GGUFValueType
-
-    kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
-    if type(value) is int and not 0 <= value < 2**32:
-        kinds[int] = "INT64" if value < 0 else "UINT64"
-    writer.add_key_value(key, value, GGUFValueType[kinds[type(value)]])
 
 
 def write_gguf_of(model, path, architecture, *, kind="F32", values=None, extra=None, tokens=None):

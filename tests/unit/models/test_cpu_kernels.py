@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyengine.kv_cache import BufferError, ConfigError, CpuAttention, PackedWeight
+from pyengine.cpu import BufferError, ConfigError, CpuAttention, PackedWeight
 from pyengine.models import cpu_kernels
 from pyengine.models.cpu_kernels import (
     Activation,

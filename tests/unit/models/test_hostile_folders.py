@@ -165,8 +165,7 @@ def test_weights_that_one_process_has_are_refused_by_all(folder):
 
 
 @pytest.mark.slow
-def test_a_gguf_file_is_loaded_by_all_processes(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "cache"))
+def test_a_gguf_file_is_loaded_by_all_processes(tmp_path):
     write_tiny_gguf(tmp_path / "tiny.gguf")
     with WorkerGroup(tmp_path / "tiny.gguf", device="cpu", size=2) as worker_group:
         assert worker_group.loaded.name == "tiny"

@@ -23,11 +23,6 @@ SECONDS = 5
 ARCHITECTURES = {"llama": {}, "qwen3moe": {"experts": 4}, "gpt-oss": {"experts": 4}}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def original(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("gguf") / f"{request.param}.gguf"
@@ -42,7 +37,7 @@ def path(original, tmp_path):
 
 
 def kept(path):
-    return load_model(resolve_source(path, keep_quantized=True), device="cpu")
+    return load_model(path, device="cpu", dtype="float32")
 
 
 def refused(path, match=None):
@@ -71,7 +66,7 @@ def numbers(path):
 
 
 def test_a_file_that_is_whole_is_loaded(path):
-    assert kept(path).gguf == path
+    assert kept(path).path == path
 
 
 def test_a_file_that_is_cut_anywhere_is_refused(path):
@@ -172,7 +167,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused(path, monkeypatch):
     data, read, count = path.read_bytes(), GGUFFile.read, len(read_header(path).tensors)
     for number in range(count):
         path.write_bytes(data)
-        source, calls = resolve_source(path, keep_quantized=True), []
+        source, calls = resolve_source(path), []
 
         def cut(file, tensor, out, number=number, calls=calls):
             calls.append(tensor)
@@ -182,11 +177,11 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused(path, monkeypatch):
 
         monkeypatch.setattr(GGUFFile, "read", cut)
         with pytest.raises(ModelLoadError, match=r"was cut while it was read.*; get it again"):
-            load_model(source, device="cpu")
+            load_model(source, device="cpu", dtype="float32")
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(path, monkeypatch):
-    source, read = resolve_source(path, keep_quantized=True), GGUFFile.read
+    source, read = resolve_source(path), GGUFFile.read
 
     def grow(file, tensor, out):
         read(file, tensor, out)
@@ -195,12 +190,12 @@ def test_a_file_that_changes_while_it_is_read_is_refused(path, monkeypatch):
 
     monkeypatch.setattr(GGUFFile, "read", grow)
     with pytest.raises(ModelLoadError, match=r"was changed while it was read: load it again"):
-        load_model(source, device="cpu")
+        load_model(source, device="cpu", dtype="float32")
 
 
 def test_a_file_that_vanishes_or_is_replaced_while_it_is_read_is_loaded(path, monkeypatch):
     """The open file is the old one to its end."""
-    source, read = resolve_source(path, keep_quantized=True), GGUFFile.read
+    source, read = resolve_source(path), GGUFFile.read
 
     def replace(file, tensor, out):
         path.unlink(missing_ok=True)
@@ -208,43 +203,43 @@ def test_a_file_that_vanishes_or_is_replaced_while_it_is_read_is_loaded(path, mo
         read(file, tensor, out)
 
     monkeypatch.setattr(GGUFFile, "read", replace)
-    loaded = load_model(source, device="cpu")
-    assert loaded.gguf == path and path.read_bytes() == b"another"
+    loaded = load_model(source, device="cpu", dtype="float32")
+    assert loaded.path == path and path.read_bytes() == b"another"
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE])
 def test_a_disk_that_fails_is_named(path, monkeypatch, error):
-    source = resolve_source(path, keep_quantized=True)
+    source = resolve_source(path)
 
     def fail(*_given):
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(gguf_file.os, "preadv", fail)
     with pytest.raises(ModelLoadError, match=os.strerror(error)) as caught:
-        load_model(source, device="cpu")
+        load_model(source, device="cpu", dtype="float32")
     assert str(path) in str(caught.value)
 
 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(path):
-    source = resolve_source(path, keep_quantized=True)
+    source = resolve_source(path)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(ModelLoadError, match="there is no model at"):
-        resolve_source(path, keep_quantized=True)
+        resolve_source(path)
     with pytest.raises(ModelLoadError, match=f"{path} is no regular file"):
-        load_model(source, device="cpu")
+        load_model(source, device="cpu", dtype="float32")
 
 
 def test_a_file_that_is_gone_before_it_is_read_is_refused(path):
-    source = resolve_source(path, keep_quantized=True)
+    source = resolve_source(path)
     path.unlink()
     with pytest.raises(ModelLoadError, match=f"{path} cannot be read"):
-        load_model(source, device="cpu")
+        load_model(source, device="cpu", dtype="float32")
 
 
 def test_what_is_checked_without_weights_is_refused_as_well(path):
     """`checked_source` reads headers only."""
-    assert checked_source(path).gguf == path
+    assert checked_source(path).path == path
     data, tensor = path.read_bytes(), read_header(path).tensors[-1]
     path.write_bytes(data[: tensor.offset + 1])
     with pytest.raises(ModelLoadError, match="is damaged"):

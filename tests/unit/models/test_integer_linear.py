@@ -1,21 +1,14 @@
 """Linear layers in 4 and 8 bits: close, smaller, and refused where they cannot be."""
 
-import gc
-import weakref
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
 from pyengine.config import EngineSettings
 from pyengine.errors import ConfigurationError
+from pyengine.models.decoder.kernel_sets import KernelSettings, kernel_set
 from pyengine.models.integer_linear import GROUP, q8_0, quantise_groups
-from pyengine.models.linear import PackedEmbedding
-from pyengine.models.quantization import quantise_model
-from tests.unit.executor.hand_made import random_model
-
-CPU = torch.device("cpu")
+from tests.support.models import as_loaded
+from tests.unit.executor.hand_made import Entry, PagedRun, random_model
 
 
 def restored(weight):
@@ -62,51 +55,27 @@ def test_8_bits_are_within_half_a_step():
 
 @pytest.mark.parametrize(("quantization", "error"), [("int4", 0.1), ("int8", 0.02)])
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_a_model_answers_nearly_as_before_and_gives_its_weights_back(is_tied, quantization, error):
+def test_a_model_answers_nearly_as_before(is_tied, quantization, error):
     settings = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.02}
-    model: Any = random_model("llama", tie_word_embeddings=is_tied, **settings)
-    tokens = torch.tensor([[3, 9, 27, 81, 50]])
+    model = random_model("llama", tie_word_embeddings=is_tied, **settings)
+    tokens = [3, 9, 27, 81, 50]
     with torch.no_grad():
-        expected = model(tokens).logits.log_softmax(-1)
-        kept = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
-        head = weakref.ref(model.lm_head.weight)
-        assert quantise_model(model, CPU, quantization) == 3 * 7 + 1
-        gc.collect()
-        assert kept() is None
-        assert head() is None
-        assert isinstance(model.get_input_embeddings(), PackedEmbedding) == is_tied
-        found = model(tokens).logits.log_softmax(-1)
-    assert 0 < (found - expected).abs().max() < error
-    assert quantise_model(model, CPU, quantization) == 0
-    assert model.lm_head.product.format == "Q8_0"
+        expected = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    run = PagedRun(model, kernels=KernelSettings(quantization=quantization))
+    ((found,), _) = run.step([Entry(tokens, 0, len(tokens), run.tables(len(tokens)))])
+    assert 0 < (found.float().log_softmax(-1) - expected).abs().max() < error
 
 
 @pytest.mark.parametrize("quantization", ["int4", "int8"])
-def test_layers_that_are_not_whole_groups_are_refused_and_nothing_has_changed(quantization):
-    model = nn.ModuleDict({"up": nn.Linear(GROUP, 4), "down": nn.Linear(24, 4)})
-    with pytest.raises(ConfigurationError, match="groups of 32 inputs, and down has 24"):
-        quantise_model(model, CPU, quantization)
-    assert [type(module) for module in model.values()] == [nn.Linear] * 2
-
-
-@pytest.mark.parametrize(
-    ("family", "settings", "words"),
-    [
-        ("gpt2", {}, r"transformer\.h\.0\.attn\.c_attn\.weight are those of a Conv1D"),
-        ("qwen3_moe", {"num_experts": 4}, r"are those of a Qwen3Moe\w+"),
-    ],
-)
-def test_other_layers_are_refused_by_name_and_nothing_has_changed(family, settings, words):
-    model: Any = random_model(family, **settings)
-    before = [type(module) for module in model.modules()]
-    with pytest.raises(ConfigurationError, match=words):
-        quantise_model(model, CPU, "int8")
-    assert [type(module) for module in model.modules()] == before
+def test_layers_that_are_not_whole_groups_are_refused(quantization):
+    model = random_model("llama", hidden_size=64, intermediate_size=80)
+    with pytest.raises(ConfigurationError, match=r"groups of 32 inputs, and .*down_proj.* has 80"):
+        as_loaded(model, kernels=KernelSettings(quantization=quantization))
 
 
 def test_it_is_for_the_cpu_and_one_process():
-    with pytest.raises(ConfigurationError, match="runs on cpu, the device is cuda"):
-        quantise_model(nn.Linear(2, 2), torch.device("cuda"), "int8")
+    with pytest.raises(ConfigurationError, match=r"'int8' is not for .* on cuda"):
+        kernel_set(torch.device("cuda"), torch.float32, KernelSettings(quantization="int8"))
     with pytest.raises(
         ConfigurationError,
         match=r"quantization='int3': it must be 'int8' or 'int4' or 'fp8' or 'none' or None",

@@ -12,11 +12,6 @@ from pyengine.models.source import ModelSource
 from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
 
 
-@pytest.fixture(autouse=True)
-def no_other_models(monkeypatch, tmp_path):
-    monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "cache"))
-
-
 def test_a_folder_is_loaded_with_what_the_engine_needs(tmp_path):
     saved = save_tiny_model(tmp_path / "tiny")
     save_tiny_tokenizer(tmp_path / "tiny")

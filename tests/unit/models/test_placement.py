@@ -147,7 +147,6 @@ def test_the_processes_of_a_model_start_at_the_first_device(
     [
         ("auto", 4, "torch sees 2 CUDA devices .* use tensor_parallel_size=2 or less"),
         ("cuda:1", 2, "from cuda:0 on.*CUDA_VISIBLE_DEVICES"),
-        ("cpu", 2, "the 2 CUDA devices that torch sees.*CUDA_VISIBLE_DEVICES"),
     ],
 )
 def test_devices_that_processes_cannot_have(monkeypatch, device, size, words):
@@ -155,6 +154,16 @@ def test_devices_that_processes_cannot_have(monkeypatch, device, size, words):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigurationError, match=words):
         resolve_first_device(device, size)
+
+
+def test_transformers_divides_over_cuda_devices_only(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_first_device("cpu", 2) == CPU
+    words = "the 2 CUDA devices that torch sees.*CUDA_VISIBLE_DEVICES"
+    with pytest.raises(ConfigurationError, match=words):
+        check_tensor_parallel(config("llama", **LLAMA), 2, CPU)
+    check_tensor_parallel(config("llama", **LLAMA), 2, CUDA)
 
 
 LLAMA: dict[str, Any] = {
@@ -190,7 +199,7 @@ def config(family: str, **settings: Any) -> Any:
     ],
 )
 def test_what_divides_is_taken(family: str, settings: dict[str, Any], size: int) -> None:
-    check_tensor_parallel(config(family, **settings), size)
+    check_tensor_parallel(config(family, **settings), size, CPU)
 
 
 @pytest.mark.parametrize(
@@ -208,21 +217,21 @@ def test_what_does_not_divide_is_named(
     settings: dict[str, Any], size: int, words: list[str]
 ) -> None:
     with pytest.raises(ConfigurationError, match=f"tensor_parallel_size={size}") as caught:
-        check_tensor_parallel(config("llama", **settings), size)
+        check_tensor_parallel(config("llama", **settings), size, CPU)
     for word in words:
         assert word in str(caught.value)
 
 
 def test_experts_count_too() -> None:
     with pytest.raises(ConfigurationError, match="30 of moe_intermediate_size"):
-        check_tensor_parallel(config("qwen3_moe", **MOE), 4)
+        check_tensor_parallel(config("qwen3_moe", **MOE), 4, CPU)
 
 
 def test_a_family_without_a_plan_is_refused() -> None:
     opt = config("opt", hidden_size=64, num_attention_heads=4, vocab_size=96)
-    check_tensor_parallel(opt, 1)
+    check_tensor_parallel(opt, 1, CPU)
     with pytest.raises(ConfigurationError, match="no tensor-parallel plan for models of type opt"):
-        check_tensor_parallel(opt, 2)
+        check_tensor_parallel(opt, 2, CPU)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,6 @@ def load(what: str, path: Path, home: Path) -> tuple[int, str]:
             "PATH": "",
             "PYTHONPATH": ":".join(filter(None, sys.path)),
             "HOME": str(home),
-            "PYENGINE_CACHE": str(home / "cache"),
             "HF_HUB_OFFLINE": "1",
         },
     )

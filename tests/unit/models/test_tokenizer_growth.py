@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Regex, decoders, normalizers
 
 from pyengine.errors import ModelLoadError
-from pyengine.models.loader import load_tokenizer
+from pyengine.models.tokenizer import load_tokenizer
 from tests.support.chat import CHATML, chat_tokenizer
 
 

@@ -32,13 +32,14 @@ def write_tiny_gguf(
     has_head=False,
     experts=0,
     values=None,
+    sampling=None,
 ):
     """A model with a byte-pair vocabulary of eight tokens; returns its tensors by name.
 
     With `experts`, two of so many are chosen; a `llama` with experts is Mixtral. `kind` is ggml's
     type of the matrices, `kinds` that of some by their names without the layer; vectors are F32.
-    `values` are more of the header. `template` is that of chats, or several with names. Without a
-    head, the embedding is it.
+    `values` are more of the header, `sampling` are defaults for requests. `template` is that of
+    chats, or several with names. Without a head, the embedding is it.
     """
     from gguf import GGMLQuantizationType, GGUFWriter, dequantize
 
@@ -68,6 +69,8 @@ def write_tiny_gguf(
     for key, value in (values or {}).items():
         kinds_of_values = {str: "string", int: "uint32", float: "float32"}
         getattr(writer, f"add_{kinds_of_values[type(value)]}")(f"{architecture}.{key}", value)
+    for key, value in (sampling or {}).items():
+        add_value(writer, f"general.sampling.{key}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["<|im_start|>", "<|im_end|>", "a", "b", "c", "ab", "bc", "abc"])
     writer.add_token_types([3, 3, 1, 1, 1, 1, 1, 1])
@@ -92,6 +95,16 @@ def write_tiny_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return tensors
+
+
+def add_value(writer, key, value):
+    """Add a key with the type that the value has in Python."""
+    from gguf import GGUFValueType
+
+    kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
+    if type(value) is int and not 0 <= value < 2**32:
+        kinds[int] = "INT64" if value < 0 else "UINT64"
+    writer.add_key_value(key, value, GGUFValueType[kinds[type(value)]])
 
 
 def shapes(architecture, hidden, layers, has_head, experts):

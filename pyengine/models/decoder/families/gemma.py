@@ -1,4 +1,4 @@
-"""Gemma: norms before and after each part, whose weights are differences from 1."""
+"""Gemma: norms whose weights are differences from 1, since Gemma 2 also after each part."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,10 +12,11 @@ from pyengine.models.decoder.families.parts import (
     gated,
     heads,
     layer_count,
+    pre_norm,
     rms,
     sliding_layers,
 )
-from pyengine.models.decoder.names import ATTENTION, GATED, names, stored, vector
+from pyengine.models.decoder.names import ATTENTION, GATED, LLAMA, names, stored, vector
 from pyengine.models.decoder.rotary_settings import (
     RotaryKind,
     read_rotary,
@@ -63,6 +64,24 @@ def _decoder(settings: Settings, layers: list[Layer], norm: Norm) -> DecoderSpec
         embedding_scale=settings.integer("hidden_size") ** 0.5,
         logit_softcap=settings.optional_number("final_logit_softcapping", above=0),
     )
+
+
+def _gemma(settings: Settings) -> DecoderSpec:
+    shape, norm, has_bias = (
+        heads(settings),
+        rms(settings, offset=1.0),
+        settings.flag("attention_bias"),
+    )
+    attention = Attention(
+        **shape,
+        scaling=shape["head_dim"] ** -0.5,
+        rotary=read_rotary(settings, shape["head_dim"], _WHOLE),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+    )
+    layer = pre_norm(attention, gated(settings), norm)
+    scale = settings.integer("hidden_size") ** 0.5
+    return decoder(settings, [layer] * layer_count(settings), norm, embedding_scale=scale)
 
 
 def _gemma2(settings: Settings) -> DecoderSpec:
@@ -248,6 +267,25 @@ _GEMMA4_ROPE = {
 }
 _NO_EFFECT = {"hidden_act": "transformers reads hidden_activation"}
 FAMILIES = (
+    Family(
+        "gemma",
+        _gemma,
+        {
+            **DEFAULTS,
+            "vocab_size": 256000,
+            "hidden_size": 3072,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+        },
+        LLAMA,
+        {"hidden_activation": "transformers reads hidden_act"},
+    ),
     Family("gemma2", _gemma2, _GEMMA2, _NAMES, _NO_EFFECT),
     Family(
         "gemma3_text",

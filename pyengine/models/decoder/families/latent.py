@@ -21,7 +21,7 @@ from pyengine.models.decoder.families.sigmoid_experts import (
     sparse_layers,
     with_shared,
 )
-from pyengine.models.decoder.names import GATED, PRE_NORM, names, stored
+from pyengine.models.decoder.names import GATED, MTP, PRE_NORM, names, stored
 from pyengine.models.decoder.rotary_settings import (
     RotaryKind,
     read_rotary,
@@ -63,7 +63,8 @@ def _latent(settings: Settings, is_sparse: Sequence[bool]) -> DecoderSpec:
         settings.only(key, *values, why="the family is built otherwise")
     experts, mlp = with_shared(settings, sigmoid_routing(settings)), gated(settings)
     layers = [pre_norm(attention, experts if each else mlp, norm) for each in is_sparse]
-    return decoder(settings, layers, norm, mtp_layers=mtp_layers(settings))
+    mtp_layer = pre_norm(attention, experts, norm)
+    return decoder(settings, layers, norm, mtp_layers=mtp_layers(settings, mtp_layer))
 
 
 def _deepseek_v3(settings: Settings) -> DecoderSpec:
@@ -88,6 +89,7 @@ _NAMES = names(
     GATED,
     QWEN_EXPERTS,
     SHARED_EXPERTS,
+    MTP,
     query=stored("self_attn.q_proj"),
     query_down=stored("self_attn.q_a_proj"),
     query_latent=stored("self_attn.q_a_layernorm"),
@@ -121,6 +123,7 @@ _DEEPSEEK = {
     "first_k_dense_replace": 3,
     "norm_topk_prob": True,
     "rope_interleave": True,
+    "num_nextn_predict_layers": 1,
 }
 _LITE = {
     **_DEEPSEEK,
@@ -142,6 +145,7 @@ _LITE = {
     "topk_group": 1,
     "num_experts_per_tok": 4,
     "mlp_layer_types": None,
+    "num_nextn_predict_layers": 0,
 }
 _TRAINING = dict.fromkeys(
     ("aux_loss_alpha", "seq_aux", "ep_size", "num_experts_per_group"), "for training"

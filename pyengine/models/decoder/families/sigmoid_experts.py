@@ -17,7 +17,7 @@ from pyengine.models.decoder.families.parts import (
     rms,
     sliding_layers,
 )
-from pyengine.models.decoder.names import ATTENTION, GATED, PRE_NORM, names, stored, vector
+from pyengine.models.decoder.names import ATTENTION, GATED, MTP, PRE_NORM, names, stored, vector
 from pyengine.models.decoder.rotary_settings import RotaryKind, read_rotary, two_rotaries
 from pyengine.models.decoder.settings import Settings
 from pyengine.models.decoder.spec import (
@@ -25,6 +25,7 @@ from pyengine.models.decoder.spec import (
     Attention,
     DecoderSpec,
     Experts,
+    Layer,
     QueryKeyNorm,
     Routing,
 )
@@ -68,13 +69,17 @@ def _glm4_moe(settings: Settings) -> DecoderSpec:
         pre_norm(attention, experts if layer >= first else mlp, norm)
         for layer in range(layer_count(settings))
     ]
-    return decoder(settings, layers, norm, mtp_layers=mtp_layers(settings))
+    mtp_layer = pre_norm(attention, experts, norm)
+    return decoder(settings, layers, norm, mtp_layers=mtp_layers(settings, mtp_layer))
 
 
-def mtp_layers(settings: Settings) -> int:
-    """The layers for speculation that follow the last one in files."""
+def mtp_layers(settings: Settings, layer: Layer) -> tuple[Layer, ...]:
+    """The layers for speculation that follow the last one in files, all of one kind."""
     key = "num_nextn_predict_layers"
-    return settings.integer(key, 0) if settings.has(key) else 0
+    count = settings.optional_integer(key, 0) or 0
+    if count > _MOST_MTP_LAYERS:
+        settings.refuse(key, f"a model has at most {_MOST_MTP_LAYERS} layers for speculation")
+    return (layer,) * count
 
 
 def _mimo_v2_flash(settings: Settings) -> DecoderSpec:
@@ -151,6 +156,7 @@ _MINIMAX_ONLY = {
 }
 
 
+_MOST_MTP_LAYERS = 64
 SHARED_EXPERTS = {
     "shared_gate_up": stored("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     "shared_down": stored("mlp.shared_experts.down_proj"),
@@ -186,8 +192,9 @@ FAMILIES = (
             "first_k_dense_replace": 1,
             "norm_topk_prob": True,
             "use_qk_norm": False,
+            "num_nextn_predict_layers": 1,
         },
-        names(ATTENTION, PRE_NORM, GATED, QWEN_EXPERTS, SHARED_EXPERTS),
+        names(ATTENTION, PRE_NORM, GATED, QWEN_EXPERTS, SHARED_EXPERTS, MTP),
         aliases=DEEPSEEK_ALIASES,
     ),
     Family(

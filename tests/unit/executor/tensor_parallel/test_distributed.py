@@ -26,11 +26,13 @@ from pyengine.engine.recovery import Verdict
 from pyengine.errors import ConfigurationError, EngineClosedError, EngineDeadError, WorkerError
 from pyengine.executor.tensor_parallel import distributed
 from pyengine.executor.tensor_parallel.distributed import WORKER, WorkerGroup
-from pyengine.models.loader import LoadedModel, load_model
+from pyengine.models.decoder.families import TABLE
+from pyengine.models.loaded import LoadedModel
+from pyengine.models.loader import load_model
 from tests.support import faulty_worker
 from tests.support.engines import add_request
 from tests.support.processes import listening, unix_names, workers_left, workers_of
-from tests.support.soak import soak_only
+from tests.support.soak import soak_cases, soak_only
 from tests.unit.executor.hand_made import random_model
 from tests.unit.executor.test_model_runner import FAMILIES
 from tests.unit.models.tiny import save_tiny_model
@@ -76,11 +78,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("llama"), "llama")
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", *soak_only(["qwen3"])])
+@pytest.mark.parametrize(
+    ("family", "vocabulary"),
+    [
+        *[("gemma3_text", 97), ("gemma", 98)],  # the latter as a module of transformers
+        *soak_cases([("deepseek_v3", 98), ("gpt_oss", 97), ("olmo2", 98)]),
+    ],
+)
 def test_two_processes_give_the_tokens_of_one(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, vocabulary: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = save(tmp_path, family, **FAMILIES[family])
+    folder = save(tmp_path, family, **{**FAMILIES.get(family, {}), "vocab_size": vocabulary})
     expected = tokens(LLM(folder, **SETTINGS))
     ranks = []
 
@@ -91,8 +99,9 @@ def test_two_processes_give_the_tokens_of_one(
     monkeypatch.setattr(distributed, "load_model", load)
     with LLM(folder, **SETTINGS, tensor_parallel_size=2) as llm:
         assert tokens(llm) == expected
+        assert (family in TABLE) == str(llm.describe()["decoder"]).startswith("pyengine")
         groups = llm.describe()["layer_groups"]
-        assert ("window 6" in str(groups)) == (family == "gemma3_text"), groups
+        assert ("window 6" in str(groups)) == (family in ("gemma3_text", "gpt_oss")), groups
     assert ranks == ["0"], "transformers takes the CUDA device of this number"
     assert workers_left(os.getpid(), IN_TIME) == []
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pyengine.cpu.threads import kernel_threads
 from pyengine.errors import ModelLoadError
-from pyengine.models.cpu_kernels import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.families import TABLE
-from pyengine.models.decoder.loading import check_model, load_decoder
+from pyengine.models.decoder.loading import open_model
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.unit.models.decoder.steps import CPU, Runner
 from tests.unit.models.decoder.test_families import Saved
@@ -46,7 +46,7 @@ def edited(saved: Saved, tmp_path: Path) -> Callable[..., Path]:
 
 
 def logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    runner = Runner(load_decoder(folder, TorchKernels(CPU, dtype)), dtype=dtype)
+    runner = Runner(open_model(folder).decoder(TorchKernels(CPU, dtype)), dtype=dtype)
     sequence = runner.add(_TOKENS)
     runner.step((sequence, len(_TOKENS)))
     return torch.stack(sequence.logits)
@@ -61,7 +61,7 @@ def test_each_tensor_that_is_missing_is_named(
     for name in {names[0], names[len(names) // 3], names[-1]}:
         folder = edited(tiny.name, lambda tensors, name=name: tensors.pop(name))
         with pytest.raises(ModelLoadError) as caught:
-            check_model(folder)
+            open_model(folder)
         assert "lack" in str(caught.value), name
 
 
@@ -72,7 +72,7 @@ def test_a_tensor_of_another_shape_is_named(name: str, edited: Callable[..., Pat
         tensors[last] = tensors[last][:-1]
 
     with pytest.raises(ModelLoadError, match=r"have the shape \[.*config.json asks for \["):
-        check_model(edited(name, cut))
+        open_model(edited(name, cut))
 
 
 @pytest.mark.parametrize("family", sorted(TABLE))
@@ -84,18 +84,18 @@ def test_a_tensor_that_no_model_of_the_family_has_is_named(
     unknown = f"{base}self_attn.temperature"
     folder = edited(tiny.name, lambda tensors: tensors.update({unknown: torch.ones(3)}))
     with pytest.raises(ModelLoadError, match="temperature"):
-        check_model(folder)
+        open_model(folder)
 
 
 def test_layers_and_biases_that_the_configuration_leaves_out_are_named(
     edited: Callable[..., Path],
 ) -> None:
     with pytest.raises(ModelLoadError, match=r"layers\.2\."):
-        check_model(edited("llama", lambda _: None, num_hidden_layers=2))
+        open_model(edited("llama", lambda _: None, num_hidden_layers=2))
     with pytest.raises(ModelLoadError, match=r"bias"):
-        check_model(edited("llama-biases", lambda _: None, attention_bias=False))
+        open_model(edited("llama-biases", lambda _: None, attention_bias=False))
     with pytest.raises(ModelLoadError, match=r"k_norm"):
-        check_model(edited("glm4_moe-norms", lambda _: None, use_qk_norm=False))
+        open_model(edited("glm4_moe-norms", lambda _: None, use_qk_norm=False))
 
 
 def test_tensors_without_effect_are_accepted(edited: Callable[..., Path]) -> None:
@@ -103,16 +103,16 @@ def test_tensors_without_effect_are_accepted(edited: Callable[..., Path]) -> Non
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
         tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
 
-    check_model(edited("llama", add))
+    open_model(edited("llama", add))
 
 
 def test_layers_for_speculation_are_left_to_it(edited: Callable[..., Path]) -> None:
     def add(tensors: Tensors) -> None:
         tensors["model.layers.3.eh_proj.weight"] = torch.ones(2, 2)
 
-    check_model(edited("deepseek_v3", add, num_nextn_predict_layers=1))
+    open_model(edited("deepseek_v3", add, num_nextn_predict_layers=1))
     with pytest.raises(ModelLoadError, match=r"layers\.3\.eh_proj"):
-        check_model(edited("deepseek_v3", add, num_nextn_predict_layers=0))
+        open_model(edited("deepseek_v3", add, num_nextn_predict_layers=0))
 
 
 def test_a_head_beside_a_tied_embedding_counts_if_it_differs(
@@ -167,10 +167,10 @@ def test_weights_that_are_not_finite_are_named(value: float, edited: Callable[..
         tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
 
     folder = edited("llama", spoil)
-    check_model(folder)  # headers are right
+    open_model(folder)  # headers are right
     for kernels in (TorchKernels(CPU, torch.float32), CpuKernels(kernel_threads(1))):
         with pytest.raises(ModelLoadError, match=r"layers\.1\.mlp\.up_proj.*NaN or infinity"):
-            load_decoder(folder, kernels)
+            open_model(folder).decoder(kernels)
 
 
 def test_integers_are_refused(edited: Callable[..., Path]) -> None:
@@ -179,7 +179,7 @@ def test_integers_are_refused(edited: Callable[..., Path]) -> None:
         tensors[name] = tensors[name].to(torch.int8)
 
     with pytest.raises(ModelLoadError, match=r"up_proj.weight .* are I8"):
-        check_model(edited("llama", pack))
+        open_model(edited("llama", pack))
 
 
 @pytest.mark.parametrize("settings", [{"quant_method": "awq"}, {"quant_method": "x"}, 3])
@@ -188,14 +188,15 @@ def test_packing_that_the_file_has_not_is_refused_by_name(
 ) -> None:
     folder = edited("llama", lambda _: None, quantization_config=settings)
     with pytest.raises(ModelLoadError, match="quantization_config"):
-        check_model(folder)
+        open_model(folder)
 
 
 _PEAK = """
 import sys
 from pathlib import Path
 import torch
-from pyengine.models.decoder.loading import check_model, load_decoder
+from pyengine.models.decoder.loading import open_model, open_model
+from pyengine.models.decoder.ranks import Rank
 from pyengine.models.decoder.torch_kernels import TorchKernels
 
 def memory(name):
@@ -203,15 +204,18 @@ def memory(name):
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 folder = Path(sys.argv[1])
-check_model(folder)
+open_model(folder)
 torch.ones(4) @ torch.ones(4)
 before = memory("VmRSS")
-decoder = load_decoder(folder, TorchKernels(torch.device("cpu"), torch.float32))
+kernels = TorchKernels(torch.device("cpu"), torch.float32)
+decoder = open_model(folder).decoder(kernels, Rank(0, int(sys.argv[2])))
 print(memory("VmHWM") - before)
 """
 
 
-def test_a_load_takes_the_model_and_one_tensor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_load_takes_the_model_and_one_tensor(ranks: int, tmp_path: Path) -> None:
+    """A rank's part of the model, if it is divided."""
     hidden, middle, layers = 256, 4096, 12
     tensors = {
         "model.embed_tokens.weight": torch.ones(16, hidden),
@@ -239,7 +243,10 @@ def test_a_load_takes_the_model_and_one_tensor(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings))
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     found = subprocess.run(
-        [sys.executable, "-c", _PEAK, str(tmp_path)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", _PEAK, str(tmp_path), str(ranks)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    largest = middle * hidden * 4
-    assert num_bytes * 0.9 < int(found.stdout) < num_bytes + 4 * largest
+    largest, own = middle * hidden * 4, num_bytes / ranks
+    assert own * 0.9 < int(found.stdout) < own + 4 * largest

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyengine.models.decoder.dummy import dummy_decoder
+from pyengine.models.decoder.dummy import open_dummy
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.unit.models.decoder.steps import CPU, Runner
 from tests.unit.models.decoder.test_families import Saved
@@ -14,7 +14,7 @@ from tests.unit.models.decoder.tiny_models import MODELS, Tiny, configuration_in
 
 
 def logits(folder: Path) -> torch.Tensor:
-    runner = Runner(dummy_decoder(folder, TorchKernels(CPU, torch.float32)))
+    runner = Runner(open_dummy(folder).decoder(TorchKernels(CPU, torch.float32)))
     sequence = runner.add([5, 7, 9, 11])
     runner.step((sequence, 4))
     return torch.stack(sequence.logits)

@@ -13,13 +13,13 @@ import torch
 from pyengine.attention.backend import AttentionBackend
 from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
-from pyengine.kv_cache import CpuAttention
-from pyengine.models.cpu_kernels import kernel_threads
+from pyengine.cpu import CpuAttention
+from pyengine.cpu.threads import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.cpu_numbers import Dtype
 from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.kernels import Kernels
-from pyengine.models.decoder.loading import load_decoder, read_spec, spec_of
+from pyengine.models.decoder.loading import open_model, read_spec, spec_of
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.unit.models.decoder.steps import CPU, Runner, generate
 from tests.unit.models.decoder.tiny_models import MODELS, Tiny
@@ -46,7 +46,7 @@ def test_logits_and_tokens_are_those_of_transformers(
         pytest.skip("this processor has no AVX2 with FMA")
     folder, model = saved(tiny)
     made, backend = SETS[kernels]
-    decoder = load_decoder(folder, made())
+    decoder = open_model(folder).decoder(made())
     for sequence in generate(Runner(decoder, backend), prompts, 8):
         with torch.inference_mode():
             expected = model(input_ids=torch.tensor([sequence.tokens]), use_cache=False).logits[0]
@@ -73,7 +73,7 @@ def test_a_row_has_the_same_bits_in_every_batch_on_the_cpu(
     tiny: Tiny, dtype: Dtype, saved: Saved, prompts: list[list[int]]
 ) -> None:
     kernels = CpuKernels(kernel_threads(torch.get_num_threads()), dtype=dtype)
-    decoder = load_decoder(saved(tiny)[0], kernels)
+    decoder = open_model(saved(tiny)[0]).decoder(kernels)
     kind = getattr(torch, dtype)
     alone, together = Runner(decoder, CpuBackend, kind), Runner(decoder, CpuBackend, kind)
     first, rest = alone.add(prompts[0]), [together.add(prompt) for prompt in prompts]
@@ -94,7 +94,9 @@ def test_bfloat16_is_as_close_to_float32_as_in_transformers(
     with torch.inference_mode():
         exact = model(input_ids=ids).logits[0]
         theirs = copy.deepcopy(model).to(torch.bfloat16)(input_ids=ids).logits[0].float()
-    runner = Runner(load_decoder(folder, TorchKernels(CPU, torch.bfloat16)), dtype=torch.bfloat16)
+    runner = Runner(
+        open_model(folder).decoder(TorchKernels(CPU, torch.bfloat16)), dtype=torch.bfloat16
+    )
     sequence = runner.add(prompts[0])
     runner.step((sequence, len(prompts[0])))
     ours = torch.stack(sequence.logits)
@@ -109,10 +111,12 @@ def test_bfloat16_on_the_cpu_is_as_close_to_float32_as_with_torch(
 ) -> None:
     folder, dtype = saved(tiny)[0], torch.bfloat16
     exact, theirs, ours = (
-        Runner(load_decoder(folder, TorchKernels(CPU, torch.float32))),
-        Runner(load_decoder(folder, TorchKernels(CPU, dtype)), dtype=dtype),
+        Runner(open_model(folder).decoder(TorchKernels(CPU, torch.float32))),
+        Runner(open_model(folder).decoder(TorchKernels(CPU, dtype)), dtype=dtype),
         Runner(
-            load_decoder(folder, CpuKernels(kernel_threads(1), dtype="bfloat16")), CpuBackend, dtype
+            open_model(folder).decoder(CpuKernels(kernel_threads(1), dtype="bfloat16")),
+            CpuBackend,
+            dtype,
         ),
     )
     logits = []
@@ -158,12 +162,12 @@ _OPEN_ALL = """
 import sys
 from pathlib import Path
 import torch
-from pyengine.models.decoder.loading import load_decoder
+from pyengine.models.decoder.loading import open_model
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.unit.models.decoder.steps import CPU, Runner, generate
 
 for folder in sys.argv[1:]:
-    decoder = load_decoder(Path(folder), TorchKernels(CPU, torch.float32))
+    decoder = open_model(Path(folder)).decoder(TorchKernels(CPU, torch.float32))
     [answer] = generate(Runner(decoder), [[5, 6, 7]], 3)
     print(*answer.tokens)
 assert "transformers" not in sys.modules, "transformers was imported"

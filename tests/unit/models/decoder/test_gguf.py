@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from pyengine.attention.cpu import CpuBackend
+from pyengine.cpu import CpuAttention
+from pyengine.cpu.threads import kernel_threads
 from pyengine.errors import ModelLoadError
-from pyengine.kv_cache import CpuAttention
-from pyengine.models.cpu_kernels import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.decoder import Decoder
-from pyengine.models.decoder.gguf import check_gguf, load_gguf_decoder
+from pyengine.models.decoder.gguf import open_gguf
 from pyengine.models.decoder.kernels import Kernels
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from pyengine.models.gguf_file import GGUFFile
@@ -34,7 +34,7 @@ _TOKENS = [2, 7, 3, 5, 4, 6, 2, 2, 5, 7, 1, 3, 6, 4, 0, 5, 3, 7, 6, 2]
 @contextmanager
 def loaded(path: Path, kernels: Kernels) -> Iterator[Decoder]:
     with GGUFFile.open(path) as file:
-        decoder = load_gguf_decoder(file, kernels)
+        decoder = open_gguf(file).decoder(kernels)
     yield decoder
 
 
@@ -131,7 +131,7 @@ def test_the_rotated_part_of_a_head_is_that_of_the_header(
     values = {".attention.key_length": size, ".rope.dimension_count": rotated}
     write(path, "nemotron", changes=changes, values={**values, ".attention.value_length": size})
     with GGUFFile.open(path) as file:
-        rotary = check_gguf(file).layers[0].mixer.rotary
+        rotary = open_gguf(file).spec.layers[0].mixer.rotary
     assert rotary is not None and (rotary.size, rotary.exponent_size) == (rotated, rotated)
 
 
@@ -141,7 +141,7 @@ def test_divisors_of_frequencies_change_the_logits(tmp_path: Path) -> None:
     divisors = np.array([1.0, 2.0, 4.0, 8.0], np.float32)
     write(path, "llama", extra={"rope_freqs.weight": divisors})
     with GGUFFile.open(path) as file:
-        mixer = check_gguf(file).layers[0].mixer
+        mixer = open_gguf(file).spec.layers[0].mixer
     assert mixer.rotary is not None and mixer.rotary.scaling is not None
     torch_kernels = TorchKernels(CPU, torch.float32)
     assert (logits(path, torch_kernels) - logits(plain, torch_kernels)).abs().max() > TOLERANCE
@@ -261,20 +261,20 @@ def test_what_nothing_reads_is_refused_by_name(
     path = tmp_path / "model.gguf"
     write(path, "llama", **file)
     with pytest.raises(ModelLoadError, match=named), GGUFFile.open(path) as opened:
-        check_gguf(opened)
+        open_gguf(opened)
 
 
 _OPEN = """
 import sys
 from pathlib import Path
-from pyengine.models.cpu_kernels import kernel_threads
+from pyengine.cpu.threads import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
-from pyengine.models.decoder.gguf import load_gguf_decoder
+from pyengine.models.decoder.gguf import open_gguf
 from pyengine.models.gguf_file import GGUFFile
 
 for path in sys.argv[1:]:
     with GGUFFile.open(Path(path)) as file:
-        load_gguf_decoder(file, CpuKernels(kernel_threads(1)))
+        open_gguf(file).decoder(CpuKernels(kernel_threads(1)))
 assert "transformers" not in sys.modules, "transformers was imported"
 """
 

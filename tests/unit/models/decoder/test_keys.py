@@ -12,7 +12,7 @@ import torch
 
 from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.families import NO_EFFECT, TABLE
-from pyengine.models.decoder.loading import check_model, load_decoder, spec_of
+from pyengine.models.decoder.loading import open_model, spec_of
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from pyengine.models.transformers_calls import quiet_transformers
 from tests.unit.models.decoder.steps import CPU, Runner
@@ -53,7 +53,7 @@ def changed(values: dict[str, Any], path: Path_, value: Any) -> dict[str, Any]:
 
 def ours(values: dict[str, Any], folder: Path) -> torch.Tensor:
     (folder / "config.json").write_text(json.dumps(values))
-    runner = Runner(load_decoder(folder, TorchKernels(CPU, torch.float32)))
+    runner = Runner(open_model(folder).decoder(TorchKernels(CPU, torch.float32)))
     sequence = runner.add(_TOKENS)
     runner.step((sequence, len(_TOKENS)))
     return torch.stack(sequence.logits)
@@ -225,7 +225,7 @@ def test_garbage_is_refused_or_means_something(tiny: Tiny, saved: Saved, tmp_pat
                 spec_of(found, "config.json")
             (tmp_path / "config.json").write_text(json.dumps(found))
             with suppress(ModelLoadError):
-                check_model(tmp_path)
+                open_model(tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -9,15 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pyengine.attention.cpu import CpuBackend
+from pyengine.cpu import CpuAttention
+from pyengine.cpu.threads import kernel_threads
 from pyengine.errors import ModelLoadError
-from pyengine.kv_cache import CpuAttention
-from pyengine.models.cpu_kernels import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
-from pyengine.models.decoder.loading import check_model, load_decoder
+from pyengine.models.decoder.loading import open_model
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.unit.models import test_packed_bytes as eight_bits
 from tests.unit.models import test_packed_checkpoints as four_bits
 from tests.unit.models.decoder.steps import CPU, Runner
+from tests.unit.models.decoder.test_divided import check as check_ranks
 
 _TOKENS = [9, 44, 3, 71, 5, 5, 90, 12]
 _FOUR = four_bits.CASES
@@ -25,7 +26,7 @@ _EIGHT = eight_bits.CASES
 
 
 def logits(folder: Path, kernels: Any, *backend: Any) -> torch.Tensor:
-    runner = Runner(load_decoder(folder, kernels), *backend)
+    runner = Runner(open_model(folder).decoder(kernels), *backend)
     sequence = runner.add(_TOKENS)
     runner.step((sequence, len(_TOKENS)))
     return torch.stack(sequence.logits)
@@ -47,6 +48,11 @@ def as_floats(folder: Path, target: Path, weights: dict[str, torch.Tensor]) -> P
     del settings["quantization_config"]
     (target / "config.json").write_text(json.dumps(settings))
     return target
+
+
+def test_ranks_divide_the_floats_of_packed_weights(tmp_path: Path) -> None:
+    four_bits.save(tmp_path, four_bits.AWQ, four_bits.Layer.awq)
+    check_ranks(tmp_path, 2, "torch", [_TOKENS[:5]])
 
 
 def check(folder: Path, tmp_path: Path, weights: dict[str, torch.Tensor], limit: float) -> None:
@@ -89,16 +95,16 @@ def test_tensors_of_packed_layers_are_accounted_for(
     change: Any, named: str, tmp_path: Path
 ) -> None:
     four_bits.save(tmp_path, four_bits.AWQ, four_bits.Layer.awq)
-    check_model(tmp_path)
+    open_model(tmp_path)
     four_bits.damaged(tmp_path, change)
     with pytest.raises(ModelLoadError, match=named):
-        check_model(tmp_path)
+        open_model(tmp_path)
 
 
 def test_an_order_of_groups_that_the_configuration_denies_is_refused(tmp_path: Path) -> None:
     four_bits.save(tmp_path, four_bits.GPTQ, four_bits.Layer.gptq)
-    check_model(tmp_path)
+    open_model(tmp_path)
     up = four_bits.UP
     four_bits.damaged(tmp_path, lambda tensors: tensors[f"{up}.g_idx"][:40].fill_(1))
     with pytest.raises(ModelLoadError, match=r"up_proj\.g_idx .* desc_act=false"):
-        check_model(tmp_path)
+        open_model(tmp_path)

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from pyengine.attention.cpu import CpuBackend
+from pyengine.cpu import CpuAttention
+from pyengine.cpu.threads import kernel_threads
 from pyengine.errors import ConfigurationError
-from pyengine.kv_cache import CpuAttention
-from pyengine.models.cpu_kernels import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.cpu_products import CpuProduct
-from pyengine.models.decoder.loading import load_decoder
+from pyengine.models.decoder.loading import open_model
 from tests.unit.models.decoder.steps import Runner
 from tests.unit.models.decoder.tiny_models import Tiny, save
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not CpuAttention.is_fast(), reason="no AVX2 with
 
 def logits(folder: Path, quantization: Literal["none", "int4", "int8"]) -> torch.Tensor:
     kernels = CpuKernels(kernel_threads(1), quantization)
-    runner = Runner(load_decoder(folder, kernels), CpuBackend)
+    runner = Runner(open_model(folder).decoder(kernels), CpuBackend)
     sequence = runner.add(_TOKENS)
     runner.step((sequence, len(_TOKENS)))
     return torch.stack(sequence.logits)
@@ -45,7 +45,7 @@ def test_fewer_bits_are_less_exact(family: str, tmp_path: Path) -> None:
 
 def test_the_head_keeps_eight_bits_beside_four(tmp_path: Path) -> None:
     save(Tiny("llama", "llama", _SIZES), tmp_path)
-    decoder = load_decoder(tmp_path, CpuKernels(kernel_threads(1), "int4"))
+    decoder = open_model(tmp_path).decoder(CpuKernels(kernel_threads(1), "int4"))
     head = decoder._head
     assert isinstance(head, CpuProduct)
     assert getattr(head.packed, "format", "") == "Q8_0"
@@ -53,7 +53,5 @@ def test_the_head_keeps_eight_bits_beside_four(tmp_path: Path) -> None:
 
 def test_inputs_that_are_not_whole_groups_are_refused_by_name(tmp_path: Path) -> None:
     save(Tiny("llama", "llama", {"hidden_size": 48}), tmp_path)
-    with pytest.raises(
-        ConfigurationError, match=r"embed_tokens\.weight has 48: leave quantization"
-    ):
-        load_decoder(tmp_path, CpuKernels(kernel_threads(1), "int8"))
+    with pytest.raises(ConfigurationError, match=r"v_proj\.weight has 48: leave quantization"):
+        open_model(tmp_path).decoder(CpuKernels(kernel_threads(1), "int8"))

@@ -9,7 +9,7 @@ import pytest
 
 from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.families import TABLE
-from pyengine.models.decoder.loading import check_model, family_of, read_spec, spec_of
+from pyengine.models.decoder.loading import family_of, open_model, read_spec, spec_of
 from pyengine.models.decoder.settings import Settings
 from pyengine.models.decoder.spec import Attention
 
@@ -120,4 +120,4 @@ def test_folders_without_a_model_of_the_table(tmp_path: Path) -> None:
     path.write_text(json.dumps(_LLAMA))
     assert family_of(tmp_path) is TABLE["llama"]
     with pytest.raises(ModelLoadError, match=r"no \.safetensors file"):
-        check_model(tmp_path)
+        open_model(tmp_path)

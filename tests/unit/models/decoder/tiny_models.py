@@ -97,6 +97,7 @@ MODELS = (
     Tiny("qwen3-tied", "qwen3", {"head_dim": 12, "tie_word_embeddings": True, **rope(_YARN)}),
     Tiny("mistral", "mistral", {"sliding_window": None}),
     Tiny("mistral-window", "mistral", {"head_dim": 10, **_WINDOW}),
+    Tiny("gemma", "gemma", {"head_dim": 14}),
     Tiny(
         "gemma2",
         "gemma2",

@@ -1,0 +1,50 @@
+"""Made-up weights: the same numbers in every process and on every device."""
+
+import zlib
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from pyengine.models.decoder.checkpoint import Array, StoredTensor
+
+_DIFFERENT = (1 << 20) - 3
+"""Numbers after which they repeat: making more of them takes longer than a load.
+
+A prime, so that no two rows of a matrix are the same.
+"""
+
+
+@cache
+def numbers() -> Array:
+    """Normally distributed numbers in float32, which all made-up tensors repeat."""
+    return np.random.default_rng(0).standard_normal(_DIFFERENT, dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class DummyStored(StoredTensor):
+    """A tensor of made-up numbers: `numbers`, from `first` on, times `scale` plus `shift`.
+
+    Those of a matrix are small enough that hidden states stay finite, those of a vector near 1.
+    """
+
+    @property
+    def first(self) -> int:
+        """The place of its first number in `numbers`."""
+        return zlib.crc32(f"{self.name} {self.start}".encode()) % _DIFFERENT
+
+    @property
+    def scale(self) -> float:
+        """A factor on the numbers, in float32."""
+        return float(np.float32(max(self.shape[-1], 1) ** -0.5))
+
+    @property
+    def shift(self) -> float:
+        """Added to the numbers."""
+        return 1.0 if len(self.shape) == 1 else 0.0
+
+    def read(self) -> Array:
+        """The tensor in float32."""
+        scaled = np.roll(numbers(), -self.first) * np.float32(self.scale) + np.float32(self.shift)
+        found: Array = np.resize(scaled, self.shape)
+        return self.cut(found.T if self.is_transposed else found)

@@ -1,0 +1,141 @@
+"""A decoder of ours as the runner calls it: tensors in, tensors out."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pyengine.attention.backend import (
+    AttentionOptions,
+    AttentionPlan,
+    HeadNorm,
+    RotaryLayout,
+    Rotation,
+)
+from pyengine.attention.cpu import CpuPlan
+from pyengine.attention.dispatch import CompiledModel, PagedContext
+from pyengine.attention.needs import LayerNeeds
+from pyengine.models.decoder.arrays import array_of, tensor_of
+from pyengine.models.decoder.cpu_kernels import CpuKernels
+from pyengine.models.decoder.decoder import Decoder
+from pyengine.models.decoder.mtp import MTPLayers
+from pyengine.models.decoder.spec import Attention, DecoderSpec, Layer
+
+
+class DecoderModel:
+    """See `Model`. A decoder over arrays gets views of the step's tensors.
+
+    Its MTP layers, if they were loaded, go with it: see `MTPModel`.
+    """
+
+    def __init__(
+        self, decoder: Decoder, device: torch.device, mtp_layers: MTPLayers | None = None
+    ) -> None:
+        self._decoder, self.device, self._mtp_layers = decoder, device, mtp_layers
+        self.name = decoder.spec.family
+        self.origin = f"pyengine ({decoder.spec.family})"
+        self.settings = repr(decoder.spec)
+        self._is_over_arrays = isinstance(decoder.kernels, CpuKernels)
+        self.can_compile = not self._is_over_arrays
+
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        paged: PagedContext | CompiledModel,
+    ) -> torch.Tensor:
+        """See `Model`."""
+        arrays = self._given(ids), self._given(positions), self._given(rows)
+        return tensor_of(self._decoder(*arrays, self._plan(paged)))
+
+    def hidden_states(
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan
+    ) -> torch.Tensor:
+        """See `MTPModel.hidden_states`."""
+        arrays = self._given(ids), self._given(positions)
+        return self._kept(self._decoder.hidden_states(*arrays, self._plan(plan)))
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """See `MTPModel.logits`."""
+        return tensor_of(self._decoder.logits(self._given(states)))
+
+    def mtp_states(
+        self,
+        layer: int,
+        ids: torch.Tensor,
+        previous: torch.Tensor,
+        positions: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        """See `MTPModel.mtp_states`."""
+        assert self._mtp_layers is not None
+        arrays = self._given(ids), self._given(previous), self._given(positions)
+        return self._kept(self._mtp_layers.states(layer, *arrays, self._plan(plan)))
+
+    def mtp_logits(self, layer: int, states: torch.Tensor) -> torch.Tensor:
+        """See `MTPModel.mtp_logits`."""
+        assert self._mtp_layers is not None
+        return tensor_of(self._mtp_layers.logits(layer, self._given(states)))
+
+    def _given(self, tensor: torch.Tensor) -> Any:
+        return array_of(tensor) if self._is_over_arrays else tensor
+
+    def _kept(self, rows: Any) -> torch.Tensor:
+        """Rows that outlive the next call: a kernel set over arrays may reuse its memory."""
+        return tensor_of(rows).clone() if self._is_over_arrays else tensor_of(rows)
+
+    def _plan(self, paged: PagedContext | CompiledModel | AttentionPlan) -> Any:
+        plan: Any = paged.plan if isinstance(paged, PagedContext) else paged
+        is_over_tensors = self._is_over_arrays and not isinstance(plan, CpuPlan)
+        return _ArrayPlan(plan) if is_over_tensors else plan
+
+    def check_attended(self, context: PagedContext) -> None:
+        """See `Model.check_attended`: our layers do."""
+
+
+class _ArrayPlan:
+    """A plan of a backend over tensors, for a decoder over arrays."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        self._plan = plan
+
+    def attend(
+        self,
+        layer: int,
+        arrays: tuple[Any, ...],
+        options: AttentionOptions,
+        rotation: tuple[Any, ...] | None,
+    ) -> None:
+        """See `CpuPlan.attend`."""
+        query, key, value, out = map(tensor_of, arrays)
+        if rotation is not None:
+            cos, sin, size, is_pairs, step, norms = rotation
+            layout = RotaryLayout(size, "pairs" if is_pairs else "halves", step)
+            norm = None
+            if norms is not None:
+                norm = HeadNorm(tensor_of(norms[0]), tensor_of(norms[1]), *norms[2:])
+            options = replace(
+                options, rotation=Rotation(tensor_of(cos), tensor_of(sin), layout, norm)
+            )
+        out.copy_(self._plan.forward(layer, (query, key, value), options))
+
+
+def attending_layers(spec: DecoderSpec, *, with_mtp_layers: bool = False) -> tuple[LayerNeeds, ...]:
+    """The attention of every layer that has a KV cache of its own, those for MTP last."""
+    layers = [spec.layers[number] for number in spec.cached]
+    return tuple(map(_needs, [*layers, *(spec.mtp_layers if with_mtp_layers else ())]))
+
+
+def _needs(layer: Layer) -> LayerNeeds:
+    mixer = layer.mixer
+    cache = mixer.cache(torch.float32)
+    return LayerNeeds(
+        query_heads=mixer.heads,
+        kv_heads=cache.num_kv_heads,
+        head_dim_k=cache.head_dim_k,
+        head_dim_v=cache.head_dim_v,
+        window=mixer.window,
+        softcap=mixer.softcap,
+        sinks=isinstance(mixer, Attention) and mixer.sinks,
+    )

@@ -1,0 +1,177 @@
+"""The ranks of a divided model, and the part of it that each of them has.
+
+The division is that of Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053): attention is divided
+by heads, feed-forward parts by the elements in their middle, embedding and head by the vocabulary.
+Norms, routers and what produces latents are whole on every rank. A layer's spec says how large the
+part of a rank is (`divided`); `Weights` reads that part only.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
+
+from pyengine.errors import ConfigurationError, ModelLoadError
+from pyengine.models.decoder.arrays import array_of, tensor_of
+from pyengine.models.decoder.spec import (
+    MLP,
+    Attention,
+    DecoderSpec,
+    Experts,
+    FeedForward,
+    Layer,
+    Mixer,
+)
+
+Rows = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One of `size` processes that divide a model, in torch's default group; or the only one.
+
+    All ranks call `sum` and `gather` in the same order. Both take tensors of torch, and arrays of
+    NumPy (uint16: the bits of bfloat16).
+    """
+
+    number: int = 0
+    size: int = 1
+
+    def sum(self, rows: Rows) -> Rows:
+        """The sum of all ranks' rows, which it may overwrite."""
+        if self.size == 1:
+            return rows
+        import torch.distributed as dist
+
+        tensor = tensor_of(rows)
+        dist.all_reduce(tensor)
+        return _like(rows, tensor)
+
+    def gather(self, rows: Rows, width: int) -> Rows:
+        """The columns of all ranks, `[T, width]`, from the `part(width)` that each one has."""
+        if self.size == 1:
+            return rows
+        import torch
+        import torch.distributed as dist
+
+        tensor, most = tensor_of(rows), -(-width // self.size)
+        if tensor.shape[1] < most:
+            tensor = torch.nn.functional.pad(tensor, (0, most - tensor.shape[1]))
+        found = tensor.new_empty(self.size * len(tensor), most)
+        dist.all_gather_into_tensor(found, tensor.contiguous())
+        by_rank = found.view(self.size, len(tensor), most)
+        return _like(rows, by_rank.transpose(0, 1).flatten(1)[:, :width])
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Raise the `ModelLoadError` of any rank in all of them, after what is inside."""
+        failure = None
+        try:
+            yield
+        except ModelLoadError as error:
+            failure = error
+        words = None if failure is None else str(failure)
+        first = next((found for found in self._of_all(words) if found is not None), None)
+        if failure is not None:
+            raise failure
+        if first is not None:
+            raise ModelLoadError(first)
+
+    def _of_all(self, words: str | None) -> list[str | None]:
+        if self.size == 1:
+            return [words]
+        import torch.distributed as dist
+
+        found: list[str | None] = [None] * self.size
+        dist.all_gather_object(found, words)
+        return found
+
+    def part(self, count: int) -> slice:
+        """This rank's part of `count` numbers; the last ranks may have fewer than the others."""
+        most = -(-count // self.size)
+        return slice(min(self.number * most, count), min((self.number + 1) * most, count))
+
+
+WHOLE = Rank()
+"""The only process of a model that is not divided."""
+
+
+def rank_of(size: int) -> Rank:
+    """This process in torch's default group of `size` processes; without one: `WHOLE`."""
+    if size == 1:
+        return WHOLE
+    import torch.distributed as dist
+
+    return Rank(dist.get_rank(), size)
+
+
+def divided(spec: DecoderSpec, size: int) -> DecoderSpec:
+    """The spec of one rank's part of a model, divided by `size`.
+
+    Raises `ConfigurationError` unless `size` divides the heads and the middle of every layer. The
+    message has these numbers and the possible sizes.
+    """
+    if size == 1:
+        return spec
+    sizes = sorted(set(_divided_sizes(spec)))
+    odd = [f"{number} {what}" for what, number in sizes if number % size]
+    if not odd:
+        layers, mtp = (
+            tuple(_divided_layer(layer, size) for layer in each)
+            for each in (spec.layers, spec.mtp_layers)
+        )
+        return replace(spec, layers=layers, mtp_layers=mtp)
+    common = gcd(*(number for _, number in sizes))
+    fitting = [str(index) for index in range(2, common + 1) if common % index == 0]
+    way_out = f"use {' or '.join(fitting)}" if fitting else "only tensor_parallel_size=1 does"
+    have = ", ".join(f"{number} {what}" for what, number in sizes)
+    raise ConfigurationError(
+        f"tensor_parallel_size={size} does not divide {' and '.join(odd)}; this model "
+        f"({spec.family}) has {have}: {way_out}"
+    )
+
+
+def _divided_sizes(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
+    """The sizes that are divided, in words, and their numbers."""
+    for layer in (*spec.layers, *spec.mtp_layers):
+        yield "query heads", layer.mixer.heads
+        if isinstance(layer.mixer, Attention):
+            yield "KV heads", layer.mixer.kv_heads
+        part = layer.feed_forward
+        if isinstance(part, MLP):
+            yield "of intermediate_size", part.size
+            continue
+        yield "of the experts' intermediate size", part.mlp.size
+        if part.shared is not None:
+            yield "of the shared expert's intermediate size", part.shared.size
+
+
+def _divided_layer(layer: Layer, size: int) -> Layer:
+    return replace(
+        layer,
+        mixer=_divided_mixer(layer.mixer, size),
+        feed_forward=_divided_feed_forward(layer.feed_forward, size),
+    )
+
+
+def _divided_mixer(mixer: Mixer, size: int) -> Mixer:
+    if isinstance(mixer, Attention):
+        return replace(mixer, heads=mixer.heads // size, kv_heads=mixer.kv_heads // size)
+    return replace(mixer, heads=mixer.heads // size)
+
+
+def _divided_feed_forward(part: FeedForward, size: int) -> FeedForward:
+    if isinstance(part, Experts):
+        shared = None if part.shared is None else _divided_mlp(part.shared, size)
+        return replace(part, mlp=_divided_mlp(part.mlp, size), shared=shared)
+    return _divided_mlp(part, size)
+
+
+def _divided_mlp(mlp: MLP, size: int) -> MLP:
+    return replace(mlp, size=mlp.size // size)
+
+
+def _like(rows: Rows, tensor: Any) -> Rows:
+    """A tensor as the kind of array that `rows` is."""
+    return tensor if tensor.__class__ is rows.__class__ else array_of(tensor)

@@ -1,0 +1,118 @@
+"""A model that is ready to run: what the engine knows of it, and what the runner calls."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+
+from pyengine.attention.backend import AttentionPlan
+from pyengine.attention.dispatch import CompiledModel, PagedContext
+from pyengine.attention.needs import LayerNeeds
+from pyengine.models.decoder.product_choice import ProductChooser
+from pyengine.models.kv_scales import Scales
+
+
+class Model(Protocol):
+    """A causal language model over a paged KV cache."""
+
+    name: str
+    """Its family or class, for messages."""
+    origin: str
+    """Whose decoder it is and why, for `describe()`."""
+    settings: str
+    """All settings that its results depend on, in words."""
+    device: torch.device
+    can_compile: bool
+    """True if `torch.compile` can trace a call."""
+
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        paged: PagedContext | CompiledModel,
+    ) -> torch.Tensor:
+        """The logits `[S, vocab]` of `rows` `[S]` among the tokens `ids` `[T]`.
+
+        `positions` are `[T]`, and `paged` is the attention of the step. Tensors are int64, on
+        `device`.
+        """
+
+    def check_attended(self, context: PagedContext) -> None:
+        """Raise `ConfigurationError` if a layer did not attend in the step of `context`."""
+
+
+class MTPModel(Model, Protocol):
+    """A model with layers for multi-token prediction. Tensors are as `Model` has them."""
+
+    def hidden_states(
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan
+    ) -> torch.Tensor:
+        """The states `[T, hidden]` of tokens `[T]` after the model's last norm."""
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The logits `[S, vocab]` of states `[S, hidden]`."""
+
+    def mtp_states(
+        self,
+        layer: int,
+        ids: torch.Tensor,
+        previous: torch.Tensor,
+        positions: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        """The states `[T, hidden]` of an MTP layer.
+
+        `previous` `[T, hidden]` are the states before each token: of the layer before, and for the
+        first one of the model.
+        """
+
+    def mtp_logits(self, layer: int, states: torch.Tensor) -> torch.Tensor:
+        """The logits `[S, vocab]` of states `[S, hidden]` of an MTP layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal language model, ready to run, with its tokenizer and its limits.
+
+    - `layers`: the attention of every layer that has a KV cache of its own, in order.
+      The last `num_mtp_layers` of them predict tokens after the next one; then `model` is an
+      `MTPModel`.
+    - `tokenizer`: None for a folder without one: then prompts are token ids.
+    - `eos_token_ids` end a generation.
+    - `max_model_len`: the number of positions; `vocab_size`: the number of token ids.
+    - `kv_shards`: a model that is divided over processes has 1 / `kv_shards` of its KV heads here.
+    - `dtype_reason`: why the weights are of `dtype`.
+    - `default_sampling`: the fields of `SamplingParams` that generation_config.json sets.
+    - `properties`: those that its KV depends on, for a store.
+    - `quantization`: the formats of the weights that are quantised: all of them unless
+      `has_float_linears`. `products` has chosen how those are multiplied.
+    - `kv_scales`: those of an 8-bit KV cache.
+    - `path`: the model's folder, or its GGUF file.
+    - `load_format`: with "dummy", weights are made up.
+    """
+
+    model: Model
+    layers: tuple[LayerNeeds, ...]
+    tokenizer: Any
+    path: Path
+    name: str
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    vocab_size: int
+    hidden_size: int
+    device: torch.device
+    dtype: torch.dtype
+    dtype_reason: str = ""
+    kv_shards: int = 1
+    default_sampling: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+    num_mtp_layers: int = 0
+    properties: tuple[tuple[str, bytes], ...] = ()
+    quantization: str = "none"
+    has_float_linears: bool = True
+    products: ProductChooser | None = None
+    kv_scales: Scales = field(default_factory=lambda: MappingProxyType({}))
+    load_format: str = "auto"

@@ -1,0 +1,38 @@
+"""Tokenizers of transformers, for files that the library `tokenizers` cannot read."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pyengine.errors import ModelLoadError
+from pyengine.models.transformers_calls import (
+    code_asked_for,
+    load_errors,
+    quiet_transformers,
+    remote_code,
+)
+
+
+def load_with_transformers(folder: Path, settings: Mapping[str, Any]) -> Any:
+    """transformers' tokenizer of the folder; `settings` are those of tokenizer_config.json.
+
+    Raises `ModelLoadError` for a folder without a vocabulary, or that needs its own code.
+    """
+    import transformers
+    from transformers import AutoTokenizer
+
+    path = folder / "tokenizer_config.json"
+    if asked := code_asked_for(dict(settings), "AutoTokenizer"):
+        named = str(settings.get("tokenizer_class")).removesuffix("Fast")
+        if not (hasattr(transformers, named) or hasattr(transformers, f"{named}Fast")):
+            raise remote_code(path, asked)
+    with load_errors(f"the tokenizer in {folder} could not be loaded"), quiet_transformers():
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        wanted = sorted({*(tokenizer.vocab_files_names or {}).values()})
+        known = (*wanted, "tokenizer.json", "tekken.json")
+        if wanted and not any((folder / name).is_file() for name in known):
+            raise ModelLoadError(
+                f"the tokenizer in {folder} has no vocabulary: none of {', '.join(wanted)} is "
+                "there; download the model again, or without tokenizer_config.json give token ids"
+            )
+        return tokenizer

@@ -1,0 +1,30 @@
+//! `pyengine._cpu`: the CPU's arithmetic for Python. Thin: arrays, threads, errors.
+#![deny(unsafe_code)]
+
+mod attention;
+mod claims;
+mod errors;
+mod float_arrays;
+mod linear;
+mod memory;
+mod numbers;
+mod quantized;
+mod rotation;
+mod rows;
+mod weights;
+
+use pyo3::prelude::*;
+
+/// Attention over a KV cache and products with weights on the CPU, written in Rust.
+#[pymodule(gil_used = false)]
+fn _cpu(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    forks::count_forks()?;
+    errors::add_to(module)?;
+    module.add_class::<attention::CpuAttention>()?;
+    module.add_class::<attention::CpuCache>()?;
+    module.add_class::<attention::CpuStep>()?;
+    module.add_class::<linear::PackedWeight>()?;
+    module.add_class::<quantized::QuantizedWeight>()?;
+    rows::add_to(module)
+}

@@ -1,0 +1,17 @@
+//! Modules import each other in one direction.
+
+use module_graph::Graph;
+
+#[test]
+fn imports_have_no_circles() {
+    let mut graph = Graph::of_crate(env!("CARGO_MANIFEST_DIR"));
+    assert_eq!(graph.circle(), None);
+    let (modules, imports) = graph.size();
+    assert!(
+        modules > 9 && imports > 25,
+        "{modules} modules, {imports} imports"
+    );
+    assert!(graph.imports("attention", "rotation"));
+    graph.add("rotation", "attention");
+    assert!(graph.circle().is_some());
+}
