@@ -124,8 +124,11 @@ class CpuKernels:
     threads: CpuAttention
     quantization: Literal["none", "int4", "int8"] = "none"
     dtype: Dtype = "float32"
+<<<<<<< HEAD
     products: ProductChooser = field(default_factory=_by_rust)
     """Chooses the product of each matrix of floats."""
+=======
+>>>>>>> main
     has_float_products: bool = False
     """True once a matrix of floats was laid out."""
     _frequencies: dict[Rotary, tuple[Floats, float]] = field(default_factory=dict)
@@ -144,6 +147,7 @@ class CpuKernels:
 
     def _product(self, weight: Weight, bias: Floats | None) -> Product:
         """A product with a matrix in one format."""
+<<<<<<< HEAD
         name, numbers = self._chosen(weight)
         if name != "pyengine":
             vector = None if bias is None else rounded(bias, NUMPY[self.dtype])
@@ -173,15 +177,27 @@ class CpuKernels:
         gate, up = (read(weight.half(number), self.dtype) for number in (0, 1))
         shape = LayerShape(weight.shape[1], len(up), self.dtype, is_gated=True)
         return self.products(shape, [gate, up]), (gate, up)
+=======
+        packed = self._laid_out(weight, self.quantization, self.dtype)
+        if bias is not None and not isinstance(packed, QuantizedWeight):
+            bias = rounded(bias, NUMPY[self.dtype])
+        return CpuProduct(self.threads, packed, bias)
+>>>>>>> main
 
-    def _laid_out(self, weight: Weight, quantization: str) -> PackedWeight | QuantizedWeight:
+    def _laid_out(
+        self, weight: Weight, quantization: str, dtype: Dtype
+    ) -> PackedWeight | QuantizedWeight:
         self.has_float_products |= weight.packed_as is None and quantization == "none"
+<<<<<<< HEAD
         return laid_out(weight, quantization, self.dtype)
+=======
+        return laid_out(weight, quantization, dtype)
+>>>>>>> main
 
     def exact_product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.exact_product`."""
         vector = None if bias is None else read(bias)
-        packed = laid_out(weight, "none", "float32")
+        packed = self._laid_out(weight, "none", "float32")
         return CpuExactProduct(CpuProduct(self.threads, packed, vector))
 
     def inner_product(self, weight: Weight, bias: Weight | None, mlp: MLP) -> Product:
@@ -195,7 +211,11 @@ class CpuKernels:
             if name != "pyengine":
                 return onednn_gate(name, first, second, mlp.activation)
             halves = (weight.half(number) for number in (0, 1))
+<<<<<<< HEAD
             gate, up = (self._laid_out(half, self.quantization) for half in halves)
+=======
+            gate, up = (self._laid_out(half, self.quantization, self.dtype) for half in halves)
+>>>>>>> main
             return CpuGate(self.threads, gate, up, mlp.activation)
         return CpuInnerProduct(self.threads, self.product(weight, bias), mlp)
 
@@ -208,7 +228,12 @@ class CpuKernels:
         if name != "pyengine":
             return FloatTable(numbers, float_product(name, numbers))
         eight = "none" if self.quantization == "none" else "int8"
+<<<<<<< HEAD
         return CpuProduct(self.threads, self._laid_out(weight, eight), dtype=self.dtype)
+=======
+        packed = self._laid_out(weight, eight, self.dtype)
+        return CpuProduct(self.threads, packed, dtype=self.dtype)
+>>>>>>> main
 
     def differ(self, first: Weight, second: Weight) -> bool:
         """See `Kernels.differ`."""
