@@ -227,7 +227,8 @@ def _class_defaults(kind: str, backend: RustTokenizer) -> dict[str, str]:
 def _set_prefix(backend: RustTokenizer, is_added: Any) -> None:
     """Set whether a space is added before the first word, in vocabularies of bytes."""
     first: Any = backend.pre_tokenizer
-    steps = list(first) if isinstance(first, pre_tokenizers.Sequence) else [first]
+    is_several = isinstance(first, pre_tokenizers.Sequence)
+    steps = list(first) if is_several else [first]
     if type(is_added) is bool:
         for step in steps:
             if isinstance(step, pre_tokenizers.ByteLevel):
