@@ -189,7 +189,7 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 def activation(settings: Settings, key: str = "hidden_act") -> Activation:
     """The activation of the feed-forward layers."""
-    return ACTIVATIONS[settings.text(key, list(ACTIVATIONS))]
+    return ACTIVATIONS[settings.text(key, list(ACTIVATIONS), leaves_others=True)]
 
 
 def rms(settings: Settings, key: str = "rms_norm_eps", offset: float = 0.0) -> Norm:
