@@ -85,8 +85,8 @@ class StoredTensor:
     def _whole_shape(self) -> tuple[int, ...]:
         return self.shape[::-1] if self.is_transposed else self.shape
 
-    def cut(self, whole: Array) -> Array:
-        """The rows and columns of a tensor that `read` returns."""
+    def cut(self, whole: Any) -> Any:
+        """The rows and columns of a tensor, an array or one of torch's, that `read` returns."""
         found = whole if self.rows is None else whole[self.rows]
         return found if self.columns is None else found[:, self.columns]
 

@@ -13,8 +13,9 @@ from pyengine.errors import ModelLoadError
 from pyengine.kernels.operators import kept
 from pyengine.models.decoder.checkpoint import StoredTensor
 from pyengine.models.decoder.grouped import group_pairs, grouped_linear
-from pyengine.models.decoder.kernels import AttentionWeights, NormWeights, Product, Step
+from pyengine.models.decoder.kernels import AttentionWeights, NormWeights, Product, Step, TableUse
 from pyengine.models.decoder.made_up import DummyStored, numbers
+from pyengine.models.decoder.product_choice import ProductChooser
 from pyengine.models.decoder.rotary import frequencies
 from pyengine.models.decoder.spec import (
     MLP,
@@ -27,7 +28,6 @@ from pyengine.models.decoder.spec import (
     Routing,
 )
 from pyengine.models.decoder.weights import Weight
-from pyengine.utils.host_copy import upload
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -139,8 +139,10 @@ class TorchAttention:
 class TorchKernels:
     """See `Kernels`. Weights and rows are of `dtype`, on `device`."""
 
-    keeps_formats = False
+    keeps_formats: bool = False
+    """True once a quantised weight was laid out as it is; False: all of them are floats."""
     has_float_products = True
+    products = ProductChooser.fixed("torch", "the only one here")
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -166,7 +168,7 @@ class TorchKernels:
         """`activation(gate) * up` of rows `[T, 2 size]`, or the activation of each number."""
         return _activated(rows, mlp)
 
-    def table(self, weight: Weight) -> TorchProduct:
+    def table(self, weight: Weight, _use: TableUse = "both") -> TorchProduct:
         """See `Kernels.table`."""
         return TorchProduct(self._read(weight))
 
@@ -248,7 +250,7 @@ class TorchKernels:
         rotary = spec.rotary
         if rotary is not None and rotary not in self._frequencies:
             inverse, factor = frequencies(rotary)
-            self._frequencies[rotary] = upload(inverse, self.device), factor
+            self._frequencies[rotary] = torch.from_numpy(inverse).to(self.device), factor
         return TorchAttention(self, spec, weights)
 
     def grown(
@@ -312,11 +314,10 @@ class TorchKernels:
             tensor = torch.from_numpy(np.asarray(part.read()))
             return tensor.view(torch.bfloat16) if part.dtype == "BF16" else tensor
         if self._made_up is None:
-            self._made_up = upload(numbers(), self.device)
+            self._made_up = torch.from_numpy(numbers()).to(self.device)
         made = (self._made_up * part.scale + part.shift).to(self.dtype)
         found = _repeated(made, part.first, math.prod(part.shape)).view(part.shape)
-        found = found.T if part.is_transposed else found
-        return found if part.rows is None else found[part.rows]
+        return part.cut(found.T if part.is_transposed else found)
 
     def _fill(self, target: torch.Tensor, weight: Weight) -> None:
         """Read one tensor of the file after the other."""

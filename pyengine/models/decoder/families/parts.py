@@ -90,8 +90,8 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(
             (
-                *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
-                *("decoder_start_token_id", "prefix", "tokenizer_class", "unk_token_id"),
+                *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"),
+                *("decoder_start_token_id", "prefix", "tokenizer_class"),
                 *("image_token_id", "boi_token_id", "eoi_token_id", "audio_token_id"),
             ),
             _TOKENS,
@@ -99,8 +99,9 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(
             (
                 *("architectures", "transformers_version", "_name_or_path", "name_or_path"),
-                *("_commit_hash", "unsloth_version", "unsloth_fixed", "auto_map", "model_name"),
-                *("custom_pipelines", "base_model_name_or_path", "license", "language", "tags"),
+                *("_model_name_or_path", "auto_map", "model_name", "license", "language", "tags"),
+                *("_commit_hash", "unsloth_version", "unsloth_fixed"),
+                *("custom_pipelines", "base_model_name_or_path"),
                 *("finetuning_task", "task_specific_params", "transformers.js_config"),
             ),
             _OF_THE_FILE,
