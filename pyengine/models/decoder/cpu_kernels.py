@@ -124,11 +124,8 @@ class CpuKernels:
     threads: CpuAttention
     quantization: Literal["none", "int4", "int8"] = "none"
     dtype: Dtype = "float32"
-<<<<<<< HEAD
     products: ProductChooser = field(default_factory=_by_rust)
     """Chooses the product of each matrix of floats."""
-=======
->>>>>>> main
     has_float_products: bool = False
     """True once a matrix of floats was laid out."""
     _frequencies: dict[Rotary, tuple[Floats, float]] = field(default_factory=dict)
@@ -147,7 +144,6 @@ class CpuKernels:
 
     def _product(self, weight: Weight, bias: Floats | None) -> Product:
         """A product with a matrix in one format."""
-<<<<<<< HEAD
         name, numbers = self._chosen(weight)
         if name != "pyengine":
             vector = None if bias is None else rounded(bias, NUMPY[self.dtype])
@@ -177,22 +173,12 @@ class CpuKernels:
         gate, up = (read(weight.half(number), self.dtype) for number in (0, 1))
         shape = LayerShape(weight.shape[1], len(up), self.dtype, is_gated=True)
         return self.products(shape, [gate, up]), (gate, up)
-=======
-        packed = self._laid_out(weight, self.quantization, self.dtype)
-        if bias is not None and not isinstance(packed, QuantizedWeight):
-            bias = rounded(bias, NUMPY[self.dtype])
-        return CpuProduct(self.threads, packed, bias)
->>>>>>> main
 
     def _laid_out(
-        self, weight: Weight, quantization: str, dtype: Dtype
+        self, weight: Weight, quantization: str, dtype: Dtype | None = None
     ) -> PackedWeight | QuantizedWeight:
         self.has_float_products |= weight.packed_as is None and quantization == "none"
-<<<<<<< HEAD
-        return laid_out(weight, quantization, self.dtype)
-=======
-        return laid_out(weight, quantization, dtype)
->>>>>>> main
+        return laid_out(weight, quantization, dtype or self.dtype)
 
     def exact_product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.exact_product`."""
@@ -211,11 +197,7 @@ class CpuKernels:
             if name != "pyengine":
                 return onednn_gate(name, first, second, mlp.activation)
             halves = (weight.half(number) for number in (0, 1))
-<<<<<<< HEAD
             gate, up = (self._laid_out(half, self.quantization) for half in halves)
-=======
-            gate, up = (self._laid_out(half, self.quantization, self.dtype) for half in halves)
->>>>>>> main
             return CpuGate(self.threads, gate, up, mlp.activation)
         return CpuInnerProduct(self.threads, self.product(weight, bias), mlp)
 
@@ -228,12 +210,7 @@ class CpuKernels:
         if name != "pyengine":
             return FloatTable(numbers, float_product(name, numbers))
         eight = "none" if self.quantization == "none" else "int8"
-<<<<<<< HEAD
         return CpuProduct(self.threads, self._laid_out(weight, eight), dtype=self.dtype)
-=======
-        packed = self._laid_out(weight, eight, self.dtype)
-        return CpuProduct(self.threads, packed, dtype=self.dtype)
->>>>>>> main
 
     def differ(self, first: Weight, second: Weight) -> bool:
         """See `Kernels.differ`."""

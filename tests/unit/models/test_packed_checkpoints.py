@@ -249,5 +249,7 @@ def test_layers_that_are_not_whole_groups_are_refused(tmp_path):
 def test_tensors_of_other_models_are_refused_by_name(tmp_path):
     save(tmp_path, AWQ, Layer.awq)
     damaged(tmp_path, lambda tensors: tensors.update({"vision.weight": torch.zeros(2)}))
-    with pytest.raises(ModelLoadError, match=r"have vision\.weight, which config\.json does not ask for"):
+    with pytest.raises(
+        ModelLoadError, match=r"have vision\.weight, which config\.json does not ask for"
+    ):
         load_model(tmp_path, device="cpu")
