@@ -159,6 +159,8 @@ class PackedCheckpoint(Checkpoint):
         }
     )
 
+    has_plain_float8 = False
+
     def __init__(self, folder: Path, settings: Any) -> None:
         super().__init__(folder)
         self._layout = layout = layout_of(settings, folder / "config.json")
