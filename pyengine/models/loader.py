@@ -21,7 +21,7 @@ from pyengine.models.decoder.gguf import open_gguf
 from pyengine.models.decoder.kernel_sets import KernelSettings, check_rounded, kernel_set
 from pyengine.models.decoder.loading import (
     OpenedModel,
-    family_of,
+    fallback_reason,
     no_mtp_layers,
     open_model,
     read_spec,
@@ -41,7 +41,6 @@ from pyengine.models.placement import (
 )
 from pyengine.models.source import ModelSource, resolve_source
 from pyengine.models.tokenizer import eos_token_ids, load_tokenizer, tokenizer_of_gguf
-from pyengine.models.transformers_calls import read_json
 from pyengine.utils.gc_pause import paused_gc
 
 _log = logging.getLogger(__name__)
@@ -101,7 +100,7 @@ def check_folder(folder: Path) -> None:
 
     Reads the headers of its weights only.
     """
-    if family_of(folder) is None:
+    if fallback_reason(folder) is not None:
         check_fallback(folder)
     else:
         refuse_pipes(folder)
@@ -124,7 +123,7 @@ def check_divisible(source: ModelSource, size: int, device: torch.device) -> Non
     if source.is_gguf:
         with GGUFFile.open(source.path) as file:
             divided(open_gguf(file).spec, size)
-    elif family_of(source.folder) is None:
+    elif fallback_reason(source.folder) is not None:
         check_tensor_parallel(read_config(source.folder), size, device)
     else:
         divided(read_spec(source.folder), size)
@@ -150,11 +149,7 @@ def _fallback_reason(source: ModelSource) -> str | None:
     """Why the model runs as transformers' module; None: in a decoder of ours."""
     if source.is_gguf:
         return None
-    family = family_of(source.folder)
-    if family is None:
-        found = read_json(source.folder / "config.json").get("model_type")
-        return f"{found} is not in the table of families"
-    return None
+    return fallback_reason(source.folder)
 
 
 def _check_fallback_settings(source: ModelSource, kernels: KernelSettings, reason: str) -> None:
