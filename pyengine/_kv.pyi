@@ -56,12 +56,7 @@ __all__ = [
     "TracePlayer",
     "Transfer",
     "__version__",
-    "add_norm",
-    "add_rows",
-    "gate_rows",
     "kv_fingerprint",
-    "map_rows",
-    "norm_rows",
     "replay",
 ]
 

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from threading import enumerate as enumerate_threads
 
+from pyengine._cpu import CpuAttention
 from pyengine.utils.cpus import usable_cpus
-from pyengine.utils.openmp import BRIEF_SPIN, how_threads_wait
+from pyengine.utils.openmp import BRIEF_SPIN, how_threads_wait, openmp_runtime
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +32,12 @@ _COPYING = {"pyengine-kv-load", "pyengine-kv-store", "pyengine-populate", "kv-st
 """Names of threads that copy beside the steps; the last is one of the store's own."""
 
 _OR_FEWER = "; fewer while other programs take them"
+
+
+@cache
+def kernel_threads(num_threads: int) -> CpuAttention:
+    """Threads of torch's pool for the kernels: as many, or fewer where torch has been told so."""
+    return CpuAttention(num_threads, openmp_runtime())
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import torch
 from pyengine.attention.backend import AttentionPlan
 from pyengine.attention.dispatch import CompiledModel, PagedContext
 from pyengine.attention.needs import LayerNeeds
+from pyengine.models.decoder.product_choice import ProductChooser
 from pyengine.models.kv_scales import Scales
-from pyengine.models.linear_kernels import ProductChooser
 
 
 class Model(Protocol):

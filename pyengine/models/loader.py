@@ -32,7 +32,6 @@ from pyengine.models.fallback import check_fallback, load_fallback
 from pyengine.models.gguf_file import GGUFFile, file_digest
 from pyengine.models.gguf_sampling import gguf_sampling
 from pyengine.models.kv_scales import Scales, read_kv_scales
-from pyengine.models.linear_kernels import ProductChooser
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.placement import (
     check_tensor_parallel,
@@ -215,7 +214,7 @@ def _load(
         default_sampling=texts.default_sampling,
         quantization=str(kernels.quantization) if kernels.quantises else formats or "none",
         has_float_linears=made.has_float_products,
-        products=ProductChooser(kernels.linear_backend, device, choice.dtype),
+        products=made.products,
         kv_scales=_kv_scales(source),
         load_format=source.load_format,
     )

@@ -38,7 +38,22 @@ from pyengine.models.decoder.cpu_products import (
     CpuProduct,
     laid_out,
 )
-from pyengine.models.decoder.kernels import AttentionWeights, NormWeights, Product, Step
+from pyengine.models.decoder.float_products import (
+    GATES,
+    FloatTable,
+    ProductName,
+    float_product,
+    onednn_gate,
+)
+from pyengine.models.decoder.kernels import (
+    AttentionWeights,
+    NormWeights,
+    Product,
+    Step,
+    Table,
+    TableUse,
+)
+from pyengine.models.decoder.product_choice import LayerShape, ProductChooser
 from pyengine.models.decoder.rotary import Floats, angles, frequencies
 from pyengine.models.decoder.spec import (
     MLP,
@@ -91,6 +106,10 @@ class CpuLayerAttention:
         return out.reshape(len(out), -1)
 
 
+def _by_rust() -> ProductChooser:
+    return ProductChooser.fixed("pyengine", "a row has the same bits in every batch")
+
+
 @dataclass(slots=True)
 class CpuKernels:
     """See `Kernels`. Steps are planned by the backend of attention named "cpu".
@@ -105,6 +124,8 @@ class CpuKernels:
     threads: CpuAttention
     quantization: Literal["none", "int4", "int8"] = "none"
     dtype: Dtype = "float32"
+    products: ProductChooser = field(default_factory=_by_rust)
+    """Chooses the product of each matrix of floats."""
     has_float_products: bool = False
     """True once a matrix of floats was laid out."""
     _frequencies: dict[Rotary, tuple[Floats, float]] = field(default_factory=dict)
@@ -121,18 +142,43 @@ class CpuKernels:
         pairs = zip(weight.split(), biases, strict=True)
         return CpuJoinedProduct([self._product(part, own) for part, own in pairs])
 
-    def _product(self, weight: Weight, bias: Floats | None) -> CpuProduct:
+    def _product(self, weight: Weight, bias: Floats | None) -> Product:
         """A product with a matrix in one format."""
-        packed = self._laid_out(weight, self.quantization, self.dtype)
+        name, numbers = self._chosen(weight)
+        if name != "pyengine":
+            vector = None if bias is None else rounded(bias, NUMPY[self.dtype])
+            found: Product = float_product(name, numbers, vector)
+            return found
+        packed = self._laid_out(weight, self.quantization)
         if bias is not None and not isinstance(packed, QuantizedWeight):
             bias = rounded(bias, NUMPY[self.dtype])
         return CpuProduct(self.threads, packed, bias)
 
+    def _chosen(self, weight: Weight, *, is_tied: bool = False) -> tuple[ProductName, Rows]:
+        """The product of a matrix; if that is not the Rust kernel's, also the numbers."""
+        is_float = weight.packed_as is None and self.quantization == "none"
+        if not is_float or self.products.only == "pyengine":
+            return "pyengine", None
+        self.has_float_products = True
+        numbers = read(weight, self.dtype)
+        shape = LayerShape(weight.shape[1], weight.shape[0], self.dtype, is_tied=is_tied)
+        return self.products(shape, [numbers]), numbers
+
+    def _chosen_gate(self, weight: Weight) -> tuple[ProductName, tuple[Rows, Rows]]:
+        """The same of a gate and what it lets through."""
+        is_float = weight.packed_as is None and self.quantization == "none"
+        if not is_float or self.products.only == "pyengine":
+            return "pyengine", (None, None)
+        self.has_float_products = True
+        gate, up = (read(weight.half(number), self.dtype) for number in (0, 1))
+        shape = LayerShape(weight.shape[1], len(up), self.dtype, is_gated=True)
+        return self.products(shape, [gate, up]), (gate, up)
+
     def _laid_out(
-        self, weight: Weight, quantization: str, dtype: Dtype
+        self, weight: Weight, quantization: str, dtype: Dtype | None = None
     ) -> PackedWeight | QuantizedWeight:
         self.has_float_products |= weight.packed_as is None and quantization == "none"
-        return laid_out(weight, quantization, dtype)
+        return laid_out(weight, quantization, dtype or self.dtype)
 
     def exact_product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.exact_product`."""
@@ -144,16 +190,27 @@ class CpuKernels:
         """See `Kernels.inner_product`."""
         is_plain = len({part.packed_as for part in weight.parts}) == 1
         if mlp.is_gated and bias is None and isinstance(mlp.activation, str) and is_plain:
+            name, (first, second) = self._chosen_gate(weight)
+            if name == "torch" or (name != "pyengine" and mlp.activation not in GATES):
+                both = float_product(name, np.concatenate([first, second]))
+                return CpuInnerProduct(self.threads, both, mlp)
+            if name != "pyengine":
+                return onednn_gate(name, first, second, mlp.activation)
             halves = (weight.half(number) for number in (0, 1))
-            gate, up = (self._laid_out(half, self.quantization, self.dtype) for half in halves)
+            gate, up = (self._laid_out(half, self.quantization) for half in halves)
             return CpuGate(self.threads, gate, up, mlp.activation)
         return CpuInnerProduct(self.threads, self.product(weight, bias), mlp)
 
-    def table(self, weight: Weight) -> CpuProduct:
+    def table(self, weight: Weight, use: TableUse = "both") -> Table:
         """See `Kernels.table`."""
+        is_float = weight.packed_as is None
+        if use == "lookup" and is_float:
+            return FloatTable(read(weight, self.dtype))
+        name, numbers = self._chosen(weight, is_tied=use == "both")
+        if name != "pyengine":
+            return FloatTable(numbers, float_product(name, numbers))
         eight = "none" if self.quantization == "none" else "int8"
-        packed = self._laid_out(weight, eight, self.dtype)
-        return CpuProduct(self.threads, packed, dtype=self.dtype)
+        return CpuProduct(self.threads, self._laid_out(weight, eight), dtype=self.dtype)
 
     def differ(self, first: Weight, second: Weight) -> bool:
         """See `Kernels.differ`."""

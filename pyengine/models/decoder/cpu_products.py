@@ -53,7 +53,7 @@ class CpuExactProduct:
 class CpuJoinedProduct:
     """Products whose outputs follow each other: of weights in several formats."""
 
-    products: list[CpuProduct]
+    products: list[Product]
 
     def multiply(self, rows: Rows) -> Rows:
         """See `Product.multiply`."""

@@ -8,7 +8,7 @@ for into logits.
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pyengine.models.decoder.kernels import Rows, Step, Table
+from pyengine.models.decoder.kernels import Rows, Step, Table, TableUse
 from pyengine.models.decoder.layers import TokenInput, feed_forward_of, mixer_of
 from pyengine.models.decoder.spec import DecoderSpec, Layer
 from pyengine.models.decoder.weights import Weights
@@ -73,10 +73,12 @@ class DecoderLayer:
 class DividedTable:
     """An embedding or a head; each rank of a divided model has a part of the vocabulary."""
 
-    def __init__(self, name: str, weights: Weights, vocabulary: int, hidden: int) -> None:
+    def __init__(
+        self, name: str, weights: Weights, vocabulary: int, hidden: int, use: TableUse
+    ) -> None:
         self._rank, self._vocabulary = weights.rank, vocabulary
         self._part = weights.rank.part(vocabulary)
-        self._table = weights.table(name, vocabulary, hidden, is_divided=True)
+        self._table = weights.table(name, vocabulary, hidden, use=use, is_divided=True)
 
     def gather(self, ids: Rows) -> Rows:
         """`[T]` to `[T, hidden]`."""
@@ -89,11 +91,13 @@ class DividedTable:
         return self._rank.gather(self._table.multiply(rows), self._vocabulary)
 
 
-def table_of(name: str, weights: Weights, vocabulary: int, hidden: int) -> Table:
+def table_of(
+    name: str, weights: Weights, vocabulary: int, hidden: int, use: TableUse = "both"
+) -> Table:
     """An embedding or a head, or a rank's part of it."""
     if weights.rank.size == 1:
-        return weights.table(name, vocabulary, hidden)
-    return DividedTable(name, weights, vocabulary, hidden)
+        return weights.table(name, vocabulary, hidden, use=use)
+    return DividedTable(name, weights, vocabulary, hidden, use)
 
 
 class Decoder:
@@ -106,17 +110,21 @@ class Decoder:
         self.spec = spec
         self.kernels, self.rank = weights.kernels, weights.rank
         hidden, vocabulary = spec.hidden_size, spec.vocab_size
-        self._embedding = table_of("embedding", weights, vocabulary, hidden)
+        # A file that has a head of its own means it, whatever its configuration says.
+        is_tied = spec.is_tied and not weights.differs("head", "embedding", vocabulary, hidden)
+        use: TableUse = "both" if is_tied else "lookup"
+        self._embedding = table_of("embedding", weights, vocabulary, hidden, use)
         self._positions = None
         if spec.learned_positions is not None:
-            self._positions = weights.table("positions", spec.learned_positions, hidden)
+            self._positions = weights.table(
+                "positions", spec.learned_positions, hidden, use="lookup"
+            )
         self._token_inputs = TokenInputs(spec, weights) if spec.token_input else None
         self._layers = _layers(spec, weights)
         self._norm = weights.norm("norm", spec.norm, hidden)
         self._head = self._embedding
-        # A file that has a head of its own means it, whatever its configuration says.
-        if not spec.is_tied or weights.differs("head", "embedding", vocabulary, hidden):
-            self._head = table_of("head", weights, vocabulary, hidden)
+        if not is_tied:
+            self._head = table_of("head", weights, vocabulary, hidden, "product")
         self._residual_scale = spec.layers[-1].residual_scale
         # In the order of layers: a compiled graph is found in torch's cache by its text.
         rotaries = (layer.mixer.rotary for layer in spec.layers)
@@ -175,7 +183,7 @@ class TokenInputs:
         assert given is not None
         self._kernels, self._size, self._hidden = weights.kernels, given.size, spec.hidden_size
         width = count * given.size
-        self._table = weights.table("token_inputs", given.vocab_size, width)
+        self._table = weights.table("token_inputs", given.vocab_size, width, use="lookup")
         self._product = weights.linear("token_input_product", width, spec.hidden_size)
         self._norm = weights.norm("token_input_norm", given.norm, given.size)
 

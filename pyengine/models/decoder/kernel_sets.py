@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from pyengine.models.decoder.cpu_kernels import CpuKernels
+    from pyengine.models.decoder.cpu_numbers import Dtype
     from pyengine.models.decoder.torch_kernels import TorchKernels
 
 
@@ -47,6 +48,8 @@ def kernel_set(
     import torch
 
     quantization = str(settings.quantization) if settings.quantises else "none"
+    if device.type != "cpu":
+        _refuse_product(settings, dtype, device)
     if device.type == "cuda":
         from pyengine.models.decoder.cuda_kernels import CudaKernels, check_float8
 
@@ -59,10 +62,11 @@ def kernel_set(
             )
         check_float8(device)
         return CudaKernels(device, dtype, "fp8")
-    own = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-    if device.type == "cpu" and dtype in own and not settings.is_compiled:
-        from pyengine.models.cpu_kernels import kernel_threads
+    names: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+    if device.type == "cpu" and dtype in names and not settings.is_compiled:
+        from pyengine.cpu.threads import kernel_threads
         from pyengine.models.decoder.cpu_kernels import CpuKernels
+        from pyengine.models.decoder.product_choice import ProductChooser
 
         if quantization not in ("none", "int4", "int8"):
             raise ConfigurationError(
@@ -70,15 +74,26 @@ def kernel_set(
                 "take 'int8' or 'int4', or leave quantization out"
             )
         rounded_to = cast("Literal['none', 'int4', 'int8']", quantization)
-        kind = cast("Literal['float32', 'bfloat16']", own[dtype])
-        return CpuKernels(kernel_threads(torch.get_num_threads()), rounded_to, kind)
+        products = ProductChooser(settings.linear_backend, names[dtype])
+        threads = kernel_threads(torch.get_num_threads())
+        return CpuKernels(threads, rounded_to, names[dtype], products)
     from pyengine.models.decoder.torch_kernels import TorchKernels
 
+    _refuse_product(settings, dtype, device)
     if quantization != "none":
         raise ConfigurationError(
             f"quantization={quantization!r} is not for {dtype} on {device}: leave quantization out"
         )
     return TorchKernels(device, dtype)
+
+
+def _refuse_product(settings: KernelSettings, dtype: "torch.dtype", device: "torch.device") -> None:
+    """Raise `ConfigurationError` if a product is asked for that is not torch's."""
+    if settings.linear_backend not in ("auto", "torch"):
+        raise ConfigurationError(
+            f"linear_backend={settings.linear_backend!r} has no product for {dtype} on {device} "
+            "here; use linear_backend='auto'"
+        )
 
 
 def check_rounded(made: "CpuKernels | TorchKernels", settings: KernelSettings, name: str) -> None:

@@ -7,7 +7,7 @@ set, chosen once (`torch_kernels` is the oracle of the others).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pyengine.models.decoder.spec import (
     MLP,
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pyengine.attention.backend import AttentionPlan
     from pyengine.models.decoder.weights import Weight
 
+TableUse = Literal["lookup", "product", "both"]
 Rows = Any
 """An array of the kernel set; its first axis are the tokens of the step."""
 
@@ -114,8 +115,8 @@ class Kernels(Protocol):
         A gated one has `[2 size, inputs]`, the gate first, and gives `[T, size]`.
         """
 
-    def table(self, weight: "Weight") -> Table:
-        """Lay out a matrix for look-ups and products: an embedding, or the head."""
+    def table(self, weight: "Weight", use: TableUse = "both") -> Table:
+        """Lay out a matrix for look-ups, for products, or for both: an embedding, or the head."""
 
     def differ(self, first: "Weight", second: "Weight") -> bool:
         """True if two matrices of one shape have other numbers."""

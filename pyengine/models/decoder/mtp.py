@@ -8,7 +8,7 @@ from which the head predicts one token further. Embedding and head are the model
 from typing import TYPE_CHECKING
 
 from pyengine.models.decoder.decoder import Decoder, DecoderLayer, table_of
-from pyengine.models.decoder.kernels import Rows, Step, Table
+from pyengine.models.decoder.kernels import Rows, Step, Table, TableUse
 from pyengine.models.decoder.spec import DecoderSpec, Layer
 from pyengine.models.decoder.weights import Weights
 
@@ -92,4 +92,5 @@ def _own(weights: Weights, spec: DecoderSpec, name: str, shared: str) -> Table |
         shared = "embedding"
     if not weights.differs(name, shared, rows, columns):
         return None
-    return table_of(name, weights, rows, columns)
+    use: TableUse = "lookup" if name == "mtp_embedding" else "product"
+    return table_of(name, weights, rows, columns, use)

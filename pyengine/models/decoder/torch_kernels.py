@@ -13,8 +13,9 @@ from pyengine.errors import ModelLoadError
 from pyengine.kernels.operators import kept
 from pyengine.models.decoder.checkpoint import StoredTensor
 from pyengine.models.decoder.grouped import group_pairs, grouped_linear
-from pyengine.models.decoder.kernels import AttentionWeights, NormWeights, Product, Step
+from pyengine.models.decoder.kernels import AttentionWeights, NormWeights, Product, Step, TableUse
 from pyengine.models.decoder.made_up import DummyStored, numbers
+from pyengine.models.decoder.product_choice import ProductChooser
 from pyengine.models.decoder.rotary import frequencies
 from pyengine.models.decoder.spec import (
     MLP,
@@ -138,8 +139,10 @@ class TorchAttention:
 class TorchKernels:
     """See `Kernels`. Weights and rows are of `dtype`, on `device`."""
 
-    keeps_formats = False
+    keeps_formats: bool = False
+    """True once a quantised weight was laid out as it is; False: all of them are floats."""
     has_float_products = True
+    products = ProductChooser.fixed("torch", "the only one here")
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -165,7 +168,7 @@ class TorchKernels:
         """`activation(gate) * up` of rows `[T, 2 size]`, or the activation of each number."""
         return _activated(rows, mlp)
 
-    def table(self, weight: Weight) -> TorchProduct:
+    def table(self, weight: Weight, _use: TableUse = "both") -> TorchProduct:
         """See `Kernels.table`."""
         return TorchProduct(self._read(weight))
 

@@ -20,6 +20,7 @@ from pyengine.models.decoder.kernels import (
     NormWeights,
     Product,
     Table,
+    TableUse,
 )
 from pyengine.models.decoder.names import Names, Stored
 from pyengine.models.decoder.ranks import WHOLE, Rank
@@ -182,12 +183,20 @@ class Weights:
         bias = self._bias(start, stored, sizes, divided) if mlp.has_bias else None
         return Linear(self.kernels.inner_product(weight, bias, mlp))
 
-    def table(self, name: str, rows: int, columns: int, *, is_divided: bool = False) -> Table:
+    def table(
+        self,
+        name: str,
+        rows: int,
+        columns: int,
+        *,
+        use: TableUse = "both",
+        is_divided: bool = False,
+    ) -> Table:
         """A matrix to look rows up in, and to multiply by.
 
         Unlike elsewhere, `rows` are those of all ranks: the last one may have fewer than others.
         """
-        return self.kernels.table(self._table(name, rows, columns, is_divided))
+        return self.kernels.table(self._table(name, rows, columns, is_divided), use)
 
     def differs(self, name: str, other: str, rows: int, columns: int) -> bool:
         """True if the file has the table `name` beside `other`, and its numbers are others.

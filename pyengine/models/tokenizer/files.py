@@ -196,10 +196,10 @@ def _add(
     named = {token.content for token in special.values() if token is not None}
     for token in new:
         token.special = token.special or token.content in named
-    for token in (*special.values(), *extras):
-        if token is not None and token.content not in texts:
-            texts.add(token.content)
-            new.append(token)
+    for other in (*special.values(), *extras):
+        if other is not None and other.content not in texts:
+            texts.add(other.content)
+            new.append(other)
     if new:
         backend.add_tokens(new)
 

@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use cpu_kernels::{Activation, Attention, Element, Error, Isa, PackedWeight};
+use functions::activated;
 use levels::{FLOATS, Tests, all};
 
 mod functions;

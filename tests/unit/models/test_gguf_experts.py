@@ -11,8 +11,8 @@ import torch
 from pyengine import LLM, SamplingParams
 from pyengine.attention.cpu import CpuBackend
 from pyengine.cpu import CpuAttention
+from pyengine.cpu.threads import kernel_threads
 from pyengine.errors import ModelLoadError
-from pyengine.models.cpu_kernels import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.gguf import open_gguf
 from pyengine.models.decoder.torch_kernels import TorchKernels

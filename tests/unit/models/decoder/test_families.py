@@ -14,7 +14,7 @@ from pyengine.attention.backend import AttentionBackend
 from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.cpu import CpuAttention
-from pyengine.models.cpu_kernels import kernel_threads
+from pyengine.cpu.threads import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.cpu_numbers import Dtype
 from pyengine.models.decoder.families import TABLE
@@ -111,10 +111,12 @@ def test_bfloat16_on_the_cpu_is_as_close_to_float32_as_with_torch(
 ) -> None:
     folder, dtype = saved(tiny)[0], torch.bfloat16
     exact, theirs, ours = (
-        Runner(load_decoder(folder, TorchKernels(CPU, torch.float32))),
-        Runner(load_decoder(folder, TorchKernels(CPU, dtype)), dtype=dtype),
+        Runner(open_model(folder).decoder(TorchKernels(CPU, torch.float32))),
+        Runner(open_model(folder).decoder(TorchKernels(CPU, dtype)), dtype=dtype),
         Runner(
-            load_decoder(folder, CpuKernels(kernel_threads(1), dtype="bfloat16")), CpuBackend, dtype
+            open_model(folder).decoder(CpuKernels(kernel_threads(1), dtype="bfloat16")),
+            CpuBackend,
+            dtype,
         ),
     )
     logits = []

@@ -13,8 +13,8 @@ import torch
 
 from pyengine.attention.cpu import CpuBackend
 from pyengine.cpu import CpuAttention
+from pyengine.cpu.threads import kernel_threads
 from pyengine.errors import ModelLoadError
-from pyengine.models.cpu_kernels import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.gguf import open_gguf
@@ -267,7 +267,7 @@ def test_what_nothing_reads_is_refused_by_name(
 _OPEN = """
 import sys
 from pathlib import Path
-from pyengine.models.cpu_kernels import kernel_threads
+from pyengine.cpu.threads import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.gguf import open_gguf
 from pyengine.models.gguf_file import GGUFFile

@@ -4,10 +4,12 @@ import copy
 import json
 import logging
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pyengine.errors import ModelLoadError
@@ -252,3 +254,48 @@ def test_damaged_files_are_refused(tmp_path: Path, name: str, text: str | bytes)
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ModelLoadError, match=str(tmp_path)):
         load_tokenizer(tmp_path)
+
+
+def test_threads_share_a_tokenizer(folder: Path) -> None:
+    change(folder, "tokenizer_config.json", eos_token="<|odd|>")
+    ours = load_tokenizer(folder)
+    texts = [f"{text} {number}" for text in TEXTS for number in range(20)]
+    expected = [ours.encode(text) for text in texts]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(5):
+            assert [*threads.map(ours.encode, texts)] == expected
+            assert [*threads.map(ours.decode, expected)] == [*map(ours.decode, expected)]
+
+
+CLASSES = {
+    "gpt2": ("GPT2Tokenizer", "byte level"),
+    "starcoder2": ("GPT2Tokenizer", "byte level"),
+    "qwen2": ("Qwen2Tokenizer", "qwen"),
+    "qwen3": ("Qwen2Tokenizer", "qwen"),
+    "qwen3_moe": ("Qwen2Tokenizer", "qwen"),
+    "cohere2": ("CohereTokenizer", "byte level"),
+    "olmo": ("GPTNeoXTokenizer", "byte level"),
+    "gemma2": ("GemmaTokenizer", "words"),
+    "gemma3_text": ("GemmaTokenizer", "words"),
+    "llama": ("LlamaTokenizer", "words"),
+    "mistral": ("LlamaTokenizer", "words"),
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"add_bos_token": True}, {"add_prefix_space": True}])
+@pytest.mark.parametrize("family", CLASSES)
+def test_folders_of_classes_of_transformers(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """transformers builds these from their vocabulary; tokenizer.json is the same tokenizer."""
+    name, kind = CLASSES[family]
+    model = json.loads(KINDS[kind]().to_str())["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    tokenizer = getattr(transformers, name)(vocab=model["vocab"], merges=merges, **settings)
+    tokenizer.add_tokens(ODD)
+    tokenizer.save_pretrained(tmp_path)
+    change(tmp_path, "config.json", model_type=family)
+    ours, theirs = both(tmp_path)
+    if family == "olmo":  # its class forgets what tokenizer.json says of BOS
+        theirs.backend_tokenizer.post_processor = ours.backend_tokenizer.post_processor
+    check_equal(ours, theirs)

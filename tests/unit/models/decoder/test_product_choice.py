@@ -5,30 +5,31 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from pyengine import LLM
 from pyengine.errors import ConfigurationError
-from pyengine.models import linear_kernels as products
-from pyengine.models.cpu_kernels import (
+from pyengine.models.decoder import product_choice as products
+from pyengine.models.decoder.cpu_numbers import NUMPY, rounded
+from pyengine.models.decoder.kernel_sets import KernelSettings, kernel_set
+from pyengine.models.decoder.product_choice import (
+    LayerShape,
+    ProductChooser,
     available_products,
+    best_product,
+    choose_product,
     kernel_is_default,
     kernel_supports,
     onednn_supports,
-)
-from pyengine.models.linear_kernels import (
-    LayerShape,
-    ProductChooser,
-    best_product,
-    choose_product,
 )
 from pyengine.utils.openmp import torch_threads
 from tests.unit.models.tiny import save_tiny_model
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(
-    not onednn_supports(torch.float32), reason="torch was built without oneDNN"
+    not onednn_supports("float32"), reason="torch was built without oneDNN"
 )
 
 
@@ -50,25 +51,25 @@ def test_the_least_mean_of_all_numbers_of_rows_decides(
     assert best_product(times) == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_our_kernel_is_not_timed(monkeypatch, dtype):
     if not kernel_is_default(dtype):
         pytest.skip(f"the kernel is not the default for {dtype} here")
     monkeypatch.setattr(products, "measure", pytest.fail)
-    chooser = ProductChooser("auto", CPU, dtype)
-    assert chooser(LayerShape(24, 17, dtype), [torch.zeros(17, 24, dtype=dtype)]) == "pyengine"
+    chooser = ProductChooser("auto", dtype)
+    assert chooser(LayerShape(24, 17, dtype), [np.zeros((17, 24), NUMPY[dtype])]) == "pyengine"
 
 
 @needs_onednn
-@pytest.mark.skipif(not kernel_supports(torch.bfloat16), reason="no kernel here")
+@pytest.mark.skipif(not kernel_supports("bfloat16"), reason="no kernel here")
 def test_our_kernel_is_used_by_name_where_it_is_not_the_default(monkeypatch):
     """As with AMX."""
     monkeypatch.setattr(products, "kernel_is_default", lambda _dtype: False)
     monkeypatch.setattr(products, "_choices", {})
-    weights = [torch.rand(17, 24).to(torch.bfloat16)]
-    shape = LayerShape(24, 17, torch.bfloat16)
-    assert ProductChooser("pyengine", CPU, torch.bfloat16)(shape, weights) == "pyengine"
-    timed = ProductChooser("auto", CPU, torch.bfloat16)
+    weights = [rounded(np.ones((17, 24), np.float32), np.uint16)]
+    shape = LayerShape(24, 17, "bfloat16")
+    assert ProductChooser("pyengine", "bfloat16")(shape, weights) == "pyengine"
+    timed = ProductChooser("auto", "bfloat16")
     assert timed(shape, weights) != "pyengine"
     assert str(timed.describe()["linear_reason"]).startswith("timed in")
 
@@ -98,24 +99,24 @@ def test_a_shape_is_timed_once_in_a_process_and_on_one_thread(monkeypatch):
         return timed(*arguments)
 
     monkeypatch.setattr(products, "_timed", watched)
-    shape = LayerShape(24, 17, torch.float32)
+    shape, weight = LayerShape(24, 17, "float32"), np.ones((17, 24), np.float32)
     with torch_threads(2):
-        first = choose_product(shape, [torch.rand(17, 24)])
-        assert choose_product(shape, [torch.rand(17, 24)]) is first
+        first = choose_product(shape, [weight])
+        assert choose_product(shape, [weight]) is first
         assert torch.get_num_threads() == 2
     assert threads == [1]
-    assert set(first.times) == set(available_products(torch.float32)) - {"pyengine"}
+    assert set(first.times) == set(available_products("float32")) - {"pyengine"}
     assert all(len(times) == len(products.ROWS) for times in first.times.values())
 
 
 @needs_onednn
 def test_a_large_layer_is_timed_by_a_part_of_its_outputs():
-    whole = torch.empty(40_000, 512)
+    whole = np.empty((40_000, 512), np.float32)
     [[part]] = products._sample([whole])
     assert part.nbytes <= products._SAMPLE < whole.nbytes
-    assert part.data_ptr() == whole.data_ptr()
-    copies = products._sample([torch.empty(512, 512)])
-    assert len({weights[0].data_ptr() for weights in copies}) == len(copies) > 1
+    assert part.ctypes.data == whole.ctypes.data
+    copies = products._sample([np.empty((512, 512), np.float32)])
+    assert len({weights[0].ctypes.data for weights in copies}) == len(copies) > 1
 
 
 _GENERIC_MKL = {
@@ -126,13 +127,13 @@ _GENERIC_MKL = {
 """AVX2 at most, and those kernels of MKL that run on every processor."""
 
 _CHOICE = """
+import numpy as np
 import torch
-from pyengine.models.linear import can_prepack
-from pyengine.models.linear_kernels import LayerShape, choose_product
+from pyengine.models.decoder.product_choice import LayerShape, choose_product, onednn_supports
 assert torch.backends.cpu.get_cpu_capability() != "AVX512"
-assert can_prepack(torch.device("cpu"), torch.float32)
-shape = LayerShape(640, 8192, torch.float32)
-print(choose_product(shape, [torch.rand(8192, 640)]).product)
+assert onednn_supports("float32")
+weight = np.random.default_rng(0).random((8192, 640), np.float32)
+print(choose_product(LayerShape(640, 8192, "float32"), [weight]).product)
 """
 
 
@@ -153,9 +154,9 @@ def test_torch_is_not_chosen_where_mkl_is_slow_without_avx512():
 def test_what_cannot_be_is_refused():
     for asked in ("onednn", "pyengine"):
         with pytest.raises(ConfigurationError, match=f"linear_backend='{asked}'.*float16"):
-            ProductChooser(asked, CPU, torch.float16)
-    chooser = ProductChooser("auto", CPU, torch.float16)
-    assert chooser.describe()["linear_backend"] == "torch"
+            kernel_set(CPU, torch.float16, KernelSettings(linear_backend=asked))
+    made = kernel_set(CPU, torch.float16, KernelSettings())
+    assert made.products.describe()["linear_backend"] == "torch"
 
 
 @needs_onednn
@@ -164,12 +165,12 @@ def test_an_engine_says_which_products_it_uses(tmp_path, dtype):
     save_tiny_model(tmp_path)
     answers = []
     backends = ["auto", "torch", "onednn"]
-    backends += ["pyengine"] if kernel_supports(getattr(torch, dtype)) else []
+    backends += ["pyengine"] if kernel_supports(dtype) else []
     for asked in backends:
         llm = LLM(tmp_path, dtype=dtype, num_blocks=16, max_model_len=64, linear_backend=asked)
         about = llm.describe()
         if asked == "auto":
-            reason = "same bits" if kernel_is_default(getattr(torch, dtype)) else "timed in"
+            reason = "same bits" if kernel_is_default(dtype) else "timed in"
             assert reason in str(about["linear_reason"])
         else:
             assert (about["linear_backend"], about["linear_reason"]) == (asked, "asked for")
