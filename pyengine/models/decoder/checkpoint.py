@@ -20,7 +20,7 @@ from pyengine.errors import ModelLoadError
 from pyengine.models.checkpoint_files import TensorHeader, check_weights
 
 Array = npt.NDArray[Any]
-_Whole = TypeVar("_Whole")
+Numbers = TypeVar("Numbers", bound=Any)
 
 _NUMPY: Mapping[str, type[Any]] = {
     "F64": np.float64,
@@ -86,14 +86,10 @@ class StoredTensor:
     def _whole_shape(self) -> tuple[int, ...]:
         return self.shape[::-1] if self.is_transposed else self.shape
 
-    def cut(self, whole: _Whole) -> _Whole:
+    def cut(self, whole: Numbers) -> Numbers:
         """The rows and columns of a tensor, an array or one of torch's, that `read` returns."""
-        found: Any = whole
-        if self.rows is not None:
-            found = found[self.rows]
-        if self.columns is not None:
-            found = found[:, self.columns]
-        cut: _Whole = found
+        found: Any = whole if self.rows is None else whole[self.rows]
+        cut: Numbers = found if self.columns is None else found[:, self.columns]
         return cut
 
     def expert(self, index: int) -> "StoredTensor":
