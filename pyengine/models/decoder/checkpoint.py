@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from pyengine.errors import ModelLoadError
 from pyengine.models.checkpoint_files import TensorHeader, check_weights
 
 Array = npt.NDArray[Any]
+Numbers = TypeVar("Numbers", bound=Any)
 
 _NUMPY: Mapping[str, type[Any]] = {
     "F64": np.float64,
@@ -85,10 +86,11 @@ class StoredTensor:
     def _whole_shape(self) -> tuple[int, ...]:
         return self.shape[::-1] if self.is_transposed else self.shape
 
-    def cut(self, whole: Any) -> Any:
+    def cut(self, whole: Numbers) -> Numbers:
         """The rows and columns of a tensor, an array or one of torch's, that `read` returns."""
-        found = whole if self.rows is None else whole[self.rows]
-        return found if self.columns is None else found[:, self.columns]
+        found: Any = whole if self.rows is None else whole[self.rows]
+        cut: Numbers = found if self.columns is None else found[:, self.columns]
+        return cut
 
     def expert(self, index: int) -> "StoredTensor":
         """The part of one expert of a tensor `[experts, ...]`."""

@@ -154,7 +154,7 @@ class CpuKernels:
             bias = rounded(bias, NUMPY[self.dtype])
         return CpuProduct(self.threads, packed, bias)
 
-    def _chosen(self, weight: Weight, *, is_tied: bool = False) -> tuple[ProductName, Rows]:
+    def _chosen(self, weight: Weight, *, is_tied: bool = False) -> tuple[ProductName, Any]:
         """The product of a matrix; if that is not the Rust kernel's, also the numbers."""
         is_float = weight.packed_as is None and self.quantization == "none"
         if not is_float or self.products.only == "pyengine":
@@ -164,7 +164,7 @@ class CpuKernels:
         shape = LayerShape(weight.shape[1], weight.shape[0], self.dtype, is_tied=is_tied)
         return self.products(shape, [numbers]), numbers
 
-    def _chosen_gate(self, weight: Weight) -> tuple[ProductName, tuple[Rows, Rows]]:
+    def _chosen_gate(self, weight: Weight) -> tuple[ProductName, tuple[Any, Any]]:
         """The same of a gate and what it lets through."""
         is_float = weight.packed_as is None and self.quantization == "none"
         if not is_float or self.products.only == "pyengine":

@@ -33,13 +33,11 @@ def merges_of_words(texts: Sequence[str], scores: _Numbers | None = None) -> lis
     else:
         lengths = np.fromiter(map(len, texts), np.int64, len(texts))[tokens]
         order = np.lexsort((cuts - lengths, -cuts, -scores[tokens].astype(np.float64)))
-    found = []
-    for token, cut in zip(tokens[order].tolist(), cuts[order].tolist(), strict=True):
-        text = texts[token]
-        pair = text[:cut], text[cut:]
-        if pair[0] in known and pair[1] in known:
-            found.append(pair)
-    return found
+    return [
+        (first, second)
+        for token, cut in zip(tokens[order].tolist(), cuts[order].tolist(), strict=True)
+        if (first := texts[token][:cut]) in known and (second := texts[token][cut:]) in known
+    ]
 
 
 def _likely_cuts(texts: Sequence[str]) -> tuple[_Numbers, _Numbers]:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from pyengine.attention.cpu import CpuBackend
 from pyengine.cpu import CpuAttention
+from pyengine.cpu.threads import kernel_threads
 from pyengine.errors import ConfigurationError, ModelLoadError
-from pyengine.models.cpu_kernels import kernel_threads
 from pyengine.models.decoder.arrays import array_of, tensor_of
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.cpu_numbers import Dtype

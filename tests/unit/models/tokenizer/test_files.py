@@ -204,6 +204,7 @@ FALLBACKS = {
     "tokenizer.json": "it has no tokenizer.json",
     "auto_map": "asks for Python code",
     "fast_tokenizer_files": "for each release",
+    "fix_mistral_regex": "another splitting of words",
 }
 
 
@@ -222,7 +223,8 @@ def test_transformers_reads_what_tokenizers_cannot(
     elif what == "auto_map":
         change(tmp_path, "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.A", "own.B"]})
     else:
-        change(tmp_path, "tokenizer_config.json", fast_tokenizer_files=["tokenizer.json"])
+        value = True if what == "fix_mistral_regex" else ["tokenizer.json"]
+        change(tmp_path, "tokenizer_config.json", **{what: value})
     found = load_tokenizer(tmp_path)
     assert not isinstance(found, Tokenizer)
     assert found.encode("Hello") == tokenizer.encode("Hello").ids
@@ -280,6 +282,22 @@ CLASSES = {
     "llama": ("LlamaTokenizer", "words"),
     "mistral": ("LlamaTokenizer", "words"),
 }
+
+
+@pytest.mark.parametrize("family", [*CLASSES][:6])
+@pytest.mark.parametrize("is_added", [True, False])
+def test_a_space_before_the_first_word_is_added_as_the_configuration_says(
+    family: str, is_added: bool, tmp_path: Path
+) -> None:
+    name, kind = CLASSES[family]
+    model = json.loads(KINDS[kind]().to_str())["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    spaces = {"add_prefix_space": not is_added}
+    tokenizer = getattr(transformers, name)(vocab=model["vocab"], merges=merges, **spaces)
+    tokenizer.save_pretrained(tmp_path)
+    change(tmp_path, "config.json", model_type=family)
+    change(tmp_path, "tokenizer_config.json", add_prefix_space=is_added)
+    check_equal(*both(tmp_path))
 
 
 @pytest.mark.parametrize("settings", [{}, {"add_bos_token": True}, {"add_prefix_space": True}])
