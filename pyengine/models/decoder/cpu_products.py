@@ -1,7 +1,7 @@
 """Matrices of the CPU's kernel set: their layout, and their products by the Rust kernels."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,45 @@ from pyengine.models.decoder.spec import MLP, ClampedGate
 from pyengine.models.decoder.weights import Weight
 
 
+@dataclass(frozen=True, slots=True)
+class OrderedWeight:
+    """A quantised weight whose inputs are in another order: `order` are their numbers."""
+
+    packed: QuantizedWeight
+    order: npt.NDArray[np.int64]
+
+    @property
+    def out_features(self) -> int:
+        """Length of a row of the output."""
+        return self.packed.out_features
+
+    @property
+    def in_features(self) -> int:
+        """Length of a row of the input."""
+        return self.packed.in_features
+
+    def multiply(
+        self, threads: CpuAttention, rows: Rows, out: Rows, bias: Floats | None = None
+    ) -> None:
+        """See `QuantizedWeight.multiply`."""
+        self.packed.multiply(threads, rows.take(self.order, axis=1), out, bias)
+
+    def gather(self, outputs: npt.NDArray[np.int64], out: Rows) -> None:
+        """See `QuantizedWeight.gather`."""
+        ordered = np.empty_like(out)
+        self.packed.gather(outputs, ordered)
+        out[:, self.order] = ordered
+
+
+KernelWeight: TypeAlias = PackedWeight | QuantizedWeight | OrderedWeight
+
+
 @dataclass(slots=True)
 class CpuProduct:
     """A matrix in the layout of the Rust kernel, and its bias; look-ups give numbers of `dtype`."""
 
     threads: CpuAttention
-    packed: PackedWeight | QuantizedWeight
+    packed: KernelWeight
     bias: Rows | None = None
     dtype: Dtype = "float32"
 
@@ -101,29 +134,40 @@ class CpuInnerProduct:
 
 @dataclass(slots=True)
 class CpuExperts:
-    """Both products of every expert."""
+    """Both products of every expert.
+
+    A row has the same bits in every batch: its experts are added in the order of their numbers, in
+    float32.
+    """
 
     products: list[tuple[Product, Product]]
 
     def multiply(self, rows: Rows, chosen: npt.NDArray[np.intp], factors: Floats) -> Rows:
         """See `ExpertProducts.multiply`."""
-        out = np.zeros(rows.shape, np.float32)
-        for expert in np.unique(chosen).tolist():
-            tokens, places = np.nonzero(chosen == expert)
-            inner, down = self.products[expert]
-            result = down.multiply(inner.multiply(rows[tokens]))
-            out[tokens] += widened(result) * factors[tokens, places, None]
-        return rounded(out, rows.dtype.type)
+        sums = np.zeros(rows.shape, np.float32)
+        experts = chosen.reshape(-1)
+        order = np.argsort(experts, kind="stable")
+        sorted_experts = experts[order]
+        tokens, weights = order // chosen.shape[1], factors.reshape(-1, 1)[order]
+        ends = np.flatnonzero(sorted_experts[1:] != sorted_experts[:-1]) + 1
+        start = 0
+        for end in (*ends.tolist(), len(order)):
+            inner, down = self.products[sorted_experts[start]]
+            own = tokens[start:end]
+            result = widened(down.multiply(inner.multiply(rows[own])))
+            sums[own] += result * weights[start:end]  # a token has an expert once
+            start = end
+        return rounded(sums, rows.dtype.type)
 
 
-def laid_out(weight: Weight, quantization: str, dtype: Dtype) -> PackedWeight | QuantizedWeight:
+def laid_out(weight: Weight, quantization: str, dtype: Dtype) -> KernelWeight:
     """A matrix for the Rust kernel: floats, or bytes in a format that it multiplies by."""
     if weight.packed_as is None:
         if quantization != "none":
             return _rounded(weight, quantization)
         return PackedWeight(read(weight, _kept_as(weight, dtype)))
     try:
-        packed: PackedWeight | QuantizedWeight = weight.laid_out()
+        packed: KernelWeight = weight.laid_out()
         return packed
     except ValueError as error:  # a scale that is not finite
         raise ModelLoadError(

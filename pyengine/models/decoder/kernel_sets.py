@@ -62,15 +62,9 @@ def kernel_set(
             )
         check_float8(device)
         return CudaKernels(device, dtype, "fp8")
-<<<<<<< HEAD
     names: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
     if device.type == "cpu" and dtype in names and not settings.is_compiled:
         from pyengine.cpu.threads import kernel_threads
-=======
-    own = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-    if device.type == "cpu" and dtype in own and not settings.is_compiled:
-        from pyengine.models.cpu_kernels import kernel_threads
->>>>>>> main
         from pyengine.models.decoder.cpu_kernels import CpuKernels
         from pyengine.models.decoder.product_choice import ProductChooser
 
@@ -80,14 +74,9 @@ def kernel_set(
                 "take 'int8' or 'int4', or leave quantization out"
             )
         rounded_to = cast("Literal['none', 'int4', 'int8']", quantization)
-<<<<<<< HEAD
         products = ProductChooser(settings.linear_backend, names[dtype])
         threads = kernel_threads(torch.get_num_threads())
         return CpuKernels(threads, rounded_to, names[dtype], products)
-=======
-        kind = cast("Literal['float32', 'bfloat16']", own[dtype])
-        return CpuKernels(kernel_threads(torch.get_num_threads()), rounded_to, kind)
->>>>>>> main
     from pyengine.models.decoder.torch_kernels import TorchKernels
 
     _refuse_product(settings, dtype, device)
