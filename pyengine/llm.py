@@ -169,7 +169,7 @@ class LLM(EngineClient):
         return self._pin_of(request)
 
     def get_tokenizer(self) -> Any:
-        """The transformers tokenizer of the model; None for a model without one."""
+        """The tokenizer of the model; None for a model without one."""
         return self.tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

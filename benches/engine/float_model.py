@@ -23,6 +23,8 @@ def float_folder() -> Path:
     _TARGET.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=_TARGET))
     model: Any = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
+    del model.config.quantization_config  # of the file: the weights are floats now
+    model.hf_quantizer, model.is_quantized = None, False
     model.save_pretrained(made)
     AutoTokenizer.from_pretrained(file.parent, **where).save_pretrained(made)
     return made.rename(folder)

@@ -20,12 +20,17 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import torch
+import numpy as np
 
 from benches.engine.page import publish
 from benches.peers.report import heading, machine, results_file, results_name
-from pyengine.models.cpu_kernels import Product
-from pyengine.models.linear_kernels import Multiply, candidates
+from pyengine.cpu import PackedWeight
+from pyengine.cpu.threads import kernel_threads
+from pyengine.models.decoder.cpu_numbers import Rows
+from pyengine.models.decoder.cpu_products import CpuProduct
+from pyengine.models.decoder.float_products import ProductName
+from pyengine.models.decoder.product_choice import Multiply, candidates
+from pyengine.utils.openmp import torch_threads
 
 SHAPES = (
     (49152, 576),
@@ -39,7 +44,7 @@ SHAPES = (
 )
 ROWS = (1, 2, 4, 8, 16, 32, 128)
 THREADS = (1, 2)
-PRODUCTS: tuple[Product, ...] = ("torch", "onednn", "pyengine")
+PRODUCTS: tuple[ProductName, ...] = ("torch", "onednn", "pyengine")
 READ = 64 << 20
 """Bytes of weights that a round reads."""
 SECONDS = 0.15
@@ -48,28 +53,34 @@ SECONDS = 0.15
 
 def measure(outputs: int, inputs: int, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
     """Microseconds by threads, rows and product."""
-    weight = torch.rand(outputs, inputs) - 0.5
+    rng = np.random.default_rng(0)
+    weight = rng.random((outputs, inputs), dtype=np.float32) - 0.5
     num_copies = max(1, READ // weight.nbytes)
-    copies = [[weight.clone()] for _ in range(num_copies)]
-    found = candidates(PRODUCTS, copies)
+    copies = [[weight.copy()] for _ in range(num_copies)]
+    found = candidates(PRODUCTS[:-1], copies)
+    packed = [PackedWeight(copy) for [copy] in copies]
     results: dict[str, dict[str, dict[str, float]]] = {}
     for threads in THREADS:
-        torch.set_num_threads(threads)
-        for count in ROWS:
-            rows = torch.rand(count, inputs) - 0.5
-            few = max(1, min(num_copies, int(SECONDS * 2e10 / (count * outputs * inputs))))
-            times: dict[str, list[float]] = {product: [] for product in PRODUCTS}
-            for _ in range(rounds + 1):
-                for product in PRODUCTS:
-                    times[product].append(_seconds(found[product][:few], rows) / few)
-            medians = {product: 1e6 * median(each[1:]) for product, each in times.items()}
-            results.setdefault(str(threads), {})[str(count)] = medians
-            shown = ", ".join(f"{name} {us:,.0f}" for name, us in medians.items())
-            print(f"{outputs}x{inputs}, {threads} threads, {count} rows: {shown}", file=sys.stderr)
+        kernel = kernel_threads(threads)
+        found["pyengine"] = [CpuProduct(kernel, each).multiply for each in packed]
+        with torch_threads(threads):
+            for count in ROWS:
+                rows = rng.random((count, inputs), dtype=np.float32) - 0.5
+                few = max(1, min(num_copies, int(SECONDS * 2e10 / (count * outputs * inputs))))
+                times: dict[str, list[float]] = {product: [] for product in PRODUCTS}
+                for _ in range(rounds + 1):
+                    for product in PRODUCTS:
+                        times[product].append(_seconds(found[product][:few], rows) / few)
+                medians = {product: 1e6 * median(each[1:]) for product, each in times.items()}
+                results.setdefault(str(threads), {})[str(count)] = medians
+                shown = ", ".join(f"{name} {us:,.0f}" for name, us in medians.items())
+                print(
+                    f"{outputs}x{inputs}, {threads} threads, {count} rows: {shown}", file=sys.stderr
+                )
     return results
 
 
-def _seconds(products: list[Multiply], rows: torch.Tensor) -> float:
+def _seconds(products: list[Multiply], rows: Rows) -> float:
     start = perf_counter()
     for multiply in products:
         multiply(rows)
@@ -108,11 +119,10 @@ def main() -> None:
     content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if not asked.show:
         found = content.get("microseconds", {})
-        with torch.inference_mode():
-            for outputs, inputs in SHAPES:
-                shape = f"{outputs}x{inputs}"
-                if not asked.only or shape in asked.only.split(","):
-                    found[shape] = measure(outputs, inputs, asked.rounds)
+        for outputs, inputs in SHAPES:
+            shape = f"{outputs}x{inputs}"
+            if not asked.only or shape in asked.only.split(","):
+                found[shape] = measure(outputs, inputs, asked.rounds)
         shapes = [f"{outputs}x{inputs}" for outputs, inputs in SHAPES]
         found = {shape: found[shape] for shape in shapes if shape in found}
         content = {"machine": machine(), "rounds": asked.rounds, "microseconds": found}

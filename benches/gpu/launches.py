@@ -2,34 +2,33 @@
 
     python -m benches.gpu.launches [--compiled]
 
-Twice: as transformers has the model, and as it runs on CUDA, where products of the same rows are
-fused, and attention's kernel of the KV write does the norm of heads and the rotary embedding. Two
-random models of a family differ by a period of layers: so do the operations that they dispatch.
-Eager: on torch's device "meta", which has shapes and computes nothing; views are not counted.
-Compiled: the kernels and library calls that torch's compiler leaves of the same graph, of the model
-as it runs on CUDA, compiled for the CPU, with a stand-in for attention. The KV write and the
-attention kernel are one operation each in all.
+Twice: as transformers has the model, and by our decoder with the kernels of CUDA, where attention's
+kernel of the KV write does the norm of heads and the rotary embedding. Two models of a family
+differ by a period of layers: so do the operations that they dispatch. Eager: on torch's device
+"meta", which has shapes and computes nothing; a Triton kernel counts as one operation, views and
+memory as none. Compiled: the kernels and library calls that torch's compiler leaves of our decoder,
+compiled for the CPU, with a stand-in for attention. The KV write and the attention kernel are one
+operation each in all.
 """
 
 import argparse
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benches.gpu.decoders import unfilled_decoder
 from pyengine.attention.backend import AttentionOptions, Rows
-from pyengine.attention.dispatch import (
-    CompiledModel,
-    PagedContext,
-    register_paged_attention,
-    running,
-)
-from pyengine.models.linear import fuse_linears
-from pyengine.models.rotary import take_over_rotations
+from pyengine.attention.dispatch import CompiledModel, PagedContext, running
+from pyengine.models.fallback import FallbackModel, attending_layers
+from pyengine.models.loaded import Model
 from pyengine.models.transformers_calls import quiet_transformers
 
 ROWS = 64
@@ -53,7 +52,7 @@ FEWEST = 2
 
 
 class Launches(TorchDispatchMode):
-    """Counts operators that make or write a tensor; views and metadata are none."""
+    """Counts operators that write a tensor, and Triton kernels; views and memory are none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,50 +61,78 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count, and go on."""
         found = func(*args, **(kwargs or {}))
-        if not func.is_view and isinstance(found, torch.Tensor):
+        is_memory = "empty" in str(func)
+        if not func.is_view and not is_memory and isinstance(found, torch.Tensor):
             self.counts[str(func)] += 1
         return found
+
+    @contextmanager
+    def of_kernels(self) -> Iterator[None]:
+        """Inside, our Triton kernels are there, compute nothing and are counted."""
+        with ExitStack() as stack:
+            stack.enter_context(patch("pyengine.kernels.has_kernels", lambda _device: True))
+            for name in ("add_norm", "gate", "grouped_linear"):
+                module = import_module(f"pyengine.kernels.{name}")
+                stack.enter_context(patch.object(module, "_compiled", _Kernel(name, self.counts)))
+            yield
+
+
+class _Kernel:
+    """A Triton kernel that is counted."""
+
+    def __init__(self, name: str, counts: Counter[str]) -> None:
+        self._name, self._counts = name, counts
+
+    def __getitem__(self, _grid: object) -> Callable[..., None]:
+        """A launch."""
+
+        def launch(*_arguments: object, **_named: object) -> None:
+            self._counts[self._name] += 1
+
+        return launch
 
 
 class Counting:
     """Attention that counts as a KV write and a kernel."""
 
     def forward(self, _layer: int, rows: Rows, _options: AttentionOptions) -> torch.Tensor:
-        """Something of the right shape, by two operations."""
+        """Zeros of the right shape, by two operations."""
         query, _, value = rows
-        return query.new_empty(*query.shape[:2], value.shape[-1]).zero_()
+        return query.new_empty(*query.shape[:2], value.shape[-1]).zero_().zero_()
 
 
-def model(family: str, layers: int) -> Any:
-    """A random one, through paged attention, on the CPU."""
+def settings_of(family: str, layers: int) -> dict[str, Any]:
+    """A configuration with so many layers."""
+    return {**SMALL, **FAMILIES[family], "num_hidden_layers": layers}
+
+
+def decoder(family: str, layers: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Model:
+    """Our decoder, with the kernels of CUDA."""
+    return unfilled_decoder(family, settings_of(family, layers), torch.device(device), dtype)[0]
+
+
+def module(family: str, layers: int, device: str) -> Model:
+    """The module of transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(
-        family, **{**SMALL, **FAMILIES[family], "num_hidden_layers": layers}
-    )
+    config = AutoConfig.for_model(family, **settings_of(family, layers))
     models: Any = AutoModelForCausalLM
     with quiet_transformers():
-        made = models.from_config(config, dtype=torch.bfloat16)
-    made.set_attn_implementation(register_paged_attention())
-    return made.eval()
+        made = models.from_config(config, dtype=torch.bfloat16).eval().to(device)
+    return FallbackModel(made, attending_layers(made), "to be counted")
 
 
-def as_on_cuda(made: Any) -> Any:
-    """Fused as an engine does it there."""
-    take_over_rotations(made)
-    fuse_linears(made)
-    return made
-
-
-def eager(family: str, prepared: Callable[[Any], Any] = as_on_cuda) -> float:
+def eager(family: str, build: Callable[[str, int, str], Model] = decoder) -> float:
     """Launches of a layer, one operator after the other."""
     found = []
     for layers in (FEWEST, 2 * FEWEST):
-        made = prepared(model(family, layers)).to("meta")
-        ids = torch.zeros(1, ROWS, dtype=torch.int64, device="meta")
-        context = PagedContext(Counting(), [None] * layers)
-        with torch.no_grad(), Launches() as seen:  # inference mode leaves composites whole
-            made(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=1, paged=context)
+        seen = Launches()
+        with seen.of_kernels():
+            made = build(family, layers, "meta")
+            ids = torch.zeros(ROWS, dtype=torch.int64, device="meta")
+            context = PagedContext(Counting(), [None] * layers)
+            with torch.no_grad(), seen:  # inference mode leaves composites whole
+                made(ids, ids, ids[:1], context)
         found.append(seen.counts)
     return sum((found[1] - found[0]).values()) / FEWEST
 
@@ -115,15 +142,13 @@ def compiled(family: str) -> float:
     found = []
     for number, layers in enumerate((FEWEST, 2 * FEWEST)):
         torch._dynamo.reset()
-        made = as_on_cuda(model(family, layers))
+        made = decoder(family, layers, "cpu")
         paged, context = CompiledModel(1000 + number), PagedContext(Counting(), [None] * layers)
 
         def forward(ids: torch.Tensor, made: Any = made, paged: Any = paged) -> Any:
-            return made(
-                input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=1, paged=paged
-            ).logits
+            return made(ids, ids, ids[:1], paged)
 
-        ids = torch.zeros(1, ROWS, dtype=torch.int64)
+        ids = torch.zeros(ROWS, dtype=torch.int64)
         with torch.no_grad(), running(paged.number, context), fresh_inductor_cache():
             _, sources = run_and_get_code(torch.compile(forward, fullgraph=True), ids)
         found.append(sum(_calls(source) for source in sources))
@@ -145,12 +170,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benches.gpu.launches", description=__doc__)
     parser.add_argument("--compiled", action="store_true", help="too; takes minutes")
     options = parser.parse_args()
-    print(
-        "| family | as transformers has it | as it runs on CUDA | compiled |\n|---|---:|---:|---:|"
-    )
+    print("| family | as transformers has it | on CUDA | on CUDA, compiled |\n|---|---:|---:|---:|")
     for family in FAMILIES:
         least = f"{compiled(family):g}" if options.compiled else ""
-        plain, ours = eager(family, lambda made: made), eager(family)
+        plain, ours = eager(family, module), eager(family)
         print(f"| {family} | {plain:g} | {ours:g} | {least} |", flush=True)
 
 

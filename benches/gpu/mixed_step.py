@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benches.gpu.launches import Counting, as_on_cuda, model
+from benches.gpu.launches import Counting, decoder
 from pyengine.attention.backend import AttentionOptions, Rows
 from pyengine.executor.compiled import CompiledForward
 from pyengine.executor.cuda_graphs import Between, Compute, Interrupt
@@ -68,8 +68,8 @@ def record_nothing(compute: Callable[[Interrupt], torch.Tensor]) -> Compute:
 
 def times(layers: int, steps: int) -> dict[str, float]:
     """Seconds of a step in each way."""
-    made = as_on_cuda(model("llama", layers)).float()
-    forward = ForwardPass(made, [None] * layers, layers)
+    made = decoder("llama", layers, "cpu", torch.float32)
+    forward = ForwardPass(made, [None] * layers)
     ids = torch.arange(TOKENS)
     inputs: Any = SimpleNamespace(input_ids=ids, positions=ids, logits_indices=ids[:ROWS].clone())
     pieces = PiecewiseGraphs(forward, 256, torch.device("cpu"))

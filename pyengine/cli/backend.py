@@ -50,7 +50,7 @@ class Engine(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer, or None for a model without one."""
+        """The tokenizer of the model, or None for a model without one."""
 
     def generate_iter(
         self, prompts: Any, sampling_params: Sequence[SamplingParams]

@@ -49,10 +49,10 @@ def as_conversations(
 class ChatOptions:
     """Options of rendering a conversation to a prompt.
 
-    `tools` are JSON schemas of functions, `template` replaces the model's own or names one of
-    several, and `variables` are for it. With `continue_final_message` the model continues the last message. Rendering has
-    `seconds`. The text that it gets and the text that it writes may each have up to `longest`
-    characters.
+    `tools` are JSON schemas of functions. `template` replaces the model's own or names one of
+    several, and `variables` are for it. With `continue_final_message` the model continues the last
+    message. Rendering has `seconds`. The text that it gets and the text that it writes may each
+    have up to `longest` characters.
     """
 
     add_generation_prompt: bool = True

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pyengine.errors import ModelLoadError
+from pyengine.models.transformers_calls import read_object
 
 
 def readable_size(num_bytes: int) -> str:
@@ -20,12 +21,23 @@ def readable_size(num_bytes: int) -> str:
 _HEADER_SIZE = struct.Struct("<Q")
 
 
+_LONGEST_HEADER = 100_000_000
+"""Bytes of a header: the limit of the library safetensors."""
+_MOST_DIMENSIONS = 16
+
+
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """A tensor in the header of a file; `dtype` as safetensors writes it: `BF16`."""
+    """A tensor in the header of a file; `dtype` as safetensors writes it: `BF16`.
+
+    In safetensors files its bytes are from `start` to `end` in the file at `path`.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    path: Path = Path()
+    start: int = 0
+    end: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +84,7 @@ def check_weights(folder: Path) -> WeightHeaders:
         raise _no_safetensors(folder)
     tensors: dict[str, TensorHeader] = {}
     num_bytes = 0
-    for file in files:
+    for file in _of_the_model(folder, files):
         header, expected = _header(file)
         found = file.stat().st_size
         if found != expected:
@@ -80,9 +92,28 @@ def check_weights(folder: Path) -> WeightHeaders:
                 f"{file} is {'truncated' if found < expected else 'damaged'}: its header declares "
                 f"{expected} bytes, the file has {found}; delete it and get it again"
             )
+        if twice := header.keys() & tensors.keys():
+            name = min(twice)
+            raise ModelLoadError(
+                f"{tensors[name].path} and {file} both have {name}: the folder holds the weights "
+                "twice; remove the files of one copy"
+            )
         tensors.update(header)
         num_bytes += found
     return WeightHeaders(tensors, num_bytes)
+
+
+def _of_the_model(folder: Path, files: list[Path]) -> list[Path]:
+    """The files that make up the model: `model.safetensors`, those of the index, or all.
+
+    Folders of the hub hold further copies (`consolidated.safetensors`) and adapters.
+    """
+    whole = folder / "model.safetensors"
+    if whole in files:
+        return [whole]
+    index = folder / "model.safetensors.index.json"
+    names = _indexed_files(index) if index.is_file() else {file.name for file in files}
+    return [file for file in files if file.name in names]
 
 
 def check_number_formats(headers: WeightHeaders, folder: Path, *, quantised: bool) -> None:
@@ -127,10 +158,10 @@ def _no_safetensors(folder: Path) -> ModelLoadError:
 
 def _indexed_files(index: Path) -> set[str]:
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        names = set(read_object(index)["weight_map"].values())
         if not all(isinstance(name, str) for name in names):
             raise TypeError("weight_map holds what is no file name")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+    except (KeyError, AttributeError, TypeError, ModelLoadError) as error:
         raise ModelLoadError(f"{index} is damaged: {error}; download the model again") from error
     return names
 
@@ -142,7 +173,8 @@ def _header(file: Path) -> tuple[dict[str, TensorHeader], int]:
             head = stream.read(_HEADER_SIZE.size)
             length = _HEADER_SIZE.unpack(head)[0] if len(head) == _HEADER_SIZE.size else 0
             available = file.stat().st_size - _HEADER_SIZE.size
-            text = stream.read(length) if 2 <= length <= available else b""
+            fits = 2 <= length <= min(available, _LONGEST_HEADER)
+            text = stream.read(length) if fits else b""
     except OSError as error:
         raise ModelLoadError(f"{file} cannot be read: {error}") from error
     if not text:
@@ -153,12 +185,11 @@ def _header(file: Path) -> tuple[dict[str, TensorHeader], int]:
     try:
         entries: dict[str, Any] = json.loads(text)
         entries.pop("__metadata__", None)
-        ends = [entry["data_offsets"][1] for entry in entries.values()]
+        data = _HEADER_SIZE.size + int(length)
         tensors = {
-            name: TensorHeader(str(entry["dtype"]), tuple(map(int, entry["shape"])))
-            for name, entry in entries.items()
+            name: _tensor_header(file, data, name, **entry) for name, entry in entries.items()
         }
-        return tensors, _HEADER_SIZE.size + int(length) + max(ends, default=0)
+        return tensors, max((tensor.end for tensor in tensors.values()), default=data)
     except (
         ArithmeticError,
         AttributeError,
@@ -171,3 +202,19 @@ def _header(file: Path) -> tuple[dict[str, TensorHeader], int]:
             f"{file} is no safetensors file: its header is damaged ({error}); "
             "delete it and get it again"
         ) from error
+
+
+def _tensor_header(
+    file: Path, data: int, name: str, dtype: Any, shape: Any, data_offsets: Any
+) -> TensorHeader:
+    """One entry of a header, whose offsets are from `data` on."""
+    if not isinstance(dtype, str):
+        raise ValueError(f"{name[:200]!r} is of type {dtype!r:.80}")
+    for what, numbers in (("shape", shape), ("data_offsets", data_offsets)):
+        is_list = isinstance(numbers, list) and len(numbers) <= _MOST_DIMENSIONS
+        if not is_list or not all(type(each) is int and each >= 0 for each in numbers):
+            raise ValueError(f"{name[:200]!r} has the {what} {numbers!r:.80}")
+    start, end = data_offsets
+    if start > end:
+        raise ValueError(f"{name[:200]!r} has the data_offsets {data_offsets}")
+    return TensorHeader(dtype, tuple(shape), file, data + start, data + end)

@@ -65,14 +65,16 @@ def check_sizes(settings: Any, headers: WeightHeaders, path: Path) -> None:
     numbers, takes all memory. Every layer has a tensor, every neuron a bit, every position a number
     of 32 bits.
     """
-    if isinstance(settings, dict):
-        for name, value in settings.items():
-            if isinstance(value, int | float) and _SIZES.search(name):
-                _check_size(name, value, headers, path)
-            check_sizes(value, headers, path)
-    elif isinstance(settings, list):
-        for value in settings:
-            check_sizes(value, headers, path)
+    pending = [settings]
+    while pending:  # no recursion: a file may be nested deeper than Python's stack
+        values = pending.pop()
+        if isinstance(values, dict):
+            for name, value in values.items():
+                if isinstance(value, int | float) and _SIZES.search(name):
+                    _check_size(name, value, headers, path)
+            pending += values.values()
+        elif isinstance(values, list):
+            pending += values
 
 
 def _check_size(name: str, value: float, headers: WeightHeaders, path: Path) -> None:

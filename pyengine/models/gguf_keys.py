@@ -35,16 +35,14 @@ _IDLE = {
     "tokenizer.ggml.prefix_token_id": "for prompts, which requests contain",
     "tokenizer.ggml.suffix_token_id": "for prompts, which requests contain",
     "tokenizer.ggml.middle_token_id": "for prompts, which requests contain",
+    "tokenizer.ggml.precompiled_charsmap": "for vocabularies of unigrams, which are refused",
     "tokenizer.huggingface.json": "a copy of the tokenizer in another form",
-    "tokenizer.chat_templates": "names the templates",
     "{}.rope.scaling.finetuned": "describes the training",
     "{}.use_parallel_residual": "converters wrote it for every architecture; tensors decide it",
     "{}.pooling_type": "for embeddings of texts",
     "{}.classifier.output_labels": "for the classification of texts",
 }
 """Further keys without an effect, `{}` for the architecture, with the reason."""
-
-_IDLE_ENDS = {"tokenizer.chat_template.": "another template, by name"}
 
 
 class HeaderKeys:
@@ -139,7 +137,7 @@ class HeaderKeys:
         """Raise for unread keys that may have an effect."""
         architecture = str(self.header.architecture)
         idle = {key.format(architecture) for key in _IDLE}
-        groups = (*_IDLE_GROUPS, *_IDLE_ENDS)
+        groups = tuple(_IDLE_GROUPS)
         unknown = sorted(key for key in self._unread - idle if not key.startswith(groups))
         if unknown:
             more = f" ({len(unknown)} such keys)" if len(unknown) > 1 else ""

@@ -9,6 +9,7 @@ from typing import Any
 from pyengine.errors import ConfigurationError, ModelLoadError, PyEngineError
 
 _LONGEST_REASON = 1500  # the most characters of another library's error text
+_LONGEST_JSON = 1 << 25  # bytes of a file; the longest index of weights has about 15 MB
 
 
 @contextmanager
@@ -69,10 +70,30 @@ def reason_of(error: BaseException) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if it is missing or damaged."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return read_object(path)
+    except ModelLoadError:
         return {}
-    return found if isinstance(found, dict) else {}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in the JSON file at `path`.
+
+    Raises `ModelLoadError` for a file that is missing, no regular file, too long, or damaged.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise ModelLoadError(f"{path} is no regular file: model folders hold files only")
+        if (size := path.stat().st_size) > _LONGEST_JSON:
+            raise ModelLoadError(
+                f"{path} has {size} bytes, and no such file has more than {_LONGEST_JSON}: "
+                "get it again"
+            )
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path} cannot be used: {error}; get it again") from error
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{path} cannot be used: it has no object in it; get it again")
+    return found
 
 
 def code_asked_for(settings: dict[str, Any], purpose: str) -> str:

@@ -45,7 +45,7 @@ class EngineClient(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer, or None."""
+        """The tokenizer of the model, or None."""
         ...
 
     @property

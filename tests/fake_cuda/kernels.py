@@ -18,6 +18,8 @@ HEADS = ((16, 8, 128), (8, 4, 256), (64, 8, 64), (14, 2, 64))
 """Query heads, KV heads and head size: Qwen3, Gemma 3, GPT-OSS, Qwen2."""
 DTYPES = ((torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, torch.float8_e4m3fn))
 """Of rows, and of the cache if that is another."""
+HALVES = (torch.bfloat16, torch.float16)
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped")
 FLOAT8_CAPABILITY = 89
 ROWS = 5
 LOGITS = ((151_936, torch.bfloat16), (151_936, torch.float32), (1001, torch.float16))
@@ -26,6 +28,8 @@ LOGITS = ((151_936, torch.bfloat16), (151_936, torch.float32), (1001, torch.floa
 
 def compile_for(capability: str) -> None:
     """Compile every kernel for a GPU of this compute capability, 90 for 9.0."""
+    from pyengine.kernels.add_norm import RowNorm, add_norm
+    from pyengine.kernels.gate import Gate, gated
     from pyengine.kernels.grouped_linear import grouped_linear
     from pyengine.kernels.kv_write import write_rows
     from pyengine.kernels.rotation import write_rotated
@@ -46,6 +50,19 @@ def compile_for(capability: str) -> None:
         for arguments, named in products:
             assert len(grouped_linear(*arguments, **named)) == (ROWS if len(arguments) == 2 else 10)
         assert len(compiled) == before + len(products)
+        before = len(compiled)
+        for dtype, (size, has_bias) in product(HALVES, ((4096, False), (2880, True))):
+            rows = torch.zeros(ROWS, size, dtype=dtype, device="cuda")
+            weight = torch.zeros(size, dtype=dtype, device="cuda")
+            norm = RowNorm(weight, weight if has_bias else None, 1e-6, 0.0, has_bias)
+            add_norm(rows, rows.clone(), 1.0, norm)
+            add_norm(rows.view(ROWS, 16, -1), None, 1.0, norm._replace(weight=None, bias=None))
+        assert len(compiled) == before + 8
+        before = len(compiled)
+        for dtype, activation in product(HALVES, ACTIVATIONS):
+            rows = torch.zeros(ROWS, 2 * 3072, dtype=dtype, device="cuda")
+            assert gated(rows, Gate(activation, 1.7, 7.0)).shape == (ROWS, 3072)
+        assert len(compiled) == before + 2 * len(ACTIVATIONS)
         before = len(compiled)
         for case in LOGITS:
             _draw(*case)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -13,33 +13,34 @@ import pytest
 import torch
 from torch._inductor.utils import fresh_inductor_cache
 
+from benches.gpu.decoders import unfilled_decoder
 from pyengine.attention import dispatch, flashinfer, flex
 from pyengine.attention.backend import AttentionOptions, AttentionPlan, Rows, StepInputs
 from pyengine.attention.choice import choose_backend
-from pyengine.attention.dispatch import PagedContext, register_paged_attention
+from pyengine.attention.dispatch import PagedContext
 from pyengine.attention.flashinfer import (
     FlashInferBackend,
     FlashInferGraphPlan,
     FlashInferPlan,
 )
-from pyengine.attention.needs import OPTIONAL_PACKAGES, needs_of
+from pyengine.attention.needs import OPTIONAL_PACKAGES, LayerNeeds, needs_of
 from pyengine.errors import ConfigurationError
 from pyengine.executor.compiled import CompiledForward
 from pyengine.executor.cuda_graphs import DecodeGraphs
 from pyengine.executor.input_buffers import RunnerLimits
 from pyengine.executor.model_runner import Forward, ModelRunner
 from pyengine.kv_cache import BlockManager
-from pyengine.kv_cache.layer_groups import choose_layer_groups, layer_windows
-from pyengine.kv_cache.pool import KVPool, kv_cache_specs
-from pyengine.models.float8_linear import quantise_linears_to_fp8
-from pyengine.models.grouped_experts import use_grouped_experts
-from pyengine.models.linear import fuse_linears
-from pyengine.models.rotary import take_over_rotations
+from pyengine.kv_cache.layer_groups import choose_layer_groups
+from pyengine.kv_cache.pool import KVCacheSpec, KVPool
+from pyengine.models import fallback
+from pyengine.models.decoder.families import TABLE
+from pyengine.models.decoder.model import attending_layers
+from pyengine.models.loaded import Model
 from pyengine.sampling.sampler import SamplingBatch, sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
 from tests.fake_cuda import libraries
-from tests.gpu.models import LONGEST, VOCABULARY, random_model
+from tests.gpu.models import _BASE, FAMILIES, LONGEST, VOCABULARY, model_of
 from tests.support.cuda_lowering import Lowering
 from tests.support.fake_cuda import FakeCuda, kernels_warmed_up
 from tests.support.graphs import record_eagerly
@@ -48,11 +49,58 @@ DEVICE = torch.device("cuda:0")
 DTYPE = torch.bfloat16
 _TOKENS, _SEQUENCES = 256, 8
 PROMPTS = (40, 100, 7)
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+MORE: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "vocab_size": VOCABULARY,
+        "n_embd": 512,
+        "n_head": 4,
+        "n_layer": 3,
+        "n_positions": LONGEST,
+    },
+    "nemotron": {"head_dim": 128, "partial_rotary_factor": 0.5},
+    "qwen3_moe": {"head_dim": 128, **_EXPERTS},
+    "glm4_moe": {
+        "head_dim": 128,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "first_k_dense_replace": 1,
+    },
+    "gemma4_text": {
+        "head_dim": 128,
+        "global_head_dim": 128,
+        "num_kv_shared_layers": 1,
+        "hidden_size_per_layer_input": 64,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "sliding_window": 48,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
+    "gemma": {"head_dim": 128},
+}
+"""Families beside those of `tests/gpu`; "gemma" runs as a module of transformers."""
 PARAMS = (
     SamplingParams(temperature=0),
     SamplingParams(temperature=1, top_p=0.9, logprobs=2),
     SamplingParams(temperature=1, top_k=5, min_p=0.1, frequency_penalty=0.1),
 )
+
+
+def _model(
+    device: FakeCuda, family: str, quantization: Literal["none", "fp8"]
+) -> tuple[Model, tuple[LayerNeeds, ...]]:
+    """A decoder of ours on the device, or a module of transformers; and its layers' attention."""
+    settings = {**_BASE, **FAMILIES.get(family, {}), **MORE.get(family, {})}
+    if family == "gpt2":  # it has other names for sizes
+        settings = MORE[family]
+    if family in TABLE:
+        model, spec = unfilled_decoder(family, settings, DEVICE, DTYPE, quantization)
+        return model, attending_layers(spec)
+    module = model_of(family, settings)
+    layers = fallback.attending_layers(module)
+    return fallback.FallbackModel(device.move(module), layers, "a test"), layers
 
 
 class Machine:
@@ -67,20 +115,16 @@ class Machine:
         *,
         quantises: bool = False,
     ) -> None:
-        self.model = random_model(family)
-        self.model.set_attn_implementation(register_paged_attention())
-        take_over_rotations(self.model)
-        if quantises:
-            quantise_linears_to_fp8(self.model)
-        fuse_linears(self.model)
-        use_grouped_experts(self.model)
-        device.move(self.model)
-        config = self.model.config
-        needs = needs_of(self.model, DEVICE, DTYPE, kv_dtype=kv_dtype)
+        rounding: Literal["none", "fp8"] = "fp8" if quantises else "none"
+        self.model, layers = _model(device, family, rounding)
+        needs = needs_of(layers, DEVICE, DTYPE, kv_dtype=kv_dtype)
         needs = replace(needs, packages=frozenset(OPTIONAL_PACKAGES))
         choice = choose_backend(backend, needs)
-        specs = kv_cache_specs(config, needs.cache_dtype)
-        self.groups = choose_layer_groups(layer_windows(config), specs, LONGEST)
+        specs = [
+            KVCacheSpec(each.kv_heads, each.head_dim_k, each.head_dim_v, needs.cache_dtype)
+            for each in layers
+        ]
+        self.groups = choose_layer_groups([each.window for each in layers], specs, LONGEST)
         size = choice.block_size
         self.pool = KVPool(specs, 64 * 64 // size, size, DEVICE, self.groups)
         self.backend = choice.build(self.pool)
@@ -169,7 +213,9 @@ class CompiledOnDevice:
     def __init__(self, device: FakeCuda, machine: Machine) -> None:
         self.lowering = Lowering()
         self._device = device
-        with device.paused():
+        # On fake tensors, torch runs the operator's fake: no layer is counted.
+        uncounted = patch.object(fallback.FallbackModel, "check_attended")
+        with device.paused(), uncounted:
             lowered: Any = self.lowering
             self._compiled = CompiledForward(machine.model, machine.pool.num_layers, lowered)
 

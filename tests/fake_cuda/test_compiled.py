@@ -15,7 +15,7 @@ from pyengine.attention.backend import Rows
 from pyengine.attention.dispatch import PagedContext, running
 from tests.fake_cuda.forks import run_forked
 from tests.fake_cuda.releases import torch_obstacle
-from tests.fake_cuda.steps import BROKEN, _attend_as_promised
+from tests.fake_cuda.steps import BROKEN, MORE, _attend_as_promised
 from tests.gpu.models import FAMILIES
 
 STEPS = "tests.fake_cuda.steps"
@@ -28,6 +28,12 @@ def test_two_graphs_serve_every_step(family: str) -> None:
     """A range of sizes that the compiler narrows down would be an error of the engine."""
     run = "run_compiled" if family in WITH_FLEX else "run_compiled_without_flex"
     run_forked(STEPS, run, "90", "flex", family)
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_nor_more_for_other_families(family: str) -> None:
+    """Experts in groups, layers that share keys, positions that are learned; and a fallback."""
+    run_forked(STEPS, "run_compiled_without_flex", "90", "gather", family)
 
 
 @pytest.mark.parametrize("capability", [80, 100])

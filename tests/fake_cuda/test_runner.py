@@ -8,6 +8,7 @@ import pytest
 
 from tests.fake_cuda.forks import run_forked
 from tests.fake_cuda.releases import torch_obstacle, with_newest
+from tests.fake_cuda.steps import MORE
 from tests.gpu.models import FAMILIES
 from tests.support.kernels import run_apart
 
@@ -35,6 +36,12 @@ def test_no_step_makes_the_host_wait(backend: str) -> None:
     run_forked(STEPS, "run", backend, *(family for family in FAMILIES if family not in refused))
     if refused:
         run_forked(STEPS, "refused", backend, "", *refused)
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_nor_with_other_families(family: str) -> None:
+    """Experts in groups, layers that share keys, positions that are learned; and a fallback."""
+    run_forked(STEPS, "run", "gather", family)
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "flash-attn"])

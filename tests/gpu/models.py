@@ -81,10 +81,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def random_model(family: str, **settings: Any) -> Any:
     """A random model in bfloat16, the same every time; `settings` go into its configuration."""
+    return model_of(family, {**_BASE, **FAMILIES[family], **settings})
+
+
+def model_of(family: str, settings: dict[str, Any]) -> Any:
+    """A random model in bfloat16 of this configuration, the same every time."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**_BASE, **FAMILIES[family], **settings})
+    config = AutoConfig.for_model(family, **settings)
     models: Any = AutoModelForCausalLM
     model = models.from_config(config, dtype=torch.bfloat16)
     for key, parameter in model.named_parameters():

@@ -11,9 +11,9 @@ import tarfile
 import numpy as np
 import numpy.typing as npt
 import pytest
-from transformers import AutoTokenizer
 
 from pyengine.kv_cache import BlockManager, Stats
+from pyengine.models.loader import tokenizer_of
 from pyengine.models.source import resolve_source
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.integration.test_tokens_bbh import ARCHIVE, read
@@ -42,8 +42,8 @@ def prompts() -> list[Tokens]:
             head = read(archive, name).split("-----\n", 1)[-1].strip()
             examples = json.loads(read(archive, f"bbh/{task}.json"))["examples"]
             texts += [f"{head}\n\nQ: {example['input']}\nA:" for example in examples]
-    tokenizer = AutoTokenizer.from_pretrained(resolve_source(None).folder)
-    return [np.array(ids) for ids in tokenizer(texts)["input_ids"]]
+    tokenizer = tokenizer_of(resolve_source(None))
+    return [np.array(tokenizer.encode(text)) for text in texts]
 
 
 def run(prompts: list[Tokens], *, in_flight_sharing: bool) -> Stats:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pyengine import LLM, BlockManager, SamplingParams
-from pyengine.kv_cache.layer_groups import choose_layer_groups, layer_windows
+from pyengine.kv_cache.layer_groups import choose_layer_groups
+from pyengine.models.loader import load_model
 from tests.support.reference import Reference
 from tests.unit.executor.hand_made import random_model
 from tests.unit.executor.test_model_runner import FAMILIES
@@ -67,10 +68,11 @@ def prompts() -> list[list[int]]:
     return [shared + tails[0], shared + tails[1], [9], tails[3], shared + tails[1], shared[:16]]
 
 
-def groups_of(config: Any) -> tuple[int | None, ...]:
-    windows = layer_windows(config)
+def groups_of(folder: Path) -> tuple[int | None, ...]:
+    loaded = load_model(folder, device="cpu")
+    windows = [layer.window for layer in loaded.layers]
     same = [()] * len(windows)
-    return choose_layer_groups(windows, same, config.max_position_embeddings).windows
+    return choose_layer_groups(windows, same, loaded.max_model_len).windows
 
 
 @pytest.fixture(scope="module", params=EVERYTHING)
@@ -82,7 +84,7 @@ def family(
     model = random_model(name, **EVERYTHING[name])
     model.save_pretrained(folder)
     reference = Reference(folder, attention="eager", stop="at_length")
-    return name, folder, reference, groups_of(model.config)
+    return name, folder, reference, groups_of(folder)
 
 
 def test_the_families_of_the_promise_are_here() -> None:

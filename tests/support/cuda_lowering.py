@@ -6,8 +6,8 @@ driver are answered for a GPU of some capability. That changes torch for the who
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from torch._C._dynamo import guards
 from torch._meta_registrations import meta_scaled_mm
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 _SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 """KiB of shared memory that a block can have, by compute capability."""
@@ -116,20 +115,6 @@ def _pretend_driver(capability: tuple[int, int]) -> None:
     driver.set_active(active)
     helpers: Any = triton_helpers
     helpers.set_driver_to_gpu = lambda: None
-
-
-@contextmanager
-def on_fake_cuda(model: Any) -> Iterator[None]:
-    """Move `model` to the GPU as fake tensors; inside, what is made there is fake too."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        for module in model.modules():
-            for tensors in (module._parameters, module._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is not None and tensor.device.type == "cpu":
-                        moved = mode.from_tensor(tensor.detach()).to("cuda")
-                        is_weight = tensors is module._parameters
-                        tensors[name] = torch.nn.Parameter(moved, False) if is_weight else moved
-        yield
 
 
 class Lowering:

@@ -12,11 +12,15 @@ import torch
 from benches.gpu.first_run.context import Context
 from benches.gpu.first_run.sampling_kernels import draws, log_probabilities, sampling_times
 from pyengine.attention.backend import HeadNorm, RotaryLayout, Rotation, rotated
+from pyengine.kernels.add_norm import RowNorm, add_norm
+from pyengine.kernels.gate import Gate, gated
 from pyengine.kernels.grouped_linear import grouped_linear
 from pyengine.kernels.kv_write import write_rows
 from pyengine.kernels.rotation import write_rotated
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from pyengine.models.decoder.grouped import group_pairs
+from pyengine.models.decoder.spec import MLP, Activation, ClampedGate
+from pyengine.models.decoder.torch_kernels import TorchKernels
 
 Heads = tuple[int, int, int]
 """Query heads, KV heads, elements of a head."""
@@ -108,12 +112,63 @@ def grouped_products(context: Context) -> None:
         )
 
 
-CHECKS = (kv_write, rotation, grouped_products, draws, log_probabilities, sampling_times)
+def sums_and_norms(context: Context) -> None:
+    """A residual sum and the norm after it."""
+    worst, wrong = 0.0, []
+    cases = [(1, 4096), (256, 4096), (33, 2880), (2048, 8192)]
+    for count, size in context.either(cases, [(5, 96)]):
+        stream, change = (_numbers(context, count, size) for _ in range(2))
+        weight, bias = _numbers(context, size), _numbers(context, size)
+        for is_centred in (False, True):
+            norm = RowNorm(weight, bias if is_centred else None, 1e-6, 1.0, is_centred)
+            call = partial(add_norm, stream, change, 0.5, norm)
+            total, found = call()
+            exact = total.float()
+            if is_centred:
+                exact = exact - exact.mean(-1, keepdim=True)
+            exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6)
+            exact = exact * (1.0 + weight.float()) + (bias.float() if is_centred else 0.0)
+            sums = _error(total, stream.float() + 0.5 * change.float())
+            error = max(sums, _error(found, exact))
+            worst = max(worst, error)
+            if not error < ROUNDING:  # NaN, too
+                wrong.append([count, size, is_centred, error])
+    seconds = context.bench("tiny").seconds_of(call)
+    context.record(piece="sum and norm", worst=worst, wrong=wrong, last_us=1e6 * seconds)
+
+
+def gates(context: Context) -> None:
+    """Gated activations, each against torch."""
+    worst, wrong = 0.0, []
+    torches = TorchKernels(torch.device(context.device), torch.float32)
+    activations: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+    for count, size in context.either([(1, 14_336), (256, 3072)], [(3, 40)]):
+        rows = _numbers(context, count, 2 * size)
+        for activation in (*activations, ClampedGate(alpha=1.7, limit=1.0)):
+            gate = Gate(activation) if isinstance(activation, str) else Gate("clamped", 1.7, 1.0)
+            call = partial(gated, rows, gate)
+            exact = torches.activated(rows.float(), MLP(size=size, activation=activation))
+            error = _error(call(), exact)
+            worst = max(worst, error)
+            if not error < ROUNDING:  # NaN, too
+                wrong.append([count, size, str(activation), error])
+    seconds = context.bench("tiny").seconds_of(call)
+    context.record(piece="gates", worst=worst, wrong=wrong, last_us=1e6 * seconds)
+
+
+CHECKS = (
+    *(kv_write, rotation, grouped_products, sums_and_norms, gates),
+    *(draws, log_probabilities, sampling_times),
+)
 
 
 def _dtype(context: Context) -> torch.dtype:
     """float32 off CUDA: Triton's interpreter truncates bfloat16 instead of rounding it."""
     return context.either(torch.bfloat16, torch.float32)
+
+
+def _numbers(context: Context, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=context.device).to(_dtype(context))
 
 
 def _cases(context: Context) -> Iterator[tuple[Heads, int]]:

@@ -6,6 +6,7 @@ bfloat16, which NumPy lacks, is held as its bits in uint16.
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +22,10 @@ def tensor_of(rows: Any) -> "torch.Tensor":
     return tensor.view(torch.bfloat16) if rows.dtype == np.uint16 else tensor
 
 
-def array_of(tensor: "torch.Tensor") -> Any:
+def array_of(tensor: "torch.Tensor") -> npt.NDArray[Any]:
     """An array over the memory of a tensor on the CPU."""
     import torch
 
     bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
-    return bits.numpy()
+    found: npt.NDArray[Any] = bits.numpy()
+    return found

@@ -5,22 +5,22 @@ headers only; `StoredTensor.read` maps one tensor of a file, and its memory is r
 array. Layout: https://github.com/huggingface/safetensors#format
 """
 
-import json
 import re
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pyengine.errors import ModelLoadError
-from pyengine.models.checkpoint_files import check_weights
+from pyengine.models.checkpoint_files import TensorHeader, check_weights
 
 Array = npt.NDArray[Any]
+Numbers = TypeVar("Numbers", bound=Any)
 
 _NUMPY: Mapping[str, type[Any]] = {
     "F64": np.float64,
@@ -37,7 +37,6 @@ _CODES: Mapping[str, type[Any]] = {
     "I64": np.int64,
 }
 """Numbers that are nothing without a scale: `packed` reads them."""
-_HEADER_SIZE = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +86,11 @@ class StoredTensor:
     def _whole_shape(self) -> tuple[int, ...]:
         return self.shape[::-1] if self.is_transposed else self.shape
 
-    def cut(self, whole: Array) -> Array:
-        """The rows and columns of a tensor that `read` returns."""
-        found = whole if self.rows is None else whole[self.rows]
-        return found if self.columns is None else found[:, self.columns]
+    def cut(self, whole: Numbers) -> Numbers:
+        """The rows and columns of a tensor, an array or one of torch's, that `read` returns."""
+        found: Any = whole if self.rows is None else whole[self.rows]
+        cut: Numbers = found if self.columns is None else found[:, self.columns]
+        return cut
 
     def expert(self, index: int) -> "StoredTensor":
         """The part of one expert of a tensor `[experts, ...]`."""
@@ -120,7 +120,7 @@ class StoredTensor:
     def num_bytes(self) -> int:
         """Bytes in the file."""
         kind = np.dtype(_NUMPY.get(self.dtype) or _CODES[self.dtype])
-        return int(np.prod(self.shape, dtype=np.int64)) * kind.itemsize
+        return prod(self.shape) * kind.itemsize
 
     def read(self) -> Array:
         """The tensor, mapped from the file, BF16 as its bits; writing to it changes a copy."""
@@ -229,8 +229,7 @@ class Checkpoint(Tensors):
     def __init__(self, folder: Path) -> None:
         self.headers = check_weights(folder)
         """The headers of all files, checked."""
-        files = sorted(folder.glob("*.safetensors"))
-        tensors = {tensor.name: tensor for path in files for tensor in _tensors_of(path)}
+        tensors = {name: _stored(name, header) for name, header in self.headers.tensors.items()}
         super().__init__(tensors, str(folder))
 
     @property
@@ -243,22 +242,14 @@ class Checkpoint(Tensors):
         return self._tensors.get(name)
 
 
-def _tensors_of(path: Path) -> Iterator[StoredTensor]:
-    """The tensors of a file whose header `check_weights` has accepted."""
-    with path.open("rb") as stream:
-        length = _HEADER_SIZE.unpack(stream.read(_HEADER_SIZE.size))[0]
-        entries: dict[str, Any] = json.loads(stream.read(length))
-    entries.pop("__metadata__", None)
-    data = _HEADER_SIZE.size + int(length)
-    for name, entry in entries.items():
-        start, end = (int(offset) for offset in entry["data_offsets"])
-        tensor = StoredTensor(
-            path, name, str(entry["dtype"]), tuple(map(int, entry["shape"])), data + start
+def _stored(name: str, header: TensorHeader) -> StoredTensor:
+    """The tensor of a checked header; raises `ModelLoadError` unless its bytes fit its shape."""
+    tensor = StoredTensor(header.path, name, header.dtype, header.shape, header.start)
+    known = tensor.dtype in _NUMPY or tensor.dtype in _CODES
+    if known and header.end - header.start != tensor.num_bytes:
+        raise ModelLoadError(
+            f"{header.path} is damaged: {name} of shape {list(header.shape)} takes "
+            f"{tensor.num_bytes} bytes, and its header says {header.end - header.start}; "
+            "get it again"
         )
-        known = tensor.dtype in _NUMPY or tensor.dtype in _CODES
-        if known and (start < 0 or end - start != tensor.num_bytes):
-            raise ModelLoadError(
-                f"{path} is damaged: {name} of shape {list(tensor.shape)} takes "
-                f"{tensor.num_bytes} bytes, and its header says {end - start}; get it again"
-            )
-        yield tensor
+    return tensor

@@ -37,6 +37,7 @@ from pyengine.models.decoder.cpu_products import (
     CpuJoinedProduct,
     CpuProduct,
     KernelWeight,
+    ReusedMemory,
     laid_out,
 )
 from pyengine.models.decoder.float_products import (
@@ -154,7 +155,7 @@ class CpuKernels:
             bias = rounded(bias, NUMPY[self.dtype])
         return CpuProduct(self.threads, packed, bias)
 
-    def _chosen(self, weight: Weight, *, is_tied: bool = False) -> tuple[ProductName, Rows]:
+    def _chosen(self, weight: Weight, *, is_tied: bool = False) -> tuple[ProductName, Any]:
         """The product of a matrix; if that is not the Rust kernel's, also the numbers."""
         is_float = weight.packed_as is None and self.quantization == "none"
         if not is_float or self.products.only == "pyengine":
@@ -164,7 +165,7 @@ class CpuKernels:
         shape = LayerShape(weight.shape[1], weight.shape[0], self.dtype, is_tied=is_tied)
         return self.products(shape, [numbers]), numbers
 
-    def _chosen_gate(self, weight: Weight) -> tuple[ProductName, tuple[Rows, Rows]]:
+    def _chosen_gate(self, weight: Weight) -> tuple[ProductName, tuple[Any, Any]]:
         """The same of a gate and what it lets through."""
         is_float = weight.packed_as is None and self.quantization == "none"
         if not is_float or self.products.only == "pyengine":
@@ -174,9 +175,11 @@ class CpuKernels:
         shape = LayerShape(weight.shape[1], len(up), self.dtype, is_gated=True)
         return self.products(shape, [gate, up]), (gate, up)
 
-    def _laid_out(self, weight: Weight, quantization: str, dtype: Dtype) -> KernelWeight:
+    def _laid_out(
+        self, weight: Weight, quantization: str, dtype: Dtype | None = None
+    ) -> KernelWeight:
         self.has_float_products |= weight.packed_as is None and quantization == "none"
-        return laid_out(weight, quantization, dtype)
+        return laid_out(weight, quantization, dtype or self.dtype)
 
     def exact_product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.exact_product`."""
@@ -194,7 +197,7 @@ class CpuKernels:
             if name != "pyengine":
                 return onednn_gate(name, first, second, mlp.activation)
             halves = (weight.half(number) for number in (0, 1))
-            gate, up = (self._laid_out(half, self.quantization, self.dtype) for half in halves)
+            gate, up = (self._laid_out(half, self.quantization) for half in halves)
             return CpuGate(self.threads, gate, up, mlp.activation)
         return CpuInnerProduct(self.threads, self.product(weight, bias), mlp)
 
@@ -207,8 +210,9 @@ class CpuKernels:
         if name != "pyengine":
             return FloatTable(numbers, float_product(name, numbers))
         eight = "none" if self.quantization == "none" else "int8"
-        packed = self._laid_out(weight, eight, self.dtype)
-        return CpuProduct(self.threads, packed, dtype=self.dtype)
+        packed = self._laid_out(weight, eight)
+        results = None if use == "lookup" else ReusedMemory()
+        return CpuProduct(self.threads, packed, dtype=self.dtype, results=results)
 
     def differ(self, first: Weight, second: Weight) -> bool:
         """See `Kernels.differ`."""

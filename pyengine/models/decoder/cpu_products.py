@@ -1,7 +1,9 @@
 """Matrices of the CPU's kernel set: their layout, and their products by the Rust kernels."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,8 @@ from pyengine.models.decoder.kernels import Product
 from pyengine.models.decoder.rotary import Floats
 from pyengine.models.decoder.spec import MLP, ClampedGate
 from pyengine.models.decoder.weights import Weight
+
+_REUSED = 64 << 20  # bytes of results that are kept: 64 rows of 262,144 logits in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +52,51 @@ class OrderedWeight:
 KernelWeight: TypeAlias = PackedWeight | QuantizedWeight | OrderedWeight
 
 
+class ReusedMemory:
+    """Memory of large results, used again once no array holds the last one.
+
+    The system takes large arrays back when they are freed, and clears their pages for the next one.
+    Pages are allocated when they are first written, so this takes the memory of the largest batch
+    so far.
+    """
+
+    def __init__(self) -> None:
+        self._memory: npt.NDArray[np.uint8] | None = None
+        self._last: Callable[[], object] = lambda: None
+
+    def empty(self, shape: tuple[int, int], dtype: np.dtype[Any]) -> Rows:
+        """An uninitialised array."""
+        num_bytes = shape[0] * shape[1] * dtype.itemsize
+        if num_bytes > _REUSED:
+            return np.empty(shape, dtype)
+        if self._memory is None or self._last() is not None:
+            self._memory = np.empty(_REUSED, np.uint8)
+        used = np.frombuffer(self._memory.data[:num_bytes], dtype)
+        self._last = ref(used)  # views hold it, since its own base is no array
+        return used.reshape(shape)
+
+
 @dataclass(slots=True)
 class CpuProduct:
-    """A matrix in the layout of the Rust kernel, and its bias; look-ups give numbers of `dtype`."""
+    """A matrix in the layout of the Rust kernel, and its bias.
+
+    Look-ups give numbers of `dtype`. `results` is the memory of products; None: new memory.
+    """
 
     threads: CpuAttention
     packed: KernelWeight
     bias: Rows | None = None
     dtype: Dtype = "float32"
+    results: ReusedMemory | None = None
 
     def multiply(self, rows: Rows) -> Rows:
         """See `Product.multiply`."""
         rows = np.ascontiguousarray(rows)
-        out = np.empty((len(rows), self.packed.out_features), rows.dtype)
+        shape = len(rows), self.packed.out_features
+        if self.results is None:
+            out = np.empty(shape, rows.dtype)
+        else:
+            out = self.results.empty(shape, rows.dtype)
         self.packed.multiply(self.threads, rows, out, self.bias)
         return out
 

@@ -114,7 +114,9 @@ class CudaKernels(TorchKernels):
         fits = is_grouped or torch_multiplies(weight.shape)
         found = float8_of_file(weight, self.device)
         if found is not None:
-            return found if fits or not found.has_row_scales else None
+            is_kept = fits or not found.has_row_scales
+            self.keeps_formats |= is_kept
+            return found if is_kept else None
         if self._rounds and fits and weight.packed_as is None:
             self.rounded += 1
             return Float8Weight(*quantise_rows(self._read(weight)))

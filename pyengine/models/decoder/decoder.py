@@ -126,9 +126,9 @@ class Decoder:
         if not is_tied:
             self._head = table_of("head", weights, vocabulary, hidden, "product")
         self._residual_scale = spec.layers[-1].residual_scale
-        self._rotaries = {
-            layer.mixer.rotary for layer in spec.layers if layer.mixer.rotary is not None
-        }
+        # In the order of layers: a compiled graph is found in torch's cache by its text.
+        rotaries = (layer.mixer.rotary for layer in spec.layers)
+        self._rotaries = [each for each in dict.fromkeys(rotaries) if each is not None]
 
     def __call__(
         self, ids: Rows, positions: Rows, logits_rows: Rows, plan: "AttentionPlan"

@@ -9,12 +9,14 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pyengine.cpu import QuantizedWeight
+from pyengine.errors import ModelLoadError
 from pyengine.models.checkpoint_files import TensorHeader, WeightHeaders
 from pyengine.models.config import check_sizes
 from pyengine.models.decoder.checkpoint import Array, StoredTensor, Tensors
@@ -23,14 +25,16 @@ from pyengine.models.decoder.loading import OpenedModel, checked_weights, spec_o
 from pyengine.models.decoder.names import Names, Stored, stored, vector
 from pyengine.models.decoder.spec import Attention, DecoderSpec, Layer, Norm, QueryKeyNorm
 from pyengine.models.gguf_file import GGUFFile
-from pyengine.models.gguf_header import GGUFHeader, GGUFTensor
+from pyengine.models.gguf_header import GGML_TYPES, GGUFHeader, GGUFTensor
 from pyengine.models.gguf_keys import HeaderKeys
 from pyengine.models.gguf_rope import ROPE_TENSORS
+from pyengine.utils.packaging import needs_engine_extra
 
 _log = logging.getLogger(__name__)
 
 _KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 """Formats of `QuantizedWeight`; tensors in others are read as floats."""
+_BLOCK_BYTES = {name: num_bytes for name, _, num_bytes in GGML_TYPES.values()}
 _FLOATS: Mapping[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -72,26 +76,37 @@ class GGUFStored(StoredTensor):
     @staticmethod
     def laid_out(parts: "Sequence[GGUFStored]", shape: tuple[int, int]) -> QuantizedWeight:
         """See `StoredTensor.laid_out`."""
-        packed = np.concatenate([part.packed() for part in parts])
+        packed, start = np.empty(sum(part.num_bytes for part in parts), np.uint8), 0
+        for part in parts:
+            part.read_bytes(packed[start : start + part.num_bytes])
+            start += part.num_bytes
         return QuantizedWeight(parts[0].dtype, packed.data, *shape)
 
-    def packed(self) -> npt.NDArray[np.uint8]:
-        """Its bytes, by an ordinary read."""
+    def read_bytes(self, out: npt.NDArray[np.uint8]) -> None:
+        """Read its bytes into `out`, by an ordinary read."""
         assert self.file is not None and self.tensor is not None
-        out = np.empty(self.num_bytes, np.uint8)
         self.file.read(replace(self.tensor, offset=self.start), out)
-        return out
 
     def read(self) -> Array:
         """The tensor in float32; floats as in the file."""
-        found: Array = self.packed()
+        found: Array = np.empty(self.num_bytes, np.uint8)
+        self.read_bytes(found)
         if self.dtype in _FLOATS:
             found = found.view(_FLOATS[self.dtype]).reshape(self.shape)
         else:
-            from gguf import GGMLQuantizationType, dequantize
-
-            found = dequantize(found, GGMLQuantizationType[self.dtype]).reshape(self.shape)
+            found = _dequantised(found, self.dtype).reshape(self.shape)
         return self.cut(found)
+
+
+def _dequantised(data: npt.NDArray[np.uint8], kind: str) -> Array:
+    """The numbers of a quantised tensor; `NotImplementedError` if the library gguf cannot."""
+    try:
+        from gguf import GGMLQuantizationType, dequantize
+    except ImportError as error:
+        missing = error.name or "gguf"
+        raise ModelLoadError(needs_engine_extra("reading GGUF files", missing)) from error
+    found: Array = dequantize(data, GGMLQuantizationType[kind])
+    return found
 
 
 def open_gguf(file: GGUFFile, *, keeps_formats: bool = True) -> OpenedModel:
@@ -127,15 +142,30 @@ def open_gguf(file: GGUFFile, *, keeps_formats: bool = True) -> OpenedModel:
     rotates = any(layer.mixer.rotary is not None for layer in spec.layers)
     names = NAMES if rotates else replace(NAMES, no_effect={})
     weights = checked_weights(spec, names, Tensors(stored_tensors, str(path), "its header"))
-    return OpenedModel(spec, weights, _formats(header) if keeps_formats else "")
+    sizes = _sizes_of_formats(path, header)
+    return OpenedModel(spec, weights, _kept_formats(sizes) if keeps_formats else "")
 
 
-def _formats(header: GGUFHeader) -> str:
-    """The formats that are kept, in words, the largest share of the file's bytes first."""
+def _sizes_of_formats(path: Path, header: GGUFHeader) -> Counter[str]:
+    """The bytes of each quantised format; `ModelLoadError` for those that cannot be read."""
     sizes: Counter[str] = Counter()
     for tensor in header.tensors:
-        if tensor.type not in _FLOATS:
-            sizes[tensor.type] += tensor.num_bytes
+        if tensor.type in _FLOATS:
+            continue
+        sizes[tensor.type] += tensor.num_bytes
+        if tensor.type not in _KEPT and sizes[tensor.type] == tensor.num_bytes:
+            try:
+                _dequantised(np.zeros(_BLOCK_BYTES[tensor.type], np.uint8), tensor.type)
+            except (NotImplementedError, ValueError) as error:
+                raise ModelLoadError(
+                    f"{path}: the tensor {tensor.name} is of type {tensor.type}, whose numbers "
+                    "pyengine does not read; convert the model again, to another type"
+                ) from error
+    return sizes
+
+
+def _kept_formats(sizes: Counter[str]) -> str:
+    """The formats that are kept, in words, the largest share of the file's bytes first."""
     if others := [kind for kind in sizes if kind not in _KEPT]:
         _log.warning(
             "tensors of type %s are read as floats: products are in %s",

@@ -134,6 +134,7 @@ def gguf_settings(keys: HeaderKeys) -> dict[str, Any]:
     Raises `ModelLoadError` for an architecture that is not in the table, and for a key that is
     missing, or has a value that the family has not.
     """
+    keys.expect("general.type", ("model",), "is no model that answers")
     row = _architecture(keys)
     names = {tensor.name: tensor.shape for tensor in keys.header.tensors}
     found: dict[str, Any] = {"model_type": row.family}
@@ -196,6 +197,7 @@ def _add_heads(keys: HeaderKeys, found: dict[str, Any], row: Architecture) -> No
     groups = keys.count(".attention.head_count_kv", high=heads) or heads
     if row.family == "gpt2":
         keys.expect(".attention.head_count_kv", (heads,), "is not the number of heads")
+        keys.expect(".attention.key_length", (hidden // heads,), "is not the size of heads")
     else:
         found |= {"num_key_value_heads": groups, "head_dim": size}
     for key in ("value_length", "key_length_swa", "value_length_swa"):

@@ -1,6 +1,5 @@
 """From a folder to a spec, and to a decoder with its weights, without transformers."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.config import check_sizes
 from pyengine.models.decoder.checkpoint import Checkpoint, Tensors
 from pyengine.models.decoder.decoder import Decoder
-from pyengine.models.decoder.families import NO_EFFECT, TABLE, Family
+from pyengine.models.decoder.families import NEUTRAL, NO_EFFECT, TABLE, Family
 from pyengine.models.decoder.kernels import Kernels
 from pyengine.models.decoder.mtp import MTPLayers
 from pyengine.models.decoder.names import OTHER_MTP_LAYERS, Names
@@ -18,12 +17,13 @@ from pyengine.models.decoder.ranks import WHOLE, Rank, divided
 from pyengine.models.decoder.settings import Settings
 from pyengine.models.decoder.spec import DecoderSpec
 from pyengine.models.decoder.weights import NoKernels, Weights
+from pyengine.models.transformers_calls import read_object
 from pyengine.utils.validation import shown
 
 
 def family_of(folder: Path) -> Family | None:
     """The row of the table for the model in `folder`; None: its family is not in the table."""
-    model_type = _values(folder / "config.json").get("model_type")
+    model_type = read_object(folder / "config.json").get("model_type")
     return TABLE.get(model_type) if isinstance(model_type, str) else None
 
 
@@ -34,7 +34,7 @@ def read_spec(folder: Path) -> DecoderSpec:
     has a value that it cannot have, or is unknown.
     """
     path = folder / "config.json"
-    values = _values(path)
+    values = read_object(path)
     values.pop("quantization_config", None)
     return spec_of(values, str(path))
 
@@ -58,6 +58,7 @@ def spec_of(values: dict[str, Any], where: str) -> DecoderSpec:
     except (ArithmeticError, ValueError) as error:
         raise ModelLoadError(f"{where} has numbers that no model has: {error}") from error
     settings.pass_over({**NO_EFFECT, **family.no_effect})
+    settings.pass_over_neutral(NEUTRAL)
     settings.finish()
     return spec
 
@@ -99,7 +100,7 @@ def open_model(folder: Path, *, with_mtp_layers: bool = False) -> OpenedModel:
     `ConfigurationError` for a model without such layers.
     """
     path = folder / "config.json"
-    values = _values(path)
+    values = read_object(path)
     packing = values.pop("quantization_config", None)
     checkpoint = Checkpoint(folder) if packing is None else _packed(folder, packing)
     check_sizes(values, checkpoint.headers, path)
@@ -170,14 +171,3 @@ def _mtp_layers_in(weights: Weights, spec: DecoderSpec) -> list[int]:
     first = len(spec.layers)
     layers = range(first, first + len(spec.mtp_layers))
     return [layer for layer in layers if weights.of_layer(layer).has("mtp_projection")]
-
-
-def _values(path: Path) -> dict[str, Any]:
-    """The object in a configuration file."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}; get it again") from error
-    if not isinstance(found, dict):
-        raise ModelLoadError(f"{path} has no object in it: get it again")
-    return found

@@ -17,6 +17,7 @@ from pyengine.cpu import PackedWeight, QuantizedWeight
 from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.checkpoint import Array, Checkpoint, StoredTensor
 from pyengine.models.decoder.cpu_products import OrderedWeight
+from pyengine.models.decoder.packing_keys import check_packing
 from pyengine.models.integer_linear import q8_0_of_rows
 from pyengine.models.packed_bytes import Float8Layout, Int8Layout
 from pyengine.models.packed_checkpoints import packed_layout
@@ -153,7 +154,7 @@ class PackedCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path, settings: Any) -> None:
         super().__init__(folder)
-        layout = packed_layout(settings) if isinstance(settings, dict) else shown(settings)
+        layout = packed_layout(check_packing(settings, str(folder / "config.json")))
         if isinstance(layout, str):
             raise ModelLoadError(
                 f"{folder / 'config.json'} says quantization_config={shown(settings)}: pyengine "

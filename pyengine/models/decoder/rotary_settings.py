@@ -18,6 +18,7 @@ from pyengine.models.decoder.spec import (
     Scaling,
     YarnScaling,
 )
+from pyengine.utils.validation import shown
 
 ROPE_DEFAULTS = {
     "rope_theta": 10000.0,
@@ -58,10 +59,14 @@ def rope_type(section: Settings | None, kind: RotaryKind | None = None) -> str:
     """The kind of rotary embedding that a section names."""
     if section is None:
         return "default"
-    names = [str(section.raw(key)) for key in ("rope_type", "type") if section.has(key)]
+    given = {key: section.raw(key) for key in ("rope_type", "type") if section.has(key)}
+    for key, value in given.items():
+        if not isinstance(value, str):
+            section.refuse(key, "it must be the name of a kind")
+    names = list(given.values())
     section.pass_over({"rope_type": "null, or read", "type": "null, or read"})
     if len(set(names)) > 1:
-        section.refuse("type", f"and rope_type={names[0]!r}: delete one of them")
+        section.refuse("type", f"and rope_type={shown(names[0])}: delete one of them")
     name = names[0] if names else "default"
     return dict(kind.renamed if kind else ()).get(name, name)
 
@@ -125,6 +130,16 @@ def two_rotaries(
             section.section(key) if section.has(key) else None
             for key in ("full_attention", "sliding_attention")
         )
+    elif section is not None and section.has("type") and not section.has("rope_type"):
+        section.refuse("type", "transformers does not read it here: name the kind rope_type")
+    why = "transformers does not read it for layers of two kinds"
+    settings.only("original_max_position_embeddings", why=why)
+    for each in (full, sliding):
+        if each is not None:
+            each.only("truncate", True, why=why)
+            is_scaled = rope_type(each, kind) != "default"
+            if is_scaled and kind.share is not None and not each.has("partial_rotary_factor"):
+                each.refuse("rope_type", "partial_rotary_factor is needed with it")
     return (
         rotary_of(settings, full, head_dim, kind),
         rotary_of(settings, sliding, head_dim, kind, theta=sliding_theta),

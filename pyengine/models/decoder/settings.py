@@ -123,20 +123,30 @@ class Settings:
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """A list of `count` numbers above 0."""
         found = self.items(key, count)
-        good = [item for item in found or () if isinstance(item, int | float) and 0 < item < 1e300]
+        good = [item for item in found or () if type(item) in (int, float) and 0 < item < 1e300]
         if found is None or len(good) != count:
             self.refuse(key, f"it must be a list of {count} numbers above 0")
         return tuple(map(float, good))
 
-    def section(self, key: str, defaults: Mapping[str, Any] | None = None) -> "Settings | None":
-        """The object under this key; None if it is null. `finish` looks at its keys too."""
+    @property
+    def names(self) -> Sequence[str]:
+        """The keys of the file."""
+        return list(self._values)
+
+    def section(self, key: str, *, is_passed_over: bool = False) -> "Settings | None":
+        """The object under this key; None if it is null.
+
+        `finish` looks at its keys too, unless it `is_passed_over`.
+        """
         found = self.raw(key)
         if found is None:
             return None
         if not isinstance(found, dict):
             self.refuse(key, "it must be an object or null")
         if key not in self._sections:
-            self._sections[key] = Settings(found, f"{self._where}, {key},", defaults)
+            self._sections[key] = Settings(found, f"{self._where}, {key[:80]},")
+        if is_passed_over:
+            self._sections[key].pass_over(dict.fromkeys(found, "of a section without effect"))
         return self._sections[key]
 
     def default_section(self, key: str) -> "Settings | None":
@@ -151,9 +161,16 @@ class Settings:
         if self.has(key):
             found = self.raw(key)
             if not any(found == value and type(found) is type(value) for value in allowed):
-                known = " or ".join(map(shown, allowed))
+                known = " or ".join(map(shown, allowed)) or "null"
                 self.refuse(key, f"{why}; only {known} is supported")
         self._read.add(key)
+
+    def pass_over_neutral(self, reasons: Mapping[str, tuple[object, str]]) -> None:
+        """Accept these keys if nothing read them and they have this value; reasons follow it."""
+        for key, (value, _) in reasons.items():
+            found = self._values.get(key)
+            if key not in self._read and type(found) is type(value) and found == value:
+                self._read.add(key)
 
     def pass_over(self, reasons: Mapping[str, str]) -> None:
         """Accept these keys with any value: they have no effect, for the reasons given."""
@@ -163,7 +180,7 @@ class Settings:
         """Raise `ModelLoadError` for the value of this key."""
         name = self._name(key)
         value = self._values.get(name, self._defaults.get(key))
-        raise ModelLoadError(f"{self._where} says {name}={shown(value)}: {why}")
+        raise ModelLoadError(f"{self._where} says {_short(name)}={shown(value)}: {why}")
 
     def finish(self) -> None:
         """Raise `ModelLoadError` if a key, unless it is null, was neither read nor passed over."""
@@ -176,9 +193,14 @@ class Settings:
         )
         if unread:
             first = unread[0]
-            more = f" (and {', '.join(unread[1:4])})" if len(unread) > 1 else ""
+            others = ", ".join(map(_short, unread[1:4]))
+            more = f" (and {others})" if others else ""
             raise ModelLoadError(
-                f"{self._where} says {first}={shown(self._values[first])}{more}, which pyengine "
-                "does not know for this model: if it has no effect on the answers, delete it from "
-                "the file"
+                f"{self._where} says {_short(first)}={shown(self._values[first])}{more}, which "
+                "pyengine does not know for this model: if it has no effect on the answers, delete "
+                "it from the file"
             )
+
+
+def _short(key: str) -> str:
+    return key if len(key) <= 80 else f"{key[:80]}..."

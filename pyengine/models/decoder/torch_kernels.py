@@ -28,7 +28,6 @@ from pyengine.models.decoder.spec import (
     Routing,
 )
 from pyengine.models.decoder.weights import Weight
-from pyengine.utils.host_copy import upload
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -140,7 +139,8 @@ class TorchAttention:
 class TorchKernels:
     """See `Kernels`. Weights and rows are of `dtype`, on `device`."""
 
-    keeps_formats = False
+    keeps_formats: bool = False
+    """True once a quantised weight was laid out as it is; False: all of them are floats."""
     has_float_products = True
     products = ProductChooser.fixed("torch", "the only one here")
 
@@ -250,7 +250,7 @@ class TorchKernels:
         rotary = spec.rotary
         if rotary is not None and rotary not in self._frequencies:
             inverse, factor = frequencies(rotary)
-            self._frequencies[rotary] = upload(inverse, self.device), factor
+            self._frequencies[rotary] = torch.from_numpy(inverse).to(self.device), factor
         return TorchAttention(self, spec, weights)
 
     def grown(
@@ -314,11 +314,10 @@ class TorchKernels:
             tensor = torch.from_numpy(np.asarray(part.read()))
             return tensor.view(torch.bfloat16) if part.dtype == "BF16" else tensor
         if self._made_up is None:
-            self._made_up = upload(numbers(), self.device)
+            self._made_up = torch.from_numpy(numbers()).to(self.device)
         made = (self._made_up * part.scale + part.shift).to(self.dtype)
         found = _repeated(made, part.first, math.prod(part.shape)).view(part.shape)
-        found = found.T if part.is_transposed else found
-        return found if part.rows is None else found[part.rows]
+        return part.cut(found.T if part.is_transposed else found)
 
     def _fill(self, target: torch.Tensor, weight: Weight) -> None:
         """Read one tensor of the file after the other."""

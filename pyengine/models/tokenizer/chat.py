@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -137,12 +137,12 @@ def _environment() -> Any:
     class Generation(Extension):
         """`{% generation %}` marks answers for training: only its content counts here."""
 
-        tags: ClassVar = {"generation"}
-
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.Scope(body, lineno=line)
+
+    Generation.tags = {"generation"}
 
     def check_name(name: Any) -> None:
         if isinstance(name, str) and name.startswith("_"):

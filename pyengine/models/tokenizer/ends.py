@@ -29,7 +29,8 @@ _FILL_IN_ENDS = (
 FAMILY_ENDS: Mapping[str, int | list[int]] = {
     **dict.fromkeys(("llama", "mistral", "ministral3", "mixtral", "granite", "granitemoe"), 2),
     **dict.fromkeys(("seed_oss", "exaone4"), 2),
-    **dict.fromkeys(("gemma2", "gemma3_text", "gemma4_text", "deepseek_v3", "glm4_moe_lite"), 1),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text"), 1),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), 1),
     **dict.fromkeys(("olmo2", "olmo3"), 50279),
     **dict.fromkeys(("gpt2", "starcoder2"), 50256),
     **{"phi3": 32000, "smollm3": 128001, "cohere2": 255001, "granite_swa": 100257},

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from pyengine.models.tokenizer.chat import Templates
@@ -45,6 +45,8 @@ _CLASS_DEFAULTS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Special tokens of transformers' classes, which files may leave out."""
+_OF_BYTES = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer", "CohereTokenizer")
+"""Classes whose setting `add_prefix_space` counts, whatever tokenizer.json says."""
 _FAMILY_CLASSES = {
     **dict.fromkeys(("gpt2", "starcoder2"), "GPT2Tokenizer"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
@@ -87,6 +89,8 @@ def fallback_reason(folder: Path, settings: Mapping[str, Any]) -> str | None:
         return "tokenizer_config.json asks for Python code"
     if settings.get("fast_tokenizer_files"):
         return "it has a tokenizer.json for each release of transformers"
+    if settings.get("fix_mistral_regex"):
+        return "fix_mistral_regex asks for another splitting of words"
     return None
 
 
@@ -113,10 +117,13 @@ def _of_folder(folder: Path, settings: dict[str, Any]) -> Tokenizer:
         _listed_tokens(listed) if listed is not None else _legacy_tokens(folder, special, extras)
     )
     _add(backend, added, special, extras)
+    kind = _class_name(folder, settings)
+    if kind in _OF_BYTES:
+        _set_prefix(backend, settings.get("add_prefix_space"))
     backend.encode_special_tokens = bool(settings.get("split_special_tokens", False))
     tokenizer = Tokenizer(
         backend,
-        {**_class_defaults(folder, settings, backend), **_texts(special)},
+        {**_class_defaults(kind, backend), **_texts(special)},
         extra_special_tokens=[str(token.content) for token in extras if token is not None],
         chat_template=_templates(folder, settings),
         cleans_up_spaces=settings.get("clean_up_tokenization_spaces") is True,
@@ -196,23 +203,36 @@ def _add(
     named = {token.content for token in special.values() if token is not None}
     for token in new:
         token.special = token.special or token.content in named
-    for token in (*special.values(), *extras):
-        if token is not None and token.content not in texts:
-            texts.add(token.content)
-            new.append(token)
+    for other in (*special.values(), *extras):
+        if other is not None and other.content not in texts:
+            texts.add(other.content)
+            new.append(other)
     if new:
         backend.add_tokens(new)
 
 
-def _class_defaults(
-    folder: Path, settings: Mapping[str, Any], backend: RustTokenizer
-) -> dict[str, str]:
-    """Special tokens of the folder's class of tokenizers, if the vocabulary has them."""
+def _class_name(folder: Path, settings: Mapping[str, Any]) -> str:
+    """The class of transformers' tokenizers that the folder, or its family, has."""
     config = read_json(folder / "config.json")
     kind = settings.get("tokenizer_class") or config.get("tokenizer_class")
-    kind = kind or _FAMILY_CLASSES.get(str(config.get("model_type")))
-    defaults = _CLASS_DEFAULTS.get(str(kind).removesuffix("Fast"), {})
+    return str(kind or _FAMILY_CLASSES.get(str(config.get("model_type")))).removesuffix("Fast")
+
+
+def _class_defaults(kind: str, backend: RustTokenizer) -> dict[str, str]:
+    """Special tokens that tokenizers of a class have, if they are in the vocabulary."""
+    defaults = _CLASS_DEFAULTS.get(kind, {})
     return {name: text for name, text in defaults.items() if backend.token_to_id(text) is not None}
+
+
+def _set_prefix(backend: RustTokenizer, is_added: Any) -> None:
+    """Set whether a space is added before the first word, in vocabularies of bytes."""
+    first: Any = backend.pre_tokenizer
+    is_several = isinstance(first, pre_tokenizers.Sequence)
+    steps = list(first) if is_several else [first]
+    if type(is_added) is bool:
+        for step in steps:
+            if isinstance(step, pre_tokenizers.ByteLevel):
+                step.add_prefix_space = is_added
 
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> Templates:

@@ -19,6 +19,7 @@ from pyengine.models.tokenizer.chat import Templates
 from pyengine.models.tokenizer.ends import ends_by_text
 from pyengine.models.tokenizer.gguf_splits import SPLITS
 from pyengine.models.tokenizer.tokenizer import Tokenizer
+from pyengine.models.tokenizer.word_merges import merges_of_words
 from pyengine.models.tokenizer_growth import check_growth
 from pyengine.models.transformers_calls import load_errors
 
@@ -103,12 +104,17 @@ class _Vocabulary:
         array = self.keys.raw(_TOKENS)
         if not isinstance(array, GGUFArray) or not array.is_of_strings or not array.length:
             raise self.keys.refusal(_TOKENS, "is no array of strings")
-        found = self.file.texts(array)
-        texts = [text or f"[EMPTY_{number}]" for number, text in enumerate(found)]
+        texts = self.file.texts(array)
+        for number, text in enumerate(texts):
+            if not text:
+                texts[number] = f"[EMPTY_{number}]"
         if self.is_gemma and self.kind == "llama":  # tokens of spaces only are written as such
-            marks = {text: _SPACE * len(text) for text in texts if not text.strip(" ")}
-            self._spaces = {*marks.values()} - {*texts}
-            texts = [mark if (mark := marks.get(text)) in self._spaces else text for text in texts]
+            spaces = {text: number for number, text in enumerate(texts) if text.isspace()}
+            for text, number in spaces.items():
+                mark = _SPACE * len(text)
+                if text == " " * len(text) and mark not in texts:
+                    texts[number] = mark
+                    self._spaces.add(mark)
         return texts
 
     def numbers(self, name: str, kinds: str) -> Any:
@@ -134,7 +140,8 @@ class _Vocabulary:
         for name in ("lowercase", "strip_accents"):
             self.keys.expect(f"tokenizer.ggml.normalizer.{name}", (False,), "is not supported")
         suppressed = self.keys.raw("tokenizer.ggml.suppress_tokens")
-        if suppressed is not None and getattr(suppressed, "length", 1):
+        is_empty = isinstance(suppressed, GGUFArray) and not suppressed.length
+        if suppressed is not None and not is_empty:
             raise self.keys.refusal("tokenizer.ggml.suppress_tokens", "is not supported")
 
     def token_id(self, name: str) -> int | None:
@@ -262,34 +269,6 @@ def _words(vocabulary: _Vocabulary) -> RustTokenizer:
     return backend
 
 
-def merges_of_words(texts: Sequence[str], scores: Any = None) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a third one, the best first.
-
-    A pair is as good as its token: by `scores`, one for each of `texts`, or else by its place. Of
-    the pairs of equally good tokens, that with the longest beginning is the best.
-    """
-    known = frozenset(texts)
-
-    def pairs(text: str) -> list[tuple[str, str]]:
-        return [
-            (text[:at], text[at:])
-            for at in range(len(text) - 1, 0, -1)
-            if text[:at] in known and text[at:] in known
-        ]
-
-    if scores is None:
-        return [pair for text in texts for pair in pairs(text)]
-    found: list[tuple[str, str]] = []
-    order = np.argsort(-np.asarray(scores, np.float64), kind="stable")
-    starts = np.flatnonzero(np.diff(scores[order], prepend=np.nan) != 0)
-    for equal in np.split(order, starts[1:]):
-        together = [pair for at in equal for pair in pairs(texts[at])]
-        if len(equal) > 1:
-            together.sort(key=lambda pair: (len(pair[0]), len(pair[1])), reverse=True)
-        found += together
-    return found
-
-
 def _add_tokens(backend: RustTokenizer, vocabulary: _Vocabulary, special: set[str]) -> None:
     """Add the tokens that are found in a text before it is split.
 
@@ -314,9 +293,10 @@ def _set_first_and_last(backend: RustTokenizer, vocabulary: _Vocabulary) -> None
             raise keys.refusal(
                 f"tokenizer.ggml.add_{name}_token", f"needs tokenizer.ggml.{name}_token_id"
             )
-    if first is None:
-        is_split = vocabulary.kind == "gpt2" and split is not None
-        first = vocabulary.kind == "llama" or (is_split and split.starts_with_bos)
+    if first is None and vocabulary.kind == "gpt2":
+        first = split is not None and split.starts_with_bos
+    elif first is None:
+        first = vocabulary.kind == "llama"
     if vocabulary.kind == "gemma4":
         first = False  # as in transformers: templates begin with it
     bos = vocabulary.special_tokens.get("bos_token") if first else None

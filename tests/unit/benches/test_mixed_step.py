@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benches.gpu.launches import as_on_cuda, model
+from benches.gpu.launches import decoder
 from benches.gpu.mixed_step import Attention, measured, record_nothing
 from pyengine.attention.backend import AttentionOptions, Rows
 from pyengine.executor.model_runner import ForwardPass
@@ -24,10 +24,14 @@ class CountingAttention(Attention):
 
 
 def test_only_attention_runs_in_a_replay() -> None:
-    made = as_on_cuda(model("llama", 2)).float()
-    forward = ForwardPass(made, [None] * 2, 2)
+    made = decoder("llama", 2, "cpu", torch.float32)
     calls: list[int] = []
-    made.model.embed_tokens.register_forward_hook(lambda *_: calls.append(1))
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        calls.append(1)
+        return made(*arguments)
+
+    forward = ForwardPass(counted, [None] * 2)  # type: ignore[arg-type]
     pieces = PiecewiseGraphs(forward, 8, torch.device("cpu"))
     pieces.capture([16], record_nothing)
     assert len(calls) == 2  # the pass before the capture, and the capture

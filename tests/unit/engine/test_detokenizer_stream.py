@@ -250,11 +250,10 @@ def test_new_text_is_taken_once() -> None:
 
 @pytest.mark.slow
 def test_the_embedded_models_tokenizer() -> None:
-    from transformers import AutoTokenizer
-
+    from pyengine.models.loader import tokenizer_of
     from pyengine.models.source import resolve_source
 
-    tokenizer = AutoTokenizer.from_pretrained(resolve_source(None).folder)
+    tokenizer = tokenizer_of(resolve_source(None))
     assert hasattr(tokenizer, "backend_tokenizer")
     generator = np.random.default_rng(0)
     for text in CORPUS:

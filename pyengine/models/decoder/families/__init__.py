@@ -12,7 +12,7 @@ from pyengine.models.decoder.families import (
     mixed,
     sigmoid_experts,
 )
-from pyengine.models.decoder.families.parts import NO_EFFECT, Family
+from pyengine.models.decoder.families.parts import NEUTRAL, NO_EFFECT, Family
 
 TABLE: Mapping[str, Family] = MappingProxyType(
     {
@@ -23,4 +23,4 @@ TABLE: Mapping[str, Family] = MappingProxyType(
 )
 """Families by the `model_type` of their configurations."""
 
-__all__ = ["NO_EFFECT", "TABLE", "Family"]
+__all__ = ["NEUTRAL", "NO_EFFECT", "TABLE", "Family"]

@@ -128,6 +128,7 @@ def _qwen3_moe(settings: Settings) -> DecoderSpec:
         qkv_bias=has_bias,
         out_bias=has_bias,
     )
+    settings.only("use_qk_norm", True, why="heads have norms")
     experts = Experts(
         routing=routed(settings, "num_experts", is_normalised=settings.flag("norm_topk_prob")),
         mlp=gated(settings, size="moe_intermediate_size"),

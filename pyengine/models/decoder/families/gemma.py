@@ -88,6 +88,7 @@ def _gemma2(settings: Settings) -> DecoderSpec:
     shape, norm = heads(settings), rms(settings, offset=1.0)
     rotary = read_rotary(settings, shape["head_dim"], _WHOLE)
     softcap = settings.optional_number("attn_logit_softcapping", above=0)
+    settings.only("sliding_window_size", settings.raw("sliding_window"), why="it is sliding_window")
     layers = [
         _layer(settings, norm, shape, rotary=rotary, window=window, softcap=softcap)
         for window in sliding_layers(settings, lambda layer: layer % 2 == 0)
@@ -165,7 +166,9 @@ def _gemma4_shape(settings: Settings, layer: int, window: int | None) -> dict[st
     shape, section = heads(settings), settings.section("per_layer_config")
     if section is not None:
         settings.pass_over(dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), "read"))
-        own = section.section(str(layer)) if section.has(str(layer)) else None
+        # transformers pads the numbers of layers with zeros: "05".
+        names = [name for name in section.names if name.isdecimal() and int(name) == layer]
+        own = section.section(names[0]) if names and section.has(names[0]) else None
         if own is not None:
             for key, name in (("head_dim", "head_dim"), ("num_key_value_heads", "kv_heads")):
                 shape[name] = own.integer(key) if own.has(key) else shape[name]
@@ -194,6 +197,8 @@ def _gemma4_rotaries(
     for window, [head_dim] in sizes.items():
         key = "full_attention" if window is None else "sliding_attention"
         own = section.section(key)
+        if own is not None:
+            own.only("truncate", True, why="transformers does not read it for each kind of layer")
         rotaries[window] = rotary_of(settings, own, head_dim, RotaryKind(share=1.0))
     return rotaries
 
@@ -324,6 +329,7 @@ FAMILIES = (
             "num_global_key_value_heads": None,
         },
         _GEMMA4_NAMES,
+        _NO_EFFECT,
     ),
 )
 """See `Family`."""

@@ -69,6 +69,10 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
                 *("resid_pdrop", "attn_pdrop", "residual_dropout", "embedding_dropout"),
                 *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
                 *("gradient_checkpointing", "tf_legacy_loss", "use_bfloat16", "torchscript"),
+                *("hidden_dropout_prob", "attention_probs_dropout_prob", "ffn_dropout", "dropout"),
+                *("aux_loss_alpha", "seq_aux", "router_z_loss_coef", "moe_router_dtype"),
+                *("use_flash_attn", "use_flash_attention", "fused_qkv", "fp32_attention"),
+                *("max_sequence_length_in_training", "moe_aux_loss_coeff", "router_bias_update"),
             ),
             _TRAINING,
         ),
@@ -86,15 +90,18 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(
             (
-                *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
+                *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"),
                 *("decoder_start_token_id", "prefix", "tokenizer_class"),
+                *("image_token_id", "boi_token_id", "eoi_token_id", "audio_token_id"),
             ),
             _TOKENS,
         ),
         **dict.fromkeys(
             (
                 *("architectures", "transformers_version", "_name_or_path", "name_or_path"),
-                *("_commit_hash", "unsloth_version", "unsloth_fixed", "auto_map"),
+                *("_model_name_or_path", "auto_map", "model_name", "license", "language", "tags"),
+                *("_commit_hash", "unsloth_version", "unsloth_fixed"),
+                *("custom_pipelines", "base_model_name_or_path"),
                 *("finetuning_task", "task_specific_params", "transformers.js_config"),
             ),
             _OF_THE_FILE,
@@ -115,11 +122,53 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
         "chunk_size_feed_forward": "causal models do not chunk their feed-forward layers",
         "is_decoder": "the families here are decoders",
         "pretraining_tp": "the order of sums in training",
+        **dict.fromkeys(
+            ("max_sequence_length", "model_max_length"), "max_position_embeddings counts"
+        ),
     }
 )
 """Keys that change no answer, whatever the family."""
 
-_MOST_LAYERS = 4096
+_OFF = "it switches off what the family does not have"
+NEUTRAL: Mapping[str, tuple[object, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                *("attention_bias", "mlp_bias", "use_bias", "bias", "qkv_bias", "use_qkv_bias"),
+                *("attention_out_bias", "lm_head_bias", "head_bias", "add_bias_linear"),
+                *("use_sliding_window", "use_mrope", "qk_layernorm", "use_qk_norm", "qk_norm"),
+                *("rope_interleaved", "tie_encoder_decoder", "cross_attention_hidden_size"),
+                *("alibi", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"),
+                *("parallel_attn", "use_parallel_residual", "scale_embedding", "attention_sink"),
+                *("use_bidirectional_attention", "use_double_wide_mlp", "enable_moe_block"),
+            ),
+            (False, _OFF),
+        ),
+        **dict.fromkeys(
+            (
+                *("partial_rotary_factor", "rotary_pct", "rope_ratio", "attention_multiplier_base"),
+                *("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"),
+            ),
+            (1.0, "a factor of 1"),
+        ),
+        **dict.fromkeys(
+            (
+                *("num_experts", "num_local_experts", "n_routed_experts", "num_kv_shared_layers"),
+                *("num_nextn_predict_layers", "num_mtp_layers", "n_shared_experts"),
+                "shared_expert_intermediate_size",
+            ),
+            (0, "there are none"),
+        ),
+        **dict.fromkeys(
+            ("mlp_only_layers", "no_rope_layers", "skip_layers"),
+            ([], "no layer is otherwise"),
+        ),
+    }
+)
+"""Keys of other families, with the value that has no effect in a family that does not read them."""
+
+MOST_LAYERS = 4096
+"""Layers that a model may have: a spec has them one by one."""
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
@@ -163,8 +212,8 @@ def heads(settings: Settings) -> dict[str, Any]:
 def layer_count(settings: Settings) -> int:
     """The number of layers, of which a spec has one by one."""
     count = settings.integer("num_hidden_layers")
-    if count > _MOST_LAYERS:
-        settings.refuse("num_hidden_layers", f"a model has at most {_MOST_LAYERS}")
+    if count > MOST_LAYERS:
+        settings.refuse("num_hidden_layers", f"a model has at most {MOST_LAYERS}")
     return count
 
 

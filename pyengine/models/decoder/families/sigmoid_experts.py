@@ -1,5 +1,7 @@
 """Families whose routers have sigmoids and a correction, as DeepSeek-V3's."""
 
+from collections.abc import Mapping, Sequence
+
 from pyengine.models.decoder.families.experts import (
     FEW_EXPERTS,
     MIXTRAL_EXPERTS,
@@ -38,11 +40,17 @@ def sigmoid_routing(settings: Settings) -> Routing:
         "n_routed_experts",
         "sigmoid",
         is_normalised=settings.flag("norm_topk_prob"),
-        scale=settings.number("routed_scaling_factor"),
+        scale=_optional(settings, "routed_scaling_factor"),
         has_correction=True,
         groups=settings.integer("n_group"),
         chosen_groups=settings.integer("topk_group"),
     )
+
+
+def _optional(settings: Settings, key: str) -> float:
+    """A factor; null: 1, as in files of MiMo."""
+    factor = settings.optional_number(key)
+    return 1.0 if factor is None else factor
 
 
 def with_shared(settings: Settings, routing: Routing) -> Experts:
@@ -85,11 +93,9 @@ def mtp_layers(settings: Settings, layer: Layer) -> tuple[Layer, ...]:
 def _mimo_v2_flash(settings: Settings) -> DecoderSpec:
     shape, norm, has_bias = heads(settings), rms(settings), settings.flag("attention_bias")
     kind = RotaryKind(share=0.334)
-    full, sliding = two_rotaries(settings, shape["head_dim"], kind, "rope_theta")
-    settings.only(
-        "sliding_window_size", settings.integer("sliding_window") - 1, why="it is one less"
-    )
-    windows = sliding_layers(settings, lambda layer: layer > 0 and (layer + 1) % 6 != 0)
+    full, sliding = two_rotaries(settings, shape["head_dim"], kind, "swa_rope_theta")
+    windows = _mimo_windows(settings)
+    _check_first_form(settings, shape, windows)
     experts = Experts(
         routing=sigmoid_routing(settings), mlp=gated(settings, size="moe_intermediate_size")
     )
@@ -116,6 +122,38 @@ def _mimo_v2_flash(settings: Settings) -> DecoderSpec:
     return decoder(settings, layers, norm)
 
 
+def _mimo_windows(settings: Settings) -> list[int | None]:
+    """The window of each layer; the first form of the file says one less of it, too."""
+    windows = sliding_layers(settings, lambda layer: layer > 0 and (layer + 1) % 6 != 0)
+    if not settings.has("sliding_window_size"):
+        return windows
+    size = settings.integer("sliding_window_size")
+    settings.only("sliding_window", size, size + 1, why=f"sliding_window_size is {size}")
+    return [None if window is None else size + 1 for window in windows]
+
+
+def _check_first_form(
+    settings: Settings, shape: Mapping[str, int], windows: Sequence[int | None]
+) -> None:
+    """Refuse what the first form of the file says otherwise: transformers does not read it."""
+    is_sparse = sparse_layers(settings)
+    values = {
+        "hybrid_layer_pattern": [int(window is not None) for window in windows],
+        "moe_layer_freq": [int(each) for each in is_sparse],
+        "swa_num_attention_heads": shape["heads"],
+        "swa_num_key_value_heads": 2 * shape["kv_heads"],
+        "swa_head_dim": shape["head_dim"],
+        "swa_v_head_dim": settings.integer("v_head_dim"),
+        "layernorm_epsilon": settings.number("rms_norm_eps"),
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+    for key, value in values.items():
+        settings.only(key, value, why="the other settings say so")
+
+
 def sparse_layers(settings: Settings) -> list[bool]:
     """Which layers have experts, by `mlp_layer_types`; by default all but the first."""
     count = layer_count(settings)
@@ -131,7 +169,10 @@ def _minimax_m2(settings: Settings) -> DecoderSpec:
     shape, norm = heads(settings), rms(settings)
     share: float | None = 1.0
     if settings.has("rotary_dim"):
-        share = settings.integer("rotary_dim") / shape["head_dim"]
+        # A little more: the product with the size of a head is cut to a whole number.
+        share = (settings.integer("rotary_dim") + 0.5) / shape["head_dim"]
+    types = [1] * layer_count(settings)
+    settings.only("attn_type_list", types, why="all layers attend to all positions")
     for key, value in _MINIMAX_ONLY.items():
         settings.only(key, value, why="the family is built otherwise")
     attention = Attention(
@@ -215,7 +256,11 @@ FAMILIES = (
             "num_local_experts": 256,
         },
         names(ATTENTION, PRE_NORM, MIXTRAL_EXPERTS),
-        aliases=FEW_EXPERTS,
+        dict.fromkeys(
+            ("mtp_transformer_layers", "num_mtp_modules", "use_mtp"),
+            "layers for speculation, which files do not have",
+        ),
+        FEW_EXPERTS,
     ),
     Family(
         "mimo_v2_flash",
@@ -251,7 +296,10 @@ FAMILIES = (
             QWEN_EXPERTS,
             sinks=(*vector("self_attn.attention_sink_bias"), *vector("self_attn.sinks")),
         ),
-        aliases={"num_local_experts": "n_routed_experts"},
+        dict.fromkeys(
+            ("attention_chunk_size", "hybrid_block_size"), "transformers does not read it"
+        ),
+        {"num_local_experts": "n_routed_experts"},
     ),
 )
 """See `Family`."""

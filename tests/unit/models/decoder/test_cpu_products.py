@@ -9,16 +9,25 @@ import numpy as np
 import pytest
 import torch
 
-from pyengine.cpu import CpuAttention, QuantizedWeight
+from pyengine.cpu import CpuAttention, PackedWeight, QuantizedWeight
 from pyengine.cpu.threads import kernel_threads
+from pyengine.models.decoder import cpu_products
+from pyengine.models.decoder.arrays import array_of, tensor_of
 from pyengine.models.decoder.checkpoint import Array, StoredTensor
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype, rounded, widened
-from pyengine.models.decoder.cpu_products import CpuInnerProduct, CpuProduct, OrderedWeight
+from pyengine.models.decoder.cpu_products import (
+    CpuInnerProduct,
+    CpuProduct,
+    OrderedWeight,
+    ReusedMemory,
+)
+from pyengine.models.decoder.loading import open_model
 from pyengine.models.decoder.product_choice import ProductChooser, onednn_supports
 from pyengine.models.decoder.spec import MLP, ClampedGate
 from pyengine.models.decoder.weights import Weight
 from pyengine.models.integer_linear import q8_0
+from tests.unit.models.decoder.tiny_models import Tiny, save
 
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 THREADS = kernel_threads(2)
@@ -165,3 +174,50 @@ def test_rows_of_experts(dtype: Dtype, quantization: Literal["none", "int8"]) ->
     for token in range(tokens):
         alone = (each[token : token + 1] for each in (rows, chosen, factors))
         assert np.array_equal(experts.multiply(*alone)[0], found[token])
+
+
+def place_of(array: Array) -> int:
+    return int(array.ctypes.data)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_of_results_is_reused_once_no_array_or_tensor_holds_it(dtype: Dtype) -> None:
+    packed, kind = PackedWeight(floats(17, 24)), NUMPY[dtype]
+    plain, reusing = (
+        CpuProduct(THREADS, packed),
+        CpuProduct(THREADS, packed, results=ReusedMemory()),
+    )
+    rows = rounded(floats(9, 24, seed=1), kind)
+    first = reusing.multiply(rows)
+    place, part = place_of(first), first[3:]
+    held = tensor_of(first)[1:3]
+    del first
+    second = reusing.multiply(rows[:2])
+    assert np.array_equal(part, plain.multiply(rows)[3:])
+    del part
+    third = reusing.multiply(rows[:1])
+    assert len({place, place_of(second), place_of(third)}) == 3
+    assert np.array_equal(array_of(held), plain.multiply(rows)[1:3])
+    assert np.array_equal(second, plain.multiply(rows[:2]))
+    del held, second, third
+    free = place_of(reusing.multiply(rows))
+    assert place_of(reusing.multiply(rows[:1])) == free
+
+
+def test_results_beyond_the_memory_that_is_kept_have_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_products, "_REUSED", 2 * 17 * 4)
+    memory, kind = ReusedMemory(), np.dtype(np.float32)
+    kept = memory.empty((2, 17), kind)
+    place = place_of(kept)
+    large = memory.empty((3, 17), kind)
+    assert large.shape == (3, 17)
+    del kept, large
+    assert place_of(memory.empty((2, 17), kind)) == place
+
+
+def test_the_head_reuses_its_memory(tmp_path: Path) -> None:
+    save(Tiny("llama", "llama", {}), tmp_path)
+    head: Any = open_model(tmp_path).decoder(CpuKernels(THREADS))._head
+    assert head.results is not None

@@ -11,8 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pyengine.attention.cpu import CpuBackend
 from pyengine.cpu import CpuAttention
+from pyengine.cpu.threads import kernel_threads
 from pyengine.errors import ConfigurationError, ModelLoadError
+from pyengine.models.decoder.arrays import array_of, tensor_of
+from pyengine.models.decoder.cpu_kernels import CpuKernels
+from pyengine.models.decoder.cpu_numbers import Dtype
 from pyengine.models.decoder.loading import open_model, spec_of
 from pyengine.models.decoder.ranks import Rank, divided
 from pyengine.models.decoder.torch_kernels import TorchKernels
@@ -51,10 +56,9 @@ class ThreadRank(Rank):
     meeting: Meeting = field(default_factory=lambda: Meeting(1))
 
     def sum(self, rows: Any) -> Any:
-        first, *others = self.meeting.exchanged(self.number, rows)
-        for each in others:
-            first = first + each
-        return first
+        parts = [tensor_of(each) for each in self.meeting.exchanged(self.number, rows)]
+        whole = torch.stack(parts).sum(0)
+        return whole if isinstance(rows, torch.Tensor) else array_of(whole)
 
     def gather(self, rows: Any, width: int) -> Any:
         cat: Any = torch.cat if isinstance(rows, torch.Tensor) else np.concatenate
@@ -134,6 +138,27 @@ def test_two_ranks_compute_what_one_process_computes(
     tiny: Tiny, saved: Saved, prompts: list[list[int]]
 ) -> None:
     check(saved(even(tiny))[0], 2, "cpu", prompts)
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", ["llama-biases", "gpt_oss", "deepseek_v3", "gemma3", "olmo2"])
+def test_bfloat16_is_as_close_to_float32_as_in_one_process(
+    name: str, saved: Saved, prompts: list[list[int]]
+) -> None:
+    opened = open_model(saved(_BY_NAME[name])[0])
+
+    def logits(dtype: Dtype, rank: Rank) -> torch.Tensor:
+        kernels = CpuKernels(kernel_threads(1), dtype=dtype)
+        kind: torch.dtype = getattr(torch, dtype)
+        runner = Runner(opened.decoder(kernels, rank), CpuBackend, kind)
+        sequence = runner.add(prompts[0])
+        runner.step((sequence, len(prompts[0])))
+        return torch.stack(sequence.logits).float()
+
+    exact = logits("float32", Rank())
+    error = (logits("bfloat16", Rank()) - exact).norm()
+    for found in on_all_ranks(2, lambda rank: logits("bfloat16", rank)):
+        assert (found - exact).norm() <= 1.4 * error
 
 
 @pytest.mark.parametrize("name", _BY_TORCH)

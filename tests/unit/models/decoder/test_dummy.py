@@ -3,11 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from pyengine.models.decoder.dummy import open_dummy
+from pyengine.models.decoder.made_up import DummyStored
 from pyengine.models.decoder.torch_kernels import TorchKernels
+from pyengine.models.decoder.weights import Weight
 from tests.unit.models.decoder.steps import CPU, Runner
 from tests.unit.models.decoder.test_families import Saved
 from tests.unit.models.decoder.tiny_models import MODELS, Tiny, configuration_in
@@ -35,3 +38,32 @@ def test_a_configuration_of_packed_weights_is_run_in_floats(saved: Saved, tmp_pa
     values["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert logits(tmp_path).isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(7,), (700, 1600), (3, 400, 1000)])
+def test_numbers_are_the_same_whatever_makes_them(shape: tuple[int, ...]) -> None:
+    """On a device they are made there; a tensor may have more of them than there are."""
+    kernels = TorchKernels(CPU, torch.float32)
+    for part in (
+        DummyStored(Path(), "a.weight", "F32", shape, 0),
+        DummyStored(Path(), "a.weight", "F32", shape, 64),
+    ):
+        others = [part]
+        if len(shape) == 2:
+            others += [
+                part.transposed(),
+                part.only(slice(1, None, 2)),
+                part.only_columns(slice(3, 9)),
+            ]
+        for each in others:
+            assert np.array_equal(kernels._part(each).numpy(), each.read())
+    first = part.read()
+    assert np.isfinite(first).all() and (len(shape) == 1 or len(np.unique(first[:, 0])) > 2)
+
+
+def test_the_host_makes_no_copy_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DummyStored, "read", lambda _self: pytest.fail("read on the host"))
+    kernels = TorchKernels(torch.device("meta"), torch.bfloat16)
+    monkeypatch.setattr(kernels, "_fill", lambda target, weight: [*weight.pieces(kernels._part)])
+    weight = Weight((DummyStored(Path(), "a.weight", "F32", (64, 32), 0),), (64, 32))
+    assert kernels.table(weight).weight.is_meta

@@ -106,10 +106,10 @@ def test_every_family_has_a_spec_by_its_defaults_alone() -> None:
 
 
 def test_folders_without_a_model_of_the_table(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="cannot be read"):
+    with pytest.raises(ModelLoadError, match="cannot be used"):
         read_spec(tmp_path)
     path = tmp_path / "config.json"
-    for text, named in (("{", "cannot be read"), ("[]", "no object"), ("{}", "model_type=None")):
+    for text, named in (("{", "cannot be used"), ("[]", "no object"), ("{}", "model_type=None")):
         path.write_text(text)
         with pytest.raises(ModelLoadError, match=named):
             read_spec(tmp_path)

@@ -1,5 +1,6 @@
 """Chat templates: what a template writes, or refuses, is what it does with transformers."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,11 @@ from transformers import PreTrainedTokenizerFast
 from pyengine.models.tokenizer import Tokenizer, chosen_template
 from tests.support import chat
 from tests.unit.models.tokenizer.kinds import KINDS
-from tests.unit.models.tokenizer.templates import TEMPLATES
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-ALL = TEMPLATES | {
+FILES = (Path(__file__).parent / "templates").glob("*.jinja")
+"""With what templates of published models use: tools, dates, namespaces, thinking."""
+ALL = {path.stem: path.read_text("utf-8") for path in FILES} | {
     name.lower(): getattr(chat, name)
     for name in ("CHATML", "CONCATENATES", "NO_SYSTEM", "WALKS_PARTS", "BEGINS_THINKING")
 }

@@ -11,8 +11,8 @@ from pyengine.errors import ModelLoadError
 from pyengine.models.gguf_file import GGUFFile
 from pyengine.models.source import embedded_gguf
 from pyengine.models.tokenizer import GGUFTokens, tokenizer_of_gguf
-from pyengine.models.tokenizer.gguf import merges_of_words
 from pyengine.models.tokenizer.gguf_splits import SPLITS
+from pyengine.models.tokenizer.word_merges import merges_of_words
 from tests.unit.models.tokenizer.gguf_files import (
     CONTROL,
     NORMAL,
@@ -209,6 +209,7 @@ def test_keys_without_an_effect_have_none(tmp_path: Path) -> None:
         **{"add_space_prefix": True, "scores": [0.5] * len(values["tokens"])},
         **{"token_type_count": 2, "mask_token_id": 3, "fim_pre_token_id": 4},
         **{"remove_extra_whitespaces": False, "add_sep_token": False, "suppress_tokens": None},
+        "precompiled_charsmap": [1, 2, 3],
         "tokenizer.huggingface.json": "{}",
     }
     other = opened(write_vocabulary(tmp_path / "b.gguf", values | idle))
