@@ -71,8 +71,10 @@ CONFIGS = {
         {
             "num_hidden_layers": 4,
             "sliding_window": 5,
-            "rope_parameters": dict.fromkeys(
-                ("full_attention", "sliding_attention"),
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 1e4}
+                for kind in ("full_attention", "sliding_attention")
+            },
                 {"rope_type": "default", "rope_theta": 1e4},
             ),
         },
