@@ -5,9 +5,10 @@ a module of transformers (`models/fallback`).
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,8 @@ from pyengine.models.placement import (
 )
 from pyengine.models.source import ModelSource, resolve_source
 from pyengine.models.tokenizer import eos_token_ids, load_tokenizer, tokenizer_of_gguf
+from pyengine.models.transformers_calls import read_json
+from pyengine.utils.beside import beside
 from pyengine.utils.gc_pause import paused_gc
 
 _log = logging.getLogger(__name__)
@@ -86,7 +89,8 @@ def checked_source(
     """
     source = resolve_source(model, revision=revision, token=token)
     if source.is_gguf:
-        with _opened(source, _DEFAULTS):
+        with _opened(source, _DEFAULTS) as (_, read_texts):
+            read_texts()
             return source
     try:
         check_folder(source.folder)
@@ -174,7 +178,7 @@ def _load(
     shards: int,
 ) -> LoadedModel:
     """The model in a decoder of ours, or this process's part of it."""
-    with _opened(source, kernels) as (opened, texts):
+    with _opened(source, kernels) as (opened, read_texts), beside(read_texts) as reading:
         spec = opened.spec
         choice = choose_dtype(dtype, named_dtype(spec.saved_dtype), device)
         _log.info("dtype %s: %s", choice.dtype, choice.reason)
@@ -189,6 +193,7 @@ def _load(
             decoder = opened.decoder(made, rank)
             mtp = opened.mtp_layers(decoder) if kernels.with_mtp_layers else None
         check_rounded(made, kernels, source.name)
+        texts = reading.result()
     # A rank's part of a quantised weight is floats.
     formats = opened.formats if made.keeps_formats and shards == 1 else ""
     return LoadedModel(
@@ -224,14 +229,16 @@ class _Texts(NamedTuple):
 
 
 @contextmanager
-def _opened(source: ModelSource, kernels: KernelSettings) -> Iterator[tuple[OpenedModel, _Texts]]:
-    """The model of a source and its text side, while its files are open."""
+def _opened(
+    source: ModelSource, kernels: KernelSettings
+) -> Iterator[tuple[OpenedModel, Callable[[], _Texts]]]:
+    """The model of a source, and the reader of its text side, while its files are open."""
     if source.is_gguf:
         with GGUFFile.open(source.path) as file:
             opened = open_gguf(file, keeps_formats=kernels.keeps_formats)
             if kernels.with_mtp_layers:
                 raise no_mtp_layers(source.name, len(opened.spec.layers))
-            yield opened, _texts_of_file(file, opened.spec.vocab_size)
+            yield opened, partial(_texts_of_file, file, opened.spec.vocab_size)
         return
     refuse_pipes(source.folder)
     if source.load_format == "dummy":
@@ -239,7 +246,7 @@ def _opened(source: ModelSource, kernels: KernelSettings) -> Iterator[tuple[Open
         opened = open_dummy(source.folder)
     else:
         opened = open_model(source.folder, with_mtp_layers=kernels.with_mtp_layers)
-    yield opened, _texts_of_folder(source.folder, opened.spec.vocab_size)
+    yield opened, partial(_texts_of_folder, source.folder, opened.spec.vocab_size)
 
 
 def _texts_of_file(file: GGUFFile, vocab_size: int) -> _Texts:

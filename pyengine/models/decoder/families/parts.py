@@ -293,7 +293,7 @@ def refuse_other_models(settings: Settings) -> None:
     settings.only("is_encoder_decoder", False, why="the model has an encoder")
     settings.only("add_cross_attention", False, why="the model attends to an encoder")
     settings.only("pruned_heads", {}, why="some heads of the model are not there")
-    settings.only("use_bidirectional_attention", False, why=causal)
+    settings.only("use_bidirectional_attention", False, "vision", why=causal)  # of images only
     settings.only("is_causal", True, why=causal)
     if settings.has("quantization_config"):
         settings.refuse("quantization_config", "packed weights are not read by this decoder")
