@@ -74,6 +74,8 @@ class Made:
         section = values.get("rope_parameters")
         if rope and section is not None:
             (section.get("full_attention") or section).update(rope)
+            if values["model_type"] == "olmo3" and "rope_theta" in rope:  # one base for all layers
+                section["sliding_attention"]["rope_theta"] = rope["rope_theta"]
         spec = spec_of({**values, **changes}, "config.json")
         return as_stored(asdict(replace(spec, saved_dtype=None)))
 

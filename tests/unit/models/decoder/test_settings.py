@@ -95,7 +95,6 @@ def test_what_no_model_of_the_table_is_is_refused_by_name(
     [
         ({"model_type": "bert"}, "'bert' is not in the table"),
         ({"model_type": "gemma4_text", "enable_moe_block": True}, "enable_moe_block=True"),
-        ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm=True"),
         ({**_LLAMA, "hidden_act": "quick_gelu"}, "hidden_act='quick_gelu'"),
         ({**_LLAMA, "quantization_config": {"quant_method": "mxfp4"}}, "quant_method='mxfp4'"),
         ({**_LLAMA, "quantization_config": {"quant_method": "awq", "bits": 8}}, "bits=8"),
