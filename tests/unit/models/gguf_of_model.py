@@ -75,8 +75,6 @@ CONFIGS = {
                 kind: {"rope_type": "default", "rope_theta": 1e4}
                 for kind in ("full_attention", "sliding_attention")
             },
-                {"rope_type": "default", "rope_theta": 1e4},
-            ),
         },
     ),
     "exaone4": (
