@@ -42,7 +42,6 @@ from pyengine.models.placement import (
 )
 from pyengine.models.source import ModelSource, resolve_source
 from pyengine.models.tokenizer import eos_token_ids, load_tokenizer, tokenizer_of_gguf
-from pyengine.models.transformers_calls import read_json
 from pyengine.utils.beside import beside
 from pyengine.utils.gc_pause import paused_gc
 
