@@ -124,8 +124,8 @@ def float8_of_file(weight: Weight, device: torch.device) -> Float8Weight | None:
         units = units[::_SQUARE] if is_even else units
     else:
         units = units[:, :1]
-    codes = torch.empty_like(whole, device=device).copy_(whole)
-    return Float8Weight(codes.view(DTYPE), upload(units, device))
+    on_device = torch.empty_like(whole, device=device).copy_(whole)
+    return Float8Weight(on_device.view(DTYPE), upload(units, device))
 
 
 def _check_finite(codes: torch.Tensor, scales: Array, parts: Sequence[StoredTensor]) -> None:

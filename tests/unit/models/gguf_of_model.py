@@ -29,6 +29,7 @@ _SIZES = {
     "eos_token_id": 1,
 }
 _HEAD = {"head_dim": 8}
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _GEMMA = {"query_pre_attn_scalar": 8, "sliding_window": 16, **_HEAD}
 _GRANITE = {
     "embedding_multiplier": 3.0,
@@ -71,10 +72,14 @@ CONFIGS = {
         {
             "num_hidden_layers": 4,
             "sliding_window": 5,
+<<<<<<< HEAD
             "rope_parameters": {
                 kind: {"rope_type": "default", "rope_theta": 1e4}
                 for kind in ("full_attention", "sliding_attention")
             },
+=======
+            "rope_parameters": {"full_attention": _PLAIN_ROPE, "sliding_attention": _PLAIN_ROPE},
+>>>>>>> gguf
         },
     ),
     "exaone4": (

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from pyengine.models.quantization import with_quantization
 from transformers import AutoConfig, Gemma3Config
 
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models import dummy_weights, source
 from pyengine.models.loader import LoadedModel, load_model, model_properties
-from pyengine.models.quantization import with_quantization
 from pyengine.models.source import resolve_source
 from tests.gpu.models import FAMILIES
 from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
