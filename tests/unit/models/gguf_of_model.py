@@ -72,14 +72,10 @@ CONFIGS = {
         {
             "num_hidden_layers": 4,
             "sliding_window": 5,
-<<<<<<< HEAD
             "rope_parameters": {
                 kind: {"rope_type": "default", "rope_theta": 1e4}
                 for kind in ("full_attention", "sliding_attention")
             },
-=======
-            "rope_parameters": {"full_attention": _PLAIN_ROPE, "sliding_attention": _PLAIN_ROPE},
->>>>>>> gguf
         },
     ),
     "exaone4": (
