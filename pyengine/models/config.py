@@ -143,19 +143,6 @@ def empty_model(config: Any) -> Any:
         return build(copy.deepcopy(config), trust_remote_code=False)
 
 
-def initialise_buffers(model: Any) -> None:
-    """Compute the buffers that no file has, such as rotary frequencies, as transformers does."""
-    import torch
-
-    for name, buffer in list(model.named_non_persistent_buffers()):
-        parent, _, own = name.rpartition(".")
-        empty = torch.empty_like(buffer, device="cpu")
-        model.get_submodule(parent).register_buffer(own, empty, persistent=False)
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True
-    model.initialize_weights()
-
-
 def max_model_len(text: Any, folder: Path) -> int:
     """The number of positions of the model; `text` is its text configuration.
 

@@ -18,6 +18,7 @@ from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.checkpoint import Array, Checkpoint, StoredTensor
 from pyengine.models.decoder.cpu_products import OrderedWeight
 from pyengine.models.decoder.packing_keys import check_packing
+from pyengine.models.decoder.settings import BeyondTableError
 from pyengine.models.integer_linear import q8_0_of_rows
 from pyengine.models.packed_bytes import Float8Layout, Int8Layout
 from pyengine.models.packed_checkpoints import packed_layout
@@ -139,6 +140,20 @@ def _grouped(layout: GroupLayout, parts: Sequence[PackedStored]) -> QuantizedWei
     return packed if order is None else OrderedWeight(packed, order)
 
 
+def layout_of(settings: Any, path: Path) -> PackedLayout:
+    """The layout that a `quantization_config` in the file at `path` names.
+
+    Raises `ModelLoadError` as `check_packing`, and `BeyondTableError` for a layout that is not
+    known here.
+    """
+    layout = packed_layout(check_packing(settings, str(path)))
+    if isinstance(layout, str):
+        raise BeyondTableError(
+            f"{path} says quantization_config={shown(settings)}: pyengine does not read {layout}"
+        )
+    return layout
+
+
 class PackedCheckpoint(Checkpoint):
     """The tensors of a folder with packed layers, as `settings`, a `quantization_config`, says.
 
@@ -152,15 +167,11 @@ class PackedCheckpoint(Checkpoint):
         }
     )
 
+    has_plain_float8 = False
+
     def __init__(self, folder: Path, settings: Any) -> None:
         super().__init__(folder)
-        layout = packed_layout(check_packing(settings, str(folder / "config.json")))
-        if isinstance(layout, str):
-            raise ModelLoadError(
-                f"{folder / 'config.json'} says quantization_config={shown(settings)}: pyengine "
-                f"does not read {layout}"
-            )
-        self._layout = layout
+        self._layout = layout = layout_of(settings, folder / "config.json")
         if not any(name.endswith(f".{layout.key_name}") for name in self._tensors):
             raise ModelLoadError(
                 f"{folder / 'config.json'} says quantization_config={shown(settings)}, and no "
