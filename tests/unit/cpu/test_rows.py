@@ -17,6 +17,8 @@ from pyengine.cpu import (
     norm_rows,
 )
 
+pytestmark = pytest.mark.levels
+
 THREADS = CpuAttention(2)
 NORM = (np.ones(3, np.float32), np.zeros(3, np.float32), 1e-5, 0.0, False)
 Array = Any

@@ -32,7 +32,10 @@ from tests.unit.models.decoder.tiny_models import Tiny, save
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 THREADS = kernel_threads(2)
 
-pytestmark = pytest.mark.skipif(not CpuAttention.is_fast(), reason="no AVX2 with FMA")
+pytestmark = [
+    pytest.mark.levels,
+    pytest.mark.skipif(not CpuAttention.is_fast(), reason="no AVX2 with FMA"),
+]
 
 
 @dataclass(frozen=True, slots=True)
