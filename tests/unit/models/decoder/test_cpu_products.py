@@ -32,7 +32,10 @@ from tests.unit.models.decoder.tiny_models import Tiny, save
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 THREADS = kernel_threads(2)
 
-pytestmark = pytest.mark.skipif(not CpuAttention.is_fast(), reason="no AVX2 with FMA")
+pytestmark = [
+    pytest.mark.levels,
+    pytest.mark.skipif(not CpuAttention.is_fast(), reason="no AVX2 with FMA"),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,8 @@ def activated(inner: torch.Tensor, mlp: MLP) -> torch.Tensor:
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
         "relu": F.relu,
     }
-    return functions[mlp.activation](gate) * up
+    found: torch.Tensor = functions[mlp.activation](gate) * up
+    return found
 
 
 MLPS = [
@@ -172,8 +176,9 @@ def test_rows_of_experts(dtype: Dtype, quantization: Literal["none", "int8"]) ->
     limit = 0.03 if quantization == "int8" or dtype == "bfloat16" else 1e-5
     assert (torch.from_numpy(widened(found)) - expected).norm() <= limit * expected.norm()
     for token in range(tokens):
-        alone = (each[token : token + 1] for each in (rows, chosen, factors))
-        assert np.array_equal(experts.multiply(*alone)[0], found[token])
+        own = slice(token, token + 1)
+        alone = experts.multiply(rows[own], chosen[own], factors[own])
+        assert np.array_equal(alone[0], found[token])
 
 
 def place_of(array: Array) -> int:
