@@ -157,6 +157,29 @@ print([value.hex() for value in logits(drawn(Path(sys.argv[1])), 2).flatten().to
 """
 
 
+PLAIN = """
+import sys
+from pathlib import Path
+from pyengine import LLM, SamplingParams
+from pyengine.models.loader import made_up_shapes
+with LLM(sys.argv[1], device="cpu", load_format="dummy", num_blocks=16) as llm:
+    llm.generate([[3, 4, 5]], SamplingParams(max_tokens=2), use_tqdm=False)
+assert made_up_shapes(Path(sys.argv[1]))
+print("transformers" in sys.modules)
+"""
+
+
+def test_a_family_of_the_table_needs_no_transformers(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN, str(write_config(tmp_path))],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert done.stdout.strip() == "False"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_start_in_another_process_draws_the_same(tmp_path: Path, family: str) -> None:
     write_config(tmp_path, family, **FAMILIES[family])
