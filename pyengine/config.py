@@ -342,11 +342,6 @@ class EngineSettings:
                 "load_format='dummy' does not go together with speculation='mtp', whose layers are "
                 "in the model's files: leave one of them out"
             )
-        if self.load_format == "dummy" and self.tensor_parallel_size != 1:
-            raise ConfigurationError(
-                "load_format='dummy' does not go together with tensor_parallel_size="
-                f"{self.tensor_parallel_size} yet: leave one of them out"
-            )
 
     def _check_linear_backend(self) -> None:
         if self.linear_backend == "auto":

@@ -60,14 +60,14 @@ def _obstacle(family: str) -> str:
     from transformers import CONFIG_MAPPING
 
     from pyengine.models import config as rules
-    from pyengine.models.fallback import attending_layers, refuse_unpageable
+    from pyengine.models.fallback import attending_layers, empty_model, refuse_unpageable
 
     config: Any = CONFIG_MAPPING[family](**_RELEASED.get(family, {}))
     text = config.get_text_config()
     if getattr(text, "is_encoder_decoder", False):
         return "it has an encoder"
     rules._refuse_unpageable(config, _FOLDER)
-    model = rules.empty_model(config)
+    model = empty_model(config)
     refuse_unpageable(model, _FOLDER)
     if not getattr(model, "_supports_attention_backend", False):
         return _NOT_PAGED

@@ -230,8 +230,8 @@ def _weights_of_a_token(engine: Engine, width: int) -> tuple[int, int]:
     """
     with held_interrupt(), libraries():
         from pyengine.models.checkpoint_files import check_weights
-        from pyengine.models.dummy_weights import dummy_headers
         from pyengine.models.gguf_header import read_header
+        from pyengine.models.loader import made_up_shapes
     path = engine.model_path
     if path.is_file():
         tensors = {tensor.name: tensor for tensor in read_header(path).tensors}
@@ -241,12 +241,15 @@ def _weights_of_a_token(engine: Engine, width: int) -> tuple[int, int]:
         count = sum(tensor.num_elements for tensor in tensors.values())
         return count, sum(tensor.num_bytes for tensor in tensors.values())
     is_dummy = engine.describe().get("load_format") == "dummy"
-    headers = dummy_headers(path) if is_dummy else check_weights(path).tensors
-    _refuse_experts(engine, headers)
+    if is_dummy:
+        shapes = made_up_shapes(path)
+    else:
+        shapes = {name: header.shape for name, header in check_weights(path).tensors.items()}
+    _refuse_experts(engine, shapes)
     weights = sum(
-        prod(header.shape)
-        for name, header in headers.items()
-        if "embed_tokens" not in name or "lm_head.weight" not in headers
+        prod(shape)
+        for name, shape in shapes.items()
+        if "embed_tokens" not in name or "lm_head.weight" not in shapes
     )
     return weights, weights * width
 

@@ -46,7 +46,7 @@ from pyengine.kv_cache.pool import KVPool, PoolSettings, resolve_kv_cache_dtype
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import load_model, model_properties
 from pyengine.models.placement import resolve_device
-from pyengine.models.source import resolve_source
+from pyengine.models.source import ModelSource, resolve_source
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from pyengine.speculation.draft_model import DraftModel, LoadedDraft, kernel_settings, load_draft
@@ -112,7 +112,7 @@ def _worker_group(settings: EngineSettings, threads: ComputeThreads) -> WorkerGr
     if settings.tensor_parallel_size == 1:
         return None
     return WorkerGroup(
-        resolve_source(settings.model, revision=settings.revision, token=settings.token),
+        _source(settings),
         device=settings.device,
         dtype=settings.dtype,
         size=settings.tensor_parallel_size,
@@ -383,13 +383,17 @@ def _pool_settings(
     return pool
 
 
-def _load(settings: EngineSettings) -> LoadedModel:
-    source = resolve_source(
+def _source(settings: EngineSettings) -> ModelSource:
+    return resolve_source(
         settings.model,
         revision=settings.revision,
         token=settings.token,
         load_format=settings.load_format,
     )
+
+
+def _load(settings: EngineSettings) -> LoadedModel:
+    source = _source(settings)
     kernels = kernel_settings(settings, with_mtp_layers=settings.speculation == "mtp")
     loaded = load_model(source, device=settings.device, dtype=settings.dtype, kernels=kernels)
     if settings.kv_cache_dir is None:

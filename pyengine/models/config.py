@@ -1,6 +1,5 @@
 """The configuration in a model folder, checked before the weights are read."""
 
-import copy
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -130,17 +129,6 @@ def _refuse_unpageable(config: Any, folder: Path) -> None:
             f"the model in {folder} ({config.model_type}) has layers of type "
             f"{', '.join(unsupported)}; supported are {', '.join(sorted(_PAGEABLE_LAYERS))}"
         )
-
-
-def empty_model(config: Any) -> Any:
-    """The model of `config` without memory for its weights: on torch's device "meta"."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    with torch.device("meta"), no_init_weights():
-        build: Any = AutoModelForCausalLM.from_config
-        return build(copy.deepcopy(config), trust_remote_code=False)
 
 
 def max_model_len(text: Any, folder: Path) -> int:

@@ -4,11 +4,12 @@ transformers calls our attention through its `AttentionInterface`. Nothing of th
 This is the only module that builds models of transformers; a family of the table never needs it.
 """
 
+import copy
 import json
 import logging
 import re
 from dataclasses import replace
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,23 @@ from pyengine.attention.needs import LayerNeeds
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.checkpoint_files import WeightHeaders, check_number_formats, check_weights
 from pyengine.models.config import (
+    DRAWN,
     default_sampling,
-    empty_model,
     max_model_len,
     read_config,
 )
-from pyengine.models.dummy_weights import dummy_config, dummy_model
+from pyengine.models.decoder.dummy import refuse_quantised
 from pyengine.models.kv_scales import is_kv_scale, read_kv_scales
 from pyengine.models.loaded import LoadedModel
-from pyengine.models.placement import choose_dtype, kv_shards
+from pyengine.models.placement import check_made_up, choose_dtype, kv_shards
 from pyengine.models.source import ModelSource
 from pyengine.models.tokenizer import eos_token_ids, load_tokenizer
-from pyengine.models.transformers_calls import load_errors, quiet_transformers
+from pyengine.models.transformers_calls import load_errors, quiet_transformers, read_object
 
 _log = logging.getLogger(__name__)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SEED = 0
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -145,16 +147,64 @@ def check_fallback(folder: Path) -> None:
 def _load_dummy(
     source: ModelSource, device: torch.device, dtype: str | torch.dtype, reason: str
 ) -> LoadedModel:
-    """The model of a folder with random weights; only its configuration is read."""
+    """The model of a folder as it is before a training; only its configuration is read.
+
+    Every process draws the same weights on the same kind of device.
+    """
     folder = source.folder
-    config = dummy_config(folder)
+    config = _unpacked_config(folder)
     choice = choose_dtype(dtype, getattr(config.get_text_config(), "dtype", None), device)
-    with load_errors(f"the model in {folder} could not be built"):
-        module = dummy_model(config, choice.dtype, device)
+    count = sum(map(prod, fallback_shapes(folder).values()))
+    check_made_up(count, 8 * choice.dtype.itemsize, device)
+    devices = [device] if device.type == "cuda" else []
+    failed = load_errors(f"the model in {folder} could not be built")
+    with failed, torch.random.fork_rng(devices), device:
+        torch.manual_seed(_SEED)
+        module = _from_config(config, dtype=choice.dtype).eval().requires_grad_(False)
     refuse_unpageable(module, folder)
     refuse_not_finite(module, folder)
     loaded = _loaded(source, module, device, choice.dtype, reason)
     return replace(loaded, dtype_reason=choice.reason, load_format="dummy")
+
+
+def fallback_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the weights in transformers' module; tied ones count once."""
+    with load_errors(f"the model in {folder} could not be built"), quiet_transformers():
+        model = empty_model(_unpacked_config(folder))
+    return {
+        name: tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if name not in model.all_tied_weights_keys
+    }
+
+
+def _unpacked_config(folder: Path) -> Any:
+    """The configuration in `folder`, which needs no weights, of a model that is not quantised."""
+    path = folder / "config.json"
+    refuse_quantised(read_object(path).get("quantization_config"), path)
+    config = read_config(folder, DRAWN)
+    spread = getattr(config.get_text_config(), "initializer_range", 0.0)
+    if not isfinite(spread):
+        raise ModelLoadError(
+            f"{path} says initializer_range={spread}, the standard deviation of random weights: "
+            "it must be finite"
+        )
+    return config
+
+
+def empty_model(config: Any) -> Any:
+    """The module of `config` without memory for its weights: on torch's device "meta"."""
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
+        return _from_config(copy.deepcopy(config))
+
+
+def _from_config(config: Any, **settings: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    build: Any = AutoModelForCausalLM.from_config
+    return build(config, trust_remote_code=False, **settings)
 
 
 def _loaded(

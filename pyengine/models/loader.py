@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.checkpoint_files import check_weights
 from pyengine.models.config import default_sampling, read_config, refuse_pipes
-from pyengine.models.decoder.dummy import open_dummy
+from pyengine.models.decoder.dummy import dummy_shapes, open_dummy
 from pyengine.models.decoder.gguf import open_gguf
 from pyengine.models.decoder.kernel_sets import KernelSettings, check_rounded, kernel_set
 from pyengine.models.decoder.loading import (
@@ -29,12 +30,13 @@ from pyengine.models.decoder.loading import (
 )
 from pyengine.models.decoder.model import DecoderModel, attending_layers
 from pyengine.models.decoder.ranks import divided, rank_of
-from pyengine.models.fallback import check_fallback, load_fallback
+from pyengine.models.fallback import check_fallback, fallback_shapes, load_fallback
 from pyengine.models.gguf_file import GGUFFile, file_digest
 from pyengine.models.gguf_sampling import gguf_sampling
 from pyengine.models.kv_scales import Scales, read_kv_scales
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.placement import (
+    check_made_up,
     check_tensor_parallel,
     choose_dtype,
     named_dtype,
@@ -72,6 +74,8 @@ def load_model(
     where = resolve_device(device)
     with paused_gc():
         source = resolve_source(model)
+        if source.load_format == "dummy":
+            _log.warning("load_format: dummy: the weights of %s are random", source.name)
         reason = _fallback_reason(source)
         if reason is None:
             return _load(source, where, dtype, kernels, tensor_parallel_size)
@@ -127,9 +131,24 @@ def check_divisible(source: ModelSource, size: int, device: torch.device) -> Non
         with GGUFFile.open(source.path) as file:
             divided(open_gguf(file).spec, size)
     elif fallback_reason(source.folder) is not None:
+        if source.load_format == "dummy":
+            raise ConfigurationError(
+                f"load_format='dummy' does not go together with tensor_parallel_size={size} for "
+                f"{source.name}, which runs as transformers' module: leave one of them out"
+            )
         check_tensor_parallel(read_config(source.folder), size, device)
     else:
         divided(read_spec(source.folder), size)
+
+
+def made_up_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the weights that are made up for the configuration in `folder`.
+
+    Raises `ModelLoadError` as `load_model`.
+    """
+    if family_of(folder) is None:
+        return fallback_shapes(folder)
+    return dummy_shapes(open_dummy(folder).spec)
 
 
 def model_properties(source: ModelSource, loaded: LoadedModel) -> list[tuple[str, bytes]]:
@@ -187,6 +206,10 @@ def _load(
                 f"quantised already ({opened.formats}); leave quantization out"
             )
         made = kernel_set(device, choice.dtype, kernels)
+        if source.load_format == "dummy":
+            count = sum(map(prod, dummy_shapes(spec).values()))
+            own = count // shards if device.type == "cuda" else count  # ranks share a host's memory
+            check_made_up(own, kernels.least_bits(choice.dtype, spec.saved_dtype), device)
         rank = rank_of(shards)
         with rank.failing_together():
             decoder = opened.decoder(made, rank)
@@ -241,7 +264,6 @@ def _opened(
         return
     refuse_pipes(source.folder)
     if source.load_format == "dummy":
-        _log.warning("load_format: dummy: the weights of %s are random", source.name)
         opened = open_dummy(source.folder)
     else:
         opened = open_model(source.folder, with_mtp_layers=kernels.with_mtp_layers)

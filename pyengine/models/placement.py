@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from pyengine.errors import ConfigurationError
+from pyengine.kv_cache.memory import available_memory
+from pyengine.models.checkpoint_files import readable_size
 from pyengine.utils.validation import shown
 
 _log = logging.getLogger(__name__)
@@ -109,6 +111,17 @@ def choose_dtype(
         _log.warning("dtype='bfloat16': %s", slow)
         return DtypeChoice(dtype, f"asked for; {slow}")
     return DtypeChoice(dtype, "asked for")
+
+
+def check_made_up(count: int, bits: int, device: torch.device) -> None:
+    """Raise `ConfigurationError` if `count` made-up weights of at least `bits` do not fit."""
+    needed, available = count * bits // 8, available_memory(device)
+    if needed > available:
+        raise ConfigurationError(
+            f"load_format='dummy': the {count} weights take {readable_size(needed)} at {bits} bits "
+            f"each, and {readable_size(available)} are available on {device}: take a smaller "
+            "model, a shorter dtype, or quantization"
+        )
 
 
 def named_dtype(name: str | None) -> torch.dtype | None:

@@ -36,6 +36,12 @@ class KernelSettings:
         """True if weights of floats are to be rounded."""
         return self.quantization not in (None, "none")
 
+    def least_bits(self, dtype: "torch.dtype", saved: str | None) -> int:
+        """The least bits of a weight: rounded, in rows' `dtype`, or as `saved` in bfloat16."""
+        if self.quantises:
+            return 4 if self.quantization == "int4" else 8
+        return 16 if saved == "bfloat16" else 8 * dtype.itemsize
+
 
 def kernel_set(
     device: "torch.device", dtype: "torch.dtype", settings: KernelSettings

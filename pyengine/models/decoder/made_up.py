@@ -3,10 +3,12 @@
 import zlib
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 
 import numpy as np
 
 from pyengine.models.decoder.checkpoint import Array, StoredTensor
+from pyengine.models.decoder.cpu_numbers import rounded
 
 _DIFFERENT = (1 << 20) - 3
 """Numbers after which they repeat: making more of them takes longer than a load.
@@ -26,6 +28,7 @@ class DummyStored(StoredTensor):
     """A tensor of made-up numbers: `numbers`, from `first` on, times `scale` plus `shift`.
 
     Those of a matrix are small enough that hidden states stay finite, those of a vector near 1.
+    They are rounded to `dtype`: F32, BF16 or F16.
     """
 
     @property
@@ -44,7 +47,16 @@ class DummyStored(StoredTensor):
         return 1.0 if len(self.shape) == 1 else 0.0
 
     def read(self) -> Array:
-        """The tensor in float32."""
-        scaled = np.roll(numbers(), -self.first) * np.float32(self.scale) + np.float32(self.shift)
-        found: Array = np.resize(scaled, self.shape)
-        return self.cut(found.T if self.is_transposed else found)
+        """The tensor, BF16 as its bits."""
+        count, found = prod(self.shape), numbers()[self.first :]
+        if count > len(found):
+            found = np.concatenate((found, numbers()[: self.first]))
+        found = found[:count] * np.float32(self.scale) + np.float32(self.shift)
+        made = np.resize(_in_format(found, self.dtype), self.shape)
+        return self.cut(made.T if self.is_transposed else made)
+
+
+def _in_format(floats: Array, number_format: str) -> Array:
+    if number_format == "BF16":
+        return rounded(floats, np.uint16)
+    return floats.astype(np.float16) if number_format == "F16" else floats

@@ -37,6 +37,7 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "relu2": lambda rows: F.relu(rows).square(),
 }
+_FORMATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _LEAST_SUM = 1e-20
 """Added to the sum of a token's sigmoid scores, as DeepSeek does."""
 
@@ -316,7 +317,7 @@ class TorchKernels:
             return tensor.view(torch.bfloat16) if part.dtype == "BF16" else tensor
         if self._made_up is None:
             self._made_up = upload(numbers(), self.device)
-        made = (self._made_up * part.scale + part.shift).to(self.dtype)
+        made = (self._made_up * part.scale + part.shift).to(_FORMATS[part.dtype]).to(self.dtype)
         found = _repeated(made, part.first, math.prod(part.shape)).view(part.shape)
         return part.cut(found.T if part.is_transposed else found)
 

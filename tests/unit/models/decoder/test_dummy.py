@@ -1,13 +1,17 @@
 """Made-up weights run for every family, and are the same in every process."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from pyengine.models.decoder.dummy import open_dummy
+from pyengine.models.checkpoint_files import check_weights
+from pyengine.models.decoder.cpu_numbers import as_floats
+from pyengine.models.decoder.dummy import dummy_shapes, open_dummy
+from pyengine.models.decoder.loading import read_spec
 from pyengine.models.decoder.made_up import DummyStored
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from pyengine.models.decoder.weights import Weight
@@ -33,21 +37,24 @@ def test_every_model_runs_without_its_weights(tiny: Tiny, saved: Saved, tmp_path
     assert torch.equal(found, logits(tmp_path))
 
 
-def test_a_configuration_of_packed_weights_is_run_in_floats(saved: Saved, tmp_path: Path) -> None:
-    values = configuration_in(saved(MODELS[0])[0])
-    values["quantization_config"] = {"quant_method": "fp8"}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    assert logits(tmp_path).isfinite().all()
+@pytest.mark.parametrize("tiny", MODELS, ids=lambda tiny: tiny.name)
+def test_as_many_weights_are_made_up_as_files_have(tiny: Tiny, saved: Saved) -> None:
+    """Of a tied head, which some files have twice, one is."""
+    folder = saved(tiny)[0]
+    found = sum(map(math.prod, dummy_shapes(open_dummy(folder).spec).values()))
+    tensors, spec = check_weights(folder).tensors, read_spec(folder)
+    in_files = sum(math.prod(header.shape) for header in tensors.values())
+    head = tensors.get("lm_head.weight")
+    tied = math.prod(head.shape) if head is not None and spec.is_tied else 0
+    assert found == in_files - tied
 
 
 @pytest.mark.parametrize("shape", [(7,), (700, 1600), (3, 400, 1000)])
 def test_numbers_are_the_same_whatever_makes_them(shape: tuple[int, ...]) -> None:
     """On a device they are made there; a tensor may have more of them than there are."""
     kernels = TorchKernels(CPU, torch.float32)
-    for part in (
-        DummyStored(Path(), "a.weight", "F32", shape, 0),
-        DummyStored(Path(), "a.weight", "F32", shape, 64),
-    ):
+    for number_format, start in [("F32", 0), ("F32", 64), ("BF16", 0), ("F16", 0)]:
+        part = DummyStored(Path(), "a.weight", number_format, shape, start)
         others = [part]
         if len(shape) == 2:
             others += [
@@ -56,9 +63,10 @@ def test_numbers_are_the_same_whatever_makes_them(shape: tuple[int, ...]) -> Non
                 part.only_columns(slice(3, 9)),
             ]
         for each in others:
-            assert np.array_equal(kernels._part(each).numpy(), each.read())
-    first = part.read()
-    assert np.isfinite(first).all() and (len(shape) == 1 or len(np.unique(first[:, 0])) > 2)
+            made = as_floats(each.read(), number_format)
+            assert np.array_equal(kernels._part(each).numpy(), made)
+        first = as_floats(part.read(), number_format)
+        assert np.isfinite(first).all() and (len(shape) == 1 or len(np.unique(first[:, 0])) > 2)
 
 
 def test_the_host_makes_no_copy_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
