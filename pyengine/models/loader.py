@@ -146,7 +146,7 @@ def made_up_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
     Raises `ModelLoadError` as `load_model`.
     """
-    if family_of(folder) is None:
+    if fallback_reason(folder) is not None:
         return fallback_shapes(folder)
     return dummy_shapes(open_dummy(folder).spec)
 
