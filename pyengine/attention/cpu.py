@@ -22,6 +22,7 @@ from pyengine.attention.backend import (
     Rows,
     StepInputs,
 )
+from pyengine.attention.kernel_options import KernelOptions
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
 from pyengine.cpu import CpuAttention, CpuCache, CpuStep
 from pyengine.kv_cache.pool import KVPool
@@ -117,14 +118,18 @@ class CpuPlan:
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         rotation = None if options.rotation is None else self._rotation(options.rotation)
         arrays = _rows(query), _rows(key), _rows(value), cpu_array(out)
-        self.attend(layer, arrays, options, rotation)
+        sinks = None
+        if options.sinks is not None:
+            sinks = options.sinks.detach().float().contiguous().numpy()
+        own = KernelOptions(options.scaling, options.sliding_window, options.softcap, sinks)
+        self.attend(layer, arrays, own, rotation)
         return out
 
     def attend(
         self,
         layer: int,
         arrays: tuple[npt.NDArray[Any], ...],
-        options: AttentionOptions,
+        options: KernelOptions,
         rotation: tuple[Any, ...] | None,
     ) -> None:
         """Attend with `arrays`: query, key, value and the result, as `forward` has them.
@@ -132,7 +137,7 @@ class CpuPlan:
         They have the cache's dtype, bfloat16 as its bits, and rows that are contiguous. `rotation`:
         cosines, sines `[T, columns]`, and a layer's `rotation_numbers`.
         """
-        backend, sinks = self._backend, options.sinks
+        backend = self._backend
         backend.threads.forward(
             self._steps[backend.groups[layer]],
             backend.caches[layer],
@@ -140,7 +145,7 @@ class CpuPlan:
             scaling=options.scaling,
             sliding_window=options.sliding_window,
             softcap=options.softcap,
-            sinks=None if sinks is None else sinks.detach().float().contiguous().numpy(),
+            sinks=options.sinks,
             rotation=rotation,
         )
 

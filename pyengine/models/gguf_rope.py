@@ -59,10 +59,13 @@ def rope_parameters(keys: HeaderKeys, rotated: int, positions: int) -> dict[str,
     return found if factor == 1 else found | {"rope_type": "linear", "factor": factor}
 
 
-def sliding_rope_parameters(keys: HeaderKeys) -> dict[str, Any]:
-    """Those of Gemma 3's layers with a sliding window, whose positions are not scaled."""
+def sliding_rope_parameters(keys: HeaderKeys, default: float | None = None) -> dict[str, Any]:
+    """Those of layers with a sliding window in Gemma 3 and OLMo 3, whose positions are not scaled.
+
+    `default` is the base where the file has none: by default Gemma's.
+    """
     base = keys.number(".rope.freq_base_swa", above=1.0)
-    return {"rope_type": "default", "rope_theta": base or _DEFAULT_BASE}
+    return {"rope_type": "default", "rope_theta": base or default or _DEFAULT_BASE}
 
 
 def attention_factor(factor: float) -> float:

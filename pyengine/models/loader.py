@@ -5,9 +5,10 @@ a module of transformers (`models/fallback`).
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from pyengine.models.decoder.gguf import open_gguf
 from pyengine.models.decoder.kernel_sets import KernelSettings, check_rounded, kernel_set
 from pyengine.models.decoder.loading import (
     OpenedModel,
-    family_of,
+    fallback_reason,
     no_mtp_layers,
     open_model,
     read_spec,
@@ -43,7 +44,7 @@ from pyengine.models.placement import (
 )
 from pyengine.models.source import ModelSource, resolve_source
 from pyengine.models.tokenizer import eos_token_ids, load_tokenizer, tokenizer_of_gguf
-from pyengine.models.transformers_calls import read_json
+from pyengine.utils.beside import beside
 from pyengine.utils.gc_pause import paused_gc
 
 _log = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ def checked_source(
     """
     source = resolve_source(model, revision=revision, token=token)
     if source.is_gguf:
-        with _opened(source, _DEFAULTS):
+        with _opened(source, _DEFAULTS) as (_, read_texts):
+            read_texts()
             return source
     try:
         check_folder(source.folder)
@@ -105,7 +107,7 @@ def check_folder(folder: Path) -> None:
 
     Reads the headers of its weights only.
     """
-    if family_of(folder) is None:
+    if fallback_reason(folder) is not None:
         check_fallback(folder)
     else:
         refuse_pipes(folder)
@@ -128,7 +130,7 @@ def check_divisible(source: ModelSource, size: int, device: torch.device) -> Non
     if source.is_gguf:
         with GGUFFile.open(source.path) as file:
             divided(open_gguf(file).spec, size)
-    elif family_of(source.folder) is None:
+    elif fallback_reason(source.folder) is not None:
         if source.load_format == "dummy":
             raise ConfigurationError(
                 f"load_format='dummy' does not go together with tensor_parallel_size={size} for "
@@ -144,7 +146,7 @@ def made_up_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
     Raises `ModelLoadError` as `load_model`.
     """
-    if family_of(folder) is None:
+    if fallback_reason(folder) is not None:
         return fallback_shapes(folder)
     return dummy_shapes(open_dummy(folder).spec)
 
@@ -169,11 +171,7 @@ def _fallback_reason(source: ModelSource) -> str | None:
     """Why the model runs as transformers' module; None: in a decoder of ours."""
     if source.is_gguf:
         return None
-    family = family_of(source.folder)
-    if family is None:
-        found = read_json(source.folder / "config.json").get("model_type")
-        return f"{found} is not in the table of families"
-    return None
+    return fallback_reason(source.folder)
 
 
 def _check_fallback_settings(source: ModelSource, kernels: KernelSettings, reason: str) -> None:
@@ -198,7 +196,7 @@ def _load(
     shards: int,
 ) -> LoadedModel:
     """The model in a decoder of ours, or this process's part of it."""
-    with _opened(source, kernels) as (opened, texts):
+    with _opened(source, kernels) as (opened, read_texts), beside(read_texts) as reading:
         spec = opened.spec
         choice = choose_dtype(dtype, named_dtype(spec.saved_dtype), device)
         _log.info("dtype %s: %s", choice.dtype, choice.reason)
@@ -217,6 +215,7 @@ def _load(
             decoder = opened.decoder(made, rank)
             mtp = opened.mtp_layers(decoder) if kernels.with_mtp_layers else None
         check_rounded(made, kernels, source.name)
+        texts = reading.result()
     # A rank's part of a quantised weight is floats.
     formats = opened.formats if made.keeps_formats and shards == 1 else ""
     return LoadedModel(
@@ -252,21 +251,23 @@ class _Texts(NamedTuple):
 
 
 @contextmanager
-def _opened(source: ModelSource, kernels: KernelSettings) -> Iterator[tuple[OpenedModel, _Texts]]:
-    """The model of a source and its text side, while its files are open."""
+def _opened(
+    source: ModelSource, kernels: KernelSettings
+) -> Iterator[tuple[OpenedModel, Callable[[], _Texts]]]:
+    """The model of a source, and the reader of its text side, while its files are open."""
     if source.is_gguf:
         with GGUFFile.open(source.path) as file:
             opened = open_gguf(file, keeps_formats=kernels.keeps_formats)
             if kernels.with_mtp_layers:
                 raise no_mtp_layers(source.name, len(opened.spec.layers))
-            yield opened, _texts_of_file(file, opened.spec.vocab_size)
+            yield opened, partial(_texts_of_file, file, opened.spec.vocab_size)
         return
     refuse_pipes(source.folder)
     if source.load_format == "dummy":
         opened = open_dummy(source.folder)
     else:
         opened = open_model(source.folder, with_mtp_layers=kernels.with_mtp_layers)
-    yield opened, _texts_of_folder(source.folder, opened.spec.vocab_size)
+    yield opened, partial(_texts_of_folder, source.folder, opened.spec.vocab_size)
 
 
 def _texts_of_file(file: GGUFFile, vocab_size: int) -> _Texts:

@@ -8,6 +8,7 @@ array. Layout: https://github.com/huggingface/safetensors#format
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -31,12 +32,14 @@ _NUMPY: Mapping[str, type[Any]] = {
 """How the bits of a float format are held; NumPy has no bfloat16."""
 _CODES: Mapping[str, type[Any]] = {
     "F8_E4M3": np.uint8,
+    "F8_E5M2": np.uint8,
     "I8": np.int8,
     "U8": np.uint8,
     "I32": np.int32,
     "I64": np.int64,
 }
-"""Numbers that are nothing without a scale: `packed` reads them."""
+"""Numbers that are nothing without a scale, or, if they are floats, may be: see `packed`."""
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,33 @@ def _within(count: int, before: slice | None, part: slice) -> slice:
     return slice(rows.start, rows.stop, rows.step)
 
 
+class Float8Stored(StoredTensor):
+    """A tensor of 8-bit floats without scales."""
+
+    @property
+    def is_of_floats(self) -> bool:
+        """True: `read` gives float32."""
+        return True
+
+    def read(self) -> Array:
+        """The tensor in float32."""
+        found: Array = _float8_values(self.dtype)[StoredTensor.read(self)]
+        return found
+
+
+@cache
+def _float8_values(dtype: str) -> Array:
+    """The numbers of the 256 codes of an 8-bit format (arXiv 2209.05433)."""
+    codes = np.arange(256, dtype=np.uint16)
+    if dtype == "F8_E5M2":  # the upper half of a float16
+        return (codes << 8).view(np.float16).astype(np.float32)
+    exponent, rest = (codes >> 3 & 15).astype(np.int32), (codes & 7) / np.float32(8)
+    sizes = np.where(exponent == 0, np.ldexp(rest, -6), np.ldexp(1 + rest, exponent - 7))
+    numbers = np.where(codes & 128, -sizes, sizes).astype(np.float32)
+    numbers[[127, 255]] = np.nan
+    return numbers
+
+
 class Tensors:
     """Tensors by name, and which of them were taken.
 
@@ -149,6 +179,9 @@ class Tensors:
 
     no_effect: Mapping[str, str] = MappingProxyType({})
     """Patterns of names that change nothing in this kind of file, with the reason."""
+
+    has_plain_float8 = True
+    """True if 8-bit floats are numbers; else they are nothing without a scale."""
 
     def __init__(
         self, tensors: Mapping[str, StoredTensor], where: str, asks: str = "config.json"
@@ -195,6 +228,8 @@ class Tensors:
                 f"the weights {name} in {self._where} have the shape {list(found.shape)}, and "
                 f"{self._asks} asks for {asked}: the two are not of the same model"
             )
+        if found.dtype in _FLOAT8 and self.has_plain_float8:
+            found = Float8Stored(found.path, found.name, found.dtype, found.shape, found.start)
         if not found.is_of_floats:
             raise ModelLoadError(
                 f"the weights {name} in {self._where} are {found.dtype}: they are no floats that a "

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
+from pyengine.attention.kernel_options import KernelOptions
 from pyengine.cpu import (
     CpuAttention,
     PackedWeight,
-    QuantizedWeight,
     add_norm,
     add_rows,
     map_rows,
@@ -36,6 +36,8 @@ from pyengine.models.decoder.cpu_products import (
     CpuInnerProduct,
     CpuJoinedProduct,
     CpuProduct,
+    KernelWeight,
+    ReusedMemory,
     laid_out,
 )
 from pyengine.models.decoder.float_products import (
@@ -66,7 +68,6 @@ from pyengine.models.decoder.spec import (
 from pyengine.models.decoder.weights import Weight
 
 if TYPE_CHECKING:
-    from pyengine.attention.backend import AttentionOptions
     from pyengine.attention.cpu import CpuPlan
 
 _LEAST_SUM = np.float32(1e-20)
@@ -82,7 +83,7 @@ class CpuLayerAttention:
         weights: AttentionWeights,
     ) -> None:
         self._norm, self._spec, self._weights = kernels.norm, spec, weights
-        self._options = _options(spec, weights)
+        self._options = KernelOptions(spec.scaling, spec.window, spec.softcap, weights.sinks)
         self._numbers: tuple[Any, ...] = ()
         """What the kernel takes of a rotation beside angles, as `rotation_numbers`."""
         if spec.rotary is not None:
@@ -149,8 +150,8 @@ class CpuKernels:
             vector = None if bias is None else rounded(bias, NUMPY[self.dtype])
             found: Product = float_product(name, numbers, vector)
             return found
-        packed = self._laid_out(weight, self.quantization)
-        if bias is not None and not isinstance(packed, QuantizedWeight):
+        packed = self._laid_out(weight, self.quantization, self.dtype)
+        if bias is not None and isinstance(packed, PackedWeight):
             bias = rounded(bias, NUMPY[self.dtype])
         return CpuProduct(self.threads, packed, bias)
 
@@ -176,7 +177,7 @@ class CpuKernels:
 
     def _laid_out(
         self, weight: Weight, quantization: str, dtype: Dtype | None = None
-    ) -> PackedWeight | QuantizedWeight:
+    ) -> KernelWeight:
         self.has_float_products |= weight.packed_as is None and quantization == "none"
         return laid_out(weight, quantization, dtype or self.dtype)
 
@@ -188,8 +189,7 @@ class CpuKernels:
 
     def inner_product(self, weight: Weight, bias: Weight | None, mlp: MLP) -> Product:
         """See `Kernels.inner_product`."""
-        is_plain = len({part.packed_as for part in weight.parts}) == 1
-        if mlp.is_gated and bias is None and isinstance(mlp.activation, str) and is_plain:
+        if mlp.is_gated and bias is None and isinstance(mlp.activation, str) and _halves(weight):
             name, (first, second) = self._chosen_gate(weight)
             if name == "torch" or (name != "pyengine" and mlp.activation not in GATES):
                 both = float_product(name, np.concatenate([first, second]))
@@ -210,7 +210,9 @@ class CpuKernels:
         if name != "pyengine":
             return FloatTable(numbers, float_product(name, numbers))
         eight = "none" if self.quantization == "none" else "int8"
-        return CpuProduct(self.threads, self._laid_out(weight, eight), dtype=self.dtype)
+        packed = self._laid_out(weight, eight)
+        results = None if use == "lookup" else ReusedMemory()
+        return CpuProduct(self.threads, packed, dtype=self.dtype, results=results)
 
     def differ(self, first: Weight, second: Weight) -> bool:
         """See `Kernels.differ`."""
@@ -343,23 +345,16 @@ class CpuKernels:
         return self._mapped(rows, "cap", cap)
 
 
+def _halves(weight: Weight) -> bool:
+    """True if both halves of a matrix are in its one format, as they are in the file."""
+    formats = {part.packed_as for part in weight.parts}
+    return len(formats) == 1 and weight.half(0).packed_as == weight.packed_as
+
+
 def _numbers(norm: NormWeights) -> tuple[Rows | None, Rows | None, float, float, bool]:
     """A norm as the kernel takes it."""
     spec = norm.norm
     return norm.weight, norm.bias, spec.eps, spec.offset, spec.kind == "layer"
-
-
-def _options(spec: Attention | LatentAttention, weights: AttentionWeights) -> "AttentionOptions":
-    from pyengine.attention.backend import AttentionOptions  # imports torch
-
-    sinks = weights.sinks
-    if sinks is not None:
-        import torch
-
-        sinks = torch.from_numpy(sinks)  # as options have them
-    return AttentionOptions(
-        scaling=spec.scaling, sliding_window=spec.window, softcap=spec.softcap, sinks=sinks
-    )
 
 
 def _with_dense_heads(rows: Rows) -> Rows:

@@ -61,7 +61,7 @@ def read(weight: Weight, dtype: Dtype = "float32") -> Rows:
     if not _is_finite(found):
         raise ModelLoadError(
             f"the weights {weight.name} in {weight.parts[0].path} hold NaN or infinity, in "
-            f"{dtype}: the file is damaged, or another dtype is what the model needs"
+            f"{dtype}: the file is damaged, get it again, or take another dtype"
         )
     return found
 

@@ -1,7 +1,9 @@
 """Matrices of the CPU's kernel set: their layout, and their products by the Rust kernels."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -14,20 +16,87 @@ from pyengine.models.decoder.rotary import Floats
 from pyengine.models.decoder.spec import MLP, ClampedGate
 from pyengine.models.decoder.weights import Weight
 
+_REUSED = 64 << 20  # bytes of results that are kept: 64 rows of 262,144 logits in float32
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedWeight:
+    """A quantised weight whose inputs are in another order: `order` are their numbers."""
+
+    packed: QuantizedWeight
+    order: npt.NDArray[np.int64]
+
+    @property
+    def out_features(self) -> int:
+        """Length of a row of the output."""
+        return self.packed.out_features
+
+    @property
+    def in_features(self) -> int:
+        """Length of a row of the input."""
+        return self.packed.in_features
+
+    def multiply(
+        self, threads: CpuAttention, rows: Rows, out: Rows, bias: Floats | None = None
+    ) -> None:
+        """See `QuantizedWeight.multiply`."""
+        self.packed.multiply(threads, rows.take(self.order, axis=1), out, bias)
+
+    def gather(self, outputs: npt.NDArray[np.int64], out: Rows) -> None:
+        """See `QuantizedWeight.gather`."""
+        ordered = np.empty_like(out)
+        self.packed.gather(outputs, ordered)
+        out[:, self.order] = ordered
+
+
+KernelWeight: TypeAlias = PackedWeight | QuantizedWeight | OrderedWeight
+
+
+class ReusedMemory:
+    """Memory of large results, used again once no array holds the last one.
+
+    The system takes large arrays back when they are freed, and clears their pages for the next one.
+    Pages are allocated when they are first written, so this takes the memory of the largest batch
+    so far.
+    """
+
+    def __init__(self) -> None:
+        self._memory: npt.NDArray[np.uint8] | None = None
+        self._last: Callable[[], object] = lambda: None
+
+    def empty(self, shape: tuple[int, int], dtype: np.dtype[Any]) -> Rows:
+        """An uninitialised array."""
+        num_bytes = shape[0] * shape[1] * dtype.itemsize
+        if num_bytes > _REUSED:
+            return np.empty(shape, dtype)
+        if self._memory is None or self._last() is not None:
+            self._memory = np.empty(_REUSED, np.uint8)
+        used = np.frombuffer(self._memory.data[:num_bytes], dtype)
+        self._last = ref(used)  # views hold it, since its own base is no array
+        return used.reshape(shape)
+
 
 @dataclass(slots=True)
 class CpuProduct:
-    """A matrix in the layout of the Rust kernel, and its bias; look-ups give numbers of `dtype`."""
+    """A matrix in the layout of the Rust kernel, and its bias.
+
+    Look-ups give numbers of `dtype`. `results` is the memory of products; None: new memory.
+    """
 
     threads: CpuAttention
-    packed: PackedWeight | QuantizedWeight
+    packed: KernelWeight
     bias: Rows | None = None
     dtype: Dtype = "float32"
+    results: ReusedMemory | None = None
 
     def multiply(self, rows: Rows) -> Rows:
         """See `Product.multiply`."""
         rows = np.ascontiguousarray(rows)
-        out = np.empty((len(rows), self.packed.out_features), rows.dtype)
+        shape = len(rows), self.packed.out_features
+        if self.results is None:
+            out = np.empty(shape, rows.dtype)
+        else:
+            out = self.results.empty(shape, rows.dtype)
         self.packed.multiply(self.threads, rows, out, self.bias)
         return out
 
@@ -101,29 +170,40 @@ class CpuInnerProduct:
 
 @dataclass(slots=True)
 class CpuExperts:
-    """Both products of every expert."""
+    """Both products of every expert.
+
+    A row has the same bits in every batch: its experts are added in the order of their numbers, in
+    float32.
+    """
 
     products: list[tuple[Product, Product]]
 
     def multiply(self, rows: Rows, chosen: npt.NDArray[np.intp], factors: Floats) -> Rows:
         """See `ExpertProducts.multiply`."""
-        out = np.zeros(rows.shape, np.float32)
-        for expert in np.unique(chosen).tolist():
-            tokens, places = np.nonzero(chosen == expert)
-            inner, down = self.products[expert]
-            result = down.multiply(inner.multiply(rows[tokens]))
-            out[tokens] += widened(result) * factors[tokens, places, None]
-        return rounded(out, rows.dtype.type)
+        sums = np.zeros(rows.shape, np.float32)
+        experts = chosen.reshape(-1)
+        order = np.argsort(experts, kind="stable")
+        sorted_experts = experts[order]
+        tokens, weights = order // chosen.shape[1], factors.reshape(-1, 1)[order]
+        ends = np.flatnonzero(sorted_experts[1:] != sorted_experts[:-1]) + 1
+        start = 0
+        for end in (*ends.tolist(), len(order)):
+            inner, down = self.products[sorted_experts[start]]
+            own = tokens[start:end]
+            result = widened(down.multiply(inner.multiply(rows[own])))
+            sums[own] += result * weights[start:end]  # a token has an expert once
+            start = end
+        return rounded(sums, rows.dtype.type)
 
 
-def laid_out(weight: Weight, quantization: str, dtype: Dtype) -> PackedWeight | QuantizedWeight:
+def laid_out(weight: Weight, quantization: str, dtype: Dtype) -> KernelWeight:
     """A matrix for the Rust kernel: floats, or bytes in a format that it multiplies by."""
     if weight.packed_as is None:
         if quantization != "none":
             return _rounded(weight, quantization)
         return PackedWeight(read(weight, _kept_as(weight, dtype)))
     try:
-        packed: PackedWeight | QuantizedWeight = weight.laid_out()
+        packed: KernelWeight = weight.laid_out()
         return packed
     except ValueError as error:  # a scale that is not finite
         raise ModelLoadError(

@@ -24,6 +24,7 @@ from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.checkpoint import Array, StoredTensor
 from pyengine.models.decoder.grouped import grouped_linear
 from pyengine.models.decoder.weights import Weight
+from pyengine.utils.host_copy import upload
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
@@ -123,8 +124,8 @@ def float8_of_file(weight: Weight, device: torch.device) -> Float8Weight | None:
         units = units[::_SQUARE] if is_even else units
     else:
         units = units[:, :1]
-    found = torch.from_numpy(np.ascontiguousarray(units))
-    return Float8Weight(whole.to(device).view(DTYPE), found.to(device))
+    codes = torch.empty_like(whole, device=device).copy_(whole)
+    return Float8Weight(codes.view(DTYPE), upload(units, device))
 
 
 def _check_finite(codes: torch.Tensor, scales: Array, parts: Sequence[StoredTensor]) -> None:

@@ -89,6 +89,8 @@ class GGUFStored(StoredTensor):
 
     def read(self) -> Array:
         """The tensor in float32; floats as in the file."""
+        if self.rows is not None and self.rows.step == 1 and len(self.shape) == 2:
+            return self._only_rows().read()
         found: Array = np.empty(self.num_bytes, np.uint8)
         self.read_bytes(found)
         if self.dtype in _FLOATS:
@@ -96,6 +98,13 @@ class GGUFStored(StoredTensor):
         else:
             found = _dequantised(found, self.dtype).reshape(self.shape)
         return self.cut(found)
+
+    def _only_rows(self) -> "GGUFStored":
+        """Its `rows` as a tensor of their own."""
+        assert self.rows is not None
+        shape = (self.rows.stop - self.rows.start, self.shape[1])
+        start = self.start + self.rows.start * (self.num_bytes // self.shape[0])
+        return replace(self, shape=shape, start=start, rows=None)
 
 
 def _dequantised(data: npt.NDArray[np.uint8], kind: str) -> Array:

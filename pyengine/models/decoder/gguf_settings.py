@@ -25,7 +25,6 @@ class Architecture:
     - `window`: the key of a sliding window is refused, may be there, or must be.
     - `period`: one of so many layers attends to all tokens; 0: layers do not differ.
     - `rotates_partly`: the rotated part of a head may be smaller than the head.
-    - `has_two_rotations`: positions of layers with a window are not scaled.
     - `has_experts`: the file is a mixture of experts.
     - `gate`: llama.cpp's number for the score of experts: 1 softmax, 2 sigmoid, 3 softmax of the
       chosen ones.
@@ -38,7 +37,6 @@ class Architecture:
     window: str = "refused"
     period: int = 0
     rotates_partly: bool = False
-    has_two_rotations: bool = False
     has_experts: bool = False
     gate: int = 1
     scales: Mapping[str, str] = field(default_factory=dict)
@@ -58,11 +56,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3": Architecture(family="qwen3", biases=_ATTENTION_BIAS),
     "gemma": Architecture(family="gemma"),
     "gemma2": Architecture(family="gemma2", window="needed", period=2),
-    "gemma3": Architecture(family="gemma3_text", window="needed", period=6, has_two_rotations=True),
+    "gemma3": Architecture(family="gemma3_text", window="needed", period=6),
     "phi3": Architecture(family="phi3", window="optional", rotates_partly=True),
     "granite": Architecture(family="granite", biases=_BIASES, scales=_GRANITE_SCALES),
     "smollm3": Architecture(family="smollm3", biases=_BIASES),
-    "olmo2": Architecture(family="olmo2", biases=_ATTENTION_BIAS),
+    "olmo2": Architecture(family="olmo2", biases=_ATTENTION_BIAS, window="optional", period=4),
     "exaone4": Architecture(family="exaone4", window="optional", period=4),
     "seed_oss": Architecture(
         family="seed_oss",
@@ -95,7 +93,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt-oss": Architecture(family="gpt_oss", window="needed", has_experts=True, gate=3),
     "minimax-m2": Architecture(family="minimax_m2", rotates_partly=True, has_experts=True, gate=2),
 }
-"""By `general.architecture`; a `llama` with experts is a `mixtral`."""
+"""By `general.architecture`. A `llama` with experts is a `mixtral`, an `olmo2` with a window an
+`olmo3`."""
 
 _COUNTS = {
     ".context_length": "max_position_embeddings",
@@ -263,6 +262,8 @@ def _add_windows(keys: HeaderKeys, found: dict[str, Any], row: Architecture) -> 
     if row.window == "needed":
         _needed(keys, key, window)
     found["sliding_window"] = window or None
+    if row.family == "olmo2" and window:
+        found["model_type"] = "olmo3"
     if row.period and window:
         found["layer_types"] = _layer_types(keys, found, row.period)
 
@@ -295,7 +296,8 @@ def _add_rope(keys: HeaderKeys, found: dict[str, Any], row: Architecture) -> Non
     if row.family == "phi3" and parameters["rope_type"] == "longrope":
         original = parameters.pop("original_max_position_embeddings")
         found["original_max_position_embeddings"] = original
-    if row.has_two_rotations:
-        sliding = sliding_rope_parameters(keys)
+    if found["model_type"] in ("gemma3_text", "olmo3"):
+        base = parameters["rope_theta"] if row.family == "olmo2" else None
+        sliding = sliding_rope_parameters(keys, base)
         parameters = {"full_attention": parameters, "sliding_attention": sliding}
     found["rope_parameters"] = parameters

@@ -14,7 +14,7 @@ from pyengine.models.decoder.kernels import Kernels
 from pyengine.models.decoder.mtp import MTPLayers
 from pyengine.models.decoder.names import OTHER_MTP_LAYERS, Names
 from pyengine.models.decoder.ranks import WHOLE, Rank, divided
-from pyengine.models.decoder.settings import Settings
+from pyengine.models.decoder.settings import BeyondTableError, Settings
 from pyengine.models.decoder.spec import DecoderSpec
 from pyengine.models.decoder.weights import NoKernels, Weights
 from pyengine.models.transformers_calls import read_object
@@ -25,6 +25,28 @@ def family_of(folder: Path) -> Family | None:
     """The row of the table for the model in `folder`; None: its family is not in the table."""
     model_type = read_object(folder / "config.json").get("model_type")
     return TABLE.get(model_type) if isinstance(model_type, str) else None
+
+
+def fallback_reason(folder: Path) -> str | None:
+    """Why the model in `folder` runs as transformers' module; None: in a decoder of ours.
+
+    Raises `ModelLoadError` for a configuration that cannot be read.
+    """
+    values = read_object(folder / "config.json")
+    if family_of(folder) is None:
+        return f"{shown(values.get('model_type'))} is not in the table of families"
+    try:
+        packing = values.pop("quantization_config", None)
+        if packing is not None:
+            from pyengine.models.decoder.packed import layout_of  # imports torch
+
+            layout_of(packing, folder / "config.json")
+        spec_of(values, "config.json")
+    except BeyondTableError as error:
+        return str(error)
+    except ModelLoadError:
+        return None  # raised again, where the tensors are known, too
+    return None
 
 
 def read_spec(folder: Path) -> DecoderSpec:

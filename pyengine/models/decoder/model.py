@@ -1,6 +1,5 @@
 """A decoder of ours as the runner calls it: tensors in, tensors out."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from pyengine.attention.backend import (
 )
 from pyengine.attention.cpu import CpuPlan
 from pyengine.attention.dispatch import CompiledModel, PagedContext
+from pyengine.attention.kernel_options import KernelOptions
 from pyengine.attention.needs import LayerNeeds
 from pyengine.models.decoder.arrays import array_of, tensor_of
 from pyengine.models.decoder.cpu_kernels import CpuKernels
@@ -104,21 +104,24 @@ class _ArrayPlan:
         self,
         layer: int,
         arrays: tuple[Any, ...],
-        options: AttentionOptions,
+        options: KernelOptions,
         rotation: tuple[Any, ...] | None,
     ) -> None:
         """See `CpuPlan.attend`."""
         query, key, value, out = map(tensor_of, arrays)
+        turn = None
         if rotation is not None:
             cos, sin, size, is_pairs, step, norms = rotation
             layout = RotaryLayout(size, "pairs" if is_pairs else "halves", step)
             norm = None
             if norms is not None:
                 norm = HeadNorm(tensor_of(norms[0]), tensor_of(norms[1]), *norms[2:])
-            options = replace(
-                options, rotation=Rotation(tensor_of(cos), tensor_of(sin), layout, norm)
-            )
-        out.copy_(self._plan.forward(layer, (query, key, value), options))
+            turn = Rotation(tensor_of(cos), tensor_of(sin), layout, norm)
+        sinks = None if options.sinks is None else tensor_of(options.sinks)
+        own = AttentionOptions(
+            options.scaling, options.sliding_window, options.softcap, sinks, turn
+        )
+        out.copy_(self._plan.forward(layer, (query, key, value), own))
 
 
 def attending_layers(spec: DecoderSpec, *, with_mtp_layers: bool = False) -> tuple[LayerNeeds, ...]:

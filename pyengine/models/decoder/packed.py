@@ -16,7 +16,9 @@ import torch
 from pyengine.cpu import PackedWeight, QuantizedWeight
 from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.checkpoint import Array, Checkpoint, StoredTensor
+from pyengine.models.decoder.cpu_products import OrderedWeight
 from pyengine.models.decoder.packing_keys import check_packing
+from pyengine.models.decoder.settings import BeyondTableError
 from pyengine.models.integer_linear import q8_0_of_rows
 from pyengine.models.packed_bytes import Float8Layout, Int8Layout
 from pyengine.models.packed_checkpoints import packed_layout
@@ -41,9 +43,11 @@ class PackedStored(StoredTensor):
 
     @property
     def packed_as(self) -> str | None:
-        """See `StoredTensor.packed_as`; groups with inputs in another order are read as floats."""
+        """See `StoredTensor.packed_as`; each matrix may have an order of inputs of its own."""
+        if not self.is_whole:
+            return None
         is_ordered = isinstance(self.layout, GroupLayout) and self.layout.has_order
-        return None if is_ordered or not self.is_whole else self.dtype
+        return f"{self.dtype} in the order of {self.name}" if is_ordered else self.dtype
 
     def read(self) -> Array:
         """The numbers that the codes stand for, in float32."""
@@ -67,7 +71,7 @@ class PackedStored(StoredTensor):
     @staticmethod
     def laid_out(
         parts: "Sequence[PackedStored]", shape: tuple[int, int]
-    ) -> PackedWeight | QuantizedWeight:
+    ) -> PackedWeight | QuantizedWeight | OrderedWeight:
         """See `StoredTensor.laid_out`."""
         layout = parts[0].layout
         if isinstance(layout, GroupLayout):
@@ -114,8 +118,11 @@ class PackedStored(StoredTensor):
         return found.view(torch.bfloat16) if tensor.dtype == "BF16" else found
 
 
-def _grouped(layout: GroupLayout, parts: Sequence[PackedStored]) -> QuantizedWeight:
-    """A weight of 4-bit codes in groups; those of the kernel divide those of the layout."""
+def _grouped(layout: GroupLayout, parts: Sequence[PackedStored]) -> QuantizedWeight | OrderedWeight:
+    """A weight of 4-bit codes in groups; those of the kernel divide those of the layout.
+
+    A weight with an order of inputs is of one part.
+    """
     found = [layout.groups(part._tensor) for part in parts]
     codes = np.concatenate([part.codes for part in found])
     scales = np.concatenate([part.scales for part in found])
@@ -123,12 +130,28 @@ def _grouped(layout: GroupLayout, parts: Sequence[PackedStored]) -> QuantizedWei
     size = layout.kernel_group_size(codes.shape[1])
     repeats = codes.shape[1] // size // scales.shape[1]
     points = np.concatenate(zeros).repeat(repeats, axis=1) if zeros else None
-    return QuantizedWeight.from_groups(
+    packed = QuantizedWeight.from_groups(
         np.ascontiguousarray(codes[:, ::2] | (codes[:, 1::2] << 4)).data,
         np.ascontiguousarray(scales.repeat(repeats, axis=1)),
         None if points is None else np.ascontiguousarray(points).data,
         group_size=size,
     )
+    order = found[0].order
+    return packed if order is None else OrderedWeight(packed, order)
+
+
+def layout_of(settings: Any, path: Path) -> PackedLayout:
+    """The layout that a `quantization_config` in the file at `path` names.
+
+    Raises `ModelLoadError` as `check_packing`, and `BeyondTableError` for a layout that is not
+    known here.
+    """
+    layout = packed_layout(check_packing(settings, str(path)))
+    if isinstance(layout, str):
+        raise BeyondTableError(
+            f"{path} says quantization_config={shown(settings)}: pyengine does not read {layout}"
+        )
+    return layout
 
 
 class PackedCheckpoint(Checkpoint):
@@ -144,15 +167,11 @@ class PackedCheckpoint(Checkpoint):
         }
     )
 
+    has_plain_float8 = False
+
     def __init__(self, folder: Path, settings: Any) -> None:
         super().__init__(folder)
-        layout = packed_layout(check_packing(settings, str(folder / "config.json")))
-        if isinstance(layout, str):
-            raise ModelLoadError(
-                f"{folder / 'config.json'} says quantization_config={shown(settings)}: pyengine "
-                f"does not read {layout}"
-            )
-        self._layout = layout
+        self._layout = layout = layout_of(settings, folder / "config.json")
         if not any(name.endswith(f".{layout.key_name}") for name in self._tensors):
             raise ModelLoadError(
                 f"{folder / 'config.json'} says quantization_config={shown(settings)}, and no "

@@ -13,6 +13,10 @@ from pyengine.utils.validation import is_integer, shown
 _MISSING: Any = object()
 
 
+class BeyondTableError(ModelLoadError):
+    """A setting that no row of the table says, and that transformers may have: see `fallback`."""
+
+
 class Settings:
     """The values of a JSON object, by key. Keys that are absent have the value in `defaults`.
 
@@ -102,11 +106,14 @@ class Settings:
             self.refuse(key, "it must be true or false")
         return found
 
-    def text(self, key: str, known: Sequence[str]) -> str:
-        """One of the `known` words."""
+    def text(self, key: str, known: Sequence[str], *, leaves_others: bool = False) -> str:
+        """One of the `known` words; if it `leaves_others`, those are for the fallback."""
         found = self.raw(key)
         if not isinstance(found, str) or found not in known:
-            self.refuse(key, f"known are {', '.join(known)}")
+            why = f"known are {', '.join(known)}"
+            if isinstance(found, str) and leaves_others:
+                self.leave(key, why)
+            self.refuse(key, why)
         return found
 
     def items(self, key: str, count: int | None) -> list[Any] | None:
@@ -165,6 +172,12 @@ class Settings:
                 self.refuse(key, f"{why}; only {known} is supported")
         self._read.add(key)
 
+    def leave_unless(self, key: str, value: object, why: str) -> None:
+        """Accept this key, if it is set, with this value; others are for the fallback."""
+        if self.has(key) and type(self.raw(key)) is type(value) and self.raw(key) != value:
+            self.leave(key, why)
+        self.only(key, value, why=why)
+
     def pass_over_neutral(self, reasons: Mapping[str, tuple[object, str]]) -> None:
         """Accept these keys if nothing read them and they have this value; reasons follow it."""
         for key, (value, _) in reasons.items():
@@ -175,6 +188,13 @@ class Settings:
     def pass_over(self, reasons: Mapping[str, str]) -> None:
         """Accept these keys with any value: they have no effect, for the reasons given."""
         self._read.update(reasons)
+
+    def leave(self, key: str, why: str) -> NoReturn:
+        """Raise `BeyondTableError` for the value of this key."""
+        try:
+            self.refuse(key, why)
+        except ModelLoadError as error:
+            raise BeyondTableError(str(error)) from None
 
     def refuse(self, key: str, why: str) -> NoReturn:
         """Raise `ModelLoadError` for the value of this key."""

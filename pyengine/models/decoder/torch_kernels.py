@@ -28,6 +28,7 @@ from pyengine.models.decoder.spec import (
     Routing,
 )
 from pyengine.models.decoder.weights import Weight
+from pyengine.utils.host_copy import upload
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -251,7 +252,7 @@ class TorchKernels:
         rotary = spec.rotary
         if rotary is not None and rotary not in self._frequencies:
             inverse, factor = frequencies(rotary)
-            self._frequencies[rotary] = torch.from_numpy(inverse).to(self.device), factor
+            self._frequencies[rotary] = upload(inverse, self.device), factor
         return TorchAttention(self, spec, weights)
 
     def grown(
@@ -315,7 +316,7 @@ class TorchKernels:
             tensor = torch.from_numpy(np.asarray(part.read()))
             return tensor.view(torch.bfloat16) if part.dtype == "BF16" else tensor
         if self._made_up is None:
-            self._made_up = torch.from_numpy(numbers()).to(self.device)
+            self._made_up = upload(numbers(), self.device)
         made = (self._made_up * part.scale + part.shift).to(_FORMATS[part.dtype]).to(self.dtype)
         found = _repeated(made, part.first, math.prod(part.shape)).view(part.shape)
         return part.cut(found.T if part.is_transposed else found)

@@ -66,6 +66,17 @@ CONFIGS = {
     ),
     "smollm3": (transformers.SmolLM3Config, {"num_hidden_layers": 4, "rope_theta": 1e4}),
     "olmo2": (transformers.Olmo2Config, {}),
+    "olmo3": (
+        transformers.Olmo3Config,
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 1e4}
+                for kind in ("full_attention", "sliding_attention")
+            },
+        },
+    ),
     "exaone4": (
         transformers.Exaone4Config,
         {"num_hidden_layers": 4, "sliding_window": 5, "sliding_window_pattern": 4},
@@ -88,12 +99,14 @@ CONFIGS = {
     ),
 }
 _RENAMED = {"block_sparse_moe.experts": "mlp.experts", "block_sparse_moe.router": "mlp.gate"}
+NAMES = {"mixtral": "llama", "olmo3": "olmo2"}
+"""Architectures of the file that have another name."""
 PAIRS = ("llama", "mixtral", "granite", "granitemoe", "smollm3")
 """Architectures whose queries and keys the converter orders so that pairs rotate."""
 LAYER_NORMS = ("gpt2", "starcoder2", "stablelm", "nemotron", "cohere2")
 _PARTLY = ("stablelm", "nemotron", "glm4", "minimax-m2")
 _EXPERTS = ("mixtral", "qwen2moe", "qwen3moe", "granitemoe", "minimax-m2")
-_SLIDING = ("gemma2", "gemma3", "exaone4", "cohere2")
+_SLIDING = ("gemma2", "gemma3", "exaone4", "cohere2", "olmo3")
 
 
 def tiny_model(architecture, **changes):
@@ -173,7 +186,7 @@ def tensors_of(model, architecture):
     """The weights of a model by the names of the file, with llama.cpp's changes."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    name = "llama" if architecture == "mixtral" else architecture
+    name = NAMES.get(architecture, architecture)
     arch = next(key for key, value in MODEL_ARCH_NAMES.items() if value == name)
     table = get_tensor_name_map(arch, model.config.num_hidden_layers)
     found = {}
@@ -227,7 +240,7 @@ def write_gguf_of(model, path, architecture, *, kind="F32", values=None, extra=N
     """
     from gguf import GGMLQuantizationType, GGUFWriter, quantize
 
-    name = "llama" if architecture == "mixtral" else architecture
+    name = NAMES.get(architecture, architecture)
     writer = GGUFWriter(path, name)
     keys = {f".{key}": value for key, value in header_of(model, architecture).items()}
     keys |= {

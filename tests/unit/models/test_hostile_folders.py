@@ -58,9 +58,8 @@ def loaded_or_refused(folder):
         assert str(folder) in said or "config.json" in said, said
         assert len(said) < 4000
         return False
-    with torch.inference_mode():
-        logits = loaded.model(torch.tensor([[1, 2, 3]]), use_cache=False).logits
-    assert logits.shape == (1, 3, loaded.vocab_size)
+    assert loaded.vocab_size > 0
+    assert loaded.layers
     return True
 
 
@@ -94,7 +93,7 @@ def test_values_of_any_kind_are_loaded_or_refused(folder, name, value):
 @pytest.mark.parametrize("value", [0, -1])
 def test_a_model_without_layers_is_refused(folder, value):
     set_config(folder, num_hidden_layers=value)
-    refused(folder, f"num_hidden_layers={value}: a model has at least one layer")
+    refused(folder, f"num_hidden_layers={value}: it must be an integer of at least 1")
 
 
 def test_layers_that_the_files_do_not_have_are_refused_before_they_are_built(folder):
@@ -107,25 +106,24 @@ def test_huge_sizes_in_nested_settings_are_refused(folder):
     refused(folder, "hidden_size=1000000000000000")
 
 
-def test_settings_that_the_model_does_not_use_are_not_questioned(folder):
-    set_config(folder, n_routed_experts=256, vision_config={"num_hidden_layers": 200})
-    assert load_model(folder, device="cpu").vocab_size == 32
+def test_settings_that_the_family_does_not_have_are_named(folder):
+    set_config(folder, n_routed_experts=256)
+    refused(folder, r"n_routed_experts=256, which pyengine does not know .* delete it")
 
 
 def test_a_model_that_is_larger_than_its_files_is_refused(folder):
     set_config(folder, vocab_size=2**24, hidden_size=4096, num_attention_heads=2)
-    refused(folder, r"describes a model of \d+ weights, and the files have \d+ bytes")
+    refused(folder, r"embed_tokens.* have the shape \[32, 16\], .* asks for \[16777216, 4096\]")
 
 
 def test_a_layer_that_the_configuration_does_not_count_is_refused(folder):
     set_config(folder, num_hidden_layers=1)
-    refused(folder, r"have a layer 1 \(model\.layers\.1\..*num_hidden_layers=1")
+    refused(folder, r"model\.layers\.1\..* and 8 more, which config\.json does not ask for")
 
 
-def test_tensors_that_are_not_used_are_named(folder, caplog):
+def test_tensors_that_are_not_used_are_named(folder):
     change_weights(folder, lambda tensors: tensors.update(extra=torch.zeros(2)))
-    load_model(folder, device="cpu")
-    assert "1 tensors are not part of a LlamaForCausalLM and are left out: extra" in caplog.text
+    refused(folder, "have extra, which config.json does not ask for")
 
 
 def test_a_missing_tensor_is_named(folder):
@@ -151,7 +149,7 @@ def test_weights_that_are_not_finite_are_named(folder, value):
         tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = value
 
     change_weights(folder, spoil)
-    refused(folder, r"model\.layers\.1\.mlp\.up_proj\.weight .* NaN or infinity, in torch\.float32")
+    refused(folder, r"model\.layers\.1\.mlp\.up_proj\.weight .* NaN or infinity, in float32")
 
 
 @pytest.mark.slow
@@ -187,7 +185,7 @@ def test_complex_weights_are_refused(folder):
         tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.complex64)
 
     change_weights(folder, turn)
-    refused(folder, r"complex numbers \(model\.norm\.weight is C64\)")
+    refused(folder, r"model\.norm\.weight .* are C64: they are no floats")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.uint8])
@@ -196,10 +194,12 @@ def test_integers_without_a_quantisation_are_refused(folder, dtype):
         tensors["model.norm.weight"] = torch.ones(16, dtype=dtype)
 
     change_weights(folder, turn)
-    refused(folder, r"are integers \(model\.norm\.weight is")
+    refused(folder, r"model\.norm\.weight .* are [IBU]\w+: they are no floats")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 def test_other_floating_point_numbers_are_loaded(folder, dtype):
     def turn(tensors):
         for name, tensor in tensors.items():
@@ -214,8 +214,7 @@ def test_other_floating_point_numbers_are_loaded(folder, dtype):
 )
 def test_an_implementation_of_attention_in_the_folder_is_not_looked_for(folder, name):
     set_config(folder, attn_implementation=name, experts_implementation=name)
-    model = load_model(folder, device="cpu").model
-    assert model.config._attn_implementation in ("sdpa", "eager")
+    assert load_model(folder, device="cpu").vocab_size == 32
 
 
 def test_pickles_are_never_opened(folder):

@@ -114,7 +114,7 @@ def test_weights_with_any_bytes_changed_are_loaded_or_refused(path):
         spoilt[tensor.offset : tensor.offset + 2] = np.float16(np.nan).tobytes()
         path.write_bytes(spoilt)
         said = refused(path, rf"weights .*{tensor.name}.* (are damaged|hold NaN)")
-        assert "get" in said
+        assert "damaged" in said
 
 
 def moved(data, tensor, offset):

@@ -43,7 +43,7 @@ def save(folder, family, **settings):
 )
 def test_attention_that_is_not_causal_is_refused(tmp_path, family, settings):
     save(tmp_path, family, **settings)
-    with pytest.raises(ModelLoadError, match=r"(?i)\w+lm\w* \(.*attends to later tokens too"):
+    with pytest.raises(ModelLoadError, match="attends to later tokens too"):
         load_model(tmp_path, device="cpu")
 
 
@@ -61,18 +61,18 @@ def test_the_same_families_are_loaded_where_they_are_causal(tmp_path, family, se
 
 
 @pytest.mark.parametrize(
-    ("quantisation", "package"),
+    ("quantisation", "named"),
     [
-        ({"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True}, "gptqmodel"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 8}, "optimum|gptqmodel"),
-        ({"quant_method": "aqlm"}, "aqlm"),
-        ({"quant_method": "compressed-tensors"}, "compressed"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True}, "group_size=8"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 8}, "group_size=8"),
+        ({"quant_method": "aqlm"}, "quant_method='aqlm'"),
+        ({"quant_method": "compressed-tensors"}, "lacks format"),
     ],
 )
-def test_a_missing_quantiser_is_named_with_its_package(tmp_path, quantisation, package):
+def test_a_layout_that_is_not_known_is_named(tmp_path, quantisation, named):
     save_tiny_model(tmp_path)
     set_config(tmp_path, quantization_config=quantisation)
-    with pytest.raises(ModelLoadError, match=f"could not be loaded: .*({package})"):
+    with pytest.raises(ModelLoadError, match=named):
         load_model(tmp_path, device="cpu")
 
 

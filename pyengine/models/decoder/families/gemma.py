@@ -79,7 +79,10 @@ def _gemma(settings: Settings) -> DecoderSpec:
         qkv_bias=has_bias,
         out_bias=has_bias,
     )
-    layer = pre_norm(attention, gated(settings), norm)
+    mlp = gated(settings)
+    if mlp.activation == "gelu":  # files of the first release say so, and mean its formula
+        mlp = replace(mlp, activation="gelu_tanh")
+    layer = pre_norm(attention, mlp, norm)
     scale = settings.integer("hidden_size") ** 0.5
     return decoder(settings, [layer] * layer_count(settings), norm, embedding_scale=scale)
 
@@ -213,7 +216,7 @@ def _token_input(settings: Settings, norm: Norm) -> TokenInput | None:
 
 
 def _refuse_experts(settings: Settings) -> None:
-    settings.only("enable_moe_block", False, why="its mixture of experts beside an MLP is unknown")
+    settings.leave_unless("enable_moe_block", False, "layers have experts beside an MLP")
     for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
         settings.pass_over({key: "there are no experts"})
 

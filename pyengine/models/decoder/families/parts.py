@@ -116,8 +116,11 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
             _OUTPUTS,
         ),
         **dict.fromkeys(
-            ("_attn_implementation", "attn_implementation", "_attn_implementation_autoset"),
-            "the attention backend is chosen by the device",
+            (
+                *("_attn_implementation", "attn_implementation", "_attn_implementation_autoset"),
+                *("_experts_implementation", "experts_implementation"),
+            ),
+            "backends of attention and experts are chosen by the device",
         ),
         "chunk_size_feed_forward": "causal models do not chunk their feed-forward layers",
         "is_decoder": "the families here are decoders",
@@ -190,7 +193,7 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 def activation(settings: Settings, key: str = "hidden_act") -> Activation:
     """The activation of the feed-forward layers."""
-    return ACTIVATIONS[settings.text(key, list(ACTIVATIONS))]
+    return ACTIVATIONS[settings.text(key, list(ACTIVATIONS), leaves_others=True)]
 
 
 def rms(settings: Settings, key: str = "rms_norm_eps", offset: float = 0.0) -> Norm:
@@ -290,7 +293,7 @@ def refuse_other_models(settings: Settings) -> None:
     settings.only("is_encoder_decoder", False, why="the model has an encoder")
     settings.only("add_cross_attention", False, why="the model attends to an encoder")
     settings.only("pruned_heads", {}, why="some heads of the model are not there")
-    settings.only("use_bidirectional_attention", False, why=causal)
+    settings.only("use_bidirectional_attention", False, "vision", why=causal)  # of images only
     settings.only("is_causal", True, why=causal)
     if settings.has("quantization_config"):
         settings.refuse("quantization_config", "packed weights are not read by this decoder")

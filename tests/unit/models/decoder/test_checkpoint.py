@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pyengine.cpu.threads import kernel_threads
 from pyengine.errors import ModelLoadError
+from pyengine.models.decoder.checkpoint import Checkpoint
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.loading import open_model
@@ -250,3 +251,11 @@ def test_a_load_takes_the_model_and_one_tensor(ranks: int, tmp_path: Path) -> No
     )
     largest, own = middle * hidden * 4, num_bytes / ranks
     assert own * 0.9 < int(found.stdout) < own + 4 * largest
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_8_bit_floats_without_scales_are_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    save_file({"model.x": codes.reshape(16, 16)}, tmp_path / "model.safetensors")
+    found = torch.from_numpy(Checkpoint(tmp_path).take("model.x", (16, 16)).read())
+    assert torch.equal(found.nan_to_num(7e7), codes.reshape(16, 16).float().nan_to_num(7e7))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyengine.models.decoder.cuda_kernels import CudaKernels
-from pyengine.models.decoder.loading import load_decoder
+from pyengine.models.decoder.loading import open_model
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.support.kernels import interpreted, needs_triton, run_apart
 from tests.unit.models.decoder.steps import CPU, Runner
@@ -20,7 +20,7 @@ TOKENS = [9, 44, 3, 71, 5, 90, 12]
 
 def logits(folder: Path, kernels: TorchKernels) -> torch.Tensor:
     """Of a prompt in two chunks and a decode, beside another sequence."""
-    runner = Runner(load_decoder(folder, kernels))
+    runner = Runner(open_model(folder).decoder(kernels))
     first, second = runner.add([*TOKENS, 8]), runner.add(TOKENS[:2])
     runner.step((first, 3))
     runner.step((first, 4), (second, 1))

@@ -147,7 +147,8 @@ _IMPORTS = """
 import sys
 import pyengine.models.decoder.cpu_kernels
 import pyengine.models.decoder.loading
-assert "torch" not in sys.modules, "torch was imported"
+for name in ("torch", "transformers"):
+    assert name not in sys.modules, f"{name} was imported"
 """
 
 

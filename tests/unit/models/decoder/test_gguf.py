@@ -19,9 +19,11 @@ from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.gguf import open_gguf
 from pyengine.models.decoder.kernels import Kernels
+from pyengine.models.decoder.ranks import WHOLE, Rank
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from pyengine.models.gguf_file import GGUFFile
 from tests.unit.models.decoder.steps import CPU, Runner
+from tests.unit.models.decoder.test_divided import on_all_ranks
 from tests.unit.models.decoder.test_families import TOLERANCE
 from tests.unit.models.decoder.tiny_models import Tiny, random_model
 from tests.unit.models.gguf_of_model import CONFIGS, tiny_model, write_gguf_of
@@ -32,14 +34,16 @@ _TOKENS = [2, 7, 3, 5, 4, 6, 2, 2, 5, 7, 1, 3, 6, 4, 0, 5, 3, 7, 6, 2]
 
 
 @contextmanager
-def loaded(path: Path, kernels: Kernels) -> Iterator[Decoder]:
+def loaded(path: Path, kernels: Kernels, rank: Rank = WHOLE) -> Iterator[Decoder]:
     with GGUFFile.open(path) as file:
-        decoder = open_gguf(file).decoder(kernels)
+        decoder = open_gguf(file).decoder(kernels, rank)
     yield decoder
 
 
-def logits(path: Path, kernels: Kernels, backend: Any = None) -> torch.Tensor:
-    with loaded(path, kernels) as decoder:
+def logits(
+    path: Path, kernels: Kernels, backend: Any = None, *, rank: Rank = WHOLE
+) -> torch.Tensor:
+    with loaded(path, kernels, rank) as decoder:
         runner = Runner(decoder, *([] if backend is None else [backend]))
         sequence = runner.add(_TOKENS)
         runner.step((sequence, 12))
@@ -85,6 +89,33 @@ def test_the_cpu_multiplies_by_the_formats_of_the_file(
     )
     limit = 1e-4 if kind.startswith("F") else 0.05
     assert (found - floats).norm() <= limit * floats.norm()
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q4_0"])
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "gpt2", "qwen2moe"])
+def test_ranks_divide_the_floats_of_a_file(architecture: str, kind: str, tmp_path: Path) -> None:
+    path, kernels = tmp_path / "model.gguf", TorchKernels(CPU, torch.float32)
+    write(path, architecture, kind=kind)
+    whole = logits(path, kernels)
+    for found in on_all_ranks(2, lambda rank: logits(path, kernels, rank=rank)):
+        assert (found - whole).abs().max() <= TOLERANCE
+
+
+def test_a_rank_reads_its_outputs_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, seen = tmp_path / "model.gguf", []
+    write(path, "llama", kind="Q8_0")
+    read = GGUFFile.read
+
+    def noted(file: GGUFFile, tensor: Any, out: Any) -> None:
+        seen.append((tensor.name, out.nbytes / tensor.num_bytes))
+        read(file, tensor, out)
+
+    monkeypatch.setattr(GGUFFile, "read", noted)
+    with loaded(path, TorchKernels(CPU, torch.float32), Rank(1, 2)):
+        shares = dict(seen)
+    names = ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")
+    assert {shares[f"blk.0.{name}.weight"] for name in names} == {0.5}
+    assert shares["token_embd.weight"] == 0.5
 
 
 @pytest.mark.parametrize(

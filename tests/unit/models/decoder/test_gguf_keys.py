@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 
 from pyengine.errors import ModelLoadError
+from pyengine.models.decoder.gguf import open_gguf
 from pyengine.models.decoder.gguf_settings import _EXPECTED, gguf_settings
 from pyengine.models.decoder.loading import spec_of
+from pyengine.models.gguf_file import GGUFFile
 from pyengine.models.gguf_header import GGUFArray, GGUFHeader, read_header
 from pyengine.models.gguf_keys import _IDLE, HeaderKeys
+from pyengine.models.gguf_rope import ROPE_TENSORS
 from tests.unit.models.decoder.test_hostile import GARBAGE, bounded
 from tests.unit.models.gguf_of_model import CONFIGS, tiny_model, write_gguf_of
 
@@ -71,6 +74,8 @@ class Made:
         section = values.get("rope_parameters")
         if rope and section is not None:
             (section.get("full_attention") or section).update(rope)
+            if values["model_type"] == "olmo3" and "rope_theta" in rope:  # one base for all layers
+                section["sliding_attention"]["rope_theta"] = rope["rope_theta"]
         spec = spec_of({**values, **changes}, "config.json")
         return as_stored(asdict(replace(spec, saved_dtype=None)))
 
@@ -269,3 +274,14 @@ def test_files_that_are_no_models_are_named(kind: object, made: Callable[[str], 
     assert file.spec_with({"general.type": "model"}) == file.spec()
     with pytest.raises(ModelLoadError, match=r"general\.type"):
         file.spec_with({"general.type": kind})
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3", "starcoder2", "gpt2", "stablelm"])
+@pytest.mark.parametrize("name", ROPE_TENSORS)
+def test_divisors_that_an_architecture_does_not_have_are_refused(
+    architecture: str, name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf_of(tiny_model(architecture), path, architecture, extra={name: np.ones(4)})
+    with pytest.raises(ModelLoadError, match=name), GGUFFile.open(path) as file:
+        open_gguf(file)

@@ -86,6 +86,11 @@ CHANGES = [
         },
     ),
     ("llama", YARN_KEYS, {"rope_parameters": yarn(4.0)}),
+    (
+        "olmo3",
+        YARN_KEYS,
+        {"rope_parameters": {"full_attention": yarn(4.0), "sliding_attention": PLAIN}},
+    ),
     ("qwen3", YARN_KEYS, {"rope_parameters": yarn(4.0)}),
     (
         "qwen2",

@@ -13,6 +13,7 @@ from pyengine.cpu import CpuAttention
 from pyengine.cpu.threads import kernel_threads
 from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.cpu_kernels import CpuKernels
+from pyengine.models.decoder.cpu_products import OrderedWeight
 from pyengine.models.decoder.loading import open_model
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.unit.models import test_packed_bytes as eight_bits
@@ -55,14 +56,27 @@ def test_ranks_divide_the_floats_of_packed_weights(tmp_path: Path) -> None:
     check_ranks(tmp_path, 2, "torch", [_TOKENS[:5]])
 
 
+@pytest.mark.skipif(not CpuAttention.is_fast(), reason="no AVX2 with FMA")
+def test_groups_with_inputs_in_another_order_stay_packed(tmp_path: Path) -> None:
+    settings = four_bits.GPTQ | {"desc_act": True}
+    four_bits.save(tmp_path, settings, four_bits.Layer.gptq, is_ordered=False)
+    decoder = open_model(tmp_path).decoder(CpuKernels(kernel_threads(1)))
+    layer: Any = decoder._layers[0]
+    assert isinstance(layer._mixer._out.product.packed, OrderedWeight)
+    joined = layer._mixer._qkv.product.products
+    assert [type(each.packed) for each in joined] == [OrderedWeight] * 3
+
+
 def check(folder: Path, tmp_path: Path, weights: dict[str, torch.Tensor], limit: float) -> None:
     kernels = TorchKernels(CPU, torch.float32)
     expected = logits(as_floats(folder, tmp_path / "floats", weights), kernels)
     found = logits(folder, kernels)
     assert (found - expected).norm() <= 1e-4 * expected.norm()
     if CpuAttention.is_fast():
-        packed = logits(folder, CpuKernels(kernel_threads(1)), CpuBackend)
-        assert (packed - expected).norm() <= limit * expected.norm()
+        for dtype, more in (("float32", 0.0), ("bfloat16", 0.02)):
+            made = CpuKernels(kernel_threads(1), dtype=dtype)
+            packed = logits(folder, made, CpuBackend, getattr(torch, dtype))
+            assert (packed.float() - expected).norm() <= (limit + more) * expected.norm()
 
 
 @pytest.mark.parametrize(("settings", "pack", "layer"), _FOUR)

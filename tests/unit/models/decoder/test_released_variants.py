@@ -124,6 +124,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
         sliding_window=None,
     ),
+    "gemma-1.1-it": config(
+        *("gemma", 2048, 16384, 18, 8, 1),
+        attention_bias=False,
+        head_dim=256,
+        hidden_act="gelu",
+        hidden_activation="gelu_pytorch_tanh",
+        max_position_embeddings=8192,
+        rope_scaling=None,
+        rope_theta=10000.0,
+    ),
     "gemma-2-it": config(
         *("gemma2", 3584, 14336, 42, 16, 8),
         attn_logit_softcapping=50.0,

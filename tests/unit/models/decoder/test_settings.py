@@ -9,7 +9,13 @@ import pytest
 
 from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.families import TABLE
-from pyengine.models.decoder.loading import family_of, open_model, read_spec, spec_of
+from pyengine.models.decoder.loading import (
+    fallback_reason,
+    family_of,
+    open_model,
+    read_spec,
+    spec_of,
+)
 from pyengine.models.decoder.settings import Settings
 from pyengine.models.decoder.spec import Attention
 
@@ -82,6 +88,40 @@ def test_what_no_model_of_the_table_is_is_refused_by_name(
 ) -> None:
     with pytest.raises(ModelLoadError, match=named):
         spec_of({**_LLAMA, **changes}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"model_type": "bert"}, "'bert' is not in the table"),
+        ({"model_type": "gemma4_text", "enable_moe_block": True}, "enable_moe_block=True"),
+        ({**_LLAMA, "hidden_act": "quick_gelu"}, "hidden_act='quick_gelu'"),
+        ({**_LLAMA, "quantization_config": {"quant_method": "mxfp4"}}, "quant_method='mxfp4'"),
+        ({**_LLAMA, "quantization_config": {"quant_method": "awq", "bits": 8}}, "bits=8"),
+    ],
+)
+def test_what_transformers_has_and_no_row_says_is_left_to_it_by_name(
+    values: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert named in (fallback_reason(tmp_path) or "")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        _LLAMA,
+        {**_LLAMA, "attention_temperature": 2},
+        {**_LLAMA, "hidden_act": 5},
+        {"model_type": "gemma4_text", "enable_moe_block": "yes"},
+        {**_LLAMA, "quantization_config": {"quant_method": "awq", "nobody_knows": 8}},
+    ],
+)
+def test_what_is_unknown_is_no_reason_for_the_fallback(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert fallback_reason(tmp_path) is None
 
 
 def test_a_layer_that_would_ignore_its_norms_cannot_be_described() -> None:

@@ -402,8 +402,8 @@ def random_model(tiny: Tiny) -> Any:
     models: Any = AutoModelForCausalLM
     model = models.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.add_(torch.randn(parameter.shape) * 0.2)
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "layer_scalar")):
