@@ -1,8 +1,8 @@
 """The inputs of a step, the options of a layer, and the interface of a backend.
 
-Models normalise and rotate queries and keys before they attend. Where a layer leaves that to the KV
-write (`models/rotary.py`), one kernel does it on CUDA (`kernels/rotation.py`), the attention kernel
-on CPUs, and elsewhere `rotated`, the oracle of both. All compute in float32 and round once.
+Models normalise and rotate queries and keys before they attend. Our decoders leave that to the KV
+write: one kernel does it on CUDA (`kernels/rotation.py`), the attention kernel on CPUs, and
+elsewhere `rotated`, the oracle of both. All compute in float32 and round once.
 """
 
 from abc import ABC, abstractmethod

@@ -105,9 +105,9 @@ def paged_attention(
     """The function that transformers calls in place of its attention, once per layer.
 
     `query` is `[1, query_heads, T, d]`, `key` and `value` `[1, kv_heads, T, d]`, rotated
-    already, except by `OwnRotation`. Keywords that count: `paged` (a `PagedContext`, or which
-    `CompiledModel` is being compiled), `scaling`, `sliding_window`, `softcap`, `s_aux` (sinks),
-    and our own `rotation`. Returns `[1, T, query_heads, d]` and no weights.
+    already. Keywords that count: `paged` (a `PagedContext`, or which `CompiledModel` is being
+    compiled), `scaling`, `sliding_window`, `softcap` and `s_aux` (sinks). Returns
+    `[1, T, query_heads, d]` and no weights.
     """
     context = kwargs.get("paged")
     if not isinstance(context, (PagedContext, CompiledModel)):  # torch 2.9 compiles no union
@@ -126,7 +126,6 @@ def paged_attention(
         sliding_window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
-        rotation=kwargs.get("rotation"),
     )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if isinstance(context, PagedContext):

@@ -45,9 +45,6 @@ class Runner:
     def __init__(self, error: Exception | None) -> None:
         self.error, self.calls = error, []  # type: ignore[var-annotated]
 
-    def take_over_rotations(self) -> None:
-        self.calls.append("take over rotations")
-
     def compile(self) -> None:
         self.calls.append("compile")
         if self.error is not None:
@@ -80,7 +77,7 @@ def test_decode_steps_in_graphs_are_compiled_where_that_can_be_had(
     populated: list[bool] = []
 
     def built() -> Any:
-        return builder._runner(EngineSettings(compile=asked), fake, fake, fake, fake, fake)
+        return builder._runner(EngineSettings(compile=asked), fake, fake, fake, fake)
 
     if asked and not can:
         with pytest.raises(ConfigurationError, match="torch cannot"):
@@ -91,14 +88,14 @@ def test_decode_steps_in_graphs_are_compiled_where_that_can_be_had(
     assert len(populated) == (asked is True)
     compiles = asked is True or (asked is None and has_graphs)
     captures = ["capture", *["capture pieces"] * has_graphs]
-    assert runner.calls == ["take over rotations", *["compile"] * compiles, *captures]
+    assert runner.calls == [*["compile"] * compiles, *captures]
     assert ("the model runs uncompiled, which is slower: torch cannot" in caplog.text) == (
         compiles and not can
     )
 
 
 def test_the_memory_of_graphs_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They exist while the rest of the memory is computed; weights are fused before all of it."""
+    """They exist while the rest of the memory is computed."""
     used, calls = 0, []
 
     def take(name: str, amount: int, keeps: bool) -> int:
@@ -107,15 +104,14 @@ def test_the_memory_of_graphs_is_counted_once(monkeypatch: pytest.MonkeyPatch) -
         used += amount if keeps else 0
         return amount
 
-    monkeypatch.setattr(builder, "fuse_linears", lambda _model: take("fuse", 10, keeps=True))
     monkeypatch.setattr(builder, "available_memory", lambda _device: 1000 - used)
     monkeypatch.setattr(
         builder, "activation_bytes", lambda *_: take("activations", 100, keeps=False)
     )
     monkeypatch.setattr(builder, "graph_bytes", lambda *_: take("graphs", 200, keeps=True))
-    loaded = as_loaded(random_model("llama"), torch.device("cpu"))
+    loaded = as_loaded(random_model("llama"))
     pool = PoolSettings(block_size=16, max_num_seqs=2, max_model_len=64)
     settings = EngineSettings(max_num_seqs=2, max_num_batched_tokens=32)
     left = builder._memory_left(settings, pool, Choice("gather", ""), torch.float32, loaded)
-    assert calls == ["fuse", "activations", "graphs"]
-    assert left == 1000 - 10 - 100 - 200
+    assert calls == ["activations", "graphs"]
+    assert left == 1000 - 100 - 200
