@@ -7,8 +7,8 @@ import sys
 
 from tests.support.docs import ROOT
 
-OTHERS = {"macholib", "matplotlib", "nanovllm", "pefile", "playwright", "sglang", "vllm"}
-"""Packages of peers and of `make wheels`, which `.venv` need not hold."""
+OTHERS = {"griffe", "macholib", "matplotlib", "nanovllm", "pefile", "playwright", "sglang", "vllm"}
+"""Packages of peers, `make docs` and `make wheels`, which `.venv` need not hold."""
 IMPORT_ALL = """
 import importlib, json, sys
 modules, sys.argv[1:] = sys.argv[1:], []
