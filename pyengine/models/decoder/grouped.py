@@ -25,9 +25,12 @@ def group_pairs(chosen: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, to
 
 
 def grouped_linear(*arguments: Any) -> torch.Tensor:
-    """`kernels.grouped_linear.grouped_linear` on any device, in compiled graphs as an operator."""
+    """`kernels.grouped_linear.grouped_linear` on any device.
+
+    It is an operator in compiled graphs, and where the host reads numbers.
+    """
     found: torch.Tensor
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not kernels.has_kernels(arguments[0].device):
         found = torch.ops.pyengine.grouped_linear(*arguments)
     else:
         found = _grouped_linear(*arguments)

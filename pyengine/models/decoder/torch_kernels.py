@@ -252,7 +252,8 @@ class TorchKernels:
         rotary = spec.rotary
         if rotary is not None and rotary not in self._frequencies:
             inverse, factor = frequencies(rotary)
-            self._frequencies[rotary] = upload(inverse, self.device), factor
+            on_device = torch.empty(inverse.shape, device=self.device)
+            self._frequencies[rotary] = on_device.copy_(torch.from_numpy(inverse)), factor
         return TorchAttention(self, spec, weights)
 
     def grown(
