@@ -12,14 +12,15 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-import torch
 
 import pyengine
 from pyengine import LLM, SamplingParams
 from pyengine.errors import ConfigurationError, InvalidRequestError, ModelLoadError
 from pyengine.kv_cache import replay
+from pyengine.models.decoder.cpu_kernels import CpuKernels
 from tests.support.soak import soak_only
 from tests.unit.models.tiny import save_tiny_model
 
@@ -226,21 +227,18 @@ def fail() -> None:
 
 @contextmanager
 def in_forward(act: Callable[[], object], at: int) -> Iterator[None]:
-    """Act before the `at`-th decoder layer or last norm, counted from now."""
-    seen = 0
+    """Act before the `at`-th sum with norm of decoder layers, counted from now."""
+    seen, add_norm = 0, CpuKernels.add_norm
 
-    def hook(module: torch.nn.Module, *_: object) -> None:
+    def counted(*arguments: Any) -> Any:
         nonlocal seen
-        if type(module).__name__.endswith(("RMSNorm", "DecoderLayer")):
-            seen += 1
-            if seen == at:
-                act()
+        seen += 1
+        if seen == at:
+            act()
+        return add_norm(*arguments)
 
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(hook)
-    try:
+    with patch.object(CpuKernels, "add_norm", counted):
         yield
-    finally:
-        handle.remove()
 
 
 FALLS_AT = pytest.mark.parametrize("at", [1, 3, 5, 11, 23])
