@@ -46,8 +46,6 @@ class FallbackModel:
     The module is switched to paged attention for good; plain calls of it are refused.
     """
 
-    can_compile = True
-
     def __init__(self, module: Any, layers: tuple[LayerNeeds, ...], reason: str) -> None:
         self.name = type(module).__name__
         self.origin = f"transformers ({reason})"

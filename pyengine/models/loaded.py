@@ -25,8 +25,6 @@ class Model(Protocol):
     settings: str
     """All settings that its results depend on, in words."""
     device: torch.device
-    can_compile: bool
-    """True if `torch.compile` can trace a call."""
 
     def __call__(
         self,

@@ -9,6 +9,7 @@ from torch.nn.attention import flex_attention
 from pyengine import LLM
 from pyengine.attention.choice import _CANDIDATES
 from pyengine.errors import RequestFailedError
+from pyengine.models.decoder.cpu_kernels import CpuKernels
 from tests.gpu.answers import GREEDY, answer, ask, oracle, prompts
 from tests.gpu.compare import Answer, rounded
 from tests.gpu.conftest import InChild
@@ -63,9 +64,25 @@ def fails_alone(place: Place, family: str, backend: str) -> Numbers:
 def break_token(llm: LLM) -> None:
     """Make the embedding of `BROKEN` NaN, as no file of weights may have it."""
     runner: Any = llm._engine._executor.runner
-    weight = runner._model.get_input_embeddings().weight
-    with torch.no_grad():
-        weight[BROKEN] = float("nan")
+    decoder = runner._model._decoder
+    if isinstance(decoder.kernels, CpuKernels):
+        decoder._embedding = BrokenTable(decoder._embedding)
+    else:
+        with torch.no_grad():
+            decoder._embedding.weight[BROKEN] = float("nan")
+
+
+class BrokenTable:
+    """A table over arrays, whose row `BROKEN` is NaN."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def gather(self, ids: Any) -> Any:
+        """See `Table.gather`."""
+        found = self._table.gather(ids)
+        found[ids == BROKEN] = float("nan")
+        return found
 
 
 def beside_broken(llm: LLM) -> list[Answer]:

@@ -24,6 +24,7 @@ from pyengine.models.loader import load_model
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.engines import LazyQueue, add_request
 from tests.support.graphs import EagerRecorder, TapeRecorder, record_eagerly
+from tests.support.models import BY_TORCH
 from tests.support.static_attention import StaticBackend
 from tests.unit.models.tiny import save_tiny_model
 
@@ -96,7 +97,7 @@ def run_by_hand(
     pieces: EagerRecorder | TapeRecorder | None = None,
 ) -> dict[str, RequestOutput]:
     """The engine put together as `LLM` does it, with attention that a graph can hold."""
-    loaded = load_model(folder, device="cpu")
+    loaded = load_model(folder, device="cpu", kernels=BY_TORCH)
     manager = BlockManager(48, 4)
     limits = SchedulerLimits(max_num_batched_tokens=32, max_num_seqs=8)
     pool = KVPool(cache_specs(loaded, loaded.dtype), 48, 4, loaded.device)

@@ -11,6 +11,7 @@ from pyengine.engine import builder
 from pyengine.errors import ConfigurationError
 from pyengine.executor.model_runner import ModelRunner
 from tests.support.graphs import record_eagerly
+from tests.support.models import BY_TORCH
 from tests.unit.models.tiny import save_tiny_model
 
 PROMPTS = [[5, 6, 7], [9, 3, 8, 4, 30, 11]]
@@ -59,7 +60,7 @@ def test_an_engine_that_torch_cannot_compile_says_so(
     with pytest.raises(ConfigurationError, match=r"no such instruction.*; set compile=False"):
         llm(folder, compile=True)
     monkeypatch.setattr(builder, "_recorder", lambda *_: record_eagerly)  # as on CUDA
-    monkeypatch.setattr(builder, "shorten_layers", lambda _: None)
+    monkeypatch.setattr(builder, "kernel_settings", lambda *_, **__: BY_TORCH)
     monkeypatch.setattr(ModelRunner, "capture", lambda _: None)
     monkeypatch.setattr(ModelRunner, "capture_piecewise", lambda *_: None)
     with caplog.at_level("WARNING"):

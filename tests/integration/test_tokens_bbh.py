@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benches.engine.float_model import float_folder
 from pyengine import LLM, SamplingParams
 from pyengine.utils.openmp import torch_threads
 from tests.support.reference import Counts, Reference
@@ -106,7 +107,7 @@ def run(setup: Setup, prompts: list[str], max_tokens: int) -> tuple[LLM, Counts]
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     limits = [min(max_tokens, longest - len(output.prompt_token_ids)) for output in outputs]
-    reference = the_reference(str(llm.model_path), str(llm.describe()["device"]))
+    reference = the_reference(str(float_folder()), str(llm.describe()["device"]))
     counts = reference.compare(outputs, limits, batch_size=8)
     stats = llm.stats()
     assert (stats.usage.active, stats.usage.pinned) == (0, 0)

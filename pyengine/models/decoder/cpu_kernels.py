@@ -275,7 +275,7 @@ class CpuKernels:
 
     def added(self, first: Rows, second: Rows) -> Rows:
         """See `Kernels.added`."""
-        sums, addends = (each.reshape(len(each), -1) for each in (first, second))
+        sums, addends = (each.reshape(-1, each.shape[-1]) for each in (first, second))
         add_rows(self.threads, sums, addends, 1.0)
         return sums.reshape(first.shape)
 
@@ -292,7 +292,7 @@ class CpuKernels:
 
     def _mapped(self, rows: Rows, function: str, number: float = 1.0) -> Rows:
         """A function of each number, by the kernel."""
-        flat = np.ascontiguousarray(rows).reshape(len(rows), -1)
+        flat = np.ascontiguousarray(rows).reshape(-1, rows.shape[-1])
         out = np.empty_like(flat)
         map_rows(self.threads, flat, out, function, number)
         return out.reshape(rows.shape)

@@ -36,7 +36,6 @@ class DecoderModel:
         self.origin = f"pyengine ({decoder.spec.family})"
         self.settings = repr(decoder.spec)
         self._is_over_arrays = isinstance(decoder.kernels, CpuKernels)
-        self.can_compile = not self._is_over_arrays
 
     def __call__(
         self,

@@ -193,8 +193,10 @@ def test_a_sequence_reads_blocks_that_another_one_computes_in_the_same_step():
     torch.testing.assert_close(got, expected[19:], atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_a_step_without_samples_returns_no_rows():
-    run = PagedRun(random_model("llama"))
+@pytest.mark.parametrize("kernels", [BY_TORCH, KernelSettings()], ids=["torch", "default"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_without_samples_returns_no_rows(family, kernels):
+    run = PagedRun(random_model(family, **FAMILIES[family]), kernels=kernels)
     tokens = sequences()[0]
     _, sampling = run.step([Entry(tokens, 0, 7, run.tables(len(tokens)))])
     assert sampling.shape == (0, 97)
