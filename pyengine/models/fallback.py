@@ -118,7 +118,8 @@ def load_fallback(
         saved = getattr(config.get_text_config(), "dtype", None)
         choice = choose_dtype(dtype, saved, device)
         transposed = _refuse_other_sizes(config, headers, folder)
-        with load_errors(f"the model in {folder} could not be loaded", way_out=transposed):
+        way_out = f"{transposed}; transformers was asked, as {reason}"
+        with load_errors(f"the model in {folder} could not be loaded", way_out=way_out):
             module = _load_weights(folder, config, choice.dtype, _placement(device, shards))
         refuse_not_finite(module, folder)
         loaded = _loaded(source, module, device, choice.dtype, reason)

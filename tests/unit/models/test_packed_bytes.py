@@ -194,10 +194,13 @@ def of_other_blocks(tensors):
             without_scale,
             rf"weights {UP}\.weight in .* are F8_E4M3: .*weight_scale_inv, by",
         ),
-        (of_nan, rf"{UP}\.weight are damaged: the weight of output 3 for input 5 is not finite"),
+        (
+            of_nan,
+            rf"{UP}\.weight in .* are damaged: the weight of output 3 for input 5 is not finite",
+        ),
         (
             of_infinity,
-            rf"{UP}\.weight are damaged: the scale of output 256 from input 128",
+            rf"{UP}\.weight in .* are damaged: the scale of output 256 from input 128",
         ),
         (of_floats, rf"weights {UP}\.weight in .* are F32, and config\.json asks for F8_E4M3"),
         (of_other_blocks, rf"{UP}\.weight_scale_inv in .* the shape \[2, 2\], .* for \[3, 2\]"),
@@ -217,7 +220,7 @@ def test_scales_of_integers_that_are_not_finite_are_refused(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[f"{UP}.weight_scale"][7] = torch.nan
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelLoadError, match=r"up_proj\.weight are damaged: .*not finite"):
+    with pytest.raises(ModelLoadError, match=r"up_proj\.weight in .* are damaged: .*not finite"):
         load_model(tmp_path, device="cpu")
 
 

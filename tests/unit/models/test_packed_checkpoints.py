@@ -196,9 +196,9 @@ def test_other_layouts_are_named(settings, words):
     assert isinstance(found, str) and words in found
 
 
-def test_what_is_not_read_is_said(tmp_path):
+def test_what_is_not_read_is_said_when_transformers_cannot_either(tmp_path):
     save(tmp_path, GPTQ | {"bits": 8}, Layer.gptq)
-    with pytest.raises(ModelLoadError, match="pyengine does not read GPTQ with bits=8"):
+    with pytest.raises(ModelLoadError, match=r"optimum.*GPTQ with bits=8"):
         load_model(tmp_path, device="cpu")
 
 
