@@ -18,7 +18,7 @@ def versions(root: Path) -> dict[str, str]:
     workspace = tomllib.loads((root / "Cargo.toml").read_text(encoding="utf-8"))["workspace"]
     found = {"workspace.package": workspace["package"]["version"]}
     for name, dependency in workspace["dependencies"].items():
-        if "version" in dependency:
+        if "path" in dependency and "version" in dependency:
             found[f"workspace.dependencies.{name}"] = dependency["version"]
     return found
 

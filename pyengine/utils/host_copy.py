@@ -18,9 +18,7 @@ def upload(array: npt.NDArray[Any], device: "torch.device") -> "torch.Tensor":
     import torch
 
     host = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 class OnDevices:

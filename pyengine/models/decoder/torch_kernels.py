@@ -28,7 +28,6 @@ from pyengine.models.decoder.spec import (
     Routing,
 )
 from pyengine.models.decoder.weights import Weight
-from pyengine.utils.host_copy import upload
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -317,7 +316,8 @@ class TorchKernels:
             tensor = torch.from_numpy(np.asarray(part.read()))
             return tensor.view(torch.bfloat16) if part.dtype == "BF16" else tensor
         if self._made_up is None:
-            self._made_up = upload(numbers(), self.device)
+            found = torch.empty(numbers().shape, device=self.device)
+            self._made_up = found.copy_(torch.from_numpy(numbers()))
         made = (self._made_up * part.scale + part.shift).to(_FORMATS[part.dtype]).to(self.dtype)
         found = _repeated(made, part.first, math.prod(part.shape)).view(part.shape)
         return part.cut(found.T if part.is_transposed else found)
