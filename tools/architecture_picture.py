@@ -66,7 +66,7 @@ def imports_of(name: str, known: set[str]) -> set[str]:
 
 
 def graph() -> Graph:
-    """What each package imports, and what modules of the extension and crates depend on."""
+    """The imports of each package, and the dependencies of modules of the extension and crates."""
     names = {name for row in layers() for name in row}
     found = {name: imports_of(name, names | set(EXTENSION)) for name in sorted(names)}
     crates = crate_dependencies()

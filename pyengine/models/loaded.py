@@ -21,7 +21,7 @@ class Model(Protocol):
     name: str
     """Its family or class, for messages."""
     origin: str
-    """Whose decoder it is and why, for `describe()`."""
+    """The owner of its decoder, and the reason, for `describe()`."""
     settings: str
     """All settings that its results depend on, in words."""
     device: torch.device

@@ -152,7 +152,7 @@ def made_up_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def model_properties(source: ModelSource, loaded: LoadedModel) -> list[tuple[str, bytes]]:
-    """What the KV of a model depends on: names and values, in order.
+    """The properties that the KV of a model depends on: names and values, in order.
 
     Its settings, and a SHA-256 digest of each file of weights, all of which are read: 0.5 to 2 GB/s
     on each core.

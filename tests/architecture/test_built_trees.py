@@ -37,7 +37,7 @@ _MODULES = ("models", "modeling_", "masking_utils", "integrations", "pytorch_uti
 
 
 def faults(code: str) -> Iterator[str]:
-    """What a file does that decoders of ours need not: each kind of fault, in words."""
+    """The faults of a file, which decoders of ours need not: each kind, in words."""
     tree = ast.parse(code)
     names = {_name(node) for node in ast.walk(tree)}
     calls = {_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}

@@ -1,7 +1,7 @@
 """The kernel set for CPUs: NumPy arrays, multiplied and attended by the Rust kernels.
 
 Rows are float32, or bfloat16 as uint16. No tensor of torch passes through a layer, and importing
-this module does not import torch. What few families need is NumPy, in float32.
+this module does not import torch. Operations of few families are NumPy, in float32.
 """
 
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ class CpuLayerAttention:
         self._norm, self._spec, self._weights = kernels.norm, spec, weights
         self._options = KernelOptions(spec.scaling, spec.window, spec.softcap, weights.sinks)
         self._numbers: tuple[Any, ...] = ()
-        """What the kernel takes of a rotation beside angles, as `rotation_numbers`."""
+        """The arguments of a rotation beside its angles, as `rotation_numbers`."""
         if spec.rotary is not None:
             norms = None
             if weights.head_norms is not None:

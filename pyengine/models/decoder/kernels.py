@@ -79,7 +79,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """What attention needs beside rows: the number of its cache, and small vectors.
+    """The needs of attention beside rows: the number of its cache, and small vectors.
 
     `head_norms` are those of query and key heads, before their rotation.
     """

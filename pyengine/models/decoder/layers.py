@@ -1,7 +1,7 @@
 """The parts of a decoder layer, written once for all families and devices.
 
-Each takes rows `[T, hidden]` of a step and returns rows of the same shape. What it does is in its
-spec, how it is computed in the kernel set.
+Each takes rows `[T, hidden]` of a step and returns rows of the same shape. Its spec says what it
+does, the kernel set how it is computed.
 
 In a divided model the mixer and the feed-forward part return what this rank adds to their result:
 `DecoderLayer` sums over ranks. Call sites say which axis of a weight is divided.
@@ -239,7 +239,7 @@ class TokenInput:
         self._norm = weights.optional_norm("after_token_input", norm, hidden)
 
     def __call__(self, rows: Rows, step: Step) -> Rows:
-        """What the layer adds to `rows`."""
+        """The change that the layer adds to `rows`."""
         gated = self._kernels.multiplied(self._gate(rows), step.token_input[:, self._layer])
         change = self._out(gated)
         return change if self._norm is None else self._kernels.norm(change, self._norm)

@@ -67,14 +67,14 @@ class Names:
     no_effect: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, name: str, layer: int | None) -> tuple[str, tuple[Stored, ...]]:
-        """What the names in the file begin with, and the alternatives for what follows."""
+        """The prefix of the names in the file, and the alternatives for the rest."""
         if layer is None:
             return "", self.outside[name]
         return self.layer.format(layer), self.inside[name]
 
 
 OTHER_MTP_LAYERS = r"(model\.)?mtp\."
-"""What names of layers for multi-token prediction begin with that pyengine does not run."""
+"""Prefixes of layers for multi-token prediction that pyengine does not run."""
 NO_EFFECT = {
     OTHER_MTP_LAYERS + ".*": "layers for speculation, which pyengine does not run",
     r".*\.rotary_emb\.inv_freq": "frequencies are computed from config.json",

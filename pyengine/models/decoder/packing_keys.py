@@ -1,6 +1,6 @@
 """The keys of a `quantization_config`: each one is read, has no effect, or is refused by name.
 
-Which layers are packed is said by the tensors, so lists of modules have no effect. Layouts are
+The tensors say which layers are packed, so lists of modules have no effect. Layouts are
 chosen by `packed_layout`.
 """
 

@@ -1,4 +1,4 @@
-"""What a model is, as data: a frozen description that holds for every file of the family.
+"""Models as data: a frozen description that holds for every file of the family.
 
 A `DecoderSpec` is made from a configuration by a row of the table of families
 (`models/decoder/families`), and `Decoder` is built from it. Layers may differ: each has a spec of

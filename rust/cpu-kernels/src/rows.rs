@@ -1,4 +1,4 @@
-//! What a decoder does to rows beside products and attention: sums, norms, activations. Each is computed in float32 and
+//! Operations of a decoder on rows beside products and attention: sums, norms, activations. Each is computed in float32 and
 //! rounded once; a row has the same bits in every batch, with any number of threads and at every level.
 
 use crate::activation::{Activation, Cap, Function, Scale, Sigmoid, WithFunction};

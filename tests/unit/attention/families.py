@@ -32,7 +32,7 @@ def on_meta(model_type: str) -> Any:
 
 
 def layers_of(model_type: str) -> tuple[LayerNeeds, ...]:
-    """What the layers of such a model need."""
+    """The needs of the layers of such a model."""
     from pyengine.models.fallback import attending_layers
 
     return attending_layers(on_meta(model_type))

@@ -1,4 +1,4 @@
-"""What modules of transformers need of attention, by their configurations."""
+"""The needs of transformers' modules in attention, by their configurations."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -115,7 +115,7 @@ def test_the_number_format_follows_from_that_of_the_file(
 
 
 def describe(path: Path, **settings: Any) -> dict[str, Any]:
-    """What an engine says of itself, after an answer; with the log-probabilities of a prompt."""
+    """The description of an engine after an answer, with the log-probabilities of a prompt."""
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=0)
     prompt = {"prompt_token_ids": PROMPT}
     with LLM(path, device="cpu", num_blocks=32, **settings) as llm:

@@ -55,7 +55,7 @@ def test_a_wheel_without_its_weights_is_named(monkeypatch):
 
 
 def test_a_gguf_file_is_a_source_of_its_own(tmp_path):
-    """What lies beside it is not part of the model."""
+    """Files beside it are not part of the model."""
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
     found = resolve_source(path)

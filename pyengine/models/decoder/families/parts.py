@@ -1,4 +1,4 @@
-"""What rows of the table share: readers of the keys that most configurations have."""
+"""Shared by rows of the table: readers of the keys that most configurations have."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -155,7 +155,7 @@ def _check_first_form(
 
 
 def sparse_layers(settings: Settings) -> list[bool]:
-    """Which layers have experts, by `mlp_layer_types`; by default all but the first."""
+    """The layers that have experts, by `mlp_layer_types`; by default all but the first."""
     count = layer_count(settings)
     types = settings.items("mlp_layer_types", count)
     if types is None:

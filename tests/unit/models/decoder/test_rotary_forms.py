@@ -54,7 +54,7 @@ def forms(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def newest(values: dict[str, Any]) -> dict[str, Any]:
-    """What transformers writes after it has read these; it raises what it likes."""
+    """The form that transformers writes after it has read these; its errors pass."""
     from transformers import CONFIG_MAPPING
 
     with quiet_transformers():
