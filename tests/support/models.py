@@ -14,7 +14,7 @@ from pyengine.models.fallback import FallbackModel, attending_layers
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import load_model
 
-BY_TORCH = KernelSettings(is_compiled=True)
+BY_TORCH = KernelSettings(is_compiled=True, linear_backend="torch")
 """Settings that choose torch's kernels."""
 
 

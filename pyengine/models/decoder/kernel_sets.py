@@ -83,6 +83,16 @@ def kernel_set(
         products = ProductChooser(settings.linear_backend, names[dtype])
         threads = kernel_threads(torch.get_num_threads())
         return CpuKernels(threads, rounded_to, names[dtype], products)
+    is_packed = settings.is_compiled and device.type == "cpu" and dtype in names
+    if is_packed and quantization == "none" and settings.linear_backend in ("auto", "pyengine"):
+        from pyengine.cpu.threads import kernel_threads
+        from pyengine.models.decoder.compiled_kernels import CompiledCpuKernels
+        from pyengine.models.decoder.product_choice import kernel_is_default, kernel_supports
+
+        is_asked = settings.linear_backend == "pyengine"
+        if (kernel_supports if is_asked else kernel_is_default)(names[dtype]):
+            threads = kernel_threads(torch.get_num_threads())
+            return CompiledCpuKernels(device, dtype, threads)
     from pyengine.models.decoder.torch_kernels import TorchKernels
 
     _refuse_product(settings, dtype, device)

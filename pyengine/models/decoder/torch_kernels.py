@@ -13,7 +13,14 @@ from pyengine.errors import ModelLoadError
 from pyengine.kernels.operators import kept
 from pyengine.models.decoder.checkpoint import StoredTensor
 from pyengine.models.decoder.grouped import group_pairs, grouped_linear
-from pyengine.models.decoder.kernels import AttentionWeights, NormWeights, Product, Step, TableUse
+from pyengine.models.decoder.kernels import (
+    AttentionWeights,
+    NormWeights,
+    Product,
+    Step,
+    Table,
+    TableUse,
+)
 from pyengine.models.decoder.made_up import DummyStored, numbers
 from pyengine.models.decoder.product_choice import ProductChooser
 from pyengine.models.decoder.rotary import frequencies
@@ -169,7 +176,7 @@ class TorchKernels:
         """`activation(gate) * up` of rows `[T, 2 size]`, or the activation of each number."""
         return _activated(rows, mlp)
 
-    def table(self, weight: Weight, _use: TableUse = "both") -> TorchProduct:
+    def table(self, weight: Weight, _use: TableUse = "both") -> Table:
         """See `Kernels.table`."""
         return TorchProduct(self._read(weight))
 
