@@ -5,18 +5,18 @@ matrix, and the operator looks the matrix up.
 """
 
 from itertools import count
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 
-from pyengine.cpu import CpuAttention, PackedWeight
 from pyengine.kernels.operators import define_operator
 from pyengine.models.decoder.arrays import array_of, tensor_of
-from pyengine.models.decoder.cpu_products import CpuProduct
+from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.kernels import Table, TableUse
-from pyengine.models.decoder.product_choice import ProductChooser
-from pyengine.models.decoder.torch_kernels import TorchKernels, TorchProduct
+from pyengine.models.decoder.spec import MLP
+from pyengine.models.decoder.torch_kernels import TorchKernels
 from pyengine.models.decoder.weights import Weight
 
 _numbers = count()
@@ -24,21 +24,11 @@ _products: "WeakValueDictionary[int, OpaqueProduct]" = WeakValueDictionary()
 
 
 class OpaqueProduct:
-    """A matrix `[outputs, inputs]` and a bias, in the layout of the Rust kernel.
+    """A product over arrays with so many `outputs`; with a `table`, rows can be looked up, too."""
 
-    With a `table`, the same numbers as a tensor, rows can be looked up, too.
-    """
-
-    def __init__(
-        self,
-        threads: CpuAttention,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        table: torch.Tensor | None = None,
-    ) -> None:
-        vector = None if bias is None else array_of(bias)
-        self.product = CpuProduct(threads, PackedWeight(array_of(weight)), vector)
-        self.number, self._outputs, self._table = next(_numbers), len(weight), table
+    def __init__(self, product: Any, outputs: int, table: torch.Tensor | None = None) -> None:
+        self.product, self._outputs, self._table = product, outputs, table
+        self.number = next(_numbers)
         _products[self.number] = self
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
@@ -53,25 +43,32 @@ class OpaqueProduct:
 
 
 class CompiledCpuKernels(TorchKernels):
-    """See `Kernels`, for a compiled decoder in float32 or bfloat16."""
+    """See `Kernels`, for a compiled decoder; matrices are laid out by the set of `cpu`.
 
-    products = ProductChooser.fixed("pyengine", "a row has the same bits in every batch")
+    Embeddings and experts are floats.
+    """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, threads: CpuAttention) -> None:
+    keeps_formats = True
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, cpu: CpuKernels) -> None:
         super().__init__(device, dtype)
-        self._threads = threads
+        self._cpu, self.products = cpu, cpu.products
 
     def product(self, weight: Weight, bias: Weight | None) -> OpaqueProduct:
         """See `Kernels.product`."""
-        vector = None if bias is None else self._read(bias)
-        return OpaqueProduct(self._threads, self._read(weight), vector)
+        return OpaqueProduct(self._cpu.product(weight, bias), weight.shape[0])
+
+    def inner_product(self, weight: Weight, bias: Weight | None, mlp: MLP) -> OpaqueProduct:
+        """See `Kernels.inner_product`."""
+        outputs = weight.shape[0] // (2 if mlp.is_gated else 1)
+        return OpaqueProduct(self._cpu.inner_product(weight, bias, mlp), outputs)
 
     def table(self, weight: Weight, use: TableUse = "both") -> Table:
         """See `Kernels.table`."""
-        found = self._read(weight)
         if use == "lookup":
-            return TorchProduct(found)
-        return OpaqueProduct(self._threads, found, None, found if use == "both" else None)
+            return super().table(weight, use)
+        rows = self._read(weight) if use == "both" else None
+        return OpaqueProduct(self._cpu.table(weight, "product"), weight.shape[0], rows)
 
 
 def _multiply(rows: torch.Tensor, number: int, _outputs: int) -> torch.Tensor:

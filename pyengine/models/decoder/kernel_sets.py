@@ -69,7 +69,7 @@ def kernel_set(
         check_float8(device)
         return CudaKernels(device, dtype, "fp8")
     names: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-    if device.type == "cpu" and dtype in names and not settings.is_compiled:
+    if device.type == "cpu" and dtype in names:
         from pyengine.cpu.threads import kernel_threads
         from pyengine.models.decoder.cpu_kernels import CpuKernels
         from pyengine.models.decoder.product_choice import ProductChooser
@@ -82,17 +82,13 @@ def kernel_set(
         rounded_to = cast("Literal['none', 'int4', 'int8']", quantization)
         products = ProductChooser(settings.linear_backend, names[dtype])
         threads = kernel_threads(torch.get_num_threads())
-        return CpuKernels(threads, rounded_to, names[dtype], products)
-    is_packed = settings.is_compiled and device.type == "cpu" and dtype in names
-    if is_packed and quantization == "none" and settings.linear_backend in ("auto", "pyengine"):
-        from pyengine.cpu.threads import kernel_threads
-        from pyengine.models.decoder.compiled_kernels import CompiledCpuKernels
-        from pyengine.models.decoder.product_choice import kernel_is_default, kernel_supports
+        over_arrays = CpuKernels(threads, rounded_to, names[dtype], products)
+        if not settings.is_compiled:
+            return over_arrays
+        if settings.linear_backend != "torch":
+            from pyengine.models.decoder.compiled_kernels import CompiledCpuKernels
 
-        is_asked = settings.linear_backend == "pyengine"
-        if (kernel_supports if is_asked else kernel_is_default)(names[dtype]):
-            threads = kernel_threads(torch.get_num_threads())
-            return CompiledCpuKernels(device, dtype, threads)
+            return CompiledCpuKernels(device, dtype, over_arrays)
     from pyengine.models.decoder.torch_kernels import TorchKernels
 
     _refuse_product(settings, dtype, device)

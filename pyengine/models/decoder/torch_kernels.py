@@ -168,7 +168,7 @@ class TorchKernels:
             self._read(weight, exact), None if bias is None else self._read(bias, exact)
         )
 
-    def inner_product(self, weight: Weight, bias: Weight | None, mlp: MLP) -> "TorchInnerProduct":
+    def inner_product(self, weight: Weight, bias: Weight | None, mlp: MLP) -> Product:
         """See `Kernels.inner_product`."""
         return TorchInnerProduct(self, self.product(weight, bias), mlp)
 

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from pyengine.cpu import CpuAttention
+from pyengine.cpu import CpuAttention, PackedWeight
 from pyengine.cpu.threads import kernel_threads
 from pyengine.models.decoder.compiled_kernels import CompiledCpuKernels, OpaqueProduct
+from pyengine.models.decoder.cpu_kernels import CpuKernels
+from pyengine.models.decoder.cpu_products import CpuProduct
 from pyengine.models.decoder.kernel_sets import KernelSettings, kernel_set
 from pyengine.models.decoder.loading import open_model
 from pyengine.models.decoder.torch_kernels import TorchKernels
@@ -31,7 +33,7 @@ def logits(folder: Path, kernels: Any, prompt: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "gpt2"])
 def test_logits_are_those_of_torch(name: str, saved: Saved, prompts: list[list[int]]) -> None:
     folder, _ = saved(next(tiny for tiny in MODELS if tiny.name == name))
-    made = CompiledCpuKernels(CPU, torch.float32, kernel_threads(1))
+    made = CompiledCpuKernels(CPU, torch.float32, CpuKernels(kernel_threads(1)))
     found = logits(folder, made, prompts[0])
     expected = logits(folder, TorchKernels(CPU, torch.float32), prompts[0])
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
@@ -39,7 +41,8 @@ def test_logits_are_those_of_torch(name: str, saved: Saved, prompts: list[list[i
 
 def test_a_graph_holds_the_product_as_one_operator() -> None:
     torch.manual_seed(0)
-    product = OpaqueProduct(CpuAttention(1), torch.randn(5, 8), torch.randn(5))
+    packed = PackedWeight(torch.randn(5, 8).numpy())
+    product = OpaqueProduct(CpuProduct(CpuAttention(1), packed), 5)
     seen: list[Any] = []
 
     def record(graph: Any, _inputs: Any) -> Any:
