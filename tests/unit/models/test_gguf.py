@@ -134,7 +134,7 @@ def test_settings_choose_between_formats_and_floats(tmp_path: Path) -> None:
         ({}, "Q4_0 and Q8_0"),
         ({"linear_backend": "pyengine"}, "none"),
         ({"quantization": "int8"}, "int8"),
-        ({"compile": True}, "none"),
+        ({"compile": True}, "Q4_0 and Q8_0"),
         ({"dtype": "float16"}, "none"),
     ):
         found = describe(path, **{"dtype": "float32", **settings})
