@@ -48,7 +48,8 @@ def kernel_set(
 ) -> "CpuKernels | TorchKernels":
     """The kernels for a model of `dtype` on `device`.
 
-    On CPUs they are ours, over arrays; for compiled models and for other dtypes they are torch's.
+    On CPUs they are ours, over arrays. For compiled models they are torch's with our products, and
+    for other dtypes torch's alone.
     Raises `ConfigurationError` for a setting that the device cannot honour.
     """
     import torch
