@@ -9,6 +9,8 @@ use std::arch::x86_64::{__m256, __m512};
 use crate::amx::Amx;
 #[cfg(target_arch = "x86_64")]
 use crate::bf16::Bf16;
+#[cfg(target_arch = "x86_64")]
+use crate::bf16_fma::{self, Bf16Fma};
 use crate::element::Element;
 use crate::floats::Floats;
 #[cfg(target_arch = "x86_64")]
@@ -98,6 +100,10 @@ fn in_halves(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
             work::<u16, Bf16, 16>(job, task);
         }
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+        fn bf16_fma(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
+            work::<u16, Bf16Fma, 16>(job, task);
+        }
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
         fn amx(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
             work::<u16, Amx, 16>(job, task);
         }
@@ -110,6 +116,12 @@ fn in_halves(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
             // SAFETY: the machine has these instructions, as `Attention` looked up.
             (Isa::Amx, Cached::Computed { .. }) if Amx::takes(&job.shape) => {
                 return unsafe { amx(job, task) };
+            }
+            // SAFETY: as above.
+            (Isa::Avx512Bf16, Cached::Computed { .. })
+                if bf16_fma::is_faster() && Bf16Fma::takes(&job.shape) =>
+            {
+                return unsafe { bf16_fma(job, task) };
             }
             // SAFETY: as above.
             (Isa::Avx512Bf16, Cached::Computed { .. }) if Bf16::takes(&job.shape) => {

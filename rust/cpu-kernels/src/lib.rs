@@ -59,6 +59,9 @@ mod bf16;
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)] // memory is read as vectors
 mod bf16_dots;
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)] // memory is read and written as vectors
+mod bf16_fma;
 mod builds;
 mod cache_tiles;
 mod choice;
