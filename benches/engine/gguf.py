@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -155,19 +156,32 @@ def table(path: Path, rounds: int, sequences: int) -> Iterator[str]:
         engine.close()
 
 
-def make_random(path: Path, layers: int) -> None:
-    """Write a llama of the shape of 7B models, of random blocks in Q4_K; norms are 1."""
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes of a llama; those of 7B models unless given."""
+
+    hidden: int = 4096
+    inner: int = 11008
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 32
+    context: int = 4096
+
+
+def make_random(path: Path, shape: Shape) -> None:
+    """Write a llama of this shape, of random blocks in Q4_K; norms are 1."""
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter
 
-    hidden, inner, vocab_size = 4096, 11008, 32000
+    hidden, inner, layers, vocab_size = shape.hidden, shape.inner, shape.layers, 32000
+    kv_size = hidden // shape.heads * shape.kv_heads
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(layers)
-    writer.add_context_length(4096)
+    writer.add_context_length(shape.context)
     writer.add_embedding_length(hidden)
     writer.add_feed_forward_length(inner)
-    writer.add_head_count(32)
-    writer.add_head_count_kv(32)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(vocab_size)
@@ -178,7 +192,8 @@ def make_random(path: Path, layers: int) -> None:
     shapes = {"token_embd": (vocab_size, hidden), "output": (vocab_size, hidden)}
     for layer in range(layers):
         shapes |= {
-            f"blk.{layer}.attn_{name}": (hidden, hidden) for name in ("q", "k", "v", "output")
+            f"blk.{layer}.attn_{name}": (kv_size if name in ("k", "v") else hidden, hidden)
+            for name in ("q", "k", "v", "output")
         }
         shapes |= {f"blk.{layer}.ffn_{name}": (inner, hidden) for name in ("gate", "up")}
         shapes |= {f"blk.{layer}.ffn_down": (hidden, inner)}
@@ -219,7 +234,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32, help="of the file that is made (32)")
     options = parser.parse_args()
     if options.make:
-        make_random(options.files[0], options.layers)
+        make_random(options.files[0], Shape(layers=options.layers))
     if options.serve:
         serve(str(options.files[0]), options.dtype)
         return
