@@ -34,14 +34,15 @@ from benches.engine.floor.tables import tables
 from benches.engine.page import publish
 from benches.peers.report import machine, results_file, results_name
 from pyengine.errors import PyEngineError
+from pyengine.models.decoder.cpu_numbers import Dtype
 from pyengine.models.source import embedded_gguf
 
-DTYPES = ("float32", "bfloat16")
+DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 
 
 def variants(options: argparse.Namespace) -> list[Variant]:
     """What is asked for."""
-    dtypes = DTYPES if options.dtype is None else (options.dtype,)
+    dtypes: tuple[Dtype, ...] = DTYPES if options.dtype is None else (options.dtype,)
     if options.model is not None:
         name = options.model.stem if options.model.is_file() else options.model.name
         if options.model.is_file() and options.dtype is None:

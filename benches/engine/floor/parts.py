@@ -186,7 +186,7 @@ def layer_parts(decoder: Decoder) -> Iterator[Any]:
 
 
 def products(decoder: Decoder) -> Iterator[tuple[str, Linear]]:
-    """Every product of the layers, and its part of the step."""
+    """Every product of the layers, with its part of the step."""
     for part in layer_parts(decoder):
         for name, value in vars(part).items():
             if isinstance(value, Linear):
@@ -229,12 +229,12 @@ class CountedModel:
         """The bytes of all weights by part; a table for both uses counts as the head."""
         decoder = self._decoder
         found = dict.fromkeys(MODEL_PARTS, 0)
-        for part, linear in products(decoder):
-            found[part] += linear.product.num_bytes
+        for part, matrix in self._matrices():
+            found[part] += matrix.num_bytes
         for owner in (decoder, *layer_parts(decoder)):
             found[NORMS] += sum(_bytes_of(norm) for norm in _norms(owner))
         for attention in self._attentions():
-            norms = attention.weights.head_norms or ()
+            norms: tuple[NormWeights, ...] = attention.weights.head_norms or ()
             if attention.spec.shares is not None:  # keys are normed by their own layer's weights
                 norms = norms[:1]
             found[ROTATION] += sum(_bytes_of(norm) for norm in norms)
@@ -257,6 +257,12 @@ class CountedModel:
         if self._decoder._token_inputs is not None:
             yield self._decoder._token_inputs._table
 
+    def _matrices(self) -> Iterator[tuple[str, _Matrix]]:
+        """The matrix of every product of the layers, and its part."""
+        for part, linear in products(self._decoder):
+            matrix: Any = linear.product
+            yield part, matrix
+
     def _attentions(self) -> Iterator[_AttentionOfLayer]:
         for layer in self._decoder._layers:
             yield layer._mixer._attention
@@ -270,8 +276,7 @@ class CountedModel:
         found = {part: Cost() for part in PARTS}
         for table in (decoder._embedding, *self._other_tables()):
             found[EMBEDDING].add(step.tokens * table.num_bytes / table.rows)
-        for part, linear in products(decoder):
-            matrix = linear.product
+        for part, matrix in self._matrices():
             found[part].add(matrix.num_bytes, 2 * matrix.elements * step.tokens, matrix.kind)
         widths = [norm.size for owner in layer_parts(decoder) for norm in _norms(owner)]
         rows = step.tokens * sum(widths) + step.rows * decoder._norm.size
