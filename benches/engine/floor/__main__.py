@@ -13,7 +13,7 @@ the time that the part takes in a running engine, and its share of the step. Ban
 measured in the same run, with the engine's threads. Weights that stay in a cache are read faster
 than memory: the floor of such a part is not a floor, and the heading has the rate of both.
 
-Times are means of the middle half of all steps. Rotation and KV write are in the same call as
+Times are means of the fastest quarter of the steps. Rotation and KV write are in the same call as
 attention: they are the difference to steps whose attention does neither.
 
 Results: `benches/results/floor-MACHINE.json`; a run replaces the variants that it measures.
@@ -87,7 +87,6 @@ def main() -> None:
         asked = [Variant("4 bits", embedded_gguf(), "auto")] if options.bits4 else variants(options)
         content["machine"] = machine()
         for variant in asked:
-            print(variant.name, file=sys.stderr, flush=True)
             try:
                 found = measure(variant, options.rounds, options.threads, only=options.only)
             except (FloorError, PyEngineError) as error:

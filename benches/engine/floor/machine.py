@@ -5,7 +5,7 @@ vector, and by the `pyengine` kernel's product of one row. Operations: products 
 2,048 x 2,048 numbers, by torch, by oneDNN and by the `pyengine` kernel.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
@@ -22,10 +22,10 @@ from pyengine.models.decoder.product_choice import onednn_supports
 from pyengine.models.integer_linear import q8_0
 from pyengine.utils.openmp import torch_threads
 
-LARGE = 1 << 30
+LARGE = 1 << 29
 """Bytes of the array that is read."""
 SIDE = 2048
-ROUNDS = 5
+ROUNDS = 3
 _COLUMNS = 4096
 
 Work = Callable[[], object]
@@ -81,20 +81,21 @@ def measure_limits(
 ) -> Limits:
     """Measure this machine with so many threads."""
     with torch_threads(threads):
-        again = _fastest(_readers(threads, weight_bytes), weight_bytes)
-        reading = _fastest(_readers(threads, large), large)
+        again = _fastest(_Array(weight_bytes).readers(threads), weight_bytes)
         operations = 2.0 * side**3
         peaks: dict[Arithmetic, Rate] = {
             "float32": _fastest(_float_products(threads, side, "float32"), operations),
             "bfloat16": _fastest(_float_products(threads, side, "bfloat16"), operations),
             "int8": _fastest(_integer_products(threads, side), operations),
         }
+        array = _Array(large)
+        reading = _fastest(array.readers(threads), large)
     with torch_threads(1):
-        alone = _fastest(_readers(1, large), large)
+        alone = _fastest(array.readers(1), large)
     return Limits(threads, reading, alone, again, weight_bytes, peaks)
 
 
-def _fastest(programs: Iterator[tuple[str, Work]], amount: float) -> Rate:
+def _fastest(programs: Iterable[tuple[str, Work]], amount: float) -> Rate:
     """The rate of the fastest program, each at its best of `ROUNDS`."""
     found = {}
     for name, work in programs:
@@ -110,16 +111,21 @@ def _seconds(work: Work) -> float:
     return perf_counter() - start
 
 
-def _readers(threads: int, num_bytes: int) -> Iterator[tuple[str, Work]]:
-    """Programs that read an array of about so many bytes."""
-    rows = max(1, num_bytes // (4 * _COLUMNS))
-    array = np.ones((rows, _COLUMNS), np.float32)
-    matrix, vector = torch.from_numpy(array), torch.ones(_COLUMNS)
-    yield "torch.sum", matrix.sum
-    yield "torch.mv", lambda: torch.mv(matrix, vector)
-    packed, row = PackedWeight(array), np.ones((1, _COLUMNS), np.float32)
-    out, kernel = np.empty((1, rows), np.float32), kernel_threads(threads)
-    yield "pyengine", lambda: packed.multiply(kernel, row, out)
+class _Array:
+    """About so many bytes, and the kernel's copy of them."""
+
+    def __init__(self, num_bytes: int) -> None:
+        array = np.ones((max(1, num_bytes // (4 * _COLUMNS)), _COLUMNS), np.float32)
+        self._matrix, self._packed = torch.from_numpy(array), PackedWeight(array)
+
+    def readers(self, threads: int) -> Iterator[tuple[str, Work]]:
+        """Programs that read it."""
+        matrix, packed, kernel = self._matrix, self._packed, kernel_threads(threads)
+        vector, row = torch.ones(_COLUMNS), np.ones((1, _COLUMNS), np.float32)
+        out = np.empty((1, len(matrix)), np.float32)
+        yield "torch.sum", matrix.sum
+        yield "torch.mv", lambda: torch.mv(matrix, vector)
+        yield "pyengine", lambda: packed.multiply(kernel, row, out)
 
 
 def _float_products(threads: int, side: int, dtype: Dtype) -> Iterator[tuple[str, Work]]:

@@ -1,5 +1,6 @@
 """Steps of an engine with timers and without them, and the floor of each part."""
 
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from benches.engine.floor.tables import peaks_of
 from benches.engine.floor.timers import TimedStep, Timers, waiting_seconds
 from pyengine.cpu.threads import compute_threads
 
-DECODES, PROMPTS = 16, 3
+DECODES, PROMPTS = 16, 1
 """Steps of a round."""
 KV_BYTES = 1 << 30
 
@@ -159,7 +160,10 @@ def measure(
         if limits is None:
             limits = measure_limits(engine.threads, sum(model.weight_bytes.values()))
         fitting = [case for case in asked if case.longest <= engine.max_model_len]
-        steps = {case.name: measure_case(engine, case, rounds, limits) for case in fitting}
+        steps = {}
+        for case in fitting:
+            steps[case.name] = measure_case(engine, case, rounds, limits)
+            print(f"{variant.name}, {case.name}", file=sys.stderr, flush=True)
     finally:
         engine.close()
     about = {"dtype": engine.dtype, "rounds": rounds, "limits": limits.as_json()}
@@ -183,16 +187,16 @@ def measure_case(engine: MeasuredEngine, case: Case, rounds: int, limits: Limits
         (timed if is_timed else plain).extend(found)
     with timers.without_writes(), timers.on():
         alone = [step.spent[ATTENTION] for step in engine.round(case)]
-    parts = _seconds(timed, fmean(_middle(alone)) / 1e9)
+    parts = _seconds(timed, fmean(_fastest(alone)) / 1e9)
     costs = engine.model.costs(case.shape, engine.kv_bytes)
     floors = floor_seconds(costs, limits.reading.per_second, peaks_of(limits))
-    middle = _middle_steps(timed)
-    whole = [(step.end - step.start) / 1e9 for step in _middle_steps(plain)]
+    fastest = _fastest_steps(timed)
+    whole = [(step.end - step.start) / 1e9 for step in _fastest_steps(plain)]
     return {
         "tokens": case.shape.tokens,
-        "seconds": fmean([(step.end - step.start) / 1e9 for step in middle]),
+        "seconds": fmean([(step.end - step.start) / 1e9 for step in fastest]),
         "seconds_without_timers": fmean(whole),
-        "processor_seconds": fmean([step.processor / 1e9 for step in middle]),
+        "processor_seconds": fmean([step.processor / 1e9 for step in fastest]),
         "own_waiting": waited[0] / len(timed),
         "other_waiting": waited[1] / len(timed),
         "parts": {
@@ -207,29 +211,28 @@ def measure_case(engine: MeasuredEngine, case: Case, rounds: int, limits: Limits
     }
 
 
-def _middle(numbers: Sequence[float]) -> Sequence[float]:
-    """The middle half, without the fastest and the slowest quarter."""
-    cut = len(numbers) // 4
-    return sorted(numbers)[cut : len(numbers) - cut]
+def _fastest(numbers: Sequence[float]) -> Sequence[float]:
+    """The fastest quarter: other programs slow the others down."""
+    return sorted(numbers)[: max(1, len(numbers) // 4)]
 
 
-def _middle_steps(steps: Sequence[TimedStep]) -> Sequence[TimedStep]:
-    cut = len(steps) // 4
-    return sorted(steps, key=lambda step: step.end - step.start)[cut : len(steps) - cut]
+def _fastest_steps(steps: Sequence[TimedStep]) -> Sequence[TimedStep]:
+    count = max(1, len(steps) // 4)
+    return sorted(steps, key=lambda step: step.end - step.start)[:count]
 
 
 def _seconds(steps: Sequence[TimedStep], attention: float) -> dict[str, float]:
     """The mean seconds of each part; `attention` is without rotation and writes."""
-    middle = _middle_steps(steps)
-    found = {part: fmean([step.spent.get(part, 0) / 1e9 for step in middle]) for part in PARTS}
+    fastest = _fastest_steps(steps)
+    found = {part: fmean([step.spent.get(part, 0) / 1e9 for step in fastest]) for part in PARTS}
     found[ROTATION] += max(0.0, found[ATTENTION] - attention)
     found[ATTENTION] = min(attention, found[ATTENTION])
-    whole = fmean([(step.end - step.start) / 1e9 for step in middle])
+    whole = fmean([(step.end - step.start) / 1e9 for step in fastest])
     found[PYTHON] = whole - sum(found.values())
     gaps = [
         (after.start - before.end) / 1e9
         for before, after in pairwise(steps)
         if 0 <= after.start - before.end < whole * 1e9
     ]
-    found[BETWEEN] = fmean(_middle(gaps)) if gaps else 0.0
+    found[BETWEEN] = fmean(_fastest(gaps)) if gaps else 0.0
     return found
