@@ -229,7 +229,7 @@ def greedy_ids(request: GenerateRequest, name: str) -> list[list[int]]:
     if request.is_text or request.temperature or request.stops:
         raise ValueError(f"{name} takes greedy requests of token ids here, which nothing stops")
     prompts: Any = request.prompts
-    return prompts  # type: ignore[no-any-return]
+    return prompts
 
 
 def text_of(prompt: list[int], runner: Any) -> str:

@@ -14,7 +14,8 @@ _GAPS = 4
 def tables(content: dict[str, Any]) -> Iterator[str]:
     """A summary of all steps, then a table of parts for each; in markdown."""
     variants = content["variants"]
-    yield heading(content["machine"], {variant["rounds"] for variant in variants.values()})
+    rounds = " or ".join(sorted({f"{variant['rounds']}" for variant in variants.values()}))
+    yield f"{heading(content['machine'])}, the fastest quarter of the steps of {rounds} rounds"
     yield ""
     for name, variant in variants.items():
         yield f"- {name}: {_limits_text(limits_of(variant['limits']))}"
