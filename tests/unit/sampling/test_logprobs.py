@@ -167,7 +167,7 @@ def test_normalisers_of_rows_with_infinities() -> None:
     broken[5] = math.nan
     for row in (nothing, everything, broken):
         found, expected = logprobs._log_sum_exp(row[None]), row.logsumexp(0)
-        assert found.item() == expected or found.isnan() and expected.isnan()
+        assert found.item() == expected or (found.isnan() and expected.isnan())
 
 
 def test_prompt_rows_speak_about_the_next_token() -> None:
