@@ -569,10 +569,13 @@ def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, obj
 
 
 def _rows_have_same_bits(settings: EngineSettings, loaded: LoadedModel, choice: Choice) -> bool:
-    """True if the KV of a token has the same bits in every batch and chunk."""
+    """True if the KV of a token has the same bits in every batch and chunk.
+
+    Kernels of ours compute in float32 and bfloat16, torch in float16.
+    """
     is_exact = not loaded.has_float_linears or set(_products_in_use(loaded)) <= {"pyengine"}
     is_ours = choice.backend == "cpu" and not settings.compile
-    return is_exact and is_ours and loaded.dtype == torch.float32
+    return is_exact and is_ours and loaded.dtype in (torch.float32, torch.bfloat16)
 
 
 def _any_threads_agree(settings: EngineSettings, loaded: LoadedModel, choice: Choice) -> bool:
