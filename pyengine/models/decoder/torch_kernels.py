@@ -150,6 +150,7 @@ class TorchKernels:
     keeps_formats: bool = False
     """True once a quantised weight was laid out as it is; False: all of them are floats."""
     has_float_products = True
+    has_torch_products = True
     products = ProductChooser.fixed("torch", "the only one here")
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
