@@ -132,3 +132,6 @@ def test_compiled_steps_use_the_threads_of_the_moment_and_have_the_same_bits(
         check=False,
     )
     assert done.stdout.split() == ["0", "1", "True"], done.stderr
+    sources = [file.read_text() for file in (tmp_path / "cache").rglob("*.cpp")]
+    regions = [each for each in sources if "#pragma omp parallel" in each]
+    assert regions and not [each for each in regions if "num_threads(" in each]
