@@ -219,11 +219,8 @@ def _connect(
         costs = measured_costs(runner, plan.manager(), limits)
         drafter = _drafter(settings, executor, draft, plan)
         engine.speculate(drafter, DraftPolicy(costs), most=limits.rows_per_seq - 1)
-    is_alone = worker_group is None and executor.depth == 1
-    threads = replace(
-        threads,
-        adapts=threads.adapts and is_alone and _any_threads_agree(loaded, choice),
-    )
+    can_adapt = worker_group is None and _any_threads_agree(loaded, choice)
+    threads = replace(threads, adapts=threads.adapts and can_adapt)
     if populate and isinstance(runner, ModelRunner):
         runner.pool.populate_in_background()
     params = default_params(settings, loaded)

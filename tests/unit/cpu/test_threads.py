@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyengine import LLM
+from pyengine import LLM, SamplingParams
 from pyengine.cpu import threads
 from pyengine.cpu.threads import ComputeThreads, StepThreads, compute_threads
 from pyengine.executor.model_runner import ForwardPass
@@ -79,6 +79,40 @@ def test_an_engine_computes_with_its_threads_and_leaves_those_of_others(
     about = llm.describe()
     assert (about["num_threads"], about["num_threads_reason"]) == (1, "asked for")
     assert "openmp_wait" in about
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_each_step_computes_with_the_threads_of_the_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """In whatever thread it runs: torch has the number for each thread separately."""
+    save_tiny_model(tmp_path)
+    wanted = iter([2, 2, 1, 1, 1, 2, 2, 1] * 9)
+    seen: list[int] = []
+    step, forward = StepThreads.step, ForwardPass.__call__
+
+    def stepped(self: StepThreads) -> Any:
+        self.count = next(wanted)
+        used.append(self.count)
+        return step(self)
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return forward(*arguments, **named)
+
+    used: list[int] = []
+    monkeypatch.setattr(threads, "usable_cpus", lambda: UsableCpus(2, "because"))
+    llm = LLM(tmp_path, dtype="float32", num_blocks=16, max_model_len=64, async_scheduling=ahead)
+    assert "fewer" in str(llm.describe()["num_threads_reason"])
+    monkeypatch.setattr(StepThreads, "_adapt", lambda *_: None)
+    monkeypatch.setattr(StepThreads, "step", stepped)
+    monkeypatch.setattr(ForwardPass, "__call__", watched)
+    llm.generate([[3, 9, 27]], SamplingParams(max_tokens=9, ignore_eos=True, detokenize=False))
+    assert len(seen) == 9
+    if ahead:  # a call of `step` may enqueue two
+        assert 1 < sum(one != other for one, other in pairwise(seen)) <= 9
+    else:
+        assert seen == used[:9]
 
 
 class Clocks:
