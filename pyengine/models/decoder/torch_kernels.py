@@ -150,13 +150,17 @@ class TorchKernels:
     keeps_formats: bool = False
     """True once a quantised weight was laid out as it is; False: all of them are floats."""
     has_float_products = True
-    has_torch_products = True
     products = ProductChooser.fixed("torch", "the only one here")
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self._frequencies: dict[Rotary, tuple[torch.Tensor, float]] = {}
         self._made_up: torch.Tensor | None = None
+
+    @property
+    def has_torch_products(self) -> bool:
+        """See `CpuKernels.has_torch_products`."""
+        return True
 
     def product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.product`."""
