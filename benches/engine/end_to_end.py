@@ -114,9 +114,14 @@ class Engine:
     """A process that generates. Raises `RuntimeError` if it does not come up."""
 
     def __init__(
-        self, name: str, dtype: str, caches: Path, options: dict[str, Any] | None = None
+        self,
+        name: str,
+        dtype: str,
+        caches: Path,
+        options: dict[str, Any] | None = None,
+        model: Path | None = None,
     ) -> None:
-        """`options` are further ones of the engine."""
+        """`options` are further ones of the engine; `model` is another one than `model_of` has."""
         self.name = name
         python = PYTHONS.get(name, Path(sys.executable))
         if not python.exists():
@@ -133,7 +138,14 @@ class Engine:
         start = perf_counter()
         self._process = subprocess.Popen(
             [
-                *(str(python), "-m", "benches.engine.serve", name, str(model_of(name)), dtype),
+                *(
+                    str(python),
+                    "-m",
+                    "benches.engine.serve",
+                    name,
+                    str(model or model_of(name)),
+                    dtype,
+                ),
                 json.dumps(options or {}),
             ],
             cwd=ROOT,
