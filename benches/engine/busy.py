@@ -4,7 +4,7 @@
     .venv/bin/python -m benches.engine.busy --show
 
 from the root of the repository, on a machine that does nothing else. SmolLM2-135M-Instruct in
-float32 (llama.cpp: the embedded file, Q4_1, prompts one after the other), every engine as it comes.
+float32 (llama.cpp: the embedded file, Q4_1), every engine as it comes.
 Rows: decodes of one sequence and of eight. Columns:
 
 - `alone`;
