@@ -112,36 +112,24 @@ struct WidenedBytes;
 impl<V: Vector<L>, const L: usize> Terms<V, L> for WidenedBytes {
     type Element = f32;
     type Lane = u32;
-    type Inputs = [V; 4];
-    type Weights = [V; 4];
+    type Inputs = V;
+    type Weights = V;
     const PER_LINE: usize = PER_LINE;
+    const PARTS: usize = PER_LINE;
 
     #[inline(always)]
-    fn inputs(elements: &[f32]) -> [V; 4] {
-        std::array::from_fn(|at| V::splat(elements[at]))
+    fn inputs(elements: &[f32], part: usize) -> V {
+        V::splat(elements[part])
     }
 
     #[inline(always)]
-    fn last_input(_: f32) -> [V; 4] {
-        unreachable!("rows are whole lines")
+    fn weights(line: &[u32; L], part: usize) -> V {
+        V::widened_bytes(line)[part]
     }
 
     #[inline(always)]
-    fn weights(line: &[u32; L]) -> [V; 4] {
-        V::widened_bytes(line)
-    }
-
-    #[inline(always)]
-    fn add(weights: [V; 4], inputs: [V; 4], mut sum: V) -> V {
-        for at in 0..4 {
-            sum = weights[at].multiply_add(inputs[at], sum);
-        }
-        sum
-    }
-
-    #[inline(always)]
-    fn add_last(_: [V; 4], _: [V; 4], _: V) -> V {
-        unreachable!("rows are whole lines")
+    fn add(weights: V, input: V, sum: V) -> V {
+        weights.multiply_add(input, sum)
     }
 }
 

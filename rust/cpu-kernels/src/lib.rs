@@ -18,7 +18,7 @@
 //! * **bfloat16 is float32 that was rounded**: the bits are those of float32 over the same numbers, rounded
 //!   once at the end. Not so where AVX-512 BF16 or AMX multiply bfloat16 itself: there the weights are rounded before
 //!   they meet the values, as torch and flash-attn do, and values have to be finite. In linear layers each of its
-//!   products is rounded as that instruction does.
+//!   products is rounded as that instruction does, but for AVX-512 BF16 on Intel's processors, where float32 is faster.
 //! * **A cache of 8-bit integers stays one.** Where bfloat16 is multiplied itself, queries and weights meet it as 16-bit
 //!   integers with a scale, whose products are added up exactly. Elsewhere the bits are those of a cache of its floats.
 //! * **Quantised weights keep their bits.** Each 32 numbers of a row are rounded to integers of 8 bits, and products with

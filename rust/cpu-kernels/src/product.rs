@@ -22,6 +22,9 @@ const WIDENED_ROWS: usize = 2 * TILE_ROWS;
 /// Bytes by which a single pass over a weight is read ahead.
 const AHEAD: usize = 2048;
 
+/// Bytes of a line.
+const LINE: usize = size_of::<Line<f32>>();
+
 /// Some outputs of some rows, as a thread takes them.
 pub(crate) struct Columns<'a, 'b, I, O> {
     /// `[rows, in_features]`.
@@ -32,25 +35,25 @@ pub(crate) struct Columns<'a, 'b, I, O> {
     pub(crate) out: Vec<&'b mut [O]>,
 }
 
-/// How elements of rows are multiplied with the lines of a weight.
+/// How elements of rows are multiplied with the lines of a weight: in parts, each with one vector of weights.
 pub(crate) trait Terms<V, const L: usize> {
     /// Of a row.
     type Element: Copy;
     /// Of a line: the weights of one output.
     type Lane: Copy;
-    /// Elements of a row for one line, in every lane.
+    /// Elements of a row for a part of a line, in every lane.
     type Inputs: Copy;
-    /// A vector of a line.
+    /// A vector of a part of a line.
     type Weights: Copy;
     /// Elements of a row that a line has weights for.
     const PER_LINE: usize;
+    /// Parts of a line: of one element each, or one part of all.
+    const PARTS: usize;
 
-    fn inputs(elements: &[Self::Element]) -> Self::Inputs;
-    /// The inputs of a line of which a row has only the first.
-    fn last_input(element: Self::Element) -> Self::Inputs;
-    fn weights(line: &[Self::Lane; L]) -> Self::Weights;
+    /// `elements` are those of the line; at the end of a row there may be fewer.
+    fn inputs(elements: &[Self::Element], part: usize) -> Self::Inputs;
+    fn weights(line: &[Self::Lane; L], part: usize) -> Self::Weights;
     fn add(weights: Self::Weights, inputs: Self::Inputs, sum: V) -> V;
-    fn add_last(weights: Self::Weights, inputs: Self::Inputs, sum: V) -> V;
 }
 
 /// Floats with floats.
@@ -62,29 +65,20 @@ impl<V: Vector<L>, const L: usize> Terms<V, L> for Floats {
     type Inputs = V;
     type Weights = V;
     const PER_LINE: usize = 1;
+    const PARTS: usize = 1;
 
     #[inline(always)]
-    fn inputs(elements: &[f32]) -> V {
+    fn inputs(elements: &[f32], _: usize) -> V {
         V::splat(elements[0])
     }
 
     #[inline(always)]
-    fn last_input(element: f32) -> V {
-        V::splat(element)
-    }
-
-    #[inline(always)]
-    fn weights(line: &[f32; L]) -> V {
+    fn weights(line: &[f32; L], _: usize) -> V {
         V::load(line)
     }
 
     #[inline(always)]
     fn add(weights: V, input: V, sum: V) -> V {
-        weights.multiply_add(input, sum)
-    }
-
-    #[inline(always)]
-    fn add_last(weights: V, input: V, sum: V) -> V {
         weights.multiply_add(input, sum)
     }
 }
@@ -95,34 +89,24 @@ struct Widened;
 impl<V: Vector<L>, const L: usize> Terms<V, L> for Widened {
     type Element = f32;
     type Lane = u32;
-    type Inputs = [V; 2];
-    type Weights = [V; 2];
+    type Inputs = V;
+    type Weights = V;
     const PER_LINE: usize = 2;
+    const PARTS: usize = 2;
 
     #[inline(always)]
-    fn inputs(elements: &[f32]) -> [V; 2] {
-        [V::splat(elements[0]), V::splat(elements[1])]
+    fn inputs(elements: &[f32], part: usize) -> V {
+        V::splat(elements[part])
     }
 
     #[inline(always)]
-    fn last_input(element: f32) -> [V; 2] {
-        [V::splat(element); 2]
+    fn weights(line: &[u32; L], part: usize) -> V {
+        V::widened(line)[part]
     }
 
     #[inline(always)]
-    fn weights(line: &[u32; L]) -> [V; 2] {
-        V::widened(line)
-    }
-
-    #[inline(always)]
-    fn add(weights: [V; 2], inputs: [V; 2], sum: V) -> V {
-        let sum = weights[0].multiply_add(inputs[0], sum);
-        weights[1].multiply_add(inputs[1], sum)
-    }
-
-    #[inline(always)]
-    fn add_last(weights: [V; 2], inputs: [V; 2], sum: V) -> V {
-        weights[0].multiply_add(inputs[0], sum)
+    fn add(weights: V, input: V, sum: V) -> V {
+        weights.multiply_add(input, sum)
     }
 }
 
@@ -131,10 +115,10 @@ impl<V: Vector<L>, const L: usize> Terms<V, L> for Widened {
 struct Inputs {
     first: usize,
     count: usize,
-    /// Bytes from a line to what is asked for with it.
+    /// Bytes from the first line of a panel to what is asked for first.
     ahead: usize,
-    /// Bytes of that for each line.
-    each: usize,
+    /// Lines for each that is asked for: asking costs as much as a multiplication.
+    step: usize,
 }
 
 /// Adds to `columns.out` the products of its rows with the weight, by vectors of `L` floats.
@@ -143,9 +127,10 @@ pub(crate) fn add_products<T: Terms<V, L>, V: Vector<L>, const L: usize>(
     columns: &mut Columns<'_, '_, T::Element, f32>,
     weight: &Lines<T::Lane>,
 ) {
-    let (size, count) = (weight.in_features(), columns.out.len());
-    let num_tiles = count.div_ceil(if V::IS_PLAIN { 1 } else { TILE_ROWS });
-    let wide = match count.div_ceil(num_tiles.max(1)) {
+    let (size, num_rows) = (weight.in_features(), columns.out.len());
+    let most = if V::IS_PLAIN { 1 } else { TILE_ROWS };
+    let num_tiles = num_rows.div_ceil(most).max(1);
+    let wide = match num_rows.div_ceil(num_tiles) {
         _ if V::IS_PLAIN => WIDTH / L,
         1 if L < WIDTH => 8,
         1..=3 => 4,
@@ -160,6 +145,8 @@ pub(crate) fn add_products<T: Terms<V, L>, V: Vector<L>, const L: usize>(
     };
     let width = columns.out.first().map_or(0, |out| out.len());
     for first in (0..size).step_by(block) {
+        let count = block.min(size - first);
+        let lines = count.div_ceil(T::PER_LINE * num_tiles);
         let mut panel = 0;
         while panel * WIDTH < width {
             let mut vectors = wide;
@@ -167,19 +154,16 @@ pub(crate) fn add_products<T: Terms<V, L>, V: Vector<L>, const L: usize>(
                 vectors /= 2;
             }
             for number in 0..num_tiles {
-                let (from, to) = (number * count / num_tiles, (number + 1) * count / num_tiles);
-                let each = size_of::<Line<T::Lane>>() / num_tiles;
+                let [from, to] = [number, number + 1].map(|at| at * num_rows / num_tiles);
                 let inputs = Inputs {
                     first,
-                    count: block.min(size - first),
+                    count,
                     ahead: match num_tiles {
                         1 => AHEAD,
-                        _ => {
-                            let panels = step * size_of_val(weight.panel(0));
-                            panels + number * block.div_ceil(T::PER_LINE) * each
-                        }
+                        // Each tile asks for its part of the next panels.
+                        _ => step * size_of_val(weight.panel(0)) + number * lines * LINE,
                     },
-                    each,
+                    step: num_tiles,
                 };
                 let tile = Tile {
                     weight,
@@ -306,44 +290,60 @@ impl<E: Copy, W: Copy> Tile<'_, '_, '_, E, W> {
             std::array::from_fn(|row| load(&self.out[row][self.column..][..columns]));
         let mut ahead = inputs.ahead;
         let num_whole = count / T::PER_LINE;
+        let mut left = inputs.step;
         for at in 0..num_whole {
-            let line = |c: usize| &panels[c * L / WIDTH][at].as_chunks::<L>().0[c % (WIDTH / L)];
             let elements = |row: usize| &rows[row][at * T::PER_LINE..][..T::PER_LINE];
-            if R < C {
-                // All inputs and one weight at a time are in registers; else the other way round.
-                let inputs: [T::Inputs; R] = std::array::from_fn(|row| T::inputs(elements(row)));
-                for c in 0..C {
-                    let weights = T::weights(line(c));
-                    for row in 0..R {
-                        sums[row][c] = T::add(weights, inputs[row], sums[row][c]);
-                    }
-                }
-            } else {
-                let weights: [T::Weights; C] = std::array::from_fn(|c| T::weights(line(c)));
-                for row in 0..R {
-                    let inputs = T::inputs(elements(row));
-                    for c in 0..C {
-                        sums[row][c] = T::add(weights[c], inputs, sums[row][c]);
-                    }
-                }
+            for part in 0..T::PARTS {
+                add_part::<T, V, L, R, C>(&panels, at, elements, part, &mut sums);
             }
-            for panel in &panels[..C * L / WIDTH] {
-                fetch_line(panel.as_ptr().wrapping_byte_add(ahead));
+            left -= 1;
+            if left == 0 {
+                left = inputs.step;
+                for panel in &panels[..C * L / WIDTH] {
+                    fetch_line(panel.as_ptr().wrapping_byte_add(ahead));
+                }
+                ahead += LINE;
             }
-            ahead += inputs.each;
         }
-        if num_whole * T::PER_LINE < count {
-            for c in 0..C {
-                let (lines, _) = panels[c * L / WIDTH][num_whole].as_chunks::<L>();
-                let weights = T::weights(&lines[c % (WIDTH / L)]);
-                for row in 0..R {
-                    let inputs = T::last_input(rows[row][count - 1]);
-                    sums[row][c] = T::add_last(weights, inputs, sums[row][c]);
-                }
-            }
+        let last = num_whole * T::PER_LINE;
+        for part in 0..T::PARTS.min(count - last) {
+            let elements = |row: usize| &rows[row][last..];
+            add_part::<T, V, L, R, C>(&panels, num_whole, elements, part, &mut sums);
         }
         for row in 0..R {
             store(sums[row], &mut self.out[row][self.column..][..columns]);
+        }
+    }
+}
+
+/// Adds the products of a part of the line `at` of each panel.
+#[inline(always)]
+fn add_part<'a, T, V: Vector<L>, const L: usize, const R: usize, const C: usize>(
+    panels: &[&[Line<T::Lane>]; MOST_PANELS],
+    at: usize,
+    elements: impl Fn(usize) -> &'a [T::Element],
+    part: usize,
+    sums: &mut [[V; C]; R],
+) where
+    T: Terms<V, L, Element: 'a>,
+{
+    let line = |c: usize| &panels[c * L / WIDTH][at].as_chunks::<L>().0[c % (WIDTH / L)];
+    if R < C {
+        // All inputs and one weight at a time are in registers; else the other way round.
+        let inputs: [T::Inputs; R] = std::array::from_fn(|row| T::inputs(elements(row), part));
+        for c in 0..C {
+            let weights = T::weights(line(c), part);
+            for row in 0..R {
+                sums[row][c] = T::add(weights, inputs[row], sums[row][c]);
+            }
+        }
+    } else {
+        let weights: [T::Weights; C] = std::array::from_fn(|c| T::weights(line(c), part));
+        for row in 0..R {
+            let inputs = T::inputs(elements(row), part);
+            for c in 0..C {
+                sums[row][c] = T::add(weights[c], inputs, sums[row][c]);
+            }
         }
     }
 }
