@@ -4,22 +4,15 @@
 use std::arch::x86_64::*;
 use std::mem::transmute;
 
-use crate::isa::Isa;
 use crate::lines::Lines;
 use crate::product::{Columns, Terms, add_products};
 
-/// Whether [`add_dots`] may be called.
-pub(crate) fn has_dots(isa: Isa) -> bool {
-    matches!(isa, Isa::Amx | Isa::Avx512Bf16)
-}
-
-/// Adds to `columns.out` the products of its rows with the weight. Only for levels that have them ([`has_dots`]).
-pub(crate) fn add_dots(isa: Isa, columns: &mut Columns<'_, '_, u16, f32>, weight: &Lines<u32>) {
+/// Adds to `columns.out` the products of its rows with the weight. Only for [`crate::Isa::Avx512Bf16`].
+pub(crate) fn add_dots(columns: &mut Columns<'_, '_, u16, f32>, weight: &Lines<u32>) {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
     fn add(columns: &mut Columns<'_, '_, u16, f32>, weight: &Lines<u32>) {
         add_products::<Dots, __m512, 16>(columns, weight);
     }
-    assert!(has_dots(isa));
     // SAFETY: the machine has these instructions, as `Attention` looked up.
     unsafe { add(columns, weight) };
 }

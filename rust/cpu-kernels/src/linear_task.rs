@@ -5,7 +5,7 @@ use std::slice::Chunks;
 
 use crate::activation::Activation;
 #[cfg(target_arch = "x86_64")]
-use crate::bf16_dots::{add_dots, has_dots};
+use crate::bf16_dots::add_dots;
 use crate::builds::{InEachBuild, InVectors, best_build, best_vectors};
 use crate::element::{Element, widen};
 use crate::float8_weight::add_scaled_products;
@@ -14,6 +14,8 @@ use crate::lanes::Vector;
 use crate::lines::WIDTH;
 use crate::packed_weight::{PackedWeight, Panels};
 use crate::product::{Columns, Floats, add_products, add_widened_products};
+#[cfg(target_arch = "x86_64")]
+use crate::tile_product::add_tile_products;
 
 /// Floats for the rows and sums of a task in bfloat16, and for its gates.
 #[derive(Default)]
@@ -83,10 +85,13 @@ fn add<'b, E: Element>(
     let Columns { rows, first, out } = columns;
     #[cfg(target_arch = "x86_64")]
     if let (true, Panels::Halves(lines), Some(rows)) =
-        (has_dots(isa), &weight.panels, E::halves(rows))
+        (isa >= Isa::Avx512Bf16, &weight.panels, E::halves(rows))
     {
         let mut columns = Columns { rows, first, out };
-        add_dots(isa, &mut columns, lines);
+        match isa {
+            Isa::Amx => add_tile_products(&mut columns, lines),
+            _ => add_dots(&mut columns, lines),
+        }
         return columns.out;
     }
     let rows = E::floats(rows, scratch);
