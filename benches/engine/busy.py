@@ -1,10 +1,11 @@
 """Tokens per second where others use the CPUs: this engine, transformers, vLLM and llama.cpp.
 
     .venv/bin/python -m benches.engine.busy [--engines pyengine,transformers] [--rounds 3]
-    .venv/bin/python -m benches.engine.busy --show
+    .venv/bin/python -m benches.engine.busy --ours [--kinds bfloat16] [--rounds 3] [--nice 0]
+    .venv/bin/python -m benches.engine.busy [--ours] --show
 
 from the root of the repository, on a machine that does nothing else. SmolLM2-135M-Instruct in
-float32 (llama.cpp: the embedded file, Q4_1, prompts one after the other), every engine as it comes.
+float32 (llama.cpp: the embedded file, Q4_1), every engine as it comes.
 Rows: decodes of one sequence and of eight. Columns:
 
 - `alone`;
@@ -16,7 +17,15 @@ Rows: decodes of one sequence and of eight. Columns:
 Engines are separate processes (`serve.py`), started anew for every column, and take turns.
 A line names each missing measurement. Results: `benches/results/busy-MACHINE.json`. The goal is to
 reach 0.9 of the fastest other engine in every column; llama.cpp, whose weights have less than a
-sixth of the bytes, has a separate line. `--docs` puts the table into
+sixth of the bytes, has a separate line.
+
+`--ours` measures the rows of the end-to-end benchmark, eager and compiled, in bfloat16, in float32
+and in 4 bits (the embedded file as it is), alone and beside one process that never rests. Two
+processes of the engine take turns, one for each column. A ratio is the median of the ratios of the
+same rounds; its goal is 0.45, and the lowest one is beside it. Results:
+`benches/results/busy-rows-MACHINE.json`, where kinds that were not asked for stay as they were.
+
+`--docs` puts the table into
 docs/benchmarks/engine.md, between this machine's marks.
 """
 
@@ -31,12 +40,24 @@ from pathlib import Path
 from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
+from time import sleep
 from typing import Any
 
-from benches.engine.end_to_end import LLAMA, NAMES, OURS, TRANSFORMERS, VLLM, Engine, say
+from benches.engine.end_to_end import (
+    COMPILED,
+    LLAMA,
+    NAMES,
+    OURS,
+    TRANSFORMERS,
+    VLLM,
+    Engine,
+    say,
+)
 from benches.engine.page import publish
 from benches.engine.serve import GenerateRequest
+from benches.engine.works import WORKS, Work
 from benches.peers.report import heading, libraries, machine, results_file, results_name
+from pyengine.models.source import embedded_gguf
 
 ENGINES = (OURS, TRANSFORMERS, VLLM, LLAMA)
 ROWS = (1, 8)
@@ -48,6 +69,11 @@ AGAINST = {
     "the best in float32": (TRANSFORMERS, VLLM),
     "llama.cpp, with a weight in 5 bits": (LLAMA,),
 }
+KINDS = {"bfloat16": "bfloat16", "float32": "float32", "4 bits": "auto"}
+"""The dtype of each; 4 bits are those of the embedded file."""
+MODES = {"eager": OURS, "compiled": COMPILED}
+OWN_WORKS = WORKS[:7]  # not that of 2,048 shared tokens, which takes minutes
+OWN_GOAL = 0.45
 _PERIOD = 100_000
 _V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 _LOOP = """
@@ -204,10 +230,75 @@ def measure_all(names: list[str], asked: argparse.Namespace, path: Path, caches:
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 
+def measure_turn(
+    alone: Engine, beside: Engine, work: Work, turn: int, nice: int
+) -> tuple[float, float]:
+    """Seconds alone, and seconds beside a busy process, in an order that changes with the turn."""
+    taken = {}
+    for engine in (alone, beside) if turn % 2 else (beside, alone):
+        with busy_processes(int(engine is beside), nice):
+            sleep(0.5)
+            request = work.asked(Random(turn))
+            taken[engine] = engine.generate(request)["seconds"]
+    return taken[alone], taken[beside]
+
+
+def measure_ours(kinds: list[str], asked: argparse.Namespace, path: Path, caches: Path) -> None:
+    """Measure these kinds, and write what is known to `path` after each row."""
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"seconds": {}}
+    results |= {"machine": machine(), "libraries": libraries(), "nice": asked.nice}
+    for kind in kinds:
+        for mode, name in MODES.items():
+            model = embedded_gguf() if kind == "4 bits" else None
+            rows = results["seconds"].setdefault(f"{kind}, {mode}", {})
+            with ExitStack() as stack:
+                alone, beside = (Engine(name, KINDS[kind], caches, model=model) for _ in range(2))
+                stack.callback(alone.close)
+                stack.callback(beside.close)
+                for work in OWN_WORKS:
+                    rows[work.name] = []
+                    for turn in range(asked.rounds):
+                        taken = measure_turn(alone, beside, work, turn, asked.nice)
+                        rows[work.name].append(taken)
+                        say(f"{kind}, {mode}, {work.name}: {taken[0]:.2f}, {taken[1]:.2f} s")
+                        path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def own_cells(rows: dict[str, list[tuple[float, float]]], work: Work) -> str:
+    """Tokens per second alone and beside, the median ratio, and the lowest one."""
+    if not (turns := rows.get(work.name)):
+        return "| | "
+    alone, beside = (work.tokens / median(column) for column in zip(*turns, strict=True))
+    shares = [one / other for one, other in turns]
+    share = median(shares)
+    missed = "" if share >= OWN_GOAL else ", missed"
+    return f"| {alone:.0f} / {beside:.0f} | {share:.2f} ({min(shares):.2f}{missed})"
+
+
+def own_table(results: dict[str, Any]) -> Iterator[str]:
+    """Alone and beside a busy process, in markdown."""
+    kinds = results["seconds"]
+    yield heading(
+        results["machine"], {len(turns) for rows in kinds.values() for turns in rows.values()}
+    )
+    for kind in KINDS:
+        modes = [mode for mode in MODES if f"{kind}, {mode}" in kinds]
+        if not modes:
+            continue
+        titles = " | ".join(f"{mode}, alone / beside 1 | ratio (lowest)" for mode in modes)
+        yield f"\n| {kind}, tokens per second, nice {results['nice']} | {titles} |"
+        yield "|---|" + "---:|---:|" * len(modes)
+        for work in OWN_WORKS:
+            cells = " ".join(own_cells(kinds[f"{kind}, {mode}"], work) for mode in modes)
+            yield f"| {work.name} {cells} |"
+
+
 def main() -> None:
     """Measure column by column, or show."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", default=",".join(ENGINES), help="names, with commas")
+    parser.add_argument("--ours", action="store_true", help="the rows of end to end")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of --ours, with commas")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--nice", type=int, default=19, help="of the busy processes")
     parser.add_argument("--show", action="store_true", help="the tables of the last run")
@@ -216,12 +307,19 @@ def main() -> None:
     names = asked.engines.split(",")
     if unknown := set(names) - set(NAMES):
         parser.error(f"no such engines: {', '.join(sorted(unknown))}")
-    name = results_name("busy")
+    kinds = asked.kinds.split(",")
+    if unknown := set(kinds) - set(KINDS):
+        parser.error(f"no such kinds: {', '.join(sorted(unknown))}")
+    name = results_name("busy-rows" if asked.ours else "busy")
     path = results_file(name)
     if not asked.show:
         with TemporaryDirectory() as folder:
-            measure_all(names, asked, path, Path(folder))
-    publish(name, tables(json.loads(path.read_text())), write=asked.docs)
+            if asked.ours:
+                measure_ours(kinds, asked, path, Path(folder))
+            else:
+                measure_all(names, asked, path, Path(folder))
+    show = own_table if asked.ours else tables
+    publish(name, show(json.loads(path.read_text())), write=asked.docs)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,12 @@ def serve(num_tokens: int) -> None:
         prompts = [f"{number}.{row}: the capital of France is" for row in range(WAYS[way])]
         start = perf_counter()
         if way == "stream":
-            for _ in llm.stream(prompts[0], params):
-                pass
+            *_, last = llm.stream(prompts[0], params)
+            outputs = [last]
         else:
-            llm.generate(prompts, params, use_tqdm=False)
-        print(len(prompts) * num_tokens / (perf_counter() - start), flush=True)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = perf_counter() - start
+        print(sum(len(output.outputs[0].token_ids) for output in outputs) / seconds, flush=True)
 
 
 class Tree:

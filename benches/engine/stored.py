@@ -135,9 +135,10 @@ def throughput(folder: str, rounds: int) -> dict[str, Any]:
             detached = engine.offloader, engine._scheduler.look_up
             if kind == "without":
                 engine.offloader = engine._scheduler.look_up = None
-            seconds, _ = timed(partial(llm.generate, prompts, greedy(32), use_tqdm=False))
+            seconds, outputs = timed(partial(llm.generate, prompts, greedy(32), use_tqdm=False))
             engine.offloader, engine._scheduler.look_up = detached
-            found[kind].append(len(prompts) * (512 + 32) / seconds)
+            answered = sum(len(output.outputs[0].token_ids) for output in outputs)
+            found[kind].append((len(prompts) * 512 + answered) / seconds)
             if kind == "with":
                 found["stored"].append(offloader.stats()["stored"] - before)
     return found

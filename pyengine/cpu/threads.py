@@ -22,12 +22,20 @@ _WINDOW = 10.0  # seconds of consecutive steps that are judged together
 _PAUSE = 0.1  # seconds without a step after which another window begins
 _MANY_TIMES = 3  # the most times its processor time that a step may take
 _MOST_WAITING = 0.5  # share of the time that threads may wait for a processor, all of them together
-_TRIAL = 0.5  # seconds of steps after which the number of threads may change
+_LOOK = 0.05  # seconds of steps after which the waits of threads are read, at the soonest
+_LOOK_SHARE = 0.01  # the most of the time that reading them may take
 _CROWDED = 0.25
-"""Share of the time that threads wait for a processor, beyond which one of them is too many."""
-_FIRST_PATIENCE, _LONGEST_PATIENCE = 2.0, 64.0
-"""Seconds after which a thread that was too many is tried again."""
+"""Share of the time for which threads may wait for a processor, all of them together."""
+_TOLERATED = 0.03  # seconds of waits beyond that share, after which there is a thread too many
+_FREE, _FREE_SPAN = 0.75, 0.1
+"""Processors that are idle beside the steps, for so many seconds, before a thread is added."""
+_TRIAL = 0.5  # seconds of steps after which an added thread is not too many
+_FIRST_PATIENCE, _LONGEST_PATIENCE = 0.25, 8.0
+"""Seconds after which a thread that was too many is tried again, if a processor is free for it."""
+_BLIND = 8
+"""So many times later it is tried anyway: programs of a lower priority leave no processor idle."""
 
+_TASKS = "/proc/self/task"
 _COPYING = {"pyengine-kv-load", "pyengine-kv-store", "pyengine-populate", "kv-store"}
 """Names of threads that copy beside the steps; the last is one of the store's own."""
 
@@ -96,44 +104,89 @@ def _waiting_seconds() -> float:
 
     Threads that copy KV wait while others compute, and take little: they are not counted.
     """
+    if sys.platform != "linux":
+        return 0.0
     nanoseconds = 0
-    if sys.platform == "linux":
-        copying = {str(each.native_id) for each in enumerate_threads() if each.name in _COPYING}
-        for folder in Path("/proc/self/task").iterdir():
-            try:
-                if folder.name in copying or (folder / "comm").read_text().strip() in _COPYING:
-                    continue
-                nanoseconds += int((folder / "schedstat").read_text().split()[1])
-            except (OSError, ValueError, IndexError):  # the thread has ended; another format
+    copying = {str(each.native_id) for each in enumerate_threads() if each.name in _COPYING}
+    for thread in os.listdir(_TASKS):
+        try:
+            if thread in copying or _line(f"{_TASKS}/{thread}/comm").strip() in _COPYING:
                 continue
+            nanoseconds += int(_line(f"{_TASKS}/{thread}/schedstat").split()[1])
+        except (OSError, ValueError, IndexError):  # the thread has ended; another format
+            continue
     return nanoseconds / 1e9
+
+
+def _line(path: str) -> str:
+    """The short text of a file of the system: several times as fast as `read_text`."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(file, 128).decode()
+    finally:
+        os.close(file)
+
+
+def _idle_seconds() -> float | None:
+    """Seconds that the processors of this process were idle, in total; None if nothing says so."""
+    if sys.platform != "linux":
+        return None
+    ours, ticks, num_found = os.sched_getaffinity(0), 0, 0
+    try:
+        for line in Path("/proc/stat").read_text().splitlines():
+            name, *numbers = line.split()
+            if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in ours:
+                ticks += int(numbers[3]) + int(numbers[4])  # idle, and idle with files under way
+                num_found += 1
+    except (OSError, ValueError, IndexError):
+        return None
+    return ticks / os.sysconf("SC_CLK_TCK") if num_found == len(ours) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    """Seconds: of the clock; of steps; of idle processors, if known."""
+
+    clock: float
+    steps: float
+    idle: float | None
 
 
 class StepThreads:
     """Runs steps with as many threads as get processors, and warns once if steps get none.
 
     All threads of a step wait for the slowest one, hundreds of times, so one that shares its
-    processor slows all of them down. After half a second of steps whose threads waited for a
-    processor for a quarter of the time, one thread less computes. It is tried again after two
-    seconds, and twice as late each time that it fails. Only if `ComputeThreads.adapts`: the number
-    must not change results.
+    processor slows all of them down. A thread is left out once threads have waited for a processor
+    for 0.03 s more than a quarter of the time: beside a program that is always busy, after a tenth
+    of a second. It is tried again soon if a processor is idle beside the steps, else after two
+    seconds; twice as late each time that it fails. Only if `ComputeThreads.adapts`: the number must
+    not change results.
 
-    The warning is logged if ten seconds of steps take many times their processor time. `now` reads
-    the clocks.
+    The warning is logged if ten seconds of steps take many times their processor time. `now` and
+    `idle` read the clocks.
     """
 
-    def __init__(self, threads: ComputeThreads, now: Callable[[], _Times] = _now) -> None:
+    def __init__(
+        self,
+        threads: ComputeThreads,
+        now: Callable[[], _Times] = _now,
+        idle: Callable[[], float | None] = _idle_seconds,
+    ) -> None:
         self._threads = threads
-        self._now = now
+        self._now, self._idle = now, idle
         self.count = threads.count
         """The threads of the next step."""
         self.has_warned = False
-        self._trial_start: _Times | None = None
+        self._look_start: _Times | None = None
+        self._look_length = _LOOK
         self._window_start: _Times | None = None
         self._last_end = 0.0
-        self._is_trial = False
+        self._step_seconds = 0.0
+        self._excess = 0.0
+        """Seconds that threads waited beyond `_CROWDED` of the time."""
         self._patience = _FIRST_PATIENCE
-        self._raise_at = 0.0
+        self._dropped_at = self._trial_end = 0.0
+        self._idle_start: _Idle | None = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -141,9 +194,12 @@ class StepThreads:
         import torch
 
         adapts, is_judged = self._threads.adapts, self._threads.adapts or not self.has_warned
-        is_first = time.perf_counter() - self._last_end > _PAUSE
-        if is_judged and (is_first or self._trial_start is None):
-            self._trial_start = self._window_start = self._now()
+        start = time.perf_counter()
+        is_first = start - self._last_end > _PAUSE
+        if is_judged and (is_first or self._look_start is None):
+            if adapts and self.count < self._threads.count:
+                self._add(start)
+            self._look_start = self._window_start = self._now()
         count, before = self.count, torch.get_num_threads()
         if count != before:
             torch.set_num_threads(count)
@@ -153,36 +209,58 @@ class StepThreads:
             if count != before:
                 torch.set_num_threads(before)
             self._last_end = time.perf_counter()
-            start, length = self._trial_start, _TRIAL if adapts else _WINDOW
-            if is_judged and start is not None and self._last_end - start.clock >= length:
-                self._judge(start)
+            self._step_seconds += self._last_end - start
+            since, length = self._look_start, self._look_length if adapts else _WINDOW
+            if is_judged and since is not None and self._last_end - since.clock >= length:
+                self._judge(since)
 
     def _judge(self, start: _Times) -> None:
         """Judge the steps since `start`; those that follow are judged together again."""
-        now = self._trial_start = self._now()
+        now = self._look_start = self._now()
         if self._threads.adapts:
-            self._adapt(now.clock, start, now)
+            self._adapt(start, now)
+            taken = time.perf_counter() - self._last_end
+            self._look_length = max(_LOOK, taken / _LOOK_SHARE)
         window = self._window_start
         if window is not None and now.clock - window.clock >= _WINDOW and not self.has_warned:
             self._warn(window, now)
             self._window_start = now
 
-    def _adapt(self, now: float, start: _Times, end: _Times) -> None:
-        is_crowded = end.waiting - start.waiting > _CROWDED * (end.clock - start.clock)
-        if is_crowded and self.count > 1:
-            if self._is_trial:
-                self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
-            self._change(self.count - 1, is_trial=False)
-            self._raise_at = now + self._patience
-            return
-        if self._is_trial:  # it went well
-            self._is_trial, self._patience = False, _FIRST_PATIENCE
-        if self.count < self._threads.count and now >= self._raise_at:
-            self._change(self.count + 1, is_trial=True)
+    def _adapt(self, start: _Times, end: _Times) -> None:
+        waiting, length = end.waiting - start.waiting, end.clock - start.clock
+        self._excess = max(0.0, self._excess + waiting - _CROWDED * length)
+        if self._excess > _TOLERATED and self.count > 1:
+            has_failed = start.clock < self._trial_end
+            self._patience = (
+                min(2 * self._patience, _LONGEST_PATIENCE) if has_failed else _FIRST_PATIENCE
+            )
+            self._dropped_at = end.clock
+            self._change(max(1, self.count - max(1, int(waiting / length))), end.clock)
+        elif self.count < self._threads.count:
+            self._add(end.clock)
 
-    def _change(self, count: int, *, is_trial: bool) -> None:
+    def _add(self, now: float) -> None:
+        """Add threads if processors are free for them, or one if that was not tried for long."""
+        start, end = self._idle_start, _Idle(now, self._step_seconds, self._idle())
+        if start is None or now - start.clock < _FREE_SPAN:
+            return
+        self._idle_start = end
+        free, patience = 0.0, self._patience
+        if start.idle is not None and end.idle is not None:
+            length = now - start.clock
+            pauses = length - (end.steps - start.steps)  # then our processors are idle, too
+            free = (end.idle - start.idle - self.count * pauses) / length
+        if free < _FREE:
+            patience *= _BLIND
+        if now - self._dropped_at >= patience:
+            self._trial_end = now + _TRIAL
+            self._change(min(self._threads.count, self.count + max(1, int(free))), now)
+
+    def _change(self, count: int, now: float) -> None:
         _log.debug("steps are computed with %d threads (%d before)", count, self.count)
-        self.count, self._is_trial = count, is_trial
+        self.count, self._excess = count, 0.0
+        is_less = count < self._threads.count
+        self._idle_start = _Idle(now, self._step_seconds, self._idle()) if is_less else None
 
     def _warn(self, start: _Times, end: _Times) -> None:
         """Log the warning, if these steps took many times their processor time."""

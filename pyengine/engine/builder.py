@@ -219,11 +219,8 @@ def _connect(
         costs = measured_costs(runner, plan.manager(), limits)
         drafter = _drafter(settings, executor, draft, plan)
         engine.speculate(drafter, DraftPolicy(costs), most=limits.rows_per_seq - 1)
-    is_alone = worker_group is None and executor.depth == 1
-    threads = replace(
-        threads,
-        adapts=threads.adapts and is_alone and _any_threads_agree(settings, loaded, choice),
-    )
+    can_adapt = worker_group is None and _any_threads_agree(loaded, choice)
+    threads = replace(threads, adapts=threads.adapts and can_adapt)
     if populate and isinstance(runner, ModelRunner):
         runner.pool.populate_in_background()
     params = default_params(settings, loaded)
@@ -569,19 +566,21 @@ def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, obj
 
 
 def _rows_have_same_bits(settings: EngineSettings, loaded: LoadedModel, choice: Choice) -> bool:
-    """True if the KV of a token has the same bits in every batch and chunk."""
+    """True if the KV of a token has the same bits in every batch and chunk.
+
+    Kernels of ours compute in float32 and bfloat16, torch in float16.
+    """
     is_exact = not loaded.has_float_linears or set(_products_in_use(loaded)) <= {"pyengine"}
     is_ours = choice.backend == "cpu" and not settings.compile
-    return is_exact and is_ours and loaded.dtype == torch.float32
+    return is_exact and is_ours and loaded.dtype in (torch.float32, torch.bfloat16)
 
 
-def _any_threads_agree(settings: EngineSettings, loaded: LoadedModel, choice: Choice) -> bool:
-    """True if a step gives the same bits with any number of threads, and can use fewer.
+def _any_threads_agree(loaded: LoadedModel, choice: Choice) -> bool:
+    """True if a step gives the same bits with any number of threads.
 
-    MKL's products and torch's attention depend on it. Compiled code has a fixed number of threads.
+    MKL's products and torch's attention depend on it.
     """
-    is_ours = not loaded.has_float_linears or "torch" not in _products_in_use(loaded)
-    return is_ours and choice.backend == "cpu" and not settings.compile
+    return choice.backend == "cpu" and not loaded.has_torch_products
 
 
 def _products_in_use(loaded: LoadedModel) -> Sequence[str]:

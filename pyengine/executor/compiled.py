@@ -2,6 +2,9 @@
 
 The numbers of tokens and of rows that give logits are dynamic dimensions; a single token has a
 separate graph. Attention stays outside: `attention.dispatch`.
+
+On CPUs a step has the same bits with any number of threads: threads divide tokens, and the graph of
+a single token is computed by one.
 """
 
 import shutil
@@ -29,6 +32,12 @@ _FEWEST = 2
 _UNCHECKED: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
 """A graph checks the result of each operator in Python; the shapes of ours are right."""
 
+_ANY_THREADS: dict[str, Any] = {"cpp.dynamic_threads": True}
+"""A graph computes with as many threads as torch has when it runs, not when it was compiled."""
+
+_ONE_THREAD: dict[str, Any] = {"cpp.threads": 1}
+"""Threads would divide the sums of a norm; and to wait for them takes longer than one row."""
+
 _INPUTS = ("input_ids", "positions", "rows", "paged")
 """The inputs that change from step to step, and so select the graph."""
 
@@ -49,10 +58,12 @@ class CompiledForward:
         ) -> torch.Tensor:
             return model(input_ids, positions, rows, paged)
 
-        options = {"guard_filter_fn": _of_inputs, **(_UNCHECKED if backend == "inductor" else {})}
-        self._compiled: Callable[..., torch.Tensor] = compile_apart(
-            forward, fullgraph=True, backend=backend, options=options
-        )
+        def compiled(settings: dict[str, Any]) -> Callable[..., torch.Tensor]:
+            own = {**_UNCHECKED, **settings} if backend == "inductor" else {}
+            options = {"guard_filter_fn": _of_inputs, **own}
+            return compile_apart(forward, fullgraph=True, backend=backend, options=options)
+
+        self._several, self._single = compiled(_ANY_THREADS), compiled(_ONE_THREAD)
         try:
             for num_tokens in (TYPICAL_TOKENS, 1):
                 context = PagedContext(_NoStep(), [None] * num_layers)
@@ -74,7 +85,8 @@ class CompiledForward:
         elif wanted < _FEWEST:
             rows = F.pad(rows, (0, _FEWEST - wanted))
         with running(self._number, context):
-            logits = self._compiled(ids, positions, rows)
+            compiled = self._single if len(ids) == 1 else self._several
+            logits = compiled(ids, positions, rows)
         return logits.expand(wanted, -1) if len(ids) == 1 else logits[:wanted]
 
     @torch.inference_mode()
@@ -91,7 +103,8 @@ class CompiledForward:
                 # that size torch compiles another graph.
                 torch._dynamo.mark_dynamic(tensor, 0)
         with running(self._number, context):
-            self._compiled(ids, positions, rows)
+            compiled = self._several if num_tokens > 1 else self._single
+            compiled(ids, positions, rows)
 
 
 def _of_inputs(guards: Sequence[Any]) -> list[bool]:

@@ -247,6 +247,13 @@ class SubmittedStep:
     """Rows after wrong drafts, once it is committed: they are ignored."""
 
 
+def _compute(num_threads: int, work: Callable[[], T]) -> T:
+    """The result of `work`. The number of threads is set for each thread of Python separately."""
+    if torch.get_num_threads() != num_threads:
+        torch.set_num_threads(num_threads)
+    return work()
+
+
 class Executor:
     """Runs the forward pass and the sampling of steps, in order.
 
@@ -310,7 +317,7 @@ class Executor:
     def _enqueue(self, work: Callable[[], T]) -> "Future[T]":
         """Run `work` after everything that was enqueued before. Its error is kept."""
         if self._thread is not None:
-            return self._thread.submit(work)
+            return self._thread.submit(_compute, torch.get_num_threads(), work)
         future: Future[T] = Future()
         try:
             with self._on_device:

@@ -88,6 +88,7 @@ class LoadedModel:
     - `properties`: those that its KV depends on, for a store.
     - `quantization`: the formats of the weights that are quantised: all of them unless
       `has_float_linears`. `products` has chosen how those are multiplied.
+    - `has_torch_products`: torch multiplies, so the last bits depend on the number of threads.
     - `kv_scales`: those of an 8-bit KV cache.
     - `path`: the model's folder, or its GGUF file.
     - `load_format`: with "dummy", weights are made up.
@@ -111,6 +112,7 @@ class LoadedModel:
     properties: tuple[tuple[str, bytes], ...] = ()
     quantization: str = "none"
     has_float_linears: bool = True
+    has_torch_products: bool = True
     products: ProductChooser | None = None
     kv_scales: Scales = field(default_factory=lambda: MappingProxyType({}))
     load_format: str = "auto"

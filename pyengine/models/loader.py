@@ -236,6 +236,7 @@ def _load(
         default_sampling=texts.default_sampling,
         quantization=str(kernels.quantization) if kernels.quantises else formats or "none",
         has_float_linears=made.has_float_products,
+        has_torch_products=made.has_torch_products,
         products=made.products,
         kv_scales=_kv_scales(source),
         load_format=source.load_format,

@@ -16,6 +16,7 @@ _CHUNK_ELEMENTS = 1 << 22  # logits of a chunk of rows; a float32 copy of one is
 _CHUNK_ROWS = 64  # the most rows of a chunk
 _KERNEL_ELEMENTS = 1 << 24  # the same for kernels, with the copies of reported tokens: 64 MiB
 _KERNEL_COPIES = 8  # copies of a reported token's id and log-probability, in units of 4 bytes
+_PART = 1 << 14  # exponentials of a part; torch sums up to 32,768 numbers by one thread
 _TIE_SLACK = 16  # candidates beyond the requested ones, to see all equal logits
 _ID_BITS = 32
 _ID_MASK = (1 << _ID_BITS) - 1
@@ -125,12 +126,20 @@ def _chunk(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> tuple[to
 def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
     """Return the logarithm of the sum of each row's exponentials, [T, 1].
 
-    A row's has the same bits in every batch and with every number of threads. On CPUs, torch
-    divides a sum among threads if its result is one number, and only then.
+    A row's has the same bits in every batch and with every number of threads: parts of fixed length
+    are summed, then the sums of a row. On CPUs, torch divides a long sum among threads if its
+    result is one number, as the sum of a single row is.
     """
-    if len(logits) == 1 and logits.device.type == "cpu":
-        return logits.repeat(2, 1).logsumexp(1, keepdim=True)[:1]
-    return logits.logsumexp(1, keepdim=True)
+    if logits.device.type != "cpu":
+        return logits.logsumexp(1, keepdim=True)
+    peaks = logits.amax(1, keepdim=True)
+    peaks = peaks.masked_fill_(peaks.isinf(), 0)  # infinity less infinity is no number
+    powers = (logits - peaks).exp_()
+    whole = powers.shape[1] // _PART * _PART
+    sums = powers[:, whole:].sum(1, keepdim=True)
+    if whole:
+        sums += powers[:, :whole].unflatten(1, (-1, _PART)).sum(2).sum(1, keepdim=True)
+    return sums.log_().add_(peaks)
 
 
 def _entries(chunk: Sequence[torch.Tensor], top: Sequence[int]) -> Iterator[TokenLogprobs]:

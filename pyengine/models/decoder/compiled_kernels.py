@@ -4,6 +4,7 @@ A product is an operator that torch's compiler does not look into. A graph holds
 matrix, and the operator looks the matrix up.
 """
 
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,7 +17,7 @@ from pyengine.models.decoder.arrays import array_of, tensor_of
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.kernels import Table, TableUse
 from pyengine.models.decoder.spec import MLP
-from pyengine.models.decoder.torch_kernels import TorchKernels
+from pyengine.models.decoder.torch_kernels import ExpertMatrices, TorchKernels, TorchProduct
 from pyengine.models.decoder.weights import Weight
 
 _numbers = count()
@@ -53,6 +54,22 @@ class CompiledCpuKernels(TorchKernels):
     def __init__(self, device: torch.device, dtype: torch.dtype, cpu: CpuKernels) -> None:
         super().__init__(device, dtype)
         self._cpu, self.products = cpu, cpu.products
+        self._multiplies_itself = False
+
+    @property
+    def has_torch_products(self) -> bool:
+        """See `CpuKernels.has_torch_products`."""
+        return self._multiplies_itself or self._cpu.has_torch_products
+
+    def exact_product(self, weight: Weight, bias: Weight | None) -> TorchProduct:
+        """See `Kernels.exact_product`."""
+        self._multiplies_itself = True
+        return super().exact_product(weight, bias)
+
+    def matrices(self, weights: Sequence[Weight], bias: torch.Tensor | None) -> ExpertMatrices:
+        """Lay out a matrix of every expert."""
+        self._multiplies_itself = True
+        return super().matrices(weights, bias)
 
     def product(self, weight: Weight, bias: Weight | None) -> OpaqueProduct:
         """See `Kernels.product`."""

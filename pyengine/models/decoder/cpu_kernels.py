@@ -131,6 +131,11 @@ class CpuKernels:
     """True once a matrix of floats was laid out."""
     _frequencies: dict[Rotary, tuple[Floats, float]] = field(default_factory=dict)
 
+    @property
+    def has_torch_products(self) -> bool:
+        """True if torch multiplies a matrix, so that bits depend on the number of threads."""
+        return self.has_float_products and "torch" in self.products.in_use
+
     def product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.product`."""
         vector = None if bias is None else read(bias)

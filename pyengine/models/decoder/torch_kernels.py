@@ -157,6 +157,11 @@ class TorchKernels:
         self._frequencies: dict[Rotary, tuple[torch.Tensor, float]] = {}
         self._made_up: torch.Tensor | None = None
 
+    @property
+    def has_torch_products(self) -> bool:
+        """See `CpuKernels.has_torch_products`."""
+        return True
+
     def product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.product`."""
         return TorchProduct(self._read(weight), None if bias is None else self._read(bias))

@@ -1,6 +1,7 @@
 """The end-to-end benchmark's requests, records and tables; no text is generated here."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,18 +14,20 @@ from benches.engine.end_to_end import (
     INT8,
     INT8_COMPILED,
     LLAMA,
+    MISTRAL,
     OURS,
     ROOT,
     VLLM32,
     WORKS,
     Record,
     Work,
+    check_tokens,
     measure,
     summary,
     tables,
 )
 from benches.engine.page import PAGE, publish
-from benches.engine.serve import GenerateRequest
+from benches.engine.serve import GenerateRequest, greedy_ids, text_of
 
 
 def test_works_ask_for_what_their_names_say() -> None:
@@ -97,13 +100,67 @@ def test_8_bit_weights_are_held_against_llama_cpp(tmp_path: Path) -> None:
     assert f"| {work} | 0.50 | 1.00, not met |" in "\n".join(tables(record))
 
 
-def test_llama_cpp_answers_the_one_request_alone(tmp_path: Path) -> None:
-    record, engines = Record(tmp_path / "found.json", keep=False), [Fake(OURS), Fake(LLAMA)]
-    for work in WORKS[:2]:
+@pytest.mark.parametrize("name", [LLAMA, MISTRAL])
+def test_engines_of_files_answer_the_one_request_and_the_prompts(name: str, tmp_path: Path) -> None:
+    record, engines = Record(tmp_path / "found.json", keep=False), [Fake(OURS), Fake(name)]
+    works = [WORKS[0], WORKS[1], WORKS[4]]
+    for work in works:
         measure(engines, work, 2, "bfloat16", record)  # type: ignore[arg-type]
     found = record.found["bfloat16"]
-    assert [found[work.name][LLAMA] for work in WORKS[:2]] == [[2.0, 2.0], []]
-    assert end_to_end.model_of(LLAMA).suffix == ".gguf"
+    assert [found[work.name][name] for work in works] == [[2.0, 2.0], [], [2.0, 2.0]]
+    assert end_to_end.model_of(name).suffix == ".gguf"
+    assert (name, "float32") in end_to_end.NOT_MEASURED
+
+
+def test_an_answer_of_another_length_is_refused() -> None:
+    asked = GenerateRequest([[5, 6], [7]], 3)
+    check_tokens("x", asked, [[1, 2, 3], [4, 5, 6]])
+    for tokens, said in (
+        ([[1, 2, 3], [4]], "x gave answers of 1 to 3 tokens, 3 were asked for"),
+        ([[1, 2, 3], []], "x gave answers of 0 to 3 tokens, 3 were asked for"),
+        ([[1, 2, 3], [1, 2, 3, 4]], "x gave answers of 3 to 4 tokens, 3 were asked for"),
+        ([[1, 2, 3]], "x gave 1 answers to 2 prompts"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            check_tokens("x", asked, tokens)
+    check_tokens("x", replace(asked, stops=True), [[1, 2, 3], []])
+    with pytest.raises(RuntimeError, match="3 to 4 tokens"):
+        check_tokens("x", replace(asked, stops=True), [[1, 2, 3], [1, 2, 3, 4]])
+
+
+class Tokenizer:
+    """One whose tokens are words; of those above 100 a text has two."""
+
+    def detokenize_text(self, tokens: list[int], _skip_special_tokens: bool) -> str:
+        return " ".join(f"{token}" if token < 100 else f"{token % 100} 7" for token in tokens)
+
+    def tokenize_text(self, text: str, _add_special: bool, _thinking: None) -> list[int]:
+        return [int(word) if word.isdigit() else 8 for word in text.split()]
+
+
+def test_a_text_has_as_many_tokens_as_the_prompt() -> None:
+    for prompt in ([5, 6, 7], [5, 600, 7], [100] * 9):
+        text = text_of(prompt, Tokenizer())
+        assert len(Tokenizer().tokenize_text(text, False, None)) == len(prompt)
+        assert text.startswith(f"{prompt[0] % 100}")
+
+
+def test_engines_of_files_refuse_other_requests() -> None:
+    prompts: list[list[int]] = [[5]]
+    assert greedy_ids(GenerateRequest(prompts, 2), "x") == prompts
+    for asked in (
+        GenerateRequest(["text"], 2),
+        GenerateRequest(prompts, 2, temperature=1.0),
+        GenerateRequest(prompts, 2, stops=True),
+    ):
+        with pytest.raises(ValueError, match="x takes greedy requests of token ids"):
+            greedy_ids(asked, "x")
+
+
+def test_the_tables_say_which_build_of_llama_cpp_ran(tmp_path: Path) -> None:
+    record = filled(tmp_path / "found.json")
+    record.about["engines"][LLAMA] = {"bfloat16": {"version": "1.2", "build": "AVX512 = 1"}}
+    assert "\nllama.cpp 1.2, built with: AVX512 = 1" in list(tables(record))
 
 
 class Fake:

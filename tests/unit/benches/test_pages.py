@@ -20,6 +20,7 @@ from benches.engine import (
     stored,
 )
 from benches.engine.end_to_end import Record
+from benches.engine.floor import tables as floor_tables
 from benches.integrations import end_to_end as in_vllm
 from benches.peers import goals, pages
 from benches.peers.report import RESULTS, commit, heading, machine, machine_name
@@ -55,6 +56,7 @@ SHOWN: list[tuple[Path, str, Callable[[str], Iterator[str]]]] = [
         "end-to-end-epyc-avx512-held-to-avx2",
         lambda name: end_to_end.tables(record(name)),
     ),
+    (ENGINE, "floor-xeon-avx512", from_file(floor_tables.tables)),
     (ENGINE, "linear-products-epyc-avx512", from_file(linear_products.tables)),
     (ENGINE, "decode-products-epyc-avx512", from_file(decode_products.tables)),
     (ENGINE, "busy-epyc-avx512", from_file(busy.tables)),

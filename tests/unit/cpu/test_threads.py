@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyengine import LLM
+from pyengine import LLM, SamplingParams
 from pyengine.cpu import threads
 from pyengine.cpu.threads import ComputeThreads, StepThreads, compute_threads
 from pyengine.executor.model_runner import ForwardPass
@@ -81,11 +81,46 @@ def test_an_engine_computes_with_its_threads_and_leaves_those_of_others(
     assert "openmp_wait" in about
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_each_step_computes_with_the_threads_of_the_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """In whatever thread it runs: torch has the number for each thread separately."""
+    save_tiny_model(tmp_path)
+    wanted = iter([2, 2, 1, 1, 1, 2, 2, 1] * 9)
+    seen: list[int] = []
+    step, forward = StepThreads.step, ForwardPass.__call__
+
+    def stepped(self: StepThreads) -> Any:
+        self.count = next(wanted)
+        used.append(self.count)
+        return step(self)
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return forward(*arguments, **named)
+
+    used: list[int] = []
+    monkeypatch.setattr(threads, "usable_cpus", lambda: UsableCpus(2, "because"))
+    llm = LLM(tmp_path, dtype="float32", num_blocks=16, max_model_len=64, async_scheduling=ahead)
+    assert "fewer" in str(llm.describe()["num_threads_reason"])
+    monkeypatch.setattr(StepThreads, "_adapt", lambda *_: None)
+    monkeypatch.setattr(StepThreads, "step", stepped)
+    monkeypatch.setattr(ForwardPass, "__call__", watched)
+    llm.generate([[3, 9, 27]], SamplingParams(max_tokens=9, ignore_eos=True, detokenize=False))
+    assert len(seen) == 9
+    if ahead:  # a call of `step` may enqueue two
+        assert 1 < sum(one != other for one, other in pairwise(seen)) <= 9
+    else:
+        assert seen == used[:9]
+
+
 class Clocks:
     """Seconds that a test moves on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = self.processor = self.waiting = 0.0
+        self.idle: float | None = 0.0
         self.num_reads = 0
         monkeypatch.setattr(threads.time, "perf_counter", lambda: self.clock)
 
@@ -266,28 +301,163 @@ def test_an_engine_says_that_torch_was_imported_before() -> None:
 
 
 def governed(clocks: Clocks, count: int = 2) -> StepThreads:
-    return StepThreads(ComputeThreads(count, "because", adapts=True), clocks.read)
+    threads = ComputeThreads(count, "because", adapts=True)
+    return StepThreads(threads, clocks.read, lambda: clocks.idle)
 
 
-def test_threads_that_wait_for_processors_are_left_out_and_tried_again(clocks: Clocks) -> None:
-    governor, counts = governed(clocks, 4), []
-    for _ in range(60):  # two of four processors are taken
-        too_many = max(0, governor.count - 2)
-        clocks.run(governor, 1, processor=2, waiting=0.5 * too_many)
-        counts.append(governor.count)
-    assert counts[:2] == [3, 2]
-    trials = [at for at, (before, after) in enumerate(pairwise(counts)) if after > before]
-    assert len(trials) > 2 and set(counts) == {2, 3}
-    pauses = [later - earlier for earlier, later in pairwise(trials)]
-    assert pauses == sorted(pauses) and pauses[-1] > 2 * pauses[0]  # less and less often
+class Machine:
+    """Steps of 10 ms on `processors`, beside `others` that are always busy."""
+
+    def __init__(self, clocks: Clocks, governor: StepThreads, processors: int) -> None:
+        self.clocks, self.governor, self.processors = clocks, governor, processors
+        self.others = 0
+        self.counts: list[int] = []
+
+    def run(self, seconds: float, *, step: float = 0.01) -> list[int]:
+        """The threads of each of the steps."""
+        counts = []
+        for _ in range(round(seconds / step)):
+            with self.governor.step():
+                counts.append(self.governor.count)
+                runnable = counts[-1] + self.others
+                lacking = max(0, runnable - self.processors)
+                self.clocks.clock += step
+                self.clocks.waiting += step * lacking * counts[-1] / runnable
+                if self.clocks.idle is not None:
+                    self.clocks.idle += step * max(0, self.processors - runnable)
+        self.counts += counts
+        return counts
+
+    def rest(self, seconds: float) -> None:
+        """No step."""
+        self.clocks.clock += seconds
+        if self.clocks.idle is not None:
+            self.clocks.idle += seconds * max(0, self.processors - self.others)
 
 
-def test_all_threads_are_back_when_the_processors_are_free(clocks: Clocks) -> None:
-    governor = governed(clocks, 3)
-    clocks.run(governor, 40, processor=1, waiting=2)
-    assert governor.count == 1
-    clocks.run(governor, 70, processor=1, waiting=0)
-    assert governor.count == 3
+@pytest.fixture
+def two(clocks: Clocks) -> Machine:
+    return Machine(clocks, governed(clocks), 2)
+
+
+def test_a_busy_process_is_noticed_within_a_tenth_of_a_second(two: Machine) -> None:
+    two.run(1)
+    two.others = 1
+    counts = two.run(1)
+    assert set(counts[12:]) == {1}
+
+
+@pytest.mark.parametrize("knows_idle", [True, False])
+def test_beside_a_busy_process_few_steps_have_a_thread_too_many(
+    two: Machine, knows_idle: bool
+) -> None:
+    two.clocks.idle = 0.0 if knows_idle else None
+    two.others = 1
+    counts = two.run(60)
+    assert 1 < sum(before < after for before, after in pairwise(counts)) <= 6
+    assert counts.count(2) < 0.015 * len(counts)
+
+
+@pytest.mark.parametrize("pause", [0.0, 5.0])
+def test_all_threads_are_back_soon_after_a_processor_is_idle(two: Machine, pause: float) -> None:
+    two.others = 1
+    two.run(1)
+    two.others = 0
+    if pause:
+        two.rest(pause)
+    counts = two.run(1)
+    assert counts.index(2) <= (0 if pause else 25)
+    assert set(counts[25:]) == {2}
+
+
+def test_a_pause_beside_a_busy_process_adds_no_thread(two: Machine) -> None:
+    two.others = 1
+    two.run(1)
+    for _ in range(2):
+        two.rest(0.4)
+        assert set(two.run(0.05)) == {1}
+
+
+def test_requests_shorter_than_a_look_are_judged_together(two: Machine) -> None:
+    two.others = 1
+    for _ in range(8):
+        two.run(0.06)
+        two.rest(1)
+    assert two.governor.count == 1
+
+
+def test_a_neighbour_that_comes_and_goes_is_followed(two: Machine) -> None:
+    for second in range(40):
+        two.others = second % 2
+        counts = two.run(1)
+        assert counts.count(1 if two.others else 2) >= 70
+
+
+def test_where_programs_of_lower_priority_leave_nothing_idle_threads_are_tried(
+    two: Machine,
+) -> None:
+    """They yield to the steps, so that no thread waits."""
+    two.others = 1
+    two.run(1)
+    two.others = 0
+    two.clocks.idle = None
+    assert 2 in two.run(3)
+
+
+def test_a_quota_that_leaves_processors_idle_is_not_tried_for_ever(two: Machine) -> None:
+    two.others = 1
+    for _ in range(6000):
+        two.run(0.01)
+        assert two.clocks.idle is not None
+        two.clocks.idle += 0.01
+    counts = two.counts[-2000:]
+    assert counts.count(2) < 0.02 * len(counts)
+
+
+@pytest.mark.parametrize("step", [0.01, 3.0])
+def test_long_steps_are_tried_as_seldom_as_short_ones(two: Machine, step: float) -> None:
+    two.others = 1
+    counts = two.run(300, step=step)
+    assert sum(before < after for before, after in pairwise(counts)) <= 10
+
+
+def test_many_processes_are_noticed_at_once(clocks: Clocks) -> None:
+    machine = Machine(clocks, governed(clocks, 16), 16)
+    machine.others = 8
+    assert machine.run(0.5)[-1] == 8
+    machine.others = 0
+    assert machine.run(1)[-1] == 16
+
+
+@pytest.mark.parametrize("burst", [0.02, 0.03])
+def test_a_short_burst_takes_no_thread(two: Machine, burst: float) -> None:
+    for _ in range(20):
+        two.others = 1
+        two.run(burst)
+        two.others = 0
+        two.run(0.2)
+    assert set(two.counts) == {2}
+
+
+def test_reading_the_clocks_takes_a_hundredth_of_the_time(two: Machine) -> None:
+    """Where a process has thousands of threads, for example."""
+    read = two.clocks.read
+
+    def slow() -> threads._Times:
+        two.clocks.clock += 0.005
+        return read()
+
+    two.governor._now = slow
+    start = two.clocks.clock
+    two.run(20)
+    share = 0.005 * two.clocks.num_reads / (two.clocks.clock - start)
+    assert 0.005 < share < 0.012
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="not counted here")
+def test_idle_processors_are_counted() -> None:
+    before = threads._idle_seconds()
+    assert before is not None and before > 0
 
 
 @pytest.mark.parametrize("waiting", [0, 0.2])

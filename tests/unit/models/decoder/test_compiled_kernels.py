@@ -64,3 +64,24 @@ def test_settings_choose_it_where_the_kernel_multiplies_the_format() -> None:
         kernel_set(CPU, torch.float32, KernelSettings(is_compiled=True, linear_backend="torch")),
     ]
     assert [type(each) for each in plain] == [TorchKernels] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("llama", KernelSettings(), False),
+        ("llama", COMPILED, False),
+        ("llama", KernelSettings(linear_backend="torch"), True),
+        ("llama", KernelSettings(linear_backend="torch", is_compiled=True), True),
+        ("mixtral", KernelSettings(), False),
+        ("mixtral", COMPILED, True),  # routers and experts
+    ],
+)
+def test_a_set_says_if_torch_multiplies(
+    name: str, settings: KernelSettings, expected: bool, saved: Saved
+) -> None:
+    """Then the bits depend on the number of threads, which must not change during a request."""
+    folder, _ = saved(next(tiny for tiny in MODELS if tiny.name == name))
+    made = kernel_set(CPU, torch.float32, settings)
+    open_model(folder).decoder(made)
+    assert made.has_torch_products is expected

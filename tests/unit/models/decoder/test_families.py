@@ -72,10 +72,15 @@ def test_layers_differ_in_their_windows(saved: Saved) -> None:
 def test_a_row_has_the_same_bits_in_every_batch_on_the_cpu(
     tiny: Tiny, dtype: Dtype, saved: Saved, prompts: list[list[int]]
 ) -> None:
-    kernels = CpuKernels(kernel_threads(torch.get_num_threads()), dtype=dtype)
-    decoder = open_model(saved(tiny)[0]).decoder(kernels)
     kind = getattr(torch, dtype)
-    alone, together = Runner(decoder, CpuBackend, kind), Runner(decoder, CpuBackend, kind)
+    alone, together = (
+        Runner(
+            open_model(saved(tiny)[0]).decoder(CpuKernels(kernel_threads(threads), dtype=dtype)),
+            CpuBackend,
+            kind,
+        )
+        for threads in (1, 3)
+    )
     first, rest = alone.add(prompts[0]), [together.add(prompt) for prompt in prompts]
     alone.step((first, 20))
     together.step(*((each, len(each.tokens) - 3) for each in rest))

@@ -1,0 +1,108 @@
+"""Answers have the same bits in every way that `benches.engine.same_bits` knows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benches.engine.same_bits import WAYS, Requests, Way, requests, run_ways
+from pyengine.cpu import CpuAttention
+from pyengine.sampling import logprobs
+from tests.unit.executor.hand_made import random_model
+
+pytestmark = [
+    pytest.mark.levels,
+    pytest.mark.slow,
+    pytest.mark.skipif(not CpuAttention.is_fast(), reason="no kernel multiplies here"),
+]
+
+VOCABULARY = 33_000
+"""More logits than torch sums by one thread."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+    },
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+    },
+}
+FEW = ("alone, 1 thread", "24 at once, 3 threads", "chunks of 24 tokens, 2 threads")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A random model of each family."""
+    found = {}
+    for family, settings in FAMILIES.items():
+        found[family] = tmp_path_factory.mktemp(family)
+        size = {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
+        random_model(family, **settings, **size).save_pretrained(found[family])
+    return found
+
+
+def asked() -> Requests:
+    """Few requests, among them a shared beginning and a repetition."""
+    several = requests(48, VOCABULARY)
+    chosen = [1, 2, 4, 5, 6, 7, 9, 14, 24, 27, 40, 47]
+    return Requests(
+        [several.prompts[number] for number in chosen],
+        [several.params[number] for number in chosen],
+    )
+
+
+def differences(model: dict[str, Any], ways: tuple[Way, ...]) -> list[str]:
+    """The ways that differ, or were not taken."""
+    found = [comparison for comparison, _ in run_ways(model, asked(), ways, share=1)]
+    assert all(each.answers == 12 for each in found)
+    return [str(each) for each in found if not each.is_same]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_way(dtype: str, folders: dict[str, Path]) -> None:
+    model = {"model": folders["llama"], "dtype": dtype, "linear_backend": "pyengine"}
+    assert differences(model, WAYS) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"dtype": "float32", "quantization": "int8"}),
+        ("llama", {"dtype": "bfloat16", "quantization": "int4"}),
+        ("llama", {"dtype": "float32", "kv_cache_dtype": "int8"}),
+        ("llama", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
+        ("gemma3_text", {"dtype": "float32"}),
+        ("gemma3_text", {"dtype": "bfloat16"}),
+        ("qwen3_moe", {"dtype": "bfloat16"}),
+        ("qwen3_moe", {"dtype": "float32", "quantization": "int8"}),
+        ("gpt_oss", {"dtype": "bfloat16"}),
+    ],
+)
+def test_other_arithmetic(family: str, settings: dict[str, Any], folders: dict[str, Path]) -> None:
+    ways = tuple(way for way in WAYS if way.name in FEW)
+    assert len(ways) == len(FEW)
+    backend = {} if "quantization" in settings else {"linear_backend": "pyengine"}
+    model = {"model": folders[family], **settings, **backend}
+    assert differences(model, ways) == []
+
+
+def test_a_normaliser_by_the_batch_is_seen(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison can fail."""
+    right = logprobs._log_sum_exp
+    monkeypatch.setattr(logprobs, "_log_sum_exp", lambda rows: right(rows) + 4e-6 / len(rows))
+    ways = tuple(way for way in WAYS if way.name in FEW)
+    assert len(differences({"model": folders["llama"], "dtype": "float32"}, ways)) == 2
+
+
+def test_the_embedded_model() -> None:
+    assert differences({}, WAYS) == []
