@@ -63,6 +63,9 @@ FAKE_CUDA = -m pytest -m fake_cuda -n auto --dist load tests/fake_cuda --ignore 
 
 # How much `make test-aarch64` tries: the processor is emulated.
 AARCH64_CASES ?= 6
+
+# Random steps of attention with modelled AMX, where an instruction takes microseconds.
+MODELLED_CASES ?= 24
 AARCH64_OPS ?= 5000
 
 # The platforms of `make wheels`, all without: PLATFORMS="linux-x86_64 windows-x86_64".
@@ -83,7 +86,7 @@ MSRV := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom model fuzz mutants mutants-python bench vllm-tests conformance gpu-tests gpu-planner gpu-first-run gpu-first-run-kit bench-rust bench-worst guard guard-update clean
+.PHONY: help hello serve clients cluster cluster-test test test-modelled test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom model fuzz mutants mutants-python bench vllm-tests conformance gpu-tests gpu-planner gpu-first-run gpu-first-run-kit bench-rust bench-worst guard guard-update clean
 .PHONY: distclean rust-tools valgrind wheels try-wheels try-bare try-musl sdist sbom test-portable test-windows
 .PHONY: crates publish-crates msrv semver lint-workflows lint-deploy deny audit release-check release-notes
 .DEFAULT_GOAL := help
@@ -99,7 +102,13 @@ serve: $(SERVE) $(BUILT) ## the embedded model as an OpenAI-compatible server on
 
 test: $(DEV) $(BUILT) ## Rust and Python tests
 	cargo test --workspace
+	@$(MAKE) --no-print-directory test-modelled
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# REQUIRE_ISA asks for processors, not for models.
+test-modelled: ## the Rust tests of AMX against a model of its instructions, where the processor has AVX-512 BF16
+	ATTENTION_CASES=$(MODELLED_CASES) REQUIRE_ISA= \
+	  cargo test -p cpu-kernels --features modelled-tiles -- amx
 
 test-levels: $(DEV) $(BUILT) ## the tests that depend on the processor, at each of its instruction levels
 	@$(BIN)/python tools/levels.py

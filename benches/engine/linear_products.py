@@ -1,6 +1,7 @@
-"""Products of linear layers in float32: torch's, oneDNN's with its layout, and our kernel's.
+"""Products of linear layers: torch's, oneDNN's with its layout, and our kernel's.
 
     .venv/bin/python -m benches.engine.linear_products [--rounds 9] [--only 49152x576]
+        [--dtype bfloat16]
     .venv/bin/python -m benches.engine.linear_products --show
 
 from the root of the repository, on a machine that does nothing else. A round multiplies rows by
@@ -8,7 +9,10 @@ copies of a weight that together are larger than the processor's caches, by each
 A figure is the median time of one product; `torch / ours` above 1 means that ours is faster.
 Shapes are those of SmolLM2-135M and gemma-3-270m: outputs x inputs.
 
-Results: `benches/results/linear-products-MACHINE.json`; a run replaces the shapes that it measures.
+`PYENGINE_CPU_ISA=avx512_bf16` in the environment compares ours at a lower level.
+
+Results: `benches/results/linear-products-MACHINE.json`, in bfloat16
+`linear-products-bfloat16-MACHINE.json`; a run replaces the shapes that it measures.
 `--docs` puts the tables into docs/benchmarks/engine.md, between this machine's marks.
 """
 
@@ -26,7 +30,7 @@ from benches.engine.page import publish
 from benches.peers.report import heading, machine, results_file, results_name
 from pyengine.cpu import PackedWeight
 from pyengine.cpu.threads import kernel_threads
-from pyengine.models.decoder.cpu_numbers import Rows
+from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype, Rows, rounded
 from pyengine.models.decoder.cpu_products import CpuProduct
 from pyengine.models.decoder.float_products import ProductName
 from pyengine.models.decoder.product_choice import Multiply, candidates
@@ -51,10 +55,12 @@ SECONDS = 0.15
 """Of a round of many rows, about: it then takes fewer of the copies."""
 
 
-def measure(outputs: int, inputs: int, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+def measure(
+    outputs: int, inputs: int, rounds: int, dtype: Dtype
+) -> dict[str, dict[str, dict[str, float]]]:
     """Microseconds by threads, rows and product."""
     rng = np.random.default_rng(0)
-    weight = rng.random((outputs, inputs), dtype=np.float32) - 0.5
+    weight = rounded(rng.random((outputs, inputs), dtype=np.float32) - 0.5, NUMPY[dtype])
     num_copies = max(1, READ // weight.nbytes)
     copies = [[weight.copy()] for _ in range(num_copies)]
     found = candidates(PRODUCTS[:-1], copies)
@@ -65,7 +71,8 @@ def measure(outputs: int, inputs: int, rounds: int) -> dict[str, dict[str, dict[
         found["pyengine"] = [CpuProduct(kernel, each).multiply for each in packed]
         with torch_threads(threads):
             for count in ROWS:
-                rows = rng.random((count, inputs), dtype=np.float32) - 0.5
+                floats = rng.random((count, inputs), dtype=np.float32) - 0.5
+                rows = rounded(floats, NUMPY[dtype])
                 few = max(1, min(num_copies, int(SECONDS * 2e10 / (count * outputs * inputs))))
                 times: dict[str, list[float]] = {product: [] for product in PRODUCTS}
                 for _ in range(rounds + 1):
@@ -111,10 +118,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="shapes, separated by commas")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--show", action="store_true", help="the tables of the last runs")
     parser.add_argument("--docs", action="store_true", help="write the tables into the docs")
     asked = parser.parse_args()
-    name = results_name("linear-products")
+    kind = "" if asked.dtype == "float32" else f"-{asked.dtype}"
+    name = results_name(f"linear-products{kind}")
     path = results_file(name)
     content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if not asked.show:
@@ -122,7 +131,7 @@ def main() -> None:
         for outputs, inputs in SHAPES:
             shape = f"{outputs}x{inputs}"
             if not asked.only or shape in asked.only.split(","):
-                found[shape] = measure(outputs, inputs, asked.rounds)
+                found[shape] = measure(outputs, inputs, asked.rounds, asked.dtype)
         shapes = [f"{outputs}x{inputs}" for outputs, inputs in SHAPES]
         found = {shape: found[shape] for shape in shapes if shape in found}
         content = {"machine": machine(), "rounds": asked.rounds, "microseconds": found}

@@ -97,7 +97,7 @@ class ProductChooser:
     def __init__(self, asked: str, dtype: Dtype) -> None:
         self._fixed: ProductName | None = None
         self._chosen: dict[LayerShape, ProductChoice] = {}
-        if asked == "auto" and kernel_is_default(dtype):
+        if asked == "auto" and kernel_supports(dtype):
             self._fixed, self._reason = "pyengine", "a row has the same bits in every batch"
             return
         products = available_products(dtype)
@@ -264,15 +264,6 @@ def available_products(dtype: Dtype) -> list[ProductName]:
 def kernel_supports(dtype: Dtype) -> bool:
     """True if the Rust kernel multiplies this format here, and has instructions to be fast."""
     return dtype in NUMPY and CpuAttention.is_fast()
-
-
-def kernel_is_default(dtype: Dtype) -> bool:
-    """True if `linear_backend="auto"` is the Rust kernel for this format.
-
-    The kernel has no tiles of AMX: where bfloat16 is multiplied by those, oneDNN's prefills are
-    faster.
-    """
-    return kernel_supports(dtype) and not (dtype == "bfloat16" and CpuAttention.isa() == "amx")
 
 
 @cache

@@ -8,26 +8,25 @@ use std::arch::x86_64::*;
 use std::mem::transmute;
 use std::sync::LazyLock;
 
-use crate::isa::Isa;
 use crate::lines::Lines;
 use crate::product::{Columns, Terms, add_products};
 
-/// Whether [`add_dots`] is called: the instruction is there, and faster than those of float32.
-pub(crate) fn has_dots(isa: Isa) -> bool {
-    static IS_FAST: LazyLock<bool> = LazyLock::new(|| {
+/// Whether the instruction is faster than two of float32, where it is there. Measured on Sapphire Rapids: 84 GFLOP/s a core,
+/// and 165 in float32. A process uses one of both, so a row has the same bits in every batch.
+pub(crate) fn are_fast() -> bool {
+    static IS_INTEL: LazyLock<bool> = LazyLock::new(|| {
         let vendor = __cpuid(0);
-        [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes) != [*b"Genu", *b"ineI", *b"ntel"]
+        [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes) == [*b"Genu", *b"ineI", *b"ntel"]
     });
-    isa == Isa::Amx || isa == Isa::Avx512Bf16 && *IS_FAST
+    !*IS_INTEL
 }
 
-/// Adds to `columns.out` the products of its rows with the weight. Only for levels that have them ([`has_dots`]).
-pub(crate) fn add_dots(isa: Isa, columns: &mut Columns<'_, '_, u16, f32>, weight: &Lines<u32>) {
+/// Adds to `columns.out` the products of its rows with the weight. Only for [`crate::Isa::Avx512Bf16`].
+pub(crate) fn add_dots(columns: &mut Columns<'_, '_, u16, f32>, weight: &Lines<u32>) {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
     fn add(columns: &mut Columns<'_, '_, u16, f32>, weight: &Lines<u32>) {
         add_products::<Dots, __m512, 16>(columns, weight);
     }
-    assert!(has_dots(isa));
     // SAFETY: the machine has these instructions, as `Attention` looked up.
     unsafe { add(columns, weight) };
 }

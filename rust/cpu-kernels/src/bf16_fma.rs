@@ -9,7 +9,6 @@ use std::arch::x86_64::*;
 use std::cell::Cell;
 use std::mem::take;
 use std::ops::Range;
-use std::sync::LazyLock;
 
 use crate::amx::weight;
 use crate::bf16::Bf16;
@@ -26,16 +25,6 @@ use crate::tiles::Line;
 const MANY: usize = 8;
 /// Vectors of a value's elements that are added up at a time.
 const WIDE: usize = 4;
-
-/// Whether two FMAs are faster than one `VDPBF16PS`: measured on Sapphire Rapids (84 and 165 GFLOP/s a core). AMD's
-/// processors do the instruction at the rate of one FMA.
-pub(crate) fn is_faster() -> bool {
-    static IS_INTEL: LazyLock<bool> = LazyLock::new(|| {
-        let leaf = __cpuid(0);
-        [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes) == [*b"Genu", *b"ineI", *b"ntel"]
-    });
-    *IS_INTEL
-}
 
 /// Queries, and a tile in float32; of several vectors of rows, a part.
 pub(crate) struct Bf16Fma {

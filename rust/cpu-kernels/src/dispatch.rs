@@ -10,7 +10,9 @@ use crate::amx::Amx;
 #[cfg(target_arch = "x86_64")]
 use crate::bf16::Bf16;
 #[cfg(target_arch = "x86_64")]
-use crate::bf16_fma::{self, Bf16Fma};
+use crate::bf16_dots;
+#[cfg(target_arch = "x86_64")]
+use crate::bf16_fma::Bf16Fma;
 use crate::element::Element;
 use crate::floats::Floats;
 #[cfg(target_arch = "x86_64")]
@@ -119,7 +121,7 @@ fn in_halves(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
             }
             // SAFETY: as above.
             (Isa::Avx512Bf16, Cached::Computed { .. })
-                if bf16_fma::is_faster() && Bf16Fma::takes(&job.shape) =>
+                if !bf16_dots::are_fast() && Bf16Fma::takes(&job.shape) =>
             {
                 return unsafe { bf16_fma(job, task) };
             }

@@ -16,7 +16,7 @@ pub enum Isa {
     Avx512,
     /// The same with its products of bfloat16, where that is what is multiplied.
     Avx512Bf16,
-    /// The same with AMX, for bfloat16.
+    /// The same with AMX, for bfloat16 and for weights in few bits.
     Amx,
 }
 
@@ -61,6 +61,12 @@ impl Isa {
             Self::Neon => cfg!(target_arch = "aarch64"), // every such target has them
             _ => cfg!(target_arch = "x86_64") && self <= Self::detect(),
         }
+    }
+
+    /// Whether a model in plain Rust stands for these instructions: in builds for tests (feature `modelled-tiles`).
+    #[must_use]
+    pub fn is_modelled(self) -> bool {
+        cfg!(feature = "modelled-tiles") && self == Self::Amx
     }
 
     /// The best that this machine has, the switch aside.

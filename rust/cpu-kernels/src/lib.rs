@@ -19,6 +19,8 @@
 //!   once at the end. Not so where AVX-512 BF16 or AMX multiply bfloat16 itself: there the weights are rounded before
 //!   they meet the values, as torch and flash-attn do, and values have to be finite. In linear layers each of its
 //!   products is rounded as that instruction does, but for AVX-512 BF16 on Intel's processors, where float32 is faster.
+//!   With AMX, sums take 32 inputs at a time, even and odd ones apart, and the bias last, for a single row too; denormal
+//!   numbers are zeros there.
 //! * **A cache of 8-bit integers stays one.** Where bfloat16 is multiplied itself, queries and weights meet it as 16-bit
 //!   integers with a scale, whose products are added up exactly. Elsewhere the bits are those of a cache of its floats.
 //! * **Quantised weights keep their bits.** Each 32 numbers of a row are rounded to integers of 8 bits, and products with
@@ -52,6 +54,9 @@ mod activation;
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)] // instructions that Rust has no name for
 mod amx;
+#[cfg(all(target_arch = "x86_64", feature = "modelled-tiles"))]
+#[allow(unsafe_code)] // memory is read and written as tiles
+mod amx_model;
 mod attention;
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)] // memory is read and written as vectors
@@ -101,6 +106,9 @@ mod softmax;
 mod step;
 mod stored;
 mod threads;
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)] // instructions that Rust has no name for
+mod tile_product;
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)] // instructions that Rust has no name for
 mod tiles;

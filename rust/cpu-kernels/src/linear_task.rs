@@ -5,15 +5,19 @@ use std::slice::Chunks;
 
 use crate::activation::Activation;
 #[cfg(target_arch = "x86_64")]
-use crate::bf16_dots::{add_dots, has_dots};
+use crate::bf16_dots;
 use crate::builds::{InEachBuild, InVectors, best_build, best_vectors};
 use crate::element::{Element, widen};
 use crate::float8_weight::add_scaled_products;
 use crate::isa::Isa;
 use crate::lanes::Vector;
+#[cfg(target_arch = "x86_64")]
+use crate::lines::Lines;
 use crate::lines::WIDTH;
 use crate::packed_weight::{PackedWeight, Panels};
 use crate::product::{Columns, Floats, add_products, add_widened_products};
+#[cfg(target_arch = "x86_64")]
+use crate::tile_product::add_tile_products;
 
 /// Floats for the rows and sums of a task in bfloat16, and for its gates.
 #[derive(Default)]
@@ -73,6 +77,20 @@ impl<E: Element> Multiply<'_, '_, E> {
     }
 }
 
+/// Adds products of rows in bfloat16 with a weight in bfloat16.
+#[cfg(target_arch = "x86_64")]
+type AddHalves = fn(&mut Columns<'_, '_, u16, f32>, &Lines<u32>);
+
+/// Products of bfloat16 itself, where they are faster than those of float32.
+#[cfg(target_arch = "x86_64")]
+fn product_of_halves(isa: Isa) -> Option<AddHalves> {
+    match isa {
+        Isa::Amx => Some(add_tile_products),
+        Isa::Avx512Bf16 if bf16_dots::are_fast() => Some(bf16_dots::add_dots),
+        _ => None,
+    }
+}
+
 /// Adds the products of the rows with the weight, and returns the sums.
 fn add<'b, E: Element>(
     isa: Isa,
@@ -82,11 +100,11 @@ fn add<'b, E: Element>(
 ) -> Vec<&'b mut [f32]> {
     let Columns { rows, first, out } = columns;
     #[cfg(target_arch = "x86_64")]
-    if let (true, Panels::Halves(lines), Some(rows)) =
-        (has_dots(isa), &weight.panels, E::halves(rows))
+    if let (Some(add), Panels::Halves(lines), Some(rows)) =
+        (product_of_halves(isa), &weight.panels, E::halves(rows))
     {
         let mut columns = Columns { rows, first, out };
-        add_dots(isa, &mut columns, lines);
+        add(&mut columns, lines);
         return columns.out;
     }
     let rows = E::floats(rows, scratch);

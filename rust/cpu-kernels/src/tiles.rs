@@ -1,9 +1,17 @@
 //! Tiles of AMX, Intel's matrix instructions: what one is, and the instructions as macros that name it.
+//!
+//! With the feature `modelled-tiles`, the macros call [`crate::amx_model`] in place of the instructions.
 
+#[cfg(not(feature = "modelled-tiles"))]
 use std::arch::asm;
+#[cfg(not(feature = "modelled-tiles"))]
 use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::marker::PhantomData;
+#[cfg(not(feature = "modelled-tiles"))]
 use std::sync::OnceLock;
+
+#[cfg(feature = "modelled-tiles")]
+use crate::amx_model;
 
 /// Rows of a tile; its lanes, too.
 pub(crate) const ROWS: usize = 16;
@@ -11,19 +19,29 @@ pub(crate) const ROWS: usize = 16;
 pub(crate) const STRIDE: usize = 64;
 /// Elements of a row of a tile.
 pub(crate) const WIDTH: usize = 32;
+/// Tiles that the processor has.
+pub(crate) const TILES: usize = 8;
 
-/// Whether the processor has AMX for bfloat16 and the system lets us use it.
+/// Whether the processor has AMX for bfloat16 and for bytes, and the system lets us use it.
+#[cfg(not(feature = "modelled-tiles"))]
 pub(crate) fn is_there() -> bool {
     static FOUND: OnceLock<bool> = OnceLock::new();
     *FOUND.get_or_init(|| {
-        const BF16_AND_TILES: u32 = 1 << 22 | 1 << 24;
-        let has = __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & BF16_AND_TILES == BF16_AND_TILES;
+        const BF16_TILES_AND_INT8: u32 = 1 << 22 | 1 << 24 | 1 << 25;
+        let has = __cpuid(0).eax >= 7
+            && __cpuid_count(7, 0).edx & BF16_TILES_AND_INT8 == BF16_TILES_AND_INT8;
         has && is_x86_feature_detected!("avx512bf16") && is_allowed()
     })
 }
 
+/// Whether the kernels around the model run here.
+#[cfg(feature = "modelled-tiles")]
+pub(crate) fn is_there() -> bool {
+    is_x86_feature_detected!("avx512bf16")
+}
+
 /// Linux keeps the tiles' state for a process only if that asks for it.
-#[cfg(target_os = "linux")]
+#[cfg(all(target_os = "linux", not(feature = "modelled-tiles")))]
 fn is_allowed() -> bool {
     const ARCH_REQ_XCOMP_PERM: usize = 0x1023;
     const XTILEDATA: usize = 18;
@@ -31,43 +49,86 @@ fn is_allowed() -> bool {
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0 }
 }
 
-#[cfg(not(target_os = "linux"))]
+#[cfg(not(any(target_os = "linux", feature = "modelled-tiles")))]
 fn is_allowed() -> bool {
     false
 }
 
-/// Eight tiles of 16 rows of 64 bytes, until it is dropped.
-pub(crate) struct Tiles;
+/// Rows of a tile, and bytes of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Shape {
+    pub(crate) rows: usize,
+    pub(crate) bytes: usize,
+}
 
-impl Tiles {
-    /// Sets them up.
-    pub(crate) fn begin() -> Self {
-        #[repr(C, align(64))]
-        struct Config {
-            palette: u8,
-            start_row: u8,
-            reserved: [u8; 14],
-            row_bytes: [u16; 16],
-            rows: [u8; 16],
-        }
-        let tiles = |per_tile: u16| std::array::from_fn(|tile| if tile < 8 { per_tile } else { 0 });
-        let config = Config {
+impl Shape {
+    /// All that a tile can have.
+    pub(crate) const WHOLE: Self = Self {
+        rows: ROWS,
+        bytes: STRIDE,
+    };
+}
+
+/// The memory that `LDTILECFG` reads.
+#[repr(C, align(64))]
+#[derive(Clone, Copy)]
+pub(crate) struct Config {
+    pub(crate) palette: u8,
+    pub(crate) start_row: u8,
+    pub(crate) reserved: [u8; 14],
+    pub(crate) row_bytes: [u16; 16],
+    pub(crate) rows: [u8; 16],
+}
+
+impl Config {
+    pub(crate) fn of(shapes: &[Shape; TILES]) -> Self {
+        let mut config = Self {
             palette: 1,
             start_row: 0,
             reserved: [0; 14],
-            row_bytes: tiles(STRIDE as u16),
-            rows: tiles(ROWS as u16).map(|rows| rows as u8),
+            row_bytes: [0; 16],
+            rows: [0; 16],
         };
-        // SAFETY: the machine has AMX, as `takes` is asked first, and the configuration is valid.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack)) };
+        for (tile, shape) in shapes.iter().enumerate() {
+            config.row_bytes[tile] = shape.bytes as u16;
+            config.rows[tile] = shape.rows as u8;
+        }
+        config
+    }
+}
+
+/// Eight tiles, until it is dropped.
+pub(crate) struct Tiles;
+
+impl Tiles {
+    /// Sets them up, with 16 rows of 64 bytes each.
+    pub(crate) fn begin() -> Self {
+        Self::of_shapes(&[Shape::WHOLE; TILES])
+    }
+
+    /// Sets them up with these shapes: 1 to 16 rows of 4 to 64 bytes.
+    pub(crate) fn of_shapes(shapes: &[Shape; TILES]) -> Self {
+        let config = Config::of(shapes);
+        #[cfg(feature = "modelled-tiles")]
+        amx_model::configure(&config);
+        // SAFETY: the machine has AMX, as is asked first, and the configuration is valid.
+        #[cfg(not(feature = "modelled-tiles"))]
+        unsafe {
+            asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly));
+        }
         Self
     }
 }
 
 impl Drop for Tiles {
     fn drop(&mut self) {
+        #[cfg(feature = "modelled-tiles")]
+        amx_model::release();
         // SAFETY: as above.
-        unsafe { asm!("tilerelease", options(nostack, nomem)) };
+        #[cfg(not(feature = "modelled-tiles"))]
+        unsafe {
+            asm!("tilerelease", options(nostack, nomem));
+        }
     }
 }
 
@@ -96,6 +157,16 @@ impl<'t> Rows<'t> {
         }
     }
 
+    /// Rows of `memory`, each `stride` bytes after the last. A tile has no more of them, and no longer ones, than there are.
+    #[inline(always)]
+    pub(crate) fn every<T>(memory: &'t [T], stride: usize) -> Self {
+        Self {
+            first: memory.as_ptr().cast(),
+            stride,
+            borrowed: PhantomData,
+        }
+    }
+
     /// These, if they lie at equal distances: forwards or, with a stride that wraps, backwards.
     #[inline(always)]
     pub(crate) fn spread(rows: &[&'t [u16]; ROWS]) -> Option<Self> {
@@ -112,11 +183,19 @@ impl<'t> Rows<'t> {
     }
 }
 
+/// Where rows of a tile are stored.
+#[inline(always)]
+pub(crate) fn first_of<T>(rows: &mut [T]) -> *mut T {
+    const { assert!(size_of::<T>() == STRIDE) };
+    rows.as_mut_ptr()
+}
+
 /// `tile = rows`, from byte `at` of each on.
+#[cfg(not(feature = "modelled-tiles"))]
 macro_rules! load {
     ($tile:literal, $rows:expr, $at:expr) => {{
         let rows: $crate::tiles::Rows<'_> = $rows;
-        // SAFETY: 16 rows of 64 bytes are borrowed there, the tiles are set up.
+        // SAFETY: as many rows of as many bytes as the tile has are borrowed there, the tiles are set up.
         unsafe {
             std::arch::asm!(concat!("tileloadd ", $tile, ", [{} + {} * 1]"), in(reg) rows.first.add($at),
                 in(reg) rows.stride, options(nostack, readonly));
@@ -125,6 +204,7 @@ macro_rules! load {
 }
 
 /// The contrary, to rows side by side.
+#[cfg(not(feature = "modelled-tiles"))]
 macro_rules! store {
     ($tile:literal, $to:expr) => {{
         let to = $crate::tiles::first_of(&mut $to[..$crate::tiles::ROWS]);
@@ -135,13 +215,7 @@ macro_rules! store {
     }};
 }
 
-/// Where rows of a tile are stored.
-#[inline(always)]
-pub(crate) fn first_of<T>(rows: &mut [T]) -> *mut T {
-    const { assert!(size_of::<T>() == STRIDE) };
-    rows.as_mut_ptr()
-}
-
+#[cfg(not(feature = "modelled-tiles"))]
 macro_rules! zero {
     ($($tile:literal),*) => {
         // SAFETY: the tiles are set up.
@@ -150,6 +224,7 @@ macro_rules! zero {
 }
 
 /// `sums[m][n] += a[m][2k] * b[k][2n] + a[m][2k + 1] * b[k][2n + 1]` for 16 `k`.
+#[cfg(not(feature = "modelled-tiles"))]
 macro_rules! multiply_add {
     ($sums:literal, $a:literal, $b:literal) => {
         // SAFETY: the tiles are set up.
@@ -162,4 +237,57 @@ macro_rules! multiply_add {
     };
 }
 
-pub(crate) use {load, multiply_add, store, zero};
+/// The same with four bytes for two elements: both signed, and sums of 32 bits.
+#[cfg(not(feature = "modelled-tiles"))]
+macro_rules! multiply_add_bytes {
+    ($sums:literal, $a:literal, $b:literal) => {
+        // SAFETY: the tiles are set up.
+        unsafe {
+            std::arch::asm!(
+                concat!("tdpbssd ", $sums, ", ", $a, ", ", $b),
+                options(nostack, nomem)
+            )
+        }
+    };
+}
+
+#[cfg(feature = "modelled-tiles")]
+macro_rules! load {
+    ($tile:literal, $rows:expr, $at:expr) => {{
+        let rows: $crate::tiles::Rows<'_> = $rows;
+        // SAFETY: as many rows of as many bytes as the tile has are borrowed there.
+        unsafe { $crate::amx_model::load($tile, rows.first.add($at), rows.stride) }
+    }};
+}
+
+#[cfg(feature = "modelled-tiles")]
+macro_rules! store {
+    ($tile:literal, $to:expr) => {{
+        let to = $crate::tiles::first_of(&mut $to[..$crate::tiles::ROWS]);
+        // SAFETY: as above.
+        unsafe { $crate::amx_model::store($tile, to.cast(), $crate::tiles::STRIDE) }
+    }};
+}
+
+#[cfg(feature = "modelled-tiles")]
+macro_rules! zero {
+    ($($tile:literal),*) => {
+        $($crate::amx_model::zero($tile);)*
+    };
+}
+
+#[cfg(feature = "modelled-tiles")]
+macro_rules! multiply_add {
+    ($sums:literal, $a:literal, $b:literal) => {
+        $crate::amx_model::multiply_add($sums, $a, $b)
+    };
+}
+
+#[cfg(feature = "modelled-tiles")]
+macro_rules! multiply_add_bytes {
+    ($sums:literal, $a:literal, $b:literal) => {
+        $crate::amx_model::multiply_add_bytes($sums, $a, $b)
+    };
+}
+
+pub(crate) use {load, multiply_add, multiply_add_bytes, store, zero};

@@ -8,7 +8,7 @@ import pytest
 from pyengine.cpu import BufferError, ConfigError, CpuAttention, PackedWeight
 from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype, Rows, rounded, widened
 from pyengine.models.decoder.cpu_products import CpuGate, CpuProduct
-from pyengine.models.decoder.product_choice import kernel_is_default, kernel_supports
+from pyengine.models.decoder.product_choice import kernel_supports
 from pyengine.models.decoder.spec import Activation
 
 pytestmark = pytest.mark.levels
@@ -86,8 +86,6 @@ def test_formats_without_a_kernel_are_named() -> None:
     is_fast = CpuAttention.is_fast()
     for dtype in FORMATS:
         assert kernel_supports(dtype) == is_fast
-    assert kernel_is_default("float32") == is_fast
-    assert kernel_is_default("bfloat16") == (is_fast and CpuAttention.isa() != "amx")
 
 
 def test_every_activation_has_a_gate() -> None:

@@ -1,5 +1,6 @@
 //! Tests that run once for each level of instructions. One that this machine lacks is ignored, by name, and fails
-//! where the environment variable `REQUIRE_ISA` asks for it: `REQUIRE_ISA=avx512,amx`.
+//! where the environment variable `REQUIRE_ISA` asks for it: `REQUIRE_ISA=avx512,amx`. A level that is modelled runs, but
+//! is not there for `REQUIRE_ISA`.
 
 use std::process::ExitCode;
 
@@ -27,11 +28,14 @@ pub(crate) struct Tests {
 }
 
 impl Tests {
-    /// None yet. Panics where `REQUIRE_ISA` names a level that is not known.
+    /// None yet. Panics where `REQUIRE_ISA` names a level that is not known, or one that a model stands for.
     pub(crate) fn new() -> Self {
         let names = std::env::var(REQUIRED).unwrap_or_default();
         let level = |name: &str| match Isa::named(name) {
             None => panic!("{REQUIRED}={names}: {name} is none of {}", known()),
+            Some(isa) if isa.is_modelled() => {
+                panic!("{REQUIRED}={names}: {name} is a model here; test without modelled-tiles")
+            }
             isa => isa,
         };
         let asked = names.split(',').filter(|name| !OTHERS.contains(name));
@@ -112,7 +116,7 @@ pub(crate) fn check<S: Strategy>(
 }
 
 fn known() -> String {
-    names(&Isa::ALL)
+    Isa::ALL.map(Isa::name).join(", ")
 }
 
 fn names(levels: &[Isa]) -> String {
@@ -120,7 +124,10 @@ fn names(levels: &[Isa]) -> String {
         true => "none".to_owned(),
         false => levels
             .iter()
-            .map(|isa| isa.name())
+            .map(|isa| match isa.is_modelled() {
+                true => format!("{} (modelled)", isa.name()),
+                false => isa.name().to_owned(),
+            })
             .collect::<Vec<_>>()
             .join(", "),
     }

@@ -3,16 +3,19 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyengine import LLM
 from pyengine.errors import ConfigurationError
 from pyengine.models.decoder import product_choice as products
-from pyengine.models.decoder.cpu_numbers import NUMPY, rounded
+from pyengine.models.decoder.cpu_numbers import NUMPY
+from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.kernel_sets import KernelSettings, kernel_set
 from pyengine.models.decoder.product_choice import (
     LayerShape,
@@ -20,7 +23,6 @@ from pyengine.models.decoder.product_choice import (
     available_products,
     best_product,
     choose_product,
-    kernel_is_default,
     kernel_supports,
     onednn_supports,
 )
@@ -51,26 +53,60 @@ def test_the_least_mean_of_all_numbers_of_rows_decides(
     assert best_product(times) == expected
 
 
+@pytest.mark.parametrize("isa", ["avx2", "avx512_bf16", "amx"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_our_kernel_is_not_timed(monkeypatch, dtype):
-    if not kernel_is_default(dtype):
-        pytest.skip(f"the kernel is not the default for {dtype} here")
+def test_our_kernel_is_not_timed(monkeypatch, dtype, isa):
+    at_level = SimpleNamespace(is_fast=lambda: True, isa=lambda: isa)
+    monkeypatch.setattr(products, "CpuAttention", at_level)
     monkeypatch.setattr(products, "measure", pytest.fail)
     chooser = ProductChooser("auto", dtype)
     assert chooser(LayerShape(24, 17, dtype), [np.zeros((17, 24), NUMPY[dtype])]) == "pyengine"
 
 
-@needs_onednn
+class Operations(TorchDispatchMode):
+    """Records the operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.skipif(not kernel_supports("bfloat16"), reason="no kernel here")
-def test_our_kernel_is_used_by_name_where_it_is_not_the_default(monkeypatch):
-    """As with AMX."""
-    monkeypatch.setattr(products, "kernel_is_default", lambda _dtype: False)
+@pytest.mark.parametrize(("asked", "used"), [("auto", "pyengine"), ("torch", "torch")])
+def test_a_step_with_amx_has_no_operation_of_torch_between_ids_and_logits(
+    tmp_path, monkeypatch, asked, used
+):
+    """By default; torch's products are seen."""
+    at_level = SimpleNamespace(is_fast=lambda: True, isa=lambda: "amx")
+    monkeypatch.setattr(products, "CpuAttention", at_level)
+    save_tiny_model(tmp_path)
+    settings: dict[str, Any] = {"dtype": "bfloat16", "num_blocks": 16, "max_model_len": 64}
+    llm = LLM(tmp_path, linear_backend=asked, **settings)
+    assert llm.describe()["linear_backend"] == used
+    steps, compute = [], Decoder.__call__
+
+    def recorded(*arguments: Any) -> Any:
+        with Operations() as operations:
+            found = compute(*arguments)
+        steps.append(operations.names)
+        return found
+
+    monkeypatch.setattr(Decoder, "__call__", recorded)
+    llm.generate([[3, 9, 27], [4, 5]])
+    assert len(steps) > 1
+    assert all(steps) if asked == "torch" else not any(steps)
+
+
+@needs_onednn
+def test_products_are_timed_where_our_kernel_has_no_instructions(monkeypatch):
+    monkeypatch.setattr(products, "kernel_supports", lambda _dtype: False)
     monkeypatch.setattr(products, "_choices", {})
-    weights = [rounded(np.ones((17, 24), np.float32), np.uint16)]
-    shape = LayerShape(24, 17, "bfloat16")
-    assert ProductChooser("pyengine", "bfloat16")(shape, weights) == "pyengine"
-    timed = ProductChooser("auto", "bfloat16")
-    assert timed(shape, weights) != "pyengine"
+    timed = ProductChooser("auto", "float32")
+    assert timed(LayerShape(24, 17, "float32"), [np.ones((17, 24), np.float32)]) != "pyengine"
     assert str(timed.describe()["linear_reason"]).startswith("timed in")
 
 
@@ -170,7 +206,7 @@ def test_an_engine_says_which_products_it_uses(tmp_path, dtype):
         llm = LLM(tmp_path, dtype=dtype, num_blocks=16, max_model_len=64, linear_backend=asked)
         about = llm.describe()
         if asked == "auto":
-            reason = "same bits" if kernel_is_default(dtype) else "timed in"
+            reason = "same bits" if kernel_supports(dtype) else "timed in"
             assert reason in str(about["linear_reason"])
         else:
             assert (about["linear_backend"], about["linear_reason"]) == (asked, "asked for")
