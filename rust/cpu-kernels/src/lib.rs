@@ -25,7 +25,8 @@
 //!   integers with a scale, whose products are added up exactly. Elsewhere the bits are those of a cache of its floats.
 //! * **Quantised weights keep their bits.** Each 32 numbers of a row are rounded to integers of 8 bits, and products with
 //!   the codes are added up as integers. All builds give the same bits there, too; rounding the rows is the only error
-//!   beyond float32's, about half a per cent for normally distributed rows.
+//!   beyond float32's, about half a per cent for normally distributed rows. With AMX, tiles multiply many rows and vectors
+//!   few, with the same bits.
 //! * **A shared block is read once.** Parts of the cache that several sequences have in common are scored for
 //!   all of them while they are in the processor's cache ([`Step::share`]).
 //! * **Nothing is trusted.** Every array is checked against every other; what does not fit is an
@@ -97,8 +98,12 @@ mod parts;
 mod product;
 mod quantized_format;
 mod quantized_linear;
+mod quantized_panels;
 mod quantized_product;
 mod quantized_rows;
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)] // instructions that Rust has no name for
+mod quantized_tiles;
 mod quantized_weight;
 mod rotation;
 mod rows;

@@ -16,6 +16,8 @@ use crate::lines::WIDTH;
 use crate::quantized_format::{BLOCK, Offset};
 use crate::quantized_product::add_products;
 use crate::quantized_rows::{Quantize, RowBlock, RowTile, tiles};
+#[cfg(target_arch = "x86_64")]
+use crate::quantized_tiles;
 use crate::quantized_weight::QuantizedWeight;
 use crate::step::same_length;
 
@@ -282,6 +284,11 @@ impl Multiply<'_> {
         panels: Range<usize>,
         sums: &mut [[f32; WIDTH]],
     ) {
+        #[cfg(target_arch = "x86_64")]
+        if quantized_tiles::takes(self.isa, tiles) {
+            let Factor { weight, blocks } = factor;
+            return quantized_tiles::add_tile_products(weight, panels, (tiles, blocks), sums);
+        }
         Build::at(self.isa).run(Add {
             factor,
             tiles,

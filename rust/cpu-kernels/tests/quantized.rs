@@ -333,6 +333,26 @@ fn every_level_and_number_of_threads_gives_the_same_bits(isa: Isa) {
     }
 }
 
+/// More blocks than are unpacked at a time, and rows around those where instructions change.
+fn many_blocks_and_rows_have_the_same_bits_at_every_level(isa: Isa) {
+    let [attention, plain] = [isa, Isa::Portable].map(|isa| attention(isa, 1));
+    for blocks in [9, 33] {
+        for layer in layers(blocks, 18) {
+            let rows = Random(4).floats(40 * layer.in_features);
+            let expected = bits(&layer.multiply(&plain, &rows, true));
+            for count in [3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 25, 40] {
+                let rows = &rows[..count * layer.in_features];
+                let found = bits(&layer.multiply(&attention, rows, true));
+                let name = layer.weight.format();
+                assert!(
+                    found == expected[..count * 18],
+                    "{name:?}, {count} rows of {blocks} blocks"
+                );
+            }
+        }
+    }
+}
+
 fn extreme_codes_and_numbers_do_not_overflow(isa: Isa) {
     let attention = attention(isa, 1);
     for format in F::ALL {
@@ -351,6 +371,11 @@ fn extreme_codes_and_numbers_do_not_overflow(isa: Isa) {
                 attention
                     .quantized_linear(&row, &weight, None, &mut out)
                     .expect("it fits");
+                let mut many = [f32::NAN; 9];
+                attention
+                    .quantized_linear(&row.repeat(9), &weight, None, &mut many)
+                    .expect("it fits");
+                assert_eq!(many, [out[0]; 9]);
                 let weights = dequantized(format, &block);
                 let exact: f64 = weights
                     .iter()
@@ -486,6 +511,11 @@ fn main() -> ExitCode {
             &LEVELS,
             "every_level_and_number_of_threads_gives_the_same_bits",
             every_level_and_number_of_threads_gives_the_same_bits,
+        )
+        .at(
+            &LEVELS[1..],
+            "many_blocks_and_rows_have_the_same_bits_at_every_level",
+            many_blocks_and_rows_have_the_same_bits_at_every_level,
         )
         .at(
             &LEVELS,
