@@ -122,7 +122,8 @@ class Own:
         """Time the steps of the engine, and leave out those that fill a context."""
         import torch
 
-        from pyengine.executor.model_runner import ForwardPass, KVPool
+        from pyengine.executor.model_runner import ForwardPass
+        from pyengine.kv_cache.pool import KVPool
 
         make, forward, num_logits = KVPool.__init__, ForwardPass.__call__, [0]
 

@@ -138,7 +138,8 @@ def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
     whole = powers.shape[1] // _PART * _PART
     sums = powers[:, whole:].sum(1, keepdim=True)
     if whole:
-        sums += powers[:, :whole].unflatten(1, (-1, _PART)).sum(2).sum(1, keepdim=True)
+        parts = powers[:, :whole].view(len(powers), whole // _PART, _PART)
+        sums += parts.sum(2).sum(1, keepdim=True)
     return sums.log_().add_(peaks)
 
 

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyengine import LLM
 from pyengine.errors import ConfigurationError
 from pyengine.models.decoder import product_choice as products
 from pyengine.models.decoder.cpu_numbers import NUMPY
-from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.kernel_sets import KernelSettings, kernel_set
 from pyengine.models.decoder.product_choice import (
     LayerShape,
@@ -61,44 +59,6 @@ def test_our_kernel_is_not_timed(monkeypatch, dtype, isa):
     monkeypatch.setattr(products, "measure", pytest.fail)
     chooser = ProductChooser("auto", dtype)
     assert chooser(LayerShape(24, 17, dtype), [np.zeros((17, 24), NUMPY[dtype])]) == "pyengine"
-
-
-class Operations(TorchDispatchMode):
-    """Records the operations of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.skipif(not kernel_supports("bfloat16"), reason="no kernel here")
-@pytest.mark.parametrize(("asked", "used"), [("auto", "pyengine"), ("torch", "torch")])
-def test_a_step_with_amx_has_no_operation_of_torch_between_ids_and_logits(
-    tmp_path, monkeypatch, asked, used
-):
-    """By default; torch's products are seen."""
-    at_level = SimpleNamespace(is_fast=lambda: True, isa=lambda: "amx")
-    monkeypatch.setattr(products, "CpuAttention", at_level)
-    save_tiny_model(tmp_path)
-    settings: dict[str, Any] = {"dtype": "bfloat16", "num_blocks": 16, "max_model_len": 64}
-    llm = LLM(tmp_path, linear_backend=asked, **settings)
-    assert llm.describe()["linear_backend"] == used
-    steps, compute = [], Decoder.__call__
-
-    def recorded(*arguments: Any) -> Any:
-        with Operations() as operations:
-            found = compute(*arguments)
-        steps.append(operations.names)
-        return found
-
-    monkeypatch.setattr(Decoder, "__call__", recorded)
-    llm.generate([[3, 9, 27], [4, 5]])
-    assert len(steps) > 1
-    assert all(steps) if asked == "torch" else not any(steps)
 
 
 @needs_onednn
