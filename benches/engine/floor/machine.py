@@ -1,4 +1,4 @@
-"""What this machine reads and multiplies in a second, measured by the fastest of several programs.
+"""Bytes read and operations done in a second by this machine, by the fastest of several programs.
 
 Reading: an array far larger than the caches, by torch's sum, by torch's product of a matrix and a
 vector, and by the `pyengine` kernel's product of one row. Operations: products of 2,048 x 2,048 by

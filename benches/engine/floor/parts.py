@@ -160,7 +160,7 @@ class _CountingKernels:
     def attention(
         self, spec: Attention | LatentAttention, weights: AttentionWeights
     ) -> _AttentionOfLayer:
-        """What the attention of a layer depends on."""
+        """Settings of a layer that its attention depends on."""
         return _AttentionOfLayer(spec, weights)
 
     def differ(self, first: Weight, second: Weight) -> bool:

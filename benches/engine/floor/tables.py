@@ -95,7 +95,7 @@ def _size(number: float) -> str:
 
 
 def _waiting(figures: dict[str, Any], limits: Limits) -> str:
-    """What timers cost, and how long threads had no work or no processor."""
+    """The cost of timers, and the time in which threads had no work or no processor."""
     idle = limits.threads * figures["seconds"] - figures["processor_seconds"]
     return (
         f"A step takes {figures['seconds_without_timers'] * 1e3:.2f} ms without timers, "

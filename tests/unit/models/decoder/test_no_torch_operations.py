@@ -45,7 +45,7 @@ class Operations(TorchDispatchMode):
 
 @contextmanager
 def operations_of(llm: LLM) -> Iterator[set[str]]:
-    """What runs inside the decoder, in all steps of the block."""
+    """Names of operations inside the decoder, in all steps of the block."""
     model: Any = llm._engine._executor.runner._model  # type: ignore[attr-defined]
     decoder, operations, calls = model._decoder, Operations(), []
 
