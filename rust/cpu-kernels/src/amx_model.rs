@@ -4,7 +4,7 @@
 
 use std::cell::RefCell;
 
-use crate::tiles::{Config, ROWS, STRIDE, Shape, TILES};
+use crate::tile_shapes::{Config, ROWS, STRIDE, Shape, TILES};
 
 /// The bytes of a tile.
 type Bytes = [[u8; STRIDE]; ROWS];

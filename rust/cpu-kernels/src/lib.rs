@@ -115,6 +115,8 @@ mod threads;
 #[allow(unsafe_code)] // instructions that Rust has no name for
 mod tile_product;
 #[cfg(target_arch = "x86_64")]
+mod tile_shapes;
+#[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)] // instructions that Rust has no name for
 mod tiles;
 mod write;
