@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
@@ -317,7 +317,7 @@ class Executor:
     def _enqueue(self, work: Callable[[], T]) -> "Future[T]":
         """Run `work` after everything that was enqueued before. Its error is kept."""
         if self._thread is not None:
-            return self._thread.submit(_compute, torch.get_num_threads(), work)
+            return self._thread.submit(partial(_compute, torch.get_num_threads(), work))
         future: Future[T] = Future()
         try:
             with self._on_device:
