@@ -60,6 +60,7 @@ SHOWN: list[tuple[Path, str, Callable[[str], Iterator[str]]]] = [
     (ENGINE, "linear-products-epyc-avx512", from_file(linear_products.tables)),
     (ENGINE, "decode-products-epyc-avx512", from_file(decode_products.tables)),
     (ENGINE, "busy-epyc-avx512", from_file(busy.tables)),
+    (ENGINE, "busy-rows-xeon-avx512", from_file(busy.own_table)),
     (ENGINE, "mask-threads-epyc-avx512", from_file(mask_threads.table)),
     (ENGINE, "stored-epyc-avx512", from_file(stored.tables)),
     (ENGINE, "engine-overhead-xeon-amx", from_file(overhead.page)),
