@@ -16,11 +16,11 @@ pytestmark = pytest.mark.skipif(not CpuAttention.is_fast(), reason="no fast CPU 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 MODELS = (
-    Tiny("llama", "llama", SIZES),
-    Tiny("qwen3", "qwen3", {**SIZES, "head_dim": 16, "attention_bias": True}),
-    Tiny("gemma2", "gemma2", {**SIZES, "head_dim": 16, "final_logit_softcapping": 2.0}),
-    Tiny("gemma3", "gemma3_text", {**SIZES, "head_dim": 16, "sliding_window": 9}),
-    Tiny("granite", "granite", {**SIZES, "embedding_multiplier": 2.5, "logits_scaling": 1.7}),
+    Tiny("llama-of-64", "llama", SIZES),
+    Tiny("qwen3-of-64", "qwen3", {**SIZES, "head_dim": 16, "attention_bias": True}),
+    Tiny("gemma2-of-64", "gemma2", {**SIZES, "head_dim": 16, "final_logit_softcapping": 2.0}),
+    Tiny("gemma3-of-64", "gemma3_text", {**SIZES, "head_dim": 16, "sliding_window": 9}),
+    Tiny("granite-of-64", "granite", {**SIZES, "embedding_multiplier": 2.5, "logits_scaling": 1.7}),
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
