@@ -23,6 +23,7 @@ __all__ = [
     "add_norm",
     "add_rows",
     "gate_rows",
+    "limit_threads",
     "map_rows",
     "norm_rows",
 ]
@@ -82,6 +83,8 @@ class CpuAttention:
         rotation: _Rotation | None = None,
     ) -> None: ...
     def rms_norm(self, rows: _Floats, weight: _Floats, out: _Floats, epsilon: float) -> None: ...
+
+def limit_threads(count: int | None) -> int | None: ...
 
 _NormOfRows: TypeAlias = tuple[_AnyArray | None, _AnyArray | None, float, float, bool]
 

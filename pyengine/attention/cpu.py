@@ -47,7 +47,10 @@ def _caches_of(pool: KVPool) -> list[CpuCache]:
 
 
 class CpuBackend(AttentionBackend):
-    """Attention over a `KVPool` in host memory, with as many threads as torch has."""
+    """Attention over a `KVPool` in host memory, with as many threads as torch has.
+
+    Models of torch's operations attend with torch's own threads, those over arrays with theirs.
+    """
 
     name = "cpu"
     strength = "reads the blocks in place, in Rust"
@@ -122,7 +125,7 @@ class CpuPlan:
         if options.sinks is not None:
             sinks = options.sinks.detach().float().contiguous().numpy()
         own = KernelOptions(options.scaling, options.sliding_window, options.softcap, sinks)
-        self.attend(layer, arrays, own, rotation)
+        self.attend(layer, arrays, own, rotation, self._backend.threads)
         return out
 
     def attend(
@@ -131,14 +134,15 @@ class CpuPlan:
         arrays: tuple[npt.NDArray[Any], ...],
         options: KernelOptions,
         rotation: tuple[Any, ...] | None,
+        threads: CpuAttention,
     ) -> None:
         """Attend with `arrays`: query, key, value and the result, as `forward` has them.
 
         They have the cache's dtype, bfloat16 as its bits, and rows that are contiguous. `rotation`:
-        cosines, sines `[T, columns]`, and a layer's `rotation_numbers`.
+        cosines, sines `[T, columns]`, and a layer's `rotation_numbers`. `threads` compute.
         """
         backend = self._backend
-        backend.threads.forward(
+        threads.forward(
             self._steps[backend.groups[layer]],
             backend.caches[layer],
             *arrays,

@@ -11,9 +11,14 @@ from functools import cache
 from pathlib import Path
 from threading import enumerate as enumerate_threads
 
-from pyengine._cpu import CpuAttention
+from pyengine._cpu import CpuAttention, limit_threads
 from pyengine.utils.cpus import usable_cpus
-from pyengine.utils.openmp import BRIEF_SPIN, how_threads_wait, openmp_runtime
+from pyengine.utils.openmp import (
+    BRIEF_SPIN,
+    how_threads_wait,
+    openmp_runtime,
+    set_torch_threads,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -43,9 +48,48 @@ _OR_FEWER = "; fewer while other programs take them"
 
 
 @cache
-def kernel_threads(num_threads: int) -> CpuAttention:
-    """Threads of torch's pool for the kernels: as many, or fewer where torch has been told so."""
-    return CpuAttention(num_threads, openmp_runtime())
+def kernel_threads(num_threads: int, *, beside_torch: bool = False) -> CpuAttention:
+    """Threads for the kernels: as many, or fewer inside `thread_limit`.
+
+    They spin between calls. `beside_torch`: torch computes between the calls, so its OpenMP threads
+    are taken. Two pools would be in each other's way.
+    """
+    return CpuAttention(num_threads, openmp_runtime() if beside_torch else None)
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadLimits:
+    """The most threads that calls of one thread of Python compute with.
+
+    `kernels`: those of our kernels; None: as many as they have. `torch`: those of its operations.
+    """
+
+    kernels: int | None
+    torch: int
+
+    @classmethod
+    def current(cls) -> "ThreadLimits":
+        """Those of the calling thread."""
+        import torch
+
+        kernels = limit_threads(None)
+        limit_threads(kernels)
+        return cls(kernels, torch.get_num_threads())
+
+    def set(self) -> None:
+        """Set those of the calling thread."""
+        limit_threads(self.kernels)
+        set_torch_threads(self.torch)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Inside, they are those of the calling thread."""
+        before = self.current()
+        self.set()
+        try:
+            yield
+        finally:
+            before.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +100,12 @@ class ComputeThreads:
     reason: str
     adapts: bool = False
     """True if steps may use fewer while other programs take the processors."""
+    of_torch: int | None = None
+    """Threads of torch's own operations in a step; None: as many.
+
+    1 if our kernels compute all that is large. Then torch's other threads would only take
+    processors: they spin for a while after each operation.
+    """
 
     def describe(self) -> dict[str, object]:
         """For `describe()` and `pyengine info`."""
@@ -190,9 +240,7 @@ class StepThreads:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Inside, torch uses `count` threads in calls of this thread."""
-        import torch
-
+        """Inside, kernels and torch use `count` threads in calls of this thread."""
         adapts, is_judged = self._threads.adapts, self._threads.adapts or not self.has_warned
         start = time.perf_counter()
         is_first = start - self._last_end > _PAUSE
@@ -200,14 +248,10 @@ class StepThreads:
             if adapts and self.count < self._threads.count:
                 self._add(start)
             self._look_start = self._window_start = self._now()
-        count, before = self.count, torch.get_num_threads()
-        if count != before:
-            torch.set_num_threads(count)
         try:
-            yield
+            with ThreadLimits(self.count, self._threads.of_torch or self.count).inside():
+                yield
         finally:
-            if count != before:
-                torch.set_num_threads(before)
             self._last_end = time.perf_counter()
             self._step_seconds += self._last_end - start
             since, length = self._look_start, self._look_length if adapts else _WINDOW

@@ -220,7 +220,12 @@ def _connect(
         drafter = _drafter(settings, executor, draft, plan)
         engine.speculate(drafter, DraftPolicy(costs), most=limits.rows_per_seq - 1)
     can_adapt = worker_group is None and _any_threads_agree(loaded, choice)
-    threads = replace(threads, adapts=threads.adapts and can_adapt)
+    has_kernels_alone = choice.backend == "cpu" and not loaded.torch_computes
+    threads = replace(
+        threads,
+        adapts=threads.adapts and can_adapt,
+        of_torch=1 if has_kernels_alone else None,
+    )
     if populate and isinstance(runner, ModelRunner):
         runner.pool.populate_in_background()
     params = default_params(settings, loaded)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from pyengine.attention.paged import on_device
+from pyengine.cpu.threads import ThreadLimits
 from pyengine.kv_cache import StepPlan
 from pyengine.sampling.logprobs import PendingLogprobs
 from pyengine.sampling.sampler import Sampled, SamplingBatch, sample
@@ -247,10 +248,9 @@ class SubmittedStep:
     """Rows after wrong drafts, once it is committed: they are ignored."""
 
 
-def _compute(num_threads: int, work: Callable[[], T]) -> T:
-    """The result of `work`. The number of threads is set for each thread of Python separately."""
-    if torch.get_num_threads() != num_threads:
-        torch.set_num_threads(num_threads)
+def _compute(limits: ThreadLimits, work: Callable[[], T]) -> T:
+    """The result of `work`, with the threads of the caller that enqueued it."""
+    limits.set()
     return work()
 
 
@@ -317,7 +317,7 @@ class Executor:
     def _enqueue(self, work: Callable[[], T]) -> "Future[T]":
         """Run `work` after everything that was enqueued before. Its error is kept."""
         if self._thread is not None:
-            return self._thread.submit(partial(_compute, torch.get_num_threads(), work))
+            return self._thread.submit(partial(_compute, ThreadLimits.current(), work))
         future: Future[T] = Future()
         try:
             with self._on_device:

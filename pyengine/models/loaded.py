@@ -89,6 +89,7 @@ class LoadedModel:
     - `quantization`: the formats of the weights that are quantised: all of them unless
       `has_float_linears`. `products` has chosen how those are multiplied.
     - `has_torch_products`: torch multiplies, so the last bits depend on the number of threads.
+    - `torch_computes`: between token ids and logits torch computes, too, not our kernels alone.
     - `kv_scales`: those of an 8-bit KV cache.
     - `path`: the model's folder, or its GGUF file.
     - `load_format`: with "dummy", weights are made up.
@@ -113,6 +114,7 @@ class LoadedModel:
     quantization: str = "none"
     has_float_linears: bool = True
     has_torch_products: bool = True
+    torch_computes: bool = True
     products: ProductChooser | None = None
     kv_scales: Scales = field(default_factory=lambda: MappingProxyType({}))
     load_format: str = "auto"

@@ -237,6 +237,7 @@ def _load(
         quantization=str(kernels.quantization) if kernels.quantises else formats or "none",
         has_float_linears=made.has_float_products,
         has_torch_products=made.has_torch_products,
+        torch_computes=made.torch_computes,
         products=made.products,
         kv_scales=_kv_scales(source),
         load_format=source.load_format,

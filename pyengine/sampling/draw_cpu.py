@@ -4,14 +4,21 @@ Top-k, top-p and min-p leave few tokens of a large vocabulary. So a lower bound 
 logit is found first; the rest uses the tokens above it only, the *candidates* of each row, in order
 of id. A row whose filters may keep more is drawn from all of its tokens. Both ways give the same
 token: tokens that are left out have no weight.
+
+Many rows are divided among threads.
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from pyengine.cpu.threads import ThreadLimits
 
 _Floats: TypeAlias = npt.NDArray[np.float32]
 _Doubles: TypeAlias = npt.NDArray[np.float64]
@@ -22,6 +29,7 @@ _GROUP = 16  # logits of a group; the search for the bound reads the largest of 
 _NUCLEUS_HEAD = 512
 """Most nuclei have at most this many tokens; only rows with a longer one are drawn whole."""
 _CHUNK_ELEMENTS = 1 << 18  # logits of a chunk of whole rows, which stays in the processor's cache
+_LEAST_ELEMENTS = 1 << 17  # logits of a thread: about two milliseconds of work
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +71,32 @@ def largest(logits: torch.Tensor) -> torch.Tensor:
 def draw_on_cpu(logits: torch.Tensor, rows: _Ints, columns: Columns, numbers: _Doubles) -> _Ints:
     """Return one token for each of ``rows`` of ``logits`` [B, V], of any floating type: int64 [R].
 
-    ``columns`` and ``numbers`` [R], in [0, 1), belong to ``rows``.
+    ``columns`` and ``numbers`` [R], in [0, 1), belong to ``rows``. As many threads compute as the
+    kernels of the caller have.
     """
+    num_threads = ThreadLimits.current().kernels or 1
+    num_parts = min(num_threads, len(rows), len(rows) * logits.shape[1] // _LEAST_ELEMENTS)
+    if num_parts < 2:
+        return _draw(logits, rows, columns, numbers)
+    first, *others = np.array_split(np.arange(len(rows)), num_parts)
+    with ThreadLimits(1, 1).inside():
+        helpers = _helpers(num_threads - 1, os.getpid())
+        parts = [
+            helpers.submit(_draw, logits, rows[part], columns.take(part), numbers[part])
+            for part in others
+        ]
+        tokens = _draw(logits, rows[first], columns.take(first), numbers[first])
+    return np.concatenate([tokens, *(part.result() for part in parts)])
+
+
+@cache
+def _helpers(count: int, _process: int) -> ThreadPoolExecutor:
+    """Threads of this process that draw; each computes with itself alone."""
+    return ThreadPoolExecutor(count, "pyengine-draw", ThreadLimits(1, 1).set)
+
+
+def _draw(logits: torch.Tensor, rows: _Ints, columns: Columns, numbers: _Doubles) -> _Ints:
+    """Draw as `draw_on_cpu`, in the calling thread."""
     vocab_size = logits.shape[1]
     tokens = np.full(len(rows), -1, dtype=np.int64)
     with np.errstate(all="ignore"):  # rows with NaN give an invalid token

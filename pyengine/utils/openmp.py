@@ -2,9 +2,10 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import CDLL
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,17 +50,46 @@ def openmp_runtime() -> Path | None:
     return next((Path(spec.origin).parent / "lib").glob("libgomp*.so*"), None)
 
 
+def set_torch_threads(count: int) -> None:
+    """Let torch use `count` threads in calls of this thread, and leave those of others.
+
+    `torch.set_num_threads` also changes what threads get that call torch for the first time later:
+    an engine that starts while another computes with fewer would keep fewer.
+    """
+    import torch
+
+    if count == torch.get_num_threads():  # which gives this thread the default, the first time
+        return
+    setters = _setters_of_this_thread()
+    if not setters:
+        torch.set_num_threads(count)
+    for setter in setters:
+        setter(count)
+
+
+@cache
+def _setters_of_this_thread() -> tuple[Callable[[int], object], ...]:
+    """Those of torch's OpenMP and MKL, for the calling thread alone; none for other runtimes."""
+    runtime = openmp_runtime()
+    if runtime is None:
+        return ()
+    torch_library = CDLL(str(runtime.parent / "libtorch_cpu.so"))
+    of_mkl = getattr(torch_library, "MKL_Set_Num_Threads_Local", None)
+    of_openmp = CDLL(str(runtime)).omp_set_num_threads
+    return (of_openmp,) if of_mkl is None else (of_openmp, of_mkl)
+
+
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
     """Inside, torch uses `count` threads in calls of this thread."""
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    set_torch_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        set_torch_threads(before)
 
 
 def release_threads() -> None:

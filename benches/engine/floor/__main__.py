@@ -9,9 +9,10 @@ tokens, one after 4,096, and a prompt of 512.
 
 A table for each step has its parts: the bytes that a part must move and its operations, the floor
 (bytes by the bandwidth of memory, or operations by the rate of large products, whichever is more),
-the time that the part takes in a running engine, and its share of the step. Bandwidth and rates are
-measured in the same run, with the engine's threads. Weights that stay in a cache are read faster
-than memory: the floor of such a part is not a floor, and the heading has the rate of both.
+the time that the part takes in a running engine, its share of the step, and how much longer one
+thread takes. Bandwidth and rates are measured in the same run, with the engine's threads. Weights
+that stay in a cache are read faster than memory: the floor of such a part is not a floor, and the
+heading has the rate of both.
 
 Times are means of the fastest quarter of the steps. Rotation and KV write are in the same call as
 attention: they are the difference to steps whose attention does neither.

@@ -27,6 +27,7 @@ from benches.engine.floor.parts import (
 from benches.engine.floor.tables import peaks_of
 from benches.engine.floor.timers import TimedStep, Timers, waiting_seconds
 from pyengine.cpu.threads import compute_threads
+from pyengine.utils.openmp import release_threads
 
 DECODES, PROMPTS = 16, 1
 """Steps of a round."""
@@ -159,6 +160,7 @@ def measure(
         model = engine.model
         if limits is None:
             limits = measure_limits(engine.threads, sum(model.weight_bytes.values()))
+            release_threads()  # else the engine's would not spin
         fitting = [case for case in asked if case.longest <= engine.max_model_len]
         steps = {}
         for case in fitting:
@@ -185,9 +187,11 @@ def measure_case(engine: MeasuredEngine, case: Case, rounds: int, limits: Limits
         if is_timed:
             waited += np.array(waiting_seconds()) - before
         (timed if is_timed else plain).extend(found)
-    with timers.without_writes(), timers.on():
-        alone = [step.spent[ATTENTION] for step in engine.round(case)]
-    parts = _seconds(timed, fmean(_fastest(alone)) / 1e9)
+    parts = _seconds(timed, _attention_alone(engine, case))
+    with timers.one_thread():
+        with timers.on():
+            by_one = [step for _ in range(rounds) for step in engine.round(case)]
+        by_one_thread = _seconds(by_one, _attention_alone(engine, case))
     costs = engine.model.costs(case.shape, engine.kv_bytes)
     floors = floor_seconds(costs, limits.reading.per_second, peaks_of(limits))
     fastest = _fastest_steps(timed)
@@ -205,10 +209,18 @@ def measure_case(engine: MeasuredEngine, case: Case, rounds: int, limits: Limits
                 "operations": sum(costs[part].operations.values()),
                 "floor": floors[part],
                 "seconds": parts[part],
+                "seconds_of_one_thread": by_one_thread[part],
             }
             for part in PARTS
         },
     }
+
+
+def _attention_alone(engine: MeasuredEngine, case: Case) -> float:
+    """Seconds of attention in a step, without rotation and writes."""
+    with engine.timers.without_writes(), engine.timers.on():
+        steps = engine.round(case)
+    return fmean(_fastest([step.spent[ATTENTION] for step in steps])) / 1e9
 
 
 def _fastest(numbers: Sequence[float]) -> Sequence[float]:

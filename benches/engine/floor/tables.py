@@ -66,14 +66,16 @@ def _parts(title: str, figures: dict[str, Any], limits: Limits) -> Iterator[str]
     parts = figures["parts"]
     whole = sum(part["seconds"] for part in parts.values())
     floor = sum(part["floor"] for part in parts.values())
-    yield f"\n| {title} | MB | MFLOP | floor, ms | ms | floor / ms | share |"
-    yield "|---|---:|---:|---:|---:|---:|---:|"
+    threads = f"one thread / {limits.threads}"
+    yield f"\n| {title} | MB | MFLOP | floor, ms | ms | floor / ms | share | {threads} |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     for name in PARTS:
         part = parts.get(name)
         if part is None or not (part["seconds"] or part["floor"]):
             continue
         yield _row(name, part, whole)
-    sums = {name: sum(part[name] for part in parts.values()) for name in ("bytes", "operations")}
+    names = ("bytes", "operations", "seconds_of_one_thread")
+    sums = {name: sum(part[name] for part in parts.values()) for name in names}
     yield _row("whole step", {**sums, "seconds": whole, "floor": floor}, whole)
     rate, most = rates(figures)
     yield f"\n{rate:,.1f} tokens per second; the floor's {most:,.1f}. {_waiting(figures, limits)}"
@@ -84,7 +86,8 @@ def _row(name: str, part: dict[str, float], whole: float) -> str:
     share = f"{floor / seconds:.2f}" if floor and seconds else ""
     sizes = f"{_size(part['bytes'])} | {_size(part['operations'])}"
     times = f"{floor * 1e3:.3f} | {seconds * 1e3:.3f}"
-    return f"| {name} | {sizes} | {times} | {share} | {seconds / whole:.1%} |"
+    gain = f"{part['seconds_of_one_thread'] / seconds:.2f}" if seconds else ""
+    return f"| {name} | {sizes} | {times} | {share} | {seconds / whole:.1%} | {gain} |"
 
 
 def _size(number: float) -> str:

@@ -7,7 +7,7 @@ back, so steps with timers and without them are compared in one engine.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter_ns, process_time_ns
@@ -29,6 +29,7 @@ from benches.engine.floor.parts import (
     layer_parts,
     products,
 )
+from pyengine.cpu.threads import ThreadLimits
 from pyengine.executor import executor as executor_module
 from pyengine.models.decoder.model import DecoderModel
 
@@ -92,14 +93,16 @@ class Timers:
         self.steps: list[TimedStep] = []
         self._put_back: list[Callable[[], None]] = []
         self._runner.pool.populate()  # a first write allocates memory, which is not of a part
+        self._one_thread = False
         self._step = self._engine.step
         self._engine.step = self._recorded_step
 
     def _recorded_step(self) -> Any:
         self.spent.clear()
-        processor, start = process_time_ns(), perf_counter_ns()
-        result = self._step()
-        end = perf_counter_ns()
+        with ThreadLimits(1, 1).inside() if self._one_thread else nullcontext():
+            processor, start = process_time_ns(), perf_counter_ns()
+            result = self._step()
+            end = perf_counter_ns()
         processor = process_time_ns() - processor
         rows, tokens = len(result.rows), result.num_tokens
         self.steps.append(TimedStep(dict(self.spent), start, end, processor, tokens, rows))
@@ -141,6 +144,15 @@ class Timers:
             del backend.plan
             for attention, (spec, weights) in zip(attentions, before, strict=True):
                 attention._spec, attention._weights = spec, weights
+
+    @contextmanager
+    def one_thread(self) -> Iterator[None]:
+        """Inside, steps are computed by one thread."""
+        self._one_thread = True
+        try:
+            yield
+        finally:
+            self._one_thread = False
 
     def close(self) -> None:
         """Stop recording."""

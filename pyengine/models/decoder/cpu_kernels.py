@@ -83,6 +83,7 @@ class CpuLayerAttention:
         weights: AttentionWeights,
     ) -> None:
         self._norm, self._spec, self._weights = kernels.norm, spec, weights
+        self._threads = kernels.threads
         self._options = KernelOptions(spec.scaling, spec.window, spec.softcap, weights.sinks)
         self._numbers: tuple[Any, ...] = ()
         """The arguments of a rotation beside its angles, as `rotation_numbers`."""
@@ -103,7 +104,8 @@ class CpuLayerAttention:
             query, key = self._norm(query, norms[0]), self._norm(key, norms[1])
         out = np.empty((*query.shape[:2], value.shape[2]), query.dtype)
         plan = cast("CpuPlan", step.plan)
-        plan.attend(self._weights.cache, (query, key, value, out), self._options, rotation)
+        arrays = query, key, value, out
+        plan.attend(self._weights.cache, arrays, self._options, rotation, self._threads)
         return out.reshape(len(out), -1)
 
 
@@ -135,6 +137,11 @@ class CpuKernels:
     def has_torch_products(self) -> bool:
         """True if torch multiplies a matrix, so that bits depend on the number of threads."""
         return self.has_float_products and "torch" in self.products.in_use
+
+    @property
+    def torch_computes(self) -> bool:
+        """True if torch may multiply between calls of our kernels."""
+        return self.products.only != "pyengine"
 
     def product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.product`."""

@@ -15,6 +15,7 @@ from pyengine.attention.cpu import CpuPlan
 from pyengine.attention.dispatch import CompiledModel, PagedContext
 from pyengine.attention.kernel_options import KernelOptions
 from pyengine.attention.needs import LayerNeeds
+from pyengine.cpu import CpuAttention
 from pyengine.models.decoder.arrays import array_of, tensor_of
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.decoder import Decoder
@@ -105,8 +106,9 @@ class _ArrayPlan:
         arrays: tuple[Any, ...],
         options: KernelOptions,
         rotation: tuple[Any, ...] | None,
+        threads: CpuAttention,
     ) -> None:
-        """See `CpuPlan.attend`."""
+        """See `CpuPlan.attend`; the backend has threads of its own."""
         query, key, value, out = map(tensor_of, arrays)
         turn = None
         if rotation is not None:

@@ -157,6 +157,9 @@ class TorchKernels:
         self._frequencies: dict[Rotary, tuple[torch.Tensor, float]] = {}
         self._made_up: torch.Tensor | None = None
 
+    torch_computes = True
+    """See `CpuKernels.torch_computes`."""
+
     @property
     def has_torch_products(self) -> bool:
         """See `CpuKernels.has_torch_products`."""

@@ -53,7 +53,7 @@ pub struct Options<'a> {
 /// A task and its multiplications, about.
 type Weighed<'a, 'b, E> = (usize, Task<'a, 'b, E>);
 
-/// Threads that attend. The caller's own is one of them.
+/// Threads that attend. The caller's own is one of them; the others are those of the process, or of an OpenMP runtime.
 #[derive(Debug)]
 pub struct Attention {
     threads: Threads,
@@ -83,8 +83,8 @@ impl Attention {
         Self::with(Threads::pool(num_threads), isa.checked())
     }
 
-    /// With so many threads of the OpenMP runtime in this file, for callers that compute by it, too: two
-    /// pools on the same processors are in each other's way.
+    /// With so many threads of the OpenMP runtime in this file, for callers that compute by it between these calls: two
+    /// pools whose threads spin on the same processors are in each other's way.
     ///
     /// # Errors
     ///

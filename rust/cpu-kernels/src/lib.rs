@@ -95,6 +95,8 @@ mod norm;
 mod openmp;
 mod packed_weight;
 mod parts;
+#[allow(unsafe_code)] // other threads work with what the caller borrows
+mod pool;
 mod product;
 mod quantized_format;
 mod quantized_linear;
@@ -128,6 +130,7 @@ pub use element::Element;
 pub use error::Error;
 pub use isa::Isa;
 pub use packed_weight::PackedWeight;
+pub use pool::limit_threads;
 pub use quantized_format::QuantizedFormat;
 pub use quantized_weight::QuantizedWeight;
 pub use rotation::{HeadNorm, Layout, Order, Rotation};

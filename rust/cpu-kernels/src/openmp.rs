@@ -38,16 +38,14 @@ impl OpenMp {
         }
     }
 
-    /// Calls `work` in so many threads, the caller's among them, and waits for all; in fewer where the caller
-    /// has limited the runtime (`omp_set_num_threads`).
-    pub(crate) fn run<F: Fn() + Sync>(&self, num_threads: usize, work: &F) {
+    /// As many threads as the calling thread may have: fewer where it has limited the runtime (`omp_set_num_threads`).
+    pub(crate) fn max_threads(&self) -> usize {
         // SAFETY: it has no arguments, and reads a setting of this thread.
-        let most = usize::try_from(unsafe { (self.max_threads)() }).unwrap_or(1);
-        let num_threads = num_threads.min(most);
-        if num_threads < 2 {
-            work();
-            return;
-        }
+        usize::try_from(unsafe { (self.max_threads)() }).map_or(1, |most| most.max(1))
+    }
+
+    /// Calls `work` in so many threads, the caller's among them, and waits for all.
+    pub(crate) fn run<F: Fn() + Sync>(&self, num_threads: usize, work: &F) {
         /// A panic ends the process, as it may not cross the runtime.
         unsafe extern "C" fn call<F: Fn() + Sync>(work: *mut c_void) {
             // SAFETY: it is the `work` below, which outlives the team.

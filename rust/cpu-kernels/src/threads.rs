@@ -3,10 +3,9 @@
 use std::path::Path;
 use std::sync::Mutex;
 
-use rayon_core::{ThreadPool, ThreadPoolBuilder};
-
 use crate::error::Error;
 use crate::openmp::OpenMp;
+use crate::pool::{Pool, thread_limit};
 use crate::step::above_zero;
 
 /// Threads, the caller's own among them.
@@ -19,25 +18,15 @@ pub(crate) struct Threads {
 /// The threads beside the caller's.
 #[derive(Debug)]
 enum Others {
-    None,
-    Own(ThreadPool),
+    Own(&'static Pool),
     OpenMp(OpenMp),
 }
 
 impl Threads {
-    /// A pool of `count - 1` threads.
+    /// `count - 1` threads of the pool of this process.
     pub(crate) fn pool(count: usize) -> Result<Self, Error> {
         above_zero("the number of threads", count)?;
-        let builder = ThreadPoolBuilder::new()
-            .num_threads(count - 1)
-            .thread_name(|number| format!("attention-{number}"));
-        let others = match count {
-            1 => Others::None,
-            _ => builder
-                .build()
-                .map(Others::Own)
-                .map_err(|error| Error::Threads(error.to_string()))?,
-        };
+        let others = Others::Own(Pool::of_process(count - 1)?);
         Ok(Self { others, count })
     }
 
@@ -49,12 +38,15 @@ impl Threads {
         Ok(Self { others, count })
     }
 
-    /// How many there are.
+    /// How many the calling thread may compute with now.
     pub(crate) fn count(&self) -> usize {
-        self.count
+        self.count.min(match &self.others {
+            Others::Own(_) => thread_limit(),
+            Others::OpenMp(runtime) => runtime.max_threads(),
+        })
     }
 
-    /// Calls `work` with each task: `num_threads` threads take the next one until none is left.
+    /// Calls `work` with each task: up to `num_threads` threads take the next one until none is left.
     pub(crate) fn each<T: Send>(&self, num_threads: usize, tasks: Vec<T>, work: impl Fn(T) + Sync) {
         let queue = Mutex::new(tasks.into_iter());
         let next = || queue.lock().ok().and_then(|mut tasks| tasks.next());
@@ -64,12 +56,7 @@ impl Threads {
             }
         };
         match &self.others {
-            Others::Own(pool) if num_threads > 1 => pool.in_place_scope(|scope| {
-                for _ in 1..num_threads {
-                    scope.spawn(|_| work());
-                }
-                work();
-            }),
+            Others::Own(pool) if num_threads > 1 => pool.run(num_threads, &work),
             Others::OpenMp(runtime) if num_threads > 1 => runtime.run(num_threads, &work),
             _ => work(),
         }

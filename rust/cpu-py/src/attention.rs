@@ -13,7 +13,7 @@ use pyo3::buffer::{Element, PyBuffer};
 use pyo3::prelude::*;
 
 use crate::claims::Claim;
-use crate::errors::{BufferError, forked, raise_attention};
+use crate::errors::{BufferError, ConfigError, forked, raise_attention};
 use crate::float_arrays::{any_array, apart, array, bytes, is_of, rows, writable};
 use crate::memory::{shared_slice, unique_slice};
 use crate::numbers::number;
@@ -181,10 +181,25 @@ impl CpuStep {
     }
 }
 
+/// Lets calls of this thread have at most `count` threads, its own included; None: as many as a `CpuAttention` has. Returns
+/// the limit before. A `CpuAttention` with an OpenMP runtime has that runtime's limit instead (`omp_set_num_threads`).
+///
+/// Raises `ConfigError` for no threads.
+#[pyfunction]
+pub(crate) fn limit_threads(count: Option<&Bound<'_, PyAny>>) -> PyResult<Option<usize>> {
+    let count = count.map(|count| number("count", count)).transpose()?;
+    if count == Some(0) {
+        return Err(ConfigError::new_err("count=0: at least 1 thread, or None"));
+    }
+    let before = cpu_kernels::limit_threads(count.unwrap_or(usize::MAX));
+    Ok((before != usize::MAX).then_some(before))
+}
+
 /// Attention in float32 and bfloat16 on `num_threads` threads, including the caller's.
 ///
 /// `openmp` is the file of an OpenMP runtime (libgomp, libomp) whose threads are used, for callers that compute
-/// with it too, as torch does. Without it, the threads are a separate pool.
+/// with it between these calls, as torch does. Without it, the threads are a pool of the process, shared by all
+/// `CpuAttention`; while one call has it, others compute with their own thread alone.
 ///
 /// `isa` is the instruction level: the best one of this machine, or a lower one named by the environment variable
 /// `PYENGINE_CPU_ISA`: "plain", "neon", "avx2", "avx512", "avx512_bf16" or "amx". `is_fast` is True if the kernel

@@ -26,5 +26,6 @@ fn _cpu(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<attention::CpuStep>()?;
     module.add_class::<linear::PackedWeight>()?;
     module.add_class::<quantized::QuantizedWeight>()?;
+    module.add_function(wrap_pyfunction!(attention::limit_threads, module)?)?;
     rows::add_to(module)
 }

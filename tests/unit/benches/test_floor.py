@@ -36,6 +36,7 @@ from benches.engine.floor.tables import rates, tables
 from benches.engine.floor.timers import Timers
 from pyengine import LLM, SamplingParams
 from pyengine.cpu import CpuAttention
+from pyengine.cpu.threads import ThreadLimits
 from pyengine.models.checkpoint_files import check_weights
 from pyengine.models.gguf_header import read_header
 from pyengine.models.source import embedded_gguf
@@ -150,6 +151,7 @@ def test_parts_of_a_step_add_up_to_the_step(llama: Path, dtype: Any) -> None:
         seconds = {part: each["seconds"] for part, each in figures["parts"].items()}
         inside = sum(seconds.values()) - seconds[parts.BETWEEN]
         assert inside == pytest.approx(figures["seconds"])
+        assert all(each["seconds_of_one_thread"] >= 0 for each in figures["parts"].values())
         assert figures["tokens"] == case.rows * case.new
         named = set(MODEL_PARTS) - {OTHER, ROTATION, ATTENTION}
         assert all(seconds[part] > 0 for part in named | {SAMPLING, SCHEDULING})
@@ -161,9 +163,8 @@ def test_parts_of_a_step_add_up_to_the_step(llama: Path, dtype: Any) -> None:
     for case in CASES:
         rate, most = rates(found["steps"][case.name])
         assert f"| tiny, {case.name} | {rate:,.1f} | {most:,.1f} |" in text
-        assert (
-            f"\n| tiny, {case.name} | MB | MFLOP | floor, ms | ms | floor / ms | share |" in lines
-        )
+        columns = "MB | MFLOP | floor, ms | ms | floor / ms | share | one thread / 2"
+        assert f"\n| tiny, {case.name} | {columns} |" in lines
     assert sum(line.startswith("| whole step |") for line in lines) == len(CASES)
 
 
@@ -192,6 +193,25 @@ def test_timers_leave_the_engine_as_it_was(engine: MeasuredEngine) -> None:
     assert not engine.timers.steps[-1].spent
     engine.timers.close()
     assert "step" not in vars(llm._engine)
+
+
+@needs_kernels
+def test_steps_of_one_thread_have_one(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = MeasuredEngine(Variant("tiny", llama, "float32"), 2, CASES)
+    seen: list[int | None] = []
+    step = engine.timers._step
+
+    def watched() -> Any:
+        seen.append(ThreadLimits.current().kernels)
+        return step()
+
+    monkeypatch.setattr(engine.timers, "_step", watched)
+    with engine.timers.one_thread():
+        engine.round(CASES[0])
+    assert set(seen) == {1}
+    engine.round(CASES[0])
+    assert set(seen) == {1, 2}
+    engine.close()
 
 
 def products_of(decoder: Any) -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from pyengine import LLM, SamplingParams
 from pyengine.cpu import threads
-from pyengine.cpu.threads import ComputeThreads, StepThreads, compute_threads
+from pyengine.cpu.threads import ComputeThreads, StepThreads, ThreadLimits, compute_threads
 from pyengine.executor.model_runner import ForwardPass
 from pyengine.utils.cpus import UsableCpus
 from pyengine.utils.openmp import BRIEF_SPIN, openmp_runtime, torch_threads
@@ -29,6 +30,11 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with torch_threads(2):
         yield
+
+
+def in_a_new_thread(work: Callable[[], int]) -> int:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(work).result()
 
 
 @pytest.mark.parametrize(
@@ -65,17 +71,21 @@ def test_an_engine_computes_with_its_threads_and_leaves_those_of_others(
         num_threads=1,
         async_scheduling=ahead,
     )
-    seen: set[int] = set()
+    seen: set[ThreadLimits] = set()
+    in_new_threads: set[int] = set()
+    by_default = in_a_new_thread(torch.get_num_threads)
     forward = ForwardPass.__call__
 
     def watched(*arguments: Any, **named: Any) -> Any:
-        seen.add(torch.get_num_threads())
+        seen.add(ThreadLimits.current())
+        in_new_threads.add(in_a_new_thread(torch.get_num_threads))
         return forward(*arguments, **named)
 
     monkeypatch.setattr(ForwardPass, "__call__", watched)
     llm.generate([[3, 9, 27]])
-    assert seen == {1}
+    assert seen == {ThreadLimits(1, 1)}
     assert torch.get_num_threads() == 2
+    assert in_new_threads == {by_default}
     about = llm.describe()
     assert (about["num_threads"], about["num_threads_reason"]) == (1, "asked for")
     assert "openmp_wait" in about
@@ -85,10 +95,10 @@ def test_an_engine_computes_with_its_threads_and_leaves_those_of_others(
 def test_each_step_computes_with_the_threads_of_the_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
-    """In whatever thread it runs: torch has the number for each thread separately."""
+    """In whatever thread it runs: the number is set for each thread separately."""
     save_tiny_model(tmp_path)
     wanted = iter([2, 2, 1, 1, 1, 2, 2, 1] * 9)
-    seen: list[int] = []
+    seen: list[int | None] = []
     step, forward = StepThreads.step, ForwardPass.__call__
 
     def stepped(self: StepThreads) -> Any:
@@ -97,7 +107,7 @@ def test_each_step_computes_with_the_threads_of_the_moment(
         return step(self)
 
     def watched(*arguments: Any, **named: Any) -> Any:
-        seen.append(torch.get_num_threads())
+        seen.append(ThreadLimits.current().kernels)
         return forward(*arguments, **named)
 
     used: list[int] = []
@@ -471,6 +481,38 @@ def test_threads_that_were_asked_for_stay(clocks: Clocks) -> None:
     governor = StepThreads(ComputeThreads(2, "asked for"), clocks.read)
     clocks.run(governor, 40, processor=1, waiting=2)
     assert governor.count == 2
+
+
+def test_the_pool_has_no_more_threads_than_the_caller_is_limited_to() -> None:
+    code = """
+import os, numpy as np
+from pyengine.cpu import ConfigError, CpuAttention, limit_threads
+
+def busy(kernel):  # threads that ran meanwhile
+    def seconds():
+        tasks = os.listdir("/proc/self/task")
+        return {t: open(f"/proc/self/task/{t}/schedstat").read().split()[0] for t in tasks}
+    rows = np.ones((64, 4096), np.float32)
+    before = seconds()
+    for _ in range(200):
+        kernel.rms_norm(rows, np.ones(4096, np.float32), np.empty_like(rows), 1e-6)
+    after = seconds()
+    return sum(before.get(task) != ran for task, ran in after.items())
+
+import time
+before = limit_threads(1)
+kernel = CpuAttention(3)
+time.sleep(0.1)  # its threads spin at first
+alone = busy(kernel)
+assert limit_threads(None) == 1
+try:
+    limit_threads(0)
+except ConfigError as error:
+    refused = "count=0" in str(error)
+print(before, alone, busy(kernel), refused)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["None", "1", "3", "True"]
 
 
 def test_the_kernel_uses_no_more_threads_than_the_caller_does() -> None:

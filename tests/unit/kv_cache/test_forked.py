@@ -223,7 +223,9 @@ def test_every_call_is_refused_in_a_fork(tmp_path: Path) -> None:
             manager = BlockManager(8, 4)
             assert computed(manager, range(8)).num_computed_tokens == 8
             cache = CpuCache(floats(1, 1, 1, 1), floats(1, 1, 1, 1))
-            CpuAttention(2).rms_norm(floats(1, 4), floats(4), floats(1, 4), 0.0)
+            out = 0 * floats(64, 4096)  # by threads of the child
+            CpuAttention(2).rms_norm(floats(64, 4096), floats(4096), out, 0.0)
+            assert (out == 1).all()
             own.clear(), all_calls.clear(), gc.collect()
 
         for _ in range(3):

@@ -34,6 +34,28 @@ def num_threads() -> int:
     return len(set(os.listdir("/proc/self/task")) - started)
 
 
+def test_a_number_of_threads_is_set_for_one_thread_alone() -> None:
+    """And acts in OpenMP and MKL: one thread makes no team, in an operation of either."""
+
+    def check(count: int) -> int:
+        with torch_threads(count):
+            alone = num_threads()
+            compute()
+            torch.randn(256, 256) @ torch.randn(256, 256)
+            return num_threads() - alone
+
+    def by_default() -> int:
+        return ThreadPoolExecutor(1).submit(torch.get_num_threads).result()
+
+    before = by_default()
+    for count in (1, 2, 3):
+        with torch_threads(count):
+            assert torch.get_num_threads() == count
+            assert by_default() == before
+        assert torch.get_num_threads() == 2
+    assert [ThreadPoolExecutor(1).submit(check, count).result() for count in (1, 3)] == [0, 2]
+
+
 def test_released_threads_are_gone_and_come_back() -> None:
     def check() -> None:
         alone = num_threads()

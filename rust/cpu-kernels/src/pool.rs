@@ -1,0 +1,429 @@
+//! The pool of threads for parallel regions: they wait for the next one by spinning, and sleep after a while.
+//!
+//! A step has hundreds of regions of a few microseconds each. A region ends when its tasks are done: it does not wait for a
+//! thread that has not begun, because that thread's processor is busy with another program.
+
+use std::cell::{Cell, UnsafeCell};
+use std::hint::spin_loop;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process;
+use std::ptr::{null, null_mut};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::thread::{self, Builder, Thread};
+use std::time::{Duration, Instant};
+
+use crate::error::Error;
+
+/// How long a thread spins before it sleeps: longer than the time between two steps.
+const SPIN: Duration = Duration::from_millis(1);
+
+/// Looks at the state between two looks at the clock.
+const LOOKS: usize = 64;
+
+/// Looks at the state before the caller lets other programs run: longer than most tasks take.
+const PATIENCE: usize = 4096;
+
+/// The most threads beside the caller's.
+pub(crate) const MOST: usize = (1 << 15) - 1;
+
+const ACTIVE: u64 = 0xffff;
+const OPEN: u64 = 1 << 16;
+const LIMIT_SHIFT: u32 = 17;
+const NUMBER_SHIFT: u32 = 32;
+
+/// The state of the pool in one word: the number of the region, how many threads it is for, whether threads may still begin
+/// it, and how many are in it.
+#[derive(Clone, Copy)]
+struct State(u64);
+
+impl State {
+    fn number(self) -> u64 {
+        self.0 >> NUMBER_SHIFT
+    }
+
+    /// Whether the thread of this index may begin the region.
+    fn admits(self, index: usize) -> bool {
+        let limit = self.0 >> LIMIT_SHIFT & MOST as u64;
+        self.0 & OPEN != 0 && (index as u64) < limit
+    }
+
+    /// The next region, open for so many threads.
+    fn next(self, limit: usize) -> Self {
+        let number = self.number().wrapping_add(1) & 0xffff_ffff;
+        Self(number << NUMBER_SHIFT | (limit as u64) << LIMIT_SHIFT | OPEN)
+    }
+
+    fn is_empty(self) -> bool {
+        self.0 & ACTIVE == 0
+    }
+}
+
+/// A closure without its type and lifetime.
+#[derive(Clone, Copy)]
+struct Work {
+    data: *const (),
+    call: unsafe fn(*const ()),
+}
+
+/// Threads of this process.
+#[derive(Debug)]
+pub(crate) struct Pool {
+    shared: Arc<Shared>,
+    /// The threads, held by the caller whose region is computed.
+    workers: Mutex<Vec<Worker>>,
+}
+
+struct Shared {
+    state: AtomicU64,
+    work: UnsafeCell<Work>,
+    has_panicked: AtomicBool,
+}
+
+// SAFETY: `work` is written by the holder of `Pool::workers` while no thread is in a region, and read by threads in it.
+unsafe impl Sync for Shared {}
+// SAFETY: as above; what `work` points to is `Sync`.
+unsafe impl Send for Shared {}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Shared")
+            .field("state", &self.state)
+            .finish_non_exhaustive()
+    }
+}
+
+#[derive(Debug)]
+struct Worker {
+    thread: Thread,
+    sleeps: Arc<AtomicBool>,
+}
+
+/// The pool, and the process that it belongs to: a fork has none of its threads. Never freed. No lock, which another thread
+/// may hold while the process forks.
+static POOL: AtomicPtr<OfProcess> = AtomicPtr::new(null_mut());
+
+struct OfProcess {
+    id: u32,
+    pool: Pool,
+}
+
+thread_local! {
+    static LIMIT: Cell<usize> = const { Cell::new(usize::MAX) };
+}
+
+/// Lets regions of the calling thread have at most so many threads, its own among them; the limit before.
+pub fn limit_threads(count: usize) -> usize {
+    LIMIT.replace(count.max(1))
+}
+
+/// The threads that regions of the calling thread may have.
+pub(crate) fn thread_limit() -> usize {
+    LIMIT.get()
+}
+
+impl Pool {
+    /// The pool of this process, with so many threads at least.
+    pub(crate) fn of_process(count: usize) -> Result<&'static Self, Error> {
+        if count > MOST {
+            return Err(Error::Threads(format!("{count} threads: at most {MOST}")));
+        }
+        let (id, kept) = (process::id(), POOL.load(Ordering::Acquire));
+        // SAFETY: what is stored there is never freed.
+        let found = match unsafe { kept.as_ref() } {
+            Some(found) if found.id == id => found,
+            _ => {
+                let made = Box::leak(Box::new(OfProcess {
+                    id,
+                    pool: Self::new(),
+                }));
+                match POOL.compare_exchange(kept, made, Ordering::AcqRel, Ordering::Acquire) {
+                    Ok(_) => made,
+                    // SAFETY: as above; another thread of this process has stored it.
+                    Err(other) => unsafe { &*other },
+                }
+            }
+        };
+        found.pool.grow(count)?;
+        Ok(&found.pool)
+    }
+
+    fn new() -> Self {
+        fn nothing(_: *const ()) {}
+        Self {
+            shared: Arc::new(Shared {
+                state: AtomicU64::new(0),
+                work: UnsafeCell::new(Work {
+                    data: null(),
+                    call: nothing,
+                }),
+                has_panicked: AtomicBool::new(false),
+            }),
+            workers: Mutex::default(),
+        }
+    }
+
+    fn grow(&self, count: usize) -> Result<(), Error> {
+        let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
+        for index in workers.len()..count {
+            let (shared, sleeps) = (self.shared.clone(), Arc::new(AtomicBool::new(false)));
+            let own = sleeps.clone();
+            let thread = Builder::new()
+                .name(format!("kernels-{index}"))
+                .spawn(move || shared.serve(index, &own))
+                .map_err(|error| Error::Threads(error.to_string()))?;
+            workers.push(Worker {
+                thread: thread.thread().clone(),
+                sleeps,
+            });
+        }
+        Ok(())
+    }
+
+    /// Calls `work` in the caller's thread, and in up to `num_threads - 1` others that begin before it returns there. All
+    /// have returned afterwards. While another thread has a region, the caller computes alone.
+    ///
+    /// # Panics
+    ///
+    /// If `work` does.
+    pub(crate) fn run<F: Fn() + Sync>(&self, num_threads: usize, work: &F) {
+        /// # Safety
+        ///
+        /// `data` is a live `F`.
+        unsafe fn call<F: Fn()>(data: *const ()) {
+            // SAFETY: by the contract.
+            unsafe { (*data.cast::<F>())() }
+        }
+        let workers = match self.workers.try_lock() {
+            Ok(workers) => workers,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return work(),
+        };
+        let limit = (num_threads - 1).min(workers.len());
+        let shared = &*self.shared;
+        shared.has_panicked.store(false, Ordering::Relaxed);
+        // SAFETY: the lock is held, and the last region is closed and empty: no thread reads this now.
+        unsafe {
+            *shared.work.get() = Work {
+                data: std::ptr::from_ref(work).cast(),
+                call: call::<F>,
+            };
+        }
+        let state = State(shared.state.load(Ordering::Relaxed)).next(limit);
+        shared.state.store(state.0, Ordering::SeqCst);
+        let region = Region(shared);
+        for worker in &workers[..limit] {
+            if worker.sleeps.load(Ordering::SeqCst) && worker.sleeps.swap(false, Ordering::SeqCst) {
+                worker.thread.unpark();
+            }
+        }
+        work();
+        drop(region);
+        assert!(
+            !shared.has_panicked.load(Ordering::Relaxed),
+            "a thread of a kernel panicked"
+        );
+    }
+}
+
+/// An open region; when it is dropped, it is closed, and all threads have left it.
+struct Region<'p>(&'p Shared);
+
+impl Drop for Region<'_> {
+    fn drop(&mut self) {
+        let mut state = State(self.0.state.fetch_and(!OPEN, Ordering::AcqRel));
+        let mut looks = 0;
+        while !state.is_empty() {
+            looks += 1;
+            match looks < PATIENCE {
+                true => spin_loop(),
+                false => thread::yield_now(),
+            }
+            state = State(self.0.state.load(Ordering::Acquire));
+        }
+    }
+}
+
+impl Shared {
+    /// A thread of the pool, for as long as the process lives.
+    fn serve(&self, index: usize, sleeps: &AtomicBool) {
+        let mut last = 0;
+        loop {
+            self.wait(last, sleeps);
+            last = self.take_part(index);
+        }
+    }
+
+    /// Returns when there is another region than `last`.
+    fn wait(&self, last: u64, sleeps: &AtomicBool) {
+        let is_new = || State(self.state.load(Ordering::SeqCst)).number() != last;
+        let start = Instant::now();
+        while start.elapsed() < SPIN {
+            for _ in 0..LOOKS {
+                if is_new() {
+                    return;
+                }
+                spin_loop();
+            }
+        }
+        loop {
+            sleeps.store(true, Ordering::SeqCst);
+            if is_new() {
+                sleeps.store(false, Ordering::SeqCst);
+                return;
+            }
+            thread::park();
+        }
+    }
+
+    /// Works in the region that there is now, if it is open; its number.
+    fn take_part(&self, index: usize) -> u64 {
+        let mut state = State(self.state.load(Ordering::Acquire));
+        let number = state.number();
+        while state.number() == number && state.admits(index) {
+            match self.state.compare_exchange_weak(
+                state.0,
+                state.0 + 1,
+                Ordering::Acquire,
+                Ordering::Acquire,
+            ) {
+                Ok(_) => {
+                    // SAFETY: the region is not left before `leave`, so `work` and what it points to stay.
+                    let work = AssertUnwindSafe(|| unsafe {
+                        let work = *self.work.get();
+                        (work.call)(work.data);
+                    });
+                    if catch_unwind(work).is_err() {
+                        self.has_panicked.store(true, Ordering::Relaxed);
+                    }
+                    self.state.fetch_sub(1, Ordering::Release);
+                    break;
+                }
+                Err(now) => state = State(now),
+            }
+        }
+        number
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+
+    fn locked<T>(value: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+        value.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn pool(count: usize) -> Pool {
+        let pool = Pool::new();
+        pool.grow(count).expect("there are threads");
+        pool
+    }
+
+    /// Calls `work` with each number once.
+    fn each(pool: &Pool, num_threads: usize, count: usize, work: impl Fn(usize) + Sync) {
+        let next = AtomicUsize::new(0);
+        pool.run(num_threads, &|| {
+            loop {
+                let number = next.fetch_add(1, Ordering::Relaxed);
+                if number >= count {
+                    break;
+                }
+                work(number);
+            }
+        });
+    }
+
+    #[test]
+    fn every_task_of_many_regions_is_done_once_before_the_region_ends() {
+        let pool = pool(3);
+        for region in 0..20_000 {
+            let done: [AtomicUsize; 7] = Default::default();
+            each(&pool, 1 + region % 4, done.len(), |number| {
+                done[number].fetch_add(1, Ordering::Relaxed);
+            });
+            assert!(done.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+        }
+    }
+
+    #[test]
+    fn threads_that_sleep_are_woken() {
+        let pool = pool(2);
+        for _ in 0..5 {
+            thread::sleep(3 * SPIN);
+            let seen = Mutex::new(HashSet::new());
+            let start = Instant::now();
+            pool.run(3, &|| {
+                locked(&seen).insert(thread::current().id());
+                while locked(&seen).len() < 3 && start.elapsed().as_secs() < 20 {
+                    thread::yield_now();
+                }
+            });
+            assert_eq!(locked(&seen).len(), 3);
+        }
+    }
+
+    #[test]
+    fn a_region_has_no_more_threads_than_it_is_for() {
+        let pool = pool(3);
+        let names = Mutex::new(HashSet::new());
+        for _ in 0..200 {
+            pool.run(2, &|| {
+                locked(&names).insert(thread::current().id());
+                thread::yield_now();
+            });
+        }
+        assert!(locked(&names).len() <= 2);
+    }
+
+    #[test]
+    fn callers_of_two_threads_and_regions_within_regions_do_not_wait_for_each_other() {
+        let pool = pool(2);
+        let sum = AtomicUsize::new(0);
+        let add = |number: usize| {
+            sum.fetch_add(number, Ordering::Relaxed);
+        };
+        thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    for _ in 0..2000 {
+                        each(&pool, 3, 4, |_| each(&pool, 3, 3, add));
+                    }
+                });
+            }
+        });
+        assert_eq!(sum.into_inner(), 2 * 2000 * 4 * 3);
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_after_all_threads_have_left() {
+        let pool = pool(2);
+        for number in 0..100 {
+            let inside = AtomicUsize::new(0);
+            let region = AssertUnwindSafe(|| {
+                each(&pool, 3, 6, |task| {
+                    inside.fetch_add(1, Ordering::SeqCst);
+                    let panics = task == number % 6;
+                    inside.fetch_sub(1, Ordering::SeqCst);
+                    assert!(!panics, "wanted");
+                });
+            });
+            assert!(catch_unwind(region).is_err());
+            assert_eq!(inside.into_inner(), 0);
+        }
+        each(&pool, 3, 6, |_| {});
+    }
+
+    #[test]
+    fn a_limit_is_that_of_a_thread() {
+        assert_eq!(limit_threads(3), usize::MAX);
+        assert_eq!(thread_limit(), 3);
+        thread::scope(|scope| {
+            scope.spawn(|| assert_eq!(thread_limit(), usize::MAX));
+        });
+        assert_eq!(limit_threads(usize::MAX), 3);
+    }
+}
