@@ -21,11 +21,14 @@ use crate::quantized_tiles;
 use crate::quantized_weight::QuantizedWeight;
 use crate::step::same_length;
 
-/// Multiplications below which other threads are not woken: about ten microseconds of work.
-const SMALL: usize = 400_000;
+/// Multiplications below which one thread computes: a few microseconds of work.
+const SMALL: usize = 150_000;
 
-/// Multiplications of a task at least.
+/// Multiplications of a task at least, where each thread has one.
 const TASK: usize = 200_000;
+
+/// Numbers of rows that one thread rounds: a few microseconds of work.
+const FEW: usize = 8_192;
 
 /// Tasks for each thread, so that one whose processor is busy with something else does less.
 const TASKS: usize = 8;
@@ -143,7 +146,7 @@ impl Attention {
                 blocks,
             });
         }
-        let num_threads = match rows.len() > SMALL {
+        let num_threads = match rows.len() > FEW {
             true => self.threads().count().min(tasks.len()),
             false => 1,
         };
@@ -163,7 +166,7 @@ impl Attention {
             false => 1,
         };
         let num_panels = width.div_ceil(WIDTH);
-        let tasks = (products / TASK).clamp(1, TASKS * num_threads);
+        let tasks = (products / TASK).clamp(num_threads, TASKS * num_threads);
         let mut panels = num_panels.div_ceil(tasks);
         if tiles.len() > 1 {
             panels = panels.min(MOST_PANELS);
