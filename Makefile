@@ -132,6 +132,7 @@ check: rust-tools $(DEV) $(BUILT) docs lint-workflows lint-deploy ## formats, li
 	cargo clippy --workspace --all-targets -- -D warnings
 	cargo clippy -p kv-core -- -D warnings
 	RUSTFLAGS="--cfg loom" cargo check -p kv-core --test loom --target-dir target/loom
+	RUSTFLAGS="--cfg loom" cargo check -p cpu-kernels --lib --profile test --target-dir target/loom
 	PYO3_CONFIG_FILE=$(abspath rust/extension/python3.14t.cfg) cargo clippy -p kv-py -p cpu-py --target-dir target/free-threaded -- -D warnings
 	CUSTOM_LIBFUZZER_PATH=none/libfuzzer.a cargo check --locked --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz
 	$(BIN)/ruff check .
@@ -230,8 +231,9 @@ release-check: ## does TAG=v1.2.3 name the version of Cargo.toml and of the chan
 release-notes: ## the changelog's part on TAG=v1.2.3
 	$(PYTHON) tools/release.py notes $(TAG)
 
-loom: ## every interleaving of a pin's drop with the manager's work
+loom: ## every interleaving of a pin's drop with the manager's work, and of threads in parallel regions
 	RUSTFLAGS="--cfg loom" cargo test -p kv-core --release --test loom --target-dir target/loom
+	RUSTFLAGS="--cfg loom" cargo test -p cpu-kernels --release --lib --target-dir target/loom region::
 
 model: ## every state of the block manager's model, in larger worlds than make test has; three minutes
 	MODEL=full cargo test --release -p kv-model -- --nocapture --test-threads 1

@@ -107,6 +107,8 @@ mod quantized_rows;
 #[allow(unsafe_code)] // instructions that Rust has no name for
 mod quantized_tiles;
 mod quantized_weight;
+#[allow(unsafe_code)] // other threads work with what the caller borrows
+mod region;
 mod rotation;
 mod rows;
 mod softmax;

@@ -3,17 +3,17 @@
 //! A step has hundreds of regions of a few microseconds each. A region ends when its tasks are done: it does not wait for a
 //! thread that has not begun, because that thread's processor is busy with another program.
 
-use std::cell::{Cell, UnsafeCell};
+use std::cell::Cell;
 use std::hint::spin_loop;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process;
-use std::ptr::{null, null_mut};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::thread::{self, Builder, Thread};
 use std::time::{Duration, Instant};
 
 use crate::error::Error;
+use crate::region::{MOST, Regions};
 
 /// How long a thread spins before it sleeps: longer than the time between two steps.
 const SPIN: Duration = Duration::from_millis(1);
@@ -21,76 +21,12 @@ const SPIN: Duration = Duration::from_millis(1);
 /// Looks at the state between two looks at the clock.
 const LOOKS: usize = 64;
 
-/// Looks at the state before the caller lets other programs run: longer than most tasks take.
-const PATIENCE: usize = 4096;
-
-/// The most threads beside the caller's.
-pub(crate) const MOST: usize = (1 << 15) - 1;
-
-const ACTIVE: u64 = 0xffff;
-const OPEN: u64 = 1 << 16;
-const LIMIT_SHIFT: u32 = 17;
-const NUMBER_SHIFT: u32 = 32;
-
-/// The state of the pool in one word: the number of the region, how many threads it is for, whether threads may still begin
-/// it, and how many are in it.
-#[derive(Clone, Copy)]
-struct State(u64);
-
-impl State {
-    fn number(self) -> u64 {
-        self.0 >> NUMBER_SHIFT
-    }
-
-    /// Whether the thread of this index may begin the region.
-    fn admits(self, index: usize) -> bool {
-        let limit = self.0 >> LIMIT_SHIFT & MOST as u64;
-        self.0 & OPEN != 0 && (index as u64) < limit
-    }
-
-    /// The next region, open for so many threads.
-    fn next(self, limit: usize) -> Self {
-        let number = self.number().wrapping_add(1) & 0xffff_ffff;
-        Self(number << NUMBER_SHIFT | (limit as u64) << LIMIT_SHIFT | OPEN)
-    }
-
-    fn is_empty(self) -> bool {
-        self.0 & ACTIVE == 0
-    }
-}
-
-/// A closure without its type and lifetime.
-#[derive(Clone, Copy)]
-struct Work {
-    data: *const (),
-    call: unsafe fn(*const ()),
-}
-
 /// Threads of this process.
 #[derive(Debug)]
 pub(crate) struct Pool {
-    shared: Arc<Shared>,
+    regions: Arc<Regions>,
     /// The threads, held by the caller whose region is computed.
     workers: Mutex<Vec<Worker>>,
-}
-
-struct Shared {
-    state: AtomicU64,
-    work: UnsafeCell<Work>,
-    has_panicked: AtomicBool,
-}
-
-// SAFETY: `work` is written by the holder of `Pool::workers` while no thread is in a region, and read by threads in it.
-unsafe impl Sync for Shared {}
-// SAFETY: as above; what `work` points to is `Sync`.
-unsafe impl Send for Shared {}
-
-impl std::fmt::Debug for Shared {
-    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        out.debug_struct("Shared")
-            .field("state", &self.state)
-            .finish_non_exhaustive()
-    }
 }
 
 #[derive(Debug)]
@@ -149,16 +85,8 @@ impl Pool {
     }
 
     fn new() -> Self {
-        fn nothing(_: *const ()) {}
         Self {
-            shared: Arc::new(Shared {
-                state: AtomicU64::new(0),
-                work: UnsafeCell::new(Work {
-                    data: null(),
-                    call: nothing,
-                }),
-                has_panicked: AtomicBool::new(false),
-            }),
+            regions: Arc::new(Regions::new()),
             workers: Mutex::default(),
         }
     }
@@ -166,11 +94,11 @@ impl Pool {
     fn grow(&self, count: usize) -> Result<(), Error> {
         let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
         for index in workers.len()..count {
-            let (shared, sleeps) = (self.shared.clone(), Arc::new(AtomicBool::new(false)));
+            let (regions, sleeps) = (self.regions.clone(), Arc::new(AtomicBool::new(false)));
             let own = sleeps.clone();
             let thread = Builder::new()
                 .name(format!("kernels-{index}"))
-                .spawn(move || shared.serve(index, &own))
+                .spawn(move || serve(&regions, index, &own))
                 .map_err(|error| Error::Threads(error.to_string()))?;
             workers.push(Worker {
                 thread: thread.thread().clone(),
@@ -187,128 +115,58 @@ impl Pool {
     ///
     /// If `work` does.
     pub(crate) fn run<F: Fn() + Sync>(&self, num_threads: usize, work: &F) {
-        /// # Safety
-        ///
-        /// `data` is a live `F`.
-        unsafe fn call<F: Fn()>(data: *const ()) {
-            // SAFETY: by the contract.
-            unsafe { (*data.cast::<F>())() }
-        }
         let workers = match self.workers.try_lock() {
             Ok(workers) => workers,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return work(),
         };
         let limit = (num_threads - 1).min(workers.len());
-        let shared = &*self.shared;
-        shared.has_panicked.store(false, Ordering::Relaxed);
-        // SAFETY: the lock is held, and the last region is closed and empty: no thread reads this now.
-        unsafe {
-            *shared.work.get() = Work {
-                data: std::ptr::from_ref(work).cast(),
-                call: call::<F>,
-            };
-        }
-        let state = State(shared.state.load(Ordering::Relaxed)).next(limit);
-        shared.state.store(state.0, Ordering::SeqCst);
-        let region = Region(shared);
+        // SAFETY: the holder of the lock is the only caller, and closes the region, also if `work` panics.
+        let region = unsafe { self.regions.open(limit, work) };
         for worker in &workers[..limit] {
             if worker.sleeps.load(Ordering::SeqCst) && worker.sleeps.swap(false, Ordering::SeqCst) {
                 worker.thread.unpark();
             }
         }
         work();
-        drop(region);
-        assert!(
-            !shared.has_panicked.load(Ordering::Relaxed),
-            "a thread of a kernel panicked"
-        );
+        assert!(!region.close(), "a thread of a kernel panicked");
     }
 }
 
-/// An open region; when it is dropped, it is closed, and all threads have left it.
-struct Region<'p>(&'p Shared);
-
-impl Drop for Region<'_> {
-    fn drop(&mut self) {
-        let mut state = State(self.0.state.fetch_and(!OPEN, Ordering::AcqRel));
-        let mut looks = 0;
-        while !state.is_empty() {
-            looks += 1;
-            match looks < PATIENCE {
-                true => spin_loop(),
-                false => thread::yield_now(),
-            }
-            state = State(self.0.state.load(Ordering::Acquire));
-        }
+/// A thread of the pool, for as long as the process lives.
+fn serve(regions: &Regions, index: usize, sleeps: &AtomicBool) {
+    let mut last = 0;
+    loop {
+        wait(regions, last, sleeps);
+        last = regions.take_part(index);
     }
 }
 
-impl Shared {
-    /// A thread of the pool, for as long as the process lives.
-    fn serve(&self, index: usize, sleeps: &AtomicBool) {
-        let mut last = 0;
-        loop {
-            self.wait(last, sleeps);
-            last = self.take_part(index);
-        }
-    }
-
-    /// Returns when there is another region than `last`.
-    fn wait(&self, last: u64, sleeps: &AtomicBool) {
-        let is_new = || State(self.state.load(Ordering::SeqCst)).number() != last;
-        let start = Instant::now();
-        while start.elapsed() < SPIN {
-            for _ in 0..LOOKS {
-                if is_new() {
-                    return;
-                }
-                spin_loop();
-            }
-        }
-        loop {
-            sleeps.store(true, Ordering::SeqCst);
-            if is_new() {
-                sleeps.store(false, Ordering::SeqCst);
+/// Returns when there is another region than `last`.
+fn wait(regions: &Regions, last: u64, sleeps: &AtomicBool) {
+    let start = Instant::now();
+    while start.elapsed() < SPIN {
+        for _ in 0..LOOKS {
+            if regions.number() != last {
                 return;
             }
-            thread::park();
+            spin_loop();
         }
     }
-
-    /// Works in the region that there is now, if it is open; its number.
-    fn take_part(&self, index: usize) -> u64 {
-        let mut state = State(self.state.load(Ordering::Acquire));
-        let number = state.number();
-        while state.number() == number && state.admits(index) {
-            match self.state.compare_exchange_weak(
-                state.0,
-                state.0 + 1,
-                Ordering::Acquire,
-                Ordering::Acquire,
-            ) {
-                Ok(_) => {
-                    // SAFETY: the region is not left before `leave`, so `work` and what it points to stay.
-                    let work = AssertUnwindSafe(|| unsafe {
-                        let work = *self.work.get();
-                        (work.call)(work.data);
-                    });
-                    if catch_unwind(work).is_err() {
-                        self.has_panicked.store(true, Ordering::Relaxed);
-                    }
-                    self.state.fetch_sub(1, Ordering::Release);
-                    break;
-                }
-                Err(now) => state = State(now),
-            }
+    loop {
+        sleeps.store(true, Ordering::SeqCst);
+        if regions.number() != last {
+            sleeps.store(false, Ordering::SeqCst);
+            return;
         }
-        number
+        thread::park();
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
     use std::sync::atomic::AtomicUsize;
 
     use super::*;
