@@ -17,7 +17,7 @@ from pyengine.utils.openmp import (
     BRIEF_SPIN,
     how_threads_wait,
     openmp_runtime,
-    set_torch_threads,
+    set_own_torch_threads,
 )
 
 _log = logging.getLogger(__name__)
@@ -57,39 +57,19 @@ def kernel_threads(num_threads: int, *, beside_torch: bool = False) -> CpuAttent
     return CpuAttention(num_threads, openmp_runtime() if beside_torch else None)
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadLimits:
-    """The most threads that calls of one thread of Python compute with.
+def usable_threads() -> int:
+    """Threads that the calling thread may divide work among: a step's; elsewhere torch's."""
+    import torch
 
-    `kernels`: those of our kernels; None: as many as they have. `torch`: those of its operations.
-    """
+    limit = limit_threads(None)
+    limit_threads(limit)
+    return torch.get_num_threads() if limit is None else limit
 
-    kernels: int | None
-    torch: int
 
-    @classmethod
-    def current(cls) -> "ThreadLimits":
-        """Those of the calling thread."""
-        import torch
-
-        kernels = limit_threads(None)
-        limit_threads(kernels)
-        return cls(kernels, torch.get_num_threads())
-
-    def set(self) -> None:
-        """Set those of the calling thread."""
-        limit_threads(self.kernels)
-        set_torch_threads(self.torch)
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Inside, they are those of the calling thread."""
-        before = self.current()
-        self.set()
-        try:
-            yield
-        finally:
-            before.set()
+def compute_alone() -> None:
+    """Let kernels and torch compute with the calling thread alone, in calls of this thread."""
+    limit_threads(1)
+    set_own_torch_threads(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +80,14 @@ class ComputeThreads:
     reason: str
     adapts: bool = False
     """True if steps may use fewer while other programs take the processors."""
-    of_torch: int | None = None
-    """Threads of torch's own operations in a step; None: as many.
+    torch_is_alone: bool = False
+    """True if torch's operations have one thread in a step, since our kernels compute all that is
+    large. Torch's other threads would only take processors: they spin after each operation."""
 
-    1 if our kernels compute all that is large. Then torch's other threads would only take
-    processors: they spin for a while after each operation.
-    """
+    def begin(self) -> None:
+        """To be called first in a thread that computes steps."""
+        if self.torch_is_alone:
+            set_own_torch_threads(1)
 
     def describe(self) -> dict[str, object]:
         """For `describe()` and `pyengine info`."""
@@ -238,9 +220,15 @@ class StepThreads:
         self._dropped_at = self._trial_end = 0.0
         self._idle_start: _Idle | None = None
 
+    def begin(self) -> None:
+        """See `ComputeThreads.begin`."""
+        self._threads.begin()
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Inside, kernels and torch use `count` threads in calls of this thread."""
+        import torch
+
         adapts, is_judged = self._threads.adapts, self._threads.adapts or not self.has_warned
         start = time.perf_counter()
         is_first = start - self._last_end > _PAUSE
@@ -248,10 +236,16 @@ class StepThreads:
             if adapts and self.count < self._threads.count:
                 self._add(start)
             self._look_start = self._window_start = self._now()
+        limit_before, before = limit_threads(self.count), torch.get_num_threads()
+        count = before if self._threads.torch_is_alone else self.count
+        if count != before:
+            torch.set_num_threads(count)
         try:
-            with ThreadLimits(self.count, self._threads.of_torch or self.count).inside():
-                yield
+            yield
         finally:
+            limit_threads(limit_before)
+            if count != before:
+                torch.set_num_threads(before)
             self._last_end = time.perf_counter()
             self._step_seconds += self._last_end - start
             since, length = self._look_start, self._look_length if adapts else _WINDOW

@@ -174,7 +174,14 @@ def _connect(
     else:
         graphs = _wants_graphs(settings, loaded)
         runner = worker_group.runner(RunnerSetup(plan, choice, limits, graphs))
-    executor = _executor(settings, runner, loaded.device)
+    can_adapt = worker_group is None and _any_threads_agree(loaded, choice)
+    models = [loaded] if draft is None else [loaded, draft.loaded]
+    threads = replace(
+        threads,
+        adapts=threads.adapts and can_adapt,
+        torch_is_alone=choice.backend == "cpu" and not any(each.torch_computes for each in models),
+    )
+    executor = _executor(settings, runner, loaded.device, threads)
     engine = Engine(
         manager,
         Scheduler(
@@ -219,13 +226,6 @@ def _connect(
         costs = measured_costs(runner, plan.manager(), limits)
         drafter = _drafter(settings, executor, draft, plan)
         engine.speculate(drafter, DraftPolicy(costs), most=limits.rows_per_seq - 1)
-    can_adapt = worker_group is None and _any_threads_agree(loaded, choice)
-    has_kernels_alone = choice.backend == "cpu" and not loaded.torch_computes
-    threads = replace(
-        threads,
-        adapts=threads.adapts and can_adapt,
-        of_torch=1 if has_kernels_alone else None,
-    )
     if populate and isinstance(runner, ModelRunner):
         runner.pool.populate_in_background()
     params = default_params(settings, loaded)
@@ -501,7 +501,9 @@ def _compile_if_possible(runner: ModelRunner) -> None:
         _log.warning("the model runs uncompiled, which is slower: %s", error)
 
 
-def _executor(settings: EngineSettings, runner: Runner, device: torch.device) -> Executor:
+def _executor(
+    settings: EngineSettings, runner: Runner, device: torch.device, threads: ComputeThreads
+) -> Executor:
     """The executor, with two steps in its queue if requested or (None) if that is faster.
 
     CUDA runs beside the host by itself; the CPU gets a thread for it, which gains little if the
@@ -511,7 +513,7 @@ def _executor(settings: EngineSettings, runner: Runner, device: torch.device) ->
     ahead = on_cuda if settings.async_scheduling is None else settings.async_scheduling
     if not ahead or settings.tensor_parallel_size != 1:
         return Executor(runner, device=device)
-    thread = None if on_cuda else ThreadPoolExecutor(1, thread_name_prefix="pyengine-device")
+    thread = None if on_cuda else ThreadPoolExecutor(1, "pyengine-device", threads.begin)
     return Executor(runner, thread, depth=2, device=device)
 
 

@@ -187,6 +187,7 @@ class EngineLoop:
 
     @with_frame_room
     def _run(self) -> None:
+        self._threads.begin()
         try:
             while self._error is None:
                 if not self._engine.has_work:

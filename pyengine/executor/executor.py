@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 
 from pyengine.attention.paged import on_device
-from pyengine.cpu.threads import ThreadLimits
+from pyengine.cpu import limit_threads
+from pyengine.cpu.threads import usable_threads
 from pyengine.kv_cache import StepPlan
 from pyengine.sampling.logprobs import PendingLogprobs
 from pyengine.sampling.sampler import Sampled, SamplingBatch, sample
@@ -248,9 +249,15 @@ class SubmittedStep:
     """Rows after wrong drafts, once it is committed: they are ignored."""
 
 
-def _compute(limits: ThreadLimits, work: Callable[[], T]) -> T:
-    """The result of `work`, with the threads of the caller that enqueued it."""
-    limits.set()
+def _compute(num_threads: tuple[int, int], work: Callable[[], T]) -> T:
+    """The result of `work`, with so many threads, of the kernels and of torch.
+
+    Both numbers are set for each thread of Python separately.
+    """
+    of_kernels, of_torch = num_threads
+    limit_threads(of_kernels)
+    if torch.get_num_threads() != of_torch:
+        torch.set_num_threads(of_torch)
     return work()
 
 
@@ -317,7 +324,8 @@ class Executor:
     def _enqueue(self, work: Callable[[], T]) -> "Future[T]":
         """Run `work` after everything that was enqueued before. Its error is kept."""
         if self._thread is not None:
-            return self._thread.submit(partial(_compute, ThreadLimits.current(), work))
+            num_threads = usable_threads(), torch.get_num_threads()
+            return self._thread.submit(partial(_compute, num_threads, work))
         future: Future[T] = Future()
         try:
             with self._on_device:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.cpu.threads import ThreadLimits
+from pyengine.cpu.threads import compute_alone, usable_threads
 
 _Floats: TypeAlias = npt.NDArray[np.float32]
 _Doubles: TypeAlias = npt.NDArray[np.float64]
@@ -72,27 +72,26 @@ def draw_on_cpu(logits: torch.Tensor, rows: _Ints, columns: Columns, numbers: _D
     """Return one token for each of ``rows`` of ``logits`` [B, V], of any floating type: int64 [R].
 
     ``columns`` and ``numbers`` [R], in [0, 1), belong to ``rows``. As many threads compute as the
-    kernels of the caller have.
+    caller may use.
     """
-    num_threads = ThreadLimits.current().kernels or 1
+    num_threads = usable_threads()
     num_parts = min(num_threads, len(rows), len(rows) * logits.shape[1] // _LEAST_ELEMENTS)
     if num_parts < 2:
         return _draw(logits, rows, columns, numbers)
     first, *others = np.array_split(np.arange(len(rows)), num_parts)
-    with ThreadLimits(1, 1).inside():
-        helpers = _helpers(num_threads - 1, os.getpid())
-        parts = [
-            helpers.submit(_draw, logits, rows[part], columns.take(part), numbers[part])
-            for part in others
-        ]
-        tokens = _draw(logits, rows[first], columns.take(first), numbers[first])
+    helpers = _helpers(num_threads - 1, os.getpid())
+    parts = [
+        helpers.submit(_draw, logits, rows[part], columns.take(part), numbers[part])
+        for part in others
+    ]
+    tokens = _draw(logits, rows[first], columns.take(first), numbers[first])
     return np.concatenate([tokens, *(part.result() for part in parts)])
 
 
 @cache
 def _helpers(count: int, _process: int) -> ThreadPoolExecutor:
     """Threads of this process that draw; each computes with itself alone."""
-    return ThreadPoolExecutor(count, "pyengine-draw", ThreadLimits(1, 1).set)
+    return ThreadPoolExecutor(count, "pyengine-draw", compute_alone)
 
 
 def _draw(logits: torch.Tensor, rows: _Ints, columns: Columns, numbers: _Doubles) -> _Ints:

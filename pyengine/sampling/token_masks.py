@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from pyengine.cpu.threads import usable_threads
 from pyengine.kernels import has_kernels
 from pyengine.sampling.draw_cpu import largest
 from pyengine.utils.host_copy import upload
@@ -194,7 +195,7 @@ class CompiledGrammar:
 
 def num_filling_threads() -> int:
     """The most threads that fill masks."""
-    return min(torch.get_num_threads(), _MOST_THREADS)
+    return min(usable_threads(), _MOST_THREADS)
 
 
 class TokenMasks:

@@ -50,11 +50,12 @@ def openmp_runtime() -> Path | None:
     return next((Path(spec.origin).parent / "lib").glob("libgomp*.so*"), None)
 
 
-def set_torch_threads(count: int) -> None:
-    """Let torch use `count` threads in calls of this thread, and leave those of others.
+def set_own_torch_threads(count: int) -> None:
+    """Let torch use `count` threads in calls of this thread, and leave those of other threads.
 
-    `torch.set_num_threads` also changes what threads get that call torch for the first time later:
-    an engine that starts while another computes with fewer would keep fewer.
+    `torch.set_num_threads` also changes the default of threads that call torch for the first time
+    later. Code that inductor compiled takes that default when a thread first runs it, whatever was
+    set here, so this is for threads that run none.
     """
     import torch
 
@@ -85,11 +86,11 @@ def torch_threads(count: int) -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads()
-    set_torch_threads(count)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        set_torch_threads(before)
+        torch.set_num_threads(before)
 
 
 def release_threads() -> None:

@@ -7,7 +7,7 @@ back, so steps with timers and without them are compared in one engine.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter_ns, process_time_ns
@@ -29,7 +29,7 @@ from benches.engine.floor.parts import (
     layer_parts,
     products,
 )
-from pyengine.cpu.threads import ThreadLimits
+from pyengine.cpu import limit_threads
 from pyengine.executor import executor as executor_module
 from pyengine.models.decoder.model import DecoderModel
 
@@ -99,10 +99,12 @@ class Timers:
 
     def _recorded_step(self) -> Any:
         self.spent.clear()
-        with ThreadLimits(1, 1).inside() if self._one_thread else nullcontext():
-            processor, start = process_time_ns(), perf_counter_ns()
-            result = self._step()
-            end = perf_counter_ns()
+        limit = limit_threads(1) if self._one_thread else None
+        processor, start = process_time_ns(), perf_counter_ns()
+        result = self._step()
+        end = perf_counter_ns()
+        if self._one_thread:
+            limit_threads(limit)
         processor = process_time_ns() - processor
         rows, tokens = len(result.rows), result.num_tokens
         self.steps.append(TimedStep(dict(self.spent), start, end, processor, tokens, rows))

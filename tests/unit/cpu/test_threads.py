@@ -16,7 +16,7 @@ import torch
 
 from pyengine import LLM, SamplingParams
 from pyengine.cpu import threads
-from pyengine.cpu.threads import ComputeThreads, StepThreads, ThreadLimits, compute_threads
+from pyengine.cpu.threads import ComputeThreads, StepThreads, compute_threads, usable_threads
 from pyengine.executor.model_runner import ForwardPass
 from pyengine.utils.cpus import UsableCpus
 from pyengine.utils.openmp import BRIEF_SPIN, openmp_runtime, torch_threads
@@ -71,19 +71,19 @@ def test_an_engine_computes_with_its_threads_and_leaves_those_of_others(
         num_threads=1,
         async_scheduling=ahead,
     )
-    seen: set[ThreadLimits] = set()
+    seen: set[tuple[int, int]] = set()
     in_new_threads: set[int] = set()
     by_default = in_a_new_thread(torch.get_num_threads)
     forward = ForwardPass.__call__
 
     def watched(*arguments: Any, **named: Any) -> Any:
-        seen.add(ThreadLimits.current())
+        seen.add((usable_threads(), torch.get_num_threads()))
         in_new_threads.add(in_a_new_thread(torch.get_num_threads))
         return forward(*arguments, **named)
 
     monkeypatch.setattr(ForwardPass, "__call__", watched)
     llm.generate([[3, 9, 27]])
-    assert seen == {ThreadLimits(1, 1)}
+    assert seen == {(1, 1)}
     assert torch.get_num_threads() == 2
     assert in_new_threads == {by_default}
     about = llm.describe()
@@ -98,7 +98,7 @@ def test_each_step_computes_with_the_threads_of_the_moment(
     """In whatever thread it runs: the number is set for each thread separately."""
     save_tiny_model(tmp_path)
     wanted = iter([2, 2, 1, 1, 1, 2, 2, 1] * 9)
-    seen: list[int | None] = []
+    seen: list[int] = []
     step, forward = StepThreads.step, ForwardPass.__call__
 
     def stepped(self: StepThreads) -> Any:
@@ -107,7 +107,7 @@ def test_each_step_computes_with_the_threads_of_the_moment(
         return step(self)
 
     def watched(*arguments: Any, **named: Any) -> Any:
-        seen.append(ThreadLimits.current().kernels)
+        seen.append(usable_threads())
         return forward(*arguments, **named)
 
     used: list[int] = []

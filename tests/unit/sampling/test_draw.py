@@ -1,6 +1,7 @@
 """The draw on the CPU against the simple one, which devices use."""
 
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pyengine.cpu import limit_threads
 from pyengine.sampling import draw_cpu
 from pyengine.sampling.sampler import SamplingBatch, draw, draw_on_device
 from pyengine.sampling.state import SamplingState, uniforms
@@ -114,3 +116,31 @@ def test_a_filtered_row_of_a_large_vocabulary_is_not_drawn_whole(
     assert batch.draws is not None
     draw(logits, batch.draws, np.zeros(4, dtype=np.int64))
     assert max(widths) == vocab_size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_several_threads_are_those_of_one(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    vocab_size, names = 32_000, set()
+    logits = make_logits("peaked", 19, vocab_size, 0).to(dtype)
+    kinds = [{"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 3.0, "top_p": 0.99}]
+    batch = batch_of([SamplingParams(**kinds[row % 4]) for row in range(19)], vocab_size)
+    draws, positions = batch.draws, np.arange(19)
+    draw_whole = draw_cpu._draw
+
+    def watched(*arguments: Any) -> Any:
+        names.add(threading.current_thread().name)
+        return draw_whole(*arguments)
+
+    monkeypatch.setattr(draw_cpu, "_draw", watched)
+    assert draws is not None
+    found = []
+    for num_threads in (1, 2, 3):
+        before = limit_threads(num_threads)
+        names.clear()
+        found.append(draw(logits, draws, positions).tolist())
+        limit_threads(before)
+        assert 1 <= len(names) <= num_threads
+        assert (len(names) > 1) == (num_threads > 1)
+    assert found == [simple(logits, batch, positions)] * 3

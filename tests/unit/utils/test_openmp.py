@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,23 +37,20 @@ def num_threads() -> int:
 def test_a_number_of_threads_is_set_for_one_thread_alone() -> None:
     """And acts in OpenMP and MKL: one thread makes no team, in an operation of either."""
 
-    def check(count: int) -> int:
-        with torch_threads(count):
-            alone = num_threads()
-            compute()
-            torch.randn(256, 256) @ torch.randn(256, 256)
-            return num_threads() - alone
+    def in_a_new_thread(work: Callable[[], int]) -> int:
+        return ThreadPoolExecutor(1).submit(work).result()
 
-    def by_default() -> int:
-        return ThreadPoolExecutor(1).submit(torch.get_num_threads).result()
+    def made(count: int) -> int:
+        openmp.set_own_torch_threads(count)
+        assert torch.get_num_threads() == count
+        assert in_a_new_thread(torch.get_num_threads) == 2
+        alone = num_threads()
+        compute()
+        torch.randn(256, 256) @ torch.randn(256, 256)
+        return num_threads() - alone
 
-    before = by_default()
-    for count in (1, 2, 3):
-        with torch_threads(count):
-            assert torch.get_num_threads() == count
-            assert by_default() == before
-        assert torch.get_num_threads() == 2
-    assert [ThreadPoolExecutor(1).submit(check, count).result() for count in (1, 3)] == [0, 2]
+    assert [in_a_new_thread(lambda count=count: made(count)) for count in (1, 2, 3)] == [0, 1, 2]
+    assert torch.get_num_threads() == 2
 
 
 def test_released_threads_are_gone_and_come_back() -> None:
