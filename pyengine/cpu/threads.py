@@ -57,12 +57,18 @@ def kernel_threads(num_threads: int, *, beside_torch: bool = False) -> CpuAttent
     return CpuAttention(num_threads, openmp_runtime() if beside_torch else None)
 
 
+def thread_limit() -> int | None:
+    """The limit of the calling thread (`limit_threads`); None without one."""
+    limit = limit_threads(None)
+    limit_threads(limit)
+    return limit
+
+
 def usable_threads() -> int:
     """Threads that the calling thread may divide work among: a step's; elsewhere torch's."""
     import torch
 
-    limit = limit_threads(None)
-    limit_threads(limit)
+    limit = thread_limit()
     return torch.get_num_threads() if limit is None else limit
 
 

@@ -12,7 +12,7 @@ import torch
 
 from pyengine.attention.paged import on_device
 from pyengine.cpu import limit_threads
-from pyengine.cpu.threads import usable_threads
+from pyengine.cpu.threads import thread_limit
 from pyengine.kv_cache import StepPlan
 from pyengine.sampling.logprobs import PendingLogprobs
 from pyengine.sampling.sampler import Sampled, SamplingBatch, sample
@@ -249,10 +249,10 @@ class SubmittedStep:
     """Rows after wrong drafts, once it is committed: they are ignored."""
 
 
-def _compute(num_threads: tuple[int, int], work: Callable[[], T]) -> T:
-    """The result of `work`, with so many threads, of the kernels and of torch.
+def _compute(num_threads: tuple[int | None, int], work: Callable[[], T]) -> T:
+    """The result of `work`, with the caller's limit of kernels' threads and its number of torch's.
 
-    Both numbers are set for each thread of Python separately.
+    Both are set for each thread of Python separately.
     """
     of_kernels, of_torch = num_threads
     limit_threads(of_kernels)
@@ -324,7 +324,7 @@ class Executor:
     def _enqueue(self, work: Callable[[], T]) -> "Future[T]":
         """Run `work` after everything that was enqueued before. Its error is kept."""
         if self._thread is not None:
-            num_threads = usable_threads(), torch.get_num_threads()
+            num_threads = thread_limit(), torch.get_num_threads()
             return self._thread.submit(partial(_compute, num_threads, work))
         future: Future[T] = Future()
         try:
