@@ -111,11 +111,7 @@ impl Attention {
         if count > FEW_ROWS {
             panels = panels.min(MOST_PANELS);
         }
-        panels = panels.next_multiple_of(match num_panels / num_threads {
-            8.. => 4,
-            4.. => 2,
-            _ => 1,
-        });
+        panels = balanced(num_panels, panels, num_threads);
         let mut parts: Vec<_> = out
             .chunks_mut(width)
             .map(|row| row.chunks_mut(panels * WIDTH))
@@ -149,6 +145,21 @@ impl Attention {
             }
         });
     }
+}
+
+/// Panels of a task, about `panels`: an even number, four at best, and such that threads have equally many tasks.
+fn balanced(num_panels: usize, panels: usize, num_threads: usize) -> usize {
+    let step = match num_panels / num_threads {
+        8.. => 4,
+        4.. => 2,
+        _ => return panels,
+    };
+    let first = panels.next_multiple_of(step);
+    let is_even = |panels: &usize| num_panels.div_ceil(*panels).is_multiple_of(num_threads);
+    (first..=2 * first)
+        .step_by(2)
+        .find(is_even)
+        .unwrap_or(first)
 }
 
 /// Neighbouring tasks for each thread: a task prefetches the weights of the next one.

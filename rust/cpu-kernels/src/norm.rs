@@ -10,7 +10,7 @@ use crate::step::{above_zero, same_length};
 const LANES: usize = 16;
 
 /// Numbers that a thread normalises at a time, about.
-const MANY: usize = 20_000;
+const MANY: usize = 6_000;
 
 impl Attention {
     /// `out` becomes `row / sqrt(mean(row ^ 2) + epsilon) * weight` for each of `rows` `[rows, weight.len()]`. Sums are

@@ -15,9 +15,9 @@ use std::{
     thread::yield_now,
 };
 
-/// Looks at the state before the caller lets other programs run: longer than most tasks take.
+/// Looks at the state before the caller lets other threads run: on its own processor may be the one that it waits for.
 #[cfg(not(loom))]
-const PATIENCE: usize = 4096;
+const PATIENCE: usize = 512;
 
 /// The most threads beside the caller's.
 pub(crate) const MOST: usize = (1 << 15) - 1;

@@ -13,7 +13,7 @@ use crate::step::{above_zero, same_length};
 const LANES: usize = 16;
 
 /// Numbers of a task, about.
-const MANY: usize = 20_000;
+const MANY: usize = 6_000;
 
 /// A norm over rows: `(x - mean) / sqrt(mean of squares + epsilon) * (offset + weight) + bias`.
 #[derive(Clone, Copy, Debug)]
