@@ -136,7 +136,7 @@ impl Arithmetic<u16, LANES> for Bf16 {
     }
 }
 
-impl KeyLanes for Bf16 {
+impl KeyLanes<u16> for Bf16 {
     #[inline(always)]
     fn make_room(&mut self, most_rows: usize) {
         let (zeros, memory) = (Line([0.0; LANES]), &mut self.memory);
@@ -183,9 +183,9 @@ impl KeyLanes for Bf16 {
     }
 
     #[inline(always)]
-    fn weigh(&mut self, num_rows: usize, tile: usize) {
+    fn weigh(&mut self, _: &Tiles<'_, u16>, bounds: &Bounds<LANES>, tile: usize) {
         // SAFETY: as above.
-        unsafe { self.weigh_rows(num_rows, tile) };
+        unsafe { self.weigh_rows(bounds.num_rows, tile) };
     }
 
     #[inline(always)]

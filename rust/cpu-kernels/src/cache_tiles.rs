@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use crate::element::Element;
 use crate::job::Job;
 use crate::lanes::fetch;
 use crate::step::{PART, TILE};
@@ -68,6 +69,15 @@ impl<'t, E> Tiles<'t, E> {
         seen.start - start..seen.end - start
     }
 
+    /// Whether the cache holds floats.
+    #[inline(always)]
+    pub(crate) fn are_floats(&self) -> bool
+    where
+        E: Element,
+    {
+        matches!(self.job.cached, Cached::Computed { .. }) && E::in_place(&[]).is_some()
+    }
+
     #[inline(always)]
     pub(crate) fn keys(&self, number: usize) -> Heads<'t, E> {
         let (numbers, dim) = (self.heads(number), self.job.shape.dim_k);
@@ -91,7 +101,11 @@ impl<'t, E> Tiles<'t, E> {
         let slots: &[usize; TILE] = self.slots[number * TILE..]
             .first_chunk()
             .expect("TILE divides PART");
-        slots.map(|slot| slot * self.job.shape.kv_heads + self.kv_head)
+        let mut heads = *slots;
+        for head in &mut heads {
+            *head = *head * self.job.shape.kv_heads + self.kv_head;
+        }
+        heads
     }
 
     /// Asks for what comes after tile `number`: in the part, then for the next head.
@@ -146,19 +160,26 @@ fn find_slots<E>(
 #[inline(always)]
 fn fetch_positions<E>(job: &Job<'_, E>, blocks: &[u32], kv_head: usize, positions: Range<usize>) {
     let (size, shape) = (job.shape.block_size, &job.shape);
-    for position in positions {
+    let mut position = positions.start;
+    while position < positions.end {
+        let count = (size - position % size).min(positions.end - position);
         let slot = blocks[position / size] as usize * size + position % size;
-        let head = slot * shape.kv_heads + kv_head;
+        let heads = (slot..slot + count).map(|slot| slot * shape.kv_heads + kv_head);
         match job.cached {
             Cached::Computed { keys, values } => {
-                fetch(&keys[head * shape.dim_k..][..shape.dim_k]);
-                fetch(&values[head * shape.dim_v..][..shape.dim_v]);
+                for head in heads {
+                    fetch(&keys[head * shape.dim_k..][..shape.dim_k]);
+                    fetch(&values[head * shape.dim_v..][..shape.dim_v]);
+                }
             }
             Cached::Int8 { keys, values } => {
-                let [dim_k, dim_v] = [shape.dim_k, shape.dim_v].map(|dim| dim + SCALE);
-                fetch(&keys[head * dim_k..][..dim_k]);
-                fetch(&values[head * dim_v..][..dim_v]);
+                let (dim_k, dim_v) = (shape.dim_k + SCALE, shape.dim_v + SCALE);
+                for head in heads {
+                    fetch(&keys[head * dim_k..][..dim_k]);
+                    fetch(&values[head * dim_v..][..dim_v]);
+                }
             }
         }
+        position += count;
     }
 }

@@ -20,6 +20,7 @@ use crate::int8::Int8;
 use crate::isa::Isa;
 use crate::job::{Job, Task};
 use crate::kernel::work;
+use crate::key_lanes::LANES;
 use crate::linear_task::Multiply;
 #[cfg(target_arch = "x86_64")]
 use crate::stored::Cached;
@@ -70,11 +71,11 @@ fn in_floats<E: Element>(isa: Isa, job: &Job<'_, E>, task: Task<'_, '_, E>) {
     {
         #[target_feature(enable = "avx2,fma")]
         fn avx2<E: Element>(job: &Job<'_, E>, task: Task<'_, '_, E>) {
-            work::<E, Floats<__m256, 8, 8>, 8>(job, task);
+            work::<E, Floats<[__m256; 2], 6>, LANES>(job, task);
         }
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
         fn avx512<E: Element>(job: &Job<'_, E>, task: Task<'_, '_, E>) {
-            work::<E, Floats<__m512, 16, 16>, 16>(job, task);
+            work::<E, Floats<__m512, 16>, LANES>(job, task);
         }
         #[allow(unsafe_code)]
         match isa {
@@ -87,10 +88,10 @@ fn in_floats<E: Element>(isa: Isa, job: &Job<'_, E>, task: Task<'_, '_, E>) {
     }
     #[cfg(target_arch = "aarch64")]
     if isa == Isa::Neon {
-        return work::<E, Floats<[float32x4_t; 2], 8, 8>, 8>(job, task);
+        return work::<E, Floats<[[float32x4_t; 2]; 2], 6>, LANES>(job, task);
     }
     let _ = isa; // slow without an instruction for products: compiled for one sum at a time
-    work::<E, Floats<[f32; 8], 8, 1>, 8>(job, task);
+    work::<E, Floats<[[f32; 8]; 2], 1>, LANES>(job, task);
 }
 
 /// [`work`] in bfloat16 where these instructions can, else in floats.
@@ -99,19 +100,19 @@ fn in_halves(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
     {
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
         fn bf16(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
-            work::<u16, Bf16, 16>(job, task);
+            work::<u16, Bf16, LANES>(job, task);
         }
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
         fn bf16_fma(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
-            work::<u16, Bf16Fma, 16>(job, task);
+            work::<u16, Bf16Fma, LANES>(job, task);
         }
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
         fn amx(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
-            work::<u16, Amx, 16>(job, task);
+            work::<u16, Amx, LANES>(job, task);
         }
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
         fn int8(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
-            work::<u16, Int8, 16>(job, task);
+            work::<u16, Int8, LANES>(job, task);
         }
         #[allow(unsafe_code)]
         match (isa, &job.cached) {

@@ -1,9 +1,6 @@
 //! Elements of the cache: float32, or bfloat16 as its 16 bits. Sums are float32 in either case.
 
-use std::ops::Range;
 use std::sync::Mutex;
-
-use crate::step::TILE;
 
 /// A number as queries, keys, values and results have it in memory.
 pub trait Element: Copy + Send + Sync + Memory + 'static {
@@ -26,14 +23,9 @@ pub trait Element: Copy + Send + Sync + Memory + 'static {
     #[doc(hidden)]
     fn sums<'a>(rows: &'a mut [&mut [Self]], scratch: &'a mut Vec<f32>) -> Vec<&'a mut [f32]>;
 
-    /// The same of a tile's rows, all of one length, of which those in `seen` differ; the others
-    /// repeat the nearest of these.
+    /// `row` where it lies, if that is floats.
     #[doc(hidden)]
-    fn tile<'a>(
-        rows: [&'a [Self]; TILE],
-        seen: &Range<usize>,
-        scratch: &'a mut Vec<f32>,
-    ) -> [&'a [f32]; TILE];
+    fn in_place(row: &[Self]) -> Option<&[f32]>;
 }
 
 /// Memory that is kept from call to call, by element.
@@ -92,12 +84,8 @@ impl Element for f32 {
     }
 
     #[inline(always)]
-    fn tile<'a>(
-        rows: [&'a [f32]; TILE],
-        _: &Range<usize>,
-        _: &'a mut Vec<f32>,
-    ) -> [&'a [f32]; TILE] {
-        rows
+    fn in_place(row: &[f32]) -> Option<&[f32]> {
+        Some(row)
     }
 }
 
@@ -136,18 +124,8 @@ impl Element for u16 {
     }
 
     #[inline(always)]
-    fn tile<'a>(
-        rows: [&'a [u16]; TILE],
-        seen: &Range<usize>,
-        scratch: &'a mut Vec<f32>,
-    ) -> [&'a [f32]; TILE] {
-        let size = rows[0].len();
-        scratch.resize(TILE * size, 0.0);
-        for at in seen.clone() {
-            widen(rows[at], &mut scratch[at * size..][..size]);
-        }
-        let found = |at: usize| at.clamp(seen.start, seen.end - 1) * size;
-        std::array::from_fn(|at| &scratch[found(at)..][..size])
+    fn in_place(_: &[u16]) -> Option<&[f32]> {
+        None
     }
 }
 
@@ -190,21 +168,5 @@ mod tests {
         }
         assert_eq!(u16::narrow(f32::MAX).widen(), f32::INFINITY);
         assert!(u16::narrow(f32::from_bits(0x7f80_0001)).widen().is_nan());
-    }
-
-    #[test]
-    fn a_tile_repeats_what_is_seen() {
-        let rows: Vec<[u16; 3]> = (0..TILE)
-            .map(|at| [at as f32; 3].map(u16::narrow))
-            .collect();
-        let mut scratch = vec![];
-        let found = u16::tile(
-            std::array::from_fn(|at| &rows[at][..]),
-            &(4..9),
-            &mut scratch,
-        );
-        for (at, row) in found.iter().enumerate() {
-            assert_eq!(*row, [at.clamp(4, 8) as f32; 3]);
-        }
     }
 }

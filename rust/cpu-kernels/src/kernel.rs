@@ -103,12 +103,12 @@ fn complete<E: Element, A: Arithmetic<E, L>, const L: usize>(
     for part in rest.clone() {
         for (kv_head, sums) in sums.chunks_exact_mut(size).enumerate() {
             rows.take_queries(job, kv_head);
-            if first_is_all && part == rest.start {
-                rows.attend_part(job, kv_head, part, sums);
-                continue;
+            let is_first = first_is_all && part == rest.start;
+            let found = if is_first { &mut *sums } else { &mut *states };
+            rows.attend_part(job, kv_head, part, found);
+            if !is_first {
+                rows.merge(job, states, sums);
             }
-            rows.attend_part(job, kv_head, part, states);
-            rows.merge(job, states, sums);
         }
     }
     for (kv_head, sums) in sums.chunks_exact_mut(size).enumerate() {
@@ -327,7 +327,17 @@ impl<const L: usize> Bounds<L> {
         seen.start.min(seen.end) - start..seen.end - start
     }
 
+    /// Whether all lanes see the same of them.
+    #[inline(always)]
+    pub(crate) fn sees_same(&self, start: usize) -> bool {
+        let end = start + TILE;
+        let [any, all] =
+            [&self.any, &self.all].map(|seen| seen.start.max(start)..seen.end.min(end));
+        any == all
+    }
+
     /// Whether each lane sees all of them.
+    #[cfg(target_arch = "x86_64")] // the others hide by position
     #[inline(always)]
     pub(crate) fn is_whole(&self, start: usize) -> bool {
         self.all.start <= start && start + TILE <= self.all.end

@@ -2,17 +2,12 @@
 //!
 //! Keys of a tile are turned into lanes once, for all rows. A part is scored as a whole before its first value is read.
 
-use std::arch::x86_64::*;
-use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 use crate::cache_tiles::Tiles;
 use crate::job::{HEADER, state_len};
 use crate::kernel::{Bounds, How};
-use crate::lanes::Vector;
-use crate::softmax::capped;
 use crate::step::{PART, TILE};
-use crate::tiles::Line;
 
 /// Lanes of a vector; rows of a group of them, too.
 pub(crate) const LANES: usize = 16;
@@ -21,15 +16,16 @@ pub(crate) const HALVES: usize = TILE / LANES;
 /// Tiles of a part: there is memory for so many in each row.
 pub(crate) const PER_ROW: usize = PART / TILE;
 /// Rows that are multiplied with what is in registers.
+#[cfg(target_arch = "x86_64")]
 pub(crate) const TOGETHER: usize = 4;
 
 /// The products, and memory for what goes from one to the next. Rows and tiles are counted in the vector and in the part.
-pub(crate) trait KeyLanes {
+pub(crate) trait KeyLanes<E> {
     /// For vectors of so many rows.
     fn make_room(&mut self, most_rows: usize);
 
     /// Turns the keys of a tile.
-    fn take_keys(&mut self, tiles: &Tiles<'_, u16>, tile: usize);
+    fn take_keys(&mut self, tiles: &Tiles<'_, E>, tile: usize);
 
     /// Scores of so many rows of a vector with a tile that is there.
     fn score(&mut self, vector: usize, num_rows: usize, tile: usize);
@@ -45,11 +41,11 @@ pub(crate) trait KeyLanes {
         header: &mut [[f32; LANES]],
     );
 
-    /// Turns the values of a tile.
-    fn take_values(&mut self, tiles: &Tiles<'_, u16>, tile: usize);
+    /// Turns the values of a tile, or widens them, unless they are read where they lie.
+    fn take_values(&mut self, tiles: &Tiles<'_, E>, tile: usize);
 
-    /// Adds the values of a tile that is there, weighted, to the sums of so many rows.
-    fn weigh(&mut self, num_rows: usize, tile: usize);
+    /// Adds the values of a tile that is there, weighted, to the sums of a vector's rows.
+    fn weigh(&mut self, tiles: &Tiles<'_, E>, bounds: &Bounds<LANES>, tile: usize);
 
     /// The sums of a row.
     fn give(&self, row: usize, sums: &mut [f32]);
@@ -57,10 +53,10 @@ pub(crate) trait KeyLanes {
 
 /// [`crate::kernel::Arithmetic::attend`] by these products.
 #[inline(always)]
-pub(crate) fn attend(
-    products: &mut impl KeyLanes,
+pub(crate) fn attend<E>(
+    products: &mut impl KeyLanes<E>,
     how: How,
-    tiles: &Tiles<'_, u16>,
+    tiles: &Tiles<'_, E>,
     vectors: &[Bounds<LANES>],
     states: &mut [[f32; LANES]],
 ) {
@@ -92,7 +88,7 @@ pub(crate) fn attend(
                 products.take_values(tiles, tile);
             }
             if (begin..end).contains(&tile) {
-                products.weigh(bounds.num_rows, tile);
+                products.weigh(tiles, bounds, tile);
             }
         }
         let rows = sums.as_flattened_mut().chunks_exact_mut(dim_v);
@@ -102,55 +98,71 @@ pub(crate) fn attend(
     }
 }
 
-/// The largest of a row's scores, which begin with tile `first` of the part from `start` on, capped. Those with keys that
-/// the row, a lane of `bounds`, does not see become minus infinity.
-#[target_feature(enable = "avx512f")]
-#[inline]
-pub(crate) fn largest(
-    how: How,
-    scores: &mut [Line<f32>],
-    (start, first): (usize, usize),
-    (bounds, lane): (&Bounds<LANES>, usize),
-) -> f32 {
-    let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
-    let places = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    let [low, high] =
-        [bounds.lows, bounds.highs].map(|ends| _mm512_set1_epi32(ends[lane] - start as i32));
-    let mut largest = nothing;
-    for (at, score) in scores.iter_mut().enumerate() {
-        if !is_factor(how) {
-            capped(how, &mut score.0);
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86::{largest, make_room, measure};
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+    use std::f32::consts::LOG2_E;
+
+    use super::{HALVES, LANES};
+    use crate::kernel::{Bounds, How};
+    use crate::lanes::Vector;
+    use crate::softmax::capped;
+    use crate::step::TILE;
+    use crate::tiles::Line;
+
+    /// The largest of a row's scores, which begin with tile `first` of the part from `start` on, capped. Those with keys that
+    /// the row, a lane of `bounds`, does not see become minus infinity.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    pub(crate) fn largest(
+        how: How,
+        scores: &mut [Line<f32>],
+        (start, first): (usize, usize),
+        (bounds, lane): (&Bounds<LANES>, usize),
+    ) -> f32 {
+        let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
+        let places = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        let [low, high] =
+            [bounds.lows, bounds.highs].map(|ends| _mm512_set1_epi32(ends[lane] - start as i32));
+        let mut largest = nothing;
+        for (at, score) in scores.iter_mut().enumerate() {
+            if !is_factor(how) {
+                capped(how, &mut score.0);
+            }
+            let mut found = __m512::load(&score.0);
+            if !bounds.is_whole(start + (first + at / HALVES) * TILE) {
+                let position = first * TILE + at * LANES;
+                let place = _mm512_add_epi32(places, _mm512_set1_epi32(position as i32));
+                let is_seen = _mm512_cmple_epi32_mask(low, place);
+                let is_seen = _mm512_mask_cmplt_epi32_mask(is_seen, place, high);
+                found = _mm512_mask_blend_ps(is_seen, nothing, found);
+                found.store(&mut score.0);
+            }
+            largest = _mm512_max_ps(found, largest);
         }
-        let mut found = __m512::load(&score.0);
-        if !bounds.is_whole(start + (first + at / HALVES) * TILE) {
-            let position = first * TILE + at * LANES;
-            let place = _mm512_add_epi32(places, _mm512_set1_epi32(position as i32));
-            let is_seen = _mm512_cmple_epi32_mask(low, place);
-            let is_seen = _mm512_mask_cmplt_epi32_mask(is_seen, place, high);
-            found = _mm512_mask_blend_ps(is_seen, nothing, found);
-            found.store(&mut score.0);
-        }
-        largest = _mm512_max_ps(found, largest);
+        _mm512_reduce_max_ps(largest)
     }
-    _mm512_reduce_max_ps(largest)
-}
 
-/// Whether scores are to be multiplied only, which powers of 2 do on their way.
-fn is_factor(how: How) -> bool {
-    matches!(how, (scaling, None) if scaling > 0.0)
-}
+    /// Whether scores are to be multiplied only, which powers of 2 do on their way.
+    fn is_factor(how: How) -> bool {
+        matches!(how, (scaling, None) if scaling > 0.0)
+    }
 
-/// The factor on scores, for powers of 2, and the reference that is subtracted from them.
-#[target_feature(enable = "avx512f")]
-#[inline]
-pub(crate) fn measure(how: How, largest: f32) -> (__m512, __m512) {
-    let factor = if is_factor(how) { how.0 * LOG2_E } else { 1.0 };
-    (_mm512_set1_ps(factor), _mm512_set1_ps(largest * factor))
-}
+    /// The factor on scores, for powers of 2, and the reference that is subtracted from them.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    pub(crate) fn measure(how: How, largest: f32) -> (__m512, __m512) {
+        let factor = if is_factor(how) { how.0 * LOG2_E } else { 1.0 };
+        (_mm512_set1_ps(factor), _mm512_set1_ps(largest * factor))
+    }
 
-/// Room for `count`, at least.
-pub(crate) fn make_room<T: Copy>(memory: &mut Vec<T>, count: usize, nothing: T) {
-    if memory.len() < count {
-        memory.resize(count, nothing);
+    /// Room for `count`, at least.
+    pub(crate) fn make_room<T: Copy>(memory: &mut Vec<T>, count: usize, nothing: T) {
+        if memory.len() < count {
+            memory.resize(count, nothing);
+        }
     }
 }

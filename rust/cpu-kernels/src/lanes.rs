@@ -69,6 +69,16 @@ pub(crate) trait Vector<const L: usize>: Copy {
         }
         std::array::from_fn(|lane| Self::load(&floats.map(|row| row[lane])))
     }
+
+    /// Element `a` of row `b` becomes lane `first + b` of column `a`.
+    #[inline(always)]
+    fn turn(rows: &[&[f32; 16]; L], columns: &mut [[f32; 16]; 16], first: usize) {
+        for (at, column) in columns.iter_mut().enumerate() {
+            for (row, lane) in rows.iter().zip(&mut column[first..]) {
+                *lane = row[at];
+            }
+        }
+    }
 }
 
 /// In plain Rust.
@@ -121,6 +131,77 @@ impl Vector<8> for [f32; 8] {
     fn widened_bytes(fours: &[u32; 8]) -> [Self; 4] {
         std::array::from_fn(|place| fours.map(|four| widen_byte((four >> (8 * place)) as u8)))
     }
+}
+
+/// 16 lanes of two vectors.
+impl<V: Vector<8>> Vector<16> for [V; 2] {
+    const IS_PLAIN: bool = V::IS_PLAIN;
+
+    #[inline(always)]
+    fn load(from: &[f32; 16]) -> Self {
+        let [low, high] = halves(from);
+        [V::load(low), V::load(high)]
+    }
+
+    #[inline(always)]
+    fn store(self, to: &mut [f32; 16]) {
+        let (halves, _) = to.as_chunks_mut::<8>();
+        for (half, vector) in halves.iter_mut().zip(self) {
+            vector.store(half);
+        }
+    }
+
+    #[inline(always)]
+    fn splat(one: f32) -> Self {
+        [V::splat(one); 2]
+    }
+
+    #[inline(always)]
+    fn multiply(self, factor: Self) -> Self {
+        let ([a, b], [c, d]) = (self, factor);
+        [a.multiply(c), b.multiply(d)]
+    }
+
+    #[inline(always)]
+    fn multiply_add(self, factor: Self, addend: Self) -> Self {
+        let ([a, b], [c, d], [e, f]) = (self, factor, addend);
+        [a.multiply_add(c, e), b.multiply_add(d, f)]
+    }
+
+    #[inline(always)]
+    fn where_it_weighs(self, weights: Self, instead: Self) -> Self {
+        let ([a, b], [c, d], [e, f]) = (self, weights, instead);
+        [a.where_it_weighs(c, e), b.where_it_weighs(d, f)]
+    }
+
+    #[inline(always)]
+    fn widened(pairs: &[u32; 16]) -> [Self; 2] {
+        let [low, high] = halves(pairs);
+        let ([a, b], [c, d]) = (V::widened(low), V::widened(high));
+        [[a, c], [b, d]]
+    }
+
+    #[inline(always)]
+    fn widened_bytes(fours: &[u32; 16]) -> [Self; 4] {
+        let [low, high] = halves(fours);
+        let ([a, b, c, d], [e, f, g, h]) = (V::widened_bytes(low), V::widened_bytes(high));
+        [[a, e], [b, f], [c, g], [d, h]]
+    }
+
+    #[inline(always)]
+    fn turn(rows: &[&[f32; 16]; 16], columns: &mut [[f32; 16]; 16], _: usize) {
+        for first in [0, 8] {
+            let rows = rows[first..].first_chunk().expect("there are 16");
+            V::turn(rows, columns, first);
+        }
+    }
+}
+
+/// The lower and the upper lanes.
+#[inline(always)]
+fn halves<T>(lanes: &[T; 16]) -> [&[T; 8]; 2] {
+    let (halves, _) = lanes.as_chunks::<8>();
+    [&halves[0], &halves[1]]
 }
 
 #[cfg(target_arch = "aarch64")]
@@ -214,15 +295,23 @@ mod arm {
         }
 
         #[inline(always)]
-        fn transposed(rows: [Self; 8]) -> [Self; 8] {
-            let mut columns = rows;
-            for (from, to) in [(0, 0), (0, 4), (4, 0), (4, 4)] {
-                let square = std::array::from_fn(|at| rows[from + at][to / 4]);
-                for (at, column) in transpose_4(square).into_iter().enumerate() {
-                    columns[to + at][from / 4] = column;
+        fn turn(rows: &[&[f32; 16]; 8], columns: &mut [[f32; 16]; 16], first: usize) {
+            for at in (0..16).step_by(4) {
+                for row in [0, 4] {
+                    let mut square = [Self::splat(0.0)[0]; 4];
+                    for next in 0..4 {
+                        let four = &rows[row + next][at..at + 4];
+                        // SAFETY: see above; four floats are read.
+                        square[next] = unsafe { vld1q_f32(four.as_ptr()) };
+                    }
+                    let square = transpose_4(square);
+                    for (column, lanes) in columns[at..].iter_mut().zip(square) {
+                        let place = &mut column[first + row..][..4];
+                        // SAFETY: see above; four floats are written.
+                        unsafe { vst1q_f32(place.as_mut_ptr(), lanes) };
+                    }
                 }
             }
-            columns
         }
     }
 
@@ -331,6 +420,34 @@ mod x86 {
                 })
             }
         }
+
+        #[inline(always)]
+        fn turn(rows: &[&[f32; 16]; 8], columns: &mut [[f32; 16]; 16], first: usize) {
+            for at in (0..16).step_by(4) {
+                // SAFETY: see above; four floats are read at a time.
+                let columns_of_4 = unsafe {
+                    // Rows that are 4 apart share a vector: the rest stays within 128 bits.
+                    let mut fours = [_mm256_setzero_ps(); 4];
+                    for row in 0..4 {
+                        let place = |row: usize| rows[row][at..at + 4].as_ptr();
+                        let low = _mm256_castps128_ps256(_mm_loadu_ps(place(row)));
+                        fours[row] = _mm256_insertf128_ps::<1>(low, _mm_loadu_ps(place(row + 4)));
+                    }
+                    let [a, b, c, d] = fours;
+                    let (low_ab, high_ab) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+                    let (low_cd, high_cd) = (_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+                    [
+                        _mm256_shuffle_ps::<0x44>(low_ab, low_cd),
+                        _mm256_shuffle_ps::<0xee>(low_ab, low_cd),
+                        _mm256_shuffle_ps::<0x44>(high_ab, high_cd),
+                        _mm256_shuffle_ps::<0xee>(high_ab, high_cd),
+                    ]
+                };
+                for (column, lanes) in columns[at..].iter_mut().zip(columns_of_4) {
+                    lanes.store(column[first..].first_chunk_mut().expect("there are 16"));
+                }
+            }
+        }
     }
 
     /// To be used only where the machine has AVX-512, as above.
@@ -410,6 +527,41 @@ mod x86 {
         }
 
         #[inline(always)]
+        fn turn(rows: &[&[f32; 16]; 16], columns: &mut [[f32; 16]; 16], _: usize) {
+            // Rows that are 4 apart share a vector: the rest stays within 128 bits.
+            let mut fours = [[Self::splat(0.0); 4]; 4];
+            for at in 0..4 {
+                for row in 0..4 {
+                    let place = |row: usize| rows[row][4 * at..][..4].as_ptr();
+                    // SAFETY: see above; four floats are read at a time.
+                    fours[at][row] = unsafe {
+                        let four = _mm512_castps128_ps512(_mm_loadu_ps(place(row)));
+                        let four = _mm512_insertf32x4::<1>(four, _mm_loadu_ps(place(row + 4)));
+                        let four = _mm512_insertf32x4::<2>(four, _mm_loadu_ps(place(row + 8)));
+                        _mm512_insertf32x4::<3>(four, _mm_loadu_ps(place(row + 12)))
+                    };
+                }
+            }
+            let columns = columns.as_chunks_mut::<4>().0;
+            for ([a, b, c, d], columns) in fours.into_iter().zip(columns) {
+                // SAFETY: see above.
+                let turned = unsafe {
+                    let (low_ab, high_ab) = (_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+                    let (low_cd, high_cd) = (_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+                    [
+                        _mm512_shuffle_ps::<0x44>(low_ab, low_cd),
+                        _mm512_shuffle_ps::<0xee>(low_ab, low_cd),
+                        _mm512_shuffle_ps::<0x44>(high_ab, high_cd),
+                        _mm512_shuffle_ps::<0xee>(high_ab, high_cd),
+                    ]
+                };
+                for (column, lanes) in columns.iter_mut().zip(turned) {
+                    lanes.store(column);
+                }
+            }
+        }
+
+        #[inline(always)]
         fn transposed(rows: [Self; 16]) -> [Self; 16] {
             // SAFETY: see above; bits stay what they are.
             unsafe {
@@ -459,12 +611,12 @@ mod x86 {
 #[inline(always)]
 pub(crate) fn fetch<T>(memory: &[T]) {
     #[cfg(target_arch = "x86_64")]
-    for line in memory.chunks((64 / size_of::<T>()).max(1)) {
+    for at in (0..memory.len()).step_by((64 / size_of::<T>()).max(1)) {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         // SAFETY: every x86-64 has it, and it reads nothing.
         #[allow(unsafe_code)]
         unsafe {
-            _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast());
+            _mm_prefetch::<_MM_HINT_T1>(memory.as_ptr().wrapping_add(at).cast());
         }
     }
     #[cfg(not(target_arch = "x86_64"))]
@@ -488,7 +640,7 @@ pub(crate) fn fetch_line<T>(place: *const T) {
 }
 
 /// Numbers of four bytes that begin a line of the processor's cache: vectors of them do not cross two.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Scratch<T = f32> {
     memory: Vec<T>,
     first: usize,

@@ -10,9 +10,9 @@
 //!
 //! * **A row depends on itself alone.** Where tiles and parts begin depends on positions only, so the
 //!   bits of a row are the same in every batch and with any number of threads.
-//! * **A lane is a row.** Vectors hold one number each of 8 or 16 rows that read the same keys: the query heads
-//!   that share a KV head, drafts, and all sequences that stand on the same blocks. A key is then multiplied with
-//!   all of them at once, as in a product of matrices. With AVX-512 BF16 a lane is a key, and rows take turns.
+//! * **A lane is a key, or an element of a value.** The keys of a tile are transposed once for all rows that read them: the
+//!   query heads that share a KV head, drafts, and all sequences that stand on the same blocks. Rows take turns, so a
+//!   single one fills the vectors. Sums have 16 lanes at every level of instructions. With AMX a lane is a row.
 //! * **One source, four builds.** The arithmetic in float32 is compiled for AVX-512, for AVX2 with FMA, for NEON and for
 //!   whatever the target has, chosen when it runs ([`Isa`]): all give the same bits.
 //! * **bfloat16 is float32 that was rounded**: the bits are those of float32 over the same numbers, rounded
@@ -83,7 +83,6 @@ mod int8;
 mod isa;
 mod job;
 mod kernel;
-#[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)] // scores are read and written as vectors
 mod key_lanes;
 mod lanes;

@@ -1,11 +1,10 @@
-//! The softmax, as keys come: scores of a tile become weights of its values.
+//! The softmax of a part: scores of a row become weights of its values.
 
 use std::f32::consts::LOG2_E;
+use std::ops::Range;
 
-use crate::kernel::{Bounds, How};
+use crate::kernel::How;
 use crate::lanes::{exp2, larger};
-use crate::parts::faded;
-use crate::step::TILE;
 
 /// Caps scores, if that is asked for; what they are to be multiplied with, for powers of 2.
 #[inline(always)]
@@ -29,79 +28,50 @@ pub(crate) fn capped(how: How, scores: &mut [f32]) {
     }
 }
 
-/// Multiplies scores; the largest of each lane.
-#[inline(always)]
-pub(crate) fn scale<const L: usize>(scores: &mut [[f32; L]; TILE], factor: f32) -> [f32; L] {
-    let mut largest = [f32::NEG_INFINITY; L];
-    for score in scores {
-        for lane in 0..L {
-            score[lane] *= factor;
-            largest[lane] = larger(score[lane], largest[lane]);
-        }
-    }
-    largest
-}
-
-/// The same, and what a lane does not see is minus infinity.
-#[inline(always)]
-pub(crate) fn scale_and_hide<const L: usize>(
-    scores: &mut [[f32; L]; TILE],
-    factor: f32,
-    (start, bounds): (usize, &Bounds<L>),
-) -> [f32; L] {
-    let mut largest = [f32::NEG_INFINITY; L];
-    for (at, score) in scores.iter_mut().enumerate() {
-        let position = (start + at) as i32;
-        for lane in 0..L {
-            let is_seen = bounds.lows[lane] <= position && position < bounds.highs[lane];
-            let scaled = score[lane] * factor;
-            score[lane] = if is_seen { scaled } else { f32::NEG_INFINITY };
-            largest[lane] = larger(score[lane], largest[lane]);
-        }
-    }
-    largest
-}
-
-/// How much larger than the reference a score may be before it becomes the reference: weights stay below `2 ^ 12`, and
-/// sums need not fade for each new largest score (as in FlashAttention-4).
-const SLACK: f32 = 12.0;
-
-/// Turns scores into weights `2 ^ (score - reference)` and brings the header up to them; how much what was found
-/// before counts now, unless it counts in full.
+/// Scores of a row become weights `2 ^ (score - reference)` of its keys, 0 for keys beside those in `seen`, which are
+/// counted from the first. Returns the reference, which is the largest score, and the sum of the weights.
 #[inline(always)]
 pub(crate) fn soften<const L: usize>(
-    weights: &mut [[f32; L]; TILE],
-    largest: [f32; L],
-    header: &mut [[f32; L]],
-) -> Option<[f32; L]> {
-    let before = header[0];
-    let mut now = before;
-    for lane in 0..L {
-        let is_beyond = largest[lane] > before[lane] + SLACK;
-        now[lane] = if is_beyond {
-            largest[lane]
-        } else {
-            before[lane]
-        };
+    how: How,
+    scores: &mut [[f32; L]],
+    seen: Range<i32>,
+) -> [f32; 2] {
+    let factor = cap(how, scores.as_flattened_mut());
+    for (place, score) in (0..).zip(scores.as_flattened_mut()) {
+        let is_seen = (seen.start <= place) & (place < seen.end);
+        let scaled = *score * factor;
+        *score = if is_seen { scaled } else { f32::NEG_INFINITY };
     }
-    let mut total = header[1];
-    let mut less = None;
-    if now != before {
-        let less = less.insert([1.0; L]);
+    let mut largest = [f32::NEG_INFINITY; L];
+    for score in &*scores {
         for lane in 0..L {
-            less[lane] = faded(before[lane], now[lane]);
-            total[lane] *= less[lane];
-        }
-        header[0] = now;
-    }
-    for weight in weights {
-        for lane in 0..L {
-            let power = exp2(weight[lane] - now[lane]);
-            let is_hidden = weight[lane] == f32::NEG_INFINITY;
-            weight[lane] = if is_hidden { 0.0 } else { power };
-            total[lane] += weight[lane];
+            largest[lane] = larger(score[lane], largest[lane]);
         }
     }
-    header[1] = total;
-    less
+    let reference = largest.into_iter().fold(f32::NEG_INFINITY, larger);
+    for score in scores.as_flattened_mut() {
+        let power = exp2(*score - reference);
+        let is_hidden = *score == f32::NEG_INFINITY;
+        *score = if is_hidden { 0.0 } else { power };
+    }
+    let mut totals = [0.0; L];
+    for score in &*scores {
+        for lane in 0..L {
+            totals[lane] += score[lane];
+        }
+    }
+    [reference, sum_of(totals)]
+}
+
+/// The sum of the lanes: of its two halves, added up lane by lane, and so on.
+#[inline(always)]
+fn sum_of<const L: usize>(mut lanes: [f32; L]) -> f32 {
+    let mut width = L / 2;
+    while width > 0 {
+        for lane in 0..width {
+            lanes[lane] += lanes[lane + width];
+        }
+        width /= 2;
+    }
+    lanes[0]
 }

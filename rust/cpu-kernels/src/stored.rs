@@ -1,8 +1,6 @@
 //! How keys and values are kept in the cache: as they were computed, or as 8-bit integers with a scale.
 
-use std::ops::Range;
-
-use crate::element::Element;
+use crate::element::{Element, widen};
 use crate::step::TILE;
 
 /// Bytes of a scale, a float32 in little endian, behind the numbers that it is for.
@@ -129,14 +127,22 @@ impl<'t, E> Heads<'t, E> {
     /// Those of these numbers.
     #[inline(always)]
     pub(crate) fn computed(heads: &'t [E], numbers: [usize; TILE], dim: usize) -> Self {
-        Self::Computed(numbers.map(|number| &heads[number * dim..][..dim]))
+        let mut found: [&[E]; TILE] = [&[]; TILE];
+        for (head, number) in found.iter_mut().zip(numbers) {
+            *head = &heads[number * dim..][..dim];
+        }
+        Self::Computed(found)
     }
 
     /// The same.
     #[inline(always)]
     pub(crate) fn int8(heads: &'t [i8], numbers: [usize; TILE], dim: usize) -> Self {
         let width = dim + SCALE;
-        Self::Int8(numbers.map(|number| &heads[number * width..][..width]))
+        let mut found: [&[i8]; TILE] = [&[]; TILE];
+        for (head, number) in found.iter_mut().zip(numbers) {
+            *head = &heads[number * width..][..width];
+        }
+        Self::Int8(found)
     }
 
     /// Those of a cache that keeps them so.
@@ -161,31 +167,27 @@ impl<'t, E> Heads<'t, E> {
 }
 
 impl<'t, E: Element> Heads<'t, E> {
-    /// As floats, of which those in `seen` differ; the others repeat the nearest of these.
+    /// Head `at` where it lies, if that is floats.
     #[inline(always)]
-    pub(crate) fn floats<'a>(
-        self,
-        seen: &Range<usize>,
-        scratch: &'a mut Vec<f32>,
-    ) -> [&'a [f32]; TILE]
-    where
-        't: 'a,
-    {
-        let heads = match self {
-            Self::Computed(heads) => return E::tile(heads, seen, scratch),
-            Self::Int8(heads) => heads,
-        };
-        let dim = heads[0].len() - SCALE;
-        scratch.resize(TILE * dim, 0.0);
-        for at in seen.clone() {
-            let scale = scale_of(heads[at]);
-            let floats = &mut scratch[at * dim..][..dim];
-            for (float, &number) in floats.iter_mut().zip(heads[at]) {
-                *float = f32::from(number) * scale;
+    pub(crate) fn in_place(&self, at: usize) -> Option<&'t [f32]> {
+        match self {
+            Self::Computed(heads) => E::in_place(heads[at]),
+            Self::Int8(_) => None,
+        }
+    }
+
+    /// Writes head `at` as floats.
+    #[inline(always)]
+    pub(crate) fn widen(&self, at: usize, floats: &mut [f32]) {
+        match self {
+            Self::Computed(heads) => widen(heads[at], floats),
+            Self::Int8(heads) => {
+                let scale = scale_of(heads[at]);
+                for (float, &number) in floats.iter_mut().zip(heads[at]) {
+                    *float = f32::from(number) * scale;
+                }
             }
         }
-        let found = |at: usize| at.clamp(seen.start, seen.end - 1) * dim;
-        std::array::from_fn(|at| &scratch[found(at)..][..dim])
     }
 }
 

@@ -677,6 +677,33 @@ fn scores_that_leave_no_room_for_others(isa: Isa) {
     }
 }
 
+/// Rows of one vector differ in what they see of a tile.
+fn what_a_row_does_not_see_may_be_infinite(isa: Isa) {
+    for (dim, window) in [(20, None), (64, None), (64, Some(17))] {
+        let shape = CacheShape {
+            num_blocks: 0,
+            block_size: 4,
+            kv_heads: 1,
+            dim_k: dim,
+            dim_v: dim,
+        };
+        let mut world = world(shape, 3, &[(41, 30)], (0.2, window, None, false), 1);
+        let finite = world.attend(&threads(1, isa));
+        let slot = world.slot(0, 60);
+        for (element, wrong) in [f32::INFINITY, f32::NAN].into_iter().enumerate() {
+            world.keys[slot * dim + element] = wrong;
+            world.values[slot * dim + element] = wrong;
+        }
+        let found = world.attend(&threads(1, isa));
+        let per_row = world.heads * dim;
+        let rows = found.chunks(per_row).zip(finite.chunks(per_row));
+        for (position, (found, finite)) in (30..).zip(rows) {
+            let is_seen = position >= 60 && window.is_none_or(|window| position - 60 < window);
+            assert_eq!(bits(found) != bits(finite), is_seen, "{position}");
+        }
+    }
+}
+
 /// Attention takes the level that is named: a mistake in a name is no lower level.
 fn a_level_that_is_not_there_is_refused() {
     for isa in Isa::ALL {
@@ -745,6 +772,11 @@ fn main() -> ExitCode {
             &FLOATS,
             "scores_that_leave_no_room_for_others",
             scores_that_leave_no_room_for_others,
+        )
+        .at(
+            &FLOATS,
+            "what_a_row_does_not_see_may_be_infinite",
+            what_a_row_does_not_see_may_be_infinite,
         )
         .once(
             "a_level_that_is_not_there_is_refused",
