@@ -99,12 +99,11 @@ class Timers:
 
     def _recorded_step(self) -> Any:
         self.spent.clear()
-        limit = limit_threads(1) if self._one_thread else None
+        if self._one_thread:
+            limit_threads(1)  # the loop sets its limit again for the next step
         processor, start = process_time_ns(), perf_counter_ns()
         result = self._step()
         end = perf_counter_ns()
-        if self._one_thread:
-            limit_threads(limit)
         processor = process_time_ns() - processor
         rows, tokens = len(result.rows), result.num_tokens
         self.steps.append(TimedStep(dict(self.spent), start, end, processor, tokens, rows))

@@ -141,7 +141,7 @@ class CpuKernels:
     @property
     def torch_computes(self) -> bool:
         """True if torch may multiply between calls of our kernels."""
-        return self.products.only != "pyengine"
+        return self.products.may_be_torch
 
     def product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.product`."""

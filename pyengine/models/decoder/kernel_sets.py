@@ -82,7 +82,7 @@ def kernel_set(
             )
         rounded_to = cast("Literal['none', 'int4', 'int8']", quantization)
         products = ProductChooser(settings.linear_backend, names[dtype])
-        beside_torch = settings.is_compiled or products.only != "pyengine"
+        beside_torch = settings.is_compiled or products.may_be_torch
         threads = kernel_threads(torch.get_num_threads(), beside_torch=beside_torch)
         over_arrays = CpuKernels(threads, rounded_to, names[dtype], products)
         if not settings.is_compiled:

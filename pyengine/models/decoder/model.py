@@ -108,7 +108,7 @@ class _ArrayPlan:
         rotation: tuple[Any, ...] | None,
         threads: CpuAttention,
     ) -> None:
-        """See `CpuPlan.attend`; the backend has threads of its own."""
+        """See `CpuPlan.attend`; the backend computes with torch's threads instead."""
         query, key, value, out = map(tensor_of, arrays)
         turn = None
         if rotation is not None:

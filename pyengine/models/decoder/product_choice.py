@@ -124,6 +124,11 @@ class ProductChooser:
         """The product of all layers; None: layers are timed."""
         return self._fixed
 
+    @property
+    def may_be_torch(self) -> bool:
+        """True if torch, or oneDNN in torch, may multiply."""
+        return self._fixed != "pyengine"
+
     def __call__(self, shape: LayerShape, weights: Weights) -> ProductName:
         """The product of the layers of this shape; `weights` are those of one of them."""
         if self._fixed is not None:

@@ -150,7 +150,7 @@ impl<E: Element, V: Vector<LANES>, const SUMS: usize> KeyLanes<E> for Floats<V, 
             }
         }
         let wide = wide.elements();
-        // Scores with keys that nobody sees are computed, and hidden.
+        // Scores with keys that no row sees are computed, and hidden.
         let mut rows: [&[f32]; TILE] = [&[]; TILE];
         for (at, row) in rows.iter_mut().enumerate() {
             *row = match keys.in_place(at) {

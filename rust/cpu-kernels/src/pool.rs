@@ -121,7 +121,7 @@ impl Pool {
             Err(TryLockError::WouldBlock) => return work(),
         };
         let limit = (num_threads - 1).min(workers.len());
-        // SAFETY: the holder of the lock is the only caller, and closes the region, also if `work` panics.
+        // SAFETY: the thread that has the lock is the only caller, and closes the region, also if `work` panics.
         let region = unsafe { self.regions.open(limit, work) };
         for worker in &workers[..limit] {
             if worker.sleeps.load(Ordering::SeqCst) && worker.sleeps.swap(false, Ordering::SeqCst) {

@@ -210,7 +210,7 @@ mod tests {
 
     use super::*;
 
-    /// What a region's work writes; loom sees accesses that are not ordered.
+    /// The result of a region's work; loom sees accesses that are not ordered.
     struct Sum(UnsafeCell<u64>);
 
     // SAFETY: the thread that takes the only task writes; the caller reads when the region is closed.
