@@ -1,44 +1,74 @@
-//! Products of bfloat16 by AMX, Intel's matrix instructions: 16 keys or 16 elements of a value with 16 rows at once,
-//! 32 products each.
+//! Products of bfloat16 by AMX, Intel's matrix instructions: 16 rows of one side by 16 of the other at once, 32 products
+//! each.
 //!
 //! A part is scored as a whole before its first value is read, so sums stay in the tiles and nothing fades. Weights are
-//! rounded to bfloat16 before they meet the values, as in torch and flash-attn. A row's bits are its own here too: each
-//! sum of a product of tiles is added up in an order that its neighbours do not change.
+//! rounded to bfloat16 before they meet the values, as in torch and flash-attn. A tile's sum adds up the products of even
+//! and of odd places apart, 32 at a time, whichever side lies in which tile: a row's bits are its own here too.
+//!
+//! Few rows, as in a decode, are multiplied with keys where these lie, and the scores are turned. For many rows, keys are
+//! turned once for all of them.
 
 use std::arch::x86_64::*;
-use std::f32::consts::LOG2_E;
+use std::cell::Cell;
 use std::marker::PhantomData;
+use std::mem::take;
 use std::ops::Range;
 
 use crate::cache_tiles;
-use crate::job::{HEADER, state_len};
+use crate::job::HEADER;
 use crate::kernel::{Arithmetic, Bounds, How};
+use crate::key_lanes::{HALVES, is_factor, make_room, measure};
 use crate::lanes::{Vector, transpose_16};
 use crate::softmax::capped;
-use crate::step::{CacheShape, PART, TILE};
-use crate::tiles::{Line, ROWS, Rows, STRIDE, Tiles, WIDTH, load, multiply_add, store, zero};
+use crate::step::{CacheShape, TILE};
+use crate::tiles::{
+    Line, ROWS, Rows, STRIDE, Shape, TILES, Tiles, WIDTH, load, multiply_add, store, zero,
+};
 
-/// Keys of a tile of the kernel, for each half.
-type Keys<'t> = [Rows<'t>; TILE / ROWS];
+/// Tiles of sums in [`Amx::weigh`].
+const SUMS: usize = 4;
 
-/// Vectors that are multiplied with a tile while it is there.
-const TOGETHER: usize = 2;
+/// Rows whose scores are turned together where there are no more.
+const FEW: usize = 4;
 
 /// Queries and a part as the instructions want them.
 pub(crate) struct Amx {
     dim_k: usize,
     dim_v: usize,
-    /// `[vectors, dim_k / 2]` of lanes, two neighbouring dimensions each.
-    queries: Vec<Line<u32>>,
-    /// `[halves of tiles, 16, dim_k / 32]`, of keys that do not lie at equal distances.
-    keys: Vec<Line<u32>>,
-    /// `[tiles, dim_v]` of two neighbouring positions each.
-    values: Vec<Line<u32>>,
-    /// `[TOGETHER, tiles, TILE]` of lanes.
-    scores: Vec<Line<f32>>,
-    /// `[TOGETHER, tiles, TILE / 2]` of lanes, two neighbouring positions each.
-    weights: Vec<Line<u32>>,
+    /// Whether there is a single vector of rows.
+    is_alone: bool,
+    memory: Memory,
     _tiles: Tiles,
+}
+
+/// Buffers, large enough for the part or larger.
+#[derive(Default)]
+struct Memory {
+    /// Of a single vector `[dim_k / 2]` of rows, two neighbouring dimensions each; of several `[vectors, dim_k / 32, rows]`
+    /// of 32 dimensions.
+    queries: Vec<Line<u32>>,
+    /// `[tiles, halves, dim_k / 2]` of keys, two neighbouring dimensions each; for a single vector `[tiles, halves, 16,
+    /// dim_k / 32]` of those that do not lie at equal distances.
+    keys: Vec<Line<u32>>,
+    /// `[tiles, places, 16]` of elements, two neighbouring positions each: see [`turn_values`].
+    values: Vec<Line<u32>>,
+    /// `[tiles, halves, rows]` of keys.
+    scores: Vec<Line<f32>>,
+    /// `[tiles, rows]` of keys, two neighbouring ones each.
+    weights: Vec<Line<u32>>,
+    /// `[places, rows]` of elements.
+    sums: Vec<Line<f32>>,
+}
+
+thread_local! {
+    /// From task to task of a thread: fresh memory costs as much as the work of a short one.
+    static KEPT: Cell<Memory> = Cell::default();
+}
+
+impl Drop for Amx {
+    fn drop(&mut self) {
+        KEPT.set(take(&mut self.memory));
+    }
 }
 
 impl Amx {
@@ -46,6 +76,26 @@ impl Amx {
     pub(crate) fn takes(shape: &CacheShape) -> bool {
         shape.dim_k.is_multiple_of(WIDTH) && shape.dim_v.is_multiple_of(ROWS)
     }
+
+    /// Lines of a half of a tile's keys.
+    fn per_half(&self) -> usize {
+        self.dim_k / 2
+    }
+
+    /// Tiles of 16 elements of a value, an even number.
+    fn num_places(&self) -> usize {
+        2 * self.dim_v.div_ceil(WIDTH)
+    }
+}
+
+/// Tiles 0 to 3 are sums of `num_rows` rows and 4 is these rows; the others are whole.
+fn shapes(num_rows: usize) -> [Shape; TILES] {
+    let rows = Shape {
+        rows: num_rows,
+        bytes: STRIDE,
+    };
+    let whole = Shape::WHOLE;
+    [rows, rows, rows, rows, rows, whole, whole, whole]
 }
 
 impl Arithmetic<u16, ROWS> for Amx {
@@ -53,25 +103,35 @@ impl Arithmetic<u16, ROWS> for Amx {
 
     #[inline(always)]
     fn is_narrow(_: usize) -> bool {
-        false
+        true
     }
 
     #[inline(always)]
-    fn new(shape: &CacheShape, num_vectors: usize, num_tiles: usize) -> Self {
-        let together = num_vectors.min(TOGETHER);
-        let halves = match shape.block_size.is_multiple_of(ROWS) {
-            true => 2, // where the part begins and ends
-            false => num_tiles * (TILE / ROWS),
-        };
+    fn new(shape: &CacheShape, num_rows: usize, num_tiles: usize) -> Self {
+        let num_vectors = num_rows.div_ceil(ROWS);
+        let mut memory = KEPT.take();
+        let pairs = shape.dim_k / 2;
+        let places = 2 * shape.dim_v.div_ceil(WIDTH);
+        make_room(&mut memory.queries, num_vectors * pairs, Line([0; ROWS]));
+        make_room(
+            &mut memory.keys,
+            num_tiles * HALVES * pairs,
+            Line([0; ROWS]),
+        );
+        make_room(
+            &mut memory.values,
+            num_tiles * places * ROWS,
+            Line([0; ROWS]),
+        );
+        make_room(&mut memory.scores, num_tiles * TILE, Line([0.0; ROWS]));
+        make_room(&mut memory.weights, num_tiles * ROWS, Line([0; ROWS]));
+        make_room(&mut memory.sums, places * ROWS, Line([0.0; ROWS]));
         Self {
             dim_k: shape.dim_k,
             dim_v: shape.dim_v,
-            queries: vec![Line([0; ROWS]); num_vectors * shape.dim_k / 2],
-            keys: vec![Line([0; ROWS]); halves * ROWS * shape.dim_k / WIDTH],
-            values: vec![Line([0; ROWS]); num_tiles * shape.dim_v],
-            scores: vec![Line([0.0; ROWS]); together * num_tiles * TILE],
-            weights: vec![Line([0; ROWS]); together * num_tiles * TILE / 2],
-            _tiles: Tiles::begin(),
+            is_alone: num_vectors == 1,
+            memory,
+            _tiles: Tiles::of_shapes(&shapes(num_rows.min(ROWS))),
         }
     }
 
@@ -81,10 +141,18 @@ impl Arithmetic<u16, ROWS> for Amx {
         for (row, query) in rows.iter_mut().zip(queries) {
             *row = query;
         }
-        let pairs = &mut self.queries[number * self.dim_k / 2..][..self.dim_k / 2];
-        for (at, pairs) in pairs.as_chunks_mut::<ROWS>().0.iter_mut().enumerate() {
+        let lines = &mut self.memory.queries[number * self.dim_k / 2..][..self.dim_k / 2];
+        for (at, lines) in lines.as_chunks_mut::<ROWS>().0.iter_mut().enumerate() {
             // SAFETY: the machine has AVX-512, as every one with AMX.
-            unsafe { transpose_pairs(&rows, at * WIDTH, pairs) };
+            unsafe {
+                let rows = loaded(&rows, at * WIDTH);
+                let found = if self.is_alone {
+                    transpose_16(rows)
+                } else {
+                    rows
+                };
+                keep(&found, lines);
+            }
         }
     }
 
@@ -96,41 +164,253 @@ impl Arithmetic<u16, ROWS> for Amx {
         vectors: &[Bounds<ROWS>],
         states: &mut [[f32; ROWS]],
     ) {
-        let nothing = Rows::of(&self.queries);
-        let mut keys = [[nothing; TILE / ROWS]; PART / TILE];
-        let mut copies = self.keys.chunks_exact_mut(ROWS * self.dim_k / WIDTH);
         let num_tiles = tiles.len();
-        let values = self.values.chunks_exact_mut(self.dim_v);
-        for (tile, (keys, values)) in keys.iter_mut().zip(values).take(num_tiles).enumerate() {
+        let size = states.len() / vectors.len();
+        for tile in 0..num_tiles {
             tiles.fetch_after(tile);
-            // SAFETY: the machine has AVX-512, as every one with AMX.
-            unsafe { transpose(&tiles.values(tile).into_computed(), values) };
-            for (rows, half) in keys
-                .iter_mut()
-                .zip(tiles.keys(tile).into_computed().as_chunks().0)
-            {
-                *rows = Rows::spread(half).unwrap_or_else(|| {
-                    copied(half, copies.next().expect("as many as there are tiles"))
-                });
+            match self.is_alone {
+                true => self.score_in_place(tiles, tile),
+                false => self.take_keys(tiles, tile),
+            }
+            self.take_values(tiles, tile);
+        }
+        for (number, (bounds, state)) in vectors
+            .iter()
+            .zip(states.chunks_exact_mut(size))
+            .enumerate()
+        {
+            let near = |tile: &usize| !bounds.near(tiles.start_of(*tile)).is_empty();
+            let begin = (0..num_tiles).find(near).unwrap_or(0);
+            let end = (begin..num_tiles)
+                .rfind(near)
+                .map_or(begin, |last| last + 1);
+            let (header, sums) = state.split_at_mut(HEADER);
+            let sums = sums.as_flattened_mut();
+            // SAFETY: the machine has these instructions, as every one with AMX.
+            unsafe {
+                match self.is_alone {
+                    true => self.turn_scores(bounds.num_rows, begin..end),
+                    false => self.score(number, begin..end),
+                }
+                self.soften(how, (tiles.start, bounds), begin..end, header);
+                self.weigh(begin..end);
+                self.give(bounds.num_rows, sums);
             }
         }
-        let part = Part {
-            how,
-            start: tiles.start,
-            queries: &self.queries,
-            pairs: self.dim_k / 2,
-            keys: &keys[..num_tiles],
-            values: &self.values[..num_tiles * self.dim_v],
-        };
-        let size = state_len(self.dim_v);
-        let (scores, weights) = (&mut self.scores[..], &mut self.weights[..]);
-        let pairs = vectors
-            .chunks(TOGETHER)
-            .zip(states.chunks_mut(TOGETHER * size));
-        for (number, (vectors, states)) in pairs.enumerate() {
-            let first = number * TOGETHER;
-            // SAFETY: the machine has these instructions, as every one with AMX.
-            unsafe { part.attend((first, vectors), (&mut *scores, &mut *weights), states) };
+    }
+}
+
+impl Amx {
+    /// Scores of the single vector with the keys of a tile where they lie: `[halves, keys]` of rows.
+    #[inline(always)]
+    fn score_in_place(&mut self, tiles: &cache_tiles::Tiles<'_, u16>, tile: usize) {
+        let per_half = self.per_half();
+        let memory = &mut self.memory;
+        let queries = &memory.queries[..per_half];
+        let keys = tiles.keys(tile).into_computed();
+        for (half, keys) in keys.as_chunks::<ROWS>().0.iter().enumerate() {
+            let at = tile * HALVES + half;
+            let keys = Rows::spread(keys)
+                .unwrap_or_else(|| copied(keys, &mut memory.keys[at * per_half..][..per_half]));
+            zero!("tmm5");
+            for (at, query) in queries.as_chunks::<ROWS>().0.iter().enumerate() {
+                load!("tmm6", Rows::of(query), 0);
+                load!("tmm7", keys, at * STRIDE);
+                multiply_add!("tmm5", "tmm7", "tmm6");
+            }
+            store!("tmm5", memory.scores[at * ROWS..]);
+        }
+    }
+
+    /// These scores become `[halves, rows]` of keys.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    fn turn_scores(&mut self, num_rows: usize, tiles: Range<usize>) {
+        let scores = &mut self.memory.scores[tiles.start * TILE..tiles.end * TILE];
+        for half in scores.as_chunks_mut::<ROWS>().0 {
+            match num_rows {
+                ..=FEW => turn_few(half),
+                _ => turn(half),
+            }
+        }
+    }
+
+    /// Turns the keys of a tile.
+    #[inline(always)]
+    fn take_keys(&mut self, tiles: &cache_tiles::Tiles<'_, u16>, tile: usize) {
+        let per_half = self.per_half();
+        let keys = tiles.keys(tile).into_computed();
+        let lines = &mut self.memory.keys[tile * HALVES * per_half..][..HALVES * per_half];
+        for (keys, lines) in keys
+            .as_chunks::<ROWS>()
+            .0
+            .iter()
+            .zip(lines.chunks_exact_mut(per_half))
+        {
+            for (at, lines) in lines.as_chunks_mut::<ROWS>().0.iter_mut().enumerate() {
+                // SAFETY: the machine has AVX-512, as every one with AMX.
+                unsafe { keep(&transpose_16(loaded(keys, at * WIDTH)), lines) };
+            }
+        }
+    }
+
+    /// Scores of vector `number` with the keys of these tiles.
+    #[inline(always)]
+    fn score(&mut self, number: usize, tiles: Range<usize>) {
+        let per_half = self.per_half();
+        let memory = &mut self.memory;
+        let queries = &memory.queries[number * per_half..][..per_half];
+        for tile in tiles.step_by(2) {
+            // The second tile may be beyond the last one: its scores are not read.
+            let keys = |half: usize, at: usize| {
+                let first = (tile * HALVES + half) * per_half + at * ROWS;
+                Rows::of(&memory.keys[first.min(memory.keys.len() - ROWS)..])
+            };
+            zero!("tmm0", "tmm1", "tmm2", "tmm3");
+            for (at, query) in queries.as_chunks::<ROWS>().0.iter().enumerate() {
+                load!("tmm4", Rows::of(query), 0);
+                load!("tmm5", keys(0, at), 0);
+                multiply_add!("tmm0", "tmm4", "tmm5");
+                load!("tmm6", keys(1, at), 0);
+                multiply_add!("tmm1", "tmm4", "tmm6");
+                load!("tmm7", keys(2, at), 0);
+                multiply_add!("tmm2", "tmm4", "tmm7");
+                load!("tmm5", keys(3, at), 0);
+                multiply_add!("tmm3", "tmm4", "tmm5");
+            }
+            let scores = &mut memory.scores[tile * TILE..];
+            store!("tmm0", scores);
+            store!("tmm1", scores[ROWS..]);
+            if scores.len() > TILE {
+                store!("tmm2", scores[TILE..]);
+                store!("tmm3", scores[TILE + ROWS..]);
+            }
+        }
+    }
+
+    /// Scores with the keys of these tiles become weights, rounded; the header what they are measured against and their
+    /// sum. The part begins at `start`.
+    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+    #[inline]
+    fn soften(
+        &mut self,
+        how: How,
+        (start, bounds): (usize, &Bounds<ROWS>),
+        tiles: Range<usize>,
+        header: &mut [[f32; ROWS]],
+    ) {
+        for row in 0..bounds.num_rows {
+            let largest = self.largest(how, (start, bounds), tiles.clone(), row);
+            let (factor, reference) = measure(how, largest);
+            let mut total = _mm512_setzero_ps();
+            for tile in tiles.clone() {
+                let scores = &self.memory.scores[tile * TILE..][..TILE];
+                let [low, high] = [row, ROWS + row]
+                    .map(|at| weight(__m512::load(&scores[at].0), factor, reference));
+                total = _mm512_add_ps(_mm512_add_ps(total, low), high);
+                // SAFETY: both are 64 bytes.
+                let pairs: __m512i = unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(high, low)) };
+                let weights = &mut self.memory.weights[tile * ROWS + row];
+                // SAFETY: 64 bytes are written.
+                unsafe { _mm512_store_si512(weights.0.as_mut_ptr().cast(), pairs) };
+            }
+            header[0][row] = _mm512_cvtss_f32(reference);
+            header[1][row] = _mm512_reduce_add_ps(total);
+        }
+    }
+
+    /// The largest score of a row, which are capped. Those with keys that it does not see become minus infinity.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    fn largest(
+        &mut self,
+        how: How,
+        (start, bounds): (usize, &Bounds<ROWS>),
+        tiles: Range<usize>,
+        row: usize,
+    ) -> f32 {
+        let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
+        let mut largest = nothing;
+        for tile in tiles {
+            let start = start + tile * TILE;
+            let is_whole = bounds.is_whole(start);
+            for half in 0..HALVES {
+                let score = &mut self.memory.scores[tile * TILE + half * ROWS + row];
+                if !is_factor(how) {
+                    capped(how, &mut score.0);
+                }
+                let mut found = __m512::load(&score.0);
+                if !is_whole {
+                    let is_seen = seen(start + half * ROWS, bounds, row);
+                    found = _mm512_mask_blend_ps(is_seen, nothing, found);
+                    found.store(&mut score.0);
+                }
+                largest = _mm512_max_ps(found, largest);
+            }
+        }
+        _mm512_reduce_max_ps(largest)
+    }
+
+    /// Turns the values of a tile.
+    #[inline(always)]
+    fn take_values(&mut self, tiles: &cache_tiles::Tiles<'_, u16>, tile: usize) {
+        let size = self.num_places() * ROWS;
+        let values = tiles.values(tile).into_computed();
+        let lines = &mut self.memory.values[tile * size..][..size];
+        // SAFETY: the machine has AVX-512, as every one with AMX.
+        unsafe { turn_values(&values, lines) };
+    }
+
+    /// The values of these tiles, weighted, become sums.
+    #[inline(always)]
+    fn weigh(&mut self, tiles: Range<usize>) {
+        let num_places = self.num_places();
+        let memory = &mut self.memory;
+        for place in (0..num_places).step_by(SUMS) {
+            let values = |tile: usize, at: usize| {
+                Rows::of(&memory.values[(tile * num_places + place + at) * ROWS..])
+            };
+            let is_whole = place + SUMS <= num_places;
+            zero!("tmm0", "tmm1", "tmm2", "tmm3");
+            for tile in tiles.clone() {
+                load!("tmm4", Rows::of(&memory.weights[tile * ROWS..]), 0);
+                load!("tmm5", values(tile, 0), 0);
+                multiply_add!("tmm0", "tmm4", "tmm5");
+                load!("tmm6", values(tile, 1), 0);
+                multiply_add!("tmm1", "tmm4", "tmm6");
+                if is_whole {
+                    load!("tmm7", values(tile, 2), 0);
+                    multiply_add!("tmm2", "tmm4", "tmm7");
+                    load!("tmm5", values(tile, 3), 0);
+                    multiply_add!("tmm3", "tmm4", "tmm5");
+                }
+            }
+            let sums = &mut memory.sums[place * ROWS..];
+            store!("tmm0", sums);
+            store!("tmm1", sums[ROWS..]);
+            if is_whole {
+                store!("tmm2", sums[2 * ROWS..]);
+                store!("tmm3", sums[3 * ROWS..]);
+            }
+        }
+    }
+
+    /// The sums as `[rows, dim_v]`.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    fn give(&self, num_rows: usize, sums: &mut [f32]) {
+        let pairs = self.memory.sums.as_chunks::<{ 2 * ROWS }>().0;
+        for (row, sums) in sums.chunks_exact_mut(self.dim_v).take(num_rows).enumerate() {
+            for (sums, found) in sums.chunks_mut(WIDTH).zip(pairs) {
+                let (low, high) = (
+                    __m512::load(&found[row].0),
+                    __m512::load(&found[ROWS + row].0),
+                );
+                let elements = in_order(low, high);
+                for (sums, elements) in sums.as_chunks_mut().0.iter_mut().zip(elements) {
+                    elements.store(sums);
+                }
+            }
         }
     }
 }
@@ -151,248 +431,15 @@ fn copied<'t>(keys: &[&[u16]; ROWS], memory: &'t mut [Line<u32>]) -> Rows<'t> {
     }
 }
 
-/// Keys and values of a part, which begins at `start`, and the queries of all vectors.
-struct Part<'p> {
-    how: How,
-    start: usize,
-    /// `[vectors, pairs]`.
-    queries: &'p [Line<u32>],
-    pairs: usize,
-    keys: &'p [Keys<'p>],
-    /// `[tiles, dim_v]`.
-    values: &'p [Line<u32>],
-}
-
-impl Part<'_> {
-    /// Some vectors, from `first` on, in memory as [`Amx`] has it.
-    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-    #[inline]
-    fn attend(
-        &self,
-        (first, vectors): (usize, &[Bounds<ROWS>]),
-        (scores, weights): (&mut [Line<f32>], &mut [Line<u32>]),
-        states: &mut [[f32; ROWS]],
-    ) {
-        let near = |tile: &usize| {
-            let start = self.start + tile * TILE;
-            vectors.iter().any(|vector| !vector.near(start).is_empty())
-        };
-        let begin = (0..self.keys.len()).find(near).unwrap_or(0);
-        let end = (begin..self.keys.len())
-            .rfind(near)
-            .map_or(begin, |last| last + 1);
-        let tiles = begin..end;
-        let per_vector = scores.len() / vectors.len();
-        let size = states.len() / vectors.len();
-        for tile in tiles.clone() {
-            match vectors.len() {
-                TOGETHER => self.score_two(first, tile, scores.split_at_mut(per_vector)),
-                _ => self.score_one(first, tile, scores),
-            }
-        }
-        let per_weights = per_vector / 2;
-        for (at, (bounds, state)) in vectors
-            .iter()
-            .zip(states.chunks_exact_mut(size))
-            .enumerate()
-        {
-            let scores = &mut scores[at * per_vector..][..per_vector];
-            let weights = &mut weights[at * per_weights..][..per_weights];
-            let (header, _) = state.split_at_mut(HEADER);
-            self.soften(bounds, tiles.clone(), (scores, weights), header);
-        }
-        self.weigh(&tiles, weights, states, size);
-    }
-
-    /// Of vector `vector` with a tile of keys.
-    #[inline(always)]
-    fn score_one(&self, vector: usize, tile: usize, scores: &mut [Line<f32>]) {
-        let queries = self.queries_of(vector);
-        zero!("tmm0", "tmm1");
-        for (at, query) in queries.as_chunks::<ROWS>().0.iter().enumerate() {
-            load!("tmm6", Rows::of(query), 0);
-            load!("tmm4", self.keys[tile][0], at * STRIDE);
-            load!("tmm5", self.keys[tile][1], at * STRIDE);
-            multiply_add!("tmm0", "tmm4", "tmm6");
-            multiply_add!("tmm1", "tmm5", "tmm6");
-        }
-        let scores = &mut scores[tile * TILE..][..TILE];
-        store!("tmm0", scores);
-        store!("tmm1", scores[ROWS..]);
-    }
-
-    /// Of vectors `first` and the next with a tile of keys.
-    #[inline(always)]
-    fn score_two(&self, first: usize, tile: usize, scores: (&mut [Line<f32>], &mut [Line<f32>])) {
-        let queries =
-            [first, first + 1].map(|vector| self.queries_of(vector).as_chunks::<ROWS>().0);
-        zero!("tmm0", "tmm1", "tmm2", "tmm3");
-        for (at, (one, other)) in queries[0].iter().zip(queries[1]).enumerate() {
-            load!("tmm4", self.keys[tile][0], at * STRIDE);
-            load!("tmm6", Rows::of(one), 0);
-            load!("tmm7", Rows::of(other), 0);
-            multiply_add!("tmm0", "tmm4", "tmm6");
-            multiply_add!("tmm2", "tmm4", "tmm7");
-            load!("tmm5", self.keys[tile][1], at * STRIDE);
-            multiply_add!("tmm1", "tmm5", "tmm6");
-            multiply_add!("tmm3", "tmm5", "tmm7");
-        }
-        let (one, other) = scores;
-        let (one, other) = (
-            &mut one[tile * TILE..][..TILE],
-            &mut other[tile * TILE..][..TILE],
-        );
-        store!("tmm0", one);
-        store!("tmm1", one[ROWS..]);
-        store!("tmm2", other);
-        store!("tmm3", other[ROWS..]);
-    }
-
-    #[inline(always)]
-    fn queries_of(&self, vector: usize) -> &[Line<u32>] {
-        let pairs = self.pairs;
-        &self.queries[vector * pairs..][..pairs]
-    }
-
-    /// Scores of these tiles become weights, rounded; the header what they are measured against and their sum.
-    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-    #[inline]
-    fn soften(
-        &self,
-        bounds: &Bounds<ROWS>,
-        tiles: Range<usize>,
-        (scores, weights): (&mut [Line<f32>], &mut [Line<u32>]),
-        header: &mut [[f32; ROWS]],
-    ) {
-        let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
-        let mut largest = nothing;
-        let factor = match self.how {
-            (scaling, None) if scaling > 0.0 => scaling * LOG2_E,
-            _ => 1.0, // it is in the scores
-        };
-        for tile in tiles.clone() {
-            let start = self.start + tile * TILE;
-            let scores = &mut scores[tile * TILE..][..TILE];
-            if factor == 1.0 {
-                for line in &mut *scores {
-                    capped(self.how, &mut line.0);
-                }
-            }
-            if !bounds.is_whole(start) {
-                hide(scores, start, bounds);
-            }
-            for score in scores {
-                largest = _mm512_max_ps(__m512::load(&score.0), largest);
-            }
-        }
-        let factor = _mm512_set1_ps(factor);
-        let reference = _mm512_mul_ps(largest, factor);
-        let mut total = _mm512_setzero_ps();
-        let lanes = _mm512_set_epi16(
-            31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20,
-            4, 19, 3, 18, 2, 17, 1, 16, 0,
-        );
-        let scores = &scores[tiles.start * TILE..tiles.end * TILE];
-        let weights = &mut weights[tiles.start * TILE / 2..tiles.end * TILE / 2];
-        for (weights, scores) in weights.iter_mut().zip(scores.as_chunks::<2>().0) {
-            let [low, high] = scores
-                .each_ref()
-                .map(|score| weight(__m512::load(&score.0), factor, reference));
-            total = _mm512_add_ps(_mm512_add_ps(total, low), high);
-            // SAFETY: both are 64 bytes.
-            let pairs: __m512i = unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(high, low)) };
-            let pairs = _mm512_permutexvar_epi16(lanes, pairs);
-            // SAFETY: 64 bytes are written.
-            unsafe { _mm512_storeu_si512(weights.0.as_mut_ptr().cast(), pairs) };
-        }
-        reference.store(&mut header[0]);
-        total.store(&mut header[1]);
-    }
-
-    /// The values, weighted, become the sums of the states.
-    #[inline(always)]
-    fn weigh(
-        &self,
-        tiles: &Range<usize>,
-        weights: &[Line<u32>],
-        states: &mut [[f32; ROWS]],
-        size: usize,
-    ) {
-        let num_dims = size - HEADER;
-        let per_vector = weights.len() / (states.len() / size);
-        let num_vectors = states.len() / size;
-        let values = |tile: usize, dim: usize| Rows::of(&self.values[tile * num_dims + dim..]);
-        let of = |vector: usize, tile: usize| {
-            Rows::of(&weights[vector * per_vector + tile * TILE / 2..])
-        };
-        let mut dim = 0;
-        while dim < num_dims {
-            let left = num_dims - dim;
-            if num_vectors == TOGETHER && left >= 2 * ROWS {
-                zero!("tmm0", "tmm1", "tmm2", "tmm3");
-                for tile in tiles.clone() {
-                    load!("tmm4", values(tile, dim), 0);
-                    load!("tmm6", of(0, tile), 0);
-                    load!("tmm7", of(1, tile), 0);
-                    multiply_add!("tmm0", "tmm4", "tmm6");
-                    multiply_add!("tmm2", "tmm4", "tmm7");
-                    load!("tmm5", values(tile, dim + ROWS), 0);
-                    multiply_add!("tmm1", "tmm5", "tmm6");
-                    multiply_add!("tmm3", "tmm5", "tmm7");
-                }
-                store!("tmm0", states[HEADER + dim..]);
-                store!("tmm1", states[HEADER + dim + ROWS..]);
-                store!("tmm2", states[size + HEADER + dim..]);
-                store!("tmm3", states[size + HEADER + dim + ROWS..]);
-                dim += 2 * ROWS;
-            } else if num_vectors == 1 && left >= 4 * ROWS {
-                zero!("tmm0", "tmm1", "tmm2", "tmm3");
-                for tile in tiles.clone() {
-                    load!("tmm6", of(0, tile), 0);
-                    load!("tmm4", values(tile, dim), 0);
-                    multiply_add!("tmm0", "tmm4", "tmm6");
-                    load!("tmm5", values(tile, dim + ROWS), 0);
-                    multiply_add!("tmm1", "tmm5", "tmm6");
-                    load!("tmm4", values(tile, dim + 2 * ROWS), 0);
-                    multiply_add!("tmm2", "tmm4", "tmm6");
-                    load!("tmm5", values(tile, dim + 3 * ROWS), 0);
-                    multiply_add!("tmm3", "tmm5", "tmm6");
-                }
-                store!("tmm0", states[HEADER + dim..]);
-                store!("tmm1", states[HEADER + dim + ROWS..]);
-                store!("tmm2", states[HEADER + dim + 2 * ROWS..]);
-                store!("tmm3", states[HEADER + dim + 3 * ROWS..]);
-                dim += 4 * ROWS;
-            } else {
-                for vector in 0..num_vectors {
-                    zero!("tmm0");
-                    for tile in tiles.clone() {
-                        load!("tmm6", of(vector, tile), 0);
-                        load!("tmm4", values(tile, dim), 0);
-                        multiply_add!("tmm0", "tmm4", "tmm6");
-                    }
-                    store!("tmm0", states[vector * size + HEADER + dim..]);
-                }
-                dim += ROWS;
-            }
-        }
-    }
-}
-
-/// Sets the scores of keys that a lane does not see, in the tile from `start` on, to minus infinity.
+/// Which of 16 keys from `position` on a lane of `bounds` sees.
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn hide(scores: &mut [Line<f32>], start: usize, bounds: &Bounds<ROWS>) {
-    // SAFETY: 16 numbers are read.
-    let [lows, highs] = [&bounds.lows, &bounds.highs]
-        .map(|ends| unsafe { _mm512_loadu_si512(ends.as_ptr().cast()) });
-    let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
-    for (at, score) in scores.iter_mut().enumerate() {
-        let position = _mm512_set1_epi32((start + at) as i32);
-        let is_seen = _mm512_cmple_epi32_mask(lows, position);
-        let is_seen = _mm512_mask_cmplt_epi32_mask(is_seen, position, highs);
-        _mm512_mask_blend_ps(is_seen, nothing, __m512::load(&score.0)).store(&mut score.0);
-    }
+fn seen(position: usize, bounds: &Bounds<ROWS>, lane: usize) -> __mmask16 {
+    let places = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    let [low, high] =
+        [bounds.lows, bounds.highs].map(|ends| _mm512_set1_epi32(ends[lane] - position as i32));
+    let is_seen = _mm512_cmple_epi32_mask(low, places);
+    _mm512_mask_cmplt_epi32_mask(is_seen, places, high)
 }
 
 /// `2 ^ (score * factor - reference)`; 0 for what is not seen, whose score is minus infinity.
@@ -423,52 +470,109 @@ fn exp2(x: __m512) -> (__m512, __m512) {
     )
 }
 
-/// `columns[pair]` becomes two neighbouring dimensions of all rows, from dimension `first` on; of rows that are empty,
-/// zeros.
+/// 32 dimensions of all rows, from `first` on; of rows that are empty, zeros.
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn transpose_pairs(rows: &[&[u16]; ROWS], first: usize, columns: &mut [Line<u32>; ROWS]) {
-    let mut pairs = [_mm512_setzero_si512(); ROWS];
-    for (pairs, row) in pairs.iter_mut().zip(rows) {
+fn loaded(rows: &[&[u16]; ROWS], first: usize) -> [__m512i; ROWS] {
+    let mut found = [_mm512_setzero_si512(); ROWS];
+    for (found, row) in found.iter_mut().zip(rows) {
         if let Some(row) = row.get(first..first + WIDTH) {
             // SAFETY: 32 elements are read.
-            *pairs = unsafe { _mm512_loadu_si512(row.as_ptr().cast()) };
+            *found = unsafe { _mm512_loadu_si512(row.as_ptr().cast()) };
         }
     }
-    for (column, pair) in columns.iter_mut().zip(transpose_16(pairs)) {
-        // SAFETY: 16 numbers are written.
-        unsafe { _mm512_storeu_si512(column.0.as_mut_ptr().cast(), pair) };
+    found
+}
+
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn keep<T>(found: &[__m512i; ROWS], lines: &mut [Line<T>; ROWS]) {
+    const { assert!(size_of::<Line<T>>() == STRIDE) };
+    for (line, found) in lines.iter_mut().zip(found) {
+        // SAFETY: 64 bytes are written.
+        unsafe { _mm512_store_si512(line.0.as_mut_ptr().cast(), *found) };
     }
 }
 
-/// `columns[dim]` becomes that dimension of all rows.
+/// 16 lines of 16 numbers become columns.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn turn(lines: &mut [Line<f32>; ROWS]) {
+    let rows = lines
+        .each_ref()
+        .map(|line| _mm512_castps_si512(__m512::load(&line.0)));
+    keep(&transpose_16(rows), lines);
+}
+
+/// The first [`FEW`] columns of 16 lines become the first lines.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn turn_few(lines: &mut [Line<f32>; ROWS]) {
+    let mut fours = [_mm512_setzero_ps(); FEW];
+    for (at, four) in fours.iter_mut().enumerate() {
+        for (place, mask) in [0x000f, 0x00f0, 0x0f00, 0xf000].into_iter().enumerate() {
+            // SAFETY: four numbers are read of 16.
+            let numbers = unsafe { _mm_load_ps(lines[FEW * place + at].0.as_ptr()) };
+            *four = _mm512_mask_broadcast_f32x4(*four, mask, numbers);
+        }
+    }
+    let [a, b, c, d] = fours;
+    let (low, high) = (_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    let (low, high) = (
+        [low, _mm512_unpacklo_ps(c, d)].map(|both| _mm512_castps_pd(both)),
+        [high, _mm512_unpackhi_ps(c, d)].map(|both| _mm512_castps_pd(both)),
+    );
+    let columns = [
+        _mm512_unpacklo_pd(low[0], low[1]),
+        _mm512_unpackhi_pd(low[0], low[1]),
+        _mm512_unpacklo_pd(high[0], high[1]),
+        _mm512_unpackhi_pd(high[0], high[1]),
+    ];
+    for (line, column) in lines.iter_mut().zip(columns) {
+        _mm512_castpd_ps(column).store(&mut line.0);
+    }
+}
+
+/// `lines[place][pair]` becomes 16 elements of two neighbouring values: of each 32, the even place has 0 to 3, 8 to 11 and
+/// so on, as one instruction gives them, the odd one the others. [`in_order`] has their sums.
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
-fn transpose(rows: &[&[u16]; TILE], columns: &mut [Line<u32>]) {
-    for (at, columns) in columns.chunks_mut(WIDTH).enumerate() {
-        let mask = u32::MAX >> (WIDTH - columns.len());
-        let row = |row: &[u16]| {
-            let row = &row[at * WIDTH..][..columns.len()];
-            // SAFETY: as many elements as the slice has are read.
-            unsafe { _mm512_maskz_loadu_epi16(mask, row.as_ptr().cast()) }
-        };
-        let (mut low, mut high) = (
-            [_mm512_setzero_si512(); ROWS],
-            [_mm512_setzero_si512(); ROWS],
-        );
-        for (pair, [first, second]) in rows.as_chunks::<2>().0.iter().enumerate() {
-            let (first, second) = (row(first), row(second));
-            low[pair] = _mm512_unpacklo_epi16(first, second); // dimensions 0 to 3, 8 to 11, ...
-            high[pair] = _mm512_unpackhi_epi16(first, second);
-        }
-        for (first, pairs) in [(0, transpose_16(low)), (4, transpose_16(high))] {
-            for (place, positions) in pairs.into_iter().enumerate() {
-                let dim = place / 4 * 8 + first + place % 4;
-                if let Some(column) = columns.get_mut(dim) {
-                    // SAFETY: 16 numbers are written.
-                    unsafe { _mm512_storeu_si512(column.0.as_mut_ptr().cast(), positions) };
+fn turn_values(values: &[&[u16]; TILE], lines: &mut [Line<u32>]) {
+    for (at, lines) in lines.chunks_exact_mut(2 * ROWS).enumerate() {
+        let (even, odd) = lines.split_at_mut(ROWS);
+        let pairs = values
+            .as_chunks::<2>()
+            .0
+            .iter()
+            .zip(even.iter_mut().zip(odd));
+        for (&[first, second], (even, odd)) in pairs {
+            let [first, second] = [first, second].map(|value| {
+                let elements = &value[at * WIDTH..];
+                match elements.first_chunk::<WIDTH>() {
+                    // SAFETY: 32 elements are read.
+                    Some(elements) => unsafe { _mm512_loadu_si512(elements.as_ptr().cast()) },
+                    // SAFETY: 16 elements are read, of at least as many.
+                    None => unsafe {
+                        _mm512_maskz_loadu_epi16(0xffff, elements[..ROWS].as_ptr().cast())
+                    },
                 }
+            });
+            // SAFETY: 64 bytes are written each.
+            unsafe {
+                let pair = _mm512_unpacklo_epi16(first, second);
+                _mm512_store_si512(even.0.as_mut_ptr().cast(), pair);
+                let pair = _mm512_unpackhi_epi16(first, second);
+                _mm512_store_si512(odd.0.as_mut_ptr().cast(), pair);
             }
         }
     }
+}
+
+/// 32 elements in their order, of an even and an odd place.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn in_order(even: __m512, odd: __m512) -> [__m512; 2] {
+    let first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    let second = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
+    [first, second].map(|places| _mm512_permutex2var_ps(even, places, odd))
 }

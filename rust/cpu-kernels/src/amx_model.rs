@@ -285,7 +285,7 @@ mod tests {
 
     #[test]
     fn amx_adds_even_products_and_odd_ones_apart_and_the_old_sum_last() {
-        let _tiles = Tiles::begin();
+        let _tiles = Tiles::of_shapes(&[Shape::WHOLE; TILES]);
         let large = 2f32.powi(24);
         // In the order of the elements, 1 + 2^24 + 1 - 2^24 would be 0 or 2, by the rounding: 1 is lost each time.
         let a = tile_of(&[(3, 0, pair(1.0, large)), (3, 1, pair(1.0, -large))]);
@@ -317,7 +317,7 @@ mod tests {
 
     #[test]
     fn amx_takes_denormal_numbers_for_zeros_and_makes_none() {
-        let _tiles = Tiles::begin();
+        let _tiles = Tiles::of_shapes(&[Shape::WHOLE; TILES]);
         let tiny = f32::from_bits(0x0001_0000); // a denormal bfloat16
         let a = tile_of(&[(0, 0, pair(tiny, 0.0))]);
         let b = tile_of(&[(0, 0, pair(2f32.powi(100), 0.0))]);
@@ -339,7 +339,7 @@ mod tests {
 
     #[test]
     fn amx_keeps_what_is_not_finite_in_its_row_and_column() {
-        let _tiles = Tiles::begin();
+        let _tiles = Tiles::of_shapes(&[Shape::WHOLE; TILES]);
         let a = tile_of(&[(2, 0, pair(f32::INFINITY, 1.0)), (4, 0, pair(1.0, 1.0))]);
         let b = tile_of(&[(0, 1, pair(2.0, 1.0)), (0, 3, pair(1.0, -1.0))]);
         let found = multiplied(&tile_of(&[]), &a, &b);
@@ -351,7 +351,7 @@ mod tests {
 
     #[test]
     fn amx_multiplies_bytes_with_their_signs() {
-        let _tiles = Tiles::begin();
+        let _tiles = Tiles::of_shapes(&[Shape::WHOLE; TILES]);
         let bytes = |bytes: [i8; 4]| u32::from_le_bytes(bytes.map(|byte| byte as u8));
         let old = tile_of(&[(7, 9, 100), (8, 9, i32::MAX as u32)]);
         let a = tile_of(&[

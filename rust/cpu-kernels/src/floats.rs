@@ -87,7 +87,8 @@ impl<E: Element, V: Vector<LANES>, const SUMS: usize> Arithmetic<E, LANES> for F
     }
 
     #[inline(always)]
-    fn new(shape: &CacheShape, num_vectors: usize, num_tiles: usize) -> Self {
+    fn new(shape: &CacheShape, num_rows: usize, num_tiles: usize) -> Self {
+        let num_vectors = num_rows.div_ceil(LANES);
         let num_kept = if num_vectors > 1 { num_tiles } else { 1 };
         let mut memory = KEPT.take();
         make_room(&mut memory.queries, num_vectors * LANES * shape.dim_k);

@@ -116,7 +116,8 @@ impl Arithmetic<u16, LANES> for Int8 {
     }
 
     #[inline(always)]
-    fn new(shape: &CacheShape, num_vectors: usize, num_tiles: usize) -> Self {
+    fn new(shape: &CacheShape, num_rows: usize, num_tiles: usize) -> Self {
+        let num_vectors = num_rows.div_ceil(LANES);
         let num_kept = if num_vectors > 1 { num_tiles } else { 1 };
         let mut memory = KEPT.take();
         let (zeros, quads) = (Line([0; LANES]), shape.dim_k / QUAD);

@@ -20,8 +20,8 @@ pub(crate) trait Arithmetic<E, const L: usize> {
     /// Whether the sums of a vector of which so many lanes are used are `[lanes, dim_v]` instead of `[dim_v, lanes]`.
     fn is_narrow(num_rows: usize) -> bool;
 
-    /// For so many vectors, and parts of so many tiles at most.
-    fn new(shape: &CacheShape, num_vectors: usize, num_tiles: usize) -> Self;
+    /// For so many rows, and parts of so many tiles at most.
+    fn new(shape: &CacheShape, num_rows: usize, num_tiles: usize) -> Self;
 
     /// Takes the queries of a KV head: those of vector `number`.
     fn take_queries<'q>(&mut self, number: usize, queries: impl Iterator<Item = &'q [E]>)
@@ -177,7 +177,7 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
         let seen = low.unwrap_or(0)..high.unwrap_or(0);
         let num_tiles = (seen.end.div_ceil(TILE) - seen.start / TILE).min(PART / TILE);
         Self {
-            arithmetic: A::new(&job.shape, vectors.len(), num_tiles),
+            arithmetic: A::new(&job.shape, rows.len(), num_tiles),
             rows,
             vectors,
             seen,

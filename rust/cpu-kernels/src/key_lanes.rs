@@ -99,7 +99,7 @@ pub(crate) fn attend<E>(
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use x86::{largest, make_room, measure};
+pub(crate) use x86::{is_factor, largest, make_room, measure};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
@@ -147,7 +147,7 @@ mod x86 {
     }
 
     /// Whether scores are to be multiplied only, which powers of 2 do on their way.
-    fn is_factor(how: How) -> bool {
+    pub(crate) fn is_factor(how: How) -> bool {
         matches!(how, (scaling, None) if scaling > 0.0)
     }
 

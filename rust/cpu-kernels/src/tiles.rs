@@ -54,11 +54,6 @@ fn is_allowed() -> bool {
 pub(crate) struct Tiles;
 
 impl Tiles {
-    /// Sets them up, with 16 rows of 64 bytes each.
-    pub(crate) fn begin() -> Self {
-        Self::of_shapes(&[Shape::WHOLE; TILES])
-    }
-
     /// Sets them up with these shapes: 1 to 16 rows of 4 to 64 bytes.
     pub(crate) fn of_shapes(shapes: &[Shape; TILES]) -> Self {
         let config = Config::of(shapes);
