@@ -12,7 +12,7 @@
 //!   bits of a row are the same in every batch and with any number of threads.
 //! * **A lane is a key, or an element of a value.** The keys of a tile are transposed once for all rows that read them: the
 //!   query heads that share a KV head, drafts, and all sequences that stand on the same blocks. Rows take turns, so a
-//!   single one fills the vectors. Sums have 16 lanes at every level of instructions. With AMX a lane is a row.
+//!   single one fills the vectors. Sums have 16 lanes at every level of instructions.
 //! * **One source, four builds.** The arithmetic in float32 is compiled for AVX-512, for AVX2 with FMA, for NEON and for
 //!   whatever the target has, chosen when it runs ([`Isa`]): all give the same bits.
 //! * **bfloat16 is float32 that was rounded**: the bits are those of float32 over the same numbers, rounded
@@ -122,6 +122,8 @@ mod tile_shapes;
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)] // instructions that Rust has no name for
 mod tiles;
+#[allow(unsafe_code)] // memory that weights divide among them
+mod weight_memory;
 mod write;
 
 pub use activation::Activation;

@@ -1,7 +1,7 @@
 //! Panels of weights: 16 outputs side by side, in the order in which products read them.
 
 use crate::error::Error;
-use crate::lanes::Scratch;
+use crate::weight_memory::{Number, WeightMemory};
 
 /// Outputs of a panel: their weights for one input are a line of the processor's cache.
 pub(crate) const WIDTH: usize = 16;
@@ -15,13 +15,13 @@ const PACKED_LINES: usize = 64;
 /// `[panels, lines]`. Outputs beyond the last one have weights of 0, and inputs too.
 #[derive(Debug)]
 pub(crate) struct Lines<T> {
-    elements: Scratch<T>,
+    elements: WeightMemory<T>,
     per_panel: usize,
     in_features: usize,
     out_features: usize,
 }
 
-impl<T: Copy + Default> Lines<T> {
+impl<T: Number> Lines<T> {
     /// Calls `put` with every element, its lane, and its place among the `per_line` of that.
     pub(crate) fn pack<E>(
         weight: &[E],
@@ -35,8 +35,7 @@ impl<T: Copy + Default> Lines<T> {
             .checked_mul(WIDTH)
             .and_then(|size| size.checked_mul(out_features.div_ceil(WIDTH)))
             .ok_or(Error::TooLarge)?;
-        let mut elements = Scratch::zeros(size);
-        ask_for_large_pages(elements.elements_mut());
+        let mut elements = WeightMemory::zeros(size);
         let panels = elements
             .elements_mut()
             .chunks_exact_mut(per_panel * WIDTH)
@@ -68,7 +67,7 @@ impl Lines<f32> {
     #[inline(always)]
     pub(crate) fn panel_of_zeros(in_features: usize) -> Self {
         Self {
-            elements: Scratch::zeros(in_features * WIDTH),
+            elements: WeightMemory::alone(in_features * WIDTH),
             per_panel: in_features,
             in_features,
             out_features: WIDTH,
@@ -101,23 +100,4 @@ impl<T> Lines<T> {
             .as_chunks::<WIDTH>()
             .0
     }
-}
-
-/// Asks Linux for pages of 2 MiB under memory that is not written yet. A product of a few rows reads each weight once, so
-/// misses in the TLB cost it most.
-pub(crate) fn ask_for_large_pages<T>(memory: &mut [T]) {
-    #[cfg(target_os = "linux")]
-    {
-        const PAGE: usize = 4096;
-        let bytes = memory.as_mut_ptr_range();
-        let first = (bytes.start as usize).next_multiple_of(PAGE);
-        let size = (bytes.end as usize).saturating_sub(first) / PAGE * PAGE;
-        let first = bytes.start.with_addr(first).cast();
-        // SAFETY: whole pages of a slice that we have alone; the advice changes no byte of them.
-        #[allow(unsafe_code)]
-        unsafe {
-            libc::madvise(first, size, libc::MADV_HUGEPAGE); // without such pages it fails: nothing is lost
-        }
-    }
-    let _ = memory;
 }

@@ -117,6 +117,9 @@ struct Inputs {
     count: usize,
     /// Bytes from the first line of a panel to what is asked for first.
     ahead: usize,
+    /// Where that is the end of the panel, and the bytes from there to where the panel goes on that is multiplied next.
+    end: usize,
+    beyond: usize,
     /// Lines for each that is asked for: asking costs as much as a multiplication.
     step: usize,
 }
@@ -162,6 +165,11 @@ pub(crate) fn add_products<T: Terms<V, L>, V: Vector<L>, const L: usize>(
                         1 => AHEAD,
                         // Each tile asks for its part of the next panels.
                         _ => step * size_of_val(weight.panel(0)) + number * lines * LINE,
+                    },
+                    end: size_of_val(weight.panel(0)),
+                    beyond: match num_tiles {
+                        1 => (vectors / least - 1) * size_of_val(weight.panel(0)),
+                        _ => 0,
                     },
                     step: num_tiles,
                 };
@@ -299,6 +307,9 @@ impl<E: Copy, W: Copy> Tile<'_, '_, '_, E, W> {
             left -= 1;
             if left == 0 {
                 left = inputs.step;
+                if ahead == inputs.end {
+                    ahead += inputs.beyond;
+                }
                 for panel in &panels[..C * L / WIDTH] {
                     fetch_line(panel.as_ptr().wrapping_byte_add(ahead));
                 }

@@ -3,11 +3,12 @@
 use crate::dots::widen_half;
 use crate::element::Element;
 use crate::error::Error;
-use crate::lines::{WIDTH, ask_for_large_pages};
+use crate::lines::WIDTH;
 use crate::quantized_format::{
     BLOCK, Codes, Kind, QuantizedFormat, read_codes, unpack, write_codes,
 };
 use crate::step::{above_zero, same_length};
+use crate::weight_memory::WeightMemory;
 
 /// Groups of inputs that have a scale, in weights that are not ggml's.
 const GROUP_SIZES: [usize; 3] = [32, 64, 128];
@@ -22,37 +23,8 @@ pub struct QuantizedWeight {
     kind: Kind,
     in_features: usize,
     out_features: usize,
-    codes: Lines,
-    records: Lines,
-}
-
-/// Bytes that begin a line of the processor's cache.
-#[derive(Debug)]
-struct Lines {
-    memory: Vec<u8>,
-    first: usize,
-    size: usize,
-}
-
-impl Lines {
-    fn zeros(size: usize) -> Self {
-        const LINE: usize = 64;
-        let mut memory = vec![0; size + LINE];
-        ask_for_large_pages(&mut memory);
-        Self {
-            first: memory.as_ptr().align_offset(LINE).min(LINE),
-            memory,
-            size,
-        }
-    }
-
-    fn bytes(&self) -> &[u8] {
-        &self.memory[self.first..][..self.size]
-    }
-
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.memory[self.first..][..self.size]
-    }
+    codes: WeightMemory<u8>,
+    records: WeightMemory<u8>,
 }
 
 impl QuantizedWeight {
@@ -155,8 +127,8 @@ impl QuantizedWeight {
             kind,
             in_features,
             out_features,
-            codes: Lines::zeros(codes),
-            records: Lines::zeros(records),
+            codes: WeightMemory::zeros(codes),
+            records: WeightMemory::zeros(records),
         })
     }
 
@@ -169,8 +141,11 @@ impl QuantizedWeight {
         let kind = self.kind;
         let (blocks, code_bytes) = (kind.record_blocks(), kind.code_bytes());
         let per_panel = self.in_features / BLOCK / blocks;
-        let lines = self.codes.bytes_mut().chunks_exact_mut(code_bytes * blocks);
-        let records = self.records.bytes_mut();
+        let lines = self
+            .codes
+            .elements_mut()
+            .chunks_exact_mut(code_bytes * blocks);
+        let records = self.records.elements_mut();
         let records = records.chunks_exact_mut(kind.record_bytes());
         let mut codes = vec![[[0; BLOCK]; WIDTH]; blocks];
         for (number, (lines, record)) in lines.zip(records).enumerate() {
@@ -222,7 +197,7 @@ impl QuantizedWeight {
     /// Bytes of memory.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
-        self.codes.memory.len() + self.records.memory.len()
+        self.codes.elements().len() + self.records.elements().len()
     }
 
     /// Copies the weights of some outputs, `[outputs, in_features]`, as a lookup in an embedding does. They have the bits that
@@ -275,7 +250,7 @@ impl QuantizedWeight {
     #[inline(always)]
     pub(crate) fn codes(&self, panel: usize) -> &[u8] {
         let size = self.in_features / BLOCK * self.kind.code_bytes();
-        &self.codes.bytes()[panel * size..][..size]
+        &self.codes.elements()[panel * size..][..size]
     }
 
     /// The scales of the panel of this number.
@@ -283,7 +258,7 @@ impl QuantizedWeight {
     pub(crate) fn records(&self, panel: usize) -> &[u8] {
         let kind = self.kind;
         let size = self.in_features / BLOCK / kind.record_blocks() * kind.record_bytes();
-        &self.records.bytes()[panel * size..][..size]
+        &self.records.elements()[panel * size..][..size]
     }
 }
 

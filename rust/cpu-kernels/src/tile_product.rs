@@ -64,7 +64,8 @@ impl Part<'_> {
         let heights = [count.min(ROWS), count.saturating_sub(ROWS).min(ROWS)];
         let _tiles = Tiles::of_shapes(&shapes(heights));
         let num_panels = out[0].len().div_ceil(lines::WIDTH);
-        let step = if count > ROWS { 2 } else { SUMS };
+        let most = if count > ROWS { 2 } else { SUMS };
+        let step = num_panels.div_ceil(num_panels.div_ceil(most));
         let num_groups = count.div_ceil(GROUP);
         let num_blocks = match num_groups {
             1 => 1, // a single pass
@@ -90,7 +91,7 @@ impl Part<'_> {
                     );
                     tile.add(panels.len(), sums);
                     if inputs.end == size {
-                        finish(sums, panels.start, step, out);
+                        finish(sums, panels.start, most, out);
                     }
                 }
             }
@@ -129,6 +130,10 @@ impl Part<'_> {
                     next + group * (end - first).div_ceil(WIDTH) * each * STRIDE
                 }
             },
+            beyond: match num_groups {
+                1 => (panels_end - panel - 1) * size_of_val(self.weight.panel(0)),
+                _ => 0,
+            },
         }
     }
 }
@@ -160,6 +165,8 @@ struct Tile<'a> {
     panels: [&'a [lines::Line<u32>]; SUMS],
     /// Bytes from a line to what is asked for with it.
     ahead: usize,
+    /// Bytes from the end of a panel to where the one goes on that is multiplied next.
+    beyond: usize,
     /// Lines of that for each tile of a panel.
     each: usize,
 }
@@ -280,10 +287,12 @@ impl Tile<'_> {
     /// Asks for weights that are multiplied later.
     #[inline(always)]
     fn fetch<const P: usize>(&self, at: usize) {
+        let mut ahead = self.ahead + at * self.each * STRIDE;
+        if ahead >= size_of_val(self.panels[0]) {
+            ahead += self.beyond;
+        }
         for panel in &self.panels[..P] {
-            let first = panel
-                .as_ptr()
-                .wrapping_byte_add(self.ahead + at * self.each * STRIDE);
+            let first = panel.as_ptr().wrapping_byte_add(ahead);
             for line in 0..self.each {
                 fetch_line(first.wrapping_add(line));
             }
