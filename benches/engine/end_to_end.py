@@ -16,9 +16,10 @@ What is compiled is compiled anew: the start is a first
 start. `pyengine` and `compiled` are this engine without and with `compile=True`; `vllm` is vLLM
 with the blocks that it chooses, `vllm32` with `block_size=32`, both bound to all cores
 (`VLLM_CPU_OMP_THREADS_BIND`: left to itself it keeps one of two cores free). vLLM is looked for in
-`.venv-peers` (`benches/peers/env.py` makes it). `llama.cpp` and `mistral.rs` answer the one request
-and the prompts, from the embedded model's own file (Q4_1); they are looked for in `.venv-llama` and
-`.venv-mistral`. `serve.py` says how to build llama.cpp for a machine that hides AMX.
+`.venv-peers` (`benches/peers/env.py` makes it). `default` is this engine with the embedded model's
+own file (Q4_1). `llama.cpp` and `mistral.rs` answer the one request and the prompts from that file;
+they are looked for in `.venv-llama` and `.venv-mistral`. `serve.py` says how to build llama.cpp for
+a machine that hides AMX.
 
     python -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python
     python -m venv .venv-mistral && .venv-mistral/bin/pip install mistralrs
@@ -63,10 +64,12 @@ PEERS = ROOT / ".venv-peers/bin/python"
 LLAMA_PYTHON = ROOT / ".venv-llama/bin/python"
 MISTRAL_PYTHON = ROOT / ".venv-mistral/bin/python"
 NAMES = tuple(ENGINES)
-OURS, COMPILED, INT8, INT8_COMPILED, TRANSFORMERS, VLLM, VLLM32, LLAMA, MISTRAL = NAMES
+OURS, COMPILED, DEFAULT, INT8, INT8_COMPILED, TRANSFORMERS = NAMES[:6]
+VLLM, VLLM32, LLAMA, MISTRAL = NAMES[6:]
 TITLES = {
     OURS: "pyengine",
     COMPILED: "`compile=True`",
+    DEFAULT: "`LLM()`, Q4_1",
     INT8: "`int8`",
     INT8_COMPILED: "`int8`, `compile=True`",
     TRANSFORMERS: "transformers `generate`",
@@ -78,11 +81,12 @@ TITLES = {
 DTYPES = ("float32", "bfloat16")
 NOT_MEASURED = {
     (TRANSFORMERS, "bfloat16"),
-    *((name, "float32") for name in (INT8, INT8_COMPILED, LLAMA, MISTRAL)),
+    *((name, "float32") for name in (DEFAULT, INT8, INT8_COMPILED, LLAMA, MISTRAL)),
 }
-OF_FILES = (LLAMA, MISTRAL)
-"""Engines that load the embedded file, and answer `OF_FILES_WORKS` alone."""
-OF_FILES_WORKS = (WORKS[0], WORKS[4])
+OF_FILES = (DEFAULT, LLAMA, MISTRAL)
+"""Engines that load the embedded file."""
+FEW_WORKS = {LLAMA: (WORKS[0], WORKS[4]), MISTRAL: (WORKS[0], WORKS[4])}
+"""The works of engines that do not answer all of them."""
 PYTHONS = {VLLM: PEERS, VLLM32: PEERS, LLAMA: LLAMA_PYTHON, MISTRAL: MISTRAL_PYTHON}
 """Where this environment does not have the engine."""
 START = "start to first token"
@@ -333,7 +337,7 @@ def measure(engines: list[Engine], work: Work, rounds: int, dtype: str, record: 
         for engine in list(order):
             if work.is_slow and engine.name == TRANSFORMERS and turn != 0:
                 continue
-            if engine.name in OF_FILES and work not in OF_FILES_WORKS:
+            if work not in FEW_WORKS.get(engine.name, WORKS):
                 continue
             try:
                 found = engine.generate(asked)
@@ -371,6 +375,7 @@ def tables(record: Record) -> Iterator[str]:
             cells = [record.rate(dtype, work, name) for name in engines]
             yield f"| {work.name if work else START} | {' | '.join(cells)} |"
     yield from goals(record)
+    yield from default_goals(record)
     yield from int8_goals(record)
     for name, reason in record.about["missing"].items():
         yield f"\n{name}: missing ({reason})"
@@ -396,6 +401,21 @@ def goals(record: Record) -> Iterator[str]:
             if (least := GOALS.get(work.name)) and ratios:
                 goal = f"{least[at]:.2f}, {'met' if min(ratios) >= least[at] else 'not met'}"
             yield f"| {work.name}, {dtype} | {' | '.join(cells)} | {goal} |"
+
+
+def default_goals(record: Record) -> Iterator[str]:
+    """The default, in 4 bits, against ours in bfloat16 and against the engines of such files."""
+    peers = (OURS, LLAMA, MISTRAL)
+    rows = []
+    for work in WORKS:
+        found = [record.ratio("bfloat16", work.name, DEFAULT, peer) for peer in peers]
+        if any(found):
+            cells = [f"{ratio:.2f}" if ratio else "" for ratio in found]
+            rows.append(f"| {work.name} | {' | '.join(cells)} |")
+    if rows:
+        yield "\n| `LLM()`, Q4_1, times as fast as | ours in bfloat16 | llama.cpp | mistral.rs |"
+        yield "|---|---:|---:|---:|"
+        yield from rows
 
 
 def int8_goals(record: Record) -> Iterator[str]:

@@ -97,6 +97,11 @@ def pyengine(folder: str, dtype: str, **options: Any) -> Made:
     }
 
 
+def default(file: str, _dtype: str) -> Made:
+    """This engine with the settings that a file has by default: weights in its own bits."""
+    return pyengine(file, "auto")
+
+
 def transformers(folder: str, dtype: str) -> Made:
     """`generate` of transformers. Texts are padded on the left; ids of a call have one length."""
     import torch
@@ -249,6 +254,7 @@ def text_of(prompt: list[int], runner: Any) -> str:
 ENGINES: dict[str, tuple[Callable[..., Made], str, dict[str, Any]]] = {
     "pyengine": (pyengine, "pyengine-kv", {}),
     "compiled": (pyengine, "pyengine-kv", {"compile": True}),
+    "default": (default, "pyengine-kv", {}),
     "int8": (pyengine, "pyengine-kv", {"quantization": "int8"}),
     "int8-compiled": (pyengine, "pyengine-kv", {"quantization": "int8", "compile": True}),
     "transformers": (transformers, "transformers", {}),
