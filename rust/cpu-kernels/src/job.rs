@@ -15,6 +15,9 @@ pub(crate) const HEADER: usize = 2;
 /// need a gigabyte.
 const MOST_STATES: usize = 4 << 20;
 
+/// Rows of a run that are divided among threads as soon as they are more than a thread's share.
+const FEW_ROWS: usize = 16;
+
 /// Floats of the state of one query.
 pub(crate) fn state_len(dim_v: usize) -> usize {
     HEADER + dim_v
@@ -32,7 +35,7 @@ pub(crate) struct Job<'a, E> {
     pub(crate) softcap: Option<f32>,
     pub(crate) window: Option<usize>,
     pub(crate) sinks: Option<&'a [f32]>,
-    /// Multiplications of a run beyond which each of its parts is a task.
+    /// Multiplications of a run of few rows beyond which each of its parts is a task.
     pub(crate) most_products: usize,
 }
 
@@ -52,7 +55,9 @@ impl<E> Job<'_, E> {
     /// The parts that are separate tasks: their states are kept until the run is completed.
     pub(crate) fn parts_apart(&self, run: &Run) -> Range<usize> {
         let parts = self.parts(run);
-        let end = match self.products(run) > self.most_products {
+        // The states of many rows are large: they are divided later.
+        let times = if run.count > FEW_ROWS { 2 } else { 1 };
+        let end = match self.products(run) > self.most_products.saturating_mul(times) {
             true => parts.end,
             false => self.shared_end(run),
         };
