@@ -1,5 +1,6 @@
 //! Linear layers on quantised weights: rows become integers of 8 bits, then panels are multiplied.
 
+use std::cell::Cell;
 use std::iter::repeat_n;
 use std::mem::take;
 use std::ops::Range;
@@ -15,7 +16,7 @@ use crate::linear::{check_gate, check_rows};
 use crate::lines::WIDTH;
 use crate::quantized_format::{BLOCK, Offset};
 use crate::quantized_product::add_products;
-use crate::quantized_rows::{Quantize, RowBlock, RowTile, tiles};
+use crate::quantized_rows::{Quantize, RowBlocks, RowMemory, RowTile, tiles};
 #[cfg(target_arch = "x86_64")]
 use crate::quantized_tiles;
 use crate::quantized_weight::QuantizedWeight;
@@ -45,6 +46,20 @@ const MOST_SUMS: usize = 256;
 /// Tiles of rows of a task at most.
 const MOST_TILES: usize = 16;
 
+/// Bytes of rows that a thread keeps for its next product at most.
+const MOST_KEPT: usize = 16 << 20;
+
+thread_local! {
+    /// From product to product of a thread: new memory costs as much as the rounding.
+    static KEPT: Cell<RowMemory> = Cell::default();
+}
+
+fn keep(memory: RowMemory) {
+    if memory.size() <= MOST_KEPT {
+        KEPT.set(memory);
+    }
+}
+
 impl Attention {
     /// `out` `[rows, out_features]` becomes `rows` `[rows, in_features]` times the transposed weight, plus `bias`
     /// `[out_features]`.
@@ -70,7 +85,7 @@ impl Attention {
         }
         let isa = self.isa();
         let tiles = tiles_of(rows, weight, isa);
-        let mut memory = vec![];
+        let mut memory = KEPT.take();
         let blocks = self.quantize(rows, weight, &tiles, &mut memory);
         let work = Multiply {
             isa,
@@ -80,6 +95,7 @@ impl Attention {
             gate: None,
         };
         self.by_panels(out, &work);
+        keep(memory);
         Ok(())
     }
 
@@ -100,7 +116,7 @@ impl Attention {
         check_gate(up.features(), gate.features())?;
         let isa = self.isa();
         let tiles = tiles_of(rows, up, isa);
-        let (mut memory, mut other) = (vec![], vec![]);
+        let (mut memory, mut other) = (KEPT.take(), RowMemory::default());
         let blocks = self.quantize(rows, up, &tiles, &mut memory);
         let gate_blocks = match offset_of(gate) == offset_of(up) {
             true => blocks,
@@ -120,6 +136,7 @@ impl Attention {
             )),
         };
         self.by_panels(out, &work);
+        keep(memory);
         Ok(())
     }
 
@@ -129,21 +146,24 @@ impl Attention {
         rows: &[E],
         weight: &QuantizedWeight,
         tiles: &[RowTile],
-        memory: &'m mut Vec<RowBlock>,
-    ) -> &'m [RowBlock] {
+        memory: &'m mut RowMemory,
+    ) -> RowBlocks<'m> {
         let in_features = weight.in_features();
         let size = tiles.last().map_or(0, |tile| tile.blocks.end);
-        memory.resize(size, RowBlock::ZERO);
-        let (mut left, mut tasks) = (&mut memory[..], vec![]);
+        let (mut numbers_left, mut factors_left) = memory.room(size);
+        let mut tasks = vec![];
         for tile in tiles {
-            let (blocks, rest) = take(&mut left).split_at_mut(tile.blocks.len());
-            left = rest;
+            let (numbers, rest) = take(&mut numbers_left).split_at_mut(tile.blocks.len());
+            numbers_left = rest;
+            let (factors, rest) = take(&mut factors_left).split_at_mut(tile.blocks.len());
+            factors_left = rest;
             tasks.push(Quantize {
                 rows: &rows[tile.rows.start * in_features..tile.rows.end * in_features],
                 in_features,
                 offset: offset_of(weight),
                 width: tile.width,
-                blocks,
+                numbers,
+                factors,
             });
         }
         let num_threads = match rows.len() > FEW {
@@ -153,7 +173,7 @@ impl Attention {
         let isa = self.isa();
         self.threads()
             .each(num_threads, tasks, |task| task.run_at(isa));
-        memory
+        memory.blocks()
     }
 
     /// Does the work for all outputs of all rows, some at a time.
@@ -173,7 +193,7 @@ impl Attention {
         }
         let tile_bytes = tiles
             .first()
-            .map_or(1, |tile| tile.blocks.len() * size_of::<RowBlock>());
+            .map_or(1, |tile| tile.blocks.len() * RowBlocks::BYTES);
         let tiles_each = (ROW_BYTES / tile_bytes).clamp(1, MOST_TILES);
         let mut rows: Vec<_> = out
             .chunks_mut(width)
@@ -224,7 +244,7 @@ struct Part<'b, E> {
 #[derive(Clone, Copy)]
 struct Factor<'a> {
     weight: &'a QuantizedWeight,
-    blocks: &'a [RowBlock],
+    blocks: RowBlocks<'a>,
 }
 
 /// Sets the outputs of a part to products of its tiles.
@@ -245,7 +265,7 @@ impl Multiply<'_> {
         let end = part.first_panel + width.div_ceil(WIDTH);
         let tiles = &self.tiles[part.tiles];
         let num_rows = tiles.iter().map(|tile| tile.width).sum();
-        let step = MOST_SUMS.div_ceil(num_rows);
+        let step = MOST_SUMS.div_ceil(num_rows).next_multiple_of(2);
         let (mut sums, mut gates) = (vec![], vec![]);
         for first in (part.first_panel..end).step_by(step) {
             let panels = first..end.min(first + step);
