@@ -189,12 +189,14 @@ impl Attention {
         let tasks = (products / TASK).clamp(num_threads, TASKS * num_threads);
         let mut panels = num_panels.div_ceil(tasks);
         if tiles.len() > 1 {
-            panels = panels.min(MOST_PANELS);
+            panels = panels.next_multiple_of(2).min(MOST_PANELS); // tiles multiply two at once
         }
         let tile_bytes = tiles
             .first()
             .map_or(1, |tile| tile.blocks.len() * RowBlocks::BYTES);
-        let tiles_each = (ROW_BYTES / tile_bytes).clamp(1, MOST_TILES);
+        let most_tiles = (ROW_BYTES / tile_bytes).clamp(1, MOST_TILES);
+        let num_groups = tiles.len().div_ceil(most_tiles);
+        let tiles_each = tiles.len().div_ceil(num_groups.max(1)).max(1);
         let mut rows: Vec<_> = out
             .chunks_mut(width)
             .map(|row| row.chunks_mut(panels * WIDTH))
@@ -295,6 +297,9 @@ impl Multiply<'_> {
         let mut sums = [0.0; WIDTH];
         if let Some(bias) = self.bias {
             widen(&bias[panel * WIDTH..], &mut sums);
+            for sum in &mut sums {
+                *sum += 0.0; // never minus zero: to that, zeros of both signs would not add alike
+            }
         }
         sums
     }
@@ -308,7 +313,7 @@ impl Multiply<'_> {
         sums: &mut [[f32; WIDTH]],
     ) {
         #[cfg(target_arch = "x86_64")]
-        if quantized_tiles::takes(self.isa, tiles) {
+        if quantized_tiles::takes(self.isa, factor.weight, tiles) {
             let Factor { weight, blocks } = factor;
             return quantized_tiles::add_tile_products(weight, panels, (tiles, blocks), sums);
         }

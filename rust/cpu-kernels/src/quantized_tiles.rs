@@ -21,20 +21,23 @@ use crate::tiles::{
     Line, ROWS, Rows, STRIDE, Shape, TILES, Tiles, load, multiply_add_bytes, store, zero,
 };
 
-/// Rows of a tile that vectors multiply in fewer instructions. By vectors, a block takes 12 instructions and 11 more a row,
-/// two at once: 28 cycles for 4 rows, 39 for 6. By tiles, it takes 23 to unpack it, where there is one tile of rows, 4 more
-/// a row, and 16 cycles of the tiles' own beside these: 20 and 24. Of that, stores and loads of tiles take about ten, so
-/// tiles begin where they are ahead by more.
-const FEW_ROWS: usize = 4;
+/// Rows from which on tiles are faster than vectors, of weights with one scale for a block and with two.
+const MANY_ROWS: [usize; 2] = [16, 32];
 
 /// Blocks of a panel that are unpacked at a time: with those of a second panel, they stay in a core's second cache.
-const CHUNK: usize = 64;
+const CHUNK: usize = 24;
 
 /// Panels that are multiplied together: they share a tile of rows.
 const PAIR: usize = 2;
 
 /// Products of tiles that are stored before vectors load the first of them: until then it is in the first cache.
 const TOGETHER: usize = 8;
+
+/// Pairs of them.
+const PAIRS: usize = TOGETHER / 2;
+
+/// Pairs that are multiplied before one is stored: a product takes as long.
+const LATER: usize = 2;
 
 /// Bytes of a row's numbers in half a block.
 const HALF: usize = BLOCK / 2;
@@ -55,12 +58,17 @@ macro_rules! each_row {
     };
 }
 
+/// 1.5 * 2^23: an integer of 22 bits that is added to its bits is added to the float.
+const LARGE: f32 = 12_582_912.0;
+
 /// Codes of a panel for 32 inputs as a tile has them, less their offset, and the panel's scales.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Block {
     codes: [[u8; STRIDE]; BLOCK / 4],
     scales: [[f32; WIDTH]; 2],
+    /// The scales times minus [`LARGE`].
+    starts: [[f32; WIDTH]; 2],
     minimum: [f32; WIDTH],
 }
 
@@ -68,15 +76,20 @@ impl Block {
     const ZERO: Self = Self {
         codes: [[0; STRIDE]; BLOCK / 4],
         scales: [[0.0; WIDTH]; 2],
+        starts: [[0.0; WIDTH]; 2],
         minimum: [0.0; WIDTH],
     };
 }
 
-/// Whether [`add_tile_products`] is for these tiles of rows.
-pub(crate) fn takes(isa: Isa, tiles: &[RowTile]) -> bool {
+/// Whether [`add_tile_products`] is for this weight and these tiles of rows.
+pub(crate) fn takes(isa: Isa, weight: &QuantizedWeight, tiles: &[RowTile]) -> bool {
+    let many = match weight.kind().offset() {
+        Offset::OfBlock(_) => MANY_ROWS[0],
+        Offset::OfHalves(_) => MANY_ROWS[1],
+    };
     isa == Isa::Amx
         && Build::at(isa) == Build::Vnni
-        && tiles.iter().all(|tile| tile.width > FEW_ROWS)
+        && tiles.iter().map(|tile| tile.width).sum::<usize>() >= many
 }
 
 /// Adds to `sums`, `[panels, rows of the tiles]`, the products of the tiles' rows with these panels. Only for what
@@ -172,10 +185,11 @@ impl InFormat for Panels<'_> {
                     };
                     // SAFETY: the machine has the instructions, as whoever calls has them.
                     unsafe {
-                        match (S::EACH, S::HAS_MINIMUM) {
-                            (2, _) => product.add::<2, false>(num_panels, tile.width),
-                            (_, true) => product.add::<1, true>(num_panels, tile.width),
-                            (_, false) => product.add::<1, false>(num_panels, tile.width),
+                        match (S::EACH, S::HAS_MINIMUM, S::ARE_LONG) {
+                            (2, ..) => product.add::<2, false, false>(num_panels, tile.width),
+                            (_, true, true) => product.add::<1, true, true>(num_panels, tile.width),
+                            (_, true, _) => product.add::<1, true, false>(num_panels, tile.width),
+                            _ => product.add::<1, false, false>(num_panels, tile.width),
                         }
                     }
                     first_row += tile.width;
@@ -231,8 +245,10 @@ fn unpack<C: Codes, S: Scales>(
                 _mm512_store_si512(block.codes[at].as_mut_ptr().cast(), signed);
             }
         }
-        for at in 0..2 {
+        let large = <__m512 as Vector<16>>::splat(-LARGE);
+        for at in 0..S::EACH {
             scales[at].store(&mut block.scales[at]);
+            scales[at].multiply(large).store(&mut block.starts[at]);
         }
         minimum.store(&mut block.minimum);
     }
@@ -254,18 +270,20 @@ struct Product<'a> {
 }
 
 impl Product<'_> {
-    /// Adds the products of the rows. A block has `EACH` scales.
+    /// Adds the products of the rows. A block has `EACH` scales; they may be long, as [`Scales::ARE_LONG`] has it.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    fn add<const EACH: usize, const HAS_MINIMUM: bool>(self, num_panels: usize, width: usize) {
+    fn add<const EACH: usize, const HAS_MINIMUM: bool, const ARE_LONG: bool>(
+        self,
+        num_panels: usize,
+        width: usize,
+    ) {
         match (num_panels, width) {
-            (1, 6) => self.add_rows::<EACH, HAS_MINIMUM, 1, 6>(),
-            (1, 8) => self.add_rows::<EACH, HAS_MINIMUM, 1, 8>(),
-            (1, 12) => self.add_rows::<EACH, HAS_MINIMUM, 1, 12>(),
-            (1, 16) => self.add_rows::<EACH, HAS_MINIMUM, 1, 16>(),
-            (2, 6) => self.add_rows::<EACH, HAS_MINIMUM, 2, 6>(),
-            (2, 8) => self.add_rows::<EACH, HAS_MINIMUM, 2, 8>(),
-            (2, 12) => self.add_rows::<EACH, HAS_MINIMUM, 2, 12>(),
-            (2, 16) => self.add_rows::<EACH, HAS_MINIMUM, 2, 16>(),
+            (1, 8) => self.add_rows::<EACH, HAS_MINIMUM, ARE_LONG, 1, 8>(),
+            (1, 12) => self.add_rows::<EACH, HAS_MINIMUM, ARE_LONG, 1, 12>(),
+            (1, 16) => self.add_rows::<EACH, HAS_MINIMUM, ARE_LONG, 1, 16>(),
+            (2, 8) => self.add_rows::<EACH, HAS_MINIMUM, ARE_LONG, 2, 8>(),
+            (2, 12) => self.add_rows::<EACH, HAS_MINIMUM, ARE_LONG, 2, 12>(),
+            (2, 16) => self.add_rows::<EACH, HAS_MINIMUM, ARE_LONG, 2, 16>(),
             _ => unreachable!("there are no such tiles"),
         }
     }
@@ -273,99 +291,167 @@ impl Product<'_> {
     /// Adds the products of `R` rows with `P` panels: while tiles multiply some blocks, vectors add those before to the
     /// sums.
     #[inline(always)]
-    fn add_rows<const EACH: usize, const HAS_MINIMUM: bool, const P: usize, const R: usize>(self) {
+    fn add_rows<
+        const EACH: usize,
+        const HAS_MINIMUM: bool,
+        const ARE_LONG: bool,
+        const P: usize,
+        const R: usize,
+    >(
+        self,
+    ) {
         let (numbers, factors) = self.rows.by_rows::<R>();
+        let mut pairs = Pairs::<EACH, P, R> {
+            panels: self.panels,
+            numbers,
+            found: self.found,
+            count: (numbers.len() * EACH * P).div_ceil(2),
+            next: 0,
+        };
         let each = TOGETHER / P / EACH;
         let num_steps = numbers.len().div_ceil(each);
         let lines = self.ahead.div_ceil(num_steps);
-        for step in 0..=num_steps {
-            let [even, odd] = &mut *self.found;
-            let (now, before) = match step % 2 {
-                0 => (even, odd),
-                _ => (odd, even),
-            };
-            let first = step * each;
-            let mut block = first;
-            let end = numbers.len().min(first + each);
-            if step > 0 {
-                let part = first - each..numbers.len().min(first);
-                for panel in 0..P {
-                    let place = self.places[panel];
-                    let sums_of_panel = &mut self.sums[place..][..R];
-                    let mut sums = [<__m512 as Vector<16>>::splat(0.0); R];
-                    each_row!(R, row => { sums[row] = __m512::load(&sums_of_panel[row]); });
-                    for (number, (rows, weights)) in factors[part.clone()]
-                        .iter()
-                        .zip(&self.panels[panel][part.clone()])
-                        .enumerate()
-                    {
-                        if (panel * part.len() + number).is_multiple_of(P) && block < end {
-                            multiply::<EACH, P, R>(self.panels, numbers, block, block - first, now);
-                            block += 1;
-                        }
-                        let place = (panel * each + number) * EACH * ROWS;
-                        let products = &before[place..][..EACH * ROWS];
-                        scale::<EACH, HAS_MINIMUM, R>(weights, rows, products, &mut sums);
+        pairs.multiply_to(PAIRS + LATER);
+        for step in 0..num_steps {
+            let part = step * each..numbers.len().min((step + 1) * each);
+            let end = (step + 2) * PAIRS + LATER;
+            for panel in 0..P {
+                let sums_of_panel = &mut self.sums[self.places[panel]..][..R];
+                let mut sums = [<__m512 as Vector<16>>::splat(0.0); R];
+                each_row!(R, row => { sums[row] = __m512::load(&sums_of_panel[row]); });
+                for (number, (rows, weights)) in factors[part.clone()]
+                    .iter()
+                    .zip(&self.panels[panel][part.clone()])
+                    .enumerate()
+                {
+                    if (number * EACH).is_multiple_of(2) {
+                        pairs.multiply_to(end.min(pairs.next + 1));
                     }
-                    each_row!(R, row => { sums[row].store(&mut sums_of_panel[row]); });
-                    for line in 0..lines {
-                        let at = panel * self.panel_bytes + ((step - 1) * lines + line) * STRIDE;
-                        fetch_line(self.next.wrapping_add(at));
+                    let place = (panel * each + number) * EACH * ROWS;
+                    let products = &pairs.found[step % 2][place..][..EACH * ROWS];
+                    scale::<EACH, HAS_MINIMUM, ARE_LONG, R>(weights, rows, products, &mut sums);
+                }
+                each_row!(R, row => { sums[row].store(&mut sums_of_panel[row]); });
+                for line in 0..lines {
+                    let at = panel * self.panel_bytes + (step * lines + line) * STRIDE;
+                    fetch_line(self.next.wrapping_add(at));
+                }
+            }
+            pairs.multiply_to(end);
+        }
+    }
+}
+
+/// Pairs of products of tiles: of a block with two panels, or of two blocks with one, or of the halves of blocks. A pair is
+/// stored [`LATER`], when its products are there.
+struct Pairs<'a, const EACH: usize, const P: usize, const R: usize> {
+    panels: [&'a [Block]; PAIR],
+    numbers: &'a [[Numbers; R]],
+    /// Of even and of odd steps, `[panels, blocks, halves]`.
+    found: &'a mut [Found; 2],
+    count: usize,
+    /// The number of the next pair.
+    next: usize,
+}
+
+impl<const EACH: usize, const P: usize, const R: usize> Pairs<'_, EACH, P, R> {
+    /// Multiplies pairs before the one of this number, and stores those that are due.
+    #[inline(always)]
+    fn multiply_to(&mut self, end: usize) {
+        for pair in self.next..end.min(self.count + LATER) {
+            let stored = pair.wrapping_sub(LATER);
+            let place = stored % PAIRS * ROWS;
+            let found = &mut self.found[stored / PAIRS % 2];
+            let [first, second] = match P {
+                1 => [2 * place, 2 * place + ROWS],
+                _ => [place, PAIRS * ROWS + place],
+            };
+            if pair % 2 == 0 {
+                if pair >= LATER {
+                    store!("tmm0", found[first..]);
+                    store!("tmm1", found[second..]);
+                }
+                if pair < self.count {
+                    zero!("tmm0", "tmm1");
+                    load!("tmm4", self.rows(pair, 0), self.half(pair, 0) * HALF);
+                    load!("tmm6", self.codes(pair, 0), 0);
+                    multiply_add_bytes!("tmm0", "tmm4", "tmm6");
+                    load!("tmm7", self.codes(pair, 1), 0);
+                    if P == 1 {
+                        load!("tmm5", self.rows(pair, 1), self.half(pair, 1) * HALF);
+                        multiply_add_bytes!("tmm1", "tmm5", "tmm7");
+                    } else {
+                        multiply_add_bytes!("tmm1", "tmm4", "tmm7");
+                    }
+                }
+            } else {
+                if pair >= LATER {
+                    store!("tmm2", found[first..]);
+                    store!("tmm3", found[second..]);
+                }
+                if pair < self.count {
+                    zero!("tmm2", "tmm3");
+                    load!("tmm5", self.rows(pair, 0), self.half(pair, 0) * HALF);
+                    load!("tmm6", self.codes(pair, 0), 0);
+                    multiply_add_bytes!("tmm2", "tmm5", "tmm6");
+                    load!("tmm7", self.codes(pair, 1), 0);
+                    if P == 1 {
+                        load!("tmm4", self.rows(pair, 1), self.half(pair, 1) * HALF);
+                        multiply_add_bytes!("tmm3", "tmm4", "tmm7");
+                    } else {
+                        multiply_add_bytes!("tmm3", "tmm5", "tmm7");
                     }
                 }
             }
-            while block < end {
-                multiply::<EACH, P, R>(self.panels, numbers, block, block - first, now);
-                block += 1;
-            }
+            self.next = pair + 1;
         }
+    }
+
+    /// The block of a product of a pair. With one panel and an odd number of blocks, the last one is multiplied twice.
+    #[inline(always)]
+    fn block(&self, pair: usize, number: usize) -> usize {
+        match P {
+            1 => ((2 * pair + number) / EACH).min(self.numbers.len() - 1),
+            _ => pair / EACH,
+        }
+    }
+
+    /// The half of a block, where it has two scales.
+    #[inline(always)]
+    fn half(&self, pair: usize, number: usize) -> usize {
+        match P {
+            1 => number % EACH,
+            _ => pair % EACH,
+        }
+    }
+
+    /// The rows of a product.
+    #[inline(always)]
+    fn rows(&self, pair: usize, number: usize) -> Rows<'_> {
+        Rows::every(
+            &self.numbers[self.block(pair, number)],
+            size_of::<Numbers>(),
+        )
+    }
+
+    /// The codes of a product.
+    #[inline(always)]
+    fn codes(&self, pair: usize, number: usize) -> Rows<'_> {
+        let panel = if P == 1 { 0 } else { number };
+        let block = &self.panels[panel][self.block(pair, number)];
+        let each = BLOCK / 4 / EACH;
+        Rows::every(
+            &block.codes[self.half(pair, number) * each..][..each],
+            STRIDE,
+        )
     }
 }
 
-/// Sums of the products of a block, or of each half of it, with `P` panels: those of panel `p` for the block at `place`
-/// are the ones from `(p * TOGETHER / P + place * EACH) * ROWS` on.
+/// Multiplies the sums of a block's products by their scales and adds them to the sums of all blocks. While tiles are at
+/// work, half of the units for floats rest, not those for integers: so an addition of integers makes floats of the sums.
+/// The multiplication that takes [`LARGE`] away again rounds once, as that of the sums would.
 #[inline(always)]
-fn multiply<const EACH: usize, const P: usize, const R: usize>(
-    panels: [&[Block]; PAIR],
-    numbers: &[[Numbers; R]],
-    block: usize,
-    place: usize,
-    found: &mut Found,
-) {
-    for half in 0..EACH {
-        let place = (place * EACH + half) * ROWS;
-        zero!("tmm0");
-        load!("tmm4", numbers_of(&numbers[block]), half * HALF);
-        load!("tmm6", codes::<EACH>(&panels[0][block], half), 0);
-        multiply_add_bytes!("tmm0", "tmm4", "tmm6");
-        if P > 1 {
-            zero!("tmm1");
-            load!("tmm7", codes::<EACH>(&panels[1][block], half), 0);
-            multiply_add_bytes!("tmm1", "tmm4", "tmm7");
-        }
-        store!("tmm0", found[place..]);
-        if P > 1 {
-            store!("tmm1", found[TOGETHER / P * ROWS + place..]);
-        }
-    }
-}
-
-/// The numbers of rows in a block.
-#[inline(always)]
-fn numbers_of(rows: &[Numbers]) -> Rows<'_> {
-    Rows::every(rows, size_of::<Numbers>())
-}
-
-/// The codes of a block, or of half of it.
-#[inline(always)]
-fn codes<const EACH: usize>(block: &Block, half: usize) -> Rows<'_> {
-    let each = BLOCK / 4 / EACH;
-    Rows::every(&block.codes[half * each..][..each], STRIDE)
-}
-
-/// Multiplies the sums of a block's products by their scales and adds them to the sums of all blocks.
-#[inline(always)]
-fn scale<const EACH: usize, const HAS_MINIMUM: bool, const R: usize>(
+fn scale<const EACH: usize, const HAS_MINIMUM: bool, const ARE_LONG: bool, const R: usize>(
     block: &Block,
     rows: &[Factors; R],
     products: &[Line<i32>],
@@ -377,17 +463,26 @@ fn scale<const EACH: usize, const HAS_MINIMUM: bool, const R: usize>(
         __m512::load(&block.scales[0]),
         __m512::load(&block.scales[1]),
     ];
+    let starts = [
+        __m512::load(&block.starts[0]),
+        __m512::load(&block.starts[1]),
+    ];
     let minimum = __m512::load(&block.minimum);
     each_row!(R, row => {
         let scale = <__m512 as Vector<16>>::splat(rows[row].scale);
         for half in 0..EACH {
-            let products = &products[half][row];
-            // SAFETY: the machine has this instruction, as whoever calls has it; 64 bytes are read.
-            let products =
-                unsafe { _mm512_cvtepi32_ps(_mm512_load_si512(products.0.as_ptr().cast())) };
-            sums[row] = products
-                .multiply(scales[half])
-                .multiply_add(scale, sums[row]);
+            // SAFETY: the machine has these instructions, as whoever calls has them; 64 bytes are read.
+            let products = unsafe {
+                let products = _mm512_load_si512(products[half][row].0.as_ptr().cast());
+                if ARE_LONG {
+                    _mm512_cvtepi32_ps(products).multiply(scales[half])
+                } else {
+                    let large = _mm512_set1_epi32(LARGE.to_bits().cast_signed());
+                    _mm512_castsi512_ps(_mm512_add_epi32(products, large))
+                        .multiply_add(scales[half], starts[half])
+                }
+            };
+            sums[row] = products.multiply_add(scale, sums[row]);
         }
         if HAS_MINIMUM {
             let sum = <__m512 as Vector<16>>::splat(rows[row].sum);
