@@ -1,5 +1,6 @@
 //! Linear layers on quantised weights: rows become integers of 8 bits, then panels are multiplied.
 
+use std::cell::Cell;
 use std::iter::repeat_n;
 use std::mem::take;
 use std::ops::Range;
@@ -15,7 +16,7 @@ use crate::linear::{check_gate, check_rows};
 use crate::lines::WIDTH;
 use crate::quantized_format::{BLOCK, Offset};
 use crate::quantized_product::add_products;
-use crate::quantized_rows::{Quantize, RowBlock, RowTile, tiles};
+use crate::quantized_rows::{Quantize, RowBlocks, RowMemory, RowTile, tiles};
 #[cfg(target_arch = "x86_64")]
 use crate::quantized_tiles;
 use crate::quantized_weight::QuantizedWeight;
@@ -45,6 +46,20 @@ const MOST_SUMS: usize = 256;
 /// Tiles of rows of a task at most.
 const MOST_TILES: usize = 16;
 
+/// Bytes of rows that a thread keeps for its next product at most.
+const MOST_KEPT: usize = 16 << 20;
+
+thread_local! {
+    /// From product to product of a thread: new memory costs as much as the rounding.
+    static KEPT: Cell<RowMemory> = Cell::default();
+}
+
+fn keep(memory: RowMemory) {
+    if memory.size() <= MOST_KEPT {
+        KEPT.set(memory);
+    }
+}
+
 impl Attention {
     /// `out` `[rows, out_features]` becomes `rows` `[rows, in_features]` times the transposed weight, plus `bias`
     /// `[out_features]`.
@@ -70,7 +85,7 @@ impl Attention {
         }
         let isa = self.isa();
         let tiles = tiles_of(rows, weight, isa);
-        let mut memory = vec![];
+        let mut memory = KEPT.take();
         let blocks = self.quantize(rows, weight, &tiles, &mut memory);
         let work = Multiply {
             isa,
@@ -80,6 +95,7 @@ impl Attention {
             gate: None,
         };
         self.by_panels(out, &work);
+        keep(memory);
         Ok(())
     }
 
@@ -100,7 +116,7 @@ impl Attention {
         check_gate(up.features(), gate.features())?;
         let isa = self.isa();
         let tiles = tiles_of(rows, up, isa);
-        let (mut memory, mut other) = (vec![], vec![]);
+        let (mut memory, mut other) = (KEPT.take(), RowMemory::default());
         let blocks = self.quantize(rows, up, &tiles, &mut memory);
         let gate_blocks = match offset_of(gate) == offset_of(up) {
             true => blocks,
@@ -120,6 +136,7 @@ impl Attention {
             )),
         };
         self.by_panels(out, &work);
+        keep(memory);
         Ok(())
     }
 
@@ -129,21 +146,24 @@ impl Attention {
         rows: &[E],
         weight: &QuantizedWeight,
         tiles: &[RowTile],
-        memory: &'m mut Vec<RowBlock>,
-    ) -> &'m [RowBlock] {
+        memory: &'m mut RowMemory,
+    ) -> RowBlocks<'m> {
         let in_features = weight.in_features();
         let size = tiles.last().map_or(0, |tile| tile.blocks.end);
-        memory.resize(size, RowBlock::ZERO);
-        let (mut left, mut tasks) = (&mut memory[..], vec![]);
+        let (mut numbers_left, mut factors_left) = memory.room(size);
+        let mut tasks = vec![];
         for tile in tiles {
-            let (blocks, rest) = take(&mut left).split_at_mut(tile.blocks.len());
-            left = rest;
+            let (numbers, rest) = take(&mut numbers_left).split_at_mut(tile.blocks.len());
+            numbers_left = rest;
+            let (factors, rest) = take(&mut factors_left).split_at_mut(tile.blocks.len());
+            factors_left = rest;
             tasks.push(Quantize {
                 rows: &rows[tile.rows.start * in_features..tile.rows.end * in_features],
                 in_features,
                 offset: offset_of(weight),
                 width: tile.width,
-                blocks,
+                numbers,
+                factors,
             });
         }
         let num_threads = match rows.len() > FEW {
@@ -153,7 +173,7 @@ impl Attention {
         let isa = self.isa();
         self.threads()
             .each(num_threads, tasks, |task| task.run_at(isa));
-        memory
+        memory.blocks()
     }
 
     /// Does the work for all outputs of all rows, some at a time.
@@ -169,12 +189,14 @@ impl Attention {
         let tasks = (products / TASK).clamp(num_threads, TASKS * num_threads);
         let mut panels = num_panels.div_ceil(tasks);
         if tiles.len() > 1 {
-            panels = panels.min(MOST_PANELS);
+            panels = panels.next_multiple_of(2).min(MOST_PANELS); // tiles multiply two at once
         }
         let tile_bytes = tiles
             .first()
-            .map_or(1, |tile| tile.blocks.len() * size_of::<RowBlock>());
-        let tiles_each = (ROW_BYTES / tile_bytes).clamp(1, MOST_TILES);
+            .map_or(1, |tile| tile.blocks.len() * RowBlocks::BYTES);
+        let most_tiles = (ROW_BYTES / tile_bytes).clamp(1, MOST_TILES);
+        let num_groups = tiles.len().div_ceil(most_tiles);
+        let tiles_each = tiles.len().div_ceil(num_groups.max(1)).max(1);
         let mut rows: Vec<_> = out
             .chunks_mut(width)
             .map(|row| row.chunks_mut(panels * WIDTH))
@@ -224,7 +246,7 @@ struct Part<'b, E> {
 #[derive(Clone, Copy)]
 struct Factor<'a> {
     weight: &'a QuantizedWeight,
-    blocks: &'a [RowBlock],
+    blocks: RowBlocks<'a>,
 }
 
 /// Sets the outputs of a part to products of its tiles.
@@ -245,7 +267,7 @@ impl Multiply<'_> {
         let end = part.first_panel + width.div_ceil(WIDTH);
         let tiles = &self.tiles[part.tiles];
         let num_rows = tiles.iter().map(|tile| tile.width).sum();
-        let step = MOST_SUMS.div_ceil(num_rows);
+        let step = MOST_SUMS.div_ceil(num_rows).next_multiple_of(2);
         let (mut sums, mut gates) = (vec![], vec![]);
         for first in (part.first_panel..end).step_by(step) {
             let panels = first..end.min(first + step);
@@ -275,6 +297,9 @@ impl Multiply<'_> {
         let mut sums = [0.0; WIDTH];
         if let Some(bias) = self.bias {
             widen(&bias[panel * WIDTH..], &mut sums);
+            for sum in &mut sums {
+                *sum += 0.0; // never minus zero: to that, zeros of both signs would not add alike
+            }
         }
         sums
     }
@@ -288,7 +313,7 @@ impl Multiply<'_> {
         sums: &mut [[f32; WIDTH]],
     ) {
         #[cfg(target_arch = "x86_64")]
-        if quantized_tiles::takes(self.isa, tiles) {
+        if quantized_tiles::takes(self.isa, factor.weight, tiles) {
             let Factor { weight, blocks } = factor;
             return quantized_tiles::add_tile_products(weight, panels, (tiles, blocks), sums);
         }

@@ -136,6 +136,8 @@ pub(crate) trait Scales {
     /// Of a block: one, or one for each half.
     const EACH: usize;
     const HAS_MINIMUM: bool;
+    /// Whether they may have all 24 bits of a float: one and a half of them then is not exact.
+    const ARE_LONG: bool = false;
 
     /// The scales of a block, and what is added to every weight.
     fn load<V: Dots<L>, const L: usize>(
@@ -281,6 +283,7 @@ struct Groups<const IS_HALF: bool>;
 impl<const IS_HALF: bool> Scales for Groups<IS_HALF> {
     const EACH: usize = 1;
     const HAS_MINIMUM: bool = true;
+    const ARE_LONG: bool = !IS_HALF;
 
     #[inline(always)]
     fn load<V: Dots<L>, const L: usize>(

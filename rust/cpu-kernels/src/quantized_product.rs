@@ -11,7 +11,7 @@ use crate::dots::Dots;
 use crate::lanes::fetch_line;
 use crate::lines::WIDTH;
 use crate::quantized_panels::{Codes, InFormat, PanelScales, Scales, in_format};
-use crate::quantized_rows::{RowBlock, RowTile};
+use crate::quantized_rows::{Factors, Numbers, RowBlocks, RowTile};
 use crate::quantized_weight::QuantizedWeight;
 
 /// Bytes by which a single pass over a weight is read ahead.
@@ -22,13 +22,13 @@ const AHEAD: usize = 2048;
 pub(crate) fn add_products<V: Dots<L>, const L: usize>(
     weight: &QuantizedWeight,
     panel: usize,
-    (tile, blocks): (&RowTile, &[RowBlock]),
+    (tile, blocks): (&RowTile, RowBlocks<'_>),
     sums: &mut [[f32; WIDTH]],
 ) {
     let product = Product::<V, L> {
         codes: weight.codes(panel),
         scales: PanelScales::of(weight, panel),
-        rows: &blocks[tile.blocks.clone()],
+        rows: blocks.part(tile.blocks.clone()),
         width: tile.width,
         sums,
         vectors: PhantomData,
@@ -40,7 +40,7 @@ pub(crate) fn add_products<V: Dots<L>, const L: usize>(
 struct Product<'a, V, const L: usize> {
     codes: &'a [u8],
     scales: PanelScales<'a>,
-    rows: &'a [RowBlock],
+    rows: RowBlocks<'a>,
     width: usize,
     sums: &'a mut [[f32; WIDTH]],
     vectors: PhantomData<V>,
@@ -76,31 +76,34 @@ impl<V: Dots<L>, const L: usize> Product<'_, V, L> {
             }
         }
         let blocks = self.codes.chunks_exact(C::BYTES);
-        for (number, (block, rows)) in blocks.zip(self.rows.as_chunks::<R>().0).enumerate() {
+        let (numbers, factors) = self.rows.by_rows::<R>();
+        for (number, (block, (numbers, factors))) in
+            blocks.zip(numbers.iter().zip(factors)).enumerate()
+        {
             for line in 0..C::BYTES / 64 {
                 fetch_line(block.as_ptr().wrapping_byte_add(AHEAD + line * 64));
             }
             for half in 0..WIDTH / L {
                 let codes = C::load::<V, L>(block, half);
                 let (scales, minimum) = S::load::<V, L>(&self.scales, number, half);
-                for (row, sums) in rows.iter().zip(&mut sums) {
+                for ((row, factors), sums) in numbers.iter().zip(factors).zip(&mut sums) {
                     let sum = &mut sums[half];
                     *sum = match S::EACH {
                         1 => {
-                            let dot = dot::<V, L, C, 8>(&codes, row, 0);
+                            let dot = dot::<V, L, C, 8>(&codes, (row, factors), 0);
                             let scaled = dot.multiply(scales[0]);
-                            scaled.multiply_add(V::splat(row.scale), *sum)
+                            scaled.multiply_add(V::splat(factors.scale), *sum)
                         }
                         _ => {
-                            let scale = V::splat(row.scale);
-                            let first = dot::<V, L, C, 4>(&codes, row, 0);
+                            let scale = V::splat(factors.scale);
+                            let first = dot::<V, L, C, 4>(&codes, (row, factors), 0);
                             let first = first.multiply(scales[0]).multiply_add(scale, *sum);
-                            let second = dot::<V, L, C, 4>(&codes, row, 1);
+                            let second = dot::<V, L, C, 4>(&codes, (row, factors), 1);
                             second.multiply(scales[1]).multiply_add(scale, first)
                         }
                     };
                     if S::HAS_MINIMUM {
-                        *sum = minimum.multiply_add(V::splat(row.sum), *sum);
+                        *sum = minimum.multiply_add(V::splat(factors.sum), *sum);
                     }
                 }
             }
@@ -118,11 +121,11 @@ impl<V: Dots<L>, const L: usize> Product<'_, V, L> {
 #[inline(always)]
 fn dot<V: Dots<L>, const L: usize, C: Codes, const N: usize>(
     codes: &[V::Codes; 8],
-    row: &RowBlock,
+    (row, factors): (&Numbers, &Factors),
     part: usize,
 ) -> V {
     let codes = &codes[part * N..][..N];
-    let (numbers, start) = (&row.numbers[part * N..][..N], row.starts[part]);
+    let (numbers, start) = (&row.0[part * N..][..N], factors.starts[part]);
     match C::MOST {
         15 => V::dot::<N, 15>(codes, numbers, start),
         31 => V::dot::<N, 31>(codes, numbers, start),

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::builds::{InEachBuild, best_build};
-use crate::element::{Element, widen};
+use crate::element::Element;
 use crate::isa::Isa;
 use crate::quantized_format::{BLOCK, Offset};
 
@@ -13,11 +13,15 @@ const TILE_ROWS: [usize; 8] = [1, 2, 3, 4, 6, 8, 12, 16];
 /// A largest number below which a block counts as zeros.
 const TINY: f32 = 1e-35;
 
-/// 32 numbers of a row: integers from -127 to 127, times the scale.
+/// 32 numbers of a row: integers from -127 to 127. They lie within a line of the processor's cache.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(32))]
+pub(crate) struct Numbers(pub(crate) [[i8; 4]; BLOCK / 4]);
+
+/// What [`Numbers`] are multiplied with.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(16))]
-pub(crate) struct RowBlock {
-    pub(crate) numbers: [[i8; 4]; BLOCK / 4],
+pub(crate) struct Factors {
     /// The start of sums with codes: minus their offset, times the integers of the block or of each half.
     pub(crate) starts: [i32; 2],
     pub(crate) scale: f32,
@@ -25,31 +29,38 @@ pub(crate) struct RowBlock {
     pub(crate) sum: f32,
 }
 
-impl RowBlock {
-    pub(crate) const ZERO: Self = Self {
-        numbers: [[0; 4]; BLOCK / 4],
-        starts: [0; 2],
-        scale: 0.0,
-        sum: 0.0,
-    };
+impl Numbers {
+    const ZERO: Self = Self([[0; 4]; BLOCK / 4]);
 
-    /// The nearest integers; with `scale` a 127th of the largest absolute value. A number that is not finite makes the scale
-    /// so.
+    /// They become the nearest integers; with a scale of a 127th of the largest absolute value. A number that is not finite
+    /// makes the scale so. Arrays of 16 lanes become vectors.
     #[inline(always)]
-    fn new(floats: &[f32; BLOCK], offset: Offset) -> Self {
+    fn set(&mut self, floats: &[f32; BLOCK], offset: Offset) -> Factors {
         const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it leaves the integer in the low bits
-        let magnitude = |float: &f32| float.to_bits() & 0x7fff_ffff;
-        let largest = floats.iter().map(magnitude).fold(0, u32::max);
-        let largest = f32::from_bits(largest);
+        const HALF: usize = BLOCK / 2;
+        let mut magnitudes = [0; HALF];
+        for (at, magnitude) in magnitudes.iter_mut().enumerate() {
+            let [first, second] = [floats[at].to_bits(), floats[HALF + at].to_bits()];
+            *magnitude = (first & 0x7fff_ffff).max(second & 0x7fff_ffff);
+        }
+        let largest = f32::from_bits(magnitudes.into_iter().fold(0, u32::max));
         let factor = if largest < TINY { 0.0 } else { 127.0 / largest };
-        let numbers = floats.map(|float| (float * factor + ROUND).to_bits() as u8 as i8);
-        let (halves, _) = numbers.as_chunks::<{ BLOCK / 2 }>();
-        let sum = |half: usize| halves[half].iter().map(|&number| i32::from(number)).sum();
-        let [first, second]: [i32; 2] = std::array::from_fn(sum);
+        let (halves, _) = self.0.as_flattened_mut().as_chunks_mut::<HALF>();
+        let mut sums = [0; 2];
+        for half in 0..2 {
+            let mut integers = [0; HALF];
+            for at in 0..HALF {
+                let rounded = floats[half * HALF + at] * factor + ROUND;
+                integers[at] = rounded.to_bits().cast_signed() << 24 >> 24;
+            }
+            for at in 0..HALF {
+                halves[half][at] = integers[at] as i8;
+            }
+            sums[half] = integers.into_iter().sum();
+        }
+        let [first, second] = sums;
         let scale = largest / 127.0;
-        let (fours, _) = numbers.as_chunks();
-        Self {
-            numbers: std::array::from_fn(|at| fours[at]),
+        Factors {
             starts: match offset {
                 Offset::OfBlock(offset) => [-offset * (first + second), 0],
                 Offset::OfHalves(offset) => [-offset * first, -offset * second],
@@ -60,7 +71,72 @@ impl RowBlock {
     }
 }
 
-/// Rows that are multiplied together: `[blocks, width]` of [`RowBlock`].
+impl Factors {
+    const ZERO: Self = Self {
+        starts: [0; 2],
+        scale: 0.0,
+        sum: 0.0,
+    };
+}
+
+/// Blocks of rows in memory.
+#[derive(Debug, Default)]
+pub(crate) struct RowMemory {
+    numbers: Vec<Numbers>,
+    factors: Vec<Factors>,
+}
+
+impl RowMemory {
+    /// Room for so many blocks, with whatever is there.
+    pub(crate) fn room(&mut self, size: usize) -> (&mut [Numbers], &mut [Factors]) {
+        if self.numbers.len() < size {
+            self.numbers = vec![Numbers::ZERO; size];
+            self.factors = vec![Factors::ZERO; size];
+        }
+        (&mut self.numbers[..size], &mut self.factors[..size])
+    }
+
+    /// Bytes of memory.
+    pub(crate) fn size(&self) -> usize {
+        size_of_val(&self.numbers[..]) + size_of_val(&self.factors[..])
+    }
+
+    /// The first blocks.
+    pub(crate) fn blocks(&self) -> RowBlocks<'_> {
+        RowBlocks {
+            numbers: &self.numbers,
+            factors: &self.factors,
+        }
+    }
+}
+
+/// Blocks of rows. Numbers and factors lie apart: a tile of numbers takes half as many lines.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowBlocks<'a> {
+    pub(crate) numbers: &'a [Numbers],
+    pub(crate) factors: &'a [Factors],
+}
+
+impl<'a> RowBlocks<'a> {
+    /// Bytes of a block.
+    pub(crate) const BYTES: usize = size_of::<Numbers>() + size_of::<Factors>();
+
+    #[inline(always)]
+    pub(crate) fn part(self, range: Range<usize>) -> Self {
+        Self {
+            numbers: &self.numbers[range.clone()],
+            factors: &self.factors[range],
+        }
+    }
+
+    /// By blocks of `R` rows.
+    #[inline(always)]
+    pub(crate) fn by_rows<const R: usize>(self) -> (&'a [[Numbers; R]], &'a [[Factors; R]]) {
+        (self.numbers.as_chunks().0, self.factors.as_chunks().0)
+    }
+}
+
+/// Rows that are multiplied together: `[blocks, width]` of [`RowBlocks`].
 #[derive(Clone, Debug)]
 pub(crate) struct RowTile {
     /// Of the rows.
@@ -97,7 +173,8 @@ pub(crate) struct Quantize<'a, E> {
     pub(crate) in_features: usize,
     pub(crate) offset: Offset,
     pub(crate) width: usize,
-    pub(crate) blocks: &'a mut [RowBlock],
+    pub(crate) numbers: &'a mut [Numbers],
+    pub(crate) factors: &'a mut [Factors],
 }
 
 impl<E: Element> Quantize<'_, E> {
@@ -110,18 +187,20 @@ impl<E: Element> InEachBuild for Quantize<'_, E> {
     #[inline(always)]
     fn run(self) {
         let count = self.rows.len() / self.in_features;
+        let mut scratch = vec![];
         for (number, row) in self.rows.chunks_exact(self.in_features).enumerate() {
-            let blocks = self.blocks[number..].iter_mut().step_by(self.width);
-            for (block, elements) in blocks.zip(row.as_chunks::<BLOCK>().0) {
-                let mut floats = [0.0; BLOCK];
-                widen(elements, &mut floats);
-                *block = RowBlock::new(&floats, self.offset);
+            let floats = E::floats(row, &mut scratch);
+            let numbers = self.numbers[number..].iter_mut().step_by(self.width);
+            let factors = self.factors[number..].iter_mut().step_by(self.width);
+            for ((numbers, factors), floats) in numbers.zip(factors).zip(floats.as_chunks().0) {
+                *factors = numbers.set(floats, self.offset);
             }
         }
         for number in count..self.width {
-            for block in self.blocks[number..].iter_mut().step_by(self.width) {
-                *block = RowBlock::ZERO;
-            }
+            let numbers = self.numbers[number..].iter_mut().step_by(self.width);
+            numbers.for_each(|numbers| *numbers = Numbers::ZERO);
+            let factors = self.factors[number..].iter_mut().step_by(self.width);
+            factors.for_each(|factors| *factors = Factors::ZERO);
         }
     }
 }
