@@ -4,7 +4,11 @@
 //! inputs, the products of even and of odd ones are added up apart, then to each other, then to the sum. The order does
 //! not depend on the number of rows: tiles multiply a single row, too, with its bits in any batch.
 
-use crate::lanes::fetch_line;
+use std::arch::x86_64::*;
+use std::cell::Cell;
+use std::ops::Range;
+
+use crate::lanes::{Vector, fetch_line};
 use crate::lines::{self, Lines};
 use crate::product::Columns;
 use crate::tiles::{
@@ -26,6 +30,11 @@ const BLOCK: usize = 1024;
 
 /// Bytes by which a single pass over a weight is read ahead.
 const AHEAD: usize = 2048;
+
+thread_local! {
+    /// Rows of the tiles of a task, from one to the next.
+    static KEPT: Cell<Vec<Line<u32>>> = Cell::default();
+}
 
 /// Adds to `columns.out` the products of its rows with the weight. Only for [`crate::Isa::Amx`].
 pub(crate) fn add_tile_products(columns: &mut Columns<'_, '_, u16, f32>, weight: &Lines<u32>) {
@@ -77,8 +86,14 @@ impl Part<'_> {
             _ => num_panels.div_ceil(step) * num_groups,
         };
         let mut sums = vec![Line([0.0; ROWS]); kept * SUM_LINES];
+        let mut packed = KEPT.take();
         for first in (0..size).step_by(block) {
             let inputs = first..size.min(first + block);
+            packed.clear();
+            if num_groups > 1 {
+                // SAFETY: every machine with AMX has these instructions.
+                unsafe { self.pack(inputs.clone(), &mut packed) };
+            }
             for (number, panel) in (0..num_panels).step_by(step).enumerate() {
                 let panels = panel..num_panels.min(panel + step);
                 for (group, out) in out.chunks_mut(GROUP).enumerate() {
@@ -88,6 +103,7 @@ impl Part<'_> {
                         (inputs.start, inputs.end),
                         (panels.start, panels.end),
                         (group, num_groups),
+                        &packed,
                     );
                     tile.add(panels.len(), sums);
                     if inputs.end == size {
@@ -96,20 +112,53 @@ impl Part<'_> {
                 }
             }
         }
+        KEPT.set(packed);
+    }
+
+    /// Copies rows as tiles have them, `[tiles, inputs / 32, 16]`: lines that lie as far apart as rows do would be in each
+    /// other's way in the first cache. There are whole groups of rows; inputs that do not fill a tile are left out.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    fn pack(&self, inputs: Range<usize>, packed: &mut Vec<Line<u32>>) {
+        let size = self.weight.in_features();
+        for rows in self.rows.chunks_exact(ROWS * size) {
+            for first in (inputs.start..inputs.end).step_by(WIDTH) {
+                if inputs.end - first < WIDTH {
+                    break;
+                }
+                for row in rows.chunks_exact(size) {
+                    let mut line = Line([0; ROWS]);
+                    let elements: &[u16; WIDTH] =
+                        row[first..].first_chunk().expect("there are so many");
+                    // SAFETY: 64 bytes are read and written.
+                    unsafe {
+                        let elements = _mm512_loadu_si512(elements.as_ptr().cast());
+                        _mm512_store_si512(line.0.as_mut_ptr().cast(), elements);
+                    }
+                    packed.push(line);
+                }
+            }
+        }
     }
 
     /// What is multiplied at once: some inputs of a group of rows and of some panels.
     #[inline(always)]
-    fn tile(
-        &self,
+    fn tile<'t>(
+        &'t self,
         (first, end): (usize, usize),
         (panel, panels_end): (usize, usize),
         (group, num_groups): (usize, usize),
-    ) -> Tile<'_> {
+        packed: &'t [Line<u32>],
+    ) -> Tile<'t> {
         let size = self.weight.in_features();
         let rows = &self.rows[group * GROUP * size..];
         let rows = &rows[..rows.len().min(GROUP * size)];
         let rows = [rows, &rows[rows.len().min(ROWS * size)..]];
+        let per_tile = (end - first) / WIDTH * ROWS;
+        let packed = match packed {
+            [] => None,
+            packed => Some(&packed[2 * group * per_tile..][..2 * per_tile]),
+        };
         let mut panels: [&[lines::Line<u32>]; SUMS] = [&[]; SUMS];
         for (panels, number) in panels.iter_mut().zip(panel..panels_end) {
             let lines = self.weight.panel(self.first + number);
@@ -118,6 +167,7 @@ impl Part<'_> {
         let each = ROWS.div_ceil(num_groups);
         Tile {
             rows,
+            packed,
             size,
             first,
             count: end - first,
@@ -157,6 +207,8 @@ fn shapes(heights: [usize; 2]) -> [Shape; TILES] {
 struct Tile<'a> {
     /// Of each tile, `[rows, size]`.
     rows: [&'a [u16]; 2],
+    /// Both tiles of rows in these inputs, copied.
+    packed: Option<&'a [Line<u32>]>,
     size: usize,
     /// The first input.
     first: usize,
@@ -196,7 +248,7 @@ impl Tile<'_> {
     fn add_one<const P: usize>(&self, sums: &mut [Line<f32>]) {
         self.begin(sums);
         for at in 0..self.count / WIDTH {
-            load!("tmm4", self.row_tile(0), at * STRIDE);
+            load!("tmm4", self.row_tile(0, at), 0);
             load!("tmm5", self.panel_tile(0, at), 0);
             multiply_add!("tmm0", "tmm4", "tmm5");
             if P > 1 {
@@ -232,10 +284,10 @@ impl Tile<'_> {
     fn add_two<const P: usize>(&self, sums: &mut [Line<f32>]) {
         self.begin(sums);
         for at in 0..self.count / WIDTH {
-            load!("tmm4", self.row_tile(0), at * STRIDE);
+            load!("tmm4", self.row_tile(0, at), 0);
             load!("tmm6", self.panel_tile(0, at), 0);
             multiply_add!("tmm0", "tmm4", "tmm6");
-            load!("tmm5", self.row_tile(1), at * STRIDE);
+            load!("tmm5", self.row_tile(1, at), 0);
             multiply_add!("tmm2", "tmm5", "tmm6");
             if P > 1 {
                 load!("tmm7", self.panel_tile(1, at), 0);
@@ -269,13 +321,16 @@ impl Tile<'_> {
         }
     }
 
-    /// The rows of a tile from the first input on.
+    /// The rows of a tile for the 32 inputs of this number.
     #[inline(always)]
-    fn row_tile(&self, number: usize) -> Rows<'_> {
-        Rows::every(
-            &self.rows[number][self.first..],
-            self.size * size_of::<u16>(),
-        )
+    fn row_tile(&self, number: usize, at: usize) -> Rows<'_> {
+        match self.packed {
+            Some(packed) => Rows::of(&packed[number * packed.len() / 2 + at * ROWS..]),
+            None => Rows::every(
+                &self.rows[number][self.first + at * WIDTH..],
+                self.size * size_of::<u16>(),
+            ),
+        }
     }
 
     /// The weights of a panel for the 32 inputs of this number.
@@ -342,17 +397,17 @@ fn finish(sums: &[Line<f32>], panel: usize, step: usize, out: &mut [&mut [f32]])
             for (Line(sums), out) in sums.iter().zip(&mut *out) {
                 let out = out.get_mut(column..).unwrap_or_default();
                 match out.first_chunk_mut::<{ lines::WIDTH }>() {
-                    Some(out) => add(out, sums),
-                    None => add(out, sums),
+                    // SAFETY: every machine with AMX has AVX-512.
+                    Some(out) => unsafe {
+                        _mm512_add_ps(__m512::load(out), __m512::load(sums)).store(out);
+                    },
+                    None => {
+                        for (out, sum) in out.iter_mut().zip(sums) {
+                            *out += sum;
+                        }
+                    }
                 }
             }
         }
-    }
-}
-
-#[inline(always)]
-fn add(out: &mut [f32], sums: &[f32]) {
-    for (out, sum) in out.iter_mut().zip(sums) {
-        *out += sum;
     }
 }
