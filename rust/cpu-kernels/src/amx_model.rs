@@ -437,6 +437,76 @@ mod tests {
         release();
     }
 
+    /// The product of bfloat16 and that of bytes by the processor's own tiles, which it has.
+    fn by_its_tiles(old: &[Line<u32>], a: &[Line<u32>], b: &[Line<u32>]) -> [Vec<Line<u32>>; 2] {
+        let config = Config::of(&[Shape::WHOLE; TILES]);
+        let mut found = [(); 2].map(|()| vec![Line([0u32; ROWS]); ROWS]);
+        let [halves, bytes] = found.each_mut().map(|lines| lines.as_mut_ptr());
+        // SAFETY: each address has 16 rows of 64 bytes, and no state is left behind.
+        unsafe {
+            asm!(
+                "ldtilecfg [{config}]",
+                "tileloadd tmm0, [{old} + {stride} * 1]",
+                "tileloadd tmm1, [{a} + {stride} * 1]",
+                "tileloadd tmm2, [{b} + {stride} * 1]",
+                "tileloadd tmm3, [{old} + {stride} * 1]",
+                "tdpbf16ps tmm0, tmm1, tmm2",
+                "tdpbssd tmm3, tmm1, tmm2",
+                "tilestored [{halves} + {stride} * 1], tmm0",
+                "tilestored [{bytes} + {stride} * 1], tmm3",
+                "tilerelease",
+                config = in(reg) &raw const config,
+                old = in(reg) old[..ROWS].as_ptr(),
+                a = in(reg) a[..ROWS].as_ptr(),
+                b = in(reg) b[..ROWS].as_ptr(),
+                halves = in(reg) halves,
+                bytes = in(reg) bytes,
+                stride = in(reg) STRIDE,
+                options(nostack),
+            );
+        }
+        found
+    }
+
+    #[test]
+    fn amx_has_the_bits_of_the_processors_tiles() {
+        if !tiles::processor_has_them() {
+            return; // nothing to compare with
+        }
+        let mut state = 7u64;
+        let mut bits = || {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            (state >> 32) as u32
+        };
+        // Numbers near 1, near the smallest normal one, and denormal ones among others.
+        for (round, exponents) in (0..300).zip([0x3f80, 0x2000, 0x1f80].into_iter().cycle()) {
+            let mut half = || match bits() % 8 {
+                0 if round % 2 == 0 => bits() & 0x807f,
+                _ => bits() & 0x81ff ^ exponents,
+            };
+            let mut lines = || -> Vec<Line<u32>> {
+                let mut line = || Line(std::array::from_fn(|_| half() | half() << 16));
+                (0..ROWS).map(|_| line()).collect()
+            };
+            let (old, a, b) = (lines(), lines(), lines());
+            let [halves, bytes] = by_its_tiles(&old, &a, &b);
+            let _tiles = Tiles::of_shapes(&[Shape::WHOLE; TILES]);
+            let found = multiplied(&old, &a, &b);
+            let mut integers = vec![Line([0u32; ROWS]); ROWS];
+            tiles::load!("tmm3", Rows::of(&old), 0);
+            tiles::load!("tmm4", Rows::of(&a), 0);
+            tiles::load!("tmm5", Rows::of(&b), 0);
+            tiles::multiply_add_bytes!("tmm3", "tmm4", "tmm5");
+            tiles::store!("tmm3", integers);
+            for row in 0..ROWS {
+                assert_eq!(found[row].0, halves[row].0, "round {round}, row {row}");
+                assert_eq!(integers[row].0, bytes[row].0, "round {round}, row {row}");
+            }
+        }
+    }
+
     /// The processor's own multiply-add with the flags by which it takes denormal numbers for zeros and makes none.
     fn by_the_processor(a: f32, factor: f32, sum: f32) -> f32 {
         const FLUSHED: u32 = 0x1f80 | 1 << 15 | 1 << 6;

@@ -4,7 +4,7 @@
 
 #[cfg(not(feature = "modelled-tiles"))]
 use std::arch::asm;
-#[cfg(not(feature = "modelled-tiles"))]
+#[cfg(any(not(feature = "modelled-tiles"), test))]
 use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::marker::PhantomData;
 #[cfg(not(feature = "modelled-tiles"))]
@@ -22,12 +22,15 @@ pub(crate) const WIDTH: usize = 32;
 #[cfg(not(feature = "modelled-tiles"))]
 pub(crate) fn is_there() -> bool {
     static FOUND: OnceLock<bool> = OnceLock::new();
-    *FOUND.get_or_init(|| {
-        const BF16_TILES_AND_INT8: u32 = 1 << 22 | 1 << 24 | 1 << 25;
-        let has = __cpuid(0).eax >= 7
-            && __cpuid_count(7, 0).edx & BF16_TILES_AND_INT8 == BF16_TILES_AND_INT8;
-        has && is_x86_feature_detected!("avx512bf16") && is_allowed()
-    })
+    *FOUND.get_or_init(processor_has_them)
+}
+
+#[cfg(any(not(feature = "modelled-tiles"), test))]
+pub(crate) fn processor_has_them() -> bool {
+    const BF16_TILES_AND_INT8: u32 = 1 << 22 | 1 << 24 | 1 << 25;
+    let has =
+        __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & BF16_TILES_AND_INT8 == BF16_TILES_AND_INT8;
+    has && is_x86_feature_detected!("avx512bf16") && is_allowed()
 }
 
 /// Whether the kernels around the model run here.
@@ -37,7 +40,7 @@ pub(crate) fn is_there() -> bool {
 }
 
 /// Linux keeps the tiles' state for a process only if that asks for it.
-#[cfg(all(target_os = "linux", not(feature = "modelled-tiles")))]
+#[cfg(all(target_os = "linux", any(not(feature = "modelled-tiles"), test)))]
 fn is_allowed() -> bool {
     const ARCH_REQ_XCOMP_PERM: usize = 0x1023;
     const XTILEDATA: usize = 18;
@@ -45,7 +48,7 @@ fn is_allowed() -> bool {
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0 }
 }
 
-#[cfg(not(any(target_os = "linux", feature = "modelled-tiles")))]
+#[cfg(all(not(target_os = "linux"), any(not(feature = "modelled-tiles"), test)))]
 fn is_allowed() -> bool {
     false
 }
