@@ -381,7 +381,8 @@ def tables(record: Record) -> Iterator[str]:
         yield f"\n{name}: missing ({reason})"
     for described in record.about["engines"].get(LLAMA, {}).values():
         if "build" in described:
-            yield f"\nllama.cpp {described['version']}, built with: {described['build']}"
+            layouts = "" if described.get("layouts", True) else "; weights as the file has them"
+            yield f"\nllama.cpp {described['version']}, built with: {described['build']}{layouts}"
 
 
 def goals(record: Record) -> Iterator[str]:

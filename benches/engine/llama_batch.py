@@ -32,9 +32,9 @@ class Engine:
         llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         self.build = llama_cpp.llama_print_system_info().decode().strip(" |")
-        model = llama_cpp.llama_model_load_from_file(
-            path.encode(), llama_cpp.llama_model_default_params()
-        )
+        options = llama_cpp.llama_model_default_params()
+        options.use_extra_bufts = os.environ.get("LLAMA_EXTRA_BUFTS", "1") != "0"
+        model = llama_cpp.llama_model_load_from_file(path.encode(), options)
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx, settings.n_batch, settings.n_ubatch = CONTEXT * sequences, BATCH, BATCH
         settings.n_seq_max = sequences

@@ -180,7 +180,8 @@ def llama_cpp(file: str, _dtype: str) -> Made:
         -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON -DGGML_AVX_VNNI=ON" \\
         .venv-llama/bin/pip install --no-binary llama-cpp-python llama-cpp-python
 
-    `build` in its settings says which build was measured.
+    Or run a native build with `LLAMA_EXTRA_BUFTS=0`, without the layouts of weights that its build
+    prefers: of Q4_1, AMX's is the only one. `build` in its settings says which build was measured.
     """
     from benches.engine.llama_batch import Engine
 
@@ -194,7 +195,12 @@ def llama_cpp(file: str, _dtype: str) -> Made:
         return Given(found, 0)
 
     cores = len(os.sched_getaffinity(0))
-    return generate, {"file": os.path.basename(file), "threads": cores, "build": engine.build}
+    return generate, {
+        "file": os.path.basename(file),
+        "threads": cores,
+        "build": engine.build,
+        "layouts": os.environ.get("LLAMA_EXTRA_BUFTS", "1") != "0",
+    }
 
 
 def mistral_rs(file: str, _dtype: str) -> Made:
