@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic, perf_counter, sleep
+from statistics import median
+from time import monotonic, perf_counter, sleep, thread_time
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,11 +19,24 @@ from tests.support.serving import GOOD, save_small_model
 
 SIZE = (4 << 20) - 1024
 LONGEST_DELAY = 0.1
-"""Seconds that a request may keep /health waiting."""
+"""Seconds that a request may keep /health waiting, on a processor that takes `ORDINARY` seconds."""
+ORDINARY = 0.015
+"""Seconds for the sum of 300,000 squares. A processor that other machines share takes longer."""
 FROZEN = 5.0
 """Seconds after which a test need not go on."""
 ROUNDS = 3
 """Other programs of the machine delay answers, too, but not in each round."""
+
+
+def allowed_delay() -> float:
+    """`LONGEST_DELAY` as this processor is now."""
+
+    def seconds() -> float:
+        start = thread_time()
+        assert sum(number * number for number in range(300_000)) > 0
+        return thread_time() - start
+
+    return LONGEST_DELAY * max(1.0, median(seconds() for _ in range(5)) / ORDINARY)
 
 
 def filled(item: bytes, head: bytes = b'{"prompt":[', tail: bytes = b"]}") -> bytes:
@@ -157,7 +171,7 @@ def shortest_of_rounds(address: str, bodies: list[tuple[str, bytes]]) -> float:
         delay, statuses = longest_delay(address, bodies)
         assert len(statuses) == len(bodies) and set(statuses) <= {400, 413}
         delays.append(delay)
-        if delay < LONGEST_DELAY:
+        if delay < allowed_delay():
             break
     return min(delays)
 
@@ -168,7 +182,7 @@ def test_a_hundred_hostile_bodies_delay_nobody(server: str) -> None:
     made = [make() for make in HOSTILE.values()]
     bodies = [(paths[place % 4], body) for place, body in enumerate(made * 5)]
     assert len(bodies) == 100
-    assert shortest_of_rounds(server, bodies) < LONGEST_DELAY
+    assert shortest_of_rounds(server, bodies) < allowed_delay()
     assert httpx2.post(f"{server}/v1/completions", json=GOOD).status_code == 200
 
 
@@ -177,7 +191,7 @@ def test_a_hundred_hostile_bodies_delay_nobody(server: str) -> None:
 def test_nor_does_one(name: str, server: str) -> None:
     body = HOSTILE[name]()
     for path in ("/v1/completions", "/v1/chat/completions"):
-        assert shortest_of_rounds(server, [(path, body)]) < LONGEST_DELAY
+        assert shortest_of_rounds(server, [(path, body)]) < allowed_delay()
 
 
 def statuses(server: str, path: str, body: Any) -> int:
@@ -261,7 +275,7 @@ def test_a_flood_of_refused_requests_delays_nobody(name: str, server: str) -> No
         control = max(delays_of_health(server, 1))
         with Flood(server, name):
             longest = max(delays_of_health(server, 2))
-        if longest < max(LONGEST_DELAY, 2 * control):
+        if longest < max(allowed_delay(), 2 * control):
             return
     raise AssertionError(f"/health took {longest:.3f} s, and {control:.3f} s without the flood")
 
@@ -283,6 +297,6 @@ def test_two_hundred_thousand_log_probabilities_delay_nobody(stream: bool, serve
         while thread.is_alive():
             delays += delays_of_health(server, 0.2)
         assert answers[-1].status_code == 200 and len(answers[-1].content) > 3_000_000
-        if max(delays) < LONGEST_DELAY:
+        if max(delays) < allowed_delay():
             return
     raise AssertionError(f"/health took {max(delays):.3f} s")

@@ -57,6 +57,7 @@ SHOWN: list[tuple[Path, str, Callable[[str], Iterator[str]]]] = [
         lambda name: end_to_end.tables(record(name)),
     ),
     (ENGINE, "floor-xeon-avx512", from_file(floor_tables.tables)),
+    (ENGINE, "floor-xeon-amx", from_file(floor_tables.tables)),
     (ENGINE, "linear-products-epyc-avx512", from_file(linear_products.tables)),
     (ENGINE, "decode-products-epyc-avx512", from_file(decode_products.tables)),
     (ENGINE, "busy-epyc-avx512", from_file(busy.tables)),
@@ -148,16 +149,22 @@ def test_a_goal_is_met_against_the_faster_of_vllms(tmp_path: Path) -> None:
 def test_the_page_repeats_figures_of_the_results() -> None:
     xeon, epyc = record("end-to-end-xeon-amx"), record("end-to-end-epyc-avx512")
     text = " ".join(ENGINE.read_text(encoding="utf-8").split())
-    work = end_to_end.WORKS[0].name
-    plain, small = (
-        (end_to_end.OURS, end_to_end.COMPILED),
-        (end_to_end.INT8, end_to_end.INT8_COMPILED),
-    )
-    seconds = [xeon.best("bfloat16", work, engines) for engines in (plain, small)]
-    assert seconds[0] is not None and seconds[1] is not None
-    assert f"one request is {seconds[0] / seconds[1]:.2f} times as fast as in bfloat16" in text
-    ratios = [xeon.ratio("bfloat16", work, name, end_to_end.LLAMA) for name in small]
-    assert f"{max(filter(None, ratios)):.2f} of llama.cpp's" in text
+    vllm = (end_to_end.VLLM, end_to_end.VLLM32)
+    least = [
+        min(filter(None, (xeon.best_ratio("bfloat16", work.name, peer) for peer in vllm)))
+        for work in end_to_end.WORKS
+    ]
+    one, many, texts, sampled, prompts, *shared = least
+    assert f"one request has {one:.2f} times the tokens per second" in text
+    assert f"32 requests {min(many, texts, sampled):.2f} to {max(many, texts, sampled):.2f}" in text
+    assert f"share a beginning {min(shared):.2f} to {max(shared):.2f} times" in text
+    assert f"share nothing {prompts:.2f} times" in text
+    default = [
+        xeon.ratio("bfloat16", end_to_end.WORKS[at].name, end_to_end.DEFAULT, end_to_end.OURS)
+        for at in (0, 4)
+    ]
+    assert default[0] and default[1]
+    assert f"one request only ({default[0]:.2f} times), and has {default[1]:.2f} of its" in text
     spans = []
     for column in (2, 1):
         cells = [line.split("|")[column + 1] for line in list(end_to_end.summary(epyc))[2:]]
