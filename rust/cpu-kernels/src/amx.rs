@@ -431,7 +431,7 @@ fn copied<'t>(keys: &[&[u16]; ROWS], memory: &'t mut [Line<u32>]) -> Rows<'t> {
     }
 }
 
-/// Which of 16 keys from `position` on a lane of `bounds` sees.
+/// The keys, of 16 from `position` on, that a lane of `bounds` sees.
 #[target_feature(enable = "avx512f")]
 #[inline]
 fn seen(position: usize, bounds: &Bounds<ROWS>, lane: usize) -> __mmask16 {

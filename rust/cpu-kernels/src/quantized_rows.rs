@@ -87,7 +87,7 @@ pub(crate) struct RowMemory {
 }
 
 impl RowMemory {
-    /// Room for so many blocks, with whatever is there.
+    /// Memory for so many blocks, with whatever is there.
     pub(crate) fn room(&mut self, size: usize) -> (&mut [Numbers], &mut [Factors]) {
         if self.numbers.len() < size {
             self.numbers = vec![Numbers::ZERO; size];

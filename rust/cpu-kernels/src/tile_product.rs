@@ -25,7 +25,7 @@ const SUMS: usize = 4;
 const SUM_LINES: usize = SUMS * ROWS;
 
 /// Inputs whose products are added up before those of the next ones, where a panel meets several groups of rows: it stays
-/// in the second cache. Not measured yet, as no machine with AMX was at hand.
+/// in the second cache.
 const BLOCK: usize = 1024;
 
 /// Bytes by which a single pass over a weight is read ahead.

@@ -27,7 +27,7 @@ pub(crate) struct WeightMemory<T> {
     elements: PhantomData<T>,
 }
 
-/// What several weights lie in, until the last of them is dropped.
+/// The memory of several weights, until the last of them is dropped.
 #[derive(Debug)]
 struct Chunk {
     memory: NonNull<u8>,
@@ -54,8 +54,8 @@ impl<T: Number> WeightMemory<T> {
     pub(crate) fn zeros(count: usize) -> Self {
         let size = bytes_of::<T>(count);
         let mut last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
-        let room = |chunk: &Arc<Chunk>| chunk.layout.size() - last.1 >= size;
-        let (chunk, first) = match last.0.upgrade().filter(room) {
+        let fits = |chunk: &Arc<Chunk>| chunk.layout.size() - last.1 >= size;
+        let (chunk, first) = match last.0.upgrade().filter(fits) {
             Some(chunk) => (chunk, last.1),
             None => {
                 let size = size.next_multiple_of(LARGE_PAGE).max(CHUNK);
