@@ -25,6 +25,8 @@ use crate::linear_task::Multiply;
 #[cfg(target_arch = "x86_64")]
 use crate::stored::Cached;
 use crate::stored::Stored;
+#[cfg(target_arch = "x86_64")]
+use crate::tile_product;
 
 /// An element that attention and linear layers are compiled for: `f32`, and `u16` for the bits of bfloat16.
 pub trait Attend: Element + Kernel + Stored<Self> {}
@@ -61,6 +63,10 @@ impl Kernel for u16 {
     }
 
     fn multiply(isa: Isa, work: Multiply<'_, '_, u16>) {
+        #[cfg(target_arch = "x86_64")]
+        if let (Isa::Amx, Some(product)) = (isa, work.in_halves()) {
+            return tile_product::multiply(work.columns, &product);
+        }
         work.run(isa);
     }
 }

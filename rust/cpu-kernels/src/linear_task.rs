@@ -17,7 +17,7 @@ use crate::lines::WIDTH;
 use crate::packed_weight::{PackedWeight, Panels};
 use crate::product::{Columns, Floats, add_products, add_widened_products};
 #[cfg(target_arch = "x86_64")]
-use crate::tile_product::add_tile_products;
+use crate::tile_product::Product;
 
 /// Floats for the rows and sums of a task in bfloat16, and for its gates.
 #[derive(Default)]
@@ -77,6 +77,25 @@ impl<E: Element> Multiply<'_, '_, E> {
     }
 }
 
+#[cfg(target_arch = "x86_64")]
+impl<'a> Multiply<'a, '_, u16> {
+    /// What tiles multiply: all weights are bfloat16.
+    pub(crate) fn in_halves(&self) -> Option<Product<'a>> {
+        let halves = |weight: &'a PackedWeight| match &weight.panels {
+            Panels::Halves(lines) => Some(lines),
+            Panels::Floats(_) | Panels::Bytes(_) => None,
+        };
+        Some(Product {
+            weight: halves(self.weight)?,
+            bias: self.bias,
+            gate: match self.gate {
+                Some((gate, activation)) => Some((halves(gate)?, activation)),
+                None => None,
+            },
+        })
+    }
+}
+
 /// Adds products of rows in bfloat16 with a weight in bfloat16.
 #[cfg(target_arch = "x86_64")]
 type AddHalves = fn(&mut Columns<'_, '_, u16, f32>, &Lines<u32>);
@@ -85,7 +104,6 @@ type AddHalves = fn(&mut Columns<'_, '_, u16, f32>, &Lines<u32>);
 #[cfg(target_arch = "x86_64")]
 fn product_of_halves(isa: Isa) -> Option<AddHalves> {
     match isa {
-        Isa::Amx => Some(add_tile_products),
         Isa::Avx512Bf16 if bf16_dots::are_fast() => Some(bf16_dots::add_dots),
         _ => None,
     }

@@ -4,11 +4,12 @@
 //! inputs, the products of even and of odd ones are added up apart, then to each other, then to the sum. The order does
 //! not depend on the number of rows: tiles multiply a single row, too, with its bits in any batch.
 
-use std::arch::x86_64::*;
+use std::arch::x86_64::{_mm256_loadu_si256, _mm256_storeu_si256};
 use std::cell::Cell;
-use std::ops::Range;
 
-use crate::lanes::{Vector, fetch_line};
+use crate::activation::Activation;
+use crate::element::{Element, widen};
+use crate::lanes::{fetch_line, fetch_line_later};
 use crate::lines::{self, Lines};
 use crate::product::Columns;
 use crate::tiles::{
@@ -28,48 +29,61 @@ const SUM_LINES: usize = SUMS * ROWS;
 /// in the second cache.
 const BLOCK: usize = 1024;
 
+/// Bytes of a tile of weights.
+const TILE: usize = ROWS * STRIDE;
+
 /// Bytes by which a single pass over a weight is read ahead.
 const AHEAD: usize = 2048;
 
 thread_local! {
-    /// Rows of the tiles of a task, from one to the next.
-    static KEPT: Cell<Vec<Line<u32>>> = Cell::default();
+    /// Sums of a task, from one to the next.
+    static KEPT: Cell<Vec<Line<f32>>> = Cell::default();
 }
 
-/// Adds to `columns.out` the products of its rows with the weight. Only for [`crate::Isa::Amx`].
-pub(crate) fn add_tile_products(columns: &mut Columns<'_, '_, u16, f32>, weight: &Lines<u32>) {
+/// A product of rows with a weight, and what becomes of its sums.
+pub(crate) struct Product<'a> {
+    pub(crate) weight: &'a Lines<u32>,
+    /// What is added to the sums.
+    pub(crate) bias: Option<&'a [u16]>,
+    /// Sums are multiplied with the activations of the products with it.
+    pub(crate) gate: Option<(&'a Lines<u32>, Activation)>,
+}
+
+/// Writes `product` of the rows to `columns.out`. Only for [`crate::Isa::Amx`].
+pub(crate) fn multiply(columns: Columns<'_, '_, u16, u16>, product: &Product<'_>) {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    fn add(columns: &mut Columns<'_, '_, u16, f32>, weight: &Lines<u32>) {
-        let (size, count) = (weight.in_features(), columns.out.len());
+    fn multiply(mut columns: Columns<'_, '_, u16, u16>, product: &Product<'_>) {
+        let (size, count) = (product.weight.in_features(), columns.out.len());
         let num_whole = count / GROUP * GROUP;
         for (from, to) in [(0, num_whole), (num_whole, count)] {
             if from < to {
                 let part = Part {
                     rows: &columns.rows[from * size..to * size],
-                    weight,
+                    product,
                     first: columns.first,
                 };
-                part.add(&mut columns.out[from..to]);
+                part.multiply(&mut columns.out[from..to]);
             }
         }
     }
     // SAFETY: every machine with AMX has these instructions.
-    unsafe { add(columns, weight) };
+    unsafe { multiply(columns, product) };
 }
 
 /// Rows that are whole groups, or fewer than one.
 struct Part<'a> {
     /// `[rows, in_features]`.
     rows: &'a [u16],
-    weight: &'a Lines<u32>,
+    product: &'a Product<'a>,
     /// The panel of the first output.
     first: usize,
 }
 
 impl Part<'_> {
     #[inline(always)]
-    fn add(&self, out: &mut [&mut [f32]]) {
-        let (size, count) = (self.weight.in_features(), out.len());
+    fn multiply(&self, out: &mut [&mut [u16]]) {
+        let Product { weight, gate, .. } = self.product;
+        let (size, count) = (weight.in_features(), out.len());
         let heights = [count.min(ROWS), count.saturating_sub(ROWS).min(ROWS)];
         let _tiles = Tiles::of_shapes(&shapes(heights));
         let num_panels = out[0].len().div_ceil(lines::WIDTH);
@@ -82,60 +96,77 @@ impl Part<'_> {
         };
         let block = size.div_ceil(num_blocks).next_multiple_of(WIDTH);
         let kept = match num_blocks {
-            1 => 1,
+            1 => num_groups,
             _ => num_panels.div_ceil(step) * num_groups,
         };
-        let mut sums = vec![Line([0.0; ROWS]); kept * SUM_LINES];
-        let mut packed = KEPT.take();
+        let mut memory = KEPT.take();
+        let half = kept * SUM_LINES; // the sums of the gates are behind those of the weight
+        if memory.len() < 2 * half {
+            memory.resize(2 * half, Line([0.0; ROWS]));
+        }
+        let (sums, gates) = memory.split_at_mut(half);
         for first in (0..size).step_by(block) {
-            let inputs = first..size.min(first + block);
-            packed.clear();
-            if num_groups > 1 {
-                // SAFETY: every machine with AMX has these instructions.
-                unsafe { self.pack(inputs.clone(), &mut packed) };
-            }
+            let inputs = (first, size.min(first + block));
             for (number, panel) in (0..num_panels).step_by(step).enumerate() {
-                let panels = panel..num_panels.min(panel + step);
+                let panels = (panel, num_panels.min(panel + step));
+                let from = number * num_groups % kept * SUM_LINES;
+                let (sums, gates) = (&mut sums[from..], &mut gates[from..]);
+                if let Some((gate, _)) = gate {
+                    for (group, gates) in gates.chunks_mut(SUM_LINES).take(num_groups).enumerate() {
+                        self.tile(gate, inputs, panels, (group, num_groups))
+                            .add(panels.1 - panel, gates);
+                    }
+                }
                 for (group, out) in out.chunks_mut(GROUP).enumerate() {
-                    let place = (number * num_groups + group) % kept;
-                    let sums = &mut sums[place * SUM_LINES..][..SUM_LINES];
-                    let tile = self.tile(
-                        (inputs.start, inputs.end),
-                        (panels.start, panels.end),
-                        (group, num_groups),
-                        &packed,
-                    );
-                    tile.add(panels.len(), sums);
-                    if inputs.end == size {
-                        finish(sums, panels.start, most, out);
+                    let place = group * SUM_LINES..(group + 1) * SUM_LINES;
+                    let sums = &mut sums[place.clone()];
+                    self.tile(weight, inputs, panels, (group, num_groups))
+                        .add(panels.1 - panel, sums);
+                    if inputs.1 == size {
+                        self.finish((sums, &gates[place]), panels, most, out);
                     }
                 }
             }
         }
-        KEPT.set(packed);
+        KEPT.set(memory);
     }
 
-    /// Copies rows as tiles have them, `[tiles, inputs / 32, 16]`: lines that lie as far apart as rows do would be in each
-    /// other's way in the first cache. There are whole groups of rows; inputs that do not fill a tile are left out.
-    #[target_feature(enable = "avx512f")]
-    #[inline]
-    fn pack(&self, inputs: Range<usize>, packed: &mut Vec<Line<u32>>) {
-        let size = self.weight.in_features();
-        for rows in self.rows.chunks_exact(ROWS * size) {
-            for first in (inputs.start..inputs.end).step_by(WIDTH) {
-                if inputs.end - first < WIDTH {
-                    break;
+    /// Writes what becomes of the sums of a group of rows and of these panels, `most` of which have tiles.
+    #[inline(always)]
+    fn finish(
+        &self,
+        (sums, gates): (&[Line<f32>], &[Line<f32>]),
+        (panel, end): (usize, usize),
+        most: usize,
+        out: &mut [&mut [u16]],
+    ) {
+        for (number, column) in (panel..end).map(|it| it * lines::WIDTH).enumerate() {
+            let mut bias = [0.0; lines::WIDTH];
+            if let Some(all) = self.product.bias {
+                widen(&all[self.first * lines::WIDTH + column..], &mut bias);
+            }
+            for (row, out) in out.iter_mut().enumerate() {
+                let place = (row / ROWS * most + number) * ROWS + row % ROWS;
+                let mut floats = sums[place].0;
+                for (float, bias) in floats.iter_mut().zip(bias) {
+                    *float += bias;
                 }
-                for row in rows.chunks_exact(size) {
-                    let mut line = Line([0; ROWS]);
-                    let elements: &[u16; WIDTH] =
-                        row[first..].first_chunk().expect("there are so many");
-                    // SAFETY: 64 bytes are read and written.
-                    unsafe {
-                        let elements = _mm512_loadu_si512(elements.as_ptr().cast());
-                        _mm512_store_si512(line.0.as_mut_ptr().cast(), elements);
+                let rounded = match self.product.gate {
+                    None => floats.map(u16::narrow), // in registers
+                    Some((_, activation)) => {
+                        activation.apply(&mut floats, &gates[place].0);
+                        floats.map(u16::narrow)
                     }
-                    packed.push(line);
+                };
+                let out = &mut out[column..];
+                match out.first_chunk_mut::<{ lines::WIDTH }>() {
+                    // SAFETY: 32 bytes are read and written; every machine with AMX has these instructions. The compiler
+                    // would call a function for both cases.
+                    Some(out) => unsafe {
+                        let rounded = _mm256_loadu_si256(rounded.as_ptr().cast());
+                        _mm256_storeu_si256(out.as_mut_ptr().cast(), rounded);
+                    },
+                    None => out.copy_from_slice(&rounded[..out.len()]),
                 }
             }
         }
@@ -145,29 +176,23 @@ impl Part<'_> {
     #[inline(always)]
     fn tile<'t>(
         &'t self,
+        weight: &'t Lines<u32>,
         (first, end): (usize, usize),
         (panel, panels_end): (usize, usize),
         (group, num_groups): (usize, usize),
-        packed: &'t [Line<u32>],
     ) -> Tile<'t> {
-        let size = self.weight.in_features();
+        let size = weight.in_features();
         let rows = &self.rows[group * GROUP * size..];
         let rows = &rows[..rows.len().min(GROUP * size)];
         let rows = [rows, &rows[rows.len().min(ROWS * size)..]];
-        let per_tile = (end - first) / WIDTH * ROWS;
-        let packed = match packed {
-            [] => None,
-            packed => Some(&packed[2 * group * per_tile..][..2 * per_tile]),
-        };
         let mut panels: [&[lines::Line<u32>]; SUMS] = [&[]; SUMS];
         for (panels, number) in panels.iter_mut().zip(panel..panels_end) {
-            let lines = self.weight.panel(self.first + number);
+            let lines = weight.panel(self.first + number);
             *panels = &lines[first / 2..end.div_ceil(2)];
         }
         let each = ROWS.div_ceil(num_groups);
         Tile {
             rows,
-            packed,
             size,
             first,
             count: end - first,
@@ -176,12 +201,12 @@ impl Part<'_> {
             ahead: match num_groups {
                 1 => AHEAD,
                 _ => {
-                    let next = (panels_end - panel) * size_of_val(self.weight.panel(0));
+                    let next = (panels_end - panel) * size_of_val(weight.panel(0));
                     next + group * (end - first).div_ceil(WIDTH) * each * STRIDE
                 }
             },
             beyond: match num_groups {
-                1 => (panels_end - panel - 1) * size_of_val(self.weight.panel(0)),
+                1 => (panels_end - panel - 1) * size_of_val(weight.panel(0)),
                 _ => 0,
             },
         }
@@ -207,8 +232,6 @@ fn shapes(heights: [usize; 2]) -> [Shape; TILES] {
 struct Tile<'a> {
     /// Of each tile, `[rows, size]`.
     rows: [&'a [u16]; 2],
-    /// Both tiles of rows in these inputs, copied.
-    packed: Option<&'a [Line<u32>]>,
     size: usize,
     /// The first input.
     first: usize,
@@ -247,20 +270,21 @@ impl Tile<'_> {
     #[inline(always)]
     fn add_one<const P: usize>(&self, sums: &mut [Line<f32>]) {
         self.begin(sums);
+        let (rows, panels) = (self.row_tiles(0), self.panel_tiles());
         for at in 0..self.count / WIDTH {
-            load!("tmm4", self.row_tile(0, at), 0);
-            load!("tmm5", self.panel_tile(0, at), 0);
+            load!("tmm4", rows, at * STRIDE);
+            load!("tmm5", panels[0], at * TILE);
             multiply_add!("tmm0", "tmm4", "tmm5");
             if P > 1 {
-                load!("tmm6", self.panel_tile(1, at), 0);
+                load!("tmm6", panels[1], at * TILE);
                 multiply_add!("tmm1", "tmm4", "tmm6");
             }
             if P > 2 {
-                load!("tmm7", self.panel_tile(2, at), 0);
+                load!("tmm7", panels[2], at * TILE);
                 multiply_add!("tmm2", "tmm4", "tmm7");
             }
             if P > 3 {
-                load!("tmm5", self.panel_tile(3, at), 0);
+                load!("tmm5", panels[3], at * TILE);
                 multiply_add!("tmm3", "tmm4", "tmm5");
             }
             self.fetch::<P>(at);
@@ -283,14 +307,16 @@ impl Tile<'_> {
     #[inline(always)]
     fn add_two<const P: usize>(&self, sums: &mut [Line<f32>]) {
         self.begin(sums);
+        let rows = [self.row_tiles(0), self.row_tiles(1)];
+        let panels = self.panel_tiles();
         for at in 0..self.count / WIDTH {
-            load!("tmm4", self.row_tile(0, at), 0);
-            load!("tmm6", self.panel_tile(0, at), 0);
+            load!("tmm4", rows[0], at * STRIDE);
+            load!("tmm6", panels[0], at * TILE);
             multiply_add!("tmm0", "tmm4", "tmm6");
-            load!("tmm5", self.row_tile(1, at), 0);
+            load!("tmm5", rows[1], at * STRIDE);
             multiply_add!("tmm2", "tmm5", "tmm6");
             if P > 1 {
-                load!("tmm7", self.panel_tile(1, at), 0);
+                load!("tmm7", panels[1], at * TILE);
                 multiply_add!("tmm1", "tmm4", "tmm7");
                 multiply_add!("tmm3", "tmm5", "tmm7");
             }
@@ -321,34 +347,46 @@ impl Tile<'_> {
         }
     }
 
-    /// The rows of a tile for the 32 inputs of this number.
+    /// The rows of a tile, from the first input on.
     #[inline(always)]
-    fn row_tile(&self, number: usize, at: usize) -> Rows<'_> {
-        match self.packed {
-            Some(packed) => Rows::of(&packed[number * packed.len() / 2 + at * ROWS..]),
-            None => Rows::every(
-                &self.rows[number][self.first + at * WIDTH..],
-                self.size * size_of::<u16>(),
-            ),
-        }
+    fn row_tiles(&self, number: usize) -> Rows<'_> {
+        Rows::every(
+            &self.rows[number][self.first..],
+            self.size * size_of::<u16>(),
+        )
     }
 
-    /// The weights of a panel for the 32 inputs of this number.
+    /// The weights of each panel, from the first input on.
     #[inline(always)]
-    fn panel_tile(&self, number: usize, at: usize) -> Rows<'_> {
-        Rows::of(&self.panels[number][at * ROWS..])
+    fn panel_tiles(&self) -> [Rows<'_>; SUMS] {
+        let [first, second, third, fourth] = self.panels;
+        [
+            Rows::every(first, STRIDE),
+            Rows::every(second, STRIDE),
+            Rows::every(third, STRIDE),
+            Rows::every(fourth, STRIDE),
+        ]
     }
 
     /// Asks for weights that are multiplied later.
     #[inline(always)]
     fn fetch<const P: usize>(&self, at: usize) {
         let mut ahead = self.ahead + at * self.each * STRIDE;
+        if self.each < ROWS {
+            for panel in &self.panels[..P] {
+                let first = panel.as_ptr().wrapping_byte_add(ahead);
+                for line in 0..self.each {
+                    fetch_line_later(first.wrapping_add(line));
+                }
+            }
+            return;
+        }
         if ahead >= size_of_val(self.panels[0]) {
             ahead += self.beyond;
         }
         for panel in &self.panels[..P] {
             let first = panel.as_ptr().wrapping_byte_add(ahead);
-            for line in 0..self.each {
+            for line in 0..ROWS {
                 fetch_line(first.wrapping_add(line));
             }
         }
@@ -386,28 +424,4 @@ fn end(sums: &mut [Line<f32>]) {
     store!("tmm1", sums[ROWS..]);
     store!("tmm2", sums[2 * ROWS..]);
     store!("tmm3", sums[3 * ROWS..]);
-}
-
-/// Adds the sums of a group, of so many panels from `panel` on, to its outputs.
-#[inline(always)]
-fn finish(sums: &[Line<f32>], panel: usize, step: usize, out: &mut [&mut [f32]]) {
-    for (sums, out) in sums.chunks(step * ROWS).zip(out.chunks_mut(ROWS)) {
-        for (number, sums) in sums.chunks(ROWS).enumerate() {
-            let column = (panel + number) * lines::WIDTH;
-            for (Line(sums), out) in sums.iter().zip(&mut *out) {
-                let out = out.get_mut(column..).unwrap_or_default();
-                match out.first_chunk_mut::<{ lines::WIDTH }>() {
-                    // SAFETY: every machine with AMX has AVX-512.
-                    Some(out) => unsafe {
-                        _mm512_add_ps(__m512::load(out), __m512::load(sums)).store(out);
-                    },
-                    None => {
-                        for (out, sum) in out.iter_mut().zip(sums) {
-                            *out += sum;
-                        }
-                    }
-                }
-            }
-        }
-    }
 }
