@@ -72,6 +72,8 @@ mod builds;
 mod cache_tiles;
 mod choice;
 mod dispatch;
+#[allow(unsafe_code)] // parts of an array, for several threads
+mod divided;
 mod dots;
 mod element;
 mod error;

@@ -6,6 +6,7 @@ use std::sync::Mutex;
 use crate::activation::Activation;
 use crate::attention::Attention;
 use crate::dispatch::Attend;
+use crate::divided::divided;
 use crate::error::Error;
 use crate::linear_task::Multiply;
 use crate::lines::WIDTH;
@@ -112,21 +113,16 @@ impl Attention {
             panels = panels.min(MOST_PANELS);
         }
         panels = balanced(num_panels, panels, num_threads);
-        let mut parts: Vec<_> = out
-            .chunks_mut(width)
-            .map(|row| row.chunks_mut(panels * WIDTH))
-            .collect();
-        let mut tasks = vec![];
-        for first in (0..num_panels).step_by(panels) {
-            for (rows, parts) in rows
-                .chunks(MOST_ROWS * size)
-                .zip(parts.chunks_mut(MOST_ROWS))
-            {
-                let out = parts.iter_mut().filter_map(Iterator::next).collect();
-                tasks.push(Columns { rows, first, out });
-            }
-        }
-        self.share_out(num_threads, tasks, work);
+        let chunk = |first: usize| first..count.min(first + MOST_ROWS);
+        let chunks: Vec<_> = (0..count).step_by(MOST_ROWS).map(chunk).collect();
+        let parts = divided(out, width, panels * WIDTH, &chunks);
+        self.share_out(num_threads, parts, |part| {
+            work(Columns {
+                rows: &rows[part.rows.start * size..part.rows.end * size],
+                first: part.columns.start / WIDTH,
+                out: part.into_rows(),
+            });
+        });
     }
 
     /// Calls `work` with each task, neighbouring ones on the same thread.

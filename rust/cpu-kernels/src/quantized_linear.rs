@@ -8,6 +8,7 @@ use std::ops::Range;
 use crate::activation::Activation;
 use crate::attention::Attention;
 use crate::builds::{InEachBuild, best_build};
+use crate::divided::divided;
 use crate::dots::{Build, Dots, InIntegers};
 use crate::element::{Element, widen};
 use crate::error::Error;
@@ -197,26 +198,20 @@ impl Attention {
         let most_tiles = (ROW_BYTES / tile_bytes).clamp(1, MOST_TILES);
         let num_groups = tiles.len().div_ceil(most_tiles);
         let tiles_each = tiles.len().div_ceil(num_groups.max(1)).max(1);
-        let mut rows: Vec<_> = out
-            .chunks_mut(width)
-            .map(|row| row.chunks_mut(panels * WIDTH))
+        let groups: Vec<_> = tiles.chunks(tiles_each).collect();
+        let rows: Vec<_> = groups
+            .iter()
+            .map(|tiles| tiles[0].rows.start..tiles[tiles.len() - 1].rows.end)
             .collect();
-        let mut parts = vec![];
-        for first_panel in (0..num_panels).step_by(panels) {
-            for first in (0..tiles.len()).step_by(tiles_each) {
-                let numbers = first..tiles.len().min(first + tiles_each);
-                let covered = tiles[first].rows.start..tiles[numbers.end - 1].rows.end;
-                parts.push(Part {
-                    tiles: numbers,
-                    first_panel,
-                    out: rows[covered]
-                        .iter_mut()
-                        .filter_map(Iterator::next)
-                        .collect(),
-                });
-            }
-        }
-        self.share_out(num_threads, parts, |part| work.run(part));
+        let parts = divided(out, width, panels * WIDTH, &rows);
+        let parts = parts.into_iter().zip(groups.iter().cycle()).collect();
+        self.share_out(num_threads, parts, |(part, tiles)| {
+            work.run(Part {
+                tiles,
+                first_panel: part.columns.start / WIDTH,
+                out: part.into_rows(),
+            });
+        });
     }
 }
 
@@ -234,8 +229,8 @@ fn offset_of(weight: &QuantizedWeight) -> Offset {
 }
 
 /// Some outputs of some rows, as a thread takes them.
-struct Part<'b, E> {
-    tiles: Range<usize>,
+struct Part<'a, 'b, E> {
+    tiles: &'a [RowTile],
     /// The panel of the first output.
     first_panel: usize,
     /// The outputs of each row of the tiles, the same ones.
@@ -262,10 +257,10 @@ struct Multiply<'a> {
 }
 
 impl Multiply<'_> {
-    fn run<E: Element>(&self, mut part: Part<'_, E>) {
+    fn run<E: Element>(&self, mut part: Part<'_, '_, E>) {
         let width = part.out.first().map_or(0, |out| out.len());
         let end = part.first_panel + width.div_ceil(WIDTH);
-        let tiles = &self.tiles[part.tiles];
+        let tiles = part.tiles;
         let num_rows = tiles.iter().map(|tile| tile.width).sum();
         let step = MOST_SUMS.div_ceil(num_rows).next_multiple_of(2);
         let (mut sums, mut gates) = (vec![], vec![]);
