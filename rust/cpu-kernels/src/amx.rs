@@ -17,7 +17,7 @@ use std::ops::Range;
 use crate::cache_tiles;
 use crate::job::HEADER;
 use crate::kernel::{Arithmetic, Bounds, How};
-use crate::key_lanes::{HALVES, is_factor, make_room, measure};
+use crate::key_lanes::{HALVES, is_factor, make_room, measure, seen};
 use crate::lanes::{Vector, transpose_16};
 use crate::softmax::capped;
 use crate::step::{CacheShape, TILE};
@@ -429,17 +429,6 @@ fn copied<'t>(keys: &[&[u16]; ROWS], memory: &'t mut [Line<u32>]) -> Rows<'t> {
         stride: size_of_val(keys[0]),
         borrowed: PhantomData,
     }
-}
-
-/// The keys, of 16 from `position` on, that a lane of `bounds` sees.
-#[target_feature(enable = "avx512f")]
-#[inline]
-fn seen(position: usize, bounds: &Bounds<ROWS>, lane: usize) -> __mmask16 {
-    let places = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    let [low, high] =
-        [bounds.lows, bounds.highs].map(|ends| _mm512_set1_epi32(ends[lane] - position as i32));
-    let is_seen = _mm512_cmple_epi32_mask(low, places);
-    _mm512_mask_cmplt_epi32_mask(is_seen, places, high)
 }
 
 /// `2 ^ (score * factor - reference)`; 0 for what is not seen, whose score is minus infinity.

@@ -99,7 +99,7 @@ pub(crate) fn attend<E>(
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use x86::{is_factor, largest, make_room, measure};
+pub(crate) use x86::{is_factor, largest, make_room, measure, seen};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
@@ -124,9 +124,6 @@ mod x86 {
         (bounds, lane): (&Bounds<LANES>, usize),
     ) -> f32 {
         let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
-        let places = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-        let [low, high] =
-            [bounds.lows, bounds.highs].map(|ends| _mm512_set1_epi32(ends[lane] - start as i32));
         let mut largest = nothing;
         for (at, score) in scores.iter_mut().enumerate() {
             if !is_factor(how) {
@@ -135,15 +132,24 @@ mod x86 {
             let mut found = __m512::load(&score.0);
             if !bounds.is_whole(start + (first + at / HALVES) * TILE) {
                 let position = first * TILE + at * LANES;
-                let place = _mm512_add_epi32(places, _mm512_set1_epi32(position as i32));
-                let is_seen = _mm512_cmple_epi32_mask(low, place);
-                let is_seen = _mm512_mask_cmplt_epi32_mask(is_seen, place, high);
+                let is_seen = seen(start + position, bounds, lane);
                 found = _mm512_mask_blend_ps(is_seen, nothing, found);
                 found.store(&mut score.0);
             }
             largest = _mm512_max_ps(found, largest);
         }
         _mm512_reduce_max_ps(largest)
+    }
+
+    /// The keys, of 16 from `position` on, that a lane of `bounds` sees.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    pub(crate) fn seen(position: usize, bounds: &Bounds<LANES>, lane: usize) -> __mmask16 {
+        let places = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        let [low, high] =
+            [bounds.lows, bounds.highs].map(|ends| _mm512_set1_epi32(ends[lane] - position as i32));
+        let is_seen = _mm512_cmple_epi32_mask(low, places);
+        _mm512_mask_cmplt_epi32_mask(is_seen, places, high)
     }
 
     /// Whether scores are to be multiplied only, which powers of 2 do on their way.

@@ -1,6 +1,7 @@
 //! Linear layers in float32 and bfloat16: rows times a packed weight, for decodes of a few rows as for prefills.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Mutex;
 
 use crate::activation::Activation;
@@ -28,6 +29,13 @@ const FEW_ROWS: usize = 6;
 
 /// Rows of a task at most: they and their sums stay in a core's second cache.
 const MOST_ROWS: usize = 96;
+
+/// Rows of two tiles of AMX, which no other level has more of.
+const TILES_OF_ROWS: usize = 32;
+
+/// Rows of each thread from which on threads divide the rows and not the outputs: each reads all weights then, and the rows
+/// that it has written itself.
+const OWN_ROWS: usize = 192;
 
 /// Panels of a task of more than a few rows at most.
 const MOST_PANELS: usize = 16;
@@ -113,9 +121,13 @@ impl Attention {
             panels = panels.min(MOST_PANELS);
         }
         panels = balanced(num_panels, panels, num_threads);
-        let chunk = |first: usize| first..count.min(first + MOST_ROWS);
-        let chunks: Vec<_> = (0..count).step_by(MOST_ROWS).map(chunk).collect();
-        let parts = divided(out, width, panels * WIDTH, &chunks);
+        let own = own_rows(count, num_threads);
+        let chunks: Vec<_> = (0..count)
+            .step_by(own)
+            .flat_map(|first| chunks(first..count.min(first + own), MOST_ROWS))
+            .collect();
+        let mut parts = divided(out, width, panels * WIDTH, &chunks);
+        parts.sort_by_key(|part| part.rows.start / own);
         self.share_out(num_threads, parts, |part| {
             work(Columns {
                 rows: &rows[part.rows.start * size..part.rows.end * size],
@@ -132,7 +144,9 @@ impl Attention {
         tasks: Vec<T>,
         work: impl Fn(T) + Sync,
     ) {
-        let num_threads = num_threads.min(tasks.len());
+        if tasks.len() <= num_threads {
+            return self.threads().each(num_threads, tasks, work);
+        }
         let shares = Shares::new(tasks, num_threads);
         let numbers = (0..num_threads).collect();
         self.threads().each(num_threads, numbers, |number| {
@@ -141,6 +155,22 @@ impl Attention {
             }
         });
     }
+}
+
+/// Rows that a thread has for itself; all of them where threads divide the outputs.
+pub(crate) fn own_rows(count: usize, num_threads: usize) -> usize {
+    match count.div_ceil(num_threads) {
+        own @ OWN_ROWS.. => own.next_multiple_of(TILES_OF_ROWS),
+        _ => count.max(1),
+    }
+}
+
+/// The range in pieces of `size`.
+fn chunks(range: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
+    let end = range.end;
+    range
+        .step_by(size)
+        .map(move |first| first..end.min(first + size))
 }
 
 /// Panels of a task, about `panels`: an even number, four at best, and such that threads have equally many tasks.

@@ -13,7 +13,7 @@ use crate::dots::{Build, Dots, InIntegers};
 use crate::element::{Element, widen};
 use crate::error::Error;
 use crate::isa::Isa;
-use crate::linear::{check_gate, check_rows};
+use crate::linear::{check_gate, check_rows, own_rows};
 use crate::lines::WIDTH;
 use crate::quantized_format::{BLOCK, Offset};
 use crate::quantized_product::add_products;
@@ -172,8 +172,7 @@ impl Attention {
             false => 1,
         };
         let isa = self.isa();
-        self.threads()
-            .each(num_threads, tasks, |task| task.run_at(isa));
+        self.share_out(num_threads, tasks, |task| task.run_at(isa));
         memory.blocks()
     }
 
@@ -181,7 +180,10 @@ impl Attention {
     fn by_panels<E: Element>(&self, out: &mut [E], work: &Multiply<'_>) {
         let (weight, tiles) = (work.up.weight, work.tiles);
         let width = weight.out_features();
-        let products = out.len().saturating_mul(weight.in_features());
+        let (products, out_rows) = (
+            out.len().saturating_mul(weight.in_features()),
+            out.len() / width,
+        );
         let num_threads = match products > SMALL {
             true => self.threads().count(),
             false => 1,
@@ -204,7 +206,9 @@ impl Attention {
             .map(|tiles| tiles[0].rows.start..tiles[tiles.len() - 1].rows.end)
             .collect();
         let parts = divided(out, width, panels * WIDTH, &rows);
-        let parts = parts.into_iter().zip(groups.iter().cycle()).collect();
+        let mut parts: Vec<_> = parts.into_iter().zip(groups.iter().cycle()).collect();
+        let own = own_rows(out_rows, num_threads);
+        parts.sort_by_key(|(part, _)| part.rows.start / own);
         self.share_out(num_threads, parts, |(part, tiles)| {
             work.run(Part {
                 tiles,
