@@ -420,15 +420,18 @@ def test_short_ones_are_stored_at_their_second_use(
 
 def test_pins_of_stores_do_not_stop_admission(store: KVStore) -> None:
     """A request that finds the pool held by stores waits for them, and fails only without."""
-    may_go = threading.Event()
+    has_pinned, may_go = threading.Event(), threading.Event()
+
+    def wait(kind: str, blocks: Any) -> None:
+        has_pinned.set()
+        may_go.wait(30)
+
     bench = make_bench(num_blocks=16)
-    faulty = FaultyStore(store, lambda kind, blocks: may_go.wait(30) and None)
-    offloader = with_store(bench, faulty)
+    with_store(bench, FaultyStore(store, wait))
     bench.submit({"0": prompt_of(40)}, SamplingParams(temperature=0, max_tokens=1))
     while bench.engine.has_work:
         bench.engine.step()
-    while not offloader.is_busy:
-        sleep(0.001)
+    assert has_pinned.wait(30)
     bench.submit({"1": prompt_of(48, seed=1)})
     for _ in range(50):
         bench.engine.step()
