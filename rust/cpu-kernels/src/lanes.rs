@@ -612,12 +612,7 @@ mod x86 {
 pub(crate) fn fetch<T>(memory: &[T]) {
     #[cfg(target_arch = "x86_64")]
     for at in (0..memory.len()).step_by((64 / size_of::<T>()).max(1)) {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        // SAFETY: every x86-64 has it, and it reads nothing.
-        #[allow(unsafe_code)]
-        unsafe {
-            _mm_prefetch::<_MM_HINT_T1>(memory.as_ptr().wrapping_add(at).cast());
-        }
+        fetch_line_later(memory.as_ptr().wrapping_add(at));
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = memory;

@@ -79,7 +79,7 @@ impl<E: Element> Multiply<'_, '_, E> {
 
 #[cfg(target_arch = "x86_64")]
 impl<'a> Multiply<'a, '_, u16> {
-    /// What tiles multiply: all weights are bfloat16.
+    /// The product for tiles, if all weights are bfloat16.
     pub(crate) fn in_halves(&self) -> Option<Product<'a>> {
         let halves = |weight: &'a PackedWeight| match &weight.panels {
             Panels::Halves(lines) => Some(lines),
