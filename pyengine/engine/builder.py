@@ -226,8 +226,11 @@ def _connect(
         costs = measured_costs(runner, plan.manager(), limits)
         drafter = _drafter(settings, executor, draft, plan)
         engine.speculate(drafter, DraftPolicy(costs), most=limits.rows_per_seq - 1)
-    if populate and isinstance(runner, ModelRunner):
-        runner.pool.populate_in_background()
+    if isinstance(runner, ModelRunner):
+        if populate:
+            runner.pool.populate_in_background()
+        else:
+            engine.populate = runner.pool.populate_piece
     params = default_params(settings, loaded)
     description = {
         **_about_model(loaded, settings),

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
@@ -38,6 +38,9 @@ from pyengine.speculation.drafting import Drafting
 from pyengine.speculation.policy import DraftPolicy
 
 _log = logging.getLogger(__name__)
+
+_STEPS_AHEAD = 4
+"""Largest steps for whose blocks memory is allocated while no step runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,8 @@ class Engine:
         """True from a failed step until its requests are cleared and the limits are what they
         were."""
         self._observers: list[EngineObserver] = []
+        self.populate: Callable[[int], bool] | None = None
+        """Allocates memory of the first blocks, some at a time; False once it is there."""
         self.explains = False
         """True if outputs say why tokens were not cached."""
         self.num_new_tokens = 0
@@ -175,6 +180,17 @@ class Engine:
     def offload(self, offloader: KVOffloader) -> None:
         """Restore KV of waiting requests, and store KV of others, from now on."""
         self.offloader, self._scheduler.look_up = offloader, offloader.look_up
+
+    def use_idle_time(self) -> bool:
+        """Allocate some memory of the blocks that come next, for a few ms; False if it is there.
+
+        Blocks that were never used are allocated in the order of their numbers.
+        """
+        if self.populate is None:
+            return False
+        used = self._manager.stats().allocated_blocks
+        ahead = _STEPS_AHEAD * self._scheduler.limits.max_num_batched_tokens
+        return self.populate(used + ahead // self._manager.block_size)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises `InvalidRequestError` for an id that is in use."""

@@ -191,6 +191,7 @@ class EngineLoop:
         try:
             while self._error is None:
                 if not self._engine.has_work:
+                    self._use_idle_time()
                     pins = self._engine.pins
                     with suppress(Empty):
                         self._inbox.get(timeout=pins.expire() if pins.ends else None)()
@@ -219,6 +220,10 @@ class EngineLoop:
             if self._engine.offloader is not None:
                 self._engine.offloader.close(PATIENCE / 2)
             _running.discard(self)
+
+    def _use_idle_time(self) -> None:
+        while self._inbox.empty() and self._engine.use_idle_time():
+            pass
 
     def _read_inbox(self) -> None:
         with suppress(Empty):

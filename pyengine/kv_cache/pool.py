@@ -12,7 +12,7 @@ groups share tensors, never blocks: each reads and writes by the block table of 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from threading import Thread
@@ -35,8 +35,8 @@ _CPU_DEFAULT_LIMIT = 4 * _GIB
 _CPU_DEFAULT_SHARE = 0.25
 _SCALE_BYTES = 4
 """Of the float32 scale behind the numbers of a head in int8."""
-_POPULATED = 8 << 20
-"""Bytes whose pages are allocated at a time in the background."""
+_POPULATED = 2 << 20
+"""Bytes of a tensor whose pages are allocated at a time beside the steps: a large page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +261,8 @@ class KVPool:
         self._tensors, count = self._memory.tensors, len(self._tensor_specs)
         self.keys = [self._tensors[place.index] for place in self.groups.places]
         self.values = [self._tensors[count + place.index] for place in self.groups.places]
+        self._pieces = self._in_pieces() if device.type == "cpu" else iter(())
+        self._next_piece = next(self._pieces, None)
 
     @property
     def num_bytes(self) -> int:
@@ -298,20 +300,38 @@ class KVPool:
             return all(threads.map(lambda each: populate(each.data_ptr(), each.nbytes), rows))
 
     def populate_in_background(self) -> None:
-        """As `populate`, in a thread and a few MiB at a time, while steps run.
+        """As `populate`, in a thread and a piece at a time, while steps run.
 
         Without it a step that is the first to write to some part of the pool takes up to 0.3 s
         longer on a virtual machine.
         """
         if self.device.type == "cpu":
-            Thread(target=self._populate_slowly, name="pyengine-populate", daemon=True).start()
+            Thread(target=self._populate_all, name="pyengine-populate", daemon=True).start()
 
-    def _populate_slowly(self) -> None:
-        for tensor in self._tensors:
-            start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-            for address in range(start, end, _POPULATED):
-                if not populate(address, min(_POPULATED, end - address)):
-                    return
+    def populate_piece(self, num_blocks: int) -> bool:
+        """As `populate` for the next piece of the first blocks: a millisecond, or a few.
+
+        Returns False if all of it is there, or the system cannot.
+        """
+        if self._next_piece is None or self._next_piece[0] >= num_blocks:
+            return False
+        _, address, size = self._next_piece
+        self._next_piece = next(self._pieces, None)
+        return populate(address, size)
+
+    def _populate_all(self) -> None:
+        for _, address, size in self._in_pieces():
+            if not populate(address, size):
+                return
+
+    def _in_pieces(self) -> Iterator[tuple[int, int, int]]:
+        """First block, address and bytes of each piece, in order of the blocks."""
+        largest = max(tensor[0].nbytes for tensor in self._tensors)
+        count = max(1, _POPULATED // largest)
+        for first in range(0, self.num_blocks + 1, count):
+            for tensor in self._tensors:
+                blocks = tensor[first : first + count]
+                yield first, blocks.data_ptr(), blocks.nbytes
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination): all are read before any is written.

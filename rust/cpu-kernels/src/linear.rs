@@ -1,8 +1,6 @@
 //! Linear layers in float32 and bfloat16: rows times a packed weight, for decodes of a few rows as for prefills.
 
-use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Mutex;
 
 use crate::activation::Activation;
 use crate::attention::Attention;
@@ -128,31 +126,12 @@ impl Attention {
             .collect();
         let mut parts = divided(out, width, panels * WIDTH, &chunks);
         parts.sort_by_key(|part| part.rows.start / own);
-        self.share_out(num_threads, parts, |part| {
+        self.threads().share_out(num_threads, parts, |part| {
             work(Columns {
                 rows: &rows[part.rows.start * size..part.rows.end * size],
                 first: part.columns.start / WIDTH,
                 out: part.into_rows(),
             });
-        });
-    }
-
-    /// Calls `work` with each task, neighbouring ones on the same thread.
-    pub(crate) fn share_out<T: Send>(
-        &self,
-        num_threads: usize,
-        tasks: Vec<T>,
-        work: impl Fn(T) + Sync,
-    ) {
-        if tasks.len() <= num_threads {
-            return self.threads().each(num_threads, tasks, work);
-        }
-        let shares = Shares::new(tasks, num_threads);
-        let numbers = (0..num_threads).collect();
-        self.threads().each(num_threads, numbers, |number| {
-            while let Some(task) = shares.next(number) {
-                work(task);
-            }
         });
     }
 }
@@ -186,29 +165,6 @@ fn balanced(num_panels: usize, panels: usize, num_threads: usize) -> usize {
         .step_by(2)
         .find(is_even)
         .unwrap_or(first)
-}
-
-/// Neighbouring tasks for each thread: a task prefetches the weights of the next one.
-struct Shares<T>(Vec<Mutex<VecDeque<T>>>);
-
-impl<T> Shares<T> {
-    fn new(mut tasks: Vec<T>, count: usize) -> Self {
-        let each = tasks.len().div_ceil(count.max(1));
-        let share = |_| Mutex::new(tasks.drain(..each.min(tasks.len())).collect());
-        Self((0..count).map(share).collect())
-    }
-
-    /// The next task of this share; if none is left, the last one of another share.
-    fn next(&self, number: usize) -> Option<T> {
-        let take = |at: usize| {
-            let mut share = self.0[at % self.0.len()].lock().ok()?;
-            match at == number {
-                true => share.pop_front(),
-                false => share.pop_back(),
-            }
-        };
-        (number..number + self.0.len()).find_map(take)
-    }
 }
 
 /// Checks the numbers of elements of rows and of their products, for a weight of these features.

@@ -172,7 +172,8 @@ impl Attention {
             false => 1,
         };
         let isa = self.isa();
-        self.share_out(num_threads, tasks, |task| task.run_at(isa));
+        self.threads()
+            .share_out(num_threads, tasks, |task| task.run_at(isa));
         memory.blocks()
     }
 
@@ -209,13 +210,14 @@ impl Attention {
         let mut parts: Vec<_> = parts.into_iter().zip(groups.iter().cycle()).collect();
         let own = own_rows(out_rows, num_threads);
         parts.sort_by_key(|(part, _)| part.rows.start / own);
-        self.share_out(num_threads, parts, |(part, tiles)| {
-            work.run(Part {
-                tiles,
-                first_panel: part.columns.start / WIDTH,
-                out: part.into_rows(),
+        self.threads()
+            .share_out(num_threads, parts, |(part, tiles)| {
+                work.run(Part {
+                    tiles,
+                    first_panel: part.columns.start / WIDTH,
+                    out: part.into_rows(),
+                });
             });
-        });
     }
 }
 

@@ -170,7 +170,8 @@ impl Attention {
     /// Runs the tasks, side by side if there are several.
     fn run_each<T: InEachBuild + Send>(&self, tasks: Vec<T>) {
         let num_threads = self.threads().count().min(tasks.len());
-        self.share_out(num_threads, tasks, |task| best_build(self.isa(), task));
+        self.threads()
+            .share_out(num_threads, tasks, |task| best_build(self.isa(), task));
     }
 }
 

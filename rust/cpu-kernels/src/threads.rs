@@ -1,5 +1,6 @@
 //! The threads that compute.
 
+use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::Mutex;
 
@@ -60,5 +61,47 @@ impl Threads {
             Others::OpenMp(runtime) if num_threads > 1 => runtime.run(num_threads, &work),
             _ => work(),
         }
+    }
+
+    /// Calls `work` with each task, neighbouring ones on the same thread.
+    pub(crate) fn share_out<T: Send>(
+        &self,
+        num_threads: usize,
+        tasks: Vec<T>,
+        work: impl Fn(T) + Sync,
+    ) {
+        if tasks.len() <= num_threads {
+            return self.each(num_threads, tasks, work);
+        }
+        let shares = Shares::new(tasks, num_threads);
+        let numbers = (0..num_threads).collect();
+        self.each(num_threads, numbers, |number| {
+            while let Some(task) = shares.next(number) {
+                work(task);
+            }
+        });
+    }
+}
+
+/// Neighbouring tasks for each thread: a task prefetches the weights of the next one.
+struct Shares<T>(Vec<Mutex<VecDeque<T>>>);
+
+impl<T> Shares<T> {
+    fn new(mut tasks: Vec<T>, count: usize) -> Self {
+        let each = tasks.len().div_ceil(count.max(1));
+        let share = |_| Mutex::new(tasks.drain(..each.min(tasks.len())).collect());
+        Self((0..count).map(share).collect())
+    }
+
+    /// The next task of this share; if none is left, the last one of another share.
+    fn next(&self, number: usize) -> Option<T> {
+        let take = |at: usize| {
+            let mut share = self.0[at % self.0.len()].lock().ok()?;
+            match at == number {
+                true => share.pop_front(),
+                false => share.pop_back(),
+            }
+        };
+        (number..number + self.0.len()).find_map(take)
     }
 }

@@ -287,3 +287,39 @@ def test_a_signal_just_before_a_wait_ends_it_soon(monkeypatch: pytest.MonkeyPatc
                 assert seen.pop()
     finally:
         os.sched_setaffinity(0, cpus)
+
+
+def test_memory_of_the_next_blocks_is_allocated_while_no_request_runs() -> None:
+    bench = make_bench(num_blocks=64, block_size=4, max_num_batched_tokens=16)
+    asked: list[int] = []
+    idle = threading.Event()
+
+    def populate(num_blocks: int) -> bool:
+        asked.append(num_blocks)
+        if len(asked) % 5 == 0:
+            idle.set()
+        return len(asked) % 5 != 0
+
+    bench.engine.populate = populate
+    with running(bench) as loop:
+        assert idle.wait(10)
+        assert asked == [16] * 5  # four steps of 16 tokens
+        idle.clear()
+        state, sink = request(bench, list(range(11)))
+        loop.submit([state])
+        run(loop, bench.engine)
+        assert idle.wait(10)
+        assert sink.items[-1].finished
+    used = bench.manager.stats().allocated_blocks
+    assert used >= 3
+    assert asked[-1] == 16 + used
+
+
+def test_a_request_does_not_wait_until_memory_is_allocated() -> None:
+    bench = make_bench()
+    bench.engine.populate = lambda num_blocks: True  # there is always more
+    with running(bench) as loop:
+        state, sink = request(bench, [1, 2, 3])
+        loop.submit([state])
+        run(loop, bench.engine)
+        assert sink.items[-1].finished

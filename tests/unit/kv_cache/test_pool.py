@@ -300,7 +300,7 @@ def test_a_pool_can_take_its_memory_before_it_is_written() -> None:
 
 
 def test_a_pool_takes_its_memory_in_the_background_piece_by_piece(monkeypatch):
-    monkeypatch.setattr("pyengine.kv_cache.pool._POPULATED", 512)
+    monkeypatch.setattr("pyengine.kv_cache.pool._POPULATED", 2048)
     pieces = []
     monkeypatch.setattr(
         "pyengine.kv_cache.pool.populate", lambda *piece: pieces.append(piece) or True
@@ -310,17 +310,42 @@ def test_a_pool_takes_its_memory_in_the_background_piece_by_piece(monkeypatch):
     for thread in threading.enumerate():
         if thread.name == "pyengine-populate":
             thread.join(60)
-    expected = [
-        (tensor.data_ptr() + at, min(512, tensor.nbytes - at))
+    assert pieces == every_piece(pool, 2)
+
+
+def test_a_pool_takes_the_memory_of_its_first_blocks_a_piece_a_call(monkeypatch):
+    monkeypatch.setattr("pyengine.kv_cache.pool._POPULATED", 2048)
+    pieces = []
+    monkeypatch.setattr(
+        "pyengine.kv_cache.pool.populate", lambda *piece: pieces.append(piece) or True
+    )
+    pool = KVPool(LAYERS, 4, 16, CPU)
+    expected = every_piece(pool, 2)
+    assert not pool.populate_piece(0)
+    for count, end in ((1, 8), (2, 8), (3, 16), (99, 24)):
+        while pool.populate_piece(count):
+            pass
+        assert pieces == expected[:end]
+
+
+def test_a_pool_whose_memory_the_system_does_not_populate_says_so(monkeypatch):
+    monkeypatch.setattr("pyengine.kv_cache.pool.populate", lambda *_: False)
+    assert not KVPool(LAYERS, 4, 16, CPU).populate_piece(4)
+
+
+def every_piece(pool, count):
+    """Address and bytes of so many blocks of each tensor, then of the next ones."""
+    return [
+        (tensor[first].data_ptr(), tensor[first : first + count].nbytes)
+        for first in range(0, pool.num_blocks + 1, count)
         for tensor in [*pool.keys, *pool.values]
-        for at in range(0, tensor.nbytes, 512)
     ]
-    assert sorted(pieces) == sorted(expected)
 
 
 def test_a_pool_on_a_device_has_its_memory():
     pool = KVPool(LAYERS, 4, 16, torch.device("meta"))
     assert not pool.populate()
+    assert not pool.populate_piece(4)
     pool.populate_in_background()
     assert "pyengine-populate" not in [thread.name for thread in threading.enumerate()]
 
