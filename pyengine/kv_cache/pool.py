@@ -261,7 +261,7 @@ class KVPool:
         self._tensors, count = self._memory.tensors, len(self._tensor_specs)
         self.keys = [self._tensors[place.index] for place in self.groups.places]
         self.values = [self._tensors[count + place.index] for place in self.groups.places]
-        self._pieces = self._in_pieces() if device.type == "cpu" else iter(())
+        self._pieces = _in_pieces(self._tensors) if device.type == "cpu" else iter(())
         self._next_piece = next(self._pieces, None)
 
     @property
@@ -320,18 +320,9 @@ class KVPool:
         return populate(address, size)
 
     def _populate_all(self) -> None:
-        for _, address, size in self._in_pieces():
+        for _, address, size in _in_pieces(self._tensors):
             if not populate(address, size):
                 return
-
-    def _in_pieces(self) -> Iterator[tuple[int, int, int]]:
-        """First block, address and bytes of each piece, in order of the blocks."""
-        largest = max(tensor[0].nbytes for tensor in self._tensors)
-        count = max(1, _POPULATED // largest)
-        for first in range(0, self.num_blocks + 1, count):
-            for tensor in self._tensors:
-                blocks = tensor[first : first + count]
-                yield first, blocks.data_ptr(), blocks.nbytes
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination): all are read before any is written.
@@ -389,6 +380,16 @@ class KVPool:
             (self.values[layer], values, spec.scale_v),
         ):
             _copyable(cache.flatten(0, 1)).index_copy_(0, slots, _stored(rows, spec.dtype, scale))
+
+
+def _in_pieces(tensors: Sequence["torch.Tensor"]) -> Iterator[tuple[int, int, int]]:
+    """First block, address and bytes of each piece of a pool's tensors, in order of the blocks."""
+    largest = max(tensor[0].nbytes for tensor in tensors)
+    count = max(1, _POPULATED // largest)
+    for first in range(0, len(tensors[0]), count):
+        for tensor in tensors:
+            blocks = tensor[first : first + count]
+            yield first, blocks.data_ptr(), blocks.nbytes
 
 
 def _stored(rows: "torch.Tensor", dtype: "torch.dtype", scale: float) -> "torch.Tensor":
