@@ -320,9 +320,8 @@ class KVPool:
         return populate(address, size)
 
     def _populate_all(self) -> None:
-        for _, address, size in _in_pieces(self._tensors):
-            if not populate(address, size):
-                return
+        while self.populate_piece(self.num_blocks + 1):
+            pass
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination): all are read before any is written.
