@@ -30,10 +30,11 @@ from benches.engine.page import publish
 from benches.peers.report import heading, machine, results_file, results_name
 from pyengine.cpu import PackedWeight
 from pyengine.cpu.threads import kernel_threads
-from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype, Rows, rounded
+from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype
 from pyengine.models.decoder.cpu_products import CpuProduct
 from pyengine.models.decoder.float_products import ProductName
 from pyengine.models.decoder.product_choice import Multiply, candidates
+from pyengine.utils.dtypes import Rows, rounded
 from pyengine.utils.openmp import torch_threads
 
 SHAPES = (

@@ -26,8 +26,8 @@ from pyengine.attention.kernel_options import KernelOptions
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
 from pyengine.cpu import CpuAttention, CpuCache, CpuStep
 from pyengine.kv_cache.pool import KVPool
-from pyengine.utils.host_copy import cpu_array
 from pyengine.utils.openmp import openmp_runtime
+from pyengine.utils.tensors import array_of
 
 _caches: WeakKeyDictionary[KVPool, list[CpuCache]] = WeakKeyDictionary()
 
@@ -41,7 +41,7 @@ def _caches_of(pool: KVPool) -> list[CpuCache]:
         by_tensor: dict[int, CpuCache] = {}
         for place, keys, values in zip(pool.groups.places, pool.keys, pool.values, strict=True):
             if place.index not in by_tensor:
-                by_tensor[place.index] = CpuCache(cpu_array(keys), cpu_array(values))
+                by_tensor[place.index] = CpuCache(array_of(keys), array_of(values))
         _caches[pool] = [by_tensor[place.index] for place in pool.groups.places]
     return _caches[pool]
 
@@ -85,7 +85,7 @@ class CpuBackend(AttentionBackend):
 def _rows(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """`[T, heads, d]` for the kernel, which takes rows that are parts of longer ones."""
     dense = tensor.stride()[1:] == (tensor.shape[2], 1) and tensor.stride(0) > 0
-    return cpu_array(tensor if dense else tensor.contiguous())
+    return array_of(tensor if dense else tensor.contiguous())
 
 
 class CpuPlan:
@@ -120,7 +120,7 @@ class CpuPlan:
         query, key, value = rows
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         rotation = None if options.rotation is None else self._rotation(options.rotation)
-        arrays = _rows(query), _rows(key), _rows(value), cpu_array(out)
+        arrays = _rows(query), _rows(key), _rows(value), array_of(out)
         sinks = None
         if options.sinks is not None:
             sinks = options.sinks.detach().float().contiguous().numpy()
@@ -164,10 +164,10 @@ class CpuPlan:
         if cos.is_contiguous() and sin.is_contiguous():
             found = (cos.data_ptr(), sin.data_ptr(), cos.shape, cos.dtype)
             if found != self._angles_of:
-                self._angles_of, self._angles = found, (cpu_array(cos), cpu_array(sin))
+                self._angles_of, self._angles = found, (array_of(cos), array_of(sin))
             angles = self._angles
         else:
-            angles = (cpu_array(cos.contiguous()), cpu_array(sin.contiguous()))
+            angles = (array_of(cos.contiguous()), array_of(sin.contiguous()))
         return *angles, *rotation_numbers(rotation.layout, rotation.norm)
 
 
@@ -175,6 +175,6 @@ def rotation_numbers(layout: RotaryLayout, norm: HeadNorm | None) -> tuple[Any, 
     """What the kernel takes of a rotation beside its angles, the same in every step."""
     weights = None
     if norm is not None:
-        arrays = (cpu_array(weight.detach()) for weight in (norm.query_weight, norm.key_weight))
+        arrays = (array_of(weight.detach()) for weight in (norm.query_weight, norm.key_weight))
         weights = (*arrays, norm.eps, norm.offset)
     return layout.size, layout.order == "pairs", layout.step, weights

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from pyengine._kv import KVBlocks, StoredPrefix, StoreError
-from pyengine.utils.host_copy import cpu_array, upload
+from pyengine.utils.host_copy import upload
+from pyengine.utils.tensors import array_of
 
 if TYPE_CHECKING:
     import torch
@@ -216,7 +217,7 @@ class _Staging:
             torch.zeros((self._most, row.shape[1]), dtype=row.dtype, pin_memory=is_cuda)
             for row in rows
         ]
-        self.blocks = KVBlocks([cpu_array(tensor) for tensor in self._host], groups)
+        self.blocks = KVBlocks([array_of(tensor) for tensor in self._host], groups)
 
     def parts(self, blocks: Sequence[Block]) -> Iterable[_Part]:
         """The blocks in order, as many at a time as fit."""

@@ -25,7 +25,8 @@ from pyengine.kv_cache.block_memory import BlockMemory, DeviceBlocks, HostBlocks
 from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.memory import available_memory, populate
 from pyengine.kv_cache.pool_memory import PoolMemory
-from pyengine.utils.host_copy import cpu_array, upload
+from pyengine.utils.host_copy import upload
+from pyengine.utils.tensors import array_of
 
 if TYPE_CHECKING:
     import torch
@@ -284,7 +285,7 @@ class KVPool:
         both = [[*used, *(index + count for index in used)] for used in groups]
         if self.device.type != "cpu":
             return DeviceBlocks(self._tensors, both)
-        return HostBlocks([cpu_array(tensor) for tensor in self._tensors], both)
+        return HostBlocks([array_of(tensor) for tensor in self._tensors], both)
 
     def populate(self, num_blocks: int | None = None) -> bool:
         """On the CPU, allocate the memory of the first blocks, or of all, before they are written.

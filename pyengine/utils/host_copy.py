@@ -67,11 +67,3 @@ def _pinned_copy(tensor: "torch.Tensor") -> "torch.Tensor":
 
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copy.copy_(tensor, non_blocking=True)
-
-
-def cpu_array(tensor: "torch.Tensor") -> npt.NDArray[Any]:
-    """The same memory for the kernel: bfloat16, which NumPy lacks, as its bits."""
-    import torch
-
-    bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
-    return bits.numpy()

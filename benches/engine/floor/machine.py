@@ -16,10 +16,11 @@ import torch
 from benches.engine.floor.parts import Arithmetic
 from pyengine.cpu import PackedWeight
 from pyengine.cpu.threads import kernel_threads
-from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype, rounded
+from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype
 from pyengine.models.decoder.float_products import float_product
 from pyengine.models.decoder.product_choice import onednn_supports
 from pyengine.models.integer_linear import q8_0
+from pyengine.utils.dtypes import rounded
 from pyengine.utils.openmp import torch_threads
 
 LARGE = 1 << 29

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from pyengine.kernels.operators import define_operator
-from pyengine.models.decoder.arrays import array_of, tensor_of
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.kernels import Table, TableUse
 from pyengine.models.decoder.spec import MLP
 from pyengine.models.decoder.torch_kernels import ExpertMatrices, TorchKernels, TorchProduct
 from pyengine.models.decoder.weights import Weight
+from pyengine.utils.tensors import array_of, tensor_of
 
 _numbers = count()
 _products: "WeakValueDictionary[int, OpaqueProduct]" = WeakValueDictionary()

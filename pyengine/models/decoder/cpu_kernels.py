@@ -20,15 +20,7 @@ from pyengine.cpu import (
     map_rows,
     norm_rows,
 )
-from pyengine.models.decoder.cpu_numbers import (
-    NUMPY,
-    Dtype,
-    Rows,
-    as_floats,
-    read,
-    rounded,
-    widened,
-)
+from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype, as_floats, read
 from pyengine.models.decoder.cpu_products import (
     CpuExactProduct,
     CpuExperts,
@@ -66,6 +58,7 @@ from pyengine.models.decoder.spec import (
     Routing,
 )
 from pyengine.models.decoder.weights import Weight
+from pyengine.utils.dtypes import Rows, rounded, widened
 
 if TYPE_CHECKING:
     from pyengine.attention.cpu import CpuPlan

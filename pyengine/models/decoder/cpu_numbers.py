@@ -3,39 +3,18 @@
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.checkpoint import Array
-from pyengine.models.decoder.rotary import Floats
 from pyengine.models.decoder.weights import Weight
+from pyengine.utils.dtypes import Rows, rounded, widened
 
 Dtype = Literal["float32", "bfloat16"]
-Rows = npt.NDArray[Any]
-"""float32, or uint16 for bfloat16."""
-
 NUMPY: dict[Dtype, type[Any]] = {"float32": np.float32, "bfloat16": np.uint16}
 _AT_ONCE = 1 << 20
 """Numbers that are converted at once."""
 _INFINITY = 0x7F80
 """Bits of bfloat16 that are all set in numbers that are not finite."""
-
-
-def widened(rows: Rows) -> Floats:
-    """The same numbers in float32."""
-    if rows.dtype != np.uint16:
-        return rows
-    return (rows.astype(np.uint32) << 16).view(np.float32)
-
-
-def rounded(floats: Floats, kind: type[Any]) -> Rows:
-    """float32 numbers in float32, or rounded to bfloat16: to the nearest, ties to even."""
-    if kind is not np.uint16:
-        return floats
-    bits = np.ascontiguousarray(floats, np.float32).view(np.uint32)
-    nearest = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    found: Rows = np.where(np.isnan(floats), (bits >> 16) | 0x40, nearest).astype(np.uint16)
-    return found
 
 
 def as_floats(numbers: Array, kind: str) -> Array:

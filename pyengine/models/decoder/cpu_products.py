@@ -10,11 +10,12 @@ import numpy.typing as npt
 
 from pyengine.cpu import CpuAttention, PackedWeight, QuantizedWeight, gate_rows, map_rows
 from pyengine.errors import ConfigurationError, ModelLoadError
-from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype, Rows, read, rounded, widened
+from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype, read
 from pyengine.models.decoder.kernels import Product
 from pyengine.models.decoder.rotary import Floats
 from pyengine.models.decoder.spec import MLP, ClampedGate
 from pyengine.models.decoder.weights import Weight
+from pyengine.utils.dtypes import Rows, rounded, widened
 
 _REUSED = 64 << 20  # bytes of results that are kept: 64 rows of 262,144 logits in float32
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.models.decoder.arrays import array_of, tensor_of
-from pyengine.models.decoder.cpu_numbers import Rows
+from pyengine.utils.dtypes import Rows
+from pyengine.utils.tensors import array_of, tensor_of
 
 ProductName = Literal["torch", "onednn", "onednn-unpacked", "pyengine"]
 """`torch.nn.functional.linear`; oneDNN with weights in its layout, which is a copy; oneDNN with

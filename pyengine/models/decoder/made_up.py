@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from pyengine.models.decoder.checkpoint import Array, StoredTensor
-from pyengine.models.decoder.cpu_numbers import rounded
+from pyengine.utils.dtypes import rounded
 
 _DIFFERENT = (1 << 20) - 3
 """Numbers after which they repeat: making more of them takes longer than a load.

@@ -16,11 +16,11 @@ from pyengine.attention.dispatch import CompiledModel, PagedContext
 from pyengine.attention.kernel_options import KernelOptions
 from pyengine.attention.needs import LayerNeeds
 from pyengine.cpu import CpuAttention
-from pyengine.models.decoder.arrays import array_of, tensor_of
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.mtp import MTPLayers
 from pyengine.models.decoder.spec import Attention, DecoderSpec, Layer
+from pyengine.utils.tensors import array_of, tensor_of
 
 
 class DecoderModel:

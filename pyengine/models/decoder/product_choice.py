@@ -19,8 +19,9 @@ import numpy as np
 
 from pyengine.cpu import CpuAttention
 from pyengine.errors import ConfigurationError
-from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype, Rows, rounded
+from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype
 from pyengine.models.decoder.float_products import ProductName, float_product, onednn_gate
+from pyengine.utils.dtypes import Rows, rounded
 from pyengine.utils.openmp import torch_threads
 
 Multiply = Callable[[Rows], Rows]

@@ -13,7 +13,6 @@ from math import gcd
 from typing import Any
 
 from pyengine.errors import ConfigurationError, ModelLoadError
-from pyengine.models.decoder.arrays import array_of, tensor_of
 from pyengine.models.decoder.spec import (
     MLP,
     Attention,
@@ -23,6 +22,7 @@ from pyengine.models.decoder.spec import (
     Layer,
     Mixer,
 )
+from pyengine.utils.tensors import array_of, tensor_of
 
 Rows = Any
 

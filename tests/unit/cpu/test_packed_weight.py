@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from pyengine.cpu import BufferError, ConfigError, CpuAttention, PackedWeight
-from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype, Rows, rounded, widened
+from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype
 from pyengine.models.decoder.cpu_products import CpuGate, CpuProduct
 from pyengine.models.decoder.product_choice import kernel_supports
 from pyengine.models.decoder.spec import Activation
+from pyengine.utils.dtypes import Rows, rounded, widened
 
 pytestmark = pytest.mark.levels
 

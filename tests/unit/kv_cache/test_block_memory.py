@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pyengine.kv_cache import KVStore, StoreError, block_memory, kv_fingerprint
 from pyengine.kv_cache.block_memory import Block, CopyStream, DeviceBlocks, HostBlocks
 from pyengine.utils import host_copy
-from pyengine.utils.host_copy import cpu_array
+from pyengine.utils.tensors import array_of
 from tests.support.kernels import run_apart
 from tests.support.late_cuda import LateCuda
 
@@ -49,7 +49,7 @@ def everything(pool: list[torch.Tensor]) -> list[bytes]:
 
 
 def on_host(pool: list[torch.Tensor]) -> HostBlocks:
-    return HostBlocks([cpu_array(tensor.view(torch.uint8)) for tensor in pool], GROUPS)
+    return HostBlocks([array_of(tensor.view(torch.uint8)) for tensor in pool], GROUPS)
 
 
 @pytest.fixture

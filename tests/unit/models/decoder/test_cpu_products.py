@@ -12,10 +12,9 @@ import torch
 from pyengine.cpu import CpuAttention, PackedWeight, QuantizedWeight
 from pyengine.cpu.threads import kernel_threads
 from pyengine.models.decoder import cpu_products
-from pyengine.models.decoder.arrays import array_of, tensor_of
 from pyengine.models.decoder.checkpoint import Array, StoredTensor
 from pyengine.models.decoder.cpu_kernels import CpuKernels
-from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype, rounded, widened
+from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype
 from pyengine.models.decoder.cpu_products import (
     CpuInnerProduct,
     CpuProduct,
@@ -27,6 +26,8 @@ from pyengine.models.decoder.product_choice import ProductChooser, onednn_suppor
 from pyengine.models.decoder.spec import MLP, ClampedGate
 from pyengine.models.decoder.weights import Weight
 from pyengine.models.integer_linear import q8_0
+from pyengine.utils.dtypes import rounded, widened
+from pyengine.utils.tensors import array_of, tensor_of
 from tests.unit.models.decoder.tiny_models import Tiny, save
 
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")

@@ -15,13 +15,13 @@ from pyengine.attention.cpu import CpuBackend
 from pyengine.cpu import CpuAttention
 from pyengine.cpu.threads import kernel_threads
 from pyengine.errors import ConfigurationError, ModelLoadError
-from pyengine.models.decoder.arrays import array_of, tensor_of
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.cpu_numbers import Dtype
 from pyengine.models.decoder.loading import open_model, spec_of
 from pyengine.models.decoder.ranks import Rank, divided
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from pyengine.models.decoder.weights import Weight
+from pyengine.utils.tensors import array_of, tensor_of
 from tests.unit.models.decoder.steps import CPU, Runner, Running, generate
 from tests.unit.models.decoder.test_families import SETS, TOLERANCE, Saved
 from tests.unit.models.decoder.tiny_models import MODELS, Tiny
