@@ -5,12 +5,13 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q --no-input
-INSTALL = $(BIN)/python tools/install.py --uv $(UV) --torch $(TORCH)
+INSTALL = tools/install.py --uv $(UV) --torch $(TORCH)
 
 # It installs what uv.lock says; brought from PyPI if it is not there.
 UV ?= $(or $(shell command -v uv 2> /dev/null),$(BIN)/uv)
 
-# The build of torch: cpu, cuda, or auto, which is that for CPUs where there is no GPU and PyTorch's index answers.
+# The build of torch that `make torch` and `make test` install: cpu, cuda, or auto, which is that for CPUs where there is
+# no GPU and PyTorch's index answers.
 TORCH ?= auto
 
 RUST_SOURCES := $(shell find rust \( -path rust/fuzz -o -path rust/kv-bench \) -prune -o \( -name '*.rs' -o -name 'Cargo.toml' \) -print) Cargo.toml $(wildcard Cargo.lock)
@@ -18,9 +19,11 @@ export PYO3_PYTHON := $(abspath $(BIN)/python)
 
 ENGINE := $(VENV)/.installed-engine
 SERVE  := $(VENV)/.installed-serve
+WITH_TORCH := $(VENV)/.installed-torch
 DEV    := $(VENV)/.installed-dev
 DOCS   := $(VENV)/.installed-docs
 BUILT  := $(VENV)/.built
+LIGHT  := .venv-light
 PEERS  := .venv-peers
 CLIENTS := .venv-clients
 CLUSTER := .venv-cluster
@@ -86,7 +89,7 @@ MSRV := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello serve clients cluster cluster-test test test-modelled test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom model fuzz mutants mutants-python bench vllm-tests conformance gpu-tests gpu-planner gpu-first-run gpu-first-run-kit bench-rust bench-worst guard guard-update clean
+.PHONY: help hello serve torch clients cluster cluster-test test test-light test-modelled test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom model fuzz mutants mutants-python bench vllm-tests conformance gpu-tests gpu-planner gpu-first-run gpu-first-run-kit bench-rust bench-worst guard guard-update clean
 .PHONY: distclean rust-tools valgrind wheels try-wheels try-bare try-musl sdist sbom test-portable test-windows
 .PHONY: crates publish-crates msrv semver lint-workflows lint-deploy deny audit release-check release-notes
 .DEFAULT_GOAL := help
@@ -100,10 +103,15 @@ hello: $(ENGINE) $(BUILT) ## a real model answers through the Rust block manager
 serve: $(SERVE) $(BUILT) ## the embedded model as an OpenAI-compatible server on port 8000; SERVE_ARGS="MODEL --port 8001"
 	@$(BIN)/pyengine serve $(SERVE_ARGS)
 
+torch: $(WITH_TORCH) ## torch and transformers for what needs them: CUDA, compile=True, other families; TORCH=cpu or cuda
+
 test: $(DEV) $(BUILT) ## Rust and Python tests
 	cargo test --workspace
 	@$(MAKE) --no-print-directory test-modelled
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-light: $(LIGHT)/.built ## the Python tests in an environment without torch
+	$(LIGHT)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # REQUIRE_ISA asks for processors, not for models.
 test-modelled: ## the Rust tests of AMX against a model of its instructions, where the processor has AVX-512 BF16
@@ -223,6 +231,7 @@ deny: ## licences, sources and known vulnerabilities of the crates; the last nee
 audit: $(AUDIT)/.installed ## known vulnerabilities of the Python packages; needs the network
 	$(BIN)/python tools/requirements.py serve > $(AUDIT)/serve.txt
 	$(BIN)/python tools/requirements.py engine >> $(AUDIT)/serve.txt
+	$(BIN)/python tools/requirements.py torch >> $(AUDIT)/serve.txt
 	$(AUDIT)/bin/pip-audit --strict --progress-spinner off -r $(AUDIT)/serve.txt
 
 release-check: ## does TAG=v1.2.3 name the version of Cargo.toml and of the changelog?
@@ -298,7 +307,7 @@ clean: ## remove what was built; .venv stays
 	find pyengine tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(CLUSTER) $(GPU_TESTS) $(GPU_TESTS_TORCH_2_11) $(MUTANTS) $(FREE_THREADED) $(WHEELS) $(LINT_DEPLOY) $(AUDIT)
+	rm -rf $(VENV) $(LIGHT) $(PEERS) $(CLIENTS) $(CLUSTER) $(GPU_TESTS) $(GPU_TESTS_TORCH_2_11) $(MUTANTS) $(FREE_THREADED) $(WHEELS) $(LINT_DEPLOY) $(AUDIT)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -307,19 +316,29 @@ $(VENV)/bin/python:
 
 $(ENGINE): pyproject.toml uv.lock tools/install.py | $(VENV)/bin/python
 	@command -v $(UV) > /dev/null || $(PIP) install uv
-	$(INSTALL) engine
+	$(BIN)/python $(INSTALL) engine
 	@touch $@
 
 $(SERVE): $(ENGINE)
-	$(INSTALL) serve
+	$(BIN)/python $(INSTALL) serve
+	@touch $@
+
+$(WITH_TORCH): $(ENGINE)
+	$(BIN)/python $(INSTALL) torch
 	@touch $@
 
 $(DEV): $(SERVE)
-	$(INSTALL) dev
+	$(BIN)/python $(INSTALL) dev
 	@touch $@
 
 $(DOCS): $(DEV)
-	$(INSTALL) docs
+	$(BIN)/python $(INSTALL) docs
+	@touch $@
+
+$(LIGHT)/.installed: pyproject.toml uv.lock tools/install.py | $(VENV)/bin/python
+	@command -v $(UV) > /dev/null || $(PIP) install uv
+	$(PYTHON) -m venv $(LIGHT)
+	$(LIGHT)/bin/python $(INSTALL) dev-light
 	@touch $@
 
 # $(call environment,FOLDER,GROUP,REQUIREMENTS): an environment with a group of pyproject.toml, and further
@@ -404,6 +423,11 @@ $(BUILT): $(RUST_SOURCES) $(ENGINE)
 	  { echo "cargo was not found: the block manager is Rust; install the toolchain from https://rustup.rs"; exit 1; }
 	$(BIN)/python -m maturin --version > /dev/null 2>&1 || $(PIP) install "$$($(BIN)/python tools/requirements.py build)"
 	PIP_QUIET=1 VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/python -m maturin develop --release
+	@touch $@
+
+# The same extension file as that of .venv: both are editable.
+$(LIGHT)/.built: $(RUST_SOURCES) $(LIGHT)/.installed
+	PIP_QUIET=1 VIRTUAL_ENV=$(abspath $(LIGHT)) $(LIGHT)/bin/python -m maturin develop --release
 	@touch $@
 
 rust-tools:

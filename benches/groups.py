@@ -106,7 +106,7 @@ def print_shapes() -> None:
     print("|---|---:|---:|---:|---:|---:|---:|")
     for name, (family, settings) in SHAPES.items():
         spec = spec_of(AutoConfig.for_model(family, **settings).to_dict(), name)
-        specs = spec.cache_specs(torch.bfloat16)
+        specs = spec.cache_specs("bfloat16")
         length = settings["max_position_embeddings"]
         groups = choose_layer_groups(spec.windows, specs, length)
         print(f"{name}: {groups}", file=sys.stderr)

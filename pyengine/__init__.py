@@ -4,8 +4,8 @@ Two independent entry points, loaded at first use:
 
 - `BlockManager` and its handles (`Sequence`, `StepPlan`, `Pin`, ...) are for people who build
   engines. They need NumPy only.
-- `LLM` and `SamplingParams` are for people who run models. `LLM` imports torch and transformers,
-  the distribution's extra `engine`.
+- `LLM` and `SamplingParams` are for people who run models. `LLM` needs the
+  distribution's extra `engine`; with the extra `torch` it also runs on CUDA.
 """
 
 from typing import TYPE_CHECKING

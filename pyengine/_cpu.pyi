@@ -22,10 +22,15 @@ __all__ = [
     "__version__",
     "add_norm",
     "add_rows",
+    "draw_tokens",
     "gate_rows",
+    "largest_logits",
     "limit_threads",
     "map_rows",
     "norm_rows",
+    "quantise_groups",
+    "quantise_q8_0",
+    "token_logprobs",
 ]
 
 __version__: str
@@ -33,6 +38,7 @@ __version__: str
 _Array: TypeAlias = npt.NDArray[np.integer[Any]] | Buffer
 _AnyArray: TypeAlias = npt.NDArray[Any] | Buffer
 _Floats: TypeAlias = npt.NDArray[np.float32] | Buffer
+_Doubles: TypeAlias = npt.NDArray[np.float64] | Buffer
 _Bytes: TypeAlias = npt.NDArray[np.uint8] | Buffer
 _Norm: TypeAlias = tuple[_Floats, _Floats, float, float]
 _Rotation: TypeAlias = tuple[_Floats, _Floats, int, bool, int, _Norm | None]
@@ -78,6 +84,7 @@ class CpuAttention:
         *,
         scaling: float,
         sliding_window: int | None = None,
+        first_key: int = 0,
         softcap: float | None = None,
         sinks: _Floats | None = None,
         rotation: _Rotation | None = None,
@@ -110,6 +117,14 @@ def gate_rows(
     activation: str = "silu",
     clamped: tuple[float, float] | None = None,
 ) -> None: ...
+def quantise_groups(
+    threads: CpuAttention,
+    weight: _AnyArray,
+    codes: _Bytes,
+    scales: _Floats,
+    zeros: _Bytes,
+) -> None: ...
+def quantise_q8_0(threads: CpuAttention, weight: _AnyArray, blocks: _Bytes) -> None: ...
 
 @final
 class PackedWeight:
@@ -162,3 +177,19 @@ class QuantizedWeight:
     def in_features(self) -> int: ...
     @property
     def out_features(self) -> int: ...
+
+def largest_logits(threads: CpuAttention, logits: _AnyArray, out: _Array) -> None: ...
+def draw_tokens(
+    threads: CpuAttention,
+    logits: _AnyArray,
+    rows: _Array,
+    settings: _Doubles,
+    numbers: _Doubles,
+    out: _Array,
+) -> None: ...
+def token_logprobs(
+    threads: CpuAttention,
+    logits: _AnyArray,
+    reported: tuple[_Array, _Array, _Array],
+    out: tuple[_Floats, _Array, _Array, _Floats],
+) -> None: ...

@@ -8,8 +8,6 @@ from queue import SimpleQueue
 from time import monotonic
 from typing import Any
 
-from tqdm import tqdm
-
 from pyengine.config import EngineSettings, takes_settings
 from pyengine.engine.chat_template import ChatOptions, Message, as_conversations, render_chat
 from pyengine.engine.client import EngineClient, PromptPin
@@ -252,7 +250,7 @@ class LLM(EngineClient):
         done: dict[int, RequestOutput] = {}
         start, before = monotonic(), self._engine.num_new_tokens
         num_cached = num_prompt = 0
-        bar = tqdm(total=len(requests), unit="prompt", dynamic_ncols=True) if use_tqdm else None
+        bar = _progress_bar(len(requests)) if use_tqdm else None
         with nullcontext() if bar is None else bar:
             for output in self._read(requests, RequestOutputKind.FINAL_ONLY):
                 done[output.index] = output
@@ -273,3 +271,9 @@ class LLM(EngineClient):
                 outputs,
             )
         return outputs
+
+
+def _progress_bar(total: int) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="prompt", dynamic_ncols=True)

@@ -1,12 +1,14 @@
 """Install what the project needs into this Python's environment: the versions of uv.lock.
 
-    python tools/install.py engine --uv uv --torch auto
+    python tools/install.py engine --uv uv
+    python tools/install.py torch --uv uv --torch auto
 
 torch is the build of the lock, which on Linux is the one for CUDA, or a build for CPUs from
 PyTorch's own index. `auto` takes the latter on machines without a GPU where that index answers.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,11 +23,18 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
 PATIENCE = 5.0
 """Seconds that the index has to answer."""
 
+_ENGINE = ("--extra", "engine", "--group", "embedded")
+_SERVE = (*_ENGINE, "--extra", "serve")
+_TORCH = ("--extra", "torch")
+_DEV = (*_SERVE, "--extra", "dev")
+
 WANTED = {
-    "engine": ["--extra", "engine", "--group", "embedded"],
-    "serve": ["--extra", "engine", "--group", "embedded", "--extra", "serve"],
-    "dev": ["--extra", "engine", "--group", "embedded", "--extra", "serve", "--extra", "dev"],
-    "docs": ["--extra", "docs"],
+    "engine": _ENGINE,
+    "torch": (*_ENGINE, *_TORCH),
+    "serve": _SERVE,
+    "dev": (*_DEV, *_TORCH),
+    "dev-light": _DEV,
+    "docs": ("--extra", "docs"),
 }
 """The options of uv for each target of the Makefile."""
 
@@ -49,9 +58,12 @@ def _answers() -> bool:
 
 
 def commands(uv: str, wanted: str, build: str, requirements: Path) -> list[list[str]]:
-    """The commands, in order; `requirements` is a file that the first one may write."""
+    """The commands, in order; `requirements` is a file that the first one may write.
+
+    What is installed already and not wanted, such as torch, stays.
+    """
     options = ["--frozen", "--no-default-groups", *WANTED[wanted]]
-    if build == "lock" or wanted == "docs":
+    if build == "lock" or not _has_torch(wanted):
         return [[uv, "sync", "--inexact", "--no-install-project", "-q", *options]]
     pinned = ["--no-emit-project", "--no-hashes", "--prune", "torch", "--output-file"]
     target = ["-q", "--python", sys.executable]
@@ -62,6 +74,10 @@ def commands(uv: str, wanted: str, build: str, requirements: Path) -> list[list[
     ]
 
 
+def _has_torch(wanted: str) -> bool:
+    return "torch" in WANTED[wanted]
+
+
 def _locked(name: str) -> str:
     """The version of a package in the lock."""
     packages = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))["package"]
@@ -70,19 +86,20 @@ def _locked(name: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Say which torch it is, and install."""
+    """Install, and say which torch it is if one is wanted."""
     parser = argparse.ArgumentParser(description="Install the versions of uv.lock.")
     parser.add_argument("wanted", choices=WANTED)
     parser.add_argument("--uv", default="uv")
     parser.add_argument("--torch", default="auto", help="auto, cpu or cuda")
     given = parser.parse_args(arguments)
-    build = torch_build(given.torch)
-    if given.wanted == "engine":
+    build = torch_build(given.torch) if _has_torch(given.wanted) else "lock"
+    if given.wanted in ("torch", "dev"):
         size = "0.2 GB" if build == "cpu" else "5 GB on Linux, with CUDA"
         print(f"installing torch ({size}), transformers, ...: a few minutes", flush=True)
+    environment = os.environ | {"UV_PROJECT_ENVIRONMENT": sys.prefix}
     with tempfile.TemporaryDirectory() as folder:
         for command in commands(given.uv, given.wanted, build, Path(folder) / "requirements.txt"):
-            subprocess.run(command, check=True, cwd=ROOT)
+            subprocess.run(command, check=True, cwd=ROOT, env=environment)
 
 
 if __name__ == "__main__":

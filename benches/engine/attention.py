@@ -58,7 +58,7 @@ class Step:
     def of(cls, batch: int, context: int) -> "Step":
         """Random keys, values and queries."""
         width = context // BLOCK
-        spec = KVCacheSpec(KV_HEADS, DIM, DIM, torch.float32)
+        spec = KVCacheSpec(KV_HEADS, DIM, DIM, "float32")
         pool = KVPool([spec], batch * width + 64, BLOCK, torch.device("cpu"))
         pool.keys[0].normal_()
         pool.values[0].normal_()

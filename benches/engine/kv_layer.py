@@ -17,6 +17,7 @@ from benches.engine.attention import BLOCK, DIM, HEADS, KV_HEADS
 from pyengine.attention.backend import AttentionOptions, StepInputs
 from pyengine.attention.cpu import CpuBackend
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
+from pyengine.utils.dtypes import dtype_of
 
 CACHES = ("auto", "int8")
 
@@ -25,7 +26,7 @@ def layer(kv: str, dtype: torch.dtype, sequences: int, context: int) -> Callable
     """Attention of one layer with a cache of random keys and values."""
     cached = dtype if kv == "auto" else torch.int8
     width = context // BLOCK
-    spec = KVCacheSpec(KV_HEADS, DIM, DIM, cached)
+    spec = KVCacheSpec(KV_HEADS, DIM, DIM, dtype_of(cached))
     pool = KVPool([spec], sequences * width + 1, BLOCK, torch.device("cpu"))
     backend = CpuBackend(pool)
     options = AttentionOptions(scaling=DIM**-0.5)

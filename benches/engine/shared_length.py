@@ -23,6 +23,7 @@ import numpy as np
 
 from benches.engine.page import publish
 from benches.peers.report import heading, machine, results_file, results_name
+from pyengine.utils.dtypes import dtype_of
 
 ROOT = Path(__file__).parents[2]
 PLOT = ROOT / "docs/images/shared-length.svg"
@@ -44,7 +45,7 @@ def measure(dtype: str, length: int) -> dict[str, float]:
 
     kind = getattr(torch, dtype)
     shared, own = length // BLOCK, OWN // BLOCK
-    spec = KVCacheSpec(KV_HEADS, DIM, DIM, kind)
+    spec = KVCacheSpec(KV_HEADS, DIM, DIM, dtype_of(kind))
     pool = KVPool([spec] * LAYERS, shared + ROWS * own, BLOCK, torch.device("cpu"))
     for tensor in (*pool.keys, *pool.values):
         tensor.normal_()

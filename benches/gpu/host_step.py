@@ -112,10 +112,10 @@ class Host:
         windows = (None,) * case.groups
         blocks = case.groups * sum(-(-each_length // BLOCK) + 20 for each_length in lengths)
         self.manager = BlockManager(blocks, BLOCK, groups=windows)
-        specs = [KVCacheSpec(1, HEAD_DIM, HEAD_DIM, torch.bfloat16)] * case.groups
+        specs = [KVCacheSpec(1, HEAD_DIM, HEAD_DIM, "bfloat16")] * case.groups
         pool = KVPool(specs, 1, BLOCK, CPU)
         pool.groups = SimpleNamespace(  # type: ignore[assignment]
-            places=[SimpleNamespace(group=group) for group in range(case.groups)],
+            places=[SimpleNamespace(group=group, index=group) for group in range(case.groups)],
             windows=windows,
         )
         with patch.dict(sys.modules, {"flashinfer": LIBRARY}):

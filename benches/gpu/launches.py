@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benches.gpu.decoders import unfilled_decoder
 from pyengine.attention.backend import AttentionOptions, Rows
-from pyengine.attention.dispatch import CompiledModel, PagedContext, running
+from pyengine.attention.context import PagedContext
+from pyengine.attention.dispatch import CompiledModel, running
 from pyengine.models.fallback import FallbackModel, attending_layers
 from pyengine.models.loaded import Model
 from pyengine.models.transformers_calls import quiet_transformers

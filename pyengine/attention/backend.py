@@ -2,23 +2,25 @@
 
 Models normalise and rotate queries and keys before they attend. Our decoders leave that to the KV
 write: one kernel does it on CUDA (`kernels/rotation.py`), the attention kernel on CPUs, and
-elsewhere `rotated`, the oracle of both. All compute in float32 and round once.
+elsewhere `paged.rotated`, the oracle of both. All compute in float32 and round once.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from pyengine.attention.needs import AttentionNeeds
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache import SharedPrefixes
 from pyengine.kv_cache.pool import KVPool
+from pyengine.utils.tensors import tensor_of
 
 if TYPE_CHECKING:
+    import torch
+
     from pyengine.attention.cascade import Cascade
 
 
@@ -30,8 +32,8 @@ class HeadNorm:
     where weights are kept as differences from 1 (Gemma), else 0.
     """
 
-    query_weight: torch.Tensor
-    key_weight: torch.Tensor
+    query_weight: "torch.Tensor"
+    key_weight: "torch.Tensor"
     eps: float
     offset: float
 
@@ -54,37 +56,10 @@ class Rotation:
     """The rotation that a layer leaves to attention; `cos` and `sin` are `[T, columns]`, of any
     float type."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: "torch.Tensor"
+    sin: "torch.Tensor"
     layout: RotaryLayout
     norm: HeadNorm | None = None
-
-
-def rotated(
-    query: torch.Tensor, key: torch.Tensor, rotation: Rotation
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`query` `[T, query_heads, d]` and `key` `[T, kv_heads, d]`, normalised first, then turned."""
-    norm = rotation.norm
-    weights = (None, None) if norm is None else (norm.query_weight, norm.key_weight)
-    turned = [_turned(*item, rotation) for item in zip((query, key), weights, strict=True)]
-    return turned[0], turned[1]
-
-
-def _turned(rows: torch.Tensor, weight: torch.Tensor | None, rotation: Rotation) -> torch.Tensor:
-    found, layout, norm = rows.float(), rotation.layout, rotation.norm
-    if norm is not None and weight is not None:
-        found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + norm.eps)
-        found = found * (norm.offset + weight.float())
-    half, lead = layout.size // 2, found.shape[:-1]
-    shape, axis = ((2, half), -2) if layout.order == "halves" else ((half, 2), -1)
-    first, second = found[..., : layout.size].reshape(*lead, *shape).unbind(axis)
-    cos, sin = (
-        item.float()[:, None, : half * layout.step : layout.step]
-        for item in (rotation.cos, rotation.sin)
-    )
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    turned = torch.stack(parts, axis).flatten(-2)
-    return torch.cat([turned, found[..., layout.size :]], -1).to(rows.dtype)
 
 
 Int32Array = npt.NDArray[np.int32]
@@ -116,7 +91,7 @@ class SharedRows:
 class StepInputs:
     """The T tokens of B sequences of one step, flattened in plan order; G layer groups.
 
-    Tensors, on the device of the model:
+    Arrays on the CPU, tensors on another device:
 
     - `input_ids`, `positions`: int64 `[T]`.
     - `slot_mapping`: int64 `[G, T]`, where the layers of a group put each token's keys and
@@ -135,18 +110,33 @@ class StepInputs:
     `cascade` those of them that a `sharing_graph_plan` is to read once.
     """
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_tables: torch.Tensor
-    logits_indices: torch.Tensor
+    input_ids: Any
+    positions: Any
+    slot_mapping: Any
+    query_start_loc: Any
+    seq_lens: Any
+    block_tables: Any
+    logits_indices: Any
     host_query_start_loc: Int32Array
     host_seq_lens: Int32Array
     host_block_tables: Int32Array
     shared: SharedRows | None = None
     cascade: "Cascade | None" = None
+
+    def tensors(self) -> "StepInputs":
+        """The same step for torch: on the CPU tensors over the memory of the arrays."""
+        if not isinstance(self.input_ids, np.ndarray):
+            return self
+        return replace(
+            self,
+            input_ids=tensor_of(self.input_ids),
+            positions=tensor_of(self.positions),
+            slot_mapping=tensor_of(self.slot_mapping),
+            query_start_loc=tensor_of(self.query_start_loc),
+            seq_lens=tensor_of(self.seq_lens),
+            block_tables=tensor_of(self.block_tables),
+            logits_indices=tensor_of(self.logits_indices),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +154,11 @@ class AttentionOptions:
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
-    sinks: torch.Tensor | None = None
+    sinks: "torch.Tensor | None" = None
     rotation: Rotation | None = None
 
 
-Rows: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Rows: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
 """Query `[T, query_heads, head_dim_k]`, key `[T, kv_heads, head_dim_k]` and value `[T, kv_heads,
 head_dim_v]` of a layer's step, any strides."""
 
@@ -176,7 +166,7 @@ head_dim_v]` of a layer's step, any strides."""
 class AttentionPlan(Protocol):
     """One step, prepared: index tensors that every layer of the step shares."""
 
-    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
+    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> "torch.Tensor":
         """Apply `options.rotation`, write the step's keys and values, then attend.
 
         Returns `[T, query_heads, head_dim_v]`. The keys and values of the whole step are written
@@ -214,6 +204,8 @@ class AttentionBackend(ABC):
     """True if `graph_plan` can be called."""
     shared_group: int | None = None
     """The layer group whose shared blocks it reads once; None: none."""
+    takes_arrays = False
+    """True if `plan` takes the arrays of a step on the CPU; else it takes `StepInputs.tensors`."""
     reads_tables = True
     """True if it reads `StepInputs.block_tables`; else only `host_block_tables` are filled."""
 

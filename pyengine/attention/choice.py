@@ -3,23 +3,23 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
-import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionOptions, StepInputs
-from pyengine.attention.cpu import CpuBackend
-from pyengine.attention.flash_attn import FlashAttn3Backend, FlashAttnBackend
-from pyengine.attention.flashinfer import FlashInferBackend
-from pyengine.attention.flex import FlexBackend
-from pyengine.attention.gather import GatherBackend
-from pyengine.attention.needs import AttentionNeeds, LayerNeeds
-from pyengine.attention.paged import on_device
-from pyengine.attention.varlen import CudnnBackend, VarlenBackend
+from pyengine.attention.needs import AttentionNeeds, LayerNeeds, flex_obstacle, gather_obstacle
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
-from pyengine.utils.host_copy import upload
+from pyengine.utils.devices import Device, for_torch, on_device
+from pyengine.utils.dtypes import torch_dtype
+from pyengine.utils.packaging import is_installed, needs_torch
 from pyengine.utils.validation import shown
+
+if TYPE_CHECKING:
+    import torch
 
 _TRIAL_BLOCKS = 4
 _log = logging.getLogger(__name__)
@@ -35,16 +35,42 @@ class Choice:
 
     def build(self, pool: KVPool) -> AttentionBackend:
         """The backend over `pool`, whose blocks are of `block_size`."""
-        return _CANDIDATES[self.backend](pool)
+        return backend_class(self.backend)(pool)
 
 
-_CANDIDATES: dict[str, type[AttentionBackend]] = {
-    backend.name: backend
-    for backend in (  # the preferred first
-        *(CpuBackend, FlashInferBackend, FlashAttn3Backend, FlashAttnBackend),
-        *(CudnnBackend, VarlenBackend, FlexBackend, GatherBackend),
-    )
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A backend that is imported when it is needed: all but "cpu" import torch.
+
+    `devices` are the types that it runs on. `obstacle` is that of the class, if it can be had
+    without an import.
+    """
+
+    module: str
+    class_name: str
+    devices: tuple[str, ...] = ("cuda",)
+    needs_torch: bool = True
+    obstacle: Callable[[AttentionNeeds], str | None] | None = None
+
+
+_CANDIDATES = {  # the preferred first
+    "cpu": _Candidate("cpu", "CpuBackend", ("cpu",), needs_torch=False),
+    "flashinfer": _Candidate("flashinfer", "FlashInferBackend"),
+    "flash-attn-3": _Candidate("flash_attn", "FlashAttn3Backend"),
+    "flash-attn": _Candidate("flash_attn", "FlashAttnBackend"),
+    "cudnn": _Candidate("varlen", "CudnnBackend"),
+    "varlen": _Candidate("varlen", "VarlenBackend"),
+    "flex": _Candidate("flex", "FlexBackend", ("cpu", "cuda"), obstacle=flex_obstacle),
+    "gather": _Candidate("gather", "GatherBackend", ("cpu", "cuda"), obstacle=gather_obstacle),
 }
+
+
+@cache
+def backend_class(name: str) -> type[AttentionBackend]:
+    """The class of a backend, imported at the first call."""
+    candidate = _CANDIDATES[name]
+    module = import_module(f"pyengine.attention.{candidate.module}")
+    return cast("type[AttentionBackend]", getattr(module, candidate.class_name))
 
 
 def choose_backend(
@@ -70,21 +96,29 @@ def choose_backend(
             )
         return _choice(requested, "asked for", needs)
     obstacles: list[str] = []
-    for name, candidate in _CANDIDATES.items():
+    for name in _CANDIDATES:
         obstacle = _obstacle(name, needs, failed)
-        if obstacle is None and needs.device.type in candidate.auto_on:
+        if obstacle is None and needs.device.type in backend_class(name).auto_on:
             passed_over = f" ({'; '.join(obstacles)})" if obstacles else ""
-            return _choice(name, candidate.strength + passed_over, needs)
+            return _choice(name, backend_class(name).strength + passed_over, needs)
         obstacles.append(f"{name}: {obstacle or f'on {needs.device.type} only when asked for'}")
     raise ConfigurationError(f"no attention backend can serve: {'; '.join(obstacles)}")
 
 
 def _obstacle(name: str, needs: AttentionNeeds, failed: Mapping[str, str] | None) -> str | None:
-    return (failed or {}).get(name) or _CANDIDATES[name].obstacle(needs)
+    candidate = _CANDIDATES[name]
+    if failed and name in failed:
+        return failed[name]
+    if needs.device.type not in candidate.devices:
+        return f"it runs on {' and '.join(candidate.devices)}, the device is {needs.device}"
+    if candidate.needs_torch and not is_installed("torch"):
+        return needs_torch("it")
+    obstacle = candidate.obstacle or backend_class(name).obstacle
+    return obstacle(needs)
 
 
 def _choice(name: str, reason: str, needs: AttentionNeeds) -> Choice:
-    return Choice(name, reason, needs.block_size or _CANDIDATES[name].block_size)
+    return Choice(name, reason, needs.block_size or backend_class(name).block_size)
 
 
 def select_backend(requested: str, needs: AttentionNeeds) -> Choice:
@@ -95,7 +129,7 @@ def select_backend(requested: str, needs: AttentionNeeds) -> Choice:
     failed: dict[str, str] = {}
     while True:
         choice = choose_backend(requested, needs, failed)
-        candidate = _CANDIDATES[choice.backend]
+        candidate = backend_class(choice.backend)
         problem = None
         if candidate.is_uncertain:
             problem = try_out(candidate, needs, choice.block_size)
@@ -110,8 +144,8 @@ def select_backend(requested: str, needs: AttentionNeeds) -> Choice:
 def explain_backends(choice: Choice, needs: AttentionNeeds) -> dict[str, str]:
     """For every backend, in order of preference: whether it was chosen, could serve, or why not."""
     verdicts = {}
-    for name, candidate in _CANDIDATES.items():
-        obstacle = candidate.obstacle(needs)
+    for name in _CANDIDATES:
+        obstacle = _obstacle(name, needs, None)
         verdicts[name] = f"cannot serve: {obstacle}" if obstacle else "could serve"
         if name == choice.backend:
             verdicts[name] = "chosen"
@@ -139,6 +173,8 @@ def try_out(
                     rows = _trial_rows(new_tokens, kind, needs)
                     plan.forward(layer, rows, _trial_options(kind, needs))
             if needs.device.type == "cuda":
+                import torch
+
                 torch.cuda.synchronize()
     except Exception as error:  # whatever an import, a compiler or a driver raises
         text = " ".join(str(error).split())
@@ -146,8 +182,13 @@ def try_out(
     return None
 
 
-def _trial_inputs(new_tokens: int, block_size: int, device: torch.device) -> StepInputs:
+def _trial_inputs(new_tokens: int, block_size: int, device: Device) -> StepInputs:
     """One sequence of three tokens, in block 1, of which the last `new_tokens` are new."""
+    import torch
+
+    from pyengine.utils.host_copy import upload
+
+    device = for_torch(device)
     starts, lens = np.array([0, new_tokens], dtype=np.int32), np.array([3], dtype=np.int32)
     tables = np.array([[[1]]], dtype=np.int32)
     positions = torch.arange(3 - new_tokens, 3, device=device)
@@ -168,20 +209,26 @@ def _trial_inputs(new_tokens: int, block_size: int, device: torch.device) -> Ste
 
 def _trial_rows(
     num_tokens: int, kind: LayerNeeds, needs: AttentionNeeds
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
+    import torch
+
+    dtype, device = torch_dtype(needs.dtype), for_torch(needs.device)
     shapes = (
         (kind.query_heads, kind.head_dim_k),
         (kind.kv_heads, kind.head_dim_k),
         (kind.kv_heads, kind.head_dim_v),
     )
     query, key, value = (
-        torch.zeros(num_tokens, *shape, dtype=needs.dtype, device=needs.device) for shape in shapes
+        torch.zeros(num_tokens, *shape, dtype=dtype, device=device) for shape in shapes
     )
     return query, key, value
 
 
 def _trial_options(kind: LayerNeeds, needs: AttentionNeeds) -> AttentionOptions:
-    sinks = torch.zeros(kind.query_heads, dtype=needs.dtype, device=needs.device)
+    import torch
+
+    dtype, device = torch_dtype(needs.dtype), for_torch(needs.device)
+    sinks = torch.zeros(kind.query_heads, dtype=dtype, device=device)
     return AttentionOptions(
         scaling=kind.head_dim_k**-0.5,
         sliding_window=kind.window,

@@ -6,11 +6,12 @@ place. Blocks that several sequences share are read once for all of them. A row 
 every batch.
 """
 
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import numpy.typing as npt
-import torch
 
 from pyengine.attention.backend import (
     AttentionBackend,
@@ -23,11 +24,14 @@ from pyengine.attention.backend import (
     StepInputs,
 )
 from pyengine.attention.kernel_options import KernelOptions
-from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
+from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle
 from pyengine.cpu import CpuAttention, CpuCache, CpuStep
 from pyengine.kv_cache.pool import KVPool
 from pyengine.utils.openmp import openmp_runtime
 from pyengine.utils.tensors import array_of
+
+if TYPE_CHECKING:
+    import torch
 
 _caches: WeakKeyDictionary[KVPool, list[CpuCache]] = WeakKeyDictionary()
 
@@ -39,50 +43,60 @@ def _caches_of(pool: KVPool) -> list[CpuCache]:
     """
     if pool not in _caches:
         by_tensor: dict[int, CpuCache] = {}
-        for place, keys, values in zip(pool.groups.places, pool.keys, pool.values, strict=True):
+        for place, (keys, values) in zip(pool.groups.places, pool.arrays, strict=True):
             if place.index not in by_tensor:
-                by_tensor[place.index] = CpuCache(array_of(keys), array_of(values))
+                by_tensor[place.index] = CpuCache(keys, values)
         _caches[pool] = [by_tensor[place.index] for place in pool.groups.places]
     return _caches[pool]
 
 
 class CpuBackend(AttentionBackend):
-    """Attention over a `KVPool` in host memory, with as many threads as torch has.
+    """Attention over a `KVPool` in host memory.
 
-    Models of torch's operations attend with torch's own threads, those over arrays with theirs.
+    Models over arrays attend with their own threads, those of torch's operations with torch's.
     """
 
     name = "cpu"
     strength = "reads the blocks in place, in Rust"
+    takes_arrays = True
     reads_tables = False
 
     def __init__(self, pool: KVPool) -> None:
         super().__init__(pool)
         self.caches = _caches_of(pool)
-        self.threads = CpuAttention(torch.get_num_threads(), openmp_runtime())
         self.groups = [place.group for place in pool.groups.places]
         """The group of each layer."""
         full = [group for group, window in enumerate(pool.groups.windows) if window is None]
         self.shared_group = full[0] if full else None
         """Groups with a window share no blocks."""
 
+    @cached_property
+    def threads(self) -> CpuAttention:
+        """Torch's threads, for models of torch's operations."""
+        import torch
+
+        return CpuAttention(torch.get_num_threads(), openmp_runtime())
+
     @staticmethod
     def obstacle(needs: AttentionNeeds) -> str | None:
         """See `AttentionBackend.obstacle`."""
         if needs.device.type != "cpu":
             return f"it runs on cpu, the device is {needs.device}"
-        if needs.dtype not in (torch.float32, torch.bfloat16):
-            return f"it takes float32 and bfloat16, the model is in {dtype_name(needs.dtype)}"
+        if needs.dtype not in ("float32", "bfloat16"):
+            return f"it takes float32 and bfloat16, the model is in {needs.dtype}"
         if not CpuAttention.is_fast():
             return "this processor has no AVX2 with FMA"
-        return None if needs.cache_dtype == torch.int8 else cache_dtype_obstacle(needs)
+        return None if needs.cache_dtype == "int8" else cache_dtype_obstacle(needs)
 
-    def plan(self, inputs: StepInputs) -> "CpuPlan":
-        """Prepare a step; the sequences are checked here, once for all layers."""
-        return CpuPlan(self, inputs)
+    def plan(self, inputs: StepInputs, *, first_key: int = 0) -> "CpuPlan":
+        """Prepare a step; the sequences are checked here, once for all layers.
+
+        For `first_key` see `GatherBackend.plan`.
+        """
+        return CpuPlan(self, inputs, first_key)
 
 
-def _rows(tensor: torch.Tensor) -> npt.NDArray[Any]:
+def _rows(tensor: "torch.Tensor") -> npt.NDArray[Any]:
     """`[T, heads, d]` for the kernel, which takes rows that are parts of longer ones."""
     dense = tensor.stride()[1:] == (tensor.shape[2], 1) and tensor.stride(0) > 0
     return array_of(tensor if dense else tensor.contiguous())
@@ -91,8 +105,8 @@ def _rows(tensor: torch.Tensor) -> npt.NDArray[Any]:
 class CpuPlan:
     """One step of the cpu backend."""
 
-    def __init__(self, backend: CpuBackend, inputs: StepInputs) -> None:
-        self._backend = backend
+    def __init__(self, backend: CpuBackend, inputs: StepInputs, first_key: int = 0) -> None:
+        self._backend, self._first_key = backend, first_key
         self._steps = []
         for group, tables in enumerate(inputs.host_block_tables):
             shared: dict[str, Int32Array] = {}
@@ -107,7 +121,7 @@ class CpuPlan:
                     query_start_loc=inputs.host_query_start_loc,
                     seq_lens=inputs.host_seq_lens,
                     block_tables=tables,
-                    slots=inputs.slot_mapping[group].numpy(),
+                    slots=np.asarray(inputs.slot_mapping[group]),
                     **shared,
                 )
             )
@@ -115,7 +129,7 @@ class CpuPlan:
         """Cosines and sines as the kernel takes them, converted once for all layers."""
         self._angles_of: tuple[Any, ...] = ()
 
-    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
+    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> "torch.Tensor":
         """See `AttentionPlan.forward`."""
         query, key, value = rows
         out = query.new_empty(*query.shape[:2], value.shape[-1])
@@ -148,6 +162,7 @@ class CpuPlan:
             *arrays,
             scaling=options.scaling,
             sliding_window=options.sliding_window,
+            first_key=self._first_key,
             softcap=options.softcap,
             sinks=options.sinks,
             rotation=rotation,

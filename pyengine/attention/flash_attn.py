@@ -156,7 +156,7 @@ class FlashAttnPlan:
         attended, lse = result[:2]  # [T, heads, d] and [heads, T]
         return apply_sinks(attended, lse.T, options.sinks)
 
-    def _table(self, layer: int) -> torch.Tensor:
+    def _table(self, layer: int) -> Any:
         return self._inputs.block_tables[self._backend.pool.groups.places[layer].group]
 
 

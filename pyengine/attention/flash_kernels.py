@@ -52,7 +52,7 @@ def longest_in(inputs: StepInputs) -> int:
 
 def longest_ever(inputs: StepInputs, block_size: int) -> int:
     """The most tokens of a sequence whose table `inputs` can hold, for a graph."""
-    return inputs.block_tables.shape[2] * block_size
+    return int(inputs.block_tables.shape[2]) * block_size
 
 
 class Extents:

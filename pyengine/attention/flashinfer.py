@@ -39,6 +39,7 @@ from pyengine.attention.paged import (
     window_left,
 )
 from pyengine.kv_cache.pool import KVPool
+from pyengine.utils.devices import for_torch
 from pyengine.utils.host_copy import upload
 
 _PLAN_BUFFER = "_pin_memory_int_workspace_buffer"
@@ -250,7 +251,7 @@ class FlashInferBackend(AttentionBackend):
         super().__init__(pool)
         self.writer = KVWriter(pool)
         self.library: Any = importlib.import_module("flashinfer")
-        self._workspace = torch.empty(0, dtype=torch.uint8, device=pool.device)
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=for_torch(pool.device))
         self._processors = 1
         self._wrappers: dict[tuple[str, _Kind], Any] = {}
         self._int_workspaces: dict[tuple[str, _Kind], torch.Tensor] = {}
@@ -268,7 +269,7 @@ class FlashInferBackend(AttentionBackend):
         )
         on_cuda = pool.device.type == "cuda"
         if on_cuda:
-            properties = torch.cuda.get_device_properties(pool.device)
+            properties = torch.cuda.get_device_properties(for_torch(pool.device))
             self._processors = properties.multi_processor_count
         self.plan_memory = PlanMemory(mark_in_stream if on_cuda else mark_at_once)
 
@@ -309,7 +310,7 @@ class FlashInferBackend(AttentionBackend):
         if not _most_prefixes(batch):
             return None
         if self._prefixes is None or len(self._prefixes.rows) < 9 * batch:
-            self._prefixes = PrefixMemory.of(batch, width, self.pool.device)
+            self._prefixes = PrefixMemory.of(batch, width, for_torch(self.pool.device))
         return FlashInferGraphPlan(self, inputs, GraphPrefixes(self._prefixes, batch))
 
     def shares(self, kind: _Kind) -> bool:
@@ -375,7 +376,7 @@ class FlashInferBackend(AttentionBackend):
         """The memory of a plan on the device, the same for graphs of all sizes."""
         if (role, kind) not in self._int_workspaces:
             self._int_workspaces[role, kind] = torch.empty(
-                _INT_WORKSPACE, dtype=torch.uint8, device=self.pool.device
+                _INT_WORKSPACE, dtype=torch.uint8, device=for_torch(self.pool.device)
             )
         return self._int_workspaces[role, kind]
 
@@ -387,7 +388,7 @@ class FlashInferBackend(AttentionBackend):
         size = GraphPages.size(batch, width)
         memory = self._pages.get((group, own))
         if memory is None or len(memory) < size:
-            memory = torch.zeros(size, dtype=torch.int32, device=self.pool.device)
+            memory = torch.zeros(size, dtype=torch.int32, device=for_torch(self.pool.device))
             self._pages[group, own] = memory
         return GraphPages(memory, batch)
 
@@ -400,7 +401,8 @@ class FlashInferBackend(AttentionBackend):
         """
         size = workspace_bytes(kind, self._processors, most_decodes, most_prefixes)
         if len(self._workspace) < size:
-            self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.pool.device)
+            device = for_torch(self.pool.device)
+            self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         return self._workspace
 
     def kind(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> _Kind:
@@ -449,7 +451,7 @@ class FlashInferBackend(AttentionBackend):
         )
 
     def _on_host(self, pages: PageTable) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        indices = upload(pages.indices, self.pool.device)
+        indices = upload(pages.indices, for_torch(self.pool.device))
         return self._pinned(pages.indptr), indices, self._pinned(pages.last_page_len)
 
     def _pinned(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
@@ -592,7 +594,7 @@ class FlashInferPlan:
             if cascade is not None:
                 sharer = backend.sharer(kind)
                 backend.plan_rows(sharer, kind, cascade, causal=False)
-                rows = upload(cascade.rows, backend.pool.device)
+                rows = upload(cascade.rows, for_torch(backend.pool.device))
                 planned = planned._replace(sharer=sharer, shared_rows=rows)
             self._planned[kind] = planned
         return planned

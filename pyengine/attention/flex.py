@@ -30,15 +30,11 @@ from pyengine.attention.backend import (
     Rows,
     StepInputs,
 )
-from pyengine.attention.needs import (
-    AttentionNeeds,
-    cache_dtype_obstacle,
-    cuda_obstacle,
-    torch_version,
-)
+from pyengine.attention.needs import AttentionNeeds, flex_obstacle, torch_version
 from pyengine.attention.paged import KVWriter, apply_sinks, leading_decodes
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.pool import KVPool
+from pyengine.utils.devices import for_torch
 from pyengine.utils.host_copy import upload
 from pyengine.utils.own_graphs import compile_apart
 
@@ -83,25 +79,15 @@ class FlexBackend(AttentionBackend):
     def score_mod(self, softcap: float | None) -> Callable[..., torch.Tensor] | None:
         """The score function of a softcap, one for all layers and steps."""
         if softcap is not None and softcap not in self._score_mods:
-            self._score_mods[softcap] = _capping(torch.full((), softcap, device=self.pool.device))
+            self._score_mods[softcap] = _capping(
+                torch.full((), softcap, device=for_torch(self.pool.device))
+            )
         return self._score_mods[softcap]
 
     @staticmethod
     def obstacle(needs: AttentionNeeds) -> str | None:
         """See `AttentionBackend.obstacle`."""
-        if needs.device.type == "cuda":
-            obstacle = cuda_obstacle(needs, (8, 0))
-            size = needs.block_size
-            if obstacle is None and size is not None and (size < 16 or size & (size - 1)):
-                obstacle = f"its blocks are powers of two from 16 on, block_size={size}"
-            if obstacle is not None:
-                return obstacle
-        elif needs.device.type != "cpu":
-            return f"it runs on cuda and cpu, the device is {needs.device}"
-        for layer in needs.layers:
-            if min(layer.head_dim_k, layer.head_dim_v) < 16 and needs.device.type == "cuda":
-                return f"its head sizes start at 16, the model has {layer.head_dim_k}"
-        return cache_dtype_obstacle(needs)
+        return flex_obstacle(needs)
 
     def plan(self, inputs: StepInputs) -> "FlexPlan":
         """Prepare a step; tiles are laid out per group and window, at first use."""
@@ -136,11 +122,13 @@ class FlexPlan:
         starts = inputs.host_query_start_loc
         self._decodes = leading_decodes(starts) == len(starts) - 1
         sequences = np.arange(len(starts) - 1).repeat(np.diff(starts))
-        self._sequence_of = _padded(upload(sequences, backend.pool.device), _LEAST)  # [T]
+        self._sequence_of = _padded(
+            upload(sequences, for_torch(backend.pool.device)), _LEAST
+        )  # [T]
         self._positions = _padded(inputs.positions, _LEAST)
         self._tables = _padded(inputs.block_tables, _LEAST, _LEAST)
         shape = (len(inputs.block_tables), backend.pool.num_blocks + 1)
-        self._places = torch.empty(shape, dtype=torch.int64, device=backend.pool.device)
+        self._places = torch.empty(shape, dtype=torch.int64, device=for_torch(backend.pool.device))
         self._masks: dict[tuple[int, int | None, int], Any] = {}
         self._packed: dict[tuple[int, int | None, int], torch.Tensor] = {}
         self._place_pages()
@@ -214,7 +202,7 @@ class FlexPlan:
         mask = self._masks.get((group, window, lanes))
         if mask is None:
             pool, tiles = self._backend.pool, self._tiles(group, window)
-            packed = tiles.packed(self._capacity, pool.device)
+            packed = tiles.packed(self._capacity, for_torch(pool.device))
             self._packed[group, window, lanes] = packed
             mask = self._backend.library.BlockMask.from_kv_blocks(
                 *tiles.parts(packed, self._capacity),
@@ -279,7 +267,8 @@ class Tiles:
             target = buffer[begin : begin + math.prod(shape)].reshape(shape)
             target[tuple(map(slice, numbers.shape))] = numbers
             begin += size
-        return upload(buffer, device)
+        packed: torch.Tensor = upload(buffer, device)
+        return packed
 
     def parts(self, packed: torch.Tensor, capacity: int | None) -> list[torch.Tensor]:
         """Counts and pages in part, then in full, as a block mask takes them; views."""

@@ -28,9 +28,10 @@ from pyengine.attention.backend import (
     Rows,
     StepInputs,
 )
-from pyengine.attention.needs import FLOAT8_DTYPES, AttentionNeeds, int8_cache_obstacle
+from pyengine.attention.needs import FLOAT8_DTYPES, AttentionNeeds, gather_obstacle
 from pyengine.attention.paged import KVWriter
 from pyengine.kv_cache.pool import KVPool
+from pyengine.utils.devices import for_torch
 from pyengine.utils.host_copy import upload
 
 MAX_SPAN_ROWS = 512
@@ -52,13 +53,13 @@ class GatherBackend(AttentionBackend):
 
     def __init__(self, pool: KVPool) -> None:
         super().__init__(pool)
-        self.scratch = Scratch(pool.device)
+        self.scratch = Scratch(for_torch(pool.device))
         self.writer = KVWriter(pool)
 
     @staticmethod
     def obstacle(needs: AttentionNeeds) -> str | None:
         """See `AttentionBackend.obstacle`."""
-        return int8_cache_obstacle(needs) or AttentionBackend.obstacle(needs)
+        return gather_obstacle(needs) or AttentionBackend.obstacle(needs)
 
     def plan(self, inputs: StepInputs, *, first_key: int = 0) -> "GatherPlan":
         """Prepare a step; index tensors are made per sliding window, at first use.
@@ -135,7 +136,7 @@ class GatherPlan:
         """The pieces of a layer of this group with this window, made at first use."""
         pieces = self._pieces.get((group, window))
         if pieces is None:
-            device, layout = self._pool.device, self._layouts[group]
+            device, layout = for_torch(self._pool.device), self._layouts[group]
             max_blocks = _BATCH_BYTES[device.type] // max(
                 spec.bytes_per_block(self._pool.block_size) for spec in self._pool.specs
             )
@@ -367,7 +368,8 @@ def _block_index(blocks: npt.NDArray[np.int32], device: torch.device) -> torch.T
     """`blocks` `[R, W]` on the device; a slice for one row of neighbouring blocks: no copy then."""
     if len(blocks) == 1 and (np.diff(blocks[0]) == 1).all():
         return slice(int(blocks[0, 0]), int(blocks[0, -1]) + 1)
-    return upload(blocks.astype(np.int64), device)
+    index: torch.Tensor = upload(blocks.astype(np.int64), device)
+    return index
 
 
 def _gather(

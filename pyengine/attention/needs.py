@@ -4,9 +4,11 @@ import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import torch
+from pyengine.utils.devices import Device, for_torch
+from pyengine.utils.dtypes import DType
 
 OPTIONAL_PACKAGES = (
     *("flashinfer", "tvm_ffi", "requests"),
@@ -14,7 +16,7 @@ OPTIONAL_PACKAGES = (
 )
 """Modules of packages that a backend may need beside torch."""
 
-FLOAT8_DTYPES = frozenset({torch.float8_e4m3fn})
+FLOAT8_DTYPES: frozenset[DType] = frozenset({"float8_e4m3fn"})
 """Element types of an 8-bit KV cache."""
 
 
@@ -39,52 +41,70 @@ class AttentionNeeds:
     - `layers`: one entry per layer, or per kind of layer.
     - `dtype`: of queries and of the result; `kv_dtype`: of the KV cache, None: the same.
     - `capability`: of the CUDA device, (major, minor); None without one.
-    - `torch_version`: (major, minor). `cudnn_version`: 92400 for 9.24; 0 without.
+    - `torch_version`: (major, minor); (0, 0) without torch. `cudnn_version`: 92400 for 9.24; 0
+      without.
     - `packages`: which of `OPTIONAL_PACKAGES` are installed. Whether they work is found out by
       `choice.try_out`.
     """
 
-    device: torch.device
+    device: Device
     block_size: int | None = None
     layers: tuple[LayerNeeds, ...] = ()
-    dtype: torch.dtype = torch.float32
-    kv_dtype: torch.dtype | None = None
+    dtype: DType = "float32"
+    kv_dtype: DType | None = None
     capability: tuple[int, int] | None = None
     torch_version: tuple[int, int] = (0, 0)
     cudnn_version: int = 0
     packages: frozenset[str] = frozenset()
 
     @property
-    def cache_dtype(self) -> torch.dtype:
+    def cache_dtype(self) -> DType:
         """The element type of the KV cache."""
         return self.kv_dtype or self.dtype
 
 
 def needs_of(
     layers: Sequence[LayerNeeds],
-    device: torch.device,
-    dtype: torch.dtype,
+    device: Device,
+    dtype: DType,
     *,
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: DType | None = None,
     block_size: int | None = None,
 ) -> AttentionNeeds:
     """The needs of a model with these layers on this machine."""
+    on_cuda = device.type == "cuda"
     return AttentionNeeds(
         device=device,
         block_size=block_size,
         layers=tuple(layers),
         dtype=dtype,
         kv_dtype=kv_dtype,
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        torch_version=torch_version(torch.__version__),
-        cudnn_version=_cudnn_version() if device.type == "cuda" else 0,
+        capability=_capability(device) if on_cuda else None,
+        torch_version=torch_version(_installed_torch()),
+        cudnn_version=_cudnn_version() if on_cuda else 0,
         packages=frozenset(
             name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name) is not None
         ),
     )
 
 
+def _installed_torch() -> str:
+    """The version of torch, which is not imported; empty without it."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
+
+
+def _capability(device: Device) -> tuple[int, int]:
+    import torch
+
+    return torch.cuda.get_device_capability(for_torch(device))
+
+
 def _cudnn_version() -> int:
+    import torch
+
     cudnn: Any = torch.backends.cudnn
     return cudnn.version() or 0
 
@@ -93,11 +113,6 @@ def torch_version(version: str) -> tuple[int, int]:
     """(major, minor) of a version such as `2.12.0+cu130`."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as people write it: `bfloat16`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def cuda_obstacle(needs: AttentionNeeds, least: tuple[int, int]) -> str | None:
@@ -112,21 +127,21 @@ def cuda_obstacle(needs: AttentionNeeds, least: tuple[int, int]) -> str | None:
 
 def half_obstacle(needs: AttentionNeeds) -> str | None:
     """Why a kernel for 16-bit floats cannot serve; None: it can."""
-    if needs.dtype in (torch.float16, torch.bfloat16):
+    if needs.dtype in ("float16", "bfloat16"):
         return None
-    return f"it computes in float16 and bfloat16, the model in {dtype_name(needs.dtype)}"
+    return f"it computes in float16 and bfloat16, the model in {needs.dtype}"
 
 
 def cache_dtype_obstacle(needs: AttentionNeeds) -> str | None:
     """Why a kernel that reads keys and values as they were computed cannot serve; None: it can."""
     if needs.cache_dtype == needs.dtype:
         return None
-    return f"it does not read a KV cache in {dtype_name(needs.cache_dtype)}"
+    return f"it does not read a KV cache in {needs.cache_dtype}"
 
 
 def int8_cache_obstacle(needs: AttentionNeeds) -> str | None:
     """Why a kernel that reads 8-bit floats, but no int8, cannot serve; None: it can."""
-    return cache_dtype_obstacle(needs) if needs.cache_dtype == torch.int8 else None
+    return cache_dtype_obstacle(needs) if needs.cache_dtype == "int8" else None
 
 
 def equal_dims_obstacle(needs: AttentionNeeds) -> str | None:
@@ -153,3 +168,23 @@ def page_obstacle(needs: AttentionNeeds, multiple: int) -> str | None:
         f"its pages are a multiple of {multiple} tokens, block_size={needs.block_size}; blocks "
         "of a sequence lie anywhere in the pool, so several cannot make up a page"
     )
+
+
+def gather_obstacle(needs: AttentionNeeds) -> str | None:
+    """Why the backend "gather" cannot serve; None: it can."""
+    return int8_cache_obstacle(needs)
+
+
+def flex_obstacle(needs: AttentionNeeds) -> str | None:
+    """Why the backend "flex" cannot serve; None: it can."""
+    if needs.device.type == "cuda":
+        obstacle = cuda_obstacle(needs, (8, 0))
+        size = needs.block_size
+        if obstacle is None and size is not None and (size < 16 or size & (size - 1)):
+            obstacle = f"its blocks are powers of two from 16 on, block_size={size}"
+        if obstacle is not None:
+            return obstacle
+        for layer in needs.layers:
+            if min(layer.head_dim_k, layer.head_dim_v) < 16:
+                return f"its head sizes start at 16, the model has {layer.head_dim_k}"
+    return cache_dtype_obstacle(needs)

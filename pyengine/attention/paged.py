@@ -5,7 +5,6 @@ Keys and values of a step go into the pool by one call per layer: on CUDA a Trit
 the oracles of the kernels.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +12,41 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.backend import Int32Array, Rotation, Rows, rotated
+from pyengine.attention.backend import Int32Array, Rotation, Rows
 from pyengine.attention.needs import FLOAT8_DTYPES
 from pyengine.kernels import has_kernels
 from pyengine.kv_cache.pool import KVPool
+from pyengine.utils.devices import for_torch
 
 _FLOAT8_CAPABILITY = (8, 9)
 """Older GPUs convert to 8-bit floats in software, which torch does and Triton does not."""
+
+
+def rotated(
+    query: torch.Tensor, key: torch.Tensor, rotation: Rotation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`query` `[T, query_heads, d]` and `key` `[T, kv_heads, d]`, normalised first, then turned."""
+    norm = rotation.norm
+    weights = (None, None) if norm is None else (norm.query_weight, norm.key_weight)
+    turned = [_turned(*item, rotation) for item in zip((query, key), weights, strict=True)]
+    return turned[0], turned[1]
+
+
+def _turned(rows: torch.Tensor, weight: torch.Tensor | None, rotation: Rotation) -> torch.Tensor:
+    found, layout, norm = rows.float(), rotation.layout, rotation.norm
+    if norm is not None and weight is not None:
+        found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + norm.eps)
+        found = found * (norm.offset + weight.float())
+    half, lead = layout.size // 2, found.shape[:-1]
+    shape, axis = ((2, half), -2) if layout.order == "halves" else ((half, 2), -1)
+    first, second = found[..., : layout.size].reshape(*lead, *shape).unbind(axis)
+    cos, sin = (
+        item.float()[:, None, : half * layout.step : layout.step]
+        for item in (rotation.cos, rotation.sin)
+    )
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    turned = torch.stack(parts, axis).flatten(-2)
+    return torch.cat([turned, found[..., layout.size :]], -1).to(rows.dtype)
 
 
 class KVWriter:
@@ -85,7 +112,7 @@ def _kernel_serves(pool: KVPool) -> bool:
     if not has_kernels(pool.device):
         return False
     if any(spec.dtype in FLOAT8_DTYPES for spec in pool.specs):
-        return torch.cuda.get_device_capability(pool.device) >= _FLOAT8_CAPABILITY
+        return torch.cuda.get_device_capability(for_torch(pool.device)) >= _FLOAT8_CAPABILITY
     return True
 
 
@@ -156,11 +183,6 @@ def leading_decodes(query_start_loc: Int32Array) -> int:
 def window_left(window: int | None) -> int:
     """A window as kernels count it: positions before the query's own; -1: all."""
     return -1 if window is None else window - 1
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA `device` the current one of this thread, where kernels and events go."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:

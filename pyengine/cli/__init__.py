@@ -22,8 +22,8 @@ def main(factory: "EngineFactory | None" = None) -> None:
     if sys.platform == "win32":
         raise SystemExit(_run_on_windows())
     wait_briefly()
-    # Importing torch and transformers creates a million objects and frees none: collections would
-    # take a fifth of the time to the first token. `open_llm` turns them on again.
+    # Imports create many objects (torch a million) and free none: collections would take a fifth
+    # of the time to the first token. `open_llm` turns them on again.
     gc.disable()
     end = _QuickEnd()
     atexit.register(end.leave)  # handlers run in reverse order, so this one last

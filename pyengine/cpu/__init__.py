@@ -2,7 +2,8 @@
 
 `CpuAttention` has the threads. It attends over a `CpuCache` (the keys and values of a layer) with
 the sequences of a step, `CpuStep`. `PackedWeight` and `QuantizedWeight` are weights that it
-multiplies by. `threads` chooses the number of threads.
+multiplies by; `quantise_groups` and `quantise_q8_0` round floats to its formats. `threads` chooses
+the number of threads.
 
 This package is the only importer of the Rust module `pyengine._cpu`. Importing it needs NumPy only.
 """

@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from threading import enumerate as enumerate_threads
+from threading import local
 
 from pyengine._cpu import CpuAttention, limit_threads
 from pyengine.utils.cpus import usable_cpus
 from pyengine.utils.openmp import (
     BRIEF_SPIN,
     how_threads_wait,
+    num_torch_threads,
     openmp_runtime,
     set_own_torch_threads,
+    set_torch_threads,
 )
 
 _log = logging.getLogger(__name__)
@@ -57,6 +60,45 @@ def kernel_threads(num_threads: int, *, beside_torch: bool = False) -> CpuAttent
     return CpuAttention(num_threads, openmp_runtime() if beside_torch else None)
 
 
+if hasattr(os, "register_at_fork"):  # the threads are those of one process
+    os.register_at_fork(after_in_child=kernel_threads.cache_clear)
+
+
+_step = local()
+"""Of the calling thread: `beside_torch`, whether torch computes in its step."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallerThreads:
+    """The threads of a step, which are set for each thread of Python separately.
+
+    `limit` is that of the kernels (`limit_threads`), `of_torch` the number of torch's, None: it is
+    not imported. `beside_torch`: torch computes in the step, too.
+    """
+
+    limit: int | None
+    of_torch: int | None
+    beside_torch: bool
+
+    @classmethod
+    def now(cls) -> "CallerThreads":
+        """Those of the calling thread."""
+        beside_torch = getattr(_step, "beside_torch", False)
+        return cls(thread_limit(), num_torch_threads(), beside_torch)
+
+    def use(self) -> None:
+        """Let the calling thread have them, too."""
+        limit_threads(self.limit)
+        set_torch_threads(self.of_torch)
+        _step.beside_torch = self.beside_torch
+
+
+def step_threads() -> CpuAttention:
+    """The kernels' threads in a step of the calling thread, outside of its model."""
+    beside_torch = getattr(_step, "beside_torch", False)
+    return kernel_threads(usable_threads(), beside_torch=beside_torch)
+
+
 def thread_limit() -> int | None:
     """The limit of the calling thread (`limit_threads`); None without one."""
     limit = limit_threads(None)
@@ -65,11 +107,9 @@ def thread_limit() -> int | None:
 
 
 def usable_threads() -> int:
-    """Threads that the calling thread may divide work among: a step's; elsewhere torch's."""
-    import torch
-
+    """Threads that the calling thread may divide work among: a step's; elsewhere one per CPU."""
     limit = thread_limit()
-    return torch.get_num_threads() if limit is None else limit
+    return compute_threads(None).count if limit is None else limit
 
 
 def compute_alone() -> None:
@@ -111,14 +151,12 @@ def compute_threads(asked: int | None, num_processes: int = 1) -> ComputeThreads
     """
     if asked is not None:
         return ComputeThreads(asked, "asked for")
-    import torch
-
-    by_torch = torch.get_num_threads()
-    if _VARIABLE in os.environ:
-        return ComputeThreads(by_torch, _VARIABLE)
+    by_torch, by_variable = num_torch_threads(), os.environ.get(_VARIABLE, "").split(",")[0]
+    if by_variable.isdecimal() and int(by_variable):
+        return ComputeThreads(by_torch or int(by_variable), _VARIABLE)
     cpus = usable_cpus()
     share = max(1, cpus.count // num_processes)
-    if by_torch < share:
+    if by_torch is not None and by_torch < share:
         return ComputeThreads(by_torch, "as many as torch uses", adapts=by_torch > 1)
     divided = f", divided by {num_processes} processes" if num_processes > 1 else ""
     return ComputeThreads(share, cpus.reason + divided, adapts=share > 1)
@@ -233,8 +271,6 @@ class StepThreads:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Inside, kernels and torch use `count` threads in calls of this thread."""
-        import torch
-
         adapts, is_judged = self._threads.adapts, self._threads.adapts or not self.has_warned
         start = time.perf_counter()
         is_first = start - self._last_end > _PAUSE
@@ -242,16 +278,16 @@ class StepThreads:
             if adapts and self.count < self._threads.count:
                 self._add(start)
             self._look_start = self._window_start = self._now()
-        limit_before, before = limit_threads(self.count), torch.get_num_threads()
-        count = before if self._threads.torch_is_alone else self.count
-        if count != before:
-            torch.set_num_threads(count)
+        limit_before, before = limit_threads(self.count), num_torch_threads()
+        _step.beside_torch = before is not None and not self._threads.torch_is_alone
+        if not self._threads.torch_is_alone:
+            set_torch_threads(self.count)
         try:
             yield
         finally:
             limit_threads(limit_before)
-            if count != before:
-                torch.set_num_threads(before)
+            set_torch_threads(before)
+            _step.beside_torch = False
             self._last_end = time.perf_counter()
             self._step_seconds += self._last_end - start
             since, length = self._look_start, self._look_length if adapts else _WINDOW

@@ -9,13 +9,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from pyengine.attention.backend import AttentionBackend
 from pyengine.attention.choice import Choice, explain_backends, select_backend
-from pyengine.attention.needs import AttentionNeeds, dtype_name, needs_of
+from pyengine.attention.needs import AttentionNeeds, needs_of
 from pyengine.config import EngineSettings, store_key
 from pyengine.cpu.threads import ComputeThreads, compute_threads
 from pyengine.engine.core import Engine
@@ -23,7 +21,6 @@ from pyengine.engine.input_processor import ModelLimits, compute_model_limits
 from pyengine.engine.offloading import KVOffloader
 from pyengine.engine.verification import HitVerifier, KeptRecording
 from pyengine.errors import ConfigurationError
-from pyengine.executor.cuda_graphs import CudaGraphRecorder
 from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import RunnerLimits
 from pyengine.executor.memory_profile import (
@@ -37,8 +34,6 @@ from pyengine.executor.memory_profile import (
     plan_cache,
 )
 from pyengine.executor.model_runner import ModelRunner, Runner
-from pyengine.executor.tensor_parallel.distributed import DistributedRunner, WorkerGroup
-from pyengine.executor.tensor_parallel.ranks import RunnerSetup
 from pyengine.kv_cache import BlockManager, ConfigError, KVStore, StoreError, kv_fingerprint
 from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.memory import available_memory
@@ -54,8 +49,14 @@ from pyengine.speculation.drafters import Drafter, NgramDrafter, SuffixDrafter
 from pyengine.speculation.drafting import measured_costs
 from pyengine.speculation.mtp import MTPDrafter
 from pyengine.speculation.policy import DraftPolicy
-from pyengine.utils.openmp import torch_threads
-from pyengine.utils.packaging import package_version
+from pyengine.utils.devices import CPU, Device
+from pyengine.utils.dtypes import DType
+from pyengine.utils.openmp import loaded_torch, torch_threads
+from pyengine.utils.packaging import package_version, require_torch
+
+if TYPE_CHECKING:
+    from pyengine.executor.cuda_graphs import CudaGraphRecorder
+    from pyengine.executor.tensor_parallel.distributed import WorkerGroup
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class BuiltEngine:
     loaded: LoadedModel
     manager: BlockManager
     engine: Engine
-    worker_group: WorkerGroup | None
+    worker_group: "WorkerGroup | None"
     threads: ComputeThreads
     default_params: SamplingParams
     description: dict[str, object]
@@ -108,9 +109,12 @@ def build_engine(settings: EngineSettings, *, populate: bool = False) -> BuiltEn
     return built
 
 
-def _worker_group(settings: EngineSettings, threads: ComputeThreads) -> WorkerGroup | None:
+def _worker_group(settings: EngineSettings, threads: ComputeThreads) -> "WorkerGroup | None":
     if settings.tensor_parallel_size == 1:
         return None
+    require_torch(f"tensor_parallel_size={settings.tensor_parallel_size}")
+    from pyengine.executor.tensor_parallel.distributed import WorkerGroup
+
     return WorkerGroup(
         _source(settings),
         device=settings.device,
@@ -124,7 +128,7 @@ def _check(settings: EngineSettings) -> None:
     """Refuse settings that the block manager or torch reject, before loading."""
     asked = settings.asked_block_size
     size = _SOME_BLOCK_SIZE if asked is None else asked
-    resolve_kv_cache_dtype(settings.kv_cache_dtype, torch.float32)
+    resolve_kv_cache_dtype(settings.kv_cache_dtype, "float32")
     try:
         BlockManager(1, size, eviction=settings.eviction)
     except ConfigError as error:
@@ -133,14 +137,14 @@ def _check(settings: EngineSettings) -> None:
 
 def _connect(
     settings: EngineSettings,
-    worker_group: WorkerGroup | None,
+    worker_group: "WorkerGroup | None",
     threads: ComputeThreads,
     store: KVStore | None,
     *,
     populate: bool,
 ) -> BuiltEngine:
-    loaded = worker_group.loaded if worker_group else _load(settings)
-    draft = load_draft(settings, loaded)  # before the free memory is measured
+    loaded = worker_group.loaded if worker_group else _load(settings, threads.count)
+    draft = load_draft(settings, loaded, threads.count)  # before the free memory is measured
     needs = needs_of(
         loaded.layers,
         loaded.device,
@@ -172,6 +176,8 @@ def _connect(
     if worker_group is None:
         runner: Runner = _runner(settings, loaded, choice, plan, limits)
     else:
+        from pyengine.executor.tensor_parallel.ranks import RunnerSetup
+
         graphs = _wants_graphs(settings, loaded)
         runner = worker_group.runner(RunnerSetup(plan, choice, limits, graphs))
     can_adapt = worker_group is None and _any_threads_agree(loaded, choice)
@@ -278,7 +284,7 @@ def _open_store(settings: EngineSettings) -> KVStore | None:
         raise ConfigurationError(f"kv_cache_dir: {error}") from error
 
 
-def _host_store(num_bytes: int, device: torch.device) -> KVStore:
+def _host_store(num_bytes: int, device: Device) -> KVStore:
     """A store in the host's memory, for an engine on a device."""
     asked = f"kv_cache_host_memory={num_bytes}"
     if device.type == "cpu":
@@ -286,7 +292,7 @@ def _host_store(num_bytes: int, device: torch.device) -> KVStore:
             f"{asked} is for GPUs: on the CPU the KV pool is in the host's memory, and a larger "
             "kv_cache_memory takes the place of both"
         )
-    available = available_memory(torch.device("cpu"))
+    available = available_memory(CPU)
     if num_bytes > available:
         raise ConfigurationError(f"{asked}: {available} bytes of the host's memory are available")
     queue = min(_QUEUE_BYTES, num_bytes // 8)
@@ -304,7 +310,7 @@ def _fingerprints(
         ("layout", _STORED_LAYOUT),
         ("block size", str(plan.block_size).encode()),
         ("device", loaded.device.type.encode()),
-        ("dtypes", f"{dtype_name(loaded.dtype)} {dtype_name(needs.cache_dtype)}".encode()),
+        ("dtypes", f"{loaded.dtype} {needs.cache_dtype}".encode()),
         ("quantization", str(settings.quantization).encode()),
         *_scale_properties(plan),
         ("MTP layers", str(loaded.num_mtp_layers).encode()),
@@ -363,7 +369,7 @@ def _pool_settings(
     choice: Choice,
     needs: AttentionNeeds,
     loaded: LoadedModel,
-    worker_group: WorkerGroup | None,
+    worker_group: "WorkerGroup | None",
 ) -> PoolSettings:
     """The settings of the pool, with its memory limit; the largest step must fit, too."""
     pool = PoolSettings(
@@ -397,10 +403,16 @@ def _source(settings: EngineSettings) -> ModelSource:
     )
 
 
-def _load(settings: EngineSettings) -> LoadedModel:
+def _load(settings: EngineSettings, num_threads: int) -> LoadedModel:
     source = _source(settings)
     kernels = kernel_settings(settings, with_mtp_layers=settings.speculation == "mtp")
-    loaded = load_model(source, device=settings.device, dtype=settings.dtype, kernels=kernels)
+    loaded = load_model(
+        source,
+        device=settings.device,
+        dtype=settings.dtype,
+        kernels=kernels,
+        num_threads=num_threads,
+    )
     if settings.kv_cache_dir is None:
         return loaded
     return replace(loaded, properties=tuple(model_properties(source, loaded)))
@@ -416,7 +428,7 @@ def _memory_left(
     settings: EngineSettings,
     pool: PoolSettings,
     choice: Choice,
-    kv_dtype: torch.dtype,
+    kv_dtype: DType,
     loaded: LoadedModel,
 ) -> int:
     """Bytes that the largest step and the graphs leave on the device, with a pool of one block."""
@@ -460,10 +472,13 @@ def _runner_limits(
 
 def _recorder(
     settings: EngineSettings, loaded: LoadedModel, backend: AttentionBackend
-) -> CudaGraphRecorder | None:
+) -> "CudaGraphRecorder | None":
     """The recorder of CUDA graphs; None: steps run eagerly."""
-    graphs = _wants_graphs(settings, loaded) and backend.supports_graphs
-    return CudaGraphRecorder() if graphs else None
+    if not (_wants_graphs(settings, loaded) and backend.supports_graphs):
+        return None
+    from pyengine.executor.cuda_graphs import CudaGraphRecorder
+
+    return CudaGraphRecorder()
 
 
 def _wants_graphs(settings: EngineSettings, loaded: LoadedModel) -> bool:
@@ -505,7 +520,7 @@ def _compile_if_possible(runner: ModelRunner) -> None:
 
 
 def _executor(
-    settings: EngineSettings, runner: Runner, device: torch.device, threads: ComputeThreads
+    settings: EngineSettings, runner: Runner, device: Device, threads: ComputeThreads
 ) -> Executor:
     """The executor, with two steps in its queue if requested or (None) if that is faster.
 
@@ -559,15 +574,16 @@ def _about_speculation(settings: EngineSettings, limits: RunnerLimits) -> dict[s
 
 
 def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, object]:
+    torch = loaded_torch()
     return {
         "pyengine": package_version(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": "not loaded" if torch is None else torch.__version__,
         "model": loaded.name,
         "model_path": str(loaded.path),
         "decoder": loaded.model.origin,
         "device": str(loaded.device),
-        "dtype": dtype_name(loaded.dtype),
+        "dtype": loaded.dtype,
         "dtype_reason": loaded.dtype_reason,
         "load_format": loaded.load_format,
         "quantization": loaded.quantization,
@@ -582,7 +598,7 @@ def _rows_have_same_bits(settings: EngineSettings, loaded: LoadedModel, choice: 
     """
     is_exact = not loaded.has_float_linears or set(_products_in_use(loaded)) <= {"pyengine"}
     is_ours = choice.backend == "cpu" and not settings.compile
-    return is_exact and is_ours and loaded.dtype in (torch.float32, torch.bfloat16)
+    return is_exact and is_ours and loaded.dtype in ("float32", "bfloat16")
 
 
 def _any_threads_agree(loaded: LoadedModel, choice: Choice) -> bool:
@@ -606,8 +622,10 @@ def _about_linears(loaded: LoadedModel) -> dict[str, object]:
 
 
 def _about_attention(choice: Choice, needs: AttentionNeeds, runner: Runner) -> dict[str, object]:
-    sizes = runner.graphs.sizes if isinstance(runner, (ModelRunner, DistributedRunner)) else []
-    others = runner.piecewise.sizes if isinstance(runner, ModelRunner) else []
+    graphs = getattr(runner, "graphs", None)
+    pieces = runner.piecewise if isinstance(runner, ModelRunner) else None
+    sizes = [] if graphs is None else graphs.sizes
+    others = [] if pieces is None else pieces.sizes
     return {
         "attention_backend": choice.backend,
         "attention_reason": choice.reason,
@@ -615,7 +633,7 @@ def _about_attention(choice: Choice, needs: AttentionNeeds, runner: Runner) -> d
         "cuda_graphs": f"batches of {sizes}" if sizes else "none",
         "piecewise_cuda_graphs": f"steps of {others} tokens" if others else "none",
         "compile": isinstance(runner, ModelRunner) and runner.is_compiled,
-        "kv_cache_dtype": dtype_name(needs.cache_dtype),
+        "kv_cache_dtype": needs.cache_dtype,
     }
 
 

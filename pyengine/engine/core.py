@@ -9,8 +9,6 @@ from itertools import count, islice
 from time import monotonic
 from typing import Any, Protocol
 
-import torch
-
 from pyengine.engine.explain import explain_request
 from pyengine.engine.input_processor import InputProcessor, ModelLimits, refuse_taken
 from pyengine.engine.offloading import KVOffloader
@@ -36,6 +34,7 @@ from pyengine.scheduler.scheduler import Scheduler, StalledError
 from pyengine.speculation.drafters import Drafter
 from pyengine.speculation.drafting import Drafting
 from pyengine.speculation.policy import DraftPolicy
+from pyengine.utils.openmp import loaded_torch
 
 _log = logging.getLogger(__name__)
 
@@ -310,7 +309,7 @@ class Engine:
             if self._drafting is None or not step.drafts:
                 if batch.repeats is not None:
                     token_ids = batch.own_tokens(token_ids)
-                self._scheduler.commit(step, token_ids.numpy())
+                self._scheduler.commit(step, token_ids)
             else:
                 accepted = batch.accept(token_ids.tolist())
                 self._scheduler.commit(step, accepted.tokens, accepted.counts)
@@ -367,7 +366,8 @@ class Engine:
         if is_out_of_memory(error):
             self._shrink(num_tokens, error)
             return
-        if isinstance(error, torch.AcceleratorError):
+        torch = loaded_torch()
+        if torch and isinstance(error, torch.AcceleratorError):
             self.death = (
                 f"the device failed: {error}; no request was lost, but nothing can run on it "
                 "any more: make a new LLM in a new process"
@@ -407,7 +407,8 @@ class Engine:
             limits.max_num_batched_tokens,
             limits.max_num_seqs,
         )
-        if torch.cuda.is_available():
+        torch = loaded_torch()
+        if torch and torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _end_idle(self) -> None:
@@ -428,7 +429,7 @@ class Engine:
         for part in batch.prompt_parts:
             logprobs = list(islice(of_prompts, part.length))
             part.request.append_prompt_logprobs(part.entry.start + 1, logprobs)
-        tokens = submitted.sampled.token_ids.numpy()
+        tokens = submitted.sampled.token_ids
         if self._unread is not batch:
             self._flush()
             self._unread = batch

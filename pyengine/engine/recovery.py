@@ -3,10 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import torch
-
 from pyengine.engine.request import Request, SequenceState
 from pyengine.scheduler.scheduler import SchedulerLimits
+from pyengine.utils.openmp import loaded_torch
 
 _FAILURES = 2  # failed steps as the only suspect after which a request fails; the first may pass
 _FAILURES_IN_COMPANY = 4
@@ -24,7 +23,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     torch has an error class for devices only: on CPUs it raises a plain `RuntimeError`.
     """
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    torch = loaded_torch()
+    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
         return True
     text = str(error).lower()
     return type(error) is RuntimeError and any(words in text for words in _OUT_OF_MEMORY)

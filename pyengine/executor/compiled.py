@@ -12,14 +12,18 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from pyengine.attention.backend import AttentionOptions, Rows, StepInputs
-from pyengine.attention.dispatch import CompiledModel, PagedContext, running
+from pyengine.attention.context import PagedContext
+from pyengine.attention.dispatch import CompiledModel, running
 from pyengine.errors import ConfigurationError
 from pyengine.models.loaded import Model
+from pyengine.utils.devices import Device, for_torch
 from pyengine.utils.own_graphs import compile_apart
+from pyengine.utils.tensors import array_of
 
 _numbers = count()
 
@@ -56,7 +60,8 @@ class CompiledForward:
         def forward(
             input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
         ) -> torch.Tensor:
-            return model(input_ids, positions, rows, paged)
+            logits: torch.Tensor = model(input_ids, positions, rows, paged)
+            return logits
 
         def compiled(settings: dict[str, Any]) -> Callable[..., torch.Tensor]:
             own = {**_UNCHECKED, **settings} if backend == "inductor" else {}
@@ -75,8 +80,11 @@ class CompiledForward:
             raise ConfigurationError(_why_not(model, error)) from error
 
     @torch.inference_mode()
-    def __call__(self, inputs: StepInputs, context: PagedContext) -> torch.Tensor:
-        """Logits `[N, vocab]` of `N` rows; there may be none."""
+    def __call__(self, inputs: StepInputs, context: PagedContext) -> Any:
+        """Logits `[N, vocab]` of `N` rows; there may be none. An array for the arrays of a CPU."""
+        over_arrays = isinstance(inputs.input_ids, np.ndarray)
+        if over_arrays:
+            inputs = inputs.tensors()
         # Copies: torch would compile again for views, or for tensors made outside inference mode.
         ids, positions = inputs.input_ids.clone(), inputs.positions.clone()
         rows, wanted = inputs.logits_indices.clone(), len(inputs.logits_indices)
@@ -87,15 +95,14 @@ class CompiledForward:
         with running(self._number, context):
             compiled = self._single if len(ids) == 1 else self._several
             logits = compiled(ids, positions, rows)
-        return logits.expand(wanted, -1) if len(ids) == 1 else logits[:wanted]
+        found = logits.expand(wanted, -1) if len(ids) == 1 else logits[:wanted]
+        return array_of(found) if over_arrays else found
 
     @torch.inference_mode()
-    def _warm_up(self, num_tokens: int, context: PagedContext, device: torch.device) -> None:
+    def _warm_up(self, num_tokens: int, context: PagedContext, device: Device) -> None:
         """Compile for at least `num_tokens` tokens, without a step."""
-        ids, positions = (
-            torch.zeros(num_tokens, dtype=torch.int64, device=device) for _ in range(2)
-        )
-        rows = torch.zeros(-(-num_tokens // 2), dtype=torch.int64, device=device)
+        sizes, own = (num_tokens, num_tokens, -(-num_tokens // 2)), for_torch(device)
+        ids, positions, rows = (torch.zeros(size, dtype=torch.int64, device=own) for size in sizes)
         if num_tokens > 1:
             for tensor in (ids, positions, rows):
                 # No range: torch refuses a graph that serves only part of a given range, and

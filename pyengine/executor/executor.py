@@ -4,21 +4,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from pyengine.attention.paged import on_device
-from pyengine.cpu import limit_threads
-from pyengine.cpu.threads import thread_limit
+from pyengine.cpu.threads import CallerThreads
 from pyengine.kv_cache import StepPlan
 from pyengine.sampling.logprobs import PendingLogprobs
 from pyengine.sampling.sampler import Sampled, SamplingBatch, sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling.token_masks import MaskFiller, TokenMasks
 from pyengine.scheduler.batch import Entry, ScheduledStep
+from pyengine.utils.device_arrays import device_of
+from pyengine.utils.devices import CPU, Device, on_device
 from pyengine.utils.host_copy import upload
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from pyengine.executor.mtp import DraftRow, MTPStep
 
 T = TypeVar("T")
-
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,17 +195,17 @@ class InputBatch:
         )
         return positions if self.repeats is None else positions.repeat(self.repeats)
 
-    def repeated(self, logits: torch.Tensor) -> torch.Tensor:
+    def repeated(self, logits: Any) -> Any:
         """The logits that each row draws from, if there are `repeats`."""
         assert self.repeats is not None
         rows = np.arange(len(self.repeats)).repeat(self.repeats)
-        return logits[upload(rows, logits.device)]
+        return logits[upload(rows, device_of(logits))]
 
-    def own_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def own_tokens(self, token_ids: Any) -> Any:
         """The token of the first sequence of each row of logits: int64, on their device."""
         if self.repeats is None:
             return token_ids
-        return token_ids[upload(self.repeats.cumsum() - self.repeats, token_ids.device)]
+        return token_ids[upload(self.repeats.cumsum() - self.repeats, device_of(token_ids))]
 
 
 def _prompt_parts(step: ScheduledStep) -> list[PromptPart]:
@@ -222,9 +219,9 @@ def _prompt_parts(step: ScheduledStep) -> list[PromptPart]:
     return parts
 
 
-def _prompt_logprobs(parts: Sequence[PromptPart], logits: torch.Tensor) -> PendingLogprobs:
+def _prompt_logprobs(parts: Sequence[PromptPart], logits: Any) -> PendingLogprobs:
     """Log-probabilities of the tokens after `parts`, by their logits `[E, V]`."""
-    following = upload(np.concatenate([part.following for part in parts]), logits.device)
+    following = upload(np.concatenate([part.following for part in parts]), device_of(logits))
     top = [part.num_logprobs(logits.shape[1]) for part in parts for _ in range(part.length)]
     return PendingLogprobs(logits, following, top)
 
@@ -249,15 +246,9 @@ class SubmittedStep:
     """Rows after wrong drafts, once it is committed: they are ignored."""
 
 
-def _compute(num_threads: tuple[int | None, int], work: Callable[[], T]) -> T:
-    """The result of `work`, with the caller's limit of kernels' threads and its number of torch's.
-
-    Both are set for each thread of Python separately.
-    """
-    of_kernels, of_torch = num_threads
-    limit_threads(of_kernels)
-    if torch.get_num_threads() != of_torch:
-        torch.set_num_threads(of_torch)
+def _compute(threads: CallerThreads, work: Callable[[], T]) -> T:
+    """The result of `work`, with the threads of its caller."""
+    threads.use()
     return work()
 
 
@@ -276,7 +267,7 @@ class Executor:
         thread: ThreadPoolExecutor | None = None,
         *,
         depth: int = 1,
-        device: torch.device = _CPU,
+        device: Device = CPU,
     ) -> None:
         self.runner = runner
         self.depth = depth
@@ -307,7 +298,7 @@ class Executor:
                 masks.begin()  # else `TokenMasks.largest` needs few of them
 
         def work() -> Sampled:
-            known: torch.Tensor | None = None
+            known: Any = None
             if before is not None:
                 token_ids = before.work.result().token_ids  # it was queued first: it has run
                 known = before.batch.own_tokens(token_ids) if len(token_ids) else None
@@ -324,8 +315,7 @@ class Executor:
     def _enqueue(self, work: Callable[[], T]) -> "Future[T]":
         """Run `work` after everything that was enqueued before. Its error is kept."""
         if self._thread is not None:
-            num_threads = thread_limit(), torch.get_num_threads()
-            return self._thread.submit(partial(_compute, num_threads, work))
+            return self._thread.submit(partial(_compute, CallerThreads.now(), work))
         future: Future[T] = Future()
         try:
             with self._on_device:

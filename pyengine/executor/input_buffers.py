@@ -1,8 +1,8 @@
 """The inputs of a step: allocated once, filled in place by the block manager.
 
-If the device has separate memory, the used parts of all arrays are packed and copied there in one
-go. The tables on the host can hold the longest possible sequence; the copy is as wide as the
-longest table in the step::
+On the CPU a step is the used parts of the host's arrays. If the device has separate memory, those
+are packed and copied there in one go. The tables on the host can hold the longest possible
+sequence; the copy is as wide as the longest table in the step::
 
     host, filled in place     staging, pinned, packed      device, packed
     input_ids [T_max]    ->   [T]                     ->   [T]
@@ -19,12 +19,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from pyengine.attention.backend import AttentionBackend, SharedRows, StepInputs
 from pyengine.kv_cache import StepBuffers
+from pyengine.utils.devices import Device, for_torch
+from pyengine.utils.tensors import tensor_of
 
 if TYPE_CHECKING:
+    import torch
+
     from pyengine.executor.model_runner import Plan
 
 
@@ -77,20 +80,22 @@ _ALIGNMENT = 64
 
 Wait: TypeAlias = Callable[[], object]
 
-Upload: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Wait | None]
+Upload: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], Wait | None]"
 """Copies a source on the host to its target on the device, in the order of the device's queue.
 The returned function waits until the source may be written to again; None: it may at once."""
 
 
-def upload_in_stream(source: torch.Tensor, target: torch.Tensor) -> Wait:
+def upload_in_stream(source: "torch.Tensor", target: "torch.Tensor") -> Wait:
     """Queue a copy from pinned memory on the current CUDA stream. See `Upload`."""
+    import torch
+
     target.copy_(source, non_blocking=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event.synchronize
 
 
-def upload_at_once(source: torch.Tensor, target: torch.Tensor) -> None:
+def upload_at_once(source: "torch.Tensor", target: "torch.Tensor") -> None:
     """Copy on the host: there is nothing to wait for. See `Upload`."""
     target.copy_(source)
 
@@ -102,8 +107,8 @@ class Packed:
     `parts` are the arrays with their places in `source`.
     """
 
-    source: torch.Tensor
-    target: torch.Tensor
+    source: "torch.Tensor"
+    target: "torch.Tensor"
     parts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
 
     def pack(self) -> None:
@@ -131,14 +136,15 @@ class InputBuffers:
     """Host buffers of fixed capacity, and memory for their used parts on the device.
 
     On the CPU that is the host buffers themselves, and nothing is copied, unless it is
-    wanted `apart`, as a graph's inputs must be. A block has `block_size` tokens.
+    wanted `apart`, as a graph's inputs must be: then it is tensors. A block has `block_size`
+    tokens.
     """
 
     def __init__(
         self,
         limits: RunnerLimits,
         block_size: int,
-        device: torch.device,
+        device: Device,
         backend: AttentionBackend | None = None,
         *,
         apart: bool = False,
@@ -152,40 +158,43 @@ class InputBuffers:
         tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
         groups, self._max_width = limits.num_groups, limits.max_blocks_per_seq
         shapes = {
-            "input_ids": ((tokens,), torch.int64),
-            "positions": ((tokens,), torch.int64),
-            "slot_mapping": ((groups, tokens), torch.int64),
-            "query_start_loc": ((sequences + 1,), torch.int32),
-            "seq_lens": ((sequences,), torch.int32),
-            "logits_indices": ((limits.max_num_samples,), torch.int64),
+            "input_ids": ((tokens,), np.int64),
+            "positions": ((tokens,), np.int64),
+            "slot_mapping": ((groups, tokens), np.int64),
+            "query_start_loc": ((sequences + 1,), np.int32),
+            "seq_lens": ((sequences,), np.int32),
+            "logits_indices": ((limits.max_num_samples,), np.int64),
         }
         self._pins = device.type == "cuda"
-        self._host = {
-            name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()
+        self._host: dict[str, npt.NDArray[Any]] = {
+            name: np.zeros(shape, dtype) for name, (shape, dtype) in shapes.items()
         }
-        tables = torch.zeros((groups, sequences, self._max_width), dtype=torch.int32)
-        self.arrays = HostArrays(
-            **{name: host.numpy() for name, host in self._host.items()},
-            block_tables=tables.numpy(),
-        )
+        tables = np.zeros((groups, sequences, self._max_width), np.int32)
+        self.arrays = HostArrays(**self._host, block_tables=tables)
         self._tables, self._block_size, self._device = tables, block_size, device
-        self._is_apart = device.type != "cpu" or apart
-        self._copies_tables = self._is_apart and (backend is None or backend.reads_tables)
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        """The device's side, packed anew for each size of step."""
-        if self._is_apart and beside is not None:
-            self._memory = beside._memory
-        elif self._is_apart:
-            arrays = [*self._host.values(), *([tables] if self._copies_tables else [])]
-            size = sum(_aligned(array.nbytes) for array in arrays)
-            self._memory = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self.is_apart = device.type != "cpu" or apart
+        """True if the step's inputs are tensors, apart from the host's arrays."""
+        self._copies_tables = self.is_apart and (backend is None or backend.reads_tables)
+        if self.is_apart:
+            copied = [*self._host.values(), *([tables] if self._copies_tables else [])]
+            self._make_memory(sum(_aligned(array.nbytes) for array in copied), beside)
         self._upload: Upload = upload_in_stream if self._pins else upload_at_once
         self._wait_for_upload: Wait | None = None
         group = None if backend is None else backend.shared_group
         self._shared = None if group is None else SharedRows(group, sequences)
         self._sizes: tuple[int, int, int, int] | None = None
         self._filled: FilledStep | None = None
+
+    def _make_memory(self, num_bytes: int, beside: "InputBuffers | None") -> None:
+        """Allocate the device's side, packed anew for each size of step."""
+        import torch
+
+        self._staging = torch.empty(0, dtype=torch.uint8)
+        if beside is not None:
+            self._memory: torch.Tensor = beside._memory
+            return
+        device = for_torch(self._device)
+        self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
     @cached_property
     def step_buffers(self) -> StepBuffers:
@@ -248,15 +257,20 @@ class InputBuffers:
         return replace(filled.inputs, block_tables=tables, host_block_tables=host)
 
     @cached_property
-    def _fixed_tables(self) -> torch.Tensor:
+    def _fixed_tables(self) -> "torch.Tensor":
+        import torch
+
         if not self._copies_tables:
             return self._no_tables
-        return torch.zeros_like(self._tables, device=self._device)
+        shape, device = self._tables.shape, for_torch(self._device)
+        return torch.zeros(shape, dtype=torch.int32, device=device)
 
     @cached_property
-    def _no_tables(self) -> torch.Tensor:
+    def _no_tables(self) -> "torch.Tensor":
         """Tables that are not read: a shape over one element."""
-        none = torch.zeros(1, dtype=torch.int32, device=self._device)
+        import torch
+
+        none = torch.zeros(1, dtype=torch.int32, device=for_torch(self._device))
         return none.expand(self._tables.shape)
 
     def _pad(self, count: int, padding: Padding) -> None:
@@ -293,11 +307,11 @@ class InputBuffers:
             "seq_lens": sequences,
             "logits_indices": samples,
         }
-        views = {name: self._host[name][..., :size] for name, size in sizes.items()}
-        tables = self._tables[:, :sequences, :width]
+        views: dict[str, Any] = {name: self._host[name][..., :size] for name, size in sizes.items()}
+        tables: Any = self._tables[:, :sequences, :width]
         packed: Packed | None = None
-        host_tables = tables.numpy()
-        if self._is_apart:
+        host_tables = tables
+        if self.is_apart:
             copied = [*views.values(), *([tables] if self._copies_tables else [])]
             packed, on_device = self._packed(copied)
             views = dict(zip(views, on_device, strict=False))
@@ -316,7 +330,7 @@ class InputBuffers:
         )
         return FilledStep(inputs, packed, self)
 
-    def _packed(self, arrays: Sequence[torch.Tensor]) -> tuple[Packed, list[torch.Tensor]]:
+    def _packed(self, arrays: Sequence[npt.NDArray[Any]]) -> "tuple[Packed, list[torch.Tensor]]":
         """Places for `arrays`, one after the other, and the same places on the device."""
         begins = [0]
         for array in arrays:
@@ -325,16 +339,18 @@ class InputBuffers:
         parts, on_device = [], []
         for begin, array in zip(begins, arrays, strict=False):
             end = begin + array.nbytes
+            kind = tensor_of(array).dtype
             place, twin = (
-                memory[begin:end].view(array.dtype).view(array.shape)
-                for memory in (source, self._memory)
+                memory[begin:end].view(kind).view(array.shape) for memory in (source, self._memory)
             )
-            parts.append((array.numpy(), place.numpy()))
+            parts.append((array, place.numpy()))
             on_device.append(twin)
         return Packed(source, self._memory[: begins[-1]], parts), on_device
 
-    def _staged(self, size: int) -> torch.Tensor:
+    def _staged(self, size: int) -> "torch.Tensor":
         """So many bytes that the device can copy from."""
+        import torch
+
         if size > len(self._staging):
             capacity = min(len(self._memory), 1 << (size - 1).bit_length())
             self._staging = torch.zeros(capacity, dtype=torch.uint8, pin_memory=self._pins)

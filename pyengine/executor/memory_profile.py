@@ -9,15 +9,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from pyengine.errors import ConfigurationError
-from pyengine.executor.cuda_graphs import DecodeGraphs, RecordPieces
 from pyengine.executor.input_buffers import HostArrays, RunnerLimits
 from pyengine.executor.model_runner import ModelRunner, StepLogits
-from pyengine.executor.piecewise_graphs import PiecewiseGraphs
 from pyengine.kv_cache import BlockManager, SharedPrefixes, StepBuffers
 from pyengine.kv_cache.layer_groups import LayerGroups, choose_layer_groups
 from pyengine.kv_cache.pool import (
@@ -31,6 +27,13 @@ from pyengine.models.loaded import LoadedModel
 from pyengine.sampling.sampler import sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
+from pyengine.utils.devices import Device, for_torch
+from pyengine.utils.dtypes import DType, itemsize
+from pyengine.utils.openmp import loaded_torch
+
+if TYPE_CHECKING:
+    from pyengine.executor.cuda_graphs import DecodeGraphs, RecordPieces
+    from pyengine.executor.piecewise_graphs import PiecewiseGraphs
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # numbers of `mallopt` (glibc, malloc.h)
 _KEPT = 1 << 30
@@ -63,7 +66,7 @@ def plan_cache(
     max_tokens: int,
     *,
     layer_groups: bool,
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: DType | None = None,
 ) -> CachePlan:
     """Group the model's layers and size the pool; steps compute up to `max_tokens` tokens.
 
@@ -84,7 +87,7 @@ def plan_cache(
     return CachePlan(specs, groups, size, settings.block_size)
 
 
-def cache_specs(loaded: LoadedModel, kv_dtype: torch.dtype) -> list[KVCacheSpec]:
+def cache_specs(loaded: LoadedModel, kv_dtype: DType) -> list[KVCacheSpec]:
     """The KV cache of each layer of a model, its MTP layers last; with scales in 8-bit floats."""
     specs = [
         KVCacheSpec(
@@ -92,7 +95,7 @@ def cache_specs(loaded: LoadedModel, kv_dtype: torch.dtype) -> list[KVCacheSpec]
         )
         for layer in loaded.layers
     ]
-    scales = loaded.kv_scales if kv_dtype == torch.float8_e4m3fn else {}
+    scales = loaded.kv_scales if kv_dtype == "float8_e4m3fn" else {}
     return [
         replace(spec, scale_k=scales[layer][0], scale_v=scales[layer][1])
         if layer in scales
@@ -119,7 +122,7 @@ def check_step_fits(limits: RunnerLimits, settings: PoolSettings, loaded: Loaded
     available = settings.available_memory
     tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
     per_token = 2 * 8 * (2 + limits.num_groups)
-    hidden = 4 * loaded.hidden_size * loaded.dtype.itemsize
+    hidden = 4 * loaded.hidden_size * itemsize(loaded.dtype)
     per_sequence = 2 * 4 * limits.num_groups * limits.max_blocks_per_seq
     useful = min(tokens, sequences * settings.max_model_len)  # no step has more
     for_sequences = sequences * per_sequence + limits.max_num_samples * 4 * loaded.vocab_size
@@ -145,21 +148,23 @@ def _gib(num_bytes: int) -> str:
 class CudaMeter:
     """Memory that torch's allocator has allocated on a CUDA device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: Device) -> None:
+        import torch
+
+        self._cuda, self._device = torch.cuda, for_torch(device)
 
     def peak(self, run: Callable[[], object]) -> int:
         """Peak bytes allocated while `run` runs, beyond those before.
 
         The allocator's cache is empty afterwards.
         """
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_allocated(self._device)
+        self._cuda.synchronize(self._device)
+        self._cuda.reset_peak_memory_stats(self._device)
+        before = self._cuda.memory_allocated(self._device)
         run()
-        torch.cuda.synchronize(self._device)
-        taken = torch.cuda.max_memory_allocated(self._device) - before
-        torch.cuda.empty_cache()
+        self._cuda.synchronize(self._device)
+        taken = self._cuda.max_memory_allocated(self._device) - before
+        self._cuda.empty_cache()
         return taken
 
     def kept(self, run: Callable[[], object]) -> int:
@@ -169,9 +174,9 @@ class CudaMeter:
         return max(0, before - self._free())
 
     def _free(self) -> int:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self._device)[0]
+        self._cuda.synchronize(self._device)
+        self._cuda.empty_cache()
+        return self._cuda.mem_get_info(self._device)[0]
 
 
 class LargestStep:
@@ -242,7 +247,10 @@ def activation_bytes(
 
     try:
         return meter.peak(run)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        torch = loaded_torch()
+        if torch is None or not isinstance(error, torch.OutOfMemoryError):
+            raise
         raise ConfigurationError(
             f"the largest step, of max_num_batched_tokens={limits.max_num_batched_tokens} and "
             f"max_num_seqs={limits.max_num_seqs}, does not fit into the device's memory ({error}); "
@@ -251,29 +259,30 @@ def activation_bytes(
 
 
 def graph_bytes(
-    runner: ModelRunner, meter: CudaMeter, record_pieces: RecordPieces | None = None
+    runner: ModelRunner, meter: CudaMeter, record_pieces: "RecordPieces | None" = None
 ) -> int:
     """Bytes that graphs keep: of decode steps, and of others in pieces; `runner` can capture them.
 
     Those of a kind share the memory of the largest. So two are captured: the second measures each
     further one.
     """
-    decodes = _kept_by(runner.graph_sizes, runner.capture, runner.graphs, meter)
+    decodes = _kept_by(runner.graph_sizes, runner.capture, lambda: runner.graphs, meter)
     if record_pieces is None:
         return decodes
     capture = partial(runner.capture_piecewise, record_pieces)
-    return decodes + _kept_by(runner.piecewise_sizes, capture, runner.piecewise, meter)
+    return decodes + _kept_by(runner.piecewise_sizes, capture, lambda: runner.piecewise, meter)
 
 
 def _kept_by(
     sizes: Sequence[int],
     capture: Callable[[Sequence[int]], None],
-    graphs: DecodeGraphs | PiecewiseGraphs,
+    made: "Callable[[], DecodeGraphs | PiecewiseGraphs | None]",
     meter: CudaMeter,
 ) -> int:
     largest, second = sizes[-1:], sizes[-2:-1]
     first = meter.kept(lambda: capture(largest))
-    if not graphs.sizes:
+    graphs = made()
+    if graphs is None or not graphs.sizes:
         return first
     another = meter.kept(lambda: capture(second))
     return first + another * (len(sizes) - 1) if second else first

@@ -4,30 +4,27 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
-from pyengine.attention.dispatch import PagedContext
-from pyengine.attention.paged import on_device
-from pyengine.executor.compiled import CompiledForward
-from pyengine.executor.cuda_graphs import (
-    Agree,
-    DecodeGraphs,
-    Record,
-    RecordPieces,
-    graph_sizes,
-)
+from pyengine.attention.context import PagedContext
 from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
 from pyengine.executor.mtp import DraftRow, MTPLayers, MTPStep
-from pyengine.executor.piecewise_graphs import PiecewiseGraphs, piecewise_sizes
 from pyengine.kv_cache import SharedPrefixes, StepBuffers
 from pyengine.kv_cache.pool import KVPool
-from pyengine.models.loaded import LoadedModel, Model
+from pyengine.models.loaded import LoadedModel, Model, callable_model
+from pyengine.utils.device_arrays import concatenated, device_of, with_known
+from pyengine.utils.devices import for_torch, on_device
 from pyengine.utils.host_copy import upload
+from pyengine.utils.packaging import require_torch
+
+if TYPE_CHECKING:
+    from pyengine.executor.compiled import CompiledForward
+    from pyengine.executor.cuda_graphs import Agree, DecodeGraphs, Record, RecordPieces
+    from pyengine.executor.piecewise_graphs import PiecewiseGraphs
 
 
 class Plan(Protocol):
@@ -57,18 +54,18 @@ class Plan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """Logits in the model's dtype, on its device.
+    """Logits in the model's dtype, on its device: arrays on the CPU, else tensors.
 
     `sampling` is `[S, vocab]`, one row per sample of the plan, in its order. `extra` is
     `[E, vocab]`, the requested further rows, in their order. If the runner replays a graph they are
     its memory: valid until the next step runs.
     """
 
-    sampling: torch.Tensor
-    extra: torch.Tensor
+    sampling: Any
+    extra: Any
 
 
-Forward: TypeAlias = Callable[[torch.Tensor | None], StepLogits]
+Forward: TypeAlias = Callable[[Any], StepLogits]
 """Run a prepared step. The argument: int64 `[S]` on the device, the tokens that the step before
 sampled, which this step may compute; None or empty if it computes known tokens only."""
 
@@ -101,8 +98,7 @@ class ForwardPass:
         self._windows = windows
         self.compiled: CompiledForward | None = None
 
-    @torch.inference_mode()
-    def __call__(self, inputs: StepInputs, plan: AttentionPlan) -> torch.Tensor:
+    def __call__(self, inputs: StepInputs, plan: AttentionPlan) -> Any:
         """The logits of `inputs.logits_indices`."""
         context = PagedContext(plan, self._windows)
         if self.compiled is not None:
@@ -121,8 +117,8 @@ class ModelRunner:
         backend: AttentionBackend,
         limits: RunnerLimits,
         *,
-        record: Record | None = None,
-        agree: Agree | None = None,
+        record: "Record | None" = None,
+        agree: "Agree | None" = None,
     ) -> None:
         """With `record`, `capture` can be called; the backend must support graphs then.
 
@@ -131,7 +127,7 @@ class ModelRunner:
         self._model = loaded.model
         self.pool = pool
         self._is_on_cuda = pool.device.type == "cuda"
-        self._forward = ForwardPass(self._model, pool.groups.layer_windows)
+        self._forward = ForwardPass(callable_model(loaded.model), pool.groups.layer_windows)
         self._backend = backend
         size, device = pool.block_size, pool.device
         apart = record is not None
@@ -140,18 +136,26 @@ class ModelRunner:
         self._other_buffers = InputBuffers(
             limits, size, device, backend, apart=apart, beside=self.buffers
         )
-        self._mtp = MTPLayers(loaded, pool) if loaded.num_mtp_layers else None
+        self._mtp = MTPLayers(loaded, pool, backend) if loaded.num_mtp_layers else None
         self._draft_buffers = InputBuffers(limits, size, device) if self._mtp else None
         self._record = record
         self._most_decodes = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-        self.graphs = DecodeGraphs(self._forward, backend, self.buffers, pool.num_blocks, agree)
         self._most_tokens = limits.max_num_batched_tokens
-        self.piecewise = PiecewiseGraphs(self._forward, limits.max_num_samples, device)
+        self.graphs: DecodeGraphs | None = None
+        """Graphs of decode steps, from `capture` on."""
+        self.piecewise: PiecewiseGraphs | None = None
+        """Graphs of other steps, in pieces, from `capture_piecewise` on."""
+        self._agree = agree
+        self._most_samples = limits.max_num_samples
 
     @property
     def graph_sizes(self) -> list[int]:
         """The batch sizes that `capture` is for, smallest first; none without `record`."""
-        return graph_sizes(self._most_decodes) if self._record is not None else []
+        if self._record is None:
+            return []
+        from pyengine.executor.cuda_graphs import graph_sizes
+
+        return graph_sizes(self._most_decodes)
 
     def capture(self, sizes: Sequence[int] | None = None) -> None:
         """Capture decode steps per batch size, `graph_sizes` by default, to replay them.
@@ -161,22 +165,34 @@ class ModelRunner:
         asked = self.graph_sizes if sizes is None else sizes
         if self._record is None or not asked:
             return
+        from pyengine.executor.cuda_graphs import DecodeGraphs
+
+        if self.graphs is None:
+            backend, blocks, agree = self._backend, self.pool.num_blocks, self._agree
+            self.graphs = DecodeGraphs(self._forward, backend, self.buffers, blocks, agree)
         with on_device(self.pool.device):
             self.graphs.capture(asked, self._record)
 
     @property
     def piecewise_sizes(self) -> list[int]:
         """The numbers of tokens that `capture_piecewise` is for, smallest first."""
+        from pyengine.executor.piecewise_graphs import piecewise_sizes
+
         return piecewise_sizes(self._most_tokens)
 
-    def capture_piecewise(self, record: RecordPieces, sizes: Sequence[int] | None = None) -> None:
+    def capture_piecewise(self, record: "RecordPieces", sizes: Sequence[int] | None = None) -> None:
         """Capture steps that `capture` is not for, per number of tokens. See `capture`.
 
         Call it after `capture`, and not for a model that is divided or has MTP layers. Nothing is
         captured if `capture` failed.
         """
-        if self.graphs.has_failed:
+        if self.graphs is not None and self.graphs.has_failed:
             return
+        from pyengine.executor.piecewise_graphs import PiecewiseGraphs
+
+        if self.piecewise is None:
+            device = for_torch(self.pool.device)
+            self.piecewise = PiecewiseGraphs(self._forward, self._most_samples, device)
         with on_device(self.pool.device):
             self.piecewise.capture(self.piecewise_sizes if sizes is None else sizes, record)
 
@@ -185,6 +201,9 @@ class ModelRunner:
 
         `backend` is torch's name of the compiler. Raises `ConfigurationError` if it cannot.
         """
+        require_torch("compile=True")
+        from pyengine.executor.compiled import CompiledForward
+
         name, start = self._model.name, monotonic()
         print(f"pyengine: compiling {name}, up to a minute or two ...", file=sys.stderr)
         with on_device(self.pool.device):
@@ -206,33 +225,38 @@ class ModelRunner:
         """See `Runner.prepare`."""
         copies = plan.copies()
         extra = extra_rows if extra_rows is not None and len(extra_rows) else None
-        padding = self.graphs.padding(plan) if self.graphs.sizes and extra is None else None
+        padding = None
+        if self.graphs is not None and self.graphs.sizes and extra is None:
+            padding = self.graphs.padding(plan)
         filled = self.buffers.fill(plan, padding)
         self.buffers, self._other_buffers = self._other_buffers, self.buffers
         num_samples = plan.num_samples
         num_rows = num_samples + (0 if extra is None else len(extra))
-        in_pieces = False
-        if self.piecewise.sizes and padding is None:
-            in_pieces = self.piecewise.fits(plan.num_tokens, num_rows)
+        compute: Callable[[StepInputs, AttentionPlan], Any] = self._forward
+        pieces = self.piecewise if padding is None else None
+        if pieces is not None and pieces.sizes and pieces.fits(plan.num_tokens, num_rows):
+            compute = pieces.run
 
-        def forward(sampled: torch.Tensor | None) -> StepLogits:
+        def forward(sampled: Any) -> StepLogits:
             if copies:
                 self.pool.copy_blocks(copies)
             inputs = filled.upload()
             if sampled is not None and len(sampled):  # else no token is pending
-                inputs = replace(inputs, input_ids=_known(inputs.input_ids, sampled))
+                inputs = replace(inputs, input_ids=with_known(inputs.input_ids, sampled))
             if padding is not None:
+                assert self.graphs is not None
                 logits = self.graphs.run(inputs)
             else:
                 if extra is not None:
-                    rows = upload(extra, inputs.logits_indices.device)
-                    rows = torch.cat([inputs.logits_indices, rows])
-                    inputs = replace(inputs, logits_indices=rows)
-                plan = self._backend.plan(inputs)
+                    rows = [inputs.logits_indices, upload(extra, device_of(inputs.logits_indices))]
+                    inputs = replace(inputs, logits_indices=concatenated(rows))
+                plan = self._backend.plan(
+                    inputs if self._backend.takes_arrays else inputs.tensors()
+                )
                 if self._mtp is not None:
                     logits = self._mtp.forward(inputs, plan, mtp)
                 else:
-                    logits = (self.piecewise.run if in_pieces else self._forward)(inputs, plan)
+                    logits = compute(inputs, plan)
             first_extra = num_samples if extra is not None else len(logits)  # else padding
             return StepLogits(logits[:num_samples], logits[first_extra:])
 
@@ -241,8 +265,10 @@ class ModelRunner:
     def _on_its_device(self, forward: Forward) -> Forward:
         """Make the pool's device the current one while `forward` runs, in whatever thread."""
 
-        def forward_there(sampled: torch.Tensor | None) -> StepLogits:
-            with on_device(self.pool.device):
+        def forward_there(sampled: Any) -> StepLogits:
+            import torch
+
+            with on_device(self.pool.device), torch.inference_mode():
                 return forward(sampled)
 
         return forward_there
@@ -268,8 +294,3 @@ class ModelRunner:
                 return mtp.draft(asked, positions, tables)
 
         return draft
-
-
-def _known(input_ids: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-    """The token ids, with pending ones (`-1 - row`) replaced by the sampled tokens."""
-    return torch.where(input_ids < 0, sampled[(-1 - input_ids).clamp_(min=0)], input_ids)

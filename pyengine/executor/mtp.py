@@ -8,22 +8,28 @@ no key before.
 
 In each step the MTP layers compute its tokens, as any other layer does: their keys and values are
 those of accepted tokens, whatever drafts were tried. After a token is known, they draft from there;
-the step that computes those positions overwrites the drafts' keys and values. They attend by the
-gather backend.
+the step that computes those positions overwrites the drafts' keys and values.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from pyengine.attention.backend import AttentionPlan, StepInputs
-from pyengine.attention.gather import GatherBackend
+from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
+from pyengine.attention.choice import backend_class
 from pyengine.kv_cache.pool import KVPool
-from pyengine.models.loaded import LoadedModel, MTPModel
+from pyengine.models.loaded import LoadedModel, MTPModel, callable_model
+from pyengine.utils.device_arrays import (
+    concatenated,
+    device_of,
+    largest_ids,
+    on_host,
+    stacked,
+    zeros,
+)
 from pyengine.utils.host_copy import upload
 
 Int64Array = npt.NDArray[np.int64]
@@ -33,7 +39,7 @@ Int64Array = npt.NDArray[np.int64]
 class StepStates:
     """Hidden states of a step's tokens, `[K, heads, hidden]`, once it has run."""
 
-    tensor: torch.Tensor | None = None
+    rows: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +79,18 @@ class DraftRow:
 class MTPLayers:
     """The MTP layers of a model over the last layers of its KV pool."""
 
-    def __init__(self, loaded: LoadedModel, pool: KVPool) -> None:
-        self._model = cast(MTPModel, loaded.model)
+    def __init__(self, loaded: LoadedModel, pool: KVPool, backend: AttentionBackend) -> None:
+        """They attend by `backend` if that is "cpu", else by "gather": both skip first keys."""
+        self._model = cast("MTPModel", callable_model(loaded.model))
         self._pool = pool
-        self._backend = GatherBackend(pool)
+        self._backend: Any = backend
+        if backend.name != "cpu":
+            self._backend = backend_class("gather")(pool)
         self._count = loaded.num_mtp_layers
         self._size = loaded.hidden_size
         self._dtype = loaded.dtype
 
-    @torch.inference_mode()
-    def forward(
-        self, inputs: StepInputs, plan: AttentionPlan, step: MTPStep | None
-    ) -> torch.Tensor:
+    def forward(self, inputs: StepInputs, plan: AttentionPlan, step: MTPStep | None) -> Any:
         """The logits of `inputs.logits_indices`; the MTP layers compute the step's tokens, too.
 
         `step` has the states before them, and receives the states for later steps.
@@ -93,20 +99,19 @@ class MTPLayers:
         self._extend(states, inputs, step)
         return self._model.logits(states[inputs.logits_indices])
 
-    def _extend(self, hidden: torch.Tensor, inputs: StepInputs, step: MTPStep | None) -> None:
+    def _extend(self, hidden: Any, inputs: StepInputs, step: MTPStep | None) -> None:
         """Compute the MTP layers' keys and values of a step, from its hidden states."""
-        starts = inputs.query_start_loc[:-1].long()
+        device = device_of(inputs.input_ids)
+        starts = inputs.host_query_start_loc[:-1].astype(np.int64)
         before = self._gathered(step.before if step is not None else [None] * len(starts))
         states = [hidden]
         for layer in range(self._count):
-            previous = states[-1].roll(1, 0)
-            previous[starts] = before[:, layer]
+            previous = concatenated([states[-1][-1:], states[-1][:-1]])
+            previous[upload(starts, device)] = before[:, layer]
             states.append(self._layer(layer, previous, inputs))
         if step is not None:
-            rows = upload(step.rows, self._pool.device)
-            step.after.tensor = torch.stack(states[:-1], 1)[rows]
+            step.after.rows = stacked(states[:-1], 1)[upload(step.rows, device)]
 
-    @torch.inference_mode()
     def draft(
         self, asked: Sequence[DraftRow], positions: Int64Array, tables: npt.NDArray[np.int32]
     ) -> list[list[int]]:
@@ -121,7 +126,7 @@ class MTPLayers:
         device, counts = self._pool.device, np.array([row.count for row in asked], dtype=np.int64)
         ids = upload(np.array([row.token_id for row in asked], dtype=np.int64), device)[:, None]
         before = self._gathered([row.before for row in asked])
-        found = torch.zeros(len(counts), int(counts.max(initial=0)), dtype=torch.int64)
+        found = np.zeros((len(counts), int(counts.max(initial=0))), np.int64)
         alive = np.arange(len(counts))
         states = before[:, 0, None][:, :0]
         for number in range(found.shape[1]):
@@ -130,28 +135,28 @@ class MTPLayers:
             ids, states, before = ids[index], states[index], before[index]
             layer, first = min(number, self._count - 1), positions[alive]
             if number < self._count:
-                previous = torch.cat([before[:, layer, None], states], 1)
+                previous = concatenated([before[:, layer, None], states], 1)
             else:
                 previous, first = states[:, -1:], first + number
             rows = previous.shape[1]
             inputs = self._inputs(ids[:, -rows:], first, tables[:, alive])
-            states = self._layer(layer, previous.flatten(0, 1), inputs).view_as(previous)
-            drawn = self._model.mtp_logits(layer, states[:, -1]).argmax(-1)
-            found[torch.from_numpy(alive), number] = drawn.cpu()
-            ids = torch.cat([ids, drawn[:, None]], 1)
+            flat = previous.reshape(-1, self._size)
+            states = self._layer(layer, flat, inputs).reshape(previous.shape)
+            drawn = largest_ids(self._model.mtp_logits(layer, states[:, -1]))
+            found[alive, number] = on_host(drawn)
+            ids = concatenated([ids, drawn[:, None]], 1)
         return [
             tokens[:count] for tokens, count in zip(found.tolist(), counts.tolist(), strict=True)
         ]
 
-    def _layer(self, layer: int, previous: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+    def _layer(self, layer: int, previous: Any, inputs: StepInputs) -> Any:
         """One layer over the tokens of `inputs`, `[T]`: its states `[T, hidden]`."""
-        plan = self._backend.plan(inputs, first_key=layer + 1)
+        given = inputs if self._backend.takes_arrays else inputs.tensors()
+        plan = self._backend.plan(given, first_key=layer + 1)
         ids, positions = inputs.input_ids, inputs.positions
         return self._model.mtp_states(layer, ids, previous, positions, plan)
 
-    def _inputs(
-        self, ids: torch.Tensor, first: Int64Array, tables: npt.NDArray[np.int32]
-    ) -> StepInputs:
+    def _inputs(self, ids: Any, first: Int64Array, tables: npt.NDArray[np.int32]) -> StepInputs:
         """Rows of some sequences, `ids` `[B, R]` from the positions `first` `[B]` on."""
         count, rows = ids.shape
         size, device = self._pool.block_size, self._pool.device
@@ -161,7 +166,7 @@ class MTPLayers:
         starts = np.arange(0, rows * count + 1, rows, dtype=np.int32)
         lens = (first + rows).astype(np.int32)
         return StepInputs(
-            input_ids=ids.flatten(),
+            input_ids=ids.reshape(-1),
             positions=upload(positions.reshape(-1), device),
             slot_mapping=upload(slots.reshape(len(tables), -1), device),
             query_start_loc=upload(starts, device),
@@ -173,17 +178,16 @@ class MTPLayers:
             host_block_tables=tables,
         )
 
-    def _gathered(self, wanted: Sequence[HiddenState | None]) -> torch.Tensor:
+    def _gathered(self, wanted: Sequence[HiddenState | None]) -> Any:
         """The states `wanted`, `[B, layers, hidden]`; zeros for missing ones."""
-        shape = (len(wanted), self._count, self._size)
-        out = torch.zeros(shape, dtype=self._dtype, device=self._pool.device)
-        by_step: dict[int, tuple[torch.Tensor, list[int], list[int]]] = {}
+        out = zeros((len(wanted), self._count, self._size), self._dtype, self._pool.device)
+        by_step: dict[int, tuple[Any, list[int], list[int]]] = {}
         for place, state in enumerate(wanted):
-            if state is not None and state.step.tensor is not None:
+            if state is not None and state.step.rows is not None:
                 key = id(state.step)
-                _, places, rows = by_step.setdefault(key, (state.step.tensor, [], []))
+                _, places, rows = by_step.setdefault(key, (state.step.rows, [], []))
                 places.append(place)
                 rows.append(state.row)
-        for tensor, places, rows in by_step.values():
-            out[places] = tensor[rows]
+        for states, places, rows in by_step.values():
+            out[places] = states[rows]
         return out

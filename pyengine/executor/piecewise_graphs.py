@@ -159,6 +159,8 @@ class PiecewiseGraphs:
         `plan` is of this step. Padding keeps ids, positions and rows of an earlier step: they are
         valid in this one.
         """
+        if isinstance(inputs.input_ids, np.ndarray):
+            inputs = inputs.tensors()
         num_tokens, num_rows = len(inputs.input_ids), len(inputs.logits_indices)
         captured = self._passes[self.sizes[bisect_left(self.sizes, num_tokens)]]
         captured.input_ids[:num_tokens].copy_(inputs.input_ids)

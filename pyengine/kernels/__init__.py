@@ -1,10 +1,8 @@
 """Triton kernels."""
 
 import importlib.util
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+from pyengine.utils.devices import Device
 
 ALIGNED = 16
 """Kernels are compiled again for sizes and places that are not a multiple of this."""
@@ -13,6 +11,6 @@ LARGEST_ROW = 1 << 15
 """The most elements of a row that a kernel normalises: a program keeps them in registers."""
 
 
-def has_kernels(device: "torch.device") -> bool:
+def has_kernels(device: Device) -> bool:
     """True if the Triton kernels run on this device."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None

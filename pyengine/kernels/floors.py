@@ -328,8 +328,7 @@ def rank_floors(draws: Draws, sums: Sums) -> Floors:
     -inf for rows without a limit, and for rows without a distribution. Tokens with that logit are
     all inside. The nucleus of top-p are the fewest most probable tokens, of those inside top-k and
     min-p, whose weights add up to `top_p` of theirs. It ends elsewhere than the CPU's only if a
-    cumulated weight agrees with the limit: to 12 digits, as sums have another order, or to 7 where
-    `draw_cpu` sums the weights of a whole row in float32.
+    cumulated weight agrees with the limit to 12 digits, as sums have another order.
     """
     count, vocab_size, num_parts = len(draws.rows), draws.logits.shape[1], draws.num_parts
     device = draws.logits.device

@@ -5,17 +5,15 @@ import mmap
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+from pyengine.utils.devices import Device, for_torch
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14, asm-generic/mman-common.h
 
 
-def available_memory(device: "torch.device") -> int:
+def available_memory(device: Device) -> int:
     """Bytes that can still be allocated on `device`.
 
     On the CPU this is the kernel's available memory (free, plus reclaimable), or the rest of the
@@ -25,8 +23,9 @@ def available_memory(device: "torch.device") -> int:
     if device.type == "cuda":
         import torch
 
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, _ = torch.cuda.mem_get_info(for_torch(device))
+        cached = torch.cuda.memory_reserved(for_torch(device))
+        cached -= torch.cuda.memory_allocated(for_torch(device))
         return free + cached
     limits = [_host_memory(_MEMINFO), _container_memory(_CGROUP)]
     return min(limit for limit in limits if limit is not None)

@@ -15,18 +15,20 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from threading import Thread
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.block_memory import BlockMemory, DeviceBlocks, HostBlocks
 from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.memory import available_memory, populate
 from pyengine.kv_cache.pool_memory import PoolMemory
-from pyengine.utils.host_copy import upload
-from pyengine.utils.tensors import array_of
+from pyengine.utils.devices import Device
+from pyengine.utils.dtypes import DType, Rows, float8_numbers, itemsize, torch_dtype, widened
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +54,7 @@ class KVCacheSpec:
     num_kv_heads: int
     head_dim_k: int
     head_dim_v: int
-    dtype: "torch.dtype"
+    dtype: DType
     scale_k: float = 1.0
     scale_v: float = 1.0
 
@@ -73,27 +75,25 @@ class KVCacheSpec:
 
     @property
     def _scale_bytes(self) -> int:
-        return 0 if self.dtype.is_floating_point else _SCALE_BYTES
+        return _SCALE_BYTES if self.dtype == "int8" else 0
 
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of this layer's keys and values for one block of `block_size` tokens."""
         elements = self.num_kv_heads * (self.width_k + self.width_v)
-        return block_size * elements * self.dtype.itemsize
+        return block_size * elements * itemsize(self.dtype)
 
 
-def resolve_kv_cache_dtype(name: str, model_dtype: "torch.dtype") -> "torch.dtype":
+def resolve_kv_cache_dtype(name: str, model_dtype: DType) -> DType:
     """The element type of the KV cache: "auto" (the model's), "int8", "fp8" or "fp8_e4m3".
 
     Raises `ConfigurationError` for another name.
     """
-    import torch
-
     if name == "auto":
         return model_dtype
     if name in ("fp8", "fp8_e4m3"):
-        return torch.float8_e4m3fn
+        return "float8_e4m3fn"
     if name == "int8":
-        return torch.int8
+        return "int8"
     raise ConfigurationError(
         f"kv_cache_dtype={name!r} is not known: use one of auto, int8, fp8, fp8_e4m3"
     )
@@ -152,7 +152,7 @@ class PoolSize:
 
 
 def resolve_num_blocks(
-    settings: PoolSettings, specs: Sequence[KVCacheSpec], device: "torch.device"
+    settings: PoolSettings, specs: Sequence[KVCacheSpec], device: Device
 ) -> PoolSize:
     """Choose the number of blocks of the pool, before its allocation.
 
@@ -198,7 +198,7 @@ def resolve_num_blocks(
 
 
 def _default_blocks(
-    settings: PoolSettings, per_block: int, device: "torch.device", available: int
+    settings: PoolSettings, per_block: int, device: Device, available: int
 ) -> tuple[int, str]:
     """The number of blocks within the default budget, and the reason in words."""
     if device.type == "cuda":
@@ -224,10 +224,11 @@ class KVPool:
     """The KV tensors of every layer.
 
     `keys[layer]` is `[num_blocks + 1, block_size, kv_heads, head_dim_k]`, `values[layer]` the
-    same with `head_dim_v`, in the dtype of the layer's spec, on `device`. In int8 the last
-    dimension holds the scale too (`KVCacheSpec.width_k`). Layers that share a
-    tensor (`groups`; by default none do) have it under both numbers. Tensors start as zeros, and
-    values stay finite (`write`): a masked value has no effect only while it is.
+    same with `head_dim_v`, in the dtype of the layer's spec, on `device`. On the CPU they are views
+    of `arrays[layer]`, which need no torch. In int8 the last dimension holds the scale too
+    (`KVCacheSpec.width_k`). Layers that share a tensor (`groups`; by default none do) have it under
+    both numbers. Tensors start as zeros, and values stay finite (`write`): a masked value has no
+    effect only while it is.
 
     Raises `ConfigurationError` if the memory cannot be allocated, or if layers that share a tensor
     differ in their specs.
@@ -238,7 +239,7 @@ class KVPool:
         specs: Sequence[KVCacheSpec],
         num_blocks: int,
         block_size: int,
-        device: "torch.device",
+        device: Device,
         groups: LayerGroups | None = None,
     ) -> None:
         self.specs = tuple(specs)
@@ -259,11 +260,26 @@ class KVPool:
                 f"the KV pool of {num_blocks} + 1 blocks ({_size(self.num_bytes)}) could not be "
                 f"allocated on {device}: {error}; give fewer num_blocks"
             ) from error
-        self._tensors, count = self._memory.tensors, len(self._tensor_specs)
-        self.keys = [self._tensors[place.index] for place in self.groups.places]
-        self.values = [self._tensors[count + place.index] for place in self.groups.places]
-        self._pieces = _in_pieces(self._tensors) if device.type == "cpu" else iter(())
+        self._pieces = _in_pieces(self._memory.arrays)
         self._next_piece = next(self._pieces, None)
+
+    @property
+    def arrays(self) -> list[tuple[Rows, Rows]]:
+        """Keys and values of each layer in the host's memory; for the CPU."""
+        arrays, count = self._memory.arrays, len(self._tensor_specs)
+        places = self.groups.places
+        return [(arrays[place.index], arrays[count + place.index]) for place in places]
+
+    @cached_property
+    def keys(self) -> "list[torch.Tensor]":
+        """The keys of each layer, for torch."""
+        return [self._memory.tensors[place.index] for place in self.groups.places]
+
+    @cached_property
+    def values(self) -> "list[torch.Tensor]":
+        """The values of each layer, for torch."""
+        count = len(self._tensor_specs)
+        return [self._memory.tensors[count + place.index] for place in self.groups.places]
 
     @property
     def num_bytes(self) -> int:
@@ -284,8 +300,8 @@ class KVPool:
         ]
         both = [[*used, *(index + count for index in used)] for used in groups]
         if self.device.type != "cpu":
-            return DeviceBlocks(self._tensors, both)
-        return HostBlocks([array_of(tensor) for tensor in self._tensors], both)
+            return DeviceBlocks(self._memory.tensors, both)
+        return HostBlocks(self._memory.arrays, both)
 
     def populate(self, num_blocks: int | None = None) -> bool:
         """On the CPU, allocate the memory of the first blocks, or of all, before they are written.
@@ -296,9 +312,9 @@ class KVPool:
         """
         if self.device.type != "cpu":
             return False
-        rows = [tensor[:num_blocks] for tensor in self._tensors]
+        rows = [array[:num_blocks] for array in self._memory.arrays]
         with ThreadPoolExecutor() as threads:
-            return all(threads.map(lambda each: populate(each.data_ptr(), each.nbytes), rows))
+            return all(threads.map(lambda each: populate(each.ctypes.data, each.nbytes), rows))
 
     def populate_in_background(self) -> None:
         """As `populate`, in a thread and a piece at a time, while steps run.
@@ -338,22 +354,18 @@ class KVPool:
         The largest of all tensors, relative to the norm of the first block; 0 only for equal
         numbers, NaN if one has a NaN.
         """
-        import torch
-
         count = len(self._tensor_specs)
         used = sorted({place.index for place in self.groups.places if place.group == group})
-        worst = torch.zeros(len(blocks), device=self.device)
-        first, second = upload(np.array([blocks, others], dtype=np.int64), self.device)
+        worst = np.zeros(len(blocks), np.float32)
         for index in (*used, *(index + count for index in used)):
-            tensor = self._tensors[index]
-            rows = _copyable(tensor)
+            dtype = self._tensor_specs[index % count].dtype
             kv, other = (
-                _numbers(rows[places].view(tensor.dtype)).flatten(1) for places in (first, second)
+                _numbers(self._memory.rows_of(index, each), dtype).reshape(len(blocks), -1)
+                for each in (blocks, others)
             )
-            scale = kv.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
-            worst = torch.maximum(worst, (kv - other).norm(dim=1) / scale)
-        found: list[float] = worst.tolist()
-        return found
+            scale = np.maximum(np.linalg.norm(kv, axis=1), np.finfo(np.float32).tiny)
+            worst = np.maximum(worst, np.linalg.norm(kv - other, axis=1) / scale)
+        return [float(each) for each in worst]
 
     def write(
         self, layer: int, keys: "torch.Tensor", values: "torch.Tensor", slots: "torch.Tensor"
@@ -382,35 +394,38 @@ class KVPool:
             _copyable(cache.flatten(0, 1)).index_copy_(0, slots, _stored(rows, spec.dtype, scale))
 
 
-def _in_pieces(tensors: Sequence["torch.Tensor"]) -> Iterator[tuple[int, int, int]]:
-    """First block, address and bytes of each piece of a pool's tensors, in order of the blocks."""
-    largest = max(tensor[0].nbytes for tensor in tensors)
+def _in_pieces(arrays: Sequence[Rows]) -> Iterator[tuple[int, int, int]]:
+    """First block, address and bytes of each piece of a pool's arrays, in order of the blocks."""
+    if not arrays:
+        return
+    largest = max(array[0].nbytes for array in arrays)
     count = max(1, _POPULATED // largest)
-    for first in range(0, len(tensors[0]), count):
-        for tensor in tensors:
-            blocks = tensor[first : first + count]
-            yield first, blocks.data_ptr(), blocks.nbytes
+    for first in range(0, len(arrays[0]), count):
+        for array in arrays:
+            blocks = array[first : first + count]
+            yield first, blocks.ctypes.data, blocks.nbytes
 
 
-def _stored(rows: "torch.Tensor", dtype: "torch.dtype", scale: float) -> "torch.Tensor":
+def _stored(rows: "torch.Tensor", dtype: DType, scale: float) -> "torch.Tensor":
     """`rows` in the format of a pool of `dtype`."""
     import torch
 
-    if dtype.itemsize > 1:
+    if itemsize(dtype) > 1:
         return rows
-    largest = torch.finfo(dtype).max
+    kind = torch_dtype(dtype)
+    largest = torch.finfo(kind).max
     scaled = rows.float().nan_to_num(math.nan, math.nan, math.nan) * (1.0 / scale)
-    return _copyable(scaled.clamp(-largest, largest).to(dtype))
+    return _copyable(scaled.clamp(-largest, largest).to(kind))
 
 
-def _numbers(rows: "torch.Tensor") -> "torch.Tensor":
+def _numbers(rows: Rows, dtype: DType) -> npt.NDArray[np.float32]:
     """The numbers that rows of a pool stand for, in float32."""
-    import torch
-
-    if rows.dtype != torch.int8:
-        return rows.float()
-    scales = rows[..., -_SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
-    return rows[..., :-_SCALE_BYTES].float() * scales.view(torch.float32)
+    if dtype == "float8_e4m3fn":
+        return float8_numbers(rows)
+    if dtype != "int8":
+        return widened(rows)
+    scales = np.ascontiguousarray(rows[..., -_SCALE_BYTES:]).view(np.float32)
+    return rows[..., :-_SCALE_BYTES].astype(np.float32) * scales
 
 
 def _copyable(tensor: "torch.Tensor") -> "torch.Tensor":

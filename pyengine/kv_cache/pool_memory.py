@@ -6,15 +6,20 @@ Tensors whose blocks have equally many bytes are one allocation::
      |
      tensor 0, all its blocks; tensor 1, all its blocks; ...
 
-So one gather and one scatter copy blocks in all of them. Each tensor is a contiguous part.
+So one gather and one scatter copy blocks in all of them. Each tensor is a contiguous part. On `CPU`
+the allocations are arrays, on devices of torch its tensors.
 """
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pyengine.utils.device_arrays import on_host
+from pyengine.utils.devices import CPU, Device, for_torch
+from pyengine.utils.dtypes import STORED, DType, Rows, itemsize, torch_dtype
 from pyengine.utils.host_copy import upload
 
 if TYPE_CHECKING:
@@ -23,56 +28,107 @@ if TYPE_CHECKING:
 _COPIED = 16 << 20
 """Bytes that are copied at a time; so much memory a copy needs beside the pool."""
 
+Shape = tuple[tuple[int, ...], DType]
+"""The shape of a block in a tensor, and the tensor's element type."""
+
 
 class PoolMemory:
-    """Tensors `[blocks, *shape]` of zeros, for `shapes`, each with its dtype."""
+    """Tensors `[blocks, *shape]` of zeros, for `shapes`, each with its element type."""
 
-    def __init__(
-        self,
-        shapes: Sequence[tuple[tuple[int, ...], "torch.dtype"]],
-        blocks: int,
-        device: "torch.device",
-    ) -> None:
+    def __init__(self, shapes: Sequence[Shape], blocks: int, device: Device) -> None:
         """Raises torch's or NumPy's error if the memory cannot be allocated."""
-        import torch
-
         by_size: dict[int, list[int]] = {}
         for index, (shape, dtype) in enumerate(shapes):
-            by_size.setdefault(math.prod(shape) * dtype.itemsize, []).append(index)
-        tensors: dict[int, torch.Tensor] = {}
-        self._device, self._blocks = device, blocks
-        self._rows: list[torch.Tensor] = []
-        for size, indices in by_size.items():
-            rows = _zeros(len(indices) * blocks, size, device)
-            for place, index in enumerate(indices):
-                own, (shape, dtype) = rows[place * blocks : (place + 1) * blocks], shapes[index]
-                tensors[index] = own.view(dtype).view(blocks, *shape)
-            self._rows.append(rows if size % 8 else rows.view(torch.int64))
-        self.tensors = [tensors[index] for index in range(len(shapes))]
+            by_size.setdefault(math.prod(shape) * itemsize(dtype), []).append(index)
+        self._shapes, self._blocks, self._device = tuple(shapes), blocks, device
+        self._places: dict[int, tuple[int, int]] = {}  # by tensor: its allocation and place there
+        for number, indices in enumerate(by_size.values()):
+            self._places |= {index: (number, place) for place, index in enumerate(indices)}
+        sizes = [(len(indices) * blocks, size) for size, indices in by_size.items()]
+        self._rows: list[Any] = [_zeros(count, size, device) for count, size in sizes]
+        """Bytes `[tensors * blocks, bytes of a block]`; integers of 8 bytes where they fit."""
+
+    @cached_property
+    def arrays(self) -> list[Rows]:
+        """The tensors in the host's memory, as `STORED` has their types; none on a device."""
+        if self._device.type != "cpu":
+            return []
+        parts = [np.asarray(self._part(index)) for index in self._indices]
+        return [
+            part.view(STORED[dtype]) for part, (_, dtype) in zip(parts, self._shapes, strict=True)
+        ]
+
+    @cached_property
+    def tensors(self) -> "list[torch.Tensor]":
+        """The tensors, for torch; on the CPU over the memory of `arrays`."""
+        import torch
+
+        with torch.inference_mode(False):  # to be written inside of it and outside
+            parts = [self._part(index) for index in self._indices]
+            if self._device is CPU:
+                parts = [torch.from_numpy(part) for part in parts]
+            return [
+                part.view(torch_dtype(dtype))
+                for part, (_, dtype) in zip(parts, self._shapes, strict=True)
+            ]
+
+    @property
+    def _indices(self) -> range:
+        return range(len(self._shapes))
+
+    def _part(self, index: int) -> Any:
+        """The bytes of a tensor: `[blocks, *shape]`, the last dimension in bytes."""
+        number, place = self._places[index]
+        shape, dtype = self._shapes[index]
+        rows = self._rows[number][place * self._blocks : (place + 1) * self._blocks]
+        return _as_bytes(rows).reshape(self._blocks, *shape[:-1], shape[-1] * itemsize(dtype))
+
+    def rows_of(self, index: int, blocks: Sequence[int]) -> Rows:
+        """A copy of some blocks of a tensor on the host, `[len(blocks), *shape]`."""
+        shape, dtype = self._shapes[index]
+        number, place = self._places[index]
+        rows = self._rows[number]
+        index = upload(np.array(blocks, np.int64) + place * self._blocks, self._device)
+        host = on_host(rows[index])
+        numbers: Rows = host.view(STORED[dtype]).reshape(len(blocks), *shape)
+        return numbers
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy (source, destination) in every tensor: all are read before any is written."""
         pairs = np.array(copies, dtype=np.int64).T
         for rows in self._rows:
             first = np.arange(0, len(rows), self._blocks)[:, None]
-            sources, targets = upload((pairs[:, None] + first).reshape(2, -1), self._device)
-            tensors = max(1, _COPIED // (len(copies) * rows[0].nbytes))
-            for some, others in zip(
-                sources.split(tensors * len(copies)),
-                targets.split(tensors * len(copies)),
-                strict=True,
-            ):
-                rows.index_copy_(0, others, rows.index_select(0, some))
+            sources, targets = (pairs[:, None] + first).reshape(2, -1)
+            step = max(1, _COPIED // (len(copies) * rows[0].nbytes)) * len(copies)
+            for start in range(0, len(sources), step):
+                part = slice(start, start + step)
+                some, others = upload(np.stack([sources[part], targets[part]]), self._device)
+                if isinstance(rows, np.ndarray):
+                    rows[others] = rows.take(some, axis=0)
+                else:
+                    rows.index_copy_(0, others, rows.index_select(0, some))
 
 
-def _zeros(rows: int, size: int, device: "torch.device") -> "torch.Tensor":
-    """Bytes `[rows, size]`, all zero; on the CPU pages cost nothing until they are written.
+def _zeros(rows: int, size: int, device: Device) -> Any:
+    """Bytes `[rows, size]`, all zero, or integers of 8 bytes.
 
-    torch clears memory by writing to it, which for a pool of some GiB takes seconds at start-up;
-    NumPy asks the system for pages that are zero already.
+    On the CPU pages cost nothing until they are written: NumPy asks the system for pages that are
+    zero already. torch would write zeros, which for a pool of some GiB takes seconds at start-up.
     """
+    width, kind = (size // 8, np.int64) if size % 8 == 0 else (size, np.uint8)
+    if device is CPU:
+        return np.zeros((rows, width), kind)
     import torch
 
-    if device.type != "cpu":
-        return torch.zeros((rows, size), dtype=torch.uint8, device=device)
-    return torch.from_numpy(np.zeros((rows, size), dtype=np.uint8))
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros((rows, width), kind))
+    kinds = {np.int64: torch.int64, np.uint8: torch.uint8}
+    return torch.zeros((rows, width), dtype=kinds[kind], device=for_torch(device))
+
+
+def _as_bytes(rows: Any) -> Any:
+    if isinstance(rows, np.ndarray):
+        return rows.view(np.uint8)
+    import torch
+
+    return rows.view(torch.uint8)

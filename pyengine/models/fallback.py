@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from pyengine.attention.dispatch import CompiledModel, PagedContext, register_paged_attention
+from pyengine.attention.context import PagedContext
+from pyengine.attention.dispatch import CompiledModel, register_paged_attention
 from pyengine.attention.needs import LayerNeeds
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.checkpoint_files import WeightHeaders, check_number_formats, check_weights
@@ -32,6 +33,8 @@ from pyengine.models.placement import check_made_up, choose_dtype, kv_shards
 from pyengine.models.source import ModelSource
 from pyengine.models.tokenizer import eos_token_ids, load_tokenizer
 from pyengine.models.transformers_calls import load_errors, quiet_transformers, read_object
+from pyengine.utils.devices import Device, for_torch
+from pyengine.utils.dtypes import DType, itemsize, torch_dtype
 
 _log = logging.getLogger(__name__)
 
@@ -46,10 +49,12 @@ class FallbackModel:
     The module is switched to paged attention for good; plain calls of it are refused.
     """
 
+    takes_arrays = False
+
     def __init__(self, module: Any, layers: tuple[LayerNeeds, ...], reason: str) -> None:
         self.name = type(module).__name__
         self.origin = f"transformers ({reason})"
-        self.device: torch.device = next(module.parameters()).device
+        self.device: Device = next(module.parameters()).device
         self.module, self._layers = module, layers
         config = module.config.to_dict()
         for of_the_folder in ("_name_or_path", "transformers_version"):
@@ -95,7 +100,7 @@ class FallbackModel:
 
 def load_fallback(
     source: ModelSource,
-    device: torch.device,
+    device: Device,
     dtype: str | torch.dtype,
     *,
     reason: str,
@@ -116,11 +121,13 @@ def load_fallback(
         quantised = getattr(config, "quantization_config", None) is not None
         check_number_formats(headers, folder, quantised=quantised)
         saved = getattr(config.get_text_config(), "dtype", None)
-        choice = choose_dtype(dtype, saved, device)
+        choice = choose_dtype(dtype, _name(saved), device)
         transposed = _refuse_other_sizes(config, headers, folder)
         way_out = f"{transposed}; transformers was asked, as {reason}"
         with load_errors(f"the model in {folder} could not be loaded", way_out=way_out):
-            module = _load_weights(folder, config, choice.dtype, _placement(device, shards))
+            module = _load_weights(
+                folder, config, torch_dtype(choice.dtype), _placement(device, shards)
+            )
         refuse_not_finite(module, folder)
         loaded = _loaded(source, module, device, choice.dtype, reason)
         loaded = replace(
@@ -144,7 +151,7 @@ def check_fallback(folder: Path) -> None:
 
 
 def _load_dummy(
-    source: ModelSource, device: torch.device, dtype: str | torch.dtype, reason: str
+    source: ModelSource, device: Device, dtype: str | torch.dtype, reason: str
 ) -> LoadedModel:
     """The model of a folder as it is before a training; only its configuration is read.
 
@@ -152,14 +159,16 @@ def _load_dummy(
     """
     folder = source.folder
     config = _unpacked_config(folder)
-    choice = choose_dtype(dtype, getattr(config.get_text_config(), "dtype", None), device)
+    saved = getattr(config.get_text_config(), "dtype", None)
+    choice = choose_dtype(dtype, _name(saved), device)
     count = sum(map(prod, fallback_shapes(folder).values()))
-    check_made_up(count, 8 * choice.dtype.itemsize, device)
-    devices = [device] if device.type == "cuda" else []
+    check_made_up(count, 8 * itemsize(choice.dtype), device)
+    own = for_torch(device)
+    devices = [own] if device.type == "cuda" else []
     failed = load_errors(f"the model in {folder} could not be built")
-    with failed, torch.random.fork_rng(devices), device:
+    with failed, torch.random.fork_rng(devices), own:
         torch.manual_seed(_SEED)
-        module = _from_config(config, dtype=choice.dtype).eval().requires_grad_(False)
+        module = _from_config(config, dtype=torch_dtype(choice.dtype)).eval().requires_grad_(False)
     refuse_unpageable(module, folder)
     refuse_not_finite(module, folder)
     loaded = _loaded(source, module, device, choice.dtype, reason)
@@ -175,6 +184,10 @@ def fallback_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         for name, parameter in model.named_parameters()
         if name not in model.all_tied_weights_keys
     }
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _unpacked_config(folder: Path) -> Any:
@@ -207,7 +220,7 @@ def _from_config(config: Any, **settings: Any) -> Any:
 
 
 def _loaded(
-    source: ModelSource, module: Any, device: torch.device, dtype: torch.dtype, reason: str
+    source: ModelSource, module: Any, device: Device, dtype: DType, reason: str
 ) -> LoadedModel:
     """A module with its tokenizer and its limits."""
     folder = source.folder
@@ -281,13 +294,13 @@ def _window(config: Any, layer: int) -> int | None:
     return window if types is None or types[layer] == "sliding_attention" else None
 
 
-def _placement(device: torch.device, shards: int) -> dict[str, Any]:
+def _placement(device: Device, shards: int) -> dict[str, Any]:
     """Keyword arguments that place the weights: on one device, or a part in every process."""
     if shards > 1:
         from transformers.distributed.configuration_utils import DistributedConfig
 
         return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=shards)}
-    return {} if device.type == "cpu" else {"device_map": {"": device}}
+    return {} if device.type == "cpu" else {"device_map": {"": for_torch(device)}}
 
 
 def _load_weights(folder: Path, config: Any, dtype: torch.dtype, placement: dict[str, Any]) -> Any:

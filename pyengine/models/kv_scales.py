@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import safe_open
-
 from pyengine.errors import ModelLoadError
 from pyengine.models.checkpoint_files import WeightHeaders
+from pyengine.models.decoder.checkpoint import Tensors, stored_tensor
+from pyengine.models.decoder.cpu_numbers import as_floats
 
 Scales = Mapping[int, tuple[float, float]]
 """Of keys and of values, by layer."""
@@ -30,15 +30,15 @@ def read_kv_scales(folder: Path, headers: WeightHeaders) -> Scales:
     """
     found: dict[int, dict[str, float]] = {}
     matches = {name: match for name in headers.tensors if (match := _NAME.search(name))}
-    if not matches:
-        return {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in matches.keys() & file.keys():
-                scale = _positive(file.get_tensor(name).flatten().tolist(), name, folder)
-                layer = found.setdefault(int(matches[name][1]), {})
-                for kind in matches[name]["kind"] or matches[name]["proj"] or "kv":
-                    layer[kind] = scale
+    stored = {name: stored_tensor(name, headers.tensors[name]) for name in matches}
+    tensors = Tensors(stored, str(folder))
+    for name, match in matches.items():
+        tensor = tensors.take(name, stored[name].shape)
+        numbers = as_floats(tensor.read(), tensor.dtype)
+        scale = _positive(numbers.reshape(-1).tolist(), name, folder)
+        layer = found.setdefault(int(match[1]), {})
+        for kind in match["kind"] or match["proj"] or "kv":
+            layer[kind] = scale
     return {layer: (each.get("k", 1.0), each.get("v", 1.0)) for layer, each in found.items()}
 
 

@@ -4,15 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pyengine.attention.backend import AttentionPlan
-from pyengine.attention.dispatch import CompiledModel, PagedContext
+from pyengine.attention.context import PagedContext
 from pyengine.attention.needs import LayerNeeds
 from pyengine.models.decoder.product_choice import ProductChooser
 from pyengine.models.kv_scales import Scales
+from pyengine.utils.devices import Device
+from pyengine.utils.dtypes import DType
+
+if TYPE_CHECKING:
+    from pyengine.attention.dispatch import CompiledModel
 
 
 class Model(Protocol):
@@ -24,19 +27,16 @@ class Model(Protocol):
     """The owner of its decoder, and the reason, for `describe()`."""
     settings: str
     """All settings that its results depend on, in words."""
-    device: torch.device
+    device: Device
+    takes_arrays: bool
+    """True if it computes over arrays of the host; else over tensors of torch on `device`."""
 
     def __call__(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        rows: torch.Tensor,
-        paged: PagedContext | CompiledModel,
-    ) -> torch.Tensor:
+        self, ids: Any, positions: Any, rows: Any, paged: "PagedContext | CompiledModel"
+    ) -> Any:
         """The logits `[S, vocab]` of `rows` `[S]` among the tokens `ids` `[T]`.
 
-        `positions` are `[T]`, and `paged` is the attention of the step. Tensors are int64, on
-        `device`.
+        `positions` are `[T]`, and `paged` is the attention of the step. The first three are int64.
         """
 
     def check_attended(self, context: PagedContext) -> None:
@@ -44,32 +44,39 @@ class Model(Protocol):
 
 
 class MTPModel(Model, Protocol):
-    """A model with layers for multi-token prediction. Tensors are as `Model` has them."""
+    """A model with layers for multi-token prediction. Arrays or tensors are as `Model` has them."""
 
-    def hidden_states(
-        self, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan
-    ) -> torch.Tensor:
+    def hidden_states(self, ids: Any, positions: Any, plan: AttentionPlan) -> Any:
         """The states `[T, hidden]` of tokens `[T]` after the model's last norm."""
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, states: Any) -> Any:
         """The logits `[S, vocab]` of states `[S, hidden]`."""
 
     def mtp_states(
         self,
         layer: int,
-        ids: torch.Tensor,
-        previous: torch.Tensor,
-        positions: torch.Tensor,
+        ids: Any,
+        previous: Any,
+        positions: Any,
         plan: AttentionPlan,
-    ) -> torch.Tensor:
+    ) -> Any:
         """The states `[T, hidden]` of an MTP layer.
 
         `previous` `[T, hidden]` are the states before each token: of the layer before, and for the
         first one of the model.
         """
 
-    def mtp_logits(self, layer: int, states: torch.Tensor) -> torch.Tensor:
+    def mtp_logits(self, layer: int, states: Any) -> Any:
         """The logits `[S, vocab]` of states `[S, hidden]` of an MTP layer."""
+
+
+def callable_model(model: Model) -> Model:
+    """`model` as the runner calls it, with arrays or tensors as inputs of a step."""
+    if model.takes_arrays:
+        return model
+    from pyengine.models.tensor_model import TensorModel
+
+    return TensorModel(model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +111,8 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     hidden_size: int
-    device: torch.device
-    dtype: torch.dtype
+    device: Device
+    dtype: DType
     dtype_reason: str = ""
     kv_shards: int = 1
     default_sampling: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))

@@ -11,9 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.checkpoint_files import check_weights
@@ -30,7 +28,6 @@ from pyengine.models.decoder.loading import (
 )
 from pyengine.models.decoder.model import DecoderModel, attending_layers
 from pyengine.models.decoder.ranks import divided, rank_of
-from pyengine.models.fallback import check_fallback, fallback_shapes, load_fallback
 from pyengine.models.gguf_file import GGUFFile, file_digest
 from pyengine.models.gguf_sampling import gguf_sampling
 from pyengine.models.kv_scales import Scales, read_kv_scales
@@ -39,13 +36,17 @@ from pyengine.models.placement import (
     check_made_up,
     check_tensor_parallel,
     choose_dtype,
-    named_dtype,
     resolve_device,
 )
 from pyengine.models.source import ModelSource, resolve_source
 from pyengine.models.tokenizer import eos_token_ids, load_tokenizer, tokenizer_of_gguf
 from pyengine.utils.beside import beside
+from pyengine.utils.devices import Device
 from pyengine.utils.gc_pause import paused_gc
+from pyengine.utils.packaging import is_installed, needs_torch
+
+if TYPE_CHECKING:
+    import torch
 
 _log = logging.getLogger(__name__)
 
@@ -55,15 +56,17 @@ _DEFAULTS = KernelSettings()
 def load_model(
     model: str | Path | ModelSource | None,
     *,
-    device: str | torch.device = "auto",
-    dtype: str | torch.dtype = "auto",
+    device: "str | torch.device" = "auto",
+    dtype: "str | torch.dtype" = "auto",
     kernels: KernelSettings = _DEFAULTS,
+    num_threads: int | None = None,
     tensor_parallel_size: int = 1,
 ) -> LoadedModel:
     """Load a hub id, a local folder, a GGUF file, or (None) the embedded default.
 
     A version on the hub, or an access token, is for `resolve_source`, whose result is accepted too.
-    Weights are read tensor by tensor and laid out as `kernels` says. With a `tensor_parallel_size`
+    Weights are read tensor by tensor and laid out as `kernels` says. On the CPU `num_threads`
+    compute, None: as many as `compute_threads` chooses. With a `tensor_parallel_size`
     above 1, every process of torch's default group calls this at the same time and gets its part of
     the model.
 
@@ -78,8 +81,11 @@ def load_model(
             _log.warning("load_format: dummy: the weights of %s are random", source.name)
         reason = _fallback_reason(source)
         if reason is None:
-            return _load(source, where, dtype, kernels, tensor_parallel_size)
+            return _load(source, _Place(where, dtype, num_threads), kernels, tensor_parallel_size)
         _check_fallback_settings(source, kernels, reason)
+        require_fallback(source.name, reason)
+        from pyengine.models.fallback import load_fallback
+
         return load_fallback(source, where, dtype, reason=reason, shards=tensor_parallel_size)
 
 
@@ -107,7 +113,10 @@ def check_folder(folder: Path) -> None:
 
     Reads the headers of its weights only.
     """
-    if fallback_reason(folder) is not None:
+    if (reason := fallback_reason(folder)) is not None:
+        require_fallback(str(folder), reason)
+        from pyengine.models.fallback import check_fallback
+
         check_fallback(folder)
     else:
         refuse_pipes(folder)
@@ -122,7 +131,7 @@ def tokenizer_of(source: ModelSource) -> Any:
         return tokenizer_of_gguf(file).tokenizer
 
 
-def check_divisible(source: ModelSource, size: int, device: torch.device) -> None:
+def check_divisible(source: ModelSource, size: int, device: Device) -> None:
     """Raise `ConfigurationError` unless a model can be divided over `size` processes.
 
     `device` is that of the first of them. Reads no weights.
@@ -146,7 +155,10 @@ def made_up_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
     Raises `ModelLoadError` as `load_model`.
     """
-    if fallback_reason(folder) is not None:
+    if (reason := fallback_reason(folder)) is not None:
+        require_fallback(str(folder), reason)
+        from pyengine.models.fallback import fallback_shapes
+
         return fallback_shapes(folder)
     return dummy_shapes(open_dummy(folder).spec)
 
@@ -188,24 +200,35 @@ def _check_fallback_settings(source: ModelSource, kernels: KernelSettings, reaso
         )
 
 
-def _load(
-    source: ModelSource,
-    device: torch.device,
-    dtype: str | torch.dtype,
-    kernels: KernelSettings,
-    shards: int,
-) -> LoadedModel:
+class _Place(NamedTuple):
+    """The device, the number format as asked, and the threads of the CPU."""
+
+    device: Device
+    dtype: "str | torch.dtype"
+    num_threads: int | None
+
+
+def require_fallback(name: str, reason: str) -> None:
+    """Raise `ModelLoadError` if transformers, which runs `name` for a `reason`, is missing."""
+    for library in ("torch", "transformers"):
+        if not is_installed(library):
+            what = f"{name} runs as transformers' module ({reason}), which"
+            raise ModelLoadError(needs_torch(what, library))
+
+
+def _load(source: ModelSource, place: _Place, kernels: KernelSettings, shards: int) -> LoadedModel:
     """The model in a decoder of ours, or this process's part of it."""
+    device = place.device
     with _opened(source, kernels) as (opened, read_texts), beside(read_texts) as reading:
         spec = opened.spec
-        choice = choose_dtype(dtype, named_dtype(spec.saved_dtype), device)
+        choice = choose_dtype(place.dtype, spec.saved_dtype, device)
         _log.info("dtype %s: %s", choice.dtype, choice.reason)
         if kernels.quantises and opened.formats:
             raise ConfigurationError(
                 f"quantization={kernels.quantization!r}: the weights of {source.name} are "
                 f"quantised already ({opened.formats}); leave quantization out"
             )
-        made = kernel_set(device, choice.dtype, kernels)
+        made = kernel_set(device, choice.dtype, kernels, place.num_threads)
         if source.load_format == "dummy":
             count = sum(map(prod, dummy_shapes(spec).values()))
             own = count // shards if device.type == "cuda" else count  # ranks share a host's memory

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from pyengine.errors import ModelLoadError
 from pyengine.models.packed_layout import PackedLayout, Shape
+from pyengine.utils.dtypes import Rows, widened
 
 _BITS = 4
 _CODES_PER_WORD = 8
@@ -27,7 +27,8 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each output in a word of A
 
 _Words = npt.NDArray[np.int32]
 _Bytes = npt.NDArray[np.uint8]
-_ReadOwn = Callable[[str], torch.Tensor]
+_ReadOwn = Callable[[str], Rows]
+"""Reads a tensor of a layer; uint16 stands for bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class _AWQ(GroupLayout):
 
     def groups(self, read: _ReadOwn) -> _Groups:
         codes, zeros = (_columns(_words(read(name)), _AWQ_ORDER) for name in ("qweight", "qzeros"))
-        return _Groups(codes.T, _floats(read("scales")).T, zeros.T)
+        return _Groups(codes.T, widened(read("scales")).T, zeros.T)
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class _GPTQ(GroupLayout):
     def groups(self, read: _ReadOwn) -> _Groups:
         codes = _columns(_words(read("qweight")).T)
         zeros = _columns(_words(read("qzeros"))).T + np.uint8(self.zero_offset)
-        return _ordered(self, _Groups(codes, _floats(read("scales")).T, zeros), read, "g_idx")
+        return _ordered(self, _Groups(codes, widened(read("scales")).T, zeros), read, "g_idx")
 
 
 @dataclass(frozen=True)
@@ -143,18 +144,13 @@ class _CompressedTensors(GroupLayout):
         zeros = None
         if not self.is_symmetric:
             zeros = _columns(_words(read("weight_zero_point")).T).T
-        found = _Groups(codes, _floats(read("weight_scale")), zeros)
+        found = _Groups(codes, widened(read("weight_scale")), zeros)
         return _ordered(self, found, read, "weight_g_idx")
 
 
-def _words(tensor: torch.Tensor) -> _Words:
-    words: _Words = tensor.to(torch.int32).numpy()
-    return words
-
-
-def _floats(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
-    floats: npt.NDArray[np.float32] = tensor.float().numpy()
-    return floats
+def _words(tensor: Rows) -> _Words:
+    with np.errstate(invalid="ignore"):  # a damaged file may have floats here
+        return tensor.astype(np.int32, copy=False)
 
 
 def _columns(words: _Words, places: Sequence[int] = range(_CODES_PER_WORD)) -> _Bytes:
@@ -170,7 +166,8 @@ def _ordered(layout: GroupLayout, found: _Groups, read: _ReadOwn, name: str) -> 
     """The same weight with the inputs of each group side by side."""
     if not layout.has_order:
         return found
-    groups = read(name).long().numpy()
+    with np.errstate(invalid="ignore"):
+        groups = read(name).astype(np.int64)
     inputs, count = len(groups), layout.num_groups(len(groups))
     order = np.argsort(groups, kind="stable")
     if not np.array_equal(groups[order], np.arange(inputs) // (inputs // count)):

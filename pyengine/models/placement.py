@@ -6,21 +6,31 @@ transformers the plan of their class does; this module checks its needs.
 
 import logging
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from pyengine.cpu import CpuAttention
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.memory import available_memory
 from pyengine.models.checkpoint_files import readable_size
+from pyengine.utils.devices import CPU, Device
+from pyengine.utils.dtypes import DType
+from pyengine.utils.openmp import loaded_torch
+from pyengine.utils.packaging import is_installed, require_torch
 from pyengine.utils.validation import shown
+
+if TYPE_CHECKING:
+    import torch
 
 _log = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "float16")
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Files of the drivers of GPUs that torch calls CUDA devices: NVIDIA's, that of WSL, AMD's."""
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 _INTERMEDIATE_SIZES = (
     "intermediate_size",
@@ -29,37 +39,57 @@ _INTERMEDIATE_SIZES = (
 )
 
 
-def resolve_device(device: str | torch.device) -> torch.device:
-    """The device for "auto", "cpu", "cuda" or "cuda:1".
+def _text_of(value: object) -> str:
+    """The text of a setting; none for numbers, which may have too many digits for it."""
+    return "" if isinstance(value, int) else str(value)
 
-    "auto" is the first CUDA device if there is one, else the CPU. Raises `ConfigurationError` for a
-    device that torch does not know or see.
+
+def resolve_device(device: "str | torch.device") -> Device:
+    """The device for "auto", "cpu", "cuda" or "cuda:1": `CPU`, or one of torch.
+
+    "auto" is the first CUDA device if there is one, else the CPU. torch is imported for CUDA alone.
+    Raises `ConfigurationError` for a device that is not known or not there.
     """
-    if isinstance(device, str) and device == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        resolved = torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:
+    name = _text_of(device)
+    if name == "auto":
+        return _cuda(0) if _may_have_cuda() and _num_cuda_devices() else CPU
+    found = re.fullmatch(r"(cpu|cuda)(?::([0-9]{1,4}))?", name)
+    if found is None:
         raise ConfigurationError(
             f"device={shown(device)} is not known: use 'auto', 'cpu', 'cuda' or 'cuda:0'"
-        ) from error
-    if resolved.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        index = resolved.index or 0
-        if index >= count:
-            raise ConfigurationError(
-                f"device={str(device)!r}: torch {torch.__version__} sees {count} CUDA devices; "
-                "use device='cpu' or one that is there"
-            )
-        return torch.device("cuda", index)
-    if resolved.type != "cpu":
-        raise ConfigurationError(
-            f"device={str(device)!r} is not supported: use 'auto', 'cpu' or 'cuda'"
         )
-    return torch.device("cpu")
+    if found[1] == "cpu":
+        return CPU
+    require_torch(f"device={name!r}")
+    count, index = _num_cuda_devices(), int(found[2] or 0)
+    if index >= count:
+        raise ConfigurationError(
+            f"device={name!r}: torch {version('torch')} sees {count} CUDA devices; "
+            "use device='cpu' or one that is there"
+        )
+    return _cuda(index)
 
 
-def resolve_first_device(device: str | torch.device, size: int) -> torch.device:
+def _cuda(index: int) -> Device:
+    import torch
+
+    return torch.device("cuda", index)
+
+
+def _num_cuda_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _may_have_cuda() -> bool:
+    """False if torch is not installed, or no driver of a GPU is: then torch need not be asked."""
+    if loaded_torch() is not None:
+        return True
+    return is_installed("torch") and any(map(os.path.exists, _DRIVERS))
+
+
+def resolve_first_device(device: "str | torch.device", size: int) -> Device:
     """The device of the first of `size` processes that divide a model; the others take the next.
 
     On CUDA these are the devices 0 to `size - 1`. Raises `ConfigurationError` if there are fewer,
@@ -68,7 +98,7 @@ def resolve_first_device(device: str | torch.device, size: int) -> torch.device:
     first = resolve_device(device)
     if size == 1:
         return first
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = _num_cuda_devices()
     asked = f"tensor_parallel_size={size}, device={str(device)!r}"
     if first.type == "cuda" and first.index:
         raise ConfigurationError(
@@ -87,13 +117,11 @@ def resolve_first_device(device: str | torch.device, size: int) -> torch.device:
 class DtypeChoice:
     """The number format of a model's weights, and the reason for it."""
 
-    dtype: torch.dtype
+    dtype: DType
     reason: str
 
 
-def choose_dtype(
-    asked: str | torch.dtype, saved: torch.dtype | None, device: torch.device
-) -> DtypeChoice:
+def choose_dtype(asked: "str | torch.dtype", saved: str | None, device: Device) -> DtypeChoice:
     """The number format for "auto", "float32", "bfloat16", "float16" or a torch dtype.
 
     "auto" on the CPU is bfloat16 if the model was `saved` so and the CPU has instructions for it,
@@ -101,19 +129,19 @@ def choose_dtype(
     """
     if asked == "auto":
         return _auto_dtype(saved, device)
-    dtype = _DTYPES.get(asked) if isinstance(asked, str) else asked
-    if dtype is None or dtype not in _DTYPES.values():
+    dtype = named_dtype(_text_of(asked).removeprefix("torch."))
+    if dtype is None:
         raise ConfigurationError(
             f"dtype={shown(asked)} is not known: use 'auto', {', '.join(_DTYPES)}"
         )
-    if device.type == "cpu" and dtype == torch.bfloat16 and bfloat16_instructions() is None:
+    if device.type == "cpu" and dtype == "bfloat16" and bfloat16_instructions() is None:
         slow = f"this CPU has no instructions for bfloat16 ({_WANTED}): float32 would be faster"
         _log.warning("dtype='bfloat16': %s", slow)
         return DtypeChoice(dtype, f"asked for; {slow}")
     return DtypeChoice(dtype, "asked for")
 
 
-def check_made_up(count: int, bits: int, device: torch.device) -> None:
+def check_made_up(count: int, bits: int, device: Device) -> None:
     """Raise `ConfigurationError` if `count` made-up weights of at least `bits` do not fit."""
     needed, available = count * bits // 8, available_memory(device)
     if needed > available:
@@ -124,56 +152,36 @@ def check_made_up(count: int, bits: int, device: torch.device) -> None:
         )
 
 
-def named_dtype(name: str | None) -> torch.dtype | None:
+def named_dtype(name: str | None) -> DType | None:
     """The number format of this name; None if it is none that a model runs in."""
-    return None if name is None else _DTYPES.get(name)
+    return next((each for each in _DTYPES if each == name), None)
 
 
-def _auto_dtype(saved: torch.dtype | None, device: torch.device) -> DtypeChoice:
-    name = "without a dtype" if saved is None else f"in {str(saved).removeprefix('torch.')}"
+def _auto_dtype(saved: str | None, device: Device) -> DtypeChoice:
+    name, known = "without a dtype" if saved is None else f"in {saved}", named_dtype(saved)
     if device.type != "cpu":
-        if saved in (torch.bfloat16, torch.float16):
-            return DtypeChoice(saved, "auto: as the model was saved")
-        return DtypeChoice(torch.bfloat16, f"auto: the model was saved {name}")
-    if saved != torch.bfloat16:
-        return DtypeChoice(torch.float32, f"auto: on the CPU, for a model saved {name}")
+        if known in ("bfloat16", "float16"):
+            return DtypeChoice(known, "auto: as the model was saved")
+        return DtypeChoice("bfloat16", f"auto: the model was saved {name}")
+    if known != "bfloat16":
+        return DtypeChoice("float32", f"auto: on the CPU, for a model saved {name}")
     instructions = bfloat16_instructions()
     if instructions is None:
         lacks = f"saved in bfloat16, for which this CPU has no instructions ({_WANTED})"
-        return DtypeChoice(torch.float32, f"auto: {lacks}")
-    return DtypeChoice(saved, f"auto: as the model was saved, and this CPU has {instructions}")
+        return DtypeChoice("float32", f"auto: {lacks}")
+    return DtypeChoice(known, f"auto: as the model was saved, and this CPU has {instructions}")
 
 
-_CPU_INSTRUCTIONS = {
-    "AMX": "_is_amx_tile_supported",
-    "AVX-512 BF16": "_is_avx512_bf16_supported",
-}
-_WANTED = " or ".join(_CPU_INSTRUCTIONS)
-
-_ONEDNN_SWITCHES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-_NO_BFLOAT16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
-_NO_AMX = ("AVX2_VNNI_2", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512", "AVX10_2_512")
-"""oneDNN's names of instruction sets, as its page "CPU Dispatcher Control" lists them."""
+_BFLOAT16_LEVELS = {"amx": "AMX", "avx512_bf16": "AVX-512 BF16"}
+_WANTED = " or ".join(_BFLOAT16_LEVELS.values())
 
 
 def bfloat16_instructions() -> str | None:
-    """The instructions by which the CPU multiplies bfloat16; None: none that torch knows of.
-
-    `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` hide instructions of torch and of oneDNN.
-    """
-    highest = next(filter(None, map(os.environ.get, _ONEDNN_SWITCHES)), "").upper()
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or highest in _NO_BFLOAT16:
-        return None
-    for name, question in _CPU_INSTRUCTIONS.items():
-        if name == "AMX" and highest in _NO_AMX:
-            continue
-        supported = getattr(torch.cpu, question, None)  # private: it may be removed
-        if supported is not None and supported():
-            return name
-    return None
+    """The instructions by which our kernels multiply bfloat16 here; None: they have none."""
+    return _BFLOAT16_LEVELS.get(CpuAttention.isa())
 
 
-def check_tensor_parallel(config: Any, size: int, device: torch.device) -> None:
+def check_tensor_parallel(config: Any, size: int, device: Device) -> None:
     """Raise `ConfigurationError` unless transformers can divide a module by `size`.
 
     Its class needs a tensor-parallel plan, and `size` must divide the query heads, the KV heads,
@@ -183,7 +191,7 @@ def check_tensor_parallel(config: Any, size: int, device: torch.device) -> None:
     """
     if size == 1:
         return
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = _num_cuda_devices()
     if device.type == "cpu" and count:
         raise ConfigurationError(
             f"tensor_parallel_size={size}, device='cpu': transformers divides models of type "

@@ -1,1 +1,4 @@
-"""From logits to tokens. Imports torch and plain data; nothing of models or the KV cache."""
+"""From logits to tokens. Knows nothing of models or the KV cache.
+
+Only `tensor_operations` imports torch.
+"""

@@ -1,19 +1,23 @@
 """Penalties of counted tokens: a table on the device that follows the counts."""
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from pyengine.sampling.operations import operations_of
 from pyengine.sampling.state import SamplingState
+from pyengine.utils.devices import CPU, Device
 from pyengine.utils.host_copy import upload
+
+if TYPE_CHECKING:
+    import torch
 
 _Ids: TypeAlias = npt.NDArray[np.int64]
 _Floats: TypeAlias = npt.NDArray[np.float32]
 
-LARGEST = torch.finfo(torch.float32).max
+LARGEST = float(np.finfo(np.float32).max)
 """The limit of logits: a row with an infinite logit has no distribution."""
 
 
@@ -25,7 +29,7 @@ class Penalties:
 
     A table has a cell for each counted token of each row: its flat index (row * vocabulary +
     token), and its divisor and offset as two float32. It is uploaded once. Then each step uploads
-    the cells that changed, one for each row.
+    the cells that changed, one for each row. The logits may be an array: then nothing is uploaded.
     """
 
     def __init__(self, states: Mapping[int, SamplingState]) -> None:
@@ -39,7 +43,8 @@ class Penalties:
         self._vocab_size = 0
         self._size = 0
         self._table: _Ids = np.empty((2, 0), dtype=np.int64)
-        self._uploaded: torch.Tensor | None = None
+        self._uploaded: Any = None
+        self._device: Device | torch.device | None = None
         # By penalised row: its first cell, how many follow that, the cells of later tokens, and
         # the number of generated tokens that are in the table.
         self._first: list[int] = []
@@ -52,34 +57,39 @@ class Penalties:
         """True if any token has been counted."""
         return any(map(len, self._counts))
 
-    def apply(self, flat: torch.Tensor, vocab_size: int) -> None:
+    def apply(self, flat: Any, vocab_size: int) -> None:
         """Change the logits of the counted tokens in place; `flat` is float32 [B * V].
 
         Raises `ValueError` for counted ids outside the vocabulary.
         """
         if not self.is_due:
             return
-        table = self._current_table(vocab_size, flat.device)[:, : self._size]
-        index, (divisor, offset) = table[0], table[1].view(torch.float32).view(-1, 2).unbind(1)
+        operations = operations_of(flat)
+        table = self._current_table(vocab_size, operations.device)[:, : self._size]
+        figures = table[1].view(flat.dtype).reshape(-1, 2)
+        index, divisor, offset = table[0], figures[:, 0], figures[:, 1]
         values = flat[index]
-        penalised = torch.where(values > 0, values / divisor, values * divisor)
-        flat[index] = (penalised - offset).clamp_(max=LARGEST)
+        with np.errstate(over="ignore"):
+            penalised = operations.where(values > 0, values / divisor, values * divisor)
+            flat[index] = operations.at_most(penalised - offset, LARGEST)
 
-    def _current_table(self, vocab_size: int, device: torch.device) -> torch.Tensor:
+    def _current_table(self, vocab_size: int, device: "Device | torch.device") -> Any:
         """The table on `device`, int64 [2, capacity], with all counts so far."""
         changed = None  # all cells
         if vocab_size == self._vocab_size:
             changed = self._update()
         else:
             self._fill(vocab_size)
+        if device is CPU:
+            return self._table
         known = self._uploaded
-        is_same = known is not None and known.device == device and known.shape == self._table.shape
-        if known is None or changed is None or not is_same:
-            self._uploaded = known = upload(self._table, device)
+        is_same = known is not None and self._device == device and known.shape == self._table.shape
+        if changed is None or not is_same:
+            self._device, self._uploaded = device, upload(self._table, device)
         elif len(changed):
             cells = upload(np.concatenate([changed[None], self._table[:, changed]]), device)
             known.index_copy_(1, cells[0], cells[1:])
-        return known
+        return self._uploaded
 
     def _fill(self, vocab_size: int) -> None:
         """Make the table, with cells to spare."""

@@ -10,20 +10,15 @@ from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.nn.functional as F
 
 from pyengine.cpu.threads import usable_threads
-from pyengine.kernels import has_kernels
-from pyengine.sampling.draw_cpu import largest
-from pyengine.utils.host_copy import upload
+from pyengine.sampling.array_operations import ARRAYS
+from pyengine.sampling.operations import Logits, operations_of
+from pyengine.utils.dtypes import Rows, widened
 
 _LONGEST_MASK = 0.1  # seconds of the processor; a row that takes longer fails
 _LOOKS_EVERY = 0.05
 _WORD = 32  # tokens in a word of a mask
-_OCTETS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_SUMMANDS = np.where(_OCTETS == 1, 0, -np.inf).astype(np.float32)
-"""For each byte of a mask the summands of the logits of its eight tokens: [256, 8]."""
 LEAST_ROWS = 16
 """The least rows per thread that fills masks, if there are several threads."""
 _MOST_THREADS = 8
@@ -112,7 +107,7 @@ class TokenMatcher:
         self._charge(thread_time() - begin)
         return may_come or bool(self.error)
 
-    def fill(self, masks: torch.Tensor, row: int, begin: float) -> float:
+    def fill(self, masks: npt.NDArray[np.int32], row: int, begin: float) -> float:
         """Write a bit for each allowed next token into `masks[row]`: int32 [R, V / 32], contiguous.
 
         After an error all bits are set: the chosen token is ignored. `begin` is the processor time
@@ -120,12 +115,12 @@ class TokenMatcher:
         """
         end = begin
         if not self.error:
-            size = masks.stride(0) * masks.itemsize
-            self._matcher.unsafe_compute_mask_ptr(masks.data_ptr() + row * size, size)
+            size = masks.strides[0]
+            self._matcher.unsafe_compute_mask_ptr(masks.ctypes.data + row * size, size)
             end = thread_time()
             self._charge(end - begin)
         if self.error:
-            masks.numpy()[row] = -1  # not by torch, which may refuse a tensor of inference mode
+            masks[row] = -1
         return end
 
     def _charge(self, seconds: float) -> None:
@@ -218,103 +213,52 @@ class TokenMasks:
     def _fill(self, matchers: list[TokenMatcher]) -> "_Filling":
         return self._filler.fill(matchers, -(-self._vocab_size // _WORD))
 
-    def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the allowed token with the largest logit, and that logit: [B] each; on the CPU.
+    def largest(self, logits: Rows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Return the allowed token with the largest logit, and that logit: [B] each; of arrays.
 
         The most probable token of a model is mostly allowed. That takes a fiftieth of the time of
         a mask to check, and then the row needs no mask.
         """
-        token_ids = largest(logits)
-        tokens = token_ids.numpy()
-        wanted = tokens[self._rows].tolist()
+        token_ids = ARRAYS.largest(logits)
+        wanted = token_ids[self._rows].tolist()
         others = [
             at
             for at, (matcher, token) in enumerate(zip(self._matchers, wanted, strict=True))
             if token >= self._vocab_size or not matcher.may_come(token)
         ]
         if not others:
-            return token_ids, logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+            return token_ids, ARRAYS.logits_of(logits, token_ids)
         bits = self._fill([self._matchers[at] for at in others]).result()
-        rows = torch.from_numpy(self._rows[others])
-        masked = logits.detach()[rows].float().numpy()
-        _masked(masked, np.arange(len(others)), bits, is_own=True)
-        tokens[self._rows[others]] = masked.argmax(1)
-        chosen = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-        chosen[rows] = torch.from_numpy(masked.max(1)).to(chosen.dtype)
+        rows = self._rows[others]
+        own = widened(logits[rows])
+        masked = ARRAYS.forbid(own, np.arange(len(others)), bits, to_copy=False)
+        token_ids[rows] = masked.argmax(1)
+        chosen = ARRAYS.logits_of(logits, token_ids)
+        chosen[rows] = masked.max(1)
         return token_ids, chosen
 
-    def apply(self, logits: torch.Tensor, *, to_copy: bool) -> torch.Tensor:
+    def apply(self, logits: Logits, *, to_copy: bool) -> Logits:
         """Return logits [B, V] in which forbidden tokens are -inf.
 
         They are `logits` themselves, changed, or a copy, in float32 where no kernel serves. Raises
         the error of filling.
         """
         filling = self._filling or self._fill(self._matchers)
-        bits = filling.result()
-        if logits.device.type == "cpu":
-            values = logits.detach().float()
-            is_own = not to_copy or values.dtype != logits.dtype
-            return torch.from_numpy(_masked(values.numpy(), self._rows, bits, is_own=is_own))
-        words = upload(bits, logits.device)
-        if has_kernels(logits.device):
-            from pyengine.kernels.masks import forbid
-
-            logits = logits.clone(memory_format=torch.contiguous_format) if to_copy else logits
-            forbid(logits, upload(self._rows, logits.device), words)
-            return logits
-        if to_copy:
-            logits = logits.to(torch.float32, copy=True)
-        is_out = ~_unpacked(words, logits.shape[1])
-        if len(bits) == len(logits):
-            return logits.masked_fill_(is_out, -torch.inf)
-        rows = upload(self._rows, logits.device)
-        logits[rows] = logits[rows].masked_fill_(is_out, -torch.inf)
-        return logits
-
-
-def _masked(
-    values: npt.NDArray[np.float32],
-    rows: npt.NDArray[np.int64],
-    bits: npt.NDArray[np.int32],
-    *,
-    is_own: bool,
-) -> npt.NDArray[np.float32]:
-    """Return `values` [B, V] with -inf where the bits of `rows` are 0: changed, or a copy.
-
-    A table turns eight bits into eight summands. A selection by booleans takes ten times as long,
-    as branch prediction fails.
-    """
-    masked = values
-    if not is_own:
-        masked = np.empty_like(values) if len(rows) == len(values) else values.copy()
-    octets = bits.view(np.uint8)
-    summands = np.full((max(octets.shape[1], -(-values.shape[1] // 8)), 8), -np.inf, np.float32)
-    for row, eights in zip(rows.tolist(), octets, strict=True):
-        _SUMMANDS.take(eights, axis=0, out=summands[: len(eights)], mode="clip")
-        np.add(values[row], summands.reshape(-1)[: values.shape[1]], out=masked[row])
-    return masked
-
-
-def _unpacked(words: torch.Tensor, count: int) -> torch.Tensor:
-    """The first bits of each row of `words`, int32 [R, W], as NumPy unpacks them: bool [R, count].
-
-    False past the end.
-    """
-    shifts = torch.arange(_WORD, dtype=torch.int32, device=words.device)
-    flags = (words.unsqueeze(2) >> shifts).bitwise_and_(1).view(len(words), -1)
-    return F.pad(flags, (0, count - flags.shape[1])).bool()  # cuts where that is negative
+        operations = operations_of(logits)
+        masked: Logits = operations.forbid(logits, self._rows, filling.result(), to_copy=to_copy)
+        return masked
 
 
 class _Filling:
     """Masks that threads fill, each a part of the rows."""
 
-    def __init__(self, masks: torch.Tensor, parts: "list[_Part]") -> None:
+    def __init__(self, masks: npt.NDArray[np.int32], parts: "list[_Part]") -> None:
         self._masks, self._parts = masks, parts
 
     def result(self) -> npt.NDArray[np.int32]:
         """Wait for the masks: int32 [R, V / 32]. Raises the error of filling."""
         dropped = [row for part in self._parts for row in part.wait_for_masks()]
-        bits: npt.NDArray[np.int32] = self._masks.numpy()
+        bits = self._masks
         if dropped:
             bits = bits.copy()  # their threads may write into the rows later
             bits[dropped] = -1
@@ -328,7 +272,7 @@ class _Part:
         self,
         thread: "_Thread",
         matchers: list[TokenMatcher],
-        masks: torch.Tensor,
+        masks: npt.NDArray[np.int32],
         rows: list[int],
         earlier: "list[_Part]",
     ) -> None:
@@ -383,7 +327,7 @@ class _Run:
     def __init__(
         self,
         matchers: list[TokenMatcher],
-        masks: torch.Tensor,
+        masks: npt.NDArray[np.int32],
         rows: list[int],
         first: int,
         earlier: list[_Part],
@@ -446,7 +390,7 @@ class MaskFiller:
         parts = _divided(matchers, count)
         while len(self._threads) < len(parts):
             self._threads.append(_Thread())
-        masks = torch.from_numpy(np.full((len(matchers), num_words), -1, dtype=np.int32))
+        masks = np.full((len(matchers), num_words), -1, dtype=np.int32)
         earlier = [part for part in self._latest if not part.is_filled]
         self._latest = [
             _Part(thread, matchers, masks, rows, earlier)

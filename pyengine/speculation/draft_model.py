@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from pyengine.attention.choice import Choice, select_backend
 from pyengine.attention.needs import needs_of
 from pyengine.config import EngineSettings
@@ -26,6 +24,8 @@ from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import load_model
 from pyengine.models.source import resolve_source
 from pyengine.speculation.drafters import Draft
+from pyengine.utils.device_arrays import largest_ids
+from pyengine.utils.dtypes import DType
 
 if TYPE_CHECKING:
     from pyengine.engine.request import SequenceState
@@ -47,7 +47,7 @@ class LoadedDraft:
 
     loaded: LoadedModel
     choice: Choice
-    kv_dtype: torch.dtype
+    kv_dtype: DType
     longest: int
     """Tokens of the longest text that both models accept."""
 
@@ -77,7 +77,9 @@ class LoadedDraft:
         }
 
 
-def load_draft(settings: EngineSettings, main: LoadedModel) -> LoadedDraft | None:
+def load_draft(
+    settings: EngineSettings, main: LoadedModel, num_threads: int | None = None
+) -> LoadedDraft | None:
     """Load the draft model with the settings of the main one; None without a draft model.
 
     It has the main model's device and dtype, and honours `quantization`, `attention_backend`,
@@ -95,7 +97,11 @@ def load_draft(settings: EngineSettings, main: LoadedModel) -> LoadedDraft | Non
     )
     with _about_the_draft():
         draft = load_model(
-            source, device=main.device, dtype=main.dtype, kernels=kernel_settings(settings)
+            source,
+            device=str(main.device),
+            dtype=main.dtype,
+            kernels=kernel_settings(settings),
+            num_threads=num_threads,
         )
     check_vocabularies(main, draft)
     with _about_the_draft():
@@ -272,7 +278,7 @@ class DraftModel:
             ]
             tokens: list[int] = []
             if fitting:
-                tokens = self._runner.prepare(plan)(None).sampling.argmax(-1).tolist()
+                tokens = largest_ids(self._runner.prepare(plan)(None).sampling).tolist()
             plan.commit(tokens)
         return dict(zip(fitting, tokens, strict=True))
 

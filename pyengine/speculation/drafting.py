@@ -4,11 +4,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from pyengine.executor.input_buffers import RunnerLimits
 from pyengine.executor.model_runner import Runner
@@ -250,7 +249,7 @@ def _times(runner: Runner, plan: StepPlan) -> _Times:
     return np.diff([start, _sample(logits, 0), _sample(logits, 1)])
 
 
-def _sample(logits: torch.Tensor, temperature: float) -> float:
+def _sample(logits: Any, temperature: float) -> float:
     """Choose a token for each row; return the time afterwards."""
     params, (size, vocab_size) = SamplingParams(temperature=temperature), logits.shape
     state = SamplingState(params, (), seed=0, vocab_size=vocab_size)

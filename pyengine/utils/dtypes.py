@@ -3,6 +3,7 @@
 NumPy has no bfloat16 and no 8-bit floats: arrays hold their bits in uint16 and uint8.
 """
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -62,3 +63,18 @@ def rounded(floats: npt.NDArray[np.float32], kind: type[Any]) -> Rows:
     nearest = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
     found: Rows = np.where(np.isnan(floats), (bits >> 16) | 0x40, nearest).astype(np.uint16)
     return found
+
+
+def float8_numbers(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """The numbers of 8-bit floats (e4m3fn: no infinity, NaN at 0x7f and 0xff), in float32."""
+    found: npt.NDArray[np.float32] = _float8_table()[codes]
+    return found
+
+
+@cache
+def _float8_table() -> npt.NDArray[np.float32]:
+    codes = np.arange(256)
+    exponent, digits = (codes >> 3) & 15, codes & 7
+    numbers = np.where(exponent == 0, digits * 2.0**-9, (8 + digits) * 2.0 ** (exponent - 10))
+    numbers[(codes & 0x7F) == 0x7F] = np.nan
+    return np.where(codes >= 128, -numbers, numbers).astype(np.float32)

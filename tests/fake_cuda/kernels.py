@@ -12,6 +12,7 @@ from pyengine.sampling.logprobs import PendingLogprobs
 from pyengine.sampling.sampler import SamplingBatch, draw
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
+from pyengine.utils.dtypes import dtype_of
 from tests.support.fake_cuda import FakeCuda, kernels_warmed_up
 
 HEADS = ((16, 8, 128), (8, 4, 256), (64, 8, 64), (14, 2, 64))
@@ -103,7 +104,7 @@ def _layer(
     """Rows as fused projections give them, a layer's caches, and a rotation."""
     query_heads, kv_heads, dim = heads
     device = torch.device("cuda:0")
-    pool = KVPool([KVCacheSpec(kv_heads, dim, dim, stored)], 4, 16, device)
+    pool = KVPool([KVCacheSpec(kv_heads, dim, dim, dtype_of(stored))], 4, 16, device)
     sizes = [query_heads * dim, kv_heads * dim, kv_heads * dim]
     whole = torch.zeros(ROWS, sum(sizes), dtype=dtype, device=device)
     rows = tuple(part.unflatten(-1, (-1, dim)) for part in whole.split(sizes, -1))

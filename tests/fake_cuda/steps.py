@@ -17,7 +17,7 @@ from benches.gpu.decoders import unfilled_decoder
 from pyengine.attention import dispatch, flashinfer, flex
 from pyengine.attention.backend import AttentionOptions, AttentionPlan, Rows, StepInputs
 from pyengine.attention.choice import choose_backend
-from pyengine.attention.dispatch import PagedContext
+from pyengine.attention.context import PagedContext
 from pyengine.attention.flashinfer import (
     FlashInferBackend,
     FlashInferGraphPlan,

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.gpu.models import Place, Refused
 from tests.support.child import Child
+
+if TYPE_CHECKING:  # it imports torch
+    from tests.gpu.models import Place
 
 SECONDS = 240.0
 """For one check: a backend may compile its kernels."""
@@ -30,8 +32,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> "Place":
     """The device, and a folder for models."""
+    from tests.gpu.models import Place
+
     device = request.config.getoption("--device", default=None) or "cuda"
     return Place(device, str(tmp_path_factory.mktemp("models")))
 
@@ -45,8 +49,9 @@ def child() -> Iterator[Child]:
 
 
 @pytest.fixture
-def in_child(child: Child, place: Place, record_property: Callable[..., None]) -> InChild:
+def in_child(child: Child, place: "Place", record_property: Callable[..., None]) -> InChild:
     """Runs a check of `place`; what it returns is written down. A refusal skips the test."""
+    from tests.gpu.models import Refused
 
     def run(check: Callable[..., dict[str, Any]], *arguments: Any) -> None:
         try:

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import flex_attention
 
 from pyengine import LLM
-from pyengine.attention.choice import _CANDIDATES
+from pyengine.attention.choice import backend_class
 from pyengine.errors import RequestFailedError
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from tests.gpu.answers import GREEDY, answer, ask, oracle, prompts
@@ -32,7 +32,7 @@ def test_a_broken_request_fails_alone(in_child: InChild, backend: str, family: s
 
 def fails_alone(place: Place, family: str, backend: str) -> Numbers:
     """Beside others, then others in its blocks."""
-    folder, size = place.model(family), _CANDIDATES[backend].block_size
+    folder, size = place.model(family), backend_class(backend).block_size
     settings = {
         "block_size": size,
         "num_blocks": POOL // size,

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pyengine import LLM
-from pyengine.engine import builder
+from pyengine.executor import cuda_graphs
+from pyengine.utils.tensors import tensor_of
 from tests.gpu.answers import ask, oracle
 from tests.gpu.compare import compare, rounded
 from tests.gpu.conftest import InChild
@@ -43,7 +44,7 @@ def replay_is_launches(place: Place, family: str, backend: str) -> dict[str, Any
         raise Refused("it has no graphs")
     replayed = recorded(captured)
     answers = ask(captured)
-    with patch.object(builder, "CudaGraphRecorder", lambda: record_eagerly):
+    with patch.object(cuda_graphs, "CudaGraphRecorder", lambda: record_eagerly):
         again = build(enforce_eager=False)
     launched = recorded(again)
     ask(again)
@@ -70,7 +71,7 @@ def recorded(llm: LLM) -> list[torch.Tensor]:
 
         def run(sampled: torch.Tensor | None) -> Any:
             logits = forward(sampled)
-            found.append(logits.sampling.detach().cpu().clone())
+            found.append(tensor_of(logits.sampling).detach().cpu().clone())
             return logits
 
         return run

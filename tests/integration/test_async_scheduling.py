@@ -8,8 +8,6 @@ from shutil import which
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
 from pyengine.engine.core import Engine
@@ -22,11 +20,8 @@ from pyengine.executor.model_runner import ModelRunner
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loader import load_model
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
+from tests.support.checkpoints import save_model, save_tiny
 from tests.support.engines import LazyQueue, add_request
-from tests.support.graphs import EagerRecorder, TapeRecorder, record_eagerly
-from tests.support.models import BY_TORCH
-from tests.support.static_attention import StaticBackend
-from tests.unit.models.tiny import save_tiny_model
 
 SIZE: dict[str, Any] = {"hidden_size": 32, "vocab_size": 97, "max_position_embeddings": 256}
 
@@ -34,7 +29,7 @@ SIZE: dict[str, Any] = {"hidden_size": 32, "vocab_size": 97, "max_position_embed
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_model(folder, **SIZE, initializer_range=0.5)
+    save_tiny(folder, **SIZE, initializer_range=0.5)
     return folder
 
 
@@ -94,9 +89,16 @@ def run_by_hand(
     graphs: bool,
     depth: int,
     compiler: str | None = None,
-    pieces: EagerRecorder | TapeRecorder | None = None,
+    pieces: Any = None,
 ) -> dict[str, RequestOutput]:
-    """The engine put together as `LLM` does it, with attention that a graph can hold."""
+    """The engine put together as `LLM` does it, with attention that a graph can hold.
+
+    `pieces` is a recorder of `tests.support.graphs`.
+    """
+    from tests.support.graphs import record_eagerly
+    from tests.support.models import BY_TORCH
+    from tests.support.static_attention import StaticBackend
+
     loaded = load_model(folder, device="cpu", kernels=BY_TORCH)
     manager = BlockManager(48, 4)
     limits = SchedulerLimits(max_num_batched_tokens=32, max_num_seqs=8)
@@ -107,7 +109,8 @@ def run_by_hand(
     if compiler is not None:
         runner.compile(compiler)
     runner.capture()
-    assert runner.graphs.sizes == (runner.graph_sizes if graphs else [])
+    assert (runner.graphs.sizes if runner.graphs else []) == runner.graph_sizes
+    assert graphs == (runner.graphs is not None)
     if pieces is not None:
         runner.capture_piecewise(pieces.pieces)
         assert runner.piecewise.sizes == runner.piecewise_sizes
@@ -145,6 +148,8 @@ def test_steps_in_pieces_and_pending_tokens_give_the_tokens_of_neither(
     folder: Path, depth: int, graphs: bool
 ) -> None:
     """Without graphs of decodes, decodes are replayed in pieces, too."""
+    from tests.support.graphs import TapeRecorder
+
     plain, recorder = run_by_hand(folder, graphs=False, depth=1), TapeRecorder()
     in_pieces = run_by_hand(folder, graphs=graphs, depth=depth, pieces=recorder)
     assert recorder.replays > 30
@@ -172,12 +177,11 @@ def test_compiled_graphs_with_pending_tokens_give_the_tokens_of_plain_steps(
 
     Here a graph makes its launches again, and the slow part of the compiler works for one family.
     """
-    torch.manual_seed(0)
+    from tests.support.graphs import EagerRecorder
+
     size = {**SIZE, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = AutoConfig.for_model(
-        family, **size, intermediate_size=32, initializer_range=0.5, **FAMILIES[family]
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    settings = {**FAMILIES[family], "intermediate_size": 32, "initializer_range": 0.5}
+    save_model(tmp_path, family, **size, **settings)
     plain = run_by_hand(tmp_path, graphs=False, depth=1)
     default = run_by_hand(tmp_path, graphs=True, depth=2, compiler=compiler, pieces=EagerRecorder())
     tokens = {tuple(sample.token_ids) for output in plain.values() for sample in output.outputs}

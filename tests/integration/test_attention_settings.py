@@ -5,14 +5,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from pyengine import LLM, RequestOutput, SamplingParams
 from pyengine.cpu import CpuAttention
 from pyengine.errors import ConfigurationError
-from tests.unit.models.tiny import save_tiny_model
+from tests.support.checkpoints import read_weights, save_tiny, save_weights
+from tests.support.without_torch import needs_torch
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 LOGPROBS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=5)
@@ -22,7 +22,7 @@ PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8, 9] * 5}, {"prompt_token_ids": [5, 6
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
-    save_tiny_model(path)
+    save_tiny(path)
     return path
 
 
@@ -41,6 +41,7 @@ def open_llm(folder: Path, **settings: object) -> LLM:
     return LLM(folder, device="cpu", dtype="bfloat16", **settings)  # type: ignore[arg-type]
 
 
+@needs_torch
 def test_a_cache_in_8_bit_floats_holds_twice_the_blocks(folder: Path) -> None:
     wide, narrow = (
         open_llm(folder, kv_cache_memory=1 << 20, kv_cache_dtype=dtype) for dtype in ("auto", "fp8")
@@ -54,6 +55,7 @@ def test_a_cache_in_8_bit_floats_holds_twice_the_blocks(folder: Path) -> None:
         assert [len(output.outputs[0].token_ids) for output in outputs] == [6, 6]
 
 
+@needs_torch
 def test_a_cache_in_8_bit_floats_has_the_scales_of_the_checkpoint(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -62,26 +64,26 @@ def test_a_cache_in_8_bit_floats_has_the_scales_of_the_checkpoint(
     shutil.copytree(folder, scaled)
     factor = 2.0**14
     [file] = scaled.glob("*.safetensors")
-    tensors = load_file(file)
+    tensors = read_weights(scaled)
     for name in list(tensors):
         if name.endswith(("v_proj.weight", "o_proj.weight")):
-            tensors[name] = tensors[name] * (factor if "v_proj" in name else 1 / factor)
+            tensors[name] = tensors[name] * np.float32(factor if "v_proj" in name else 1 / factor)
         if name.endswith("v_proj.weight"):
-            tensors[name.replace("v_proj.weight", "v_scale")] = torch.tensor(factor)
-    save_file(tensors, file, metadata={"format": "pt"})
+            tensors[name.replace("v_proj.weight", "v_scale")] = np.array(factor, np.float32)
+    save_weights(file, tensors)
 
-    def logprobs(where: Path, dtype: str) -> torch.Tensor:
+    def logprobs(where: Path, dtype: str) -> list[float]:
         llm = open_llm(where, num_blocks=64, kv_cache_dtype=dtype, attention_backend="gather")
         scales = str(llm.describe()["kv_cache_scales"])
         is_scaled = where == scaled and dtype == "fp8"
         assert scales == (f"of the checkpoint, {layers} layers" if is_scaled else "none")
         [completion] = llm.generate(PROMPTS[:1], LOGPROBS, use_tqdm=False)[0].outputs
         first = [next(iter(each.values())) for each in completion.logprobs or []]
-        return torch.tensor([entry.logprob for entry in first])
+        return [entry.logprob for entry in first]
 
     layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
-    assert torch.equal(logprobs(scaled, "fp8"), logprobs(folder, "fp8"))  # a power of two
-    assert torch.equal(logprobs(scaled, "auto"), logprobs(folder, "auto"))
+    assert logprobs(scaled, "fp8") == logprobs(folder, "fp8")  # a power of two
+    assert logprobs(scaled, "auto") == logprobs(folder, "auto")
 
 
 @needs_kernel
@@ -137,9 +139,21 @@ def test_every_backend_says_why_it_was_chosen_or_not(folder: Path) -> None:
     [
         ({"attention_backend": "flashinfer"}, "'flashinfer' cannot serve: it runs on cuda"),
         ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype='fp4' is not known"),
-        ({"attention_backend": "flex", "kv_cache_dtype": "fp8"}, "cache in float8_e4m3fn"),
-        ({"attention_backend": "flex", "kv_cache_dtype": "int8"}, "KV cache in int8"),
-        ({"attention_backend": "gather", "kv_cache_dtype": "int8"}, "KV cache in int8"),
+        pytest.param(
+            {"attention_backend": "flex", "kv_cache_dtype": "fp8"},
+            "cache in float8_e4m3fn",
+            marks=needs_torch,
+        ),
+        pytest.param(
+            {"attention_backend": "flex", "kv_cache_dtype": "int8"},
+            "KV cache in int8",
+            marks=needs_torch,
+        ),
+        pytest.param(
+            {"attention_backend": "gather", "kv_cache_dtype": "int8"},
+            "KV cache in int8",
+            marks=needs_torch,
+        ),
         (
             {"speculation": "mtp", "kv_cache_dtype": "int8"},
             "not go together with speculation='mtp'",

@@ -21,8 +21,8 @@ from pyengine import LLM, SamplingParams
 from pyengine.errors import ConfigurationError, InvalidRequestError, ModelLoadError
 from pyengine.kv_cache import replay
 from pyengine.models.decoder.cpu_kernels import CpuKernels
+from tests.support.checkpoints import save_tiny
 from tests.support.soak import soak_only
-from tests.unit.models.tiny import save_tiny_model
 
 VOCABULARY, POSITIONS = 32, 64
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8)
@@ -32,7 +32,7 @@ PROMPTS = [[3, 4, 5, 6, 7, 8, 9], [3, 4, 5, 6, 7, 8, 9], [10, 11], list(range(3,
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
-    save_tiny_model(path, dtype="float32")
+    save_tiny(path, dtype="float32")
     return path
 
 

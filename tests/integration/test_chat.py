@@ -15,8 +15,9 @@ from pyengine.async_engine import AsyncEngine
 from pyengine.errors import InvalidRequestError
 from pyengine.sampling_params import RequestOutputKind
 from tests.support import chat
-from tests.support.chat import as_transformers, chat_tokenizer
-from tests.unit.models.tiny import save_tiny_model
+from tests.support.chat import by_template, chat_tokenizer
+from tests.support.checkpoints import save_tiny
+from tests.support.tokenizers import save_tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 SETTINGS: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "block_size": 32}
@@ -38,8 +39,8 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def save(folder: Path, template: str) -> Path:
-    save_tiny_model(folder, vocab_size=chat.VOCAB_SIZE, max_position_embeddings=1024)
-    chat_tokenizer(template).save_pretrained(folder)
+    save_tiny(folder, vocab_size=chat.VOCAB_SIZE, max_position_embeddings=1024)
+    save_tokenizer(folder, chat_tokenizer(template))
     return folder
 
 
@@ -75,7 +76,7 @@ def test_the_prompt_is_the_one_of_transformers(
 ) -> None:
     plain = {key: value for key, value in options.items() if key != "chat_template_kwargs"}
     variables = options.get("chat_template_kwargs", {})
-    expected = as_transformers(tiny.tokenizer, messages, **plain, **variables)
+    expected = by_template(tiny.tokenizer, messages, **plain, **variables)
     (output,) = tiny.chat(messages, SHORT, use_tqdm=False, **options)
     assert output.prompt_token_ids == expected
     assert tiny.apply_chat_template(messages, **options) == expected
@@ -86,7 +87,7 @@ def test_several_conversations_in_one_call(tiny: LLM) -> None:
     several = [[USER], CALLED, [USER, {"role": "assistant", "content": "3"}, USER]]
     outputs = tiny.chat(several, SHORT, use_tqdm=False, tools=[TOOL])
     assert [output.prompt_token_ids for output in outputs] == [
-        as_transformers(tiny.tokenizer, value, tools=[TOOL]) for value in several
+        by_template(tiny.tokenizer, value, tools=[TOOL]) for value in several
     ]
 
 
@@ -106,7 +107,7 @@ def test_content_in_parts(template: str, content: Any, tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "1 + 2?"}]
     (output,) = llm.chat([{"role": "user", "content": parts}], SHORT, use_tqdm=False)
     asked = [{"role": "user", "content": content}]
-    assert output.prompt_token_ids == as_transformers(llm.tokenizer, asked)
+    assert output.prompt_token_ids == by_template(llm.tokenizer, asked)
 
 
 def test_what_a_template_refuses_is_refused_in_its_words(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_what_a_template_refuses_is_refused_in_its_words(tmp_path: Path) -> None
         llm.chat([[USER], [system, USER]], SHORT, use_tqdm=False)
     assert llm.stats().usage == before, "the other one was run"
     (output,) = llm.chat([USER], SHORT, use_tqdm=False)
-    assert output.prompt_token_ids == as_transformers(llm.tokenizer, [USER])
+    assert output.prompt_token_ids == by_template(llm.tokenizer, [USER])
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_a_real_model_answers(llm: LLM) -> None:
 
 @pytest.mark.slow
 def test_calls_without_content_in_a_template_that_does_not_know_them(llm: LLM) -> None:
-    expected = as_transformers(llm.tokenizer, [USER, {"role": "assistant", "content": ""}])
+    expected = by_template(llm.tokenizer, [USER, {"role": "assistant", "content": ""}])
     assert llm.apply_chat_template(CALLED[:2]) == expected
 
 

@@ -99,7 +99,7 @@ def test_ctrl_c_in_the_middle_of_an_answer() -> None:
 
 @pytest.mark.parametrize(
     ("mapped", "name"),
-    [("libtorch_cpu", "SIGTERM"), ("tokenizers", "SIGHUP"), ("safetensors_rust", "SIGINT")],
+    [("_multiarray_umath", "SIGTERM"), ("_kv.abi3", "SIGHUP"), ("tokenizers", "SIGINT")],
 )
 def test_a_signal_while_it_imports_and_loads(name: str, mapped: str) -> None:
     """It comes when the process has mapped that library."""

@@ -10,13 +10,14 @@ from typer.testing import CliRunner, Result
 from pyengine import LLM
 from pyengine.cli.app import app
 from pyengine.config import EngineSettings
-from tests.unit.models.tiny import save_tiny_model
+from tests.support.checkpoints import save_tiny
+from tests.support.without_torch import needs_torch
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
-    save_tiny_model(path, dtype="float32")
+    save_tiny(path, dtype="float32")
     (path / "prompts.jsonl").write_text('{"prompt_token_ids": [3, 4, 5]}\n')
     return path
 
@@ -45,8 +46,8 @@ def generate(folder: Path, *options: str) -> Result:
         ("--dtype auto", 5),
         ("--dtype float32", 5),
         ("--dtype bfloat16", 5),
-        ("--dtype float16", 5),
-        ("--kv-cache-dtype fp8", 5),
+        pytest.param("--dtype float16", 5, marks=needs_torch),
+        pytest.param("--kv-cache-dtype fp8", 5, marks=needs_torch),
         ("--max-num-seqs 1 --max-num-batched-tokens 1", 5),
         ("--kv-cache-gib 0.0001", 5),
         ("--gpu-memory-utilization 1", 5),

@@ -14,9 +14,9 @@ from pyengine import LLM, SamplingParams
 from pyengine.engine import builder
 from pyengine.errors import ConfigurationError
 from pyengine.executor.model_runner import ModelRunner
+from tests.support.checkpoints import save_tiny
 from tests.support.graphs import record_eagerly
 from tests.support.models import BY_TORCH
-from tests.unit.models.tiny import save_tiny_model
 
 PROMPTS = [[5, 6, 7], [9, 3, 8, 4, 30, 11]]
 PARAMS = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8, detokenize=False)
@@ -24,7 +24,7 @@ PARAMS = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8, detokenize
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_tiny_model(tmp_path, initializer_range=0.5)
+    save_tiny(tmp_path, initializer_range=0.5)
     return tmp_path
 
 
@@ -123,7 +123,7 @@ def test_compiled_steps_use_the_threads_of_the_moment_and_have_the_same_bits(
 ) -> None:
     """Layers so wide that torch's compiler divides a row's sum."""
     sizes = {"hidden_size": 8192, "head_dim": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    save_tiny_model(tmp_path, **sizes)
+    save_tiny(tmp_path, **sizes)
     done = subprocess.run(
         [sys.executable, "-c", _COUNT_THREADS, tmp_path],
         env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},

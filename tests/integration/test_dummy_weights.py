@@ -22,7 +22,8 @@ from pyengine.config import EngineSettings
 from pyengine.engine import offloading
 from pyengine.errors import ConfigurationError
 from tests.support import chat
-from tests.unit.executor.hand_made import random_model
+from tests.support.checkpoints import save_random
+from tests.support.tokenizers import save_tokenizer
 from tests.unit.models.test_dummy_weights import EXPERTS, SIZES, write_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -120,7 +121,7 @@ def test_stored_kv_is_that_of_random_weights_alone(
     with LLM(folder, **SETTINGS, **store) as llm:
         found, restored = tokens(llm, prompt)
         assert found == expected and restored >= 80
-    random_model("llama", **{**SIZES, **SHAPE}).save_pretrained(tmp_path / "real")
+    save_random(tmp_path / "real", "llama", **{**SIZES, **SHAPE})
     real = SETTINGS | {"load_format": "auto"}
     with LLM(tmp_path / "real", **real, **store) as llm:
         _, restored = tokens(llm, prompt)
@@ -149,7 +150,7 @@ def test_the_command_line_generates_from_token_ids(folder: Path, tmp_path: Path)
 
 def test_the_command_line_generates_from_text_with_a_tokenizer(tmp_path: Path) -> None:
     write_config(tmp_path, vocab_size=chat.VOCAB_SIZE)
-    chat.chat_tokenizer(chat.CHATML).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, chat.chat_tokenizer(chat.CHATML))
     result = generate(tmp_path, "--load-format", "dummy", "hello")
     assert result.exit_code == 0, result.output
     assert " 5 new tokens " in result.stderr

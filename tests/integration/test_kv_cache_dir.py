@@ -11,7 +11,6 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
-import torch
 
 from pyengine import LLM, SamplingParams
 from pyengine.config import STORE_KEY_VARIABLE
@@ -21,9 +20,8 @@ from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.kv_cache import block_memory, pool
 from pyengine.kv_cache.block_memory import DeviceBlocks
 from pyengine.server.metrics import EngineMetrics
+from tests.support.checkpoints import FAMILIES, read_weights, save_random, save_weights
 from tests.support.read_only import read_only
-from tests.unit.executor.hand_made import random_model
-from tests.unit.executor.test_model_runner import FAMILIES
 
 GIB = 1 << 30
 WITH_LOGPROBS = SamplingParams(temperature=0, ignore_eos=True, max_tokens=12, logprobs=5)
@@ -54,6 +52,8 @@ def answer(llm: LLM, prompt: Any) -> tuple[list[Any], int]:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks take the way that they take on a device, few at a time."""
+
+    import torch
 
     def blocks(arrays: Any, groups: Any) -> DeviceBlocks:
         return DeviceBlocks([torch.from_numpy(array) for array in arrays], groups)
@@ -132,11 +132,11 @@ def test_a_cache_in_int8_is_restored_and_read_by_no_other_dtype(dtype: str, tmp_
 def check_bits(name: str, dtype: str, tmp_path: Path, **others: Any) -> None:
     """Compute, restart, restore."""
     model = tmp_path / "model"
-    random_model(name, **FAMILIES[name]).save_pretrained(model)
+    save_random(model, name, **FAMILIES[name])
     settings: dict[str, Any] = {
         "dtype": dtype,
         "block_size": 4,
-        "linear_backend": "pyengine" if dtype == "float32" else "torch",
+        "linear_backend": "pyengine",
         "partial_reuse": False,  # what is computed beside the cached blocks is the same
         "num_threads": 2,  # not fewer when processors are taken: torch divides sums by threads
         "kv_cache_dir": tmp_path / "kv",
@@ -198,15 +198,14 @@ def test_other_weights_and_types_share_nothing(tmp_path: Path) -> None:
         "kv_cache_dir": tmp_path / "kv",
         "kv_cache_disk": GIB,
     }
-    random_model("llama", **FAMILIES["llama"]).save_pretrained(model)
+    save_random(model, "llama")
     with LLM(model, dtype="float32", **settings) as llm:
         answer(llm, prompt)
     with LLM(model, dtype="bfloat16", **settings) as llm:
         assert answer(llm, prompt)[1] == 0
-    other = random_model("llama", **FAMILIES["llama"])
-    weight = next(iter(other.state_dict().values()))
-    weight.view(-1)[-1] += 1
-    other.save_pretrained(model)
+    weights = read_weights(model)
+    next(iter(weights.values())).flat[-1] += 1
+    save_weights(model / "model.safetensors", weights)
     with LLM(model, dtype="float32", **settings) as llm:
         assert answer(llm, prompt)[1] == 0
         assert llm.describe()["kv_cache_entries"] >= 24

@@ -16,8 +16,7 @@ import pytest
 
 from pyengine import LLM, SamplingParams
 from pyengine.engine import offloading
-from tests.unit.executor.hand_made import random_model
-from tests.unit.executor.test_model_runner import FAMILIES
+from tests.support.checkpoints import save_random
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +25,7 @@ PROMPTS = 24
 FRESH = 12
 """Kills after which the folder begins anew."""
 SHORT = 8
-IMPORTED = ["transformers.models.llama.modeling_llama", "sympy"]
+IMPORTED = ["pyengine.models.decoder.loading"]
 """Modules that a first engine imports."""
 PARAMS = SamplingParams(temperature=0, ignore_eos=True, max_tokens=6, logprobs=3)
 
@@ -97,7 +96,7 @@ def test_killed_engines_leave_no_wrong_kv_and_lose_none_that_was_stored(
     """Answers of the killed engine, and of the next one, have the bits of one without a store."""
     monkeypatch.setattr(offloading, "_SHORT", SHORT)
     model, folder = tmp_path / "model", tmp_path / "kv"
-    random_model("llama", **FAMILIES["llama"]).save_pretrained(model)
+    save_random(model, "llama")
     with make_llm(model, None) as llm:
         expected = [answer(llm, number)[0] for number in range(PROMPTS)]
     processes = multiprocessing.get_context("forkserver")

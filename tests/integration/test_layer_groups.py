@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
+from tests.support.checkpoints import save_random
 from tests.support.reference import Reference
 from tests.support.soak import soak_cases
-from tests.unit.executor.hand_made import random_model
 
 LONGEST = 320
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 512}
@@ -57,7 +57,7 @@ class Model:
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     settings, said = MODELS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    random_model(request.param, **{**SMALL, **settings}).save_pretrained(folder)
+    save_random(folder, request.param, **{**SMALL, **settings})
     window = settings["sliding_window"]
     num_sliding = int(said.split()[0]) - ("full" in said)
     windows = (None,) * ("full" in said) + (window,) * num_sliding

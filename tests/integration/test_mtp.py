@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from transformers.modeling_layers import MtpModel
 
 from pyengine import LLM, BlockManager, SamplingParams
 from pyengine.engine.core import Engine
@@ -21,13 +19,14 @@ from pyengine.engine.request import Request, SequenceState
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.speculation.drafters import Draft
 from pyengine.speculation.mtp import MTPDrafter
+from pyengine.utils.dtypes import Rows
 from tests.integration.test_speculation import ROOMY, VOCAB, answers, same, served
+from tests.support.checkpoints import read_weights, save_random, save_weights
 from tests.support.drafters import speculate
 from tests.support.engines import add_request
 from tests.support.mtp import LAYERS, Reference, save_with_mtp_layers
 from tests.support.soak import soak_only
 from tests.support.tokenizers import save_byte_level
-from tests.unit.executor.hand_made import random_model
 
 MODELS = [
     *[("deepseek_v3", 2), ("glm4_moe", 1)],  # latent attention and plain, several layers and one
@@ -43,16 +42,16 @@ assert "transformers" not in sys.modules, "transformers was imported"
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=20)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def can_run() -> None:
+    from transformers.modeling_layers import MtpModel
+
     if not hasattr(MtpModel, "forward_layer"):
         pytest.skip("needs a transformers that runs a single head")
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda item: f"{item[0]}-{item[1]}")
-def made(
-    can_run: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Any:
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A folder, and the number of MTP layers."""
     family, mtp_layers = request.param
     path = tmp_path_factory.mktemp(family)
@@ -108,6 +107,7 @@ def test_the_tokens_are_those_without(made: Any) -> None:
         assert (stats.num_preemptions > 0) == (setup is not ROOMY)
 
 
+@pytest.mark.usefixtures("can_run")
 def test_drafts_are_those_of_transformers(made: Any) -> None:
     """Also behind prefix hits, chunks, rejected drafts and forks."""
     folder, mtp_layers = made
@@ -137,9 +137,12 @@ def test_drafts_are_those_of_transformers(made: Any) -> None:
         assert list(drafts) == reference.drafts(tokens)[: len(drafts)]
 
 
+@pytest.mark.usefixtures("can_run")
 def test_tokens_are_those_of_transformers_generate(
     made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import torch
+
     folder, mtp_layers = made
     model = Reference(folder, mtp_layers).model
     patterns = [rf"model\.layers\.{index}\." for index in range(LAYERS, LAYERS + mtp_layers)]
@@ -155,16 +158,15 @@ def test_tokens_are_those_of_transformers_generate(
         assert theirs[0, len(prompt) :].tolist() == output.outputs[0].token_ids
 
 
-def mtp_cache(llm: LLM, request: Request, mtp_layers: int) -> list[torch.Tensor]:
+def mtp_cache(llm: LLM, request: Request, mtp_layers: int) -> list[Rows]:
     """Keys and values of a request's MTP layers, at all positions that are computed and have
     some."""
     sequence, pool = request.sequences[0], llm._engine._executor.runner.pool  # type: ignore[attr-defined]
     table = list(sequence.kv.block_table)
     return [
-        tensor[table].flatten(0, 1)[1 + layer : sequence.num_computed]
+        kept[table].reshape(-1, *kept.shape[2:])[1 + layer : sequence.num_computed]
         for layer in range(mtp_layers)
-        for kept in (pool.keys, pool.values)
-        for tensor in [kept[LAYERS + layer]]
+        for kept in pool.arrays[LAYERS + layer]
     ]
 
 
@@ -191,7 +193,7 @@ def test_the_heads_cache_is_the_same_with_and_without_a_hit(made: Any) -> None:
         for left, right in zip(expected, mtp_cache(llm, request, mtp_layers), strict=True):
             shared = min(len(left), len(right))
             assert shared >= len(prompt) + 8
-            torch.testing.assert_close(left[:shared], right[:shared], atol=1e-4, rtol=1e-3)
+            np.testing.assert_allclose(left[:shared], right[:shared], atol=1e-4, rtol=1e-3)
 
 
 def test_a_hit_costs_one_row_a_head_and_never_a_block(made: Any) -> None:
@@ -216,9 +218,10 @@ def test_stale_heads_cost_acceptance_only(made: Any) -> None:
     llm = mtp(folder)
     same(plain, llm.generate(asked, GREEDY, use_tqdm=False))
     pool = llm._engine._executor.runner.pool  # type: ignore[attr-defined]
+    random = np.random.default_rng(0)
     for layer in range(LAYERS, LAYERS + mtp_layers):
-        pool.keys[layer].normal_(std=9)
-        pool.values[layer].normal_(std=9)
+        for kept in pool.arrays[layer]:
+            kept[:] = 9 * random.standard_normal(kept.shape)
     same(plain, llm.generate(asked, GREEDY, use_tqdm=False))
     assert llm.stats().counters["cached_tokens"] > 0
     usage = llm.stats().usage
@@ -226,12 +229,15 @@ def test_stale_heads_cost_acceptance_only(made: Any) -> None:
 
 
 def test_a_model_without_heads_is_refused(tmp_path: Path) -> None:
-    random_model("llama").save_pretrained(tmp_path)
+    save_random(tmp_path, "llama")
     with pytest.raises(ConfigurationError, match=r"'mtp': .* has no MTP layers.*'ngram'"):
         served(tmp_path, **ROOMY, speculation="mtp")
 
 
 def test_a_model_without_a_decoder_of_ours_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="it runs the model")
+    from tests.unit.executor.hand_made import random_model
+
     random_model("opt", num_attention_heads=4).save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match=r"'mtp': .* transformers' module .*'ngram'"):
         served(tmp_path, **ROOMY, speculation="mtp")
@@ -245,31 +251,33 @@ def test_mtp_layers_need_no_transformers(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
 
 
-@pytest.mark.usefixtures("can_run")
 def test_heads_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     save_with_mtp_layers("glm4_moe", tmp_path, 1)
     path = tmp_path / "model.safetensors"
-    whole = load_file(path)
+    whole = read_weights(tmp_path)
     for spoil, words in SPOILT.items():
-        save_file(words[0](dict(whole)), path, metadata={"format": "pt"})
+        save_weights(path, words[0](dict(whole)))
         with pytest.raises((ModelLoadError, ConfigurationError), match=words[1]):
             served(tmp_path, **ROOMY, speculation="mtp")
         assert spoil
-    save_file(whole, path, metadata={"format": "pt"})
+    save_weights(path, whole)
     served(tmp_path, **ROOMY, speculation="mtp")
 
 
-def _without(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
+Tensors: TypeAlias = dict[str, Rows]
+
+
+def _without(tensors: Tensors, part: str) -> Tensors:
     return {name: item for name, item in tensors.items() if part not in name}
 
 
-SPOILT: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], str]] = {
+SPOILT: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "none": (lambda tensors: _without(tensors, f"layers.{LAYERS}."), "has no MTP layers"),
     "half": (lambda tensors: _without(tensors, "eh_proj"), "eh_proj"),
     "broken": (
         lambda tensors: {
             **tensors,
-            f"model.layers.{LAYERS}.enorm.weight": torch.full((64,), torch.nan),
+            f"model.layers.{LAYERS}.enorm.weight": np.full(64, np.nan, np.float32),
         },
         "NaN or infinity",
     ),
@@ -334,7 +342,6 @@ def waited(llm: LLM) -> list[int]:
     return [steps[f"new {at}"] for at in range(ARRIVALS)]
 
 
-@pytest.mark.usefixtures("can_run")
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_nobody_starves_beside_heads(tmp_path: Path, is_ahead: bool) -> None:
     """256 sequences with seven drafts each are the whole budget of 2,048 tokens."""

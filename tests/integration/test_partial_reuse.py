@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from pyengine import LLM, SamplingParams
+from tests.support.checkpoints import save_random
 from tests.support.soak import soak_cases
-from tests.unit.executor.hand_made import random_model
+from tests.support.without_torch import needs_torch
 
 SIZE: dict[str, Any] = {
     "hidden_size": 32,
@@ -32,8 +33,7 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=12)
 @pytest.fixture(scope="module", params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
-    random_model(request.param, **{**SIZE, **MODELS[request.param]}).save_pretrained(folder)
-    return folder
+    return save_random(folder, request.param, **{**SIZE, **MODELS[request.param]})
 
 
 def prompts() -> list[list[int]]:
@@ -82,7 +82,10 @@ def test_the_tokens_are_those_of_without(folder: Path, block_size: int, ahead: b
     assert counters["computed_tokens"] < before["computed_tokens"]
 
 
-@pytest.mark.parametrize("settings", [{"num_blocks": 60}, {"kv_cache_dtype": "fp8"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_blocks": 60}, pytest.param({"kv_cache_dtype": "fp8"}, marks=needs_torch)],
+)
 def test_the_same_in_a_pool_that_forgets_and_one_of_eight_bits(
     folder: Path, settings: dict[str, Any]
 ) -> None:

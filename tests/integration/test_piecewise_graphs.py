@@ -10,8 +10,8 @@ import torch
 
 from pyengine import LLM, RequestOutput, SamplingParams
 from pyengine.executor.model_runner import ModelRunner
+from tests.support.checkpoints import save_tiny
 from tests.support.graphs import EagerRecorder
-from tests.unit.models.tiny import save_tiny_model
 
 SIZES: dict[str, Any] = {
     "attention_backend": "gather",  # layers of the CPU's attention are shortened
@@ -41,7 +41,7 @@ class CountingRecorder(EagerRecorder):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_model(
+    save_tiny(
         folder, hidden_size=32, vocab_size=97, max_position_embeddings=256, initializer_range=0.5
     )
     return folder

@@ -7,16 +7,14 @@ import pytest
 
 from pyengine import LLM, RequestOutput, SamplingParams
 from pyengine.errors import ConfigurationError
-from tests.unit.executor.hand_made import random_model
+from tests.support.checkpoints import save_random
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    random_model("llama", tie_word_embeddings=True).save_pretrained(path)
-    return path
+    return save_random(tmp_path_factory.mktemp("llama"), "llama", tie_word_embeddings=True)
 
 
 def prompts() -> list[list[int]]:
@@ -47,6 +45,9 @@ def test_an_answer_is_the_same_alone_and_among_others(folder: Path, dtype: str) 
 
 
 def test_what_it_is_not_for_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="it runs the model")
+    from tests.unit.executor.hand_made import random_model
+
     random_model("cohere").save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match=r"runs as transformers' module .*not quantised"):
         LLM(tmp_path, device="cpu", quantization="int8", num_blocks=8)

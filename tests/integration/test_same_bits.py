@@ -7,8 +7,8 @@ import pytest
 
 from benches.engine.same_bits import WAYS, Requests, Way, requests, run_ways
 from pyengine.cpu import CpuAttention
-from pyengine.sampling import logprobs
-from tests.unit.executor.hand_made import random_model
+from pyengine.sampling import array_operations
+from tests.support.checkpoints import save_random
 
 pytestmark = [
     pytest.mark.levels,
@@ -43,9 +43,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A random model of each family."""
     found = {}
     for family, settings in FAMILIES.items():
-        found[family] = tmp_path_factory.mktemp(family)
         size = {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
-        random_model(family, **settings, **size).save_pretrained(found[family])
+        folder = tmp_path_factory.mktemp(family)
+        found[family] = save_random(folder, family, **settings, **size)
     return found
 
 
@@ -98,8 +98,14 @@ def test_a_normaliser_by_the_batch_is_seen(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison can fail."""
-    right = logprobs._log_sum_exp
-    monkeypatch.setattr(logprobs, "_log_sum_exp", lambda rows: right(rows) + 4e-6 / len(rows))
+    right = array_operations.token_logprobs
+
+    def by_the_batch(threads: Any, logits: Any, reported: Any, out: Any) -> None:
+        right(threads, logits, reported, out)
+        out[0][:] -= 4e-6 / len(out[0])
+        out[3][:] -= 4e-6 / len(out[0])
+
+    monkeypatch.setattr(array_operations, "token_logprobs", by_the_batch)
     ways = tuple(way for way in WAYS if way.name in FEW)
     assert len(differences({"model": folders["llama"], "dtype": "float32"}, ways)) == 2
 

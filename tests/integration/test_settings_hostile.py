@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from pyengine import LLM, SamplingParams
 from pyengine.errors import ConfigurationError, ModelLoadError, PyEngineError
-from tests.unit.models.test_remote_code import MODEL_MAP, add_code
-from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
+from tests.support.checkpoints import save_tiny
+from tests.support.tokenizers import save_words
 
 HUGE = (2**31 - 1, 10**12, 2**63 - 1)
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -24,7 +24,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "max_num_waiting": (1, *HUGE),
     "event_hash_seed": (0, *HUGE),
     "seed": (-(2**63), 2**64 - 1),
-    "dtype": ("float64", "int8", "complex64", "nosuch", "", 5, None, torch.int8, 10**5000),
+    "dtype": ("float64", "int8", "complex64", "nosuch", "", 5, None, np.int8, 10**5000),
     "device": ("meta", "cuda", "nosuch", "cpu:7", "", 5, None, object(), 10**5000, "\ud800"),
     "attention_backend": ("nosuch", "", "flashinfer", "\ud800", "a" * 10**6),
     "kv_cache_dtype": ("nosuch", "", "fp8", "\ud800"),
@@ -66,6 +66,13 @@ def test_a_setting_is_served_or_refused(name: str, value: Any, tiny_folder: Path
 DRAFTS = {"speculation": "draft"}
 
 
+def ask_for_code(folder: Path) -> None:
+    """Have a model ask for code of its own, which would leave a trace."""
+    from tests.unit.models.test_remote_code import MODEL_MAP, add_code
+
+    add_code(folder, "config.json", model_type="evil", auto_map=MODEL_MAP)
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -73,7 +80,7 @@ DRAFTS = {"speculation": "draft"}
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), "model.safetensors"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
         (
-            lambda folder: add_code(folder, "config.json", model_type="evil", auto_map=MODEL_MAP),
+            ask_for_code,
             "never runs code out of model folders",
         ),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer"),
@@ -83,8 +90,8 @@ DRAFTS = {"speculation": "draft"}
 def test_a_draft_model_is_not_trusted_either(
     damage: Any, words: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    save_tiny_model(tmp_path)
-    save_tiny_tokenizer(tmp_path)
+    save_tiny(tmp_path)
+    save_words(tmp_path)
     expected = answer(tiny_folder)
     assert answer(tiny_folder, draft_model=tmp_path, **DRAFTS) == expected
     damage(tmp_path)

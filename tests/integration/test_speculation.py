@@ -15,12 +15,12 @@ from pyengine.sampling_params import StructuredOutputs
 from pyengine.speculation import draft_model as draft_loading
 from pyengine.speculation.draft_model import DraftModel
 from pyengine.speculation.drafters import Drafter, NgramDrafter, SuffixDrafter
-from tests.integration.test_tokens_families import groups_of
+from tests.support.checkpoints import FAMILIES, read_weights, save_random
 from tests.support.drafters import AnswerDrafter, RandomDrafter, speculate
+from tests.support.layer_groups import groups_of
 from tests.support.soak import soak_only
 from tests.support.tokenizers import save_byte_level
-from tests.unit.executor.hand_made import random_model
-from tests.unit.executor.test_model_runner import FAMILIES
+from tests.support.without_torch import needs_torch
 
 VOCAB = 300
 NAMES = [
@@ -34,9 +34,7 @@ SIZES: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 48}
 @pytest.fixture(scope="module", params=NAMES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
-    random_model(request.param, **{**FAMILIES[request.param], "vocab_size": VOCAB}).save_pretrained(
-        path
-    )
+    save_random(path, request.param, **{**FAMILIES[request.param], "vocab_size": VOCAB})
     save_byte_level(path, VOCAB)
     return path
 
@@ -130,11 +128,11 @@ def test_the_tokens_are_those_without(folder: Path) -> None:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model, and its first layer as a second model."""
     whole, first = (tmp_path_factory.mktemp(name) for name in ("whole", "first"))
-    model = random_model("llama", vocab_size=VOCAB)
-    for path in (whole, first):
-        model.save_pretrained(path)
+    for path, num_layers in ((whole, 3), (first, 1)):
+        save_random(path, "llama", vocab_size=VOCAB, num_hidden_layers=num_layers)
         save_byte_level(path, VOCAB)
-        model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+    weights, of_first = read_weights(whole), read_weights(first)
+    assert all((weights[name] == of_first[name]).all() for name in of_first)
     return whole, first
 
 
@@ -184,6 +182,7 @@ def drafting(pair: tuple[Path, Path], **settings: Any) -> tuple[LLM, DraftModel]
     return llm, found._drafter
 
 
+@needs_torch
 def test_a_draft_model_is_as_the_model_was_asked_for(pair: tuple[Path, Path]) -> None:
     settings = {"quantization": "int8", "attention_backend": "gather", "block_size": 8}
     llm, drafter = drafting(pair, num_blocks=256, **settings)
@@ -228,7 +227,10 @@ def test_a_draft_model_has_a_revision_of_its_own(
 def test_what_a_draft_model_cannot_do_is_said_of_it(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    random_model("phi", vocab_size=VOCAB).save_pretrained(tmp_path)  # of transformers
+    pytest.importorskip("transformers", reason="it runs the draft model")
+    from tests.unit.executor.hand_made import random_model
+
+    random_model("phi", vocab_size=VOCAB).save_pretrained(tmp_path)
     save_byte_level(tmp_path, VOCAB)
     settings: dict[str, Any] = {**ROOMY, "speculation": "draft", "draft_model": tmp_path}
     with pytest.raises(ConfigurationError, match="draft_model: quantization='int8'"):
@@ -238,11 +240,11 @@ def test_what_a_draft_model_cannot_do_is_said_of_it(
 def test_a_draft_model_of_another_vocabulary_is_refused(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    random_model("llama", vocab_size=VOCAB - 1).save_pretrained(tmp_path)
+    save_random(tmp_path, "llama", vocab_size=VOCAB - 1)
     settings: dict[str, Any] = {**ROOMY, "speculation": "draft", "draft_model": tmp_path}
     with pytest.raises(ConfigurationError, match=f"knows {VOCAB - 1} token ids and .* {VOCAB}"):
         served(pair[0], **settings)
-    random_model("llama", vocab_size=VOCAB).save_pretrained(tmp_path)
+    save_random(tmp_path, "llama", vocab_size=VOCAB)
     save_byte_level(tmp_path, VOCAB)
     path = tmp_path / "tokenizer.json"
     text = json.loads(path.read_text())
@@ -273,7 +275,7 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], words
 
 
 def test_a_request_can_do_without(tmp_path: Path) -> None:
-    random_model("llama").save_pretrained(tmp_path)
+    save_random(tmp_path, "llama")
     llm = served(tmp_path, **ROOMY, speculation="ngram")
     assert llm.describe()["speculation"] == "ngram"
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=200)

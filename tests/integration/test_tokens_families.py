@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from pyengine import LLM, BlockManager, SamplingParams
-from pyengine.kv_cache.layer_groups import choose_layer_groups
-from pyengine.models.loader import load_model
+from tests.support.layer_groups import groups_of
 from tests.support.reference import Reference
 from tests.unit.executor.hand_made import random_model
 from tests.unit.executor.test_model_runner import FAMILIES
@@ -66,13 +65,6 @@ def prompts() -> list[list[int]]:
     shared = [rnd.randrange(3, 97) for _ in range(33)]
     tails = [[rnd.randrange(3, 97) for _ in range(n)] for n in (1, 14, 14, 40, 7)]
     return [shared + tails[0], shared + tails[1], [9], tails[3], shared + tails[1], shared[:16]]
-
-
-def groups_of(folder: Path) -> tuple[int | None, ...]:
-    loaded = load_model(folder, device="cpu")
-    windows = [layer.window for layer in loaded.layers]
-    same = [()] * len(windows)
-    return choose_layer_groups(windows, same, loaded.max_model_len).windows
 
 
 @pytest.fixture(scope="module", params=EVERYTHING)

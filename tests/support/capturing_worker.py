@@ -65,12 +65,15 @@ class CapturedBackend(StaticBackend):
         return _Plan(self.pool, inputs)
 
 
-def inject(setattr: Any, setitem: Any) -> None:
-    """Let the gather backend have graphs; the arguments set an attribute and an item."""
+def inject(setattr: Any) -> None:
+    """Let the gather backend have graphs; the argument sets an attribute."""
+    classes = choice.backend_class
     setattr(ranks, "CudaGraphRecorder", Recorder)
-    setitem(choice._CANDIDATES, "gather", CapturedBackend)
+    setattr(
+        choice, "backend_class", lambda name: CapturedBackend if name == "gather" else classes(name)
+    )
 
 
 if __name__ == "__main__":
-    inject(setattr, dict.__setitem__)
+    inject(setattr)
     os._exit(worker.main(sys.argv[1:]))

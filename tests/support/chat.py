@@ -3,9 +3,10 @@
 from typing import Any
 
 from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerFast
 
-from tests.support.tokenizers import byte_level
+from pyengine.models.tokenizer import Tokenizer
+from tests.support.tokenizers import byte_level, wrapped
+from tests.support.without_torch import MISSING
 
 VOCAB_SIZE = 300
 
@@ -73,27 +74,39 @@ BEGINS_THINKING = STRIPS_THINKING.replace("assistant\n{% endif", "assistant\n<th
 """Of the kind that DeepSeek-R1 has: the prompt begins the thinking."""
 
 
-def chat_tokenizer(template: str | dict[str, str] | None) -> PreTrainedTokenizerFast:
+def chat_tokenizer(template: str | dict[str, str] | None) -> Tokenizer:
     """A byte-level tokenizer of 300 tokens, with this chat template."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=byte_level(VOCAB_SIZE).tokenizer,
-        bos_token="<|end|>",
-        eos_token="<|end|>",
-    )
+    backend = byte_level(VOCAB_SIZE).tokenizer
+    tokenizer = wrapped(backend, bos_token="<|end|>", eos_token="<|end|>")
     tokenizer.chat_template = template
     return tokenizer
 
 
-def thinking_tokenizer(template: str, *marks: str) -> PreTrainedTokenizerFast:
+def thinking_tokenizer(template: str, *marks: str) -> Tokenizer:
     """The same, with a token more for each of the marks of thinking and calls, or for these."""
     tokenizer = chat_tokenizer(template)
     marks = marks or ("<think>", "</think>", "<tool_call>")
-    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
+    tokenizer.backend_tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
     return tokenizer
 
 
-def as_transformers(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-    """The token ids of a conversation as transformers makes them by itself."""
-    options.setdefault("add_generation_prompt", True)
-    ids: list[int] = tokenizer.apply_chat_template(messages, return_dict=False, **options)
+def by_template(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    """The token ids of a conversation as transformers makes them by itself.
+
+    Where transformers is not installed, they are those of the engine's tokenizer.
+    """
+    options = {"add_generation_prompt": True, "return_dict": False, **options}
+    judge = tokenizer if "transformers" in MISSING else of_transformers(tokenizer)
+    ids: list[int] = judge.apply_chat_template(messages, **options)
     return ids
+
+
+def of_transformers(tokenizer: Tokenizer) -> Any:
+    """The same tokenizer as transformers has it."""
+    from transformers import PreTrainedTokenizerFast
+
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, **tokenizer.special_tokens_map
+    )
+    found.chat_template = tokenizer.chat_template
+    return found

@@ -8,24 +8,25 @@ to the same tokens, as far back as they see. A slot of -1 must hold its token al
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from pyengine.executor.model_runner import Forward, StepLogits
 from pyengine.kv_cache import StepBuffers
 
 VOCAB_SIZE = 97
-_LOGITS: dict[int, torch.Tensor] = {}
+Logits: TypeAlias = npt.NDArray[np.float32]
+_LOGITS: dict[int, Logits] = {}
 
 
-def logits_of(tokens: Any) -> torch.Tensor:
+def logits_of(tokens: Any) -> Logits:
     """The logits after these tokens: what the model would say, paged or not."""
     key = hash(tuple(int(token) for token in tokens))
     if key not in _LOGITS:
-        generator = torch.Generator().manual_seed(key % 2**63)
-        _LOGITS[key] = torch.randn(VOCAB_SIZE, generator=generator) * 3
+        random = np.random.default_rng(key % 2**63)
+        _LOGITS[key] = random.standard_normal(VOCAB_SIZE, dtype=np.float32) * 3
     return _LOGITS[key]
 
 
@@ -115,7 +116,7 @@ class FakeRunner:
         pending = ids < 0
         self.pending += int(pending.sum())
         if pending.any():
-            ids[pending] = sampled.numpy()[-1 - ids[pending]]
+            ids[pending] = sampled[-1 - ids[pending]]
         for group, slots in enumerate(a["slot_mapping"][:, :total]):
             written = slots >= 0
             self.slots[slots[written]] = ids[written]  # the whole batch writes before any row reads
@@ -162,7 +163,7 @@ class FakeRunner:
         return [tokens[max(0, at - widest) : at] for at in ends]
 
     @staticmethod
-    def _stack(rows: list[Any], wanted: Any) -> torch.Tensor:
+    def _stack(rows: list[Any], wanted: Any) -> Logits:
         if len(wanted) == 0:
-            return torch.empty(0, VOCAB_SIZE)
-        return torch.stack([logits_of(rows[row]) for row in wanted])
+            return np.empty((0, VOCAB_SIZE), np.float32)
+        return np.stack([logits_of(rows[row]) for row in wanted])

@@ -13,6 +13,7 @@ from pyengine.models.decoder.kernel_sets import KernelSettings
 from pyengine.models.fallback import FallbackModel, attending_layers
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import load_model
+from pyengine.utils.dtypes import DType
 
 BY_TORCH = KernelSettings(is_compiled=True, linear_backend="torch")
 """Settings that choose torch's kernels."""
@@ -41,7 +42,7 @@ def as_fallback(module: Any) -> FallbackModel:
     return FallbackModel(module, attending_layers(module), "a test")
 
 
-def cache_specs_of(module: Any, dtype: torch.dtype, kv_shards: int = 1) -> list[KVCacheSpec]:
+def cache_specs_of(module: Any, dtype: DType, kv_shards: int = 1) -> list[KVCacheSpec]:
     """The KV cache of every layer of a module."""
     return [
         KVCacheSpec(layer.kv_heads // kv_shards, layer.head_dim_k, layer.head_dim_v, dtype)

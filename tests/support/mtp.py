@@ -4,14 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-from transformers.cache_utils import MtpCache
-from transformers.modeling_layers import MtpModel
+import numpy as np
 
-from tests.unit.executor.hand_made import random_model
-from tests.unit.executor.test_model_runner import FAMILIES
+from pyengine.utils.dtypes import Rows
+from tests.support.checkpoints import (
+    BASE,
+    FAMILIES,
+    read_weights,
+    save_random,
+    save_weights,
+    write_json,
+)
 
 LAYERS = 2
 _EXPERTS: dict[str, Any] = {
@@ -35,33 +38,37 @@ def save_with_mtp_layers(family: str, folder: Path, mtp_layers: int, **settings:
 
     The MTP layers are saved as the layers after the last, by the same names as the others.
     """
-    sizes = {**SHAPES[family], **settings}
-    model = random_model(
-        family, **sizes, num_hidden_layers=LAYERS + mtp_layers, num_nextn_predict_layers=mtp_layers
-    )
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "o_proj" in name or "down_proj" in name:
-                weight.mul_(0.005)
-    model.save_pretrained(folder)
-    path, size = folder / "model.safetensors", model.config.hidden_size
-    tensors = load_file(path)
+    sizes = {**SHAPES[family], **settings, "num_nextn_predict_layers": mtp_layers}
+    save_random(folder, family, **sizes, num_hidden_layers=LAYERS + mtp_layers)
+    weights = read_weights(folder)
+    for name in weights:
+        if "o_proj" in name or "down_proj" in name:
+            weights[name] *= np.float32(0.005)
+    random, size = np.random.default_rng(0), settings.get("hidden_size", BASE["hidden_size"])
+
+    def normal(*shape: int) -> Rows:
+        return random.standard_normal(shape, dtype=np.float32)
+
     for layer in range(LAYERS, LAYERS + mtp_layers):
-        both = torch.cat([torch.eye(size), 0.1 * torch.randn(size, size) / size**0.5], 1)
-        norms = {name: 1 + 0.1 * torch.randn(size) for name in ("enorm", "hnorm")}
-        tensors |= {f"model.layers.{layer}.{name}.weight": item for name, item in norms.items()}
-        tensors[f"model.layers.{layer}.eh_proj.weight"] = both
-        tensors[f"model.layers.{layer}.shared_head.norm.weight"] = torch.ones(size)
-    save_file(tensors, path, metadata={"format": "pt"})
+        name = f"model.layers.{layer}"
+        both = [np.eye(size, dtype=np.float32), normal(size, size) * np.float32(0.1 / size**0.5)]
+        weights[f"{name}.eh_proj.weight"] = np.concatenate(both, 1)
+        for norm in ("enorm", "hnorm"):
+            weights[f"{name}.{norm}.weight"] = 1 + np.float32(0.1) * normal(size)
+        weights[f"{name}.shared_head.norm.weight"] = weights["model.norm.weight"]
+    save_weights(folder / "model.safetensors", weights)
     config = json.loads((folder / "config.json").read_text())
-    config["num_hidden_layers"] = LAYERS
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", {**config, "num_hidden_layers": LAYERS})
 
 
 class Reference:
     """transformers' own model and MTP layers, without a cache from one call to the next."""
 
     def __init__(self, folder: Path, mtp_layers: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.modeling_layers import MtpModel
+
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         )
@@ -72,9 +79,17 @@ class Reference:
         self.model = model.eval()
         self.mtp_layers: Any = MtpModel.from_pretrained(model).eval()
 
-    @torch.inference_mode()
     def drafts(self, tokens: list[int]) -> list[int]:
         """The prediction of each head after `tokens`."""
+        import torch
+
+        with torch.inference_mode():
+            return self._drafts(tokens)
+
+    def _drafts(self, tokens: list[int]) -> list[int]:
+        import torch
+        from transformers.cache_utils import MtpCache
+
         ids = torch.tensor([tokens])
         hidden = self.model.model(ids[:, :-1], use_cache=False).last_hidden_state
         found, _, _ = self.mtp_layers(

@@ -12,8 +12,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from pyengine import RequestOutput
 from pyengine.models.transformers_calls import quiet_transformers
 
@@ -81,6 +79,7 @@ class Reference:
         stop: Stop = "at_eos",
         device: str = "cpu",
     ) -> None:
+        import torch
         from transformers import AutoModelForCausalLM
 
         with quiet_transformers():
@@ -113,15 +112,16 @@ class Reference:
         known = self._known.get(prompt, [])
         return len(known) < limit and self._eos.isdisjoint(known)
 
-    @torch.inference_mode()
     def _generate_batch(self, prompts: list[tuple[int, ...]], max_tokens: int) -> None:
+        import torch
+
         width = max(map(len, prompts))
         ids = torch.zeros(len(prompts), width, dtype=torch.int64, device=self._model.device)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
             ids[row, width - len(prompt) :] = torch.tensor(prompt)
             mask[row, width - len(prompt) :] = 1
-        with quiet_transformers():
+        with quiet_transformers(), torch.inference_mode():
             full = self._model.generate(
                 input_ids=ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False
             )
@@ -150,6 +150,8 @@ class Reference:
         if at >= min(len(got), len(want)):
             token, expected = (tokens[at] if at < len(tokens) else None for tokens in (got, want))
             return Difference(index, at, token, expected, float("inf"))
+        import torch
+
         with torch.inference_mode():
             ids = torch.tensor([prompt + want[:at]], device=self._model.device)
             logits = self._model(ids, logits_to_keep=1).logits[0, -1].double()

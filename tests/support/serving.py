@@ -20,7 +20,8 @@ from pyengine.server.app import create_app
 from pyengine.server.lifetime import address_of, listening, make_server
 from pyengine.server.settings import ServerSettings
 from tests.support import chat
-from tests.unit.models.tiny import save_tiny_model
+from tests.support.checkpoints import save_tiny
+from tests.support.tokenizers import save_tokenizer
 
 MAX_MODEL_LEN = 1024
 GOOD = {"prompt": [5, 6], "max_tokens": 2, "temperature": 0}
@@ -28,10 +29,10 @@ GOOD = {"prompt": [5, 6], "max_tokens": 2, "temperature": 0}
 
 def save_small_model(folder: Path, template: str = chat.CHATML, **settings: Any) -> Path:
     """A model of a few kilobytes with a byte-level tokenizer of 300 tokens."""
-    given = {"max_position_embeddings": MAX_MODEL_LEN, "dtype": "float32", **settings}
+    given = {"max_position_embeddings": MAX_MODEL_LEN, **settings}
     # 0 is <|end|> of the tokenizer
-    save_tiny_model(folder, vocab_size=chat.VOCAB_SIZE, eos_token_id=0, **given)
-    chat.chat_tokenizer(template).save_pretrained(folder)
+    save_tiny(folder, vocab_size=chat.VOCAB_SIZE, eos_token_id=0, **given)
+    save_tokenizer(folder, chat.chat_tokenizer(template))
     return folder
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from pyengine.models.tokenizer import Tokenizer as EngineTokenizer
+
 CORPUS = [
     "The capital of France is Paris. The capital of Japan is Tokyo.",
     "日本語のテキストは、空白なしで書かれます。東京は日本の首都です。",
@@ -53,12 +55,39 @@ def byte_level(vocab_size: int) -> Decoder:
 
 def save_byte_level(folder: Path, vocab_size: int) -> None:
     """Put such a tokenizer into a model's folder."""
-    from transformers import PreTrainedTokenizerFast
+    save_tokenizer(folder, wrapped(byte_level(vocab_size).tokenizer, eos_token="<|end|>"))
 
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=byte_level(vocab_size).tokenizer, eos_token="<|end|>"
+
+def save_words(folder: Path) -> None:
+    """Put a tokenizer of five words into a model's folder; <end> ends a text."""
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<end>": 3, "hello": 4}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    save_tokenizer(folder, wrapped(tokenizer, eos_token="<end>"))
+
+
+def wrapped(tokenizer: Tokenizer, **special_tokens: str) -> EngineTokenizer:
+    """The engine's tokenizer of a new one of the library.
+
+    As the engine's loader does, it adds the special tokens that are not in the vocabulary.
+    """
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True) for text in dict.fromkeys(special_tokens.values())]
     )
-    wrapped.save_pretrained(folder)
+    return EngineTokenizer(tokenizer, special_tokens)
+
+
+def save_tokenizer(folder: Path, tokenizer: EngineTokenizer) -> None:
+    """Write the files of a tokenizer and its chat template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    settings: dict[str, Any] = {**tokenizer.special_tokens_map}
+    if isinstance(tokenizer.chat_template, str):
+        (folder / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
+    elif tokenizer.chat_template is not None:
+        named = tokenizer.chat_template.items()
+        settings["chat_template"] = [{"name": name, "template": text} for name, text in named]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
 def byte_fallback() -> Decoder:
@@ -125,15 +154,13 @@ class Fast:
         return text
 
 
-def characters() -> Any:
-    """A tokenizer of transformers' own class with a token for each character of ASCII: 97 of them.
+def characters() -> EngineTokenizer:
+    """A tokenizer of the engine with a token for each character of ASCII: 97 of them.
 
     Token 2 ends a text.
     """
-    from transformers import PreTrainedTokenizerFast
-
     pieces = ["Ġ", "Ċ", "<|end|>", *map(chr, range(33, 127))]
     tokenizer = Tokenizer(models.BPE({piece: at for at, piece in enumerate(pieces)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    return wrapped(tokenizer, eos_token="<|end|>")

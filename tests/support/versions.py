@@ -1,9 +1,15 @@
-"""The libraries' versions, where they do otherwise than those that tests were written with."""
+"""The libraries' versions, where they do otherwise than those that tests were written with.
 
-import torch
-import transformers
+None of them where a library is not installed.
+"""
+
+from importlib.metadata import version
 
 from pyengine.attention.needs import torch_version
+from tests.support.without_torch import MISSING
 
-IS_TORCH_2_9 = torch_version(torch.__version__) == (2, 9)
-IS_TRANSFORMERS_5_17 = torch_version(transformers.__version__) == (5, 17)
+IS_TORCH_2_9 = "torch" not in MISSING and torch_version(version("torch")) == (2, 9)
+IS_TRANSFORMERS_5_17 = "transformers" not in MISSING and torch_version(version("transformers")) == (
+    5,
+    17,
+)

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from pyengine.async_engine import AsyncEngine
 from pyengine.errors import (
@@ -582,6 +581,8 @@ def test_what_ends_all_requests_is_logged_with_its_traceback_once(
 
 
 def test_a_dead_engine_says_so_to_everybody(model: FakeModel) -> None:
+    import torch
+
     def broken(*step: Any) -> Any:
         raise torch.AcceleratorError("the device is gone")
 

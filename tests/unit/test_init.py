@@ -37,17 +37,17 @@ def test_sampling_params_come_without_torch() -> None:
     assert python(code) == "False"
 
 
-def test_llm_without_torch_names_the_extra() -> None:
+def test_llm_without_a_library_names_the_extra() -> None:
     code = (
-        "import sys; sys.modules['torch'] = None; import pyengine\n"
+        "import sys; sys.modules['tokenizers'] = None; import pyengine\n"
         "pyengine.BlockManager\n"
         "try: pyengine.LLM\n"
         "except ModuleNotFoundError as error: print(error)\n"
     )
-    assert python(code) == needs_engine_extra("pyengine.LLM", "torch")
+    assert python(code) == needs_engine_extra("pyengine.LLM", "tokenizers")
 
 
-LIBRARIES = ["torch", "transformers", "tokenizers", "safetensors", "tqdm"]
+LIBRARIES = ["jinja2", "tokenizers", "tqdm"]
 
 
 @pytest.mark.parametrize("part", ["LLM", "AsyncEngine"])
@@ -70,7 +70,7 @@ COMMANDS = ["generate hi", "chat", "bench", "info", "list", "pull x/y", "serve"]
 COMMANDS += [f"explain {__file__} {__file__}"]
 
 
-@pytest.mark.parametrize("missing", ["torch", "tokenizers"])
+@pytest.mark.parametrize("missing", ["jinja2", "tokenizers"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_without_a_library_names_the_extra(command: str, missing: str) -> None:
     code = (

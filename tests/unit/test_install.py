@@ -62,8 +62,15 @@ def test_the_lock_is_installed_as_it_is(tmp_path: Path) -> None:
     assert command[-1] == "serve" and "engine" in command and "embedded" in command
 
 
+@pytest.mark.parametrize("wanted", ["engine", "serve", "dev-light", "docs"])
+def test_torch_is_installed_only_where_it_is_wanted(wanted: str, tmp_path: Path) -> None:
+    (command,) = install.commands("uv", wanted, "cpu", tmp_path / "r")
+    assert "torch" not in command and "--torch-backend" not in command
+    assert all("torch" in install.WANTED[each] for each in ("torch", "dev"))
+
+
 def test_torch_for_cpus_has_the_version_of_the_lock(tmp_path: Path) -> None:
-    export, rest, torch = install.commands("uv", "engine", "cpu", tmp_path / "r")
+    export, rest, torch = install.commands("uv", "torch", "cpu", tmp_path / "r")
     assert export[:2] == ["uv", "export"] and export[-1] == str(tmp_path / "r")
     assert export[export.index("--prune") + 1] == "torch"
     assert rest[-2:] == ["-r", str(tmp_path / "r")]
@@ -75,18 +82,20 @@ def test_torch_for_cpus_has_the_version_of_the_lock(tmp_path: Path) -> None:
 def test_the_commands_run_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[str]] = []
 
-    def run(command: list[str], *, check: bool, cwd: Path) -> None:
-        assert check and cwd == ROOT
+    def run(command: list[str], *, check: bool, cwd: Path, env: dict[str, str]) -> None:
+        assert check and cwd == ROOT and env["UV_PROJECT_ENVIRONMENT"] == sys.prefix
         ran.append(command)
 
     monkeypatch.setattr(subprocess, "run", run)
     install.main(["dev", "--uv", "/uv", "--torch", "cuda"])
+    install.main(["torch", "--uv", "/uv", "--torch", "cpu"])
     install.main(["engine", "--uv", "/uv", "--torch", "cpu"])
     assert [command[:2] for command in ran] == [
         ["/uv", "sync"],
         ["/uv", "export"],
         ["/uv", "pip"],
         ["/uv", "pip"],
+        ["/uv", "sync"],
     ]
 
 

@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from pyengine import llm as llm_module
 from pyengine.errors import EngineClosedError, InvalidRequestError, RequestFailedError
 from pyengine.llm import LLM
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
@@ -21,6 +19,7 @@ from tests.support.callers import FakeModel, Gate
 from tests.support.engines import GREEDY
 from tests.support.fake_runner import continued
 from tests.support.tokenizers import Decoder, Fast, byte_level
+from tests.support.without_torch import tensors
 
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=190)
 
@@ -307,6 +306,8 @@ def test_one_that_is_dropped_leaves_no_thread(model: FakeModel) -> None:
 
 
 def test_an_error_of_the_engine_reaches_everybody(model: FakeModel) -> None:
+    import torch
+
     llm, gate = model.llm(), Gate(model.bench, 3)
     stream = llm.stream([1, 2], GREEDY)
     next(stream)
@@ -384,7 +385,7 @@ def test_prompts_in_every_form(model: FakeModel) -> None:
         (3, 4, 5),
         np.array([3, 4, 5]),
         np.array([3, 4, 5], dtype=np.uint16),
-        torch.tensor([3, 4, 5]),
+        *tensors([3, 4, 5]),
         [np.int32(3), 4, np.uint8(5)],
         range(3, 6),
         {"prompt_token_ids": np.array([3, 4, 5])},
@@ -459,7 +460,7 @@ def test_without_a_bar_nothing_of_it_is_made(
     def never(**_: Any) -> None:
         raise AssertionError("a bar was made")
 
-    monkeypatch.setattr(llm_module, "tqdm", never)
+    monkeypatch.setattr("tqdm.tqdm", never)
     llm = model.llm()
     assert len(llm.generate([[1, 2]], GREEDY, use_tqdm=False)) == 1
     with pytest.raises(AssertionError, match="a bar was made"):

@@ -71,7 +71,7 @@ def test_deploy_repeats_what_the_sources_say() -> None:
     (embedded,) = settings["dependency-groups"]["embedded"]
     assert f"ARG EMBEDDED_MODEL={embedded}\n" in dockerfile
     project = settings["project"]
-    (torch,) = [r for r in project["optional-dependencies"]["engine"] if r.startswith("torch")]
+    (torch,) = [r for r in project["optional-dependencies"]["torch"] if r.startswith("torch")]
     assert f"'{torch}'" in dockerfile
     version = versions(ROOT)["workspace.package"]
     kubernetes = (ROOT / "deploy/kubernetes/pyengine.yaml").read_text(encoding="utf-8")

@@ -147,6 +147,6 @@ def _integer_products(threads: int, side: int) -> Iterator[tuple[str, Work]]:
     whole = torch.randint(-100, 100, (side, side), dtype=torch.int8)
     yield "torch", lambda: torch._int_mm(whole, whole)
     floats = np.random.default_rng(0).random((side, side), dtype=np.float32)
-    packed, out = q8_0(torch.from_numpy(floats)), np.empty_like(floats)
     kernel = kernel_threads(threads)
+    packed, out = q8_0(floats, kernel), np.empty_like(floats)
     yield "pyengine", lambda: packed.multiply(kernel, floats, out)

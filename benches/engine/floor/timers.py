@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter_ns, process_time_ns
 from typing import Any
 
-import torch
+import numpy as np
 
 from benches.engine.floor.parts import (
     ATTENTION,
@@ -132,7 +132,7 @@ class Timers:
         plan = backend.plan
 
         def plan_without_slots(inputs: Any) -> Any:
-            nowhere = torch.full_like(inputs.slot_mapping, -1)
+            nowhere = np.full_like(inputs.slot_mapping, -1)
             return plan(replace(inputs, slot_mapping=nowhere))
 
         for attention, (spec, weights) in zip(attentions, before, strict=True):
@@ -211,7 +211,7 @@ def check_engine(llm: Any, runner: Any) -> None:
     model = getattr(runner, "_model", None)
     if about["device"] != "cpu":
         raise FloorError(f"the engine runs on {about['device']}: only CPUs have these parts")
-    if not isinstance(model, DecoderModel) or not model._is_over_arrays:
+    if not isinstance(model, DecoderModel) or not model.takes_arrays:
         raise FloorError(
             f"the model runs in {about['decoder']} with torch's operations, not with the CPU "
             f"kernels: its family or dtype ({about['dtype']}) has none, or it is compiled"

@@ -11,7 +11,8 @@ import torch
 
 from benches.gpu.first_run.context import Context
 from benches.gpu.first_run.sampling_kernels import draws, log_probabilities, sampling_times
-from pyengine.attention.backend import HeadNorm, RotaryLayout, Rotation, rotated
+from pyengine.attention.backend import HeadNorm, RotaryLayout, Rotation
+from pyengine.attention.paged import rotated
 from pyengine.kernels.add_norm import RowNorm, add_norm
 from pyengine.kernels.gate import Gate, gated
 from pyengine.kernels.grouped_linear import grouped_linear
@@ -21,6 +22,7 @@ from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from pyengine.models.decoder.grouped import group_pairs
 from pyengine.models.decoder.spec import MLP, Activation, ClampedGate
 from pyengine.models.decoder.torch_kernels import TorchKernels
+from pyengine.utils.dtypes import dtype_of
 
 Heads = tuple[int, int, int]
 """Query heads, KV heads, elements of a head."""
@@ -202,7 +204,7 @@ def _pools(
 ) -> tuple[KVPool, KVPool]:
     """Two equal pools, filled with numbers that must stay where nothing is written."""
     _, kv_heads, dim = heads
-    spec = KVCacheSpec(kv_heads, dim, dim, dtype, scale_k=scales[0], scale_v=scales[1])
+    spec = KVCacheSpec(kv_heads, dim, dim, dtype_of(dtype), scale_k=scales[0], scale_v=scales[1])
     device, blocks = torch.device(context.device), count // BLOCK + 8
     ours, theirs = (KVPool([spec], blocks, BLOCK, device) for _ in range(2))
     for mine, other in _tensors(ours, theirs):

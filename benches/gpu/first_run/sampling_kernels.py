@@ -8,10 +8,12 @@ import torch
 
 from benches.gpu.first_run.context import Context
 from pyengine import SamplingParams
-from pyengine.sampling.draw_cpu import draw_on_cpu
 from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
-from pyengine.sampling.sampler import SamplingBatch, draw_by_kernels, sample
+from pyengine.sampling.operations import operations_of
+from pyengine.sampling.sampler import SamplingBatch, sample
 from pyengine.sampling.state import SamplingState, uniforms
+from pyengine.sampling.tensor_operations import draw_by_kernels
+from pyengine.utils.dtypes import Rows
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -31,13 +33,14 @@ def draws(context: Context) -> None:
     rows = context.either(64, 3)
     for vocabulary in context.either((128_256, 151_936), (5000,)):
         logits = _logits(context, rows, vocabulary)
+        on_host = _array(logits)
         for name, fields in KINDS.items():
             plan = _batch(fields, rows, vocabulary).draws
             if plan is None:
                 continue
             numbers = uniforms(plan.seeds, np.zeros(rows, dtype=np.int64))
             found = draw_by_kernels(logits, plan, numbers).cpu().numpy()
-            expected = draw_on_cpu(logits.cpu(), plan.rows, plan.columns, numbers)
+            expected = operations_of(on_host).draw(on_host, plan, numbers)
             different = int((found != expected).sum())
             context.record(
                 piece="draw",
@@ -73,7 +76,7 @@ def log_probabilities(context: Context) -> None:
     logits = _logits(context, rows, vocabulary)
     tokens = torch.randint(vocabulary, (rows,), device=context.device)
     found = PendingLogprobs(logits, tokens, [count] * rows).result()
-    expected = PendingLogprobs(logits.cpu(), tokens.cpu(), [count] * rows).result()
+    expected = PendingLogprobs(_array(logits), tokens.cpu().numpy(), [count] * rows).result()
     wrong = [
         row
         for row, (got, want) in enumerate(zip(found, expected, strict=True))
@@ -96,6 +99,11 @@ def _numbers(entry: TokenLogprobs) -> tuple[float, ...]:
 def _logits(context: Context, rows: int, vocabulary: int) -> torch.Tensor:
     """With many equal ones, as bfloat16 has them."""
     return (3 * torch.randn(rows, vocabulary, device=context.device)).bfloat16()
+
+
+def _array(logits: torch.Tensor) -> Rows:
+    """The same logits on the CPU, as the CPU engine has them."""
+    return logits.cpu().view(torch.uint16).numpy()
 
 
 def _batch(fields: dict[str, Any], rows: int, vocabulary: int) -> SamplingBatch:

@@ -60,6 +60,7 @@ from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import check_divisible, load_model
 from pyengine.models.placement import resolve_first_device
 from pyengine.models.source import ModelSource, resolve_source
+from pyengine.utils.device_arrays import device_of
 
 _OTHERS_FAIL_TOO = 4.0
 """Seconds for the workers to report, once rank 0 has failed within the forward pass."""
@@ -409,7 +410,7 @@ class DistributedRunner:
         self._barrier = barrier
 
     @property
-    def graphs(self) -> DecodeGraphs:
+    def graphs(self) -> DecodeGraphs | None:
         """The graphs of rank 0; the others have the same."""
         return self._runner.graphs
 
@@ -427,7 +428,7 @@ class DistributedRunner:
         message = pack_step(plan, arrays, extra_rows, self._runner.pool.block_size)
         return lambda sampled: self._run(forward, sampled, message)
 
-    def _run(self, forward: Forward, sampled: torch.Tensor | None, message: bytes) -> StepLogits:
+    def _run(self, forward: Forward, sampled: Any, message: bytes) -> StepLogits:
         self._workers.check()
         is_sent = False
         try:
@@ -435,7 +436,9 @@ class DistributedRunner:
             is_sent = True
             self._workers.send(message)
             logits = forward(sampled)
-            if logits.sampling.is_cuda:  # a worker's death must not be seen after the sampling
+            if (
+                device_of(logits.sampling).type == "cuda"
+            ):  # a worker's death must not be seen after the sampling
                 torch.cuda.current_stream().synchronize()
                 self._workers.check()
             reports = self._workers.reports() or []

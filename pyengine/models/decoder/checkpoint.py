@@ -154,12 +154,12 @@ class Float8Stored(StoredTensor):
 
     def read(self) -> Array:
         """The tensor in float32."""
-        found: Array = _float8_values(self.dtype)[StoredTensor.read(self)]
+        found: Array = float8_values(self.dtype)[StoredTensor.read(self)]
         return found
 
 
 @cache
-def _float8_values(dtype: str) -> Array:
+def float8_values(dtype: str) -> Array:
     """The numbers of the 256 codes of an 8-bit format (arXiv 2209.05433)."""
     codes = np.arange(256, dtype=np.uint16)
     if dtype == "F8_E5M2":  # the upper half of a float16
@@ -264,7 +264,9 @@ class Checkpoint(Tensors):
     def __init__(self, folder: Path) -> None:
         self.headers = check_weights(folder)
         """The headers of all files, checked."""
-        tensors = {name: _stored(name, header) for name, header in self.headers.tensors.items()}
+        tensors = {
+            name: stored_tensor(name, header) for name, header in self.headers.tensors.items()
+        }
         super().__init__(tensors, str(folder))
 
     @property
@@ -277,7 +279,7 @@ class Checkpoint(Tensors):
         return self._tensors.get(name)
 
 
-def _stored(name: str, header: TensorHeader) -> StoredTensor:
+def stored_tensor(name: str, header: TensorHeader) -> StoredTensor:
     """The tensor of a checked header; raises `ModelLoadError` unless its bytes fit its shape."""
     tensor = StoredTensor(header.path, name, header.dtype, header.shape, header.start)
     known = tensor.dtype in _NUMPY or tensor.dtype in _CODES

@@ -184,7 +184,7 @@ class CpuKernels:
         self, weight: Weight, quantization: str, dtype: Dtype | None = None
     ) -> KernelWeight:
         self.has_float_products |= weight.packed_as is None and quantization == "none"
-        return laid_out(weight, quantization, dtype or self.dtype)
+        return laid_out(weight, quantization, dtype or self.dtype, self.threads)
 
     def exact_product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.exact_product`."""

@@ -15,6 +15,7 @@ from pyengine.models.decoder.kernels import Product
 from pyengine.models.decoder.rotary import Floats
 from pyengine.models.decoder.spec import MLP, ClampedGate
 from pyengine.models.decoder.weights import Weight
+from pyengine.models.integer_linear import GROUP, int4, q8_0
 from pyengine.utils.dtypes import Rows, rounded, widened
 
 _REUSED = 64 << 20  # bytes of results that are kept: 64 rows of 262,144 logits in float32
@@ -197,11 +198,16 @@ class CpuExperts:
         return rounded(sums, rows.dtype.type)
 
 
-def laid_out(weight: Weight, quantization: str, dtype: Dtype) -> KernelWeight:
-    """A matrix for the Rust kernel: floats, or bytes in a format that it multiplies by."""
+def laid_out(
+    weight: Weight, quantization: str, dtype: Dtype, threads: CpuAttention
+) -> KernelWeight:
+    """A matrix for the Rust kernel: floats, or bytes in a format that it multiplies by.
+
+    `threads` round floats to integers.
+    """
     if weight.packed_as is None:
         if quantization != "none":
-            return _rounded(weight, quantization)
+            return _rounded(weight, quantization, threads)
         return PackedWeight(read(weight, _kept_as(weight, dtype)))
     try:
         packed: KernelWeight = weight.laid_out()
@@ -218,19 +224,12 @@ def _kept_as(weight: Weight, dtype: Dtype) -> Dtype:
     return "bfloat16" if all(part.dtype == "BF16" for part in weight.parts) else dtype
 
 
-def _rounded(weight: Weight, quantization: str) -> QuantizedWeight:
+def _rounded(weight: Weight, quantization: str, threads: CpuAttention) -> QuantizedWeight:
     """A matrix of floats, rounded to "int4" or "int8"."""
-    import torch
-
-    from pyengine.models.integer_linear import GROUP, q8_0, quantise_groups
-
     if weight.shape[1] % GROUP:
         raise ConfigurationError(
             f"quantization={quantization!r} has groups of {GROUP} inputs, and {weight.name} has "
             f"{weight.shape[1]}: leave quantization out"
         )
-    floats = torch.from_numpy(read(weight))
-    if quantization == "int8":
-        return q8_0(floats)
-    arrays: list[Any] = [each.numpy() for each in quantise_groups(floats)]
-    return QuantizedWeight.from_groups(*arrays, group_size=GROUP)
+    quantise = q8_0 if quantization == "int8" else int4
+    return quantise(read(weight, _kept_as(weight, "float32")), threads)

@@ -26,9 +26,11 @@ class TorchProduct:
     """A matrix `[outputs, inputs]` and a bias, multiplied by torch."""
 
     def __init__(self, weight: Rows, bias: Rows | None = None) -> None:
+        import torch
         from torch.nn.functional import linear
 
-        self._linear, self._weight = linear, tensor_of(weight)
+        self._linear: Any = torch.inference_mode()(linear)
+        self._weight = tensor_of(weight)
         self._bias = None if bias is None else tensor_of(bias)
 
     def multiply(self, rows: Rows) -> Rows:
@@ -43,8 +45,8 @@ class OneDNNProduct:
         import torch
 
         operators: Any = torch.ops.mkldnn
-        self._multiply = operators._linear_pointwise.default
-        self._multiply_by = operators._linear_pointwise.binary
+        self._multiply = torch.inference_mode()(operators._linear_pointwise.default)
+        self._multiply_by = torch.inference_mode()(operators._linear_pointwise.binary)
         self._weight = tensor_of(weight)
         if is_packed:
             self._weight = operators._reorder_linear_weight(self._weight, _PACKED_FOR)

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
 from pyengine.errors import ConfigurationError
+from pyengine.utils.devices import Device, for_torch
+from pyengine.utils.dtypes import DType, itemsize, torch_dtype
+from pyengine.utils.packaging import require_torch
 
 if TYPE_CHECKING:
-    import torch
-
     from pyengine.models.decoder.cpu_kernels import CpuKernels
-    from pyengine.models.decoder.cpu_numbers import Dtype
     from pyengine.models.decoder.torch_kernels import TorchKernels
 
 
@@ -36,42 +36,30 @@ class KernelSettings:
         """True if weights of floats are to be rounded."""
         return self.quantization not in (None, "none")
 
-    def least_bits(self, dtype: "torch.dtype", saved: str | None) -> int:
+    def least_bits(self, dtype: DType, saved: str | None) -> int:
         """The least bits of a weight: rounded, in rows' `dtype`, or as `saved` in bfloat16."""
         if self.quantises:
             return 4 if self.quantization == "int4" else 8
-        return 16 if saved == "bfloat16" else 8 * dtype.itemsize
+        return 16 if saved == "bfloat16" else 8 * itemsize(dtype)
 
 
 def kernel_set(
-    device: "torch.device", dtype: "torch.dtype", settings: KernelSettings
+    device: Device, dtype: DType, settings: KernelSettings, num_threads: int | None = None
 ) -> "CpuKernels | TorchKernels":
     """The kernels for a model of `dtype` on `device`.
 
-    On CPUs they are ours, over arrays. For compiled models they are torch's with our products, and
-    for other dtypes torch's alone.
-    Raises `ConfigurationError` for a setting that the device cannot honour.
+    On the CPU `num_threads` compute, None: as many as `compute_threads` chooses.
+
+    On CPUs they are ours, over arrays. For compiled models they are torch's with our products,
+    unless torch is to multiply (`linear_backend`), and for other dtypes torch's alone.
+    Raises `ConfigurationError` for a setting that the device cannot honour, or that needs torch
+    where it is not installed.
     """
-    import torch
-
     quantization = str(settings.quantization) if settings.quantises else "none"
-    if device.type != "cpu":
-        _refuse_product(settings, dtype, device)
     if device.type == "cuda":
-        from pyengine.models.decoder.cuda_kernels import CudaKernels, check_float8
-
-        if quantization == "none":
-            return CudaKernels(device, dtype)
-        if quantization != "fp8":
-            raise ConfigurationError(
-                f"quantization={quantization!r} runs on cpu, the device is {device}: take 'fp8' "
-                "there, or leave quantization out"
-            )
-        check_float8(device)
-        return CudaKernels(device, dtype, "fp8")
-    names: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-    if device.type == "cpu" and dtype in names:
-        from pyengine.cpu.threads import kernel_threads
+        return _cuda_set(device, dtype, settings, quantization)
+    if dtype in ("float32", "bfloat16"):
+        from pyengine.cpu.threads import compute_threads, kernel_threads
         from pyengine.models.decoder.cpu_kernels import CpuKernels
         from pyengine.models.decoder.product_choice import ProductChooser
 
@@ -81,16 +69,18 @@ def kernel_set(
                 "take 'int8' or 'int4', or leave quantization out"
             )
         rounded_to = cast("Literal['none', 'int4', 'int8']", quantization)
-        products = ProductChooser(settings.linear_backend, names[dtype])
+        products = ProductChooser(settings.linear_backend, dtype)
         beside_torch = settings.is_compiled or products.may_be_torch
-        threads = kernel_threads(torch.get_num_threads(), beside_torch=beside_torch)
-        over_arrays = CpuKernels(threads, rounded_to, names[dtype], products)
+        threads = kernel_threads(compute_threads(num_threads).count, beside_torch=beside_torch)
+        over_arrays = CpuKernels(threads, rounded_to, dtype, products)
         if not settings.is_compiled:
             return over_arrays
+        require_torch("compile=True")
         if settings.linear_backend != "torch":
             from pyengine.models.decoder.compiled_kernels import CompiledCpuKernels
 
-            return CompiledCpuKernels(device, dtype, over_arrays)
+            return CompiledCpuKernels(for_torch(device), torch_dtype(dtype), over_arrays)
+    require_torch(f"dtype={dtype!r} on the CPU")
     from pyengine.models.decoder.torch_kernels import TorchKernels
 
     _refuse_product(settings, dtype, device)
@@ -98,10 +88,28 @@ def kernel_set(
         raise ConfigurationError(
             f"quantization={quantization!r} is not for {dtype} on {device}: leave quantization out"
         )
-    return TorchKernels(device, dtype)
+    return TorchKernels(for_torch(device), torch_dtype(dtype))
 
 
-def _refuse_product(settings: KernelSettings, dtype: "torch.dtype", device: "torch.device") -> None:
+def _cuda_set(
+    device: Device, dtype: DType, settings: KernelSettings, quantization: str
+) -> "TorchKernels":
+    from pyengine.models.decoder.cuda_kernels import CudaKernels, check_float8
+
+    _refuse_product(settings, dtype, device)
+    own, kind = for_torch(device), torch_dtype(dtype)
+    if quantization == "none":
+        return CudaKernels(own, kind)
+    if quantization != "fp8":
+        raise ConfigurationError(
+            f"quantization={quantization!r} runs on cpu, the device is {device}: take 'fp8' "
+            "there, or leave quantization out"
+        )
+    check_float8(own)
+    return CudaKernels(own, kind, "fp8")
+
+
+def _refuse_product(settings: KernelSettings, dtype: DType, device: Device) -> None:
     """Raise `ConfigurationError` if a product is asked for that is not torch's."""
     if settings.linear_backend not in ("auto", "torch"):
         raise ConfigurationError(

@@ -13,6 +13,7 @@ from pyengine.models.decoder.families import NEUTRAL, NO_EFFECT, TABLE, Family
 from pyengine.models.decoder.kernels import Kernels
 from pyengine.models.decoder.mtp import MTPLayers
 from pyengine.models.decoder.names import OTHER_MTP_LAYERS, Names
+from pyengine.models.decoder.packed import PackedCheckpoint, layout_of
 from pyengine.models.decoder.ranks import WHOLE, Rank, divided
 from pyengine.models.decoder.settings import BeyondTableError, Settings
 from pyengine.models.decoder.spec import DecoderSpec
@@ -38,8 +39,6 @@ def fallback_reason(folder: Path) -> str | None:
     try:
         packing = values.pop("quantization_config", None)
         if packing is not None:
-            from pyengine.models.decoder.packed import layout_of  # imports torch
-
             layout_of(packing, folder / "config.json")
         spec_of(values, "config.json")
     except BeyondTableError as error:
@@ -124,7 +123,7 @@ def open_model(folder: Path, *, with_mtp_layers: bool = False) -> OpenedModel:
     path = folder / "config.json"
     values = read_object(path)
     packing = values.pop("quantization_config", None)
-    checkpoint = Checkpoint(folder) if packing is None else _packed(folder, packing)
+    checkpoint = Checkpoint(folder) if packing is None else PackedCheckpoint(folder, packing)
     check_sizes(values, checkpoint.headers, path)
     spec = spec_of(values, str(path))
     names = TABLE[spec.family].names
@@ -159,13 +158,6 @@ def _check_mtp_layers(folder: Path, spec: DecoderSpec, names: Names, tensors: Te
 def _families_with_mtp() -> str:
     """The families whose MTP layers have names here."""
     return ", ".join(sorted(name for name in TABLE if "mtp_projection" in TABLE[name].names.inside))
-
-
-def _packed(folder: Path, packing: Any) -> Checkpoint:
-    """The tensors of a folder whose linear layers are packed as a `quantization_config` says."""
-    from pyengine.models.decoder.packed import PackedCheckpoint  # imports torch
-
-    return PackedCheckpoint(folder, packing)
 
 
 def checked_weights(

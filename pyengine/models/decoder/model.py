@@ -1,8 +1,8 @@
-"""A decoder of ours as the runner calls it: tensors in, tensors out."""
+"""A decoder of ours as the runner calls it."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from pyengine.attention.backend import (
     AttentionOptions,
@@ -11,8 +11,8 @@ from pyengine.attention.backend import (
     RotaryLayout,
     Rotation,
 )
+from pyengine.attention.context import PagedContext
 from pyengine.attention.cpu import CpuPlan
-from pyengine.attention.dispatch import CompiledModel, PagedContext
 from pyengine.attention.kernel_options import KernelOptions
 from pyengine.attention.needs import LayerNeeds
 from pyengine.cpu import CpuAttention
@@ -20,74 +20,62 @@ from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.mtp import MTPLayers
 from pyengine.models.decoder.spec import Attention, DecoderSpec, Layer
+from pyengine.utils.devices import Device
 from pyengine.utils.tensors import array_of, tensor_of
+
+if TYPE_CHECKING:
+    from pyengine.attention.dispatch import CompiledModel
 
 
 class DecoderModel:
-    """See `Model`. A decoder over arrays gets views of the step's tensors.
-
-    Its MTP layers, if they were loaded, go with it: see `MTPModel`.
-    """
+    """See `Model`. Its MTP layers, if they were loaded, go with it: see `MTPModel`."""
 
     def __init__(
-        self, decoder: Decoder, device: torch.device, mtp_layers: MTPLayers | None = None
+        self, decoder: Decoder, device: Device, mtp_layers: MTPLayers | None = None
     ) -> None:
         self._decoder, self.device, self._mtp_layers = decoder, device, mtp_layers
         self.name = decoder.spec.family
         self.origin = f"pyengine ({decoder.spec.family})"
         self.settings = repr(decoder.spec)
-        self._is_over_arrays = isinstance(decoder.kernels, CpuKernels)
+        self.takes_arrays = isinstance(decoder.kernels, CpuKernels)
 
     def __call__(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        rows: torch.Tensor,
-        paged: PagedContext | CompiledModel,
-    ) -> torch.Tensor:
-        """See `Model`."""
-        arrays = self._given(ids), self._given(positions), self._given(rows)
-        return tensor_of(self._decoder(*arrays, self._plan(paged)))
+        self, ids: Any, positions: Any, rows: Any, paged: "PagedContext | CompiledModel"
+    ) -> Any:
+        """See `Model`. In place of arrays, tensors on the CPU are taken, and give one."""
+        if not self.takes_arrays or isinstance(ids, np.ndarray):
+            return self._decoder(ids, positions, rows, self._plan(paged))
+        own = array_of(ids), array_of(positions), array_of(rows)
+        return tensor_of(self._decoder(*own, self._plan(paged)))
 
-    def hidden_states(
-        self, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan
-    ) -> torch.Tensor:
+    def hidden_states(self, ids: Any, positions: Any, plan: AttentionPlan) -> Any:
         """See `MTPModel.hidden_states`."""
-        arrays = self._given(ids), self._given(positions)
-        return self._kept(self._decoder.hidden_states(*arrays, self._plan(plan)))
+        return self._kept(self._decoder.hidden_states(ids, positions, self._plan(plan)))
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, states: Any) -> Any:
         """See `MTPModel.logits`."""
-        return tensor_of(self._decoder.logits(self._given(states)))
+        return self._decoder.logits(states)
 
     def mtp_states(
-        self,
-        layer: int,
-        ids: torch.Tensor,
-        previous: torch.Tensor,
-        positions: torch.Tensor,
-        plan: AttentionPlan,
-    ) -> torch.Tensor:
+        self, layer: int, ids: Any, previous: Any, positions: Any, plan: AttentionPlan
+    ) -> Any:
         """See `MTPModel.mtp_states`."""
         assert self._mtp_layers is not None
-        arrays = self._given(ids), self._given(previous), self._given(positions)
-        return self._kept(self._mtp_layers.states(layer, *arrays, self._plan(plan)))
+        found = self._mtp_layers.states(layer, ids, previous, positions, self._plan(plan))
+        return self._kept(found)
 
-    def mtp_logits(self, layer: int, states: torch.Tensor) -> torch.Tensor:
+    def mtp_logits(self, layer: int, states: Any) -> Any:
         """See `MTPModel.mtp_logits`."""
         assert self._mtp_layers is not None
-        return tensor_of(self._mtp_layers.logits(layer, self._given(states)))
+        return self._mtp_layers.logits(layer, states)
 
-    def _given(self, tensor: torch.Tensor) -> Any:
-        return array_of(tensor) if self._is_over_arrays else tensor
-
-    def _kept(self, rows: Any) -> torch.Tensor:
+    def _kept(self, rows: Any) -> Any:
         """Rows that outlive the next call: a kernel set over arrays may reuse its memory."""
-        return tensor_of(rows).clone() if self._is_over_arrays else tensor_of(rows)
+        return rows.copy() if self.takes_arrays else rows
 
-    def _plan(self, paged: PagedContext | CompiledModel | AttentionPlan) -> Any:
+    def _plan(self, paged: "PagedContext | CompiledModel | AttentionPlan") -> Any:
         plan: Any = paged.plan if isinstance(paged, PagedContext) else paged
-        is_over_tensors = self._is_over_arrays and not isinstance(plan, CpuPlan)
+        is_over_tensors = self.takes_arrays and not isinstance(plan, CpuPlan)
         return _ArrayPlan(plan) if is_over_tensors else plan
 
     def check_attended(self, context: PagedContext) -> None:
@@ -133,7 +121,7 @@ def attending_layers(spec: DecoderSpec, *, with_mtp_layers: bool = False) -> tup
 
 def _needs(layer: Layer) -> LayerNeeds:
     mixer = layer.mixer
-    cache = mixer.cache(torch.float32)
+    cache = mixer.cache("float32")
     return LayerNeeds(
         query_heads=mixer.heads,
         kv_heads=cache.num_kv_heads,

@@ -11,11 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch
 
 from pyengine.cpu import PackedWeight, QuantizedWeight
 from pyengine.errors import ModelLoadError
-from pyengine.models.decoder.checkpoint import Array, Checkpoint, StoredTensor
+from pyengine.models.decoder.checkpoint import Array, Checkpoint, StoredTensor, float8_values
 from pyengine.models.decoder.cpu_products import OrderedWeight
 from pyengine.models.decoder.packing_keys import check_packing
 from pyengine.models.decoder.settings import BeyondTableError
@@ -24,6 +23,7 @@ from pyengine.models.packed_bytes import Float8Layout, Int8Layout
 from pyengine.models.packed_checkpoints import packed_layout
 from pyengine.models.packed_groups import GroupLayout
 from pyengine.models.packed_layout import PackedLayout
+from pyengine.utils.dtypes import widened
 from pyengine.utils.validation import shown
 
 _WEIGHT = ".weight"
@@ -62,10 +62,10 @@ class PackedStored(StoredTensor):
                 numbers = numbers[:, np.argsort(groups.order)]
         else:
             codes, scales = self.codes_and_scales()
-            kind = torch.float8_e4m3fn if isinstance(layout, Float8Layout) else torch.int8
+            is_float8 = isinstance(layout, Float8Layout)
+            whole = float8_values("F8_E4M3")[codes] if is_float8 else codes.view(np.int8)
             inputs = codes.shape[1]
-            scales = scales.repeat(self._block(inputs), axis=1)[:, :inputs]
-            numbers = torch.from_numpy(codes).view(kind).float().numpy() * scales
+            numbers = whole * scales.repeat(self._block(inputs), axis=1)[:, :inputs]
         return self.cut(numbers)
 
     @staticmethod
@@ -79,8 +79,7 @@ class PackedStored(StoredTensor):
         pairs = [part.codes_and_scales() for part in parts]
         codes, scales = (np.concatenate(each) for each in zip(*pairs, strict=True))
         if isinstance(layout, Int8Layout):
-            numbers = torch.from_numpy(codes).view(torch.int8)
-            return q8_0_of_rows(numbers, torch.from_numpy(scales))
+            return q8_0_of_rows(codes.view(np.int8), scales)
         return PackedWeight.from_float8(codes, scales, parts[0]._block(shape[1]))
 
     def _block(self, inputs: int) -> int:
@@ -102,20 +101,17 @@ class PackedStored(StoredTensor):
         """Codes `[outputs, inputs]` as bytes, and scales `[outputs, blocks]`."""
         assert isinstance(self.layout, Float8Layout | Int8Layout)
         codes = np.array(dict(self.own)["weight"].read()).view(np.uint8)
-        scales = self._tensor(self.layout.key_name).float()
+        scales: Array = widened(self._tensor(self.layout.key_name))
         outputs = len(codes)
         if isinstance(self.layout, Float8Layout) and self.layout.block is not None:
-            size = self.layout.block[0]
-            scales = scales.repeat_interleave(size, 0, output_size=size * len(scales))[:outputs]
+            scales = scales.repeat(self.layout.block[0], axis=0)[:outputs]
         else:
-            scales = scales.reshape(-1, 1).expand(outputs, 1)
-        return codes, scales.contiguous().numpy()
+            scales = np.broadcast_to(scales.reshape(-1, 1), (outputs, 1))
+        return codes, np.array(scales, order="C")
 
-    def _tensor(self, name: str) -> torch.Tensor:
-        """One of its tensors."""
-        tensor = dict(self.own)[name]
-        found = torch.from_numpy(np.array(tensor.read()))
-        return found.view(torch.bfloat16) if tensor.dtype == "BF16" else found
+    def _tensor(self, name: str) -> Array:
+        """One of its tensors; bfloat16 as its bits."""
+        return np.array(dict(self.own)[name].read())
 
 
 def _grouped(layout: GroupLayout, parts: Sequence[PackedStored]) -> QuantizedWeight | OrderedWeight:

@@ -10,8 +10,8 @@ number of rows: products differ in their last bits.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from math import prod
-from statistics import median
 from time import perf_counter, thread_time_ns
 from typing import Any
 
@@ -98,20 +98,23 @@ class ProductChooser:
     def __init__(self, asked: str, dtype: Dtype) -> None:
         self._fixed: ProductName | None = None
         self._chosen: dict[LayerShape, ProductChoice] = {}
-        if asked == "auto" and kernel_supports(dtype):
-            self._fixed, self._reason = "pyengine", "a row has the same bits in every batch"
+        if asked in ("auto", "pyengine") and kernel_supports(dtype):
+            same_bits = "a row has the same bits in every batch"
+            self._fixed = "pyengine"
+            self._reason = same_bits if asked == "auto" else "asked for"
             return
         products = available_products(dtype)
         if asked != "auto":
             if asked not in products:
+                why = "" if _has_torch() else ": torch is not installed"
                 raise ConfigurationError(
-                    f"linear_backend={asked!r} has no product for {dtype} on cpu here; "
+                    f"linear_backend={asked!r} has no product for {dtype} on cpu here{why}; "
                     "use linear_backend='auto'"
                 )
             self._fixed = next(each for each in products if each == asked)
             self._reason = "asked for"
-        elif products == ["torch"]:
-            self._fixed, self._reason = "torch", f"the only one for {dtype} on cpu"
+        elif len(products) == 1:
+            self._fixed, self._reason = products[0], f"the only one for {dtype} on cpu"
 
     @classmethod
     def fixed(cls, product: ProductName, reason: str) -> "ProductChooser":
@@ -233,7 +236,7 @@ def _timed(
                 multiply(rows)
                 taken[name].append((thread_time_ns() - start) / 1000)
         for name, each in taken.items():
-            times[name].append(median(each))
+            times[name].append(float(np.median(each)))
     return {name: tuple(medians) for name, medians in times.items()}
 
 
@@ -258,13 +261,20 @@ def _multiply(product: ProductName, weights: Weights) -> Multiply:
 
 
 def available_products(dtype: Dtype) -> list[ProductName]:
-    """The products that this CPU has for weights of this format."""
-    products: list[ProductName] = ["torch"]
-    if onednn_supports(dtype):
-        products += ["onednn", "onednn-unpacked"]
-    if kernel_supports(dtype):
+    """The products that this CPU has for weights of this format; imports torch if it is there."""
+    products: list[ProductName] = []
+    if _has_torch():
+        products += ["torch"]
+        if onednn_supports(dtype):
+            products += ["onednn", "onednn-unpacked"]
+    if kernel_supports(dtype) or not products:
         products += ["pyengine"]
     return products
+
+
+def _has_torch() -> bool:
+    """True if torch is installed."""
+    return find_spec("torch") is not None
 
 
 def kernel_supports(dtype: Dtype) -> bool:

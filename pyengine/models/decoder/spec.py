@@ -7,13 +7,11 @@ its own. Sizes are numbers of elements; no weights and no arrays are here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from pyengine.errors import ModelLoadError
 from pyengine.kv_cache.pool import KVCacheSpec
-
-if TYPE_CHECKING:
-    import torch
+from pyengine.utils.dtypes import DType
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 """`gelu` is the exact one, `gelu_tanh` its formula with tanh, `relu2` the square of `relu`."""
@@ -177,7 +175,7 @@ class Attention:
         """The elements of a value head."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
-    def cache(self, dtype: "torch.dtype") -> KVCacheSpec:
+    def cache(self, dtype: DType) -> KVCacheSpec:
         """The KV cache that this layer needs."""
         return KVCacheSpec(self.kv_heads, self.head_dim, self.value_size, dtype)
 
@@ -227,7 +225,7 @@ class LatentAttention:
         """No other layer reads them."""
         return False
 
-    def cache(self, dtype: "torch.dtype") -> KVCacheSpec:
+    def cache(self, dtype: DType) -> KVCacheSpec:
         """The KV cache that this layer needs."""
         return KVCacheSpec(self.heads, self.head_dim, self.value_dim, dtype)
 
@@ -392,7 +390,7 @@ class DecoderSpec:
         """The window of every cached layer, for `choose_layer_groups`."""
         return tuple(self.layers[number].mixer.window for number in self.cached)
 
-    def cache_specs(self, dtype: "torch.dtype") -> Sequence[KVCacheSpec]:
+    def cache_specs(self, dtype: DType) -> Sequence[KVCacheSpec]:
         """The KV cache of every cached layer, for `KVPool`."""
         return [self.layers[number].mixer.cache(dtype) for number in self.cached]
 

@@ -117,7 +117,11 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text, with the special tokens that prompts begin or end with."""
-        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # The library's `encode` holds the interpreter's lock meanwhile, `encode_batch` does not
+        (found,) = self.backend_tokenizer.encode_batch(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return found.ids
 
     def __call__(
         self,

@@ -6,6 +6,7 @@ tenants), so the page gets short digests of them.
 
 import base64
 import json
+import os
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -219,7 +220,7 @@ def _digest(namespace: bytes) -> str:
 
 _STATES = ("free", "evictable", "active", "pinned", "loading")
 """The states of a block, by their numbers in a snapshot."""
-_KEY = np.random.default_rng().bytes(16)
+_KEY = os.urandom(16)
 """Random per process, so digests cannot be looked up."""
 
 

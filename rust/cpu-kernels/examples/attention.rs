@@ -84,6 +84,7 @@ fn compare<E: Attend>(name: &str, threads: usize) {
         let options = Options {
             scaling: 0.125,
             window: None,
+            first_key: 0,
             softcap: None,
             sinks: None,
         };

@@ -44,6 +44,8 @@ pub struct Options<'a> {
     pub scaling: f32,
     /// A row sees its own position and the `window - 1` before it.
     pub window: Option<usize>,
+    /// Positions before this one have no keys here: a later row sees none of them, and their own rows only themselves.
+    pub first_key: usize,
     /// Scores become `softcap * tanh(score / softcap)`.
     pub softcap: Option<f32>,
     /// `[heads]`: one more score per head that has no value.
@@ -171,6 +173,7 @@ impl Attention {
             scaling: options.scaling,
             softcap: options.softcap,
             window: options.window,
+            first_key: options.first_key,
             sinks: options.sinks,
             most_products: usize::MAX,
         };
@@ -296,7 +299,7 @@ impl<'a> Work<'a> {
             }
         }
         let (mut members, mut tasks) = (Vec::with_capacity(pieces.len()), vec![]);
-        let groups = job.step.groups.iter().filter(|_| job.window.is_none());
+        let groups = job.step.groups.iter().filter(|_| job.sees_all());
         for group in groups {
             let here = group.runs.iter().copied().filter(|run| runs.contains(run));
             let here: Vec<usize> = here.collect();

@@ -485,6 +485,7 @@ mod tests {
             scaling: 0.125,
             softcap: None,
             window,
+            first_key: 0,
             sinks: None,
             most_products: usize::MAX,
         };

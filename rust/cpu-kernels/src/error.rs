@@ -75,6 +75,17 @@ pub enum Error {
         /// Slots of the cache.
         num_slots: usize,
     },
+    /// An index beyond what it counts: a row, a token, or a number of tokens.
+    Index {
+        /// The array of indices.
+        name: &'static str,
+        /// Index in that array.
+        at: usize,
+        /// The value.
+        value: i64,
+        /// Values there are, from 0 on.
+        count: usize,
+    },
     /// An output that a weight does not have.
     Output {
         /// Index in the array.
@@ -204,6 +215,12 @@ impl fmt::Display for Error {
                 "rotation of {size} of {dim} numbers by every {step}th angle: they must be even, 2 to {dim}, and \
                  the step at least 1"
             ),
+            Self::Index {
+                name,
+                at,
+                value,
+                count,
+            } => write!(f, "{name}[{at}]={value} is not below {count}, or negative"),
             Self::Output {
                 at,
                 output,

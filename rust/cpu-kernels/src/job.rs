@@ -34,6 +34,7 @@ pub(crate) struct Job<'a, E> {
     pub(crate) scaling: f32,
     pub(crate) softcap: Option<f32>,
     pub(crate) window: Option<usize>,
+    pub(crate) first_key: usize,
     pub(crate) sinks: Option<&'a [f32]>,
     /// Multiplications of a run of few rows beyond which each of its parts is a task.
     pub(crate) most_products: usize,
@@ -43,8 +44,15 @@ impl<E> Job<'_, E> {
     /// The first position that a row at `position` sees.
     #[inline(always)]
     pub(crate) fn low(&self, position: usize) -> usize {
-        self.window
-            .map_or(0, |window| (position + 1).saturating_sub(window))
+        let low = self
+            .window
+            .map_or(0, |window| (position + 1).saturating_sub(window));
+        low.max(self.first_key.min(position))
+    }
+
+    /// Whether every row sees all positions up to its own.
+    pub(crate) fn sees_all(&self) -> bool {
+        self.window.is_none() && self.first_key == 0
     }
 
     /// The parts that the rows of a run see, by number.
@@ -64,10 +72,10 @@ impl<E> Job<'_, E> {
         parts.start..end.max(parts.start)
     }
 
-    /// The first part that the run does not share with others. With a window no part is shared: the window moves with
-    /// every token.
+    /// The first part that the run does not share with others. No part is shared if rows see only some positions: a
+    /// window moves with every token.
     fn shared_end(&self, run: &Run) -> usize {
-        self.window.map_or(run.shared_parts, |_| 0)
+        if self.sees_all() { run.shared_parts } else { 0 }
     }
 
     /// The state of a query head that has seen nothing.

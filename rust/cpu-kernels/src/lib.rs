@@ -1,5 +1,6 @@
 //! Attention over a paged KV cache on the CPU, in float32 or bfloat16, and what a step computes beside it: rotary
-//! embeddings, norms, activations, and linear layers by weights in floats ([`PackedWeight`]) or in few bits ([`QuantizedWeight`]).
+//! embeddings, norms, activations, linear layers by weights in floats ([`PackedWeight`]) or in few bits ([`QuantizedWeight`]),
+//! and the choice of tokens by their logits ([`Draws`]).
 //!
 //! For decodes, prefills and whatever a step has of both: keys and values are read where they lie, through
 //! the block table, once for all the query heads that share them. The softmax is computed online (Milakov
@@ -43,7 +44,7 @@
 //! let step = Step::new(&sequences, 2, 2)?;
 //! let (query, mut out) = ([5.0, 5.0], [0.0; 2]);
 //! let query = Query { rows: Rows::new(&query, 1, 2, 2)?, heads: 2 };
-//! let options = Options { scaling: 1.0, window: None, softcap: None, sinks: None };
+//! let options = Options { scaling: 1.0, window: None, first_key: 0, softcap: None, sinks: None };
 //! Attention::new(1)?.attend(&step, &shape, &keys, &values, query, &options, &mut out)?;
 //! assert_eq!(out, [2.0, 2.0]); // equal scores: the mean of 1, 2 and 3
 //! # Ok::<(), cpu_kernels::Error>(())
@@ -75,8 +76,10 @@ mod dispatch;
 #[allow(unsafe_code)] // parts of an array, for several threads
 mod divided;
 mod dots;
+mod draw;
 mod element;
 mod error;
+mod exponential;
 mod float8_weight;
 mod floats;
 #[cfg(target_arch = "x86_64")]
@@ -91,6 +94,8 @@ mod lanes;
 mod linear;
 mod linear_task;
 mod lines;
+mod logits;
+mod logprobs;
 mod norm;
 #[allow(unsafe_code)] // a function of C is called
 mod openmp;
@@ -99,6 +104,7 @@ mod parts;
 #[allow(unsafe_code)] // other threads work with what the caller borrows
 mod pool;
 mod product;
+mod quantise;
 mod quantized_format;
 mod quantized_linear;
 mod quantized_panels;
@@ -131,9 +137,11 @@ mod write;
 pub use activation::Activation;
 pub use attention::{Attention, Options, Query};
 pub use dispatch::Attend;
+pub use draw::Draws;
 pub use element::Element;
 pub use error::Error;
 pub use isa::Isa;
+pub use logprobs::{Logprobs, Reported};
 pub use packed_weight::PackedWeight;
 pub use pool::limit_threads;
 pub use quantized_format::QuantizedFormat;

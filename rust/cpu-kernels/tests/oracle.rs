@@ -37,6 +37,7 @@ struct World {
     query: Vec<f32>,
     scaling: f32,
     window: Option<usize>,
+    first_key: usize,
     softcap: Option<f32>,
     sinks: Option<Vec<f32>>,
 }
@@ -74,6 +75,7 @@ impl World {
         Options {
             scaling: self.scaling,
             window: self.window,
+            first_key: self.first_key,
             softcap: self.softcap,
             sinks: self.sinks.as_deref(),
         }
@@ -207,7 +209,8 @@ impl World {
                 let row = self.starts[sequence] as usize + row;
                 let first = self
                     .window
-                    .map_or(0, |window| (position + 1).saturating_sub(window));
+                    .map_or(0, |window| (position + 1).saturating_sub(window))
+                    .max(self.first_key.min(position));
                 for head in 0..self.heads {
                     let kv_head = head / (self.heads / kv_heads);
                     let query = &self.query[(row * self.heads + head) * dim_k..][..dim_k];
@@ -282,9 +285,10 @@ prop_compose! {
         softcap in prop::option::of(0.5f32..3.0),
         sinks in any::<bool>(),
         scaling in 0.05f32..0.5,
+        first_key in prop_oneof![3 => Just(0usize), 1 => 1..300usize],
         seed in any::<u64>(),
     ) -> World {
-        world(shape, group, &tokens, (scaling, window, softcap, sinks), seed)
+        World { first_key, ..world(shape, group, &tokens, (scaling, window, softcap, sinks), seed) }
     }
 }
 
@@ -336,6 +340,7 @@ fn world(
         query: numbers.floats(rows * heads * shape.dim_k),
         scaling,
         window,
+        first_key: 0,
         softcap,
         sinks: sinks.then(|| numbers.floats(heads)),
     };

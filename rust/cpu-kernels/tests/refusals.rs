@@ -16,6 +16,7 @@ const SHAPE: CacheShape = CacheShape {
 const PLAIN: Options<'_> = Options {
     scaling: 1.0,
     window: None,
+    first_key: 0,
     softcap: None,
     sinks: None,
 };

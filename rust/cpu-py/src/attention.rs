@@ -263,7 +263,8 @@ impl CpuAttention {
     /// `query` is `[T, query_heads, head_dim_k]`, `key` `[T, kv_heads, head_dim_k]`, `value` `[T, kv_heads,
     /// head_dim_v]`, `out` `[T, query_heads, head_dim_v]`, all of the cache's type, or all float32 or all bfloat16 for
     /// a cache in int8. `out` is C-contiguous, the
-    /// others have contiguous rows. `softcap`: scores become `softcap * tanh(score / softcap)`. `sinks` float32
+    /// others have contiguous rows. Positions before `first_key` have no keys: their own rows see only themselves,
+    /// and later rows none of them. `softcap`: scores become `softcap * tanh(score / softcap)`. `sinks` float32
     /// `[query_heads]` is one more score per head, without a value.
     ///
     /// With `rotation`, queries and keys are first rotated by cosines and sines `[T, columns]`, both float32 or
@@ -273,7 +274,7 @@ impl CpuAttention {
     ///
     /// No other thread may write to the arrays during the call; the GIL is released. Raises `BufferError` for
     /// arrays that do not fit, and `ConfigError` for impossible settings; `out` is then unchanged.
-    #[pyo3(signature = (step, cache, query, key, value, out, *, scaling, sliding_window = None, softcap = None, sinks = None, rotation = None))]
+    #[pyo3(signature = (step, cache, query, key, value, out, *, scaling, sliding_window = None, first_key = 0, softcap = None, sinks = None, rotation = None))]
     #[allow(clippy::too_many_arguments)]
     fn forward(
         &self,
@@ -286,6 +287,7 @@ impl CpuAttention {
         out: &Bound<'_, PyAny>,
         scaling: f32,
         sliding_window: Option<&Bound<'_, PyAny>>,
+        first_key: usize,
         softcap: Option<f32>,
         sinks: Option<&Bound<'_, PyAny>>,
         rotation: Option<RotationArguments<'_>>,
@@ -303,6 +305,7 @@ impl CpuAttention {
             options: Options {
                 scaling,
                 window: window.transpose()?,
+                first_key,
                 softcap,
                 sinks: sinks.as_ref().map(shared_slice),
             },

@@ -79,6 +79,7 @@ pub(crate) fn raise_attention(error: cpu_kernels::Error) -> PyErr {
         | E::Block { .. }
         | E::Prefix { .. }
         | E::Slot { .. }
+        | E::Index { .. }
         | E::Output { .. }
         | E::OtherCache { .. } => BufferError::new_err(text),
     }

@@ -8,9 +8,11 @@ mod float_arrays;
 mod linear;
 mod memory;
 mod numbers;
+mod quantise;
 mod quantized;
 mod rotation;
 mod rows;
+mod sampling;
 mod weights;
 
 use pyo3::prelude::*;
@@ -27,5 +29,7 @@ fn _cpu(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<linear::PackedWeight>()?;
     module.add_class::<quantized::QuantizedWeight>()?;
     module.add_function(wrap_pyfunction!(attention::limit_threads, module)?)?;
-    rows::add_to(module)
+    quantise::add_to(module)?;
+    rows::add_to(module)?;
+    sampling::add_to(module)
 }

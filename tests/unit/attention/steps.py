@@ -15,10 +15,11 @@ from pyengine.attention.backend import (
     RotaryLayout,
     Rotation,
     StepInputs,
-    rotated,
 )
 from pyengine.attention.gather import GatherBackend
+from pyengine.attention.paged import rotated
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
+from pyengine.utils.dtypes import dtype_of
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 40
@@ -39,7 +40,7 @@ class Shape:
     block_size: int = 4
 
     def pool(self, dtype: torch.dtype = torch.float32, **scales: float) -> KVPool:
-        spec = KVCacheSpec(self.kv_heads, self.dim_k, self.dim_v, dtype, **scales)
+        spec = KVCacheSpec(self.kv_heads, self.dim_k, self.dim_v, dtype_of(dtype), **scales)
         pool = KVPool([spec], NUM_BLOCKS, self.block_size, CPU)
         for tensor in (*pool.keys, *pool.values):
             tensor.copy_(torch.randn(tensor.shape))

@@ -17,6 +17,7 @@ from pyengine.attention.cascade import cascade_of, most_saved_tokens
 from pyengine.attention.flashinfer import FlashInferBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.kv_cache import BlockManager, SharedPrefixes, StepBuffers
+from pyengine.utils.tensors import tensor_of
 from tests.support.attention import inputs_of, shared_rows
 from tests.support.graphs import record_eagerly
 from tests.unit.attention import fake_kernels
@@ -262,7 +263,7 @@ def test_replayed_decodes_of_the_block_manager_give_what_the_oracle_gives(
         for fill in steps:
             plan = manager.begin_step(64)
             fill(plan)
-            logits.append(run.runner.prepare(plan)(None).sampling.clone())
+            logits.append(tensor_of(run.runner.prepare(plan)(None).sampling).clone())
             plan.commit([7] * plan.num_samples)
         found.append(logits)
     for replayed, eager in zip(*found, strict=True):

@@ -24,10 +24,10 @@ from tests.unit.attention.families import MODELS, layers_of
 
 pytestmark = pytest.mark.levels
 
-CPU_NEEDS = AttentionNeeds(device=torch.device("cpu"), block_size=16, dtype=torch.float32)
+CPU_NEEDS = AttentionNeeds(device=torch.device("cpu"), block_size=16, dtype="float32")
 LAYER = LayerNeeds(query_heads=4, kv_heads=2, head_dim_k=64, head_dim_v=64)
 LAYERS = (LAYER, replace(LAYER, window=8, softcap=2.0), replace(LAYER, sinks=True))
-LAYERED_NEEDS = AttentionNeeds(device=torch.device("cpu"), layers=LAYERS, dtype=torch.bfloat16)
+LAYERED_NEEDS = AttentionNeeds(device=torch.device("cpu"), layers=LAYERS, dtype="bfloat16")
 FLASHINFER = frozenset({"flashinfer", "tvm_ffi", "requests"})
 
 MACHINES = {
@@ -35,7 +35,7 @@ MACHINES = {
     "float16": {
         "device": torch.device("cpu"),
         "torch_version": (2, 15),
-        "dtype": torch.float16,
+        "dtype": "float16",
     },
     "torch 2.11": {"torch_version": (2, 11)},
     "torch 2.15": {"torch_version": (2, 15)},
@@ -83,7 +83,7 @@ TABLE = [  # model, machine, backend, block size, words of the reason
 @pytest.fixture(scope="module")
 def models():
     cpu = torch.device("cpu")
-    return {name: needs_of(layers_of(name), cpu, torch.bfloat16) for name in MODELS}
+    return {name: needs_of(layers_of(name), cpu, "bfloat16") for name in MODELS}
 
 
 def on_machine(needs, machine):
@@ -104,8 +104,8 @@ def test_auto_chooses_and_says_why():
 
 
 def test_auto_passes_over_what_cannot_serve_and_says_why(monkeypatch):
-    assert choose_backend("auto", replace(CPU_NEEDS, dtype=torch.bfloat16)).backend == "cpu"
-    half = replace(CPU_NEEDS, dtype=torch.float16)
+    assert choose_backend("auto", replace(CPU_NEEDS, dtype="bfloat16")).backend == "cpu"
+    half = replace(CPU_NEEDS, dtype="float16")
     chosen = choose_backend("auto", half)
     assert chosen.backend == "gather"
     assert "every model" in chosen.reason
@@ -147,7 +147,7 @@ def test_every_backend_is_explained(models):
 @pytest.mark.parametrize(
     ("backend", "machine", "change", "words"),
     [
-        ("flashinfer", "flashinfer", {"dtype": torch.float32}, "bfloat16, the model in float32"),
+        ("flashinfer", "flashinfer", {"dtype": "float32"}, "bfloat16, the model in float32"),
         ("flashinfer", "no GPU", {}, "it runs on cuda, the device is cpu"),
         ("flashinfer", "torch 2.15", {}, "flashinfer-python is not installed"),
         ("flash-attn", "flash-attn", {"block_size": 16}, "multiple of 256 tokens, block_size=16"),
@@ -155,9 +155,9 @@ def test_every_backend_is_explained(models):
         ("cudnn", "cuDNN", {"block_size": 24}, "powers of two, block_size=24"),
         ("cudnn", "cuDNN", {"capability": (12, 0)}, "compute capability 9.0 and 10.0"),
         ("cudnn", "torch 2.11", {}, "block tables from torch 2.15 on, this is 2.11"),
-        ("varlen", "torch 2.15", {"kv_dtype": torch.float8_e4m3fn}, "cache in float8_e4m3fn"),
+        ("varlen", "torch 2.15", {"kv_dtype": "float8_e4m3fn"}, "cache in float8_e4m3fn"),
         ("flex", "torch 2.15", {"block_size": 24}, "powers of two from 16 on, block_size=24"),
-        ("flex", "torch 2.15", {"kv_dtype": torch.float8_e4m3fn}, "cache in float8_e4m3fn"),
+        ("flex", "torch 2.15", {"kv_dtype": "float8_e4m3fn"}, "cache in float8_e4m3fn"),
     ],
 )
 def test_a_forced_backend_that_cannot_serve_is_an_error_with_the_reason(
@@ -202,7 +202,7 @@ def test_a_head_size_that_is_not_served_is_named(models, backend, dims, words):
 
 
 def test_an_8_bit_cache_goes_to_a_backend_that_reads_it(models):
-    fp8 = {"kv_dtype": torch.float8_e4m3fn}
+    fp8 = {"kv_dtype": "float8_e4m3fn"}
     needs = replace(on_machine(models["llama"], "flashinfer"), **fp8)
     assert choose_backend("auto", needs).backend == "flashinfer"
     chosen = choose_backend("auto", replace(on_machine(models["gpt_oss"], "flashinfer"), **fp8))
@@ -228,7 +228,7 @@ def test_an_unknown_backend_is_named_with_the_known_ones():
 
 @pytest.mark.parametrize("requested", ["auto", "gather"])
 def test_a_backend_that_cannot_serve_says_why(requested):
-    needs = AttentionNeeds(device=torch.device("meta"), block_size=16, dtype=torch.float32)
+    needs = AttentionNeeds(device=torch.device("meta"), block_size=16, dtype="float32")
     with pytest.raises(ConfigurationError, match="the device is meta"):
         choose_backend(requested, needs)
 
@@ -246,8 +246,8 @@ def test_every_name_is_one_that_can_be_asked_for():
 def on_cpu(monkeypatch):
     """flashinfer as if it ran on the CPU, and nothing of ours there."""
     for name, obstacle in (("flashinfer", None), ("cpu", "it is left out")):
-        stand_in = staticmethod(lambda _, why=obstacle: why)
-        monkeypatch.setattr(_CANDIDATES[name], "obstacle", stand_in)
+        here = replace(_CANDIDATES[name], devices=("cpu",), obstacle=lambda _, why=obstacle: why)
+        monkeypatch.setitem(_CANDIDATES, name, here)
     monkeypatch.setattr(flashinfer, "_LEAST_WORKSPACE", 1024)
 
 

@@ -10,10 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pyengine.attention import cpu
-from pyengine.attention.backend import AttentionOptions, HeadNorm, RotaryLayout, Rotation, rotated
+from pyengine.attention.backend import AttentionOptions, HeadNorm, RotaryLayout, Rotation
 from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
+from pyengine.attention.paged import rotated
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
+from pyengine.utils.dtypes import dtype_of
 from pyengine.utils.openmp import openmp_runtime
 from tests.support.attention import inputs_of
 
@@ -35,7 +37,7 @@ class Shape:
     def pools(self, num_blocks: int, *dtypes: torch.dtype) -> list[KVPool]:
         """One for each dtype, by default two, with the same contents everywhere."""
         specs = [
-            KVCacheSpec(self.kv_heads, self.dim_k, self.dim_v, dtype)
+            KVCacheSpec(self.kv_heads, self.dim_k, self.dim_v, dtype_of(dtype))
             for dtype in dtypes or (torch.float32, torch.float32)
         ]
         pools = [KVPool([spec], num_blocks, self.block, torch.device("cpu")) for spec in specs]

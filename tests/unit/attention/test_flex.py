@@ -147,7 +147,7 @@ def test_a_pool_is_refused_whose_slots_the_kernels_of_this_torch_cannot_reach(
     monkeypatch.setattr(flex.torch, "__version__", version)
 
     def build(num_blocks):
-        spec = KVCacheSpec(8, *dims, torch.bfloat16)
+        spec = KVCacheSpec(8, *dims, "bfloat16")
         return FlexBackend(KVPool([spec], num_blocks, 64, torch.device("meta")))
 
     build(most or 1 << 20)

@@ -49,9 +49,7 @@ def row_by_row(query, keys, values, position, options):
 def test_every_row_attends_to_what_it_should(backend, step, window, softcap, sinks):
     torch.manual_seed(0)
     lengths = STEPS[step]
-    pool = KVPool(
-        [KVCacheSpec(KV_HEADS, DIM_K, DIM_V, torch.float32)], 30, BLOCK, torch.device("cpu")
-    )
+    pool = KVPool([KVCacheSpec(KV_HEADS, DIM_K, DIM_V, "float32")], 30, BLOCK, torch.device("cpu"))
     pool.keys[0].fill_(9.0)
     pool.values[0].fill_(9.0)
     ids = np.random.default_rng(0).permutation(30).tolist()
@@ -97,7 +95,7 @@ def test_every_row_attends_to_what_it_should(backend, step, window, softcap, sin
 def test_layer_groups_give_bit_for_bit_what_full_tables_give(backend, step, window, softcap):
     """Two layers that share a tensor; where blocks slid out, and in the null block, stands NaN."""
     torch.manual_seed(0)
-    lengths, spec = STEPS[step], KVCacheSpec(KV_HEADS, DIM_K, DIM_V, torch.float32)
+    lengths, spec = STEPS[step], KVCacheSpec(KV_HEADS, DIM_K, DIM_V, "float32")
     cpu = torch.device("cpu")
     ids = np.random.default_rng(0).permutation(60).tolist()
     sizes = [-(-(n + c) // BLOCK) for n, c in lengths]

@@ -18,7 +18,7 @@ NAMES = ["plain", "neon", "avx2", "avx512", "avx512_bf16", "amx"]
 NEEDS = AttentionNeeds(
     device=torch.device("cpu"),
     layers=(LayerNeeds(query_heads=8, kv_heads=4, head_dim_k=32, head_dim_v=32),),
-    dtype=torch.float32,
+    dtype="float32",
     torch_version=(2, 15),
 )
 

@@ -11,6 +11,7 @@ from pyengine.attention.backend import AttentionOptions, SharedRows, StepInputs
 from pyengine.attention.cpu import CpuBackend, CpuPlan
 from pyengine.cpu import BufferError, CpuAttention
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
+from pyengine.utils.dtypes import dtype_of
 from tests.support.attention import inputs_of, shared_rows
 
 BLOCK, SHARED, HEADS, KV_HEADS, DIM = 16, 600, 6, 2, 16
@@ -34,7 +35,7 @@ LENGTHS = [(1, 60 * BLOCK - 1), (3, 59 * BLOCK), (1, 50 * BLOCK + 5)]
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_no_bit_changes(dtype, softcap):
     torch.manual_seed(0)
-    spec = KVCacheSpec(KV_HEADS, DIM, DIM, dtype)
+    spec = KVCacheSpec(KV_HEADS, DIM, DIM, dtype_of(dtype))
     pool = KVPool([spec], 100, BLOCK, torch.device("cpu"))
     pool.keys[0].normal_()
     pool.values[0].normal_()
@@ -49,7 +50,7 @@ def test_no_bit_changes(dtype, softcap):
 
 
 def test_what_the_tables_contradict_is_refused():
-    spec = KVCacheSpec(KV_HEADS, DIM, DIM, torch.float32)
+    spec = KVCacheSpec(KV_HEADS, DIM, DIM, "float32")
     pool = KVPool([spec], 100, BLOCK, torch.device("cpu"))
     inputs = inputs_of(LENGTHS, tables(), block=BLOCK)
     with pytest.raises(BufferError, match="prefix 0 does not begin where its parent ends"):

@@ -95,7 +95,7 @@ def test_every_backend_is_here() -> None:
 def test_attention_gives_the_strides_that_its_fake_promises(family: str) -> None:
     """Queries come as the family's layers make them."""
     loaded = as_loaded(random_model(family, num_hidden_layers=2).float())
-    specs = cache_specs(loaded, torch.float32)
+    specs = cache_specs(loaded, "float32")
     broken, num_compared = [], 0
     for name, build in BACKENDS.items():
         if not _stand_in_serves(name, loaded.layers[0]):

@@ -37,7 +37,7 @@ def test_weights_are_the_matrices_of_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_kv_bytes_are_those_of_the_pool(name: str) -> None:
     shape = SHAPES[name]
-    specs = spec_of(shape.config.to_dict(), name).cache_specs(torch.bfloat16)
+    specs = spec_of(shape.config.to_dict(), name).cache_specs("bfloat16")
     assert 16 * shape.size.kv_bytes_per_token == bytes_per_block(specs, 16)
 
 

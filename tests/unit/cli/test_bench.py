@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -11,6 +12,7 @@ from pyengine.cli.app import app
 from pyengine.cli.bench import Limits, Speed, verdict
 from pyengine.config import EngineSettings
 from pyengine.errors import ModelLoadError
+from tests.support.checkpoints import save_weights
 from tests.unit.cli.fakes import FakeEngine
 from tests.unit.models.tiny_gguf import write_tiny_gguf
 
@@ -123,12 +125,9 @@ def test_a_mixture_of_experts_is_refused(name: str, tmp_path: Path) -> None:
     if path.suffix == ".gguf":
         write_tiny_gguf(path, architecture="qwen3moe", experts=4)
     else:
-        import torch
-        from safetensors.torch import save_file
-
         path.mkdir()
-        weights = {"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}
-        save_file(weights, path / "model.safetensors")
+        weights = {"model.layers.0.mlp.experts.0.up_proj.weight": np.ones((2, 2), np.float32)}
+        save_weights(path / "model.safetensors", weights)
 
     class Experts(DescribedEngine):
         @property

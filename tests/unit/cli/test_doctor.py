@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,17 +32,20 @@ MACHINE = Machine(
     environment={},
 )
 INSTALLED = Installation(
-    engine=[Library("torch", "2.9", "2.15.0")],
+    engine=[Library("tokenizers", "0.22", "0.23.3")],
     serve=[Library("fastapi", "0.165", "0.165.0")],
+    with_torch=[Library("torch", "2.9", "2.15.0")],
     torch=TorchFacts("2.15.0+cpu", None, "AVX512"),
     has_embedded_model=True,
     has_compiler=True,
     is_checkout=False,
 )
+WITHOUT_TORCH = replace(INSTALLED, with_torch=[Library("torch", "2.9", None)], torch=None)
 
 
 def test_nothing_is_said_of_a_machine_that_is_as_it_should_be() -> None:
     assert findings(MACHINE, INSTALLED) == []
+    assert findings(MACHINE, WITHOUT_TORCH) == []
 
 
 @pytest.mark.parametrize(
@@ -93,20 +97,34 @@ WHEEL = "pip install 'pyengine_kv-....whl[{}]'"
     ("change", "expected"),
     [
         (
-            {"engine": [Library("torch", "2.9", None)], "torch": None},
-            Finding("missing", "to run models: torch", WHEEL.format("engine")),
+            {"engine": [Library("gguf", "0.19", None)]},
+            Finding("missing", "to run models: gguf", WHEEL.format("engine")),
         ),
         (
-            {"engine": [Library("torch", "2.9", "2.8.1")]},
+            {"engine": [Library("gguf", "0.19", "0.18.1")]},
             Finding(
                 "missing",
-                "to run models: torch 2.9 or later (installed: 2.8.1)",
+                "to run models: gguf 0.19 or later (installed: 0.18.1)",
                 WHEEL.format("engine"),
             ),
         ),
         (
-            {"engine": [Library("torch", "2.9", None)], "torch": None, "is_checkout": True},
-            Finding("missing", "to run models: torch", "make hello"),
+            {"engine": [Library("gguf", "0.19", None)], "is_checkout": True},
+            Finding("missing", "to run models: gguf", "make hello"),
+        ),
+        (
+            {"with_torch": [Library("transformers", "5.17", None)]},
+            Finding(
+                "note", "what needs torch also needs transformers", WHEEL.format("engine,torch")
+            ),
+        ),
+        (
+            {"with_torch": [Library("transformers", "5.17", "5.1")], "is_checkout": True},
+            Finding(
+                "note",
+                "what needs torch also needs transformers 5.17 or later (installed: 5.1)",
+                "make torch",
+            ),
         ),
         (
             {"torch": "libcudart.so: cannot open"},
@@ -151,6 +169,12 @@ def test_cuda_without_a_gpu_and_a_gpu_without_its_driver() -> None:
     assert "--torch-backend=cpu" in needless.fix
     (unused,) = findings(replace(MACHINE, gpus=("H100",)), cuda)
     assert unused.kind == "slow" and "cannot use its driver" in unused.text
+    (without,) = findings(replace(MACHINE, gpus=("H100",)), WITHOUT_TORCH)
+    assert without == Finding(
+        "slow",
+        "there is a GPU (H100), and torch, which computes on it, is missing",
+        WHEEL.format("engine,torch"),
+    )
     in_use = replace(INSTALLED, torch=TorchFacts("2.15.0", "13.2", "AVX512", ("H100",)))
     assert findings(replace(MACHINE, gpus=("H100",)), in_use) == []
 
@@ -198,6 +222,7 @@ def test_json_holds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert content["findings"][0]["fix"].startswith("end them")
 
 
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_without_typer_and_torch_it_works_and_names_what_is_missing() -> None:
     code = (
         "import sys; sys.modules['typer'] = sys.modules['torch'] = None\n"
@@ -237,8 +262,10 @@ def test_this_machine(tmp_path: Path) -> None:
 
 def test_libraries_are_those_of_the_distribution() -> None:
     engine = {library.name: library for library in libraries_of("engine")}
-    assert {"torch", "transformers", "typer", "safetensors"} <= engine.keys()
-    assert engine["torch"].least == "2.9"
+    assert {"gguf", "tokenizers", "typer"} <= engine.keys()
+    assert engine["tokenizers"].least == "0.22"
+    assert {"torch", "transformers"} <= {library.name for library in libraries_of("torch")}
+    assert not {"torch", "transformers", "safetensors", "accelerate"} & engine.keys()
     assert all(library.is_enough for library in engine.values())
     assert "fastapi" in {library.name for library in libraries_of("serve")}
     assert [library.name for library in libraries_of("")] == ["numpy"]

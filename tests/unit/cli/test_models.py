@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pyengine.cli.app import app
-from tests.unit.models.tiny import save_tiny_model
+from tests.support.checkpoints import save_tiny
 from tests.unit.models.tiny_gguf import write_tiny_gguf
 
 
@@ -37,9 +37,9 @@ def downloaded(hub: Path, name: str, commit: str = "a" * 40) -> Path:
 
 
 def test_local_models_have_a_size_and_say_whether_they_run(hub: Path) -> None:
-    save_tiny_model(downloaded(hub, "owner/good"))
+    save_tiny(downloaded(hub, "owner/good"))
     broken = downloaded(hub, "owner/broken")
-    save_tiny_model(broken)
+    save_tiny(broken)
     (broken / "config.json").write_text('{"model_type": "mamba"}')
     (downloaded(hub, "owner/dataset").parents[1]).rename(hub / "datasets--owner--dataset")
     found = {each["name"]: each for each in json.loads(run("list", "--json").stdout)}
@@ -48,7 +48,7 @@ def test_local_models_have_a_size_and_say_whether_they_run(hub: Path) -> None:
     assert found["owner/good"]["size"] > 0 and not found["owner/good"]["is_default"]
     assert found["owner/broken"]["refusal"]
     shown = run("list").stdout
-    assert "  runs\n" in shown and "does not run: " in shown
+    assert "  runs\n" in shown and "does not run:" in shown
 
 
 def test_the_default_model_is_the_file_in_its_wheel(
@@ -72,7 +72,7 @@ def test_no_models(hub: Path) -> None:
 
 
 def test_pull_prints_the_folder_of_a_model_that_runs(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path)
+    save_tiny(tmp_path)
     result = run("pull", str(tmp_path))
     assert (result.exit_code, result.stdout) == (0, f"{tmp_path}\n")
     assert "the engine can run it" in result.stderr
@@ -88,7 +88,7 @@ def test_pull_prints_a_gguf_file_that_runs(tmp_path: Path) -> None:
 
 
 def test_pull_fails_for_a_model_that_the_engine_cannot_run(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path)
+    save_tiny(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
     result = run("pull", str(tmp_path))

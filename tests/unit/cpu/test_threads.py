@@ -20,7 +20,7 @@ from pyengine.cpu.threads import ComputeThreads, StepThreads, compute_threads, u
 from pyengine.executor.model_runner import ForwardPass
 from pyengine.utils.cpus import UsableCpus
 from pyengine.utils.openmp import BRIEF_SPIN, openmp_runtime, torch_threads
-from tests.unit.models.tiny import save_tiny_model
+from tests.support.checkpoints import save_tiny
 
 needs_libgomp = pytest.mark.skipif(openmp_runtime() is None, reason="torch brings no libgomp")
 
@@ -62,7 +62,7 @@ def test_what_is_asked_for_goes_before_the_variable_and_that_before_cpus(
 def test_an_engine_computes_with_its_threads_and_leaves_those_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
-    save_tiny_model(tmp_path)
+    save_tiny(tmp_path)
     llm = LLM(
         tmp_path,
         dtype="float32",
@@ -96,7 +96,7 @@ def test_each_step_computes_with_the_threads_of_the_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     """In whatever thread it runs: the number is set for each thread separately."""
-    save_tiny_model(tmp_path)
+    save_tiny(tmp_path)
     wanted = iter([2, 2, 1, 1, 1, 2, 2, 1] * 9)
     seen: list[int] = []
     step, forward = StepThreads.step, ForwardPass.__call__

@@ -1,19 +1,21 @@
 """From settings to an engine: what requests get by default, and what it tells of itself."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from pyengine.attention.choice import Choice
 from pyengine.config import EngineSettings
 from pyengine.engine import builder
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.pool import PoolSettings
+from pyengine.models.loader import load_model
 from pyengine.sampling_params import SamplingParams
-from tests.unit.executor.hand_made import as_loaded, random_model
+from pyengine.utils.devices import CPU
+from tests.support.checkpoints import save_random
 
 
 @dataclass
@@ -68,9 +70,9 @@ def test_decode_steps_in_graphs_are_compiled_where_that_can_be_had(
     monkeypatch.setattr(builder, "ModelRunner", lambda *_, **__: runner)
     monkeypatch.setattr(builder, "_recorder", lambda *_: recorder if has_graphs else None)
     fake: Any = SimpleNamespace(
-        device=torch.device("cuda"),
+        device=SimpleNamespace(type="cuda", index=0),
         dtype=None,
-        model=torch.nn.Module(),
+        model=object(),
         pool=lambda _: SimpleNamespace(populate=lambda: populated.append(True)),
         build=lambda _: None,
     )
@@ -94,7 +96,9 @@ def test_decode_steps_in_graphs_are_compiled_where_that_can_be_had(
     )
 
 
-def test_the_memory_of_graphs_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_graphs_is_counted_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """They exist while the rest of the memory is computed."""
     used, calls = 0, []
 
@@ -104,14 +108,15 @@ def test_the_memory_of_graphs_is_counted_once(monkeypatch: pytest.MonkeyPatch) -
         used += amount if keeps else 0
         return amount
 
+    monkeypatch.setattr(builder, "CudaMeter", lambda _device: None)
     monkeypatch.setattr(builder, "available_memory", lambda _device: 1000 - used)
     monkeypatch.setattr(
         builder, "activation_bytes", lambda *_: take("activations", 100, keeps=False)
     )
     monkeypatch.setattr(builder, "graph_bytes", lambda *_: take("graphs", 200, keeps=True))
-    loaded = as_loaded(random_model("llama"))
+    loaded = load_model(save_random(tmp_path, "llama"), device=CPU, dtype="float32")
     pool = PoolSettings(block_size=16, max_num_seqs=2, max_model_len=64)
     settings = EngineSettings(max_num_seqs=2, max_num_batched_tokens=32)
-    left = builder._memory_left(settings, pool, Choice("gather", ""), torch.float32, loaded)
+    left = builder._memory_left(settings, pool, Choice("cpu", ""), "float32", loaded)
     assert calls == ["activations", "graphs"]
     assert left == 1000 - 100 - 200

@@ -8,7 +8,7 @@ import pytest
 from pyengine.engine.chat_messages import unread_keys
 from pyengine.engine.chat_template import ChatOptions, render_chat
 from tests.support import chat
-from tests.support.chat import as_transformers, chat_tokenizer
+from tests.support.chat import by_template, chat_tokenizer
 
 USER = {"role": "user", "content": "Hello"}
 TEXT = '{"a":1, "b": "é"}'
@@ -136,7 +136,7 @@ def test_a_function_call_is_a_call_of_a_tool() -> None:
     tokenizer = chat_tokenizer(chat.CHATML)
     called = {"name": "f", "arguments": TEXT}
     old = [USER, {"role": "assistant", "content": None, "function_call": called}]
-    assert render_chat(old, tokenizer) == as_transformers(
+    assert render_chat(old, tokenizer) == by_template(
         tokenizer,
         [USER, {"role": "assistant", "tool_calls": [{"function": {**called, "arguments": VALUE}}]}],
     )
@@ -209,7 +209,7 @@ def test_answers_of_other_servers_go_back_into_the_conversation(
 ) -> None:
     tokenizer = chat_tokenizer(template)
     plain = [USER, {"role": "assistant", "content": "Hi"}, USER]
-    assert render_chat([USER, answer, USER], tokenizer) == as_transformers(tokenizer, plain)
+    assert render_chat([USER, answer, USER], tokenizer) == by_template(tokenizer, plain)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_an_answer_without_content_is_empty(keys: dict[str, Any]) -> None:
     tokenizer = chat_tokenizer(chat.CONCATENATES)
     found = render_chat([USER, {"role": "assistant", **keys}, USER], tokenizer)
     plain = [USER, {"role": "assistant", "content": ""}, USER]
-    assert found == as_transformers(tokenizer, plain)
+    assert found == by_template(tokenizer, plain)
 
 
 def test_keys_without_effect_are_named() -> None:

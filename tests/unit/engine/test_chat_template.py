@@ -10,7 +10,7 @@ import pytest
 from pyengine.engine.chat_template import ChatOptions, as_conversations, render_chat
 from pyengine.errors import InvalidRequestError
 from tests.support import chat
-from tests.support.chat import as_transformers, chat_tokenizer
+from tests.support.chat import by_template, chat_tokenizer
 from tests.support.versions import IS_TRANSFORMERS_5_17
 
 USER = {"role": "user", "content": "Hello 東京"}
@@ -42,9 +42,9 @@ def test_one_conversation_or_several() -> None:
 def test_plain_messages_are_rendered_as_transformers_renders_them(template: str) -> None:
     tokenizer = chat_tokenizer(template)
     several = [USER, {"role": "assistant", "content": " Hi!\n"}, USER]
-    assert render_chat(several, tokenizer) == as_transformers(tokenizer, several)
+    assert render_chat(several, tokenizer) == by_template(tokenizer, several)
     plain = render_chat(several, tokenizer, ChatOptions(add_generation_prompt=False))
-    assert plain == as_transformers(tokenizer, several, add_generation_prompt=False)
+    assert plain == by_template(tokenizer, several, add_generation_prompt=False)
 
 
 @pytest.mark.parametrize("template", [chat.CHATML, chat.LOOKS_FOR_CONTENT])
@@ -57,12 +57,12 @@ def test_calls_without_content(template: str, content: dict[str, Any]) -> None:
         messages = [
             {name: item[name] for name in item if item[name] is not None} for item in messages
         ]
-    assert render_chat(conversation, tokenizer) == as_transformers(tokenizer, messages)
+    assert render_chat(conversation, tokenizer) == by_template(tokenizer, messages)
 
 
 def test_a_template_that_needs_content_gets_an_empty_one() -> None:
     tokenizer = chat_tokenizer(chat.CONCATENATES)
-    expected = as_transformers(tokenizer, [USER, {"role": "assistant", "content": ""}])
+    expected = by_template(tokenizer, [USER, {"role": "assistant", "content": ""}])
     assert render_chat(ASKS, tokenizer) == expected
 
 
@@ -71,7 +71,7 @@ def test_arguments_of_calls_may_be_json(arguments: Any, tokenizer: Any) -> None:
     call = {**CALL, "function": {"name": "add", "arguments": arguments}}
     conversation = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
     ids = render_chat(conversation, tokenizer)
-    assert ids == as_transformers(tokenizer, ASKS)
+    assert ids == by_template(tokenizer, ASKS)
     assert '"arguments": {"a": 1, "b": 2}}' in rendered(tokenizer, ids)
 
 
@@ -83,21 +83,19 @@ def test_arguments_may_be_missing(tokenizer: Any) -> None:
 
 def test_what_is_none_is_left_out(tokenizer: Any) -> None:
     message = {**USER, "name": None, "tool_calls": None, "tool_call_id": None}
-    assert render_chat([message], tokenizer) == as_transformers(tokenizer, [USER])
+    assert render_chat([message], tokenizer) == by_template(tokenizer, [USER])
 
 
 def test_tools(tokenizer: Any) -> None:
     ids = render_chat([USER], tokenizer, ChatOptions(tools=[MappingProxyType(TOOL)]))
-    assert ids == as_transformers(tokenizer, [USER], tools=[TOOL])
+    assert ids == by_template(tokenizer, [USER], tools=[TOOL])
     assert '"name": "add"' in rendered(tokenizer, ids)
-    assert render_chat([USER], tokenizer, ChatOptions(tools=[])) == as_transformers(
-        tokenizer, [USER]
-    )
+    assert render_chat([USER], tokenizer, ChatOptions(tools=[])) == by_template(tokenizer, [USER])
 
 
 def test_variables(tokenizer: Any) -> None:
     ids = render_chat([USER], tokenizer, ChatOptions(variables={"enable_thinking": False}))
-    assert ids == as_transformers(tokenizer, [USER], enable_thinking=False)
+    assert ids == by_template(tokenizer, [USER], enable_thinking=False)
     assert rendered(tokenizer, ids).endswith("</think>\n\n")
 
 
@@ -105,7 +103,7 @@ def test_a_message_that_is_to_be_continued(tokenizer: Any) -> None:
     conversation = [USER, {"role": "assistant", "content": "The sum is"}]
     options = ChatOptions(add_generation_prompt=False, continue_final_message=True)
     ids = render_chat(conversation, tokenizer, options)
-    assert ids == as_transformers(
+    assert ids == by_template(
         tokenizer, conversation, add_generation_prompt=False, continue_final_message=True
     )
     assert rendered(tokenizer, ids).endswith("The sum is")
@@ -131,7 +129,7 @@ def test_one_of_several_templates_by_name_by_tools_or_the_default(
     if template == "tool_use" and tools is None:
         pytest.skip("it reads them")
     ids = render_chat([USER], tokenizer, ChatOptions(template=template, tools=tools))
-    assert ids == as_transformers(tokenizer, [USER], chat_template=template, tools=tools)
+    assert ids == by_template(tokenizer, [USER], chat_template=template, tools=tools)
 
 
 def test_several_templates_with_quotes_of_both_kinds_and_a_power_in_another() -> None:
@@ -152,7 +150,7 @@ def test_several_templates_without_a_default_are_refused() -> None:
 def test_content_in_parts_is_a_line_each(tokenizer: Any) -> None:
     parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "World"}]
     ids = render_chat([{"role": "user", "content": parts}], tokenizer)
-    assert ids == as_transformers(tokenizer, [{"role": "user", "content": "Hello\nWorld"}])
+    assert ids == by_template(tokenizer, [{"role": "user", "content": "Hello\nWorld"}])
 
 
 @pytest.mark.parametrize(
@@ -171,7 +169,7 @@ def test_templates_that_walk_through_parts_get_them(template: str) -> None:
     parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "World"}]
     conversation = [{"role": "user", "content": parts}, {"role": "assistant", "content": "Hi"}]
     ids = render_chat(conversation, tokenizer)
-    assert ids == as_transformers(tokenizer, conversation)
+    assert ids == by_template(tokenizer, conversation)
     assert "(Hello)(World)" in rendered(tokenizer, ids)
 
 
@@ -197,7 +195,7 @@ class _Odd(Mapping[str, Any]):
 
 
 def test_messages_may_be_any_mapping(tokenizer: Any) -> None:
-    assert render_chat([_Odd()], tokenizer) == as_transformers(tokenizer, [USER])
+    assert render_chat([_Odd()], tokenizer) == by_template(tokenizer, [USER])
 
 
 def assistant(**keys: Any) -> list[dict[str, Any]]:

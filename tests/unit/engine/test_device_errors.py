@@ -6,9 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import TypeAlias
 
-import numpy as np
 import pytest
-import torch
 
 from pyengine.engine.recovery import is_out_of_memory
 from pyengine.errors import ConfigurationError, DeviceMemoryError, EngineDeadError
@@ -16,9 +14,12 @@ from pyengine.executor.model_runner import StepLogits
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import GREEDY, Bench, make_bench
 from tests.support.fake_runner import Fault, continued
+from tests.support.without_torch import needs_torch
 
 
 def on_a_device(text: str) -> BaseException:
+    import torch
+
     return torch.OutOfMemoryError(text)
 
 
@@ -35,10 +36,11 @@ def in_numpy(text: str) -> BaseException:
 
 
 OutOfMemory: TypeAlias = Callable[[str], BaseException]
+ERRORS = [pytest.param(on_a_device, marks=needs_torch), on_a_cpu, in_numpy]
 
 
 def small_device(
-    fits: int, *, depth: int = 1, slots: int = 16, error: OutOfMemory = on_a_device
+    fits: int, *, depth: int = 1, slots: int = 16, error: OutOfMemory = in_numpy
 ) -> Bench:
     """A device on which a step of more than `fits` tokens runs out of memory."""
     bench = make_bench(256, 4, max_num_batched_tokens=64, max_num_seqs=slots, depth=depth)
@@ -53,17 +55,18 @@ def small_device(
     return bench
 
 
-def test_what_torch_and_numpy_raise_on_a_cpu_is_known() -> None:
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_what_torch_and_numpy_raise_on_a_cpu_is_known(library: str) -> None:
     """Whatever the words are in the version at hand."""
-    for allocate in (torch.empty, np.empty):
-        with pytest.raises((RuntimeError, MemoryError)) as caught:
-            allocate(1 << 56)
-        assert is_out_of_memory(caught.value)
+    allocate = pytest.importorskip(library).empty
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        allocate(1 << 56)
+    assert is_out_of_memory(caught.value)
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(ConfigurationError("cannot allocate memory"))
 
 
-@pytest.mark.parametrize("error", [on_a_device, on_a_cpu, in_numpy])
+@pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("fits", [1, 3, 11, 40])
 def test_the_batch_shrinks_until_it_fits_and_no_token_differs(
@@ -82,7 +85,7 @@ def test_the_batch_shrinks_until_it_fits_and_no_token_differs(
     bench.assert_all_free()
 
 
-@pytest.mark.parametrize("error", [on_a_device, on_a_cpu, in_numpy])
+@pytest.mark.parametrize("error", ERRORS)
 def test_a_single_token_that_does_not_fit_is_an_error_and_the_engine_lives(
     error: OutOfMemory,
 ) -> None:
@@ -98,6 +101,8 @@ def test_a_single_token_that_does_not_fit_is_an_error_and_the_engine_lives(
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_device_that_fails_ends_the_engine_and_loses_nothing(depth: int) -> None:
+    import torch
+
     bench = make_bench(depth=depth)
     bench.submit({"a": [1, 2, 3]})
     bench.runner.fault = Fault(3, torch.AcceleratorError("CUDA error: unspecified launch failure"))

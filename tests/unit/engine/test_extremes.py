@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from pyengine.errors import InvalidRequestError
 from pyengine.sampling_params import SamplingParams
 from tests.support.callers import FakeModel
 from tests.support.fake_runner import VOCAB_SIZE
 from tests.support.tokenizers import Fast, byte_level
+from tests.support.without_torch import tensors
 
 MILLION, HUGE = 10**6, 10**30
 NUMBERS: list[Any] = [
     0, 1, -1, 2**31, 2**63, 2**64, -(2**63), MILLION, HUGE, -HUGE, 1e-300, -1e-300, 1e300, 5e-324,
     math.nan, math.inf, -math.inf, 0.1, True, None, "1", b"1", [1], (), {}, Fraction(1, 3),
     np.float32(0.5), np.float64("nan"), np.int8(1), np.uint64(2**64 - 1), np.bool_(True),
-    torch.tensor(1), torch.tensor(0.5), 1j,
+    *tensors(1, 0.5), 1j,
 ]  # fmt: skip
 NUMBER_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
@@ -38,7 +38,7 @@ ODD: list[Any] = [
     "", [""], "a", [5], [-1], [VOCAB_SIZE], [HUGE], [1.5], [None], [[1]], 5, -1, math.nan, {},
     {1: 1}, {-1: 1.0}, {HUGE: 1.0}, {VOCAB_SIZE: 1.0}, {1: math.nan}, {1: math.inf}, {1: 1e300},
     {1: 1e-300}, {1: "a"}, {"1": 1.0}, {1: None}, ["\ud800"], ["\0"], "a" * 10**6, b"a",
-    np.array([1, 2]), np.array([0.5]), torch.tensor([1, 2]), [True],
+    np.array([1, 2]), np.array([0.5]), *tensors([1, 2]), [True],
 ]  # fmt: skip
 
 

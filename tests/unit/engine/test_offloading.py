@@ -10,7 +10,6 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
-import torch
 
 from pyengine.engine import offloading
 from pyengine.engine.explain import explain_prompt
@@ -64,6 +63,8 @@ class FaultyStore:
 
 def device_blocks(arrays: Sequence[Any], groups: Sequence[Sequence[int]]) -> BlockMemory:
     """As if the arrays were a device's: blocks go the way that they go there."""
+    import torch
+
     return DeviceBlocks([torch.from_numpy(array) for array in arrays], groups)
 
 

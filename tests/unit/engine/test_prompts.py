@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from pyengine.engine.prompts import as_list, match_params, parse_prompt, salt_namespace
 from pyengine.errors import InvalidRequestError
 from pyengine.sampling_params import SamplingParams
 from tests.support import chat
 from tests.support.chat import chat_tokenizer
+from tests.support.without_torch import tensors
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def tokenizer() -> Any:
         range(3, 6),
         iter([3, 4, 5]),
         np.array([3, 4, 5], np.uint8),
-        torch.tensor([3, 4, 5]),
+        *tensors([3, 4, 5]),
         [np.int64(3), 4, np.uint16(5)],
         {"prompt_token_ids": [3, 4, 5]},
         MappingProxyType({"prompt_token_ids": (3, 4, 5)}),

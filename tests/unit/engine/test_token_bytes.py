@@ -7,10 +7,11 @@ from weakref import ref
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 from pyengine.engine.token_bytes import TokenTexts, token_texts
 from tests.support import tokenizers
+from tests.support.chat import of_transformers
+from tests.support.tokenizers import wrapped
 
 TEXTS = [
     "The capital of Japan is 東京, of Poland Łódź.",
@@ -19,10 +20,6 @@ TEXTS = [
     "Привет, мир; مرحبا بالعالم",
     "\N{REPLACEMENT CHARACTER} as itself",
 ]
-
-
-def wrapped(tokenizer: Tokenizer) -> Any:
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def deepseek() -> Any:
@@ -40,6 +37,9 @@ KINDS: dict[str, Any] = {
     "a sequence": deepseek,
     "byte fallback": lambda: wrapped(tokenizers.byte_fallback().tokenizer),
     "metaspace": lambda: wrapped(tokenizers.metaspace().tokenizer),
+    "byte-level of transformers": lambda: of_transformers(
+        wrapped(tokenizers.byte_level(300).tokenizer)
+    ),
 }
 
 
@@ -63,7 +63,9 @@ def test_the_bytes_of_all_tokens_are_the_text(kind: str, text: str) -> None:
         assert joined(tokenizer, ids) == text.encode()
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "byte-level, merges", "a sequence"])
+@pytest.mark.parametrize(
+    "kind", ["byte-level", "byte-level, merges", "a sequence", "byte-level of transformers"]
+)
 def test_so_are_those_of_any_tokens(kind: str) -> None:
     """Tokenizers with byte fallback lose whole runs of bytes that are no text."""
     tokenizer, random = KINDS[kind](), Random(3)

@@ -19,6 +19,8 @@ from pyengine.kv_cache.layer_groups import LayerGroups, choose_layer_groups
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.decoder.kernel_sets import KernelSettings
 from pyengine.models.loaded import LoadedModel
+from pyengine.utils.devices import CPU
+from pyengine.utils.tensors import tensor_of
 from tests.support.models import BY_TORCH, as_loaded
 
 POISON = 7.0
@@ -99,10 +101,10 @@ class PagedRun:
         rows_per_seq: int = 1,
         kernels: KernelSettings = BY_TORCH,
     ) -> None:
-        device = torch.device("cpu")
+        device = CPU
         self.block_size = block_size
         loaded = model if isinstance(model, LoadedModel) else as_loaded(model, kernels=kernels)
-        specs = cache_specs(loaded, torch.float32)
+        specs = cache_specs(loaded, "float32")
         self.groups = LayerGroups.single(len(specs))
         if grouped:
             self.groups = choose_layer_groups([each.window for each in loaded.layers], specs, 256)
@@ -111,7 +113,7 @@ class PagedRun:
             tensor.fill_(POISON)
         self.free = Random(3).sample(range(num_blocks), num_blocks)
         choice = choose_backend(
-            "auto", AttentionNeeds(device=device, block_size=block_size, dtype=torch.float32)
+            "auto", AttentionNeeds(device=device, block_size=block_size, dtype="float32")
         )
         limits = RunnerLimits(
             max_num_batched_tokens=max_tokens,
@@ -151,10 +153,11 @@ class PagedRun:
         """Logits of every row, per entry, unless they are not wanted; and of the sampling rows."""
         plan = HandMadePlan(entries, self.runner.buffers.arrays, self.block_size)
         if not all_rows:
-            return [], self.runner.prepare(plan)(None).sampling
+            return [], tensor_of(self.runner.prepare(plan)(None).sampling)
         rows = np.arange(plan.num_tokens, dtype=np.int64)
         logits = self.runner.prepare(plan, extra_rows=rows)(None)
-        return list(logits.extra.split([e.end - e.start for e in entries])), logits.sampling
+        rows_of_entries = tensor_of(logits.extra).split([e.end - e.start for e in entries])
+        return list(rows_of_entries), tensor_of(logits.sampling)
 
 
 BASE: dict[str, Any] = {

@@ -15,6 +15,7 @@ from pyengine.errors import ConfigurationError
 from pyengine.executor import compiled
 from pyengine.executor.compiled import CompiledForward
 from pyengine.models.fallback import FallbackModel, attending_layers
+from pyengine.utils.tensors import tensor_of
 from tests.support.models import as_fallback
 from tests.support.soak import soak_only
 from tests.unit.executor.hand_made import Entry, HandMadePlan, PagedRun, random_model
@@ -43,7 +44,7 @@ def decode(run: PagedRun, lengths: list[int]) -> torch.Tensor:
         ]
         plan = HandMadePlan(entries, run.runner.buffers.arrays, run.block_size)
         logits = run.runner.prepare(plan)(None).sampling
-    return logits.clone()
+    return tensor_of(logits).clone()
 
 
 def prefill(run: PagedRun, lengths: list[tuple[int, bool]]) -> list[torch.Tensor]:
@@ -57,7 +58,7 @@ def prefill(run: PagedRun, lengths: list[tuple[int, bool]]) -> list[torch.Tensor
     for extra in (None, np.array([0])):
         plan = HandMadePlan(entries, run.runner.buffers.arrays, run.block_size)
         logits = run.runner.prepare(plan, extra_rows=extra)(None)
-        found += [logits.sampling.clone(), logits.extra.clone()]
+        found += [tensor_of(logits.sampling).clone(), tensor_of(logits.extra).clone()]
     return found
 
 

@@ -27,7 +27,7 @@ def lower(family: str) -> None:
 
     from benches.gpu.decoders import unfilled_decoder
     from benches.gpu.launches import Counting
-    from pyengine.attention.dispatch import PagedContext
+    from pyengine.attention.context import PagedContext
     from pyengine.executor.compiled import CompiledForward
     from tests.gpu.models import _BASE, FAMILIES, VOCABULARY
 

@@ -8,17 +8,18 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from pyengine.sampling import logprobs
+from pyengine.sampling import tensor_operations
 from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
 from pyengine.sampling.sampler import sample
 from pyengine.sampling_params import SamplingParams
 from tests.support.cases import check_cases
 from tests.support.kernels import LoadedBytes, needs_triton, run_apart
-from tests.unit.sampling.test_draw import batch_of, make_logits
+from tests.support.logits import batch_of
+from tests.unit.kernels.test_draw import make_logits
 
 
 def by_kernels(*arguments: object) -> list[TokenLogprobs]:
-    with patch.object(logprobs, "has_kernels", lambda _device: True):
+    with patch.object(tensor_operations, "has_kernels", lambda _device: True):
         return PendingLogprobs(*arguments).result()  # type: ignore[arg-type]
 
 
@@ -69,7 +70,7 @@ def chunks_of_rows() -> None:
     logits = make_logits("ties", 30, 1000, 5).to(torch.bfloat16)
     tokens, top = torch.arange(30), [3] * 10 + [0] * 10 + [20] * 10
     whole = by_kernels(logits, tokens, top)
-    with patch.object(logprobs, "_KERNEL_ELEMENTS", 7000):
+    with patch.object(tensor_operations, "_KERNEL_ELEMENTS", 7000):
         assert by_kernels(logits, tokens, top) == whole
     alone = [
         by_kernels(logits[row : row + 1], tokens[row : row + 1], top[row : row + 1])[0]
@@ -83,7 +84,7 @@ def some_rows_of_a_step() -> None:
     params = [SamplingParams(temperature=0, logprobs=2), SamplingParams(temperature=0)] * 3
     logits = make_logits("flat", 6, 700, 9)
     expected = sample(logits, batch_of(params, 700)).wait()
-    with patch.object(logprobs, "has_kernels", lambda _device: True):
+    with patch.object(tensor_operations, "has_kernels", lambda _device: True):
         got = sample(logits, batch_of(params, 700)).wait()
     assert [entry is None for entry in got.logprobs] == [False, True] * 3
     assert_same(

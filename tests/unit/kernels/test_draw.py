@@ -4,18 +4,25 @@ Under Triton's interpreter they compute; `make gpu-tests` compiles them for GPUs
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
 
-from pyengine.sampling.sampler import draw, draw_by_kernels
+from pyengine.sampling.sampler import draw
 from pyengine.sampling.state import uniforms
+from pyengine.sampling.tensor_operations import draw_by_kernels
 from pyengine.sampling_params import SamplingParams
 from tests.support.cases import check_cases
 from tests.support.kernels import needs_triton, run_apart
-from tests.unit.sampling.test_draw import batch_of, make_logits, requests
+from tests.support.logits import batch_of, requests, tensor_of
+from tests.support.logits import make_logits as logits_of
+
+
+def make_logits(*arguments: Any) -> torch.Tensor:
+    return tensor_of(logits_of(*arguments))
 
 
 def by_kernels(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> list:

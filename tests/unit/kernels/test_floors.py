@@ -7,14 +7,14 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from pyengine.sampling.sampler import draw_by_kernels
 from pyengine.sampling.state import uniforms
+from pyengine.sampling.tensor_operations import draw_by_kernels
 from pyengine.sampling_params import SamplingParams
 from tests.support.cases import check_cases
 from tests.support.kernels import LoadedBytes, needs_triton, run_apart
+from tests.support.logits import batch_of, requests
 from tests.support.operators import Sorts
-from tests.unit.kernels.test_draw import by_kernels
-from tests.unit.sampling.test_draw import batch_of, make_logits, requests
+from tests.unit.kernels.test_draw import by_kernels, make_logits
 
 
 def sorted_floor(row: torch.Tensor, params: SamplingParams) -> float:

@@ -5,6 +5,7 @@ import torch
 
 from pyengine.attention.paged import KVWriter
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
+from pyengine.utils.dtypes import dtype_of
 from tests.support.kernels import machine_code, needs_triton, run_apart
 
 CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ def compare() -> None:
     cases = [(shape, dtype, dtype) for shape in shapes for dtype in dtypes]
     cases += [(shape, dtype, torch.float8_e4m3fn) for shape in shapes for dtype in dtypes]
     for (heads, dim_k, dim_v), dtype, stored in cases:
-        spec = KVCacheSpec(heads, dim_k, dim_v, stored, scale_k=0.5, scale_v=4.0)
+        spec = KVCacheSpec(heads, dim_k, dim_v, dtype_of(stored), scale_k=0.5, scale_v=4.0)
         by_kernel, by_torch = (KVPool([spec], 6, 4, CPU) for _ in range(2))
         slots = torch.tensor([5, -1, 23, 0, -1, 14])
         rows = [  # as transformers hands them over: heads first; and every second element
@@ -102,7 +103,7 @@ def test_the_kernel_becomes_machine_code(tmp_path):
 
 
 def test_slot_minus_one_is_written_nowhere_that_counts():
-    pool = KVPool([KVCacheSpec(1, 2, 2, torch.float32)], 3, 2, CPU)
+    pool = KVPool([KVCacheSpec(1, 2, 2, "float32")], 3, 2, CPU)
     writer = KVWriter(pool)
     rows = torch.arange(1.0, 7.0).view(3, 1, 2)
     writer.write(0, (rows, rows, rows), writer.slots(torch.tensor([3, -1, 0])))
@@ -117,7 +118,7 @@ def test_slot_minus_one_is_written_nowhere_that_counts():
 
 
 def test_8_bit_floats_saturate_and_keep_what_is_not_a_number():
-    spec = KVCacheSpec(1, 4, 1, torch.float8_e4m3fn, scale_k=2.0)
+    spec = KVCacheSpec(1, 4, 1, "float8_e4m3fn", scale_k=2.0)
     pool = KVPool([spec], 3, 2, CPU)
     key = torch.tensor([[[1e6, -1e6, 3.0, float("nan")]], [[1.0, float("inf"), 2.0, 3.0]]])
     pool.write(0, key, torch.ones(2, 1, 1), torch.tensor([1, 2]))
@@ -131,7 +132,7 @@ def test_8_bit_floats_saturate_and_keep_what_is_not_a_number():
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
 def test_a_value_that_is_not_finite_is_stored_as_zero_and_its_key_as_nan(dtype, broken):
     """A masked value is multiplied by zero, which NaN outlives; a masked score is replaced."""
-    pool = KVPool([KVCacheSpec(2, 2, 3, dtype)], 3, 2, CPU)
+    pool = KVPool([KVCacheSpec(2, 2, 3, dtype_of(dtype))], 3, 2, CPU)
     own = dtype if dtype.itemsize > 1 else torch.float32
     key, value = torch.ones(2, 2, 2, dtype=own), torch.ones(2, 2, 3, dtype=own)
     value[1, 0, 1] = broken

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pyengine.attention.backend import HeadNorm, RotaryLayout, Rotation
 from pyengine.attention.paged import KVWriter
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
+from pyengine.utils.dtypes import dtype_of
 from tests.support.cases import check_cases
 from tests.support.kernels import machine_code, needs_triton, run_apart
 from tests.unit.kernels.test_kv_write import break_some, numbers, without_nan
@@ -81,7 +82,7 @@ class Case:
             self.kv_heads,
             self.head_dim,
             self.value_dim,
-            self.stored or self.dtype,
+            dtype_of(self.stored or self.dtype),
             scale_k=self.scale_k,
             scale_v=self.scale_v,
         )

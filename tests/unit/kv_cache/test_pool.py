@@ -19,6 +19,7 @@ from pyengine.kv_cache.pool import (
     resolve_kv_cache_dtype,
     resolve_num_blocks,
 )
+from pyengine.utils.dtypes import dtype_of
 from tests.support.forked import run_forked
 
 torch = pytest.importorskip("torch")
@@ -26,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
-SPEC = KVCacheSpec(num_kv_heads=2, head_dim_k=8, head_dim_v=8, dtype=torch.float32)
+SPEC = KVCacheSpec(num_kv_heads=2, head_dim_k=8, head_dim_v=8, dtype="float32")
 LAYERS = [SPEC] * 4  # 4 layers * 2 heads * (8 + 8) * 4 bytes = 512 bytes per token
 
 
@@ -49,7 +50,7 @@ def test_importing_the_cache_imports_no_torch():
 def test_bytes_of_a_block():
     assert SPEC.bytes_per_block(16) == 16 * 2 * 16 * 4
     assert bytes_per_block(LAYERS, 16) == 8192
-    wide = KVCacheSpec(1, 20, 10, torch.bfloat16)
+    wide = KVCacheSpec(1, 20, 10, "bfloat16")
     assert bytes_per_block([SPEC, wide], 1) == 128 + 60
 
 
@@ -130,7 +131,7 @@ def test_settings_out_of_range_are_refused(fields, message):
 
 
 def test_the_pool_has_one_block_more_and_starts_as_zeros():
-    specs = [SPEC, KVCacheSpec(1, 6, 4, torch.bfloat16)]
+    specs = [SPEC, KVCacheSpec(1, 6, 4, "bfloat16")]
     pool = KVPool(specs, num_blocks=3, block_size=2, device=CPU)
     assert [t.shape for t in pool.keys] == [(4, 2, 2, 8), (4, 2, 1, 6)]
     assert [t.shape for t in pool.values] == [(4, 2, 2, 8), (4, 2, 1, 4)]
@@ -142,7 +143,7 @@ def test_the_pool_has_one_block_more_and_starts_as_zeros():
 
 def test_layers_of_different_groups_share_tensors():
     groups = LayerGroups((None, 8), 2, (Place(0, 0), Place(1, 0), Place(1, 1)))
-    wide = KVCacheSpec(1, 6, 4, torch.bfloat16)
+    wide = KVCacheSpec(1, 6, 4, "bfloat16")
     pool = KVPool([SPEC, SPEC, wide], 3, 2, CPU, groups)
     assert pool.num_layers == 3
     assert pool.keys[0] is pool.keys[1]
@@ -158,7 +159,7 @@ def test_layers_of_different_groups_share_tensors():
 def test_layers_that_differ_cannot_share():
     groups = LayerGroups((None, 8), 1, (Place(0, 0), Place(1, 0)))
     with pytest.raises(ConfigurationError, match="layers 0 and 1 cannot share a KV tensor"):
-        KVPool([SPEC, KVCacheSpec(1, 8, 8, torch.float32)], 3, 2, CPU, groups)
+        KVPool([SPEC, KVCacheSpec(1, 8, 8, "float32")], 3, 2, CPU, groups)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -173,14 +174,14 @@ def test_blocks_are_copied_once_in_every_tensor(grouped):
         assert tensor[:, 0, 0, 0].tolist() == [2, 0, 1, 3, 4]
 
 
-MLA = KVCacheSpec(4, 24, 16, torch.bfloat16)
+MLA = KVCacheSpec(4, 24, 16, "bfloat16")
 POOLS = {
-    "equal layers": ([KVCacheSpec(2, 16, 16, torch.bfloat16)] * 4, None),
+    "equal layers": ([KVCacheSpec(2, 16, 16, "bfloat16")] * 4, None),
     "values of another size": ([MLA] * 3, None),
-    "8-bit floats": ([KVCacheSpec(2, 16, 16, torch.float8_e4m3fn)] * 3, None),
-    "int8 with scales": ([KVCacheSpec(3, 16, 8, torch.int8)] * 2, None),
-    "an odd number of bytes": ([KVCacheSpec(1, 3, 3, torch.float8_e4m3fn)] * 2, None),
-    "layers that differ": ([SPEC, MLA, KVCacheSpec(1, 32, 32, torch.float32)], None),
+    "8-bit floats": ([KVCacheSpec(2, 16, 16, "float8_e4m3fn")] * 3, None),
+    "int8 with scales": ([KVCacheSpec(3, 16, 8, "int8")] * 2, None),
+    "an odd number of bytes": ([KVCacheSpec(1, 3, 3, "float8_e4m3fn")] * 2, None),
+    "layers that differ": ([SPEC, MLA, KVCacheSpec(1, 32, 32, "float32")], None),
     "layer groups": (
         [SPEC, SPEC, MLA],
         LayerGroups((None, 8), 2, (Place(0, 0), Place(1, 0), Place(0, 1))),
@@ -196,7 +197,7 @@ COPIES = [
 def filled_pool(specs, groups, num_blocks=6):
     """A pool whose blocks all differ, the null block too."""
     pool = KVPool(specs, num_blocks, 3, CPU, groups)
-    for seed, tensor in enumerate(pool._tensors):
+    for seed, tensor in enumerate(pool._memory.tensors):
         generator = torch.Generator().manual_seed(seed)
         numbers = tensor.view(torch.uint8)
         numbers.copy_(torch.randint(256, numbers.shape, generator=generator))
@@ -211,9 +212,9 @@ def test_copies_of_blocks_are_those_of_each_tensor_alone(monkeypatch, name, at_o
     specs, groups = POOLS[name]
     for copies in COPIES:
         pool = filled_pool(specs, groups)
-        before = [tensor.view(torch.uint8).clone() for tensor in pool._tensors]
+        before = [tensor.view(torch.uint8).clone() for tensor in pool._memory.tensors]
         pool.copy_blocks(copies)
-        for old, tensor in zip(before, pool._tensors, strict=True):
+        for old, tensor in zip(before, pool._memory.tensors, strict=True):
             expected = old.clone()
             for source, target in copies:
                 expected[target] = old[source]
@@ -235,7 +236,7 @@ class Counting(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("specs", "launches"),
-    [([KVCacheSpec(2, 8, 8, torch.bfloat16)] * 32, 1), ([MLA] * 32, 2), ([SPEC, MLA] * 16, 3)],
+    [([KVCacheSpec(2, 8, 8, "bfloat16")] * 32, 1), ([MLA] * 32, 2), ([SPEC, MLA] * 16, 3)],
 )
 def test_blocks_are_copied_in_all_tensors_of_a_size_at_once(specs, launches):
     """Two launches for each size of block, in place of two for each tensor."""
@@ -247,13 +248,13 @@ def test_blocks_are_copied_in_all_tensors_of_a_size_at_once(specs, launches):
 
 def test_copies_reach_every_tensor_of_a_pool_that_32_bits_do_not_index():
     """Rows, not bytes, are indexed: torch would launch once for each 2 GiB."""
-    pool = KVPool([KVCacheSpec(8, 128, 128, torch.float32)] * 3, 30_000, 4, CPU)
+    pool = KVPool([KVCacheSpec(8, 128, 128, "float32")] * 3, 30_000, 4, CPU)
     assert pool.num_bytes > 1 << 31
-    for number, tensor in enumerate(pool._tensors, start=1):
+    for number, tensor in enumerate(pool._memory.tensors, start=1):
         tensor[29_999] = number
     pool.copy_blocks([(29_999, 7)])
-    assert [float(tensor[7].mean()) for tensor in pool._tensors] == [1, 2, 3, 4, 5, 6]
-    assert not any(tensor[8].any() or tensor[30_000].any() for tensor in pool._tensors)
+    assert [float(tensor[7].mean()) for tensor in pool._memory.tensors] == [1, 2, 3, 4, 5, 6]
+    assert not any(tensor[8].any() or tensor[30_000].any() for tensor in pool._memory.tensors)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
@@ -261,7 +262,7 @@ def test_the_memory_of_a_pool_costs_nothing_until_it_is_written():
     import resource
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    pool = KVPool([KVCacheSpec(8, 64, 64, torch.float32)] * 4, 4096, 16, CPU)
+    pool = KVPool([KVCacheSpec(8, 64, 64, "float32")] * 4, 4096, 16, CPU)
     assert pool.num_bytes > GIB
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
@@ -280,7 +281,7 @@ def resident_share(tensor):
     assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), length, pages) == 0
     return sum(page & 1 for page in pages) / count
 
-pool = KVPool([KVCacheSpec(8, 64, 64, torch.float32)] * 2, 1024, 16, torch.device("cpu"))
+pool = KVPool([KVCacheSpec(8, 64, 64, "float32")] * 2, 1024, 16, torch.device("cpu"))
 pool.keys[1][7] = 3.0
 assert resident_share(pool.keys[1]) < 0.5
 if pool.populate(256):
@@ -362,9 +363,7 @@ def test_rows_are_written_where_their_slots_say():
 
 
 def test_8_bit_floats_halve_the_memory_and_double_what_fits(memory):
-    wide, narrow = (
-        [KVCacheSpec(8, 64, 64, dtype)] * 3 for dtype in (torch.bfloat16, torch.float8_e4m3fn)
-    )
+    wide, narrow = ([KVCacheSpec(8, 64, 64, dtype)] * 3 for dtype in ("bfloat16", "float8_e4m3fn"))
     assert 2 * bytes_per_block(narrow, 16) == bytes_per_block(wide, 16)
     sizes = [
         resolve_num_blocks(PoolSettings(block_size=16, kv_cache_memory=GIB), specs, CPU).num_blocks
@@ -377,7 +376,7 @@ def test_8_bit_floats_halve_the_memory_and_double_what_fits(memory):
 
 
 def test_a_pool_of_8_bit_floats_copies_blocks():
-    pool = KVPool([KVCacheSpec(1, 2, 2, torch.float8_e4m3fn)], 3, 2, CPU)
+    pool = KVPool([KVCacheSpec(1, 2, 2, "float8_e4m3fn")], 3, 2, CPU)
     rows = torch.tensor([[[1.5, -2.0]], [[0.25, 448.0]]])
     pool.write(0, rows, -rows, torch.tensor([0, 1]))
     pool.copy_blocks([(0, 2)])
@@ -387,7 +386,7 @@ def test_a_pool_of_8_bit_floats_copies_blocks():
 
 
 def test_a_pool_of_int8_has_a_scale_for_each_head_of_a_token():
-    spec = KVCacheSpec(3, 64, 32, torch.int8)
+    spec = KVCacheSpec(3, 64, 32, "int8")
     assert spec.bytes_per_block(16) == 16 * 3 * (64 + 4 + 32 + 4)
     pool = KVPool([spec], 4, 16, CPU)
     assert pool.keys[0].shape == (5, 16, 3, 68) and pool.values[0].shape == (5, 16, 3, 36)
@@ -395,7 +394,7 @@ def test_a_pool_of_int8_has_a_scale_for_each_head_of_a_token():
 
 
 def test_blocks_of_int8_differ_by_the_numbers_that_they_stand_for():
-    pool = KVPool([KVCacheSpec(1, 2, 2, torch.int8)], 3, 1, CPU)
+    pool = KVPool([KVCacheSpec(1, 2, 2, "int8")], 3, 1, CPU)
     for block, (number, scale) in enumerate([(100, 0.5), (50, 1.0), (51, 1.0)]):
         for tensor in (pool.keys[0], pool.values[0]):
             tensor[block, 0, 0, :2] = torch.tensor([number, 0])
@@ -406,12 +405,12 @@ def test_blocks_of_int8_differ_by_the_numbers_that_they_stand_for():
 
 
 def test_the_dtype_of_the_cache_has_a_name():
-    assert resolve_kv_cache_dtype("auto", torch.float16) == torch.float16
-    assert resolve_kv_cache_dtype("int8", torch.float16) == torch.int8
+    assert resolve_kv_cache_dtype("auto", "float16") == "float16"
+    assert resolve_kv_cache_dtype("int8", "float16") == "int8"
     for name in ("fp8", "fp8_e4m3"):
-        assert resolve_kv_cache_dtype(name, torch.float16) == torch.float8_e4m3fn
+        assert resolve_kv_cache_dtype(name, "float16") == "float8_e4m3fn"
     with pytest.raises(ConfigurationError, match="kv_cache_dtype='int4' is not known"):
-        resolve_kv_cache_dtype("int4", torch.float16)
+        resolve_kv_cache_dtype("int4", "float16")
 
 
 def test_memory_that_something_else_limits(memory):
@@ -425,7 +424,7 @@ def test_memory_that_something_else_limits(memory):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_differences_of_blocks(dtype):
-    spec = KVCacheSpec(num_kv_heads=2, head_dim_k=8, head_dim_v=4, dtype=dtype)
+    spec = KVCacheSpec(num_kv_heads=2, head_dim_k=8, head_dim_v=4, dtype=dtype_of(dtype))
     pool = KVPool([spec] * 3, 6, 4, CPU)
     for tensor in (*pool.keys, *pool.values):
         tensor.copy_(torch.ones_like(tensor, dtype=torch.float32).to(dtype))

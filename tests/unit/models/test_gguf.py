@@ -98,11 +98,11 @@ def test_chat_templates_of_a_file_are_kept_as_those_of_folders(
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        ("F32", torch.float32),
-        ("F16", torch.float32),
-        ("BF16", torch.bfloat16),
-        ("Q8_0", torch.bfloat16),
-        ("Q4_1", torch.bfloat16),
+        ("F32", "float32"),
+        ("F16", "float32"),
+        ("BF16", "bfloat16"),
+        ("Q8_0", "bfloat16"),
+        ("Q4_1", "bfloat16"),
     ],
 )
 def test_the_number_format_follows_from_that_of_the_file(

@@ -177,7 +177,7 @@ def test_weights_beyond_float16_are_named_with_the_dtype_that_holds_them(folder)
     change_weights(folder, grow)
     with pytest.raises(ModelLoadError, match=r"in torch\.float16: .*dtype='bfloat16'"):
         load_model(folder, device="cpu", dtype="float16")
-    assert load_model(folder, device="cpu").dtype == torch.float32
+    assert load_model(folder, device="cpu").dtype == "float32"
 
 
 def test_complex_weights_are_refused(folder):
@@ -206,7 +206,7 @@ def test_other_floating_point_numbers_are_loaded(folder, dtype):
             tensors[name] = tensor.to(dtype)
 
     change_weights(folder, turn)
-    assert load_model(folder, device="cpu").dtype == torch.float32
+    assert load_model(folder, device="cpu").dtype == "float32"
 
 
 @pytest.mark.parametrize(

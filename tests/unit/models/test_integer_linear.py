@@ -1,21 +1,23 @@
 """Linear layers in 4 and 8 bits: close, smaller, and refused where they cannot be."""
 
+import numpy as np
 import pytest
 import torch
 
 from pyengine.config import EngineSettings
+from pyengine.cpu import CpuAttention
 from pyengine.errors import ConfigurationError
 from pyengine.models.decoder.kernel_sets import KernelSettings, kernel_set
-from pyengine.models.integer_linear import GROUP, q8_0, quantise_groups
+from pyengine.models.integer_linear import GROUP, int4, q8_0
 from tests.support.models import as_loaded
 from tests.unit.executor.hand_made import Entry, PagedRun, random_model
 
 
-def restored(weight):
-    pairs, scales, zeros = quantise_groups(weight)
-    codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)
-    groups = codes.view(len(weight), -1, GROUP).float()
-    return ((groups - zeros[..., None]) * scales[..., None]).flatten(1)
+def restored(weight, quantise=int4):
+    found = torch.empty(weight.shape)
+    packed = quantise(weight.numpy(), CpuAttention(2))
+    packed.gather(np.arange(len(weight)), found.numpy())
+    return found
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-7, 1e6])
@@ -47,8 +49,7 @@ def test_the_best_of_several_spans_is_no_worse_than_the_whole_span():
 
 def test_8_bits_are_within_half_a_step():
     weight = torch.randn(7, 3 * GROUP)
-    found = torch.empty(7, 3 * GROUP)
-    q8_0(weight).gather(torch.arange(7).numpy(), found.numpy())
+    found = restored(weight, q8_0)
     step = weight.view(7, 3, GROUP).abs().amax(-1, keepdim=True) / 127
     assert ((found - weight).view(7, 3, GROUP).abs() <= 0.51 * step + 1e-3 * step * 127).all()
 
@@ -75,7 +76,7 @@ def test_layers_that_are_not_whole_groups_are_refused(quantization):
 
 def test_it_is_for_the_cpu_and_one_process():
     with pytest.raises(ConfigurationError, match="runs on cpu, the device is cuda"):
-        kernel_set(torch.device("cuda"), torch.float32, KernelSettings(quantization="int8"))
+        kernel_set(torch.device("cuda"), "float32", KernelSettings(quantization="int8"))
     with pytest.raises(
         ConfigurationError,
         match=r"quantization='int3': it must be 'int8' or 'int4' or 'fp8' or 'none' or None",

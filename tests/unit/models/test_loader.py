@@ -19,7 +19,7 @@ def test_a_folder_is_loaded_with_what_the_engine_needs(tmp_path):
     assert loaded.path == tmp_path / "tiny"
     assert (loaded.max_model_len, loaded.vocab_size) == (64, 32)
     assert loaded.eos_token_ids == {2, 3}
-    assert (loaded.dtype, loaded.dtype_reason) == (torch.float32, "asked for")
+    assert (loaded.dtype, loaded.dtype_reason) == ("float32", "asked for")
     assert loaded.tokenizer.decode([4]) == "hello"
     assert loaded.model.origin == "pyengine (llama)"
 
@@ -35,14 +35,15 @@ def test_by_itself_it_takes_what_was_saved_where_the_cpu_can(tmp_path, monkeypat
     monkeypatch.setattr(placement, "bfloat16_instructions", lambda: instructions)
     save_tiny_model(tmp_path).bfloat16().save_pretrained(tmp_path)
     loaded = load_model(tmp_path, device="cpu")
-    assert loaded.dtype == (torch.bfloat16 if instructions else torch.float32)
+    assert loaded.dtype == ("bfloat16" if instructions else "float32")
     assert "saved" in loaded.dtype_reason
 
 
 def test_the_dtype_is_followed(tmp_path):
     save_tiny_model(tmp_path)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert load_model(tmp_path, device="cpu", dtype=dtype).dtype == dtype
+        found = load_model(tmp_path, device="cpu", dtype=dtype).dtype
+        assert found == str(dtype).removeprefix("torch.")
 
 
 def test_every_eos_token_of_the_generation_config_counts(tmp_path):

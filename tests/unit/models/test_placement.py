@@ -1,6 +1,7 @@
 """Devices and number formats by name; over how many processes a model can be divided."""
 
 import re
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from pyengine.cpu import CpuAttention
 from pyengine.errors import ConfigurationError
 from pyengine.models import placement
 from pyengine.models.placement import (
@@ -18,10 +20,11 @@ from pyengine.models.placement import (
     resolve_device,
     resolve_first_device,
 )
+from pyengine.utils.devices import CPU
 
 pytestmark = pytest.mark.levels
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CUDA = torch.device("cuda", 0)
 
 
 def test_auto_takes_cuda_where_there_is_one(monkeypatch):
@@ -36,6 +39,28 @@ def test_auto_takes_cuda_where_there_is_one(monkeypatch):
         resolve_device("cuda:2")
 
 
+@pytest.mark.parametrize(
+    ("is_installed", "drivers", "is_asked"),
+    [(True, ["/dev/null"], True), (True, ["/dev/none"], False), (False, ["/dev/null"], False)],
+)
+def test_torch_is_imported_only_where_a_gpu_may_be(monkeypatch, is_installed, drivers, is_asked):
+    asked = []
+    monkeypatch.setattr(placement, "loaded_torch", lambda: None)
+    monkeypatch.setattr(placement, "is_installed", lambda _: is_installed)
+    monkeypatch.setattr(placement, "_DRIVERS", drivers)
+    monkeypatch.setattr(placement, "_num_cuda_devices", lambda: asked.append("torch") or 0)
+    assert resolve_device("auto") is CPU
+    assert resolve_device("cpu") is CPU
+    assert bool(asked) == is_asked
+
+
+def test_cuda_without_torch_names_the_line_that_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    words = r"device='cuda' needs torch, of the extra 'torch': .*pip install .*\[engine,torch\]"
+    with pytest.raises(ConfigurationError, match=words):
+        resolve_device("cuda")
+
+
 def test_cuda_without_a_device_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigurationError, match="sees 0 CUDA devices; use device='cpu'"):
@@ -48,7 +73,7 @@ def test_other_devices_are_refused(device):
         resolve_device(device)
 
 
-FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
+FLOAT, BRAIN, HALF = "float32", "bfloat16", "float16"
 
 
 @pytest.mark.parametrize(
@@ -86,42 +111,18 @@ def test_bfloat16_on_a_cpu_without_it_is_slower_and_says_so(monkeypatch, caplog)
 
 
 @pytest.mark.parametrize(
-    ("capability", "answers", "expected"),
-    [
-        ("AVX512", {"_is_amx_tile_supported": True}, "AMX"),
-        ("AVX512", {"_is_avx512_bf16_supported": True}, "AVX-512 BF16"),
-        ("AVX512", {}, None),
-        ("AVX2", {"_is_amx_tile_supported": True}, None),  # torch is set to avoid AVX-512
-    ],
+    ("level", "expected"),
+    [("amx", "AMX"), ("avx512_bf16", "AVX-512 BF16"), ("avx512", None), ("avx2", None)],
 )
-def test_torch_is_asked_for_the_instructions(monkeypatch, capability, answers, expected):
-    cpu = SimpleNamespace(**{name: lambda: True for name in answers})
-    monkeypatch.setattr(placement.torch, "cpu", cpu)  # whose names are private, and may be gone
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
+def test_the_kernels_say_which_instructions_they_use(monkeypatch, level, expected):
+    monkeypatch.setattr(placement, "CpuAttention", SimpleNamespace(isa=lambda: level))
     assert bfloat16_instructions() == expected
 
 
-@pytest.mark.parametrize(
-    ("switch", "highest", "expected"),
-    [
-        ("ONEDNN_MAX_CPU_ISA", "AVX2", None),
-        ("ONEDNN_MAX_CPU_ISA", "avx512_core", None),
-        ("DNNL_MAX_CPU_ISA", "AVX512_CORE_VNNI", None),
-        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", "AVX-512 BF16"),
-        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX", "AMX"),
-        ("ONEDNN_MAX_CPU_ISA", "DEFAULT", "AMX"),
-    ],
-)
-def test_instructions_that_onednn_may_not_use_do_not_count(monkeypatch, switch, highest, expected):
-    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    cpu = SimpleNamespace(**{name: lambda: True for name in names})
-    monkeypatch.setattr(placement.torch, "cpu", cpu)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    monkeypatch.setenv(switch, highest)
-    assert bfloat16_instructions() == expected
+def test_a_level_that_is_hidden_does_not_count(monkeypatch):
+    monkeypatch.setenv("PYENGINE_CPU_ISA", "plain")
+    assert CpuAttention.isa() == "plain"
+    assert bfloat16_instructions() is None
 
 
 @pytest.mark.parametrize("dtype", ["float8", "f32", torch.int8, "None"])

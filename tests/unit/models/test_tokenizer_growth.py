@@ -10,13 +10,14 @@ from tokenizers import Regex, decoders, normalizers
 from pyengine.errors import ModelLoadError
 from pyengine.models.tokenizer import load_tokenizer
 from tests.support.chat import CHATML, chat_tokenizer
+from tests.support.tokenizers import save_tokenizer
 
 
 def saved(folder: Path, **parts: Any) -> Path:
     tokenizer = chat_tokenizer(CHATML)
     for name, part in parts.items():
         setattr(tokenizer.backend_tokenizer, name, part)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(folder, tokenizer)
     return folder
 
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyengine.sampling.sampler import Adjustments
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
+from tests.support.logits import in_type
 
 ROW = [2.0, -2.0, 4.0, -1.0, 0.5]
 INF = float("inf")
@@ -32,7 +32,11 @@ def state(
     return made
 
 
-def adjusted_logits(logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
+def floats(rows: Any) -> Any:
+    return np.array(rows, dtype=np.float32)
+
+
+def adjusted_logits(logits: Any, states: Sequence[SamplingState]) -> Any:
     return Adjustments(states).apply(logits, [state.num_output for state in states])
 
 
@@ -108,34 +112,32 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_by_hand(name: str) -> None:
     made, expected = CASES[name]
-    torch.testing.assert_close(
-        adjusted_logits(torch.tensor([ROW]), [made])[0], torch.tensor(expected)
-    )
+    np.testing.assert_allclose(adjusted_logits(floats([ROW]), [made])[0], expected, rtol=1e-6)
 
 
 def test_a_batch_of_all_cases_at_once() -> None:
-    logits = torch.tensor([ROW] * len(CASES))
+    logits = floats([ROW] * len(CASES))
     states, expected = zip(*CASES.values(), strict=True)
-    torch.testing.assert_close(adjusted_logits(logits, states), torch.tensor(expected))
+    np.testing.assert_allclose(adjusted_logits(logits, states), floats(expected), rtol=1e-6)
     assert logits.tolist() == [ROW] * len(CASES), "the model's logits were written to"
 
 
 def test_logits_that_nothing_changes_are_passed_on() -> None:
-    logits = torch.tensor([ROW], dtype=torch.bfloat16)
+    logits = in_type(floats([ROW]), "bfloat16")
     assert adjusted_logits(logits, [state(SamplingParams())]) is logits
 
 
 def test_low_precision_and_strided_logits_are_computed_in_float32() -> None:
-    logits = torch.tensor([ROW, ROW], dtype=torch.bfloat16).T.contiguous().T
+    logits = np.asfortranarray(in_type(floats([ROW, ROW]), "bfloat16"))
     states = [state(SamplingParams(logit_bias={0: 0.001})), state(SamplingParams())]
     got = adjusted_logits(logits, states)
-    assert got.dtype == torch.float32
+    assert got.dtype == np.float32
     assert got[0, 0].item() == pytest.approx(2.001)
     assert got[1].tolist() == ROW
 
 
 def test_tokens_beyond_the_requests_vocabulary_stay() -> None:
-    logits = torch.tensor([[*ROW, 9.0]] * 2)
+    logits = floats([[*ROW, 9.0]] * 2)
     states = [state(SamplingParams(logit_bias={4: 1.0})) for _ in range(2)]
     assert adjusted_logits(logits, states)[:, 4:].tolist() == [[1.5, 9.0]] * 2
 
@@ -143,7 +145,7 @@ def test_tokens_beyond_the_requests_vocabulary_stay() -> None:
 def test_a_stop_token_outside_the_vocabulary_bars_nothing_in_other_rows() -> None:
     params = SamplingParams(min_tokens=1)
     outside = [state(params, stop_ids=(len(ROW) + 1, -2)) for _ in range(3)]
-    assert adjusted_logits(torch.tensor([ROW] * 3), outside).tolist() == [ROW] * 3
+    assert adjusted_logits(floats([ROW] * 3), outside).tolist() == [ROW] * 3
 
 
 @pytest.mark.parametrize("penalty", [1.2e-38, 1e38])
@@ -152,7 +154,7 @@ def test_the_largest_bias_and_penalty_give_no_nan(penalty: float) -> None:
         logit_bias={0: 3.4e38, 1: -3.4e38, 2: 3.4e38}, repetition_penalty=penalty, min_tokens=1
     )
     sampling_state = state(params, prompt=(0, 1, 2, 3, 4), stop_ids=(2, 4))
-    got = adjusted_logits(torch.tensor([[3.4e38, -3.4e38, 3.4e38, 0.0, 1.0]]), [sampling_state])[
+    got = adjusted_logits(floats([[3.4e38, -3.4e38, 3.4e38, 0.0, 1.0]]), [sampling_state])[
         0
     ].tolist()
     assert got[2] == got[4] == -INF
@@ -160,7 +162,7 @@ def test_the_largest_bias_and_penalty_give_no_nan(penalty: float) -> None:
 
 
 def by_one(
-    logits: torch.Tensor, sampling_state: SamplingState, bad_words: list[tuple[int, ...]]
+    logits: Any, sampling_state: SamplingState, bad_words: list[tuple[int, ...]]
 ) -> list[float]:
     """The changes to one row, token by token."""
     row, params, output = logits.tolist(), sampling_state.params, sampling_state.token_ids
@@ -208,13 +210,13 @@ def test_batches_against_one_token_at_a_time(batch: list[Any], steps: int) -> No
     ]
     made = Adjustments(states)
     for step in range(steps):
-        logits = torch.tensor([ROW] * len(states)).roll(step, 1)
+        logits = np.roll(floats([ROW] * len(states)), step, 1)
         got = made.apply(logits, np.array([each_state.num_output for each_state in states]))
         expected = [
             by_one(row, each_state, words)
             for row, each_state, (_, _, words) in zip(logits, states, batch, strict=True)
         ]
-        torch.testing.assert_close(got, torch.tensor(expected))
+        np.testing.assert_allclose(got, floats(expected), rtol=1e-5, atol=1e-6)
         for each_state in states:
             each_state.append((7 * step + each_state.num_output) % len(ROW))
 
@@ -222,4 +224,4 @@ def test_batches_against_one_token_at_a_time(batch: list[Any], steps: int) -> No
 def test_ids_beyond_the_logits_are_refused() -> None:
     sampling_state = state(SamplingParams(logit_bias={4: 1.0}))
     with pytest.raises(ValueError, match="token ids 4 to 4 in rows of 4 logits"):
-        adjusted_logits(torch.tensor([ROW[:4], ROW[:4]]), [sampling_state, sampling_state])
+        adjusted_logits(floats([ROW[:4], ROW[:4]]), [sampling_state, sampling_state])

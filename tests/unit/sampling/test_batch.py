@@ -1,10 +1,12 @@
 """A batch that is used again gives what new ones give."""
 
-import torch
+import numpy as np
+import pytest
 
 from pyengine.sampling.sampler import SamplingBatch, sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
+from tests.support.logits import normal
 
 VOCAB = 200
 MIXED = [
@@ -22,11 +24,11 @@ def states(params: list[SamplingParams]) -> list[SamplingState]:
 
 
 def test_a_batch_follows_its_requests_from_step_to_step() -> None:
-    generator = torch.Generator().manual_seed(0)
+    random = np.random.default_rng(0)
     kept, fresh = states(MIXED), states(MIXED)
     batch = SamplingBatch(kept)
     for _ in range(8):
-        logits = torch.randn(len(MIXED), VOCAB, generator=generator)
+        logits = random.standard_normal((len(MIXED), VOCAB), dtype=np.float32)
         ours, expected = sample(logits, batch).wait(), sample(logits, fresh).wait()
         assert ours.token_ids.tolist() == expected.token_ids.tolist()
         assert ours.logprobs == expected.logprobs
@@ -40,7 +42,7 @@ def test_positions_stand_for_tokens_that_the_states_do_not_have_yet() -> None:
         item.append(3)
         item.append(3)
     for number in (0, 2, 3, 4, 5):  # the penalty needs the tokens themselves
-        logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(number))
+        logits = normal(number, 1, VOCAB)
         expected = sample(logits, [known[number]]).wait()
         assert sample(logits, [pending[number]], [2]).wait().token_ids == expected.token_ids
     assert [item.depends_on_output for item in known] == [
@@ -67,11 +69,12 @@ def test_what_is_known_of_a_batch() -> None:
 
 
 def test_settings_that_no_row_asks_for_are_left_out() -> None:
+    torch = pytest.importorskip("torch", reason="tensors are the settings")
     draws = SamplingBatch(states([MIXED[2], SamplingParams(top_k=9)])).draws
     assert draws is not None
-    settings = draws.settings(slice(0, 2), torch.device("cpu"))
+    settings = draws.columns(slice(0, 2), torch.device("cpu"))
     assert settings.min_p is None
     assert settings.top_p is None
     assert settings.top_k is not None
     assert (settings.top_k.flatten().tolist(), settings.largest_k) == ([5, 9], 9)
-    assert draws.settings(slice(0, 2), torch.device("cpu")) is settings
+    assert draws.columns(slice(0, 2), torch.device("cpu")) is settings

@@ -1,68 +1,24 @@
-"""The draw on the CPU against the simple one, which devices use."""
+"""The draw from arrays against the simple one, from tensors."""
 
-import math
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.cpu import limit_threads
-from pyengine.sampling import draw_cpu
-from pyengine.sampling.sampler import SamplingBatch, draw, draw_on_device
-from pyengine.sampling.state import SamplingState, uniforms
+from pyengine.cpu import BufferError, draw_tokens, largest_logits, token_logprobs
+from pyengine.cpu.threads import kernel_threads
+from pyengine.sampling.sampler import draw
 from pyengine.sampling_params import SamplingParams
-
-requests = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.1, 0.8, 1.0, 3.0, 1e-30, 1e30]),
-    top_k=st.sampled_from([0, 0, 1, 2, 50, 63, 64, 65, 400, 2**63]),
-    top_p=st.sampled_from([1.0, 1.0, 0.9, 0.5, 0.999999, 1e-9]),
-    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.9, 1.0, 1e-12]),
-)
-
-
-def batch_of(params: list[SamplingParams], vocab_size: int) -> SamplingBatch:
-    return SamplingBatch(
-        [
-            SamplingState(param, (), seed=seed, vocab_size=vocab_size)
-            for seed, param in enumerate(params)
-        ]
-    )
-
-
-def simple(logits: torch.Tensor, batch: SamplingBatch, positions: Any) -> list[int]:
-    assert batch.draws is not None
-    numbers = uniforms(batch.draws.seeds, np.asarray(positions)[batch.draws.rows])
-    tokens: list[int] = draw_on_device(
-        logits[batch.draws.rows].float(), batch.draws, numbers
-    ).tolist()
-    return tokens
-
-
-def make_logits(kind: str, rows: int, vocab_size: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(rows, vocab_size, generator=generator)
-    if kind == "peaked":
-        logits += 12 * (torch.rand(rows, vocab_size, generator=generator) < 20 / vocab_size)
-    elif kind == "ties":
-        logits = (logits * 2).round()
-    elif kind == "equal":
-        logits = torch.zeros(rows, vocab_size)
-    elif kind == "barred":
-        logits[torch.rand(rows, vocab_size, generator=generator) < 0.97] = -math.inf
-        logits[:, -1] = 0.5
-    return logits * 3
+from tests.support.logits import KINDS, batch_of, in_type, make_logits, requests, tensor_of
 
 
 @given(
     params=st.lists(requests, min_size=1, max_size=6),
-    kind=st.sampled_from(["peaked", "flat", "ties", "equal", "barred"]),
+    kind=st.sampled_from(KINDS),
     vocab_size=st.sampled_from([2, 5, 100, 1024, 1025, 3001, 20_000]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
     greedy=st.sets(st.integers(0, 8)),
     seed=st.integers(0, 2**20),
 )
@@ -71,76 +27,48 @@ def test_the_same_tokens_as_the_simple_draw(
     params: list[SamplingParams],
     kind: str,
     vocab_size: int,
-    dtype: torch.dtype,
+    dtype: str,
     greedy: set[int],
     seed: int,
 ) -> None:
+    pytest.importorskip("torch", reason="tensors are the reference")
     rows = [
         SamplingParams(temperature=0) if at in greedy else param for at, param in enumerate(params)
     ]
     batch = batch_of([*rows, params[0]], vocab_size)
-    logits = make_logits(kind, len(batch.states), vocab_size, seed).to(dtype)
+    logits = in_type(make_logits(kind, len(batch.states), vocab_size, seed), dtype)
     for position in range(3):
         positions = np.full(len(batch.states), seed + position)
         assert batch.draws is not None
-        assert draw(logits, batch.draws, positions).tolist() == simple(logits, batch, positions)
+        expected = draw(tensor_of(logits), batch.draws, positions)
+        assert draw(logits, batch.draws, positions).tolist() == expected.tolist()
 
 
-def test_a_filtered_row_of_a_large_vocabulary_is_not_drawn_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    widths = []
-    pick = draw_cpu._pick
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    """And nothing is written then."""
+    threads, logits = kernel_threads(1), np.zeros((2, 8), dtype=np.float32)
+    rows, out = np.arange(2), np.full(2, 7)
+    settings_of_rows, numbers = np.ones((4, 2)), np.zeros(2)
 
-    def watched(values: Any, *others: Any) -> Any:
-        widths.append(values.shape[1])
-        return pick(values, *others)
+    def refused(call: Any, *arguments: Any, match: str) -> None:
+        with pytest.raises(BufferError, match=match):
+            call(threads, *arguments)
+        assert out.tolist() == [7, 7]
 
-    monkeypatch.setattr(draw_cpu, "_pick", watched)
-    vocab_size = 32_000
-    logits = make_logits("peaked", 4, vocab_size, 0)
-    for params in (
-        SamplingParams(top_k=50),
-        SamplingParams(top_p=0.9),
-        SamplingParams(min_p=0.1),
-        SamplingParams(top_k=50, top_p=0.9, min_p=0.01),
-    ):
-        widths.clear()
-        batch = batch_of([params] * 4, vocab_size)
-        assert batch.draws is not None
-        draw(logits, batch.draws, np.zeros(4, dtype=np.int64))
-        assert len(widths) == 1
-        assert widths[0] < 1100
-    widths.clear()
-    batch = batch_of([SamplingParams(top_p=0.9, temperature=100)] * 4, vocab_size)
-    assert batch.draws is not None
-    draw(logits, batch.draws, np.zeros(4, dtype=np.int64))
-    assert max(widths) == vocab_size
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_several_threads_are_those_of_one(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    vocab_size, names = 32_000, set()
-    logits = make_logits("peaked", 19, vocab_size, 0).to(dtype)
-    kinds = [{"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 3.0, "top_p": 0.99}]
-    batch = batch_of([SamplingParams(**kinds[row % 4]) for row in range(19)], vocab_size)
-    draws, positions = batch.draws, np.arange(19)
-    draw_whole = draw_cpu._draw
-
-    def watched(*arguments: Any) -> Any:
-        names.add(threading.current_thread().name)
-        return draw_whole(*arguments)
-
-    monkeypatch.setattr(draw_cpu, "_draw", watched)
-    assert draws is not None
-    found = []
-    for num_threads in (1, 2, 3):
-        before = limit_threads(num_threads)
-        names.clear()
-        found.append(draw(logits, draws, positions).tolist())
-        limit_threads(before)
-        assert 1 <= len(names) <= num_threads
-        assert (len(names) > 1) == (num_threads > 1)
-    assert found == [simple(logits, batch, positions)] * 3
+    refused(largest_logits, logits.astype(np.float64), out, match="not that of f32")
+    refused(largest_logits, logits.T, out, match="not contiguous")
+    refused(largest_logits, logits, out[:1], match="out has 1 elements")
+    refused(largest_logits, logits, out.astype(np.int32), match="not that of i64")
+    shared = out.view(np.float32)[:, None]
+    refused(largest_logits, shared, out[:2], match="share memory|out has 2 elements")
+    drawn = (rows, settings_of_rows, numbers, out)
+    refused(draw_tokens, logits, rows + 1, *drawn[1:], match=r"rows\[1\]=2 is not below 2")
+    refused(draw_tokens, logits, rows, np.ones((3, 2)), numbers, out, match=r"must be \[4, 2\]")
+    refused(draw_tokens, logits, rows, settings_of_rows, numbers[:1], out, match="numbers has 1")
+    refused(draw_tokens, logits, out, settings_of_rows, numbers, out, match="out and rows share")
+    figures = np.zeros(2, dtype=np.float32), out, np.zeros(2, dtype=np.int64)
+    arguments = (rows, rows, np.ones(2, dtype=np.int64)), (*figures, np.zeros(2, dtype=np.float32))
+    refused(token_logprobs, logits, (rows, rows + 7, rows), arguments[1], match=r"token_ids\[1\]=8")
+    refused(token_logprobs, logits, (rows, rows, rows), arguments[1], match="top_ids has 2")
+    same = (figures[0], out, out, figures[0])
+    refused(token_logprobs, logits, arguments[0], same, match="share memory")

@@ -11,10 +11,10 @@ from threading import Event
 from typing import Any
 
 import pytest
-import torch
 
 from pyengine.errors import InvalidRequestError, QueueFullError
 from pyengine.sampling import grammar as grammars_module
+from pyengine.sampling import token_masks
 from pyengine.sampling.grammar import Grammars
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling.token_masks import LEAST_ROWS
@@ -69,7 +69,7 @@ def test_a_matcher_is_at_the_beginning_each_time_and_the_grammar_compiled_once(
 def test_a_grammar_of_many_requests_is_compiled_for_each_thread_without_another_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(token_masks, "usable_threads", lambda: 2)
     there = grammars()
     few = [there.matcher(ONE_OF) for _ in range(LEAST_ROWS)]
     monkeypatch.setattr(grammars_module._Checker, "ask", None)

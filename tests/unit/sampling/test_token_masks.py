@@ -8,7 +8,6 @@ from typing import Any
 import llguidance
 import numpy as np
 import pytest
-import torch
 
 from pyengine.sampling import token_masks as structured
 from pyengine.sampling.sampler import SamplingBatch, sample
@@ -21,6 +20,8 @@ from pyengine.sampling.token_masks import (
     TokenMatcher,
 )
 from pyengine.sampling_params import SamplingParams
+from pyengine.utils.dtypes import widened
+from tests.support.logits import in_type, normal, tensor_of
 
 
 class FakeMatcher:
@@ -45,11 +46,11 @@ class FakeMatcher:
     def may_come(self, token: int) -> bool:
         return bool(self.error) or token in self.allowed
 
-    def fill(self, masks: torch.Tensor, row: int, begin: float) -> float:
+    def fill(self, masks: Any, row: int, begin: float) -> float:
         self.num_filled += 1
         if not self.allowed:
             raise RuntimeError("broken")
-        words = masks.numpy()[row].view(np.uint32)
+        words = masks[row].view(np.uint32)
         words[:] = 0
         for token in self.allowed:
             words[token // 32] |= np.uint32(1 << token % 32)
@@ -69,41 +70,41 @@ def start(batch: SamplingBatch) -> Any:
     return TokenMasks(batch.matchers, batch.vocab_size, MaskFiller()) if batch.matchers else None
 
 
-def sampled(logits: torch.Tensor, states: list[SamplingState]) -> Any:
+def sampled(logits: Any, states: list[SamplingState]) -> Any:
     batch = SamplingBatch(states)
     return sample(logits, batch, None, start(batch)).wait()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("vocab_size", "width"), [(64, 64), (97, 97), (97, 128), (31, 200)])
 def test_only_allowed_tokens_come_and_other_rows_stay_as_they_are(
-    vocab_size: int, width: int, dtype: torch.dtype
+    vocab_size: int, width: int, dtype: str
 ) -> None:
-    generator = torch.Generator().manual_seed(width)
-    logits = torch.randn(4, width, generator=generator).to(dtype)
+    logits = normal(width, 4, width)
     logits[:, vocab_size:] = -50.0  # a model's padding; what a row may be given is its vocabulary's
-    before = logits.clone()
+    logits = in_type(logits, dtype)
+    before, floats = logits.copy(), widened(logits)
     last = vocab_size - 1
     several = [{0}, None, {last}, {1, 5, last}]
     found = sampled(logits, [state(vocab_size, value) for value in several])
     tokens = found.token_ids.tolist()
     assert tokens[0] == 0
-    assert tokens[1] == int(logits[1].float().argmax())
+    assert tokens[1] == int(floats[1].argmax())
     assert tokens[2] == last
-    assert tokens[3] == max((1, 5, last), key=lambda token: (float(logits[3, token]), -token))
-    assert torch.equal(logits, before)
+    assert tokens[3] == max((1, 5, last), key=lambda token: (float(floats[3, token]), -token))
+    assert np.array_equal(logits, before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("vocab_size", "width"), [(64, 64), (97, 128), (31, 200)])
 def test_the_largest_of_those_that_may_come_is_found_without_touching_the_others(
-    vocab_size: int, width: int, dtype: torch.dtype
+    vocab_size: int, width: int, dtype: str
 ) -> None:
-    generator = torch.Generator().manual_seed(vocab_size)
-    logits = torch.randint(-3, 4, (40, width), generator=generator).to(dtype)  # many are equal
-    logits[5, 7] = logits[6, 9] = torch.nan
-    logits[7] = -torch.inf
-    choice = np.random.default_rng(0)
+    choice = np.random.default_rng(vocab_size)
+    logits = choice.integers(-3, 4, (40, width)).astype(np.float32)  # many are equal
+    logits[5, 7] = logits[6, 9] = np.nan
+    logits[7] = -np.inf
+    logits = in_type(logits, dtype)
     several = [
         None
         if row % 5 == 1
@@ -112,17 +113,17 @@ def test_the_largest_of_those_that_may_come_is_found_without_touching_the_others
     ]
     several[5] = {7}
     batch = SamplingBatch([state(vocab_size, value) for value in several])
-    before = logits.clone()
+    before = logits.copy()
     found, chosen = start(batch).largest(logits)
-    assert torch.equal(logits.nan_to_num(9), before.nan_to_num(9))
-    masked = start(batch).apply(logits, to_copy=True).numpy()
+    assert np.array_equal(widened(logits), widened(before), equal_nan=True)
+    masked = start(batch).apply(logits, to_copy=True)
     assert found.tolist() == masked.argmax(1).tolist()
-    expected = masked[np.arange(len(logits)), found.numpy()]
-    assert np.array_equal(chosen.float().numpy(), expected, equal_nan=True)
+    expected = masked[np.arange(len(logits)), found]
+    assert np.array_equal(chosen, expected, equal_nan=True)
 
 
 def test_draws_stay_within_the_mask_and_follow_the_seed() -> None:
-    logits = torch.randn(1, 97, generator=torch.Generator().manual_seed(0))
+    logits = normal(0, 1, 97)
     drawn = []
     for seed in range(200):
         settings = SamplingParams(temperature=2, top_p=0.9)
@@ -134,18 +135,18 @@ def test_draws_stay_within_the_mask_and_follow_the_seed() -> None:
 
 
 def test_log_probabilities_are_those_of_the_model() -> None:
-    logits = torch.randn(2, 97, generator=torch.Generator().manual_seed(0))
+    logits = normal(0, 2, 97)
     states = [state(97, {7}, logprobs=3), state(97, None, logprobs=3)]
     bound, free = sampled(logits, states).logprobs
-    expected = torch.log_softmax(logits, 1)
+    expected = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     assert bound.logprob == pytest.approx(float(expected[0, 7]), abs=1e-5)
-    assert list(bound.top_ids) == expected[0].topk(3).indices.tolist()
-    assert list(free.top_ids) == expected[1].topk(3).indices.tolist()
+    assert list(bound.top_ids) == np.argsort(-expected[0])[:3].tolist()
+    assert list(free.top_ids) == np.argsort(-expected[1])[:3].tolist()
 
 
 def test_what_fails_while_masks_are_filled_is_raised_where_they_are_used() -> None:
     with pytest.raises(RuntimeError, match="broken"):
-        sampled(torch.zeros(1, 97), [state(97, set())])
+        sampled(np.zeros((1, 97), dtype=np.float32), [state(97, set())])
 
 
 def test_a_state_tells_its_matcher_and_a_sibling_has_its_own() -> None:
@@ -165,7 +166,7 @@ def test_a_row_that_takes_too_long_is_given_up_and_the_others_are_served(
     go_on = Event()
 
     class Stuck(FakeMatcher):
-        def fill(self, masks: torch.Tensor, row: int, begin: float) -> float:
+        def fill(self, masks: Any, row: int, begin: float) -> float:
             start = monotonic()
             while not (self.error and go_on.is_set()) and monotonic() - start < 10:
                 pass
@@ -176,7 +177,7 @@ def test_a_row_that_takes_too_long_is_given_up_and_the_others_are_served(
     assert states[1].matcher is None
     states[1].keep_to(stuck)
     batch, filler = SamplingBatch(states), MaskFiller()
-    logits = torch.arange(97.0).expand(3, 97)
+    logits = np.tile(np.arange(97, dtype=np.float32), (3, 1))
     masks = TokenMasks(batch.matchers, 97, filler)
     tokens = sample(logits, batch, None, masks).wait().token_ids.tolist()
     assert tokens == [7, 96, 8]
@@ -195,7 +196,7 @@ class Meeting(FakeMatcher):
         super().__init__(allowed)
         self._barrier = barrier
 
-    def fill(self, masks: torch.Tensor, row: int, begin: float) -> float:
+    def fill(self, masks: Any, row: int, begin: float) -> float:
         self._barrier.wait()
         return super().fill(masks, row, begin)
 
@@ -206,7 +207,7 @@ def bits_of(filling: Any) -> list[set[int]]:
 
 
 def test_many_rows_are_filled_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(structured, "usable_threads", lambda: 2)
     barrier = Barrier(2, timeout=20)
     matchers: list[Any] = [Meeting({row}, barrier) for row in range(64)]
     assert bits_of(MaskFiller().fill(matchers, 3)) == [{row} for row in range(64)]
@@ -216,11 +217,11 @@ def test_many_rows_are_filled_by_several_threads(monkeypatch: pytest.MonkeyPatch
 def test_few_rows_are_filled_by_one_thread(
     num_rows: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(structured, "usable_threads", lambda: 4)
     threads = set()
 
     class Seen(FakeMatcher):
-        def fill(self, masks: torch.Tensor, row: int, begin: float) -> float:
+        def fill(self, masks: Any, row: int, begin: float) -> float:
             threads.add(get_ident())
             return super().fill(masks, row, begin)
 
@@ -231,14 +232,14 @@ def test_few_rows_are_filled_by_one_thread(
 
 def test_no_matcher_is_used_by_two_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a step is begun before the masks of the one before are filled."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(structured, "usable_threads", lambda: 4)
 
     class Alone(FakeMatcher):
         def __init__(self, allowed: set[int]) -> None:
             super().__init__(allowed)
             self._lock = Lock()
 
-        def fill(self, masks: torch.Tensor, row: int, begin: float) -> float:
+        def fill(self, masks: Any, row: int, begin: float) -> float:
             assert self._lock.acquire(blocking=False)
             sleep(0.0005)
             end = super().fill(masks, row, begin)
@@ -256,7 +257,7 @@ def test_no_matcher_is_used_by_two_threads_at_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_stuck_row_of_many_costs_no_other_its_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(structured, "usable_threads", lambda: 4)
     monkeypatch.setattr(structured, "_LONGEST_MASK", 0.02)
     monkeypatch.setattr(structured, "_LOOKS_EVERY", 0.005)
     go_on = Event()
@@ -264,14 +265,14 @@ def test_a_stuck_row_of_many_costs_no_other_its_mask(monkeypatch: pytest.MonkeyP
     late = Barrier(4, timeout=20)
 
     class Stuck(FakeMatcher):
-        def fill(self, masks: torch.Tensor, row: int, begin: float) -> float:
+        def fill(self, masks: Any, row: int, begin: float) -> float:
             if self.error:
-                masks.numpy()[row] = -1
+                masks[row] = -1
                 return begin
             start = monotonic()
             while not go_on.is_set() and monotonic() - start < 10:
                 pass
-            masks.numpy()[row] = 0
+            masks[row] = 0
             late.wait()
             return thread_time()
 
@@ -303,16 +304,16 @@ def compiled_grammar(
 
 def alone(matcher: TokenMatcher) -> Any:
     """The mask of a copy: int32 [V / 32]."""
-    masks = torch.zeros((1, 9), dtype=torch.int32)
+    masks = np.zeros((1, 9), dtype=np.int32)
     matcher.ahead().fill(masks, 0, thread_time())
-    return masks.numpy()[0]
+    return masks[0]
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_masks_are_those_of_the_grammar_whoever_fills_them(
     num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    monkeypatch.setattr(structured, "usable_threads", lambda: num_threads)
     tokenizer = llguidance.LLTokenizer("byte")
     grammar = llguidance.LLMatcher.grammar_from_regex(r"([ab]{2,9}|c[0-9]+d?)*")
     compiled, num_words = compiled_grammar(grammar, tokenizer), 9
@@ -328,14 +329,20 @@ def test_masks_are_those_of_the_grammar_whoever_fills_them(
 
 @pytest.mark.parametrize("width", [1, 31, 64, 97, 128, 200])
 def test_a_device_unpacks_masks_as_the_host_does(width: int) -> None:
+    pytest.importorskip("torch", reason="tensors are masked on devices")
+    from pyengine.sampling.operations import operations_of
+
     rng = np.random.default_rng(width)
     bits = rng.integers(-(2**31), 2**31, (3, 4), dtype=np.int64).astype(np.int32)
-    logits = torch.zeros(3, width)
-    on_host = structured._masked(logits.numpy(), np.arange(3), bits, is_own=False) == 0
-    on_device = structured._unpacked(torch.from_numpy(bits), width)
-    assert (on_device.numpy() == on_host).all()
-    assert not on_host[:, 128:].any()
-    assert not logits.any()
+    logits = np.zeros((5, width), dtype=np.float32)
+    for rows in (np.array([0, 2, 3]), np.arange(3)):
+        few = logits[: max(3, rows[-1] + 1)]
+        on_host = operations_of(few).forbid(few, rows, bits, to_copy=True)
+        tensor = tensor_of(few)
+        on_device = operations_of(tensor).forbid(tensor, rows, bits, to_copy=True)
+        assert (on_device.numpy() == on_host).all()
+        assert not np.isfinite(on_host[rows, 128:]).any()
+        assert not logits.any()
 
 
 def test_a_matcher_walks_drafts_and_stays_where_it_is() -> None:
@@ -348,7 +355,7 @@ def test_a_matcher_walks_drafts_and_stays_where_it_is() -> None:
     ahead = matcher.ahead()
     ahead.append(a)
     assert (ahead.num_allowed([b]), matcher.num_allowed([b]), matcher.num_allowed([a])) == (1, 0, 1)
-    ahead.fill(torch.zeros((1, 9), dtype=torch.int32), 0, thread_time())
+    ahead.fill(np.zeros((1, 9), dtype=np.int32), 0, thread_time())
     assert ahead._spent is matcher._spent and matcher._spent.num_masks == 1
 
 
@@ -441,7 +448,7 @@ def test_a_grammar_keeps_its_only_base(reason: str, monkeypatch: pytest.MonkeyPa
 
 def test_rows_of_one_base_are_filled_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the others are about equal in time."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(structured, "usable_threads", lambda: 2)
     threads: dict[object, set[int]] = {}
 
     class Seen(FakeMatcher):
@@ -449,7 +456,7 @@ def test_rows_of_one_base_are_filled_by_one_thread(monkeypatch: pytest.MonkeyPat
             super().__init__({row})
             self.base, self.seconds_per_mask = base, seconds
 
-        def fill(self, masks: torch.Tensor, row: int, begin: float) -> float:
+        def fill(self, masks: Any, row: int, begin: float) -> float:
             threads.setdefault(self.base, set()).add(get_ident())
             return super().fill(masks, row, begin)
 
@@ -470,7 +477,7 @@ def test_rows_of_one_base_are_filled_by_one_thread(monkeypatch: pytest.MonkeyPat
 
 def test_masks_of_many_bases_are_those_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """For mixed grammars, while rows end and begin; one row fails."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(structured, "usable_threads", lambda: 3)
     chance, filler, queue = np.random.default_rng(0), MaskFiller(), Queue()
     several = [
         compiled_grammar(text, max_bases=3, background=queue) for text in (REGEX, LARK, SCHEMA)

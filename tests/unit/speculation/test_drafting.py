@@ -5,8 +5,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from pyengine.engine.request import SequenceState
 from pyengine.outputs import RequestOutput
@@ -15,7 +15,7 @@ from pyengine.speculation.drafters import Draft, NgramDrafter
 from tests.support import fake_runner
 from tests.support.drafters import AnswerDrafter, MixedDrafter, RandomDrafter, speculate
 from tests.support.engines import GREEDY, Bench, Sink, make_bench
-from tests.support.fake_runner import VOCAB_SIZE, continued
+from tests.support.fake_runner import VOCAB_SIZE, Logits, continued
 from tests.support.soak import soak_cases
 
 DRAFTERS: dict[str, Callable[[], Any]] = {
@@ -191,9 +191,9 @@ def test_a_draft_without_a_choice_behind_it_costs_its_sample_the_drafts_only(
     speculate(bench.engine, AnswerDrafter({((1, 2, 3), 0): [answer[0], wrong, *answer[2:]]}))
     plain = fake_runner.logits_of
 
-    def logits_of(tokens: Any) -> torch.Tensor:
+    def logits_of(tokens: Any) -> Logits:
         logits = plain(tokens)
-        return logits * torch.nan if int(tokens[-1]) == wrong else logits
+        return logits * np.float32(np.nan) if int(tokens[-1]) == wrong else logits
 
     monkeypatch.setattr(fake_runner, "logits_of", logits_of)
     assert wrong not in answer

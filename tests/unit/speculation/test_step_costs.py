@@ -3,14 +3,14 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from pyengine.executor.input_buffers import RunnerLimits
 from pyengine.kv_cache import BlockManager
 from pyengine.speculation import drafting as step_costs
 from pyengine.speculation.drafting import measured_costs
-from tests.support.fake_runner import FakeRunner
+from tests.support.fake_runner import FakeRunner, Logits
 
 
 def sizes(num_blocks: int, max_tokens: int) -> list[int]:
@@ -57,9 +57,9 @@ def test_what_drawing_takes_is_told_from_what_the_rest_takes(
             clock.now += 10 + args[0][0]
             return super().run(*args)
 
-    def sample_slowly(logits: torch.Tensor, batch: Any) -> Any:
+    def sample_slowly(logits: Logits, batch: Any) -> Any:
         clock.now += 0 if batch.draws is None else 3 * len(logits)
-        return SimpleNamespace(token_ids=torch.zeros(len(logits), dtype=torch.int64))
+        return SimpleNamespace(token_ids=np.zeros(len(logits), np.int64))
 
     monkeypatch.setattr(step_costs, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(step_costs, "_SECONDS", seconds)

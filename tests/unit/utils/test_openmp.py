@@ -12,7 +12,7 @@ import torch
 from pyengine import LLM
 from pyengine.utils import openmp
 from pyengine.utils.openmp import torch_threads
-from tests.unit.models.tiny import save_tiny_model
+from tests.support.checkpoints import save_tiny
 
 pytestmark = pytest.mark.skipif(openmp.openmp_runtime() is None, reason="torch brings no libgomp")
 
@@ -68,7 +68,7 @@ def test_released_threads_are_gone_and_come_back() -> None:
 
 def test_who_has_made_an_engine_keeps_no_threads(tmp_path: Path) -> None:
     """Else the thread that runs the steps would share the cores with them, and never spin."""
-    save_tiny_model(tmp_path)
+    save_tiny(tmp_path)
 
     def check() -> None:
         compute()

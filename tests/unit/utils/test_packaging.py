@@ -1,12 +1,15 @@
 """The distribution's name is the same everywhere, and nothing sends people to another project."""
 
 import re
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from pyengine.errors import ConfigurationError
 from pyengine.utils import packaging as distribution
 
 ROOT = Path(__file__).parents[3]
@@ -23,16 +26,27 @@ def test_the_oldest_version_is_written_once(name: str) -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (asked,) = [
         item.removeprefix(f"{name}>=")
-        for item in settings["project"]["optional-dependencies"]["engine"]
+        for item in settings["project"]["optional-dependencies"]["torch"]
         if item.startswith(f"{name}>")
     ]
     page = (ROOT / "docs/explanation/dependencies.md").read_text()
-    (row,) = [line for line in page.splitlines() if line.startswith(f"| `engine` | {name} |")]
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `torch` | {name} |")]
     assert re.findall(r"from ([\d.]+),", row) == [asked]
 
 
+def test_what_needs_torch_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+    distribution.require_torch("this family", "transformers")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ConfigurationError) as raised:
+        distribution.require_torch("compile=True")
+    assert str(raised.value) == distribution.needs_torch("compile=True")
+    assert "compile=True needs torch, of the extra 'torch'" in str(raised.value)
+    assert "whl[engine,torch]'" in str(raised.value)
+
+
 def test_the_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distribution, "version", lambda name: f"{name} 7")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} 7")
     assert distribution.package_version() == "pyengine-kv 7"
 
 
@@ -40,7 +54,7 @@ def test_sources_that_are_not_installed_have_no_version(monkeypatch: pytest.Monk
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(distribution, "version", missing)
+    monkeypatch.setattr("importlib.metadata.version", missing)
     assert distribution.package_version() == "unknown"
 
 

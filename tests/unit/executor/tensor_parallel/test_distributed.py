@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from pyengine import LLM, SamplingParams
-from pyengine.engine import builder
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.recovery import Verdict
 from pyengine.errors import ConfigurationError, EngineClosedError, EngineDeadError, WorkerError
@@ -184,7 +183,7 @@ def faults(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     control.write_text("calm")
     monkeypatch.setenv(faulty_worker.VARIABLE, str(control))
     worker_group = partial(WorkerGroup, module="tests.support.faulty_worker")
-    monkeypatch.setattr(builder, "WorkerGroup", worker_group)
+    monkeypatch.setattr(distributed, "WorkerGroup", worker_group)
     faults = Faults(llama, control)
     yield faults
     faults.llm.close()
@@ -267,7 +266,9 @@ def test_a_worker_that_is_killed_ends_the_engine(llama: Path) -> None:
 def test_a_worker_that_cannot_start_ends_it_too(
     llama: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(builder, "WorkerGroup", partial(WorkerGroup, module=f"{WORKER}_missing"))
+    monkeypatch.setattr(
+        distributed, "WorkerGroup", partial(WorkerGroup, module=f"{WORKER}_missing")
+    )
     with pytest.raises(EngineDeadError, match=r"rank 1 .* ended by itself with status 1"):
         LLM(llama, **SETTINGS, tensor_parallel_size=2)
     assert "No module named" in capfd.readouterr().err

@@ -9,6 +9,7 @@ import pytest
 from pyengine import LLM
 from pyengine.engine import builder
 from pyengine.errors import EngineDeadError, WorkerError
+from pyengine.executor.tensor_parallel import distributed
 from pyengine.executor.tensor_parallel.distributed import WorkerGroup
 from tests.support import capturing_worker, faulty_worker
 from tests.unit.executor.tensor_parallel.test_distributed import SETTINGS, Faults, save, tokens
@@ -26,9 +27,9 @@ def build(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     control, built = tmp_path / "faults", []
     monkeypatch.setenv(faulty_worker.VARIABLE, str(control))
     worker_group = partial(WorkerGroup, module="tests.support.capturing_worker")
-    monkeypatch.setattr(builder, "WorkerGroup", worker_group)
+    monkeypatch.setattr(distributed, "WorkerGroup", worker_group)
     monkeypatch.setattr(builder, "_wants_graphs", lambda *_: True)
-    capturing_worker.inject(monkeypatch.setattr, monkeypatch.setitem)
+    capturing_worker.inject(monkeypatch.setattr)
     capturing_worker.replays.clear()
 
     def start(fault: str) -> Faults:

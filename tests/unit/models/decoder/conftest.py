@@ -2,20 +2,22 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from tests.unit.models.decoder.tiny_models import MODELS, Tiny, save
+if TYPE_CHECKING:  # it imports transformers
+    from tests.unit.models.decoder.tiny_models import Tiny
 
 
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Tiny], tuple[Path, Any]]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[Tiny], tuple[Path, Any]]":
     """The folder of a model, and the model of transformers."""
+    from tests.unit.models.decoder.tiny_models import save
+
     known: dict[str, tuple[Path, Any]] = {}
 
-    def folder_of(tiny: Tiny) -> tuple[Path, Any]:
+    def folder_of(tiny: "Tiny") -> tuple[Path, Any]:
         if tiny.name not in known:
             folder = tmp_path_factory.mktemp(tiny.name)
             known[tiny.name] = folder, save(tiny, folder)
@@ -27,13 +29,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Tiny], tuple[Pa
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
     """Token ids of three prompts; the first is longer than the windows of the models."""
+    import torch
+
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, 101, (n,), generator=generator).tolist() for n in (23, 5, 14)]
 
 
 @pytest.fixture(scope="session")
-def first_of_family() -> list[Tiny]:
+def first_of_family() -> "list[Tiny]":
     """One model of every family."""
+    from tests.unit.models.decoder.tiny_models import MODELS
+
     found: dict[str, Tiny] = {}
     for tiny in MODELS:
         found.setdefault(tiny.family, tiny)

@@ -12,6 +12,7 @@ from pyengine.attention.gather import GatherBackend
 from pyengine.kv_cache.layer_groups import choose_layer_groups
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.decoder.decoder import Decoder
+from pyengine.utils.dtypes import dtype_of
 
 BLOCK = 4
 _NUM_BLOCKS = 600
@@ -40,7 +41,7 @@ class Runner:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.decoder, spec = decoder, decoder.spec
-        specs = spec.cache_specs(dtype)
+        specs = spec.cache_specs(dtype_of(dtype))
         groups = choose_layer_groups(spec.windows, specs, _LONGEST)
         self.pool = KVPool(specs, _NUM_BLOCKS, BLOCK, CPU, groups)
         self.backend = backend(self.pool)

@@ -58,10 +58,10 @@ def test_a_graph_holds_the_product_as_one_operator() -> None:
 
 
 def test_settings_choose_it_where_the_kernel_multiplies_the_format() -> None:
-    assert isinstance(kernel_set(CPU, torch.float32, COMPILED), CompiledCpuKernels)
+    assert isinstance(kernel_set(CPU, "float32", COMPILED), CompiledCpuKernels)
     plain = [
-        kernel_set(CPU, torch.float16, COMPILED),
-        kernel_set(CPU, torch.float32, KernelSettings(is_compiled=True, linear_backend="torch")),
+        kernel_set(CPU, "float16", COMPILED),
+        kernel_set(CPU, "float32", KernelSettings(is_compiled=True, linear_backend="torch")),
     ]
     assert [type(each) for each in plain] == [TorchKernels] * 2
 
@@ -82,6 +82,6 @@ def test_a_set_says_if_torch_multiplies(
 ) -> None:
     """Then the bits depend on the number of threads, which must not change during a request."""
     folder, _ = saved(next(tiny for tiny in MODELS if tiny.name == name))
-    made = kernel_set(CPU, torch.float32, settings)
+    made = kernel_set(CPU, "float32", settings)
     open_model(folder).decoder(made)
     assert made.has_torch_products is expected

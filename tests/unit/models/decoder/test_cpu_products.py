@@ -55,7 +55,7 @@ class Numbers(StoredTensor):
 
     @staticmethod
     def laid_out(parts: Sequence[Any], shape: tuple[int, int]) -> QuantizedWeight:
-        return q8_0(torch.from_numpy(np.concatenate([part.read() for part in parts])))
+        return q8_0(np.concatenate([part.read() for part in parts]), THREADS)
 
 
 def weight_of(numbers: Array, *, is_packed: bool = False) -> Weight:
@@ -139,7 +139,7 @@ def test_halves_of_a_packed_matrix_stay_packed(dtype: Dtype) -> None:
 def test_inputs_in_another_order(dtype: Dtype) -> None:
     matrix, rows = floats(40, 64), rounded(floats(5, 64, seed=1), NUMPY[dtype])
     order = np.random.default_rng(2).permutation(64)
-    packed = q8_0(torch.from_numpy(np.ascontiguousarray(matrix[:, order])))
+    packed = q8_0(np.ascontiguousarray(matrix[:, order]), THREADS)
     plain, ordered = (
         CpuProduct(THREADS, each, floats(40, seed=3), dtype)
         for each in (packed, OrderedWeight(packed, order))

@@ -212,13 +212,13 @@ def test_devices_that_do_not_multiply_8_bit_floats_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(ConfigurationError, match="'fp8' needs a CUDA device, the device is cpu"):
-        kernel_set(CPU, torch.float32, FP8)
+        kernel_set(CPU, "float32", FP8)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _device: (8, 6))
     with pytest.raises(ConfigurationError, match=r"8\.9 or later, cuda:0 has 8\.6: leave quant"):
-        kernel_set(CUDA, torch.bfloat16, FP8)
+        kernel_set(CUDA, "bfloat16", FP8)
     with pytest.raises(ConfigurationError, match="'int8' runs on cpu, the device is cuda:0: take"):
-        kernel_set(CUDA, torch.bfloat16, KernelSettings(quantization="int8"))
+        kernel_set(CUDA, "bfloat16", KernelSettings(quantization="int8"))
 
 
 def test_a_device_that_does_has_them(hopper: None) -> None:
-    assert isinstance(kernel_set(CUDA, torch.bfloat16, FP8), CudaKernels)
+    assert isinstance(kernel_set(CUDA, "bfloat16", FP8), CudaKernels)

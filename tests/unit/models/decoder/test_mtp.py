@@ -20,6 +20,7 @@ from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.decoder.loading import open_model
 from pyengine.models.decoder.model import DecoderModel
+from pyengine.utils.tensors import array_of, tensor_of
 from tests.support.mtp import LAYERS, Reference, save_with_mtp_layers
 from tests.unit.models.decoder.steps import BLOCK, CPU
 from tests.unit.models.decoder.test_families import SETS, TOLERANCE, Saved
@@ -43,16 +44,21 @@ def ours(folder: Path, kernels: str = "torch") -> list[tuple[torch.Tensor, torch
     """States and logits of each MTP layer at the positions that it computes."""
     model = opened(folder, kernels)
     spec = open_model(folder).spec
-    specs = [*spec.cache_specs(torch.float32)]
-    specs += [layer.mixer.cache(torch.float32) for layer in spec.mtp_layers]
+    specs = [*spec.cache_specs("float32")]
+    specs += [layer.mixer.cache("float32") for layer in spec.mtp_layers]
     pool = KVPool(specs, 8, BLOCK, CPU, LayerGroups.single(len(specs)))
     inputs = _inputs(len(TOKENS))
     ids, positions, backend = inputs.input_ids, inputs.positions, GatherBackend(pool)
-    states, found = model.hidden_states(ids, positions, backend.plan(inputs)), []
+    given = array_of if model.takes_arrays else (lambda tensor: tensor)
+    ids, positions = given(ids), given(positions)
+    states = tensor_of(model.hidden_states(ids, positions, backend.plan(inputs)))
+    found = []
     for layer in range(len(spec.mtp_layers)):
         plan = backend.plan(inputs, first_key=layer + 1)
-        states = model.mtp_states(layer, ids, states.roll(1, 0), positions, plan)
-        found.append((states[layer + 1 :], model.mtp_logits(layer, states)[layer + 1 :]))
+        previous = given(states.roll(1, 0))
+        states = tensor_of(model.mtp_states(layer, ids, previous, positions, plan))
+        logits = tensor_of(model.mtp_logits(layer, given(states)))
+        found.append((states[layer + 1 :], logits[layer + 1 :]))
     return found
 
 
@@ -135,6 +141,8 @@ def test_a_family_with_other_layer_types_has_the_same_form(deepseek: Path) -> No
         head_dim=...,
         num_nextn_predict_layers=1,
         num_mtp_layers=...,
+        rms_norm_eps=1e-6,  # the family's defaults are others
+        routed_scaling_factor=2.5,
     )
     [(after, _)] = ours(deepseek)
     assert torch.equal(before, after)

@@ -150,8 +150,8 @@ def test_torch_is_not_chosen_where_mkl_is_slow_without_avx512():
 def test_what_cannot_be_is_refused():
     for asked in ("onednn", "pyengine"):
         with pytest.raises(ConfigurationError, match=f"linear_backend='{asked}'.*float16"):
-            kernel_set(CPU, torch.float16, KernelSettings(linear_backend=asked))
-    made = kernel_set(CPU, torch.float16, KernelSettings())
+            kernel_set(CPU, "float16", KernelSettings(linear_backend=asked))
+    made = kernel_set(CPU, "float16", KernelSettings())
     assert made.products.describe()["linear_backend"] == "torch"
 
 

@@ -9,8 +9,9 @@ import pytest
 from pyengine import LLM, SamplingParams
 from pyengine.async_engine import AsyncEngine
 from tests.support import chat
+from tests.support.checkpoints import save_tiny
 from tests.support.serving import make_client, open_small_engine
-from tests.unit.models.tiny import save_tiny_model
+from tests.support.tokenizers import save_tokenizer
 
 USER = {"role": "user", "content": "What is the capital of France?"}
 
@@ -20,8 +21,8 @@ def folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     """A model, and whether its template strips thinking."""
     path = tmp_path_factory.mktemp("thinks")
     given = {"max_position_embeddings": 512, "dtype": "float32", "eos_token_id": 0}
-    save_tiny_model(path, vocab_size=chat.VOCAB_SIZE + 3, **given)
-    chat.thinking_tokenizer(request.param).save_pretrained(path)
+    save_tiny(path, vocab_size=chat.VOCAB_SIZE + 3, **given)
+    save_tokenizer(path, chat.thinking_tokenizer(request.param))
     return path, request.param == chat.BEGINS_THINKING
 
 

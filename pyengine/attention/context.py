@@ -1,0 +1,46 @@
+"""The attention of a step, as a model gets it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pyengine.attention.backend import AttentionOptions, AttentionPlan, Rows
+from pyengine.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class PagedContext:
+    """The value of `paged=` in a call of the model: the plan of this step's attention.
+
+    `kept` has, for every layer, the window that its group keeps (None: everything). `attended`
+    counts the layers that attended so far; the runner compares it with the layers of the pool,
+    since a layer that keeps its state elsewhere would silently be wrong.
+    """
+
+    plan: AttentionPlan
+    kept: Sequence[int | None]
+    attended: int = field(default=0)
+
+    def attend(self, layer: int, rows: Rows, options: AttentionOptions) -> "torch.Tensor":
+        """See `AttentionPlan.forward`, and `count`."""
+        self.count(layer, options.sliding_window)
+        return self.plan.forward(layer, rows, options)
+
+    def count(self, layer: int, asked: int | None) -> None:
+        """Count that `layer` attends, to the last `asked` positions or to all (None).
+
+        Raises `ConfigurationError` for a layer that sees further back than its group keeps its
+        blocks.
+        """
+        self.attended += 1
+        kept = self.kept[layer]
+        if kept is not None and (asked is None or asked > kept):
+            sight = "every position" if asked is None else f"the last {asked} positions"
+            raise ConfigurationError(
+                f"layer {layer} attends to {sight}, but of its keys and values only the last "
+                f"{kept} are kept, as the model's configuration says that its attention slides: "
+                "the two contradict each other, this model is not supported"
+            )
