@@ -184,10 +184,11 @@ def _text_of(tokenizer: Any) -> str:
             "structured_outputs needs a tokenizer of the tokenizers library, and this model's is a "
             f"{type(tokenizer).__name__}: leave it out"
         )
-    own = copy(backend)
-    own.no_padding()
-    own.no_truncation()
-    return str(own.to_str())
+    if backend.padding is not None or backend.truncation is not None:
+        backend = copy(backend)  # a second for a large vocabulary
+        backend.no_padding()
+        backend.no_truncation()
+    return str(backend.to_str())
 
 
 class _Checker:
