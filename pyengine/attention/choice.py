@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from pyengine.attention.backend import AttentionBackend, AttentionOptions, StepInputs
-from pyengine.attention.needs import AttentionNeeds, LayerNeeds, flex_obstacle, gather_obstacle
+from pyengine.attention.needs import AttentionNeeds, LayerNeeds, flex_obstacle, int8_cache_obstacle
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from pyengine.utils.devices import Device, for_torch, on_device
@@ -61,7 +61,7 @@ _CANDIDATES = {  # the preferred first
     "cudnn": _Candidate("varlen", "CudnnBackend"),
     "varlen": _Candidate("varlen", "VarlenBackend"),
     "flex": _Candidate("flex", "FlexBackend", ("cpu", "cuda"), obstacle=flex_obstacle),
-    "gather": _Candidate("gather", "GatherBackend", ("cpu", "cuda"), obstacle=gather_obstacle),
+    "gather": _Candidate("gather", "GatherBackend", ("cpu", "cuda"), obstacle=int8_cache_obstacle),
 }
 
 

@@ -6,7 +6,6 @@ place. Blocks that several sequences share are read once for all of them. A row 
 every batch.
 """
 
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +26,7 @@ from pyengine.attention.kernel_options import KernelOptions
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle
 from pyengine.cpu import CpuAttention, CpuCache, CpuStep
 from pyengine.kv_cache.pool import KVPool
-from pyengine.utils.openmp import openmp_runtime
+from pyengine.utils.openmp import loaded_torch, openmp_runtime
 from pyengine.utils.tensors import array_of
 
 if TYPE_CHECKING:
@@ -64,18 +63,19 @@ class CpuBackend(AttentionBackend):
     def __init__(self, pool: KVPool) -> None:
         super().__init__(pool)
         self.caches = _caches_of(pool)
+        self._threads = None if loaded_torch() is None else _torch_threads()
         self.groups = [place.group for place in pool.groups.places]
         """The group of each layer."""
         full = [group for group, window in enumerate(pool.groups.windows) if window is None]
         self.shared_group = full[0] if full else None
         """Groups with a window share no blocks."""
 
-    @cached_property
+    @property
     def threads(self) -> CpuAttention:
-        """Torch's threads, for models of torch's operations."""
-        import torch
-
-        return CpuAttention(torch.get_num_threads(), openmp_runtime())
+        """As many of torch's threads as it had for this backend, for models of its operations."""
+        if self._threads is None:
+            self._threads = _torch_threads()
+        return self._threads
 
     @staticmethod
     def obstacle(needs: AttentionNeeds) -> str | None:
@@ -94,6 +94,12 @@ class CpuBackend(AttentionBackend):
         For `first_key` see `GatherBackend.plan`.
         """
         return CpuPlan(self, inputs, first_key)
+
+
+def _torch_threads() -> CpuAttention:
+    import torch
+
+    return CpuAttention(torch.get_num_threads(), openmp_runtime())
 
 
 def _rows(tensor: "torch.Tensor") -> npt.NDArray[Any]:

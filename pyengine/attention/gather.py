@@ -28,7 +28,7 @@ from pyengine.attention.backend import (
     Rows,
     StepInputs,
 )
-from pyengine.attention.needs import FLOAT8_DTYPES, AttentionNeeds, gather_obstacle
+from pyengine.attention.needs import FLOAT8_DTYPES, AttentionNeeds, int8_cache_obstacle
 from pyengine.attention.paged import KVWriter
 from pyengine.kv_cache.pool import KVPool
 from pyengine.utils.devices import for_torch
@@ -59,7 +59,7 @@ class GatherBackend(AttentionBackend):
     @staticmethod
     def obstacle(needs: AttentionNeeds) -> str | None:
         """See `AttentionBackend.obstacle`."""
-        return gather_obstacle(needs) or AttentionBackend.obstacle(needs)
+        return int8_cache_obstacle(needs) or AttentionBackend.obstacle(needs)
 
     def plan(self, inputs: StepInputs, *, first_key: int = 0) -> "GatherPlan":
         """Prepare a step; index tensors are made per sliding window, at first use.

@@ -170,11 +170,6 @@ def page_obstacle(needs: AttentionNeeds, multiple: int) -> str | None:
     )
 
 
-def gather_obstacle(needs: AttentionNeeds) -> str | None:
-    """Why the backend "gather" cannot serve; None: it can."""
-    return int8_cache_obstacle(needs)
-
-
 def flex_obstacle(needs: AttentionNeeds) -> str | None:
     """Why the backend "flex" cannot serve; None: it can."""
     if needs.device.type == "cuda":

@@ -23,8 +23,8 @@ from pyengine.models.decoder.kernel_sets import KernelSettings
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import load_model
 from pyengine.models.source import resolve_source
+from pyengine.sampling.operations import largest
 from pyengine.speculation.drafters import Draft
-from pyengine.utils.device_arrays import largest_ids
 from pyengine.utils.dtypes import DType
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ class DraftModel:
             ]
             tokens: list[int] = []
             if fitting:
-                tokens = largest_ids(self._runner.prepare(plan)(None).sampling).tolist()
+                tokens = largest(self._runner.prepare(plan)(None).sampling).tolist()
             plan.commit(tokens)
         return dict(zip(fitting, tokens, strict=True))
 

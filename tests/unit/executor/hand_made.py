@@ -21,6 +21,7 @@ from pyengine.models.decoder.kernel_sets import KernelSettings
 from pyengine.models.loaded import LoadedModel
 from pyengine.utils.devices import CPU
 from pyengine.utils.tensors import tensor_of
+from tests.support.checkpoints import BASE
 from tests.support.models import BY_TORCH, as_loaded
 
 POISON = 7.0
@@ -158,21 +159,6 @@ class PagedRun:
         logits = self.runner.prepare(plan, extra_rows=rows)(None)
         rows_of_entries = tensor_of(logits.extra).split([e.end - e.start for e in entries])
         return list(rows_of_entries), tensor_of(logits.sampling)
-
-
-BASE: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 
 
 def random_model(family: str, **settings: Any) -> Any:

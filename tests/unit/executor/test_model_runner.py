@@ -13,6 +13,7 @@ from pyengine.executor import model_runner
 from pyengine.models.decoder.kernel_sets import KernelSettings
 from pyengine.models.loaded import LoadedModel
 from pyengine.utils.tensors import tensor_of
+from tests.support import checkpoints
 from tests.support.graphs import record_eagerly
 from tests.support.models import BY_TORCH, as_fallback, as_loaded
 from tests.support.static_attention import StaticBackend
@@ -46,15 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {},
     "olmo2": {},
     "granite": {},
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": 12,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 10,
-        "first_k_dense_replace": 3,
-    },
+    "deepseek_v3": checkpoints.FAMILIES["deepseek_v3"],
 }
 TOLERANCE = 1e-4
 OPEN = nullcontext()
