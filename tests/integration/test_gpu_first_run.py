@@ -61,6 +61,8 @@ def _figures(lines: list[dict]) -> None:
     works = {line.get("work") for line in lines}
     wanted = {"rates", "decode", "prefill", "equal prompts", "mixed", "sampling", "overlap"}
     assert wanted | {"batching", "shared prefix"} <= works
+    (profile,) = (line for line in lines if line.get("piece") == "profile")
+    assert profile["skipped"] == "the profiler saw nothing"
     pieces = {line.get("piece") for line in lines}
     assert {"kv write", "rotation", "grouped products", "draw", "log-probabilities"} <= pieces
     (crowd,) = (line for line in lines if line["part"] == "crowd")
