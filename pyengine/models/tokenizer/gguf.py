@@ -109,12 +109,12 @@ class _Vocabulary:
             if not text:
                 texts[number] = f"[EMPTY_{number}]"
         if self.is_gemma and self.kind == "llama":  # tokens of spaces only are written as such
-            spaces = {text: number for number, text in enumerate(texts) if text.isspace()}
-            for text, number in spaces.items():
-                mark = _SPACE * len(text)
-                if text == " " * len(text) and mark not in texts:
+            spaces = {number: text for number, text in enumerate(texts) if not text.strip(" ")}
+            marks = {_SPACE * len(text) for text in spaces.values()}
+            self._spaces = marks.difference(texts)
+            for number, text in spaces.items():
+                if (mark := _SPACE * len(text)) in self._spaces:
                     texts[number] = mark
-                    self._spaces.add(mark)
         return texts
 
     def numbers(self, name: str, kinds: str) -> Any:

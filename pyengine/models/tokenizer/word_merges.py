@@ -1,11 +1,11 @@
 """The merges of a vocabulary of words that lists none: every token is made of two others.
 
-A vocabulary has some hundred thousand tokens, with ten places each where it may be cut. Hashes of
-all pieces are compared first, in arrays: few pairs are left whose texts are looked up.
+A vocabulary has some hundred thousand tokens, with ten places each where it may be cut. The
+pieces are compared by hashes, in arrays.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,31 +24,63 @@ def merges_of_words(texts: Sequence[str], scores: _Numbers | None = None) -> lis
     """All pairs of tokens that make a third one, the best first.
 
     A pair is as good as its token: by `scores`, one for each of `texts`, or else by its place. Of
-    the pairs of equally good tokens, that with the longest beginning is the best.
+    the pairs of equally good tokens, that with the longest beginning is the best. No two of
+    `texts` are equal, and their hashes of 64 bits are taken for different, too.
     """
-    known = frozenset(texts)
-    tokens, cuts = _likely_cuts(texts)
+    found = _cuts(texts)
     if scores is None:
-        order = np.lexsort((-cuts, tokens))
+        order = np.lexsort((-found.places, found.tokens))
     else:
-        lengths = np.fromiter(map(len, texts), np.int64, len(texts))[tokens]
-        order = np.lexsort((cuts - lengths, -cuts, -scores[tokens].astype(np.float64)))
-    return [
-        (first, second)
-        for token, cut in zip(tokens[order].tolist(), cuts[order].tolist(), strict=True)
-        if (first := texts[token][:cut]) in known and (second := texts[token][cut:]) in known
-    ]
+        lengths = np.fromiter(map(len, texts), np.int64, len(texts))[found.tokens]
+        goodness = scores[found.tokens].astype(np.float64)
+        order = np.lexsort((found.places - lengths, -found.places, -goodness))
+    firsts, seconds = (
+        map(texts.__getitem__, numbers[order].tolist()) for numbers in (found.firsts, found.seconds)
+    )
+    return list(zip(firsts, seconds, strict=True))
 
 
-def _likely_cuts(texts: Sequence[str]) -> tuple[_Numbers, _Numbers]:
-    """Numbers of tokens, and where they are cut into pieces whose hashes are those of tokens."""
-    chunks = [_Chunk(texts[at : at + _CHUNK]) for at in range(0, len(texts), _CHUNK)]
-    is_token = np.zeros(1 << _TABLE_BITS, bool)
-    for chunk in chunks:
-        is_token[chunk.hashes(chunk.starts, chunk.ends)] = True
-    found = [chunk.likely_cuts(is_token) for chunk in chunks]
-    tokens = [own + number * _CHUNK for number, (own, _) in enumerate(found)]
-    return np.concatenate(tokens), np.concatenate([cuts for _, cuts in found])
+class _Cuts(NamedTuple):
+    """Where tokens are cut: their numbers, the places, and both pieces as hashes or as numbers."""
+
+    tokens: _Numbers
+    places: _Numbers
+    firsts: _Numbers
+    seconds: _Numbers
+
+    def of(self, chosen: _Numbers) -> "_Cuts":
+        """Some of these."""
+        return _Cuts(*(each[chosen] for each in self))
+
+
+def _cuts(texts: Sequence[str]) -> _Cuts:
+    """All cuts into pieces whose hashes are those of tokens, whose numbers they get."""
+    starts = range(0, len(texts), _CHUNK)
+    chunks = [_Chunk(texts[at : at + _CHUNK]) for at in starts]
+    hashes = np.concatenate([chunk.hashes(chunk.starts, chunk.ends) for chunk in chunks])
+    likely = np.zeros(1 << _TABLE_BITS, bool)
+    likely[_places(hashes)] = True
+    several = [chunk.cuts(likely) for chunk in chunks]
+    tokens = np.concatenate([cuts.tokens + at for at, cuts in zip(starts, several, strict=True)])
+    found = _Cuts(tokens, *(np.concatenate(each) for each in list(zip(*several, strict=True))[1:]))
+    by_hash = np.argsort(hashes)
+    for name in ("firsts", "seconds"):
+        pieces = getattr(found, name)
+        numbers = by_hash[_positions(pieces, hashes[by_hash])]
+        found = found._replace(**{name: numbers}).of(hashes[numbers] == pieces)
+    return found
+
+
+def _positions(values: _Numbers, ascending: _Numbers) -> _Numbers:
+    """Where values are among others, if they are there: sorted ones are found in cached memory."""
+    order, found = np.argsort(values), np.empty(len(values), np.int64)
+    found[order] = np.searchsorted(ascending, values[order])
+    return np.minimum(found, len(ascending) - 1)
+
+
+def _places(hashes: _Numbers) -> _Numbers:
+    """Places in a table: the first bits of hashes."""
+    return (hashes >> np.uint64(64 - _TABLE_BITS)).astype(np.int64)
 
 
 class _Chunk:
@@ -68,25 +100,25 @@ class _Chunk:
         np.cumsum((characters + np.uint64(1)) * _powers(_BASE, size), out=self._sums[1:])
 
     def hashes(self, first: _Numbers, end: _Numbers) -> _Numbers:
-        """The hashes of pieces, as places in a table."""
+        """The hashes of pieces, mixed such that their first bits differ."""
         mixed = self._sums[end] - self._sums[first]
         mixed *= _powers(_INVERSE, len(self._sums))[first]
         mixed ^= mixed >> np.uint64(32)
         mixed *= np.uint64(_BASE)
-        mixed >>= np.uint64(64 - _TABLE_BITS)
-        return mixed.astype(np.int64)
+        return mixed
 
-    def likely_cuts(self, is_token: _Numbers) -> tuple[_Numbers, _Numbers]:
-        """Numbers of the chunk's tokens, and where they are cut into likely tokens."""
+    def cuts(self, likely: _Numbers) -> _Cuts:
+        """The cuts of the chunk's tokens into pieces that are `likely` by their hashes' places."""
         tokens = np.repeat(np.arange(len(self.lengths)), self.lengths)
         places = np.arange(len(tokens))
         inner = places > self.starts[tokens]
         tokens, places = tokens[inner], places[inner]
-        for of_token, is_first in ((self.starts, True), (self.ends, False)):
-            bounds = (of_token[tokens], places) if is_first else (places, of_token[tokens])
-            likely = is_token[self.hashes(*bounds)]
-            tokens, places = tokens[likely], places[likely]
-        return tokens, places - self.starts[tokens]
+        firsts = self.hashes(self.starts[tokens], places)
+        may_be = likely[_places(firsts)]
+        tokens, places, firsts = tokens[may_be], places[may_be], firsts[may_be]
+        seconds = self.hashes(places, self.ends[tokens])
+        found = _Cuts(tokens, places - self.starts[tokens], firsts, seconds)
+        return found.of(likely[_places(seconds)])
 
 
 _known_powers: dict[int, _Numbers] = {}
