@@ -68,7 +68,7 @@ class Grammars:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="pyengine-grammars-again")
         self._max_bases = num_filling_threads()
         self._vocabulary: Any = None  # `llguidance.LLTokenizer`, made at first use
-        self._checker_setup: dict[str, Any] = {}  # the setup of checkers
+        self._checker_setup = b""  # the first line for each checker
         self._idle: list[_Checker] = []
 
     def matcher(self, structured_outputs: StructuredOutputs, tenant: bytes = b"") -> TokenMatcher:
@@ -159,17 +159,31 @@ class Grammars:
             raise InvalidRequestError(missing) from error
         with self._making:
             if self._vocabulary is None:
-                text, ends = _text_of(self._tokenizer), self._eos_token_ids
-                self._vocabulary = LLTokenizer(
-                    text, n_vocab=self._vocab_size, eos_token=ends or None
-                )
-                self._checker_setup = {
-                    "tokenizer": text,
-                    "n_vocab": self._vocab_size,
-                    "eos_token": ends,
-                    "limits": _LIMITS,
-                }
-        return _Checker(self._checker_setup)
+                checker = self._first_checker(LLTokenizer)
+            else:
+                checker = _Checker(self._checker_setup)
+        checker.wait()
+        return checker
+
+    def _first_checker(self, vocabulary_of: Any) -> "_Checker":
+        """A checker, which makes its vocabulary while this process makes that of all grammars."""
+        text, ends = _text_of(self._tokenizer), self._eos_token_ids
+        setup = {
+            "tokenizer": text,
+            "n_vocab": self._vocab_size,
+            "eos_token": ends,
+            "limits": _LIMITS,
+        }
+        self._checker_setup = json.dumps(setup, ensure_ascii=False).encode() + b"\n"
+        checker = _Checker(self._checker_setup)
+        try:
+            self._vocabulary = vocabulary_of(text, n_vocab=self._vocab_size, eos_token=ends or None)
+        except ValueError as error:
+            shown = str(error)[:_LONGEST_REASON]
+            raise InvalidRequestError(
+                f"structured_outputs cannot be served with this model's tokenizer: {shown}"
+            ) from error
+        return checker
 
 
 def _text_of(tokenizer: Any) -> str:
@@ -194,7 +208,8 @@ def _text_of(tokenizer: Any) -> str:
 class _Checker:
     """A process that runs `grammar_checker.py`."""
 
-    def __init__(self, first: dict[str, Any]) -> None:
+    def __init__(self, setup: bytes) -> None:
+        """Start it with a line of JSON, which tells it the vocabulary."""
         self._process = subprocess.Popen(
             [sys.executable, "-P", grammar_checker.__file__, str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -203,7 +218,11 @@ class _Checker:
             start_new_session=True,  # Ctrl-C is not for it
         )
         finalize(self, _end, self._process, os.getpid())
-        answer = self.ask(first, _SECONDS_TO_BEGIN)
+        self._send(setup, _SECONDS_TO_BEGIN)
+
+    def wait(self) -> None:
+        """Wait until it can be asked."""
+        answer = self._receive()
         if answer:
             raise PyEngineError(f"the process that checks grammars has not begun: {answer}")
 
@@ -214,24 +233,29 @@ class _Checker:
 
     def ask(self, question: Any, seconds: float) -> dict[str, str]:
         """Its answer; a passing "error" if the process ended, or exceeded `seconds`."""
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        end = Timer(seconds, process.kill)
-        end.start()
-        answer = b""
+        self._send(json.dumps(question).encode() + b"\n", seconds)
+        return self._receive()
+
+    def _send(self, line: bytes, seconds: float) -> None:
+        """Send a line, whose answer is waited for until `seconds` from now."""
+        assert self._process.stdin is not None
+        self._limit = Timer(seconds, self._process.kill)
+        self._limit.start()
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+
+    def _receive(self) -> dict[str, str]:
+        assert self._process.stdout is not None
         try:
-            process.stdin.write(json.dumps(question).encode() + b"\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except BrokenPipeError:
-            pass
+            answer = self._process.stdout.readline()
         finally:
-            end.cancel()
+            self._limit.cancel()
         if answer:
             found: dict[str, str] = json.loads(answer)
             return found
-        if process.wait() == -signal.SIGKILL:
+        if self._process.wait() == -signal.SIGKILL:
+            seconds = self._limit.interval
             reason = f"it takes more than {seconds:g} s to compile; make it smaller"
         else:
             reason = "it takes too much stack or memory to compile; make it flatter"

@@ -11,8 +11,11 @@ from threading import Event
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models
 
 from pyengine.errors import InvalidRequestError, QueueFullError
+from pyengine.models.tokenizer import Tokenizer
 from pyengine.sampling import grammar as grammars_module
 from pyengine.sampling import token_masks
 from pyengine.sampling.grammar import Grammars
@@ -222,6 +225,17 @@ def test_a_hostile_grammar_is_served_or_refused_in_time(name: str) -> None:
     assert time.monotonic() - begin < 2.5
 
 
+def test_a_tokenizer_whose_tokens_have_no_bytes_is_refused_in_words() -> None:
+    backend = RustTokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    there = grammars(Tokenizer(backend))
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="this model's tokenizer: can't determine"):
+            there.prepare()
+    with pytest.raises(InvalidRequestError, match="this model's tokenizer"):
+        there.matcher(ONE_OF)
+
+
 def test_whatever_happens_to_the_process_that_checks_the_next_one_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -351,6 +365,7 @@ def test_no_process_is_left_behind() -> None:
 COMPILES = """
 import sys
 from pyengine.sampling_params import StructuredOutputs
+from pyengine.models.tokenizer import Tokenizer
 from pyengine.sampling import grammar as grammars
 from tests.unit.sampling import test_grammar as tests
 
