@@ -4,7 +4,6 @@ import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pyengine.utils.devices import Device, for_torch
@@ -41,8 +40,8 @@ class AttentionNeeds:
     - `layers`: one entry per layer, or per kind of layer.
     - `dtype`: of queries and of the result; `kv_dtype`: of the KV cache, None: the same.
     - `capability`: of the CUDA device, (major, minor); None without one.
-    - `torch_version`: (major, minor); (0, 0) without torch. `cudnn_version`: 92400 for 9.24; 0
-      without.
+    - `torch_version`: (major, minor); (0, 0) without a CUDA device. `cudnn_version`: 92400 for
+      9.24; 0 without.
     - `packages`: which of `OPTIONAL_PACKAGES` are installed. Whether they work is found out by
       `choice.try_out`.
     """
@@ -80,7 +79,7 @@ def needs_of(
         dtype=dtype,
         kv_dtype=kv_dtype,
         capability=_capability(device) if on_cuda else None,
-        torch_version=torch_version(_installed_torch()),
+        torch_version=_torch_version() if on_cuda else (0, 0),
         cudnn_version=_cudnn_version() if on_cuda else 0,
         packages=frozenset(
             name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name) is not None
@@ -88,18 +87,16 @@ def needs_of(
     )
 
 
-def _installed_torch() -> str:
-    """The version of torch, which is not imported; empty without it."""
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return ""
-
-
 def _capability(device: Device) -> tuple[int, int]:
     import torch
 
     return torch.cuda.get_device_capability(for_torch(device))
+
+
+def _torch_version() -> tuple[int, int]:
+    import torch
+
+    return torch_version(torch.__version__)
 
 
 def _cudnn_version() -> int:

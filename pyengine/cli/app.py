@@ -1,7 +1,6 @@
 """The typer application and `pyengine info`. Nothing heavy is imported here."""
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
@@ -20,7 +19,7 @@ from pyengine.cli.options import command, guarded
 from pyengine.cli.serve import serve
 from pyengine.cli.trace import trace
 from pyengine.config import EngineSettings
-from pyengine.utils.packaging import package_version
+from pyengine.utils.packaging import installed_version, package_version
 
 LIBRARIES = ("numpy", "torch", "transformers", "tokenizers", "safetensors", "gguf")
 
@@ -72,12 +71,7 @@ app.add_typer(cache)
 
 def _versions() -> dict[str, object]:
     found: dict[str, object] = {"pyengine": package_version(), "python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return found | {name: installed_version(name) or "not installed" for name in LIBRARIES}
 
 
 def _print_version(wanted: bool) -> None:

@@ -9,11 +9,11 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 from pyengine.utils.cpus import UsableCpus, usable_cpus
-from pyengine.utils.packaging import DISTRIBUTION
+from pyengine.utils.packaging import DISTRIBUTION, installed_version
 
 PROC = Path("/proc")
 
@@ -135,15 +135,8 @@ def libraries_of(extra: str) -> list[Library]:
         is_elsewhere = "win32" in marker and sys.platform == "win32"
         parts = re.match(r"([\w.-]+)(?:\[[^]]*\])?[^>]*(?:>=\s*([\d.]+))?", requirement.strip())
         if (found[1] if found else "") == extra and parts and not is_elsewhere:
-            libraries.append(Library(parts[1], parts[2] or "", _installed(parts[1])))
+            libraries.append(Library(parts[1], parts[2] or "", installed_version(parts[1]) or None))
     return libraries
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -164,7 +157,7 @@ class TorchFacts:
 
 def torch_facts() -> TorchFacts | str | None:
     """Import torch. The reason as text if it cannot be loaded, None if it is not installed."""
-    if _installed("torch") is None:
+    if not installed_version("torch"):
         return None
     try:
         import torch

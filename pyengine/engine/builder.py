@@ -52,7 +52,7 @@ from pyengine.speculation.policy import DraftPolicy
 from pyengine.utils.devices import CPU, Device
 from pyengine.utils.dtypes import DType
 from pyengine.utils.openmp import loaded_torch, torch_threads
-from pyengine.utils.packaging import package_version, require_torch
+from pyengine.utils.packaging import require_torch
 
 if TYPE_CHECKING:
     from pyengine.executor.cuda_graphs import CudaGraphRecorder
@@ -576,7 +576,6 @@ def _about_speculation(settings: EngineSettings, limits: RunnerLimits) -> dict[s
 def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, object]:
     torch = loaded_torch()
     return {
-        "pyengine": package_version(),
         "python": platform.python_version(),
         "torch": "not loaded" if torch is None else torch.__version__,
         "model": loaded.name,

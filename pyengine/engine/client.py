@@ -29,6 +29,7 @@ from pyengine.outputs import CacheExplanation
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from pyengine.scheduler.pins import CacheHints, KeptPrefix
 from pyengine.utils.openmp import release_threads
+from pyengine.utils.packaging import package_version
 from pyengine.utils.validation import is_real
 
 
@@ -197,7 +198,7 @@ class EngineClient:
 
     def describe(self) -> dict[str, object]:
         """Versions, device, attention backend and its reason, sampling defaults, pool size."""
-        return dict(self._description)
+        return {"pyengine": package_version(), **self._description}
 
     def close(self) -> None:
         """Abort all requests, and end the engine's thread and the processes of a divided model.

@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from pyengine.models.checkpoint_files import readable_size
 from pyengine.utils.devices import CPU, Device
 from pyengine.utils.dtypes import DType
 from pyengine.utils.openmp import loaded_torch
-from pyengine.utils.packaging import is_installed, require_torch
+from pyengine.utils.packaging import installed_version, is_installed, require_torch
 from pyengine.utils.validation import shown
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def resolve_device(device: "str | torch.device") -> Device:
     count, index = _num_cuda_devices(), int(found[2] or 0)
     if index >= count:
         raise ConfigurationError(
-            f"device={name!r}: torch {version('torch')} sees {count} CUDA devices; "
+            f"device={name!r}: torch {installed_version('torch')} sees {count} CUDA devices; "
             "use device='cpu' or one that is there"
         )
     return _cuda(index)

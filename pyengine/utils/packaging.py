@@ -23,13 +23,18 @@ _ENGINE_LIBRARIES = ("jinja2", "tokenizers", "tqdm")
 
 def package_version() -> str:
     """The version of the installed distribution; "unknown" from bare sources."""
+    return installed_version(DISTRIBUTION) or "unknown"
+
+
+def installed_version(distribution: str) -> str:
+    """The version of a distribution, which is not imported; empty if it is not installed."""
     # Not above: with it come email, zipfile and csv, which opening a model does not need.
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return version(DISTRIBUTION)
+        return version(distribution)
     except PackageNotFoundError:
-        return "unknown"
+        return ""
 
 
 def require_posix(what: str) -> None:

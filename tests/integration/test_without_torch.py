@@ -22,6 +22,8 @@ from tests.support.serving import assert_soon
 pytestmark = pytest.mark.slow
 
 FORBIDDEN = {"torch", "transformers"}
+NOT_TO_OPEN_A_MODEL = {"importlib.metadata", "email", "zipfile", "llguidance", "jinja2"}
+"""Modules that take a tenth of a start, and that no request has asked for."""
 NUM_REQUESTS = 32
 SCHEMA = {
     "type": "object",
@@ -80,6 +82,12 @@ def loaded_in(environment: dict[str, str]) -> set[str]:
     loaded = set(Path(environment["LOADED_MODULES"]).read_text().split())
     assert {"numpy", "pyengine.engine.core", "pyengine.models.decoder.cpu_kernels"} <= loaded
     return loaded
+
+
+def test_opening_a_model_loads_what_it_needs(watched: dict[str, str]) -> None:
+    opened = "from pyengine import LLM; LLM(num_blocks=64).generate([[1, 2]], use_tqdm=False)"
+    subprocess.run([sys.executable, "-c", opened], env=watched, check=True, timeout=300)
+    assert not loaded_in(watched) & (FORBIDDEN | NOT_TO_OPEN_A_MODEL)
 
 
 def test_llm_and_chat(watched: dict[str, str], tmp_path: Path) -> None:

@@ -30,8 +30,7 @@ def test_layers_say_what_they_need(layers):
 def test_the_machine_is_described(layers):
     needs = needs_of(layers_of("llama"), CPU, "bfloat16", block_size=32)
     assert (needs.device, needs.block_size, needs.capability) == (CPU, 32, None)
-    assert needs.torch_version == torch_version(torch.__version__)
-    assert needs.torch_version >= (2, 9)
+    assert (needs.torch_version, needs.cudnn_version) == ((0, 0), 0)  # nothing here asks for them
     assert needs.cache_dtype == "bfloat16"
 
 
@@ -45,3 +44,4 @@ def test_versions_of_torch_are_read():
     assert torch_version("2.15.0+cu132") == (2, 15)
     assert torch_version("2.9.1a0+git123") == (2, 9)
     assert torch_version("unknown") == (0, 0)
+    assert torch_version(torch.__version__) >= (2, 9)
