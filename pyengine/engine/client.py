@@ -117,9 +117,9 @@ class EngineClient:
     def prepare_structured_outputs(self) -> None:
         """Do the setup for `structured_outputs`, a second or two that the first request waits for.
 
-        Any thread may call it. Half of that time blocks Python in other threads, steps included:
-        call it before requests run. Raises `InvalidRequestError` if `llguidance` or a tokenizer is
-        missing.
+        Any thread may call it. That blocks Python in other threads, steps included: call it before
+        requests run. A second process needs as long once more, which blocks nothing. Raises
+        `InvalidRequestError` if `llguidance` or a tokenizer is missing.
         """
         self._engine.input_processor.grammars.prepare()
 

@@ -83,13 +83,14 @@ class Grammars:
         except InvalidRequestError as error:  # each thread raises its own error
             raise InvalidRequestError(str(error)) from error
 
-    def prepare(self) -> None:
-        """Prepare the tokenizer for all grammars: a second or two, once. Raises as `matcher` does.
+    def prepare(self) -> Future[None]:
+        """Prepare the vocabulary of all grammars: a second or two, once. Raises as `matcher` does.
 
-        Much of that holds the interpreter's lock, so no step runs meanwhile.
+        Much of that holds the interpreter's lock, so no step runs meanwhile. The future is done as
+        soon as a process that checks grammars is ready, too, which takes as long without the lock.
         """
-        checker = self._threads.submit(self._checker).result()
-        self._idle.append(checker)
+        self._make_vocabulary()
+        return self._threads.submit(lambda: self._idle.append(self._checker()))
 
     def compile(
         self, structured_outputs: StructuredOutputs, tenant: bytes = b""
@@ -152,38 +153,36 @@ class Grammars:
         """An idle checker, or a new one."""
         with suppress(IndexError):
             return self._idle.pop()
+        self._make_vocabulary()
+        return _Checker(self._checker_setup)
+
+    def _make_vocabulary(self) -> None:
+        """Make it, unless it is there."""
         try:
             from llguidance import LLTokenizer
         except ModuleNotFoundError as error:
             missing = needs_serve_extra("structured_outputs", "llguidance")
             raise InvalidRequestError(missing) from error
         with self._making:
-            if self._vocabulary is None:
-                checker = self._first_checker(LLTokenizer)
-            else:
-                checker = _Checker(self._checker_setup)
-        checker.wait()
-        return checker
-
-    def _first_checker(self, vocabulary_of: Any) -> "_Checker":
-        """A checker, which makes its vocabulary while this process makes that of all grammars."""
-        text, ends = _text_of(self._tokenizer), self._eos_token_ids
-        setup = {
-            "tokenizer": text,
-            "n_vocab": self._vocab_size,
-            "eos_token": ends,
-            "limits": _LIMITS,
-        }
-        self._checker_setup = json.dumps(setup, ensure_ascii=False).encode() + b"\n"
-        checker = _Checker(self._checker_setup)
-        try:
-            self._vocabulary = vocabulary_of(text, n_vocab=self._vocab_size, eos_token=ends or None)
-        except ValueError as error:
-            shown = str(error)[:_LONGEST_REASON]
-            raise InvalidRequestError(
-                f"structured_outputs cannot be served with this model's tokenizer: {shown}"
-            ) from error
-        return checker
+            if self._vocabulary is not None:
+                return
+            text, ends = _text_of(self._tokenizer), self._eos_token_ids
+            setup = {
+                "tokenizer": text,
+                "n_vocab": self._vocab_size,
+                "eos_token": ends,
+                "limits": _LIMITS,
+            }
+            self._checker_setup = json.dumps(setup, ensure_ascii=False).encode() + b"\n"
+            try:
+                self._vocabulary = LLTokenizer(
+                    text, n_vocab=self._vocab_size, eos_token=ends or None
+                )
+            except ValueError as error:
+                raise InvalidRequestError(
+                    "structured_outputs cannot be served with this model's tokenizer: "
+                    f"{str(error)[:_LONGEST_REASON]}"
+                ) from error
 
 
 def _text_of(tokenizer: Any) -> str:
@@ -209,7 +208,7 @@ class _Checker:
     """A process that runs `grammar_checker.py`."""
 
     def __init__(self, setup: bytes) -> None:
-        """Start it with a line of JSON, which tells it the vocabulary."""
+        """Start it with a line of JSON, the vocabulary, and wait until it can be asked."""
         self._process = subprocess.Popen(
             [sys.executable, "-P", grammar_checker.__file__, str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -218,11 +217,7 @@ class _Checker:
             start_new_session=True,  # Ctrl-C is not for it
         )
         finalize(self, _end, self._process, os.getpid())
-        self._send(setup, _SECONDS_TO_BEGIN)
-
-    def wait(self) -> None:
-        """Wait until it can be asked."""
-        answer = self._receive()
+        answer = self._answer_to(setup, _SECONDS_TO_BEGIN)
         if answer:
             raise PyEngineError(f"the process that checks grammars has not begun: {answer}")
 
@@ -233,29 +228,27 @@ class _Checker:
 
     def ask(self, question: Any, seconds: float) -> dict[str, str]:
         """Its answer; a passing "error" if the process ended, or exceeded `seconds`."""
-        self._send(json.dumps(question).encode() + b"\n", seconds)
-        return self._receive()
+        return self._answer_to(json.dumps(question).encode() + b"\n", seconds)
 
-    def _send(self, line: bytes, seconds: float) -> None:
-        """Send a line, whose answer is waited for until `seconds` from now."""
-        assert self._process.stdin is not None
-        self._limit = Timer(seconds, self._process.kill)
-        self._limit.start()
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
-
-    def _receive(self) -> dict[str, str]:
-        assert self._process.stdout is not None
+    def _answer_to(self, line: bytes, seconds: float) -> dict[str, str]:
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        end = Timer(seconds, process.kill)
+        end.start()
+        answer = b""
         try:
-            answer = self._process.stdout.readline()
+            process.stdin.write(line)
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            pass
         finally:
-            self._limit.cancel()
+            end.cancel()
         if answer:
             found: dict[str, str] = json.loads(answer)
             return found
-        if self._process.wait() == -signal.SIGKILL:
-            seconds = self._limit.interval
+        if process.wait() == -signal.SIGKILL:
             reason = f"it takes more than {seconds:g} s to compile; make it smaller"
         else:
             reason = "it takes too much stack or memory to compile; make it flatter"

@@ -53,7 +53,7 @@ def test_a_matcher_is_at_the_beginning_each_time_and_the_grammar_compiled_once(
         return ask(self, question, seconds)
 
     there = grammars()
-    there.prepare()
+    there.prepare().result()
     monkeypatch.setattr(grammars_module._Checker, "ask", counted)
     first, second = there.matcher(ONE_OF), there.matcher(ONE_OF)
     for token in tokenizer().encode("yes"):
@@ -213,7 +213,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_served_or_refused_in_time(name: str) -> None:
     there = grammars()
-    there.prepare()
+    there.prepare().result()
     begin = time.monotonic()
     try:
         asked = StructuredOutputs(**HOSTILE[name])
@@ -231,7 +231,7 @@ def test_a_tokenizer_whose_tokens_have_no_bytes_is_refused_in_words() -> None:
     there = grammars(Tokenizer(backend))
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match="this model's tokenizer: can't determine"):
-            there.prepare()
+            there.prepare().result()
     with pytest.raises(InvalidRequestError, match="this model's tokenizer"):
         there.matcher(ONE_OF)
 
@@ -240,7 +240,7 @@ def test_whatever_happens_to_the_process_that_checks_the_next_one_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     there = grammars()
-    there.prepare()
+    there.prepare().result()
     for checker in there._idle:
         checker._process.kill()
     with pytest.raises(
@@ -277,7 +277,7 @@ def test_many_slow_grammars_of_one_tenant_do_not_make_another_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     there = grammars()
-    there.prepare()
+    there.prepare().result()
     checkers = SlowCheckers(monkeypatch)
     several = [there.compile(slow(place), b"one") for place in range(20)]
     begin = time.monotonic()
@@ -317,7 +317,7 @@ def test_what_failed_for_time_is_tried_again(
     is_passing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = grammars()
-    there.prepare()
+    there.prepare().result()
     checkers = SlowCheckers(monkeypatch, 0)
     checkers.answer = {"error": "no", **({"is_passing": "yes"} if is_passing else {})}
     with pytest.raises(InvalidRequestError, match="cannot be served: no"):
@@ -333,7 +333,7 @@ def test_what_failed_for_time_is_tried_again(
 
 def test_a_process_that_was_killed_does_not_have_a_grammar_refused_for_ever() -> None:
     there = grammars()
-    there.prepare()
+    there.prepare().result()
     for checker in there._idle:
         checker._process.kill()
     with pytest.raises(InvalidRequestError, match="takes more than 2 s"):
@@ -347,7 +347,7 @@ def test_the_vocabulary_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars_module, "_text_of", lambda item: read.append(1) or text_of(item))
     there = grammars()
     for _ in range(2):
-        there.prepare()
+        there.prepare().result()
         there._idle.clear()
     assert not there.matcher(ONE_OF).error
     assert read == [1]
@@ -355,7 +355,7 @@ def test_the_vocabulary_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_process_is_left_behind() -> None:
     there = grammars()
-    there.prepare()
+    there.prepare().result()
     (checker,) = there._idle
     process = checker._process
     del checker, there
@@ -371,7 +371,7 @@ from tests.unit.sampling import test_grammar as tests
 
 grammars._SECONDS = 100.0
 there = tests.grammars()
-there.prepare()
+there.prepare().result()
 print(there._idle[0]._process.pid, flush=True)
 there.matcher(StructuredOutputs(**tests.HOSTILE["many multiples"]))
 """
