@@ -30,8 +30,20 @@ pub(crate) fn is_device_error(error: &io::Error) -> bool {
 }
 
 /// Held by the one process that writes; released when the process ends, however it ends.
+///
+/// Forked processes have the file too, if only until they run another program. So its owner unlocks it, and a fork that
+/// drops its copy does not.
 pub(crate) struct WriterLock {
-    _file: File,
+    file: File,
+    owner: u32,
+}
+
+impl Drop for WriterLock {
+    fn drop(&mut self) {
+        if std::process::id() == self.owner {
+            let _ = self.file.unlock(); // it is closed anyway
+        }
+    }
 }
 
 impl Folder {
@@ -145,9 +157,11 @@ impl Folder {
         let mut file = self.file(LOCK, OFlags::RDWR | OFlags::CREATE)?;
         match file.try_lock() {
             Ok(()) => {
-                file.set_len(0)?;
-                write!(file, "{}", std::process::id())?;
-                Ok(Ok(WriterLock { _file: file }))
+                let owner = std::process::id();
+                let mut lock = WriterLock { file, owner };
+                lock.file.set_len(0)?;
+                write!(lock.file, "{owner}")?;
+                Ok(Ok(lock))
             }
             Err(std::fs::TryLockError::WouldBlock) => {
                 let mut text = String::new();

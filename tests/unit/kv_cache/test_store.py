@@ -459,6 +459,40 @@ def test_a_fork_is_refused_and_ends(folder: Path) -> None:
     assert time.monotonic() - start < 9, "the child waited for a thread that it does not have"
 
 
+def test_a_fork_keeps_nobody_from_writing_and_lets_nobody_else(folder: Path) -> None:
+    """Whatever process has a copy of the descriptor: also one between `fork` and `exec`."""
+    code = """if True:
+        import os, signal, sys
+        from pathlib import Path
+        from tests.unit.kv_cache.test_store import *
+        path, access = Path(sys.argv[1]), "write"
+        store = KVStore(path, max_bytes=64 * MIB, access=access)
+        if (gone := os.fork()) == 0:
+            del store
+            raise SystemExit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(gone, 0)[1]) == 0
+        try:
+            KVStore(path, max_bytes=64 * MIB, access=access)
+        except StoreError as error:
+            assert f"process {os.getpid()}" in str(error), error
+        else:
+            raise SystemExit("the end of a fork let another one write")
+        if (child := os.fork()) == 0:
+            signal.pause()
+        try:
+            assert store.close(MINUTE)
+            assert KVStore(path, max_bytes=64 * MIB, access=access).close(MINUTE)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        print("done")"""
+    command = [sys.executable, "-c", code, str(folder)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=MINUTE, cwd=ROOT, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
 FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "other users can enter it": (lambda path: path.chmod(0o750), "accessible to other users"),
     "it is a symbolic link": (
