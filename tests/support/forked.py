@@ -1,4 +1,6 @@
-"""Children that have torch and transformers from the start: forks of a process that imported them.
+"""Children that have torch and transformers from the start, where these are installed.
+
+They are forks of a process that imported them.
 
 For code that needs a new process but no new interpreter: importing both takes
 seconds. These libraries read the environment of the tests when they are imported.
@@ -15,6 +17,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +69,14 @@ def _parent() -> "subprocess.Popen[str]":
 
 def _serve() -> None:
     """Fork for each line of standard input, and answer with the status."""
-    import safetensors.torch  # noqa: F401
-    import torch._dynamo  # noqa: F401
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+    import pyengine.models.loader
 
-    import pyengine.executor.tensor_parallel.distributed
-    import pyengine.models.loader  # noqa: F401
+    if find_spec("torch") is not None:
+        import safetensors.torch  # noqa: F401
+        import torch._dynamo  # noqa: F401
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+        import pyengine.executor.tensor_parallel.distributed  # noqa: F401
 
     for line in sys.stdin:
         asked = json.loads(line)

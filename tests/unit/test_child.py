@@ -14,6 +14,7 @@ import pytest
 from tests.support.child import Child, ChildError
 from tests.support.docs import ROOT
 from tests.support.processes import is_running, wait_for_end
+from tests.support.without_torch import needs_torch
 
 SOON = 60.0
 
@@ -109,6 +110,7 @@ def test_it_ends_with_whoever_started_it() -> None:
     assert not is_running(int(done.stdout))
 
 
+@needs_torch
 @pytest.mark.slow
 def test_what_is_imported_before_a_fork_asks_for_no_device() -> None:
     """CUDA does not work in a process that was forked from one that has initialised it."""
