@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import torch  # noqa: F401 (imported once, before the forks)
 
 from pyengine.async_engine import AsyncEngine
 from pyengine.server.lifetime import listening, make_server
