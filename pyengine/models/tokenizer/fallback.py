@@ -11,13 +11,17 @@ from pyengine.models.transformers_calls import (
     quiet_transformers,
     remote_code,
 )
+from pyengine.utils.packaging import is_installed, needs_torch
 
 
-def load_with_transformers(folder: Path, settings: Mapping[str, Any]) -> Any:
+def load_with_transformers(folder: Path, settings: Mapping[str, Any], reason: str) -> Any:
     """transformers' tokenizer of the folder; `settings` are those of tokenizer_config.json.
 
-    Raises `ModelLoadError` for a folder without a vocabulary, or that needs its own code.
+    Raises `ModelLoadError` for a folder without a vocabulary, or that needs its own code. If
+    transformers is not installed, the error gives the `reason` why it is needed.
     """
+    if not is_installed("transformers"):
+        raise ModelLoadError(needs_torch(f"the tokenizer in {folder} ({reason})", "transformers"))
     import transformers
     from transformers import AutoTokenizer
 

@@ -72,7 +72,7 @@ def load_tokenizer(folder: Path) -> Any:
             tokenizer: Any = _of_folder(folder, settings)
     else:
         _log.info("transformers reads the tokenizer in %s, as %s", folder, reason)
-        tokenizer = load_with_transformers(folder, settings)
+        tokenizer = load_with_transformers(folder, settings, reason)
     with load_errors(f"the tokenizer in {folder} could not be loaded"):
         check_growth(tokenizer)
     return tokenizer

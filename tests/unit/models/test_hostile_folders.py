@@ -7,17 +7,19 @@ import struct
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.numpy import load_file, save_file
 
 from pyengine.errors import ModelLoadError
-from pyengine.executor.tensor_parallel.distributed import WorkerGroup
 from pyengine.models.config import read_config
 from pyengine.models.loader import load_model
+from pyengine.models.tokenizer import fallback
+from tests.support.checkpoints import save_tiny
 from tests.support.forked import run_forked
+from tests.support.tokenizers import save_words
+from tests.support.without_torch import needs_torch
 from tests.unit.models.test_unsupported import save, set_config
-from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
 from tests.unit.models.tiny_gguf import write_tiny_gguf
 
 WEIGHTS = "model.safetensors"
@@ -26,8 +28,8 @@ WEIGHTS = "model.safetensors"
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     folder = tmp_path_factory.mktemp("original")
-    save_tiny_model(folder)
-    save_tiny_tokenizer(folder)
+    save_tiny(folder)
+    save_words(folder)
     return folder
 
 
@@ -78,6 +80,13 @@ def test_sizes_that_the_weights_cannot_have_are_refused_before_anything_is_built
     set_config(folder, **{name: value})
     said = refused(folder, rf"config\.json says {name}=.*cannot be")
     assert str(value) in said
+
+
+@needs_torch
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", HUGE)
+def test_such_sizes_are_refused_before_transformers_reads_the_configuration(folder, name, value):
+    set_config(folder, **{name: value})
     with pytest.raises(ModelLoadError, match=rf"config\.json says {name}="):
         read_config(folder)
 
@@ -122,7 +131,7 @@ def test_a_layer_that_the_configuration_does_not_count_is_refused(folder):
 
 
 def test_tensors_that_are_not_used_are_named(folder):
-    change_weights(folder, lambda tensors: tensors.update(extra=torch.zeros(2)))
+    change_weights(folder, lambda tensors: tensors.update(extra=np.zeros(2, np.float32)))
     refused(folder, "have extra, which config.json does not ask for")
 
 
@@ -133,13 +142,13 @@ def test_a_missing_tensor_is_named(folder):
 
 def test_a_tensor_of_another_shape_is_named_with_both(folder):
     name = "model.layers.0.mlp.down_proj.weight"
-    change_weights(folder, lambda tensors: tensors.update({name: torch.zeros(16, 25)}))
+    change_weights(folder, lambda tensors: tensors.update({name: np.zeros((16, 25), np.float32)}))
     refused(folder, rf"{name} .*the shape \[16, 25\], and .* asks for \[16, 24\]")
 
 
 def test_a_transposed_tensor_is_named_with_both_shapes(folder):
     name = "model.layers.0.mlp.down_proj.weight"
-    change_weights(folder, lambda tensors: tensors.update({name: torch.zeros(24, 16)}))
+    change_weights(folder, lambda tensors: tensors.update({name: np.zeros((24, 16), np.float32)}))
     refused(folder, rf"{name} .*the shape \[24, 16\], and .* asks for \[16, 24\]")
 
 
@@ -154,6 +163,8 @@ def test_weights_that_are_not_finite_are_named(folder, value):
 
 @pytest.mark.slow
 def test_weights_that_one_process_has_are_refused_by_all(folder):
+    from pyengine.executor.tensor_parallel.distributed import WorkerGroup
+
     def spoil(tensors):
         tensors["model.layers.1.mlp.up_proj.weight"][23, 3] = float("nan")  # of the second process
 
@@ -164,12 +175,15 @@ def test_weights_that_one_process_has_are_refused_by_all(folder):
 
 @pytest.mark.slow
 def test_a_gguf_file_is_loaded_by_all_processes(tmp_path):
+    from pyengine.executor.tensor_parallel.distributed import WorkerGroup
+
     write_tiny_gguf(tmp_path / "tiny.gguf")
     with WorkerGroup(tmp_path / "tiny.gguf", device="cpu", size=2) as worker_group:
         assert worker_group.loaded.name == "tiny"
     worker_group.close()
 
 
+@needs_torch
 def test_weights_beyond_float16_are_named_with_the_dtype_that_holds_them(folder):
     def grow(tensors):
         tensors["model.norm.weight"][0] = 1e6
@@ -182,30 +196,29 @@ def test_weights_beyond_float16_are_named_with_the_dtype_that_holds_them(folder)
 
 def test_complex_weights_are_refused(folder):
     def turn(tensors):
-        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.complex64)
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.complex64)
 
     change_weights(folder, turn)
     refused(folder, r"model\.norm\.weight .* are C64: they are no floats")
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize("dtype", [np.int8, np.int64, np.bool_, np.uint8])
 def test_integers_without_a_quantisation_are_refused(folder, dtype):
     def turn(tensors):
-        tensors["model.norm.weight"] = torch.ones(16, dtype=dtype)
+        tensors["model.norm.weight"] = np.ones(16, dtype)
 
     change_weights(folder, turn)
     refused(folder, r"model\.norm\.weight .* are [IBU]\w+: they are no floats")
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
-)
+@pytest.mark.parametrize("dtype", ["float64", "float16", "float8_e4m3fn", "float8_e5m2"])
 def test_other_floating_point_numbers_are_loaded(folder, dtype):
-    def turn(tensors):
-        for name, tensor in tensors.items():
-            tensors[name] = tensor.to(dtype)
+    import torch
+    from safetensors import torch as files
 
-    change_weights(folder, turn)
+    tensors = files.load_file(folder / WEIGHTS)
+    turned = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+    files.save_file(turned, folder / WEIGHTS, metadata={"format": "pt"})
     assert load_model(folder, device="cpu").dtype == "float32"
 
 
@@ -218,6 +231,8 @@ def test_an_implementation_of_attention_in_the_folder_is_not_looked_for(folder, 
 
 
 def test_pickles_are_never_opened(folder):
+    import torch
+
     ran = folder / "ran"
 
     class Evil:
@@ -317,7 +332,14 @@ def test_a_configuration_of_any_form_is_refused(folder, content):
     refused(folder)
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"\0" * 100, b'{"model_type": "\\ud800"}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xfe",
+        b"\0" * 100,
+        pytest.param(b'{"model_type": "\\ud800"}', marks=needs_torch),  # no family of ours
+    ],
+)
 def test_a_configuration_that_is_no_text_is_refused(folder, content):
     (folder / "config.json").write_bytes(content)
     refused(folder, r"config\.json cannot be used")
@@ -330,11 +352,19 @@ def test_a_tokenizer_of_any_form_is_loaded_or_refused(folder, name, content):
     loaded_or_refused(folder)
 
 
+@needs_torch
 @pytest.mark.parametrize("tokenizer_class", ["LlamaTokenizer", "Evil", 5, "AutoModel", "os"])
 def test_a_tokenizer_without_its_files_is_refused(folder, tokenizer_class):
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": tokenizer_class}))
     refused(folder, "the tokenizer in .* has no vocabulary|tokenizer in .* could not")
+
+
+def test_a_tokenizer_that_only_transformers_reads_names_the_extra(folder, monkeypatch):
+    (folder / "tokenizer.json").unlink()
+    monkeypatch.setattr(fallback, "is_installed", lambda _: False)
+    said = refused(folder, r"the tokenizer in .* \(it has no tokenizer\.json\) needs transformers")
+    assert "[engine,torch]" in said
 
 
 def safetensors(header: object, data: bytes = b"") -> bytes:
