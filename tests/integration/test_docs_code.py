@@ -14,7 +14,7 @@ MODEL = ("LLM", "AsyncEngine")
 
 
 def cases() -> list[object]:
-    found = []
+    found: list[object] = []
     for page, number, code in CODE:
         marks = [pytest.mark.slow] if any(name in code for name in MODEL) else []
         if "GOMP_SPINCOUNT" in code:

@@ -7,7 +7,8 @@ import pytest
 from pyengine.errors import ModelLoadError
 from pyengine.models.config import default_sampling
 from pyengine.models.loader import load_model
-from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
+from tests.support.checkpoints import save_tiny
+from tests.support.tokenizers import save_words
 
 
 def write(folder, **settings):
@@ -15,7 +16,7 @@ def write(folder, **settings):
 
 
 def test_what_the_file_sets_is_the_default_and_nothing_else(tmp_path):
-    save_tiny_model(tmp_path)
+    save_tiny(tmp_path)
     write(
         tmp_path,
         do_sample=True,
@@ -43,7 +44,7 @@ def test_what_the_file_sets_is_the_default_and_nothing_else(tmp_path):
 
 
 def test_defaults_of_transformers_are_not_the_models(tmp_path):
-    save_tiny_model(tmp_path)
+    save_tiny(tmp_path)
     assert (tmp_path / "generation_config.json").is_file()
     assert dict(load_model(tmp_path, device="cpu").default_sampling) == {}
 
@@ -98,7 +99,7 @@ def test_values_that_no_request_could_have_are_named_with_the_file(tmp_path, set
     ],
 )
 def test_only_tokens_of_the_vocabulary_end_a_generation(tmp_path, declared, expected):
-    save_tiny_model(tmp_path)
-    save_tiny_tokenizer(tmp_path)
+    save_tiny(tmp_path)
+    save_words(tmp_path)
     write(tmp_path, eos_token_id=declared)
     assert load_model(tmp_path, device="cpu").eos_token_ids == expected

@@ -1,25 +1,27 @@
 """`load_format="dummy"`: a model with random weights, from its config.json alone."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from transformers import Gemma3Config
 
 from pyengine.attention.cpu import CpuBackend
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models import placement, source
 from pyengine.models.decoder.kernel_sets import KernelSettings
 from pyengine.models.decoder.model import DecoderModel
-from pyengine.models.fallback import FallbackModel
 from pyengine.models.loader import LoadedModel, load_model, made_up_shapes, model_properties
 from pyengine.models.source import resolve_source
-from tests.unit.models.decoder.steps import Runner
-from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
+from tests.support.checkpoints import save_tiny
+from tests.support.tokenizers import save_words
+from tests.support.without_torch import needs_torch
+
+if TYPE_CHECKING:
+    import torch
 
 SIZES = {
     "vocab_size": 256,
@@ -38,6 +40,7 @@ SIZES = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "olmoe": EXPERTS}
 """One in a decoder of ours, and one in transformers' module."""
+EACH_FAMILY = ["llama", pytest.param("olmoe", marks=needs_torch)]
 
 
 def write_config(folder: Path, family: str = "llama", **settings: Any) -> Path:
@@ -56,7 +59,12 @@ def drawn(folder: Path, dtype: str = "float32", **kernels: Any) -> LoadedModel:
     )
 
 
-def logits(loaded: LoadedModel, length: int = 40) -> torch.Tensor:
+def logits(loaded: LoadedModel, length: int = 40) -> "torch.Tensor":
+    import torch
+
+    from pyengine.models.fallback import FallbackModel
+    from tests.unit.models.decoder.steps import Runner
+
     ids = [index * 7 % loaded.vocab_size for index in range(length)]
     if isinstance(loaded.model, FallbackModel):
         loaded.model.module.set_attn_implementation("eager")
@@ -72,8 +80,10 @@ def logits(loaded: LoadedModel, length: int = 40) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_a_family_is_drawn_in_a_dtype(tmp_path: Path, family: str, dtype: str) -> None:
+    import torch
+
     model = drawn(write_config(tmp_path, family, **FAMILIES[family]), dtype)
     assert (model.load_format, model.dtype) == ("dummy", dtype)
     found = logits(model)
@@ -82,6 +92,10 @@ def test_a_family_is_drawn_in_a_dtype(tmp_path: Path, family: str, dtype: str) -
 
 
 def test_a_module_is_as_before_a_training(tmp_path: Path) -> None:
+    import torch
+
+    from pyengine.models.fallback import FallbackModel
+
     settings = {"initializer_range": 0.05, "tie_word_embeddings": False}
     loaded = drawn(write_config(tmp_path, "olmoe", **EXPERTS, **settings), "bfloat16").model
     assert isinstance(loaded, FallbackModel)
@@ -97,6 +111,10 @@ def test_a_module_is_as_before_a_training(tmp_path: Path) -> None:
 
 
 def test_a_multi_modal_model_is_drawn_with_its_tower(tmp_path: Path) -> None:
+    from transformers import Gemma3Config
+
+    from pyengine.models.fallback import FallbackModel
+
     vision = {
         "hidden_size": 32,
         "intermediate_size": 32,
@@ -116,8 +134,10 @@ def test_a_multi_modal_model_is_drawn_with_its_tower(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_tied_embeddings_stay_tied(tmp_path: Path, family: str, is_tied: bool) -> None:
+    from pyengine.models.fallback import FallbackModel
+
     settings = {**FAMILIES[family], "tie_word_embeddings": is_tied}
     model = drawn(write_config(tmp_path, family, **settings)).model
     assert ("lm_head.weight" in made_up_shapes(tmp_path)) is not is_tied
@@ -130,10 +150,12 @@ def test_tied_embeddings_stay_tied(tmp_path: Path, family: str, is_tied: bool) -
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_every_start_draws_the_same_and_leaves_torch_alone(
     tmp_path: Path, family: str, dtype: str
 ) -> None:
+    import torch
+
     write_config(tmp_path, family, **FAMILIES[family])
     torch.manual_seed(1)
     first = logits(drawn(tmp_path, dtype))
@@ -180,7 +202,8 @@ def test_a_family_of_the_table_needs_no_transformers(tmp_path: Path) -> None:
     assert done.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@needs_torch
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_a_start_in_another_process_draws_the_same(tmp_path: Path, family: str) -> None:
     write_config(tmp_path, family, **FAMILIES[family])
     done = subprocess.run(
@@ -195,7 +218,7 @@ def test_a_start_in_another_process_draws_the_same(tmp_path: Path, family: str) 
 
 
 def test_kv_is_never_shared_with_a_model_that_was_read(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path)
+    save_tiny(tmp_path)
     dummy, files = resolve_source(tmp_path, load_format="dummy"), resolve_source(tmp_path)
     ours = model_properties(dummy, drawn(tmp_path))
     theirs = model_properties(files, load_model(tmp_path, device="cpu", dtype="float32"))
@@ -207,7 +230,7 @@ def test_kv_is_never_shared_with_a_model_that_was_read(tmp_path: Path) -> None:
 def test_the_rest_of_the_folder_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_config(tmp_path / "shape", eos_token_id=5, dtype="bfloat16")
     (tmp_path / "shape/generation_config.json").write_text('{"eos_token_id": [7, 9], "top_k": 3}')
-    save_tiny_tokenizer(tmp_path / "shape")
+    save_words(tmp_path / "shape")
     loaded = drawn(tmp_path / "shape", "auto")
     assert loaded.eos_token_ids == {3, 7, 9}
     assert dict(loaded.default_sampling) == {"top_k": 3}
@@ -224,13 +247,15 @@ def test_a_config_alone_is_enough(tmp_path: Path) -> None:
 
 
 def test_weights_in_the_folder_are_not_read(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path)
+    save_tiny(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     assert logits(drawn(tmp_path), 20).isfinite().all()
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_drawn_weights_are_quantised(tmp_path: Path, quantization: str) -> None:
+    import torch
+
     write_config(tmp_path, intermediate_size=128)
     loaded = drawn(tmp_path, quantization=quantization)
     assert (loaded.quantization, loaded.load_format) == (quantization, "dummy")
@@ -261,7 +286,7 @@ def test_transformers_modules_are_not_quantised(tmp_path: Path) -> None:
         ({"quantization_config": ["fp8"]}, "fp8"),
     ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_a_config_that_cannot_be_drawn_is_refused(
     tmp_path: Path, family: str, change: dict[str, Any], message: str
 ) -> None:
@@ -272,6 +297,7 @@ def test_a_config_that_cannot_be_drawn_is_refused(
         made_up_shapes(tmp_path)
 
 
+@needs_torch
 @pytest.mark.parametrize("spread", [float("inf"), "wide"])
 def test_a_module_cannot_be_drawn_with_such_a_spread(tmp_path: Path, spread: Any) -> None:
     write_config(tmp_path, "olmoe", **EXPERTS, initializer_range=spread)
@@ -284,7 +310,7 @@ def test_a_family_that_nobody_knows_is_refused(tmp_path: Path) -> None:
         drawn(write_config(tmp_path, "no_such_model"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_weights_that_do_not_fit_are_refused_before_they_are_drawn(
     tmp_path: Path, family: str
 ) -> None:
@@ -313,7 +339,7 @@ def test_what_fits_is_drawn(
     bits: int,
 ) -> None:
     write_config(tmp_path, intermediate_size=128, dtype=saved)
-    count = sum(torch.Size(shape).numel() for shape in made_up_shapes(tmp_path).values())
+    count = sum(math.prod(shape) for shape in made_up_shapes(tmp_path).values())
     monkeypatch.setattr(placement, "available_memory", lambda _device: count * bits // 8)
     drawn(tmp_path, dtype, quantization=quantization)
     monkeypatch.setattr(placement, "available_memory", lambda _device: count * bits // 8 - 1)
@@ -351,6 +377,8 @@ def test_no_weights_of_a_hub_model_are_downloaded(
 
 
 def test_shapes_of_a_module_are_known_without_the_weights(tmp_path: Path) -> None:
+    from pyengine.models.fallback import FallbackModel
+
     shapes = made_up_shapes(write_config(tmp_path, "olmoe", **EXPERTS, tie_word_embeddings=True))
     model = drawn(tmp_path).model
     assert isinstance(model, FallbackModel)
@@ -359,7 +387,7 @@ def test_shapes_of_a_module_are_known_without_the_weights(tmp_path: Path) -> Non
 
 
 PEAK = """
-import resource, sys, torch
+import resource, sys
 from pyengine.models.loader import load_model
 from pyengine.models.source import resolve_source
 def peak():
@@ -374,7 +402,7 @@ print(peak() - before)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "cohere"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("cohere", marks=needs_torch)])
 def test_weights_are_made_in_place(tmp_path: Path, family: str) -> None:
     small = write_config(tmp_path / "small", family, dtype="bfloat16")
     sizes = {"vocab_size": 32_768, "hidden_size": 1536, "intermediate_size": 6144}
@@ -386,6 +414,6 @@ def test_weights_are_made_in_place(tmp_path: Path, family: str) -> None:
         check=True,
         timeout=300,
     )
-    weights = 2 * sum(torch.Size(shape).numel() for shape in made_up_shapes(large).values())
+    weights = 2 * sum(math.prod(shape) for shape in made_up_shapes(large).values())
     assert weights > 500e6
     assert int(done.stdout) < 1.3 * weights

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.models.tiny import save_tiny_model
+from tests.support.checkpoints import save_tiny
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ASK_THERE = "Visit http://hub/owner/gated to ask for access."
@@ -79,7 +79,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
-    save_tiny_model(tmp_path / "model")
+    save_tiny(tmp_path / "model")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     files = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     copies = {f"original/{name}": content for name, content in files.items()}

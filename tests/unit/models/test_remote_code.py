@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoints import save_tiny
 from tests.support.forked import run_forked
-from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
+from tests.support.tokenizers import save_words
+from tests.support.without_torch import needs_torch
 from tests.unit.models.tiny_gguf import write_tiny_gguf
 
 _LOAD = """
@@ -68,10 +70,11 @@ MODEL_MAP = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.Evil
 TOKENIZER_MAP = {"AutoTokenizer": ["evil.EvilTokenizer", "evil.EvilTokenizer"]}
 
 
+@needs_torch
 @pytest.mark.parametrize("what", ["model", "config", "worker_group"])
 def test_a_configuration_that_wants_code_is_refused(tmp_path, what):
     folder = tmp_path / "folder"
-    save_tiny_model(folder)
+    save_tiny(folder)
     add_code(folder, "config.json", model_type="evil", auto_map=MODEL_MAP)
     status, said = load(what, folder, tmp_path)
     assert not (folder / "ran").exists()
@@ -81,9 +84,10 @@ def test_a_configuration_that_wants_code_is_refused(tmp_path, what):
     assert "[y/N]" not in said and "trust_remote_code=True" not in said
 
 
+@needs_torch
 def test_a_tokenizer_that_wants_code_is_refused(tmp_path):
     folder = tmp_path / "folder"
-    save_tiny_model(folder)
+    save_tiny(folder)
     add_code(
         folder,
         "tokenizer_config.json",
@@ -98,12 +102,18 @@ def test_a_tokenizer_that_wants_code_is_refused(tmp_path):
     assert "[y/N]" not in said and "trust_remote_code=True" not in said
 
 
+@needs_torch
 def test_a_folder_that_also_brings_code_is_loaded_without_it(tmp_path):
     folder = tmp_path / "folder"
-    save_tiny_model(folder)
-    save_tiny_tokenizer(folder)
+    save_tiny(folder)
+    save_words(folder)
     add_code(folder, "config.json", auto_map=MODEL_MAP)
-    add_code(folder, "tokenizer_config.json", auto_map=TOKENIZER_MAP)
+    add_code(
+        folder,
+        "tokenizer_config.json",
+        tokenizer_class="PreTrainedTokenizerFast",
+        auto_map=TOKENIZER_MAP,
+    )
     (folder / "custom_generate").mkdir()
     (folder / "custom_generate" / "generate.py").write_text((folder / "evil.py").read_text())
     status, said = load("model", folder, tmp_path)

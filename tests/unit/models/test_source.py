@@ -8,7 +8,7 @@ import pytest
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models import source
 from pyengine.models.source import ModelSource, resolve_source
-from tests.unit.models.tiny import save_tiny_model
+from tests.support.checkpoints import save_tiny
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./here", "~/model", "a/b/c", "model.gguf"])
@@ -70,7 +70,7 @@ def test_a_source_is_resolved_already(tmp_path):
 
 
 def test_the_revision_of_a_local_model_is_refused(tmp_path):
-    save_tiny_model(tmp_path)
+    save_tiny(tmp_path)
     with pytest.raises(ConfigurationError, match=r"revision='main' .* on this machine"):
         resolve_source(tmp_path, revision="main")
 

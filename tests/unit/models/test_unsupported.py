@@ -3,12 +3,11 @@
 import json
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from pyengine.errors import ModelLoadError
 from pyengine.models.loader import load_model
-from tests.unit.models.tiny import save_tiny_model
+from tests.support.checkpoints import save_tiny
+from tests.support.without_torch import needs_torch
 
 SMALL = {
     "vocab_size": 32,
@@ -26,6 +25,9 @@ SMALL = {
 
 
 def save(folder, family, **settings):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SMALL, **settings})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -63,19 +65,24 @@ def test_the_same_families_are_loaded_where_they_are_causal(tmp_path, family, se
 @pytest.mark.parametrize(
     ("quantisation", "named"),
     [
-        (
+        pytest.param(
             {"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True},
             "gptqmodel.*group_size=8",
+            marks=needs_torch,
         ),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 8}, "(optimum|gptqmodel).*group_size=8"),
-        ({"quant_method": "aqlm"}, "aqlm.*quant_method='aqlm'"),
+        pytest.param(
+            {"quant_method": "gptq", "bits": 4, "group_size": 8},
+            "(optimum|gptqmodel).*group_size=8",
+            marks=needs_torch,
+        ),
+        pytest.param({"quant_method": "aqlm"}, "aqlm.*quant_method='aqlm'", marks=needs_torch),
         ({"quant_method": "compressed-tensors"}, "lacks format"),
     ],
 )
 def test_a_missing_quantiser_is_named_with_its_package_and_the_layout(
     tmp_path, quantisation, named
 ):
-    save_tiny_model(tmp_path)
+    save_tiny(tmp_path)
     set_config(tmp_path, quantization_config=quantisation)
     with pytest.raises(ModelLoadError, match=named):
         load_model(tmp_path, device="cpu")
@@ -83,7 +90,7 @@ def test_a_missing_quantiser_is_named_with_its_package_and_the_layout(
 
 @pytest.mark.parametrize("found", [{"quant_method": "my-own"}, {}, {"bits": 4}, "awq", 4, [1]])
 def test_an_unknown_quantisation_is_refused(tmp_path, found):
-    save_tiny_model(tmp_path)
+    save_tiny(tmp_path)
     set_config(tmp_path, quantization_config=found)
     with pytest.raises(ModelLoadError, match=r"config\.json"):
         load_model(tmp_path, device="cpu")

@@ -29,12 +29,12 @@ from pyengine.models.decoder.families import TABLE
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import load_model
 from tests.support import faulty_worker
+from tests.support.checkpoints import save_tiny
 from tests.support.engines import add_request
 from tests.support.processes import listening, unix_names, workers_left, workers_of
 from tests.support.soak import soak_cases, soak_only
 from tests.unit.executor.hand_made import random_model
 from tests.unit.executor.test_model_runner import FAMILIES
-from tests.unit.models.tiny import save_tiny_model
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=12)
 SETTINGS: dict[str, Any] = {
@@ -363,7 +363,7 @@ def test_less_than_one_process_is_refused(llama: Path, size: int) -> None:
 def test_nothing_is_started_for_a_size_that_does_not_divide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_tiny_model(tmp_path, num_attention_heads=2)
+    save_tiny(tmp_path, num_attention_heads=2)
     monkeypatch.setattr("pyengine.executor.tensor_parallel.distributed.Workers", None)
     with pytest.raises(ConfigurationError, match=r"2 query heads.*: use 2"):
         LLM(tmp_path, device="cpu", tensor_parallel_size=4)

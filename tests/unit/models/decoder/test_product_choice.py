@@ -25,7 +25,7 @@ from pyengine.models.decoder.product_choice import (
     onednn_supports,
 )
 from pyengine.utils.openmp import torch_threads
-from tests.unit.models.tiny import save_tiny_model
+from tests.support.checkpoints import save_tiny
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(
@@ -158,7 +158,7 @@ def test_what_cannot_be_is_refused():
 @needs_onednn
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_says_which_products_it_uses(tmp_path, dtype):
-    save_tiny_model(tmp_path)
+    save_tiny(tmp_path)
     answers = []
     backends = ["auto", "torch", "onednn"]
     backends += ["pyengine"] if kernel_supports(dtype) else []

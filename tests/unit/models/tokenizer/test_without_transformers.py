@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pyengine.models.source import embedded_gguf
 from tests.support import chat
-from tests.unit.models.tiny import save_tiny_model
+from tests.support.checkpoints import save_tiny
 from tests.unit.models.tokenizer.kinds import KINDS
 
 _TOKENIZER = """
@@ -55,7 +55,7 @@ def run(code: str, path: Path) -> str:
 
 def save_folder(folder: Path) -> None:
     tokenizer = KINDS["byte level"]()
-    save_tiny_model(folder, vocab_size=tokenizer.get_vocab_size())
+    save_tiny(folder, vocab_size=tokenizer.get_vocab_size())
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<|end|>", "chat_template": chat.CHATML}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
