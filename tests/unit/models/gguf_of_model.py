@@ -1,9 +1,19 @@
-"""GGUF files of transformers' models, written as llama.cpp's converter writes them."""
+"""GGUF files of transformers' models, written as llama.cpp's converter writes them.
+
+Where transformers is not installed, the models have the weights that the decoder reads.
+"""
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import numpy as np
-import torch
-import transformers
 
+from pyengine.models.decoder.families import TABLE
+from pyengine.models.loader import made_up_shapes
+from tests.support.checkpoints import write_json
+from tests.support.without_torch import MISSING
 from tests.unit.models.tiny_gguf import add_value
 
 VOCAB = 8
@@ -40,35 +50,35 @@ _GRANITE = {
 _EXPERTS_OF_TWO = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 CONFIGS = {
-    "llama": (transformers.LlamaConfig, {}),
+    "llama": ("llama", {}),
     "mixtral": (
-        transformers.MixtralConfig,
+        "mixtral",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_theta": 1e4},
     ),
-    "qwen2": (transformers.Qwen2Config, {}),
-    "qwen3": (transformers.Qwen3Config, _HEAD),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", _HEAD),
     "qwen2moe": (
-        transformers.Qwen2MoeConfig,
+        "qwen2_moe",
         {"shared_expert_intermediate_size": 96, **_MIXTURE},
     ),
-    "qwen3moe": (transformers.Qwen3MoeConfig, {"norm_topk_prob": True, **_MIXTURE, **_HEAD}),
-    "gemma2": (transformers.Gemma2Config, _GEMMA),
-    "gemma3": (transformers.Gemma3TextConfig, _GEMMA),
-    "phi3": (transformers.Phi3Config, {}),
-    "starcoder2": (transformers.Starcoder2Config, {"tie_word_embeddings": False}),
-    "stablelm": (transformers.StableLmConfig, {"partial_rotary_factor": 0.5}),
-    "nemotron": (transformers.NemotronConfig, {"partial_rotary_factor": 0.5, **_HEAD}),
-    "gpt2": (transformers.GPT2Config, {"n_inner": 64}),
-    "gemma": (transformers.GemmaConfig, _HEAD),
-    "granite": (transformers.GraniteConfig, _GRANITE),
+    "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True, **_MIXTURE, **_HEAD}),
+    "gemma2": ("gemma2", _GEMMA),
+    "gemma3": ("gemma3_text", _GEMMA),
+    "phi3": ("phi3", {}),
+    "starcoder2": ("starcoder2", {"tie_word_embeddings": False}),
+    "stablelm": ("stablelm", {"partial_rotary_factor": 0.5}),
+    "nemotron": ("nemotron", {"partial_rotary_factor": 0.5, **_HEAD}),
+    "gpt2": ("gpt2", {"n_inner": 64}),
+    "gemma": ("gemma", _HEAD),
+    "granite": ("granite", _GRANITE),
     "granitemoe": (
-        transformers.GraniteMoeConfig,
+        "granitemoe",
         {**_EXPERTS_OF_TWO, **_GRANITE},
     ),
-    "smollm3": (transformers.SmolLM3Config, {"num_hidden_layers": 4, "rope_theta": 1e4}),
-    "olmo2": (transformers.Olmo2Config, {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "rope_theta": 1e4}),
+    "olmo2": ("olmo2", {}),
     "olmo3": (
-        transformers.Olmo3Config,
+        "olmo3",
         {
             "num_hidden_layers": 4,
             "sliding_window": 5,
@@ -79,17 +89,17 @@ CONFIGS = {
         },
     ),
     "exaone4": (
-        transformers.Exaone4Config,
+        "exaone4",
         {"num_hidden_layers": 4, "sliding_window": 5, "sliding_window_pattern": 4},
     ),
-    "seed_oss": (transformers.SeedOssConfig, {"attention_bias": True, **_HEAD}),
-    "glm4": (transformers.Glm4Config, {"attention_bias": True, **_HEAD}),
+    "seed_oss": ("seed_oss", {"attention_bias": True, **_HEAD}),
+    "glm4": ("glm4", {"attention_bias": True, **_HEAD}),
     "cohere2": (
-        transformers.Cohere2Config,
+        "cohere2",
         {"num_hidden_layers": 4, "sliding_window": 5, "logit_scale": 0.5, **_HEAD},
     ),
     "minimax-m2": (
-        transformers.MiniMaxM2Config,
+        "minimax_m2",
         {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
@@ -100,6 +110,8 @@ CONFIGS = {
     ),
 }
 _RENAMED = {"block_sparse_moe.experts": "mlp.experts", "block_sparse_moe.router": "mlp.gate"}
+_MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+"""Matrices of experts whose files have other names."""
 NAMES = {"mixtral": "llama", "olmo3": "olmo2"}
 """Architectures of the file that have another name."""
 PAIRS = ("llama", "mixtral", "granite", "granitemoe", "smollm3")
@@ -112,17 +124,86 @@ _SLIDING = ("gemma2", "gemma3", "exaone4", "cohere2", "olmo3")
 
 def tiny_model(architecture, **changes):
     """A model of random float weights, and of the family's settings with `changes`."""
-    kind, settings = CONFIGS[architecture]
+    family, settings = CONFIGS[architecture]
     sizes = dict(_SIZES)
     if architecture == "gpt2":
         del sizes["intermediate_size"], sizes["num_key_value_heads"]
-    config = kind(**{**sizes, **settings, **changes})
+    if MISSING:
+        changes.pop("attn_implementation", None)
+        return WrittenModel(family, {**sizes, **settings, **changes})
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.for_model(family, **{**sizes, **settings, **changes})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.2 if parameter.ndim == 1 else 0.0, 0.25)
     return model.eval()
+
+
+class WrittenModel:
+    """The configuration and the weights of a model, as transformers' models give them."""
+
+    def __init__(self, family, settings):
+        values = {"model_type": family, **settings}
+        theta = values.pop("rope_theta", 1e4)
+        plain = {"rope_type": "default", "rope_theta": theta}
+        if family == "gemma3_text":
+            whole = {**plain, "rope_theta": 1e6}
+            rope = {"full_attention": whole, "sliding_attention": plain}
+        else:
+            rope = plain
+        if family != "gpt2":
+            values.setdefault("rope_parameters", rope)
+        self._values = values
+        defaults = TABLE[family].defaults
+        known = {name: defaults[name] for name in ("rms_norm_eps", "tie_word_embeddings")}
+        self.config = SimpleNamespace(
+            **{**known, **values}, to_json_string=lambda **_: json.dumps(values)
+        )
+
+    def state_dict(self):
+        with TemporaryDirectory() as folder:
+            write_json(Path(folder) / "config.json", self._values)
+            shapes = made_up_shapes(Path(folder))
+        random = np.random.default_rng(0)
+        return joined_experts(
+            {
+                name: np.float32(0.2 if len(shape) == 1 else 0.0)
+                + random.standard_normal(shape, np.float32) * np.float32(0.25)
+                for name, shape in shapes.items()
+            }
+        )
+
+
+def joined_experts(weights):
+    """Weights of a folder by the names of transformers' modules, whose experts are one tensor."""
+    found, parts = {}, {}
+    for name, values in weights.items():
+        layer, is_expert, end = name.partition(".experts.")
+        layer = layer.replace("block_sparse_moe", "mlp")
+        if is_expert:
+            number, matrix, _ = end.split(".")
+            parts.setdefault((layer, _MATRICES.get(matrix, matrix)), {})[int(number)] = values
+        elif name.endswith("input_linear.weight"):
+            found[f"{name.removesuffix('input_linear.weight')}experts.gate_up_proj"] = values
+        elif name.endswith("output_linear.weight"):
+            found[f"{name.removesuffix('output_linear.weight')}experts.down_proj"] = values
+        else:
+            found[layer.replace("mlp.router.layer.", "mlp.gate.")] = values
+    stacked = {
+        key: np.stack([experts[number] for number in sorted(experts)])
+        for key, experts in parts.items()
+    }
+    for (layer, matrix), values in stacked.items():
+        if matrix == "gate_proj":
+            both = values, stacked[layer, "up_proj"]
+            found[f"{layer}.experts.gate_up_proj"] = np.concatenate(both, 1)
+        elif matrix == "down_proj":
+            found[f"{layer}.experts.down_proj"] = values
+    return found
 
 
 def header_of(model, architecture):
@@ -192,7 +273,8 @@ def tensors_of(model, architecture):
     table = get_tensor_name_map(arch, model.config.num_hidden_layers)
     found = {}
     tied = model.config.tie_word_embeddings
-    for own, values in model.state_dict().items():
+    for own, weight in model.state_dict().items():
+        values = np.asarray(weight)
         if own == "lm_head.weight" and tied:
             continue
         if own.endswith("e_score_correction_bias"):
@@ -207,14 +289,14 @@ def tensors_of(model, architecture):
             assert known is not None, target
             suffix = end if end in ("weight", "bias") else "weight"
             found[f"{known}.{suffix}"] = changed(model, architecture, known, suffix, part)
-    return {key: values.contiguous().numpy() for key, values in found.items()}
+    return {key: np.ascontiguousarray(values) for key, values in found.items()}
 
 
 def split_experts(name, values):
     """transformers joins the gates of experts with what they multiply."""
     if not name.endswith("experts.gate_up_proj"):
         return [(name, values)]
-    gate, up = values.chunk(2, 1)
+    gate, up = np.split(values, 2, 1)
     stem = name.removesuffix("gate_up_proj")
     return [(f"{stem}gate_proj", gate), (f"{stem}up_proj", up)]
 
@@ -223,7 +305,8 @@ def changed(model, architecture, name, suffix, values):
     config = model.config
     if architecture in PAIRS and name.endswith(("attn_q", "attn_k")):
         heads = config.num_attention_heads if "_q" in name else config.num_key_value_heads
-        return values.view(heads, 2, -1, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
+        pairs = values.reshape(heads, 2, -1, *values.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(values.shape)
     if architecture in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm"):
         return values + 1 if architecture != "nemotron" or suffix == "weight" else values
     if architecture == "gpt2" and f"{name}.{suffix}".endswith(TURNED):
@@ -263,3 +346,10 @@ def write_gguf_of(model, path, architecture, *, kind="F32", values=None, extra=N
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write(path, architecture, *, changes=None, **file):
+    """Write a small model of the architecture to `path`, and return it."""
+    model = tiny_model(architecture, **{"attn_implementation": "eager", **(changes or {})})
+    write_gguf_of(model, path, architecture, **file)
+    return model

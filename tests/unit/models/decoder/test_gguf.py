@@ -26,7 +26,7 @@ from tests.unit.models.decoder.steps import CPU, Runner
 from tests.unit.models.decoder.test_divided import on_all_ranks
 from tests.unit.models.decoder.test_families import TOLERANCE
 from tests.unit.models.decoder.tiny_models import Tiny, random_model
-from tests.unit.models.gguf_of_model import CONFIGS, tiny_model, write_gguf_of
+from tests.unit.models.gguf_of_model import CONFIGS, write
 from tests.unit.models.tiny_gguf import write_tiny_gguf
 
 ARCHITECTURES = list(CONFIGS)
@@ -56,13 +56,6 @@ def expected(model: Any) -> torch.Tensor:
     with torch.inference_mode():
         found: torch.Tensor = model(input_ids=torch.tensor([_TOKENS]), use_cache=False).logits[0]
     return found
-
-
-def write(path: Path, architecture: str, *, changes: Any = None, **file: Any) -> Any:
-    eager = {"attn_implementation": "eager"}
-    model = tiny_model(architecture, **{**eager, **(changes or {})})
-    write_gguf_of(model, path, architecture, **file)
-    return model
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

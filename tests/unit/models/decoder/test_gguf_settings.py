@@ -4,11 +4,10 @@ is refused by the name of what is not read."""
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 
 from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.gguf import open_gguf
@@ -16,19 +15,25 @@ from pyengine.models.decoder.gguf_settings import gguf_settings
 from pyengine.models.decoder.loading import spec_of
 from pyengine.models.decoder.rotary import frequencies
 from pyengine.models.decoder.spec import DecoderSpec, Rotary
-from pyengine.models.decoder.torch_kernels import TorchKernels
 from pyengine.models.gguf_file import GGUFFile
 from pyengine.models.gguf_header import GGUFArray, read_header
 from pyengine.models.gguf_keys import _IDLE, HeaderKeys
-from tests.unit.models.decoder.steps import CPU
-from tests.unit.models.decoder.test_gguf import expected, logits, write
-from tests.unit.models.gguf_of_model import LENGTH, tiny_model, write_gguf_of
+from tests.unit.models.gguf_of_model import LENGTH, tiny_model, write, write_gguf_of
+
+if TYPE_CHECKING:
+    import torch
 
 MIXTRAL = "mixtral"
 
 
-def found(path: Path) -> torch.Tensor:
+def found(path: Path) -> "torch.Tensor":
     """The logits of a file."""
+    import torch
+
+    from pyengine.models.decoder.torch_kernels import TorchKernels
+    from tests.unit.models.decoder.steps import CPU
+    from tests.unit.models.decoder.test_gguf import logits
+
     return logits(path, TorchKernels(CPU, torch.float32))
 
 
@@ -45,7 +50,16 @@ def rotary(path: Path) -> Rotary:
     return rotary
 
 
-def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def expected(model: Any) -> "torch.Tensor":
+    """The logits of a model of transformers."""
+    from tests.unit.models.decoder import test_gguf
+
+    return test_gguf.expected(model)
+
+
+def assert_near(ours: "torch.Tensor", theirs: "torch.Tensor") -> None:
+    import torch
+
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
 
 
