@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-if TYPE_CHECKING:  # it imports transformers
-    from tests.unit.models.decoder.tiny_models import Tiny
+from tests.support.without_torch import MISSING
+
+if TYPE_CHECKING:  # it imports the engine
+    from tests.unit.models.decoder.tiny_models import Folders, Tiny
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +23,26 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[Tiny], tuple[P
         if tiny.name not in known:
             folder = tmp_path_factory.mktemp(tiny.name)
             known[tiny.name] = folder, save(tiny, folder)
+        return known[tiny.name]
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def saved_folder(
+    saved: "Callable[[Tiny], tuple[Path, Any]]", tmp_path_factory: pytest.TempPathFactory
+) -> "Folders":
+    """The folder of a model, written without torch where that is not installed."""
+    from tests.unit.models.decoder.tiny_models import save_without_torch
+
+    known: dict[str, Path] = {}
+
+    def folder_of(tiny: "Tiny") -> Path:
+        if not MISSING:
+            return saved(tiny)[0]
+        if tiny.name not in known:
+            known[tiny.name] = tmp_path_factory.mktemp(tiny.name)
+            save_without_torch(tiny, known[tiny.name])
         return known[tiny.name]
 
     return folder_of

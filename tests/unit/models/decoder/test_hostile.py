@@ -13,18 +13,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 
 from pyengine.errors import ModelLoadError
 from pyengine.models.config import default_sampling
 from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.loading import family_of, open_model, spec_of
 from pyengine.models.tokenizer.ends import eos_token_ids
-from tests.unit.models.decoder.test_families import Saved
 from tests.unit.models.decoder.test_keys import changed
-from tests.unit.models.decoder.tiny_models import MODELS, Tiny, configuration_in
+from tests.unit.models.decoder.tiny_models import MODELS, Folders, Tiny, configuration_in
 
 SECONDS = 20
 MOST_BYTES = 200 << 20
@@ -76,9 +75,9 @@ def refused_or_right(values: dict[str, Any], key: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(TABLE))
 def test_each_key_of_a_configuration_may_have_any_value(
-    family: str, saved: Saved, first_of_family: list[Tiny]
+    family: str, saved_folder: Folders, first_of_family: list[Tiny]
 ) -> None:
-    folder, _ = saved(next(tiny for tiny in first_of_family if tiny.family == family))
+    folder = saved_folder(next(tiny for tiny in first_of_family if tiny.family == family))
     values = configuration_in(folder)
     values.setdefault("num_nextn_predict_layers", 0)
     with bounded():
@@ -89,9 +88,9 @@ def test_each_key_of_a_configuration_may_have_any_value(
 
 @pytest.mark.parametrize("name", ["gemma4", "deepseek_v3", "gpt2"])
 def test_a_folder_of_any_configuration_is_opened_or_refused(
-    name: str, saved: Saved, tmp_path: Path
+    name: str, saved_folder: Folders, tmp_path: Path
 ) -> None:
-    folder, _ = saved(next(tiny for tiny in MODELS if tiny.name == name))
+    folder = saved_folder(next(tiny for tiny in MODELS if tiny.name == name))
     values = configuration_in(folder)
     values.setdefault("num_nextn_predict_layers", 0)
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
@@ -144,17 +143,17 @@ _CONTENTS = [
 
 @pytest.mark.parametrize("content", _CONTENTS, ids=range(len(_CONTENTS)))
 def test_a_configuration_of_any_form_is_refused(
-    content: bytes, saved: Saved, tmp_path: Path
+    content: bytes, saved_folder: Folders, tmp_path: Path
 ) -> None:
-    folder, _ = saved(MODELS[0])
+    folder = saved_folder(MODELS[0])
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     (tmp_path / "config.json").write_bytes(content)
     with bounded(), pytest.raises(ModelLoadError, match=r"config\.json"):
         open_model(tmp_path)
 
 
-def test_files_that_are_no_files_are_not_waited_for(saved: Saved, tmp_path: Path) -> None:
-    folder, _ = saved(MODELS[0])
+def test_files_that_are_no_files_are_not_waited_for(saved_folder: Folders, tmp_path: Path) -> None:
+    folder = saved_folder(MODELS[0])
     os.mkfifo(tmp_path / "config.json")
     for read in (family_of, open_model):
         with bounded(), pytest.raises(ModelLoadError, match=r"config\.json is no regular file"):
@@ -183,9 +182,9 @@ _NORM = "model.norm.weight"
 
 @pytest.mark.parametrize("key", ["dtype", "shape", "data_offsets", "more", None])
 def test_each_key_of_a_header_of_weights_may_have_any_value(
-    key: str | None, saved: Saved, tmp_path: Path
+    key: str | None, saved_folder: Folders, tmp_path: Path
 ) -> None:
-    folder, _ = saved(MODELS[0])
+    folder = saved_folder(MODELS[0])
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     whole = (folder / "model.safetensors").read_bytes()
     length = struct.unpack("<Q", whole[:8])[0]
@@ -211,8 +210,10 @@ def test_each_key_of_a_header_of_weights_may_have_any_value(
 
 
 @pytest.mark.parametrize("value", [0, 1, 2**31, 2**63, 2**64 - 1, 101_000_000])
-def test_lengths_of_headers_that_lie_are_refused(value: int, saved: Saved, tmp_path: Path) -> None:
-    folder, _ = saved(MODELS[0])
+def test_lengths_of_headers_that_lie_are_refused(
+    value: int, saved_folder: Folders, tmp_path: Path
+) -> None:
+    folder = saved_folder(MODELS[0])
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", value))
@@ -222,8 +223,10 @@ def test_lengths_of_headers_that_lie_are_refused(value: int, saved: Saved, tmp_p
 
 
 @pytest.mark.parametrize("key", ["weight_map", "metadata", None])
-def test_an_index_may_have_any_value(key: str | None, saved: Saved, tmp_path: Path) -> None:
-    folder, _ = saved(MODELS[0])
+def test_an_index_may_have_any_value(
+    key: str | None, saved_folder: Folders, tmp_path: Path
+) -> None:
+    folder = saved_folder(MODELS[0])
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     (tmp_path / "a.safetensors").symlink_to(folder / "model.safetensors")
     whole = {"metadata": {}, "weight_map": {_NORM: "a.safetensors"}}
@@ -240,11 +243,14 @@ def test_an_index_may_have_any_value(key: str | None, saved: Saved, tmp_path: Pa
                 assert key == "metadata"
 
 
-def test_the_files_of_the_model_are_read_and_no_copies(saved: Saved, tmp_path: Path) -> None:
-    folder, _ = saved(MODELS[0])
+def test_the_files_of_the_model_are_read_and_no_copies(
+    saved_folder: Folders, tmp_path: Path
+) -> None:
+    folder = saved_folder(MODELS[0])
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     save_file(
-        {"layers.0.attention.wq.weight": torch.ones(2)}, tmp_path / "consolidated.safetensors"
+        {"layers.0.attention.wq.weight": np.ones(2, np.float32)},
+        tmp_path / "consolidated.safetensors",
     )
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     open_model(tmp_path)
@@ -263,9 +269,9 @@ def test_the_files_of_the_model_are_read_and_no_copies(saved: Saved, tmp_path: P
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "compressed-tensors"])
 def test_each_key_of_a_quantization_may_have_any_value(
-    method: str, saved: Saved, tmp_path: Path
+    method: str, saved_folder: Folders, tmp_path: Path
 ) -> None:
-    folder, _ = saved(MODELS[0])
+    folder = saved_folder(MODELS[0])
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     values = configuration_in(folder)
     group = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}

@@ -5,20 +5,20 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.families import NO_EFFECT, TABLE
 from pyengine.models.decoder.loading import open_model, spec_of
-from pyengine.models.decoder.torch_kernels import TorchKernels
 from pyengine.models.transformers_calls import quiet_transformers
-from tests.unit.models.decoder.steps import CPU, Runner
-from tests.unit.models.decoder.test_families import TOLERANCE, Saved
+from tests.support.without_torch import needs_torch
 from tests.unit.models.decoder.test_rotary_forms import configuration, newest
-from tests.unit.models.decoder.tiny_models import MODELS, Tiny, configuration_in
+from tests.unit.models.decoder.tiny_models import MODELS, Folders, Tiny, configuration_in
+
+if TYPE_CHECKING:
+    import torch
 
 _TOKENS = [9, 44, 3, 71, 5, 5, 90, 12, 33, 8, 60, 17, 28, 41, 4, 99]
 Path_ = tuple[str, ...]
@@ -54,7 +54,12 @@ def changed(values: dict[str, Any], path: Path_, value: Any) -> dict[str, Any]:
     return found
 
 
-def ours(values: dict[str, Any], folder: Path) -> torch.Tensor:
+def ours(values: dict[str, Any], folder: Path) -> "torch.Tensor":
+    import torch
+
+    from pyengine.models.decoder.torch_kernels import TorchKernels
+    from tests.unit.models.decoder.steps import CPU, Runner
+
     (folder / "config.json").write_text(json.dumps(values))
     runner = Runner(open_model(folder).decoder(TorchKernels(CPU, torch.float32)))
     sequence = runner.add(_TOKENS)
@@ -62,7 +67,8 @@ def ours(values: dict[str, Any], folder: Path) -> torch.Tensor:
     return torch.stack(sequence.logits)
 
 
-def theirs(values: dict[str, Any], folder: Path) -> torch.Tensor:
+def theirs(values: dict[str, Any], folder: Path) -> "torch.Tensor":
+    import torch
     from transformers import AutoModelForCausalLM
 
     (folder / "config.json").write_text(json.dumps(values))
@@ -85,9 +91,13 @@ _WALKED = [
 
 @pytest.mark.parametrize("tiny", _WALKED, ids=lambda tiny: tiny.name)
 def test_a_changed_value_changes_the_logits_as_in_transformers(
-    tiny: Tiny, saved: Saved, tmp_path: Path
+    tiny: Tiny, saved_folder: Folders, tmp_path: Path
 ) -> None:
-    folder, _ = saved(tiny)
+    import torch
+
+    from tests.unit.models.decoder.test_families import TOLERANCE
+
+    folder = saved_folder(tiny)
     values = configuration_in(folder)
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     no_effect = {*NO_EFFECT, *TABLE[tiny.family].no_effect}
@@ -115,9 +125,9 @@ def test_a_changed_value_changes_the_logits_as_in_transformers(
 
 @pytest.mark.parametrize("family", sorted(TABLE))
 def test_an_unknown_key_is_refused_by_name(
-    family: str, saved: Saved, first_of_family: list[Tiny]
+    family: str, saved_folder: Folders, first_of_family: list[Tiny]
 ) -> None:
-    folder, _ = saved(next(tiny for tiny in first_of_family if tiny.family == family))
+    folder = saved_folder(next(tiny for tiny in first_of_family if tiny.family == family))
     values = configuration_in(folder)
     for key, value in (("attention_temperature", 2.0), ("num_hidden_layer", 3), ("norm", {})):
         with pytest.raises(ModelLoadError, match=f"says {key}="):
@@ -127,9 +137,9 @@ def test_an_unknown_key_is_refused_by_name(
 
 @pytest.mark.parametrize("family", sorted(TABLE))
 def test_an_unknown_key_of_the_rotary_settings_is_refused_by_name(
-    family: str, saved: Saved, first_of_family: list[Tiny]
+    family: str, saved_folder: Folders, first_of_family: list[Tiny]
 ) -> None:
-    folder, _ = saved(next(tiny for tiny in first_of_family if tiny.family == family))
+    folder = saved_folder(next(tiny for tiny in first_of_family if tiny.family == family))
     values = configuration_in(folder)
     if "rope_parameters" not in values:
         pytest.skip("the family has learned positions")
@@ -185,9 +195,9 @@ _FILLED_IN = {
 
 @pytest.mark.parametrize("tiny", MODELS, ids=lambda tiny: tiny.name)
 def test_a_key_of_another_kind_is_refused_by_name(
-    tiny: Tiny, saved: Saved, each_kind: Callable[[Any], list[Any]]
+    tiny: Tiny, saved_folder: Folders, each_kind: Callable[[Any], list[Any]]
 ) -> None:
-    folder, _ = saved(tiny)
+    folder = saved_folder(tiny)
     values, no_effect = configuration_in(folder), {*NO_EFFECT, *TABLE[tiny.family].no_effect}
     for key in values:
         if key in no_effect or values[key] is None:
@@ -200,6 +210,7 @@ def test_a_key_of_another_kind_is_refused_by_name(
             assert key in str(caught.value), (key, value)
 
 
+@needs_torch
 @pytest.mark.parametrize("family", sorted(TABLE))
 def test_a_key_that_is_absent_or_null_means_what_transformers_reads(
     family: str, first_of_family: list[Tiny]

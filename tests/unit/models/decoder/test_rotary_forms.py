@@ -15,6 +15,7 @@ from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.loading import spec_of
 from pyengine.models.transformers_calls import quiet_transformers
+from tests.support.without_torch import needs_torch
 from tests.unit.models.decoder.tiny_models import Tiny
 
 _THETA = 500.0
@@ -67,6 +68,7 @@ def configuration(tiny: Tiny) -> dict[str, Any]:
     return newest({**tiny.configuration, "model_type": tiny.family})
 
 
+@needs_torch
 @pytest.mark.parametrize("family", sorted(TABLE.keys() - {"gpt2"}))
 def test_each_form_means_what_transformers_reads(family: str, first_of_family: list[Tiny]) -> None:
     values = configuration(next(tiny for tiny in first_of_family if tiny.family == family))

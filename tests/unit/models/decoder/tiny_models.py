@@ -1,14 +1,13 @@
 """Small random models of every family, as transformers saves them: the oracle of ours."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pyengine.models.transformers_calls import quiet_transformers
+from tests.support.checkpoints import save_model
 
 VOCABULARY = 101
 _BASE: dict[str, Any] = {
@@ -38,6 +37,8 @@ _DIVISORS = {
     "long_factor": [2.0, 3.0, 5.0],
     "original_max_position_embeddings": 96,
 }
+_BASES_OF_KINDS = ("gemma3_text", "gemma4_text", "mimo_v2_flash", "olmo3")
+"""Families whose kinds of layers have rotary settings of their own."""
 _ABSENT: Any = object()
 """A setting that the family does not have."""
 _GPT2 = {"num_key_value_heads": _ABSENT, "intermediate_size": _ABSENT}
@@ -74,6 +75,10 @@ class Tiny:
     def configuration(self) -> dict[str, Any]:
         merged = {**_BASE, **self.settings}
         return {key: value for key, value in merged.items() if value is not _ABSENT}
+
+
+Folders = Callable[[Tiny], Path]
+"""The folder of a model."""
 
 
 def rope(base: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -395,6 +400,7 @@ MODELS = (
 
 def random_model(tiny: Tiny) -> Any:
     """The model in float32, the same every time; no weight has its initial value."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -417,6 +423,17 @@ def save(tiny: Tiny, folder: Path) -> Any:
     with quiet_transformers():
         model.save_pretrained(folder)
     return model
+
+
+def save_without_torch(tiny: Tiny, folder: Path) -> None:
+    """Save other weights of the same names, and the settings that the model has."""
+    settings, rope = tiny.configuration, {"rope_type": "default", "rope_theta": 1e4}
+    kinds = ("full_attention", "sliding_attention")
+    if tiny.family in _BASES_OF_KINDS:
+        settings.setdefault("rope_parameters", dict.fromkeys(kinds, rope))
+    elif tiny.family != "gpt2":
+        settings.setdefault("rope_parameters", rope)
+    save_model(folder, tiny.family, **settings)
 
 
 def configuration_in(folder: Path) -> dict[str, Any]:
