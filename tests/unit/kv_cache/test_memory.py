@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from pyengine.kv_cache import memory
+from pyengine.utils.devices import CPU
 
 GIB = 1 << 30
-
-torch = pytest.importorskip("torch")
 
 
 def cgroup(folder, *, limit: str, current: int, inactive_file: int):
@@ -53,10 +52,10 @@ def test_the_smaller_of_host_and_container_is_available(tmp_path, monkeypatch):
     meminfo.write_text("MemAvailable: 8388608 kB\n")
     monkeypatch.setattr(memory, "_MEMINFO", meminfo)
     monkeypatch.setattr(memory, "_CGROUP", tmp_path / "none")
-    assert memory.available_memory(torch.device("cpu")) == 8 * GIB
+    assert memory.available_memory(CPU) == 8 * GIB
     folder = cgroup(tmp_path, limit=str(2 * GIB), current=GIB, inactive_file=0)
     monkeypatch.setattr(memory, "_CGROUP", folder)
-    assert memory.available_memory(torch.device("cpu")) == GIB
+    assert memory.available_memory(CPU) == GIB
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for its pages")

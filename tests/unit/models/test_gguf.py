@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pyengine import LLM, SamplingParams
 from pyengine.cpu import CpuAttention
@@ -19,6 +18,7 @@ from pyengine.models.decoder.kernel_sets import KernelSettings
 from pyengine.models.gguf_header import read_header
 from pyengine.models.loader import checked_source, load_model, model_properties
 from pyengine.models.source import resolve_source
+from tests.support.without_torch import needs_torch
 from tests.unit.models.tiny_gguf import VOCAB, write_tiny_gguf
 
 PROMPT = [2, 3, 4, 5, 6, 7, 0, 3]
@@ -106,7 +106,7 @@ def test_chat_templates_of_a_file_are_kept_as_those_of_folders(
     ],
 )
 def test_the_number_format_follows_from_that_of_the_file(
-    tmp_path: Path, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Quantised weights are mostly of models that were trained in bfloat16."""
     monkeypatch.setattr(placement, "bfloat16_instructions", lambda: "AMX")
@@ -124,6 +124,7 @@ def describe(path: Path, **settings: Any) -> dict[str, Any]:
         return {**llm.describe(), "scores": [step[token].logprob for token, step in scores]}
 
 
+@needs_torch
 @needs_kernels
 def test_settings_choose_between_formats_and_floats(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
@@ -216,6 +217,7 @@ def test_defaults_for_requests_are_those_of_the_file(tmp_path: Path) -> None:
                 opened(path)
 
 
+@needs_torch
 @needs_kernels
 def test_settings_of_kernels_say_whether_formats_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"

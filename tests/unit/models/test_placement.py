@@ -6,8 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig
 
 from pyengine.cpu import CpuAttention
 from pyengine.errors import ConfigurationError
@@ -21,12 +19,20 @@ from pyengine.models.placement import (
     resolve_first_device,
 )
 from pyengine.utils.devices import CPU
+from tests.support.without_torch import MISSING, needs_torch
 
 pytestmark = pytest.mark.levels
 
-CUDA = torch.device("cuda", 0)
+HAS_TORCH = "torch" not in MISSING
+if HAS_TORCH:
+    import torch
+
+    CUDA: Any = torch.device("cuda", 0)
+else:
+    CUDA = SimpleNamespace(type="cuda", index=0)
 
 
+@needs_torch
 def test_auto_takes_cuda_where_there_is_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto") == CPU
@@ -61,6 +67,7 @@ def test_cuda_without_torch_names_the_line_that_installs_it(monkeypatch):
         resolve_device("cuda")
 
 
+@needs_torch
 def test_cuda_without_a_device_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigurationError, match="sees 0 CUDA devices; use device='cpu'"):
@@ -74,6 +81,7 @@ def test_other_devices_are_refused(device):
 
 
 FLOAT, BRAIN, HALF = "float32", "bfloat16", "float16"
+HALVES = [torch.float16] if HAS_TORCH else []
 
 
 @pytest.mark.parametrize(
@@ -89,7 +97,7 @@ FLOAT, BRAIN, HALF = "float32", "bfloat16", "float16"
         ("auto", None, CUDA, None, BRAIN, "without a dtype"),
         ("bfloat16", FLOAT, CPU, "AMX", BRAIN, "^asked for$"),
         ("bfloat16", FLOAT, CUDA, None, BRAIN, "^asked for$"),
-        (torch.float16, FLOAT, CPU, None, HALF, "^asked for$"),
+        *[(dtype, FLOAT, CPU, None, HALF, "^asked for$") for dtype in HALVES],
     ],
 )
 def test_dtypes(monkeypatch, dtype, saved, device, instructions, expected, reason):
@@ -125,12 +133,13 @@ def test_a_level_that_is_hidden_does_not_count(monkeypatch):
     assert bfloat16_instructions() is None
 
 
-@pytest.mark.parametrize("dtype", ["float8", "f32", torch.int8, "None"])
+@pytest.mark.parametrize("dtype", ["float8", "f32", "None", *([torch.int8] if HAS_TORCH else [])])
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(ConfigurationError, match="dtype="):
         choose_dtype(dtype, None, CPU)
 
 
+@needs_torch
 @pytest.mark.parametrize(
     ("count", "device", "size", "expected"),
     [(0, "auto", 2, CPU), (0, "cpu", 3, CPU), (2, "auto", 2, CUDA), (4, "cuda:0", 2, CUDA)],
@@ -143,6 +152,7 @@ def test_the_processes_of_a_model_start_at_the_first_device(
     assert resolve_first_device(device, size) == expected
 
 
+@needs_torch
 @pytest.mark.parametrize(
     ("device", "size", "words"),
     [
@@ -157,6 +167,7 @@ def test_devices_that_processes_cannot_have(monkeypatch, device, size, words):
         resolve_first_device(device, size)
 
 
+@needs_torch
 def test_transformers_divides_over_cuda_devices_only(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -185,6 +196,8 @@ MOE: dict[str, Any] = {**LLAMA, "moe_intermediate_size": 30, "num_experts": 4}
 
 
 def config(family: str, **settings: Any) -> Any:
+    from transformers import AutoConfig
+
     return AutoConfig.for_model(family, **settings)
 
 
