@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from pyengine import LLM, SamplingParams
 from pyengine.attention.cpu import CpuBackend
@@ -15,13 +14,10 @@ from pyengine.cpu.threads import kernel_threads
 from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.gguf import open_gguf
-from pyengine.models.decoder.torch_kernels import TorchKernels
 from pyengine.models.gguf_file import GGUFFile
 from pyengine.models.gguf_header import read_header
 from pyengine.models.loader import checked_source, load_model
 from tests.support.forked import run_forked
-from tests.unit.models.decoder.steps import CPU, Runner
-from tests.unit.models.decoder.test_gguf import logits
 from tests.unit.models.tiny_gguf import write_tiny_gguf
 
 EXPERTS = 4
@@ -44,6 +40,8 @@ def write(path: Path, architecture: str, **settings: Any) -> None:
 
 
 def kernels() -> CpuKernels:
+    import torch
+
     return CpuKernels(kernel_threads(torch.get_num_threads()))
 
 
@@ -64,6 +62,12 @@ def test_products_of_formats_are_those_of_the_numbers(
     tmp_path: Path, architecture: str, kind: str, hidden: int
 ) -> None:
     """But for the rounding of rows to 8 bits."""
+    import torch
+
+    from pyengine.models.decoder.torch_kernels import TorchKernels
+    from tests.unit.models.decoder.steps import CPU
+    from tests.unit.models.decoder.test_gguf import logits
+
     path = tmp_path / "tiny.gguf"
     write(path, architecture, kind=kind, hidden=hidden)
     loaded = load_model(path, device="cpu", dtype="float32")
@@ -79,6 +83,10 @@ def test_products_of_formats_are_those_of_the_numbers(
 def test_a_row_has_the_same_bits_in_every_batch(
     tmp_path: Path, architecture: str, kind: str
 ) -> None:
+    import torch
+
+    from tests.unit.models.decoder.steps import Runner
+
     path = tmp_path / "tiny.gguf"
     write(path, architecture, kind=kind)
     with GGUFFile.open(path) as file:
@@ -149,6 +157,12 @@ def test_memory_stays_near_the_size_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["F16", "TQ2_0"])
 @pytest.mark.parametrize("architecture", ["qwen3moe", "llama"])
 def test_experts_in_other_formats_are_floats(tmp_path: Path, kind: str, architecture: str) -> None:
+    import torch
+
+    from pyengine.models.decoder.torch_kernels import TorchKernels
+    from tests.unit.models.decoder.steps import CPU
+    from tests.unit.models.decoder.test_gguf import logits
+
     path = tmp_path / "tiny.gguf"
     kinds = {"ffn_up_exps.weight": kind, "attn_q.weight": kind}
     write(path, architecture, kinds=kinds, hidden=256, layers=1)
