@@ -24,6 +24,7 @@ from pyengine.errors import ConfigurationError
 from tests.support import chat
 from tests.support.checkpoints import save_random
 from tests.support.tokenizers import save_tokenizer
+from tests.support.without_torch import needs_torch
 from tests.unit.models.test_dummy_weights import EXPERTS, SIZES, write_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -42,7 +43,9 @@ def tokens(llm: LLM, prompt: list[int]) -> tuple[list[int], int]:
     return list(output.outputs[0].token_ids), output.num_restored_tokens
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", pytest.param("float16", marks=needs_torch)]
+)
 def test_thousands_of_steps_have_finite_logits(tmp_path: Path, dtype: str) -> None:
     write_config(tmp_path, max_position_embeddings=4096)
     params = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True, logprobs=1)
@@ -71,6 +74,7 @@ def test_other_settings_work_as_with_weights(folder: Path, settings: dict[str, A
         assert len(tokens(llm, [3, 4, 5])[0]) == 8
 
 
+@needs_torch
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_is_drawn_in_parts(folder: Path, dtype: str) -> None:
@@ -81,6 +85,7 @@ def test_a_model_is_drawn_in_parts(folder: Path, dtype: str) -> None:
         assert tokens(llm, [3, 4, 5]) == expected
 
 
+@needs_torch
 def test_a_module_of_transformers_is_not_drawn_in_parts(tmp_path: Path) -> None:
     write_config(tmp_path, "olmoe", **EXPERTS)
     with pytest.raises(ConfigurationError, match=r"tensor_parallel_size=2 .* leave one of them"):

@@ -10,6 +10,7 @@ from pyengine import LLM, SamplingParams
 from pyengine.errors import ConfigurationError, ModelLoadError, PyEngineError
 from tests.support.checkpoints import save_tiny
 from tests.support.tokenizers import save_words
+from tests.support.without_torch import needs_torch
 
 HUGE = (2**31 - 1, 10**12, 2**63 - 1)
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -79,9 +80,10 @@ def ask_for_code(folder: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "config.json"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), "model.safetensors"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-        (
+        pytest.param(
             ask_for_code,
             "never runs code out of model folders",
+            marks=needs_torch,
         ),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer"),
     ],
