@@ -14,8 +14,9 @@ from benches.engine.float_model import float_folder
 from pyengine import LLM, SamplingParams
 from pyengine.utils.openmp import torch_threads
 from tests.support.reference import Counts, Reference
+from tests.support.without_torch import needs_torch
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_torch]
 
 TRACES = Path(
     os.environ.get("PYENGINE_TRACES", Path(__file__).parents[2].parent / "shared/data/traces")
