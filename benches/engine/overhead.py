@@ -40,13 +40,13 @@ from time import perf_counter_ns, process_time_ns
 from typing import Any
 
 import numpy as np
-import torch
 
 from benches.engine.float_model import float_folder
 from benches.engine.page import publish
 from benches.engine.service import Ids, Service, Size, prepared_logits
 from benches.peers.report import heading, libraries, machine, results_file, results_name
 from benches.peers.sampling import Effort, Spread, Stream, interleave
+from pyengine.cpu.threads import compute_alone
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -244,7 +244,7 @@ def search(vocab_size: int) -> Stream:
     logits = prepared_logits(RUNNING, vocab_size)[:RUNNING]
     while True:
         clocks = Clocks()
-        logits.amax(1).tolist()
+        logits.max(1).tolist()
         yield clocks.read()
 
 
@@ -371,7 +371,7 @@ def main() -> None:
     target = results_file(name)
     content: dict[str, Any] = json.loads(target.read_text()) if target.exists() else {}
     if not options.show:
-        torch.set_num_threads(1)
+        compute_alone()
         effort = Effort(5, 1.0) if options.quick else Effort(15, 3.0)
         wanted = rows((RUNNING,) if options.quick else SIZES)
         found = measure({n: make for n, make in wanted.items() if options.only in n}, effort)

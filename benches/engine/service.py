@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from pyengine.config import EngineSettings
 from pyengine.engine.core import Engine
@@ -26,6 +25,7 @@ from pyengine.kv_cache import BlockManager
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
+from pyengine.utils.devices import CPU
 
 NUM_BLOCKS, BLOCK = 65_536, 16
 NUM_ANSWERS = 64
@@ -44,17 +44,17 @@ class Size:
 
 
 @cache
-def prepared_logits(count: int, vocab_size: int) -> torch.Tensor:
-    """Random ones, [count + NUM_ANSWERS, vocab_size], float32."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(count + NUM_ANSWERS, vocab_size, generator=generator)
+def prepared_logits(count: int, vocab_size: int) -> npt.NDArray[np.float32]:
+    """Random ones, [count + NUM_ANSWERS, vocab_size]."""
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((count + NUM_ANSWERS, vocab_size), np.float32)
 
 
 class StubRunner:
     """Fills the inputs as the real runner does, and says what was prepared."""
 
     def __init__(self, limits: RunnerLimits, vocab_size: int) -> None:
-        self.buffers = InputBuffers(limits, BLOCK, torch.device("cpu"))
+        self.buffers = InputBuffers(limits, BLOCK, CPU)
         self.logits = prepared_logits(limits.max_num_seqs, vocab_size)
         self.turn = 0
 
