@@ -132,8 +132,7 @@ def libraries() -> Iterator[None]:
     except (ImportError, MemoryError, OSError) as error:
         raise ConfigurationError(
             f"a library of the engine could not be loaded: {str(error) or type(error).__name__}; "
-            "raise the limits of the process (`ulimit -v`, `ulimit -n`; torch maps about 4 GB), or "
-            "reinstall the library"
+            "raise the limits of the process (`ulimit -v`, `ulimit -n`), or reinstall the library"
         ) from error
 
 
