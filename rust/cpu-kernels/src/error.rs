@@ -20,6 +20,11 @@ pub enum Error {
     },
     /// Sizes whose product does not fit this machine's addresses.
     TooLarge,
+    /// Memory for a weight that the system does not give.
+    OutOfMemory {
+        /// Its size.
+        bytes: usize,
+    },
     /// Query heads that do not share the KV heads evenly.
     Heads {
         /// Heads of the query.
@@ -164,6 +169,9 @@ impl fmt::Display for Error {
                 )
             }
             Self::TooLarge => write!(f, "the product of the sizes is beyond this machine"),
+            Self::OutOfMemory { bytes } => {
+                write!(f, "the system gives no memory for {bytes} bytes of weights")
+            }
             Self::Heads { query, kv } => {
                 write!(f, "{query} query heads cannot share {kv} KV heads evenly")
             }

@@ -63,6 +63,9 @@ impl Float8 {
         for first in (0..in_features).step_by(block) {
             let count = block.min(in_features - first);
             part.clear();
+            let bytes = count * out_features;
+            part.try_reserve_exact(bytes)
+                .map_err(|_| Error::OutOfMemory { bytes })?;
             for row in weight.chunks_exact(in_features) {
                 part.extend_from_slice(&row[first..][..count]);
             }

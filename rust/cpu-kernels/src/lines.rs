@@ -35,7 +35,7 @@ impl<T: Number> Lines<T> {
             .checked_mul(WIDTH)
             .and_then(|size| size.checked_mul(out_features.div_ceil(WIDTH)))
             .ok_or(Error::TooLarge)?;
-        let mut elements = WeightMemory::zeros(size);
+        let mut elements = WeightMemory::zeros(size)?;
         let panels = elements
             .elements_mut()
             .chunks_exact_mut(per_panel * WIDTH)

@@ -127,8 +127,8 @@ impl QuantizedWeight {
             kind,
             in_features,
             out_features,
-            codes: WeightMemory::zeros(codes),
-            records: WeightMemory::zeros(records),
+            codes: WeightMemory::zeros(codes)?,
+            records: WeightMemory::zeros(records)?,
         })
     }
 

@@ -9,6 +9,8 @@ use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use crate::error::Error;
+
 /// Bytes of a line of the processor's cache.
 const LINE: usize = 64;
 
@@ -51,25 +53,31 @@ impl Number for f32 {}
 
 impl<T: Number> WeightMemory<T> {
     /// So many zeros, beside other weights.
-    pub(crate) fn zeros(count: usize) -> Self {
+    pub(crate) fn zeros(count: usize) -> Result<Self, Error> {
         let size = bytes_of::<T>(count);
         let mut last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |chunk: &Arc<Chunk>| chunk.layout.size() - last.1 >= size;
         let (chunk, first) = match last.0.upgrade().filter(fits) {
             Some(chunk) => (chunk, last.1),
             None => {
-                let size = size.next_multiple_of(LARGE_PAGE).max(CHUNK);
-                (Arc::new(Chunk::new(size, LARGE_PAGE)), 0)
+                let own = size.next_multiple_of(LARGE_PAGE);
+                let chunk = Chunk::new(own.max(CHUNK), LARGE_PAGE)
+                    .or_else(|| Chunk::new(own, LARGE_PAGE))
+                    .ok_or(Error::OutOfMemory { bytes: own })?;
+                (Arc::new(chunk), 0)
             }
         };
         *last = (Arc::downgrade(&chunk), first + size);
         drop(last);
-        Self::zeroed(chunk, first, count)
+        Ok(Self::zeroed(chunk, first, count))
     }
 
     /// So many zeros on their own.
     pub(crate) fn alone(count: usize) -> Self {
-        let chunk = Chunk::new(bytes_of::<T>(count).max(LINE), LINE);
+        let size = bytes_of::<T>(count).max(LINE);
+        let chunk = Chunk::new(size, LINE).unwrap_or_else(|| {
+            handle_alloc_error(Layout::from_size_align(size, LINE).unwrap_or(Layout::new::<T>()))
+        });
         Self::zeroed(Arc::new(chunk), 0, count)
     }
 
@@ -113,18 +121,18 @@ fn bytes_of<T>(count: usize) -> usize {
 }
 
 impl Chunk {
-    fn new(size: usize, align: usize) -> Self {
-        let layout = Layout::from_size_align(size, align).expect("less than half of all memory");
+    /// None if there is no such memory.
+    fn new(size: usize, align: usize) -> Option<Self> {
+        let layout = Layout::from_size_align(size, align).ok()?;
         // SAFETY: the size is not 0.
-        let memory = NonNull::new(unsafe { alloc(layout) });
-        let memory = memory.unwrap_or_else(|| handle_alloc_error(layout));
+        let memory = NonNull::new(unsafe { alloc(layout) })?;
         #[cfg(target_os = "linux")]
         if align == LARGE_PAGE {
             // SAFETY: whole pages that we have alone; the advice changes no byte of them. Without such pages it fails, and
             // nothing is lost.
             unsafe { libc::madvise(memory.as_ptr().cast(), size, libc::MADV_HUGEPAGE) };
         }
-        Self { memory, layout }
+        Some(Self { memory, layout })
     }
 }
 
@@ -141,8 +149,8 @@ mod tests {
 
     #[test]
     fn weights_lie_side_by_side_and_begin_lines() {
-        let mut first = WeightMemory::<f32>::zeros(5);
-        let mut second = WeightMemory::<u8>::zeros(70);
+        let mut first = WeightMemory::<f32>::zeros(5).expect("memory");
+        let mut second = WeightMemory::<u8>::zeros(70).expect("memory");
         let alone = WeightMemory::<u32>::alone(0);
         assert!(alone.elements().is_empty());
         first.elements_mut().fill(1.0);
@@ -158,10 +166,20 @@ mod tests {
 
     #[test]
     fn a_weight_larger_than_a_chunk_has_its_own_and_the_memory_of_a_dropped_one_is_zero_again() {
-        let mut large = WeightMemory::<u8>::zeros(CHUNK + 1);
+        let mut large = WeightMemory::<u8>::zeros(CHUNK + 1).expect("memory");
         *large.elements_mut().last_mut().expect("there are some") = 7;
         drop(large);
-        let again = WeightMemory::<u8>::zeros(CHUNK + 1);
+        let again = WeightMemory::<u8>::zeros(CHUNK + 1).expect("memory");
         assert!(again.elements().iter().all(|&byte| byte == 0));
+    }
+
+    #[test]
+    fn memory_that_no_machine_has_is_an_error_and_the_next_weight_has_its_place() {
+        let found = WeightMemory::<f32>::zeros(usize::MAX).map(|_| ());
+        assert!(matches!(found, Err(Error::OutOfMemory { bytes }) if bytes > 1 << 60));
+        assert_eq!(
+            WeightMemory::<u8>::zeros(3).expect("memory").elements(),
+            [0; 3]
+        );
     }
 }

@@ -2,7 +2,7 @@
 
 use forks::Forked;
 use pyo3::create_exception;
-use pyo3::exceptions::PyException;
+use pyo3::exceptions::{PyException, PyMemoryError, PyValueError};
 use pyo3::prelude::*;
 
 create_exception!(
@@ -55,11 +55,20 @@ pub(crate) fn no_buffer(py: Python<'_>, name: &str, error: PyErr) -> PyErr {
     refused
 }
 
-/// Every error of the kernels as a Python exception: settings, or arrays that do not fit.
+/// A weight that cannot be made: a value that is wrong, or memory that the system does not give.
+pub(crate) fn no_weight(error: cpu_kernels::Error) -> PyErr {
+    match error {
+        cpu_kernels::Error::OutOfMemory { .. } => PyMemoryError::new_err(error.to_string()),
+        _ => PyValueError::new_err(error.to_string()),
+    }
+}
+
+/// Every error of the kernels as a Python exception: settings, arrays that do not fit, or no memory.
 pub(crate) fn raise_attention(error: cpu_kernels::Error) -> PyErr {
     use cpu_kernels::Error as E;
     let text = error.to_string();
     match error {
+        E::OutOfMemory { .. } => PyMemoryError::new_err(text),
         E::Zero(_)
         | E::TooLarge
         | E::Heads { .. }

@@ -5,7 +5,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::attention::CpuAttention;
-use crate::errors::raise_attention;
+use crate::errors::{no_weight, raise_attention};
 use crate::float_arrays::{array, is_of};
 use crate::memory::shared_slice;
 use crate::weights::{gather, multiply, multiply_gated};
@@ -67,7 +67,7 @@ impl PackedWeight {
             cpu_kernels::PackedWeight::pack_float8(bytes, scales, block, (inputs, outputs))
         });
         Ok(Self {
-            weight: packed.map_err(|error| PyValueError::new_err(error.to_string()))?,
+            weight: packed.map_err(no_weight)?,
         })
     }
 

@@ -1,10 +1,11 @@
 //! Linear layers on the CPU by weights of few bits: the file's bits, repacked, and products of rows with them.
 
-use cpu_kernels::{Error, QuantizedFormat};
+use cpu_kernels::QuantizedFormat;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::attention::CpuAttention;
+use crate::errors::no_weight;
 use crate::float_arrays::array;
 use crate::memory::shared_slice;
 use crate::weights::{gather, multiply, multiply_gated};
@@ -48,7 +49,7 @@ impl QuantizedWeight {
             cpu_kernels::QuantizedWeight::pack(format, bytes, in_features, out_features)
         });
         Ok(Self {
-            weight: weight.map_err(refuse)?,
+            weight: weight.map_err(no_weight)?,
             group_size: None,
         })
     }
@@ -93,7 +94,7 @@ impl QuantizedWeight {
             cpu_kernels::QuantizedWeight::from_groups(codes, scales, zeros, group_size, shape)
         });
         Ok(Self {
-            weight: weight.map_err(refuse)?,
+            weight: weight.map_err(no_weight)?,
             group_size: Some(group_size),
         })
     }
@@ -171,8 +172,4 @@ impl QuantizedWeight {
         let gate = (&gate.weight, activation);
         multiply_gated(py, threads, gate, &self.weight, (rows, out))
     }
-}
-
-fn refuse(error: Error) -> PyErr {
-    PyValueError::new_err(error.to_string())
 }
