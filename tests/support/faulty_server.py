@@ -69,7 +69,7 @@ def serve(model: Path, folder: Path, case: dict[str, Any]) -> None:
         def drive() -> None:
             with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
                 prepare(engine, client, case)
-            print(json.dumps({**case, "signal": time.monotonic()}), flush=True)
+            say({**case, "signal": time.monotonic()})
             os.kill(os.getpid(), signal.SIGTERM)
 
         on_ready = threading.Thread(target=drive, daemon=True).start
@@ -101,8 +101,13 @@ def wait(children: dict[int, int]) -> int:
     """Print the end of the next child."""
     child, status = os.wait()
     ended = {"number": children[child], "end": time.monotonic(), "status": status}
-    print(json.dumps(ended), flush=True)
+    say(ended)
     return 1
+
+
+def say(item: dict[str, Any]) -> None:
+    """A line of JSON at once: several processes write to the same pipe."""
+    os.write(1, json.dumps(item).encode() + b"\n")
 
 
 if __name__ == "__main__":
