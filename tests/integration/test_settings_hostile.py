@@ -68,7 +68,7 @@ DRAFTS = {"speculation": "draft"}
 
 
 def ask_for_code(folder: Path) -> None:
-    """Have a model ask for code of its own, which would leave a trace."""
+    """Have a model ask for code in its folder, which would leave a trace."""
     from tests.unit.models.test_remote_code import MODEL_MAP, add_code
 
     add_code(folder, "config.json", model_type="evil", auto_map=MODEL_MAP)

@@ -98,7 +98,7 @@ PACKED = (
 @pytest.mark.parametrize("name", PACKED)
 def test_a_folder_with_packed_weights(name: str, dtype: str, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="it saves the model")
-    if name == "GPTQ in another order":  # each of the three projections is a product of its own
+    if name == "GPTQ in another order":  # each of the three projections is a separate product
         dtype = "float32"
     _packed(name)(tmp_path)
     assert check(tmp_path, "none", dtype) == set()

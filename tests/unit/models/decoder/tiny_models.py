@@ -38,7 +38,7 @@ _DIVISORS = {
     "original_max_position_embeddings": 96,
 }
 _BASES_OF_KINDS = ("gemma3_text", "gemma4_text", "mimo_v2_flash", "olmo3")
-"""Families whose kinds of layers have rotary settings of their own."""
+"""Families whose kinds of layers have different rotary settings."""
 _ABSENT: Any = object()
 """A setting that the family does not have."""
 _GPT2 = {"num_key_value_heads": _ABSENT, "intermediate_size": _ABSENT}
