@@ -39,8 +39,8 @@ import numpy.typing as npt
 
 from benches.eviction import best_hit_rate
 from benches.peers.traces import Prompt, bbh, mooncake
-from pyengine.engine.request import SequenceState
 from pyengine.kv_cache import BlockManager
+from pyengine.request.request import SequenceState
 from pyengine.scheduler.order import PrefixOrder
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.requests import make_sequence
@@ -91,7 +91,11 @@ class LongestPrefixFirst(PrefixOrder):
 
     def choose(self, ready: list[SequenceState]) -> SequenceState:
         """The one with the longest cached prefix."""
-        return max(ready, key=lambda each: (each not in self._last, each.prefix_length or 0))
+
+        def preference(sequence: SequenceState) -> tuple[bool, int]:
+            return sequence not in self._last, self._sequences[sequence].prefix_length or 0
+
+        return max(ready, key=preference)
 
     def protect(self, waiting: list[SequenceState]) -> None:
         """Nothing is kept."""
@@ -158,9 +162,12 @@ class Run:
         for sequence in sampling:
             self.left[sequence] -= 1
         ended = [sequence for sequence in sampling if not self.left[sequence]]
+        order = self.scheduler._order
         for sequence in ended:
             del self.left[sequence]
-            result.overtaken = max(result.overtaken, sequence.num_overtaken)
+            if order is not None:
+                overtaken = order._sequences[sequence].num_overtaken
+                result.overtaken = max(result.overtaken, overtaken)
         if ended:
             self.scheduler.finish(ended)
 
@@ -168,8 +175,10 @@ class Run:
 def replay(load: Load, num_blocks: int, max_overtakes: int, eviction: str) -> Result:
     """The load with our order; 0 is first come, first served."""
     manager = BlockManager(num_blocks, load.block_size, partial_reuse=False, eviction=eviction)
-    limits = SchedulerLimits(max_num_batched_tokens=load.budget, max_num_seqs=RUNNING)
-    scheduler = Scheduler(manager, limits, max_overtakes=max_overtakes)
+    limits = SchedulerLimits(
+        max_num_batched_tokens=load.budget, max_num_seqs=RUNNING, max_overtakes=max_overtakes
+    )
+    scheduler = Scheduler(manager, limits)
     if max_overtakes == _NEVER:
         scheduler._order = LongestPrefixFirst(manager, max_overtakes)
     return Run(load, manager, scheduler).run()

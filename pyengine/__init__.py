@@ -8,36 +8,6 @@ Two independent entry points, loaded at first use:
   distribution's extra `engine`; with the extra `torch` it also runs on CUDA.
 """
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pyengine.async_engine import AsyncEngine
-    from pyengine.kv_cache import (
-        BlockManager,
-        Extended,
-        KvError,
-        Loading,
-        NoBudget,
-        NoRoom,
-        Pin,
-        PoolUsage,
-        Prefilled,
-        Remapping,
-        ReplayReport,
-        Sequence,
-        SharedPrefixes,
-        Stats,
-        StepBuffers,
-        StepPlan,
-        Transfer,
-        replay,
-    )
-    from pyengine.llm import LLM
-    from pyengine.outputs import CompletionOutput, RequestOutput
-    from pyengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputs
-
-    __version__: str
-
 __all__ = [
     "LLM",
     "AsyncEngine",
@@ -111,8 +81,7 @@ def _resolve(name: str) -> object:
     return value
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for granted
-    __getattr__ = _resolve
+__getattr__ = _resolve
 
 
 def __dir__() -> list[str]:

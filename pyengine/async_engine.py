@@ -5,6 +5,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from threading import Lock
 from time import monotonic
@@ -12,10 +13,9 @@ from typing import TypeVar
 
 from pyengine.config import EngineSettings, takes_settings
 from pyengine.engine.client import EngineClient, PromptPin
-from pyengine.engine.input_processor import ModelLimits, refuse_submitted, refuse_taken
+from pyengine.engine.input_processor import refuse_submitted, refuse_taken
+from pyengine.engine.model_limits import ModelLimits
 from pyengine.engine.output_stream import OutputStream
-from pyengine.engine.prompts import PromptLike, match_params, parse_prompt, salted
-from pyengine.engine.request import Request
 from pyengine.engine.stats import EngineView, TenantLoad
 from pyengine.errors import (
     EngineClosedError,
@@ -25,6 +25,15 @@ from pyengine.errors import (
     copy_error,
 )
 from pyengine.outputs import RequestOutput
+from pyengine.request.cache_hints import NO_HINTS, CacheHints
+from pyengine.request.prompts import (
+    PromptLike,
+    StrippedThinking,
+    match_params,
+    parse_prompt,
+    salted,
+)
+from pyengine.request.request import Request, RequestOptions
 from pyengine.sampling_params import SamplingParams
 from pyengine.utils.validation import is_real
 
@@ -126,8 +135,12 @@ class AsyncEngine(EngineClient):
         priority: float = 0,
         deadline: float | None = None,
         tenant: bytes = b"",
+        cache_hints: CacheHints = NO_HINTS,
+        thinking: StrippedThinking | None = None,
     ) -> Request:
         """Check a request with the parameters of `generate`, for one call of `submit`.
+
+        `cache_hints` are prefixes to pin, `thinking` is what the next turn leaves out.
 
         Any thread may call it. It tokenizes the prompt. With `structured_outputs` it may take
         seconds: do not call it in the thread of an event loop then. Raises `InvalidRequestError`.
@@ -135,10 +148,14 @@ class AsyncEngine(EngineClient):
         self._engine_loop.refuse_fork()
         parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
         (params,) = match_params(sampling_params, 1, self._default_params)
-        make = self._engine.input_processor.request
-        request = make(request_id, parsed, params, priority=priority, tenant=tenant)
-        request.deadline = _checked_deadline(deadline)
-        return request
+        options = RequestOptions(
+            priority=priority,
+            tenant=tenant,
+            deadline=_checked_deadline(deadline),
+            cache_hints=cache_hints,
+        )
+        parsed = replace(parsed, thinking=thinking)
+        return self._input_processor.request(request_id, parsed, params, options)
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Queue requests made by `request`, all or none of them. Returns one stream of their items.
@@ -175,7 +192,7 @@ class AsyncEngine(EngineClient):
                     del self._live[request.request_id]
             for request in requests:
                 self._forget_waiting(request)
-        unfinished = [request for request in requests if request.finished_time is None]
+        unfinished = [request for request in requests if request.result.finished_time is None]
         if unfinished:
             self._engine_loop.abort(unfinished)
 
@@ -218,8 +235,8 @@ class AsyncEngine(EngineClient):
     @staticmethod
     def _waits(request: Request) -> bool:
         """Whether no step has computed anything of a request; not so after a preemption."""
-        has_begun = request.scheduled_time is not None or request.sequences[0].is_running
-        return not has_begun and request.finished_time is None
+        has_begun = request.progress.scheduled_time is not None or request.sequences[0].is_running
+        return not has_begun and request.result.finished_time is None
 
     def _refuse_new(self) -> None:
         self._engine_loop.check()
@@ -236,7 +253,7 @@ class AsyncEngine(EngineClient):
             request = self._live.get(request_id)
             if request is not None:
                 self._forget_waiting(request)
-        if request is None or request.finished_time is not None:
+        if request is None or request.result.finished_time is not None:
             return False
         self._engine_loop.abort([request])
         return True
@@ -266,15 +283,17 @@ class AsyncEngine(EngineClient):
 
     async def _flush(self) -> None:
         """Write what is queued for the store, until the first of the calls of `drain` ends."""
-        if self._engine.offloader is None:
+        if self._offloader is None:
             return
-        flush = self._engine.offloader.begin_flush()
+        flush = self._offloader.begin_flush()
         while flush.poll() is None and monotonic() < min(self._drain_ends):
             await asyncio.sleep(0.01)
 
     def _unfinished(self) -> list[Request]:
         with self._lock:
-            return [request for request in self._live.values() if request.finished_time is None]
+            return [
+                request for request in self._live.values() if request.result.finished_time is None
+            ]
 
     async def between_steps(self, do: Callable[[], T]) -> T:
         """Call `do` in the engine's thread between two steps, and return its result."""
@@ -294,7 +313,7 @@ class AsyncEngine(EngineClient):
     @property
     def model_limits(self) -> ModelLimits:
         """The limits for requests."""
-        return self._engine.input_processor.limits
+        return self._input_processor.limits
 
     def take_packed_events(self) -> tuple[bytes, bytes]:
         """The cache events since the last call; needs `event_hash_seed`.

@@ -7,10 +7,9 @@ that was found, and says what to do.
 
 from collections.abc import Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from pyengine.outputs import RequestOutput
+from pyengine.outputs import RequestOutput
 
 _E = TypeVar("_E", bound=BaseException)
 
@@ -57,7 +56,7 @@ class RequestFailedError(PyEngineError):
     `outputs` has the outputs of the whole call, in order, failed or not.
     """
 
-    def __init__(self, message: str, outputs: "Sequence[RequestOutput]" = ()) -> None:
+    def __init__(self, message: str, outputs: Sequence[RequestOutput] = ()) -> None:
         super().__init__(message)
         self.outputs = list(outputs)
 

@@ -9,11 +9,13 @@ from time import monotonic
 from typing import Any
 
 from pyengine.config import EngineSettings, takes_settings
-from pyengine.engine.chat_template import ChatOptions, Message, as_conversations, render_chat
 from pyengine.engine.client import EngineClient, PromptPin
-from pyengine.engine.core import EngineStats
 from pyengine.engine.output_stream import OutputCollector
-from pyengine.engine.prompts import (
+from pyengine.engine.stats import EngineStats
+from pyengine.errors import InvalidRequestError, RequestFailedError
+from pyengine.outputs import RequestOutput
+from pyengine.request.chat_template import ChatOptions, Message, as_conversations, render_chat
+from pyengine.request.prompts import (
     Prompt,
     PromptLike,
     TokenIds,
@@ -23,10 +25,8 @@ from pyengine.engine.prompts import (
     text_from,
     tokens_of,
 )
-from pyengine.engine.request import Request
-from pyengine.engine.thinking import stripped_thinking
-from pyengine.errors import InvalidRequestError, RequestFailedError
-from pyengine.outputs import RequestOutput
+from pyengine.request.request import Request, RequestOptions
+from pyengine.request.thinking import stripped_thinking
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
 
 Priorities = float | Sequence[float]
@@ -126,15 +126,13 @@ class LLM(EngineClient):
             template=chat_template,
             variables=chat_template_kwargs,
         )
-        parsed = [
-            Prompt(token_ids=render_chat(conversation, self.tokenizer, options))
+        rendered = [
+            render_chat(conversation, self.tokenizer, options)
             for conversation in as_conversations(messages)
         ]
-        requests = self._requests(parsed, sampling_params, priority)
         thinking = stripped_thinking(self.tokenizer, options)
-        for request in requests:
-            request.thinking = thinking
-        return self._run(requests, use_tqdm)
+        parsed = [Prompt(token_ids=token_ids, thinking=thinking) for token_ids in rendered]
+        return self._run(self._requests(parsed, sampling_params, priority), use_tqdm)
 
     def stream(
         self,
@@ -151,8 +149,8 @@ class LLM(EngineClient):
         """
         parsed = parse_prompt(prompt, self.tokenizer)
         (params,) = match_params(sampling_params, 1, self._default_params)
-        make = self._engine.input_processor.request
-        return self._read([make(None, parsed, params, priority=priority)])
+        options = RequestOptions(priority=priority)
+        return self._read([self._input_processor.request(None, parsed, params, options)])
 
     def pin(self, prompt: PromptLike, ttl: float = 300.0) -> PromptPin:
         """Compute a prompt, and keep its full blocks cached for `ttl` seconds.
@@ -204,14 +202,11 @@ class LLM(EngineClient):
                 f"{len(priorities)} priorities for {len(prompts)} prompts: give one for all, or "
                 "one for each"
             )
-        make = self._engine.input_processor.request
-        requests = [
-            make(None, prompt, param, priority=priority)
+        make = self._input_processor.request
+        return [
+            make(None, prompt, param, RequestOptions(priority=priority))
             for prompt, param, priority in zip(prompts, params, priorities, strict=True)
         ]
-        for place, request in enumerate(requests):
-            request.place = place
-        return requests
 
     def _read(
         self, requests: list[Request], kind: RequestOutputKind | None = None
@@ -223,8 +218,8 @@ class LLM(EngineClient):
         """
         unread: SimpleQueue[OutputCollector] = SimpleQueue()
         notify = partial(self._engine_loop.notifier.add_unread, unread)
-        for request in requests:
-            request.sink = OutputCollector(kind or request.params.output_kind, notify)
+        for index, request in enumerate(requests):
+            request.send_to(OutputCollector(kind or request.params.output_kind, notify), index)
         left = len(requests)
         try:
             self._engine_loop.submit(requests)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pyengine.config import EngineSettings
-from pyengine.engine.core import EngineStats
 from pyengine.engine.offloading import COUNTERS as OFFLOAD_COUNTERS
 from pyengine.engine.offloading import STORE_COUNTERS
+from pyengine.engine.stats import EngineStats
 from pyengine.kv_cache import COUNTERS, BlockManager
 from pyengine.server.metrics import EngineMetrics
 from pyengine.server.settings import ServerSettings

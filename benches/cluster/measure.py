@@ -12,7 +12,7 @@ import numpy as np
 
 from benches.cluster.simulate import RESULTS
 from pyengine import LLM, SamplingParams
-from pyengine.engine.core import StepResult
+from pyengine.engine.stats import StepResult
 
 PROMPT = 4096
 ROUNDS = 2

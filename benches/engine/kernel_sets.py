@@ -306,7 +306,7 @@ def comparisons(count: int, model: str | None = None) -> Iterator[Comparison]:
     if model is not None:
         settings: dict[str, Any] = {"model": None if model == "embedded" else model}
         with LLM(device="cpu", **SETTINGS, **settings) as llm:
-            vocabulary = llm._engine.input_processor.limits.vocab_size
+            vocabulary = llm._input_processor.limits.vocab_size
         yield compare(Path(model).name, settings, random_requests(count, vocabulary))
         return
     with made_up_models() as models:

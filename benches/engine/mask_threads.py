@@ -70,7 +70,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.llm = LLM(num_blocks=64)
-        limits = self.llm._engine.input_processor.limits
+        limits = self.llm._input_processor.limits
         self.vocab_size = limits.vocab_size
         self._grammars: dict[int, Grammars] = {}
         for threads in (1, 2):

@@ -14,15 +14,18 @@ import numpy.typing as npt
 
 from pyengine.config import EngineSettings
 from pyengine.engine.core import Engine
-from pyengine.engine.input_processor import ModelLimits
-from pyengine.engine.prompts import parse_prompt
-from pyengine.engine.request import Request
+from pyengine.engine.input_processor import InputProcessor
+from pyengine.engine.model_limits import ModelLimits
+from pyengine.engine.pinning import Pinning
 from pyengine.executor import executor as executor_module
 from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
 from pyengine.executor.model_runner import Forward, StepLogits
 from pyengine.kv_cache import BlockManager
 from pyengine.outputs import RequestOutput
+from pyengine.request.prompt_logprobs import PromptLogprobCache
+from pyengine.request.prompts import parse_prompt
+from pyengine.request.request import Request
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from pyengine.utils.devices import CPU
@@ -103,10 +106,13 @@ class Service:
     """An engine, and what its callers do."""
 
     def __init__(self, size: Size) -> None:
-        limits = SchedulerLimits(max_num_batched_tokens=65_536, max_num_seqs=size.count)
+        limits = SchedulerLimits(
+            max_num_batched_tokens=65_536,
+            max_num_seqs=size.count,
+            max_overtakes=EngineSettings().max_overtakes,
+        )
         manager = full_pool()
-        overtakes = EngineSettings().max_overtakes
-        self._scheduler = Scheduler(manager, limits, max_overtakes=overtakes)
+        self._scheduler = Scheduler(manager, limits)
         runner_limits = RunnerLimits(
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_num_seqs=size.count,
@@ -123,9 +129,10 @@ class Service:
         self._executor = Executor(self._runner)
         self._tokenizer = size.tokenizer
         self._states: dict[str, Request] = {}
-        self._engine = Engine(
-            manager, self._scheduler, self._executor, model_limits, tokenizer=size.tokenizer
-        )
+        pinning = Pinning(manager, self._scheduler.pins)
+        self._engine = Engine(manager, self._scheduler, self._executor, [pinning])
+        kept = PromptLogprobCache(manager.num_blocks, manager.block_size)
+        self._processor = InputProcessor(model_limits, kept, tokenizer=size.tokenizer)
 
     def take_in(
         self, name: str, prompt: Ids, params: SamplingParams, *, streams: bool = False
@@ -133,7 +140,7 @@ class Service:
         """A request, from what a caller brings to the queue; with `streams` he reads each step."""
         parsed = parse_prompt(prompt, self._tokenizer)
         sink = Reader(self._states) if streams else None
-        request = self._engine.input_processor.request(name, parsed, params)
+        request = self._processor.request(name, parsed, params)
         request.sink = sink
         self._engine.add(request)
         self._states[name] = request
@@ -144,7 +151,7 @@ class Service:
 
     def look_at(self, names: Iterable[str]) -> None:
         """What is asked for at the end of an answer: all of it."""
-        self._engine._flush()
+        self._engine._output.flush()
         for name in names:
             _ = self._states[name].output().outputs[0].text
 

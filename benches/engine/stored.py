@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -46,6 +47,7 @@ from benches.engine.float_model import float_folder
 from benches.engine.llama_state import LONG, WARM, tokens
 from benches.engine.page import publish
 from benches.peers.report import heading, libraries, machine, results_file, results_name
+from pyengine.engine.parts import EnginePart
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT.parent / "shared/data/traces"
@@ -118,13 +120,29 @@ def worked_examples(traces: Path, tasks: int = 6, questions: int = 20) -> Iterat
                 yield f"{before}\n\nQ: {example['input']}\nA:"
 
 
+@contextmanager
+def detached(engine: Any, part: EnginePart) -> Iterator[None]:
+    """An engine without one of its parts, between two calls."""
+    names = ("_parts", "_before_plan", "_planned", "_committed", "_prompt_done")
+    lists = {name: getattr(engine, name) for name in names}
+    is_held, engine._scheduler._is_held = engine._scheduler._is_held, None
+    for name, parts in lists.items():
+        setattr(engine, name, [other for other in parts if other is not part])
+    try:
+        yield
+    finally:
+        vars(engine).update(lists)
+        engine._scheduler._is_held = is_held
+
+
 def throughput(folder: str, rounds: int) -> dict[str, Any]:
     """Tokens per second of prompts that share nothing, and blocks that were stored meanwhile."""
     with make_llm(folder, dtype="float32", kv_cache_memory=2 * GIB) as llm:
         engine = llm._engine
         engine._executor.runner.pool.populate()
         llm.generate([tokens(WARM, 600)], greedy(4), use_tqdm=False)
-        offloader = engine.offloader
+        offloader = llm._offloader
+        assert offloader is not None
         found: dict[str, list[float]] = {"with": [], "without": [], "stored": []}
         for turn in range(2 * rounds):
             kind = ("with", "without", "without", "with")[turn % 4]
@@ -132,11 +150,9 @@ def throughput(folder: str, rounds: int) -> dict[str, Any]:
             offloader.flush(60)
             offloader._store.prune()
             before = offloader.stats()["stored"]
-            detached = engine.offloader, engine._scheduler.look_up
-            if kind == "without":
-                engine.offloader = engine._scheduler.look_up = None
-            seconds, outputs = timed(partial(llm.generate, prompts, greedy(32), use_tqdm=False))
-            engine.offloader, engine._scheduler.look_up = detached
+            generate = partial(llm.generate, prompts, greedy(32), use_tqdm=False)
+            with detached(engine, offloader) if kind == "without" else nullcontext():
+                seconds, outputs = timed(generate)
             answered = sum(len(output.outputs[0].token_ids) for output in outputs)
             found[kind].append((len(prompts) * 512 + answered) / seconds)
             if kind == "with":
@@ -153,7 +169,7 @@ def gaps(folder: str, work: str, rounds: int) -> dict[str, Any]:
     with make_llm(folder, dtype="float32", kv_cache_memory=3 * GIB) as llm:
         llm._engine._executor.runner.pool.populate()
         llm.generate([tokens(WARM, 600)], greedy(4), use_tqdm=False)
-        offloader = llm._engine.offloader
+        offloader = llm._offloader
         prompts = [tokens(100 + at, 7600) for at in range(6)]
         store = offloader.store
         offloader.store = lambda sequence: None
@@ -264,12 +280,14 @@ def trace(traces: str, store_blocks: int, pool_blocks: int) -> dict[str, Any]:
 
     from pyengine.engine import offloading
     from pyengine.engine.core import Engine
-    from pyengine.engine.input_processor import ModelLimits
+    from pyengine.engine.input_processor import InputProcessor
+    from pyengine.engine.model_limits import ModelLimits
     from pyengine.engine.offloading import KVOffloader
-    from pyengine.engine.prompts import Prompt
     from pyengine.executor.executor import Executor
     from pyengine.kv_cache import BlockManager, KVStore, kv_fingerprint
     from pyengine.kv_cache.block_memory import HostBlocks
+    from pyengine.request.prompt_logprobs import PromptLogprobCache
+    from pyengine.request.prompts import Prompt
     from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 
     size, entry = 16, 64
@@ -277,24 +295,23 @@ def trace(traces: str, store_blocks: int, pool_blocks: int) -> dict[str, Any]:
     offloading._GAIN = float("inf")  # no model: computing would be faster than any store
     manager = BlockManager(pool_blocks, size, eviction="lru")
     limits = SchedulerLimits(max_num_batched_tokens=1 << 16, max_num_seqs=8)
-    engine = Engine(
-        manager,
-        Scheduler(manager, limits),
-        Executor(NoModel()),
-        ModelLimits(
-            vocab_size=VOCABULARY,
-            eos_token_ids=frozenset(),
-            max_model_len=1 << 20,
-            max_num_seqs=8,
-            limited_by="nothing",
-        ),
+    model_limits = ModelLimits(
+        vocab_size=VOCABULARY,
+        eos_token_ids=frozenset(),
+        max_model_len=1 << 20,
+        max_num_seqs=8,
+        limited_by="nothing",
     )
+    processor = InputProcessor(model_limits, PromptLogprobCache(pool_blocks, size))
+    offloader = None
     if store_blocks:
         per_entry = entry + 16 + 164 + 4 * size  # payload, and what the format adds
         store = KVStore.in_memory(store_blocks * per_entry, segment_bytes=64 << 10)
         memory = HostBlocks([np.zeros((pool_blocks + 1, entry), np.uint8)], [[0]])
         offloader = KVOffloader(store, memory, manager, [kv_fingerprint([("trace", b"")])])
-        engine.offload(offloader)
+    scheduler = Scheduler(manager, limits, is_held=offloader.look_up if offloader else None)
+    parts = [] if offloader is None else [offloader]
+    engine = Engine(manager, scheduler, Executor(NoModel()), parts)
     with gzip.open(Path(traces) / "mooncake_conversation.jsonl.gz", "rt") as lines:
         prompts = [json.loads(line)["hash_ids"] for line in lines]
     working_set = len({block for prompt in prompts for block in prompt})
@@ -305,13 +322,13 @@ def trace(traces: str, store_blocks: int, pool_blocks: int) -> dict[str, Any]:
         blocks[:, 0], blocks[:, 1] = np.divmod(np.array(ids), VOCABULARY)
         total += blocks.size
         prompt = Prompt(token_ids=blocks.ravel().tolist())
-        request = engine.input_processor.request(str(number), prompt, params)
+        request = processor.request(str(number), prompt, params)
         engine.add(request)
         while engine.has_work:
             engine.step()
             if engine.is_waiting:
                 sleep(0.0002)
-        if store_blocks:
+        if offloader is not None:
             wait_until_stored(offloader)
             store.flush(10)
     counters = engine.stats()

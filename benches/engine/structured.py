@@ -23,7 +23,8 @@ from benches.peers.report import libraries, machine, results_file, results_name
 from benches.peers.sampling import Spread
 from pyengine import LLM, SamplingParams, StructuredOutputs
 from pyengine.engine.core import Engine
-from pyengine.engine.prompts import Prompt
+from pyengine.engine.input_processor import InputProcessor
+from pyengine.request.prompts import Prompt
 
 SIZES = (1, 32)
 PROMPT, STEPS = 64, 16
@@ -42,15 +43,17 @@ ITEM: dict[str, Any] = {
 SCHEMA = {"type": "array", "items": ITEM, "minItems": 10_000}
 
 
-def step_time(engine: Engine, count: int, form: StructuredOutputs | None) -> float:
+def step_time(
+    engine: Engine, processor: InputProcessor, count: int, form: StructuredOutputs | None
+) -> float:
     """Milliseconds of a step in which so many requests decode."""
     params = SamplingParams(
         temperature=0, max_tokens=8 * STEPS, ignore_eos=True, structured_outputs=form
     )
     for at in range(count):
         ids = [3 + (at * 31 + place) % 90 for place in range(PROMPT)]
-        engine.add(engine.input_processor.request(f"{at}", Prompt(token_ids=ids), params))
-    while any(state.first_token_time is None for state in engine.unfinished):
+        engine.add(processor.request(f"{at}", Prompt(token_ids=ids), params))
+    while any(state.result.first_token_time is None for state in engine.unfinished):
         engine.step()
     for _ in range(4):
         engine.step()
@@ -62,34 +65,36 @@ def step_time(engine: Engine, count: int, form: StructuredOutputs | None) -> flo
     return took / STEPS / 1e6
 
 
-def compile_time(engine: Engine, number: int) -> float:
+def compile_time(processor: InputProcessor, number: int) -> float:
     """Milliseconds for a grammar that was not there before."""
     form = StructuredOutputs(json={**SCHEMA, "title": f"number {number}"})
     begin = clock()
-    engine.input_processor.grammars.matcher(form)
+    processor.grammars.matcher(form)
     return (clock() - begin) / 1e6
 
 
-def measure(engine: Engine, sizes: tuple[int, ...], rounds: int) -> dict[str, Any]:
+def measure(
+    engine: Engine, processor: InputProcessor, sizes: tuple[int, ...], rounds: int
+) -> dict[str, Any]:
     """Milliseconds by row, and what share bound steps take more than free ones."""
     form = StructuredOutputs(json=SCHEMA)
     results: dict[str, Any] = {}
-    engine.input_processor.grammars.prepare()
+    processor.grammars.prepare()
     for count in sizes:
-        step_time(engine, count, form)  # to warm up
+        step_time(engine, processor, count, form)  # to warm up
         free: list[float] = []
         bound: list[float] = []
         for at in range(rounds):
             turn = [(free, None), (bound, form)]
             for times, asked in turn if at % 2 else reversed(turn):
-                times.append(step_time(engine, count, asked))
+                times.append(step_time(engine, processor, count, asked))
         more = [item / other - 1 for item, other in zip(bound, free, strict=True)]
         results[f"{count} rows"] = {
             "free": asdict(Spread.of(free)),
             "bound": asdict(Spread.of(bound)),
             "more": asdict(Spread.of(more)),
         }
-    compiled = [compile_time(engine, number) for number in range(8 * rounds)]
+    compiled = [compile_time(processor, number) for number in range(8 * rounds)]
     results["compile"] = {"bound": asdict(Spread.of(compiled))}
     return results
 
@@ -112,7 +117,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three rounds; nothing is written")
     quick = parser.parse_args().quick
     llm = LLM(max_num_seqs=max(SIZES), max_model_len=1024, num_blocks=2048)
-    results = measure(llm._engine, SIZES, 3 if quick else 30)
+    results = measure(llm._engine, llm._input_processor, SIZES, 3 if quick else 30)
     print("\n".join(table(results)))
     if not quick:
         content = {"machine": machine(), "libraries": libraries(), "results": results}

@@ -19,8 +19,8 @@ from benches.gpu.model import SHAPES, Shape
 from benches.gpu.target import Target
 from pyengine import LLM, SamplingParams
 from pyengine.engine.core import Engine
-from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import Request
+from pyengine.request.prompts import Prompt
+from pyengine.request.request import Request
 
 WINDOWS, WARM_STEPS, MAX_SECONDS = 3, 4, 8.0
 CHUNK = 8192
@@ -140,7 +140,7 @@ def decoding(llm: LLM, prompts: list[list[int]], steps: int, **sampling: Any) ->
     work, emitted = Decoding(engine, count, context), 0
     try:
         for number, prompt in enumerate(prompts):
-            states.append(add(engine, f"timed {number}", prompt, params))
+            states.append(add(llm, f"timed {number}", prompt, params))
         while (new := engine.step().num_new_tokens) < count:
             emitted += new
             if not engine.has_work:
@@ -152,8 +152,8 @@ def decoding(llm: LLM, prompts: list[list[int]], steps: int, **sampling: Any) ->
         engine.abort(states)
 
 
-def add(engine: Engine, name: str, prompt: list[int], params: SamplingParams) -> Request:
+def add(llm: LLM, name: str, prompt: list[int], params: SamplingParams) -> Request:
     """Add a request to an engine that nothing else drives."""
-    request = engine.input_processor.request(name, Prompt(token_ids=prompt), params)
-    engine.add(request)
+    request = llm._input_processor.request(name, Prompt(token_ids=prompt), params)
+    llm._engine.add(request)
     return request

@@ -7,13 +7,14 @@ elsewhere `paged.rotated`, the oracle of both. All compute in float32 and round 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from pyengine.attention.needs import AttentionNeeds
 from pyengine.errors import ConfigurationError
+from pyengine.kernels.rope import Rotation
 from pyengine.kv_cache import SharedPrefixes
 from pyengine.kv_cache.pool import KVPool
 from pyengine.utils.tensors import tensor_of
@@ -22,44 +23,6 @@ if TYPE_CHECKING:
     import torch
 
     from pyengine.attention.cascade import Cascade
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorm:
-    """A root-mean-square norm over each head: `x / rms(x) * (offset + weight)`.
-
-    `query_weight` and `key_weight` are `[head_dim]`; `eps` is added under the root. `offset` is 1
-    where weights are kept as differences from 1 (Gemma), else 0.
-    """
-
-    query_weight: "torch.Tensor"
-    key_weight: "torch.Tensor"
-    eps: float
-    offset: float
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryLayout:
-    """The pairs of numbers in a head that RoPE rotates together (arXiv 2104.09864).
-
-    The first `size` numbers of a head are: number i with `i + size / 2` ("halves", as in
-    GPT-NeoX), or 2 i with 2 i + 1 ("pairs"). Pair i has the angle in column `i * step`.
-    """
-
-    size: int
-    order: Literal["halves", "pairs"]
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """The rotation that a layer leaves to attention; `cos` and `sin` are `[T, columns]`, of any
-    float type."""
-
-    cos: "torch.Tensor"
-    sin: "torch.Tensor"
-    layout: RotaryLayout
-    norm: HeadNorm | None = None
 
 
 Int32Array = npt.NDArray[np.int32]

@@ -15,16 +15,14 @@ import numpy.typing as npt
 from pyengine.attention.backend import (
     AttentionBackend,
     AttentionOptions,
-    HeadNorm,
     Int32Array,
-    RotaryLayout,
-    Rotation,
     Rows,
     StepInputs,
 )
 from pyengine.attention.kernel_options import KernelOptions
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle
 from pyengine.cpu import CpuAttention, CpuCache, CpuStep
+from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
 from pyengine.kv_cache.pool import KVPool
 from pyengine.utils.openmp import loaded_torch, openmp_runtime
 from pyengine.utils.tensors import array_of

@@ -13,15 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pyengine.attention.backend import (
-    AttentionOptions,
-    HeadNorm,
-    RotaryLayout,
-    Rotation,
-    Rows,
-)
+from pyengine.attention.backend import AttentionOptions, Rows
 from pyengine.attention.context import PagedContext
 from pyengine.errors import ConfigurationError
+from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
 
 ATTENTION_NAME = "pyengine_paged_attention"
 """transformers gives names with "flash", "paged|" or "/" a meaning: this name avoids them."""

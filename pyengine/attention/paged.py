@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.backend import Int32Array, Rotation, Rows
+from pyengine.attention.backend import Int32Array, Rows
 from pyengine.attention.needs import FLOAT8_DTYPES
 from pyengine.kernels import has_kernels
+from pyengine.kernels.rope import Rotation
 from pyengine.kv_cache.pool import KVPool
 from pyengine.utils.devices import for_torch
 

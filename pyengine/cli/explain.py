@@ -50,7 +50,7 @@ def comparison(
     first: Sequence[int], second: Sequence[int], block_size: int, tokenizer: Any
 ) -> Iterator[tuple[str, str]]:
     """Say what two prompts share and where they differ: texts and their styles."""
-    from pyengine.engine.prompts import common_prefix
+    from pyengine.request.prompts import common_prefix
 
     common = common_prefix(first, second)
     blocks = common // block_size
@@ -105,7 +105,7 @@ def _read(path: Path) -> str | list[int]:
 def _token_ids(prompt: str | list[int], tokenizer: Any) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
-    from pyengine.engine.prompts import tokens_of
+    from pyengine.request.prompts import tokens_of
 
     return tokens_of(prompt, tokenizer)
 

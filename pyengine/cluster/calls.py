@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.engine.input_processor import ModelLimits
-from pyengine.engine.thinking import StrippedThinking
+from pyengine.engine.model_limits import ModelLimits
 from pyengine.outputs import (
     CacheExplanation,
     CompletionOutput,
@@ -15,8 +14,9 @@ from pyengine.outputs import (
     RequestMetrics,
     RequestOutput,
 )
+from pyengine.request.cache_hints import NO_HINTS, CacheHints
+from pyengine.request.prompts import StrippedThinking
 from pyengine.sampling_params import SamplingParams
-from pyengine.scheduler.pins import NO_HINTS, CacheHints
 
 
 @dataclass(frozen=True, slots=True)

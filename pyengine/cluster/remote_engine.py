@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
@@ -16,11 +16,18 @@ from pyengine.cluster.calls import Delta, ModelInfo, RemoteRequest
 from pyengine.cluster.prefix_router import PrefixRouter
 from pyengine.engine.explain import with_hint
 from pyengine.engine.input_processor import InputProcessor, refuse_taken
-from pyengine.engine.prompt_logprobs import PromptLogprobCache
-from pyengine.engine.prompts import PromptLike, match_params, parse_prompt, salted
-from pyengine.engine.request import Request
 from pyengine.errors import EngineClosedError, NoReplicaError, ReplicaLostError
 from pyengine.outputs import CacheExplanation, RequestOutput
+from pyengine.request.cache_hints import NO_HINTS, CacheHints
+from pyengine.request.prompt_logprobs import PromptLogprobCache
+from pyengine.request.prompts import (
+    PromptLike,
+    StrippedThinking,
+    match_params,
+    parse_prompt,
+    salted,
+)
+from pyengine.request.request import Request, RequestOptions
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 
 _POLL_SECONDS = 0.02
@@ -126,7 +133,7 @@ class RemoteEngine:
         begun = sum([request.has_begun for request in self._live.values()])
         return RemoteLoad(begun, len(self._live) - begun)
 
-    def request(
+    def request(  # noqa: PLR0913
         self,
         prompt: PromptLike,
         sampling_params: SamplingParams | None = None,
@@ -135,14 +142,17 @@ class RemoteEngine:
         cache_salt: str | None = None,
         priority: float = 0,
         tenant: bytes = b"",
+        cache_hints: CacheHints = NO_HINTS,
+        thinking: StrippedThinking | None = None,
     ) -> Request:
         """See `AsyncEngine.request`."""
         parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
+        parsed = replace(parsed, thinking=thinking)
         (params,) = match_params(sampling_params, 1, self._about.default_params)
         self._num_made += 1
         name = f"{self._num_made}" if request_id is None else request_id
-        make = self._input_processor.request
-        return make(name, parsed, params, priority=priority, tenant=tenant)
+        options = RequestOptions(priority=priority, tenant=tenant, cache_hints=cache_hints)
+        return self._input_processor.request(name, parsed, params, options)
 
     def submit(self, requests: Sequence[Request]) -> "RemoteStream":
         """See `AsyncEngine.submit`. Call it on the event loop."""
@@ -243,7 +253,7 @@ class _Remote:
         if self._first is None:
             self._first = delta
             if delta.cache is not None:
-                self._cache = with_hint(delta.cache, self._ids, self.state.tokenizer)
+                self._cache = with_hint(delta.cache, self._ids, self.state.rules.tokenizer)
         return RequestOutput(
             request_id=self.state.request_id,
             prompt=self.state.prompt,

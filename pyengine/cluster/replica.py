@@ -16,8 +16,8 @@ from pyengine.cluster.feed import EventFeed
 from pyengine.cluster.fleet import ReplicaUpdate
 from pyengine.cluster.messages import CacheFormat, Load, ReplicaInfo, SharedStore
 from pyengine.config import EngineSettings
-from pyengine.engine.core import StepResult
-from pyengine.engine.request import Request
+from pyengine.engine.stats import StepResult
+from pyengine.request.request import Request
 from pyengine.server.dashboard.page import EngineBroadcaster
 from pyengine.server.metrics import EngineMetrics
 
@@ -94,11 +94,12 @@ class Replica:
             cache_salt=request.cache_salt,
             priority=request.priority,
             tenant=request.tenant,
+            cache_hints=request.cache_hints,
+            thinking=request.thinking,
         )
         # A grammar takes a while to compile.
         is_slow = request.params.structured_outputs is not None
         state = await asyncio.to_thread(make) if is_slow else make()
-        state.cache_hints, state.thinking = request.cache_hints, request.thinking
         stream, is_first = self.engine.submit([state]), True
         try:
             async for item in stream:

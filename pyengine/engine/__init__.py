@@ -1,4 +1,4 @@
-"""The engine: requests, the loop, their outputs."""
+"""The engine: its loop, its parts, and the outputs on their way to callers."""
 
 from pyengine.utils.openmp import wait_briefly
 from pyengine.utils.packaging import require_posix

@@ -4,54 +4,60 @@ settings -> model -> attention backend -> KV pool and its manager -> runner -> e
 """
 
 import logging
-import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from pyengine.attention.backend import AttentionBackend
-from pyengine.attention.choice import Choice, explain_backends, select_backend
+from pyengine.attention.choice import Choice, select_backend
 from pyengine.attention.needs import AttentionNeeds, needs_of
 from pyengine.config import EngineSettings, store_key
 from pyengine.cpu.threads import ComputeThreads, compute_threads
 from pyengine.engine.core import Engine
-from pyengine.engine.input_processor import ModelLimits, compute_model_limits
+from pyengine.engine.description import Setup, describe, rows_have_same_bits
+from pyengine.engine.drafting import Drafting
+from pyengine.engine.explain import Explainer
+from pyengine.engine.input_processor import InputProcessor
+from pyengine.engine.loop import Inbox
+from pyengine.engine.model_limits import compute_model_limits
 from pyengine.engine.offloading import KVOffloader
+from pyengine.engine.parts import EnginePart, MemoryAhead
+from pyengine.engine.pinning import Pinning
 from pyengine.engine.verification import HitVerifier, KeptRecording
 from pyengine.errors import ConfigurationError
+from pyengine.executor.cache_plan import CachePlan, cache_specs, plan_cache
 from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import RunnerLimits
 from pyengine.executor.memory_profile import (
-    CachePlan,
     CudaMeter,
     activation_bytes,
-    cache_specs,
     check_step_fits,
     graph_bytes,
-    keep_freed_memory,
-    plan_cache,
 )
 from pyengine.executor.model_runner import ModelRunner, Runner
 from pyengine.kv_cache import BlockManager, ConfigError, KVStore, StoreError, kv_fingerprint
 from pyengine.kv_cache.layer_groups import LayerGroups
-from pyengine.kv_cache.memory import available_memory
+from pyengine.kv_cache.memory import available_memory, keep_freed_memory
 from pyengine.kv_cache.pool import KVPool, PoolSettings, resolve_kv_cache_dtype
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import load_model, model_properties
 from pyengine.models.placement import resolve_device
 from pyengine.models.source import ModelSource, resolve_source
+from pyengine.request.prompt_logprobs import PromptLogprobCache
 from pyengine.sampling_params import SamplingParams
+from pyengine.scheduler.pins import PinTable
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from pyengine.speculation.draft_model import DraftModel, LoadedDraft, kernel_settings, load_draft
 from pyengine.speculation.drafters import Drafter, NgramDrafter, SuffixDrafter
-from pyengine.speculation.drafting import measured_costs
+from pyengine.speculation.measured_costs import measured_costs
 from pyengine.speculation.mtp import MTPDrafter
 from pyengine.speculation.policy import DraftPolicy
 from pyengine.utils.devices import CPU, Device
 from pyengine.utils.dtypes import DType
-from pyengine.utils.openmp import loaded_torch, torch_threads
+from pyengine.utils.openmp import torch_threads
 from pyengine.utils.packaging import require_torch
 
 if TYPE_CHECKING:
@@ -84,6 +90,11 @@ class BuiltEngine:
     loaded: LoadedModel
     manager: BlockManager
     engine: Engine
+    input_processor: InputProcessor
+    pins: PinTable
+    offloader: KVOffloader | None
+    verifier: HitVerifier | None
+    inbox: Inbox
     worker_group: "WorkerGroup | None"
     threads: ComputeThreads
     default_params: SamplingParams
@@ -104,7 +115,8 @@ def build_engine(settings: EngineSettings, *, populate: bool = False) -> BuiltEn
             undo.callback(store.close, _CLOSE_SECONDS)
         worker_group = _worker_group(settings, threads)
         with worker_group or nullcontext():  # the workers end if this fails
-            built = _connect(settings, worker_group, threads, store, populate=populate)
+            setup = _set_up(settings, worker_group, threads)
+            built = _connect(setup, worker_group, threads, store, populate=populate)
         undo.pop_all()
     return built
 
@@ -135,14 +147,10 @@ def _check(settings: EngineSettings) -> None:
         raise ConfigurationError(str(error)) from error
 
 
-def _connect(
-    settings: EngineSettings,
-    worker_group: "WorkerGroup | None",
-    threads: ComputeThreads,
-    store: KVStore | None,
-    *,
-    populate: bool,
-) -> BuiltEngine:
+def _set_up(
+    settings: EngineSettings, worker_group: "WorkerGroup | None", threads: ComputeThreads
+) -> Setup:
+    """Load the model, choose the attention backend, and size the KV pool."""
     loaded = worker_group.loaded if worker_group else _load(settings, threads.count)
     draft = load_draft(settings, loaded, threads.count)  # before the free memory is measured
     needs = needs_of(
@@ -156,9 +164,9 @@ def _connect(
     pool = _pool_settings(settings, choice, needs, loaded, worker_group)
     if draft is not None:
         pool = replace(pool, bytes_beside=draft.bytes_per_token * pool.block_size)
-    most, asked = settings.max_num_batched_tokens, settings.max_model_len
+    max_tokens = settings.max_num_batched_tokens
     plan = plan_cache(
-        loaded, pool, most, layer_groups=settings.layer_groups, kv_dtype=needs.cache_dtype
+        loaded, pool, max_tokens, layer_groups=settings.layer_groups, kv_dtype=needs.cache_dtype
     )
     manager = plan.manager(
         prefix_caching=settings.enable_prefix_caching,
@@ -169,96 +177,164 @@ def _connect(
         events=settings.event_hash_seed is not None,
         hash_seed=settings.event_hash_seed,
     )
-    model_limits = compute_model_limits(loaded, pool, manager, most, asked)
-    limits = _runner_limits(
-        settings, model_limits.max_model_len, plan.block_size, plan.groups, loaded.num_mtp_layers
-    )
-    if worker_group is None:
-        runner: Runner = _runner(settings, loaded, choice, plan, limits)
-    else:
-        from pyengine.executor.tensor_parallel.ranks import RunnerSetup
-
-        graphs = _wants_graphs(settings, loaded)
-        runner = worker_group.runner(RunnerSetup(plan, choice, limits, graphs))
-    can_adapt = worker_group is None and _any_threads_agree(loaded, choice)
-    models = [loaded] if draft is None else [loaded, draft.loaded]
-    threads = replace(
-        threads,
-        adapts=threads.adapts and can_adapt,
-        torch_is_alone=choice.backend == "cpu" and not any(each.torch_computes for each in models),
-    )
-    executor = _executor(settings, runner, loaded.device, threads)
-    engine = Engine(
-        manager,
-        Scheduler(
-            manager,
-            SchedulerLimits(
-                max_num_batched_tokens=most,
-                max_num_seqs=settings.max_num_seqs,
-                max_num_seqs_per_tenant=settings.max_num_seqs_per_tenant,
-            ),
-            replay=loaded.num_mtp_layers,
-            prefix_caching=settings.enable_prefix_caching,
-            max_overtakes=settings.max_overtakes,
-            max_pinned_blocks=_max_pinned_blocks(settings, manager, model_limits.max_model_len),
+    model_limits = compute_model_limits(loaded, pool, manager, max_tokens, settings.max_model_len)
+    longest, num_mtp_layers = model_limits.max_model_len, loaded.num_mtp_layers
+    return Setup(
+        settings=settings,
+        loaded=loaded,
+        draft=draft,
+        needs=needs,
+        choice=choice,
+        plan=plan,
+        manager=manager,
+        model_limits=model_limits,
+        runner_limits=_runner_limits(
+            settings, longest, plan.block_size, plan.groups, num_mtp_layers
         ),
-        executor,
-        model_limits,
-        tokenizer=loaded.tokenizer,
-        seed=settings.seed,
     )
-    engine.explains = settings.explain_misses
+
+
+def _connect(
+    setup: Setup,
+    worker_group: "WorkerGroup | None",
+    threads: ComputeThreads,
+    store: KVStore | None,
+    *,
+    populate: bool,
+) -> BuiltEngine:
+    """Connect manager, scheduler, executor and parts."""
+    settings, loaded, manager = setup.settings, setup.loaded, setup.manager
+    runner = _main_runner(setup, worker_group)
+    threads = _step_threads(setup, threads, worker_group)
+    executor = _executor(settings, runner, loaded.device, threads)
+    kept = PromptLogprobCache(manager.num_blocks, manager.block_size)
+    processor = InputProcessor(
+        setup.model_limits, kept, tokenizer=loaded.tokenizer, seed=settings.seed
+    )
+    inbox: Inbox = SimpleQueue()
+    pool = runner.pool if isinstance(runner, ModelRunner) else None
+    offloader = verifier = None
     if store is not None:
-        assert isinstance(runner, ModelRunner)  # settings refuse a divided model
-        fingerprints = _fingerprints(settings, loaded, needs, plan)
-        engine.offload(KVOffloader(store, runner.pool.block_memory(), manager, fingerprints))
-        if not populate and (entries := store.stats()["readable_entries"]):
-            runner.pool.populate(entries // len(fingerprints))  # for what is to be restored
+        assert pool is not None  # settings refuse a divided model
+        offloader = _offloader(setup, store, pool, inbox, populate=populate)
     if settings.verify_cache_hits:
-        assert isinstance(runner, ModelRunner)  # settings refuse a divided model
-        is_exact = _rows_have_same_bits(settings, loaded, choice)
-        engine.verifier = HitVerifier(
-            manager,
-            engine.input_processor.request,
-            runner.pool.differences,
-            share=settings.verify_cache_hits,
-            tolerance=0.0 if is_exact else _KV_TOLERANCE,
-        )
-        try:
-            engine.verifier.kept = KeptRecording(manager)
-        except OSError as error:
-            _log.warning("verify_cache_hits records no blocks: %s", error)
-    if settings.speculation is not None:
-        costs = measured_costs(runner, plan.manager(), limits)
-        drafter = _drafter(settings, executor, draft, plan)
-        engine.speculate(drafter, DraftPolicy(costs), most=limits.rows_per_seq - 1)
-    if isinstance(runner, ModelRunner):
-        if populate:
-            runner.pool.populate_in_background()
-        else:
-            engine.populate = runner.pool.populate_piece
+        assert pool is not None  # settings refuse a divided model
+        verifier = _verifier(setup, processor, pool)
+    scheduler = _scheduler(setup, offloader)
+    pinning = Pinning(manager, scheduler.pins)
+    parts: list[EnginePart | None] = [
+        Explainer(manager.block_size) if settings.explain_misses else None,
+        pinning,
+        verifier,
+        offloader,
+        _drafting(setup, scheduler, executor),
+    ]
+    if pool is not None and populate:
+        pool.populate_in_background()
+    elif pool is not None:
+        largest = settings.max_num_batched_tokens
+        parts.append(MemoryAhead(manager, pool.populate_piece, largest))
+    present = [part for part in parts if part is not None]
     params = default_params(settings, loaded)
-    description = {
-        **_about_model(loaded, settings),
-        **threads.describe(),
-        **_about_linears(loaded),
-        **_about_attention(choice, needs, runner),
-        "kv_cache_scales": _about_scales(plan),
-        **_about_cache(plan, model_limits, settings),
-        **_about_store(settings, engine.offloader),
-        "async_scheduling": executor.depth > 1,
-        **_about_speculation(settings, limits),
-        **({} if draft is None else draft.describe(draft.plan_cache(settings, plan))),
-        "generation_config": about_sampling(settings, params),
-    }
     return BuiltEngine(
         loaded=loaded,
         manager=manager,
-        engine=engine,
+        engine=Engine(manager, scheduler, executor, present),
+        input_processor=processor,
+        pins=scheduler.pins,
+        offloader=offloader,
+        verifier=verifier,
+        inbox=inbox,
         worker_group=worker_group,
         threads=threads,
         default_params=params,
-        description=description,
+        description=describe(setup, executor, threads, offloader, params),
+    )
+
+
+def _main_runner(setup: Setup, worker_group: "WorkerGroup | None") -> Runner:
+    settings, plan, limits = setup.settings, setup.plan, setup.runner_limits
+    if worker_group is None:
+        return _runner(settings, setup.loaded, setup.choice, plan, limits)
+    from pyengine.executor.tensor_parallel.ranks import RunnerSetup
+
+    graphs = _wants_graphs(settings, setup.loaded)
+    return worker_group.runner(RunnerSetup(plan, setup.choice, limits, graphs))
+
+
+def _step_threads(
+    setup: Setup, threads: ComputeThreads, worker_group: "WorkerGroup | None"
+) -> ComputeThreads:
+    """The threads of steps: they adapt to other load if a step has the same bits with any number.
+
+    MKL's products and torch's attention depend on it.
+    """
+    loaded, draft, on_cpu = setup.loaded, setup.draft, setup.choice.backend == "cpu"
+    models = [loaded] if draft is None else [loaded, draft.loaded]
+    can_adapt = worker_group is None and on_cpu and not loaded.has_torch_products
+    return replace(
+        threads,
+        adapts=threads.adapts and can_adapt,
+        torch_is_alone=on_cpu and not any(model.torch_computes for model in models),
+    )
+
+
+def _scheduler(setup: Setup, offloader: KVOffloader | None) -> Scheduler:
+    settings, manager = setup.settings, setup.manager
+    return Scheduler(
+        manager,
+        SchedulerLimits(
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_seqs_per_tenant=settings.max_num_seqs_per_tenant,
+            max_overtakes=settings.max_overtakes,
+            max_pinned_blocks=_max_pinned_blocks(
+                settings, manager, setup.model_limits.max_model_len
+            ),
+        ),
+        replay=setup.loaded.num_mtp_layers,
+        prefix_caching=settings.enable_prefix_caching,
+        is_held=None if offloader is None else offloader.look_up,
+    )
+
+
+def _offloader(
+    setup: Setup, store: KVStore, pool: KVPool, inbox: Inbox, *, populate: bool
+) -> KVOffloader:
+    fingerprints = _fingerprints(setup.settings, setup.loaded, setup.needs, setup.plan)
+    if not populate and (entries := store.stats()["readable_entries"]):
+        pool.populate(entries // len(fingerprints))  # for what is to be restored
+    return KVOffloader(store, pool.block_memory(), setup.manager, fingerprints, inbox.put)
+
+
+def _verifier(setup: Setup, processor: InputProcessor, pool: KVPool) -> HitVerifier:
+    kept = None
+    try:
+        kept = KeptRecording(setup.manager)
+    except OSError as error:
+        _log.warning("verify_cache_hits records no blocks: %s", error)
+    is_exact = rows_have_same_bits(setup.settings, setup.loaded, setup.choice)
+    return HitVerifier(
+        setup.manager,
+        processor.request,
+        pool.differences,
+        share=setup.settings.verify_cache_hits,
+        tolerance=0.0 if is_exact else _KV_TOLERANCE,
+        kept=kept,
+    )
+
+
+def _drafting(setup: Setup, scheduler: Scheduler, executor: Executor) -> Drafting | None:
+    if setup.settings.speculation is None:
+        return None
+    limits = setup.runner_limits
+    costs = measured_costs(executor.runner, setup.plan.manager(), limits)
+    return Drafting(
+        scheduler,
+        _drafter(setup, executor),
+        DraftPolicy(costs),
+        most=limits.rows_per_seq - 1,
+        vocab_size=setup.model_limits.vocab_size,
     )
 
 
@@ -331,16 +407,6 @@ def _scale_properties(plan: CachePlan) -> list[tuple[str, bytes]]:
     return [("KV scales", str(scales).encode())] if scales else []
 
 
-def _about_store(settings: EngineSettings, offloader: KVOffloader | None) -> dict[str, object]:
-    about: dict[str, object] = {"kv_cache_dir": str(settings.kv_cache_dir or "none")}
-    if offloader is not None:
-        tier = "disk" if settings.kv_cache_host_memory is None else "host"
-        about |= {"kv_cache_tier": tier, **offloader.describe()}
-        if settings.kv_cache_access == "read":
-            about["kv_cache_access"] = "read"
-    return about
-
-
 def _layers_of(groups: LayerGroups, group: int) -> bytes:
     layers = [layer for layer, place in enumerate(groups.places) if place.group == group]
     return f"{layers} {groups.windows[group]}".encode()
@@ -350,18 +416,6 @@ def default_params(settings: EngineSettings, loaded: LoadedModel) -> SamplingPar
     """Parameters of requests without any: those of the model, or our defaults."""
     of_model: Mapping[str, Any] = loaded.default_sampling
     return SamplingParams(**of_model if settings.takes_model_sampling else {})
-
-
-def about_sampling(settings: EngineSettings, params: SamplingParams) -> str:
-    """A description of `default_params`: their source, and the differences from our defaults."""
-    plain = SamplingParams()
-    chosen = [
-        f"{field.name}={getattr(params, field.name)!r}"
-        for field in fields(params)
-        if getattr(params, field.name) != getattr(plain, field.name)
-    ]
-    text = ", ".join(chosen) or "the defaults of SamplingParams"
-    return f"{settings.generation_config}: {text}"
 
 
 def _pool_settings(
@@ -535,17 +589,13 @@ def _executor(
     return Executor(runner, thread, depth=2, device=device)
 
 
-def _drafter(
-    settings: EngineSettings,
-    executor: Executor,
-    draft: LoadedDraft | None,
-    plan: CachePlan,
-) -> Drafter:
+def _drafter(setup: Setup, executor: Executor) -> Drafter:
     """The drafter of the settings."""
+    settings, draft = setup.settings, setup.draft
     if settings.speculation == "mtp":
-        return MTPDrafter(executor, plan.block_size)
+        return MTPDrafter(executor, setup.plan.block_size)
     if draft is not None:
-        return _draft_model(settings, executor, draft, draft.plan_cache(settings, plan))
+        return _draft_model(settings, executor, draft, draft.plan_cache(settings, setup.plan))
     return NgramDrafter() if settings.speculation == "ngram" else SuffixDrafter()
 
 
@@ -561,100 +611,3 @@ def _draft_model(
     )
     runner = _runner(settings, draft.loaded, draft.choice, cache, limits)
     return DraftModel(executor, runner, cache.manager(), most=most, longest=longest)
-
-
-def _about_speculation(settings: EngineSettings, limits: RunnerLimits) -> dict[str, object]:
-    if settings.speculation is None:
-        return {"speculation": "none"}
-    return {
-        "speculation": settings.speculation,
-        **({} if settings.draft_model is None else {"draft_model": str(settings.draft_model)}),
-        "num_speculative_tokens": limits.rows_per_seq - 1,
-    }
-
-
-def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, object]:
-    torch = loaded_torch()
-    return {
-        "python": platform.python_version(),
-        "torch": "not loaded" if torch is None else torch.__version__,
-        "model": loaded.name,
-        "model_path": str(loaded.path),
-        "decoder": loaded.model.origin,
-        "device": str(loaded.device),
-        "dtype": loaded.dtype,
-        "dtype_reason": loaded.dtype_reason,
-        "load_format": loaded.load_format,
-        "quantization": loaded.quantization,
-        "tensor_parallel_size": settings.tensor_parallel_size,
-    }
-
-
-def _rows_have_same_bits(settings: EngineSettings, loaded: LoadedModel, choice: Choice) -> bool:
-    """True if the KV of a token has the same bits in every batch and chunk.
-
-    Kernels of ours compute in float32 and bfloat16, torch in float16.
-    """
-    is_exact = not loaded.has_float_linears or set(_products_in_use(loaded)) <= {"pyengine"}
-    is_ours = choice.backend == "cpu" and not settings.compile
-    return is_exact and is_ours and loaded.dtype in ("float32", "bfloat16")
-
-
-def _any_threads_agree(loaded: LoadedModel, choice: Choice) -> bool:
-    """True if a step gives the same bits with any number of threads.
-
-    MKL's products and torch's attention depend on it.
-    """
-    return choice.backend == "cpu" and not loaded.has_torch_products
-
-
-def _products_in_use(loaded: LoadedModel) -> Sequence[str]:
-    return ["torch"] if loaded.products is None else loaded.products.in_use
-
-
-def _about_linears(loaded: LoadedModel) -> dict[str, object]:
-    if not loaded.has_float_linears:
-        return {"linear_backend": loaded.quantization, "linear_reason": "quantization"}
-    if loaded.products is None:
-        return {"linear_backend": "torch", "linear_reason": f"by {loaded.model.origin}"}
-    return loaded.products.describe()
-
-
-def _about_attention(choice: Choice, needs: AttentionNeeds, runner: Runner) -> dict[str, object]:
-    graphs = getattr(runner, "graphs", None)
-    pieces = runner.piecewise if isinstance(runner, ModelRunner) else None
-    sizes = [] if graphs is None else graphs.sizes
-    others = [] if pieces is None else pieces.sizes
-    return {
-        "attention_backend": choice.backend,
-        "attention_reason": choice.reason,
-        "attention_backends": explain_backends(choice, needs),
-        "cuda_graphs": f"batches of {sizes}" if sizes else "none",
-        "piecewise_cuda_graphs": f"steps of {others} tokens" if others else "none",
-        "compile": isinstance(runner, ModelRunner) and runner.is_compiled,
-        "kv_cache_dtype": needs.cache_dtype,
-    }
-
-
-def _about_scales(plan: CachePlan) -> str:
-    count = sum(spec != spec.unscaled for spec in plan.specs)
-    return f"of the checkpoint, {count} layers" if count else "none"
-
-
-def _about_cache(
-    plan: CachePlan, model_limits: ModelLimits, settings: EngineSettings
-) -> dict[str, object]:
-    return {
-        "block_size": plan.block_size,
-        "num_blocks": plan.size.num_blocks,
-        "kv_cache_bytes": plan.size.num_bytes,
-        "kv_cache_reason": plan.size.reason,
-        "layer_groups": str(plan.groups),
-        "max_model_len": model_limits.max_model_len,
-        "max_model_len_reason": model_limits.limited_by,
-        "enable_prefix_caching": settings.enable_prefix_caching,
-        "in_flight_sharing": settings.in_flight_sharing,
-        "partial_reuse": settings.partial_reuse,
-        "eviction": settings.eviction,
-        "event_hash_seed": "none" if settings.event_hash_seed is None else settings.event_hash_seed,
-    }

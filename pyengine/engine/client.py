@@ -12,12 +12,9 @@ from weakref import finalize
 
 from pyengine.config import EngineSettings
 from pyengine.engine.builder import build_engine
-from pyengine.engine.chat_template import ChatOptions, Message, render_chat
-from pyengine.engine.core import EngineObserver, EngineStats
 from pyengine.engine.explain import explain_prompt
 from pyengine.engine.loop import EngineLoop, refuse_engine_in_fork
-from pyengine.engine.prompts import Prompt, PromptLike, parse_prompt
-from pyengine.engine.request import Request
+from pyengine.engine.stats import EngineObserver, EngineStats
 from pyengine.errors import (
     ConfigurationError,
     EngineClosedError,
@@ -26,8 +23,11 @@ from pyengine.errors import (
 )
 from pyengine.kv_cache import TraceError
 from pyengine.outputs import CacheExplanation
+from pyengine.request.cache_hints import CacheHints, KeptPrefix
+from pyengine.request.chat_template import ChatOptions, Message, render_chat
+from pyengine.request.prompts import Prompt, PromptLike, parse_prompt
+from pyengine.request.request import Request, RequestOptions
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
-from pyengine.scheduler.pins import CacheHints, KeptPrefix
 from pyengine.utils.openmp import release_threads
 from pyengine.utils.packaging import package_version
 from pyengine.utils.validation import is_real
@@ -77,9 +77,13 @@ class EngineClient:
         self.tokenizer: Any = parts.loaded.tokenizer
         self._manager = parts.manager
         self._engine = parts.engine
+        self._input_processor = parts.input_processor
+        self._pins = parts.pins
+        self._offloader = parts.offloader
+        self._verifier = parts.verifier
         self._worker_group = parts.worker_group
         kill = None if parts.worker_group is None else parts.worker_group.kill
-        self._engine_loop = EngineLoop(parts.engine, parts.threads, kill)
+        self._engine_loop = EngineLoop(parts.engine, parts.threads, kill, parts.inbox)
         finalize(self, self._engine_loop.end).atexit = False  # `EngineLoop` has its own
         self._description = parts.description
         self._default_params = parts.default_params
@@ -121,7 +125,7 @@ class EngineClient:
         requests run. A second process needs as long once more, which blocks nothing. Raises
         `InvalidRequestError` if `llguidance` or a tokenizer is missing.
         """
-        self._engine.input_processor.grammars.prepare()
+        self._input_processor.grammars.prepare()
 
     def compile_structured_outputs(
         self, structured_outputs: StructuredOutputs, tenant: bytes = b""
@@ -131,30 +135,31 @@ class EngineClient:
         Grammars of different tenants are compiled in turns. Raises `QueueFullError` if too many of
         this tenant wait. If the grammar cannot be served, the future has an `InvalidRequestError`.
         """
-        return self._engine.input_processor.grammars.compile(structured_outputs, tenant)
+        return self._input_processor.grammars.compile(structured_outputs, tenant)
 
     @property
     def max_pinned_blocks(self) -> int:
         """The most blocks that all pins of callers keep."""
-        return self._engine.pins.limit
+        return self._pins.limit
 
     def _pin_request(self, prompt: Prompt, ttl: float) -> Request:
         """A request that computes a prompt and pins it. Raises `InvalidRequestError`."""
         if not is_real(ttl) or not 0 < ttl < inf:
             raise InvalidRequestError(f"ttl={ttl!r}: it must be a number of seconds above 0")
         params = SamplingParams(max_tokens=0)
-        request = self._engine.input_processor.request(None, prompt, params)
-        request.cache_hints = CacheHints(pins=((len(prompt.token_ids), float(ttl)),))
-        return request
+        hints = CacheHints(pins=((len(prompt.token_ids), float(ttl)),))
+        return self._input_processor.request(
+            None, prompt, params, RequestOptions(cache_hints=hints)
+        )
 
     def _pin_of(self, request: Request) -> PromptPin:
         """The pin that a finished request has made, or its refusal."""
-        if request.pin_error is not None:
-            raise copy_error(request.pin_error)
-        if not request.pins:
+        if request.result.pin_error is not None:
+            raise copy_error(request.result.pin_error)
+        if not request.result.pins:
             raise EngineClosedError("the request was aborted before its prompt was computed")
-        (kept,) = request.pins
-        release = partial(self._engine.pins.release, kept)
+        (kept,) = request.result.pins
+        release = partial(self._pins.release, kept)
         return PromptPin(kept, partial(self._engine_loop.enqueue, release))
 
     def stats(self) -> EngineStats:
@@ -169,7 +174,7 @@ class EngineClient:
         """
         self._engine_loop.refuse_fork()
         parsed = parse_prompt(prompt, self.tokenizer)
-        return explain_prompt(self._manager, parsed, self.tokenizer, self._engine.offloader)
+        return explain_prompt(self._manager, parsed, self.tokenizer, self._offloader)
 
     def observe(self, observer: EngineObserver) -> None:
         """Call `observer` for every request and step from now on, in the engine's thread."""
@@ -182,17 +187,18 @@ class EngineClient:
         Start before the first request. Raises `ConfigurationError` after it, or if the file cannot
         be written.
         """
-        if self._engine.verifier is not None and self._engine.verifier.kept is not None:
-            self._engine.verifier.kept.remove()
+        verifier = self._verifier
+        if verifier is not None:
+            verifier.stop_recording()
         with _writing(path):
             self._manager.record(path)
-        if self._engine.verifier is not None:
-            self._engine.verifier.recording = path
+        if verifier is not None:
+            verifier.recording = path
         try:
             yield
         finally:
-            if self._engine.verifier is not None:
-                self._engine.verifier.recording = None
+            if verifier is not None:
+                verifier.recording = None
             with _writing(path):
                 self._manager.stop_recording()
 
@@ -206,8 +212,8 @@ class EngineClient:
         May be called more than once; later requests raise `EngineClosedError`.
         """
         self._engine_loop.close()
-        if self._engine.verifier is not None and self._engine.verifier.kept is not None:
-            self._engine.verifier.kept.remove()
+        if self._verifier is not None:
+            self._verifier.stop_recording()
         if self._worker_group is not None:
             self._worker_group.close()
 

@@ -1,28 +1,36 @@
 """Why the tokens of a prompt are not cached, for its caller: figures, and a hint in words."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from pyengine.engine.offloading import KVOffloader
-from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import Request
-from pyengine.engine.untrusted_calls import is_failure
+from pyengine.engine.parts import EnginePart
 from pyengine.kv_cache import BlockManager, Explanation
 from pyengine.outputs import CacheExplanation, LazyText
+from pyengine.request.prompts import Prompt
+from pyengine.request.request import Request
+from pyengine.request.untrusted_calls import is_failure
 
 _SHOWN = 6  # tokens before a difference, and from it on
 
 
-def explain_request(request: Request, block_size: int) -> None:
-    """Record what a request has reused, and why no more, while its first sequence has blocks."""
-    kv = request.sequences[0].kv
-    explanation = kv.explain()
-    restored = min(request.num_restored_tokens, explanation.num_pool_tokens)
-    request.cache = _explained(explanation, restored, request.prompt_token_ids, request.tokenizer)
-    if explanation.position:
-        request.last_reused_block = kv.block_table[explanation.position // block_size - 1]
+class Explainer(EnginePart):
+    """Records what each request has reused, and why no more."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+
+    def prompt_done(self, request: Request) -> Iterable[Request]:
+        """Explain a prompt while its first sequence has blocks."""
+        kv, result, token_ids = request.sequences[0].kv, request.result, request.prompt_token_ids
+        explanation = kv.explain()
+        restored = min(request.progress.num_restored_tokens, explanation.num_pool_tokens)
+        result.cache = _explained(explanation, restored, token_ids, request.rules.tokenizer)
+        if explanation.position:
+            result.last_reused_block = kv.block_table[explanation.position // self._block_size - 1]
+        return ()
 
 
 def explain_prompt(

@@ -3,7 +3,7 @@
 import math
 from collections import OrderedDict
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 from secrets import token_hex
 from threading import Lock, local
@@ -11,15 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from pyengine.engine.prompt_logprobs import PromptLogprobCache, PromptLogprobs
-from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import Request, SequenceState
-from pyengine.engine.untrusted_calls import tokenizer_errors
-from pyengine.errors import ConfigurationError, ContextLengthError, InvalidRequestError
-from pyengine.executor.memory_profile import longest_sequence
-from pyengine.kv_cache import BlockManager
-from pyengine.kv_cache.pool import PoolSettings
-from pyengine.models.loaded import LoadedModel
+from pyengine.engine.model_limits import ModelLimits
+from pyengine.errors import ContextLengthError, InvalidRequestError
+from pyengine.request.output import OutputRules
+from pyengine.request.prompt_logprobs import PromptLogprobCache, PromptLogprobs
+from pyengine.request.prompts import Prompt
+from pyengine.request.request import Request, RequestOptions
+from pyengine.request.untrusted_calls import tokenizer_errors
 from pyengine.sampling.grammar import Grammars
 from pyengine.sampling.state import SamplingState, sample_seed, tokens_of_words
 from pyengine.sampling_params import SamplingParams
@@ -27,59 +25,9 @@ from pyengine.utils.validation import is_real
 
 _PROMPT_LOGITS = 1 << 26  # the most logits of prompts' positions in a step: 256 MiB in float32
 
+_NO_OPTIONS = RequestOptions()
+
 _MOST_TENANTS = 1024  # tenants whose next seeds are kept, the most recently active
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelLimits:
-    """The limits that requests are checked against.
-
-    `max_model_len` is the most tokens a sequence may have, prompt and output; `limited_by` says
-    in words what set it: the model's positions, the pool, or the caller.
-    """
-
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    max_model_len: int
-    limited_by: str
-    max_num_seqs: int
-
-
-def compute_model_limits(
-    loaded: LoadedModel,
-    settings: PoolSettings,
-    manager: BlockManager,
-    max_tokens: int,
-    asked: int | None,
-) -> ModelLimits:
-    """Compute the limits of a model over a KV pool.
-
-    `asked` is the caller's `max_model_len`. Raises `ConfigurationError` if it does not fit.
-    """
-    if asked is not None and asked > loaded.max_model_len:
-        raise ConfigurationError(
-            f"max_model_len={asked}: {loaded.name} has {loaded.max_model_len} positions"
-        )
-    longest = longest_sequence(manager, max_tokens, settings.max_model_len)
-    pool = f"the KV pool holds {manager.num_blocks} blocks of {manager.block_size} tokens"
-    if longest == settings.max_model_len:
-        positions = f"the model has {loaded.max_model_len} positions"
-        limited_by = positions if asked is None else f"max_model_len={asked}"
-    else:
-        wanted = longest + 1 if asked is None else asked
-        taken = f"{wanted} tokens take {manager.blocks_for(wanted, max_tokens)}"
-        limited_by = f"{pool}, {taken}"
-        if asked is not None or longest < 2:
-            raise ConfigurationError(
-                f"max_model_len={wanted} does not fit: {limited_by}; give a larger num_blocks"
-            )
-    return ModelLimits(
-        vocab_size=loaded.vocab_size,
-        eos_token_ids=loaded.eos_token_ids,
-        max_model_len=longest,
-        limited_by=limited_by,
-        max_num_seqs=settings.max_num_seqs,
-    )
 
 
 class InputProcessor:
@@ -167,55 +115,50 @@ class InputProcessor:
         request_id: Any,
         prompt: Prompt,
         params: SamplingParams,
-        *,
-        priority: float = 0,
-        tenant: bytes = b"",
+        options: RequestOptions = _NO_OPTIONS,
     ) -> Request:
         """Make a checked request, not queued yet. Thread-safe.
 
-        `request_id` is text; None: a random one. `tenant` is its caller. It waits until the
-        grammar of `structured_outputs` is compiled, so call it outside of event loops. Raises
+        `request_id` is text; None: a random one. It waits until the grammar of
+        `structured_outputs` is compiled, so call it outside of event loops. Raises
         `InvalidRequestError` if the request cannot be served.
         """
         if request_id is None:
             request_id = token_hex(16)
         elif not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError(f"request_id={request_id!r}: it must be text, or None")
+        priority = options.priority
         if type(priority) is not int and (not is_real(priority) or math.isnan(priority)):
             raise InvalidRequestError(
                 f"priority={priority!r} is no number: smaller ones are served first, 0 is usual"
             )
+        limits = self.limits
         if params.truncate_prompt_tokens is not None:
-            kept = params.truncated(prompt.token_ids, self.limits.max_model_len - 1)
+            kept = params.truncated(prompt.token_ids, limits.max_model_len - 1)
             prompt = replace(prompt, token_ids=kept)
         max_output = self._check(prompt, params)
-        seed = self._new_seed(tenant) if params.seed is None else params.seed
-        eos_ids = frozenset() if params.ignore_eos else self.limits.eos_token_ids
-        request = Request(
-            request_id, prompt, params, max_output=max_output, eos_ids=eos_ids, priority=priority
-        )
-        request.tokenizer, request.tenant = self._tokenizer, tenant
+        eos_ids = frozenset() if params.ignore_eos else limits.eos_token_ids
+        rules = OutputRules(params, prompt.token_ids, max_output, eos_ids, self._tokenizer)
+        scores, max_chunk = None, math.inf
         if params.prompt_logprobs is not None:
-            top = params.num_prompt_logprobs(self.limits.vocab_size) or 0
-            request.max_chunk = max(1, _PROMPT_LOGITS // self.limits.vocab_size)
-            request.scores = PromptLogprobs(self._prompt_logprobs, prompt, top)
-        bad_words: list[tuple[int, ...]] = []
-        if params.bad_words:
-            bad_words = self._tokens_of(params.bad_words)
+            top = params.num_prompt_logprobs(limits.vocab_size) or 0
+            max_chunk = max(1, _PROMPT_LOGITS // limits.vocab_size)
+            scores = PromptLogprobs(self._prompt_logprobs, prompt, top)
+        request = Request(request_id, prompt, rules, options, scores, max_chunk)
+        seed = self._new_seed(options.tenant) if params.seed is None else params.seed
         sampling = SamplingState(
             params,
             prompt.token_ids,
             seed=seed,
-            vocab_size=self.limits.vocab_size,
-            stop_ids=self.limits.eos_token_ids,
-            bad_words=bad_words,
+            vocab_size=limits.vocab_size,
+            stop_ids=limits.eos_token_ids,
+            bad_words=self._tokens_of(params.bad_words) if params.bad_words else (),
         )
         if params.structured_outputs is not None:
-            sampling.keep_to(self.grammars.matcher(params.structured_outputs, tenant))
-        request.sequences.append(SequenceState(request, 0, sampling))
+            sampling.keep_to(self.grammars.matcher(params.structured_outputs, options.tenant))
+        request.add_sequence(sampling)
         for index in range(1, params.n):
-            sibling = sampling.sibling(sample_seed(seed, index))
-            request.sequences.append(SequenceState(request, index, sibling))
+            request.add_sequence(sampling.sibling(sample_seed(seed, index)))
         return request
 
 

@@ -9,14 +9,14 @@ from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread, get_ident
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 from weakref import WeakSet
 
 from pyengine.cpu.threads import ComputeThreads, StepThreads, compute_threads
 from pyengine.engine.core import Engine
 from pyengine.engine.output_stream import OutputNotifier
-from pyengine.engine.request import Request
 from pyengine.errors import ConfigurationError, EngineClosedError, EngineDeadError, copy_error
+from pyengine.request.request import Request
 from pyengine.utils.frame_memory import with_frame_room
 
 T = TypeVar("T")
@@ -57,6 +57,10 @@ _threads: "WeakSet[threading.Thread]" = WeakSet()
 """Of loops that run, and of those that free their engine: it lives in the thread at last."""
 
 
+Inbox: TypeAlias = SimpleQueue[Callable[[], object]]
+"""Calls for the engine's thread between two steps. Its `put` is reentrant."""
+
+
 class EngineLoop:
     """Runs the steps of an engine in a separate thread, for callers in any thread.
 
@@ -72,19 +76,18 @@ class EngineLoop:
         engine: Engine,
         threads: ComputeThreads | None = None,
         kill: Callable[[], object] | None = None,
+        inbox: Inbox | None = None,
     ) -> None:
         """`kill` ends what a step waits for that does not end by itself."""
         self._engine = engine
         self._threads = StepThreads(threads or compute_threads(None))
         self._kill = kill
         self._owner = os.getpid()
-        self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()  # its `put` is reentrant
+        self._inbox: Inbox = SimpleQueue() if inbox is None else inbox
         self._error: Exception | None = None
         """The error of all later requests: the engine is closed or dead."""
         self._has_ended = False
         self.notifier = OutputNotifier(lambda: engine.is_running)
-        if engine.offloader is not None:
-            engine.offloader.notify = partial(self._inbox.put, engine.offloader.finish_loads)
         self._thread = Thread(target=self._run, name="pyengine-engine", daemon=True)
         _running.add(self)
         self._thread.start()
@@ -191,10 +194,8 @@ class EngineLoop:
         try:
             while self._error is None:
                 if not self._engine.has_work:
-                    self._use_idle_time()
-                    pins = self._engine.pins
                     with suppress(Empty):
-                        self._inbox.get(timeout=pins.expire() if pins.ends else None)()
+                        self._inbox.get(timeout=self._idle())()
                 elif self._engine.is_waiting:
                     with suppress(Empty):
                         self._inbox.get(timeout=_LOAD_CHECK)()
@@ -217,13 +218,14 @@ class EngineLoop:
             self._has_ended = True
             self._read_inbox()
             self.notifier.deliver()
-            if self._engine.offloader is not None:
-                self._engine.offloader.close(PATIENCE / 2)
+            self._engine.close(PATIENCE / 2)
             _running.discard(self)
 
-    def _use_idle_time(self) -> None:
-        while self._inbox.empty() and self._engine.use_idle_time():
+    def _idle(self) -> float | None:
+        """Let the engine use idle time; return the seconds to wait for a message."""
+        while (seconds := self._engine.idle()) == 0 and self._inbox.empty():
             pass
+        return seconds
 
     def _read_inbox(self) -> None:
         with suppress(Empty):
@@ -238,7 +240,7 @@ class EngineLoop:
         except EngineDeadError:
             raise
         except Exception as error:
-            traceback = self._engine.faults.unlogged(error)
+            traceback = self._engine.recovery.faults.unlogged(error)
             _log.error("a step failed for all requests: %r", error, exc_info=traceback)
             self._fail_all(error)
 

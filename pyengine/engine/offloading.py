@@ -20,7 +20,8 @@ from threading import Event, Thread
 from time import monotonic, sleep, thread_time
 from typing import Any
 
-from pyengine.engine.request import SequenceState
+from pyengine.engine.parts import EnginePart
+from pyengine.engine.step_rows import SubmittedStep
 from pyengine.kv_cache import (
     BlockManager,
     KVStore,
@@ -34,6 +35,9 @@ from pyengine.kv_cache import (
 from pyengine.kv_cache import Sequence as KVSequence
 from pyengine.kv_cache.block_memory import Block as _Block
 from pyengine.kv_cache.block_memory import BlockMemory
+from pyengine.request.request import Request, SequenceState
+from pyengine.scheduler.batch import ScheduledStep
+from pyengine.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 
@@ -151,6 +155,18 @@ class Flush:
 
 
 @dataclass(slots=True, eq=False)
+class _Lookup:
+    """What the store has of one sequence's tokens."""
+
+    num_preemptions: int
+    """Of its request when it was looked up: it is looked up again after each."""
+    is_done: bool = False
+    """The stored part of its tokens was restored, is missing, or is faster to compute."""
+    prefix: StoredPrefix | None = None
+    """The keys of its blocks in the store, once they were needed."""
+
+
+@dataclass(slots=True, eq=False)
 class _Load:
     """A transfer that waits for the load thread, is in it, or comes from it."""
 
@@ -167,7 +183,7 @@ class _Load:
     is_abandoned: bool = False
 
 
-class KVOffloader:
+class KVOffloader(EnginePart):
     """Stores the KV of sequences, and restores it for requests that wait.
 
     `memory` has the blocks of the manager's pool; there is one fingerprint for each of its layer
@@ -180,13 +196,18 @@ class KVOffloader:
         memory: BlockMemory,
         manager: BlockManager,
         fingerprints: Sequence[bytes],
+        enqueue: Callable[[Callable[[], object]], object] = lambda _: None,
     ) -> None:
+        """`enqueue` has the engine's thread call something between two steps."""
         self._store, self._memory, self._manager = store, memory, manager
         self._fingerprints = tuple(fingerprints)
         self._windows = manager.groups
         self._bytes = [memory.block_bytes(group) for group in range(len(self._windows))]
-        self.notify: Callable[[], object] = lambda: None
-        """Called in the load thread when a load has ended: `finish_loads` is to be called."""
+        self._enqueue = enqueue
+        self._lookups: dict[SequenceState, _Lookup] = {}
+        """Of unfinished sequences that have waited."""
+        self._num_stored: dict[SequenceState, int] = {}
+        """Tokens of unfinished sequences that were queued to be stored."""
         self._open: deque[_Load] = deque()
         """Loads that have not been finished, the oldest first."""
         self._behind: set[SequenceState] = set()
@@ -204,9 +225,11 @@ class KVOffloader:
         """When the load thread last moved something."""
         self._last_abandoned = 0.0
         self.are_steps_running = False
-        """Set by the engine. While they are, bytes move more slowly."""
+        """While they are, bytes move more slowly."""
         self._are_others_running = False
         """True if sequences ran already when loads were last looked for; else loads do not rest."""
+        self._num_pins_before = 0
+        """`num_pins` before the step was planned."""
         self.num_pins = 0
         """Pins that the store thread has taken and released so far."""
         self._load_rate, self._compute_rate = Rate(), Rate()
@@ -225,9 +248,14 @@ class KVOffloader:
             return True
         return bool(self._open) and monotonic() < self._last_abandoned + _LAST_WAIT
 
-    def restore(self, waiting: Iterable[SequenceState], num_running: int) -> None:
+    def frees_blocks(self) -> bool:
+        """See `EnginePart.frees_blocks`: also if it has freed some since the step was planned."""
+        return self.is_busy or self.num_pins != self._num_pins_before
+
+    def before_plan(self, scheduler: Scheduler, previous: ScheduledStep | None) -> None:
         """Start to load what the first of the waiting sequences can reuse, and end what is late."""
-        self._are_others_running = num_running > 0
+        self.are_steps_running = previous is not None
+        self._are_others_running = scheduler.num_running > 0
         self.finish_loads()
         now = monotonic()
         if now > self._next_check:
@@ -235,8 +263,38 @@ class KVOffloader:
             self._check_store()
         if self._open and now > self._last_progress + _PATIENCE:
             self._abandon()
-        for sequence in islice(waiting, _LOOKAHEAD):
+        for sequence in islice(scheduler.waiting, _LOOKAHEAD):
             self.look_up(sequence)
+        self._num_pins_before = self.num_pins
+
+    def planned(self, step: ScheduledStep) -> None:
+        """See `EnginePart.planned`."""
+        self.are_steps_running = True
+
+    def committed(self, submitted: SubmittedStep) -> None:
+        """Measure how fast prompts are computed."""
+        if submitted.num_tokens >= _LEAST_TOKENS:
+            seconds = monotonic() - submitted.step.planned_time
+            self._compute_rate.add(submitted.num_tokens, seconds)
+
+    def prompt_done(self, request: Request) -> Iterable[Request]:
+        """Store a prompt; one without output is stored at its end."""
+        if request.rules.max_output:
+            self._store_sequence(request.sequences[0])
+        return ()
+
+    def finished(self, sequences: Sequence[SequenceState]) -> None:
+        """Store sequences that have ended, unless they have failed."""
+        for sequence in sequences:
+            if sequence.output.finish_reason != "error":
+                self._store_sequence(sequence)
+            self._lookups.pop(sequence, None)
+            self._num_stored.pop(sequence, None)
+            self._behind.discard(sequence)
+
+    def idle(self) -> None:
+        """Let bytes move at full speed."""
+        self.are_steps_running = False
 
     def _abandon(self) -> None:
         """End all waits for a disk that does not answer. Blocks stay held until it does."""
@@ -245,7 +303,7 @@ class KVOffloader:
             if not load.is_abandoned:
                 self._last_abandoned = monotonic()
                 load.transfer.abandon()
-                load.is_abandoned, load.sequence.is_loading = True, False
+                load.is_abandoned = True
                 self.counters["abandoned_loads"] += 1
 
     def finish_loads(self) -> None:
@@ -258,35 +316,49 @@ class KVOffloader:
         self._open.remove(load)
         self._behind.clear()
         sequence, transfer, blocks = load.sequence, load.transfer, load.blocks
-        sequence.is_loading = False
         num_tokens = 0 if load.is_abandoned else transfer.restored_tokens(load.loaded)
         if num_tokens == 0:
             transfer.fail()
         else:
             transfer.complete(load.loaded)
-            sequence.request.num_restored_tokens += num_tokens
+            sequence.request.progress.num_restored_tokens += num_tokens
             self.counters["restored_tokens"] += num_tokens
         if len(load.loaded) < len(blocks):  # what is not there now will not be there soon
-            sequence.is_looked_up = True
+            if sequence in self._lookups:
+                self._lookups[sequence].is_done = True
             self.counters["failed_loads"] += 1
         else:
             self._load_rate.add(load.num_bytes, load.seconds)
         self.counters["load_seconds"] += load.seconds
 
-    def look_up(self, sequence: SequenceState) -> None:
-        """Start to load the stored prefix of a waiting sequence, if it has one that is worth it."""
-        if sequence.is_looked_up or sequence.is_loading or sequence in self._behind:
-            return
-        if any(load.is_abandoned for load in self._open):  # the disk does not answer
-            return
+    def look_up(self, sequence: SequenceState) -> bool:
+        """Start to load the stored prefix of a waiting sequence, if it has one that is worth it.
+
+        True if it is being loaded: the sequence is not to be admitted before.
+        """
+        lookup, num_preemptions = (
+            self._lookups.get(sequence),
+            sequence.request.progress.num_preemptions,
+        )
+        if lookup is None or lookup.num_preemptions != num_preemptions:
+            lookup = self._lookups[sequence] = _Lookup(num_preemptions)
+        if lookup.is_done:
+            return False
+        if any(load.sequence is sequence and not load.is_abandoned for load in self._open):
+            return True
+        if sequence not in self._behind and not any(load.is_abandoned for load in self._open):
+            return self._begin_load(sequence, lookup)
+        return False
+
+    def _begin_load(self, sequence: SequenceState, lookup: _Lookup) -> bool:
         request, size = sequence.request, self._manager.block_size
-        if not request.read_cache:  # its log-probabilities must be computed
-            sequence.is_looked_up = True
-            return
+        if not request.read_cache or request.is_internal:  # it is to be computed
+            lookup.is_done = True
+            return False
         tokens = sequence.kv.tokens() if sequence.token_ids else request.prompt_token_ids
-        if sequence.stored_prefix is None:
-            sequence.stored_prefix = self._prefix(tokens, request.namespace)
-        prefix = sequence.stored_prefix
+        if lookup.prefix is None:
+            lookup.prefix = self._prefix(tokens, request.namespace)
+        prefix = lookup.prefix
         with self._manager.match_prefix(tokens, namespace=request.namespace) as pin:
             first = pin.num_tokens // size
         free = int(_LOADING_SHARE * self._manager.usage().available) // len(self._windows)
@@ -296,28 +368,28 @@ class KVOffloader:
             for own, window in zip(self._bytes, self._windows, strict=True)
         )
         if end <= first or not self._pays((end - first) * size, num_bytes):
-            sequence.is_looked_up = True
-            return
+            lookup.is_done = True
+            return False
         kv = self._manager.sequence(tokens, namespace=request.namespace)
         transfer = kv.reserve(end * size)
         kv.free()
         if isinstance(transfer, Loading):
             self._behind.add(sequence)
-            return
+            return False
         if isinstance(transfer, NoRoom):
-            return  # it is looked up again
+            return False  # it is looked up again
         if transfer is None:
-            sequence.is_looked_up = True
-            return
+            lookup.is_done = True
+            return False
         blocks = transfer.blocks
         num_bytes = sum(self._bytes[group] for _, group, _ in blocks)
         if not self._open:
             self._last_progress = monotonic()
         load = _Load(sequence, transfer, prefix, blocks, num_bytes, self._memory.mark())
         self._open.append(load)
-        sequence.is_loading = True
         self.counters["loads"] += 1
         self._loads.put(load)
+        return True
 
     def _prefix(self, tokens: "Sequence[int]", namespace: bytes) -> StoredPrefix:
         return self._store.prefix(
@@ -369,30 +441,32 @@ class KVOffloader:
             return 1.0
         return min(1.0, sum(self._bytes) / self._manager.block_size * compute / load)
 
-    def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """Count a step of `num_tokens` tokens that took `seconds`."""
-        if num_tokens >= _LEAST_TOKENS:
-            self._compute_rate.add(num_tokens, seconds)
-
-    def store(self, sequence: SequenceState) -> None:
+    def _store_sequence(self, sequence: SequenceState) -> None:
         """Have the computed blocks of a sequence stored, unless they are few and new."""
         kv: KVSequence | None = getattr(sequence, "kv", None)  # a sample before its fork has none
-        if kv is None or not kv.is_live or not self._store.is_writer:
+        if (
+            kv is None
+            or not kv.is_live
+            or not self._store.is_writer
+            or sequence.request.is_internal
+        ):
             return
         size, request = self._manager.block_size, sequence.request
         num_tokens = kv.num_computed_tokens
         if (num_kept := sequence.num_kept) is not None:
             num_tokens = min(num_tokens, num_kept)
         num_tokens = num_tokens // size * size
-        if num_tokens < (size if request.num_cached_tokens else max(size, _SHORT)):
+        if num_tokens < (size if request.progress.num_cached_tokens else max(size, _SHORT)):
             return
-        if num_tokens <= sequence.num_stored:  # the prompt was, and no block has become full since
+        if num_tokens <= self._num_stored.get(
+            sequence, 0
+        ):  # the prompt was, and no block has become full since
             return
         if self._used_again.num_tokens + self._new.num_tokens >= _MOST_QUEUED:
             self.counters["dropped_stores"] += 1
             return
-        sequence.num_stored = num_tokens
-        backlog = self._used_again if request.num_cached_tokens else self._new
+        self._num_stored[sequence] = num_tokens
+        backlog = self._used_again if request.progress.num_cached_tokens else self._new
         backlog.add(num_tokens)
         tokens = kv.tokens()[:num_tokens]
         self._work.put(partial(self._store_prefix, tokens, request.namespace, backlog))
@@ -413,7 +487,7 @@ class KVOffloader:
                 _log.warning("KV store: a load failed, the KV is computed instead: %s", error)
             load.seconds = monotonic() - start
             self._loaded.put(load)
-            self.notify()
+            self._enqueue(self.finish_loads)
 
     def _piece(self, blocks: list[_Block], done: int) -> list[_Block]:
         """The next blocks to move."""
@@ -448,7 +522,7 @@ class KVOffloader:
         finally:
             backlog.remove(len(tokens))
             self.num_pins += 1
-            self.notify()
+            self._enqueue(self.finish_loads)
 
     def _blocks(self, pin: Pin, tokens: list[int], namespace: bytes) -> list[_Block]:
         """The blocks of a pin, as (index in the prefix, layer group, block id)."""
@@ -507,6 +581,10 @@ class KVOffloader:
             self._last_stats = self._store.stats()
         of_store = {name: self._last_stats[name] for name in STORE_COUNTERS}
         return {**self.counters, **of_store, "restore_cost": self.restore_cost}
+
+    def engine_stats(self) -> dict[str, object]:
+        """See `EnginePart.engine_stats`."""
+        return {"store": self.stats()}
 
     def begin_flush(self) -> Flush:
         """Begin to wait until what is queued now is written. Any thread may call it."""

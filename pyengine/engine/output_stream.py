@@ -9,8 +9,8 @@ from threading import Event, Lock
 from time import monotonic
 from weakref import WeakMethod
 
-from pyengine.engine.request import Request
 from pyengine.outputs import CompletionOutput, Logprob, RequestOutput
+from pyengine.request.request import Request
 from pyengine.sampling_params import RequestOutputKind
 
 
@@ -212,9 +212,8 @@ class OutputStream:
             if method is not None:
                 method(collector)
 
-        for place, request in enumerate(requests):
-            request.place = place
-            request.sink = OutputCollector(request.params.output_kind, notify)
+        for index, request in enumerate(requests):
+            request.send_to(OutputCollector(request.params.output_kind, notify), index)
 
     def _notify(self, collector: OutputCollector) -> None:
         """There is something to read. Called in the engine's thread."""

@@ -1,11 +1,16 @@
 """Recovery from a failed step: find the request at fault, or take smaller steps."""
 
+import logging
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from pyengine.engine.request import Request, SequenceState
-from pyengine.scheduler.scheduler import SchedulerLimits
+from pyengine.errors import DeviceMemoryError, EngineDeadError, PyEngineError, WorkerError
+from pyengine.request.request import Request, SequenceState
+from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from pyengine.utils.openmp import loaded_torch
+
+_log = logging.getLogger(__name__)
 
 _FAILURES = 2  # failed steps as the only suspect after which a request fails; the first may pass
 _FAILURES_IN_COMPANY = 4
@@ -57,6 +62,8 @@ class FaultFinder:
     def __init__(self) -> None:
         self.suspects: list[Request] = []
         """Not empty from a failed step until a request is found at fault or all are cleared."""
+        self._failures: Counter[Request] = Counter()
+        """Failed steps that each suspect may have caused, since its last good step."""
         self._held: set[Request] = set()
         self._can_hold = True  # true if the next step may leave requests out
         self._num_failed = 0  # requests found at fault since the last good step
@@ -76,7 +83,7 @@ class FaultFinder:
             request
             for request in unfinished
             if request in self._held
-            or (request not in suspects and (is_last or request.first_token_time is None))
+            or (request not in suspects and (is_last or request.result.first_token_time is None))
         ]
         return {sequence for request in held for sequence in request.sequences}
 
@@ -84,25 +91,24 @@ class FaultFinder:
         """Record a failed step with these sequences, which was rolled back."""
         requests = _requests_of(sequences)
         was_forced, self._can_hold = bool(self.suspects) and not self._can_hold, True
-        took_part = {request for request in requests if request.finished_time is None}
+        took_part = {request for request in requests if request.result.finished_time is None}
         suspects = [suspect for suspect in self.suspects if suspect in took_part]
         if not suspects:
-            for item in took_part:
-                item.num_failures = 0
+            for request in took_part:
+                del self._failures[request]
             suspects = self._in_order(took_part)
         if not suspects:  # all of them were aborted meanwhile
             return Verdict()
-        for suspect in suspects:
-            suspect.num_failures += 1
+        self._failures.update(suspects)
         last = suspects[-1]
-        if was_forced and last.num_failures >= _FAILURES_IN_COMPANY:
+        if was_forced and self._failures[last] >= _FAILURES_IN_COMPANY:
             return self._at_fault(last)
         self.suspects = self._in_order(took_part) if was_forced else suspects
         if len(self.suspects) > 1:
             self._hold_back()
             return Verdict()
         self._held.clear()
-        is_proven = len(requests) == 1 and last.num_failures >= _FAILURES
+        is_proven = len(requests) == 1 and self._failures[last] >= _FAILURES
         return self._at_fault(last) if is_proven else Verdict()
 
     def succeeded(self, sequences: Iterable[SequenceState]) -> None:
@@ -113,8 +119,8 @@ class FaultFinder:
             return
         self._can_hold = True
         took_part = _requests_of(sequences)
-        for item in took_part:
-            item.num_failures = 0
+        for request in took_part:
+            del self._failures[request]
         self.suspects = [suspect for suspect in self.suspects if suspect not in took_part]
         if len(self.suspects) > 1:
             self._hold_back()
@@ -135,6 +141,7 @@ class FaultFinder:
         """Drop requests that have ended."""
         for request in requests:
             self._held.discard(request)
+            del self._failures[request]
             if request in self.suspects:
                 self.suspects.remove(request)
 
@@ -157,7 +164,7 @@ class FaultFinder:
     def _hold_back(self) -> None:
         """Leave some of the suspects out of the next step."""
         suspects = self.suspects
-        newcomers = {suspect for suspect in suspects if suspect.first_token_time is None}
+        newcomers = {suspect for suspect in suspects if suspect.result.first_token_time is None}
         if 0 < len(newcomers) < len(suspects):
             self._held = newcomers
         elif self._num_failed == _HOPELESS - 2:
@@ -210,3 +217,88 @@ class LimitRecovery:
 
 def _requests_of(sequences: Iterable[SequenceState]) -> set[Request]:
     return {sequence.request for sequence in sequences}
+
+
+class StepRecovery:
+    """What the engine does after a failed step: both recoveries, and their logs."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.faults = FaultFinder()
+        self._limits = LimitRecovery(scheduler.limits)
+        self.is_active = False
+        """True from a failed step until its requests are cleared, the limits are what they were,
+        and a good step has followed: good steps have to be recorded."""
+
+    def held(self, unfinished: Iterable[Request]) -> set[SequenceState]:
+        """The sequences that the next step leaves out. See `FaultFinder.held`."""
+        return self.faults.held(unfinished)
+
+    def release(self) -> None:
+        """During a search, leave no request out of the next step: the others make no step."""
+        if self.faults.suspects:
+            self.faults.release()
+
+    def forget(self, requests: Iterable[Request]) -> None:
+        """Drop requests that have ended."""
+        self.faults.forget(requests)
+
+    def succeeded(self, sequences: Iterable[SequenceState]) -> None:
+        """After a good step, clear its requests of suspicion, and raise reduced limits again."""
+        limits = self._scheduler.limits = self._limits.after_a_step(self._scheduler.limits)
+        self.faults.succeeded(sequences)
+        if not self.faults.suspects:
+            self.is_active = limits != self._limits.asked or bool(self.faults.logged)
+
+    def failed(
+        self, sequences: list[SequenceState], num_tokens: int, error: BaseException
+    ) -> Request | None:
+        """Recover from a failed step of `num_tokens` tokens, which was rolled back.
+
+        Returns the request at fault, if that is certain. Raises `error` if it is no fault of a
+        request, `DeviceMemoryError`, and `EngineDeadError` if the device has failed.
+        """
+        self.is_active = True
+        if is_out_of_memory(error):
+            self._shrink(num_tokens, error)
+            return None
+        torch = loaded_torch()
+        if torch and isinstance(error, torch.AcceleratorError):
+            raise EngineDeadError(
+                f"the device failed: {error}; no request was lost, but nothing can run on it "
+                "any more: make a new LLM in a new process"
+            ) from error
+        is_ours = isinstance(error, PyEngineError) and not isinstance(error, WorkerError)
+        if is_ours or not isinstance(error, Exception):
+            raise error
+        verdict = self.faults.failed(sequences)
+        if verdict.is_hopeless:
+            raise error
+        if verdict.culprit is None:
+            traceback = self.faults.unlogged(error)
+            _log.warning(
+                "a step failed and is tried again with others: %r", error, exc_info=traceback
+            )
+        return verdict.culprit
+
+    def _shrink(self, num_tokens: int, error: BaseException) -> None:
+        """Use smaller steps after one of `num_tokens` tokens that did not fit."""
+        limits = self._limits.smaller(num_tokens)
+        if limits is None:
+            raise DeviceMemoryError(
+                f"a step of {num_tokens} token does not fit into the device's memory ({error}); "
+                "give the KV pool less: a smaller gpu_memory_utilization, kv_cache_memory or "
+                "num_blocks"
+            ) from error
+        self._scheduler.limits = limits
+        _log.warning(
+            "a step of %d tokens did not fit into the device's memory (%s); for now "
+            "max_num_batched_tokens=%d and max_num_seqs=%d",
+            num_tokens,
+            error,
+            limits.max_num_batched_tokens,
+            limits.max_num_seqs,
+        )
+        torch = loaded_torch()
+        if torch and torch.cuda.is_available():
+            torch.cuda.empty_cache()

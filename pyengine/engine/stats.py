@@ -1,16 +1,66 @@
-"""A view of the whole engine between two steps: the pool, running and waiting requests."""
+"""What the engine tells of itself: results of steps, statistics, and a view between two steps."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
-from pyengine.engine.request import Request
-from pyengine.kv_cache import BlockManager, PoolSnapshot
+from pyengine.kv_cache import BlockManager, PoolSnapshot, PoolUsage
+from pyengine.request.request import Request, SequenceState
 from pyengine.scheduler.scheduler import Scheduler
 
-if TYPE_CHECKING:
-    from pyengine.engine.core import EngineStats
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The result of a step: new tokens, their sequences, and the requests that it ended."""
+
+    num_new_tokens: int = 0
+    finished: list[Request] = field(default_factory=list)
+    num_tokens: int = 0
+    """Tokens whose KV it computed, of prompts and decodes."""
+    rows: Sequence[SequenceState] = ()
+    """Sequences that got a token; the same object in steps that decode the same ones. Includes
+    sequences that were aborted or ended in the step before, which got none."""
+    begun: list[Request] = field(default_factory=list)
+    """Requests whose prompt it completed: they have their first token, if they want any."""
+    ended: list[SequenceState] = field(default_factory=list)
+    """Samples that it ended, also of unfinished requests."""
+    num_drafted: int = 0
+    """New tokens that were accepted drafts: those beyond one for each sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Statistics of the engine. `counters` only grow: the block manager's, and reuse by forks."""
+
+    usage: PoolUsage
+    counters: dict[str, int]
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_new_tokens: int
+    """Tokens generated so far."""
+    num_drafts: int = 0
+    """Decodes with drafts so far. With the counters `draft_tokens` and `accepted_draft_tokens`, the
+    acceptance rate is `accepted_draft_tokens / draft_tokens`, and such a decode gives
+    `1 + accepted_draft_tokens / num_drafts` tokens."""
+    store: Mapping[str, float] = field(default_factory=dict)
+    """Counters of what was restored and stored, and of the store; empty without one."""
+    verification: Mapping[str, int] = field(default_factory=dict)
+    """Counters of verified cache hits; empty without `verify_cache_hits`."""
+
+
+class EngineObserver(Protocol):
+    """An observer, for metrics. Called in the engine thread."""
+
+    def on_arrival(self, request: Request) -> None:
+        """A request was queued."""
+
+    def on_step(self, result: StepResult) -> None:
+        """A step was run."""
+
+    def on_finish(self, request: Request) -> None:
+        """A request has ended, for any reason; its times are those of `RequestMetrics`."""
 
 
 class RequestView(NamedTuple):
@@ -48,13 +98,13 @@ class EngineView:
     requested number.
     """
 
-    stats: "EngineStats"
+    stats: EngineStats
     pool: PoolSnapshot
     requests: list[RequestView]
 
 
 def view_of(
-    stats: "EngineStats",
+    stats: EngineStats,
     manager: BlockManager,
     scheduler: Scheduler,
     unfinished: Iterable[Request],
@@ -80,11 +130,11 @@ def _view(request: Request, *, is_running: bool) -> RequestView:
         request=request,
         is_running=is_running,
         num_prompt=num_prompt,
-        num_cached=request.num_cached_tokens,
+        num_cached=request.progress.num_cached_tokens,
         num_computed=first.num_computed,
         num_output=num_output,
-        max_output=sum([sequence.max_output for sequence in sequences]),
-        num_preemptions=request.num_preemptions,
+        max_output=request.rules.max_output * len(sequences),
+        num_preemptions=request.progress.num_preemptions,
         arrival_time=request.arrival_time,
-        first_token_time=request.first_token_time,
+        first_token_time=request.result.first_token_time,
     )

@@ -8,7 +8,7 @@ evicted before the comparison are left out.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,10 @@ from tempfile import mkdtemp
 from typing import Any
 from weakref import finalize
 
-from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import Request
+from pyengine.engine.parts import EnginePart
 from pyengine.kv_cache import BlockManager
+from pyengine.request.prompts import Prompt
+from pyengine.request.request import Request, RequestOptions, SequenceState
 from pyengine.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class KeptRecording:
             self._remove()
 
 
-class HitVerifier:
+class HitVerifier(EnginePart):
     """Makes verifications of a share of all requests with cache hits, and judges them.
 
     `differences(blocks, others, group)` returns the relative difference of the KV of each two
@@ -102,7 +103,9 @@ class HitVerifier:
         *,
         share: float,
         tolerance: float,
+        kept: KeptRecording | None = None,
     ) -> None:
+        """`kept` is the verifier's own recording of the block manager, if the caller makes none."""
         self._manager = manager
         self._make_request = make_request
         self._differences = differences
@@ -111,15 +114,39 @@ class HitVerifier:
         """Verifications that the hits so far ask for, less those that were made."""
         self.recording: Any = None
         """The file of the caller's recording of the block manager, if any."""
-        self.kept: KeptRecording | None = None
-        """The verifier's recording, if the caller makes none."""
+        self.kept = kept
+        self._running: dict[Request, Verification] = {}
+        """Unfinished verifications."""
         self.counters = dict.fromkeys(COUNTERS, 0)
 
-    def request_for(self, request: Request) -> Request | None:
+    def prompt_done(self, request: Request) -> Iterable[Request]:
+        """Judge a verification, or make one for a request with a cache hit."""
+        verification = self._running.get(request)
+        if verification is not None:
+            self._judge(request, verification)
+            return ()
+        made = self._verification_of(request)
+        return () if made is None else (made,)
+
+    def finished(self, sequences: Sequence[SequenceState]) -> None:
+        """Forget verifications that have ended."""
+        for sequence in sequences:
+            self._running.pop(sequence.request, None)
+
+    def engine_stats(self) -> Mapping[str, Any]:
+        """See `EnginePart.engine_stats`."""
+        return {"verification": dict(self.counters)}
+
+    def stop_recording(self) -> None:
+        """End and remove the verifier's own recording."""
+        if self.kept is not None:
+            self.kept.remove()
+
+    def _verification_of(self, request: Request) -> Request | None:
         """A verification of a request whose prompt is computed; None if it is not in the sample."""
-        size = self._manager.block_size
-        num_tokens = min(request.num_cached_tokens, len(request.prompt_token_ids)) // size * size
-        if not num_tokens or not request.read_cache or request.verifies is not None:
+        size, num_cached = self._manager.block_size, request.progress.num_cached_tokens
+        num_tokens = min(num_cached, len(request.prompt_token_ids)) // size * size
+        if not num_tokens or not request.read_cache:
             return None
         self._due += self._share
         if self._due < 1:
@@ -129,18 +156,17 @@ class HitVerifier:
             token_ids=request.prompt_token_ids[:num_tokens],
             namespace=b"verification " + token_bytes(16),
         )
-        made = self._make_request(
-            None, prompt, SamplingParams(max_tokens=0, seed=0), priority=_LAST
+        options = RequestOptions(priority=_LAST, tenant=request.tenant, is_internal=True)
+        params = SamplingParams(max_tokens=0, seed=0)
+        verification = self._make_request(None, prompt, params, options)
+        self._running[verification] = Verification(
+            request.request_id, request.namespace, num_tokens
         )
-        made.tenant = request.tenant
-        made.verifies = Verification(request.request_id, request.namespace, num_tokens)
-        return made
+        return verification
 
-    def judge(self, request: Request) -> None:
+    def _judge(self, request: Request, verifies: Verification) -> None:
         """Compare what a verification has computed with what is cached."""
-        verifies, manager = request.verifies, self._manager
-        assert verifies is not None
-        tokens = request.prompt_token_ids
+        manager, tokens = self._manager, request.prompt_token_ids
         with manager.match_prefix(tokens, namespace=verifies.namespace) as pin:
             if pin.num_tokens:
                 cached = manager.sequence(tokens[: pin.num_tokens], namespace=verifies.namespace)

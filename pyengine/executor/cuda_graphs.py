@@ -12,15 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionPlan, GraphPlan, StepInputs
-from pyengine.executor.input_buffers import InputBuffers, Padding
-
-if TYPE_CHECKING:
-    from pyengine.executor.model_runner import Plan
+from pyengine.executor.input_buffers import InputBuffers, Padding, Plan
 
 _log = logging.getLogger(__name__)
 
@@ -252,7 +249,7 @@ class DecodeGraphs:
             raise CaptureFailed(said) from failure
         return replay
 
-    def padding(self, plan: "Plan") -> Padding | None:
+    def padding(self, plan: Plan) -> Padding | None:
         """The padding of a step; None if not all of its sequences decode, or there is no graph."""
         count = plan.num_sequences
         if not plan.num_tokens == count == plan.num_samples:

@@ -15,20 +15,43 @@ If the attention backend reads tables on the host, they are not copied.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from pyengine.attention.backend import AttentionBackend, SharedRows, StepInputs
-from pyengine.kv_cache import StepBuffers
+from pyengine.kv_cache import SharedPrefixes, StepBuffers
 from pyengine.utils.devices import Device, for_torch
 from pyengine.utils.tensors import tensor_of
 
 if TYPE_CHECKING:
     import torch
 
-    from pyengine.executor.model_runner import Plan
+
+class Plan(Protocol):
+    """The part of `StepPlan` that the runner needs."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute in this step."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that these tokens belong to."""
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of logits to compute."""
+
+    def copies(self) -> list[tuple[int, int]]:
+        """Blocks to copy before the step, (source, destination)."""
+
+    def fill(self, buffers: StepBuffers, /, *, shared: SharedPrefixes | None = None) -> None:
+        """Write the step's inputs into the arrays that `buffers` was made over.
+
+        Shared prefixes go into the arrays of `shared`.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +226,7 @@ class InputBuffers:
             **{name: getattr(self.arrays, name) for name in HostArrays.__dataclass_fields__}
         )
 
-    def fill(self, plan: "Plan", padding: Padding | None = None) -> FilledStep:
+    def fill(self, plan: Plan, padding: Padding | None = None) -> FilledStep:
         """Let `plan` write its step, padded with `padding`. Only the rows of this step are copied.
 
         Waits for the copy of the step before, which may still run if that step was rolled back or

@@ -1,116 +1,25 @@
-"""Sizes that fit into memory: the KV cache, the longest sequence, the largest step.
+"""The memory of the largest step: estimated from below, and on a GPU measured by running it."""
 
-The largest step is estimated first, from below, and on a GPU it is run once to measure.
-"""
-
-import ctypes
-import platform
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pyengine.errors import ConfigurationError
 from pyengine.executor.input_buffers import HostArrays, RunnerLimits
 from pyengine.executor.model_runner import ModelRunner, StepLogits
-from pyengine.kv_cache import BlockManager, SharedPrefixes, StepBuffers
-from pyengine.kv_cache.layer_groups import LayerGroups, choose_layer_groups
-from pyengine.kv_cache.pool import (
-    KVCacheSpec,
-    KVPool,
-    PoolSettings,
-    PoolSize,
-    resolve_num_blocks,
-)
+from pyengine.kv_cache import SharedPrefixes, StepBuffers
+from pyengine.kv_cache.pool import PoolSettings
 from pyengine.models.loaded import LoadedModel
 from pyengine.sampling.sampler import sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
 from pyengine.utils.devices import Device, for_torch
-from pyengine.utils.dtypes import DType, itemsize
+from pyengine.utils.dtypes import itemsize
 from pyengine.utils.openmp import loaded_torch
 
 if TYPE_CHECKING:
     from pyengine.executor.cuda_graphs import DecodeGraphs, RecordPieces
     from pyengine.executor.piecewise_graphs import PiecewiseGraphs
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # numbers of `mallopt` (glibc, malloc.h)
-_KEPT = 1 << 30
-_LARGEST = 32 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class CachePlan:
-    """A KV cache before it is allocated: the layers' specs, their groups, the size of the pool."""
-
-    specs: list[KVCacheSpec]
-    groups: LayerGroups
-    size: PoolSize
-    block_size: int
-
-    def manager(self, **settings: Any) -> BlockManager:
-        """The block manager over it; `settings` are further ones of `BlockManager`."""
-        blocks, windows = self.size.num_blocks, self.groups.windows
-        return BlockManager(blocks, self.block_size, groups=windows, **settings)
-
-    def pool(self, loaded: LoadedModel) -> KVPool:
-        """Allocate the tensors on the model's device."""
-        blocks = self.size.num_blocks
-        return KVPool(self.specs, blocks, self.block_size, loaded.device, self.groups)
-
-
-def plan_cache(
-    loaded: LoadedModel,
-    settings: PoolSettings,
-    max_tokens: int,
-    *,
-    layer_groups: bool,
-    kv_dtype: DType | None = None,
-) -> CachePlan:
-    """Group the model's layers and size the pool; steps compute up to `max_tokens` tokens.
-
-    `kv_dtype` is the element type of the pool, None: the model's. Without `layer_groups` all layers
-    are in one group that keeps every block. Raises `ConfigurationError` if the pool does not fit
-    into memory.
-    """
-    specs = cache_specs(loaded, kv_dtype or loaded.dtype)
-    shapes = [spec.unscaled for spec in specs]
-    groups = LayerGroups.single(len(specs))
-    if layer_groups:
-        windows = [layer.window for layer in loaded.layers]
-        groups = choose_layer_groups(windows, shapes, settings.max_model_len)
-    arithmetic = BlockManager(1, settings.block_size, groups=groups.windows)
-    blocks_per_seq = arithmetic.blocks_for(settings.max_model_len, max_tokens)
-    settings = replace(settings, blocks_per_seq=blocks_per_seq)
-    size = resolve_num_blocks(settings, groups.tensor_shapes(shapes), loaded.device)
-    return CachePlan(specs, groups, size, settings.block_size)
-
-
-def cache_specs(loaded: LoadedModel, kv_dtype: DType) -> list[KVCacheSpec]:
-    """The KV cache of each layer of a model, its MTP layers last; with scales in 8-bit floats."""
-    specs = [
-        KVCacheSpec(
-            layer.kv_heads // loaded.kv_shards, layer.head_dim_k, layer.head_dim_v, kv_dtype
-        )
-        for layer in loaded.layers
-    ]
-    scales = loaded.kv_scales if kv_dtype == "float8_e4m3fn" else {}
-    return [
-        replace(spec, scale_k=scales[layer][0], scale_v=scales[layer][1])
-        if layer in scales
-        else spec
-        for layer, spec in enumerate(specs)
-    ]
-
-
-def longest_sequence(manager: BlockManager, max_tokens: int, most: int) -> int:
-    """The most tokens, up to `most`, of one sequence alone in the pool."""
-    return bisect_right(
-        range(1, most + 1),
-        manager.num_blocks,
-        key=lambda num_tokens: manager.blocks_for(num_tokens, max_tokens),
-    )
 
 
 def check_step_fits(limits: RunnerLimits, settings: PoolSettings, loaded: LoadedModel) -> None:
@@ -286,19 +195,3 @@ def _kept_by(
         return first
     another = meter.kept(lambda: capture(second))
     return first + another * (len(sizes) - 1) if second else first
-
-
-def keep_freed_memory() -> bool:
-    """Let glibc keep up to 1 GiB of freed memory for reuse; return True if it will.
-
-    Each operator allocates its result and frees its inputs. By default glibc returns the free end
-    of its heap to the system each time, and fresh pages cost a fifth of a prefill. The setting is
-    one of the process. What is free before, some 40 MB after a load, goes to the system.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    libc = ctypes.CDLL(None)
-    libc.malloc_trim(0)
-    kept = libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
-    found = libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST)  # else it is no longer adjusted
-    return bool(kept and found)

@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
 from pyengine.attention.context import PagedContext
-from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
+from pyengine.executor.input_buffers import InputBuffers, Plan, RunnerLimits
 from pyengine.executor.mtp import DraftRow, MTPLayers, MTPStep
-from pyengine.kv_cache import SharedPrefixes, StepBuffers
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loaded import LoadedModel, Model, callable_model
 from pyengine.utils.device_arrays import concatenated, device_of, with_known
@@ -25,31 +24,6 @@ if TYPE_CHECKING:
     from pyengine.executor.compiled import CompiledForward
     from pyengine.executor.cuda_graphs import Agree, DecodeGraphs, Record, RecordPieces
     from pyengine.executor.piecewise_graphs import PiecewiseGraphs
-
-
-class Plan(Protocol):
-    """The part of `StepPlan` that the runner needs."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens to compute in this step."""
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that these tokens belong to."""
-
-    @property
-    def num_samples(self) -> int:
-        """Rows of logits to compute."""
-
-    def copies(self) -> list[tuple[int, int]]:
-        """Blocks to copy before the step, (source, destination)."""
-
-    def fill(self, buffers: StepBuffers, /, *, shared: SharedPrefixes | None = None) -> None:
-        """Write the step's inputs into the arrays that `buffers` was made over.
-
-        Shared prefixes go into the arrays of `shared`.
-        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from pyengine.attention.backend import (
-    AttentionOptions,
-    AttentionPlan,
-    Rotation,
-    Rows,
-    StepInputs,
-)
+from pyengine.attention.backend import AttentionOptions, AttentionPlan, Rows, StepInputs
 from pyengine.executor.cuda_graphs import Between, Compute, Interrupt, RecordPieces
+from pyengine.kernels.rope import Rotation
 
 _log = logging.getLogger(__name__)
 

@@ -3,16 +3,14 @@
 A program turns one head of a token: a query, or a key, whose value it writes, too.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from pyengine.kernels.kv_write import Pair, is_finite, store_limited
-
-if TYPE_CHECKING:
-    from pyengine.attention.backend import Rotation
+from pyengine.kernels.rope import Rotation
 
 # Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
 
@@ -147,7 +145,7 @@ def write_rotated(
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     caches: Pair,
     slots: torch.Tensor,
-    rotation: "Rotation",
+    rotation: Rotation,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """Turn `rows`, write keys and values to their slots, return the queries.

@@ -4,19 +4,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pyengine.kv_cache import StepPlan
-
-if TYPE_CHECKING:
-    from pyengine.engine.request import SequenceState
+from pyengine.request.request import SequenceState
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
     """One sequence's part of a step: `num_tokens` positions from `start` on."""
 
-    sequence: "SequenceState"
+    sequence: SequenceState
     start: int
     num_tokens: int
     num_cached: int
@@ -40,19 +38,23 @@ class ScheduledStep:
     """Planned while the step before it runs: nothing can be preempted."""
     planned_time: float = field(default_factory=monotonic)
     """In seconds of `time.monotonic`."""
-    decodes: "tuple[SequenceState, ...]" = ()
+    decodes: tuple[SequenceState, ...] = ()
     chunks: list[Entry] = field(default_factory=list)
-    drafts: "Mapping[SequenceState, Sequence[int]]" = field(default_factory=dict)
+    drafts: Mapping[SequenceState, Sequence[int]] = field(default_factory=dict)
     num_bounded: int = 0
     """Tokens of prompts with a bounded chunk (`Request.max_chunk`)."""
+    may_draft: bool = True
+    """False while a request at fault is searched: it runs without drafts."""
+    mtp: Any = None
+    """The part of the model's MTP layers (`MTPStep`), if they draft."""
 
     @property
-    def sequences(self) -> "list[SequenceState]":
+    def sequences(self) -> list[SequenceState]:
         """All sequences of the step, in plan order."""
         return [*self.decodes, *(entry.sequence for entry in self.chunks)]
 
     @property
-    def sampling_sequences(self) -> "list[SequenceState]":
+    def sampling_sequences(self) -> list[SequenceState]:
         """Sequences that get a token, in the order of the sampled logits' rows."""
         return [*self.decodes, *(entry.sequence for entry in self.chunks if entry.samples)]
 
@@ -67,7 +69,7 @@ class ScheduledStep:
         return len(self.decodes) + sum(map(len, self.drafts.values()))
 
     @property
-    def awaited(self) -> "list[SequenceState]":
+    def awaited(self) -> list[SequenceState]:
         """Sequences that no step can decode before this one's tokens are known."""
         return [
             sequence
@@ -75,14 +77,14 @@ class ScheduledStep:
             if sequence.is_awaited or sequence in self.drafts
         ]
 
-    def add_decodes(self, sequences: "tuple[SequenceState, ...]") -> None:
+    def add_decodes(self, sequences: tuple[SequenceState, ...]) -> None:
         """Record sequences whose next token the plan decodes."""
         self.decodes = self.decodes + sequences if self.decodes else sequences
         for sequence in sequences:
             sequence.num_computed += 1
             sequence.num_tokens += 1
 
-    def add_prefill(self, sequence: "SequenceState", num_tokens: int, num_cached: int) -> Entry:
+    def add_prefill(self, sequence: SequenceState, num_tokens: int, num_cached: int) -> Entry:
         """Record a sequence whose known tokens the plan computes, except cached ones."""
         start = sequence.num_computed + num_cached
         end = start + num_tokens
@@ -103,7 +105,7 @@ class ScheduledStep:
             if count <= len(self.drafts.get(sequence, ())) and sequence.kv.is_live:
                 sequence.kv.trim(sequence.num_computed)  # the blocks of rejected drafts
 
-    def cancel(self, sequence: "SequenceState") -> "list[SequenceState]":
+    def cancel(self, sequence: SequenceState) -> list[SequenceState]:
         """Remove a sequence from the plan, if it is in it.
 
         Sequences that share its blocks of this step are removed too, and returned.
@@ -127,7 +129,7 @@ class ScheduledStep:
         _move_back(self.decodes, self.chunks)
 
 
-def _move_back(decodes: "Iterable[SequenceState]", chunks: Iterable[Entry]) -> None:
+def _move_back(decodes: Iterable[SequenceState], chunks: Iterable[Entry]) -> None:
     """Reset the counts of these sequences to those before the step."""
     for sequence in decodes:
         sequence.num_computed -= 1

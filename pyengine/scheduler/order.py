@@ -10,13 +10,12 @@ A step looks at the first `_WINDOW` requests of the queue. Each is matched once,
 the window; after prompts were computed, `_REMATCHED` of them are matched again per step.
 """
 
+from collections import defaultdict
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
-from pyengine.kv_cache import BlockManager
-
-if TYPE_CHECKING:
-    from pyengine.engine.request import SequenceState
+from pyengine.kv_cache import BlockManager, Pin
+from pyengine.request.request import SequenceState
 
 _by_order = attrgetter("order")
 _WINDOW = 64
@@ -30,6 +29,18 @@ _SPARE, _SHORT = 8, 4
 than one in four are, requests with cached prefixes go first."""
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """What is known of a sequence that waits, or waited before it was preempted."""
+
+    prefix_length: int | None = None
+    """Tokens that were cached when it was last matched while it waited; None before."""
+    prefix_pin: Pin | None = None
+    """Keeps these tokens cached while it waits."""
+    num_overtaken: int = 0
+    """Admissions of later requests of its priority before its own."""
+
+
 class PrefixOrder:
     """Chooses the next request to admit, and pins the prefixes of those that wait."""
 
@@ -38,6 +49,8 @@ class PrefixOrder:
     def __init__(self, manager: BlockManager, max_overtakes: int) -> None:
         self._manager = manager
         self._max_overtakes = max_overtakes
+        self._sequences: defaultdict[SequenceState, _Waiting] = defaultdict(_Waiting)
+        """Of unfinished sequences that have waited."""
         self._pinned: dict[SequenceState, None] = {}
         self._num_stale = 0
         """Requests to match again since the last prompts were computed."""
@@ -46,7 +59,21 @@ class PrefixOrder:
         self.has_changed = False
         """True if a request came into the queue or left it since the last `protect`."""
 
-    def choose(self, ready: "list[SequenceState]") -> "SequenceState":
+    def enqueued(self, sequence: SequenceState) -> None:
+        """A sequence begins to wait."""
+        self._sequences[sequence].prefix_length, self.has_changed = None, True
+
+    def dequeued(self, sequence: SequenceState) -> None:
+        """A sequence waits no longer."""
+        self.has_changed = True
+        self._unpin(sequence)
+
+    def forget(self, sequence: SequenceState) -> None:
+        """Drop a sequence that has ended."""
+        self._unpin(sequence)
+        self._sequences.pop(sequence, None)
+
+    def choose(self, ready: list[SequenceState]) -> SequenceState:
         """The next request to admit, of some in order."""
         first = ready[0]
         if len(ready) == 1 or self._has_available(_SHORT):
@@ -55,12 +82,13 @@ class PrefixOrder:
         for sequence in ready:
             if sequence.order[0] != priority:
                 break
-            length = sequence.prefix_length
+            waiting = self._sequences[sequence]
+            length = waiting.prefix_length
             if length is None:
                 length = self._match(sequence)
             if (parts := _PARTS * length // sequence.num_tokens) > most:
                 chosen, most = sequence, parts
-            if sequence.num_overtaken >= self._max_overtakes:
+            if waiting.num_overtaken >= self._max_overtakes:
                 break
         return chosen
 
@@ -68,19 +96,19 @@ class PrefixOrder:
         """True if one in so many blocks is free or evictable."""
         return self._manager.usage().available * divisor >= self._manager.num_blocks
 
-    def count(self, sequence: "SequenceState", ready: "list[SequenceState]") -> None:
+    def count(self, sequence: SequenceState, ready: list[SequenceState]) -> None:
         """Count an admission for the requests that it overtakes."""
         priority, order = sequence.order[0], sequence.order
         for other in ready:
             if other.order > order or other.order[0] != priority:
                 break
-            other.num_overtaken += 1
+            self._sequences[other].num_overtaken += 1
 
     def expect_more(self) -> None:
         """Prompts were computed: the prefixes of waiting requests may be longer."""
         self._num_stale = _WINDOW
 
-    def refresh(self, waiting: "list[SequenceState]") -> None:
+    def refresh(self, waiting: list[SequenceState]) -> None:
         """Match some waiting requests again, if prompts were computed since the last time."""
         size = min(len(waiting), _WINDOW)
         num = min(self._num_stale, size, _REMATCHED)
@@ -89,27 +117,27 @@ class PrefixOrder:
             self._match(waiting[self._next])
         self._num_stale -= num
 
-    def protect(self, waiting: "list[SequenceState]") -> None:
+    def protect(self, waiting: list[SequenceState]) -> None:
         """Pin the cached prefixes of the these waiting requests, as far as blocks are to spare."""
         self.has_changed = False
         for sequence in waiting:
-            if sequence.prefix_length is None:
+            if self._sequences[sequence].prefix_length is None:
                 self._match(sequence)
 
-    def _match(self, sequence: "SequenceState") -> int:
+    def _match(self, sequence: SequenceState) -> int:
         """Pin the longest cached prefix of a request; return its length in tokens."""
-        request = sequence.request
+        request, waiting = sequence.request, self._sequences[sequence]
         if not request.read_cache:
-            sequence.prefix_length = 0
+            waiting.prefix_length = 0
             return 0
         tokens = request.prompt_token_ids
         if sequence.num_tokens > len(tokens):
             tokens = sequence.kv.tokens()
         pin = self._manager.match_prefix(tokens, namespace=request.namespace)
-        self.forget(sequence)
-        length = sequence.prefix_length = pin.num_tokens
+        self._unpin(sequence)
+        length = waiting.prefix_length = pin.num_tokens
         if length and len(self._pinned) < _WINDOW and self._has_available(_SPARE):
-            sequence.prefix_pin = pin
+            waiting.prefix_pin = pin
             self._pinned[sequence] = None
         else:
             pin.release()
@@ -123,14 +151,16 @@ class PrefixOrder:
         if not self._pinned:
             return False
         for sequence in sorted(self._pinned, key=_by_order, reverse=True):
-            self.forget(sequence)
+            self._unpin(sequence)
             if self._manager.usage().available >= needed:
                 break
         return True
 
-    def forget(self, sequence: "SequenceState") -> None:
+    def _unpin(self, sequence: SequenceState) -> None:
         """Release the pin of a request, if it has one."""
-        if sequence.prefix_pin is not None:
-            sequence.prefix_pin.release()
-            sequence.prefix_pin = None
-            self._pinned.pop(sequence, None)
+        if sequence in self._pinned:
+            del self._pinned[sequence]
+            waiting = self._sequences[sequence]
+            assert waiting.prefix_pin is not None
+            waiting.prefix_pin.release()
+            waiting.prefix_pin = None

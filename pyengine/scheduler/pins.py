@@ -9,7 +9,6 @@ lowest priority, then the oldest.
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
@@ -17,42 +16,13 @@ from time import monotonic
 
 from pyengine.errors import PinQuotaError
 from pyengine.kv_cache import BlockManager, Pin
+from pyengine.request.cache_hints import CacheHints, KeptPrefix
 
 _MOST_KEPT = 1024
 """Prefixes with a priority that one owner may have: those of a conversation share their blocks."""
 
 _LONGEST_WAIT = 3600.0
 """Seconds after which an idle engine looks for pins to end at the latest."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheHints:
-    """The prefixes of a request to pin, and whose share of the pinned blocks they count against."""
-
-    pins: tuple[tuple[int, float], ...] = ()
-    """Tokens of a prefix, and the seconds for which it is pinned."""
-    owner: bytes = b""
-    num_owners: int = 1
-    """Owners that share `PinTable.limit` in equal parts."""
-
-
-NO_HINTS = CacheHints()
-
-
-@dataclass(slots=True, eq=False)
-class KeptPrefix:
-    """A prefix in a `PinTable`."""
-
-    owner: bytes
-    pin: Pin
-    blocks: frozenset[int]
-    end: float
-    """In seconds of `time.monotonic`; infinite if kept by priority."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Its tokens, in whole blocks."""
-        return self.pin.num_tokens
 
 
 class PinTable:

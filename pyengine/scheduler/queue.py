@@ -4,10 +4,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pyengine.engine.request import SequenceState
+from pyengine.request.request import SequenceState
 
 by_order = attrgetter("order")
 
@@ -34,18 +32,18 @@ class WaitingQueue:
         """The number of a tenant's waiting sequences."""
         return len(self._queues.get(tenant, ()))
 
-    def of(self, tenant: bytes) -> "list[SequenceState]":
+    def of(self, tenant: bytes) -> list[SequenceState]:
         """A tenant's waiting sequences, in order. Do not change the list."""
         return self._queues.get(tenant, [])
 
-    def add(self, sequence: "SequenceState") -> None:
+    def add(self, sequence: SequenceState) -> None:
         """Let a sequence wait, unless it does."""
         queue = self._queues.setdefault(sequence.request.tenant, [])
         place = bisect_left(queue, sequence.order, key=by_order)
         if queue[place : place + 1] != [sequence]:
             queue.insert(place, sequence)
 
-    def remove(self, sequence: "SequenceState") -> bool:
+    def remove(self, sequence: SequenceState) -> bool:
         """Let a sequence wait no more; False if it did not."""
         tenant = sequence.request.tenant
         queue = self._queues.get(tenant, [])
@@ -57,7 +55,7 @@ class WaitingQueue:
             del self._queues[tenant]
         return True
 
-    def __iter__(self) -> "Iterator[SequenceState]":
+    def __iter__(self) -> Iterator[SequenceState]:
         """All sequences, the first of each tenant first. Meanwhile the last one may be removed."""
         queues = [self.iterate(tenant) for tenant in self._queues]
         while queues:
@@ -68,7 +66,7 @@ class WaitingQueue:
                     left.append(queue)
             queues = left
 
-    def iterate(self, tenant: bytes) -> "Iterator[SequenceState]":
+    def iterate(self, tenant: bytes) -> Iterator[SequenceState]:
         """A tenant's sequences, in order. Meanwhile the last one may be removed."""
         place = 0
         while place < len(queue := self.of(tenant)):
@@ -76,7 +74,7 @@ class WaitingQueue:
             yield sequence
             place += queue[place : place + 1] == [sequence]
 
-    def first(self, count: int) -> "list[SequenceState]":
+    def first(self, count: int) -> list[SequenceState]:
         """The first sequences of this iteration."""
         if len(self._queues) == 1:
             (queue,) = self._queues.values()

@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,16 +50,14 @@ from pyengine.kv_cache import (
     Remapping,
 )
 from pyengine.kv_cache import Sequence as KVSequence
+from pyengine.request.request import SequenceState
 from pyengine.scheduler.batch import Entry, ScheduledStep
 from pyengine.scheduler.order import PrefixOrder
 from pyengine.scheduler.pins import PinTable
 from pyengine.scheduler.queue import WaitingQueue, by_order
 from pyengine.scheduler.shares import TenantShares
 
-if TYPE_CHECKING:
-    from pyengine.engine.request import SequenceState
-
-_NONE: "frozenset[SequenceState]" = frozenset()
+_NONE: frozenset[SequenceState] = frozenset()
 _NOBODY: frozenset[bytes] = frozenset()
 _MOST_PASSED = 64  # waiting sequences that others may overtake in a step, which bounds the search
 
@@ -67,7 +65,7 @@ _MOST_PASSED = 64  # waiting sequences that others may overtake in a step, which
 class StalledError(PyEngineError):
     """A request waits, none runs, and it cannot be admitted: pins hold the blocks."""
 
-    def __init__(self, message: str, sequence: "SequenceState") -> None:
+    def __init__(self, message: str, sequence: SequenceState) -> None:
         super().__init__(message)
         self.sequence = sequence
 
@@ -76,12 +74,16 @@ class StalledError(PyEngineError):
 class SchedulerLimits:
     """The largest step: tokens to compute, and sequences that run at once. Settings check them.
 
-    A tenant runs up to `max_num_seqs_per_tenant` sequences, or one request with more.
+    A tenant runs up to `max_num_seqs_per_tenant` sequences, or one request with more. If blocks are
+    short, requests with cached prefixes overtake others, each up to `max_overtakes` times. Callers
+    pin up to `max_pinned_blocks` blocks.
     """
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
     max_num_seqs_per_tenant: int | None = None
+    max_overtakes: int = 0
+    max_pinned_blocks: int = 0
 
 
 class _NoPlanAheadError(Exception):
@@ -91,7 +93,7 @@ class _NoPlanAheadError(Exception):
 class _Decodes(NamedTuple):
     """Decoding sequences and their KV handles for the plan, kept from step to step."""
 
-    sequences: "tuple[SequenceState, ...]" = ()
+    sequences: tuple[SequenceState, ...] = ()
     handles: Sequence[KVSequence] = ()
 
 
@@ -105,20 +107,18 @@ class Scheduler:
         *,
         replay: int = 0,
         prefix_caching: bool = True,
-        max_overtakes: int = 0,
-        max_pinned_blocks: int = 0,
+        is_held: Callable[[SequenceState], bool] | None = None,
     ) -> None:
         """The last `replay` cached tokens are computed again, not written: MTP layers need their
         hidden states. `prefix_caching` is the manager's: without it no request waits for a prefix
-        that another one computes. If blocks are short, requests with cached prefixes overtake
-        others, each up to `max_overtakes` times. Callers pin up to `max_pinned_blocks` blocks."""
+        that another one computes. A sequence for which `is_held` returns True is not admitted yet:
+        its prefix is being loaded."""
         self._manager = manager
         self._replay = replay
         self._prefix_caching = prefix_caching
-        self._order = (
-            PrefixOrder(manager, max_overtakes) if max_overtakes and prefix_caching else None
-        )
-        self.pins = PinTable(manager, max_pinned_blocks)
+        reorders = limits.max_overtakes and prefix_caching
+        self._order = PrefixOrder(manager, limits.max_overtakes) if reorders else None
+        self.pins = PinTable(manager, limits.max_pinned_blocks)
         """Prefixes that callers asked to keep."""
         self._groups = manager.groups
         self.limits = limits
@@ -135,8 +135,7 @@ class Scheduler:
         self._arrivals = 0
         self.num_preemptions = 0
         """Preemptions so far."""
-        self.look_up: Callable[[SequenceState], object] | None = None
-        """Called before a sequence is admitted: it may set `is_loading`, and then it waits."""
+        self._is_held = is_held
         self.reuse = Counter(forked_tokens=0, forked_blocks=0)
         """Counters to add to those of the block manager, which counts the cached tokens of plans:
         prefixes that are attached before the step is planned, and blocks that a fork shares."""
@@ -152,12 +151,12 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def running(self) -> "list[SequenceState]":
+    def running(self) -> list[SequenceState]:
         """Sequences that hold blocks, in order."""
         return list(self._running)
 
     @property
-    def waiting(self) -> "Iterator[SequenceState]":
+    def waiting(self) -> Iterator[SequenceState]:
         """Sequences that hold no blocks, each tenant's in order. Meanwhile the last one may be
         removed."""
         return iter(self._waiting)
@@ -167,19 +166,17 @@ class Scheduler:
         waiting = self._waiting.count(tenant)
         return max(0, self.shares.turns.count(tenant) - waiting), waiting
 
-    def _enqueue(self, sequence: "SequenceState") -> None:
+    def _enqueue(self, sequence: SequenceState) -> None:
         """Let a sequence wait, unless it does."""
         self._waiting.add(sequence)
         if self._order is not None:
-            sequence.prefix_length, self._order.has_changed = None, True
+            self._order.enqueued(sequence)
 
-    def _dequeue(self, sequence: "SequenceState") -> bool:
+    def _dequeue(self, sequence: SequenceState) -> bool:
         """Let a sequence wait no more; False if it did not."""
         was_waiting = self._waiting.remove(sequence)
         if self._order is not None:
-            self._order.has_changed = True
-            if sequence.prefix_pin is not None:
-                self._order.forget(sequence)
+            self._order.dequeued(sequence)
         return was_waiting
 
     @property
@@ -187,7 +184,7 @@ class Scheduler:
         """True if any request is unfinished."""
         return bool(self._running or self._waiting)
 
-    def add(self, sequence: "SequenceState") -> None:
+    def add(self, sequence: SequenceState) -> None:
         """Queue the first sample of a request."""
         request = sequence.request
         sequence.kv = self._manager.sequence(
@@ -198,7 +195,7 @@ class Scheduler:
         self._enqueue(sequence)
         self.shares.turns.enter(request.tenant)
 
-    def fork(self, parent: "SequenceState", samples: "Sequence[tuple[SequenceState, int]]") -> None:
+    def fork(self, parent: SequenceState, samples: Sequence[tuple[SequenceState, int]]) -> None:
         """Run further samples beside the one that has just got its first token.
 
         They share its prompt's blocks; each has its first token. A partial last block is copied
@@ -231,7 +228,7 @@ class Scheduler:
         return len([block for block in blocks if block != self._manager.null_block])
 
     def schedule(
-        self, *, ahead: bool = False, without: "Collection[SequenceState]" = _NONE
+        self, *, ahead: bool = False, without: Collection[SequenceState] = _NONE
     ) -> ScheduledStep | None:
         """Plan the next step; None if no request can run.
 
@@ -290,7 +287,7 @@ class Scheduler:
         self,
         step: ScheduledStep,
         before: ScheduledStep | None,
-        without: "Collection[SequenceState]",
+        without: Collection[SequenceState],
         left_out: frozenset[bytes],
     ) -> tuple[NoRoom | NoBudget | None, bool]:
         """Plan decodes, chunks and admissions, except for sequences and tenants that are left out.
@@ -317,7 +314,7 @@ class Scheduler:
         return answer, not out
 
     def _admit_first(
-        self, step: ScheduledStep, without: "Collection[SequenceState]", closed: set[bytes]
+        self, step: ScheduledStep, without: Collection[SequenceState], closed: set[bytes]
     ) -> NoRoom | NoBudget | None:
         """Admit requests of tenants that have used less than all those with prompts to compute.
 
@@ -333,7 +330,7 @@ class Scheduler:
             return None
         return self._admit(step, without, closed | later)
 
-    def draft(self, step: ScheduledStep, drafts: "Mapping[SequenceState, Sequence[int]]") -> None:
+    def draft(self, step: ScheduledStep, drafts: Mapping[SequenceState, Sequence[int]]) -> None:
         """Add drafts to decodes of a step that was just planned.
 
         As many as budget and blocks allow, in order (promise 9); `step.drafts` are the planned
@@ -351,7 +348,7 @@ class Scheduler:
             if count
         }
 
-    def _plan_decodes(self, step: ScheduledStep, out: "Collection[SequenceState]") -> None:
+    def _plan_decodes(self, step: ScheduledStep, out: Collection[SequenceState]) -> None:
         """Plan one token for every decoding sequence: they come first (promise 4)."""
         sequences, handles = self._current_decodes(step.is_ahead, out)
         while sequences:
@@ -371,7 +368,7 @@ class Scheduler:
             sequences = tuple(sequence for sequence in left if sequence is not victim)
             handles = [sequence.kv for sequence in sequences]
 
-    def _current_decodes(self, ahead: bool, out: "Collection[SequenceState]") -> _Decodes:
+    def _current_decodes(self, ahead: bool, out: Collection[SequenceState]) -> _Decodes:
         """The sequences that decode next: the same object while they are the same.
 
         Two objects are kept: with overlap, sequences that wait for their tokens decode in every
@@ -401,7 +398,7 @@ class Scheduler:
         self._decodes = [found, last]
         return found
 
-    def _plan_chunks(self, step: ScheduledStep, without: "Collection[SequenceState]") -> None:
+    def _plan_chunks(self, step: ScheduledStep, without: Collection[SequenceState]) -> None:
         """Plan the next chunk of every admitted prompt with uncomputed tokens."""
         begun = {id(entry.sequence) for entry in step.chunks}  # just admitted
         sequences = [
@@ -427,7 +424,7 @@ class Scheduler:
                 return
 
     def _prefill(
-        self, step: ScheduledStep, sequence: "SequenceState", reserve: int | None = None
+        self, step: ScheduledStep, sequence: SequenceState, reserve: int | None = None
     ) -> Prefilled | NoRoom | NoBudget | Loading:
         """Plan the next chunk of a prompt."""
         bound = sequence.request.max_chunk - step.num_bounded
@@ -451,7 +448,7 @@ class Scheduler:
         return self._order is not None and self._order.give_way(num_blocks)
 
     def _admit(
-        self, step: ScheduledStep, without: "Collection[SequenceState]", closed: set[bytes]
+        self, step: ScheduledStep, without: Collection[SequenceState], closed: set[bytes]
     ) -> NoRoom | NoBudget | None:
         """Admit waiting sequences in order, while whole prompts fit blocks, budget and slots.
 
@@ -491,7 +488,7 @@ class Scheduler:
         return shortage
 
     def _admit_one(
-        self, step: ScheduledStep, sequence: "SequenceState", reserve: int
+        self, step: ScheduledStep, sequence: SequenceState, reserve: int
     ) -> Entry | NoRoom | NoBudget | Loading:
         """Admit a sequence if its whole prompt fits beside `reserve` blocks."""
         request, num_attached, num_blocks = sequence.request, 0, 0
@@ -526,7 +523,7 @@ class Scheduler:
         )
 
     def _take_slots(
-        self, step: ScheduledStep, sequence: "SequenceState", slots: int, closed: set[bytes]
+        self, step: ScheduledStep, sequence: SequenceState, slots: int, closed: set[bytes]
     ) -> int:
         """Preempt other tenants for the slots of a waiting sequence, if its share has them.
 
@@ -541,7 +538,7 @@ class Scheduler:
     def _take_blocks(
         self,
         step: ScheduledStep,
-        sequence: "SequenceState",
+        sequence: SequenceState,
         answer: NoRoom,
         reserve: int,
         closed: set[bytes],
@@ -556,8 +553,8 @@ class Scheduler:
     def _take(
         self,
         step: ScheduledStep,
-        sequence: "SequenceState",
-        victims: "list[SequenceState] | None",
+        sequence: SequenceState,
+        victims: list[SequenceState] | None,
         closed: set[bytes],
     ) -> bool:
         if victims is None:
@@ -571,7 +568,7 @@ class Scheduler:
             closed.add(victim.request.tenant)
         return bool(victims)
 
-    def _attach(self, sequence: "SequenceState") -> tuple[int, int]:
+    def _attach(self, sequence: SequenceState) -> tuple[int, int]:
         """Attach cached blocks to a sequence that may read the cache only in part.
 
         Returns the numbers of their tokens and of the blocks.
@@ -591,7 +588,7 @@ class Scheduler:
             num_blocks = self._num_blocks(pin.blocks)
         return sequence.kv.num_computed_tokens, num_blocks
 
-    def _attach_all_but_one(self, sequence: "SequenceState", pin: Pin) -> None:
+    def _attach_all_but_one(self, sequence: SequenceState, pin: Pin) -> None:
         """Attach the blocks of a pin, and compute their last token again without writing it.
 
         A fully cached prompt is such a case: its handle gets the further tokens afterwards.
@@ -609,8 +606,8 @@ class Scheduler:
         self._decodes = [_Decodes(), _Decodes()]  # they may hold the old handle
 
     def _candidates(
-        self, step: ScheduledStep, without: "Collection[SequenceState]", closed: set[bytes]
-    ) -> "Iterator[SequenceState]":
+        self, step: ScheduledStep, without: Collection[SequenceState], closed: set[bytes]
+    ) -> Iterator[SequenceState]:
         """Sequences that may be admitted; each is admitted before the next is read.
 
         Tenants take turns, except those in `closed`, to which the reader may add: the one with the
@@ -632,15 +629,15 @@ class Scheduler:
             numbers[tenant] += 1
             yield sequence
 
-    def _may_run(self, sequence: "SequenceState", most: int) -> bool:
+    def _may_run(self, sequence: SequenceState, most: int) -> bool:
         """True if its tenant then has up to `most` slots, or runs nothing else."""
         tenant = sequence.request.tenant
         slots = [other.num_slots for other in self._running if other.request.tenant == tenant]
         return not slots or sum(slots) + sequence.num_slots <= most
 
     def _candidates_of(
-        self, tenant: bytes, step: ScheduledStep, without: "Collection[SequenceState]"
-    ) -> "Iterator[SequenceState]":
+        self, tenant: bytes, step: ScheduledStep, without: Collection[SequenceState]
+    ) -> Iterator[SequenceState]:
         """A tenant's sequences that may be admitted, in order.
 
         Others overtake a sequence that waits for a prefix that another one computes, and a prompt
@@ -649,10 +646,8 @@ class Scheduler:
         may_await = self._prefix_caching and not without
         num_passed = 0
         for sequence in self._in_order(tenant, without):
-            if self.look_up is not None:
-                self.look_up(sequence)
-                if sequence.is_loading:
-                    continue
+            if self._is_held is not None and self._is_held(sequence):
+                continue
             request = sequence.request
             scores = request.scores if may_await else None
             is_awaiting = scores is not None and scores.awaits_prefix()
@@ -664,8 +659,8 @@ class Scheduler:
                 return
 
     def _in_order(
-        self, tenant: bytes, without: "Collection[SequenceState]"
-    ) -> "Iterator[SequenceState]":
+        self, tenant: bytes, without: Collection[SequenceState]
+    ) -> Iterator[SequenceState]:
         """A tenant's waiting sequences in the order of admission.
 
         Meanwhile the last one may be removed.
@@ -693,7 +688,7 @@ class Scheduler:
                 place -= 1
                 order.count(sequence, ready)
 
-    def _blocks_to_come(self, sequence: "SequenceState") -> int:
+    def _blocks_to_come(self, sequence: SequenceState) -> int:
         """The most blocks that the sequence needs for known tokens that no step computes yet.
 
         Each layer group takes a block for every `block_size` tokens. A sliding one frees blocks
@@ -707,7 +702,7 @@ class Scheduler:
         most = self._manager.blocks_for(sequence.num_tokens, self.limits.max_num_batched_tokens)
         return min(new * len(self._groups), most - held)
 
-    def _preempt_for(self, step: ScheduledStep, sequence: "SequenceState") -> "SequenceState":
+    def _preempt_for(self, step: ScheduledStep, sequence: SequenceState) -> SequenceState:
         """Preempt for `sequence`: the newest one after it that frees blocks, else itself."""
         if step.is_ahead:
             raise _NoPlanAheadError
@@ -720,18 +715,17 @@ class Scheduler:
         self._preempt(step, candidate)
         return candidate
 
-    def _preempt(self, step: ScheduledStep, sequence: "SequenceState") -> None:
+    def _preempt(self, step: ScheduledStep, sequence: SequenceState) -> None:
         for other in step.cancel(sequence):
             if other.num_computed == 0:  # without the victim's blocks it has none
                 self._put_back(other)
         sequence.kv.reset()
         sequence.num_computed = 0
-        sequence.is_looked_up, sequence.stored_prefix = False, None
-        sequence.request.num_preemptions += 1
+        sequence.request.progress.num_preemptions += 1
         self.num_preemptions += 1
         self._put_back(sequence)
 
-    def _put_back(self, sequence: "SequenceState") -> None:
+    def _put_back(self, sequence: SequenceState) -> None:
         sequence.is_running = self._is_steady = False
         _release_blocks(sequence)
         self._enqueue(sequence)
@@ -783,10 +777,10 @@ class Scheduler:
             step.accept(counts)
         for entry in step.chunks:
             request = entry.sequence.request
-            if request.scheduled_time is None:
-                request.scheduled_time = step.planned_time
-            if request.num_preemptions == 0:
-                request.num_cached_tokens += entry.num_cached
+            if request.progress.scheduled_time is None:
+                request.progress.scheduled_time = step.planned_time
+            if request.progress.num_preemptions == 0:
+                request.progress.num_cached_tokens += entry.num_cached
             if entry.num_attached:
                 self.reuse["prompt_tokens"] += entry.num_attached
                 self.reuse["cached_tokens"] += entry.num_attached
@@ -801,7 +795,7 @@ class Scheduler:
             if sequence.num_computed == 0 and sequence.is_running:
                 self._put_back(sequence)
 
-    def finish(self, sequences: "Iterable[SequenceState]") -> None:
+    def finish(self, sequences: Iterable[SequenceState]) -> None:
         """Remove sequences, finished or aborted; their computed blocks stay cached.
 
         May be called while a step is open: its results for them are cached too. Unknown sequences
@@ -813,6 +807,8 @@ class Scheduler:
             if kv is not None and kv.is_live:
                 kv.free(keep=sequence.num_kept)
             was_here = self._dequeue(sequence)
+            if self._order is not None:
+                self._order.forget(sequence)
             if sequence in self._running:
                 self._running.remove(sequence)
                 was_here = True
@@ -824,7 +820,7 @@ class Scheduler:
             self.shares.turns.clear()
 
 
-def _release_blocks(sequence: "SequenceState") -> None:
+def _release_blocks(sequence: SequenceState) -> None:
     """Release the blocks of a waiting sequence, from the planning of an earlier step."""
     if sequence.kv.num_computed_tokens:
         sequence.kv.reset()

@@ -12,15 +12,12 @@ A tenant alone may use everything. Beside others it is entitled to an equal shar
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from pyengine.kv_cache import BlockManager
+from pyengine.request.request import SequenceState
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.queue import WaitingQueue
 from pyengine.utils.turns import Turns
-
-if TYPE_CHECKING:
-    from pyengine.engine.request import SequenceState
 
 _MAX_LAG = 1.0
 """Seconds of steps that a tenant may be behind the others: it catches up on no more."""
@@ -96,7 +93,7 @@ class TenantShares:
             self.times.add(step.num_tokens, seconds)
 
     def left_out(
-        self, running: "Sequence[SequenceState]", waiting: WaitingQueue, budget: int
+        self, running: Sequence[SequenceState], waiting: WaitingQueue, budget: int
     ) -> frozenset[bytes]:
         """Tenants that the next step leaves out, as it is the turn of others."""
         turns = self.turns
@@ -114,7 +111,7 @@ class TenantShares:
         is_slow = self.times.is_twice_as_slow(min(budget, tokens.total()), min(budget, fewer))
         return ahead if is_slow else frozenset()
 
-    def budget(self, running: "Sequence[SequenceState]", most: int) -> int:
+    def budget(self, running: Sequence[SequenceState], most: int) -> int:
         """The tokens of the next step, up to `most`.
 
         Beside others, long prompts are computed in small parts, between which it may be the turn of
@@ -124,8 +121,8 @@ class TenantShares:
         return min(most, max(least, self.times.largest_within(_SLICE, most)))
 
     def for_slots(
-        self, running: "Sequence[SequenceState]", sequence: "SequenceState", missing: int, most: int
-    ) -> "list[SequenceState] | None":
+        self, running: Sequence[SequenceState], sequence: SequenceState, missing: int, most: int
+    ) -> list[SequenceState] | None:
         """Sequences to preempt for the slots of a waiting one, of which it misses `missing`.
 
         A step has `most`. None if they would exceed its tenant's share; empty if no other tenant
@@ -140,11 +137,11 @@ class TenantShares:
 
     def for_blocks(
         self,
-        running: "Sequence[SequenceState]",
-        sequence: "SequenceState",
+        running: Sequence[SequenceState],
+        sequence: SequenceState,
         needed: int,
         missing: int,
-    ) -> "list[SequenceState] | None":
+    ) -> list[SequenceState] | None:
         """The same for the blocks of its prompt: it needs `needed`, and misses `missing`."""
         share = self._manager.num_blocks // len(self.turns.tenants)
         held = _held(running, self._blocks_of)
@@ -154,8 +151,8 @@ class TenantShares:
         return _victims(running, sequence, held, share, missing, self._blocks_of)
 
     def for_decode(
-        self, running: "Sequence[SequenceState]", sequence: "SequenceState"
-    ) -> "SequenceState":
+        self, running: Sequence[SequenceState], sequence: SequenceState
+    ) -> SequenceState:
         """The sequence to preempt for the next block of a running one, perhaps itself.
 
         It is the newest that frees blocks of the tenant that holds most, and in its own tenant
@@ -175,21 +172,21 @@ class TenantShares:
                     return candidate
         return sequence
 
-    def _blocks_of(self, sequence: "SequenceState") -> int:
+    def _blocks_of(self, sequence: SequenceState) -> int:
         """Blocks that its preemption frees."""
         return self._manager.preview(sequence.kv)
 
 
-def _slots_of(sequence: "SequenceState") -> int:
+def _slots_of(sequence: SequenceState) -> int:
     return sequence.num_slots
 
 
-def _arrival_of(sequence: "SequenceState") -> int:
+def _arrival_of(sequence: SequenceState) -> int:
     return sequence.order[1]
 
 
 def _held(
-    running: "Sequence[SequenceState]", size_of: "Callable[[SequenceState], int]"
+    running: Sequence[SequenceState], size_of: "Callable[[SequenceState], int]"
 ) -> Counter[bytes]:
     """What the sequences of each tenant hold."""
     held: Counter[bytes] = Counter()
@@ -199,13 +196,13 @@ def _held(
 
 
 def _victims(
-    running: "Sequence[SequenceState]",
-    sequence: "SequenceState",
+    running: Sequence[SequenceState],
+    sequence: SequenceState,
     held: Counter[bytes],
     share: int,
     missing: int,
     size_of: "Callable[[SequenceState], int]",
-) -> "list[SequenceState]":
+) -> list[SequenceState]:
     """The newest sequences of tenants above their share; empty if they hold too little above it.
 
     `held` is changed.

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from pyengine.engine.request import Request as EngineRequest
+from pyengine.request.request import Request as EngineRequest
 from pyengine.server.callers import Caller, require_admin
 from pyengine.server.engine_protocol import EngineClient, EngineStream
 from pyengine.server.errors import ApiError

@@ -7,9 +7,10 @@ from typing import Any, Protocol, TypeAlias
 
 from fastapi import APIRouter
 
-from pyengine.engine.prompts import PromptLike
-from pyengine.engine.request import Request
 from pyengine.outputs import RequestOutput
+from pyengine.request.cache_hints import NO_HINTS, CacheHints
+from pyengine.request.prompts import PromptLike, StrippedThinking
+from pyengine.request.request import Request
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from pyengine.server.settings import ServerSettings
 
@@ -80,7 +81,7 @@ class EngineClient(Protocol):
         """See `AsyncEngine`."""
         ...
 
-    def request(
+    def request(  # noqa: PLR0913
         self,
         prompt: PromptLike,
         sampling_params: SamplingParams | None = None,
@@ -89,6 +90,8 @@ class EngineClient(Protocol):
         cache_salt: str | None = None,
         priority: float = 0,
         tenant: bytes = b"",
+        cache_hints: CacheHints = NO_HINTS,
+        thinking: StrippedThinking | None = None,
     ) -> Request:
         """See `AsyncEngine`."""
         ...

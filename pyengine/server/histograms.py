@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
 
-from pyengine.engine.request import SequenceState
+from pyengine.request.request import SequenceState
 
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10),
@@ -105,5 +105,5 @@ class TokenGaps:
             if last is not None:
                 self._histogram.add(now - last)
         for sample in self._live - live:
-            if sample.finish_reason is None:
+            if sample.output.finish_reason is None:
                 self._since[sample] = self._last

@@ -16,11 +16,11 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
-from pyengine.engine.core import EngineStats, StepResult
 from pyengine.engine.offloading import COUNTERS as OFFLOAD_COUNTERS
 from pyengine.engine.offloading import STORE_COUNTERS
-from pyengine.engine.request import Request as EngineRequest
+from pyengine.engine.stats import EngineStats, StepResult
 from pyengine.kv_cache import COUNTERS
+from pyengine.request.request import Request as EngineRequest
 from pyengine.server.callers import caller_of
 from pyengine.server.histograms import (
     FIRST_TOKEN_BUCKETS,
@@ -48,7 +48,7 @@ _COUNTERS = {
 
 def reason_of(request: EngineRequest) -> str:
     """The finish reason of a request: the worst of its sequences."""
-    reasons = {sample.finish_reason for sample in request.sequences}
+    reasons = {sample.output.finish_reason for sample in request.sequences}
     return next(reason for reason in FINISH_REASONS if reason in reasons)
 
 
@@ -162,20 +162,22 @@ class EngineMetrics:
         self._step_tokens.add(result.num_tokens)
         counts = self._counts
         for state in result.begun:
-            if not state.sequences[0].max_output:  # a request for the prompt only
+            if not state.rules.max_output:  # a request for the prompt only
                 self._times.stop(state.sequences)
             counts.prompt_tokens += len(state.prompt_token_ids)
-            counts.cached_tokens += state.num_cached_tokens
-            counts.restored_tokens += min(state.num_restored_tokens, state.num_cached_tokens)
-            if state.first_token_time is not None:
-                self._first.add(state.first_token_time - state.arrival_time)
+            counts.cached_tokens += state.progress.num_cached_tokens
+            counts.restored_tokens += min(
+                state.progress.num_restored_tokens, state.progress.num_cached_tokens
+            )
+            if state.result.first_token_time is not None:
+                self._first.add(state.result.first_token_time - state.arrival_time)
         counts.generation_tokens += self._times.step(result.rows, result.ended, now)
         counts.generation_tokens += result.num_drafted
 
     def on_finish(self, request: EngineRequest) -> None:
         """Count a finished request."""
         self._times.stop(
-            [sample for sample in request.sequences if sample.finish_reason in _EARLY_ENDS]
+            [sample for sample in request.sequences if sample.output.finish_reason in _EARLY_ENDS]
         )
         self._ends[reason_of(request)] += 1
         num_output = sum([len(sample.token_ids) for sample in request.sequences])
@@ -187,7 +189,11 @@ class EngineMetrics:
         self._add_times(request, num_output)
 
     def _add_times(self, request: EngineRequest, num_output: int) -> None:
-        begun, first, end = request.scheduled_time, request.first_token_time, request.finished_time
+        begun, first, end = (
+            request.progress.scheduled_time,
+            request.result.first_token_time,
+            request.result.finished_time,
+        )
         assert end is not None
         self._whole.add(end - request.arrival_time)
         if begun is None:

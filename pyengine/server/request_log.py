@@ -12,8 +12,8 @@ from queue import SimpleQueue
 from time import monotonic, time
 from typing import Any, TextIO
 
-from pyengine.engine.core import StepResult
-from pyengine.engine.request import Request
+from pyengine.engine.stats import StepResult
+from pyengine.request.request import Request
 from pyengine.server.metrics import reason_of
 from pyengine.server.settings import LogFormat
 
@@ -26,16 +26,16 @@ def request_line(request: Request) -> dict[str, Any]:
     def after(moment: float | None) -> float | None:
         return None if moment is None else round(moment - request.arrival_time, 6)
 
-    ended = monotonic() if request.finished_time is None else request.finished_time
+    ended = monotonic() if request.result.finished_time is None else request.result.finished_time
     return {
         "id": request.request_id,
         "status": reason_of(request),
         "prompt_tokens": len(request.prompt_token_ids),
-        "cached_tokens": request.num_cached_tokens,
+        "cached_tokens": request.progress.num_cached_tokens,
         "output_tokens": sum([len(sample.token_ids) for sample in request.sequences]),
-        "preemptions": request.num_preemptions,
-        "queue_s": after(request.scheduled_time),
-        "first_token_s": after(request.first_token_time),
+        "preemptions": request.progress.num_preemptions,
+        "queue_s": after(request.progress.scheduled_time),
+        "first_token_s": after(request.result.first_token_time),
         "total_s": after(ended),
     }
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from pyengine.engine.untrusted_calls import unfinished_work
 from pyengine.errors import QueueFullError, TenantQueueFullError
+from pyengine.request.untrusted_calls import unfinished_work
 from pyengine.utils.fair_pool import FairPool
 
 _T = TypeVar("_T")
@@ -21,7 +21,7 @@ class TokenizerThreads:
     """A thread pool in which each thread has its own copy of the tokenizer.
 
     Tokenizers are not re-entrant. Tenants take turns; with several, each has at most all threads
-    but one. Work that goes on after its time limit (`pyengine.engine.untrusted_calls`) counts as
+    but one. Work that goes on after its time limit (`pyengine.request.untrusted_calls`) counts as
     its tenant's, so no tenant has more of it than threads.
     """
 

@@ -7,14 +7,13 @@ is released afterwards: so a wrong draft leaves no state.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pyengine.attention.choice import Choice, select_backend
 from pyengine.attention.needs import needs_of
 from pyengine.config import EngineSettings
 from pyengine.errors import ConfigurationError
+from pyengine.executor.cache_plan import CachePlan, cache_specs, plan_cache
 from pyengine.executor.executor import Executor
-from pyengine.executor.memory_profile import CachePlan, cache_specs, plan_cache
 from pyengine.executor.model_runner import Runner
 from pyengine.kv_cache import BlockManager, Loading, NoBudget, NoRoom, StepPlan
 from pyengine.kv_cache import Sequence as CachedSequence
@@ -23,12 +22,10 @@ from pyengine.models.decoder.kernel_sets import KernelSettings
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import load_model
 from pyengine.models.source import resolve_source
+from pyengine.request.request import SequenceState
 from pyengine.sampling.operations import largest
 from pyengine.speculation.drafters import Draft
 from pyengine.utils.dtypes import DType
-
-if TYPE_CHECKING:
-    from pyengine.engine.request import SequenceState
 
 
 def kernel_settings(settings: EngineSettings, *, with_mtp_layers: bool = False) -> KernelSettings:
@@ -170,19 +167,19 @@ class DraftModel:
         """Until the next call, compute at most `budget` tokens of texts, drafts excluded."""
         self._budget = min(budget, self._most)
 
-    def propose(self, contexts: "Sequence[SequenceState]", most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: Sequence[SequenceState], most: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
         asked = dict(zip(contexts, most, strict=True))
         found = self._executor.run(lambda: self._drafts(asked))
         return [Draft(found.get(context, ())) for context in contexts]
 
-    def forget(self, context: "SequenceState") -> None:
+    def forget(self, context: SequenceState) -> None:
         """See `Drafter.forget`."""
         sequence = self._sequences.pop(context, None)
         if sequence is not None:
             sequence.free()
 
-    def _drafts(self, asked: "Mapping[SequenceState, int]") -> "dict[SequenceState, list[int]]":
+    def _drafts(self, asked: Mapping[SequenceState, int]) -> dict[SequenceState, list[int]]:
         known = self._sequences
         counts = {
             context: min(asked[context], self._longest - known[context].num_tokens)
@@ -200,7 +197,7 @@ class DraftModel:
                 fork.free()
         return drafts
 
-    def _computed(self, asked: "Mapping[SequenceState, int]") -> "list[SequenceState]":
+    def _computed(self, asked: Mapping[SequenceState, int]) -> list[SequenceState]:
         """Spend the budget; return the contexts whose text is computed except its last token.
 
         A text that does not fit has no sequence afterwards.
@@ -224,7 +221,7 @@ class DraftModel:
             if self._sequences[context].num_tokens == _num_tokens(context)
         ]
 
-    def _extended(self, context: "SequenceState") -> CachedSequence:
+    def _extended(self, context: SequenceState) -> CachedSequence:
         """The sequence of a text, with all of its tokens but the last; only new ones are copied."""
         prompt, output = context.request.prompt_token_ids, context.token_ids
         sequence = self._sequences.get(context)
@@ -237,7 +234,7 @@ class DraftModel:
         return sequence
 
     def _compute_some(
-        self, incomplete: "Sequence[SequenceState]", asked: "Mapping[SequenceState, int]"
+        self, incomplete: Sequence[SequenceState], asked: Mapping[SequenceState, int]
     ) -> None:
         """Compute one step of these texts, in order.
 
@@ -260,7 +257,7 @@ class DraftModel:
                 self._runner.prepare(plan)(None)
             plan.commit(last_tokens)
 
-    def _forget_others(self, asked: "Mapping[SequenceState, int]") -> bool:
+    def _forget_others(self, asked: Mapping[SequenceState, int]) -> bool:
         """Release the blocks of texts that are not in `asked`; True if there were any."""
         others = [sequence for sequence in self._sequences if sequence not in asked]
         for context in others:
@@ -268,8 +265,8 @@ class DraftModel:
         return bool(others)
 
     def _decoded(
-        self, contexts: "list[SequenceState]", forks: "Mapping[SequenceState, CachedSequence]"
-    ) -> "dict[SequenceState, int]":
+        self, contexts: list[SequenceState], forks: Mapping[SequenceState, CachedSequence]
+    ) -> dict[SequenceState, int]:
         """The most probable next token of each that fits."""
         with self._step(self._most) as plan:
             rejected = set(plan.decode([forks[context] for context in contexts]))
@@ -293,9 +290,9 @@ class DraftModel:
                 plan.rollback()
 
 
-def _num_tokens(context: "SequenceState") -> int:
+def _num_tokens(context: SequenceState) -> int:
     return len(context.request.prompt_token_ids) + len(context.token_ids)
 
 
-def _last_token(context: "SequenceState") -> int:
+def _last_token(context: SequenceState) -> int:
     return int((context.token_ids or context.request.prompt_token_ids)[-1])

@@ -12,15 +12,13 @@ answers. The search is in Rust (`rust/suffix-index`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pyengine.kv_cache import SuffixIndex
-
-if TYPE_CHECKING:
-    from pyengine.engine.request import SequenceState
+from pyengine.request.request import SequenceState
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +39,13 @@ NO_DRAFT = Draft()
 class Drafter(Protocol):
     """Drafts the next tokens. Called by the engine thread."""
 
-    def propose(self, contexts: "Sequence[SequenceState]", most: Sequence[int]) -> Sequence[Draft]:
+    def propose(self, contexts: Sequence[SequenceState], most: Sequence[int]) -> Sequence[Draft]:
         """A draft for each context, of at most `most[i]` tokens; empty without a guess.
 
         Accepted tokens of earlier drafts are part of the contexts.
         """
 
-    def forget(self, context: "SequenceState") -> None:
+    def forget(self, context: SequenceState) -> None:
         """Drop a sample that has ended; it may be unknown."""
 
 
@@ -59,18 +57,18 @@ class NgramDrafter:
         self._lengths = range(shortest, longest + 1)
         self._histories: dict[SequenceState, _History] = {}
 
-    def propose(self, contexts: "Sequence[SequenceState]", most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: Sequence[SequenceState], most: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
         return [self._draft(context, count) for context, count in zip(contexts, most, strict=True)]
 
-    def _draft(self, context: "SequenceState", most: int) -> Draft:
+    def _draft(self, context: SequenceState, most: int) -> Draft:
         history = self._histories.get(context)
         if history is None:
             history = self._histories[context] = _History(context.request.prompt_token_ids)
         history.extend(context.token_ids[history.num_output :])
         return history.draft(most, self._lengths)
 
-    def forget(self, context: "SequenceState") -> None:
+    def forget(self, context: SequenceState) -> None:
         """See `Drafter.forget`."""
         self._histories.pop(context, None)
 
@@ -153,7 +151,7 @@ class SuffixDrafter:
         self._texts: dict[SequenceState, tuple[int, int]] = {}
         """Each context's id in the index, and how many tokens of its answer the index has."""
 
-    def propose(self, contexts: "Sequence[SequenceState]", most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: Sequence[SequenceState], most: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
         drafts = []
         for context, count in zip(contexts, most, strict=True):
@@ -161,7 +159,7 @@ class SuffixDrafter:
             drafts.append(Draft(tokens, match_length) if tokens else NO_DRAFT)
         return drafts
 
-    def _grown(self, context: "SequenceState") -> int:
+    def _grown(self, context: SequenceState) -> int:
         """Add the new tokens of a text to the index; return its id."""
         found, answer = self._texts.get(context), context.token_ids
         if found is None:
@@ -174,7 +172,7 @@ class SuffixDrafter:
         self._texts[context] = name, len(answer)
         return name
 
-    def forget(self, context: "SequenceState") -> None:
+    def forget(self, context: SequenceState) -> None:
         """See `Drafter.forget`. The answer is kept for later ones."""
         if context in self._texts:
             name = self._grown(context)

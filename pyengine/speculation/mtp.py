@@ -3,17 +3,14 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pyengine.executor.executor import Executor
 from pyengine.executor.mtp import DraftRow, HiddenState, MTPStep, StepStates
+from pyengine.request.request import SequenceState
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.speculation.drafters import Draft
-
-if TYPE_CHECKING:
-    from pyengine.engine.request import SequenceState
 
 _OPEN_STEPS = 2
 
@@ -37,7 +34,7 @@ class HiddenStateHistory:
     def __init__(self) -> None:
         self._spans: dict[SequenceState, deque[_Span]] = {}
 
-    def before(self, sequence: "SequenceState", position: int) -> HiddenState | None:
+    def before(self, sequence: SequenceState, position: int) -> HiddenState | None:
         """The states of its token before `position`; None if they are not known."""
         for span in reversed(self._spans.get(sequence, ())):
             if span.first <= position - 1 < span.first + span.count:
@@ -64,18 +61,18 @@ class HiddenStateHistory:
             rows.append(end - 1)
         return MTPStep(before, np.array(rows, dtype=np.int64), after)
 
-    def _keep(self, sequence: "SequenceState", span: _Span) -> None:
+    def _keep(self, sequence: SequenceState, span: _Span) -> None:
         spans = self._spans.setdefault(sequence, deque(maxlen=1 + _OPEN_STEPS))
         while spans and spans[-1].first >= span.first:  # of steps that were undone
             spans.pop()
         spans.append(span)
 
-    def fork(self, sequence: "SequenceState", others: "Sequence[SequenceState]") -> None:
+    def fork(self, sequence: SequenceState, others: Sequence[SequenceState]) -> None:
         """Let `others` start from the states of `sequence`."""
         for other in others:
             self._spans[other] = self._spans[sequence].copy()
 
-    def forget(self, sequence: "SequenceState") -> None:
+    def forget(self, sequence: SequenceState) -> None:
         """Drop a sequence that has ended."""
         self._spans.pop(sequence, None)
 
@@ -90,7 +87,7 @@ class MTPDrafter:
         self.step: ScheduledStep | None = None
         """The step that was just planned; drafts are for its decodes."""
 
-    def propose(self, contexts: "Sequence[SequenceState]", most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: Sequence[SequenceState], most: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`. Each draft ends with the block in which it begins."""
         assert self.step is not None
         places = {sequence: at for at, sequence in enumerate(self.step.decodes)}
@@ -110,6 +107,6 @@ class MTPDrafter:
                 drafts[at] = Draft(tokens)
         return drafts
 
-    def forget(self, context: "SequenceState") -> None:
+    def forget(self, context: SequenceState) -> None:
         """See `Drafter.forget`."""
         self.history.forget(context)

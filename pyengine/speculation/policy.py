@@ -14,15 +14,13 @@ and of the one step in which the penalty was reached.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from pyengine.request.request import SequenceState
 from pyengine.speculation.drafters import NO_DRAFT, Draft
-
-if TYPE_CHECKING:
-    from pyengine.engine.request import SequenceState
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -114,7 +112,7 @@ class DraftPolicy:
         self._records: dict[SequenceState, _DraftRecord] = {}
 
     def keep(
-        self, contexts: "Sequence[SequenceState]", drafts: Sequence[Draft], step: StepSize
+        self, contexts: Sequence[SequenceState], drafts: Sequence[Draft], step: StepSize
     ) -> Sequence[int]:
         """The number of tokens of each draft to compute in a step."""
         kept = [0] * len(drafts)
@@ -131,12 +129,13 @@ class DraftPolicy:
         ends = lengths.cumsum()
         nth = np.arange(1, 1 + ends[-1]) - (ends - lengths).repeat(lengths)
         chances = np.array(firsts).repeat(lengths) ** nth
-        drawn = np.array([contexts[at].is_drawn for at in hopeful]).repeat(lengths)
+        drawn = np.array([contexts[at].output.sampling.is_drawn for at in hopeful]).repeat(lengths)
         chosen, prices = self._most_gained(chances, drawn, step)
         counts = np.add.reduceat(chosen, ends - lengths, dtype=np.int64)
         for at, count in zip(hopeful, counts.tolist(), strict=True):
             kept[at] = count
-            self._records[contexts[at]].penalty += count * prices[contexts[at].is_drawn]
+            is_drawn = contexts[at].output.sampling.is_drawn
+            self._records[contexts[at]].penalty += count * prices[is_drawn]
         return kept
 
     def _most_gained(
@@ -167,7 +166,7 @@ class DraftPolicy:
         more = rate * (drawing[count] - drawing[0]) / max(1, draws[count])
         return chosen, (price, price + more)
 
-    def _chance(self, context: "SequenceState", draft: Draft) -> float:
+    def _chance(self, context: SequenceState, draft: Draft) -> float:
         """The probability of each token of a draft, if those before it are right; 0 without a
         draft, or if the penalty is too high."""
         tokens = context.token_ids
@@ -205,6 +204,6 @@ class DraftPolicy:
             rate = self._rates[match_length] = prior
         return rate
 
-    def forget(self, context: "SequenceState") -> None:
+    def forget(self, context: SequenceState) -> None:
         """Drop a sample that has ended; it may be unknown."""
         self._records.pop(context, None)

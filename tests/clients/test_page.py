@@ -234,7 +234,7 @@ def test_the_tiers_are_those_of_the_store(
         ServedPage(engine) as page_server,
     ):
         page_server.served.submit(exhausted(engine.generate([*range(3, 83)], LONG))).result()
-        offloader = engine._engine_loop._engine.offloader
+        offloader = engine._offloader
         assert offloader is not None and offloader.flush(10)
         page = chromium.new_page()
         errors = errors_of(page)
@@ -253,7 +253,6 @@ def test_a_click_on_a_request_shows_where_it_left_the_cached_prefix(
     chromium: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = FakeModel(monkeypatch, num_blocks=4000, max_model_len=4000, explain=True)
-    model.bench.engine.explains = True
     forever = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3900)
     common = [*range(3, 15)]
 

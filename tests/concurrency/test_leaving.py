@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pyengine.engine.loop import EngineLoop
-from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import Request
+from pyengine.request.prompts import Prompt
+from pyengine.request.request import Request
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import Bench, Sink, make_bench
 from tests.support.soak import soak_cases
@@ -80,9 +80,7 @@ class Teller(Sink):
 def requests(stage: Stage, names: list[str], params: SamplingParams) -> dict[str, Request]:
     states = {}
     for name in names:
-        state = stage.bench.engine.input_processor.request(
-            name, Prompt(token_ids=PROMPTS[name]), params
-        )
+        state = stage.bench.processor.request(name, Prompt(token_ids=PROMPTS[name]), params)
         state.sink = Teller(stage)
         states[name] = state
     return states
@@ -96,12 +94,12 @@ def run(stage: Stage, states: dict[str, Request]) -> None:
     loop = EngineLoop(stage.bench.engine)
     stage.abort = loop.abort
     loop.submit(list(states.values()))
-    while any(state.finished_time is None for state in states.values()):
+    while any(state.result.finished_time is None for state in states.values()):
         loop.flush()
     loop.close()
     for state in states.values():
         sink: Any = state.sink
-        assert sink.error is None
+        assert sink is not None and sink.error is None
 
 
 def alone(name: str, params: SamplingParams) -> list[list[int]]:
@@ -158,7 +156,8 @@ def test_nothing_leaks_and_nobody_else_notices(
 
         def leave(moment: str) -> None:
             left = goes.unfinished  # noqa: B023
-            was_preempted = goes.num_preemptions and not all(entry.is_running for entry in left)  # noqa: B023
+            num_preemptions = goes.progress.num_preemptions  # noqa: B023
+            was_preempted = num_preemptions and not all(entry.is_running for entry in left)
             seen["while preempted"] += bool(was_preempted)
             seen[moment] += 1
             if by_the_engine:
@@ -175,7 +174,7 @@ def test_nothing_leaks_and_nobody_else_notices(
             else:
                 for tokens, whole in zip(found, expected[name], strict=True):
                     assert tokens == whole[: len(tokens)], (number, came)
-            assert state.finished_time is not None
+            assert state.result.finished_time is not None
             last = state.sink.items[-1]  # type: ignore[union-attr]
             assert last.finished, (number, came)
         assert not stage.bench.engine.unfinished

@@ -47,11 +47,11 @@ class Storm:
 
         def watched(states: Any, **reason: Any) -> Any:
             for state in list(states):
-                if state.finished_time is not None:
+                if state.result.finished_time is not None:
                     continue
-                if state.first_token_time is None:
+                if state.result.first_token_time is None:
                     self.seen["ended before its first token"] += 1
-                elif state.num_preemptions and not any(
+                elif state.progress.num_preemptions and not any(
                     sample.is_running for sample in state.unfinished
                 ):
                     self.seen["ended while it was preempted"] += 1

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pyengine.engine.output_stream import OutputCollector
-from pyengine.engine.prompts import Prompt
 from pyengine.outputs import RequestOutput
+from pyengine.request.prompts import Prompt
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
 from tests.support.callers import FakeModel
 from tests.support.engines import make_bench
@@ -68,7 +68,7 @@ def test_what_waits_for_a_slow_reader_is_one_item(kind: RequestOutputKind) -> No
     woken: list[OutputCollector] = []
     collector = OutputCollector(kind, woken.append)
     wants, before = params(kind, logprobs=2), num_outputs()
-    state = bench.engine.input_processor.request("slow", Prompt(token_ids=[1, 2]), wants)
+    state = bench.processor.request("slow", Prompt(token_ids=[1, 2]), wants)
     state.sink = collector
     bench.engine.add(state)
     while bench.engine.has_work:
@@ -93,7 +93,7 @@ def test_a_reader_that_never_reads_is_woken_once_per_step_and_nobody_else_for_it
     bench = make_bench(max_model_len=200)
     told: Counter[str] = Counter()
     for name in ("slow", "quick"):
-        state = bench.engine.input_processor.request(
+        state = bench.processor.request(
             name, Prompt(token_ids=[1, 2]), params(RequestOutputKind.DELTA)
         )
         state.sink = OutputCollector(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pyengine.attention.backend import HeadNorm, RotaryLayout, Rotation
+from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from pyengine.sampling.logprobs import PendingLogprobs
 from pyengine.sampling.sampler import SamplingBatch, draw

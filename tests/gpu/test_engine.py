@@ -205,8 +205,8 @@ def restores(place: Place, is_used: bool) -> Numbers:
         store = {"kv_cache_host_memory": 2 << 30} if place.on_cuda else on_disk
         llm = mode.llm(kv_cache_memory=256 << 20, **store)
         llm.generate(prompts, once, use_tqdm=False)
-        assert llm._engine.offloader is not None
-        assert llm._engine.offloader.flush(60)
+        assert llm._offloader is not None
+        assert llm._offloader.flush(60)
         llm._manager.evict_all()
         others = [tokens(40, random) for _ in range(4)]
         got = llm.generate([*others, *prompts], GREEDY, use_tqdm=False)[len(others) :]

@@ -11,17 +11,17 @@ import pytest
 
 from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
 from pyengine.engine.core import Engine
-from pyengine.engine.input_processor import ModelLimits
-from pyengine.engine.prompts import Prompt
+from pyengine.engine.model_limits import ModelLimits
+from pyengine.executor.cache_plan import cache_specs
 from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import RunnerLimits
-from pyengine.executor.memory_profile import cache_specs
 from pyengine.executor.model_runner import ModelRunner
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loader import load_model
+from pyengine.request.prompts import Prompt
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.checkpoints import save_model, save_tiny
-from tests.support.engines import LazyQueue, add_request
+from tests.support.engines import LazyQueue, make_processor
 
 SIZE: dict[str, Any] = {"hidden_size": 32, "vocab_size": 97, "max_position_embeddings": 256}
 
@@ -122,9 +122,10 @@ def run_by_hand(
         max_num_seqs=8,
     )
     executor = Executor(runner, LazyQueue(), depth=depth)
-    engine = Engine(manager, Scheduler(manager, limits), executor, model_limits)
+    engine = Engine(manager, Scheduler(manager, limits), executor)
+    processor = make_processor(manager, model_limits)
     for name, (prompt, params) in enumerate(zip(*asked(60), strict=True)):
-        add_request(engine, str(name), Prompt(token_ids=prompt), params)
+        engine.add(processor.request(str(name), Prompt(token_ids=prompt), params))
     done: dict[str, RequestOutput] = {}
     while engine.has_work:
         done.update((item.request_id, item.output()) for item in engine.step().finished)

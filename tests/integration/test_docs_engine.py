@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from pyengine import LLM, AsyncEngine, errors
-from pyengine.engine.core import EngineObserver
+from pyengine.engine.stats import EngineObserver
 from pyengine.sampling_params import RequestOutputKind
 from tests.support.docs import ROOT, table
 

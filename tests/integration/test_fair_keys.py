@@ -14,9 +14,9 @@ import httpx2
 import pytest
 
 from pyengine.async_engine import AsyncEngine
-from pyengine.engine.chat_template import ChatOptions, render_chat
-from pyengine.engine.untrusted_calls import within
 from pyengine.errors import ContextLengthError, InvalidRequestError
+from pyengine.request.chat_template import ChatOptions, render_chat
+from pyengine.request.untrusted_calls import within
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
 from pyengine.server.tokenizer_threads import TokenizerThreads
 from tests.support.chat import chat_tokenizer
@@ -226,7 +226,7 @@ def test_bad_words_have_a_length_in_all(engine: AsyncEngine) -> None:
 def test_bad_words_are_tokenized_once_for_all_prompts(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    processor = engine._engine.input_processor
+    processor = engine._input_processor
     tokenized = []
     monkeypatch.setattr(
         "pyengine.engine.input_processor.tokens_of_words",

@@ -100,7 +100,7 @@ def test_host_memory_has_what_the_pool_has_evicted(tiny_folder: Path) -> None:
         computed, restored = answer(llm, prompt)
         again, _ = answer(llm, prompt)
         assert restored == 0
-        assert llm._engine.offloader is not None
+        assert llm._offloader is not None
         deadline = monotonic() + 60
         while restored < 48 and monotonic() < deadline:  # once it is stored
             llm._manager.evict_all()
@@ -148,7 +148,7 @@ def check_bits(name: str, dtype: str, tmp_path: Path, **others: Any) -> None:
         computed, restored = answer(llm, prompt)
         assert restored == 0
         # A block that is pinned to be stored keeps its KV when another request computes it again.
-        assert llm._engine.offloader is not None and llm._engine.offloader.flush(60)
+        assert llm._offloader is not None and llm._offloader.flush(60)
         again, _ = answer(llm, prompt)  # cached in the pool
     with LLM(model, **settings) as llm:
         from_disk, restored = answer(llm, prompt)
@@ -222,7 +222,7 @@ def test_a_second_engine_reads_what_the_first_one_writes(tiny_folder: Path, tmp_
         assert reader.describe()["kv_cache_access"] == "read: another process writes"
         prompt = tokens(50)
         expected, _ = answer(writer, prompt)
-        writer._engine.offloader._store.flush(10)  # type: ignore[union-attr]
+        writer._offloader._store.flush(10)  # type: ignore[union-attr]
         deadline = monotonic() + 60
         restored = 0
         while monotonic() < deadline:  # a reader looks once a second
@@ -321,7 +321,7 @@ def test_a_warm_folder_on_a_read_only_mount_is_read(tiny_folder: Path, tmp_path:
             assert llm.describe()["kv_cache_access"] == "read"
             assert answer(llm, prompt) == (expected, 48)
             assert answer(llm, tokens(50, seed=1))[1] == 0  # computed, and not stored
-            figures = llm._engine.offloader.stats()  # type: ignore[union-attr]
+            figures = llm._offloader.stats()  # type: ignore[union-attr]
             assert (figures["stored"], figures["write_errors"], figures["read_errors"]) == (0, 0, 0)
     with LLM(tiny_folder, kv_cache_access="read", **settings) as reader:
         with LLM(tiny_folder, kv_cache_access="write", **settings) as writer:
@@ -365,7 +365,7 @@ def test_a_folder_that_vanishes_costs_hits_alone(tiny_folder: Path, tmp_path: Pa
     }
     with LLM(tiny_folder, **settings) as llm:
         expected, _ = answer(llm, prompt)
-        llm._engine.offloader._store.flush(10)  # type: ignore[union-attr]
+        llm._offloader._store.flush(10)  # type: ignore[union-attr]
         for file in folder.iterdir():
             file.unlink()
         folder.rmdir()

@@ -74,8 +74,8 @@ def run(model: Path, folder: Path, seed: int, messages: Connection) -> None:
                 given, _restored = answer(llm, number)
                 is_stored = False
                 if random.random() < 0.5:
-                    assert llm._engine.offloader is not None
-                    is_stored = llm._engine.offloader.flush(30)
+                    assert llm._offloader is not None
+                    is_stored = llm._offloader.flush(30)
                 messages.send((number, given, is_stored))
 
 
@@ -129,9 +129,9 @@ def test_killed_engines_leave_no_wrong_kv_and_lose_none_that_was_stored(
                 stored.add(number)
         with make_llm(model, folder) as llm:
             assert llm.describe()["kv_cache_access"] == "write"
-            offloader = llm._engine.offloader
+            offloader = llm._offloader
             assert offloader is not None
-            offloader.store = lambda sequence: None  # type: ignore[method-assign]  # only killed ones do
+            offloader._store_sequence = lambda sequence: None  # type: ignore[method-assign]  # only killed ones do
             for number in range(PROMPTS):
                 llm._manager.evict_all()
                 given, restored = answer(llm, number)

@@ -14,9 +14,9 @@ import pytest
 
 from pyengine import LLM, BlockManager, SamplingParams
 from pyengine.engine.core import Engine
-from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import Request, SequenceState
 from pyengine.errors import ConfigurationError, ModelLoadError
+from pyengine.request.prompts import Prompt
+from pyengine.request.request import Request, SequenceState
 from pyengine.speculation.drafters import Draft
 from pyengine.speculation.mtp import MTPDrafter
 from pyengine.utils.dtypes import Rows
@@ -173,7 +173,7 @@ def mtp_cache(llm: LLM, request: Request, mtp_layers: int) -> list[Rows]:
 def run_to_middle(llm: LLM, prompt: list[int], stop: int = 12) -> Request:
     """Generate until the answer has so many tokens."""
     engine = by_hand(llm)
-    request = add_request(engine, str(prompt), Prompt(token_ids=prompt), GREEDY)
+    request = add_request(llm, str(prompt), Prompt(token_ids=prompt), GREEDY)
     while len(request.sequences[0].token_ids) < stop:
         engine.step()
     return request
@@ -203,11 +203,11 @@ def test_a_hit_costs_one_row_a_head_and_never_a_block(made: Any) -> None:
     llm.generate([prompt], GREEDY, use_tqdm=False)
     engine = by_hand(llm)
     before = llm.stats().usage
-    request = add_request(engine, "hit", Prompt(token_ids=prompt), GREEDY)
+    request = add_request(llm, "hit", Prompt(token_ids=prompt), GREEDY)
     assert engine.step().num_tokens == mtp_layers
     usage = llm.stats().usage
     assert usage.active == 5 and usage.free == before.free
-    assert request.num_cached_tokens == len(prompt) - mtp_layers
+    assert request.progress.num_cached_tokens == len(prompt) - mtp_layers
     engine.abort([request])
 
 
@@ -309,15 +309,15 @@ def waited(llm: LLM) -> list[int]:
         if not free:
             break
         tokens = [3 + at // 200, 3 + at % 200, *([5] * 200)][: 4 * free]
-        add_request(engine, f"old {at}", Prompt(token_ids=tokens), replace(GREEDY, max_tokens=1))
+        add_request(llm, f"old {at}", Prompt(token_ids=tokens), replace(GREEDY, max_tokens=1))
         while engine.has_work:
             engine.step()
     running = [
-        add_request(engine, f"runs {at}", Prompt(token_ids=[3 + at, 7]), GREEDY)
+        add_request(llm, f"runs {at}", Prompt(token_ids=[3 + at, 7]), GREEDY)
         for at in range(RUNNING)
     ]
     running += [
-        add_request(engine, f"known {at}", Prompt(token_ids=entry), replace(GREEDY, max_tokens=1))
+        add_request(llm, f"known {at}", Prompt(token_ids=entry), replace(GREEDY, max_tokens=1))
         for at, entry in enumerate(known)
     ]
     while any(sequence.first_token_time is None for sequence in running):
@@ -332,11 +332,11 @@ def waited(llm: LLM) -> list[int]:
             params = replace(GREEDY, max_tokens=3)
             arrived[f"new {at}"] = (
                 at,
-                add_request(engine, f"new {at}", Prompt(token_ids=prompt), params),
+                add_request(llm, f"new {at}", Prompt(token_ids=prompt), params),
             )
         engine.step()
         for name, (came, request) in arrived.items():
-            if request.first_token_time is not None:
+            if request.result.first_token_time is not None:
                 steps.setdefault(name, at - came)
     assert llm.stats().num_preemptions == 0
     return [steps[f"new {at}"] for at in range(ARRIVALS)]

@@ -337,7 +337,7 @@ def test_a_process_ends_with_status_0(folder: Path) -> None:
 def test_forms_of_answers_are_made_ready_before_anybody_is_let_in(folder: Path) -> None:
     """A tokenizer's tokens are read under the interpreter's lock, and nothing else goes on."""
     with open_small_engine(folder) as engine, RunningServer(engine) as server:
-        grammars = engine._engine.input_processor.grammars
+        grammars = engine._input_processor.grammars
         assert grammars._vocabulary is not None
         assert_soon(lambda: len(grammars._idle) == 1)  # its process takes no lock
         body = {**GOOD, "structured_outputs": {"choice": ["a"]}}

@@ -41,7 +41,7 @@ def test_hits_are_recomputed(
     folder = save_small_model(tmp_path)
     given = {"device": "cpu", "num_blocks": 64, "block_size": 16, "max_num_batched_tokens": 48}
     with LLM(folder, **given, **settings, max_num_seqs=8, verify_cache_hits=1.0) as llm:  # type: ignore[arg-type]
-        verifier = llm._engine.verifier
+        verifier = llm._verifier
         assert verifier is not None and verifier.tolerance == tolerance
         llm.generate(PROMPT, ONE, use_tqdm=False)
         llm.generate([*PROMPT, 7, 8], ONE, use_tqdm=False)
@@ -67,7 +67,7 @@ def test_hits_are_recomputed(
 def test_a_recording_of_the_caller_takes_the_place_of_its_own(tmp_path: Path) -> None:
     folder = save_small_model(tmp_path / "model")
     with LLM(folder, device="cpu", num_blocks=64, verify_cache_hits=1.0) as llm:
-        verifier = llm._engine.verifier
+        verifier = llm._verifier
         assert verifier is not None and verifier.kept is not None and verifier.kept.path.exists()
         with llm.recording(tmp_path / "own.kvtrace"):
             llm.generate(PROMPT, ONE, use_tqdm=False)
@@ -77,7 +77,7 @@ def test_a_recording_of_the_caller_takes_the_place_of_its_own(tmp_path: Path) ->
 
 def test_a_closed_engine_leaves_no_recording(tmp_path: Path) -> None:
     with LLM(save_small_model(tmp_path), device="cpu", num_blocks=64, verify_cache_hits=1.0) as llm:
-        verifier = llm._engine.verifier
+        verifier = llm._verifier
         llm.generate(PROMPT, ONE, use_tqdm=False)
     assert verifier is not None and verifier.kept is not None
     assert not verifier.kept.path.parent.exists()

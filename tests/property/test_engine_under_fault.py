@@ -80,7 +80,7 @@ class Case:
 
     def maybe_abort(self, moment: str) -> None:
         requests = self.bench.requests  # one that ended in this very step is still in `live`
-        live = [name for name in self.live if requests[name].finished_time is None]
+        live = [name for name in self.live if requests[name].result.finished_time is None]
         if live and self.random.random() < self.setting.aborts:
             name = self.random.choice(live)
             self.live.remove(name)
@@ -159,8 +159,8 @@ class Case:
     def all_is_free(self) -> None:
         bench = self.bench
         bench.assert_all_free()
-        assert not bench.engine.unfinished and bench.engine._unread is None
-        assert not bench.engine.faults.suspects
+        assert not bench.engine.unfinished and bench.engine._output._unread is None
+        assert not bench.engine.recovery.faults.suspects
         bench.manager.evict_all()
         assert bench.manager.usage().free == bench.manager.num_blocks
         assert bench.manager.cached_hashes() == []

@@ -2,6 +2,7 @@
 
 import gc
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 from weakref import ref
@@ -33,6 +34,11 @@ class FakeModel:
             loaded=_Loaded(tokenizer),  # type: ignore[arg-type]
             manager=self.bench.manager,
             engine=self.bench.engine,
+            input_processor=self.bench.processor,
+            pins=self.bench.scheduler.pins,
+            offloader=None,
+            verifier=None,
+            inbox=SimpleQueue(),
             worker_group=None,
             threads=compute_threads(None),
             default_params=SamplingParams(temperature=0, max_tokens=4),

@@ -5,9 +5,11 @@ from random import Random
 from typing import Any, cast
 
 from pyengine.engine.core import Engine
-from pyengine.engine.request import SequenceState
+from pyengine.engine.drafting import Drafting
+from pyengine.request.request import SequenceState
 from pyengine.speculation.drafters import Draft, Drafter
 from pyengine.speculation.policy import StepSize
+from tests.support.engines import add_parts
 from tests.support.fake_runner import VOCAB_SIZE, continued
 
 
@@ -25,7 +27,9 @@ class EveryDraft:
 
 def speculate(engine: Engine, drafter: Drafter, most: int = 5) -> None:
     """Let an engine compute every draft that it can be given."""
-    engine.speculate(drafter, cast(Any, EveryDraft()), most=most)
+    policy = cast(Any, EveryDraft())
+    scheduler = engine._scheduler
+    add_parts(engine, Drafting(scheduler, drafter, policy, most=most, vocab_size=VOCAB_SIZE))
 
 
 class RandomDrafter:

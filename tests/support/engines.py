@@ -6,13 +6,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pyengine.engine.core import Engine
-from pyengine.engine.input_processor import ModelLimits
-from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import OutputSink, Request
+from pyengine.engine.explain import Explainer
+from pyengine.engine.input_processor import InputProcessor
+from pyengine.engine.model_limits import ModelLimits
+from pyengine.engine.parts import EnginePart
+from pyengine.engine.pinning import Pinning
+from pyengine.executor.cache_plan import longest_sequence
 from pyengine.executor.executor import Executor
-from pyengine.executor.memory_profile import longest_sequence
 from pyengine.kv_cache import BlockManager
+from pyengine.llm import LLM
 from pyengine.outputs import RequestOutput
+from pyengine.request.prompt_logprobs import PromptLogprobCache
+from pyengine.request.prompts import Prompt
+from pyengine.request.request import OutputSink, Request, RequestOptions
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.fake_runner import VOCAB_SIZE, FakeRunner
@@ -73,8 +79,17 @@ class Sink:
         self.error = error
 
 
+def add_parts(engine: Engine, *parts: EnginePart) -> None:
+    """Make an engine, which has run no step, anew with further parts, or others of their kind."""
+    observers, kinds = engine._observers, {type(part) for part in parts}
+    kept = [part for part in engine._parts if type(part) not in kinds]
+    manager, scheduler, executor = engine._manager, engine._scheduler, engine._executor
+    engine.__init__(manager, scheduler, executor, [*kept, *parts])  # type: ignore[misc]
+    engine._observers = observers
+
+
 def add_request(
-    engine: Engine,
+    bench: "Bench | LLM",
     request_id: str,
     prompt: Prompt,
     params: SamplingParams,
@@ -83,7 +98,12 @@ def add_request(
     sink: OutputSink | None = None,
 ) -> Request:
     """Make and queue a request; its outputs go to `sink`."""
-    request = engine.input_processor.request(request_id, prompt, params, priority=priority)
+    engine, processor = (
+        (bench._engine, bench._input_processor)
+        if isinstance(bench, LLM)
+        else (bench.engine, bench.processor)
+    )
+    request = processor.request(request_id, prompt, params, RequestOptions(priority=priority))
     request.sink = sink
     engine.add(request)
     return request
@@ -95,15 +115,16 @@ class Bench:
     scheduler: Scheduler
     runner: FakeRunner
     engine: Engine
+    processor: InputProcessor
     requests: dict[str, Request] = field(default_factory=dict)
 
     def submit(self, prompts: dict[str, list[int]], params: SamplingParams = GREEDY) -> None:
         for request_id, tokens in prompts.items():
-            request = add_request(self.engine, request_id, Prompt(token_ids=tokens), params)
+            request = add_request(self, request_id, Prompt(token_ids=tokens), params)
             self.requests[request_id] = request
 
     def output(self, name: str) -> RequestOutput:
-        self.engine._flush()
+        self.engine._output.flush()
         return self.requests[name].output()
 
     def abort(self, names: list[str]) -> list[RequestOutput]:
@@ -130,7 +151,7 @@ class Bench:
         ended = {
             name: request
             for name, request in self.requests.items()
-            if request.finished_time is not None
+            if request.result.finished_time is not None
         }
         for name in ended:
             del self.requests[name]
@@ -166,16 +187,13 @@ def make_bench(
 ) -> Bench:
     blocks = BlockManager(num_blocks, block_size, groups=groups, **manager)
     limits = SchedulerLimits(
-        max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
-    )
-    caching = bool(manager.get("prefix_caching", True))
-    scheduler = Scheduler(
-        blocks,
-        limits,
-        prefix_caching=caching,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
         max_overtakes=max_overtakes,
         max_pinned_blocks=max_pinned_blocks,
     )
+    caching = bool(manager.get("prefix_caching", True))
+    scheduler = Scheduler(blocks, limits, prefix_caching=caching)
     most = max_model_len or num_blocks * block_size
     runner = FakeRunner(num_blocks, block_size, groups=groups, width=-(-most // block_size))
     model_limits = ModelLimits(
@@ -186,5 +204,16 @@ def make_bench(
         limited_by=f"the KV pool holds {num_blocks} blocks of {block_size} tokens",
     )
     executor = Executor(runner, LazyQueue(), depth=depth)
-    engine = Engine(blocks, scheduler, executor, model_limits, tokenizer=tokenizer, seed=seed)
-    return Bench(blocks, scheduler, runner, engine)
+    parts: list[EnginePart] = [Pinning(blocks, scheduler.pins)]
+    if manager.get("explain"):
+        parts.append(Explainer(block_size))
+    engine = Engine(blocks, scheduler, executor, parts)
+    processor = make_processor(blocks, model_limits, tokenizer=tokenizer, seed=seed)
+    return Bench(blocks, scheduler, runner, engine, processor)
+
+
+def make_processor(
+    blocks: BlockManager, limits: ModelLimits, *, tokenizer: Any = None, seed: int = 0
+) -> InputProcessor:
+    kept = PromptLogprobCache(blocks.num_blocks, blocks.block_size)
+    return InputProcessor(limits, kept, tokenizer=tokenizer, seed=seed)

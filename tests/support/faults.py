@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
 from typing import Any
@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from pyengine.engine.core import Engine
-from pyengine.engine.input_processor import ModelLimits
-from pyengine.engine.request import SequenceState
+from pyengine.engine.model_limits import ModelLimits
+from pyengine.executor.cache_plan import longest_sequence
 from pyengine.executor.executor import Executor
-from pyengine.executor.memory_profile import longest_sequence
 from pyengine.executor.model_runner import Forward, StepLogits
 from pyengine.kv_cache import BlockManager, Remapping
+from pyengine.request.request import SequenceState
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.drafters import MixedDrafter, speculate
-from tests.support.engines import EOS, Bench, LazyQueue
+from tests.support.engines import EOS, Bench, LazyQueue, make_processor
 from tests.support.fake_runner import VOCAB_SIZE, FakeRunner
 from tests.support.lookahead import LookaheadManager
 from tests.support.requests import entries_of
@@ -92,9 +92,8 @@ class WatchedScheduler(Scheduler):
     """Tells requests' namespaces by their names, and sees to it that a new one finds nothing."""
 
     def __init__(self, manager: Any, limits: SchedulerLimits, setting: Setting) -> None:
-        super().__init__(
-            manager, limits, prefix_caching=setting.caching, max_overtakes=setting.overtakes
-        )
+        limits = replace(limits, max_overtakes=setting.overtakes)
+        super().__init__(manager, limits, prefix_caching=setting.caching)
         self.namespaces: dict[str, int] = {}
         self.planned: list[int] = []
         """The namespaces of the newest step's entries."""
@@ -202,7 +201,7 @@ def make_faulty_bench(setting: Setting, random: Random) -> Bench:
         limited_by="the pool",
     )
     executor = Executor(runner, LazyQueue(), depth=setting.depth)
-    engine = Engine(blocks, scheduler, executor, model_limits)
+    engine = Engine(blocks, scheduler, executor)
     if setting.drafts:
         speculate(engine, MixedDrafter(random.getrandbits(32)), setting.drafts)
-    return Bench(blocks, scheduler, runner, engine)
+    return Bench(blocks, scheduler, runner, engine, make_processor(blocks, model_limits))

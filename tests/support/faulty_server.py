@@ -35,7 +35,7 @@ def body(prompt: list[int], max_tokens: int) -> dict[str, Any]:
 
 def prepare(engine: AsyncEngine, client: httpx2.Client, case: dict[str, Any]) -> None:
     """Bring the server into the state of the case, then let its disk be slow."""
-    offloader = engine._engine.offloader
+    offloader = engine._offloader
     assert offloader is not None
     client.post("/v1/completions", json=body(STORED, 1)).raise_for_status()
     assert offloader.flush(30)

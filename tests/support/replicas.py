@@ -12,8 +12,8 @@ from pyengine.cluster.prefix_router import PrefixRouter
 from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.cluster.replica import Replica
 from pyengine.config import EngineSettings
-from pyengine.engine.prompts import PromptLike
 from pyengine.errors import ReplicaLostError
+from pyengine.request.prompts import PromptLike
 from pyengine.sampling_params import SamplingParams
 
 

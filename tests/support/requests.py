@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import Request, SequenceState
+from pyengine.request.output import OutputRules
+from pyengine.request.prompts import Prompt
+from pyengine.request.request import Request, RequestOptions, SequenceState
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.batch import Entry, ScheduledStep
@@ -20,18 +21,16 @@ def make_request(
     namespace: bytes = b"",
     read_cache: bool = True,
     max_tokens: int = 1 << 30,
-    tenant: bytes = b"",
-    **settings: Any,
+    **options: Any,
 ) -> Request:
-    """A request and its sequences. It ends at `max_tokens` tokens; `settings` are `Request`'s."""
+    """A request and its sequences. It ends at `max_tokens` tokens; see `RequestOptions`."""
     prompt = Prompt(token_ids=prompt_token_ids, namespace=namespace)
     params = SamplingParams(n=n, temperature=float(n > 1))
-    most = max_tokens - len(prompt_token_ids)
-    request = Request(request_id, prompt, params, max_output=most, **settings)
-    request.read_cache, request.tenant = read_cache, tenant
-    for index in range(n):
-        sampling = SamplingState(params, prompt_token_ids, seed=0, vocab_size=VOCAB_SIZE)
-        request.sequences.append(SequenceState(request, index, sampling))
+    rules = OutputRules(params, prompt_token_ids, max_tokens - len(prompt_token_ids))
+    request = Request(request_id, prompt, rules, RequestOptions(**options))
+    request.read_cache = read_cache
+    for _ in range(n):
+        request.add_sequence(SamplingState(params, prompt_token_ids, seed=0, vocab_size=VOCAB_SIZE))
     return request
 
 

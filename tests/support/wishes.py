@@ -133,7 +133,7 @@ class Faults:
         is_poisoned = POISON in arrays["input_ids"][:total]
         self._calm += 1
         # A second one during the search for whoever is at fault would be taken for a proof.
-        searches = self._bench.engine.faults.suspects
+        searches = self._bench.engine.recovery.faults.suspects
         by_chance = self._calm > 20 and not searches and self._random.random() < 0.05
         if not is_poisoned and not by_chance:
             return self._run(sizes, copies, *rest)

@@ -420,10 +420,10 @@ def test_draining_waits_for_no_disk_without_a_bound(
     async def main() -> None:
         async with model.async_engine() as engine:
             offloader = SimpleNamespace(begin_flush=lambda: StuckFlush(answer))
-            engine._engine.offloader, before = offloader, engine._engine.offloader  # type: ignore[assignment]
+            engine._offloader, before = offloader, engine._offloader  # type: ignore[assignment]
             drains = [engine.drain(timeout) for timeout in timeouts]
             assert await asyncio.wait_for(asyncio.gather(*drains), 10)
-            engine._engine.offloader = before
+            engine._offloader = before
 
     asyncio.run(main())
 
@@ -641,9 +641,15 @@ def test_who_looks_on_sees_every_request_and_step(model: FakeModel) -> None:
             self.num_tokens += result.num_new_tokens
 
         def on_finish(self, request: Any) -> None:
-            times = (request.arrival_time, request.scheduled_time, request.first_token_time)
+            times = (
+                request.arrival_time,
+                request.progress.scheduled_time,
+                request.result.first_token_time,
+            )
             assert None not in times
-            assert [*times, request.finished_time] == sorted([*times, request.finished_time])
+            assert [*times, request.result.finished_time] == sorted(
+                [*times, request.result.finished_time]
+            )
             self.went.append(request.request_id)
 
     watcher = Watcher()

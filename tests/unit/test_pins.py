@@ -61,7 +61,7 @@ def test_a_released_pin_leaves_nothing_until_its_end(llm: LLM) -> None:
     for _ in range(20):
         llm.pin(SYSTEM, ttl=3600).release()
     assert llm.stats().usage.pinned == 0
-    assert len(llm._engine.pins.ends) == 0
+    assert len(llm._pins.ends) == 0
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no forks")

@@ -161,7 +161,7 @@ def equal_prompts(timed: Timed) -> None:
 
 def mixed(timed: Timed) -> None:
     """Steps with a prompt beside decodes: what the prompt costs them."""
-    engine, (positions, _) = timed.llm._engine, timed.sizes
+    positions, _ = timed.sizes
     count, length, steps, rounds = timed.context.either((128, 2048, 4, 6), (2, 64, 2, 1))
     random = Random(11)
     prompts = timed.bench.prompts(min(count, timed.batch - 1), positions // 2, random)
@@ -173,7 +173,7 @@ def mixed(timed: Timed) -> None:
         for number in range(rounds + 1):
             without.append(steps * work.steps(steps))
             (prompt,) = timed.bench.prompts(1, length, random)
-            add(engine, f"beside {number}", prompt, out(1))
+            add(timed.llm, f"beside {number}", prompt, out(1))
             beside.append(steps * work.steps(steps))
             work.steps(2)
     plain, both = (sorted(times[1:])[rounds // 2] for times in (without, beside))

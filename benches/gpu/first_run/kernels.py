@@ -11,12 +11,12 @@ import torch
 
 from benches.gpu.first_run.context import Context
 from benches.gpu.first_run.sampling_kernels import draws, log_probabilities, sampling_times
-from pyengine.attention.backend import HeadNorm, RotaryLayout, Rotation
 from pyengine.attention.paged import rotated
 from pyengine.kernels.add_norm import RowNorm, add_norm
 from pyengine.kernels.gate import Gate, gated
 from pyengine.kernels.grouped_linear import grouped_linear
 from pyengine.kernels.kv_write import write_rows
+from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
 from pyengine.kernels.rotation import write_rotated
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from pyengine.models.decoder.grouped import group_pairs

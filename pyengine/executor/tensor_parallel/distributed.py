@@ -41,7 +41,8 @@ import torch.distributed as dist
 from pyengine.cpu.threads import compute_threads
 from pyengine.errors import ConfigurationError, EngineDeadError, WorkerError
 from pyengine.executor.cuda_graphs import DecodeGraphs
-from pyengine.executor.model_runner import Forward, ModelRunner, Plan, StepLogits
+from pyengine.executor.input_buffers import Plan
+from pyengine.executor.model_runner import Forward, ModelRunner, StepLogits
 from pyengine.executor.mtp import MTPStep
 from pyengine.executor.tensor_parallel.ranks import (
     CARRY_ON,

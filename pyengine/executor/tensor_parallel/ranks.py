@@ -25,14 +25,14 @@ import torch.distributed as dist
 from pyengine.attention.backend import AttentionBackend, AttentionPlan, GraphPlan, StepInputs
 from pyengine.attention.choice import Choice
 from pyengine.executor.cuda_graphs import CudaGraphRecorder
-from pyengine.executor.input_buffers import HostArrays, RunnerLimits
-from pyengine.executor.model_runner import ModelRunner, Plan
+from pyengine.executor.input_buffers import HostArrays, Plan, RunnerLimits
+from pyengine.executor.model_runner import ModelRunner
 from pyengine.kv_cache import SharedPrefixes, StepBuffers
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.source import ModelSource
 
 if TYPE_CHECKING:
-    from pyengine.executor.memory_profile import CachePlan
+    from pyengine.executor.cache_plan import CachePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

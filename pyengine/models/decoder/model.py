@@ -4,18 +4,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyengine.attention.backend import (
-    AttentionOptions,
-    AttentionPlan,
-    HeadNorm,
-    RotaryLayout,
-    Rotation,
-)
+from pyengine.attention.backend import AttentionOptions, AttentionPlan
 from pyengine.attention.context import PagedContext
 from pyengine.attention.cpu import CpuPlan
 from pyengine.attention.kernel_options import KernelOptions
 from pyengine.attention.needs import LayerNeeds
 from pyengine.cpu import CpuAttention
+from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.mtp import MTPLayers

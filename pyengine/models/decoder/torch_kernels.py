@@ -8,9 +8,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pyengine.attention.backend import AttentionOptions, HeadNorm, RotaryLayout, Rotation
+from pyengine.attention.backend import AttentionOptions
 from pyengine.errors import ModelLoadError
 from pyengine.kernels.operators import kept
+from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
 from pyengine.models.decoder.checkpoint import StoredTensor
 from pyengine.models.decoder.grouped import group_pairs, grouped_linear
 from pyengine.models.decoder.kernels import (

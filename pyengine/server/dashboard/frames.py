@@ -20,8 +20,8 @@ import numpy.typing as npt
 from pyengine.kv_cache import PoolSnapshot, PoolUsage
 
 if TYPE_CHECKING:  # recordings are shown without torch
-    from pyengine.engine.request import Request
     from pyengine.engine.stats import EngineView, RequestView
+    from pyengine.request.request import Request
 
 Ints = npt.NDArray[np.int64]
 
@@ -205,10 +205,10 @@ class FrameMaker:
 
 def _miss(request: "Request", node_of_block: Ints) -> list[Any] | None:
     """Where a request left the cached prefix: reason, position, node; None before that is known."""
-    cache = request.cache
+    cache = request.result.cache
     if cache is None:
         return None
-    block = request.last_reused_block
+    block = request.result.last_reused_block
     node = 0 if block is None or block >= len(node_of_block) else int(node_of_block[block])
     return [cache.reason, cache.position, node]
 

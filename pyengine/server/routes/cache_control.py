@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pyengine.engine.prompts import common_prefix
 from pyengine.errors import InvalidRequestError
+from pyengine.request.prompts import common_prefix
 
 _TTL = re.compile(r"([1-9][0-9]{0,3})([smh])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}

@@ -9,10 +9,10 @@ from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
 
-from pyengine.engine.chat_messages import template_reads, unread_keys
-from pyengine.engine.chat_template import ChatOptions, render_chat, template_text
-from pyengine.engine.thinking import stripped_thinking
 from pyengine.outputs import CompletionOutput, RequestOutput
+from pyengine.request.chat_messages import template_reads, unread_keys
+from pyengine.request.chat_template import ChatOptions, render_chat, template_text
+from pyengine.request.thinking import stripped_thinking
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError

@@ -12,13 +12,12 @@ from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from pyengine.engine.prompts import tokens_of
-from pyengine.engine.request import Request as EngineRequest
-from pyengine.engine.thinking import StrippedThinking
 from pyengine.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from pyengine.outputs import RequestOutput
+from pyengine.request.cache_hints import CacheHints
+from pyengine.request.prompts import StrippedThinking, tokens_of
+from pyengine.request.request import Request as EngineRequest
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
-from pyengine.scheduler.pins import CacheHints
 from pyengine.server.callers import caller_of
 from pyengine.server.context import ServerContext
 from pyengine.server.engine_protocol import EngineStream
@@ -115,6 +114,11 @@ async def begin(
     check_priority(body.priority, caller.max_priority)
 
     def created(prompts: Sequence[Sequence[int]]) -> list[EngineRequest]:
+        hints = CacheHints(
+            pins=tuple(details.pins),
+            owner=caller.name.encode(),
+            num_owners=max(1, len(context.settings.keys)),
+        )
         requests = [
             context.engine.request(
                 ids,
@@ -123,17 +127,13 @@ async def begin(
                 cache_salt=salt,
                 priority=body.priority,
                 tenant=caller.tenant,
+                cache_hints=hints,
+                thinking=details.thinking,
             )
             for place, ids in enumerate(prompts)
         ]
-        hints = CacheHints(
-            pins=tuple(details.pins),
-            owner=caller.name.encode(),
-            num_owners=max(1, len(context.settings.keys)),
-        )
         for state in requests:
             check_length(body, state)
-            state.cache_hints, state.thinking = hints, details.thinking
         check_logprobs(body, requests, context.settings)
         return requests
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from pyengine.engine.request import Request
+from pyengine.request.request import Request
 from pyengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputs
 from pyengine.server.errors import ApiError
 from pyengine.server.schemas.requests import (
@@ -143,7 +143,7 @@ def within_limit(body: SamplingFields, params: SamplingParams, limit: int | None
 
 def check_length(body: SamplingFields, request: Request) -> None:
     """Raise `ApiError` if prompt and requested answer exceed the context length."""
-    (name, length), limit = _length_field(body), request.sequences[0].max_output
+    (name, length), limit = _length_field(body), request.rules.max_output
     if length is not None and length > limit:
         num_prompt_tokens = len(request.prompt_token_ids)
         raise ApiError(
@@ -173,7 +173,7 @@ def check_logprobs(
             settings.max_prompt_logprobs,
         )
     if params.logprobs is not None:
-        longest = sum([request.sequences[0].max_output for request in requests])
+        longest = sum([request.rules.max_output for request in requests])
         _check_product(
             {"n": params.n, "answer_tokens": longest, "logprobs": max(1, params.logprobs)},
             "max_answer_logprobs",

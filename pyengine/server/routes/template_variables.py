@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyengine.engine.chat_messages import template_reads
+from pyengine.request.chat_messages import template_reads
 from pyengine.server.errors import ApiError
 from pyengine.server.schemas.requests import ChatOptionFields
 from pyengine.server.settings import ServerSettings

@@ -5,10 +5,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from pyengine.engine.chat_messages import template_reads
-from pyengine.engine.chat_template import template_text
-from pyengine.engine.untrusted_calls import tokenizer_errors
 from pyengine.errors import InvalidRequestError
+from pyengine.request.chat_messages import template_reads
+from pyengine.request.chat_template import template_text
+from pyengine.request.untrusted_calls import tokenizer_errors
 from pyengine.server.callers import caller_of
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError

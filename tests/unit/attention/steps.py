@@ -9,15 +9,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from pyengine.attention.backend import (
-    AttentionOptions,
-    HeadNorm,
-    RotaryLayout,
-    Rotation,
-    StepInputs,
-)
+from pyengine.attention.backend import AttentionOptions, StepInputs
 from pyengine.attention.gather import GatherBackend
 from pyengine.attention.paged import rotated
+from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from pyengine.utils.dtypes import dtype_of
 

@@ -10,10 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pyengine.attention import cpu
-from pyengine.attention.backend import AttentionOptions, HeadNorm, RotaryLayout, Rotation
+from pyengine.attention.backend import AttentionOptions
 from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.attention.paged import rotated
+from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from pyengine.utils.dtypes import dtype_of
 from pyengine.utils.openmp import openmp_runtime

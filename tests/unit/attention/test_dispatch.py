@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pyengine.attention.backend import AttentionOptions, RotaryLayout
+from pyengine.attention.backend import AttentionOptions
 from pyengine.attention.dispatch import (
     ATTENTION_NAME,
     PagedContext,
@@ -14,6 +14,7 @@ from pyengine.attention.dispatch import (
     running,
 )
 from pyengine.errors import ConfigurationError
+from pyengine.kernels.rope import RotaryLayout
 
 
 class RecordingPlan:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 from pyengine.cli.app import app
 from pyengine.cli.display import DIM, GREEN, RED
 from pyengine.cli.explain import comparison
-from pyengine.engine.prompts import common_prefix
+from pyengine.request.prompts import common_prefix
 from tests.support.tokenizers import characters
 
 

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
-from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import SequenceState
-from pyengine.executor.executor import Accepted, InputBatch
+from pyengine.engine.step_rows import Accepted, StepRows
+from pyengine.request.prompts import Prompt
+from pyengine.request.request import SequenceState
 from pyengine.sampling.sampler import sample
 from pyengine.sampling_params import SamplingParams
 from pyengine.speculation.drafters import Draft, NgramDrafter, SuffixDrafter
@@ -30,26 +30,26 @@ LENGTH, VOCAB, FIRST = 3, 4, 1
 CHANCES = np.array(
     [[0.55, 0.25, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4], [0.3, 0.3, 0.3, 0.1], [0.05, 0.8, 0.1, 0.05]]
 )
-Rule: TypeAlias = Callable[[InputBatch, list[int], Rows], Accepted]
+Rule: TypeAlias = Callable[[StepRows, list[int], Rows], Accepted]
 
 
-def ours(batch: InputBatch, drawn: list[int], _: Rows) -> Accepted:
-    return batch.accept(drawn)
+def ours(rows: StepRows, drawn: list[int], _: Rows) -> Accepted:
+    return rows.accept(drawn)
 
 
-def always(batch: InputBatch, drawn: list[int], _: Rows) -> Accepted:
+def always(rows: StepRows, drawn: list[int], _: Rows) -> Accepted:
     """Wrong: every draft stands."""
     accepted = Accepted([], [], set())
-    for first, drafts in batch._spans:
+    for first, drafts in rows._spans:
         accepted.tokens.extend([*drafts, drawn[first + len(drafts)]])
         accepted.counts.append(1 + len(drafts))
     return accepted
 
 
-def rest_from_p(batch: InputBatch, drawn: list[int], chances: Rows) -> Accepted:
+def rest_from_p(rows: StepRows, drawn: list[int], chances: Rows) -> Accepted:
     """Wrong: a draft x is accepted with p(x), and otherwise drawn from p, in which x still is."""
     random, accepted = Random(0), Accepted([], [], set())
-    for first, drafts in batch._spans:
+    for first, drafts in rows._spans:
         count = 0
         while count < len(drafts) and random.random() < chances[first + count, drafts[count]]:
             count += 1
@@ -72,7 +72,7 @@ class Likely(RandomDrafter):
 
 
 def samples(seeds: range) -> list[SequenceState]:
-    input_processor = make_bench().engine.input_processor
+    input_processor = make_bench().processor
     made = []
     for seed in seeds:
         params = SamplingParams(temperature=1, seed=seed, max_tokens=LENGTH, ignore_eos=True)
@@ -81,9 +81,9 @@ def samples(seeds: range) -> list[SequenceState]:
     return made
 
 
-def logits_of(batch: InputBatch, spans: Sequence[tuple[SequenceState, Sequence[int]]]) -> Rows:
+def logits_of(rows: StepRows, spans: Sequence[tuple[SequenceState, Sequence[int]]]) -> Rows:
     lasts = [token for item, drafts in spans for token in ((FIRST, *item.token_ids)[-1], *drafts)]
-    assert len(lasts) == len(batch.sequences)
+    assert len(lasts) == len(rows.sequences)
     return np.asarray(CHANCES[lasts])
 
 
@@ -102,8 +102,8 @@ def outcomes(drafter: Any, rule: Rule, num_seeds: int) -> Iterator[tuple[int, ..
                 num_bounded=0,
                 decodes=tuple(left),
             )
-            batch = InputBatch(step)
-            chances = logits_of(batch, list(zip(left, drafts, strict=True)))
+            rows = StepRows(step)
+            chances = logits_of(rows, list(zip(left, drafts, strict=True)))
             padded = np.full((len(chances), 97), -np.inf, np.float32)
             padded[:, :VOCAB] = np.log(chances)
             positions = [
@@ -111,17 +111,17 @@ def outcomes(drafter: Any, rule: Rule, num_seeds: int) -> Iterator[tuple[int, ..
                 for entry, each in zip(left, drafts, strict=True)
                 for at in range(1 + len(each))
             ]
-            drawn = sample(padded, batch.sampling, positions).wait().token_ids.tolist()
-            accepted = rule(batch, drawn, chances)
+            drawn = sample(padded, rows.batch.sampling, positions).wait().token_ids.tolist()
+            accepted = rule(rows, drawn, chances)
             rest = iter(accepted.tokens)
             for entry, count in zip(left, accepted.counts, strict=True):
                 for _ in range(count):
-                    entry.append(next(rest), None)
-            ended = [entry for entry in left if entry.finish_reason is not None]
+                    entry.output.append(next(rest), None)
+            ended = [entry for entry in left if entry.output.finish_reason is not None]
             for sequence in ended:
                 drafter.forget(sequence)
             yield from (tuple(sequence.token_ids) for sequence in ended)
-            left = [entry for entry in left if entry.finish_reason is None]
+            left = [entry for entry in left if entry.output.finish_reason is None]
 
 
 def p_value(drafter: Any, rule: Rule, num_seeds: int = NUM_SEEDS) -> float:

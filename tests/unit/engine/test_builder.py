@@ -10,6 +10,7 @@ import pytest
 from pyengine.attention.choice import Choice
 from pyengine.config import EngineSettings
 from pyengine.engine import builder
+from pyengine.engine.description import about_sampling
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.pool import PoolSettings
 from pyengine.models.loader import load_model
@@ -29,7 +30,7 @@ def test_requests_without_parameters_take_those_of_the_model() -> None:
     loaded: Any = Loaded({"temperature": 0.6, "top_p": 0.9})
     params = builder.default_params(EngineSettings(), loaded)
     assert params == SamplingParams(temperature=0.6, top_p=0.9)
-    assert builder.about_sampling(EngineSettings(), params) == "auto: temperature=0.6, top_p=0.9"
+    assert about_sampling(EngineSettings(), params) == "auto: temperature=0.6, top_p=0.9"
 
 
 @pytest.mark.parametrize("value", ["none", "vllm"])
@@ -38,7 +39,7 @@ def test_or_our_own_if_that_was_asked_for(value: str) -> None:
     loaded: Any = Loaded({"temperature": 0.6})
     params = builder.default_params(settings, loaded)
     assert params == SamplingParams()
-    assert builder.about_sampling(settings, params) == f"{value}: the defaults of SamplingParams"
+    assert about_sampling(settings, params) == f"{value}: the defaults of SamplingParams"
 
 
 class Runner:

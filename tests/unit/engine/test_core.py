@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.engine.prompts import Prompt
 from pyengine.errors import InvalidRequestError
+from pyengine.request.prompts import Prompt
 from pyengine.sampling.state import sample_seed
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import EOS, GREEDY, Sink, add_request, make_bench
@@ -185,7 +185,7 @@ def test_an_answer_that_the_context_cut_says_so(
     """The reason is `max_tokens` only where all of them came."""
     bench, sink = make_bench(max_model_len=16), Sink(streams)
     request = add_request(
-        bench.engine, "one", Prompt(token_ids=[1] * 10), greedy(max_tokens=max_tokens), sink=sink
+        bench, "one", Prompt(token_ids=[1] * 10), greedy(max_tokens=max_tokens), sink=sink
     )
     bench.requests["one"] = request
     whole = bench.run()["one"].outputs[0]
@@ -288,7 +288,7 @@ def test_a_request_that_cannot_be_served_is_refused(
     bench = make_bench(num_blocks=16, block_size=4)
     before = bench.manager.usage()
     with pytest.raises(InvalidRequestError, match=message):
-        add_request(bench.engine, "a", Prompt(token_ids=prompt), params)
+        add_request(bench, "a", Prompt(token_ids=prompt), params)
     assert bench.manager.usage() == before
     assert not bench.engine.has_work
     assert bench.generate([[1, 2]])[0].outputs[0].token_ids == continued([1, 2], 8)
@@ -388,7 +388,7 @@ def test_an_id_in_use_is_refused_before_anything_is_taken_over() -> None:
     first = bench.requests["a"]
     bench.engine.step()
     with pytest.raises(InvalidRequestError, match="request id 'a' is in use"):
-        add_request(bench.engine, "a", Prompt(token_ids=[9, 9]), GREEDY)
+        add_request(bench, "a", Prompt(token_ids=[9, 9]), GREEDY)
     assert bench.engine.unfinished == [first]
     assert bench.run()["a"].outputs[0].token_ids == continued([1, 2, 3], 8)
     bench.assert_all_free()

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from pyengine.engine.core import StepResult
-from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import Request
+from pyengine.engine.stats import StepResult
 from pyengine.executor.model_runner import StepLogits
+from pyengine.request.prompts import Prompt
+from pyengine.request.request import Request
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import Bench, Sink, add_request, make_bench
 from tests.support.fake_runner import continued
@@ -33,7 +33,7 @@ class Ends:
 
     def on_finish(self, request: Request) -> None:
         self.ends[request.request_id] += 1
-        reasons = {sample.finish_reason for sample in request.sequences}
+        reasons = {sample.output.finish_reason for sample in request.sequences}
         self.reasons.setdefault(request.request_id, set()).update(reasons)
 
 
@@ -58,9 +58,7 @@ def broken(**settings: Any) -> tuple[Bench, Ends, list[int]]:
 
 def add(bench: Bench, name: str, prompt: list[int], params: SamplingParams) -> Sink:
     sink = Sink()
-    bench.requests[name] = add_request(
-        bench.engine, name, Prompt(token_ids=prompt), params, sink=sink
-    )
+    bench.requests[name] = add_request(bench, name, Prompt(token_ids=prompt), params, sink=sink)
     return sink
 
 
@@ -75,12 +73,12 @@ def test_one_that_was_aborted_does_not_fail_in_the_step_that_runs(n: int) -> Non
     tokens[:] = [bench.requests["gone"].sequences[0].token_ids[-1]]
     bench.abort(["gone"])
     request = bench.requests["gone"]
-    num_items, ended = len(gone.items), request.finished_time
+    num_items, ended = len(gone.items), request.result.finished_time
     add(bench, "gone", [5, 6], LONG)  # the id is free again
     bench.engine.step()
     tokens.clear()
     assert {sample.request_id for sample in bench.engine.unfinished} == {"gone", "other"}
-    assert (request.error, request.finished_time, gone.error) == (None, ended, None)
+    assert (request.result.error, request.result.finished_time, gone.error) == (None, ended, None)
     assert len(gone.items) == num_items
     done = bench.run()
     assert done["gone"].outputs[0].token_ids == continued([5, 6], 30)

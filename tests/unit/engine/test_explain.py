@@ -24,7 +24,6 @@ def prompt(count: int, start: int = 3) -> list[int]:
 
 def bench_of(num_blocks: int = 64, **settings: object) -> Bench:
     bench = make_bench(num_blocks, explain=True, **settings)  # type: ignore[arg-type]
-    bench.engine.explains = True
     return bench
 
 
@@ -113,7 +112,6 @@ def test_a_tokenizer_that_fails_leaves_ids() -> None:
 def test_a_hint_is_decoded_when_it_is_read_and_travels_as_text() -> None:
     tokenizer = byte_level(300)
     bench = make_bench(256, 4, explain=True, tokenizer=tokenizer)
-    bench.engine.explains = True
     differs = prompt(13)
     differs[6] = 30
     params = replace(ONE, detokenize=False)
@@ -131,7 +129,6 @@ def test_a_hint_is_decoded_when_it_is_read_and_travels_as_text() -> None:
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModel]:
     model = FakeModel(monkeypatch, tokenizer=characters(), explain=True)
-    model.bench.engine.explains = True
     yield model
     model.close()
 

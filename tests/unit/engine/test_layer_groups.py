@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.engine.prompts import Prompt
 from pyengine.errors import InvalidRequestError
-from pyengine.executor.memory_profile import longest_sequence
+from pyengine.executor.cache_plan import longest_sequence
 from pyengine.kv_cache import BlockManager
+from pyengine.request.prompts import Prompt
 from pyengine.sampling.state import sample_seed
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import Bench, add_request, make_bench
@@ -200,7 +200,7 @@ def test_what_can_never_fit_is_refused_and_what_just_fits_is_served(
     )
     longest = longest_sequence(bench.manager, 64, 1000)
     with pytest.raises(InvalidRequestError, match=rf"at most {longest - 1} fit .*24 blocks of 4"):
-        add_request(bench.engine, "a", Prompt(token_ids=[1] * longest), params())
+        add_request(bench, "a", Prompt(token_ids=[1] * longest), params())
     prompt = [at % 97 for at in range(longest - 1)]
     (output,) = bench.generate([prompt], params(None))  # type: ignore[arg-type]
     assert output.outputs[0].token_ids == continued(prompt, 1, sight(groups))

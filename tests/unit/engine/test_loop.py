@@ -15,12 +15,13 @@ import pytest
 
 from pyengine.engine.core import Engine
 from pyengine.engine.loop import EngineLoop
-from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import Request
+from pyengine.engine.parts import MemoryAhead
 from pyengine.errors import BrokenLogitsError, EngineClosedError, EngineDeadError
+from pyengine.request.prompts import Prompt
+from pyengine.request.request import Request
 from pyengine.sampling_params import SamplingParams
 from tests.support.callers import Gate
-from tests.support.engines import GREEDY, Bench, Sink, make_bench
+from tests.support.engines import GREEDY, Bench, Sink, add_parts, make_bench
 from tests.support.fake_runner import continued
 from tests.support.moments import moments
 
@@ -34,9 +35,7 @@ def request(
     bench: Bench, prompt: list[int], params: SamplingParams = GREEDY
 ) -> tuple[Request, Sink]:
     """A request that nobody has queued yet."""
-    state = bench.engine.input_processor.request(
-        f"{next(_NAMES)}", Prompt(token_ids=prompt), params
-    )
+    state = bench.processor.request(f"{next(_NAMES)}", Prompt(token_ids=prompt), params)
     state.sink = sink = Sink(streams=False)
     return state, sink
 
@@ -300,7 +299,7 @@ def test_memory_of_the_next_blocks_is_allocated_while_no_request_runs() -> None:
             idle.set()
         return len(asked) % 5 != 0
 
-    bench.engine.populate = populate
+    add_parts(bench.engine, MemoryAhead(bench.manager, populate, 16))
     with running(bench) as loop:
         assert idle.wait(10)
         assert asked == [16] * 5  # four steps of 16 tokens
@@ -317,7 +316,8 @@ def test_memory_of_the_next_blocks_is_allocated_while_no_request_runs() -> None:
 
 def test_a_request_does_not_wait_until_memory_is_allocated() -> None:
     bench = make_bench()
-    bench.engine.populate = lambda num_blocks: True  # there is always more
+    more = MemoryAhead(bench.manager, lambda num_blocks: True, 16)  # there is always more
+    add_parts(bench.engine, more)
     with running(bench) as loop:
         state, sink = request(bench, [1, 2, 3])
         loop.submit([state])

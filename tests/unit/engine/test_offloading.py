@@ -14,12 +14,12 @@ import pytest
 from pyengine.engine import offloading
 from pyengine.engine.explain import explain_prompt
 from pyengine.engine.offloading import KVOffloader
-from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import Request
 from pyengine.kv_cache import KVStore, StoreError, kv_fingerprint
 from pyengine.kv_cache.block_memory import BlockMemory, DeviceBlocks, HostBlocks
+from pyengine.request.prompts import Prompt
+from pyengine.request.request import Request
 from pyengine.sampling_params import SamplingParams
-from tests.support.engines import GREEDY, Bench, add_request, make_bench
+from tests.support.engines import GREEDY, Bench, add_parts, add_request, make_bench
 from tests.support.fake_runner import continued
 from tests.support.soak import soak_only
 
@@ -83,7 +83,8 @@ def with_store(bench: Bench, store: Any, name: str = "model") -> KVOffloader:
     memory = make_memory(arrays, [[0, 1]] * len(groups))
     fingerprints = [kv_fingerprint([(name, str(group).encode())]) for group in range(len(groups))]
     offloader = KVOffloader(store, memory, bench.manager, fingerprints)
-    bench.engine.offload(offloader)
+    bench.scheduler._is_held = offloader.look_up
+    add_parts(bench.engine, offloader)
     return offloader
 
 
@@ -109,6 +110,7 @@ def run(bench: Bench, seconds: float = 30) -> None:
         bench.manager.check()
         if bench.engine.is_waiting:
             sleep(0.001)
+    bench.engine.idle()
 
 
 def wait_until_stored(offloader: KVOffloader, seconds: float = 30) -> None:
@@ -226,7 +228,7 @@ def test_another_model_or_namespace_finds_nothing(wrong: str, store: KVStore) ->
         second.engine.abort(list(second.requests.values()))
         request = second.requests.pop("0")
         second.requests["0"] = add_request(
-            second.engine, "1", Prompt(token_ids=request.prompt_token_ids, namespace=b"x"), GREEDY
+            second, "1", Prompt(token_ids=request.prompt_token_ids, namespace=b"x"), GREEDY
         )
     run(second)
     answer = second.take_finished()["0"]
@@ -317,7 +319,7 @@ def test_nothing_starves_beside_a_disk_that_stops_to_answer(
     assert 0.3 <= abandoned - start < 10
     for name, answer in bench.take_finished().items():
         assert answer.outputs[0].token_ids == continued(prompts[name], 8, widest(groups))
-    admitted = [request.scheduled_time or 0.0 for request in requests]
+    admitted = [request.progress.scheduled_time or 0.0 for request in requests]
     late = [time for time in admitted if time > abandoned]
     assert late == sorted(late) and len(late) > 20
     may_go.set()
@@ -399,7 +401,7 @@ def test_what_is_slower_than_computing_is_computed(
     second = make_bench()
     offloader = with_store(second, store)
     offloader._load_rate.add(1, 1.0)  # a byte per second
-    offloader.observe_step(1000, 0.1)
+    offloader._compute_rate.add(1000, 0.1)
     (answer,) = generate(second, [prompt])
     assert answer.outputs[0].token_ids == continued(prompt, 8)
     assert (answer.num_cached_tokens, offloader.counters["loads"]) == (0, 0)
@@ -753,7 +755,7 @@ def test_kv_of_other_weights_is_told(store: KVStore) -> None:
     before = make_bench(64, 4, explain=True)
     offloader = with_store(before, store, "old weights")
     tokens = [5 + place for place in range(13)]
-    add_request(before.engine, "first", Prompt(token_ids=tokens), GREEDY)
+    add_request(before, "first", Prompt(token_ids=tokens), GREEDY)
     run(before)
     wait_until_stored(offloader)
     bench = make_bench(64, 4, explain=True)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from pyengine.engine.prompts import Prompt
 from pyengine.engine.recovery import FaultFinder, LimitRecovery, Verdict
 from pyengine.errors import RequestFailedError
 from pyengine.executor.model_runner import StepLogits
+from pyengine.request.prompts import Prompt
 from pyengine.scheduler.scheduler import SchedulerLimits
 from tests.support.engines import GREEDY, Bench, Sink, add_request, make_bench
 from tests.support.fake_runner import Fault, continued
@@ -47,14 +47,14 @@ def test_one_that_comes_to_31_fails_within_3_steps_and_alone(depth: int) -> None
         bench.engine.step()
     bench.submit({"bad": [POISON, 1, 2]})
     request = bench.requests["bad"]
-    steps = 0
-    while not request.num_failures:  # with overlap it joins the step after the one that runs
+    steps, failures = 0, bench.engine.recovery.faults._failures
+    while not failures[request]:  # with overlap it joins the step after the one that runs
         bench.engine.step()
         steps += 1
     assert steps <= depth
     for _ in range(2):
         bench.engine.step()
-    assert request.finished_time is not None
+    assert request.result.finished_time is not None
     done = bench.run()
     assert done["bad"].error == "PoisonError: no such token"
     assert done["bad"].outputs[0].finish_reason == "error"
@@ -72,7 +72,7 @@ def test_one_of_32_that_come_together_is_found_by_halves(depth: int, place: int)
     names.insert(place, "bad")
     bench.submit({name: PROMPTS.get(name, [POISON]) for name in names})
     steps = 0
-    while bench.requests["bad"].finished_time is None:
+    while bench.requests["bad"].result.finished_time is None:
         bench.engine.step()
         steps += 1
     assert steps <= 7 + depth  # log2(32) + 2
@@ -108,10 +108,10 @@ def test_one_at_fault_that_comes_during_the_search_proves_nothing_about_others(
     bench.submit({name: PROMPTS.get(name, [POISON]) for name in names})
     for _ in range(moment):
         bench.engine.step()
-    worse = add_request(bench.engine, "worse", Prompt(token_ids=[3, POISON]), GREEDY, priority=-1)
+    worse = add_request(bench, "worse", Prompt(token_ids=[3, POISON]), GREEDY, priority=-1)
     requests = bench.requests | {"worse": worse}
     bench.run()
-    at_fault = {name for name, request in requests.items() if request.error is not None}
+    at_fault = {name for name, request in requests.items() if request.result.error is not None}
     assert at_fault == {"bad", "worse"}
     for name in names:
         if name != "bad":
@@ -126,8 +126,8 @@ def test_a_step_that_fails_by_chance_is_not_held_against_who_was_in_it(depth: in
     bench.submit({"good": PROMPTS["0"]})
     bench.engine.step()
     bench.runner.fault = Fault(len(bench.runner.computed), ValueError("by chance"))
-    request = bench.requests["good"]
-    while not request.num_failures:
+    request, failures = bench.requests["good"], bench.engine.recovery.faults._failures
+    while not failures[request]:
         bench.engine.step()
     bench.submit({"bad": [POISON]})
     done = bench.run()
@@ -156,7 +156,7 @@ def test_one_at_fault_in_the_middle_of_its_answer_keeps_what_it_has() -> None:
 
 def test_one_that_streams_is_told_by_its_sink() -> None:
     bench, sink = poisoned(), Sink()
-    add_request(bench.engine, "bad", Prompt(token_ids=[POISON]), GREEDY, sink=sink)
+    add_request(bench, "bad", Prompt(token_ids=[POISON]), GREEDY, sink=sink)
     bench.submit({"good": [1]})
     assert bench.run()["good"].outputs[0].token_ids == continued([1], 8)
     assert isinstance(sink.error, RequestFailedError)
@@ -171,7 +171,7 @@ def test_where_every_step_fails_it_is_nobodys_fault(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING), pytest.raises(PoisonError):
         bench.run()
     assert "tried again" in caplog.text
-    assert sum(request.error is not None for request in bench.requests.values()) <= 4
+    assert sum(request.result.error is not None for request in bench.requests.values()) <= 4
     bench.engine.abort(list(bench.requests.values()))
     bench.assert_all_free()
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from pyengine.engine.request import SequenceState
+from pyengine.request.request import SequenceState
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.batch import ScheduledStep
 from tests.support.engines import GREEDY, Bench, make_bench

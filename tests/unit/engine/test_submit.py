@@ -204,7 +204,7 @@ def test_an_error_that_is_the_streams_last_item_ends_it(model: FakeModel) -> Non
             with pytest.raises(DeviceMemoryError):
                 async for _ in stream:
                     pass
-            assert request.finished_time is not None
+            assert request.result.finished_time is not None
             assert engine._live == {}
 
     asyncio.run(main())

@@ -12,7 +12,7 @@ from pyengine.engine import verification
 from pyengine.engine.verification import HitVerifier, KeptRecording
 from pyengine.kv_cache import replay
 from pyengine.sampling_params import SamplingParams
-from tests.support.engines import Bench, make_bench
+from tests.support.engines import Bench, add_parts, make_bench
 
 PROMPT = list(range(10, 23))
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -28,14 +28,20 @@ def verified_bench(share: float = 1.0, num_blocks: int = 64, **settings: object)
             for one, two in zip(blocks, others, strict=True)
         ]
 
-    bench.engine.verifier = HitVerifier(
+    verifier = HitVerifier(
         bench.manager,
-        bench.engine.input_processor.request,
+        bench.processor.request,
         differences,
         share=share,
         tolerance=0.0,
     )
+    add_parts(bench.engine, verifier)
     return bench
+
+
+def verifier_of(bench: Bench) -> HitVerifier:
+    (verifier,) = [part for part in bench.engine._parts if isinstance(part, HitVerifier)]
+    return verifier
 
 
 def counters(bench: Bench) -> tuple[int, ...]:
@@ -70,8 +76,7 @@ def test_a_wrong_block_is_found_and_named(caplog: pytest.LogCaptureFixture) -> N
     [record] = caplog.records
     assert f"tokens 4 to 8 of request '0', block {wrong} of layer group 0" in record.getMessage()
     assert "llm.recording(FILE)" in record.getMessage()
-    assert bench.engine.verifier is not None
-    bench.engine.verifier.recording = "calls.trace"
+    verifier_of(bench).recording = "calls.trace"
     caplog.clear()
     run(bench, [*PROMPT, 6])
     assert "pyengine trace view calls.trace" in caplog.text
@@ -79,7 +84,7 @@ def test_a_wrong_block_is_found_and_named(caplog: pytest.LogCaptureFixture) -> N
 
 def test_a_difference_keeps_a_recording(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     bench = verified_bench()
-    verifier = bench.engine.verifier
+    verifier = verifier_of(bench)
     assert verifier is not None
     with mock.patch("tempfile.tempdir", str(tmp_path)):
         verifier.kept = KeptRecording(bench.manager)
@@ -111,7 +116,7 @@ def test_without_a_difference_no_file_is_left(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     bench = verified_bench()
-    verifier = bench.engine.verifier
+    verifier = verifier_of(bench)
     assert verifier is not None
     verifier.kept = KeptRecording(bench.manager)
     assert list(tmp_path.glob("pyengine-verify-*/*"))
@@ -171,7 +176,7 @@ def test_a_recording_that_another_program_removes(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     bench = verified_bench()
-    verifier = bench.engine.verifier
+    verifier = verifier_of(bench)
     assert verifier is not None
     verifier.kept = KeptRecording(bench.manager)
     verifier.kept.path.unlink()

@@ -13,15 +13,15 @@ import torch
 
 from pyengine.attention.gather import GatherBackend
 from pyengine.errors import ConfigurationError
-from pyengine.executor import memory_profile as capacity
+from pyengine.executor.cache_plan import cache_specs
 from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
 from pyengine.executor.memory_profile import (
     LargestStep,
     activation_bytes,
-    cache_specs,
     graph_bytes,
 )
 from pyengine.executor.model_runner import ModelRunner
+from pyengine.kv_cache import memory
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loaded import LoadedModel
 from tests.support.graphs import record_eagerly
@@ -156,7 +156,7 @@ def test_a_largest_step_that_runs_out_of_memory_is_named() -> None:
 COUNT = """
 import resource, sys
 import torch
-from pyengine.executor.memory_profile import keep_freed_memory
+from pyengine.kv_cache.memory import keep_freed_memory
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
 def faults():
@@ -169,7 +169,7 @@ print(faults() - before)
 """
 
 
-@pytest.mark.skipif(capacity.platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+@pytest.mark.skipif(memory.platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_memory_that_was_freed_is_not_returned_to_the_system():
     def faults(how: str) -> int:
         command = [sys.executable, "-c", COUNT, how]
@@ -181,5 +181,5 @@ def test_memory_that_was_freed_is_not_returned_to_the_system():
 
 
 def test_another_c_library_is_left_alone(monkeypatch):
-    monkeypatch.setattr(capacity.platform, "libc_ver", lambda: ("musl", "1.2"))
-    assert not capacity.keep_freed_memory()
+    monkeypatch.setattr(memory.platform, "libc_ver", lambda: ("musl", "1.2"))
+    assert not memory.keep_freed_memory()

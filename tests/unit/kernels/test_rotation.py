@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from pyengine.attention.backend import HeadNorm, RotaryLayout, Rotation
 from pyengine.attention.paged import KVWriter
+from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from pyengine.utils.dtypes import dtype_of
 from tests.support.cases import check_cases

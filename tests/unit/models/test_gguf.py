@@ -11,13 +11,13 @@ import pytest
 
 from pyengine import LLM, SamplingParams
 from pyengine.cpu import CpuAttention
-from pyengine.engine.chat_template import ChatOptions, render_chat
 from pyengine.errors import ConfigurationError, InvalidRequestError, ModelLoadError
 from pyengine.models import placement
 from pyengine.models.decoder.kernel_sets import KernelSettings
 from pyengine.models.gguf_header import read_header
 from pyengine.models.loader import checked_source, load_model, model_properties
 from pyengine.models.source import resolve_source
+from pyengine.request.chat_template import ChatOptions, render_chat
 from tests.support.without_torch import needs_torch
 from tests.unit.models.tiny_gguf import VOCAB, write_tiny_gguf
 

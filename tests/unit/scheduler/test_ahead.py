@@ -1,7 +1,7 @@
 """Planning a step while the one before is open: what it may contain, and when it has to wait."""
 
-from pyengine.engine.request import SequenceState
 from pyengine.kv_cache import BlockManager
+from pyengine.request.request import SequenceState
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.requests import entries_of, make_sequence

@@ -9,8 +9,8 @@ from collections.abc import Collection
 
 import pytest
 
-from pyengine.engine.request import SequenceState
 from pyengine.kv_cache import BlockManager, Loading, NoBudget, NoRoom
+from pyengine.request.request import SequenceState
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.requests import make_sequence

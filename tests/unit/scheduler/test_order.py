@@ -6,11 +6,12 @@ The bound on overtaking is counted here from what was admitted, not from the sch
 import random
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from pyengine.engine.request import SequenceState
 from pyengine.kv_cache import BlockManager, Pin
+from pyengine.request.request import SequenceState
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledError
 from tests.support.blocks import leave_evictable
 from tests.support.requests import entries_of, make_sequence
@@ -42,10 +43,12 @@ def release_held() -> Iterator[None]:
 
 
 def make(
-    manager: BlockManager, overtakes: int = 4, *, slots: int = 1, budget: int = 256
+    manager: BlockManager, overtakes: int = 4, *, slots: int = 1, budget: int = 256, **hooks: Any
 ) -> Scheduler:
-    limits = SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=slots)
-    return Scheduler(manager, limits, max_overtakes=overtakes)
+    limits = SchedulerLimits(
+        max_num_batched_tokens=budget, max_num_seqs=slots, max_overtakes=overtakes
+    )
+    return Scheduler(manager, limits, **hooks)
 
 
 def add(scheduler: Scheduler, name: str, tokens: list[int], priority: float = 0) -> SequenceState:
@@ -143,7 +146,7 @@ def test_a_waiting_request_keeps_its_prefix() -> None:
         leave_evictable(manager, prompt(family))
     scheduler = make(manager)
     first = add(scheduler, "first", prompt(4, 8))
-    first.num_overtaken = 4  # it comes next
+    scheduler._order._sequences[first].num_overtaken = 4  # it comes next
     add(scheduler, "waits", prompt(1, 13))
     assert next_step(scheduler) == ["first"]
     assert manager.usage().pinned == 3
@@ -162,7 +165,7 @@ def test_pins_give_way_to_a_decode() -> None:
     leave_evictable(manager, prompt(1, 24))
     scheduler = make(manager)
     running = add(scheduler, "runs", prompt(2, 12))
-    running.num_overtaken = 4
+    scheduler._order._sequences[running].num_overtaken = 4
     waiting = add(scheduler, "waits", prompt(1, 25))
     pinned = []
     for _ in range(11):
@@ -172,7 +175,7 @@ def test_pins_give_way_to_a_decode() -> None:
         pinned.append(manager.usage().pinned)
     assert pinned == [6] * 9 + [0] * 2  # position 20 needs a sixth block
     assert scheduler.num_preemptions == 0
-    assert (running.num_computed, waiting.prefix_pin) == (22, None)
+    assert (running.num_computed, scheduler._order._sequences[waiting].prefix_pin) == (22, None)
 
 
 def test_pins_give_way_to_a_chunk() -> None:
@@ -180,7 +183,7 @@ def test_pins_give_way_to_a_chunk() -> None:
     leave_evictable(manager, prompt(1, 16))
     scheduler = make(manager, budget=16)
     large = add(scheduler, "large", prompt(2, 40))
-    large.num_overtaken = 4
+    scheduler._order._sequences[large].num_overtaken = 4
     waiting = add(scheduler, "waits", prompt(1, 17))
     pinned = []
     while large.num_computed < 40:
@@ -189,7 +192,7 @@ def test_pins_give_way_to_a_chunk() -> None:
         scheduler.commit(step, [1] * len(step.sampling_sequences))
         pinned.append(manager.usage().pinned)
     assert pinned == [4, 4, 0]
-    assert (scheduler.num_preemptions, waiting.prefix_pin) == (0, None)
+    assert (scheduler.num_preemptions, scheduler._order._sequences[waiting].prefix_pin) == (0, None)
 
 
 def test_pins_give_way_to_an_admission() -> None:
@@ -197,7 +200,7 @@ def test_pins_give_way_to_an_admission() -> None:
     leave_evictable(manager, prompt(1, 24))
     scheduler = make(manager)
     large = add(scheduler, "large", prompt(2, 31))
-    large.num_overtaken = 4
+    scheduler._order._sequences[large].num_overtaken = 4
     add(scheduler, "waits", prompt(1, 25))
     assert next_step(scheduler) == ["large"]
     assert next_step(scheduler) == ["waits"]
@@ -219,7 +222,7 @@ def test_an_aborted_request_keeps_nothing() -> None:
     leave_evictable(manager, prompt(1))
     scheduler = make(manager)
     first, second = add(scheduler, "first", prompt(2)), add(scheduler, "second", prompt(1))
-    first.num_overtaken = 4
+    scheduler._order._sequences[first].num_overtaken = 4
     step = scheduler.schedule()
     assert step is not None and step.sequences == [first]
     assert manager.usage().pinned == 3
@@ -244,17 +247,21 @@ class Load:
             partial_reuse=False,  # nothing here copies
         )
         slots, budget = self.random.randint(1, 6), self.random.randint(8, 64)
-        self.scheduler = make(self.manager, self.overtakes, slots=slots, budget=budget)
-        self.scheduler.look_up = self.look_up
+        self.scheduler = make(
+            self.manager, self.overtakes, slots=slots, budget=budget, is_held=self.is_held
+        )
         self.patience: dict[SequenceState, int] = {}
         self.overtaken: Counter[SequenceState] = Counter()
         self.left: dict[SequenceState, int] = {}
         self.num_steps = self.num_pinned = 0
 
-    def look_up(self, sequence: SequenceState) -> None:
+    def is_held(self, sequence: SequenceState) -> bool:
         if sequence not in self.patience:
             self.patience[sequence] = self.random.choice([0, 0, 0, 10, 30])
-            sequence.is_loading = self.patience[sequence] > 0
+        return self.loads(sequence)
+
+    def loads(self, sequence: SequenceState) -> bool:
+        return self.patience.get(sequence, 0) > 0
 
     def add(self) -> None:
         tokens = prompt(self.random.randrange(6), self.random.randint(1, 40))
@@ -273,13 +280,12 @@ class Load:
         self.num_steps += 1
         for sequence in self.patience:
             self.patience[sequence] -= 1
-            sequence.is_loading = self.patience[sequence] > 0
         was_running = set(self.scheduler.running)
         waiting = list(self.scheduler.waiting)
         try:
             step = self.scheduler.schedule()
         except StalledError:
-            assert any(sequence.is_loading for sequence in waiting)
+            assert any(self.loads(sequence) for sequence in waiting)
             return
         assert step is not None
         for entry in step.chunks:
@@ -288,7 +294,7 @@ class Load:
             waiting.remove(entry.sequence)
             for other in waiting:
                 is_equal = other.order[0] == entry.sequence.order[0]
-                if other.order < entry.sequence.order and is_equal and not other.is_loading:
+                if other.order < entry.sequence.order and is_equal and not self.loads(other):
                     self.overtaken[other] += 1
         self.scheduler.commit(step, [1] * len(step.sampling_sequences))
         self.manager.check()

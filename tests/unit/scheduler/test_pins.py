@@ -6,9 +6,9 @@ from itertools import count
 
 import pytest
 
-from pyengine.engine.request import SequenceState
 from pyengine.errors import PinQuotaError
 from pyengine.kv_cache import BlockManager
+from pyengine.request.request import SequenceState
 from pyengine.scheduler import pins as pins_module
 from pyengine.scheduler.pins import CacheHints, KeptPrefix, PinTable
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -226,10 +226,13 @@ class Load:
         self.random, self.clock = random.Random(seed), clock
         self.manager = BlockManager(48, BLOCK, partial_reuse=False)
         self.limit = self.random.randint(6, 48 - 16)  # a request has up to 16 blocks
-        limits = SchedulerLimits(max_num_batched_tokens=32, max_num_seqs=4)
-        self.scheduler = Scheduler(
-            self.manager, limits, max_overtakes=4, max_pinned_blocks=self.limit
+        limits = SchedulerLimits(
+            max_num_batched_tokens=32,
+            max_num_seqs=4,
+            max_overtakes=4,
+            max_pinned_blocks=self.limit,
         )
+        self.scheduler = Scheduler(self.manager, limits)
         self.left: dict[SequenceState, int] = {}
         self.kept: list[KeptPrefix] = []
         self.numbers = count()

@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from pyengine.engine.request import SequenceState
 from pyengine.kv_cache import BlockManager
+from pyengine.request.request import SequenceState
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledError
 from tests.support.engines import make_bench

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable
 
 import pytest
 
-from pyengine.engine.request import SequenceState
 from pyengine.kv_cache import BlockManager, PoolUsage
+from pyengine.request.request import SequenceState
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledError
 from tests.support.lookahead import LookaheadManager

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pyengine.engine.request import SequenceState
 from pyengine.kv_cache import BlockManager
+from pyengine.request.request import SequenceState
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from pyengine.utils.turns import Turns
@@ -36,8 +36,10 @@ class Service:
         **limits: int,
     ) -> None:
         self.manager = BlockManager(num_blocks, BLOCK, partial_reuse=False)
-        step = SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=slots, **limits)
-        self.scheduler = Scheduler(self.manager, step, max_overtakes=overtakes)
+        step = SchedulerLimits(
+            max_num_batched_tokens=budget, max_num_seqs=slots, max_overtakes=overtakes, **limits
+        )
+        self.scheduler = Scheduler(self.manager, step)
         self.per_token = per_token
         shares = self.scheduler.shares
         charge, charge_alone = shares.charge, shares.charge_alone
@@ -223,7 +225,7 @@ def test_a_priority_does_not_preempt_another_tenant() -> None:
     service.step()
     service.add(B, prompt=16, output=200, count=6, priority=-5)
     service.run(lambda: all(answer in service.ended for answer in answers))
-    assert all(answer.request.num_preemptions == 0 for answer in answers)
+    assert all(answer.request.progress.num_preemptions == 0 for answer in answers)
     assert service.scheduler.num_preemptions > 0
 
 

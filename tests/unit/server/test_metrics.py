@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from pyengine.engine.core import StepResult
+from pyengine.engine.stats import StepResult
 from pyengine.kv_cache import KVStore
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyengine.engine.prompts import Prompt
 from pyengine.executor.executor import Executor
 from pyengine.kv_cache import BlockManager
+from pyengine.request.prompts import Prompt
 from pyengine.speculation.draft_model import DraftModel
 from tests.support.drafters import speculate
 from tests.support.engines import GREEDY, Sink, add_request, make_bench
@@ -142,7 +142,7 @@ def test_a_long_prompt_holds_no_stream_up(depth: int) -> None:
     speculate(bench.engine, model.drafter, most=2)
     sink, prompt = Sink(), [*range(3, 93), *range(3, 93), *range(3, 93)]
     params = replace(GREEDY, max_tokens=60)
-    stream = add_request(bench.engine, "stream", Prompt(token_ids=[1, 2, 3]), params, sink=sink)
+    stream = add_request(bench, "stream", Prompt(token_ids=[1, 2, 3]), params, sink=sink)
     bench.requests["stream"] = stream
     while not stream.sequences[0].token_ids:
         bench.engine.step()

@@ -13,11 +13,18 @@ from tests.support.requests import make_request
 
 
 class Text:
-    is_drawn = False
-
     def __init__(self, prompt: Sequence[int], output: list[int] | None = None) -> None:
         self.request = make_request("a", prompt)
         self.token_ids = output or []
+        self.output = self.request.sequences[0].output
+
+    @property
+    def is_drawn(self) -> bool:
+        return self.output.sampling.is_drawn
+
+    @is_drawn.setter
+    def is_drawn(self, is_drawn: bool) -> None:
+        self.output.sampling.is_drawn = is_drawn
 
 
 def searched(tokens: list[int], most: int, lengths: range) -> list[int]:

@@ -8,8 +8,8 @@ import pytest
 
 from pyengine.executor.input_buffers import RunnerLimits
 from pyengine.kv_cache import BlockManager
-from pyengine.speculation import drafting as step_costs
-from pyengine.speculation.drafting import measured_costs
+from pyengine.speculation import measured_costs as step_costs
+from pyengine.speculation.measured_costs import measured_costs
 from tests.support.fake_runner import FakeRunner, Logits
 
 

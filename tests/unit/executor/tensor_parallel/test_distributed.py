@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from pyengine import LLM, SamplingParams
-from pyengine.engine.prompts import Prompt
 from pyengine.engine.recovery import Verdict
 from pyengine.errors import ConfigurationError, EngineClosedError, EngineDeadError, WorkerError
 from pyengine.executor.tensor_parallel import distributed
@@ -28,6 +27,7 @@ from pyengine.executor.tensor_parallel.distributed import WORKER, WorkerGroup
 from pyengine.models.decoder.families import TABLE
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import load_model
+from pyengine.request.prompts import Prompt
 from tests.support import faulty_worker
 from tests.support.checkpoints import save_tiny
 from tests.support.engines import add_request
@@ -155,25 +155,26 @@ class Faults:
         """Tokens of every prompt, in spite of steps that fail; and what failed."""
         engine, failures, name = self.llm._engine, [], next(self._rounds)
         requests = [
-            add_request(engine, f"{name}-{index}", Prompt(token_ids=prompt), GREEDY)
+            add_request(self.llm, f"{name}-{index}", Prompt(token_ids=prompt), GREEDY)
             for index, prompt in enumerate(prompts())
         ]
-        go_on = engine._failed
+        go_on = engine.recovery.failed
+        no_fault = Verdict()  # steps fail by chance, no request's fault
 
-        def watched(sequences: Any, num_tokens: int, error: BaseException) -> None:
+        def watched(sequences: Any, num_tokens: int, error: BaseException) -> Any:
             failures.append(error)
             if "forward" not in str(error) and self._control.read_text() == "forward":
                 self.are("calm")
-            engine.faults.failed = lambda _: Verdict()  # steps fail by chance, no request's fault
-            go_on(sequences, num_tokens, error)
+            engine.recovery.faults.failed = lambda _: no_fault
+            return go_on(sequences, num_tokens, error)
 
-        engine._failed = watched
+        engine.recovery.failed = watched
         try:
             while engine.has_work:
                 engine.step()
                 self.llm._manager.check()
         finally:
-            engine._failed = go_on
+            engine.recovery.failed = go_on
         return [request.output().outputs[0].token_ids for request in requests], failures
 
 

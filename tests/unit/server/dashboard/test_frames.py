@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyengine.engine.prompts import Prompt
 from pyengine.engine.stats import EngineView
 from pyengine.kv_cache import BlockManager
+from pyengine.request.prompts import Prompt
 from pyengine.sampling_params import SamplingParams
 from pyengine.server.dashboard.frames import MAX_NAMESPACES, FrameMaker, Tree
 from tests.support.engines import Bench, add_request, make_bench
@@ -101,7 +101,7 @@ def test_any_tree_is_cut_right(seed: int) -> None:
     for at in range(30):
         tokens = [3 + int(value) for value in random.integers(0, 2, random.integers(2, 14))]
         namespace = bytes([int(random.integers(0, 3))])
-        add_request(bench.engine, str(at), Prompt(token_ids=tokens, namespace=namespace), LONG)
+        add_request(bench, str(at), Prompt(token_ids=tokens, namespace=namespace), LONG)
         bench.step()
         tree = Tree.of(bench.manager.snapshot())
         held = np.flatnonzero(tree.block_pieces >= 0).tolist()
@@ -125,7 +125,7 @@ def test_a_large_tree_is_shown_in_part_and_nothing_is_lost() -> None:
     bench = make_bench(num_blocks=4000, max_num_seqs=256, max_num_batched_tokens=4000)
     for at in range(600):
         tokens = [3, 4, 5, 6, at % 90, at // 90, 7, 8, 9, 10, 11, 12, at % 89]
-        add_request(bench.engine, str(at), Prompt(token_ids=tokens), LONG)
+        add_request(bench, str(at), Prompt(token_ids=tokens), LONG)
     frame = Shown(decoded(bench))
     assert len(frame.tree) <= 255
     held = len([space for space in frame.spaces if space])
@@ -145,7 +145,7 @@ def test_namespaces_go_by_digests_and_the_many_share_one() -> None:
     bench = make_bench(num_blocks=200)
     for at in range(MAX_NAMESPACES + 3):
         prompt = Prompt(token_ids=[*range(3, 3 + 4 * (at + 1)), 90], namespace=b"secret%d" % at)
-        add_request(bench.engine, str(at), prompt, LONG)
+        add_request(bench, str(at), prompt, LONG)
     frame = Shown(decoded(bench))
     spaces = frame.message["spaces"]
     assert [space["blocks"] for space in spaces] == [11, 10, 9, 8, 7, 6, 5, 4, 6]
@@ -159,8 +159,8 @@ def test_namespaces_go_by_digests_and_the_many_share_one() -> None:
 def test_prompts_are_shown_only_where_they_may_be() -> None:
     bench = make_bench()
     prompt = Prompt(token_ids=[3, 4, 5], text="between you and me")
-    add_request(bench.engine, "a", prompt, LONG)
-    add_request(bench.engine, "b", Prompt(token_ids=[95, 94, 93]), LONG)
+    add_request(bench, "a", prompt, LONG)
+    add_request(bench, "b", Prompt(token_ids=[95, 94, 93]), LONG)
     view = decoded(bench)
     frame = Shown(view)
     assert "between" not in frame.text and "95,94" not in frame.text.replace(" ", "")
@@ -171,7 +171,6 @@ def test_prompts_are_shown_only_where_they_may_be() -> None:
 
 def test_requests_show_where_they_left_the_cached_prefix() -> None:
     bench = make_bench(num_blocks=64, explain=True)
-    bench.engine.explains = True
     common = [*range(3, 15)]
     bench.submit({"first": [*common, 40]}, LONG)
     decoded(bench, 2)

@@ -84,7 +84,7 @@ def test_a_priority_keeps_a_request(client: Client, engine: AsyncEngine) -> None
     del asked["messages"][0]["content"][0]["cache_control"]
     assert chat(client, asked).status_code == 200
     assert pinned(engine) > 0
-    engine._engine_loop.enqueue(lambda: engine._engine.pins.give_way(512))
+    engine._engine_loop.enqueue(lambda: engine._pins.give_way(512))
     assert_soon(lambda: pinned(engine) == 0)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pyengine.engine import chat_messages
+from pyengine.request import chat_messages
 from pyengine.server.schemas.fields import (
     CHAT,
     COMPLETIONS,

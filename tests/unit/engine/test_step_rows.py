@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pyengine.engine.prompts import Prompt
+from pyengine.request.prompts import Prompt
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import GREEDY, Sink, add_request, make_bench
 from tests.support.fake_runner import continued
@@ -15,18 +15,18 @@ def test_one_batch_serves_as_long_as_the_same_requests_decode() -> None:
     bench.submit({"a": [1, 2, 3], "b": [4, 5]})
     bench.engine.step()
     bench.engine.step()
-    executor = bench.engine._executor
-    assert executor._last is not None
-    batch, positions = executor._last
+    recent = bench.engine._rows
+    assert recent._last is not None
+    batch, positions = recent._last
     assert len(batch.sequences) == 2
     bench.engine.step()
-    assert executor._last is not None
-    following, later = executor._last
+    assert recent._last is not None
+    following, later = recent._last
     assert following is batch
     assert later.tolist() == [position + 1 for position in positions]
     bench.submit({"c": [7]})
     bench.engine.step()
-    assert executor._last is not None and executor._last[0] is not batch
+    assert recent._last is not None and recent._last[0] is not batch
     for name, tokens in {"a": [1, 2, 3], "b": [4, 5], "c": [7]}.items():
         output = bench.output(name)
         assert not output.finished
@@ -40,10 +40,10 @@ def test_tokens_that_nobody_reads_are_kept_together_and_none_is_lost() -> None:
     """Some end, some are aborted, some come and some go on, while others stream."""
     bench, sink = make_bench(), Sink()
     bench.submit({str(at): [at, 7] for at in range(6)}, replace(GREEDY, max_tokens=20))
-    request = add_request(bench.engine, "streamed", Prompt(token_ids=[9]), GREEDY, sink=sink)
+    request = add_request(bench, "streamed", Prompt(token_ids=[9]), GREEDY, sink=sink)
     for _ in range(5):
         bench.engine.step()
-    batch = bench.engine._unread
+    batch = bench.engine._output._unread
     assert batch is not None
     assert [item.request for item in (batch.sequences[row] for row in batch.streamed)] == [request]
     assert len(bench.requests["0"].sequences[0].token_ids) < 5  # they are with the rows still
@@ -67,7 +67,7 @@ def test_a_stop_token_is_seen_at_its_step_and_not_before_min_tokens() -> None:
     bench.submit({"c": [5, 6]}, replace(GREEDY, max_tokens=20))
     for _ in range(tokens.index(stop) + 1):
         bench.engine.step()
-    assert bench.requests["a"].finished_time is not None
+    assert bench.requests["a"].result.finished_time is not None
     done = bench.run()
     assert done["a"].outputs[0].token_ids == tokens[: tokens.index(stop) + 1]
     assert stop not in done["b"].outputs[0].token_ids[:9]
@@ -77,13 +77,13 @@ def test_a_stop_token_is_seen_at_its_step_and_not_before_min_tokens() -> None:
 def test_nothing_that_has_ended_is_kept() -> None:
     bench = make_bench()
     bench.generate([[1, 2, 3], [4, 5]])
-    assert bench.engine._unread is None
+    assert bench.engine._output._unread is None
     bench.submit({"a": [1]})
     bench.engine.step()
     bench.engine.step()
     bench.abort(["a"])
-    assert bench.engine._unread is None
-    assert bench.engine._executor._recent == []
+    assert bench.engine._output._unread is None
+    assert bench.engine._rows._recent == []
     bench.assert_all_free()
 
 
@@ -102,8 +102,8 @@ def test_news_go_to_whoever_asked_and_hold_what_is_new(n: int) -> None:
     bench = make_bench()
     params = SamplingParams(n=n, temperature=0, ignore_eos=True, max_tokens=3)
     sinks = {"a": Sink(), "b": Sink()}
-    add_request(bench.engine, "a", Prompt(token_ids=[1, 2]), params, sink=sinks["a"])
-    add_request(bench.engine, "b", Prompt(token_ids=[3]), GREEDY, sink=sinks["b"])
+    add_request(bench, "a", Prompt(token_ids=[1, 2]), params, sink=sinks["a"])
+    add_request(bench, "b", Prompt(token_ids=[3]), GREEDY, sink=sinks["b"])
     while bench.engine.has_work:
         bench.engine.step()
     assert {item.request_id for item in sinks["a"].items} == {"a"}

@@ -4,16 +4,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.engine.prompts import Prompt
+from pyengine.request.prompts import Prompt
 from pyengine.sampling.logprobs import TokenLogprobs
-
-if TYPE_CHECKING:
-    from pyengine.engine.request import SequenceState
 
 _ENTRY = np.dtype(
     [
@@ -25,6 +22,12 @@ _ENTRY = np.dtype(
 )
 """The entry of a token: its log-probability and rank, and the most probable token."""
 _Entries: TypeAlias = npt.NDArray[np.void]
+
+
+class _Sequence(Protocol):
+    """The sequence that computes a prompt, as others see it."""
+
+    is_running: bool
 
 
 class PromptLogprobCache:
@@ -89,7 +92,7 @@ class PromptLogprobs:
         self._known: list[_Entries] = []
         self._awaited: bytes | None = None
         """Hash of the first block without an entry at the last check."""
-        self._sequence: SequenceState | None = None
+        self._sequence: _Sequence | None = None
         """The sequence that computes the prompt, once it is admitted."""
 
     def readable_tokens(self) -> int:
@@ -114,7 +117,7 @@ class PromptLogprobs:
             return False
         return other._sequence.is_running
 
-    def pre_register(self, sequence: "SequenceState") -> None:
+    def pre_register(self, sequence: _Sequence) -> None:
         """Let others wait for the blocks of this prompt without entries, while `sequence` runs."""
         self._sequence = sequence
         for block_hash in self._hashes:

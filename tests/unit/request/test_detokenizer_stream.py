@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.engine import detokenizer as module
-from pyengine.engine.detokenizer import IncrementalDetokenizer
+from pyengine.request.detokenizer import IncrementalDetokenizer
 from tests.support.tokenizers import CORPUS, Decoder, Fast, byte_fallback, byte_level, metaspace
 
 REPLACEMENT = "\ufffd"
@@ -180,7 +179,7 @@ def test_a_stream_that_fails_does_not_show() -> None:
 
     tokenizer = Fast(SLOW["merges"])
     prompt, output = tokenizer.encode(CORPUS[0]), tokenizer.encode(CORPUS[2])
-    with patch.object(module, "DecodeStream", Failing):
+    with patch("tokenizers.decoders.DecodeStream", Failing):
         assert "".join(incremental(tokenizer, prompt, [[item] for item in output])) == CORPUS[2]
     # With bytes that are no text this kind makes the stream fail by itself.
     fallback = Fast(SLOW["fallback"])

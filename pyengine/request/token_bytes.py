@@ -3,12 +3,13 @@
 import json
 import re
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
-from tokenizers import Tokenizer as RustTokenizer
+from pyengine.request.detokenizer import rust_tokenizer, text_of
 
-from pyengine.engine.detokenizer import text_of
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
 
 TokenText: TypeAlias = tuple[str, bytes]
 """The text of a token, with U+FFFD for parts of characters, and its bytes in texts."""
@@ -40,8 +41,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
         """With `skip_special_tokens`, special tokens have no bytes: the text omits them."""
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._backend = backend if isinstance(backend, RustTokenizer) else None
+        self._backend = rust_tokenizer(tokenizer)
         self._decode = None if self._backend is None else _decode_by(self._backend)
         self._tokenizer = ref(tokenizer)
         special = getattr(tokenizer, "all_special_ids", ()) if skip_special_tokens else ()
@@ -81,7 +81,7 @@ def token_texts(tokenizer: Any, *, skip_special_tokens: bool) -> TokenTexts:
     return texts
 
 
-def _decode_by(backend: RustTokenizer) -> Callable[[str], bytes] | None:
+def _decode_by(backend: "RustTokenizer") -> Callable[[str], bytes] | None:
     """How the tokenizer's decoder turns a token into bytes.
 
     None for decoders whose tokens have no bytes of their own, as WordPiece's.

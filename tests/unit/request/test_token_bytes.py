@@ -8,7 +8,7 @@ from weakref import ref
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from pyengine.engine.token_bytes import TokenTexts, token_texts
+from pyengine.request.token_bytes import TokenTexts, token_texts
 from tests.support import tokenizers
 from tests.support.chat import of_transformers
 from tests.support.tokenizers import wrapped

@@ -8,16 +8,16 @@ from functools import lru_cache, partial
 from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
-from pyengine.engine.chat_messages import (
+from pyengine.errors import ContextLengthError, InvalidRequestError
+from pyengine.models.tokenizer.chat import chosen_template
+from pyengine.request.chat_messages import (
     message_for,
     refuse_surrogates_within,
     texts_within,
     with_text_arguments,
 )
-from pyengine.engine.prompts import shown
-from pyengine.engine.untrusted_calls import is_failure, within
-from pyengine.errors import ContextLengthError, InvalidRequestError
-from pyengine.models.tokenizer.chat import chosen_template
+from pyengine.request.prompts import shown
+from pyengine.request.untrusted_calls import is_failure, within
 
 Message: TypeAlias = Mapping[str, Any]
 """One turn of a conversation: `role`, and `content` or `tool_calls`."""

@@ -7,13 +7,14 @@ The two agree up to the first token of the thinking, so a later turn cannot reus
 token from there on.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from pyengine.engine.chat_template import ChatOptions, render_chat, template_text
 from pyengine.errors import InvalidRequestError
+from pyengine.request.chat_template import ChatOptions, render_chat, template_text
+from pyengine.request.prompts import StrippedThinking
 
 _MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 """The tokens around the thinking of models."""
@@ -22,29 +23,6 @@ _REASONS = "zebra"
 """Thinking of a made conversation."""
 _MOST_KNOWN = 16
 """Answers that are kept for each tokenizer."""
-
-
-@dataclass(frozen=True, slots=True)
-class StrippedThinking:
-    """Which tokens of a prompt and its answer the chat template leaves out of the next turn."""
-
-    begin: int
-    end: int
-    """The tokens around thinking."""
-    call: int | None = None
-    """An answer with this token is kept: the results of its tool call follow with its thinking."""
-    num_prompt_tail: int = 0
-    """The tokens of a prompt from its first token of thinking on; 0 if the answer begins it."""
-
-    def num_kept(self, num_prompt: int, token_ids: Sequence[int]) -> int | None:
-        """The tokens of prompt and answer before the thinking; None if the next turn has all."""
-        if self.call is not None and self.call in token_ids:
-            return None
-        if self.num_prompt_tail:
-            return num_prompt - self.num_prompt_tail
-        if self.begin in token_ids and self.end in token_ids:
-            return num_prompt + token_ids.index(self.begin)
-        return None
 
 
 _known: "WeakKeyDictionary[Any, dict[str, StrippedThinking | None]]" = WeakKeyDictionary()

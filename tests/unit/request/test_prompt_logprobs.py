@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from pyengine.engine import input_processor
-from pyengine.engine.prompt_logprobs import PromptLogprobCache, PromptLogprobs
-from pyengine.engine.prompts import Prompt
 from pyengine.executor.model_runner import StepLogits
 from pyengine.outputs import RequestOutput
+from pyengine.request.prompt_logprobs import PromptLogprobCache, PromptLogprobs
+from pyengine.request.prompts import Prompt
 from pyengine.sampling.logprobs import TokenLogprobs
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import Bench, add_request, make_bench
@@ -160,7 +160,7 @@ def test_what_is_known_and_has_lost_its_keys_and_values_is_computed(
     prompt = list(range(40))
     bench = make_bench(16 * len(groups), BLOCK, groups=groups)
     bench.generate([prompt[:-1]], asked(max_tokens=1))
-    kept = bench.engine.input_processor._prompt_logprobs
+    kept = bench.processor._prompt_logprobs
     assert len(kept) == 10
     bench.generate([[90 - at for at in range(30)]], asked(None))  # takes blocks from the end
     (found,) = bench.generate([prompt], asked(max_tokens=1))
@@ -236,7 +236,7 @@ def test_if_the_one_that_computes_for_others_goes_the_next_one_does(how: str, de
     for item in done.values():
         same(item, computed(prompt, asked(max_tokens=1)))
     assert work(bench) <= 40 + 16 * depth + 2
-    kept = bench.engine.input_processor._prompt_logprobs
+    kept = bench.processor._prompt_logprobs
     assert not kept.pending  # nothing is kept of requests that are gone
     bench.assert_all_free()
 
@@ -247,7 +247,7 @@ def test_requests_that_cannot_read_wait_for_no_other() -> None:
     bench.submit({"a": prompt}, asked(1))
     bench.submit({"b": prompt}, asked(2))  # more than is kept
     bench.submit({"c": prompt}, asked(None))
-    add_request(bench.engine, "d", Prompt(token_ids=prompt, namespace=b"other"), asked(1))
+    add_request(bench, "d", Prompt(token_ids=prompt, namespace=b"other"), asked(1))
     bench.engine.step()
     assert bench.scheduler.num_waiting == 0
 
@@ -301,7 +301,7 @@ def test_a_step_has_no_more_logits_of_prompts_than_the_cap(
     bench.engine.step()
     bench.engine.step()
     requests = bench.requests
-    assert all(requests[f"plain {at}"].first_token_time is not None for at in range(3))
+    assert all(requests[f"plain {at}"].result.first_token_time is not None for at in range(3))
     done = bench.run()
     assert max(seen) <= 20
     assert sum(seen) == num_requests * 50
@@ -315,7 +315,7 @@ def test_other_namespaces_are_not_read() -> None:
     prompt = list(range(50))
     bench = make_bench(256, BLOCK)
     for name, salt in [("a", b"x"), ("b", b"y"), ("c", b"x")]:
-        request = add_request(bench.engine, name, Prompt(token_ids=prompt, namespace=salt), asked())
+        request = add_request(bench, name, Prompt(token_ids=prompt, namespace=salt), asked())
         bench.requests[name] = request
         found = bench.run()[name]
         same(found, computed(prompt, asked()))
@@ -338,7 +338,7 @@ def test_in_a_tiny_pool_nothing_is_ever_taken_for_another(
         max_num_seqs=4,
         max_model_len=40,
     )
-    kept = bench.engine.input_processor._prompt_logprobs
+    kept = bench.processor._prompt_logprobs
     expected: dict[str, RequestOutput] = {}
     num_cached = 0
     for number in range(200):
@@ -352,7 +352,7 @@ def test_in_a_tiny_pool_nothing_is_ever_taken_for_another(
         name = str(number)
         expected[name] = reference(prompt, params, groups)
         bench.submit({name: prompt}, params)
-        if faults and not bench.engine.faults.suspects and random.random() < 0.1:
+        if faults and not bench.engine.recovery.faults.suspects and random.random() < 0.1:
             bench.runner.fault = Fault(len(bench.runner.computed) + 1, RuntimeError("by chance"))
         for _ in range(random.choice([0, 1, 3])):
             bench.engine.step()

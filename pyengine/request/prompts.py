@@ -8,8 +8,8 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.engine.untrusted_calls import raise_tokenizer_error, tokenizer_errors, within
 from pyengine.errors import InvalidRequestError
+from pyengine.request.untrusted_calls import raise_tokenizer_error, tokenizer_errors, within
 from pyengine.sampling_params import SamplingParams
 from pyengine.utils import validation
 from pyengine.utils.validation import is_integer
@@ -27,17 +27,42 @@ _SECONDS, _SECONDS_PER_CHARACTER = 10.0, 100e-6
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
+@dataclass(frozen=True, slots=True)
+class StrippedThinking:
+    """Which tokens of a prompt and its answer the chat template leaves out of the next turn."""
+
+    begin: int
+    end: int
+    """The tokens around thinking."""
+    call: int | None = None
+    """An answer with this token is kept: the results of its tool call follow with its thinking."""
+    num_prompt_tail: int = 0
+    """The tokens of a prompt from its first token of thinking on; 0 if the answer begins it."""
+
+    def num_kept(self, num_prompt: int, token_ids: Sequence[int]) -> int | None:
+        """The tokens of prompt and answer before the thinking; None if the next turn has all."""
+        if self.call is not None and self.call in token_ids:
+            return None
+        if self.num_prompt_tail:
+            return num_prompt - self.num_prompt_tail
+        if self.begin in token_ids and self.end in token_ids:
+            return num_prompt + token_ids.index(self.begin)
+        return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """A parsed prompt.
 
     `token_ids` are a list or an int64 array `[T]`; `text` is their source, if that was text.
-    Prompts of different `namespace`s share no blocks.
+    Prompts of different `namespace`s share no blocks. `thinking` is the part of prompt and answer
+    that the next turn of a conversation leaves out.
     """
 
     token_ids: Sequence[int]
     text: str | None = None
     namespace: bytes = b""
+    thinking: StrippedThinking | None = None
 
 
 def as_list(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyengine.engine.request import SequenceState
 from pyengine.outputs import RequestOutput
+from pyengine.request.request import SequenceState
 from pyengine.sampling_params import SamplingParams
 from pyengine.speculation.drafters import Draft, NgramDrafter
 from tests.support import fake_runner

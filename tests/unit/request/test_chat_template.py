@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pyengine.engine.chat_template import ChatOptions, as_conversations, render_chat
 from pyengine.errors import InvalidRequestError
+from pyengine.request.chat_template import ChatOptions, as_conversations, render_chat
 from tests.support import chat
 from tests.support.chat import by_template, chat_tokenizer
 from tests.support.versions import IS_TRANSFORMERS_5_17

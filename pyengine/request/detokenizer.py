@@ -5,12 +5,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers.decoders import DecodeStream
+from pyengine.request.untrusted_calls import is_failure
 
-from pyengine.engine.untrusted_calls import is_failure
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class IncrementalDetokenizer:
         self._num_taken += len(new)
         return new
 
-    def append(self, token_ids: list[int]) -> str | None:
+    def append(self, token_ids: Sequence[int]) -> str | None:
         """Add tokens up to one that completes a stop string, which is returned, if any does.
 
         The text is cut there. Without stop strings all are decoded at once, to the same text.
@@ -128,7 +128,7 @@ class IncrementalDetokenizer:
             self._extend(None)
         self._is_finished, self._may_be_cut = True, False
 
-    def _extend(self, token_ids: list[int] | None) -> str:
+    def _extend(self, token_ids: Sequence[int] | None) -> str:
         """Add the characters that are complete with these tokens, or all that are left for None.
 
         Returns them.
@@ -168,11 +168,21 @@ def text_of(tokenizer: Any, token: int) -> str:
         return _REPLACEMENT
 
 
+def rust_tokenizer(tokenizer: Any) -> "RustTokenizer | None":
+    """The tokenizer of the tokenizers library behind another one; None if there is none."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    from tokenizers import Tokenizer
+
+    return backend if isinstance(backend, Tokenizer) else None
+
+
 def _decoder(
     tokenizer: Any, skip_special_tokens: bool, before: Sequence[int]
 ) -> "_StreamDecoder | _WindowDecoder":
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if isinstance(backend, RustTokenizer):
+    backend = rust_tokenizer(tokenizer)
+    if backend is not None:
         return _StreamDecoder(backend, skip_special_tokens, before)
     # Cleaning up would change emitted text: "Hello ," to "Hello,".
     decode = partial(
@@ -204,18 +214,21 @@ class _StreamDecoder:
     """
 
     def __init__(
-        self, backend: RustTokenizer, skip_special_tokens: bool, before: Sequence[int]
+        self, backend: "RustTokenizer", skip_special_tokens: bool, before: Sequence[int]
     ) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._new_stream = DecodeStream
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
         self._decode: _Decode = partial(backend.decode, skip_special_tokens=skip_special_tokens)
         self._tokens = _context(self._decode, before)  # all tokens since some of the prompt
-        self._stream = DecodeStream(self._tokens, skip_special_tokens)
+        self._stream = self._new_stream(self._tokens, skip_special_tokens)
         self._window: _WindowDecoder | None = None
         if self._decode(self._tokens).endswith(_REPLACEMENT):  # the stream would emit it again
             self._window = _WindowDecoder(self._decode, self._tokens)
 
-    def push(self, token_ids: list[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """Return the characters that are complete now and were not before."""
         if self._window is None:
             try:
@@ -231,7 +244,7 @@ class _StreamDecoder:
         piece = self._window.push(token_ids)
         self._tokens += token_ids
         if self._window.is_flushed:
-            self._stream = DecodeStream(self._window.tokens, self._skip_special_tokens)
+            self._stream = self._new_stream(self._window.tokens, self._skip_special_tokens)
             self._window = None
         return piece
 
@@ -270,7 +283,7 @@ class _WindowDecoder:
         """The tokens that the next ones are decoded with."""
         return self._window
 
-    def push(self, token_ids: list[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """Return the characters that are complete now and were not before."""
         return "".join([self._push(token) for token in token_ids])
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from pyengine.engine.chat_messages import unread_keys
-from pyengine.engine.chat_template import ChatOptions, render_chat
+from pyengine.request.chat_messages import unread_keys
+from pyengine.request.chat_template import ChatOptions, render_chat
 from tests.support import chat
 from tests.support.chat import by_template, chat_tokenizer
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pyengine.engine.chat_template import ChatOptions, render_chat
-from pyengine.engine.untrusted_calls import within
 from pyengine.errors import InvalidRequestError
+from pyengine.request.chat_template import ChatOptions, render_chat
+from pyengine.request.untrusted_calls import within
 from pyengine.sampling_params import SamplingParams
 from tests.support.callers import FakeModel
 from tests.support.fake_runner import continued
@@ -63,7 +63,7 @@ def test_what_work_returns_and_raises_is_passed_on() -> None:
 
 TRACED = """
 import sys
-from pyengine.engine.untrusted_calls import within
+from pyengine.request.untrusted_calls import within
 
 def called():
     return 1
@@ -171,7 +171,7 @@ def test_an_expression_that_never_ends_is_refused_and_others_go_on(
 MINUTES = r"""
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from pyengine.models.tokenizer import Tokenizer as EngineTokenizer
-from pyengine.engine import prompts
+from pyengine.request import prompts
 
 tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
 tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[ab]+[ab]+!!"), "isolated")

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyengine.engine.prompts import as_list, match_params, parse_prompt, salt_namespace
 from pyengine.errors import InvalidRequestError
+from pyengine.request.prompts import as_list, match_params, parse_prompt, salt_namespace
 from pyengine.sampling_params import SamplingParams
 from tests.support import chat
 from tests.support.chat import chat_tokenizer

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from pyengine.engine.chat_template import ChatOptions, render_chat
-from pyengine.engine.prompts import Prompt, common_prefix
-from pyengine.engine.thinking import StrippedThinking, stripped_thinking
 from pyengine.kv_cache import KVStore
+from pyengine.request.chat_template import ChatOptions, render_chat
+from pyengine.request.prompts import Prompt, common_prefix
+from pyengine.request.thinking import StrippedThinking, stripped_thinking
 from pyengine.sampling_params import SamplingParams
 from tests.support.chat import (
     BEGINS_THINKING,
@@ -123,7 +123,7 @@ class Thinks:
 
 
 def think(bench: Bench, name: str, tokens: list[int], params: SamplingParams = GREEDY) -> None:
-    request = add_request(bench.engine, name, Prompt(token_ids=tokens), params)
+    request = add_request(bench, name, Prompt(token_ids=tokens), params)
     thinking: Any = Thinks()
     request.thinking = thinking
     bench.requests[name] = request

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pyengine.engine.request import SequenceState
+from pyengine.engine.drafting import Drafting
+from pyengine.request.request import SequenceState
 from pyengine.speculation.drafters import Draft
-from pyengine.speculation.drafting import Drafting
 from tests.support.drafters import EveryDraft
 from tests.unit.speculation.test_ngram import Text
 
@@ -32,7 +32,6 @@ class Given:
 def named(name: str) -> Text:
     text = Text([1, 2])
     text.request.request_id = name
-    text.speculates = True
     return text
 
 
@@ -78,7 +77,7 @@ def test_a_sample_whose_drafter_fails_goes_on_without(
     (record,) = caplog.records
     assert "'bad' goes on without drafts" in record.getMessage()
     assert re.search(words, record.getMessage())
-    speculator.forget([bad])
+    speculator.finished([bad])
 
 
 def test_a_wrong_number_of_drafts_is_looked_into_one_by_one() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.engine.detokenizer import IncrementalDetokenizer
+from pyengine.request.detokenizer import IncrementalDetokenizer
 from tests.support.tokenizers import CORPUS, Decoder, Fast, byte_fallback, byte_level
 
 REPLACEMENT = "\ufffd"

@@ -6,8 +6,8 @@ import reprlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from pyengine.engine.prompts import refuse_surrogates, shown
 from pyengine.errors import InvalidRequestError
+from pyengine.request.prompts import refuse_surrogates, shown
 
 _MESSAGE_KEYS = frozenset(
     ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")

@@ -1,0 +1,57 @@
+"""The public names of pyengine."""
+
+from pyengine.async_engine import AsyncEngine
+from pyengine.kv_cache import (
+    BlockManager,
+    Extended,
+    KvError,
+    Loading,
+    NoBudget,
+    NoRoom,
+    Pin,
+    PoolUsage,
+    Prefilled,
+    Remapping,
+    ReplayReport,
+    Sequence,
+    SharedPrefixes,
+    Stats,
+    StepBuffers,
+    StepPlan,
+    Transfer,
+    replay,
+)
+from pyengine.llm import LLM
+from pyengine.outputs import CompletionOutput, RequestOutput
+from pyengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputs
+
+__version__: str
+
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "BlockManager",
+    "CompletionOutput",
+    "Extended",
+    "KvError",
+    "Loading",
+    "NoBudget",
+    "NoRoom",
+    "Pin",
+    "PoolUsage",
+    "Prefilled",
+    "Remapping",
+    "ReplayReport",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "Sequence",
+    "SharedPrefixes",
+    "Stats",
+    "StepBuffers",
+    "StepPlan",
+    "StructuredOutputs",
+    "Transfer",
+    "__version__",
+    "replay",
+]
