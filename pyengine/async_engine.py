@@ -216,6 +216,7 @@ class AsyncEngine(EngineClient):
         return TenantLoad(*self._engine.num_of(tenant))
 
     def _refuse_too_many(self, tenant: bytes, count: int) -> None:
+        """Raise if too many requests of a tenant wait. See `InputProcessor._check`."""
         most = self._max_num_waiting
         known = self._waiting.get(tenant, set())
         if most is None or len(known) + count <= most:

@@ -29,7 +29,7 @@ from pyengine.attention.backend import AttentionOptions, Rows
 from pyengine.attention.context import PagedContext
 from pyengine.attention.dispatch import CompiledModel, running
 from pyengine.models.fallback import FallbackModel, attending_layers
-from pyengine.models.loaded import Model
+from pyengine.models.model import Model
 from pyengine.models.transformers_calls import quiet_transformers
 
 ROWS = 64

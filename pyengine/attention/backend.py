@@ -22,8 +22,6 @@ from pyengine.utils.tensors import tensor_of
 if TYPE_CHECKING:
     import torch
 
-    from pyengine.attention.cascade import Cascade
-
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -84,7 +82,8 @@ class StepInputs:
     host_seq_lens: Int32Array
     host_block_tables: Int32Array
     shared: SharedRows | None = None
-    cascade: "Cascade | None" = None
+    cascade: Any = None
+    """The `Cascade` of the step, if its shared blocks are read once."""
 
     def tensors(self) -> "StepInputs":
         """The same step for torch: on the CPU tensors over the memory of the arrays."""
@@ -186,8 +185,8 @@ class AttentionBackend(ABC):
     def plan(self, inputs: StepInputs) -> AttentionPlan:
         """Prepare a step: called once, before the first layer."""
 
-    def cascade(self, _inputs: StepInputs) -> "Cascade | None":
-        """The shared blocks of a step, if it is faster to read them once; None: it is not."""
+    def cascade(self, _inputs: StepInputs) -> Any:
+        """The `Cascade` of a step, if it is faster to read shared blocks once; None: it is not."""
         return None
 
     def sharing_graph_plan(self, _inputs: StepInputs) -> GraphPlan | None:

@@ -54,7 +54,13 @@ class InputProcessor:
         self.grammars = Grammars(tokenizer, limits.vocab_size, limits.eos_token_ids)
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> int:
-        """The most tokens of output; `InvalidRequestError` if the request cannot be served."""
+        """The most tokens of output; `InvalidRequestError` if the request can never be served.
+
+        A request that passes is refused or deferred in three more places, in this order:
+        `AsyncEngine._refuse_too_many` while too many of its caller wait, `Scheduler._admit` until
+        slots and blocks are free, and within that the block manager's `plan_after_match`
+        (`rust/kv-core/src/step/admit.rs`), which counts only what is not cached.
+        """
         limits, ids = self.limits, np.asarray(prompt.token_ids)
         if not len(ids):
             raise InvalidRequestError("the prompt is empty: it needs at least one token")

@@ -20,7 +20,7 @@ from pyengine.attention.backend import AttentionOptions, Rows, StepInputs
 from pyengine.attention.context import PagedContext
 from pyengine.attention.dispatch import CompiledModel, running
 from pyengine.errors import ConfigurationError
-from pyengine.models.loaded import Model
+from pyengine.models.model import Model
 from pyengine.utils.devices import Device, for_torch
 from pyengine.utils.own_graphs import compile_apart
 from pyengine.utils.tensors import array_of

@@ -14,7 +14,8 @@ from pyengine.attention.context import PagedContext
 from pyengine.executor.input_buffers import InputBuffers, Plan, RunnerLimits
 from pyengine.executor.mtp import DraftRow, MTPLayers, MTPStep
 from pyengine.kv_cache.pool import KVPool
-from pyengine.models.loaded import LoadedModel, Model, callable_model
+from pyengine.models.loaded import LoadedModel, callable_model
+from pyengine.models.model import Model
 from pyengine.utils.device_arrays import concatenated, device_of, with_known
 from pyengine.utils.devices import for_torch, on_device
 from pyengine.utils.host_copy import upload

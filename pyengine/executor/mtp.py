@@ -21,7 +21,8 @@ import numpy.typing as npt
 from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
 from pyengine.attention.choice import backend_class
 from pyengine.kv_cache.pool import KVPool
-from pyengine.models.loaded import LoadedModel, MTPModel, callable_model
+from pyengine.models.loaded import LoadedModel, callable_model
+from pyengine.models.model import MTPModel
 from pyengine.utils.device_arrays import (
     concatenated,
     device_of,

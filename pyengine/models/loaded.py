@@ -4,70 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from pyengine.attention.backend import AttentionPlan
-from pyengine.attention.context import PagedContext
 from pyengine.attention.needs import LayerNeeds
 from pyengine.models.decoder.product_choice import ProductChooser
 from pyengine.models.kv_scales import Scales
+from pyengine.models.model import Model
 from pyengine.utils.devices import Device
 from pyengine.utils.dtypes import DType
-
-if TYPE_CHECKING:
-    from pyengine.attention.dispatch import CompiledModel
-
-
-class Model(Protocol):
-    """A causal language model over a paged KV cache."""
-
-    name: str
-    """Its family or class, for messages."""
-    origin: str
-    """The owner of its decoder, and the reason, for `describe()`."""
-    settings: str
-    """All settings that its results depend on, in words."""
-    device: Device
-    takes_arrays: bool
-    """True if it computes over arrays of the host; else over tensors of torch on `device`."""
-
-    def __call__(
-        self, ids: Any, positions: Any, rows: Any, paged: "PagedContext | CompiledModel"
-    ) -> Any:
-        """The logits `[S, vocab]` of `rows` `[S]` among the tokens `ids` `[T]`.
-
-        `positions` are `[T]`, and `paged` is the attention of the step. The first three are int64.
-        """
-
-    def check_attended(self, context: PagedContext) -> None:
-        """Raise `ConfigurationError` if a layer did not attend in the step of `context`."""
-
-
-class MTPModel(Model, Protocol):
-    """A model with layers for multi-token prediction. Arrays or tensors are as `Model` has them."""
-
-    def hidden_states(self, ids: Any, positions: Any, plan: AttentionPlan) -> Any:
-        """The states `[T, hidden]` of tokens `[T]` after the model's last norm."""
-
-    def logits(self, states: Any) -> Any:
-        """The logits `[S, vocab]` of states `[S, hidden]`."""
-
-    def mtp_states(
-        self,
-        layer: int,
-        ids: Any,
-        previous: Any,
-        positions: Any,
-        plan: AttentionPlan,
-    ) -> Any:
-        """The states `[T, hidden]` of an MTP layer.
-
-        `previous` `[T, hidden]` are the states before each token: of the layer before, and for the
-        first one of the model.
-        """
-
-    def mtp_logits(self, layer: int, states: Any) -> Any:
-        """The logits `[S, vocab]` of states `[S, hidden]` of an MTP layer."""
 
 
 def callable_model(model: Model) -> Model:

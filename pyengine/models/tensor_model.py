@@ -8,7 +8,7 @@ import torch
 from pyengine.attention.backend import AttentionPlan
 from pyengine.attention.context import PagedContext
 from pyengine.attention.dispatch import CompiledModel
-from pyengine.models.loaded import Model, MTPModel
+from pyengine.models.model import Model, MTPModel
 from pyengine.utils.tensors import array_of, tensor_of
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,12 @@ from pyengine.utils.host_copy import OnDevices, upload
 if TYPE_CHECKING:
     import torch
 
-    from pyengine.sampling.state import SamplingState
+
+class DrawState(Protocol):
+    """What a draw depends on: see `SamplingState`."""
+
+    seed: int
+    draw_settings: tuple[float, float, int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,7 @@ class DrawSettings:
 class DrawBatch:
     """The requests of a batch that draw their tokens; ``rows`` are their rows in it."""
 
-    def __init__(self, states: "Sequence[SamplingState]", rows: Sequence[int]) -> None:
+    def __init__(self, states: Sequence[DrawState], rows: Sequence[int]) -> None:
         self.rows: npt.NDArray[np.int64] = np.array(rows, dtype=np.int64)
         self.seeds: npt.NDArray[np.uint64] = np.array(
             [states[row].seed for row in rows], dtype=np.uint64

@@ -456,6 +456,7 @@ class Scheduler:
         above their share are preempted for it, and a request above its tenant's share waits for
         others of that tenant alone. No tenant in `closed` is admitted; those that wait so are
         added. Returns the shortage of the first rejected one; None if that was a slot, or none was.
+        Requests that can never be admitted are refused before: see `InputProcessor._check`.
         """
         slots, reserve = self._free_slots(), None
         if slots < 1 and not self.shares.turns.are_several:

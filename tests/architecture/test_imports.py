@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import grimp
@@ -22,6 +23,7 @@ PACKAGES = {
     "kernels",
     "kv_cache",
     "models",
+    "request",
     "sampling",
     "scheduler",
     "speculation",
@@ -71,6 +73,13 @@ def test_contracts_are_kept_and_every_module_was_scanned() -> None:
         ("cpu", "import pyengine.kv_cache"),
         ("cpu", "import torch"),
         ("scheduler", "import pyengine.speculation.policy"),
+        ("executor", "import pyengine.request.request"),
+        ("executor", "import pyengine.scheduler.batch"),
+        ("request", "import pyengine.scheduler.pins"),
+        (
+            "scheduler",
+            "import typing\nif typing.TYPE_CHECKING:\n    import pyengine.engine",
+        ),
     ],
 )
 def test_a_contract_breaks_when_it_should(tmp_path: Path, package: str, line: str) -> None:
@@ -80,6 +89,34 @@ def test_a_contract_breaks_when_it_should(tmp_path: Path, package: str, line: st
     done = lint(tmp_path)
     assert done.returncode == 1
     assert f"pyengine.{package.replace('/', '.')}.intruder" in done.stdout, done.stdout
+
+
+def imports_of_files(folder: Path) -> dict[str, set[str]]:
+    """The files of ours that each file of a package imports, also for types and in functions."""
+    command = [
+        sys.executable,
+        "-c",
+        "import grimp, json; graph = grimp.build_graph('pyengine', cache_dir=None)\n"
+        "print(json.dumps({name: [*graph.find_modules_directly_imported_by(name)]"
+        " for name in graph.modules}))",
+    ]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    return {name: set(imports) for name, imports in json.loads(done.stdout).items()}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    imports = imports_of_files(ROOT)
+    assert len(imports) > 200 and "pyengine.engine.core" in imports["pyengine.engine.loop"]
+    TopologicalSorter(imports).prepare()
+
+
+def test_a_circle_of_files_is_found(tmp_path: Path) -> None:
+    for name, line in (("a", "if False:\n    import pyengine.b"), ("b", "import pyengine.a")):
+        (tmp_path / "pyengine").mkdir(exist_ok=True)
+        (tmp_path / "pyengine" / f"{name}.py").write_text(f"{line}\n")
+    (tmp_path / "pyengine" / "__init__.py").touch()
+    with pytest.raises(CycleError, match=r"pyengine\.b"):
+        TopologicalSorter(imports_of_files(tmp_path)).prepare()
 
 
 def imported(path: Path) -> set[str]:

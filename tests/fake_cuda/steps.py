@@ -35,7 +35,7 @@ from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from pyengine.models import fallback
 from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.model import attending_layers
-from pyengine.models.loaded import Model
+from pyengine.models.model import Model
 from pyengine.sampling.sampler import SamplingBatch, sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams

@@ -20,7 +20,8 @@ from pyengine.models.decoder.kernels import AttentionWeights, NormWeights
 from pyengine.models.decoder.layers import Experts
 from pyengine.models.decoder.loading import OpenedModel, fallback_reason, open_model
 from pyengine.models.decoder.spec import Attention, LatentAttention
-from pyengine.models.decoder.weights import Linear, Weight
+from pyengine.models.decoder.stored_weight import Weight
+from pyengine.models.decoder.weights import Linear
 from pyengine.models.gguf_file import GGUFFile
 
 Arithmetic = Literal["float32", "bfloat16", "int8"]

@@ -16,8 +16,8 @@ from pyengine.kernels.operators import define_operator
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.kernels import Table, TableUse
 from pyengine.models.decoder.spec import MLP
+from pyengine.models.decoder.stored_weight import Weight
 from pyengine.models.decoder.torch_kernels import ExpertMatrices, TorchKernels, TorchProduct
-from pyengine.models.decoder.weights import Weight
 from pyengine.utils.tensors import array_of, tensor_of
 
 _numbers = count()

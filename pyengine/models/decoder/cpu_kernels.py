@@ -57,7 +57,7 @@ from pyengine.models.decoder.spec import (
     Rotary,
     Routing,
 )
-from pyengine.models.decoder.weights import Weight
+from pyengine.models.decoder.stored_weight import Weight
 from pyengine.utils.dtypes import Rows, rounded, widened
 
 if TYPE_CHECKING:

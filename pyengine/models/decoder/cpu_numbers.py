@@ -6,7 +6,7 @@ import numpy as np
 
 from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.checkpoint import Array
-from pyengine.models.decoder.weights import Weight
+from pyengine.models.decoder.stored_weight import Weight
 from pyengine.utils.dtypes import Rows, rounded, widened
 
 Dtype = Literal["float32", "bfloat16"]

@@ -14,7 +14,7 @@ from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype, read
 from pyengine.models.decoder.kernels import Product
 from pyengine.models.decoder.rotary import Floats
 from pyengine.models.decoder.spec import MLP, ClampedGate
-from pyengine.models.decoder.weights import Weight
+from pyengine.models.decoder.stored_weight import Weight
 from pyengine.models.integer_linear import GROUP, int4, q8_0
 from pyengine.utils.dtypes import Rows, rounded, widened
 

@@ -24,8 +24,8 @@ from pyengine.models.decoder.float8 import (
 )
 from pyengine.models.decoder.kernels import NormWeights, Product
 from pyengine.models.decoder.spec import MLP, ClampedGate
+from pyengine.models.decoder.stored_weight import Weight
 from pyengine.models.decoder.torch_kernels import ExpertMatrices, TorchKernels
-from pyengine.models.decoder.weights import Weight
 
 
 class CudaKernels(TorchKernels):

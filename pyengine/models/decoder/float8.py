@@ -23,7 +23,7 @@ import torch
 from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.checkpoint import Array, StoredTensor
 from pyengine.models.decoder.grouped import grouped_linear
-from pyengine.models.decoder.weights import Weight
+from pyengine.models.decoder.stored_weight import Weight
 from pyengine.utils.host_copy import upload
 
 DTYPE = torch.float8_e4m3fn

@@ -18,10 +18,10 @@ from pyengine.models.decoder.spec import (
     Rotary,
     Routing,
 )
+from pyengine.models.decoder.stored_weight import Weight
 
 if TYPE_CHECKING:
     from pyengine.attention.backend import AttentionPlan
-    from pyengine.models.decoder.weights import Weight
 
 TableUse = Literal["lookup", "product", "both"]
 Rows = Any
@@ -103,33 +103,33 @@ class AttentionKernel(Protocol):
 class Kernels(Protocol):
     """The operations of a device. Sums are float32, and results are rounded once."""
 
-    def product(self, weight: "Weight", bias: "Weight | None") -> Product:
+    def product(self, weight: Weight, bias: Weight | None) -> Product:
         """Lay out a matrix and its bias for products."""
 
-    def exact_product(self, weight: "Weight", bias: "Weight | None") -> Product:
+    def exact_product(self, weight: Weight, bias: Weight | None) -> Product:
         """The same with a matrix and results in float32, whatever the rows are."""
 
-    def inner_product(self, weight: "Weight", bias: "Weight | None", mlp: MLP) -> Product:
+    def inner_product(self, weight: Weight, bias: Weight | None, mlp: MLP) -> Product:
         """Lay out the first matrix of an MLP; the product has its activation applied.
 
         A gated one has `[2 size, inputs]`, the gate first, and gives `[T, size]`.
         """
 
-    def table(self, weight: "Weight", use: TableUse = "both") -> Table:
+    def table(self, weight: Weight, use: TableUse = "both") -> Table:
         """Lay out a matrix for look-ups, for products, or for both: an embedding, or the head."""
 
-    def differ(self, first: "Weight", second: "Weight") -> bool:
+    def differ(self, first: Weight, second: Weight) -> bool:
         """True if two matrices of one shape have other numbers."""
 
     def experts(
-        self, gate_up: Sequence["Weight"], down: Sequence["Weight"], biases: Any, mlp: MLP
+        self, gate_up: Sequence[Weight], down: Sequence[Weight], biases: Any, mlp: MLP
     ) -> ExpertProducts:
         """Lay out the matrices of all experts; `biases` are those of both, or None."""
 
-    def vector(self, weight: "Weight") -> Any:
+    def vector(self, weight: Weight) -> Any:
         """Read a vector, in the dtype of rows."""
 
-    def exact_vector(self, weight: "Weight") -> Any:
+    def exact_vector(self, weight: Weight) -> Any:
         """Read a vector in float32."""
 
     def angles(self, positions: Rows, rotary: Rotary) -> tuple[Rows, Rows]:

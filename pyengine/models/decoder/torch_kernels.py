@@ -35,7 +35,7 @@ from pyengine.models.decoder.spec import (
     Rotary,
     Routing,
 )
-from pyengine.models.decoder.weights import Weight
+from pyengine.models.decoder.stored_weight import Weight
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,

@@ -24,7 +24,7 @@ from pyengine.models.decoder.cpu_products import (
 from pyengine.models.decoder.loading import open_model
 from pyengine.models.decoder.product_choice import ProductChooser, onednn_supports
 from pyengine.models.decoder.spec import MLP, ClampedGate
-from pyengine.models.decoder.weights import Weight
+from pyengine.models.decoder.stored_weight import Weight
 from pyengine.models.integer_linear import q8_0
 from pyengine.utils.dtypes import rounded, widened
 from pyengine.utils.tensors import array_of, tensor_of

@@ -19,8 +19,8 @@ from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.cpu_numbers import Dtype
 from pyengine.models.decoder.loading import open_model, spec_of
 from pyengine.models.decoder.ranks import Rank, divided
+from pyengine.models.decoder.stored_weight import Weight
 from pyengine.models.decoder.torch_kernels import TorchKernels
-from pyengine.models.decoder.weights import Weight
 from pyengine.utils.tensors import array_of, tensor_of
 from tests.unit.models.decoder.steps import CPU, Runner, Running, generate
 from tests.unit.models.decoder.test_families import SETS, TOLERANCE, Saved

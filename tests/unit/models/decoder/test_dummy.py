@@ -13,8 +13,8 @@ from pyengine.models.decoder.cpu_numbers import as_floats
 from pyengine.models.decoder.dummy import dummy_shapes, open_dummy
 from pyengine.models.decoder.loading import read_spec
 from pyengine.models.decoder.made_up import DummyStored
+from pyengine.models.decoder.stored_weight import Weight
 from pyengine.models.decoder.torch_kernels import TorchKernels
-from pyengine.models.decoder.weights import Weight
 from tests.unit.models.decoder.steps import CPU, Runner
 from tests.unit.models.decoder.test_families import Saved
 from tests.unit.models.decoder.tiny_models import MODELS, Tiny, configuration_in
