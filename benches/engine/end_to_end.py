@@ -29,8 +29,9 @@ An engine that gives another number of tokens than was asked for is named, and h
 What is not there, a line says. `--avx2` holds every engine but llama.cpp to AVX2, by the switches
 of torch, oneDNN, MKL and this engine, and vLLM to its kernels for AVX2.
 
-Tables in markdown go to standard output: tokens per second, ratios, goals, and the README's;
-`--docs` puts them into docs/benchmarks/engine.md and the README too, between this machine's marks.
+Tables in markdown go to standard output: tokens per second, ratios, goals, and a
+summary; `--docs` writes them into docs/benchmarks/engine.md and index.md, between this machine's
+marks.
 The seconds are in `benches/results/end-to-end-MACHINE.json` as soon as they are known. `--append`
 keeps what that file holds and measures the asked rows, engines and dtypes again.
 """
@@ -59,7 +60,7 @@ from benches.peers.report import heading, libraries, machine, results_file, resu
 from pyengine.models.source import embedded_gguf
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+INDEX = ROOT / "docs/benchmarks/index.md"
 PEERS = ROOT / ".venv-peers/bin/python"
 LLAMA_PYTHON = ROOT / ".venv-llama/bin/python"
 MISTRAL_PYTHON = ROOT / ".venv-mistral/bin/python"
@@ -449,7 +450,7 @@ def int8_goals(record: Record) -> Iterator[str]:
 
 
 def summary(record: Record) -> Iterator[str]:
-    """For the README: the better of ours against the better of vLLM's, and transformers."""
+    """For the index page: the better of ours against the better of vLLM's, and transformers."""
     about = heading(record.about["machine"], record.rounds(OURS, COMPILED, VLLM, VLLM32))
     yield (
         f"| {about}; times as fast as | vLLM 0.32, float32 | vLLM 0.32, bfloat16 "
@@ -521,8 +522,8 @@ def main() -> None:
         record.write()
         say(str(target.relative_to(ROOT)))
     publish(name, tables(record), write=options.docs)
-    in_readme = has_place(name, README)  # it has the table of one machine
-    publish(name, summary(record), write=options.docs and in_readme, page=README)
+    in_index = has_place(name, INDEX)  # it has the table of one machine
+    publish(name, summary(record), write=options.docs and in_index, page=INDEX)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from benches.engine.end_to_end import (
     LLAMA,
     MISTRAL,
     OURS,
-    ROOT,
     VLLM32,
     WORKS,
     Record,
@@ -207,7 +206,7 @@ def test_tables_go_between_their_marks_and_nothing_else_is_touched(tmp_path: Pat
     [
         (PAGE, "end-to-end-xeon-amx"),
         (PAGE, "engine-overhead-xeon-amx"),
-        (ROOT / "README.md", "end-to-end-epyc-avx512"),
+        (end_to_end.INDEX, "end-to-end-epyc-avx512"),
     ],
 )
 def test_the_pages_have_the_marks(page: Path, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The figures in the README and the docs are those of the stored results."""
+"""The figures in the docs are those of the stored results."""
 
 import json
 import re
@@ -26,7 +26,6 @@ from benches.peers import goals, pages
 from benches.peers.report import RESULTS, commit, heading, machine, machine_name
 from tests.support.docs import ROOT, table
 
-README = ROOT / "README.md"
 BENCHMARKS = ROOT / "docs/benchmarks"
 MANAGER, ENGINE = BENCHMARKS / "block-manager.md", BENCHMARKS / "engine.md"
 SERVING, IN_VLLM = BENCHMARKS / "serving.md", BENCHMARKS / "vllm.md"
@@ -46,8 +45,7 @@ def from_file(table_of: Callable[[Any], Iterator[str]]) -> Callable[[str], Itera
 
 
 SHOWN: list[tuple[Path, str, Callable[[str], Iterator[str]]]] = [
-    (README, "end-to-end-epyc-avx512", lambda name: end_to_end.summary(record(name))),
-    (README, pages.MARK, lambda _: pages.readme(pages.results())),
+    (end_to_end.INDEX, "end-to-end-epyc-avx512", lambda name: end_to_end.summary(record(name))),
     (MANAGER, pages.MARK, lambda _: pages.goals(pages.results())),
     (ENGINE, "end-to-end-xeon-amx", lambda name: end_to_end.tables(record(name))),
     (ENGINE, "end-to-end-epyc-avx512", lambda name: end_to_end.tables(record(name))),
@@ -88,7 +86,6 @@ def test_a_table_is_what_its_results_say(
 
 def test_every_place_between_marks_is_compared() -> None:
     texts = {page: page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")}
-    texts[README] = README.read_text(encoding="utf-8")
     found = {(page, name) for page, text in texts.items() for name in marks(text)}
     assert found == {(page, name) for page, name, _ in SHOWN}
 
