@@ -23,6 +23,7 @@ WITH_TORCH := $(VENV)/.installed-torch
 DEV    := $(VENV)/.installed-dev
 DOCS   := $(VENV)/.installed-docs
 BUILT  := $(VENV)/.built
+COMPILED := $(VENV)/.compiled
 LIGHT  := .venv-light
 PEERS  := .venv-peers
 CLIENTS := .venv-clients
@@ -83,58 +84,57 @@ CRATES_ARGS ?=
 # The revision with which `make semver` compares: the tag of the last release, once there is one.
 BASELINE ?= HEAD~1
 
+# The targets of `make help`, and the awk program that prints the lines `target: ... ## TIME: text` and headings `##@`.
+COMMON := hello serve quick test check docs
+HELP = /^\#\#@ / && !wanted {print "\n" substr($$0, 5)} \
+  /^[a-z0-9-]+:.*\#\# / {name = text = $$0; sub(/:.*/, "", name); sub(/.*\#\# /, "", text); time = text; \
+  sub(/: .*/, "", time); sub(/^[^:]*: /, "", text); \
+  if (!wanted || index(wanted, " " name " ")) printf "  make %-18s %8s  %s\n", name, time, text}
+
+# What `make quick` tests: the scheduler, the engine's steps, the block manager, the import rules.
+QUICK_TESTS := tests/architecture tests/unit/kv_cache tests/unit/scheduler tests/unit/engine
+
 # The oldest Rust.
 MSRV := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello serve torch clients cluster cluster-test test test-light test-modelled test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom model fuzz mutants mutants-python bench vllm-tests conformance gpu-tests gpu-planner gpu-first-run gpu-first-run-kit bench-rust bench-worst guard guard-update clean
+.PHONY: help help-all quick lint hello serve torch clients cluster cluster-test test test-light test-modelled test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom model fuzz mutants mutants-python bench vllm-tests conformance gpu-tests gpu-planner gpu-first-run gpu-first-run-kit bench-rust bench-worst guard guard-update clean
 .PHONY: distclean rust-tools valgrind wheels try-wheels try-bare try-musl sdist sbom test-portable test-windows
 .PHONY: crates publish-crates msrv semver lint-workflows lint-deploy deny audit release-check release-notes
 .DEFAULT_GOAL := help
 
-help: ## this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+help: ## 1 s: the targets that you need first
+	@awk -v wanted=' $(COMMON) ' '$(HELP)' Makefile
+	@echo; echo '  make help-all has the others. Times are about those of two cores; a first run also installs and builds.'
 
-hello: $(ENGINE) $(BUILT) ## a real model answers through the Rust block manager
+help-all: ## 1 s: all targets, with about the time that each takes on two cores once all is built
+	@awk '$(HELP)' Makefile
+
+##@ Use it
+
+hello: $(COMPILED) ## 1 s: ask a real model; the first run installs and builds, which takes about 3 min
 	@$(BIN)/pyengine generate --chat --temperature 0 --max-tokens 32 "What is the capital of Japan?"
 
-serve: $(SERVE) $(BUILT) ## the embedded model as an OpenAI-compatible server on port 8000; SERVE_ARGS="MODEL --port 8001"
+serve: $(SERVE) $(COMPILED) ## 3 s: serve the embedded model at 127.0.0.1:8000; SERVE_ARGS="MODEL --port 8001"
 	@$(BIN)/pyengine serve $(SERVE_ARGS)
 
-torch: $(WITH_TORCH) ## torch and transformers for what needs them: CUDA, compile=True, other families; TORCH=cpu or cuda
+torch: $(WITH_TORCH) ## minutes: install torch and transformers for CUDA, compile=True, other families; TORCH=cpu or cuda
 
-test: $(DEV) $(BUILT) ## Rust and Python tests
+##@ While you work
+
+quick: $(DEV) $(BUILT) ## 2 min: formats, lints, types and the tests of the engine's core: before every commit
+	cargo fmt --all --check
+	@$(MAKE) --no-print-directory lint
+	$(BIN)/pytest -n 2 -m "not slow" $(QUICK_TESTS)
+
+test: $(DEV) $(BUILT) ## 20 min: all Rust and Python tests
 	cargo test --workspace
 	@$(MAKE) --no-print-directory test-modelled
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-light: $(LIGHT)/.built ## the Python tests in an environment without torch
-	$(LIGHT)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-
-# REQUIRE_ISA asks for processors, not for models.
-test-modelled: ## the Rust tests of AMX against a model of its instructions, where the processor has AVX-512 BF16
-	ATTENTION_CASES=$(MODELLED_CASES) REQUIRE_ISA= \
-	  cargo test -p cpu-kernels --features modelled-tiles -- amx
-
-test-levels: $(DEV) $(BUILT) ## the tests that depend on the processor, at each of its instruction levels
-	@$(BIN)/python tools/levels.py
-
-test-aarch64: aarch64 ## Rust tests on an emulated Arm processor; as root it installs the emulator
-	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
-	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64-static -L /usr/aarch64-linux-gnu" \
-	ATTENTION_CASES=$(AARCH64_CASES) PROPTEST_CASES=$(AARCH64_CASES) KV_OPS=$(AARCH64_OPS) REQUIRE_ISA=plain,neon \
-	  cargo test --target aarch64-unknown-linux-gnu -p cpu-kernels -p kv-core -p kv-store -p kv-trace -p suffix-index -p kv-router
-
-test-free-threaded: free-threaded ## the block manager's threads in a Python without a global lock; PYTHON_T=python3.14t
-	$(FREE_THREADED)/bin/python -c 'import sys, numpy, pyengine._kv, pyengine._cpu; sys.exit(sys._is_gil_enabled() and "the GIL was enabled by an import")'
-	$(FREE_THREADED)/bin/python -m pytest -p no:cacheprovider $(THREADED_TESTS)
-
-clients: $(CLIENTS)/.installed $(BUILT) ## programs of others against the server; the page needs Debian's chromium
-	$(CLIENTS)/bin/python -m pytest -m clients tests/clients
-
-check: rust-tools $(DEV) $(BUILT) docs lint-workflows lint-deploy ## formats, lints, types, import rules, the site; changes no file of yours
+check: rust-tools $(DEV) $(BUILT) docs lint-workflows lint-deploy ## minutes: formats, lints, types, import rules, the site; changes none of your files
 	cargo fmt --all --check
 	cargo fmt --manifest-path rust/fuzz/Cargo.toml --check
 	cargo clippy --workspace --all-targets -- -D warnings
@@ -143,111 +143,94 @@ check: rust-tools $(DEV) $(BUILT) docs lint-workflows lint-deploy ## formats, li
 	RUSTFLAGS="--cfg loom" cargo check -p cpu-kernels --lib --profile test --target-dir target/loom
 	PYO3_CONFIG_FILE=$(abspath rust/extension/python3.14t.cfg) cargo clippy -p kv-py -p cpu-py --target-dir target/free-threaded -- -D warnings
 	CUSTOM_LIBFUZZER_PATH=none/libfuzzer.a cargo check --locked --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz
+	@$(MAKE) --no-print-directory lint
+	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml pyengine._kv pyengine._cpu
+	$(UV) lock --check --quiet
+
+docs: $(DOCS) $(BUILT) ## 12 s: build the documentation as a site in target/site and check its links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+lint:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml pyengine._kv pyengine._cpu
 	$(BIN)/lint-imports --no-cache
-	$(UV) lock --check --quiet
 
-docs: $(DOCS) $(BUILT) ## the documentation as a site in target/site; links are checked
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+clean: ## 1 s: remove what was built, but not .venv
+	rm -rf target dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -f pyengine/_kv*.so $(BUILT) $(COMPILED)
+	find pyengine tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
-cluster: $(CLUSTER)/.installed $(BUILT) ## two replicas on Ray behind the router, under load; a line of figures
-	$(CLUSTER)/bin/python -m benches.cluster.show
+distclean: clean ## 1 s: remove the environments, too
+	rm -rf $(VENV) $(LIGHT) $(PEERS) $(CLIENTS) $(CLUSTER) $(GPU_TESTS) $(GPU_TESTS_TORCH_2_11) $(MUTANTS) $(FREE_THREADED) $(WHEELS) $(LINT_DEPLOY) $(AUDIT)
 
-cluster-test: $(CLUSTER)/.installed $(BUILT) ## replicas on Ray: the same answers, one killed, one more, none left behind
-	$(CLUSTER)/bin/python -m pytest -m cluster tests/cluster
+##@ Tests of one part
 
-wheel: $(DEV) $(BUILT) ## the abi3 wheel in dist/, tried in an empty environment of another Python
-	rm -rf dist
-	$(BIN)/maturin build --release --out dist
-	$(BIN)/python tools/try_wheel.py dist/*.whl
+test-light: $(LIGHT)/.built ## 12 min: the Python tests in an environment without torch
+	$(LIGHT)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-wheels: $(WHEELS)/.installed ## wheels for Linux, macOS and Windows in dist/, checked; PLATFORMS="linux-x86_64 windows-x86_64"
-	$(WHEELS)/bin/python -m tools.wheels $(PLATFORMS)
+# REQUIRE_ISA asks for processors, not for models.
+test-modelled: ## minutes: the Rust tests of AMX against a model of its instructions; needs AVX-512 BF16
+	ATTENTION_CASES=$(MODELLED_CASES) REQUIRE_ISA= \
+	  cargo test -p cpu-kernels --features modelled-tiles -- amx
 
-try-wheels: $(WHEELS)/.installed ## those of dist/ are used where this machine can run them; make aarch64 brings an emulator, musl-tools a Python for musl
-	$(WHEELS)/bin/python -m tools.try_wheels
+test-levels: $(DEV) $(BUILT) ## 3 min: tests that depend on the processor, at each of its instruction levels
+	@$(BIN)/python tools/levels.py
 
-try-bare: ## as root: the x86-64 wheel of dist/ in a new Debian with Python alone; block manager, generate, serve
-	@command -v debootstrap > /dev/null || { apt-get update && apt-get install -y debootstrap; }
-	sh tools/try_bare.sh dist/*manylinux*x86_64.whl
+test-aarch64: aarch64 ## minutes: Rust tests on an emulated Arm processor; as root it installs the emulator
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64-static -L /usr/aarch64-linux-gnu" \
+	ATTENTION_CASES=$(AARCH64_CASES) PROPTEST_CASES=$(AARCH64_CASES) KV_OPS=$(AARCH64_OPS) REQUIRE_ISA=plain,neon \
+	  cargo test --target aarch64-unknown-linux-gnu -p cpu-kernels -p kv-core -p kv-store -p kv-trace -p suffix-index -p kv-router
 
-try-musl: ## the musl wheel of dist/ is used in a container; needs docker
-	docker run --rm --volume "$(CURDIR):/src:ro" --workdir /src python:3.13-alpine python tools/try_wheel.py dist/*musllinux*.whl
+test-free-threaded: free-threaded ## minutes: the block manager's threads without a GIL; PYTHON_T=python3.14t
+	$(FREE_THREADED)/bin/python -c 'import sys, numpy, pyengine._kv, pyengine._cpu; sys.exit(sys._is_gil_enabled() and "the GIL was enabled by an import")'
+	$(FREE_THREADED)/bin/python -m pytest -p no:cacheprovider $(THREADED_TESTS)
 
-sdist: $(WHEELS)/.installed ## the sources as pip takes them, in dist/
-	rm -f dist/*.tar.gz
-	$(WHEELS)/bin/python -m maturin sdist --out dist
-
-sbom: ## what the extension in dist/ was built of, in target/sbom
-	mkdir -p target/sbom
-	$(PYTHON) tools/sbom.py dist > target/sbom/pyengine-kv.cdx.json
-
-test-portable: ## Rust tests of the crates that run on every platform
+test-portable: ## 1 min: Rust tests of the crates that run on every platform
 	$(PYTHON) tools/portable.py test
 
-test-windows: $(WHEELS)/.installed ## the same, built for Windows and run by wine, where it is installed
+test-windows: $(WHEELS)/.installed ## minutes: the same tests, built for Windows and run by wine, if it is installed
 	mkdir -p target/wine
 	$(WHEELS)/bin/python -m ziglang cc -target x86_64-windows-gnu -shared -o target/wine/bcryptprimitives.dll tools/bcryptprimitives.c -ladvapi32
 	PATH="$(abspath $(WHEELS)/bin):$$PATH" CARGO_TARGET_X86_64_PC_WINDOWS_GNU_RUNNER=wine \
 	WINEPATH="Z:$(CURDIR)/target/wine" WINEDEBUG=-all WINEPREFIX="$(CURDIR)/target/wine/prefix" \
 	  $(PYTHON) tools/portable.py zigbuild-test x86_64-pc-windows-gnu --tests --no-fail-fast
 
-soak: $(DEV) $(BUILT) ## the long runs: ten million random operations, 2,000 kills, the full token comparison
-	KV_OPS=10000000 KILLS=2000 cargo test --release --workspace
-	$(BIN)/pytest -m soak
+clients: $(CLIENTS)/.installed $(BUILT) ## minutes: other projects' clients against the server; the page needs Debian's chromium
+	$(CLIENTS)/bin/python -m pytest -m clients tests/clients
 
-crates: ## are the crates ready for crates.io? documentation without a warning, packages that build
-	RUSTDOCFLAGS="-D warnings" $(PYTHON) tools/portable.py doc --no-deps
-	$(PYTHON) tools/portable.py package --locked $(CRATES_ARGS)
+cluster-test: $(CLUSTER)/.installed $(BUILT) ## minutes: replicas on Ray: equal answers, one killed, one added, none left behind
+	$(CLUSTER)/bin/python -m pytest -m cluster tests/cluster
 
-publish-crates: ## puts the crates on crates.io, in the order in which they need each other
-	$(PYTHON) tools/portable.py publish --locked
+conformance: $(ENGINE) ## minutes: vLLM's KVCacheManager in the conformance suite; installs it, as make bench does
+	$(BIN)/python benches/peers/env.py
+	cargo run --release -q -p kv-conformance -- $(PEERS)/bin/python tests/peers/vllm_conformance.py $(CONFORMANCE)
 
-msrv: ## the crates build and pass their tests with the oldest Rust that Cargo.toml names
-	rustup toolchain install --profile minimal $(MSRV)
-	$(PYTHON) tools/portable.py +$(MSRV) test --locked --target-dir target/msrv
+vllm-tests: $(BUILT) ## 8 min: vLLM's own tests of its block management with ours; both engines, step by step
+	$(BIN)/python benches/peers/env.py
+	$(BIN)/python tests/peers/vllm_own/run.py --python $(PEERS)/bin/python
+	PYTHONPATH=target/vllm-own/site $(PEERS)/bin/python -m pytest -c tests/peers/pytest.ini --rootdir . tests/peers
 
-semver: ## is the API of the crates compatible with that of BASELINE=v1.2.3, as their versions say?
-	@command -v cargo-semver-checks > /dev/null || cargo install cargo-semver-checks --locked
-	$(PYTHON) tools/portable.py semver-checks --baseline-rev $(BASELINE)
+gpu-tests: $(GPU_TESTS)/.installed $(GPU_TESTS_TORCH_2_11)/.installed $(BUILT) ## 24 min: the GPU path on a simulated CUDA device, with the newest torch and with 2.11
+	$(GPU_TESTS)/bin/python $(FAKE_CUDA)
+	$(GPU_TESTS_TORCH_2_11)/bin/python $(FAKE_CUDA)
 
-lint-workflows: $(LINT_DEPLOY)/.installed ## errors and weak points of .github
-	$(LINT_DEPLOY)/bin/actionlint
-	$(LINT_DEPLOY)/bin/zizmor --offline --no-progress -q .github
-	$(LINT_DEPLOY)/bin/check-jsonschema -q --builtin-schema vendor.dependabot .github/dependabot.yml
+gpu-planner: $(GPU_TESTS)/.installed-cuda $(BUILT) ## minutes: flashinfer's planner against our workspaces; downloads nvcc (300 MB), needs g++
+	$(GPU_TESTS)/bin/python -m pytest -m fake_cuda tests/fake_cuda/planner
 
-lint-deploy: $(LINT_DEPLOY)/.installed ## the Dockerfile, compose and Kubernetes files of deploy/ against their schemas
-	$(LINT_DEPLOY)/bin/hadolint deploy/Dockerfile
-	$(LINT_DEPLOY)/bin/check-jsonschema -q --builtin-schema vendor.compose-spec deploy/compose.yaml
-	$(LINT_DEPLOY)/bin/kubernetes-validate --strict deploy/kubernetes/*.yaml
-
-deny: ## licences, sources and known vulnerabilities of the crates; the last need the network
-	@command -v cargo-deny > /dev/null || cargo install cargo-deny --locked
-	cargo deny --workspace check $(DENY)
-
-audit: $(AUDIT)/.installed ## known vulnerabilities of the Python packages; needs the network
-	$(BIN)/python tools/requirements.py serve > $(AUDIT)/serve.txt
-	$(BIN)/python tools/requirements.py engine >> $(AUDIT)/serve.txt
-	$(BIN)/python tools/requirements.py torch >> $(AUDIT)/serve.txt
-	$(AUDIT)/bin/pip-audit --strict --progress-spinner off -r $(AUDIT)/serve.txt
-
-release-check: ## does TAG=v1.2.3 name the version of Cargo.toml and of the changelog?
-	$(PYTHON) tools/release.py check $(TAG)
-
-release-notes: ## the changelog's part on TAG=v1.2.3
-	$(PYTHON) tools/release.py notes $(TAG)
-
-loom: ## every interleaving of a pin's drop with the manager's work, and of threads in parallel regions
+loom: ## minutes: every interleaving of a dropped pin with the manager's calls, and of parallel regions
 	RUSTFLAGS="--cfg loom" cargo test -p kv-core --release --test loom --target-dir target/loom
 	RUSTFLAGS="--cfg loom" cargo test -p cpu-kernels --release --lib --target-dir target/loom region::
 
-model: ## every state of the block manager's model, in larger worlds than make test has; three minutes
+model: ## 3 min: every state of the block manager's model, in larger worlds than make test has
 	MODEL=full cargo test --release -p kv-model -- --nocapture --test-threads 1
 
-fuzz: ## SECONDS=600 of operations that a fuzzer chooses, and of recordings; needs a C++ compiler
+soak: $(DEV) $(BUILT) ## hours: ten million random operations, 2,000 kills, the full token comparison
+	KV_OPS=10000000 KILLS=2000 cargo test --release --workspace
+	$(BIN)/pytest -m soak
+
+fuzz: ## 10 min: operations and recordings chosen by a fuzzer for SECONDS=600; needs a C++ compiler
 	@command -v cargo-fuzz > /dev/null || cargo install cargo-fuzz --locked
 	mkdir -p target/fuzz/corpus
 	cargo fuzz run operations --sanitizer none --fuzz-dir rust/fuzz --target-dir target/fuzz \
@@ -256,58 +239,108 @@ fuzz: ## SECONDS=600 of operations that a fuzzer chooses, and of recordings; nee
 	cargo fuzz run replay --sanitizer none --fuzz-dir rust/fuzz --target-dir target/fuzz \
 	  target/fuzz/corpus-replay rust/fuzz/corpus/replay -- -max_total_time=$(SECONDS) -max_len=4096
 
-mutants-python: $(MUTANTS)/.installed $(BUILT) ## the same for the scheduler, batches, recovery, keys; FILE=pyengine/engine/recovery.py: minutes
-	$(MUTANTS)/bin/python tools/mutants.py $(FILE)
-
-mutants: mutants-python ## changes kv-core in every way that cargo-mutants knows: which ones does no test notice? hours
+mutants: mutants-python ## hours: change kv-core and the Python below in every known way: which changes pass the tests?
 	@command -v cargo-mutants > /dev/null || cargo install cargo-mutants --locked
 	PROPTEST_MAX_SHRINK_ITERS=0 cargo mutants -p kv-core -j2 --timeout 60 --shuffle -o target/mutants
 
-bench: $(BUILT) ## the block manager against vLLM's, SGLang's and nano-vllm's; installs those (6.5 GB)
+mutants-python: $(MUTANTS)/.installed $(BUILT) ## hours: the same for the scheduler, batches, recovery, keys; one FILE=pyengine/...: minutes
+	$(MUTANTS)/bin/python tools/mutants.py $(FILE)
+
+##@ Figures
+
+bench: $(BUILT) ## 3 min: the block manager against vLLM's, SGLang's and nano-vllm's; installs them (6.5 GB)
 	$(BIN)/python benches/peers/env.py
 	$(PEERS)/bin/python -m benches.peers $(BENCH)
 
-vllm-tests: $(BUILT) ## vLLM's own tests of its block management with ours; both engines, step by step; 8 minutes
-	$(BIN)/python benches/peers/env.py
-	$(BIN)/python tests/peers/vllm_own/run.py --python $(PEERS)/bin/python
-	PYTHONPATH=target/vllm-own/site $(PEERS)/bin/python -m pytest -c tests/peers/pytest.ini --rootdir . tests/peers
-
-conformance: $(ENGINE) ## vLLM's KVCacheManager in the conformance suite of block managers; installs it, as make bench does
-	$(BIN)/python benches/peers/env.py
-	cargo run --release -q -p kv-conformance -- $(PEERS)/bin/python tests/peers/vllm_conformance.py $(CONFORMANCE)
-
-gpu-tests: $(GPU_TESTS)/.installed $(GPU_TESTS_TORCH_2_11)/.installed $(BUILT) ## the GPU path on a CUDA device that is not there: every backend on every family, compiled code; the newest torch, and 2.11
-	$(GPU_TESTS)/bin/python $(FAKE_CUDA)
-	$(GPU_TESTS_TORCH_2_11)/bin/python $(FAKE_CUDA)
-
-gpu-planner: $(GPU_TESTS)/.installed-cuda $(BUILT) ## flashinfer's planner against our workspaces; brings nvcc (300 MB), needs g++
-	$(GPU_TESTS)/bin/python -m pytest -m fake_cuda tests/fake_cuda/planner
-
-gpu-first-run: $(DEV) $(BUILT) ## is the GPU path right, and how fast? nine minutes; DEVICE=cpu: tiny, to see that it runs
-	$(BIN)/python -m benches.gpu.first_run --device $(DEVICE) --out $(OUT)
-
-gpu-first-run-kit: $(GPU_TESTS)/.installed $(BUILT) ## what that takes along to a machine without a network: target/gpu-first-run; brings nvcc, needs g++
-	$(GPU_TESTS)/bin/python -m benches.gpu.first_run.kit
-
-bench-rust: ## how long the hot operations take in Rust, with criterion; BENCH=decode for some of them
+bench-rust: ## minutes: times of the hot operations in Rust, by criterion; BENCH=decode for one of them
 	cargo bench -p kv-bench -- $(BENCH)
 
-bench-worst: ## the slowest of each call in a million steps beside the median; BENCH='BLOCKS STEPS ROUNDS'
+bench-worst: ## minutes: the slowest of each call in a million steps, and the median; BENCH='BLOCKS STEPS ROUNDS'
 	cargo run --release -p kv-bench --bin worst -- $(BENCH)
 
-guard: valgrind ## the hot operations take no more instructions than they did; needs valgrind
+guard: valgrind ## minutes: the hot operations take no more instructions than recorded; needs valgrind
 	$(PYTHON) benches/guard.py
 
-guard-update: valgrind ## writes down how many they take now
+guard-update: valgrind ## minutes: record how many instructions they take now
 	$(PYTHON) benches/guard.py --update
 
-clean: ## remove what was built; .venv stays
-	rm -rf target dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	rm -f pyengine/_kv*.so $(BUILT)
-	find pyengine tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+cluster: $(CLUSTER)/.installed $(BUILT) ## 1 min: two replicas on Ray behind the router, under load: a line of figures
+	$(CLUSTER)/bin/python -m benches.cluster.show
 
-distclean: clean ## remove .venv too
-	rm -rf $(VENV) $(LIGHT) $(PEERS) $(CLIENTS) $(CLUSTER) $(GPU_TESTS) $(GPU_TESTS_TORCH_2_11) $(MUTANTS) $(FREE_THREADED) $(WHEELS) $(LINT_DEPLOY) $(AUDIT)
+gpu-first-run: $(DEV) $(BUILT) ## 9 min: is the GPU path right, and how fast? DEVICE=cpu runs it at a tiny size
+	$(BIN)/python -m benches.gpu.first_run --device $(DEVICE) --out $(OUT)
+
+gpu-first-run-kit: $(GPU_TESTS)/.installed $(BUILT) ## minutes: pack it for a machine without a network: target/gpu-first-run; needs g++
+	$(GPU_TESTS)/bin/python -m benches.gpu.first_run.kit
+
+##@ Releases
+
+wheel: $(DEV) $(BUILT) ## minutes: the abi3 wheel in dist/, tried in an empty environment of another Python
+	rm -rf dist
+	$(BIN)/maturin build --release --out dist
+	$(BIN)/python tools/try_wheel.py dist/*.whl
+
+wheels: $(WHEELS)/.installed ## 9 min: wheels for Linux, macOS and Windows in dist/; PLATFORMS="linux-x86_64 windows-x86_64"
+	$(WHEELS)/bin/python -m tools.wheels $(PLATFORMS)
+
+try-wheels: $(WHEELS)/.installed ## 2 min: use them where this machine can; first make aarch64, and musl-tools for musl
+	$(WHEELS)/bin/python -m tools.try_wheels
+
+try-bare: ## minutes: as root: the wheel in a new Debian with Python alone; block manager, generate, serve
+	@command -v debootstrap > /dev/null || { apt-get update && apt-get install -y debootstrap; }
+	sh tools/try_bare.sh dist/*manylinux*x86_64.whl
+
+try-musl: ## minutes: use the musl wheel of dist/ in a container; needs docker
+	docker run --rm --volume "$(CURDIR):/src:ro" --workdir /src python:3.13-alpine python tools/try_wheel.py dist/*musllinux*.whl
+
+sdist: $(WHEELS)/.installed ## 2 s: the sources as pip takes them, in dist/
+	rm -f dist/*.tar.gz
+	$(WHEELS)/bin/python -m maturin sdist --out dist
+
+sbom: ## 1 s: the list of crates in the extension in dist/, in target/sbom
+	mkdir -p target/sbom
+	$(PYTHON) tools/sbom.py dist > target/sbom/pyengine-kv.cdx.json
+
+crates: ## 1 min: are the crates ready for crates.io? documentation without warnings, packages that build
+	RUSTDOCFLAGS="-D warnings" $(PYTHON) tools/portable.py doc --no-deps
+	$(PYTHON) tools/portable.py package --locked $(CRATES_ARGS)
+
+publish-crates: ## minutes: publish the crates on crates.io, in the order of their dependencies
+	$(PYTHON) tools/portable.py publish --locked
+
+msrv: ## 2 min: build and test the crates with the oldest Rust that Cargo.toml names
+	rustup toolchain install --profile minimal $(MSRV)
+	$(PYTHON) tools/portable.py +$(MSRV) test --locked --target-dir target/msrv
+
+semver: ## 1 min: is the crates' API compatible with BASELINE=v1.2.3, as their versions say?
+	@command -v cargo-semver-checks > /dev/null || cargo install cargo-semver-checks --locked
+	$(PYTHON) tools/portable.py semver-checks --baseline-rev $(BASELINE)
+
+deny: ## 1 s: licences, sources and known vulnerabilities of the crates; the last need the network
+	@command -v cargo-deny > /dev/null || cargo install cargo-deny --locked
+	cargo deny --workspace check $(DENY)
+
+audit: $(AUDIT)/.installed ## minutes: known vulnerabilities of the Python packages; needs the network
+	$(BIN)/python tools/requirements.py serve > $(AUDIT)/serve.txt
+	$(BIN)/python tools/requirements.py engine >> $(AUDIT)/serve.txt
+	$(BIN)/python tools/requirements.py torch >> $(AUDIT)/serve.txt
+	$(AUDIT)/bin/pip-audit --strict --progress-spinner off -r $(AUDIT)/serve.txt
+
+lint-workflows: $(LINT_DEPLOY)/.installed ## 1 s: errors and weak points of .github
+	$(LINT_DEPLOY)/bin/actionlint
+	$(LINT_DEPLOY)/bin/zizmor --offline --no-progress -q .github
+	$(LINT_DEPLOY)/bin/check-jsonschema -q --builtin-schema vendor.dependabot .github/dependabot.yml
+
+lint-deploy: $(LINT_DEPLOY)/.installed ## 2 s: the Dockerfile, compose and Kubernetes files of deploy/ against their schemas
+	$(LINT_DEPLOY)/bin/hadolint deploy/Dockerfile
+	$(LINT_DEPLOY)/bin/check-jsonschema -q --builtin-schema vendor.compose-spec deploy/compose.yaml
+	$(LINT_DEPLOY)/bin/kubernetes-validate --strict deploy/kubernetes/*.yaml
+
+release-check: ## 1 s: does TAG=v1.2.3 name the version of Cargo.toml and of the changelog?
+	$(PYTHON) tools/release.py check $(TAG)
+
+release-notes: ## 1 s: print the changelog's part on TAG=v1.2.3
+	$(PYTHON) tools/release.py notes $(TAG)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -423,6 +456,11 @@ $(BUILT): $(RUST_SOURCES) $(ENGINE)
 	  { echo "cargo was not found: the block manager is Rust; install the toolchain from https://rustup.rs"; exit 1; }
 	$(BIN)/python -m maturin --version > /dev/null 2>&1 || $(PIP) install "$$($(BIN)/python tools/requirements.py build)"
 	PIP_QUIET=1 VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/python -m maturin develop --release
+	@touch $@
+
+# Bytecode of the package; uv compiles that of the libraries. Where PYTHONDONTWRITEBYTECODE is set, Python writes none.
+$(COMPILED): $(BUILT) $(shell find pyengine -name '*.py')
+	@$(BIN)/python -m compileall -q pyengine
 	@touch $@
 
 # The same extension file as that of .venv: both are editable.

@@ -126,6 +126,17 @@ def test_the_default_model_is_named_once() -> None:
     assert embedded == f"{metadata['name']}=={metadata['version']}"
 
 
+def test_installing_compiles_bytecode() -> None:
+    """Where PYTHONDONTWRITEBYTECODE is set, each start would compile every module again."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert settings["tool"]["uv"]["compile-bytecode"]
+    plan = subprocess.run(
+        ["make", "-n", "-B", "hello"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    compiling = plan.index("-m compileall -q pyengine")
+    assert plan.index("maturin develop") < compiling < plan.index("pyengine generate")
+
+
 def test_building_prints_no_line_for_each_library_of_an_extra() -> None:
     """maturin gives pip the libraries of all extras: it names what it leaves out, unless quiet."""
     plan = subprocess.run(
