@@ -60,6 +60,19 @@ def test_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("notes", "v99.0.0") == 1
 
 
+def test_each_version_has_highlights_and_details() -> None:
+    parts = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    for part in parts:
+        highlights, *kinds = part.split("\n### ")
+        assert len(re.findall(r"^- \*\*", highlights, re.M)) == highlights.count("\n- ") == 5
+        assert {kind.partition("\n")[0] for kind in kinds} <= {
+            *("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"),
+        }
+    details = (ROOT / "docs/reference/changes.md").read_text(encoding="utf-8")
+    versions_there = [part.partition("\n")[0] for part in details.split("\n## ")[1:]]
+    assert versions_there == [part.partition("\n")[0] for part in parts]
+
+
 def test_the_crates_name_each_other_by_one_version() -> None:
     assert len(set(versions(ROOT).values())) == 1
     assert len(versions(ROOT)) > 5
