@@ -1,5 +1,5 @@
-# Everything a person or CI calls. Each target works from a bare clone: it makes .venv,
-# installs what it needs and builds the Rust extension, and does nothing twice.
+# The commands of developers and CI. Each target works in a fresh clone: it creates .venv, installs its dependencies and
+# builds the Rust extension, each only once.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -7,11 +7,11 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q --no-input
 INSTALL = tools/install.py --uv $(UV) --torch $(TORCH)
 
-# It installs what uv.lock says; brought from PyPI if it is not there.
+# Installs the versions of uv.lock; uv comes from PyPI if it is missing.
 UV ?= $(or $(shell command -v uv 2> /dev/null),$(BIN)/uv)
 
-# The build of torch that `make torch` and `make test` install: cpu, cuda, or auto, which is that for CPUs where there is
-# no GPU and PyTorch's index answers.
+# The build of torch that `make torch` and `make test` install: cpu, cuda, or auto (cpu if there is no GPU and PyTorch's
+# index answers).
 TORCH ?= auto
 
 RUST_SOURCES := $(shell find rust \( -path rust/fuzz -o -path rust/kv-bench \) -prune -o \( -name '*.rs' -o -name 'Cargo.toml' \) -print) Cargo.toml $(wildcard Cargo.lock)
@@ -36,7 +36,7 @@ WHEELS := .venv-wheels
 LINT_DEPLOY := .venv-lint-deploy
 AUDIT := .venv-audit
 
-# What `make serve` serves and how: a model, options of `pyengine serve`.
+# A model and options of `pyengine serve` for `make serve`.
 SERVE_ARGS ?=
 
 # Options of `make bench`: BENCH='--quick --only decode'; of `make bench-rust`: BENCH=decode.
@@ -45,43 +45,43 @@ BENCH ?=
 # Options of the adapter of `make conformance`: CONFORMANCE='--promise deduplicates' shows why vLLM makes no such promise.
 CONFORMANCE ?=
 
-# Where `make gpu-first-run` runs, and the folder that it writes to.
+# The device of `make gpu-first-run`, and its output folder.
 DEVICE ?= cuda
 OUT ?= target/gpu
 
-# The oldest releases of attention libraries that are supported; `make gpu-tests` tries the newest, too.
+# The oldest supported releases of attention libraries; `make gpu-tests` also tests the newest.
 FLASHINFER ?= 0.6.18
 FLASH_ATTN ?= 2.8.3
 
-# Releases that GPU machines have; `make gpu-tests` tries them beside those of uv.lock.
+# Releases on GPU machines; `make gpu-tests` tests them and those of uv.lock.
 TORCH_2_11 := 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.17.*'
 
-# The file of `make mutants-python`; all of its files without.
+# The file of `make mutants-python`; empty: all.
 FILE ?=
 
-# The Python without a global lock that `make test-free-threaded` runs.
+# The Python without a GIL for `make test-free-threaded`.
 PYTHON_T ?= python3.14t
 
 # The options of `make gpu-tests`.
 FAKE_CUDA = -m pytest -m fake_cuda -n auto --dist load tests/fake_cuda --ignore tests/fake_cuda/planner
 
-# How much `make test-aarch64` tries: the processor is emulated.
+# Few cases for `make test-aarch64`, because the processor is emulated.
 AARCH64_CASES ?= 6
 
-# Random steps of attention with modelled AMX, where an instruction takes microseconds.
+# Few random steps of attention with modelled AMX, where an instruction takes microseconds.
 MODELLED_CASES ?= 24
 AARCH64_OPS ?= 5000
 
-# The platforms of `make wheels`, all without: PLATFORMS="linux-x86_64 windows-x86_64".
+# The platforms of `make wheels`; empty: all.
 PLATFORMS ?=
 
-# What `make deny` looks at, all without: DENY="licenses bans sources" without the network.
+# The checks of `make deny`; empty: all. Without the network: DENY="licenses bans sources".
 DENY ?=
 
 # Options of `make crates`: CRATES_ARGS=--allow-dirty before a commit.
 CRATES_ARGS ?=
 
-# The revision with which `make semver` compares: the tag of the last release, once there is one.
+# `make semver` compares with this revision: the tag of the last release, once there is one.
 BASELINE ?= HEAD~1
 
 # The targets of `make help`, and the awk program that prints the lines `target: ... ## TIME: text` and headings `##@`.
@@ -169,7 +169,7 @@ distclean: clean ## 1 s: remove the environments, too
 test-light: $(LIGHT)/.built ## 12 min: the Python tests in an environment without torch
 	$(LIGHT)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# REQUIRE_ISA asks for processors, not for models.
+# Empty REQUIRE_ISA: a modelled level does not count.
 test-modelled: ## minutes: the Rust tests of AMX against a model of its instructions; needs AVX-512 BF16
 	ATTENTION_CASES=$(MODELLED_CASES) REQUIRE_ISA= \
 	  cargo test -p cpu-kernels --features modelled-tiles -- amx
@@ -344,7 +344,7 @@ release-notes: ## 1 s: print the changelog's part on TAG=v1.2.3
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "pyengine needs Python 3.11 or later, '$(PYTHON)' is $$($(PYTHON) -V 2>&1); say make PYTHON=python3.12 ..."; exit 1; }
+	  { echo "pyengine needs Python 3.11 or later, '$(PYTHON)' is $$($(PYTHON) -V 2>&1); use make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(ENGINE): pyproject.toml uv.lock tools/install.py | $(VENV)/bin/python
@@ -375,7 +375,7 @@ $(LIGHT)/.installed: pyproject.toml uv.lock tools/install.py | $(VENV)/bin/pytho
 	@touch $@
 
 # $(call environment,FOLDER,GROUP,REQUIREMENTS): an environment with a group of pyproject.toml, and further
-# requirements. The pip that comes with Python may be too old to find versions that go together.
+# requirements. Python's own pip may be too old to find compatible versions.
 define environment
 	$(PYTHON) -m venv $(1)
 	$(1)/bin/python -m pip --disable-pip-version-check -q --no-input install 'pip>=25'
@@ -384,7 +384,7 @@ define environment
 	$(1)/bin/python -m pip -q --no-input install -r $(1)/requirements.txt
 endef
 
-# $(call borrow,FOLDER): behind its own packages, those of .venv.
+# $(call borrow,FOLDER): adds the packages of .venv, after its own ones.
 define borrow
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pyengine-venv.pth"
@@ -409,8 +409,8 @@ $(GPU_TESTS_TORCH_2_11)/.installed: pyproject.toml Makefile $(DEV)
 	$(call gpu_tests,$(GPU_TESTS_TORCH_2_11),$(TORCH_2_11))
 	@touch $@
 
-# $(call gpu_tests,FOLDER,REQUIREMENTS): attention libraries without what their kernels need: those are not built.
-# Of flash-attn the sources.
+# $(call gpu_tests,FOLDER,REQUIREMENTS): Python code of attention libraries, whose kernels are not built, and the sources
+# of flash-attn.
 define gpu_tests
 	$(call environment,$(1),gpu-tests,$(2))
 	$(call borrow,$(1))
@@ -450,7 +450,7 @@ $(AUDIT)/.installed: pyproject.toml | $(VENV)/bin/python
 	$(call environment,$(AUDIT),audit)
 	@touch $@
 
-# maturin asks pip for the libraries of every extra, and pip names each that it leaves out unless it is quiet.
+# maturin gives pip the libraries of all extras; unless quiet, pip prints a line for each that it ignores.
 $(BUILT): $(RUST_SOURCES) $(ENGINE)
 	@command -v cargo > /dev/null || \
 	  { echo "cargo was not found: the block manager is Rust; install the toolchain from https://rustup.rs"; exit 1; }
@@ -475,14 +475,14 @@ rust-tools:
 valgrind:
 	@command -v valgrind > /dev/null || sh tools/get_valgrind.sh
 
-# The tests that need NumPy alone. An environment of its own: the extension there is no abi3 one.
+# The tests that need only NumPy, in a separate environment, because its extension is not abi3.
 THREADED_TESTS := tests/concurrency/test_arrays.py tests/concurrency/test_pins.py tests/concurrency/test_storm.py \
 	tests/unit/kv_cache/test_step_buffers.py tests/unit/kv_cache/test_manager.py
 free-threaded:
 	@command -v $(PYTHON_T) > /dev/null || \
-	  { echo "$(PYTHON_T) was not found: install a Python 3.14 without a global lock, or say PYTHON_T=..."; exit 1; }
+	  { echo "$(PYTHON_T) was not found: install a Python 3.14 without a GIL, or set PYTHON_T=..."; exit 1; }
 	@$(PYTHON_T) -c 'import sys, sysconfig; sys.exit(not sysconfig.get_config_var("Py_GIL_DISABLED") or sys.version_info < (3, 14))' || \
-	  { echo "$(PYTHON_T) is $$($(PYTHON_T) -VV): this needs a 3.14 or later that was built without a global lock"; exit 1; }
+	  { echo "$(PYTHON_T) is $$($(PYTHON_T) -VV): a 3.14 or later without a GIL is needed"; exit 1; }
 	test -d $(FREE_THREADED) || $(PYTHON_T) -m venv $(FREE_THREADED)
 	$(FREE_THREADED)/bin/python -m pip --disable-pip-version-check -q --no-input install numpy hypothesis pytest pytest-timeout 'maturin>=1.9.4,<2'
 	PYO3_PYTHON=$(abspath $(FREE_THREADED)/bin/python) VIRTUAL_ENV=$(abspath $(FREE_THREADED)) \

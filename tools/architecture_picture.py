@@ -2,8 +2,8 @@
 
     python -m tools.architecture_picture
 
-Rows are the layers of import-linter's contract in pyproject.toml, a package imports only from lower
-rows. An arrow is an import; one that follows from two others is left out. A test compares the
+Rows are the layers of import-linter's contract in pyproject.toml: a package imports only from lower
+rows. An arrow is an import; arrows that follow from two others are omitted. A test compares the
 picture with the code.
 """
 
@@ -42,7 +42,7 @@ def files_of(name: str) -> list[Path]:
 
 
 def imports_of(name: str, known: set[str]) -> set[str]:
-    """The members of `known` that a package or module imports when it runs, itself left out."""
+    """The other members of `known` that a package or module imports at run time."""
     found: set[str] = set()
     for path in files_of(name):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -74,7 +74,7 @@ def graph() -> Graph:
 
 
 def crate_dependencies() -> Graph:
-    """The crates that the extension is made of, with what each depends on among them."""
+    """The crates of the extension, each with those that it depends on."""
     found: Graph = {}
     for path in sorted((ROOT / "rust").glob("*/Cargo.toml")):
         cargo = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def crate_dependencies() -> Graph:
 
 
 def reachable(edges: Graph, start: str) -> set[str]:
-    """All that can be reached from a node."""
+    """All nodes that are reachable from a node."""
     seen, left = set[str](), list(edges[start])
     while left:
         name = left.pop()
@@ -153,7 +153,7 @@ def placed(row: int, names: list[str]) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def line(start: tuple[int, int], end: tuple[int, int], boxes: list[tuple[int, int]]) -> str:
-    """A line from the bottom of one box to the top of another, around those in between."""
+    """A line from the bottom of one box to the top of another, around other boxes."""
     x, y = start
     to_x, to_y = end[0] + BOX_WIDTH // 2, end[1]
     path = f"M{x} {y}"
@@ -173,7 +173,7 @@ def curve(x: int, y: int, to_x: int, to_y: int) -> str:
 
 
 def free_place(x: int, lefts: list[int]) -> int:
-    """The place nearest to `x` that no box of a row covers."""
+    """The position nearest to `x` that no box of a row covers."""
     for left in lefts:
         if left - MARGIN < x < left + BOX_WIDTH + MARGIN:
             sides = left - MARGIN, left + BOX_WIDTH + MARGIN

@@ -1,9 +1,9 @@
-"""The functions, classes and files of ours that one call of `LLM.generate` enters.
+"""List the functions, classes and files of pyengine that one call of `LLM.generate` enters.
 
     python tools/call_walk.py [--list] [MODEL]
 
-The call generates six tokens for one prompt, after another call that makes what is made once.
-Comprehensions and lambdas are not counted apart from the function that they are in.
+The call generates six tokens for one prompt, after a first call that does all one-time work.
+Comprehensions and lambdas count as part of their function.
 """
 
 import argparse
@@ -18,7 +18,7 @@ PACKAGE = str(ROOT / "pyengine")
 
 
 class CallWalk:
-    """A profile function that notes the functions that are entered while it is on."""
+    """A profile function that records the functions that are entered while it is active."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -30,7 +30,7 @@ class CallWalk:
             self.entered[frame.f_code] = None
 
     def functions(self) -> Iterator[tuple[str, str]]:
-        """File and qualified name of each, in the order in which they were entered."""
+        """File and qualified name of each, in the order of entry."""
         for code in self.entered:
             if code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
                 yield str(Path(code.co_filename).relative_to(ROOT)), code.co_qualname
@@ -52,7 +52,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from pyengine import LLM, SamplingParams
 
-    # One thread: more would be adapted now and then.
+    # With one thread, the engine does not adapt their number.
     llm = LLM(options.model, num_blocks=64, num_threads=1, dtype="float32")
     params = SamplingParams(max_tokens=6, temperature=0.0)
     llm.generate("A warm-up", params, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""Count the code lines of a Rust crate: by file, and of its validators apart.
+"""Count the code lines of a Rust crate by file, with its validators separate.
 
     python tools/code_lines.py rust/kv-core/src
 

@@ -1,6 +1,6 @@
-"""An extension of griffe for `make docs`: docstrings of `pyengine._cpu` are in the compiled module.
+"""An extension of griffe for `make docs`: it reads docstrings of the compiled `pyengine._cpu`.
 
-griffe reads `_cpu.py` and `_cpu.pyi`, which have none.
+griffe reads only `_cpu.py` and `_cpu.pyi`, which have none.
 """
 
 import inspect

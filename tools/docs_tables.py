@@ -1,7 +1,7 @@
-"""Tables of the documentation that are made of the code while `make docs` builds the site.
+"""Generate tables of the documentation from the code while `make docs` builds the site.
 
-A page holds a line `<!-- table: NAME -->`; this hook of MkDocs puts the table there. So no setting
-is described twice.
+This hook of MkDocs replaces a line `<!-- table: NAME -->` by the table, so that no setting is
+described twice.
 """
 
 import ast
@@ -58,7 +58,7 @@ def _summary(path: Path) -> str:
 
 
 class _IdleEngine:
-    """The part of an engine that metrics read, for one that has done nothing."""
+    """The part of an idle engine that metrics read."""
 
     def stats(self) -> EngineStats:
         manager = BlockManager(1, 1)
@@ -100,10 +100,10 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def with_tables(markdown: str) -> str:
-    """The page with its tables. An unknown table is an error."""
+    """The page with its tables; an unknown name is an error."""
     return _PLACE.sub(lambda place: "\n".join(TABLES[place[1]]()), markdown)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in the tables of one page: MkDocs calls this for each."""
+    """Fill in the tables of one page, for MkDocs."""
     return with_tables(markdown)

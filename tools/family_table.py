@@ -1,7 +1,7 @@
-"""Write the table of families of docs/reference/models.md, by the rules of the loader.
+"""Write the table of families in docs/reference/models.md by the rules of the loader.
 
-Families are the causal language models of the installed transformers. Those without a decoder of
-pyengine are built without weights, of the sizes that their configuration has by default.
+Families are the causal language models of the installed transformers. Families without a decoder of
+pyengine are built in their default sizes, without weights.
 """
 
 import re
@@ -33,7 +33,7 @@ _NOT_PAGED = "its attention does not go through transformers' `AttentionInterfac
 
 
 def families() -> list[str]:
-    """The causal language models that transformers knows, and those of the table."""
+    """The causal language models of transformers and of the table of families."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TABLE})
@@ -50,13 +50,13 @@ def status(family: str) -> tuple[str, str]:
             why = _obstacle(family)
         except PyEngineError as error:
             why = str(error)
-        except Exception as error:  # transformers raises any kind for defaults that do not fit
+        except Exception as error:  # transformers raises errors of any type for invalid defaults
             why = f"transformers does not build it: {reason_of(error)[:160]}"
     return (REFUSED, _plain(why)) if why else (FALLBACK, "")
 
 
 def _obstacle(family: str) -> str:
-    """Why the fallback does not run a family; empty if it does."""
+    """The reason why the fallback does not run a family; empty if it does."""
     from transformers import CONFIG_MAPPING
 
     from pyengine.models import config as rules
@@ -84,7 +84,7 @@ def _obstacle(family: str) -> str:
 
 
 def _plain(why: str) -> str:
-    """A reason without the name of the folder and the way out, as a cell of a table."""
+    """A reason as a table cell, without the folder and the advice."""
     words = _ENDS.sub("", why.replace(f"in {_FOLDER} ", "")).replace(f" ({_FOLDER})", "")
     words = _START.sub("", words)
     return " ".join(words.split()).replace("|", "\\|")
@@ -107,7 +107,7 @@ def family_table() -> Iterator[str]:
 
 
 def with_table(text: str) -> str:
-    """The page with the table as the code has it."""
+    """The page with the table from the code."""
     head, _, rest = text.partition(BEGIN)
     _, mark, tail = rest.partition(END)
     if not mark:

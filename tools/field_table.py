@@ -9,7 +9,7 @@ BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->"
 
 
 def with_tables(text: str) -> str:
-    """The page with the tables as the code has them."""
+    """The page with the tables from the code."""
     head, _, rest = text.partition(BEGIN)
     _, mark, tail = rest.partition(END)
     if not mark:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Root on Debian or Ubuntu: installs an emulator and a linker for aarch64. Others: says what is needed.
+# As root on Debian or Ubuntu, installs an emulator and a linker for aarch64; else says what is needed.
 packages="qemu-user-static gcc-aarch64-linux-gnu libc6-dev-arm64-cross"
 install="apt-get install -y -q --no-install-recommends $packages"
 if ! command -v apt-get > /dev/null; then

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Unpacks Debian's Python for aarch64 into the folder $1, to be run by an emulator. Needs a Debian or Ubuntu,
-# and no rights: nothing is installed.
+# Unpacks Debian's Python for aarch64 into the folder $1, for an emulator. Needs Debian or Ubuntu, but not root:
+# nothing is installed.
 set -eu
 root=$1
 test -e "$root/usr/bin/python3" && exit 0

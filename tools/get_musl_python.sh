@@ -1,6 +1,6 @@
 #!/bin/sh
-# Builds a Python for musl in the folder $1, of Debian's sources, with the modules that NumPy and pyengine need.
-# Needs a Debian or Ubuntu with musl-tools, and no rights: nothing is installed.
+# Builds a Python for musl in the folder $1 from Debian's sources, with the modules that NumPy and pyengine need.
+# Needs Debian or Ubuntu with musl-tools, but not root: nothing is installed.
 set -eu
 root=$1
 test -x "$root/python" && exit 0
@@ -16,11 +16,11 @@ apt() {
 apt update
 (cd "$state" && apt source --download-only python3.11)
 tar -x --strip-components 1 -C "$root" -f "$state"/python3.11_*.orig.tar.gz
-for name in linux asm-generic x86_64-linux-gnu/asm; do # of the kernel: musl-gcc has those of musl alone
+for name in linux asm-generic x86_64-linux-gnu/asm; do # the kernel's headers, which musl-gcc lacks
     ln -s "/usr/include/$name" "$state/include/"
 done
 cd "$root"
-sed -i 's/MULTIARCH=$($CC --print-multiarch.*/MULTIARCH=""/' configure # musl-gcc has the answer of gcc
+sed -i 's/MULTIARCH=$($CC --print-multiarch.*/MULTIARCH=""/' configure # musl-gcc answers like gcc
 cat > Modules/Setup.local << END
 *static*
 _bisect _bisectmodule.c

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Root: installs valgrind with the distribution's package manager. Others: says how.
+# As root, installs valgrind with the distribution's package manager; else says how.
 for install in \
     "apt-get install -y -q --no-install-recommends valgrind libc6-dbg" \
     "dnf install -y -q valgrind" \
@@ -10,7 +10,7 @@ for install in \
     install=
 done
 if [ -z "$install" ]; then
-    echo "valgrind was not found, and no package manager that is known here: see https://valgrind.org"
+    echo "valgrind was not found, nor a known package manager: see https://valgrind.org"
     exit 1
 fi
 if [ "$(id -u)" != 0 ]; then

@@ -1,8 +1,8 @@
-"""Say what the extension in a wheel for macOS or Windows is linked with, where it cannot be run.
+"""Print the libraries that the extension in a wheel for macOS or Windows needs, without running it.
 
     python -m tools.inspect_wheel dist/pyengine_kv-*-win_amd64.whl
 
-Fails if it needs a library that not every such system has, or Python by its version.
+Fails if it needs a library that is not part of every such system, or one version of Python.
 """
 
 import io
@@ -26,7 +26,7 @@ _X86_64, _ARM64 = 0x01000007, 0x0100000C
 
 
 def of_windows(extension: bytes) -> tuple[str, list[str]]:
-    """The processor, and the libraries that it is linked with."""
+    """The processor and the linked libraries."""
     image = pefile.PE(data=extension)
     if image.FILE_HEADER.Machine != pefile.MACHINE_TYPE["IMAGE_FILE_MACHINE_AMD64"]:
         raise SystemExit("it is not for x86-64")
@@ -38,7 +38,7 @@ def of_windows(extension: bytes) -> tuple[str, list[str]]:
 
 
 def of_macos(extension: bytes) -> tuple[str, list[str]]:
-    """The processor and the oldest system, and the libraries that it is linked with."""
+    """The processor, the oldest system, and the linked libraries."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(extension)
         file.flush()
@@ -55,7 +55,7 @@ def of_macos(extension: bytes) -> tuple[str, list[str]]:
 
 
 def main(wheel: Path) -> None:
-    """Print what it is linked with; refuse what not every system has."""
+    """Print the linked libraries; refuse those that not every system has."""
     archive = zipfile.ZipFile(io.BytesIO(wheel.read_bytes()))
     if "-win_" in wheel.name:
         (system, names), usual = of_windows(archive.read("pyengine/_kv.pyd")), _WINDOWS

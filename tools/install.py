@@ -1,10 +1,11 @@
-"""Install what the project needs into this Python's environment: the versions of uv.lock.
+"""Install dependencies of the project into this Python's environment, in the versions of uv.lock.
 
     python tools/install.py engine --uv uv
     python tools/install.py torch --uv uv --torch auto
 
-torch is the build of the lock, which on Linux is the one for CUDA, or a build for CPUs from
-PyTorch's own index. `auto` takes the latter on machines without a GPU where that index answers.
+torch is the build of the lock, on Linux the one for CUDA, or a build for CPUs from PyTorch's own
+index. `auto` chooses the latter on machines without a GPU, if that index answers. Bytecode is
+compiled, as `[tool.uv]` of pyproject.toml says.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def torch_build(asked: str, driver: Path = Path("/proc/driver/nvidia")) -> str:
         raise SystemExit(f"TORCH={asked}: use auto, cpu or cuda")
     if asked != "auto":
         return "cpu" if asked == "cpu" else "lock"
-    is_elsewhere = sys.platform != "linux"  # the only build is that for CPUs
+    is_elsewhere = sys.platform != "linux"  # it has only a build for CPUs
     return "lock" if is_elsewhere or driver.exists() or not _answers() else "cpu"
 
 
@@ -60,7 +61,7 @@ def _answers() -> bool:
 def commands(uv: str, wanted: str, build: str, requirements: Path) -> list[list[str]]:
     """The commands, in order; `requirements` is a file that the first one may write.
 
-    What is installed already and not wanted, such as torch, stays.
+    Other installed packages, such as torch, stay.
     """
     options = ["--frozen", "--no-default-groups", *WANTED[wanted]]
     if build == "lock" or not _has_torch(wanted):
@@ -86,7 +87,7 @@ def _locked(name: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Install, and say which torch it is if one is wanted."""
+    """Install, after a line about the size of torch if it is wanted."""
     parser = argparse.ArgumentParser(description="Install the versions of uv.lock.")
     parser.add_argument("wanted", choices=WANTED)
     parser.add_argument("--uv", default="uv")

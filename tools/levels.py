@@ -1,9 +1,9 @@
 """`make test-levels`: the tests marked `levels`, once for each instruction level of this processor.
 
-Switches of torch, oneDNN, MKL and the attention kernel hide what is above the level. Ends with a
-line that names the levels that ran, and those that this processor lacks with the machine that last
-ran them. `REQUIRE_ISA=amx,avx2` makes a lack of these a failure. With `--record`, the levels that
-pass are written to `tools/levels.json` with this machine. Other arguments are pytest's.
+Switches of torch, oneDNN, MKL and the attention kernel hide higher levels. The last line names the
+levels that ran, and the levels that this processor lacks, each with the machine that last ran it.
+With `REQUIRE_ISA=amx,avx2`, a lack of these is a failure. `--record` writes the levels that pass,
+and this machine, to `tools/levels.json`. Other arguments are pytest's.
 """
 
 import json
@@ -32,7 +32,7 @@ class Level:
     mkl: str
 
     def environment(self) -> dict[str, str]:
-        """The switches that hide what is above it."""
+        """The switches that hide higher levels."""
         return {
             "ATEN_CPU_CAPABILITY": self.aten,
             "ONEDNN_MAX_CPU_ISA": self.onednn,
@@ -71,12 +71,12 @@ def _cpu_info(field: str) -> str:
 
 
 def cpu_flags() -> frozenset[str]:
-    """What Linux says that the processor has; nothing on other systems."""
+    """The features of the processor according to Linux; nothing on other systems."""
     return frozenset(_cpu_info("flags|Features").split())
 
 
 def record(passed: list[str]) -> None:
-    """Write down that these levels have passed on this machine today."""
+    """Record that these levels passed on this machine today."""
     machine = _cpu_info("model name") or platform.processor() or platform.machine()
     run = {"machine": machine, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
     RECORD.write_text(json.dumps(_recorded() | dict.fromkeys(passed, run), indent=2) + "\n")
@@ -94,7 +94,7 @@ def with_last_run(level: str) -> str:
 
 
 def required_levels(names: str) -> set[str]:
-    """The levels of `REQUIRE_ISA`. Ends the program where one is not known."""
+    """The levels of `REQUIRE_ISA`. Exits if one is unknown."""
     wanted = set(filter(None, names.split(",")))
     known = [level.name for level in LEVELS]
     if unknown := sorted(wanted.difference(known)):
@@ -103,8 +103,8 @@ def required_levels(names: str) -> set[str]:
 
 
 def run(level: Level, arguments: list[str]) -> bool:
-    """Whether the tests pass there. Prints what pytest says when it is done."""
-    # One thread: the other processors are for other levels.
+    """True if the tests pass at a level. Prints pytest's output at the end."""
+    # One thread, because other levels run on the other processors.
     environment = os.environ | level.environment() | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-m", "levels", *arguments, *FOLDERS]
     start = time.monotonic()
@@ -118,7 +118,7 @@ def run(level: Level, arguments: list[str]) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Run every level that is there; 0 if all pass and no required one is lacking."""
+    """Run every available level; 0 if all pass and no required one is missing."""
     required, flags = required_levels(os.environ.get("REQUIRE_ISA", "")), cpu_flags()
     is_recorded = "--record" in arguments
     arguments = [argument for argument in arguments if argument != "--record"]

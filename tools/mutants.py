@@ -2,9 +2,9 @@
 
     python tools/mutants.py [FILE...]
 
-Run by `make mutants-python` in an environment that has mutmut. Each file has its tests,
-which run for each of its mutants in a process forked after everything is imported. The copies and
-mutmut's results stay in target/mutants-python; the tree itself is not touched.
+`make mutants-python` runs it in an environment with mutmut. The tests of a file run for each of its
+mutants, in a process that is forked after all imports. Copies and results of mutmut stay in
+target/mutants-python; the tree itself is not changed.
 """
 
 import re
@@ -63,7 +63,7 @@ pytest_add_cli_args=
 
 
 def main(files: list[str]) -> None:
-    """Mutate each file, and print what was missed."""
+    """Mutate each file, and print the surviving mutants."""
     for file in files or list(TESTS):
         if file not in TESTS:
             sys.exit(f"{file} has no tests listed in tools/mutants.py; it lists {', '.join(TESTS)}")

@@ -1,4 +1,4 @@
-"""Takes the pictures of the page in docs/images: the embedded model under a load, light and dark.
+"""Take the pictures of the `/kv` page: the embedded model under a load, light and dark.
 
     python tools/page_pictures.py FOLDER
 
@@ -37,7 +37,7 @@ async def exhausted(items: AsyncIterator[Any]) -> None:
 
 
 async def reader(engine: AsyncEngine, number: int) -> None:
-    """Asks for ever, now with an example, now without, and now for several answers."""
+    """Send requests without end: with an example, without, and for several answers."""
     draw = random.Random(number)
     for turn in range(10_000):
         shot = draw.choice(["", *SHOTS, SHOTS[0], SHOTS[0]])
@@ -55,7 +55,7 @@ async def reader(engine: AsyncEngine, number: int) -> None:
 
 
 def main() -> None:
-    """One picture in each theme, after a minute."""
+    """Take one picture in each theme, after a minute."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     with AsyncEngine(num_blocks=230, max_num_seqs=40, seed=0) as engine:

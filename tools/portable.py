@@ -1,4 +1,4 @@
-"""Run a cargo command for the crates that run on every platform: those without Python and Linux.
+"""Run a cargo command for the crates that run on every platform, without Python and Linux.
 
     python tools/portable.py test --release
     python tools/portable.py +1.89 test                             # with another toolchain
@@ -17,7 +17,7 @@ FEW = {"KV_OPS": "5000", "PROPTEST_CASES": "6"}
 
 
 def main(arguments: list[str]) -> int:
-    """Run it; return cargo's exit status."""
+    """Run the command; return cargo's exit status."""
     toolchain = [arguments.pop(0)] if arguments[0].startswith("+") else []
     command, *options = arguments
     packages = [option for crate in CRATES for option in ("-p", crate)]

@@ -14,7 +14,7 @@ _HEADING = re.compile(r"## (?P<version>\d+\.\d+\.\d+) - \d{4}-\d\d-\d\d")
 
 
 def versions(root: Path) -> dict[str, str]:
-    """The version of the workspace, and those by which its crates name each other."""
+    """The version of the workspace, and the versions in its dependencies."""
     workspace = tomllib.loads((root / "Cargo.toml").read_text(encoding="utf-8"))["workspace"]
     found = {"workspace.package": workspace["package"]["version"]}
     for name, dependency in workspace["dependencies"].items():
@@ -35,7 +35,7 @@ def notes(root: Path, version: str) -> str | None:
 
 
 def problems(root: Path, tag: str) -> list[str]:
-    """The reasons for which the sources are not those of the tag's release."""
+    """The reasons why the sources are not ready for the tag."""
     if re.fullmatch(r"v\d+\.\d+\.\d+", tag) is None:
         return [f"the tag is {tag!r}, not v and three numbers"]
     version = tag.removeprefix("v")
@@ -50,7 +50,7 @@ def problems(root: Path, tag: str) -> list[str]:
 
 
 def main(command: str, tag: str) -> int:
-    """Print what is wrong, or the notes."""
+    """Print the problems, or the notes."""
     wrong = problems(ROOT, tag)
     if command == "check":
         print("\n".join(wrong) or f"{tag}: ready")

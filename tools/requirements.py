@@ -1,7 +1,6 @@
 """Print the requirements of one extra or group of pyproject.toml, one a line, or those of `build`.
 
-The Makefile installs them before anything is built, so that pyproject.toml stays the only
-place that lists them.
+The Makefile installs them before it builds anything, so that only pyproject.toml lists them.
 """
 
 import sys

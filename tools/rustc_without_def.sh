@@ -1,7 +1,7 @@
 #!/bin/sh
-# RUSTC_WRAPPER for Windows wheels. maturin gives the linker a list of exports with the dotted name of the
-# module (PyInit_pyengine._kv), which no symbol has; rustc's own list is right. An option that rustc gives
-# anyway takes its place.
+# RUSTC_WRAPPER for Windows wheels. maturin passes the linker a list of exports with the module's dotted name
+# (PyInit_pyengine._kv), which is no symbol. rustc's own list is right, so this replaces maturin's by an option
+# that rustc passes anyway.
 for argument in "$@"; do
     shift
     case $argument in

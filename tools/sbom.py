@@ -1,8 +1,8 @@
-"""Print the list of crates that the extension of a Linux wheel was built of, as CycloneDX.
+"""Print the crates of the extension in a Linux wheel, as CycloneDX.
 
     python tools/sbom.py dist > pyengine-kv.cdx.json
 
-maturin writes it into each wheel. The folder that it was built in is left out of the names.
+maturin writes the list into each wheel. Names are printed without the build folder.
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def sbom(folder: Path) -> str:
-    """The text of the list in the first Linux wheel of a folder."""
+    """The list in the first Linux wheel of a folder."""
     wheel = next(iter(sorted(folder.glob("*manylinux*.whl"))), None)
     if wheel is None:
         raise SystemExit(f"{folder} has no wheel for Linux: make wheels PLATFORMS=linux-x86_64")

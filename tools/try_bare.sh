@@ -1,8 +1,8 @@
 #!/bin/sh
-# sh tools/try_bare.sh WHEEL [FOLDER]: as root, use a wheel in an empty Debian that has Python and nothing else.
+# sh tools/try_bare.sh WHEEL [FOLDER]: as root, use a wheel in a new Debian with Python only.
 #
-# debootstrap makes it in FOLDER, by default a temporary one, which is removed again. Prints each command with its
-# seconds, and the megabytes that it added. RELEASE=bookworm takes another Debian.
+# debootstrap installs it in FOLDER, by default a temporary one that is removed at the end. Prints each command with
+# its seconds and the megabytes that it added. RELEASE=bookworm selects another Debian.
 set -eu
 
 wheel=$(realpath "$1")
@@ -28,7 +28,7 @@ mount -t proc proc "$root/proc"
 mount --rbind /dev "$root/dev"
 mount --make-rslave "$root/dev"
 
-# try STATUS COMMAND: runs it there; fails unless it ends with this status.
+# try STATUS COMMAND: runs the command in the Debian; fails if its status differs.
 try() {
   expected=$1
   before=$(du -sxm "$root" | cut -f1)

@@ -1,13 +1,12 @@
-"""Look into a wheel and use it in an empty environment.
+"""Check the contents of a wheel and use it in an empty environment.
 
     python tools/try_wheel.py dist/pyengine_kv-*.whl            # in another Python than this one
     python tools/try_wheel.py --every dist/pyengine_kv-*.whl    # in every Python that is found
     python tools/try_wheel.py --python 'wine python.exe' dist/pyengine_kv-*.whl
 
-`--python` names a command that runs a Python of another platform; packages are put beside it by the
-pip of this one. Fails if the wheel holds anything but the package, its metadata and the licence, if
-it is not an abi3 wheel, or if `BlockManager` and `CpuAttention` do not work where NumPy is the only
-dependency.
+`--python` is a command that runs a Python of another platform; this Python's pip installs packages
+for it. Fails if the wheel holds anything but the package, its metadata and the licence, if it is
+not an abi3 wheel, or if `BlockManager` and `CpuAttention` do not work with NumPy alone.
 """
 
 import argparse
@@ -59,7 +58,7 @@ print(f"Python {version}, {machine}: {works}")
 
 
 def check_contents(wheel: Path) -> None:
-    """Refuse names that do not belong into the wheel, and the lack of those that do."""
+    """Refuse names that do not belong in the wheel, and missing ones."""
     names = zipfile.ZipFile(wheel).namelist()
     folders = {name.split("/")[0] for name in names}
     info = next(folder for folder in folders if folder.endswith(".dist-info"))
@@ -81,14 +80,14 @@ def check_contents(wheel: Path) -> None:
 
 
 def candidates() -> list[str]:
-    """Pythons by name on the path, then those that pyenv keeps, newest first."""
+    """Pythons on the path, then those of pyenv, newest first."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     kept = [root.glob(f"versions/{name.removeprefix('python')}.*/bin/python") for name in NAMES]
     return [*NAMES, *(str(path) for paths in kept for path in paths)]
 
 
 def interpreters() -> dict[str, str]:
-    """A Python that starts and has venv, for each version that is found."""
+    """For each version that is found, a Python that starts and has venv."""
     probe = "import venv, sys; print('%d.%d' % sys.version_info[:2])"
     found: dict[str, str] = {}
     for name in [*filter(shutil.which, candidates()), sys.executable]:
@@ -99,7 +98,7 @@ def interpreters() -> dict[str, str]:
 
 
 def another_interpreter() -> str:
-    """A Python of another version than this one, else this one."""
+    """A Python of another version, or this one."""
     own = "{}.{}".format(*sys.version_info)
     for version, name in interpreters().items():
         if version != own:
@@ -119,7 +118,7 @@ def try_in_environment(wheel: Path, interpreter: str) -> None:
 
 
 def try_with(wheel: Path, command: Sequence[str]) -> None:
-    """Use the wheel with a Python of another platform, which `command` starts."""
+    """Use the wheel with a Python of another platform, started by `command`."""
     ask = [*command, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
     version = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
     tags = wheel.stem.split("-")[-1].split(".")
@@ -138,7 +137,7 @@ def try_with(wheel: Path, command: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Check the contents, then try the wheel as the arguments say."""
+    """Check the contents, then try the wheel."""
     parser = argparse.ArgumentParser(description="Look into a wheel and use it.")
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--every", action="store_true", help="in every Python that is found")

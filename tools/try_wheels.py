@@ -1,9 +1,9 @@
-"""Try each wheel in dist/ in the best way that this machine has, and say which one that was.
+"""Try each wheel in dist/ in the best way that this machine offers, and print that way.
 
-A wheel for this platform is used in every Python that is found, one for aarch64 in an emulated
-Debian, one for musl in a Python that is built for it, where Debian's musl-tools are installed.
-Others are used with the command in `MUSL_PYTHON`, `WINDOWS_PYTHON` or `MACOS_PYTHON`, which runs
-such a Python; without it the libraries that the extension needs are looked at.
+A wheel for this platform runs in every Python that is found, one for aarch64 in an emulated Debian,
+and, with Debian's musl-tools, one for musl in a Python that is built for it. Other wheels run with
+the command in `MUSL_PYTHON`, `WINDOWS_PYTHON` or `MACOS_PYTHON`; without it, the libraries that the
+extension needs are inspected.
 """
 
 import os
@@ -60,7 +60,7 @@ def try_one(name: str, wheel: Path) -> str:
 
 
 def main() -> None:
-    """Try what is there, and print a table."""
+    """Try the wheels, and print a table."""
     rows = []
     for name, each in PLATFORMS.items():
         for wheel in OUT.glob(f"*{each.tag}.whl"):

@@ -3,9 +3,9 @@
     python -m tools.wheels                       # all of PLATFORMS
     python -m tools.wheels linux-x86_64 windows-x86_64
 
-Needs the extra `wheels` and rustup, which is asked for the standard library of each target. A wheel
-is refused if it uses more of Python's C API than the stable one, if its contents are not those
-that `try_wheel.py` expects, or if it is larger than `MOST_BYTES`.
+Needs the extra `wheels`, and rustup for the standard library of each target. Refuses a wheel that
+uses more than Python's stable C API, has other contents than `try_wheel.py` expects, or is larger
+than `MOST_BYTES`.
 """
 
 import os
@@ -57,7 +57,7 @@ PLATFORMS = {
 
 
 def rust_flags() -> str:
-    """Flags that leave the folders of this machine out of the extension."""
+    """Flags that keep this machine's folders out of the extension."""
     cargo = os.environ.get("CARGO_HOME", str(Path.home() / ".cargo"))
     folders = {cargo: "cargo", str(ROOT): "pyengine"}
     return "\x1f".join(f"--remap-path-prefix={path}={name}" for path, name in folders.items())
@@ -89,7 +89,7 @@ def build(platform: Platform) -> Path:
 
 
 def check(wheel: Path) -> None:
-    """Refuse a wheel that is too large, has other contents, or is no abi3 wheel."""
+    """Refuse a wheel that is too large, has other contents, or is not an abi3 wheel."""
     check_contents(wheel)
     if wheel.stat().st_size > MOST_BYTES:
         raise SystemExit(f"{wheel.name} is larger than {MOST_BYTES >> 20} MiB")
@@ -99,7 +99,7 @@ def check(wheel: Path) -> None:
 
 
 def main(names: list[str]) -> None:
-    """Build and check the wheels of these platforms, by default all."""
+    """Build and check the wheels of these platforms, all by default."""
     unknown = sorted(set(names) - set(PLATFORMS))
     if unknown:
         raise SystemExit(f"unknown: {', '.join(unknown)}; there are {', '.join(PLATFORMS)}")
