@@ -124,12 +124,12 @@ torch: $(WITH_TORCH) ## minutes: install torch and transformers for CUDA, compil
 
 ##@ While you work
 
-quick: $(DEV) $(BUILT) ## 2 min: formats, lints, types and the tests of the engine's core: before every commit
+quick: $(DEV) $(COMPILED) ## 2 min: formats, lints, types and the tests of the engine's core: before every commit
 	cargo fmt --all --check
 	@$(MAKE) --no-print-directory lint
 	$(BIN)/pytest -n 2 -m "not slow" $(QUICK_TESTS)
 
-test: $(DEV) $(BUILT) ## 20 min: all Rust and Python tests
+test: $(DEV) $(COMPILED) ## 20 min: all Rust and Python tests
 	cargo test --workspace
 	@$(MAKE) --no-print-directory test-modelled
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -174,7 +174,7 @@ test-modelled: ## minutes: the Rust tests of AMX against a model of its instruct
 	ATTENTION_CASES=$(MODELLED_CASES) REQUIRE_ISA= \
 	  cargo test -p cpu-kernels --features modelled-tiles -- amx
 
-test-levels: $(DEV) $(BUILT) ## 3 min: tests that depend on the processor, at each of its instruction levels
+test-levels: $(DEV) $(COMPILED) ## 3 min: tests that depend on the processor, at each of its instruction levels
 	@$(BIN)/python tools/levels.py
 
 test-aarch64: aarch64 ## minutes: Rust tests on an emulated Arm processor; as root it installs the emulator
