@@ -91,8 +91,8 @@ HELP = /^\#\#@ / && !wanted {print "\n" substr($$0, 5)} \
   sub(/: .*/, "", time); sub(/^[^:]*: /, "", text); \
   if (!wanted || index(wanted, " " name " ")) printf "  make %-18s %8s  %s\n", name, time, text}
 
-# What `make quick` tests: the scheduler, the engine's steps, the block manager, the import rules.
-QUICK_TESTS := tests/architecture tests/unit/kv_cache tests/unit/scheduler tests/unit/engine
+# The tests of `make quick`: import rules, block manager, scheduler, server.
+QUICK_TESTS := tests/architecture tests/unit/kv_cache tests/unit/scheduler tests/unit/server
 
 # The oldest Rust.
 MSRV := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
@@ -124,7 +124,7 @@ torch: $(WITH_TORCH) ## minutes: install torch and transformers for CUDA, compil
 
 ##@ While you work
 
-quick: $(DEV) $(COMPILED) ## 2 min: formats, lints, types and the tests of the engine's core: before every commit
+quick: $(DEV) $(COMPILED) ## 2 min: formats, lints, types, tests of block manager, scheduler and server: before every commit
 	cargo fmt --all --check
 	@$(MAKE) --no-print-directory lint
 	$(BIN)/pytest -n 2 -m "not slow" $(QUICK_TESTS)
