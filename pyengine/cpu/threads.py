@@ -286,7 +286,8 @@ class StepThreads:
             yield
         finally:
             limit_threads(limit_before)
-            set_torch_threads(before)
+            if before is not None:
+                set_torch_threads(before)
             _step.beside_torch = False
             self._last_end = time.perf_counter()
             self._step_seconds += self._last_end - start

@@ -11,13 +11,7 @@ from pyengine.engine.input_processor import refuse_taken
 from pyengine.engine.output_processor import OutputProcessor, lost_grammars, requests_of
 from pyengine.engine.parts import EnginePart
 from pyengine.engine.recovery import StepRecovery
-from pyengine.engine.stats import (
-    EngineObserver,
-    EngineStats,
-    EngineView,
-    StepResult,
-    view_of,
-)
+from pyengine.engine.stats import EngineObserver, EngineStats, EngineView, StepResult, view_of
 from pyengine.engine.step_rows import RecentRows, StepRows, SubmittedStep
 from pyengine.errors import BrokenLogitsError, EngineDeadError, StructuredOutputError
 from pyengine.executor.executor import Executor, ModelStep

@@ -141,7 +141,7 @@ class EngineLoop:
 
     def enqueue(self, message: Callable[[], object]) -> None:
         """Have the thread call `message` before the next step. Ignored in a fork."""
-        if self.is_elsewhere:
+        if os.getpid() != self._owner:
             return
         self._inbox.put(message)
         if self._has_ended:

@@ -35,8 +35,6 @@ class _Waiting:
 
     prefix_length: int | None = None
     """Tokens that were cached when it was last matched while it waited; None before."""
-    prefix_pin: Pin | None = None
-    """Keeps these tokens cached while it waits."""
     num_overtaken: int = 0
     """Admissions of later requests of its priority before its own."""
 
@@ -51,7 +49,8 @@ class PrefixOrder:
         self._max_overtakes = max_overtakes
         self._sequences: defaultdict[SequenceState, _Waiting] = defaultdict(_Waiting)
         """Of unfinished sequences that have waited."""
-        self._pinned: dict[SequenceState, None] = {}
+        self._pinned: dict[SequenceState, Pin] = {}
+        """Pins that keep the cached tokens of waiting requests."""
         self._num_stale = 0
         """Requests to match again since the last prompts were computed."""
         self._next = 0
@@ -66,11 +65,11 @@ class PrefixOrder:
     def dequeued(self, sequence: SequenceState) -> None:
         """A sequence waits no longer."""
         self.has_changed = True
-        self._unpin(sequence)
+        if sequence in self._pinned:
+            self._unpin(sequence)
 
     def forget(self, sequence: SequenceState) -> None:
         """Drop a sequence that has ended."""
-        self._unpin(sequence)
         self._sequences.pop(sequence, None)
 
     def choose(self, ready: list[SequenceState]) -> SequenceState:
@@ -134,11 +133,11 @@ class PrefixOrder:
         if sequence.num_tokens > len(tokens):
             tokens = sequence.kv.tokens()
         pin = self._manager.match_prefix(tokens, namespace=request.namespace)
-        self._unpin(sequence)
+        if sequence in self._pinned:
+            self._unpin(sequence)
         length = waiting.prefix_length = pin.num_tokens
         if length and len(self._pinned) < _WINDOW and self._has_available(_SPARE):
-            waiting.prefix_pin = pin
-            self._pinned[sequence] = None
+            self._pinned[sequence] = pin
         else:
             pin.release()
         return length
@@ -157,10 +156,5 @@ class PrefixOrder:
         return True
 
     def _unpin(self, sequence: SequenceState) -> None:
-        """Release the pin of a request, if it has one."""
-        if sequence in self._pinned:
-            del self._pinned[sequence]
-            waiting = self._sequences[sequence]
-            assert waiting.prefix_pin is not None
-            waiting.prefix_pin.release()
-            waiting.prefix_pin = None
+        """Release the pin of a request that has one."""
+        self._pinned.pop(sequence).release()

@@ -14,31 +14,19 @@ class WaitingQueue:
     """Waiting sequences by tenant. A priority counts within the queue of its tenant only."""
 
     def __init__(self) -> None:
-        self._queues: dict[bytes, list[SequenceState]] = {}
-        """No queue is empty."""
+        self.queues: dict[bytes, list[SequenceState]] = {}
+        """The waiting sequences of each tenant that has any, in order. Change no list."""
 
     def __len__(self) -> int:
-        return sum([len(queue) for queue in self._queues.values()])
-
-    def __bool__(self) -> bool:
-        return bool(self._queues)
-
-    @property
-    def tenants(self) -> list[bytes]:
-        """Tenants with waiting sequences."""
-        return list(self._queues)
+        return sum([len(queue) for queue in self.queues.values()])
 
     def count(self, tenant: bytes) -> int:
         """The number of a tenant's waiting sequences."""
-        return len(self._queues.get(tenant, ()))
-
-    def of(self, tenant: bytes) -> list[SequenceState]:
-        """A tenant's waiting sequences, in order. Do not change the list."""
-        return self._queues.get(tenant, [])
+        return len(self.queues.get(tenant, ()))
 
     def add(self, sequence: SequenceState) -> None:
         """Let a sequence wait, unless it does."""
-        queue = self._queues.setdefault(sequence.request.tenant, [])
+        queue = self.queues.setdefault(sequence.request.tenant, [])
         place = bisect_left(queue, sequence.order, key=by_order)
         if queue[place : place + 1] != [sequence]:
             queue.insert(place, sequence)
@@ -46,18 +34,18 @@ class WaitingQueue:
     def remove(self, sequence: SequenceState) -> bool:
         """Let a sequence wait no more; False if it did not."""
         tenant = sequence.request.tenant
-        queue = self._queues.get(tenant, [])
+        queue = self.queues.get(tenant, [])
         place = bisect_left(queue, sequence.order, key=by_order)
         if queue[place : place + 1] != [sequence]:
             return False
         del queue[place]
         if not queue:
-            del self._queues[tenant]
+            del self.queues[tenant]
         return True
 
     def __iter__(self) -> Iterator[SequenceState]:
         """All sequences, the first of each tenant first. Meanwhile the last one may be removed."""
-        queues = [self.iterate(tenant) for tenant in self._queues]
+        queues = [self.iterate(tenant) for tenant in self.queues]
         while queues:
             left = []
             for queue in queues:
@@ -69,14 +57,14 @@ class WaitingQueue:
     def iterate(self, tenant: bytes) -> Iterator[SequenceState]:
         """A tenant's sequences, in order. Meanwhile the last one may be removed."""
         place = 0
-        while place < len(queue := self.of(tenant)):
+        while place < len(queue := self.queues.get(tenant, [])):
             sequence = queue[place]
             yield sequence
             place += queue[place : place + 1] == [sequence]
 
     def first(self, count: int) -> list[SequenceState]:
         """The first sequences of this iteration."""
-        if len(self._queues) == 1:
-            (queue,) = self._queues.values()
+        if len(self.queues) == 1:
+            (queue,) = self.queues.values()
             return queue[:count]
         return list(islice(self, count))

@@ -182,7 +182,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True if any request is unfinished."""
-        return bool(self._running or self._waiting)
+        return bool(self._running or self._waiting.queues)
 
     def add(self, sequence: SequenceState) -> None:
         """Queue the first sample of a request."""
@@ -242,7 +242,7 @@ class Scheduler:
 
         Raises `StalledError` if requests wait and none can run: pins hold the blocks.
         """
-        if not self.has_work:
+        if not (self._running or self._waiting.queues):
             return None
         before = self._newest if ahead else None
         budget = self.limits.max_num_batched_tokens
@@ -265,7 +265,7 @@ class Scheduler:
             self._is_steady = (
                 is_whole and not step.chunks and step.decodes is self._decodes[0].sequences
             )
-            if self._waiting and self._order is not None and self._order.has_changed:
+            if self._waiting.queues and self._order is not None and self._order.has_changed:
                 self._order.protect(self._waiting.first(self._order.window))
         except _NoPlanAheadError:
             self.rollback(step)
@@ -303,13 +303,13 @@ class Scheduler:
         closed, answer = set(left_out), None
         is_short = self.num_preemptions > preemptions
         if len(step.decodes) < len(self._running):
-            if self._waiting and not is_short and self.shares.turns.are_several:
+            if self._waiting.queues and not is_short and self.shares.turns.are_several:
                 answer = self._admit_first(step, without, closed)
             preemptions = self.num_preemptions
             self._plan_chunks(step, without)
             is_short = is_short or self.num_preemptions > preemptions
         # Never admit into a pool that is too small.
-        if self._waiting and not is_short and answer is None:
+        if self._waiting.queues and not is_short and answer is None:
             answer = self._admit(step, without, closed)
         return answer, not out
 
@@ -325,8 +325,8 @@ class Scheduler:
             sequence.request.tenant for sequence in self._running if sequence.num_uncomputed > 1
         } - closed
         least = min([turns.used(tenant) for tenant in computing], default=0.0)
-        later = {tenant for tenant in self._waiting.tenants if turns.used(tenant) >= least}
-        if not computing or later.issuperset(self._waiting.tenants):
+        later = {tenant for tenant in self._waiting.queues if turns.used(tenant) >= least}
+        if not computing or later.issuperset(self._waiting.queues):
             return None
         return self._admit(step, without, closed | later)
 
@@ -615,9 +615,12 @@ class Scheduler:
         fewest sequences so far, and of these the one that has used the least of the steps.
         """
         most = self.limits.max_num_seqs_per_tenant
+        tenants: Iterable[bytes] = self._waiting.queues
+        if self.shares.turns.are_several:
+            tenants = self.shares.turns.in_order(tenants)
         queues = {
             tenant: self._candidates_of(tenant, step, without)
-            for tenant in self.shares.turns.in_order(self._waiting.tenants)
+            for tenant in tenants
             if tenant not in closed
         }
         numbers = dict.fromkeys(queues, 0)
@@ -666,7 +669,7 @@ class Scheduler:
 
         Meanwhile the last one may be removed.
         """
-        order, waiting = self._order, self._waiting.of(tenant)
+        order, waiting = self._order, self._waiting.queues[tenant]
         if order is None or len(waiting) == 1:
             for sequence in self._waiting.iterate(tenant):
                 if sequence not in without:
@@ -772,7 +775,7 @@ class Scheduler:
             self.shares.charge(step, seconds)
         else:
             self.shares.charge_alone(step, seconds)
-        if self._waiting and step.chunks and self._order is not None:
+        if self._waiting.queues and step.chunks and self._order is not None:
             self._order.expect_more()
         if counts is not None:
             step.accept(counts)

@@ -105,8 +105,8 @@ class TenantShares:
         tokens: Counter[bytes] = Counter()
         for sequence in running:
             tokens[sequence.request.tenant] += max(1, sequence.num_uncomputed)
-        for tenant in waiting.tenants:
-            tokens[tenant] += waiting.of(tenant)[0].num_tokens
+        for tenant, queue in waiting.queues.items():
+            tokens[tenant] += queue[0].num_tokens
         fewer = sum([count for tenant, count in tokens.items() if tenant not in ahead])
         is_slow = self.times.is_twice_as_slow(min(budget, tokens.total()), min(budget, fewer))
         return ahead if is_slow else frozenset()

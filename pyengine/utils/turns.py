@@ -34,7 +34,7 @@ class Turns:
 
     def enter(self, tenant: bytes) -> None:
         """Count one more piece of a tenant's work."""
-        if tenant not in self._present:
+        if self._alone and tenant not in self._present:
             self._charge_alone()
         self._present[tenant] += 1
         self.are_several = len(self._present) > 1
@@ -43,8 +43,6 @@ class Turns:
         """Count one piece less. When no tenant has work left, all are even again."""
         self._present[tenant] -= 1
         if self._present[tenant] <= 0:
-            if not self.are_several:
-                self._charge_alone()
             del self._present[tenant]
             self.are_several = len(self._present) > 1
             if not self._present:
@@ -67,10 +65,9 @@ class Turns:
         self._alone += seconds
 
     def _charge_alone(self) -> None:
-        if self._alone:
-            for tenant in self._present:
-                self.charge(tenant, self._alone)
-            self._alone = 0.0
+        for tenant in self._present:
+            self.charge(tenant, self._alone)
+        self._alone = 0.0
 
     def charge(self, tenant: bytes, seconds: float) -> None:
         """Add to what a tenant has used."""

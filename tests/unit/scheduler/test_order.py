@@ -175,7 +175,7 @@ def test_pins_give_way_to_a_decode() -> None:
         pinned.append(manager.usage().pinned)
     assert pinned == [6] * 9 + [0] * 2  # position 20 needs a sixth block
     assert scheduler.num_preemptions == 0
-    assert (running.num_computed, scheduler._order._sequences[waiting].prefix_pin) == (22, None)
+    assert (running.num_computed, scheduler._order._pinned.get(waiting)) == (22, None)
 
 
 def test_pins_give_way_to_a_chunk() -> None:
@@ -192,7 +192,7 @@ def test_pins_give_way_to_a_chunk() -> None:
         scheduler.commit(step, [1] * len(step.sampling_sequences))
         pinned.append(manager.usage().pinned)
     assert pinned == [4, 4, 0]
-    assert (scheduler.num_preemptions, scheduler._order._sequences[waiting].prefix_pin) == (0, None)
+    assert (scheduler.num_preemptions, scheduler._order._pinned.get(waiting)) == (0, None)
 
 
 def test_pins_give_way_to_an_admission() -> None:
