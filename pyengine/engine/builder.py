@@ -68,7 +68,7 @@ _log = logging.getLogger(__name__)
 
 _SOME_BLOCK_SIZE = 16  # for checks of settings, before the backend has chosen a block size
 _DISK_BYTES = 20 << 30  # the size of a store, if nothing sets it
-_LEAST_DISK_BYTES = 64 << 20  # four segments of a store
+_MIN_DISK_BYTES = 64 << 20  # four segments of a store
 _CLOSE_SECONDS = 5
 """For a store to close, if the engine cannot be built. Nothing is queued then."""
 _QUEUE_BYTES = 256 << 20  # of a store in memory, at most, for blocks that wait to be written
@@ -333,7 +333,7 @@ def _drafting(setup: Setup, scheduler: Scheduler, executor: Executor) -> Draftin
         scheduler,
         _drafter(setup, executor),
         DraftPolicy(costs),
-        most=limits.rows_per_seq - 1,
+        max_tokens=limits.rows_per_seq - 1,
         vocab_size=setup.model_limits.vocab_size,
     )
 
@@ -345,9 +345,9 @@ def _open_store(settings: EngineSettings) -> KVStore | None:
     if settings.kv_cache_dir is None:
         return None
     num_bytes = settings.kv_cache_disk or _DISK_BYTES
-    if num_bytes < _LEAST_DISK_BYTES:
+    if num_bytes < _MIN_DISK_BYTES:
         raise ConfigurationError(
-            f"kv_cache_disk={num_bytes}: a folder needs at least {_LEAST_DISK_BYTES} bytes (64 MiB)"
+            f"kv_cache_disk={num_bytes}: a folder needs at least {_MIN_DISK_BYTES} bytes (64 MiB)"
         )
     try:
         return KVStore(
@@ -408,7 +408,7 @@ def _scale_properties(plan: CachePlan) -> list[tuple[str, bytes]]:
 
 
 def _layers_of(groups: LayerGroups, group: int) -> bytes:
-    layers = [layer for layer, place in enumerate(groups.places) if place.group == group]
+    layers = [layer for layer, position in enumerate(groups.places) if position.group == group]
     return f"{layers} {groups.windows[group]}".encode()
 
 
@@ -438,10 +438,10 @@ def _pool_settings(
         else available_memory(loaded.device),
     )
     groups = LayerGroups.single(1)
-    least = _runner_limits(
+    smallest_limits = _runner_limits(
         settings, pool.max_model_len, pool.block_size, groups, loaded.num_mtp_layers
     )
-    check_step_fits(least, pool, loaded)
+    check_step_fits(smallest_limits, pool, loaded)
     if _is_to_be_profiled(settings, loaded):
         memory = _memory_left(settings, pool, choice, needs.cache_dtype, loaded)
         return replace(pool, available_memory=memory)
@@ -474,8 +474,8 @@ def _load(settings: EngineSettings, num_threads: int) -> LoadedModel:
 
 def _is_to_be_profiled(settings: EngineSettings, loaded: LoadedModel) -> bool:
     """True if the size of the pool depends on the memory that a step leaves on a device."""
-    is_asked = settings.num_blocks is not None or settings.kv_cache_memory is not None
-    return loaded.device.type == "cuda" and settings.tensor_parallel_size == 1 and not is_asked
+    is_requested = settings.num_blocks is not None or settings.kv_cache_memory is not None
+    return loaded.device.type == "cuda" and settings.tensor_parallel_size == 1 and not is_requested
 
 
 def _memory_left(

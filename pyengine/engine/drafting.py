@@ -31,15 +31,15 @@ class Drafting(EnginePart):
         drafter: Drafter,
         policy: DraftPolicy,
         *,
-        most: int,
+        max_tokens: int,
         vocab_size: int,
     ) -> None:
-        """Draft at most `most` tokens per sequence and step."""
+        """Draft at most `max_tokens` tokens per sequence and step."""
         self._scheduler = scheduler
         self._drafter = drafter
         self._mtp = drafter if isinstance(drafter, MTPDrafter) else None
         self._policy = policy
-        self._most = most
+        self._max_tokens = max_tokens
         self._vocab_size = vocab_size
         self._asked: frozenset[SequenceState] = frozenset()
         """The sequences that were asked for drafts when the newest step was planned."""
@@ -70,9 +70,9 @@ class Drafting(EnginePart):
                 sequence.wants_drafts = True
             return
         unasked = [other for other in sequences if other not in self._asked]
-        found = self._found(unasked, previous)
+        drafts = self._drafts_of(unasked, previous)
         for sequence in sequences:
-            sequence.wants_drafts = sequence in found
+            sequence.wants_drafts = sequence in drafts
 
     def planned(self, step: ScheduledStep) -> None:
         """Add drafts to the decodes of a step, and the part of the model's MTP layers."""
@@ -85,7 +85,7 @@ class Drafting(EnginePart):
             if self._mtp is not None:
                 self._mtp.step = step
             self._asked = frozenset(sequences)
-            self._scheduler.draft(step, self._found(sequences, step))
+            self._scheduler.draft(step, self._drafts_of(sequences, step))
         if self._mtp is not None:
             step.mtp = self._mtp.history.extend(step)
 
@@ -127,7 +127,7 @@ class Drafting(EnginePart):
         self._disabled.add(sequence)
         _log.warning("request %r goes on without drafts: %s", sequence.request.request_id, reason)
 
-    def _found(
+    def _drafts_of(
         self, sequences: Sequence[SequenceState], step: ScheduledStep
     ) -> dict[SequenceState, Sequence[int]]:
         """The drafts that a step computes."""
@@ -136,10 +136,10 @@ class Drafting(EnginePart):
         if isinstance(self._drafter, DraftModel):
             budget = self._scheduler.limits.max_num_batched_tokens - step.num_tokens
             self._drafter.begin_step(max(0, budget))
-        most = [other.output.rules.max_output - len(other.token_ids) - 1 for other in sequences]
-        given = self.propose(sequences, most)
+        limits = [other.output.rules.max_output - len(other.token_ids) - 1 for other in sequences]
+        proposed = self.propose(sequences, limits)
         drafts = [
-            _possible(sequence, draft) for sequence, draft in zip(sequences, given, strict=True)
+            _possible(sequence, draft) for sequence, draft in zip(sequences, proposed, strict=True)
         ]
         num_drawn = sum([sequence.output.sampling.is_drawn for sequence in step.decodes])
         size = StepSize(step.num_tokens, len(step.decodes), num_drawn)
@@ -150,18 +150,18 @@ class Drafting(EnginePart):
             if count
         }
 
-    def propose(self, sequences: Sequence[SequenceState], most: Sequence[int]) -> list[Draft]:
-        """A valid draft for each sequence, of at most `most[i]` tokens; it may be empty."""
-        asked = [
-            (at, sequence, min(count, self._most))
-            for at, (sequence, count) in enumerate(zip(sequences, most, strict=True))
+    def propose(self, sequences: Sequence[SequenceState], limits: Sequence[int]) -> list[Draft]:
+        """A valid draft for each sequence, of at most `limits[i]` tokens; it may be empty."""
+        eligible = [
+            (at, sequence, min(count, self._max_tokens))
+            for at, (sequence, count) in enumerate(zip(sequences, limits, strict=True))
             if count > 0 and self._speculates(sequence)
         ]
         drafts = [NO_DRAFT] * len(sequences)
-        if not asked:
+        if not eligible:
             return drafts
-        given = self._ask([item for _, item, _ in asked], [count for *_, count in asked])
-        for (at, sequence, count), draft in zip(asked, given, strict=True):
+        proposed = self._ask([item for _, item, _ in eligible], [count for *_, count in eligible])
+        for (at, sequence, count), draft in zip(eligible, proposed, strict=True):
             fault = self._fault(draft, count)
             if fault:
                 self._disable(sequence, fault)
@@ -169,10 +169,10 @@ class Drafting(EnginePart):
                 drafts[at] = draft
         return drafts
 
-    def _ask(self, sequences: Sequence[SequenceState], most: Sequence[int]) -> Sequence[Draft]:
+    def _ask(self, sequences: Sequence[SequenceState], limits: Sequence[int]) -> Sequence[Draft]:
         """Ask for all at once; if that fails, one by one, to find the sequence at fault."""
         try:
-            drafts = self._drafter.propose(sequences, most)
+            drafts = self._drafter.propose(sequences, limits)
             if len(drafts) == len(sequences):
                 return drafts
             error: object = f"{len(drafts)} drafts for {len(sequences)} sequences"
@@ -183,13 +183,13 @@ class Drafting(EnginePart):
             return [NO_DRAFT]
         return [
             self._ask([sequence], [count])[0]
-            for sequence, count in zip(sequences, most, strict=True)
+            for sequence, count in zip(sequences, limits, strict=True)
         ]
 
-    def _fault(self, draft: Draft, most: int) -> str:
+    def _fault(self, draft: Draft, limit: int) -> str:
         """The error of a draft; empty if it is valid."""
-        if len(draft.tokens) > most:
-            return f"{len(draft.tokens)} tokens were drafted, at most {most} were asked for"
+        if len(draft.tokens) > limit:
+            return f"{len(draft.tokens)} tokens were drafted, at most {limit} were asked for"
         if len(draft.tokens):
             for token in (min(draft.tokens), max(draft.tokens)):
                 if not 0 <= token < self._vocab_size:

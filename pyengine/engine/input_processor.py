@@ -27,7 +27,7 @@ _PROMPT_LOGITS = 1 << 26  # the most logits of prompts' positions in a step: 256
 
 _NO_OPTIONS = RequestOptions()
 
-_MOST_TENANTS = 1024  # tenants whose next seeds are kept, the most recently active
+_MAX_TENANTS = 1024  # tenants whose next seeds are kept, the most recently active
 
 
 class InputProcessor:
@@ -103,7 +103,7 @@ class InputProcessor:
                 own = Random(f"{self._seed} {tenant!r}") if tenant else Random(self._seed)
                 random = self._seeds[tenant] = own
             self._seeds.move_to_end(tenant)
-            if len(self._seeds) > _MOST_TENANTS:
+            if len(self._seeds) > _MAX_TENANTS:
                 self._seeds.popitem(last=False)
             return random.getrandbits(63)
 

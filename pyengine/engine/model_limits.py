@@ -29,28 +29,28 @@ def compute_model_limits(
     settings: PoolSettings,
     manager: BlockManager,
     max_tokens: int,
-    asked: int | None,
+    requested: int | None,
 ) -> ModelLimits:
     """Compute the limits of a model over a KV pool.
 
-    `asked` is the caller's `max_model_len`. Raises `ConfigurationError` if it does not fit.
+    `requested` is the caller's `max_model_len`. Raises `ConfigurationError` if it does not fit.
     """
-    if asked is not None and asked > loaded.max_model_len:
+    if requested is not None and requested > loaded.max_model_len:
         raise ConfigurationError(
-            f"max_model_len={asked}: {loaded.name} has {loaded.max_model_len} positions"
+            f"max_model_len={requested}: {loaded.name} has {loaded.max_model_len} positions"
         )
     longest = longest_sequence(manager, max_tokens, settings.max_model_len)
     pool = f"the KV pool holds {manager.num_blocks} blocks of {manager.block_size} tokens"
     if longest == settings.max_model_len:
         positions = f"the model has {loaded.max_model_len} positions"
-        limited_by = positions if asked is None else f"max_model_len={asked}"
+        limited_by = positions if requested is None else f"max_model_len={requested}"
     else:
-        wanted = longest + 1 if asked is None else asked
-        taken = f"{wanted} tokens take {manager.blocks_for(wanted, max_tokens)}"
+        needed = longest + 1 if requested is None else requested
+        taken = f"{needed} tokens take {manager.blocks_for(needed, max_tokens)}"
         limited_by = f"{pool}, {taken}"
-        if asked is not None or longest < 2:
+        if requested is not None or longest < 2:
             raise ConfigurationError(
-                f"max_model_len={wanted} does not fit: {limited_by}; give a larger num_blocks"
+                f"max_model_len={needed} does not fit: {limited_by}; give a larger num_blocks"
             )
     return ModelLimits(
         vocab_size=loaded.vocab_size,

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 _LOOKAHEAD = 16
 """Waiting sequences that are looked up before they could be admitted."""
-_MOST_OTHERS = 16
+_MAX_OTHER_MODELS = 16
 """Fingerprints of other models in which a prompt is looked up to explain a miss."""
 _SHORT = 256
 """Fewer tokens are stored only if some of them were cached: they are used a second time."""
@@ -53,7 +53,7 @@ _LAST_WAIT = 20.0
 """Seconds after which a request ends that does not fit beside the blocks of abandoned loads."""
 FLUSH_PATIENCE = 5.0
 """Seconds in which a store writes nothing after which a flush ends."""
-_MOST_QUEUED = 1 << 20
+_MAX_QUEUED_TOKENS = 1 << 20
 """Tokens beyond which no more may wait to be stored."""
 _LOADING_SHARE = 0.5
 """Of the blocks that are free or evictable, at most, that one load takes."""
@@ -61,7 +61,7 @@ _GAIN = 0.8
 """A prefix is restored if that takes at most so much of the time that computing it takes."""
 _FORGET = 60.0
 """Seconds after which a rate is measured anew."""
-_LEAST_TOKENS = 64
+_MIN_TOKENS = 64
 """Smaller steps say little about how fast a prompt is computed."""
 _CHECK = 1.0
 """Seconds between looks at what the store has to say, and at what another process has stored."""
@@ -273,7 +273,7 @@ class KVOffloader(EnginePart):
 
     def committed(self, submitted: SubmittedStep) -> None:
         """Measure how fast prompts are computed."""
-        if submitted.num_tokens >= _LEAST_TOKENS:
+        if submitted.num_tokens >= _MIN_TOKENS:
             seconds = monotonic() - submitted.step.planned_time
             self._compute_rate.add(submitted.num_tokens, seconds)
 
@@ -407,8 +407,8 @@ class KVOffloader(EnginePart):
         """
         size = self._manager.block_size
         with suppress(StoreError):  # it is closed
-            found = {fingerprint for fingerprint, *_ in self._store.fingerprints()}
-            for other in islice(sorted(found.difference(self._fingerprints)), _MOST_OTHERS):
+            stored = {fingerprint for fingerprint, *_ in self._store.fingerprints()}
+            for other in islice(sorted(stored.difference(self._fingerprints)), _MAX_OTHER_MODELS):
                 prefix = self._store.prefix(tokens, size, fingerprints=[other], namespace=namespace)
                 if prefix.contains(0):
                     return True
@@ -462,7 +462,7 @@ class KVOffloader(EnginePart):
             sequence, 0
         ):  # the prompt was, and no block has become full since
             return
-        if self._used_again.num_tokens + self._new.num_tokens >= _MOST_QUEUED:
+        if self._used_again.num_tokens + self._new.num_tokens >= _MAX_QUEUED_TOKENS:
             self.counters["dropped_stores"] += 1
             return
         self._num_stored[sequence] = num_tokens

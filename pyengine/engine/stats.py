@@ -108,13 +108,13 @@ def view_of(
     manager: BlockManager,
     scheduler: Scheduler,
     unfinished: Iterable[Request],
-    most_requests: int,
+    max_requests: int,
 ) -> EngineView:
     """Make the view, in the engine thread. O(blocks + requests shown + running requests)."""
     running = dict.fromkeys([sequence.request for sequence in scheduler.running])
-    most_waiting = max(0, most_requests - len(running))
-    waiting = islice((request for request in unfinished if request not in running), most_waiting)
-    requests = [_view(request, is_running=True) for request in islice(running, most_requests)]
+    max_waiting = max(0, max_requests - len(running))
+    waiting = islice((request for request in unfinished if request not in running), max_waiting)
+    requests = [_view(request, is_running=True) for request in islice(running, max_requests)]
     requests += [_view(request, is_running=False) for request in waiting]
     return EngineView(stats, manager.snapshot(), requests)
 

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 _LAST = 1e300
 """The priority of verifications."""
-_MOST_RECORDED = 1 << 30
+_MAX_RECORDED_BYTES = 1 << 30
 """Bytes of a recording that is removed if no difference was found."""
 
 
@@ -45,7 +45,7 @@ class KeptRecording:
     """A recording of the block manager from its start, in a folder that only its user can read.
 
     It is removed with its engine, unless a difference was found. It ends there, or at
-    `_MOST_RECORDED` bytes. Raises `OSError` if the folder cannot be made.
+    `_MAX_RECORDED_BYTES` bytes. Raises `OSError` if the folder cannot be made.
     """
 
     def __init__(self, manager: BlockManager) -> None:
@@ -73,11 +73,11 @@ class KeptRecording:
         size = 0
         with suppress(OSError):  # another program may clear the folder for temporary files
             size = self.path.stat().st_size
-        if self._remove.alive and size > _MOST_RECORDED:
+        if self._remove.alive and size > _MAX_RECORDED_BYTES:
             self.remove()
             _log.warning(
                 "verify_cache_hits records no longer: the recording has more than %d MiB",
-                _MOST_RECORDED >> 20,
+                _MAX_RECORDED_BYTES >> 20,
             )
 
     def remove(self) -> None:
@@ -187,9 +187,11 @@ class HitVerifier(EnginePart):
             row for row, both in enumerate(zip(cached, computed, strict=False)) if null not in both
         ]
         blocks = [cached[row] for row in rows]
-        found = self._differences(blocks, [computed[row] for row in rows], group) if rows else []
+        differences = (
+            self._differences(blocks, [computed[row] for row in rows], group) if rows else []
+        )
         self.counters["verified_blocks"] += len(rows)
-        for row, block, difference in zip(rows, blocks, found, strict=True):
+        for row, block, difference in zip(rows, blocks, differences, strict=True):
             if difference <= self.tolerance:  # false for NaN
                 continue
             self.counters["different_blocks"] += 1

@@ -81,10 +81,10 @@ def cache_specs(loaded: LoadedModel, kv_dtype: DType) -> list[KVCacheSpec]:
     ]
 
 
-def longest_sequence(manager: BlockManager, max_tokens: int, most: int) -> int:
-    """The most tokens, up to `most`, of one sequence alone in the pool."""
+def longest_sequence(manager: BlockManager, max_tokens: int, max_length: int) -> int:
+    """The most tokens, up to `max_length`, of one sequence alone in the pool."""
     return bisect_right(
-        range(1, most + 1),
+        range(1, max_length + 1),
         manager.num_blocks,
         key=lambda num_tokens: manager.blocks_for(num_tokens, max_tokens),
     )

@@ -38,14 +38,14 @@ def check_step_fits(limits: RunnerLimits, settings: PoolSettings, loaded: Loaded
     needed = tokens * per_token + useful * hidden + for_sequences
     if available is None or needed <= available:
         return
-    asked = f"max_num_batched_tokens={tokens} and max_num_seqs={sequences}"
+    largest = f"max_num_batched_tokens={tokens} and max_num_seqs={sequences}"
     fitting = (available - for_sequences) // (per_token + hidden)
     if fitting >= sequences:
         way_out = f"at most max_num_batched_tokens={fitting} would fit"
     else:
         way_out = "give fewer max_num_seqs, or a smaller max_model_len"
     raise ConfigurationError(
-        f"the largest step does not fit into memory: {asked} take at least {_gib(needed)} beside "
+        f"the largest step does not fit into memory: {largest} take at least {_gib(needed)} beside "
         f"weights and KV pool, {_gib(available)} are available on {loaded.device}; {way_out}"
     )
 
@@ -185,12 +185,12 @@ def graph_bytes(
 def _kept_by(
     sizes: Sequence[int],
     capture: Callable[[Sequence[int]], None],
-    made: "Callable[[], DecodeGraphs | PiecewiseGraphs | None]",
+    captured: "Callable[[], DecodeGraphs | PiecewiseGraphs | None]",
     meter: CudaMeter,
 ) -> int:
     largest, second = sizes[-1:], sizes[-2:-1]
     first = meter.kept(lambda: capture(largest))
-    graphs = made()
+    graphs = captured()
     if graphs is None or not graphs.sizes:
         return first
     another = meter.kept(lambda: capture(second))

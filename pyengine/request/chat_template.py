@@ -214,7 +214,7 @@ def _render_somehow(
 
 _adding: "WeakKeyDictionary[Any, dict[str, bool]]" = WeakKeyDictionary()
 """By tokenizer and template: True if it adds the arguments of calls as text."""
-_MOST_KNOWN = 16
+_MAX_KNOWN = 16
 _ARGUMENTS = {"zebra": 1}
 
 
@@ -225,7 +225,7 @@ def _adds_arguments_as_text(tokenizer: Any, template: str) -> bool:
     """
     known = _adding.setdefault(tokenizer, {})
     if template not in known:
-        if len(known) >= _MOST_KNOWN:
+        if len(known) >= _MAX_KNOWN:
             known.clear()
         as_mapping, as_text = (
             _rendered_call(tokenizer, template, arguments)

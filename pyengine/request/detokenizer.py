@@ -107,9 +107,9 @@ class IncrementalDetokenizer:
         for token in token_ids:
             piece = self._extend([token])
             self._num_tokens += 1
-            found = self._stops.find(piece) if self._num_tokens > self._min_tokens else None
-            if found is not None:
-                stop, num_after = found
+            match = self._stops.find(piece) if self._num_tokens > self._min_tokens else None
+            if match is not None:
+                stop, num_after = match
                 self._length -= num_after + (0 if self._includes_stop else len(stop))
                 self._pieces = [self.text[: self._length]]
                 self._is_finished, self._may_be_cut = True, False

@@ -52,17 +52,17 @@ class PromptLogprobCache:
 
     def leading(self, block_hashes: Sequence[bytes]) -> list[_Entries]:
         """The entries of the first blocks, up to a missing one."""
-        found = []
+        leading_entries = []
         for block_hash in block_hashes:
             entries = self._blocks.get(block_hash)
             if entries is None:
                 break
-            found.append(entries)
+            leading_entries.append(entries)
         for block_hash in reversed(
-            block_hashes[: len(found)]
+            block_hashes[: len(leading_entries)]
         ):  # the end of a prompt is evicted first
             self._blocks.move_to_end(block_hash)
-        return found
+        return leading_entries
 
     def put(self, block_hash: bytes, entries: _Entries) -> None:
         """Keep a copy of a block's entries, at most `[block_size]`, if there are none."""
@@ -144,8 +144,8 @@ class PromptLogprobs:
         return new if self._top else [replace(item, top_ids=(), top_logprobs=()) for item in new]
 
     def _cached(self, at: int) -> TokenLogprobs:
-        block, place = divmod(at, self._cache.block_size)
-        logprob, rank, top_id, top_logprob = self._known[block][place].item()
+        block, offset = divmod(at, self._cache.block_size)
+        logprob, rank, top_id, top_logprob = self._known[block][offset].item()
         token = int(self._prompt.token_ids[at])
         return TokenLogprobs(token, logprob, rank, (top_id,), (top_logprob,))
 

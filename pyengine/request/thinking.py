@@ -21,7 +21,7 @@ _MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</
 _CALL = "<tool_call>"
 _REASONS = "zebra"
 """Thinking of a made conversation."""
-_MOST_KNOWN = 16
+_MAX_KNOWN = 16
 """Answers that are kept for each tokenizer."""
 
 
@@ -41,7 +41,7 @@ def stripped_thinking(tokenizer: Any, options: ChatOptions) -> StrippedThinking 
     known = _known.setdefault(tokenizer, {})
     key = repr((template, options.variables, has_tools))
     if key not in known:
-        if len(known) == _MOST_KNOWN:
+        if len(known) == _MAX_KNOWN:
             known.clear()
         try:
             plain = replace(options, template=template, tools=None)

@@ -15,7 +15,7 @@ TokenText: TypeAlias = tuple[str, bytes]
 """The text of a token, with U+FFFD for parts of characters, and its bytes in texts."""
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_MOST_KNOWN = 1 << 16
+_MAX_KNOWN = 1 << 16
 _WITHOUT_EFFECT = ("Fuse", "Strip")
 """Decoders that change only the beginning or the end of a text, or nothing."""
 
@@ -53,7 +53,7 @@ class TokenTexts:
         known = self._known.get(token)
         if known is None:
             known = self._find(token)
-            if len(self._known) >= _MOST_KNOWN:
+            if len(self._known) >= _MAX_KNOWN:
                 self._known = {}
             self._known[token] = known
         return known

@@ -77,7 +77,7 @@ class PrefixOrder:
         first = ready[0]
         if len(ready) == 1 or self._has_available(_SHORT):
             return first
-        chosen, most, priority = first, -1, first.order[0]
+        chosen, longest, priority = first, -1, first.order[0]
         for sequence in ready:
             if sequence.order[0] != priority:
                 break
@@ -85,8 +85,8 @@ class PrefixOrder:
             length = waiting.prefix_length
             if length is None:
                 length = self._match(sequence)
-            if (parts := _PARTS * length // sequence.num_tokens) > most:
-                chosen, most = sequence, parts
+            if (parts := _PARTS * length // sequence.num_tokens) > longest:
+                chosen, longest = sequence, parts
             if waiting.num_overtaken >= self._max_overtakes:
                 break
         return chosen

@@ -18,7 +18,7 @@ from pyengine.errors import PinQuotaError
 from pyengine.kv_cache import BlockManager, Pin
 from pyengine.request.cache_hints import CacheHints, KeptPrefix
 
-_MOST_KEPT = 1024
+_MAX_KEPT = 1024
 """Prefixes with a priority that one owner may have: those of a conversation share their blocks."""
 
 _LONGEST_WAIT = 3600.0
@@ -91,7 +91,7 @@ class PinTable:
         if self._make_space(blocks, hints, below=priority):
             pin.release()
             return None
-        if owner in self._by_priority and len(self._by_priority[owner]) >= _MOST_KEPT:
+        if owner in self._by_priority and len(self._by_priority[owner]) >= _MAX_KEPT:
             self._drop_lowest(owner)
         kept = KeptPrefix(owner, pin, blocks, inf)
         self._add(kept)

@@ -27,18 +27,18 @@ class WaitingQueue:
     def add(self, sequence: SequenceState) -> None:
         """Let a sequence wait, unless it does."""
         queue = self.queues.setdefault(sequence.request.tenant, [])
-        place = bisect_left(queue, sequence.order, key=by_order)
-        if queue[place : place + 1] != [sequence]:
-            queue.insert(place, sequence)
+        position = bisect_left(queue, sequence.order, key=by_order)
+        if queue[position : position + 1] != [sequence]:
+            queue.insert(position, sequence)
 
     def remove(self, sequence: SequenceState) -> bool:
         """Let a sequence wait no more; False if it did not."""
         tenant = sequence.request.tenant
         queue = self.queues.get(tenant, [])
-        place = bisect_left(queue, sequence.order, key=by_order)
-        if queue[place : place + 1] != [sequence]:
+        position = bisect_left(queue, sequence.order, key=by_order)
+        if queue[position : position + 1] != [sequence]:
             return False
-        del queue[place]
+        del queue[position]
         if not queue:
             del self.queues[tenant]
         return True
@@ -56,11 +56,11 @@ class WaitingQueue:
 
     def iterate(self, tenant: bytes) -> Iterator[SequenceState]:
         """A tenant's sequences, in order. Meanwhile the last one may be removed."""
-        place = 0
-        while place < len(queue := self.queues.get(tenant, [])):
-            sequence = queue[place]
+        position = 0
+        while position < len(queue := self.queues.get(tenant, [])):
+            sequence = queue[position]
             yield sequence
-            place += queue[place : place + 1] == [sequence]
+            position += queue[position : position + 1] == [sequence]
 
     def first(self, count: int) -> list[SequenceState]:
         """The first sequences of this iteration."""

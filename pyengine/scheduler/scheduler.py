@@ -59,7 +59,7 @@ from pyengine.scheduler.shares import TenantShares
 
 _NONE: frozenset[SequenceState] = frozenset()
 _NOBODY: frozenset[bytes] = frozenset()
-_MOST_PASSED = 64  # waiting sequences that others may overtake in a step, which bounds the search
+_MAX_PASSED = 64  # waiting sequences that others may overtake in a step, which bounds the search
 
 
 class StalledError(PyEngineError):
@@ -659,7 +659,7 @@ class Scheduler:
                 yield sequence
                 continue
             num_passed += 1
-            if num_passed > _MOST_PASSED:
+            if num_passed > _MAX_PASSED:
                 return
 
     def _in_order(

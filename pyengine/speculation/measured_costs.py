@@ -29,25 +29,25 @@ def measured_costs(runner: Runner, manager: BlockManager, limits: RunnerLimits) 
     filters, which is usually slowest. `manager` is a separate one over the runner's pool, which is
     still empty.
     """
-    least: dict[int, _Times] = {}
+    fastest: dict[int, _Times] = {}
     start = perf_counter()
     sizes = [size for size in _SIZES if size <= limits.max_num_samples]
     for turn in range(_TURNS):
         for size in sizes:
-            is_late = len(least) > 1 and perf_counter() - start > _SECONDS
-            is_new = size not in least
+            is_late = len(fastest) > 1 and perf_counter() - start > _SECONDS
+            is_new = size not in fastest
             plan = None if is_late and is_new else _plan(manager, size, limits.rows_per_seq)
             if plan is None:
                 sizes = sizes[: sizes.index(size)]
                 break
             times = _times(runner, plan)
             plan.rollback()
-            least[size] = np.minimum(times, least.get(size, times))
+            fastest[size] = np.minimum(times, fastest.get(size, times))
         if turn and perf_counter() - start > _SECONDS:
             break
     if len(sizes) < 2:  # no step fits a draft
         return StepCosts(Curve([1, 2], [1.0, 2.0]))
-    steps, drawing = np.array([least[size] for size in sizes]).T.tolist()
+    steps, drawing = np.array([fastest[size] for size in sizes]).T.tolist()
     return StepCosts(Curve(sizes, steps), Curve([0, *sizes], [0.0, *drawing]))
 
 

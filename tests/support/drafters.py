@@ -29,7 +29,7 @@ def speculate(engine: Engine, drafter: Drafter, most: int = 5) -> None:
     """Let an engine compute every draft that it can be given."""
     policy = cast(Any, EveryDraft())
     scheduler = engine._scheduler
-    add_parts(engine, Drafting(scheduler, drafter, policy, most=most, vocab_size=VOCAB_SIZE))
+    add_parts(engine, Drafting(scheduler, drafter, policy, max_tokens=most, vocab_size=VOCAB_SIZE))
 
 
 class RandomDrafter:

@@ -547,7 +547,7 @@ def test_the_first_step_of_a_request_counts_as_one_that_runs(store: KVStore) -> 
 def test_no_more_wait_to_be_stored_than_a_bound(
     store: KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offloading, "_MOST_QUEUED", 40)
+    monkeypatch.setattr(offloading, "_MAX_QUEUED_TOKENS", 40)
     may_go = threading.Event()
     bench = make_bench()
     faulty = FaultyStore(store, lambda kind, blocks: may_go.wait(30) and None)

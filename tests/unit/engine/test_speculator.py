@@ -37,7 +37,7 @@ def named(name: str) -> Text:
 
 def drafting(drafter: Any) -> Drafting:
     no_scheduler: Any = None
-    return Drafting(no_scheduler, drafter, EveryDraft(), most=3, vocab_size=VOCAB)
+    return Drafting(no_scheduler, drafter, EveryDraft(), max_tokens=3, vocab_size=VOCAB)
 
 
 def broken(context: SequenceState, most: int) -> Draft:

@@ -121,7 +121,7 @@ def test_without_a_difference_no_file_is_left(
     verifier.kept = KeptRecording(bench.manager)
     assert list(tmp_path.glob("pyengine-verify-*/*"))
     if ends == "too long":
-        monkeypatch.setattr(verification, "_MOST_RECORDED", -1)
+        monkeypatch.setattr(verification, "_MAX_RECORDED_BYTES", -1)
     run(bench, PROMPT)
     run(bench, [*PROMPT, 5])
     if ends == "removed":
