@@ -12,7 +12,7 @@ from time import monotonic
 from typing import TypeVar
 
 from pyengine.config import EngineSettings, takes_settings
-from pyengine.engine.client import EngineClient, PromptPin
+from pyengine.engine.client import EngineClientBase, PromptPin
 from pyengine.engine.input_processor import refuse_submitted, refuse_taken
 from pyengine.engine.model_limits import ModelLimits
 from pyengine.engine.output_stream import OutputStream
@@ -40,7 +40,7 @@ from pyengine.utils.validation import is_real
 T = TypeVar("T")
 
 
-class AsyncEngine(EngineClient):
+class AsyncEngine(EngineClientBase):
     """A model, its KV cache, and a thread that runs the steps for callers on event loops.
 
     The settings are those of `LLM`. Any number of tasks, on any event loop, may call `generate`.

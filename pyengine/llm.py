@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any
 
 from pyengine.config import EngineSettings, takes_settings
-from pyengine.engine.client import EngineClient, PromptPin
+from pyengine.engine.client import EngineClientBase, PromptPin
 from pyengine.engine.output_stream import OutputCollector
 from pyengine.engine.stats import EngineStats
 from pyengine.errors import InvalidRequestError, RequestFailedError
@@ -32,7 +32,7 @@ from pyengine.sampling_params import RequestOutputKind, SamplingParams
 Priorities = float | Sequence[float]
 
 
-class LLM(EngineClient):
+class LLM(EngineClientBase):
     """A model, its KV cache and the engine that runs them.
 
     In `LLM(model, **settings)`, `model` is a hub id, a local folder, a GGUF file, or None for the

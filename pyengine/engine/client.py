@@ -66,7 +66,7 @@ class PromptPin:
         return f"PromptPin(num_tokens={self.num_tokens}, seconds_left={self.seconds_left:.0f})"
 
 
-class EngineClient:
+class EngineClientBase:
     """A model, its KV cache and an engine that several callers share."""
 
     def __init__(self, settings: EngineSettings, *, populate: bool = False) -> None:

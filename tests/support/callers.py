@@ -12,7 +12,7 @@ from pyengine.config import EngineSettings
 from pyengine.cpu.threads import compute_threads
 from pyengine.engine import client as frontend_module
 from pyengine.engine.builder import BuiltEngine
-from pyengine.engine.client import EngineClient
+from pyengine.engine.client import EngineClientBase
 from pyengine.llm import LLM
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import Bench, make_bench
@@ -44,7 +44,7 @@ class FakeModel:
             default_params=SamplingParams(temperature=0, max_tokens=4),
             description={},
         )
-        self.made: list[tuple[ref[EngineClient], Thread]] = []
+        self.made: list[tuple[ref[EngineClientBase], Thread]] = []
         patch.setattr(frontend_module, "build_engine", self._build)
 
     def _build(self, settings: EngineSettings, *, populate: bool) -> BuiltEngine:
