@@ -66,11 +66,13 @@ class EngineSettings:
         "type of the weights: auto (as saved, but on a CPU without bfloat16 instructions float32), "
         "float32, bfloat16, float16",
         parse=str,
+        choices=("auto", "float32", "bfloat16", "float16"),
     )
     load_format: str = setting(
         "auto",
         "source of the weights: auto (the model's files) or dummy (random numbers: the model's "
         "folder needs a config.json only)",
+        choices=("auto", "dummy"),
     )
     quantization: Literal["int8", "int4", "fp8", "none"] | None = setting(
         None,
@@ -87,7 +89,15 @@ class EngineSettings:
         "processes must agree in every bit",
         parse=str,
     )
-    attention_backend: str = setting("auto", "attention backend by name; auto chooses one")
+    attention_backend: str = setting(
+        "auto",
+        "attention backend: cpu, flashinfer, flash-attn-3, flash-attn, cudnn, varlen, flex or "
+        "gather; auto chooses one",
+        choices=(
+            *("auto", "cpu", "flashinfer", "flash-attn-3", "flash-attn"),
+            *("cudnn", "varlen", "flex", "gather"),
+        ),
+    )
     compile: bool | None = setting(
         None,
         "let torch compile the forward pass, which needs a C++ compiler and a minute or two at "
@@ -135,6 +145,7 @@ class EngineSettings:
         "auto",
         "type of the KV cache: auto (the model's), int8 (on CPUs), or fp8 (fp8_e4m3), if the "
         "backend can",
+        choices=("auto", "int8", "fp8", "fp8_e4m3"),
     )
     layer_groups: bool = setting(
         True,
@@ -157,6 +168,7 @@ class EngineSettings:
     eviction: str = setting(
         "lru",
         "order of eviction: lru, or 2q, which keeps reused prefixes longer than those used once",
+        choices=("lru", "2q"),
     )
     explain_misses: bool = setting(
         True,
@@ -332,11 +344,6 @@ class EngineSettings:
             )
 
     def _check_load_format(self) -> None:
-        if self.load_format not in ("auto", "dummy"):
-            raise ConfigurationError(
-                f"load_format={shown(self.load_format)} is not known: 'auto' reads safetensors and "
-                "GGUF files, 'dummy' draws random weights; convert weights in other formats first"
-            )
         if self.load_format == "dummy" and self.speculation == "mtp":
             raise ConfigurationError(
                 "load_format='dummy' does not go together with speculation='mtp', whose layers are "

@@ -5,7 +5,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pyengine.models.source import EMBEDDED_NAME, embedded_gguf
+from pyengine.models.source import embedded_gguf
+from pyengine.utils.packaging import EMBEDDED_NAME
 
 _TARGET = Path(__file__).parents[2] / "target" / "models"
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
+from pyengine.cli.interrupt import interruptible_imports
 from pyengine.utils.openmp import wait_briefly
 
 if TYPE_CHECKING:
@@ -29,9 +30,10 @@ def main(factory: "EngineFactory | None" = None) -> None:
     atexit.register(end.leave)  # handlers run in reverse order, so this one last
     _prepare_streams()
     try:
-        from pyengine.cli.app import app
-        from pyengine.cli.completion import answer_shells
-        from pyengine.cli.status import report
+        with interruptible_imports():
+            from pyengine.cli.app import app
+            from pyengine.cli.completion import answer_shells
+            from pyengine.cli.status import report
     except ModuleNotFoundError as error:
         if error.name != "typer":
             raise
@@ -41,8 +43,6 @@ def main(factory: "EngineFactory | None" = None) -> None:
 
         print(f"error: {needs_engine_extra('the command line', 'typer')}", file=sys.stderr)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
     answer_shells()
     try:
         app(obj=factory)

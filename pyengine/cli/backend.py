@@ -6,20 +6,19 @@ this module does not import the engine.
 
 import atexit
 import gc
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from pyengine.cli.interrupt import interruptible_imports
+from pyengine.cli.terminal import note
 from pyengine.config import EngineSettings
 from pyengine.errors import ConfigurationError
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
-from pyengine.utils.packaging import require_engine_extra
+from pyengine.utils.packaging import EMBEDDED_NAME, require_engine_extra
 
 if TYPE_CHECKING:
     import typer
@@ -90,34 +89,8 @@ EngineFactory = Callable[[EngineSettings], Engine]
 
 
 @contextmanager
-def held_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block. A second Ctrl-C is immediate.
-
-    C extensions that are interrupted while they import NumPy silently continue without it.
-    """
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield
-        return
-    held: list[int] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        held.append(number)
-        if len(held) > 1:
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if held:
-        raise KeyboardInterrupt
-
-
-@contextmanager
 def libraries() -> Iterator[None]:
-    """Import the engine within this block.
+    """Import the engine within this block. Ctrl-C ends the process at once.
 
     Raises `ConfigurationError` if one of its libraries cannot be loaded.
     """
@@ -126,19 +99,21 @@ def libraries() -> Iterator[None]:
     except ModuleNotFoundError as error:
         raise ConfigurationError(str(error)) from None
     try:
-        yield
+        with interruptible_imports():
+            yield
     except ModuleNotFoundError:
         raise
     except (ImportError, MemoryError, OSError) as error:
         raise ConfigurationError(
             f"a library of the engine could not be loaded: {str(error) or type(error).__name__}; "
             "raise the limits of the process (`ulimit -v`, `ulimit -n`), or reinstall the library"
-        ) from error
+        ) from None
 
 
 def open_llm(settings: EngineSettings) -> Engine:
     """Load the model and build a real engine."""
-    with held_interrupt(), libraries():
+    with libraries():
+        _note_loading(settings)
         from pyengine.llm import LLM
 
     return _frozen(LLM(**asdict(settings)))
@@ -146,10 +121,17 @@ def open_llm(settings: EngineSettings) -> Engine:
 
 def open_async_engine(settings: EngineSettings) -> "AsyncEngine":
     """Load the model and build an engine for a server."""
-    with held_interrupt(), libraries():
+    with libraries():
+        _note_loading(settings)
         from pyengine.async_engine import AsyncEngine
 
     return _frozen(AsyncEngine(**asdict(settings)))
+
+
+def _note_loading(settings: EngineSettings) -> None:
+    """Say at once what is loaded: imports may take seconds."""
+    demo = f"the demo model, {EMBEDDED_NAME},"
+    note(f"loading {demo if settings.model is None else settings.model} ...", dim=True)
 
 
 def _frozen(engine: _E) -> _E:

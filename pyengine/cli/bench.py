@@ -17,10 +17,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from pyengine.cli.backend import Engine, factory_of, held_interrupt, libraries
-from pyengine.cli.display import note, print_rows, size_text, wrapped, write
-from pyengine.cli.options import guarded
+from pyengine.cli.backend import Engine, factory_of, libraries
+from pyengine.cli.config_file import ConfigFile
+from pyengine.cli.display import print_rows, size_text, wrapped
+from pyengine.cli.options import Json, ModelArgument, ModelOption, guarded, named_model
 from pyengine.cli.status import FAILED
+from pyengine.cli.terminal import note, write
 from pyengine.config import EngineSettings
 from pyengine.errors import InvalidRequestError, ModelLoadError
 from pyengine.outputs import RequestOutput
@@ -116,36 +118,35 @@ def verdict(limits: Limits, speed: Speed, least: tuple[float, float]) -> list[st
 
 def bench(
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Hub id, local folder or GGUF file; default: the embedded model, or a random one."
-        ),
-    ] = None,
+    *,
+    argument: ModelArgument = None,
+    model: ModelOption = None,
+    config: ConfigFile = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        typer.Option(help="Type of the weights.", show_envvar=False),
+        typer.Option(help="Type of the weights."),
     ] = "auto",
     load_format: Annotated[
         Literal["auto", "dummy"],
-        typer.Option(help="Source of the weights; dummy: random numbers.", show_envvar=False),
+        typer.Option(help="Source of the weights; dummy: random numbers."),
     ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", show_envvar=False)] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure this machine's CPU and the engine for at most a minute; status 1 if it is slow.
 
-    Loading MODEL does not count. A model of more than a few gigabytes takes longer.
+    Loading the model does not count. A model of more than a few gigabytes takes longer.
     """
     with guarded(), tempfile.TemporaryDirectory() as folder:
+        named = named_model(context, argument, model)
         settings = EngineSettings(
-            model,
+            named,
             device="cpu",
             dtype=dtype,
             load_format=load_format,
             enable_prefix_caching=False,
             max_num_seqs=1,
         )
-        engine = _open(factory_of(context), settings, Path(folder), is_named=model is not None)
+        engine = _open(factory_of(context), settings, Path(folder), is_named=named is not None)
         about = engine.describe()
         note("measuring the machine ...", dim=True)
         limits = measure_limits(str(about["dtype"]))
@@ -257,7 +258,7 @@ def _weights_of_a_token(engine: Engine, width: int) -> tuple[int, int]:
 
     `width` is the bytes of a weight in a folder.
     """
-    with held_interrupt(), libraries():
+    with libraries():
         from pyengine.models.checkpoint_files import check_weights
         from pyengine.models.gguf_header import read_header
         from pyengine.models.loader import made_up_shapes

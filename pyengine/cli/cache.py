@@ -12,9 +12,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from pyengine.cli.display import note, print_rows, size_text, write
-from pyengine.cli.options import guarded
+from pyengine.cli.display import print_rows, size_text
+from pyengine.cli.options import Command, guarded
 from pyengine.cli.status import FAILED
+from pyengine.cli.terminal import note, write
 from pyengine.config import store_key
 from pyengine.errors import InvalidRequestError
 from pyengine.kv_cache import KVStore, StoreError
@@ -40,7 +41,7 @@ def root() -> None:
     """Folders with stored KV-cache blocks."""
 
 
-@cache.command("ls", short_help="Print entries by model, and the totals.")
+@cache.command("ls", cls=Command, short_help="Print entries by model, and the totals.")
 def list_entries(folder: _Folder) -> None:
     """Print the entries of DIR by the fingerprint of their model, and the totals."""
     with guarded(), _opened(folder, "read") as store:
@@ -60,7 +61,7 @@ def list_entries(folder: _Folder) -> None:
         print_rows("total", totals)
 
 
-@cache.command("verify", short_help="Read all entries and print damaged ones.")
+@cache.command("verify", cls=Command, short_help="Read all entries and print damaged ones.")
 def verify_entries(folder: _Folder) -> None:
     """Read all entries of DIR and print the keys of damaged ones; status 1 if there are any."""
     with guarded(), _opened(folder, "read") as store:
@@ -75,28 +76,18 @@ def verify_entries(folder: _Folder) -> None:
         raise typer.Exit(FAILED)
 
 
-@cache.command("prune", short_help="Remove entries.")
+@cache.command("prune", cls=Command, short_help="Remove entries.")
 def prune_entries(
     folder: _Folder,
     older_than: Annotated[
         str | None,
-        typer.Option(
-            metavar="AGE",
-            help="Only entries older than this: 30m, 12h, 7d, 2w.",
-            show_envvar=False,
-        ),
+        typer.Option(metavar="AGE", help="Only entries older than this: 30m, 12h, 7d, 2w."),
     ] = None,
     fingerprint: Annotated[
         str | None,
-        typer.Option(
-            metavar="HEX",
-            help="Only entries of this fingerprint, or its first digits.",
-            show_envvar=False,
-        ),
+        typer.Option(metavar="HEX", help="Only entries of this fingerprint, or its first digits."),
     ] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="All entries.", show_envvar=False)
-    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All entries.")] = False,
 ) -> None:
     """Remove entries from DIR. Refused while another process writes to it."""
     with guarded():
@@ -127,7 +118,7 @@ def prune_entries(
 @contextmanager
 def _opened(folder: Path, access: Literal["read", "write"]) -> Iterator[KVStore]:
     if not folder.is_dir():  # opening it would make one
-        raise InvalidRequestError(f"{folder} is no folder; name the folder of a KV store")
+        raise InvalidRequestError(f"{folder} is not a folder: give the folder of a KV store")
     try:
         store = KVStore(folder, max_bytes=NO_LIMIT, access=access, auth_key=store_key())
     except StoreError as error:

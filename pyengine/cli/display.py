@@ -1,58 +1,36 @@
-"""Output for people: answers, notes, tables, and the summary line.
-
-Answers go to standard output unchanged. On a terminal, control characters in prompts, answers and
-file names are escaped.
-"""
+"""Output for people: answers, tables, and the summary line."""
 
 import math
-import os
-import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from pyengine.cli.backend import Engine, ended
+from pyengine.cli.terminal import note, write
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
-
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
-del _CONTROLS[ord("\n")], _CONTROLS[ord("\t")]
 
 COLUMNS = 80
 """Of a terminal, for wrapped text."""
 
-_BOLD, DIM, RED, GREEN, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
-"""ANSI sequences for a terminal."""
 
+def note_reduced(engine: Engine, params: SamplingParams, lengths: Sequence[int] = ()) -> None:
+    """Note that answers end with the context, before they have `max_tokens`.
 
-def printable(text: str) -> str:
-    """Escape the control characters of `text`, except line ends and tabs."""
-    return text.translate(_CONTROLS)
-
-
-def write(text: str, *, bold: bool = False, style: str = "") -> None:
-    """Write to standard output and flush. On a terminal without NO_COLOR, in bold or a `style`."""
-    _write(sys.stdout, text, _BOLD if bold else style)
-
-
-def note(text: str, *, dim: bool = False) -> None:
-    """Write a line to standard error."""
-    _write(sys.stderr, f"{text}\n", DIM if dim else "")
-
-
-def _write(stream: TextIO, text: str, style: str) -> None:
-    if stream.isatty():
-        text = printable(text)
-        if style and not os.environ.get("NO_COLOR"):
-            text = f"{style}{text}{_PLAIN}"
-    try:
-        stream.write(text)
-        stream.flush()
-    except OSError as error:
-        error.filename = stream.name
-        raise
+    `lengths` are those of the prompts; empty if they are not known yet.
+    """
+    context = engine.describe().get("max_model_len")
+    if not isinstance(context, int) or params.max_tokens is None:
+        return
+    left = [context - length for length in lengths] or [context - 1]
+    if params.max_tokens > min(left) > 0:
+        limit = f"{min(left):,}" if lengths else f"at most {min(left):,}"
+        note(
+            f"--max-tokens {params.max_tokens} is reduced to {limit}: prompt and answer together "
+            f"have at most {context:,} tokens"
+        )
 
 
 def print_rows(title: str, rows: Mapping[str, object], *, is_wrapped: bool = False) -> None:
@@ -99,27 +77,36 @@ def _flatten(rows: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 _TOKENS = ("prompt", "cached", "restored", "new", "decoded")
 
 
+_BLOCKS = {
+    "allocated_blocks": "blocks used",
+    "in_flight_blocks": "shared in flight",
+    "merged_blocks": "merged",
+}
+
+
 @dataclass
 class Meter:
     """Measures a run: counters from before it, tokens and times of its results.
 
-    `str()` is the summary line. `tok/s` is the decode rate: tokens after the first of each answer,
-    over the time in which any answer was decoding. With drafts it also shows how many were
-    accepted, and the tokens per decode with drafts.
+    `str()` is the summary line; counters of zero are left out unless it is verbose. `tok/s` is the
+    decode rate: tokens after the first of each answer, over the time in which any answer was
+    decoding. With drafts it also shows how many were accepted, and the tokens per decode with them.
     """
 
     engine: Engine
     counters: Mapping[str, int]
     num_drafts: int
+    is_verbose: bool = False
+    """Zeros are shown, too."""
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_TOKENS, 0), init=False)
     decoding: list[tuple[float, float]] = field(default_factory=list, init=False)
     """Times of the first and the last token of each result."""
 
     @classmethod
-    def start(cls, engine: Engine) -> Self:
+    def start(cls, engine: Engine, *, is_verbose: bool = False) -> Self:
         """Start a measurement with the engine's current counters."""
         stats = engine.stats()
-        return cls(engine, dict(stats.counters), stats.num_drafts)
+        return cls(engine, dict(stats.counters), stats.num_drafts, is_verbose)
 
     def add(self, result: RequestOutput) -> None:
         """Count a finished or interrupted result."""
@@ -138,14 +125,16 @@ class Meter:
         stats, tokens = self.engine.stats(), self.tokens
         blocks = {name: stats.counters[name] - before for name, before in self.counters.items()}
         restored = f", {tokens['restored']} of them restored" if tokens["restored"] else ""
+        cached = f" ({tokens['cached']} cached{restored})"
         parts = [
-            f"{tokens['prompt']} prompt tokens ({tokens['cached']} cached{restored})",
+            f"{tokens['prompt']} prompt tokens"
+            + (cached if tokens["cached"] or self.is_verbose else ""),
             f"{tokens['new']} new tokens",
             *self._rate(),
-            f"{blocks['allocated_blocks']} blocks used",
-            f"{blocks['in_flight_blocks']} shared in flight",
-            f"{blocks['merged_blocks']} merged",
         ]
+        for name, words in _BLOCKS.items():
+            if blocks[name] or self.is_verbose:
+                parts.append(f"{blocks[name]} {words}")
         num_drafts = stats.num_drafts - self.num_drafts
         if num_drafts:
             accepted, drafted = blocks["accepted_draft_tokens"], blocks["draft_tokens"]
@@ -172,9 +161,11 @@ class Answer:
     interrupted: bool
 
 
-def stream_answer(engine: Engine, prompt: Any, params: SamplingParams) -> Answer:
+def stream_answer(
+    engine: Engine, prompt: Any, params: SamplingParams, *, is_verbose: bool = False
+) -> Answer:
     """Write the answer to standard output token by token. Ctrl-C ends the answer only."""
-    meter = Meter.start(engine)
+    meter = Meter.start(engine, is_verbose=is_verbose)
     shown = ""
     last: RequestOutput | None = None
     interrupted = False

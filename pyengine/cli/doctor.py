@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from pyengine.cli.display import print_rows, size_text, wrapped, write
+from pyengine.cli.display import print_rows, size_text, wrapped
 from pyengine.cli.machine import (
     BFLOAT16,
     FEATURES,
@@ -23,6 +23,7 @@ from pyengine.cli.machine import (
     torch_facts,
 )
 from pyengine.cli.status import FAILED, report
+from pyengine.cli.terminal import write
 from pyengine.utils.packaging import DISTRIBUTION, EMBEDDED_COMMAND, package_version
 
 LITTLE_MEMORY = 2 << 30
@@ -39,9 +40,6 @@ _HIDING = (
     *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
 )
 """Variables that hide instructions of the processor."""
-
-
-JSON_HELP = "Print JSON."
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +255,7 @@ def examine(*, as_json: bool = False) -> int:
 def run_bare(arguments: Sequence[str]) -> int:
     """`pyengine doctor` without typer: parses the arguments, returns the exit status."""
     parser = argparse.ArgumentParser("pyengine doctor", description=examine.__doc__)
-    parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    parser.add_argument("--json", action="store_true", help="print JSON")
     try:
         return examine(as_json=parser.parse_args(arguments).json)
     except (Exception, KeyboardInterrupt) as error:

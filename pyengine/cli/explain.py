@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from pyengine.cli.backend import held_interrupt, libraries
-from pyengine.cli.display import DIM, GREEN, RED, write
-from pyengine.cli.options import guarded
-from pyengine.cli.prompts import LONGEST_LINE
+from pyengine.cli.backend import libraries
+from pyengine.cli.options import ModelOption, guarded
+from pyengine.cli.prompts import LONGEST_LINE, read_text
+from pyengine.cli.terminal import DIM, GREEN, RED, write
 from pyengine.errors import InvalidRequestError
 
 _SHOWN = 10  # tokens before the difference, and from it on
@@ -19,21 +19,13 @@ _SHOWN = 10  # tokens before the difference, and from it on
 def explain(
     first: Annotated[Path, typer.Argument(metavar="A", help="File with a prompt.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="File with another one.")],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Hub id, local folder or GGUF file whose tokenizer reads text; default: the "
-            "embedded model.",
-            show_envvar=False,
-        ),
-    ] = None,
-    block_size: Annotated[
-        int, typer.Option(min=1, help="Tokens of a cached block.", show_envvar=False)
-    ] = 16,
+    model: ModelOption = None,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a cached block.")] = 16,
 ) -> None:
     """Show where two prompts differ first, and how many whole blocks they share.
 
-    A file holds text, or a JSON list of token ids; then no model is needed. Only whole blocks are
+    A file holds text, or a JSON list of token ids; then no model is needed. Text is read by the
+    tokenizer of the model. Only whole blocks are
     found in the cache again, so tokens after the first difference are computed anew.
     """
     with guarded():
@@ -71,7 +63,7 @@ def comparison(
             yield _shown(ids[max(0, common - _SHOWN) : common], tokenizer), DIM
             yield _shown(ids[common : common + _SHOWN], tokenizer), style
             yield "\n", ""
-        yield "Move what changes behind what does not.\n", ""
+        yield "To share more, put the parts that change at the end of the prompts.\n", ""
 
 
 def _shown(token_ids: Sequence[int], tokenizer: Any) -> str:
@@ -84,13 +76,7 @@ def _shown(token_ids: Sequence[int], tokenizer: Any) -> str:
 
 def _read(path: Path) -> str | list[int]:
     """The prompt of a file: text, or a JSON list of token ids."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(LONGEST_LINE + 1).decode()
-    except OSError as error:
-        raise InvalidRequestError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"{path} is not UTF-8 text: {error.reason}") from error
+    text = read_text(path, LONGEST_LINE)
     if len(text) > LONGEST_LINE:
         raise InvalidRequestError(f"{path} has more than {LONGEST_LINE >> 20} MiB: no prompt")
     try:
@@ -112,7 +98,7 @@ def _token_ids(prompt: str | list[int], tokenizer: Any) -> list[int]:
 
 def _tokenizer(model: str | None) -> Any:
     """The tokenizer of a model. Raises `InvalidRequestError` if it has none."""
-    with held_interrupt(), libraries():
+    with libraries():
         from pyengine.models.loader import tokenizer_of
         from pyengine.models.source import resolve_source
     source = resolve_source(model)

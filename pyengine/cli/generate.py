@@ -1,7 +1,10 @@
 """`pyengine generate`: answer one prompt as a stream, or many as a batch."""
 
 import os
+import re
+import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import combinations
@@ -11,8 +14,9 @@ from typing import Annotated
 import typer
 
 from pyengine.cli.backend import Engine, ended, factory_of
-from pyengine.cli.display import Meter, note, stream_answer
-from pyengine.cli.options import command
+from pyengine.cli.display import Meter, note_reduced, stream_answer
+from pyengine.cli.interrupt import INTERRUPTED
+from pyengine.cli.options import Verbose, command
 from pyengine.cli.prompts import (
     AnyPrompt,
     Template,
@@ -23,10 +27,17 @@ from pyengine.cli.prompts import (
     to_engine,
 )
 from pyengine.cli.results import Batch, Printed, Results, opened
-from pyengine.cli.status import FAILED, INTERRUPTED
+from pyengine.cli.sampling import in_options
+from pyengine.cli.status import FAILED
+from pyengine.cli.terminal import note
 from pyengine.config import EngineSettings
 from pyengine.errors import InvalidRequestError
 from pyengine.sampling_params import SamplingParams
+
+_MODEL_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?|\S+\.gguf")
+
+_BETWEEN_LINES = 10.0
+"""Seconds between lines of progress."""
 
 RECORDING = b"kvtrace\n"
 """The first bytes of a recording of the block manager."""
@@ -40,6 +51,14 @@ def generate(
         typer.Argument(help="One or more prompts; - is the text on standard input."),
     ] = None,
     *,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            *("--prompt", "-p"),
+            help="A prompt, as the argument; repeatable.",
+            allow_from_autoenv=False,
+        ),
+    ] = None,
     file: Annotated[
         Path | None, typer.Option(help="Prompts, one per line: a text file or .jsonl.")
     ] = None,
@@ -64,18 +83,22 @@ def generate(
             help="Render prompts with the model's chat template, or not; default: if it has one.",
         ),
     ] = None,
+    verbose: Verbose = False,
     params: SamplingParams,
     settings: EngineSettings,
 ) -> None:
     """Stream the answer to one prompt, or answer several as a batch, with a summary at the end."""
     if resume and output is None:
         raise InvalidRequestError("--resume needs --output: the file to continue")
-    if (prompt or []).count("-") > 1:
+    if file is None and output is None:
+        _note_doubts(prompt or [])
+    prompt = [*(prompt or []), *(text or [])]
+    if prompt.count("-") > 1:
         raise InvalidRequestError("standard input is one prompt: give - once")
     _check_apart({"--file": file, "--output": output, "--record": record})
     _check_recording(record)
     template = {None: Template.AUTO, True: Template.CHAT, False: Template.RAW}[chat]
-    batch = Batch(_collect(prompt or [], file), template, params, settings)
+    batch = Batch(_collect(prompt, file), template, params, settings)
     target = nullcontext(Printed(batch)) if output is None else opened(output, batch, resume=resume)
     with target as results:
         remaining = [index for index in range(len(batch.prompts)) if index not in results.done]
@@ -84,11 +107,27 @@ def generate(
             return
         engine = factory_of(context)(settings)
         ready = to_engine(engine, [batch.prompts[index] for index in remaining], template)
+        ids = [each["prompt_token_ids"] for each in ready if isinstance(each, dict)]
+        note_reduced(engine, params, [len(each) for each in ids])
         with nullcontext() if record is None else engine.recording(record):
             if len(batch.prompts) == 1 and output is None:
-                _answer_one(engine, ready[0], params)
+                _answer_one(engine, ready[0], params, is_verbose=verbose)
             else:
-                _answer_many(engine, batch, dict(zip(remaining, ready, strict=True)), results)
+                meter = Meter.start(engine, is_verbose=verbose)
+                _answer_many(meter, batch, dict(zip(remaining, ready, strict=True)), results)
+
+
+def _note_doubts(arguments: Sequence[str]) -> None:
+    """Note that a prompt may be one without quotes, or the name of a model."""
+    if len(arguments) > 1 and all(len(text.split()) == 1 and text != "-" for text in arguments):
+        whole = shlex.quote(" ".join(arguments))
+        note(
+            f"{len(arguments)} prompts of one word each; if you mean one prompt, put quotes around "
+            f"it: pyengine generate {whole}"
+        )
+    for text in arguments:
+        if _MODEL_NAME.fullmatch(text):
+            note(f"{text} is a prompt here; to name a model: -m {text}")
 
 
 def _collect(arguments: Sequence[str], file: Path | None) -> list[AnyPrompt]:
@@ -99,7 +138,7 @@ def _collect(arguments: Sequence[str], file: Path | None) -> list[AnyPrompt]:
         try:
             check_encodable(text)
         except InvalidRequestError as error:
-            raise InvalidRequestError(f"prompt {number} {error}: it must be UTF-8") from error
+            raise InvalidRequestError(f"prompt {number} {error}: it must be UTF-8") from None
     prompts: list[AnyPrompt] = [TextPrompt(text) for text in texts]
     if file is not None:
         prompts += read_prompts(file)
@@ -131,25 +170,25 @@ def _check_recording(path: Path | None) -> None:
     except OSError as error:
         raise InvalidRequestError(
             f"cannot write {path}: {error.strerror}; give a file in an existing folder"
-        ) from error
+        ) from None
     if start:
         kind = "is a recording already" if start == RECORDING else "is not a recording"
         raise InvalidRequestError(f"{path} {kind} and is not overwritten: give another file")
 
 
-def _answer_one(engine: Engine, prompt: object, params: SamplingParams) -> None:
-    answer = stream_answer(engine, prompt, params)
+def _answer_one(
+    engine: Engine, prompt: object, params: SamplingParams, *, is_verbose: bool
+) -> None:
+    answer = stream_answer(engine, prompt, params, is_verbose=is_verbose)
     note(answer.figures, dim=True)
     if answer.interrupted:
         note("interrupted")
         raise typer.Exit(INTERRUPTED)
 
 
-def _answer_many(
-    engine: Engine, batch: Batch, ready: Mapping[int, object], results: Results
-) -> None:
+def _answer_many(meter: Meter, batch: Batch, ready: Mapping[int, object], results: Results) -> None:
     """Answer prompts, given by position. Results are kept even if the run fails."""
-    meter = Meter.start(engine)
+    engine = meter.engine
     places, params = list(ready), [batch.params_of(index) for index in ready]
     failures = 0
     try:
@@ -163,7 +202,7 @@ def _answer_many(
                 meter.add(result)
                 if result.error is not None:
                     failures += 1
-                    note(f"prompt {place + 1} failed: {result.error}")
+                    note(f"prompt {place + 1} failed: {in_options(result.error)}")
                 advance()
     except BaseException:
         _close(results, meter, failed=True)
@@ -183,9 +222,18 @@ def _close(results: Results, meter: Meter, *, failed: bool) -> None:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[], object]]:
-    """A progress bar on standard error, if only that is a terminal."""
+    """Progress on standard error: a bar if only that is a terminal, lines if nothing is."""
+    done, last = 0, time.monotonic()
+
+    def advance() -> None:
+        nonlocal done, last
+        done += 1
+        if not sys.stdout.isatty() and time.monotonic() - last >= _BETWEEN_LINES:
+            note(f"{done} of {total} prompts")
+            last = time.monotonic()
+
     if sys.stdout.isatty() or not sys.stderr.isatty():
-        yield lambda: None
+        yield advance
         return
     from tqdm import tqdm
 

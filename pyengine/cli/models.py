@@ -9,10 +9,18 @@ from typing import Annotated
 
 import typer
 
-from pyengine.cli.backend import held_interrupt, libraries
-from pyengine.cli.display import note, size_text, wrapped, write
-from pyengine.cli.options import guarded
-from pyengine.errors import ModelLoadError, PyEngineError
+from pyengine.cli.backend import libraries
+from pyengine.cli.display import size_text, wrapped
+from pyengine.cli.options import Json, ModelArgument, ModelOption, guarded, named_model
+from pyengine.cli.terminal import note, write
+from pyengine.errors import InvalidRequestError, ModelLoadError, PyEngineError
+
+MODELS = (
+    ("Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf", "0.6 GB", "2 GB"),
+    ("Qwen/Qwen3-4B-GGUF:Qwen3-4B-Q4_K_M.gguf", "2.5 GB", "5 GB"),
+    ("Qwen/Qwen3-8B-GGUF:Qwen3-8B-Q4_K_M.gguf", "5.0 GB", "8 GB"),
+)
+"""Models to start with: their size and the memory that they need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,42 +35,45 @@ class LocalModel:
 
 
 def pull(
-    model: Annotated[str, typer.Argument(help="Hub id, local folder or GGUF file.")],
+    context: typer.Context,
+    argument: ModelArgument = None,
+    model: ModelOption = None,
     revision: Annotated[
         str | None,
-        typer.Option(help="Branch, tag or commit; default: the newest.", show_envvar=False),
+        typer.Option(help="Branch, tag or commit; default: the newest."),
     ] = None,
     token: Annotated[
         str | None,
-        typer.Option(
-            help="Access token for gated models; default: the variable HF_TOKEN.",
-            show_envvar=False,
-        ),
+        typer.Option(help="Access token for gated models; default: the variable HF_TOKEN."),
     ] = None,
 ) -> None:
-    """Download MODEL, and check that the engine can run it; status 1 if not."""
+    """Download a model, and check that the engine can run it; status 1 if not."""
     with guarded():
-        with held_interrupt(), libraries():
+        named = named_model(context, argument, model)
+        if named is None:
+            raise InvalidRequestError(f"no model is named: `pyengine pull {MODELS[0][0]}`")
+        with libraries():
+            note(f"looking for {named} ...", dim=True)
             from pyengine.models.loader import checked_source
-        source = checked_source(model, revision=revision, token=token)
+        source = checked_source(named, revision=revision, token=token)
         size = source.path.stat().st_size if source.is_gguf else _size(source.path)
         write(f"{source.path}\n")
         note(f"{source.name}: {size_text(size)}; the engine can run it")
 
 
 def list_models(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", show_envvar=False)] = False,
+    as_json: Json = False,
 ) -> None:
     """Print the models on this machine, their sizes, and whether the engine can run them."""
     with guarded():
-        with held_interrupt(), libraries():
+        with libraries():
             import pyengine.models.loader  # noqa: F401
         models = sorted([*_embedded(), *_of_the_hub()], key=lambda each: each.name)
         if as_json:
             write(json.dumps([asdict(each) for each in models], indent=2) + "\n")
             return
         if not models:
-            note("no models: `pyengine pull MODEL`")
+            note("no models: `pyengine help models` names some")
         width = max((len(each.name) for each in models), default=0)
         for each in models:
             state = "runs" if each.refusal is None else f"does not run: {each.refusal}"
@@ -92,16 +103,23 @@ def _of_the_hub() -> Iterator[LocalModel]:
     for repository in repositories:
         if repository.repo_type == "model" and repository.revisions:
             newest = max(repository.revisions, key=lambda each: each.last_modified)
-            folder = newest.snapshot_path
-            size = repository.size_on_disk
-            yield LocalModel(repository.repo_id, str(folder), size, _refusal(folder))
+            folder, name = newest.snapshot_path, repository.repo_id
+            files = sorted(folder.rglob("*.gguf"))
+            for path in files:
+                size, inner = path.stat().st_size, path.relative_to(folder)
+                yield LocalModel(f"{name}:{inner}", str(path), size, _refusal(path))
+            if not files or (folder / "config.json").exists():
+                yield LocalModel(name, str(folder), repository.size_on_disk, _refusal(folder))
 
 
-def _refusal(folder: Path) -> str | None:
-    from pyengine.models.loader import check_folder
+def _refusal(path: Path) -> str | None:
+    from pyengine.models.loader import check_folder, checked_source
 
     try:
-        check_folder(folder)
+        if path.is_dir():
+            check_folder(path)
+        else:
+            checked_source(path)
     except PyEngineError as error:
         return " ".join(str(error).split())
     return None

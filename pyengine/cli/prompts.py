@@ -91,6 +91,17 @@ def read_prompts(path: Path) -> list[AnyPrompt]:
     return prompts
 
 
+def read_text(path: Path, limit: int) -> str:
+    """The text of a file: one character more than the limit, if it is longer."""
+    try:
+        with path.open("rb") as file:
+            return file.read(limit + 1).decode()
+    except OSError as error:
+        raise InvalidRequestError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"{path} is not UTF-8 text: {error.reason}") from None
+
+
 def read_standard_input() -> str:
     """Read standard input to its end, as one prompt; a line end at its end is dropped."""
     text = sys.stdin.read(LONGEST_LINE + 1)

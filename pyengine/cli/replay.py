@@ -5,8 +5,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pyengine.cli.display import note, print_rows, write
+from pyengine.cli.display import print_rows
 from pyengine.cli.status import FAILED, report
+from pyengine.cli.terminal import note, write
 from pyengine.errors import InvalidRequestError
 from pyengine.kv_cache import Divergence, PoolUsage, ReplayReport, Stats, TraceError, replay
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
-from pyengine.cli.display import write
 from pyengine.cli.prompts import (
     AnyPrompt,
     MessagesPrompt,
@@ -27,6 +26,7 @@ from pyengine.cli.prompts import (
     TokenPrompt,
     text_of,
 )
+from pyengine.cli.terminal import write
 from pyengine.config import EngineSettings
 from pyengine.errors import InvalidRequestError
 from pyengine.outputs import RequestOutput

@@ -9,8 +9,9 @@ import typer
 
 from pyengine.cli.announcement import announcement
 from pyengine.cli.backend import libraries, open_async_engine
-from pyengine.cli.display import note
+from pyengine.cli.interrupt import interruptible_imports
 from pyengine.cli.options import command
+from pyengine.cli.terminal import note
 from pyengine.config import EngineSettings
 from pyengine.errors import ConfigurationError
 from pyengine.server.settings import ServerSettings
@@ -26,11 +27,8 @@ _LIBRARIES = ("fastapi", "httptools", "prometheus_client", "pydantic", "pydantic
 
 @command(max_num_waiting=1024)
 def serve(
+    context: typer.Context,
     *,
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Hub id, local folder or GGUF file; default: the embedded model."),
-    ] = None,
     replicas: Annotated[
         int,
         typer.Option(
@@ -40,20 +38,21 @@ def serve(
     settings: EngineSettings,
     server: ServerSettings,
 ) -> None:
-    """Serve MODEL with OpenAI's HTTP API. On SIGTERM or Ctrl-C, running requests finish first."""
+    """Serve a model with OpenAI's HTTP API. On SIGTERM or Ctrl-C, running requests finish first."""
+    note("starting ...", dim=True)
     try:
-        from pyengine.server import lifetime
-        from pyengine.server.observers import EngineObservers
+        with interruptible_imports():
+            from pyengine.server import lifetime
+            from pyengine.server.observers import EngineObservers
     except ModuleNotFoundError as error:
         missing = str(error.name).partition(".")[0]
         if missing not in _LIBRARIES:
             with libraries():  # one of the engine's
                 raise
-        raise ConfigurationError(needs_serve_extra("pyengine serve", missing)) from error
+        raise ConfigurationError(needs_serve_extra("pyengine serve", missing)) from None
     # Bind the address first, to fail before the model is loaded.
     with lifetime.listening(server) as socket, ExitStack() as stack:
         where = lifetime.address_of(server, socket)
-        note(f"{where}: loading {model or 'the default model'}", dim=True)
         started = perf_counter()
         engine: EngineClient
         if replicas == 1:
@@ -84,7 +83,7 @@ def _over_replicas(
         if str(error.name).partition(".")[0] != "ray":
             raise
         needed = needs_cluster_extra("pyengine serve --replicas", "ray")
-        raise ConfigurationError(needed) from error
+        raise ConfigurationError(needed) from None
     from pyengine.cluster.observers import ClusterObservers
 
     return stack.enter_context(local_replicas(settings, count)), ClusterObservers

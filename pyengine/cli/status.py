@@ -2,20 +2,21 @@
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
-from pyengine.cli.display import note
+from pyengine.cli.interrupt import INTERRUPTED
+from pyengine.cli.terminal import note
 from pyengine.errors import InvalidRequestError, PyEngineError
 
 FAILED = 1
 BAD_INPUT = 2
-INTERRUPTED = 130
 CLOSED_PIPE = 141
-"""Exit statuses; the last two are those that a shell reports for SIGINT and SIGPIPE."""
+"""Exit statuses; a shell reports the last one for SIGPIPE."""
 
 
-def report(error: BaseException) -> int:
-    """Print an error and return the exit status. Unexpected errors are raised again.
+def report(error: BaseException, worded: Callable[[str], str] = str) -> int:
+    """Print an error as `worded` and return the exit status. Unexpected errors are raised again.
 
     After an error of the system, standard output is redirected: flushing it would fail again.
     """
@@ -23,7 +24,7 @@ def report(error: BaseException) -> int:
         _say("\ninterrupted")
         return INTERRUPTED
     if isinstance(error, PyEngineError):
-        _say(f"error: {error}")
+        _say(f"error: {worded(str(error))}")
         return BAD_INPUT if isinstance(error, InvalidRequestError) else FAILED
     if not isinstance(error, OSError):
         raise error

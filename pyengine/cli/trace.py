@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pyengine.cli.options import guarded
+from pyengine.cli.options import Command, guarded
 from pyengine.cli.replay import show_recording
 from pyengine.cli.view import view_recording
 
@@ -19,7 +19,9 @@ def root() -> None:
     """Replay recordings of the block manager."""
 
 
-@trace.command("replay", help=show_recording.__doc__, short_help="Replay FILE and compare.")
+@trace.command(
+    "replay", cls=Command, help=show_recording.__doc__, short_help="Replay FILE and compare."
+)
 def replay_file(file: _File) -> None:
     """Replay a recording."""
     with guarded():
@@ -28,15 +30,11 @@ def replay_file(file: _File) -> None:
         raise typer.Exit(status)
 
 
-@trace.command("view", help=view_recording.__doc__, short_help="Show FILE step by step.")
+@trace.command("view", cls=Command, help=view_recording.__doc__, short_help="Show FILE by steps.")
 def view_file(
     file: _File,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port; 0: any free one.", show_envvar=False)
-    ] = 0,
-    is_opened: Annotated[
-        bool, typer.Option("--open", help="Open the browser.", show_envvar=False)
-    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 0,
+    is_opened: Annotated[bool, typer.Option("--open", help="Open the browser.")] = False,
 ) -> None:
     """Show a recording on a local page."""
     with guarded():

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pyengine.cli.display import write
 from pyengine.cli.status import report
+from pyengine.cli.terminal import write
 from pyengine.errors import InvalidRequestError
 from pyengine.kv_cache import TraceError
 

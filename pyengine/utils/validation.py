@@ -2,7 +2,7 @@
 
 import difflib
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from numbers import Integral, Real
@@ -134,7 +134,14 @@ def refuses_unknown(what: str) -> Callable[[_Class], _Class]:
     return decorate
 
 
-def nearest(name: str, known: list[str]) -> str:
+def nearest(name: str, known: Sequence[str], *, cutoff: float = 0.6) -> str:
     """A hint at the field that an unknown name means."""
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+
+
+def unknown_choice(name: str, value: str, choices: Sequence[str]) -> str:
+    """The message for a value that is none of the choices, with the nearest if one is near."""
+    hint = nearest(value, choices, cutoff=0.5)  # fp16 means float16
+    hint = f"{hint} Use" if hint.endswith("?") else "use"
+    return f"{name}={shown(value)} is not known: {hint} one of {', '.join(choices)}"

@@ -260,7 +260,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(
     [
         (
             {"speculation": "guess"},
-            "speculation='guess': it must be 'ngram' or 'suffix' or 'mtp' or",
+            "speculation='guess' is not known: use one of ngram, suffix, mtp,",
         ),
         ({"speculation": "draft"}, "draft_model=None: a second model drafts with"),
         ({"draft_model": "x"}, "speculation=None and draft_model='x'"),

@@ -63,6 +63,31 @@ def test_signature_and_docstring_show_every_setting() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "nearest"),
+    [
+        ({"dtype": "bf16"}, "did you mean bfloat16? Use one of auto, "),
+        ({"dtype": "fp16"}, "did you mean float16? Use one of auto, "),
+        ({"dtype": "flaot32"}, "did you mean float32? Use one of auto, "),
+        ({"dtype": "x"}, "is not known: use one of auto, float32, bfloat16, float16"),
+        ({"quantization": "int-8"}, "did you mean int8? Use one of int8, "),
+        ({"kv_cache_dtype": "fp8_e4"}, "did you mean fp8_e4m3? Use one of auto, "),
+        ({"attention_backend": "flash_attn"}, "did you mean flash-attn? Use one of auto, "),
+        ({"speculation": "n-gram"}, "did you mean ngram? Use one of ngram, "),
+    ],
+)
+def test_a_choice_that_is_none_is_refused_with_the_nearest(
+    settings: dict[str, Any], nearest: str
+) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        EngineSettings(**settings)
+    assert nearest in str(error.value)
+
+
+def test_the_text_of_a_dtype_of_torch_is_one_of_the_choices() -> None:
+    assert EngineSettings(dtype="torch.float32").dtype == "torch.float32"
+
+
+@pytest.mark.parametrize(
     ("name", "nearest"),
     [("max_num_seq", "max_num_seqs"), ("blocksize", "block_size"), ("tensor_parallel", None)],
 )

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +18,9 @@ from pyengine.attention.choice import (
 )
 from pyengine.attention.gather import GatherBackend
 from pyengine.attention.needs import AttentionNeeds, LayerNeeds, needs_of
+from pyengine.config import EngineSettings
 from pyengine.errors import ConfigurationError
+from pyengine.utils.settings import choices_of, option_of
 from tests.unit.attention import fake_kernels
 from tests.unit.attention.families import MODELS, layers_of
 
@@ -303,3 +305,9 @@ def test_kernels_that_do_not_compile_are_an_error_where_they_were_asked_for(on_c
     with pytest.raises(ConfigurationError, match="failed with RuntimeError: ninja: nvcc was not"):
         select_backend("flashinfer", LAYERED_NEEDS)
     assert "nvcc was not found" in select_backend("auto", LAYERED_NEEDS).reason
+
+
+def test_the_setting_knows_every_backend() -> None:
+    (setting,) = [each for each in fields(EngineSettings) if each.name == "attention_backend"]
+    assert choices_of(setting) == ("auto", *_CANDIDATES)
+    assert all(name in option_of(setting).help for name in choices_of(setting))

@@ -55,6 +55,7 @@ class FakeEngine:
     closed: int = 0
     computed: list[int] = field(default_factory=list)
     vocabulary: list[str] = field(default_factory=list)
+    max_model_len: int = 1 << 20
 
     @property
     def model_path(self) -> Path:
@@ -149,6 +150,7 @@ class FakeEngine:
         return {
             "versions": {"torch": "2"},
             "model": "owner/fake",
+            "max_model_len": self.max_model_len,
             "device": "cpu",
             "attention": {"backend": "gather", "reason": "the device is a CPU"},
         }

@@ -189,8 +189,8 @@ def test_folders_that_are_no_store(tmp_path: Path, folder: Path, command: list[s
     def said(path: Path) -> str:
         return refusal(run(command[0], path, *command[1:]))
 
-    assert said(missing) == f"{missing} is no folder; name the folder of a KV store"
-    assert said(file) == f"{file} is no folder; name the folder of a KV store"
+    assert said(missing) == f"{missing} is not a folder: give the folder of a KV store"
+    assert said(file) == f"{file} is not a folder: give the folder of a KV store"
     assert said(link) == f"{link} is a symbolic link; name the folder itself"
     assert said(other).startswith(f"{other} is not empty and not a KV store")
     folder.chmod(0o755)

@@ -26,7 +26,7 @@ def conversation(engine: FakeEngine, turn: int) -> str:
 
 def test_earlier_turns_are_sent_again_and_found_in_the_cache() -> None:
     engine = FakeEngine()
-    result = talk(engine, "first question", "second one")
+    result = talk(engine, "first question", "second one", options=("--verbose",))
     assert result.exit_code == 0, result.output
     assert result.stdout == f"{ANSWER}\n{ANSWER}\n"
     expected = f"<user> first question <assistant> {ANSWER} <user> second one"
@@ -82,6 +82,18 @@ def test_a_refused_turn_is_forgotten_and_the_next_one_is_answered() -> None:
     assert "error: the prompt has 7 tokens" in result.stderr and "/reset" in result.stderr
     assert conversation(engine, 1) == "<user> short"
     assert result.stdout == f"{ANSWER}\n"
+
+
+def test_the_demo_model_says_that_it_is_one_and_samples() -> None:
+    engine = FakeEngine()
+    result = talk(engine, "one", options=("--top-p", "0.5"))
+    assert "a demo model" in result.stderr and "`pyengine help models`" in result.stderr
+    assert engine.params is not None
+    assert engine.params.top_p == 0.5  # an option counts more
+    assert 0 < engine.params.temperature < 1 < engine.params.repetition_penalty
+    result = talk(engine, "one", options=("--model", "owner/fake"))
+    assert "demo" not in result.stderr
+    assert (engine.params.temperature, engine.params.repetition_penalty) == (0, 1)
 
 
 def test_a_model_without_a_template_is_refused() -> None:

@@ -40,6 +40,29 @@ def test_the_command_line_overrides_the_environment_and_that_the_file(config: Pa
     assert engine.settings == EngineSettings(block_size=32, num_blocks=16, max_num_seqs=8)
 
 
+def test_one_file_serves_all_commands(config: Path) -> None:
+    config.write_text(
+        "model = 'org/name'\nmax-tokens = 3\nport = 9000\n"
+        "[info]\nmax-num-seqs = 8\n[generate]\nmax-tokens = 4\n[serve]\napi-key = ['a']\n"
+    )
+    engine = FakeEngine()
+    assert run(engine, "info", PYENGINE_CONFIG=str(config)).exit_code == 0
+    assert engine.settings == EngineSettings("org/name", max_num_seqs=8)
+    assert run(engine, "generate", "hi", "--config", str(config)).exit_code == 0
+    assert engine.settings == EngineSettings("org/name")
+    assert engine.params is not None and engine.params.max_tokens == 4
+    assert run(engine, "generate", "hi", "-n", "5", "--config", str(config)).exit_code == 0
+    assert engine.params.max_tokens == 5
+
+
+def test_a_model_that_is_named_counts_more_than_that_of_the_file(config: Path) -> None:
+    config.write_text("model = 'org/name'\n")
+    for named in (["other"], ["-m", "other"]):
+        engine = FakeEngine()
+        assert run(engine, "info", *named, "--config", str(config)).exit_code == 0
+        assert engine.settings == EngineSettings("other")
+
+
 def test_repeatable_options_and_arguments_are_lists(config: Path) -> None:
     config.write_text(
         'prompt = ["first", "second"]\nstop = ["a", "b"]\nmax-tokens = 3\nchat = false\n'
@@ -58,10 +81,14 @@ def test_repeatable_options_and_arguments_are_lists(config: Path) -> None:
         ("max-num-seqs = 7.5", "valid integer"),
         ("max-num-seqs = true", "valid integer"),
         ("max-num-seqs = [7, 8]", "must be a single value"),
+        ("prt = 1", "unknown option 'prt': did you mean port?"),
+        ("[serve]\nprt = 1", "[serve]: unknown option 'prt': did you mean port?"),
+        ("[info]\nport = 1", "[info]: unknown option 'port'"),
+        ("[generat]\nport = 1", "unknown option 'generat': did you mean generate?"),
         ("max-num-seqs = {a = 1}", "must be a text, a number"),
         ("max-num-seqs 7", "is not valid TOML"),
         ("config = 'other.toml'", "unknown option 'config'"),
-        ("max-num-seqs = 0", "max_num_seqs=0"),
+        ("max-num-seqs = 0", "--max-num-seqs 0"),
     ],
 )
 def test_invalid_files_are_refused_before_a_model_is_opened(

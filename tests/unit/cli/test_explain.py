@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pyengine.cli.app import app
-from pyengine.cli.display import DIM, GREEN, RED
 from pyengine.cli.explain import comparison
+from pyengine.cli.terminal import DIM, GREEN, RED
 from pyengine.request.prompts import common_prefix
 from tests.support.tokenizers import characters
 
@@ -53,7 +53,7 @@ def test_token_ids_need_no_model(files: tuple[Path, Path]) -> None:
         "The first difference is at token 10:\n"
         "  A  0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 \n"
         "  B  0 1 2 3 4 5 6 7 8 9 77 11 12 13 14 15 16 17 18 19 \n"
-        "Move what changes behind what does not.\n"
+        "To share more, put the parts that change at the end of the prompts.\n"
     )
 
 

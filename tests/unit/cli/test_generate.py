@@ -1,6 +1,7 @@
 """`pyengine generate` against a fake engine: what it prints, asks, refuses."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,10 +27,73 @@ def test_one_prompt_streams_and_closes_with_one_line_of_figures() -> None:
     assert result.stdout == "The answer is [red]42[/red].\n"
     figures = result.stderr.splitlines()
     assert len(figures) == 1
-    prompt, new, rate, used, shared, merged = figures[0].split(" · ")
-    assert (prompt, new) == ("4 prompt tokens (0 cached)", "4 new tokens")
+    prompt, new, rate, used, merged = figures[0].split(" · ")
+    assert (prompt, new) == ("4 prompt tokens", "4 new tokens")
     assert rate == "1.5 tok/s"  # three tokens after the first, in two seconds
-    assert (used, shared, merged) == ("3 blocks used", "0 shared in flight", "2 merged")
+    assert (used, merged) == ("3 blocks used", "2 merged")
+
+
+@pytest.mark.parametrize("prompts", [["What is it?"], ["What is it?", "And that?"]])
+def test_counters_of_zero_are_shown_where_they_are_asked_for(prompts: list[str]) -> None:
+    parts = run(FakeEngine(), *prompts, "--verbose").stderr.splitlines()[-1].split(" · ")
+    assert re.fullmatch(r"\d+ prompt tokens \(\d cached\)", parts[0])
+    assert parts[-3:] == ["3 blocks used", "0 shared in flight", "2 merged"]
+
+
+QUOTES = "put quotes around it: pyengine generate 'What is it'"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["What", "is", "it"], QUOTES),
+        (["What is it"], None),
+        (["What is it", "Hi"], None),
+        (["What", "is", "it", "--output", "out.jsonl"], None),
+        (["Qwen/Qwen3-0.6B", "What is it"], "to name a model: -m Qwen/Qwen3-0.6B"),
+        (["model.gguf", "What is it"], "to name a model: -m model.gguf"),
+    ],
+)
+def test_what_a_prompt_may_have_been_meant_to_be(
+    arguments: list[str], said: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(FakeEngine(), *arguments)
+    assert result.exit_code == 0, result.output
+    notes = [line for line in result.stderr.splitlines() if "quotes" in line or "model" in line]
+    assert len(notes) == (said is not None) and (said or "") in "".join(notes)
+
+
+def test_prompts_may_be_options() -> None:
+    engine = FakeEngine(chat_template=None)
+    assert run(engine, "one more", "-p", "What is it?", "--prompt", "And?").exit_code == 0
+    assert engine.seen == ["one more", "What is it?", "And?"]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "limit", "said"),
+    [
+        (["What is it?"], "60", None),
+        (["What is it?"], "100000", "--max-tokens 100000 is reduced to 60: "),
+        (["What is it?", "Hi"], "100000", "--max-tokens 100000 is reduced to 60: "),
+        (["--raw", "What is it?"], "100000", "--max-tokens 100000 is reduced to at most 63: "),
+    ],
+)
+def test_more_tokens_than_the_context_has(prompts: list[str], limit: str, said: str | None) -> None:
+    engine = FakeEngine(max_model_len=64)
+    result = run(engine, *prompts, "-n", limit)
+    assert result.exit_code == 0, result.output
+    assert ((said or "") in result.stderr) and ("reduced" in result.stderr) == bool(said)
+
+
+def test_progress_is_a_line_from_time_to_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arguments = ["one", "two", "three", "--output"]
+    assert "prompts\n" not in run(FakeEngine(), *arguments, str(tmp_path / "a")).stderr
+    monkeypatch.setattr("pyengine.cli.generate._BETWEEN_LINES", 0.0)
+    shown = run(FakeEngine(), *arguments, str(tmp_path / "b")).stderr
+    assert shown.startswith("1 of 3 prompts\n2 of 3 prompts\n3 of 3 prompts\n")
 
 
 def test_cached_tokens_that_a_folder_kept_are_counted() -> None:
@@ -131,7 +195,7 @@ def test_many_prompts_come_back_in_order(tmp_path: Path) -> None:
         "[3] last\nanswer to 1 tokens",
         "",
     ]
-    assert result.stderr.startswith("6 prompt tokens (0 cached) · 3 new tokens · ")
+    assert result.stderr.startswith("6 prompt tokens · 3 new tokens · ")
 
 
 def test_results_are_written_as_jsonl(tmp_path: Path) -> None:
@@ -157,9 +221,9 @@ def test_results_are_written_as_jsonl(tmp_path: Path) -> None:
     ("arguments", "complaint"),
     [
         ((), "give a PROMPT or --file"),
-        (("hi", "--max-tokens", "-1"), "max_tokens=-1"),
-        (("hi", "--temperature", "-1"), "temperature=-1.0"),
-        (("hi", "--top-p", "0"), "top_p=0.0"),
+        (("hi", "--max-tokens", "-1"), "--max-tokens -1"),
+        (("hi", "--temperature", "-1"), "--temperature -1.0"),
+        (("hi", "--top-p", "0"), "--top-p 0.0"),
         (("hi", "--file", "nowhere.txt"), "cannot read nowhere.txt"),
         (("hi", "--output", "no/such/folder/out.jsonl"), "cannot write no/such/folder/out.jsonl"),
     ],

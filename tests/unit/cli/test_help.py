@@ -1,6 +1,7 @@
 """Help fits a terminal of 80 columns; completion; standard input as a prompt."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from pyengine.cli.app import app
+from pyengine.cli.options import PANELS
 from tests.support.docs import ROOT
 from tests.unit.cli.fakes import FakeEngine
 
@@ -32,6 +34,24 @@ def test_help_fits_80_columns(words: tuple[str, ...]) -> None:
     _, _, text = shown.stdout.partition("\n")  # after the usage, whose dots mean repetition
     assert "..." not in text.replace("prompt... <", "") and "…" not in text
     assert "[env var:" not in shown.stdout
+
+
+def test_options_are_below_headings_in_their_order() -> None:
+    shown = CliRunner().invoke(app, ["serve", "-h"]).stdout
+    headings = re.findall(r"^(\w+):$", shown, re.MULTILINE)
+    assert headings == ["Arguments", *PANELS]
+    assert "linear_backend" not in shown  # an option in the help of another
+
+
+def test_help_is_as_wide_as_the_terminal() -> None:
+    code = "from pyengine.cli import main; main()"
+    widths = []
+    for columns in (80, 110):
+        environment = os.environ | {"COLUMNS": str(columns), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", code, "info", "-h"]
+        shown = subprocess.check_output(command, text=True, env=environment)
+        widths.append(max(map(len, shown.splitlines())))
+    assert widths[0] <= 80 < widths[1] <= 110
 
 
 def test_an_option_may_be_in_the_environment() -> None:
@@ -58,6 +78,7 @@ COMPLETIONS = pytest.mark.parametrize(
     [
         ("pyengine d", "doctor"),
         ("pyengine generate --max-tok", "--max-tokens"),
+        ("pyengine generate --dtype bf", "bfloat16"),
         ("pyengine cache p", "prune"),
     ],
 )

@@ -1,8 +1,10 @@
 """`pyengine info`, the root command, and the door in front of them."""
 
+import re
 import subprocess
 import sys
 
+import pytest
 from typer.testing import CliRunner
 
 import pyengine
@@ -32,7 +34,7 @@ def test_info_keeps_the_versions_when_no_engine_comes_up() -> None:
     result = CliRunner().invoke(app, ["info"], obj=broken)
     assert result.exit_code == 1
     assert "python" in result.stdout
-    assert result.stderr == "error: attention_backend='x' is unknown\n"
+    assert result.stderr == "error: --attention-backend x is unknown\n"
 
 
 def test_version_and_help() -> None:
@@ -40,6 +42,42 @@ def test_version_and_help() -> None:
     assert (version.exit_code, version.stdout) == (0, f"pyengine {pyengine.__version__}\n")
     shown = CliRunner().invoke(app, ["--help"])
     assert all(name in shown.output for name in ("generate", "chat", "info"))
+
+
+def test_help_is_a_command_too() -> None:
+    def said(*arguments: str) -> str:
+        result = CliRunner().invoke(app, list(arguments))
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    assert said("-V") == said("--version")
+    assert said("-h") == said("--help")
+    assert said("help").startswith(said("--help"))
+    assert said("help", "generate") == said("generate", "-h")
+    assert said("help", "cache", "ls") == said("cache", "ls", "--help")
+    models = said("help", "models").splitlines()[1:]
+    assert len(models) == 3
+    assert all(re.fullmatch(r"\S+/\S+:\S+\.gguf +[\d.]+ GB +\d+ GB", line) for line in models)
+
+
+def test_help_names_the_address_that_the_distribution_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyengine.cli.app.documentation", lambda: "https://example.org/docs")
+    assert "https://example.org/docs" in CliRunner().invoke(app, ["help"]).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "llama3"], "use `pyengine chat`, or `pyengine generate PROMPT`"),
+        (["ls"], "use `pyengine list`"),
+        (["genrate"], "Did you mean 'generate'?"),
+        (["help", "genrate"], "Did you mean 'generate'?"),
+        (["help", "run"], "use `pyengine chat`"),
+    ],
+)
+def test_commands_that_are_none(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2 and said in result.stderr
 
 
 def test_without_typer_the_extra_is_named() -> None:

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pyengine.cli.app import app
+from pyengine.errors import ModelLoadError
 from tests.support.checkpoints import save_tiny
 from tests.unit.models.tiny_gguf import write_tiny_gguf
 
@@ -21,7 +22,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "hub"
     folder.mkdir()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    def missing() -> Path:
+        raise ModelLoadError("not installed")
+
+    monkeypatch.setattr("pyengine.models.source.embedded_gguf", missing)
     return folder
 
 
@@ -51,6 +56,31 @@ def test_local_models_have_a_size_and_say_whether_they_run(hub: Path) -> None:
     assert "  runs\n" in shown and "does not run:" in shown
 
 
+def test_gguf_files_of_the_hub_are_named_as_models_are(hub: Path) -> None:
+    folder = downloaded(hub, "owner/good-GGUF")
+    write_tiny_gguf(folder / "good-Q8_0.gguf", kind="Q8_0")
+    (folder / "text.gguf").write_text("no model")
+    found = {each["name"]: each for each in json.loads(run("list", "--json").stdout)}
+    assert found.keys() == {"owner/good-GGUF:good-Q8_0.gguf", "owner/good-GGUF:text.gguf"}
+    assert found["owner/good-GGUF:good-Q8_0.gguf"]["refusal"] is None
+    assert "is not a GGUF file" in found["owner/good-GGUF:text.gguf"]["refusal"]
+
+
+def test_pull_needs_a_name() -> None:
+    result = run("pull")
+    assert result.exit_code == 2 and "no model is named: `pyengine pull Qwen/" in result.stderr
+
+
+def test_pull_downloads_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_gguf(path, kind="Q8_0")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    for words in (["owner/name:tiny.gguf"], ["-hf", "owner/name:tiny.gguf"]):
+        result = run("pull", *words)
+        assert (result.exit_code, result.stdout) == (0, f"{path}\n"), result.stderr
+        assert result.stderr.startswith("looking for owner/name:tiny.gguf ...\n")
+
+
 def test_the_default_model_is_the_file_in_its_wheel(
     hub: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +96,7 @@ def test_the_default_model_is_the_file_in_its_wheel(
 def test_no_models(hub: Path) -> None:
     result = run("list")
     assert (result.exit_code, result.stdout) == (0, "")
-    assert result.stderr == "no models: `pyengine pull MODEL`\n"
+    assert result.stderr == "no models: `pyengine help models` names some\n"
     hub.rmdir()
     assert json.loads(run("list", "--json").stdout) == []
 

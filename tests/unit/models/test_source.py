@@ -2,6 +2,7 @@
 
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.support.checkpoints import save_tiny
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./here", "~/model", "a/b/c", "model.gguf"])
 def test_a_path_that_is_not_there_is_never_asked_of_the_hub(name, monkeypatch):
-    monkeypatch.setattr(source, "_download", lambda *given: pytest.fail("asked the hub"))
+    monkeypatch.setattr(source, "_download", lambda *given, **options: pytest.fail("asked the hub"))
     with pytest.raises(ModelLoadError, match="there is no model at"):
         resolve_source(name)
     with pytest.raises(ModelLoadError, match="there is no model at"):
@@ -22,8 +23,69 @@ def test_a_path_that_is_not_there_is_never_asked_of_the_hub(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["gpt2", "owner/some-model.v1"])
 def test_other_names_are_hub_ids(name, monkeypatch):
-    monkeypatch.setattr(source, "_download", lambda *given: Path("/snapshot"))
+    monkeypatch.setattr(source, "_download", lambda *given, **options: Path("/snapshot"))
     assert resolve_source(name) == ModelSource(Path("/snapshot"), name)
+
+
+def repository_of(files):
+    """What the hub says of a repository with these files."""
+    return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in files])
+
+
+FILES = [".gitattributes", "b-Q8_0.gguf", "b-Q4_K_M.gguf", "mmproj-b-Q4_K_M.gguf", "a-F16.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "file"),
+    [
+        ("owner/b:b-Q8_0.gguf", None, "b-Q8_0.gguf"),  # the hub is not asked for its files
+        ("owner/b:q8_0", FILES, "b-Q8_0.gguf"),
+        ("owner/b-GGUF", FILES, "b-Q4_K_M.gguf"),
+        ("owner/b-gguf", ["b-F16.gguf", "b-F32.gguf"], "b-F16.gguf"),
+        ("owner/b:F16", ["f/b-F16.gguf"], "f/b-F16.gguf"),
+    ],
+)
+def test_a_gguf_file_of_the_hub(name, files, file, monkeypatch, tmp_path):
+    asked = []
+
+    def download(repository, *, revision, token, allow_patterns, ignore_patterns):
+        asked.append((repository, *allow_patterns, revision, token))
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.model_info", lambda *_, **__: repository_of(files))
+    found = resolve_source(name, revision="v1", token="t")
+    assert found == ModelSource(tmp_path / file, name, is_gguf=True)
+    assert asked == [(name.partition(":")[0], file, "v1", "t")]
+    with pytest.raises(ConfigurationError, match="is a GGUF file"):
+        resolve_source(name, load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "words"),
+    [
+        ("owner/b:Q5_K_M", FILES, r"no GGUF file in the format Q5_K_M: it has a-F16\.gguf, b-Q4"),
+        ("owner/b-GGUF", [], "no GGUF file in the format Q4_K_M: it has none at all"),
+    ],
+)
+def test_a_gguf_file_that_the_hub_does_not_have(name, files, words, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.model_info", lambda *_, **__: repository_of(files))
+    with pytest.raises(ModelLoadError, match=words):
+        resolve_source(name)
+
+
+def test_a_file_that_is_not_in_the_snapshot(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(ModelLoadError, match=r"owner/b on the .* hub has no file c\.gguf"):
+        resolve_source("owner/b:c.gguf")
+
+
+@pytest.mark.parametrize("name", ["C:/b.gguf", "name:b.gguf", "/a/b:Q8_0", "a/b/c:Q8_0"])
+def test_other_names_with_colons_are_paths(name):
+    with pytest.raises(ModelLoadError, match="there is no model at"):
+        resolve_source(name)
 
 
 def test_a_hub_that_cannot_be_reached_is_a_clear_error(monkeypatch):

@@ -1,0 +1,62 @@
+"""Ctrl-C while libraries are imported ends the process at once; what is ignored stays ignored."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.docs import ROOT
+
+CODE = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.{before})
+from pyengine.cli.interrupt import interruptible_imports
+with interruptible_imports():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:  # as C extensions catch it
+        pass
+    print("through")
+print(signal.getsignal(signal.SIGINT) is signal.{before})
+"""
+
+
+def run(before: str) -> "subprocess.CompletedProcess[str]":
+    code = CODE.replace("{before}", before)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+
+
+def test_the_process_ends_at_once_without_a_traceback() -> None:
+    done = run("default_int_handler")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    done = run("SIG_IGN")
+    assert (done.returncode, done.stdout) == (0, "through\nTrue\n")
+
+
+@pytest.mark.parametrize("module", ["typer", "numpy"])
+def test_a_command_that_is_interrupted_while_it_imports(module: str) -> None:
+    """Ctrl-C comes when this module is looked for, and the one who looks ignores exceptions."""
+    code = f"""
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except BaseException:
+                pass
+sys.meta_path.insert(0, Finder())
+sys.argv = ["pyengine", "list"]
+from pyengine.cli import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
