@@ -65,7 +65,6 @@ class EngineSettings:
         "auto",
         "type of the weights: auto (as saved, but on a CPU without bfloat16 instructions float32), "
         "float32, bfloat16, float16",
-        parse=str,
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     load_format: str = setting(
@@ -80,14 +79,12 @@ class EngineSettings:
         "devices of compute capability 8.9 or later; for checkpoints with float weights in plain "
         "linear layers. none: weights of GGUF files become floats. default: on the CPU, GGUF files "
         "keep their formats if linear_backend is auto",
-        parse=str | None,
     )
     linear_backend: Literal["auto", "torch", "onednn", "pyengine"] = setting(
         "auto",
         "implementation of linear layers on the CPU: torch, onednn, pyengine, or auto: pyengine "
         "where the processor can, else the fastest in a short measurement; fix it if several "
         "processes must agree in every bit",
-        parse=str,
     )
     attention_backend: str = setting(
         "auto",
@@ -194,7 +191,6 @@ class EngineSettings:
         "write_or_read",
         "use of kv_cache_dir: write_or_read reads it if another process writes to it; write "
         "refuses it then; read never writes, so the folder may be on a read-only mount",
-        parse=str,
     )
     kv_cache_host_memory: int | None = setting(
         None,
@@ -231,7 +227,6 @@ class EngineSettings:
         "draft the next tokens and compute them with decodes if that saves time; ngram: tokens "
         "after an earlier occurrence of the last few tokens, in prompt and answer; suffix: in "
         "earlier answers, too; mtp: from the model's own MTP layers; draft: from draft_model",
-        parse=str | None,
     )
     draft_model: str | Path | None = setting(
         None,

@@ -8,7 +8,7 @@ from contextlib import suppress
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
-from pyengine.cli.interrupt import interruptible_imports
+from pyengine.cli.status import interruptible_imports, report
 from pyengine.utils.openmp import wait_briefly
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ def main(factory: "EngineFactory | None" = None) -> None:
     _prepare_streams()
     try:
         with interruptible_imports():
-            from pyengine.cli.app import app
-            from pyengine.cli.completion import answer_shells
-            from pyengine.cli.status import report
+            from pyengine.cli.app import answer_shells, app
     except ModuleNotFoundError as error:
         if error.name != "typer":
             raise
@@ -71,19 +69,36 @@ def _run_on_windows() -> int:
 
 def _run_bare() -> int | None:
     """Run `trace` or `doctor`, which work in the base install; None for other commands."""
-    if sys.argv[1:3] == ["trace", "replay"]:
-        from pyengine.cli import replay
+    if sys.argv[1:2] not in (["trace"], ["doctor"]):
+        return None
+    import argparse
+    from pathlib import Path
 
-        return replay.run_bare(sys.argv[3:])
-    if sys.argv[1:3] == ["trace", "view"]:
-        from pyengine.cli import view
+    parser = argparse.ArgumentParser("pyengine")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor").add_argument("--json", action="store_true")
+    recordings = commands.add_parser("trace").add_subparsers(dest="action", required=True)
+    for action in ("replay", "view"):
+        below = recordings.add_parser(action)
+        below.add_argument("file", type=Path, help="recording written by `BlockManager.record`")
+    below.add_argument("--port", type=int, default=0, help="0: any free one")
+    below.add_argument("--open", action="store_true", help="open the browser")
+    given = parser.parse_args()
+    try:
+        if given.command == "doctor":
+            from pyengine.cli.doctor import examine
 
-        return view.run_bare(sys.argv[3:])
-    if sys.argv[1:2] == ["doctor"]:
-        from pyengine.cli import doctor
+            return examine(as_json=given.json)
+        if given.action == "replay":
+            from pyengine.cli.replay import show_recording
 
-        return doctor.run_bare(sys.argv[2:])
-    return None
+            return show_recording(given.file)
+        from pyengine.cli.view import view_recording
+
+        view_recording(given.file, port=given.port, is_opened=given.open)
+    except (Exception, KeyboardInterrupt) as error:
+        return report(error)
+    return 0
 
 
 class _QuickEnd:

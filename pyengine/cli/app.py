@@ -1,16 +1,17 @@
 """The typer application and `pyengine info`. Nothing heavy is imported here."""
 
+import os
 import platform
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]
 from typer.core import TyperGroup
 
 from pyengine.cli.backend import factory_of
 from pyengine.cli.bench import bench
 from pyengine.cli.cache import cache
 from pyengine.cli.chat import chat
-from pyengine.cli.completion import Shell, print_completion
 from pyengine.cli.display import print_rows
 from pyengine.cli.doctor import examine
 from pyengine.cli.explain import explain
@@ -24,6 +25,9 @@ from pyengine.config import EngineSettings
 from pyengine.utils.packaging import documentation, installed_version, package_version
 
 LIBRARIES = ("numpy", "torch", "transformers", "tokenizers", "safetensors", "gguf")
+
+_VARIABLE = "_PYENGINE_COMPLETE"
+"""The script of a shell sets it when it asks for completions."""
 
 ELSEWHERE = {
     "run": "`pyengine chat`, or `pyengine generate PROMPT` for one answer",
@@ -117,6 +121,18 @@ def _versions() -> dict[str, object]:
     return found | {name: installed_version(name) or "not installed" for name in LIBRARIES}
 
 
+def answer_shells() -> None:
+    """Let the application answer the requests of the scripts of `--completion`."""
+    if _VARIABLE in os.environ:
+        completion_init()
+
+
+def _print_completion(shell: str | None) -> None:
+    if shell is not None:
+        typer.echo(get_completion_script(prog_name="pyengine", complete_var=_VARIABLE, shell=shell))
+        raise typer.Exit
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"pyengine {package_version()}")
@@ -136,10 +152,10 @@ def root(
         ),
     ] = False,
     completion: Annotated[
-        Shell | None,
+        Literal["bash", "zsh", "fish"] | None,
         typer.Option(
             help="Print a script for this shell, which completes commands and options.",
-            callback=print_completion,
+            callback=_print_completion,
             is_eager=True,
             show_envvar=False,
         ),

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pyengine.cli.interrupt import interruptible_imports
+from pyengine.cli.status import interruptible_imports
 from pyengine.cli.terminal import note
 from pyengine.config import EngineSettings
 from pyengine.errors import ConfigurationError

@@ -1,6 +1,5 @@
 """`pyengine doctor`: what is installed, what is slow and why, what is missing."""
 
-import argparse
 import json
 import platform
 import shutil
@@ -22,7 +21,7 @@ from pyengine.cli.machine import (
     this_machine,
     torch_facts,
 )
-from pyengine.cli.status import FAILED, report
+from pyengine.cli.status import FAILED
 from pyengine.cli.terminal import write
 from pyengine.utils.packaging import DISTRIBUTION, EMBEDDED_COMMAND, package_version
 
@@ -250,13 +249,3 @@ def examine(*, as_json: bool = False) -> int:
             write(wrapped(f"    -> {each.fix}", indent=7) + "\n")
     write(f"{counts['missing']} missing, {counts['slow']} slow\n", bold=True)
     return 0 if is_well else FAILED
-
-
-def run_bare(arguments: Sequence[str]) -> int:
-    """`pyengine doctor` without typer: parses the arguments, returns the exit status."""
-    parser = argparse.ArgumentParser("pyengine doctor", description=examine.__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    try:
-        return examine(as_json=parser.parse_args(arguments).json)
-    except (Exception, KeyboardInterrupt) as error:
-        return report(error)

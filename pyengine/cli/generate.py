@@ -15,7 +15,6 @@ import typer
 
 from pyengine.cli.backend import Engine, ended, factory_of
 from pyengine.cli.display import Meter, note_reduced, stream_answer
-from pyengine.cli.interrupt import INTERRUPTED
 from pyengine.cli.options import Verbose, command
 from pyengine.cli.prompts import (
     AnyPrompt,
@@ -28,7 +27,7 @@ from pyengine.cli.prompts import (
 )
 from pyengine.cli.results import Batch, Printed, Results, opened
 from pyengine.cli.sampling import in_options
-from pyengine.cli.status import FAILED
+from pyengine.cli.status import FAILED, INTERRUPTED
 from pyengine.cli.terminal import note
 from pyengine.config import EngineSettings
 from pyengine.errors import InvalidRequestError
@@ -53,28 +52,20 @@ def generate(
     *,
     text: Annotated[
         list[str] | None,
-        typer.Option(
-            *("--prompt", "-p"),
-            help="A prompt, as the argument; repeatable.",
-            allow_from_autoenv=False,
-        ),
+        typer.Option("--prompt", "-p", help="A prompt; repeatable.", allow_from_autoenv=False),
     ] = None,
     file: Annotated[
         Path | None, typer.Option(help="Prompts, one per line: a text file or .jsonl.")
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(help="Write results to this new file as they finish, as lines of JSON."),
+        Path | None, typer.Option(help="Write results to this new file, as lines of JSON.")
     ] = None,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue an earlier run: append to its --output."),
+        bool, typer.Option("--resume", help="Continue an earlier run: append to its --output.")
     ] = False,
     record: Annotated[
         Path | None,
-        typer.Option(
-            help="Record the block manager to this new file, for `pyengine trace replay`."
-        ),
+        typer.Option(help="Record the blocks to this new file, for `pyengine trace replay`."),
     ] = None,
     chat: Annotated[
         bool | None,

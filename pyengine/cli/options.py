@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from pyengine.cli.config_file import ConfigFile
 from pyengine.cli.prompts import read_text
-from pyengine.cli.sampling import FORMS, SAMPLING, SamplingOption, in_options
+from pyengine.cli.sampling import FORMS, SAMPLING, flags_by_name, in_options
 from pyengine.cli.status import report
 from pyengine.config import EngineSettings
 from pyengine.errors import InvalidRequestError
@@ -53,8 +53,6 @@ _PANEL_OF = {
 _PANEL = {name: panel for panel, names in _PANEL_OF.items() for name in names.split()}
 _PANEL |= dict.fromkeys((*SAMPLING, *FORMS), "Sampling")
 _PANEL |= dict.fromkeys([field.name for field in fields(ServerSettings)], "Server")
-
-_SETTINGS = {"settings": EngineSettings, "server": ServerSettings}
 
 ModelArgument = Annotated[
     str | None,
@@ -129,9 +127,12 @@ def command(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., No
             options.append(_option("named_model", None, ModelArgument))
         if own.pop("params", None):
             makers["params"] = _sampling_params
-            options += [_sampling_option(*item) for item in {**SAMPLING, **FORMS}.items()]
+            for name, (default, text, kind) in {**SAMPLING, **FORMS}.items():
+                short = ["-n"] if name == "max_tokens" else []
+                option = typer.Option(*flags_by_name()[name], *short, help=text)
+                options.append(_option(name, default, Annotated[kind, option]))
         serves = "server" in own
-        for name, kind in _SETTINGS.items():
+        for name, kind in (("settings", EngineSettings), ("server", ServerSettings)):
             if own.pop(name, None):
                 makers[name] = partial(_settings, kind)
                 options += [
@@ -139,9 +140,7 @@ def command(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., No
                     for field in fields(kind)
                     if field.name not in own and field.name != "model"
                 ]
-        options = [
-            option.replace(default=defaults.get(option.name, option.default)) for option in options
-        ]
+        options = [each.replace(default=defaults.get(each.name, each.default)) for each in options]
 
         @wraps(body)
         def run(**values: Any) -> None:
@@ -157,9 +156,7 @@ def command(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., No
                 option.rich_help_panel = _PANEL.get(parameter.name, common)
         shown: Any = run  # what typer reads
         shown.__signature__ = inspect.Signature([*own.values(), *options])
-        shown.__annotations__ = {
-            parameter.name: parameter.annotation for parameter in (*own.values(), *options)
-        }
+        shown.__annotations__ = {each.name: each.annotation for each in (*own.values(), *options)}
         return run
 
     return decorate
@@ -167,11 +164,6 @@ def command(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., No
 
 def _option(name: str, default: Any, kind: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-
-
-def _sampling_option(name: str, form: SamplingOption) -> inspect.Parameter:
-    option = typer.Option(*form.flags(name), help=form.help)
-    return _option(name, form.default, Annotated[form.kind, option])
 
 
 def _setting_option(setting: Any, serves: bool) -> inspect.Parameter:
@@ -185,7 +177,7 @@ def _setting_option(setting: Any, serves: bool) -> inspect.Parameter:
         autocompletion=_completion(choices) if choices else None,
     )
     default = list(setting.default) if isinstance(setting.default, tuple) else setting.default
-    kind = form.parse or (str if choices else setting.type)
+    kind = form.parse or (str | None if choices else setting.type)
     return _option(setting.name, default, Annotated[kind, option])
 
 
@@ -205,7 +197,7 @@ def _form(values: Mapping[str, Any]) -> StructuredOutputs | None:
     """The structured output that the options ask for, read from a file if it is in one."""
     chosen = {name: values[name] for name in FORMS if values[name]}
     if len(chosen) > 1:
-        flags = " and ".join(FORMS[name].flags(name)[0] for name in chosen)
+        flags = " and ".join(flags_by_name()[name][0] for name in chosen)
         raise InvalidRequestError(f"{flags} exclude each other: give one of them")
     if len(chosen.get("choice", ())) == 1:  # `--choice red blue` makes a prompt of `blue`
         (text,) = chosen["choice"]

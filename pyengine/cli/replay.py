@@ -1,25 +1,14 @@
 """Replays a recording of the block manager and prints its figures. Works without typer."""
 
-import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from pyengine.cli.display import print_rows
-from pyengine.cli.status import FAILED, report
+from pyengine.cli.status import FAILED
 from pyengine.cli.terminal import note, write
 from pyengine.errors import InvalidRequestError
 from pyengine.kv_cache import Divergence, PoolUsage, ReplayReport, Stats, TraceError, replay
-
-
-def run_bare(arguments: Sequence[str]) -> int:
-    """`pyengine trace replay` without typer: parses the arguments, returns the exit status."""
-    parser = argparse.ArgumentParser("pyengine trace replay", description=show_recording.__doc__)
-    parser.add_argument("file", type=Path, help="recording written by `BlockManager.record`")
-    try:
-        return show_recording(parser.parse_args(arguments).file)
-    except (Exception, KeyboardInterrupt) as error:
-        return report(error)
 
 
 def show_recording(file: Path) -> int:

@@ -9,8 +9,8 @@ import typer
 
 from pyengine.cli.announcement import announcement
 from pyengine.cli.backend import libraries, open_async_engine
-from pyengine.cli.interrupt import interruptible_imports
 from pyengine.cli.options import command
+from pyengine.cli.status import interruptible_imports
 from pyengine.cli.terminal import note
 from pyengine.config import EngineSettings
 from pyengine.errors import ConfigurationError

@@ -1,18 +1,21 @@
-"""Exit statuses and error messages. Imports the standard library only."""
+"""Exit statuses, error messages, Ctrl-C. Imports the standard library only."""
 
 import os
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 
-from pyengine.cli.interrupt import INTERRUPTED
 from pyengine.cli.terminal import note
 from pyengine.errors import InvalidRequestError, PyEngineError
 
 FAILED = 1
 BAD_INPUT = 2
+INTERRUPTED = 130
 CLOSED_PIPE = 141
-"""Exit statuses; a shell reports the last one for SIGPIPE."""
+"""Exit statuses; the last two are those that a shell reports for SIGINT and SIGPIPE."""
 
 
 def report(error: BaseException, worded: Callable[[str], str] = str) -> int:
@@ -47,3 +50,27 @@ def _is_interrupted(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
+
+
+@contextmanager
+def interruptible_imports() -> Iterator[None]:
+    """End the process at once on Ctrl-C within this block.
+
+    An exception would not do: C extensions that are interrupted while they import NumPy silently
+    continue without it, and callbacks of the import system print a traceback.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    with suppress(OSError):
+        os.write(2, b"\ninterrupted\n")
+    os._exit(INTERRUPTED)

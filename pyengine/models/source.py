@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from pyengine.errors import ConfigurationError, ModelLoadError
@@ -156,8 +156,7 @@ def _download_gguf(name: str, revision: str | None, token: str | bool | None) ->
     if not file.endswith(".gguf"):
         with _hub_errors(name, revision):
             about = model_info(repository, revision=revision, token=token)
-        files = [each.rfilename for each in about.siblings or ()]
-        file = _gguf_in_format(repository, file, files)
+        file = _gguf_in_format(repository, file, [each.rfilename for each in about.siblings or ()])
     path = _download(repository, revision, token, files=[file]) / file
     if not path.is_file():
         raise ModelLoadError(f"{repository} on the Hugging Face hub has no file {file}")
@@ -166,11 +165,7 @@ def _download_gguf(name: str, revision: str | None, token: str | bool | None) ->
 
 def _gguf_in_format(repository: str, format: str, files: Iterable[str]) -> str:
     """The first of the `files` that is in a format such as Q8_0; by default Q4_K_M, else any."""
-    known = sorted(
-        file
-        for file in files
-        if file.endswith(".gguf") and not PurePosixPath(file).name.startswith("mmproj")
-    )
+    known = sorted(file for file in files if file.endswith(".gguf") and "mmproj" not in file)
     end = f"{format or 'Q4_K_M'}.gguf".lower()
     matching = [file for file in known if file.lower().endswith(end)]
     if not matching and (format or not known):

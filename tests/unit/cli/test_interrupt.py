@@ -10,7 +10,7 @@ from tests.support.docs import ROOT
 CODE = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.{before})
-from pyengine.cli.interrupt import interruptible_imports
+from pyengine.cli.status import interruptible_imports
 with interruptible_imports():
     try:
         os.kill(os.getpid(), signal.SIGINT)
