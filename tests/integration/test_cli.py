@@ -36,7 +36,7 @@ def figures(output: str) -> list[tuple[int, ...]]:
 
 
 def test_one_prompt_is_answered_and_closed_with_figures() -> None:
-    command = [PYENGINE, "generate", QUESTION, "--max-tokens", "32"]
+    command = [PYENGINE, "generate", QUESTION, "--max-tokens", "32", "-v"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "Tokyo" in done.stdout
@@ -51,7 +51,7 @@ def test_one_prompt_is_answered_and_closed_with_figures() -> None:
 def test_identical_prompts_share_their_full_blocks(sharing: bool, tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     long = "Repeat: " + "one two three four five six seven eight nine ten " * 6
-    arguments = [long, long, "--raw", "--max-tokens", "4", "--output", str(target)]
+    arguments = [long, long, "--raw", "-n", "4", "-v", "--output", str(target)]
     done = run(
         "generate", *arguments, "--in-flight-sharing" if sharing else "--no-in-flight-sharing"
     )
@@ -68,7 +68,7 @@ def test_identical_prompts_share_their_full_blocks(sharing: bool, tmp_path: Path
 
 
 def test_earlier_turns_of_a_chat_are_cache_hits() -> None:
-    done = run("chat", "--max-tokens", "24", text=f"{QUESTION}\nAnd of Italy?\n")
+    done = run("chat", "--max-tokens", "24", "-v", text=f"{QUESTION}\nAnd of Italy?\n")
     assert done.returncode == 0, done.stderr
     first, second = figures(done.stderr)
     assert first[1] == 0
@@ -78,7 +78,7 @@ def test_earlier_turns_of_a_chat_are_cache_hits() -> None:
 
 def test_ctrl_c_in_the_middle_of_an_answer() -> None:
     process = subprocess.Popen(
-        [PYENGINE, "generate", "Count to 1000.", "--max-tokens", "4000", "--ignore-eos"],
+        [PYENGINE, "generate", "Count to 1000.", "--max-tokens", "4000", "--ignore-eos", "-v"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
@@ -175,8 +175,18 @@ def test_a_prompt_that_never_fits_is_refused_with_the_numbers() -> None:
     done = run("generate", "word " * 200, "--raw", "--num-blocks", "4")
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
-    assert re.search(r"\d+", done.stderr)
+    first, *_, last = done.stderr.splitlines()
+    assert first == "loading the demo model, SmolLM2-135M-Instruct, ..."
+    assert last.startswith("error: ") and "Traceback" not in done.stderr
+    assert re.search(r"\d+", last)
+
+
+def test_the_answer_ends_where_the_context_does_and_a_note_says_so() -> None:
+    done = run("generate", QUESTION, "-n", "100000", "--max-model-len", "40", "--ignore-eos", "-v")
+    assert done.returncode == 0, done.stderr
+    [(prompt, _, new, *_)] = figures(done.stderr)
+    assert prompt + new == 40
+    assert f"--max-tokens 100000 is reduced to {new}: " in done.stderr
 
 
 def test_info_names_the_backend_and_why() -> None:
