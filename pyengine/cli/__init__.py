@@ -31,7 +31,7 @@ def main(factory: "EngineFactory | None" = None) -> None:
     _prepare_streams()
     try:
         with interruptible_imports():
-            from pyengine.cli.app import answer_shells, app
+            from pyengine.cli.app import app
     except ModuleNotFoundError as error:
         if error.name != "typer":
             raise
@@ -41,7 +41,6 @@ def main(factory: "EngineFactory | None" = None) -> None:
 
         print(f"error: {needs_engine_extra('the command line', 'typer')}", file=sys.stderr)
         raise SystemExit(1) from None
-    answer_shells()
     try:
         app(obj=factory)
     except (KeyboardInterrupt, OSError) as error:  # raised outside of a command

@@ -1,6 +1,5 @@
 """The typer application and `pyengine info`. Nothing heavy is imported here."""
 
-import os
 import platform
 from typing import Annotated, Any, Literal
 
@@ -114,17 +113,12 @@ for body, name, summary in (
     app.command(name, cls=Command, short_help=summary)(body)
 app.add_typer(trace)
 app.add_typer(cache)
+completion_init()  # the scripts of --completion may ask now
 
 
 def _versions() -> dict[str, object]:
     found: dict[str, object] = {"pyengine": package_version(), "python": platform.python_version()}
     return found | {name: installed_version(name) or "not installed" for name in LIBRARIES}
-
-
-def answer_shells() -> None:
-    """Let the application answer the requests of the scripts of `--completion`."""
-    if _VARIABLE in os.environ:
-        completion_init()
 
 
 def _print_completion(shell: str | None) -> None:

@@ -3,13 +3,12 @@
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from pyengine.cli.backend import Engine, factory_of
-from pyengine.cli.display import Answer, note_reduced, stream_answer
+from pyengine.cli.display import Answer, Meter, note_reduced, stream_answer
 from pyengine.cli.options import Verbose, command, source_of
 from pyengine.cli.prompts import Message, check_encodable
 from pyengine.cli.sampling import in_options
@@ -17,8 +16,6 @@ from pyengine.cli.terminal import note, write
 from pyengine.config import EngineSettings
 from pyengine.errors import InvalidRequestError
 from pyengine.sampling_params import SamplingParams
-
-DEMO = "a demo model, which is often wrong; `pyengine help models` names larger ones"
 
 DEMO_SAMPLING: Mapping[str, Any] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
 """Defaults for the demo model, which repeats itself when it is greedy."""
@@ -48,8 +45,11 @@ def chat(
     note_reduced(engine, params)
     note(f"{engine.describe()['model']}: {HELP}", dim=True)
     if settings.model is None:
-        note(DEMO, dim=True)
-    answer = partial(stream_answer, engine, params=params, is_verbose=verbose)
+        note("a demo model, often wrong; `pyengine help models` names larger ones", dim=True)
+
+    def answer(prompt: object) -> Answer:
+        return stream_answer(Meter.start(engine, is_verbose=verbose), prompt, params)
+
     _converse(engine, answer, [{"role": "system", "content": system}] if system else [])
 
 

@@ -161,16 +161,13 @@ class Answer:
     interrupted: bool
 
 
-def stream_answer(
-    engine: Engine, prompt: Any, params: SamplingParams, *, is_verbose: bool = False
-) -> Answer:
+def stream_answer(meter: Meter, prompt: Any, params: SamplingParams) -> Answer:
     """Write the answer to standard output token by token. Ctrl-C ends the answer only."""
-    meter = Meter.start(engine, is_verbose=is_verbose)
     shown = ""
     last: RequestOutput | None = None
     interrupted = False
     try:
-        with ended(engine.stream(prompt, params)) as outputs:
+        with ended(meter.engine.stream(prompt, params)) as outputs:
             for last in outputs:
                 text = last.outputs[0].text
                 write(text[len(shown) :])

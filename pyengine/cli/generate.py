@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from pyengine.cli.backend import Engine, ended, factory_of
+from pyengine.cli.backend import ended, factory_of
 from pyengine.cli.display import Meter, note_reduced, stream_answer
 from pyengine.cli.options import Verbose, command
 from pyengine.cli.prompts import (
@@ -101,10 +101,10 @@ def generate(
         ids = [each["prompt_token_ids"] for each in ready if isinstance(each, dict)]
         note_reduced(engine, params, [len(each) for each in ids])
         with nullcontext() if record is None else engine.recording(record):
+            meter = Meter.start(engine, is_verbose=verbose)
             if len(batch.prompts) == 1 and output is None:
-                _answer_one(engine, ready[0], params, is_verbose=verbose)
+                _answer_one(meter, ready[0], params)
             else:
-                meter = Meter.start(engine, is_verbose=verbose)
                 _answer_many(meter, batch, dict(zip(remaining, ready, strict=True)), results)
 
 
@@ -167,10 +167,8 @@ def _check_recording(path: Path | None) -> None:
         raise InvalidRequestError(f"{path} {kind} and is not overwritten: give another file")
 
 
-def _answer_one(
-    engine: Engine, prompt: object, params: SamplingParams, *, is_verbose: bool
-) -> None:
-    answer = stream_answer(engine, prompt, params, is_verbose=is_verbose)
+def _answer_one(meter: Meter, prompt: object, params: SamplingParams) -> None:
+    answer = stream_answer(meter, prompt, params)
     note(answer.figures, dim=True)
     if answer.interrupted:
         note("interrupted")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from pyengine.cli.prompts import (
     AnyPrompt,
@@ -72,20 +72,6 @@ class Batch:
         return replace(self.params, seed=draws.getrandbits(63))
 
 
-class Results(Protocol):
-    """Receives results as they finish."""
-
-    @property
-    def done(self) -> frozenset[int]:
-        """Positions of the prompts that an earlier run has answered."""
-
-    def put(self, index: int, result: RequestOutput) -> None:
-        """Add the result of the prompt at this position."""
-
-    def summary(self, failed: bool) -> str:
-        """A message about the results so far; empty if they are on the terminal."""
-
-
 @dataclass
 class Printed:
     """Prints results to standard output in the order of the prompts."""
@@ -96,14 +82,14 @@ class Printed:
     _next: int = field(default=0, init=False)
 
     def put(self, index: int, result: RequestOutput) -> None:
-        """See `Results.put`."""
+        """Add the result of the prompt at this position."""
         self._waiting[index] = result
         while self._next in self._waiting:
             self._print(self._next)
             self._next += 1
 
     def summary(self, failed: bool) -> str:
-        """See `Results.summary`. Prints the results that wait for an earlier one."""
+        """Print the results that wait for an earlier one. There is nothing to say about them."""
         for index in sorted(self._waiting):
             self._print(index)
         return ""
@@ -194,7 +180,7 @@ class ResultFile:
         )
 
     def put(self, index: int, result: RequestOutput) -> None:
-        """See `Results.put`."""
+        """Write the result of the prompt at this position."""
         if result.error is not None:  # a later run retries it
             return
         prompt, answer = self._batch.prompts[index], result.outputs[0]
@@ -216,7 +202,7 @@ class ResultFile:
         self._count += 1
 
     def summary(self, failed: bool) -> str:
-        """See `Results.summary`."""
+        """A message about the results so far."""
         count, total = self._count + len(self.done), len(self._batch.prompts)
         if failed and not count:
             return ""
@@ -224,6 +210,9 @@ class ResultFile:
             earlier = f", {len(self.done)} of them from an earlier run" if self.done else ""
             return f"{count} results in {self._path}{earlier}"
         return f"{count} of {total} results are in {self._path}; --resume computes the others"
+
+
+Results: TypeAlias = Printed | ResultFile
 
 
 @contextmanager

@@ -148,7 +148,6 @@ class ServerSettings:
     log_format: LogFormat = setting(
         "text",
         "log line for each ended request: text, json or none; never contains prompts",
-        choices=("text", "json", "none"),
     )
     show_prompts: bool = setting(
         False, "show the beginning of each prompt on the page /kv, which needs an admin key"
