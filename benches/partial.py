@@ -1,6 +1,6 @@
 """Prompt tokens computed with partial reuse and without, on BIG-Bench-Hard, as a markdown table.
 
-    python benches/partial.py path/to/bbh_text.tar.gz [--limit 8]
+    python -m benches.partial path/to/bbh_text.tar.gz [--limit 8]
 
 The 6,511 questions, each behind the three worked examples of its task, in the tokens of the default
 model. One prompt after the other through the block manager alone, task by task and in random order;
@@ -8,41 +8,19 @@ the pool holds everything. `--limit` takes so many questions of each task.
 """
 
 import argparse
-import json
 import random
-import tarfile
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from transformers import AutoTokenizer
 
+from benches.peers.adapters.base import Tokens
+from benches.peers.traces import bbh_tasks
 from pyengine import BlockManager, Stats
 from pyengine.models.source import resolve_source
 
-Tokens = npt.NDArray[np.int64]
 BLOCK_SIZES = (16, 64, 256)
 SEED = 0
-
-
-def read(archive: Path, limit: int | None) -> list[str]:
-    """The prompts, task by task."""
-    texts: list[str] = []
-    with tarfile.open(archive) as files:
-
-        def text(name: str) -> str:
-            member = files.extractfile(name)
-            assert member is not None, name
-            return member.read().decode()
-
-        heads = sorted(name for name in files.getnames() if name.startswith("cot-prompts/"))
-        for name in heads:
-            if name.endswith(".txt"):
-                head = text(name).split("-----\n", 1)[-1].strip()
-                task = Path(name).stem
-                examples = json.loads(text(f"bbh/{task}.json"))["examples"]
-                texts += [f"{head}\n\nQ: {example['input']}\nA:" for example in examples[:limit]]
-    return texts
 
 
 def run(prompts: list[Tokens], block_size: int, *, partial_reuse: bool) -> Stats:
@@ -82,7 +60,8 @@ def main() -> None:
     parser.add_argument("archive", type=Path)
     parser.add_argument("--limit", type=int)
     given = parser.parse_args()
-    texts = read(given.archive, given.limit)
+    tasks = bbh_tasks(given.archive)
+    texts = [task.prompt(each) for task in tasks for each in task.questions[: given.limit]]
     tokenizer = AutoTokenizer.from_pretrained(resolve_source(None).folder)
     prompts = [np.array(ids) for ids in tokenizer(texts)["input_ids"]]
     average = sum(map(len, prompts)) / len(prompts)

@@ -39,31 +39,34 @@ keeps what that file holds and measures the asked rows, engines and dtypes again
 import argparse
 import json
 import os
-import re
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from statistics import median
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryDirectory
 from time import perf_counter, sleep
 from typing import Any
 
+from benches.engine.child import (
+    LLAMA_PYTHON,
+    MISTRAL_PYTHON,
+    PEERS,
+    ROOT,
+    VLLM_SETTINGS,
+    Child,
+    say,
+)
 from benches.engine.float_model import float_folder
 from benches.engine.page import has_place, publish
 from benches.engine.serve import AVX2, ENGINES, GenerateRequest
-from benches.engine.works import WORKS, Work
+from benches.engine.works import VOCABULARY, WORKS, Work
 from benches.peers.report import heading, libraries, machine, results_file, results_name
 from pyengine.models.source import embedded_gguf
 
-ROOT = Path(__file__).parents[2]
 INDEX = ROOT / "docs/benchmarks/index.md"
-PEERS = ROOT / ".venv-peers/bin/python"
-LLAMA_PYTHON = ROOT / ".venv-llama/bin/python"
-MISTRAL_PYTHON = ROOT / ".venv-mistral/bin/python"
 NAMES = tuple(ENGINES)
 OURS, COMPILED, DEFAULT, INT8, INT8_COMPILED, TRANSFORMERS = NAMES[:6]
 VLLM, VLLM32, LLAMA, MISTRAL = NAMES[6:]
@@ -115,7 +118,7 @@ def model_of(name: str) -> Path:
     return embedded_gguf() if name in OF_FILES else float_folder()
 
 
-class Engine:
+class Engine(Child):
     """A process that generates. Raises `RuntimeError` if it does not come up."""
 
     def __init__(
@@ -125,84 +128,46 @@ class Engine:
         caches: Path,
         options: dict[str, Any] | None = None,
         model: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`options` are further ones of the engine; `model` is another one than `model_of` has."""
-        self.name = name
+        """`options` are further ones of the engine; `model` replaces the one of `model_of`."""
+        self.name, self.is_alive = name, True
         python = PYTHONS.get(name, Path(sys.executable))
         if not python.exists():
-            raise RuntimeError(f"no {python.relative_to(ROOT)}; see the head of this file")
-        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": cores}
-        own = {
-            "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-            "VLLM_CACHE_ROOT": str(caches / "vllm"),
-        }
-        environment = defaults | os.environ | own
-        self._errors = TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
-        self.is_alive = True
+            raise RuntimeError(f"{python} is missing; see the head of this file")
         start = perf_counter()
-        self._process = subprocess.Popen(
-            [
-                *(
-                    str(python),
-                    "-m",
-                    "benches.engine.serve",
-                    name,
-                    str(model or model_of(name)),
-                    dtype,
-                ),
-                json.dumps(options or {}),
-            ],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
+        arguments = [name, str(model or model_of(name)), dtype, json.dumps(options or {})]
+        super().__init__(
+            [str(python), "-m", "benches.engine.serve", *arguments],
+            TORCHINDUCTOR_CACHE_DIR=str(caches / "inductor"),
+            VLLM_CACHE_ROOT=str(caches / "vllm"),
+            **(environment or {}),
         )
-        ready = self._answer()
+        ready = self.answer()
         self.start_seconds = perf_counter() - start
         self.described = {"version": ready["ready"], **ready["settings"]}
         if name in (VLLM, VLLM32):
-            self.described["cores"] = environment["VLLM_CPU_OMP_THREADS_BIND"]
+            variable = "VLLM_CPU_OMP_THREADS_BIND"
+            self.described["cores"] = os.environ.get(variable, VLLM_SETTINGS[variable])
 
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self.is_alive, status = False, self._process.wait()
-            self._errors.seek(0)
-            said = [error.strip() for error in self._errors if re.search(r"\w+Error: ", error)]
-            raise RuntimeError(f"{self.name} ended with {status}: {said[0] if said else 'no word'}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+    def failed(self) -> RuntimeError:
+        """See `Child.failed`; the message names the engine."""
+        self.is_alive = False
+        return RuntimeError(f"{self.name} {super().failed()}")
 
-    def generate(self, asked: GenerateRequest) -> dict[str, Any]:
+    def generate(self, request: GenerateRequest) -> dict[str, Any]:
         """`seconds`, `tokens`, and how many `characters` of text.
 
-        Raises `RuntimeError` if the process has ended, or text or tokens are not what was asked
-        for.
+        Raises `RuntimeError` if the process has ended, or the answers are of another kind or
+        length than requested.
         """
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the answer says why
-            self._process.stdin.write(json.dumps(asdict(asked)) + "\n")
-            self._process.stdin.flush()
-        found = self._answer()
+        answer: dict[str, Any] = self.ask(asdict(request))
         if self.name in (VLLM, VLLM32):
             sleep(VLLM_SPINS_SECONDS)
-        if bool(found["characters"]) != (asked.is_text or bool(asked.stop)):
-            raise RuntimeError(f"{self.name} gave {found['characters']} characters of text")
-        check_tokens(self.name, asked, found["tokens"])
-        return found
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError):  # it ended before
-            self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-        self._errors.close()
+        if bool(answer["characters"]) != (request.is_text or bool(request.stop)):
+            raise RuntimeError(f"{self.name} gave {answer['characters']} characters of text")
+        check_tokens(self.name, request, answer["tokens"])
+        return answer
 
 
 def check_tokens(name: str, asked: GenerateRequest, tokens: list[list[int]]) -> None:
@@ -322,7 +287,19 @@ def start(names: list[str], dtype: str, caches: Path, record: Record) -> list[En
     return engines
 
 
-def measure(engines: list[Engine], work: Work, rounds: int, dtype: str, record: Record) -> None:
+def answering(engines: list[Engine], work: Work) -> list[Engine]:
+    """The engines that answer a work."""
+    return [engine for engine in engines if work in FEW_WORKS.get(engine.name, WORKS)]
+
+
+def measure(
+    engines: list[Engine],
+    work: Work,
+    rounds: int,
+    dtype: str,
+    record: Record,
+    vocab_size: int = VOCABULARY,
+) -> None:
     """Rounds of one work: a warming call each, then all engines in turn.
 
     One that fails has no more rounds of it, and the record says why.
@@ -332,13 +309,11 @@ def measure(engines: list[Engine], work: Work, rounds: int, dtype: str, record: 
         record.begin(dtype, work.name, engine.name)
     order = [engine for engine in engines if engine.is_alive]
     for turn in range(-1, rounds):  # -1: shapes that it has not seen yet, memory not touched yet
-        asked, tokens = work.asked(random), {}
+        asked, tokens = work.asked(random, vocab_size), {}
         if turn < 0:
             asked = replace(asked, max_tokens=min(work.max_tokens, 4))
         for engine in list(order):
             if work.is_slow and engine.name == TRANSFORMERS and turn != 0:
-                continue
-            if work not in FEW_WORKS.get(engine.name, WORKS):
                 continue
             try:
                 found = engine.generate(asked)
@@ -353,14 +328,6 @@ def measure(engines: list[Engine], work: Work, rounds: int, dtype: str, record: 
         if tokens and work.kind != "sampled":
             record.compare(dtype, work.name, tokens)
         order = order[1:] + order[:1]
-
-
-_BEGUN = perf_counter()
-
-
-def say(text: str) -> None:
-    """Progress."""
-    print(f"{perf_counter() - _BEGUN:6.0f} s  {text}", file=sys.stderr, flush=True)
 
 
 def tables(record: Record) -> Iterator[str]:
@@ -498,15 +465,13 @@ def run(options: argparse.Namespace, record: Record) -> None:
     works = [work for work in works if not (options.quick and work.is_slow)]
     for dtype in options.dtype:
         wanted = [name for name in options.engines if (name, dtype) not in NOT_MEASURED]
-        engines: list[Engine] = []
-        with TemporaryDirectory(prefix="end-to-end-") as caches:
-            try:
-                engines += start(wanted, dtype, Path(caches), record)
-                for work in works:
-                    measure(engines, work, 1 if options.quick else options.rounds, dtype, record)
-            finally:
-                for engine in engines:
-                    engine.close()
+        with TemporaryDirectory(prefix="end-to-end-") as caches, ExitStack() as stack:
+            engines = start(wanted, dtype, Path(caches), record)
+            for engine in engines:
+                stack.enter_context(engine)
+            for work in works:
+                rounds = 1 if options.quick else options.rounds
+                measure(answering(engines, work), work, rounds, dtype, record)
 
 
 def main() -> None:

@@ -3,37 +3,30 @@
     .venv/bin/python -m benches.engine.gguf FILE [FILE ...] [--rounds 3] [--sequences 32]
     .venv/bin/python -m benches.engine.gguf FILE --make --sequences 8
 
-Greedy, random tokens, the end of sequence ignored. Every engine is a process of its own. llama.cpp
-decodes all sequences of a work in one batch (`llama_batch.py`), as its server does with as many
-slots; it is looked for in `.venv-llama` (see `end_to_end.py`) or at `LLAMA_PYTHON`. `--make` writes
-a file of random weights in the shape of a 7B model first, Q4_K, 3.8 GB. Works of more than
-`--sequences` sequences are left out: llama.cpp takes memory for all of them.
+Greedy, random tokens, the end of sequence ignored. Engines are those of `end_to_end.py`, which says
+where llama.cpp is looked for; it decodes all sequences of a work in one batch, as its server does.
+`--make` writes a file of random weights in the shape of a 7B model first, Q4_K, 3.8 GB. Works of
+more than `--sequences` sequences are left out: llama.cpp takes memory for all of them.
 
-Prints a table in markdown: the seconds from the start of the process to the first token, with the
+Prints a table in markdown: seconds from the start of the process to the first token, with the
 file and the programs in the page cache; tokens per second (of the prompt where a work has one token
-of output); the peak of the resident memory, of the file and this engine's KV pool together. Ratios
-are those of medians.
+of output); the peak of the resident memory, of the file and this engine's KV pool together.
 """
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from statistics import median
-from time import perf_counter
-from typing import Any
+from tempfile import TemporaryDirectory
 
+from benches.engine.end_to_end import DEFAULT, LLAMA, START, Engine, Record, measure
 from benches.engine.works import Work
 from benches.peers.report import machine
 from pyengine.models.gguf_header import read_header
 
-ROOT = Path(__file__).parents[2]
-LLAMA_PYTHON = os.environ.get("LLAMA_PYTHON", str(ROOT / ".venv-llama/bin/python"))
 KV_BYTES = 1 << 30
 WORKS = (
     Work(1, 0, 32, 64),
@@ -42,118 +35,49 @@ WORKS = (
     Work(32, 0, 32, 64),
     Work(32, 512, 16, 32),
 )
-ENGINES = ("pyengine", "llama.cpp")
+ENGINES = (DEFAULT, LLAMA)
+DTYPE = "auto"
 
 
-class Engine:
-    """A process that generates."""
-
-    def __init__(self, name: str, path: Path, sequences: int) -> None:
-        commands = {
-            "pyengine": [sys.executable, "-m", "benches.engine.gguf", "--serve", str(path)],
-            "llama.cpp": [
-                *(LLAMA_PYTHON, "-m", "benches.engine.llama_batch"),
-                *(str(path), str(sequences)),
-            ],
-        }
-        begin = perf_counter()
-        self._process = subprocess.Popen(
-            commands[name],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self.generate([[5, 6, 7]], 1)
-        self.start_seconds = perf_counter() - begin
-
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        """`seconds` and `tokens`."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
-        self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return answer
-
-    def peak_bytes(self) -> int:
-        """The largest resident memory so far."""
-        lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
-        (peak,) = [line.split()[1] for line in lines if line.startswith("VmHWM")]
-        return int(peak) * 1024
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-
-def serve(path: str, dtype: str) -> None:
-    """Answer line by line, as `llama_batch.py` does."""
-    from pyengine import LLM, SamplingParams
-
-    llm = LLM(path, device="cpu", dtype=dtype, kv_cache_memory=KV_BYTES)
-    assert llm.describe()["quantization"] != "none", "the file was converted"
-    for line in sys.stdin:
-        asked = json.loads(line)
-        params = SamplingParams(temperature=0, max_tokens=asked["max_tokens"], ignore_eos=True)
-        begin = perf_counter()
-        outputs = llm.generate(asked["prompts"], params, use_tqdm=False)
-        tokens = [output.outputs[0].token_ids for output in outputs]
-        print(json.dumps({"seconds": perf_counter() - begin, "tokens": tokens}), flush=True)
-
-
-def start_seconds(path: Path, rounds: int, sequences: int) -> list[float]:
-    """From the start of each engine's process to its first token; the first start is not timed."""
-    seconds = {name: list[float]() for name in ENGINES}
-    for turn in range(-1, rounds):
-        for name in ENGINES:
-            engine = Engine(name, path, sequences)
-            engine.close()
-            if turn >= 0:
-                seconds[name].append(engine.start_seconds)
-    return [median(seconds[name]) for name in ENGINES]
-
-
-def table(path: Path, rounds: int, sequences: int) -> Iterator[str]:
+def table(path: Path, rounds: int, sequences: int, folder: Path) -> Iterator[str]:
     """The rows of one file."""
+    options = {DEFAULT: {"kv_cache_memory": KV_BYTES}, LLAMA: {"sequences": sequences}}
+    record = Record(folder / "record.json", keep=False)
+
+    def started(name: str) -> Engine:
+        return Engine(name, DTYPE, folder, options[name], path)
+
     num_bytes = path.stat().st_size
     yield f"\n| {path.name}, {num_bytes / 1e6:.0f} MB | pyengine | llama.cpp | ratio |"
     yield "|---|---:|---:|---:|"
-    starts = start_seconds(path, rounds, sequences)
+    for name in ENGINES:
+        record.begin(DTYPE, START, name)
+    for turn in range(-1, rounds):  # -1: to fill the page cache
+        for name in ENGINES:
+            with started(name) as engine:
+                if turn >= 0:
+                    record.add(DTYPE, START, name, engine.start_seconds)
+    starts = [median(record.found[DTYPE][START][name]) for name in ENGINES]
     cells = " | ".join(f"{start:.2f} s" for start in starts)
     yield f"| start to first token | {cells} | {starts[0] / starts[1]:.2f} |"
-    engines = {name: Engine(name, path, sequences) for name in ENGINES}
     vocab_size = next(
         tensor.shape[0]
         for tensor in read_header(path).tensors
         if tensor.name == "token_embd.weight"
     )
-    for work in WORKS:
-        if work.count > sequences:
-            continue
-        random, seconds = Random(work.name), {name: list[float]() for name in ENGINES}
-        for turn in range(-1, rounds):
-            shared = [random.randrange(3, vocab_size) for _ in range(work.shared)]
-            prompts = [
-                [*shared, *(random.randrange(3, vocab_size) for _ in range(work.own))]
-                for _ in range(work.count)
-            ]
-            for name in ENGINES if turn % 2 else reversed(ENGINES):
-                found = engines[name].generate(prompts, work.max_tokens)
-                assert {len(tokens) for tokens in found["tokens"]} == {work.max_tokens}
-                if turn >= 0:
-                    seconds[name].append(found["seconds"])
-        rates = [work.tokens / median(seconds[name]) for name in ENGINES]
-        cells = " | ".join(f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}" for rate in rates)
-        yield f"| {work.name} | {cells} | {rates[0] / rates[1]:.2f} |"
-    peaks = [engine.peak_bytes() for engine in engines.values()]
+    with ExitStack() as stack:
+        engines = [stack.enter_context(started(name)) for name in ENGINES]
+        for work in WORKS:
+            if work.count > sequences:
+                continue
+            measure(engines, work, rounds, DTYPE, record, vocab_size)
+            cells = " | ".join(record.rate(DTYPE, work, name) for name in ENGINES)
+            ratio = record.ratio(DTYPE, work.name, *ENGINES) or float("nan")
+            yield f"| {work.name} | {cells} | {ratio:.2f} |"
+        peaks = [engine.peak_bytes() for engine in engines]
     cells = " | ".join(f"{peak / 1e6:,.0f} MB" for peak in peaks)
     yield f"| peak memory | {cells} | {peaks[0] / peaks[1]:.2f} |"
     yield f"| of the file and a pool of 1 GiB | {peaks[0] / (num_bytes + KV_BYTES):.2f} | | |"
-    for engine in engines.values():
-        engine.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,25 +147,21 @@ def make_random(path: Path, shape: Shape) -> None:
 
 
 def main() -> None:
-    """Measure, or serve."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sequences", type=int, default=32, help="the most at a time (32)")
-    parser.add_argument("--dtype", default="auto", help="of rows, in this engine")
-    parser.add_argument("--serve", action="store_true", help="for this script itself")
     parser.add_argument("--make", action="store_true", help="write the first file before")
     parser.add_argument("--layers", type=int, default=32, help="of the file that is made (32)")
     options = parser.parse_args()
     if options.make:
         make_random(options.files[0], Shape(layers=options.layers))
-    if options.serve:
-        serve(str(options.files[0]), options.dtype)
-        return
     print(json.dumps(machine()))
-    for path in options.files:
-        for row in table(path, options.rounds, options.sequences):
-            print(row, flush=True)
+    with TemporaryDirectory(prefix="gguf-") as folder:
+        for path in options.files:
+            for row in table(path.resolve(), options.rounds, options.sequences, Path(folder)):
+                print(row, flush=True)
 
 
 if __name__ == "__main__":

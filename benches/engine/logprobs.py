@@ -12,9 +12,7 @@ files whose weights are kept in it. A table in markdown goes to standard output.
 """
 
 import argparse
-import os
 import subprocess
-import tarfile
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,11 +22,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benches.engine.gguf import LLAMA_PYTHON
+from benches.engine.child import LLAMA_PYTHON
+from benches.peers.traces import bbh_tasks
 from pyengine import LLM, SamplingParams
 from pyengine.models.source import embedded_gguf
 
-TRACES = Path(os.environ.get("PYENGINE_TRACES", Path(__file__).parents[3] / "shared/data/traces"))
 FORMATS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q8_0": 7, "Q4_K_M": 15, "Q6_K": 18}
 """llama.cpp's numbers of the mixtures that a file is quantised to."""
 QUANTISE = """
@@ -51,15 +49,6 @@ class Mode:
     dtype: str
     model: Path | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-
-
-def texts(count: int) -> list[str]:
-    """The worked examples of so many tasks, in the order of their names."""
-    with tarfile.open(TRACES / "bbh_text.tar.gz") as archive:
-        names = [name for name in archive.getnames() if "cot-prompts/" in name]
-        found = [archive.extractfile(name) for name in sorted(names) if name.endswith(".txt")]
-        whole = [match.read().decode() for match in found if match is not None]
-    return [item.split("-----\n", 1)[-1].strip() for item in whole[:count]]
 
 
 def float_modes(model: Path | None) -> Iterator[Mode]:
@@ -89,7 +78,14 @@ def made_files(folder: Path) -> dict[str, Path]:
     for name, number in FORMATS.items():
         files[name] = source if name == "Q4_1" else folder / f"{name}.gguf"
         if name != "Q4_1":
-            command = [LLAMA_PYTHON, "-c", QUANTISE, str(source), str(files[name]), str(number)]
+            command = [
+                str(LLAMA_PYTHON),
+                "-c",
+                QUANTISE,
+                str(source),
+                str(files[name]),
+                str(number),
+            ]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return files
 
@@ -116,7 +112,7 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=8, help="texts (8)")
     parser.add_argument("--tokens", type=int, default=384, help="tokens of each, from its end")
     options = parser.parse_args()
-    prompts = texts(options.tasks)
+    prompts = [task.examples for task in bbh_tasks()[: options.tasks]]
     with tempfile.TemporaryDirectory(prefix="pyengine-") as folder:
         path = options.file
         files = {path.stem: path} if path else made_files(Path(folder))

@@ -22,8 +22,6 @@ better setting of llama.cpp.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,12 +30,12 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from benches.engine.child import LLAMA_PYTHON, Child
 from benches.engine.gguf import Shape, make_random
-from benches.engine.llama_long import CHUNK, CHUNKS, STEPS
+from benches.engine.llama import BATCH as CHUNK
+from benches.engine.llama import CHUNKS, STEPS
 from benches.peers.report import machine
 
-ROOT = Path(__file__).parents[2]
-LLAMA_PYTHON = os.environ.get("LLAMA_PYTHON", str(ROOT / ".venv-llama/bin/python"))
 CONTEXTS, ROWS = (8192, 16384), (1, 8)
 ENGINES = ("pyengine", "llama.cpp, flash attention", "llama.cpp")
 LLAMA_1B = Shape(hidden=2048, inner=8192, layers=16, heads=32, kv_heads=8, context=32_768)
@@ -49,43 +47,19 @@ NOISE = 1 << 20
 """Random numbers that are repeated in a pool."""
 
 
-class Engine:
-    """A process that computes a point."""
-
-    def __init__(self, name: str, path: Path, rows: int, context: int) -> None:
-        own = [sys.executable, "-m", "benches.engine.long_contexts", "--serve", str(path)]
-        peer = [LLAMA_PYTHON, "-m", "benches.engine.llama_long", str(path)]
-        point = [str(rows), str(context)]
-        commands = {
-            "pyengine": [*own, "--rows", point[0], "--contexts", point[1]],
-            "llama.cpp, flash attention": [*peer, *point, "on"],
-            "llama.cpp": [*peer, *point, "off"],
-        }
-        self._process = subprocess.Popen(
-            commands[name], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def ask(self, stage: str) -> Any:
-        """The seconds of a stage; of "fill", whether more is to be filled."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(stage + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-
 def rates(name: str, path: Path, rows: int, context: int) -> dict[str, float]:
     """Tokens per second of the prompt's last chunks and of decodes."""
-    engine = Engine(name, path, rows, context)
-    while engine.ask("fill"):
-        pass
-    prompt, decode = engine.ask("prompt"), engine.ask("decode")
-    engine.close()
+    own = [sys.executable, "-m", "benches.engine.long_contexts", "--serve", str(path)]
+    peer = [str(LLAMA_PYTHON), "-m", "benches.engine.llama", str(path)]
+    commands = {
+        "pyengine": [*own, "--rows", str(rows), "--contexts", str(context)],
+        "llama.cpp, flash attention": [*peer, str(rows), str(context), "on"],
+        "llama.cpp": [*peer, str(rows), str(context), "off"],
+    }
+    with Child(commands[name]) as engine:
+        while engine.ask("fill"):
+            pass
+        prompt, decode = engine.ask("prompt"), engine.ask("decode")
     return {"prompt": CHUNK / median(prompt), "decode": rows / median(decode)}
 
 
@@ -186,11 +160,11 @@ class Own:
 
 
 def serve(path: str, point: list[int], dtype: str) -> None:
-    """Answer line by line, as `llama_long.py` does."""
+    """Answer line by line, as `llama.py` does."""
     engine = Own(path, point[0], point[1], dtype)
     stages = {"fill": engine.fill, "prompt": engine.prompt, "decode": engine.decode}
     for line in sys.stdin:
-        print(json.dumps(stages[line.strip()]()), flush=True)
+        print(json.dumps(stages[json.loads(line)]()), flush=True)
 
 
 def table(path: Path, rounds: int, points: list[tuple[int, int]]) -> Iterator[str]:

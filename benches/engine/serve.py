@@ -26,8 +26,6 @@ AVX2 = {
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
 }
 """What holds torch, oneDNN and MKL to AVX2 on a processor that has more."""
-_TOGETHER = 8
-"""Sequences of llama.cpp's context."""
 _TRIES = 20
 
 
@@ -97,9 +95,9 @@ def pyengine(folder: str, dtype: str, **options: Any) -> Made:
     }
 
 
-def default(file: str, _dtype: str) -> Made:
+def default(file: str, _dtype: str, **options: Any) -> Made:
     """This engine with the settings that a file has by default: weights in its own bits."""
-    return pyengine(file, "auto")
+    return pyengine(file, "auto", **options)
 
 
 def transformers(folder: str, dtype: str) -> Made:
@@ -170,8 +168,8 @@ def _hide_avx512() -> None:
         setattr(torch.cpu, name, lambda: False)
 
 
-def llama_cpp(file: str, _dtype: str) -> Made:
-    """llama.cpp on a GGUF file, by all cores: prompts of token ids, up to eight in one batch.
+def llama_cpp(file: str, _dtype: str, *, sequences: int = 8) -> Made:
+    """llama.cpp on a GGUF file, by all cores: prompts of token ids, so many in one batch.
 
     Weights are laid out as its build prefers. A build with AMX ends with an illegal instruction
     (`tilezero`) under hypervisors that do not hand AMX on, so build it without:
@@ -183,14 +181,14 @@ def llama_cpp(file: str, _dtype: str) -> Made:
     Or run a native build with `LLAMA_EXTRA_BUFTS=0`, without the layouts of weights that its build
     prefers: of Q4_1, AMX's is the only one. `build` in its settings says which build was measured.
     """
-    from benches.engine.llama_batch import Engine
+    from benches.engine.llama import Batches
 
-    engine = Engine(file, _TOGETHER)
+    engine = Batches(file, sequences)
 
     def generate(request: GenerateRequest) -> Given:
         found: list[list[int]] = []
-        for start in range(0, len(request.prompts), _TOGETHER):
-            prompts = greedy_ids(request, "llama.cpp")[start : start + _TOGETHER]
+        for start in range(0, len(request.prompts), sequences):
+            prompts = greedy_ids(request, "llama.cpp")[start : start + sequences]
             found += engine.generate(prompts, request.max_tokens)
         return Given(found, 0)
 

@@ -26,7 +26,6 @@ Tables go to standard output, with `--docs` into docs/benchmarks/serving.md too,
 import argparse
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -35,15 +34,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryDirectory
 from time import monotonic, sleep
-from typing import Any, Self
+from typing import Any
 from urllib.request import urlopen
 
 import numpy as np
 
+from benches.engine.child import PEERS, ROOT, Child, say
 from benches.engine.crowd import profile
-from benches.engine.end_to_end import PEERS, ROOT, VLLM_SPINS_SECONDS, check_tokens, say
+from benches.engine.end_to_end import VLLM_SPINS_SECONDS, check_tokens
 from benches.engine.float_model import float_folder
 from benches.engine.page import publish
 from benches.engine.serve import GenerateRequest
@@ -99,62 +99,6 @@ def loads(count: int, clients: int, crowd: int) -> tuple[Load, ...]:
     )
 
 
-class Child:
-    """A process in a separate group, which ends with it; its output is kept for errors.
-
-    It answers questions on its standard output, unless it `serves`: then that is what it says, too.
-    An unread pipe would stop it after 64 KiB of log.
-    """
-
-    serves = False
-
-    def __init__(self, command: list[str], **environment: str) -> None:
-        self._said = TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
-        self.process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | environment,
-            stdin=subprocess.PIPE,
-            stdout=self._said if self.serves else subprocess.PIPE,
-            stderr=self._said,
-            text=True,
-            start_new_session=True,
-        )
-
-    def ask(self, question: Any) -> Any:
-        """A line of JSON for a line of JSON. Raises `RuntimeError` where none comes."""
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(question) + "\n")
-            self.process.stdin.flush()
-        return self.answer()
-
-    def answer(self) -> Any:
-        """The next line of JSON. Raises `RuntimeError` where none comes."""
-        assert self.process.stdout is not None
-        if not (line := self.process.stdout.readline()):
-            raise self.failed()
-        return json.loads(line)
-
-    def failed(self) -> RuntimeError:
-        """An error with its last output."""
-        self._said.seek(0)
-        lines = [line.strip() for line in self._said if line.strip()]
-        return RuntimeError(f"ended with {self.process.wait()}: {' / '.join(lines[-3:])}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(20)
-        with suppress(ProcessLookupError):  # its own children, and itself
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
-        self._said.close()
-
-
 class Server(Child):
     """A server that answers. Raises `RuntimeError` where it does not come up."""
 
@@ -164,7 +108,7 @@ class Server(Child):
         self.name = name
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        folder, cores = str(float_folder()), ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        folder = str(float_folder())
         if name == OURS:
             code = "from pyengine.cli import main; main()"
             command = [sys.executable, "-c", code, "serve", folder, "--log-format", "none"]
@@ -178,11 +122,7 @@ class Server(Child):
             more += ["--block-size=32"] * (name == VLLM32)
             command = [str(PEERS), "-m", server, "--model", folder, *more]
         begin = monotonic()
-        super().__init__(
-            [*command, "--dtype", dtype, "--port", f"{port}"],
-            VLLM_LOGGING_LEVEL="ERROR",
-            VLLM_CPU_OMP_THREADS_BIND=os.environ.get("VLLM_CPU_OMP_THREADS_BIND", cores),
-        )
+        super().__init__([*command, "--dtype", dtype, "--port", f"{port}"])
         while not self._answers():
             if self.process.poll() is not None or monotonic() - begin > STARTS_WITHIN:
                 error = self.failed() if self.process.poll() is not None else RuntimeError("slow")

@@ -1,7 +1,6 @@
 """Speculation on real text, on the CPU: with drafts and without, beside vLLM's and transformers'.
 
     .venv/bin/python -m benches.engine.speculative [--batch 1,8,32] [--rounds 3]
-    .venv-peers/bin/python -m benches.engine.speculative_plot    # of the last run
 
 from the root of the repository, with the archive `bbh_text.tar.gz` in `PYENGINE_TRACES`. The
 embedded model answers, and ends where it ends: a model that loops would flatter a drafter.
@@ -22,10 +21,8 @@ markdown goes to standard output, the figures to `benches/results/speculative-MA
 
 import argparse
 import json
-import os
 import re
 import sys
-import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -39,13 +36,13 @@ from typing import Any
 
 import torch
 
+from benches.engine.child import ROOT
 from benches.engine.end_to_end import VLLM32, Engine
 from benches.engine.serve import GenerateRequest
 from benches.peers.report import libraries, machine, results_file, results_name
+from benches.peers.traces import bbh_tasks
 from pyengine import LLM, SamplingParams
 
-ROOT = Path(__file__).parents[2]
-TRACES = Path(os.environ.get("PYENGINE_TRACES", ROOT.parent / "shared/data/traces"))
 PLAIN, NGRAM, SUFFIX = "without", "ngram", "suffix"
 LOOKUP, GENERATE = "transformers, look-up", "transformers"
 VLLM, VLLM_NGRAM = "vLLM", "vLLM, ngram"
@@ -103,22 +100,12 @@ def functions() -> list[str]:
 
 def questions(first: int, count: int) -> list[str]:
     """So many questions, of one task after the other, behind their worked examples."""
-    texts = []
-    with tarfile.open(TRACES / "bbh_text.tar.gz") as archive:
-
-        def read(name: str) -> str:
-            member = archive.extractfile(name)
-            assert member is not None
-            return member.read().decode()
-
-        names = sorted(name for name in archive.getnames() if "cot-prompts/" in name)
-        tasks = [Path(name).stem for name in names if name.endswith(".txt")]
-        for at in range(first, first + count):
-            task = tasks[at % len(tasks)]
-            head = read(f"cot-prompts/{task}.txt").split("-----\n", 1)[-1].strip()
-            asked = json.loads(read(f"bbh/{task}.json"))["examples"][at // len(tasks)]["input"]
-            texts.append(f"{head}\n\nQ: {asked}\nA: Let's think step by step.\n")
-    return texts
+    tasks = bbh_tasks()
+    return [
+        task.prompt(task.questions[at // len(tasks)]) + " Let's think step by step.\n"
+        for at in range(first, first + count)
+        for task in [tasks[at % len(tasks)]]
+    ]
 
 
 def works(llm: LLM, number: int, count: int, max_tokens: int) -> list[Work]:
@@ -275,7 +262,7 @@ def measure(options: argparse.Namespace, stack: ExitStack) -> None:
     caches = Path(stack.enter_context(TemporaryDirectory()))
     others = {} if options.no_vllm else peers(options.dtype, caches)
     for each in others.values():
-        stack.callback(each.close)
+        stack.enter_context(each)
     found: dict[tuple[int, str], list[list[Figure]]] = {}
     for batch in map(int, options.batch.split(",")):
         engines: dict[str, Callable[[Work], Figure]] = {

@@ -27,11 +27,9 @@ from time import perf_counter, sleep
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from benches.engine.child import LLAMA_PYTHON, MISTRAL_PYTHON
 from benches.peers.report import machine
 
-ROOT = Path(__file__).parents[2]
-LLAMA_PYTHON = os.environ.get("LLAMA_PYTHON", str(ROOT / ".venv-llama/bin/python"))
-MISTRAL_PYTHON = os.environ.get("MISTRAL_PYTHON", str(ROOT / ".venv-mistral/bin/python"))
 PATIENCE = 120.0
 """Seconds that a server has to become ready."""
 
@@ -62,11 +60,11 @@ PROGRAMS = {"pyengine": OURS, "llama.cpp": LLAMA, "mistral.rs": MISTRAL}
 """The code that each engine runs; the argument is the file."""
 
 
-def first_token(python: str, program: str, file: Path) -> float:
+def first_token(python: Path, program: str, file: Path) -> float:
     """Start an engine; seconds until it has given a token."""
     start = perf_counter()
     process = subprocess.Popen(
-        [python, "-c", program, str(file)],
+        [str(python), "-c", program, str(file)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         cwd="/",
@@ -108,8 +106,9 @@ def ready_server(python: str, file: Path) -> float:
 
 def measure(file: Path, python: str, rounds: int) -> dict[str, list[float]]:
     """Seconds of each start, by its name. Engines that are not installed are left out."""
-    pythons = {"pyengine": python, "llama.cpp": LLAMA_PYTHON, "mistral.rs": MISTRAL_PYTHON}
-    here = {name: path for name, path in pythons.items() if Path(path).exists()}
+    peers = {"llama.cpp": LLAMA_PYTHON, "mistral.rs": MISTRAL_PYTHON}
+    pythons = {"pyengine": Path(python), **peers}
+    here = {name: path for name, path in pythons.items() if path.exists()}
     seconds: dict[str, list[float]] = {}
     for turn in range(-1, rounds):
         found = {

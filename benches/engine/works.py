@@ -41,15 +41,15 @@ class Work:
         per_prompt = self.max_tokens if self.max_tokens > 1 else self.shared + self.own
         return self.count * per_prompt
 
-    def asked(self, random: Random) -> GenerateRequest:
+    def asked(self, random: Random, vocab_size: int = VOCABULARY) -> GenerateRequest:
         """New prompts; texts have about four tokens for three words."""
         if self.kind == "text":
             words = passages()
             starts = random.sample(range(len(words) - self.own), self.count)
             texts = [" ".join(words[at : at + 3 * self.own // 4]) for at in starts]
             return GenerateRequest(texts, self.max_tokens)
-        shared = random.choices(range(VOCABULARY), k=self.shared)
-        own = [random.choices(range(VOCABULARY), k=self.own) for _ in range(self.count)]
+        shared = random.choices(range(vocab_size), k=self.shared)
+        own = [random.choices(range(vocab_size), k=self.own) for _ in range(self.count)]
         asked = GenerateRequest([shared + each for each in own], self.max_tokens)
         return replace(asked, temperature=1.0, top_p=0.9) if self.kind == "sampled" else asked
 

@@ -19,14 +19,15 @@ import os
 import tempfile
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
 
-from benches.engine.end_to_end import ROOT, VLLM, VLLM32, Engine, say
+from benches.engine.child import ROOT, say
+from benches.engine.end_to_end import VLLM, VLLM32, Engine
 from benches.engine.page import publish
 from benches.engine.works import WORKS, Work
 from benches.peers.report import heading, libraries, machine, machine_name
@@ -54,21 +55,6 @@ def plugin_folder(folder: Path) -> Path:
     return folder
 
 
-@contextmanager
-def environment(**settings: str) -> Iterator[None]:
-    """These variables, for a process that is started inside."""
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
-
-
 def start(size: str, dtype: str, ours: bool, folder: Path) -> Engine:
     """vLLM with one of the two managers. Raises `RuntimeError` if ours did not step in."""
     settings = {
@@ -76,12 +62,9 @@ def start(size: str, dtype: str, ours: bool, folder: Path) -> Engine:
         "PYTHONPATH": f"{folder / 'plugin'}{os.pathsep}{ROOT}",
         "VLLM_LOGGING_LEVEL": "INFO",
     }
-    with environment(**settings):
-        engine = Engine(SIZES[size], dtype, folder)
-    engine._errors.seek(0)
-    said = ENGAGED in engine._errors.read()
-    if said is not ours:
-        engine.close()
+    engine = Engine(SIZES[size], dtype, folder, environment=settings)
+    if any(ENGAGED in line for line in engine.log()) is not ours:
+        engine.__exit__()
         raise RuntimeError(
             f"blocks of {size}: our manager {'did not step' if ours else 'stepped'} in"
         )
@@ -142,20 +125,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         folder = Path(name)
         plugin_folder(folder / "plugin")
         for size in options.sizes.split(","):
-            pair: list[Engine] = []
-            try:
+            with ExitStack() as stack:
+                pair = []
                 for ours in (False, True):
                     say(f"blocks of {size}: starting {'ours' if ours else 'stock'}")
-                    pair.append(start(size, options.dtype, ours, folder))
+                    pair.append(stack.enter_context(start(size, options.dtype, ours, folder)))
                 for work in works:
-                    found = measure(pair, work, rounds)
-                    kept["rows"].setdefault(work.name, {})[size] = found
-                    say(f"blocks of {size}: {work.name}: {', '.join(verdict(work, size, found))}")
+                    result = measure(pair, work, rounds)
+                    kept["rows"].setdefault(work.name, {})[size] = result
+                    say(f"blocks of {size}: {work.name}: {', '.join(verdict(work, size, result))}")
                     if options.json:
                         options.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-            finally:
-                for engine in pair:
-                    engine.close()
     return kept
 
 

@@ -9,6 +9,7 @@
 
 import gzip
 import json
+import os
 import re
 import tarfile
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,8 @@ import numpy.typing as npt
 from benches.peers.adapters.base import Tokens
 
 VOCABULARY = 151_643
+TRACES = Path(os.environ.get("PYENGINE_TRACES", Path(__file__).parents[3] / "shared/data/traces"))
+"""The folder of the files."""
 WORD = re.compile(r" ?\w+|[^\w\s]|\s+")
 
 
@@ -87,8 +90,20 @@ class PrefixIds:
         return numbers
 
 
-def bbh(path: Path, block_size: int, every: int, samples: int) -> list[Prompt]:
-    """Every n-th question after its task's examples, task by task, so many times in a row."""
+@dataclass(frozen=True)
+class Task:
+    """A task of BIG-Bench-Hard: its worked examples and its questions."""
+
+    examples: str
+    questions: list[str]
+
+    def prompt(self, question: str) -> str:
+        """A question after the worked examples."""
+        return f"{self.examples}\n\nQ: {question}\nA:"
+
+
+def bbh_tasks(path: Path = TRACES / "bbh_text.tar.gz") -> list[Task]:
+    """The tasks by their names."""
     with tarfile.open(path) as archive:
 
         def read(name: str) -> str:
@@ -96,15 +111,23 @@ def bbh(path: Path, block_size: int, every: int, samples: int) -> list[Prompt]:
             assert member is not None
             return member.read().decode()
 
-        names = archive.getnames()
-        tasks = sorted(Path(name).stem for name in names if name.endswith(".json"))
-        examples = {task: read(f"cot-prompts/{task}.txt") for task in tasks}
-        questions = {task: json.loads(read(f"bbh/{task}.json"))["examples"] for task in tasks}
+        files = [name for name in archive.getnames() if name.endswith(".json")]
+        return [
+            Task(
+                # A canary stands before the examples.
+                read(f"cot-prompts/{name}.txt").partition("-----\n")[2].strip(),
+                [each["input"] for each in json.loads(read(f"bbh/{name}.json"))["examples"]],
+            )
+            for name in sorted(Path(file).stem for file in files)
+        ]
+
+
+def bbh(path: Path, block_size: int, every: int, samples: int) -> list[Prompt]:
+    """Every n-th question after its task's examples, task by task, so many times in a row."""
     block_ids, prompts = PrefixIds(block_size), []
-    for task in tasks:
-        shared = examples[task].partition("-----\n")[2].strip()  # the canary stands before it
-        for question in questions[task][::every]:
-            text = f"{shared}\n\nQ: {question['input']}\nA: Let's think step by step."
+    for task in bbh_tasks(path):
+        for question in task.questions[::every]:
+            text = f"{task.prompt(question)} Let's think step by step."
             words = (crc32(word.encode()) % VOCABULARY for word in WORD.findall(text))
             tokens = np.fromiter(words, np.int64)
             prompts += [Prompt(tokens, block_ids.of(tokens))] * samples

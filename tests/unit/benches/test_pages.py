@@ -10,13 +10,9 @@ import pytest
 
 from benches.engine import (
     busy,
-    decode_products,
     end_to_end,
-    linear_products,
-    mask_threads,
     overhead,
     serving_tables,
-    shared_length,
     stored,
 )
 from benches.engine.end_to_end import Record
@@ -56,15 +52,10 @@ SHOWN: list[tuple[Path, str, Callable[[str], Iterator[str]]]] = [
     ),
     (ENGINE, "floor-xeon-avx512", from_file(floor_tables.tables)),
     (ENGINE, "floor-xeon-amx", from_file(floor_tables.tables)),
-    (ENGINE, "linear-products-epyc-avx512", from_file(linear_products.tables)),
-    (ENGINE, "decode-products-epyc-avx512", from_file(decode_products.tables)),
-    (ENGINE, "busy-epyc-avx512", from_file(busy.tables)),
-    (ENGINE, "busy-rows-xeon-avx512", from_file(busy.own_table)),
-    (ENGINE, "mask-threads-epyc-avx512", from_file(mask_threads.table)),
+    (ENGINE, "busy-rows-xeon-avx512", from_file(busy.table)),
     (ENGINE, "stored-epyc-avx512", from_file(stored.tables)),
     (ENGINE, "engine-overhead-xeon-amx", from_file(overhead.page)),
     (ENGINE, "engine-overhead-epyc-avx512", from_file(overhead.page)),
-    (ENGINE, "shared-length-xeon-amx", from_file(shared_length.table)),
     (SERVING, "serving-epyc-avx512", from_file(serving_tables.tables)),
     (SERVING, "serving-xeon-amx", from_file(serving_tables.tables)),
     (IN_VLLM, "vllm-end-to-end-xeon-amx", from_file(in_vllm.table)),
