@@ -225,7 +225,7 @@ def bbh_load(folder: Path, every: int) -> Load:
     """Every n-th question of BIG-Bench-Hard in random order, in blocks of 16 tokens."""
     prompts: list[Any] = bbh(folder / "bbh_text.tar.gz", 16, every, 1)
     random = np.random.default_rng(0)
-    prompts = [prompts[place] for place in random.permutation(len(prompts))]
+    prompts = [prompts[index] for index in random.permutation(len(prompts))]
     return Load("BBH", 16, 2048, prompts, random.integers(32, 128, len(prompts)).tolist())
 
 

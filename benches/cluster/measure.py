@@ -44,10 +44,10 @@ def measured() -> list[tuple[list[float], float]]:
     llm = LLM(num_blocks=800, block_size=16, enable_prefix_caching=False, max_model_len=6000)
     clock = Clock()
     llm.observe(clock)
-    found: dict[tuple[float, ...], float] = {}
+    costs_by_step: dict[tuple[float, ...], float] = {}
 
     def note(features: tuple[float, ...], seconds: float) -> None:
-        found[features] = min(seconds, found.get(features, seconds))
+        costs_by_step[features] = min(seconds, costs_by_step.get(features, seconds))
         print(features, f"{seconds * 1e3:.1f} ms", flush=True)
 
     once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -67,7 +67,7 @@ def measured() -> list[tuple[list[float], float]]:
             decode = float(np.median(clock.seconds[-5:]))
             note((1, 0, 0, rows, rows * (length + 5) / 1e3), decode)
     llm.close()
-    return [(list(features), seconds) for features, seconds in found.items()]
+    return [(list(features), seconds) for features, seconds in costs_by_step.items()]
 
 
 def main() -> None:

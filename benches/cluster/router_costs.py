@@ -35,8 +35,8 @@ def names(random: np.random.Generator, count: int) -> bytes:
 
 def spread(seconds: list[float]) -> dict[str, float]:
     """Microseconds."""
-    found = np.array(seconds) * 1e6
-    return {name: float(np.quantile(found, at)) for name, at in (("median", 0.5), ("p99", 0.99))}
+    micros = np.array(seconds) * 1e6
+    return {name: float(np.quantile(micros, at)) for name, at in (("median", 0.5), ("p99", 0.99))}
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
         router.restore(f"{number}", Snapshot("epoch", 0, held))
         del held
     assert router.num_hashes == CONTENTS
-    found: dict[str, Any] = {"contents": router.num_hashes, "bytes": resident() - before}
+    figures: dict[str, Any] = {"contents": router.num_hashes, "bytes": resident() - before}
 
     applied, ends = [], dict.fromkeys(range(NUM_REPLICAS), 0)
     for number in range(ROUNDS):
@@ -65,7 +65,7 @@ def main() -> None:
         router.apply(f"{replica}", gone)
         applied.append(perf_counter() - start)
         ends[replica] = gone.end
-    found["apply_1000_us"] = spread(applied)
+    figures["apply_1000_us"] = spread(applied)
 
     for kind in ("list", "array"):
         chosen = []
@@ -81,10 +81,10 @@ def main() -> None:
             choice = router.choose(tokens)
             chosen.append(perf_counter() - start)
             assert choice.num_hits == count
-        found[f"choose_8192_{kind}_us"] = spread(chosen)
-    print(json.dumps(found, indent=1))
+        figures[f"choose_8192_{kind}_us"] = spread(chosen)
+    print(json.dumps(figures, indent=1))
     written = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    RESULTS.write_text(json.dumps({**written, "router": found}, indent=1) + "\n")
+    RESULTS.write_text(json.dumps({**written, "router": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def main() -> None:
     address = f"http://127.0.0.1:{arguments.port}"
     try:
         asyncio.run(until_healthy(address, server))
-        found = asyncio.run(
+        figures = asyncio.run(
             load(
                 address,
                 arguments.families,
@@ -104,8 +104,9 @@ def main() -> None:
         server.terminate()
         server.wait(120)
     print(
-        f"{found['requests']} requests in {found['seconds']:.0f} s; {found['cached']:.0%} of the "
-        f"prompt tokens were cached; the busiest replica had {found['largest']:.0%} of the requests"
+        f"{figures['requests']} requests in {figures['seconds']:.0f} s; {figures['cached']:.0%} of "
+        f"the prompt tokens were cached; the busiest replica had {figures['largest']:.0%} of the "
+        "requests"
     )
 
 

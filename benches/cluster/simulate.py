@@ -155,9 +155,9 @@ def round_robin(simulation: Simulation, request: SimRequest) -> str:
 
 def least_load(simulation: Simulation, request: SimRequest) -> str:
     """Fewest requests that run or wait."""
-    found = simulation.replicas.values()
+    replicas = simulation.replicas.values()
     return min(
-        found, key=lambda replica: (len(replica.waiting) + len(replica.running), replica.now)
+        replicas, key=lambda replica: (len(replica.waiting) + len(replica.running), replica.now)
     ).name
 
 
@@ -230,7 +230,7 @@ def simulate(
     queued = np.array([tokens for _, tokens in sent])
     end = max(replica.now for replica in simulation.replicas.values())
     counts = np.array(list(simulation.sent.values()))
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "hit_rate": sum(request.cached for request in requests) / prompt,
         "queued_p50": float(np.quantile(queued, 0.5)),
         "queued_p99": float(np.quantile(queued, 0.99)),
@@ -242,9 +242,9 @@ def simulate(
         "seconds": time.perf_counter() - start,
     }
     if simulation.choose_seconds:
-        found["choose_us"] = simulation.choose_seconds / len(requests) * 1e6
-        found["expected_rate"] = simulation.expected / prompt
-    return found
+        figures["choose_us"] = simulation.choose_seconds / len(requests) * 1e6
+        figures["expected_rate"] = simulation.expected / prompt
+    return figures
 
 
 def works(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Arrival], int]]:
@@ -281,12 +281,12 @@ def main() -> None:
             ]
             for policy in arguments.policy:
                 for weight in arguments.weight:
-                    found = simulate(policy, scaled, num_replicas, num_blocks, costs, weight)
-                    found |= {"bound": bound, "num_blocks": num_blocks, "load": arguments.load}
+                    figures = simulate(policy, scaled, num_replicas, num_blocks, costs, weight)
+                    figures |= {"bound": bound, "num_blocks": num_blocks, "load": arguments.load}
                     key = f"{name}, {num_replicas} replicas"
                     who = policy if weight == RUNNING_WEIGHT else f"{policy}, {weight}"
-                    written.setdefault(key, {})[who] = found
-                    shown = {each: round(value, 4) for each, value in found.items()}
+                    written.setdefault(key, {})[who] = figures
+                    shown = {each: round(value, 4) for each, value in figures.items()}
                     print(key, who, shown, flush=True)
                     arguments.out.write_text(json.dumps(written, indent=1) + "\n")
 

@@ -68,15 +68,15 @@ def measure_turn(
     for engine in (alone, beside) if turn % 2 else (beside, alone):
         with busy_processes(int(engine is beside), nice):
             sleep(0.5)
-            request = work.asked(Random(turn))
+            request = work.request(Random(turn))
             taken[engine] = engine.generate(request)["seconds"]
     return taken[alone], taken[beside]
 
 
-def measure(kinds: list[str], asked: argparse.Namespace, path: Path, caches: Path) -> None:
+def measure(kinds: list[str], options: argparse.Namespace, path: Path, caches: Path) -> None:
     """Measure these kinds, and write what is known to `path` after each row."""
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"seconds": {}}
-    results |= {"machine": machine(), "libraries": libraries(), "nice": asked.nice}
+    results |= {"machine": machine(), "libraries": libraries(), "nice": options.nice}
     for kind in kinds:
         for mode, name in MODES.items():
             model = embedded_gguf() if kind == "4 bits" else None
@@ -87,8 +87,8 @@ def measure(kinds: list[str], asked: argparse.Namespace, path: Path, caches: Pat
                 stack.enter_context(beside)
                 for work in MEASURED:
                     rows[work.name] = []
-                    for turn in range(asked.rounds):
-                        taken = measure_turn(alone, beside, work, turn, asked.nice)
+                    for turn in range(options.rounds):
+                        taken = measure_turn(alone, beside, work, turn, options.nice)
                         rows[work.name].append(taken)
                         say(f"{kind}, {mode}, {work.name}: {taken[0]:.2f}, {taken[1]:.2f} s")
                         path.write_text(json.dumps(results, indent=1) + "\n")

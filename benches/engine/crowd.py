@@ -45,8 +45,8 @@ async def read(engine: Any, prompt: Any, request: GenerateRequest) -> list[float
 
 async def crowd(engine: Any, request: GenerateRequest) -> list[float]:
     """All prompts at once."""
-    found = await asyncio.gather(*(read(engine, prompt, request) for prompt in request.prompts))
-    return [gap for gaps in found for gap in gaps]
+    streams = await asyncio.gather(*(read(engine, prompt, request) for prompt in request.prompts))
+    return [gap for gaps in streams for gap in gaps]
 
 
 def profile(pid: int, seconds: float, folder: Path) -> dict[str, Any]:

@@ -170,30 +170,30 @@ class Engine(Child):
         return answer
 
 
-def check_tokens(name: str, asked: GenerateRequest, tokens: list[list[int]]) -> None:
+def check_tokens(name: str, request: GenerateRequest, tokens: list[list[int]]) -> None:
     """Raise `RuntimeError` if engine `name` gave another number of tokens than was asked for."""
-    if len(tokens) != len(asked.prompts):
-        raise RuntimeError(f"{name} gave {len(tokens)} answers to {len(asked.prompts)} prompts")
+    if len(tokens) != len(request.prompts):
+        raise RuntimeError(f"{name} gave {len(tokens)} answers to {len(request.prompts)} prompts")
     lengths = sorted(map(len, tokens))
-    is_right = lengths[-1] <= asked.max_tokens
-    if not asked.stops:
-        is_right &= lengths[0] == asked.max_tokens
+    is_right = lengths[-1] <= request.max_tokens
+    if not request.stops:
+        is_right &= lengths[0] == request.max_tokens
     if not is_right:
         raise RuntimeError(
-            f"{name} gave answers of {lengths[0]} to {lengths[-1]} tokens, {asked.max_tokens} were "
-            "asked for"
+            f"{name} gave answers of {lengths[0]} to {lengths[-1]} tokens, "
+            f"{request.max_tokens} were asked for"
         )
 
 
 class Record:
     """The results, in a file that is written again after each of them.
 
-    `found[dtype][work][engine]` is the seconds of each round.
+    `seconds[dtype][work][engine]` has an entry for each round.
     """
 
     def __init__(self, path: Path, *, keep: bool) -> None:
         self.path = path
-        self.found: dict[str, dict[str, dict[str, list[float]]]] = {}
+        self.seconds: dict[str, dict[str, dict[str, list[float]]]] = {}
         self.same: dict[str, dict[str, dict[str, int]]] = {}
         """Likewise, how many sequences had the same tokens as the first engine's."""
         self.about: dict[str, Any] = {
@@ -204,17 +204,17 @@ class Record:
         }
         if keep and path.exists():
             content = json.loads(path.read_text())
-            self.found, self.same = content.pop("seconds"), content.pop("same_tokens")
+            self.seconds, self.same = content.pop("seconds"), content.pop("same_tokens")
             self.about = content
 
     def begin(self, dtype: str, work: str, engine: str) -> None:
         """Forget what was known of this."""
-        self.found.setdefault(dtype, {}).setdefault(work, {})[engine] = []
+        self.seconds.setdefault(dtype, {}).setdefault(work, {})[engine] = []
         self.same.setdefault(dtype, {}).setdefault(work, {}).pop(engine, None)
 
     def add(self, dtype: str, work: str, engine: str, seconds: float) -> None:
         """One more round."""
-        self.found[dtype][work][engine].append(seconds)
+        self.seconds[dtype][work][engine].append(seconds)
         self.write()
 
     def compare(self, dtype: str, work: str, tokens: dict[str, list[list[int]]]) -> None:
@@ -226,7 +226,7 @@ class Record:
 
     def write(self) -> None:
         """All of it; a run that is cut off leaves a whole file."""
-        content = {**self.about, "seconds": self.found, "same_tokens": self.same}
+        content = {**self.about, "seconds": self.seconds, "same_tokens": self.same}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
         part.write_text(json.dumps(content, indent=1) + "\n")
@@ -234,20 +234,20 @@ class Record:
 
     def ratio(self, dtype: str, work: str, ours: str, theirs: str) -> float | None:
         """How many times as fast: the median of the rounds that both have."""
-        seconds = self.found.get(dtype, {}).get(work, {})
+        seconds = self.seconds.get(dtype, {}).get(work, {})
         pairs = list(zip(seconds.get(theirs, []), seconds.get(ours, []), strict=False))
         return median([a / b for a, b in pairs]) if pairs else None
 
     def best_ratio(self, dtype: str, work: str, theirs: str) -> float | None:
         """The better of ours."""
-        found = [self.ratio(dtype, work, ours, theirs) for ours in (OURS, COMPILED)]
-        return max(filter(None, found), default=None)
+        ratios = [self.ratio(dtype, work, ours, theirs) for ours in (OURS, COMPILED)]
+        return max(filter(None, ratios), default=None)
 
     def rounds(self, *engines: str) -> set[int]:
         """How many rounds the works have, of these engines."""
         return {
             len(seconds)
-            for works in self.found.values()
+            for works in self.seconds.values()
             for work, each in works.items()
             for engine, seconds in each.items()
             if work != START and engine in engines and seconds
@@ -255,12 +255,12 @@ class Record:
 
     def best(self, dtype: str, work: str, engines: tuple[str, ...]) -> float | None:
         """The least of the medians of these engines, in seconds."""
-        seconds = self.found.get(dtype, {}).get(work, {})
+        seconds = self.seconds.get(dtype, {}).get(work, {})
         return min((median(seconds[name]) for name in engines if seconds.get(name)), default=None)
 
     def rate(self, dtype: str, work: Work | None, engine: str) -> str:
         """Tokens per second, or the seconds to the first; empty where nothing was measured."""
-        seconds = self.found.get(dtype, {}).get(work.name if work else START, {}).get(engine)
+        seconds = self.seconds.get(dtype, {}).get(work.name if work else START, {}).get(engine)
         if not seconds:
             return ""
         if work is None:
@@ -309,22 +309,22 @@ def measure(
         record.begin(dtype, work.name, engine.name)
     order = [engine for engine in engines if engine.is_alive]
     for turn in range(-1, rounds):  # -1: shapes that it has not seen yet, memory not touched yet
-        asked, tokens = work.asked(random, vocab_size), {}
+        request, tokens = work.request(random, vocab_size), {}
         if turn < 0:
-            asked = replace(asked, max_tokens=min(work.max_tokens, 4))
+            request = replace(request, max_tokens=min(work.max_tokens, 4))
         for engine in list(order):
             if work.is_slow and engine.name == TRANSFORMERS and turn != 0:
                 continue
             try:
-                found = engine.generate(asked)
+                answer = engine.generate(request)
             except RuntimeError as error:
                 record.about["missing"][f"{work.name}, {engine.name}, {dtype}"] = str(error)
                 order.remove(engine)
                 continue
             if turn >= 0:
-                tokens[engine.name] = found["tokens"]
-                record.add(dtype, work.name, engine.name, found["seconds"])
-            say(f"{dtype}: {work.name}: {engine.name} {found['seconds']:.2f} s")
+                tokens[engine.name] = answer["tokens"]
+                record.add(dtype, work.name, engine.name, answer["seconds"])
+            say(f"{dtype}: {work.name}: {engine.name} {answer['seconds']:.2f} s")
         if tokens and work.kind != "sampled":
             record.compare(dtype, work.name, tokens)
         order = order[1:] + order[:1]
@@ -334,7 +334,7 @@ def tables(record: Record) -> Iterator[str]:
     """Rates by dtype, ratios to vLLM and transformers, goals; in markdown."""
     about = record.about["machine"]
     yield heading(about, record.rounds(*(name for name in TITLES if name != TRANSFORMERS)))
-    for dtype, works in record.found.items():
+    for dtype, works in record.seconds.items():
         engines = [name for name in TITLES if any(name in each for each in works.values())]
         yield f"\n| {dtype}, tokens per second | {' | '.join(TITLES[name] for name in engines)} |"
         yield "|---|" + "---:|" * len(engines)
@@ -365,7 +365,7 @@ def goals(record: Record) -> Iterator[str]:
             best = [record.best_ratio(dtype, work.name, p) for p in (TRANSFORMERS, VLLM, VLLM32)]
             if not any(best):
                 continue
-            cells = [f"{found:.2f}" if found else "" for found in best]
+            cells = [f"{ratio:.2f}" if ratio else "" for ratio in best]
             goal, ratios = "", [ratio for ratio in best[1:] if ratio]
             if (least := GOALS.get(work.name)) and ratios:
                 goal = f"{least[at]:.2f}, {'met' if min(ratios) >= least[at] else 'not met'}"
@@ -377,9 +377,9 @@ def default_goals(record: Record) -> Iterator[str]:
     peers = (OURS, LLAMA, MISTRAL)
     rows = []
     for work in WORKS:
-        found = [record.ratio("bfloat16", work.name, DEFAULT, peer) for peer in peers]
-        if any(found):
-            cells = [f"{ratio:.2f}" if ratio else "" for ratio in found]
+        ratios = [record.ratio("bfloat16", work.name, DEFAULT, peer) for peer in peers]
+        if any(ratios):
+            cells = [f"{ratio:.2f}" if ratio else "" for ratio in ratios]
             rows.append(f"| {work.name} | {' | '.join(cells)} |")
     if rows:
         yield "\n| `LLM()`, Q4_1, times as fast as | ours in bfloat16 | llama.cpp | mistral.rs |"
@@ -431,8 +431,8 @@ def summary(record: Record) -> Iterator[str]:
             ("bfloat16", (VLLM, VLLM32)),
             ("float32", (TRANSFORMERS,)),
         ):
-            found = filter(None, [record.best_ratio(dtype, work.name, peer) for peer in peers])
-            least = min(found, default=None)
+            ratios = filter(None, [record.best_ratio(dtype, work.name, peer) for peer in peers])
+            least = min(ratios, default=None)
             cells.append(f"{least:.2f}" if least else "")
         if any(cells):
             yield f"| {work.name} | {' | '.join(cells)} |"

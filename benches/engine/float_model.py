@@ -22,10 +22,10 @@ def float_folder() -> Path:
     file = embedded_gguf()
     where: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
     _TARGET.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=_TARGET))
+    new = Path(tempfile.mkdtemp(dir=_TARGET))
     model: Any = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
     del model.config.quantization_config  # of the file: the weights are floats now
     model.hf_quantizer, model.is_quantized = None, False
-    model.save_pretrained(made)
-    AutoTokenizer.from_pretrained(file.parent, **where).save_pretrained(made)
-    return made.rename(folder)
+    model.save_pretrained(new)
+    AutoTokenizer.from_pretrained(file.parent, **where).save_pretrained(new)
+    return new.rename(folder)

@@ -57,7 +57,7 @@ def table(path: Path, rounds: int, sequences: int, folder: Path) -> Iterator[str
             with started(name) as engine:
                 if turn >= 0:
                     record.add(DTYPE, START, name, engine.start_seconds)
-    starts = [median(record.found[DTYPE][START][name]) for name in ENGINES]
+    starts = [median(record.seconds[DTYPE][START][name]) for name in ENGINES]
     cells = " | ".join(f"{start:.2f} s" for start in starts)
     yield f"| start to first token | {cells} | {starts[0] / starts[1]:.2f} |"
     vocab_size = next(

@@ -214,16 +214,16 @@ class Comparison:
 
     def add(self, answers: tuple[RequestOutput, RequestOutput], *, is_greedy: bool) -> None:
         """Compare two answers to the next request."""
-        found, expected = answers
+        actual, expected = answers
         number, prompt = self.requests, expected.prompt_token_ids
         self.requests += 1
         if expected.prompt_logprobs is not None:
-            assert found.prompt_logprobs is not None
-            pairs = zip(found.prompt_logprobs, expected.prompt_logprobs, strict=True)
+            assert actual.prompt_logprobs is not None
+            pairs = zip(actual.prompt_logprobs, expected.prompt_logprobs, strict=True)
             for position, (entry, other) in enumerate(pairs):
                 if entry is not None and other is not None:
                     self._compare(entry, other, f"request {number}, prompt {position}")
-        for answer, other_answer in zip(found.outputs, expected.outputs, strict=True):
+        for answer, other_answer in zip(actual.outputs, expected.outputs, strict=True):
             pair = answer.token_ids, other_answer.token_ids
             same = _common(*pair)
             self.tokens += same
@@ -241,11 +241,11 @@ class Comparison:
                         self._compare(entry, other, f"request {number}, token {position}")
 
     def _compare(
-        self, found: Mapping[int, Logprob], expected: Mapping[int, Logprob], where: str
+        self, actual: Mapping[int, Logprob], expected: Mapping[int, Logprob], where: str
     ) -> None:
-        for token in found.keys() & expected.keys():
+        for token in actual.keys() & expected.keys():
             self.logprobs += 1
-            difference = abs(found[token].logprob - expected[token].logprob)
+            difference = abs(actual[token].logprob - expected[token].logprob)
             if not difference <= self.largest:  # NaN, too
                 self.largest = difference
                 self.at = f"{where}, log-probability {expected[token].logprob:.3f}"
@@ -254,7 +254,9 @@ class Comparison:
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
     """The number of tokens that both begin with."""
     pairs = list(zip(first, second, strict=False))
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    return next(
+        (position for position, (one, other) in enumerate(pairs) if one != other), len(pairs)
+    )
 
 
 def compare(name: str, model: Mapping[str, Any], requests: Requests) -> Comparison:
@@ -263,12 +265,12 @@ def compare(name: str, model: Mapping[str, Any], requests: Requests) -> Comparis
     over_arrays = partial(LLM, device="cpu", **settings)
     start = monotonic()
     with over_arrays() as llm:
-        found = llm.generate(requests.prompts, requests.params, use_tqdm=False)
+        actual = llm.generate(requests.prompts, requests.params, use_tqdm=False)
     middle = monotonic()
     with torch_llm(**settings, num_threads=1) as llm:  # torch's threads would wait for each other
         expected = llm.generate(requests.prompts, requests.params, use_tqdm=False)
     result = Comparison(name, seconds=(middle - start, monotonic() - middle))
-    for number, pair in enumerate(zip(found, expected, strict=True)):
+    for number, pair in enumerate(zip(actual, expected, strict=True)):
         result.add(pair, is_greedy=number in requests.greedy)
     if result.greedy:
         with over_arrays() as llm:
@@ -292,13 +294,13 @@ def _with_gaps(llm: LLM, differences: Sequence[FirstDifference]) -> list[FirstDi
 def made_up_models(names: Sequence[str] = tuple(CONFIGURATIONS)) -> Iterator[dict[str, Any]]:
     """Settings of each model's engine, by the model's name."""
     with TemporaryDirectory(prefix="pyengine-") as folder:
-        found = {}
+        models = {}
         for name in names:
             own = Path(folder) / name
             own.mkdir()
             (own / "config.json").write_text(json.dumps({**_BASE, **CONFIGURATIONS[name]}))
-            found[name] = {"model": own, "load_format": "dummy"}
-        yield found
+            models[name] = {"model": own, "load_format": "dummy"}
+        yield models
 
 
 def comparisons(count: int, model: str | None = None) -> Iterator[Comparison]:
@@ -310,9 +312,9 @@ def comparisons(count: int, model: str | None = None) -> Iterator[Comparison]:
         yield compare(Path(model).name, settings, random_requests(count, vocabulary))
         return
     with made_up_models() as models:
-        for place, (name, own_settings) in enumerate(models.items()):
-            own = count * (place + 1) // len(models) - count * place // len(models)
-            requests = random_requests(own, _BASE["vocab_size"], seed=place)
+        for index, (name, own_settings) in enumerate(models.items()):
+            own = count * (index + 1) // len(models) - count * index // len(models)
+            requests = random_requests(own, _BASE["vocab_size"], seed=index)
             yield compare(name, own_settings, requests)
 
 

@@ -98,11 +98,11 @@ def logprobs(mode: Mode, prompts: list[str], tokens: int) -> tuple[npt.NDArray[n
     with LLM(mode.model, device="cpu", dtype=mode.dtype, num_blocks=256, **mode.settings) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         formats = str(llm.describe()["quantization"])
-    found = []
+    values = []
     for output in outputs:
         pairs = zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=True)
-        found += [each[token].logprob for token, each in pairs if each is not None]
-    return np.array(found), formats
+        values += [each[token].logprob for token, each in pairs if each is not None]
+    return np.array(values), formats
 
 
 def main() -> None:
@@ -122,8 +122,8 @@ def main() -> None:
         print("| against float32 | weights | mean | mean of its size | 99 of 100 below | worst |")
         print("|---|---|---:|---:|---:|---:|")
         for mode in modes[1:]:
-            found, formats = logprobs(mode, prompts, options.tokens)
-            difference = found - exact
+            values, formats = logprobs(mode, prompts, options.tokens)
+            difference = values - exact
             size = np.abs(difference)
             figures = (difference.mean(), size.mean(), np.quantile(size, 0.99), size.max())
             cells = " | ".join(f"{figure:.4f}" for figure in figures)

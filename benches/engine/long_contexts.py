@@ -111,10 +111,10 @@ class Own:
             if is_left_out:
                 return torch.zeros(len(inputs.logits_indices), num_logits[0])
             begin = perf_counter()
-            found = forward(of, inputs, plan)
+            logits = forward(of, inputs, plan)
             self.steps.append((num_tokens, perf_counter() - begin))
-            num_logits[0] = found.shape[1]
-            return found
+            num_logits[0] = logits.shape[1]
+            return logits
 
         for owner, name, function in (
             (KVPool, "__init__", keep),
@@ -172,12 +172,12 @@ def table(path: Path, rounds: int, points: list[tuple[int, int]]) -> Iterator[st
     yield f"\n| {path.name} | {' | '.join(ENGINES)} | ratio |"
     yield "|---" + "|---:" * (len(ENGINES) + 1) + "|"
     for rows, context in points:
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in ENGINES}
+        rounds_of: dict[str, list[dict[str, float]]] = {name: [] for name in ENGINES}
         for turn in range(rounds):
             for name in ENGINES if turn % 2 else reversed(ENGINES):
-                found[name].append(rates(name, path, rows, context))
+                rounds_of[name].append(rates(name, path, rows, context))
         for stage in ("prompt", "decode"):
-            all_rates = [[rate[stage] for rate in found[name]] for name in ENGINES]
+            all_rates = [[rate[stage] for rate in rounds_of[name]] for name in ENGINES]
             medians = [median(some) for some in all_rates]
             cells = " | ".join(f"{median(some):,.1f} ({min(some):,.1f})" for some in all_rates)
             count = f"{rows} x " if stage == "decode" else ""

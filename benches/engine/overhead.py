@@ -106,7 +106,7 @@ class Clocks:
 
 def started(
     service: Service,
-    asked: list[Ids],
+    requests: list[Ids],
     running: int,
     settings: dict[str, Any],
     *,
@@ -114,7 +114,7 @@ def started(
 ) -> None:
     """Requests in the middle of their answers; those beyond `running` wait."""
     params = SamplingParams(max_tokens=None, ignore_eos=True, **settings)
-    for number, prompt in enumerate(asked):
+    for number, prompt in enumerate(requests):
         service.take_in(str(number), prompt, params, streams=reads)
     while service.num_running < running:
         service.step()
@@ -142,8 +142,8 @@ def steps(count: int, vocab_size: int, settings: dict[str, Any], how: How) -> St
     settings = {"detokenize": False, **settings}
     number = STEPS_PER_START if how.is_whole else how.steps
     for seed in range(1_000_000):
-        asked = prompts(count + how.waiting, PROMPT, vocab_size, seed)
-        started(service, asked, count, settings, reads=how.reads)
+        requests = prompts(count + how.waiting, PROMPT, vocab_size, seed)
+        started(service, requests, count, settings, reads=how.reads)
         for _ in range(1 if how.is_whole else STEPS_PER_START // STEPS_PER_OPERATION):
             clocks = Clocks()
             for _ in range(number):
@@ -151,7 +151,7 @@ def steps(count: int, vocab_size: int, settings: dict[str, Any], how: How) -> St
             if how.is_whole:
                 service.look_at(map(str, range(count)))
             yield clocks.read(number)
-        service.abort(map(str, range(len(asked))))
+        service.abort(map(str, range(len(requests))))
 
 
 def parts(count: int, settings: dict[str, Any]) -> Stream:
@@ -191,21 +191,21 @@ def arrivals() -> Stream:
     service, rng, number = Service(size), np.random.default_rng(0), 0
     while True:
         come = rng.poisson(ARRIVALS, STEPS_PER_OPERATION).tolist()
-        asked = prompts(sum(come), PROMPT, SMALL, seed=number)
+        requests = prompts(sum(come), PROMPT, SMALL, seed=number)
         params = [
             SamplingParams(**GREEDY, **DELTAS, ignore_eos=True, max_tokens=int(count))
             for count in rng.integers(1, 2 * MEAN_OUTPUT, sum(come))
         ]
-        pairs = zip(asked, params, strict=True)
+        pairs = zip(requests, params, strict=True)
         clocks = Clocks()
         for count in come:
             for _ in range(count):
                 service.take_in(str(number), *next(pairs), streams=True)
                 number += 1
             service.step()
-        found = clocks.read(STEPS_PER_OPERATION)
+        times = clocks.read(STEPS_PER_OPERATION)
         if number > 3 * RUNNING:
-            yield found
+            yield times
 
 
 def accepting(as_ids: Callable[[Any], Ids]) -> Stream:
@@ -259,12 +259,12 @@ def rows(sizes: tuple[int, ...]) -> dict[str, Callable[[], Stream]]:
         "top-p": (TOP_P, How()),
         "top-k": (TOP_K, How()),
     }
-    found: dict[str, Callable[[], Stream]] = {}
+    streams: dict[str, Callable[[], Stream]] = {}
     for count in sizes:
         for name, (settings, how) in small.items():
             row = f"{name}, {count} running"
-            found[row] = partial(steps, count, SMALL, settings, how)
-    found[f"arrivals, about {RUNNING} running"] = arrivals
+            streams[row] = partial(steps, count, SMALL, settings, how)
+    streams[f"arrivals, about {RUNNING} running"] = arrivals
     for vocab_size in (SMOLLM2, QWEN):
         large = {"greedy": GREEDY, "greedy, text": GREEDY | text, "top-p": TOP_P, "top-k": TOP_K}
         for name, settings in large.items():
@@ -272,15 +272,15 @@ def rows(sizes: tuple[int, ...]) -> dict[str, Callable[[], Stream]]:
                 continue
             row = f"{name}, {RUNNING} running, {vocab_size:,} tokens"
             how = How(steps=1, is_whole=name.endswith("text"))
-            found[row] = partial(steps, RUNNING, vocab_size, settings, how)
-        found[f"largest, {RUNNING} rows, {vocab_size:,} tokens"] = partial(search, vocab_size)
-    found[f"accept {LONG:,} from an array"] = partial(accepting, np.asarray)
-    found[f"accept {LONG:,} from a list"] = partial(accepting, np.ndarray.tolist)
-    found[f"abort one of {WAITING:,}"] = aborting
+            streams[row] = partial(steps, RUNNING, vocab_size, settings, how)
+        streams[f"largest, {RUNNING} rows, {vocab_size:,} tokens"] = partial(search, vocab_size)
+    streams[f"accept {LONG:,} from an array"] = partial(accepting, np.asarray)
+    streams[f"accept {LONG:,} from a list"] = partial(accepting, np.ndarray.tolist)
+    streams[f"abort one of {WAITING:,}"] = aborting
     for name in ("greedy", "greedy, text", "top-p"):
         settings = {"detokenize": False, **small[name][0]}
-        found[f"{name}, {RUNNING} running, parts"] = partial(parts, RUNNING, settings)
-    return found
+        streams[f"{name}, {RUNNING} running, parts"] = partial(parts, RUNNING, settings)
+    return streams
 
 
 def figures(rounds: list[tuple[float, ...]], names: tuple[str, ...]) -> dict[str, Any]:
@@ -324,12 +324,12 @@ def page(content: dict[str, Any]) -> Iterator[str]:
 
 def slower(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """The rows whose quartiles say that they take longer than before."""
-    found = []
+    names = []
     for name, row in now.items():
         old, new = before.get(name, {}).get("processor"), row.get("processor")
         if old and new and new["q1"] > old["q3"]:
-            found.append(f"{name} ({new['median'] / old['median'] - 1:+.0%})")
-    yield f"\nSlower than before, beyond the quartiles: {'; '.join(found) or 'no row'}."
+            names.append(f"{name} ({new['median'] / old['median'] - 1:+.0%})")
+    yield f"\nSlower than before, beyond the quartiles: {'; '.join(names) or 'no row'}."
 
 
 def table(columns: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -374,9 +374,9 @@ def main() -> None:
         compute_alone()
         effort = Effort(5, 1.0) if options.quick else Effort(15, 3.0)
         wanted = rows((RUNNING,) if options.quick else SIZES)
-        found = measure({n: make for n, make in wanted.items() if options.only in n}, effort)
+        figures = measure({n: make for n, make in wanted.items() if options.only in n}, effort)
         column = content.setdefault(options.column, {"us": {}})
-        column["us"] |= found
+        column["us"] |= figures
         column |= {"machine": machine(), "libraries": libraries()}
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(content, indent=1) + "\n")

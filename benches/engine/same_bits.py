@@ -210,13 +210,13 @@ def requests(count: int, vocabulary: int = VOCABULARY, seed: int = 0) -> Request
     return Requests(prompts, params)
 
 
-def answers(way: Way, model: dict[str, Any], asked: Requests) -> tuple[list[Answer], int]:
+def answers(way: Way, model: dict[str, Any], requests: Requests) -> tuple[list[Answer], int]:
     """Every request's answer in one way, and what the way counts."""
 
     def run(llm: LLM) -> list[RequestOutput]:
         if not way.is_alone:
-            return llm.generate(asked.prompts, asked.params, use_tqdm=False)
-        pairs = zip(asked.prompts, asked.params, strict=True)
+            return llm.generate(requests.prompts, requests.params, use_tqdm=False)
+        pairs = zip(requests.prompts, requests.params, strict=True)
         return [llm.generate(prompt, each, use_tqdm=False)[0] for prompt, each in pairs]
 
     settings = {"device": "cpu", **model, **way.settings}
@@ -233,11 +233,11 @@ def answers(way: Way, model: dict[str, Any], asked: Requests) -> tuple[list[Answ
             return [Answer.of(output) for output in outputs], way.count(llm, outputs)
 
 
-def compare(name: str, found: Sequence[Answer], expected: Sequence[Answer]) -> Comparison:
+def compare(name: str, actual: Sequence[Answer], expected: Sequence[Answer]) -> Comparison:
     """Compare the answers of two ways; NaN equals nothing."""
     tokens = logprobs = 0
     largest = 0.0
-    for answer, other in zip(found, expected, strict=True):
+    for answer, other in zip(actual, expected, strict=True):
         if answer.tokens != other.tokens:
             tokens += 1
         elif answer.places != other.places or answer.numbers != other.numbers:
@@ -245,23 +245,23 @@ def compare(name: str, found: Sequence[Answer], expected: Sequence[Answer]) -> C
         if answer.places == other.places:
             pairs = zip(answer.numbers, other.numbers, strict=True)
             largest = max([largest, *(abs(number - own) for number, own in pairs)])
-    return Comparison(name, len(found), tokens, logprobs, largest, 0.0)
+    return Comparison(name, len(actual), tokens, logprobs, largest, 0.0)
 
 
 def run_ways(
-    model: dict[str, Any], asked: Requests, ways: Sequence[Way] = WAYS, share: int = SHARE
+    model: dict[str, Any], requests: Requests, ways: Sequence[Way] = WAYS, share: int = SHARE
 ) -> Iterator[tuple[Comparison, list[Answer]]]:
     """Answer in all ways; compare with the first one, which runs all requests."""
     expected: list[Answer] = []
     for way in ways:
-        some = asked if way.is_main else asked.first(-(-len(asked.prompts) // share))
+        some = requests if way.is_main else requests.first(-(-len(requests.prompts) // share))
         start = monotonic()
-        found, count = answers(way, model, some)
-        expected = expected or found
-        result = compare(way.name, found, expected[: len(found)])
+        actual, count = answers(way, model, some)
+        expected = expected or actual
+        result = compare(way.name, actual, expected[: len(actual)])
         counted = f"{count} {way.counted}" if way.counted else ""
         fields = (result.tokens, result.logprobs, result.largest, monotonic() - start, counted)
-        yield Comparison(way.name, len(found), *fields), found
+        yield Comparison(way.name, len(actual), *fields), actual
 
 
 def lines(about: dict[str, Any], comparisons: Iterator[Comparison]) -> Iterator[str]:
@@ -291,14 +291,14 @@ def main() -> int:
     names = ("model", "dtype", "quantization", "kv_cache_dtype")
     model = {name: getattr(options, name) for name in names}
     comparisons: list[Comparison] = []
-    asked = requests(options.prompts)
+    wanted = requests(options.prompts)
 
     def each() -> Iterator[Comparison]:
         first: list[Answer] = []
-        for result, found in run_ways(model, asked):
+        for result, actual in run_ways(model, wanted):
             comparisons.append(result)
             yield result
-            first = first or found
+            first = first or actual
         if options.write:
             kept = [(answer.tokens, answer.places, answer.numbers) for answer in first]
             options.write.write_text(json.dumps(kept))

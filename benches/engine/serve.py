@@ -120,8 +120,8 @@ def transformers(folder: str, dtype: str) -> Made:
         how: dict[str, Any] = {"do_sample": sampled}
         if sampled:
             how |= {"temperature": request.temperature, "top_p": request.top_p, "top_k": 0}
-        found = model.generate(**inputs, **how, max_new_tokens=request.max_tokens, pad_token_id=0)
-        tokens = found[:, inputs["input_ids"].shape[1] :]
+        output = model.generate(**inputs, **how, max_new_tokens=request.max_tokens, pad_token_id=0)
+        tokens = output[:, inputs["input_ids"].shape[1] :]
         texts = tokenizer.batch_decode(tokens, skip_special_tokens=True) if request.is_text else []
         return Given(tokens.tolist(), sum(map(len, texts)))
 
@@ -186,11 +186,11 @@ def llama_cpp(file: str, _dtype: str, *, sequences: int = 8) -> Made:
     engine = Batches(file, sequences)
 
     def generate(request: GenerateRequest) -> Given:
-        found: list[list[int]] = []
+        tokens: list[list[int]] = []
         for start in range(0, len(request.prompts), sequences):
             prompts = greedy_ids(request, "llama.cpp")[start : start + sequences]
-            found += engine.generate(prompts, request.max_tokens)
-        return Given(found, 0)
+            tokens += engine.generate(prompts, request.max_tokens)
+        return Given(tokens, 0)
 
     cores = len(os.sched_getaffinity(0))
     return generate, {
@@ -214,14 +214,14 @@ def mistral_rs(file: str, _dtype: str) -> Made:
     runner = Runner(which=which)
 
     def answer(prompt: list[int], max_tokens: int) -> list[int]:
-        asked = CompletionRequest(
+        completion = CompletionRequest(
             prompt=text_of(prompt, runner),
             model=name,
             max_tokens=max_tokens,
             temperature=0.0,
             ignore_eos=True,
         )
-        usage = runner.send_completion_request(asked).usage
+        usage = runner.send_completion_request(completion).usage
         if usage.prompt_tokens != len(prompt):
             raise RuntimeError(f"mistral.rs read {usage.prompt_tokens} tokens, not {len(prompt)}")
         return [-1] * usage.completion_tokens
@@ -288,9 +288,9 @@ def main() -> None:
     for line in sys.stdin:
         request = GenerateRequest(**json.loads(line))
         start = perf_counter()
-        found = generate(request)
+        result = generate(request)
         seconds = perf_counter() - start
-        answer(seconds=seconds, tokens=found.tokens, characters=found.characters)
+        answer(seconds=seconds, tokens=result.tokens, characters=result.characters)
 
 
 if __name__ == "__main__":

@@ -151,14 +151,14 @@ def check_peers() -> None:
 
 
 class Run:
-    """The processes of one run, and what was found: `found[load][server]`, a dict each round."""
+    """The processes of one run, and `results[load][server]`, a dict for each round."""
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack, folder: Path) -> None:
         self.options = options
         self.folder = folder
         self.about: dict[str, Any] = {"machine": machine(), "libraries": libraries()}
         self.about |= {"dtype": options.dtype, "missing": {}, "starts": {}}
-        self.found: dict[str, dict[str, list[Any]]] = {}
+        self.results: dict[str, dict[str, list[Any]]] = {}
         self.servers: list[Server] = []
         check_peers()
         self.client = stack.enter_context(Child([str(PEERS), "-m", "benches.engine.vllm_client"]))
@@ -198,36 +198,36 @@ class Run:
             **({"request-rate": rate} if rate else {}),
         }
         flags = ["--ignore-eos", "--disable-tqdm"]
-        found = self.client.ask([f"--{name}={value}" for name, value in arguments.items()] + flags)
-        if found["completed"] != load.count:
-            raise RuntimeError(f"{server.name}, {load.name}: {found['completed']} answers")
+        result = self.client.ask([f"--{name}={value}" for name, value in arguments.items()] + flags)
+        if result["completed"] != load.count:
+            raise RuntimeError(f"{server.name}, {load.name}: {result['completed']} answers")
         if server.name != OURS:
             sleep(VLLM_SPINS_SECONDS)
-        return found
+        return result
 
     def measure(self, load: Load, rounds: int) -> None:
         """A warming call each, then all in turn; `LLM.generate` too where clients wait."""
-        found = self.found[load.name] = {server.name: [] for server in self.servers}
+        rounds_of = self.results[load.name] = {server.name: [] for server in self.servers}
         rate = None
         if load.share is not None:
             rate = load.share * min(self.saturation().values())
             self.about.setdefault("rates", {})[load.name] = rate
         offline = self.offline if load.clients and load.count > load.clients else {}
-        found |= {name: [] for name in offline}
+        rounds_of |= {name: [] for name in offline}
         order: list[Server | str] = [*self.servers, *offline]
         for turn in range(-1, rounds):
             for item in order:
                 if isinstance(item, Server):
                     name, result = item.name, self.call(item, load, turn, rate)
                 else:
-                    asked = GenerateRequest(load.prompts(turn), load.max_tokens)
-                    answer = self.offline[item].ask(asdict(asked))
-                    check_tokens(item, asked, answer["tokens"])
+                    request = GenerateRequest(load.prompts(turn), load.max_tokens)
+                    answer = self.offline[item].ask(asdict(request))
+                    check_tokens(item, request, answer["tokens"])
                     rate_out = sum(map(len, answer["tokens"])) / answer["seconds"]
                     name, result = item, {"output_throughput": rate_out}
                 say(f"{load.name}: {name}: {result['output_throughput']:.0f} tokens/s")
                 if turn >= 0:
-                    found[name].append(result)
+                    rounds_of[name].append(result)
             order = order[1:] + order[:1]
 
     def end_offline(self) -> None:
@@ -237,7 +237,7 @@ class Run:
 
     def saturation(self) -> dict[str, float]:
         """Requests a second that each server answered when clients waited."""
-        closed = next(iter(self.found.values()))
+        closed = next(iter(self.results.values()))
         return {
             server.name: median([item["request_throughput"] for item in closed[server.name]])
             for server in self.servers
@@ -248,18 +248,18 @@ class Run:
         ours = [server for server in self.servers if server.name == OURS]
         if not ours:
             return
-        found = self.found[load.name] = {OURS: [], ALONE: []}
+        rounds_of = self.results[load.name] = {OURS: [], ALONE: []}
         given = [str(float_folder()), self.options.dtype, f"{POOL_GIB}"]
         command = ["-m", "benches.engine.crowd", *given]
         for turn in range(-1, rounds):
             result = self.call(ours[0], load, turn)
             if turn < 0:
                 continue
-            found[OURS].append(result)
-            asked = json.dumps(asdict(GenerateRequest(load.prompts(turn), load.max_tokens)))
+            rounds_of[OURS].append(result)
+            request = json.dumps(asdict(GenerateRequest(load.prompts(turn), load.max_tokens)))
             done = subprocess.run(
                 [sys.executable, *command],
-                input=asked,
+                input=request,
                 env=os.environ | {"GOMP_SPINCOUNT": BRIEF_SPIN},
                 capture_output=True,
                 text=True,
@@ -267,9 +267,9 @@ class Run:
                 cwd=ROOT,
             )
             p50, p99 = np.percentile(json.loads(done.stdout), [50, 99])
-            found[ALONE].append({"median_itl_ms": p50, "p99_itl_ms": p99})
+            rounds_of[ALONE].append({"median_itl_ms": p50, "p99_itl_ms": p99})
             say(f"{load.name}: p99 {result['p99_itl_ms']:.0f} ms, engine alone {p99:.0f} ms")
-        self.profile(ours[0], load, found[OURS][-1]["duration"])
+        self.profile(ours[0], load, rounds_of[OURS][-1]["duration"])
 
     def profile(self, server: Server, load: Load, lasts: float) -> None:
         """While the crowd is served once more, after its prompts were read."""
@@ -314,13 +314,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     *timed, crowd = loads(options.prompts, options.clients, options.crowd)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="serving-")))
-        found = Run(options, stack, folder)
+        measured = Run(options, stack, folder)
         for load in timed:
             if not load.clients:
-                found.end_offline()
-            found.measure(load, options.rounds)
-        found.crowd(crowd, options.rounds)
-        return {**found.about, "found": found.found}
+                measured.end_offline()
+            measured.measure(load, options.rounds)
+        measured.crowd(crowd, options.rounds)
+        return {**measured.about, "found": measured.results}
 
 
 def main() -> None:

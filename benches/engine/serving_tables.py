@@ -24,12 +24,12 @@ HEAD = "tokens/s | first token, ms: p50 | p99 | between tokens, ms: p50 | p99"
 
 def tables(content: dict[str, Any]) -> Iterator[str]:
     """In markdown."""
-    about, found = content["machine"], content["found"]
+    about, loads = content["machine"], content["found"]
     rounds = {
-        len(each) for rows in found.values() for name, each in rows.items() if name in SERVERS
+        len(each) for rows in loads.values() for name, each in rows.items() if name in SERVERS
     }
     yield f"{heading(about, rounds)}, {content['dtype']}"
-    for load, rows in found.items():
+    for load, rows in loads.items():
         rate = content.get("rates", {}).get(load)
         yield ""
         yield f"| {load}{f' ({rate:.2f} a second)' if rate else ''} | {HEAD} |"
@@ -46,8 +46,8 @@ def tables(content: dict[str, Any]) -> Iterator[str]:
         yield f"| event loop | {threads['MainThread']:.0%} |"
         yield f"| engine's thread | {threads['pyengine-engine']:.0%} |"
         yield "\n| of the event loop's work | |\n|---|---:|"
-        for place, share in sorted(loop.items(), key=lambda item: -item[1]):
-            yield f"| {place} | {share:.0%} |"
+        for work, share in sorted(loop.items(), key=lambda item: -item[1]):
+            yield f"| {work} | {share:.0%} |"
     for name, reason in content["missing"].items():
         yield f"\n{name}: missing ({reason})"
 
@@ -62,5 +62,5 @@ def share_of_offline(rows: dict[str, list[Any]]) -> float | None:
     """Tokens per second of our server, of those without a server: the median of the rounds."""
     part = "output_throughput"
     pairs = zip(rows.get(OURS, []), rows.get(SLOTS, []), strict=False)
-    found = [item[part] / other[part] for item, other in pairs]
-    return median(found) if found else None
+    ratios = [item[part] / other[part] for item, other in pairs]
+    return median(ratios) if ratios else None

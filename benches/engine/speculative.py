@@ -92,10 +92,10 @@ def chat(llm: LLM, text: str) -> list[int]:
 
 def functions() -> list[str]:
     """Functions of this repository of 300 to 900 characters."""
-    found: list[str] = []
+    sources: list[str] = []
     for path in sorted((ROOT / "pyengine").rglob("*.py")):
-        found += re.findall(r"^def [^\n]+:\n(?:    [^\n]*\n|\n)+", path.read_text(), re.MULTILINE)
-    return [match.strip() for match in found if 300 <= len(match) <= 900]
+        sources += re.findall(r"^def [^\n]+:\n(?:    [^\n]*\n|\n)+", path.read_text(), re.MULTILINE)
+    return [match.strip() for match in sources if 300 <= len(match) <= 900]
 
 
 def questions(first: int, count: int) -> list[str]:
@@ -169,11 +169,11 @@ def theirs(model: Any, name: str, options: Mapping[str, Any], work: Work) -> Fig
             torch.manual_seed(0)
             start = perf_counter()
             with torch.inference_mode():
-                found = model.generate(
+                output = model.generate(
                     torch.tensor([prompt]), do_sample=sampled, max_new_tokens=length, **options
                 )
             seconds += times * (perf_counter() - start)
-        tokens += found.shape[1] - len(prompt)
+        tokens += output.shape[1] - len(prompt)
     return Figure(work.name, 1, name, seconds, tokens, None)
 
 
@@ -205,21 +205,21 @@ def peers(dtype: str, caches: Path) -> dict[str, Engine]:
         VLLM: {},
         VLLM_NGRAM: {"speculative_config": {**ngram, "prompt_lookup_min": 2}},
     }
-    found = {}
+    engines = {}
     for name, options in wanted.items():
         try:
-            found[name] = Engine(VLLM32, dtype, caches, options)
+            engines[name] = Engine(VLLM32, dtype, caches, options)
         except RuntimeError as error:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
-    return found
+    return engines
 
 
-def rows(found: Sequence[Sequence[Figure]]) -> list[str]:
+def rows(rounds: Sequence[Sequence[Figure]]) -> list[str]:
     """Tokens per second of each engine and how often that of the first, in one line per engine."""
     lines = []
-    for column in zip(*found, strict=True):
+    for column in zip(*rounds, strict=True):
         figure = column[0]
-        pairs = zip(column, found, strict=True)
+        pairs = zip(column, rounds, strict=True)
         ratio = median(each.rate / first[0].rate for each, first in pairs)
         counts = [each.per_step for each in column if each.per_step is not None]
         per_step = f"{median(counts):.2f}" if counts else ""
@@ -263,7 +263,7 @@ def measure(options: argparse.Namespace, stack: ExitStack) -> None:
     others = {} if options.no_vllm else peers(options.dtype, caches)
     for each in others.values():
         stack.enter_context(each)
-    found: dict[tuple[int, str], list[list[Figure]]] = {}
+    rounds_of: dict[tuple[int, str], list[list[Figure]]] = {}
     for batch in map(int, options.batch.split(",")):
         engines: dict[str, Callable[[Work], Figure]] = {
             name: partial(ours, llm, name, batch) for name, llm in llms.items()
@@ -278,13 +278,13 @@ def measure(options: argparse.Namespace, stack: ExitStack) -> None:
                 names = Random(number).sample(list(engines), len(engines))
                 by_name = {name: engines[name](work) for name in names}
                 column = [by_name[name] for name in engines]
-                found.setdefault((batch, work.name), []).append(column)
+                rounds_of.setdefault((batch, work.name), []).append(column)
                 print(f"round {number + 1}: {column}", file=sys.stderr, flush=True)
     print("| work | batch | engine | tok/s | times | tokens per decode with drafts |")
     print("|---|---:|---|---:|---:|---:|")
-    for rounds in found.values():
+    for rounds in rounds_of.values():
         print("\n".join(rows(rounds)))
-    figures = [asdict(item) for each in found.values() for column in each for item in column]
+    figures = [asdict(item) for each in rounds_of.values() for column in each for item in column]
     about = {**machine(), **libraries(), "drafts": DRAFTS, "dtype": options.dtype}
     target = results_file(results_name("speculative"))
     target.write_text(json.dumps({"about": about, "figures": figures}, indent=1) + "\n")

@@ -111,12 +111,12 @@ def measure(file: Path, python: str, rounds: int) -> dict[str, list[float]]:
     here = {name: path for name, path in pythons.items() if path.exists()}
     seconds: dict[str, list[float]] = {}
     for turn in range(-1, rounds):
-        found = {
+        starts = {
             f"{name}, first token": first_token(path, PROGRAMS[name], file)
             for name, path in here.items()
         }
-        found["pyengine serve, ready"] = ready_server(python, file)
-        for name, value in found.items():
+        starts["pyengine serve, ready"] = ready_server(python, file)
+        for name, value in starts.items():
             seconds.setdefault(name, []).extend([value] * (turn >= 0))
     return seconds
 
@@ -128,11 +128,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--python", default=sys.executable)
     options = parser.parse_args(arguments)
-    found = measure(options.file.resolve(), options.python, options.rounds)
+    starts = measure(options.file.resolve(), options.python, options.rounds)
     bytecode = "not written" if os.environ.get("PYTHONDONTWRITEBYTECODE") else "written"
     print(json.dumps(machine() | {"bytecode": bytecode}))
     print(f"\n| {options.file.name}, {options.rounds} starts | median | worst |\n|---|---:|---:|")
-    for name, seconds in found.items():
+    for name, seconds in starts.items():
         print(f"| {name} | {median(seconds):.2f} s | {max(seconds):.2f} s |")
 
 

@@ -127,7 +127,7 @@ def throughput(folder: str, rounds: int) -> dict[str, Any]:
         llm.generate([tokens(WARM, 600)], greedy(4), use_tqdm=False)
         offloader = llm._offloader
         assert offloader is not None
-        found: dict[str, list[float]] = {"with": [], "without": [], "stored": []}
+        rates: dict[str, list[float]] = {"with": [], "without": [], "stored": []}
         for turn in range(2 * rounds):
             kind = ("with", "without", "without", "with")[turn % 4]
             prompts = [tokens(1000 * (turn + 1) + at, 512) for at in range(12)]
@@ -138,10 +138,10 @@ def throughput(folder: str, rounds: int) -> dict[str, Any]:
             with detached(engine, offloader) if kind == "without" else nullcontext():
                 seconds, outputs = timed(generate)
             answered = sum(len(output.outputs[0].token_ids) for output in outputs)
-            found[kind].append((len(prompts) * 512 + answered) / seconds)
+            rates[kind].append((len(prompts) * 512 + answered) / seconds)
             if kind == "with":
-                found["stored"].append(offloader.stats()["stored"] - before)
-    return found
+                rates["stored"].append(offloader.stats()["stored"] - before)
+    return rates
 
 
 def gaps(folder: str, work: str, rounds: int) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def gaps(folder: str, work: str, rounds: int) -> dict[str, Any]:
         store = offloader.store
         offloader.store = lambda sequence: None
         llm.generate(prompts, greedy(1), use_tqdm=False)
-        found: dict[str, list[dict[str, float]]] = {"none": [], work: []}
+        turns: dict[str, list[dict[str, float]]] = {"none": [], work: []}
         for turn in range(2 * rounds):
             kind = ("none", work, work, "none")[turn % 4]
             if kind == "load":
@@ -166,9 +166,9 @@ def gaps(folder: str, work: str, rounds: int) -> dict[str, Any]:
             elif kind == "store":
                 offloader._store.prune()
                 offloader.store = store
-            found[kind].append(streamed(llm, offloader, prompts, kind))
+            turns[kind].append(streamed(llm, offloader, prompts, kind))
             offloader.store = lambda sequence: None
-    return found
+    return turns
 
 
 def streamed(llm: Any, offloader: Any, prompts: list[list[int]], work: str) -> dict[str, float]:
@@ -371,9 +371,9 @@ def measure(only: list[str], rounds: int, traces: Path, folder: str) -> Iterator
     seeds = list(range(rounds))
     if "first-token" in only:
         for dtype in ("float32", "bfloat16"):
-            place = f"{folder}/{dtype}"
-            computed = child(first_token, place, dtype, seeds)
-            restored = child(first_token, place, dtype, seeds)
+            store = f"{folder}/{dtype}"
+            computed = child(first_token, store, dtype, seeds)
+            restored = child(first_token, store, dtype, seeds)
             assert computed["answers"] == restored["answers"], "other answers than computed"
             yield (
                 f"first-token-{dtype}",
@@ -384,8 +384,8 @@ def measure(only: list[str], rounds: int, traces: Path, folder: str) -> Iterator
                 },
             )
             if PEERS.exists():
-                place = f"{folder}/vllm-{dtype}"
-                computed, restored = (vllm_state(place, dtype, seeds) for _ in range(2))
+                store = f"{folder}/vllm-{dtype}"
+                computed, restored = (vllm_state(store, dtype, seeds) for _ in range(2))
                 yield (
                     f"first-token-vLLM {dtype}",
                     {"computed": computed["seconds"], "restored": restored["seconds"]},
@@ -411,30 +411,30 @@ def measure(only: list[str], rounds: int, traces: Path, folder: str) -> Iterator
             },
         )
     if "examples" in only:
-        place = f"{folder}/examples"
-        yield "examples", [child(examples, place, str(traces)) for _ in range(2)]
+        store = f"{folder}/examples"
+        yield "examples", [child(examples, store, str(traces)) for _ in range(2)]
     if "nothing" in only:
         yield "nothing", child(throughput, f"{folder}/nothing", max(rounds, 7))
     if "gaps" in only:
-        place = f"{folder}/gaps"
+        store = f"{folder}/gaps"
         yield (
             "gaps",
-            {work: child(gaps, place, work, rounds) for work in ("store", "load")},
+            {work: child(gaps, store, work, rounds) for work in ("store", "load")},
         )
     if "start" in only:
-        place = f"{folder}/start"
-        child(start, place, 100_000)
-        yield "start", [child(start, place, 100_000) for _ in range(rounds)]
+        store = f"{folder}/start"
+        child(start, store, 100_000)
+        yield "start", [child(start, store, 100_000) for _ in range(rounds)]
 
 
 def tables(results: dict[str, Any]) -> Iterator[str]:
     """The results beside the goals, in markdown."""
-    found = results["found"]
-    counts = {len(each["computed"]) for name, each in found.items() if "first-token" in name}
+    figures = results["found"]
+    counts = {len(each["computed"]) for name, each in figures.items() if "first-token" in name}
     yield heading(results["machine"], counts)
     yield "\n| what | figure | goal |"
     yield "|---|---:|---:|"
-    for name, each in found.items():
+    for name, each in figures.items():
         if name.startswith("first-token"):
             computed, restored = median(each["computed"]), median(each["restored"])
             label = name.removeprefix("first-token-")
@@ -444,27 +444,27 @@ def tables(results: dict[str, Any]) -> Iterator[str]:
                 f"{restored:.3f} s (worst {max(each['restored']):.3f}) "
                 f"| 1/{computed / restored:.1f} | {goal} |"
             )
-    if "trace" in found:
+    if "trace" in figures:
         pool, both, large = (
-            found["trace"][name]["computed"]
+            figures["trace"][name]["computed"]
             for name in ("pool", "pool and store", "pool of both sizes")
         )
         yield f"| trace: tokens computed with a store / without | {both / pool:.3f} | 0.5 |"
         yield f"| trace: with a store / with a pool of both sizes | {both / large:.3f} | 1.05 |"
-    if "examples" in found:
-        first, second = (each["computed_tokens"] for each in found["examples"])
-        prompt = first + found["examples"][0]["cached_tokens"]
+    if "examples" in figures:
+        first, second = (each["computed_tokens"] for each in figures["examples"])
+        prompt = first + figures["examples"][0]["cached_tokens"]
         yield f"| worked examples: computed the second time, of all | {second / prompt:.1%} | 3% |"
         yield f"| the same, of what was computed the first time | {second / first:.1%} | |"
-    if "nothing" in found:
-        pairs = list(zip(found["nothing"]["with"], found["nothing"]["without"], strict=True))
+    if "nothing" in figures:
+        pairs = list(zip(figures["nothing"]["with"], figures["nothing"]["without"], strict=True))
         share = median(with_ / without for with_, without in pairs)
         yield (
             f"| nothing to reuse: tokens per second with / without, median of {len(pairs)} pairs "
             f"| {share:.3f} | 0.98 |"
         )
-    if "gaps" in found:
-        for work, each in found["gaps"].items():
+    if "gaps" in figures:
+        for work, each in figures["gaps"].items():
             with_, without = (median(one["p99"] for one in each[kind]) for kind in (work, "none"))
             worst = max(one["p99"] for one in each[work]) / min(one["p99"] for one in each["none"])
             moved, seconds = (median(one[name] for one in each[work]) for name in MOVED)
@@ -474,9 +474,9 @@ def tables(results: dict[str, Any]) -> Iterator[str]:
                 f"({with_:.0f} / {without:.0f} ms; worst / best {worst:.2f}) "
                 f"| {with_ / without:.2f} | 1.1 |"
             )
-    if "start" in found:
-        worst = max(each["seconds"] for each in found["start"])
-        yield f"| opening {found['start'][0]['entries']:,} entries, worst, s | {worst:.2f} | 1 |"
+    if "start" in figures:
+        worst = max(each["seconds"] for each in figures["start"])
+        yield f"| opening {figures['start'][0]['entries']:,} entries, worst, s | {worst:.2f} | 1 |"
 
 
 MOVED = ("bytes", "seconds")
@@ -493,22 +493,24 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="the table of the last run")
     parser.add_argument("--docs", action="store_true", help="write the table into the docs")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.child:
-        name, args = asked.child
+    options = parser.parse_args()
+    if options.child:
+        name, args = options.child
         print(json.dumps(CHILDREN[name](*json.loads(args))))
         return
     name = results_name("stored")
     path = results_file(name)
-    if not asked.show:
+    if not options.show:
         results: dict[str, Any] = {"machine": machine(), "libraries": libraries(), "found": {}}
         if path.exists():
             results["found"] = json.loads(path.read_text())["found"]
-        with TemporaryDirectory(dir=asked.folder) as folder:
-            for key, value in measure(asked.only.split(","), asked.rounds, asked.traces, folder):
+        with TemporaryDirectory(dir=options.folder) as folder:
+            for key, value in measure(
+                options.only.split(","), options.rounds, options.traces, folder
+            ):
                 results["found"][key] = value
                 path.write_text(json.dumps(results, indent=1) + "\n")
-    publish(name, tables(json.loads(path.read_text())), write=asked.docs)
+    publish(name, tables(json.loads(path.read_text())), write=options.docs)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class Work:
         per_prompt = self.max_tokens if self.max_tokens > 1 else self.shared + self.own
         return self.count * per_prompt
 
-    def asked(self, random: Random, vocab_size: int = VOCABULARY) -> GenerateRequest:
+    def request(self, random: Random, vocab_size: int = VOCABULARY) -> GenerateRequest:
         """New prompts; texts have about four tokens for three words."""
         if self.kind == "text":
             words = passages()
@@ -50,8 +50,8 @@ class Work:
             return GenerateRequest(texts, self.max_tokens)
         shared = random.choices(range(vocab_size), k=self.shared)
         own = [random.choices(range(vocab_size), k=self.own) for _ in range(self.count)]
-        asked = GenerateRequest([shared + each for each in own], self.max_tokens)
-        return replace(asked, temperature=1.0, top_p=0.9) if self.kind == "sampled" else asked
+        request = GenerateRequest([shared + each for each in own], self.max_tokens)
+        return replace(request, temperature=1.0, top_p=0.9) if self.kind == "sampled" else request
 
 
 def passages() -> list[str]:

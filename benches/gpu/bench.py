@@ -115,11 +115,11 @@ class Decoding:
 
     def seconds_per_step(self, count: int) -> float:
         """The median over `WINDOWS` windows of `count` steps; fewer windows if they are slow."""
-        found: list[float] = []
+        windows: list[float] = []
         begin = perf_counter()
-        while len(found) < WINDOWS and (not found or perf_counter() - begin < MAX_SECONDS):
-            found.append(self.steps(count))
-        return median(found)
+        while len(windows) < WINDOWS and (not windows or perf_counter() - begin < MAX_SECONDS):
+            windows.append(self.steps(count))
+        return median(windows)
 
 
 def tokens_needed(count: int, context: int, steps: int) -> int:

@@ -190,10 +190,10 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     several = product(options.rows, options.groups, options.pages, (False, True))
     cases = [Case(rows, pages, groups, longest) for rows, groups, pages, longest in several]
-    for number, found in enumerate(figures(cases, options.steps)):
+    for number, row in enumerate(figures(cases, options.steps)):
         if not number:
-            print(f"| {' | '.join(found)} |\n|{'---:|' * len(found)}")
-        cells = [f"{match:,}" if isinstance(match, int) else str(match) for match in found.values()]
+            print(f"| {' | '.join(row)} |\n|{'---:|' * len(row)}")
+        cells = [f"{match:,}" if isinstance(match, int) else str(match) for match in row.values()]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -61,11 +61,11 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count, and go on."""
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         is_memory = "empty" in str(func)
-        if not func.is_view and not is_memory and isinstance(found, torch.Tensor):
+        if not func.is_view and not is_memory and isinstance(result, torch.Tensor):
             self.counts[str(func)] += 1
-        return found
+        return result
 
     @contextmanager
     def of_kernels(self) -> Iterator[None]:
@@ -119,41 +119,41 @@ def module(family: str, layers: int, device: str) -> Model:
     config = AutoConfig.for_model(family, **settings_of(family, layers))
     models: Any = AutoModelForCausalLM
     with quiet_transformers():
-        made = models.from_config(config, dtype=torch.bfloat16).eval().to(device)
-    return FallbackModel(made, attending_layers(made), "to be counted")
+        model = models.from_config(config, dtype=torch.bfloat16).eval().to(device)
+    return FallbackModel(model, attending_layers(model), "to be counted")
 
 
 def eager(family: str, build: Callable[[str, int, str], Model] = decoder) -> float:
     """Launches of a layer, one operator after the other."""
-    found = []
+    counts = []
     for layers in (FEWEST, 2 * FEWEST):
         seen = Launches()
         with seen.of_kernels():
-            made = build(family, layers, "meta")
+            model = build(family, layers, "meta")
             ids = torch.zeros(ROWS, dtype=torch.int64, device="meta")
             context = PagedContext(Counting(), [None] * layers)
             with torch.no_grad(), seen:  # inference mode leaves composites whole
-                made(ids, ids, ids[:1], context)
-        found.append(seen.counts)
-    return sum((found[1] - found[0]).values()) / FEWEST
+                model(ids, ids, ids[:1], context)
+        counts.append(seen.counts)
+    return sum((counts[1] - counts[0]).values()) / FEWEST
 
 
 def compiled(family: str) -> float:
     """Launches of a layer that the compiler leaves: its kernels, matrix products, attention."""
-    found = []
+    counts = []
     for number, layers in enumerate((FEWEST, 2 * FEWEST)):
         torch._dynamo.reset()
-        made = decoder(family, layers, "cpu")
+        model = decoder(family, layers, "cpu")
         paged, context = CompiledModel(1000 + number), PagedContext(Counting(), [None] * layers)
 
-        def forward(ids: torch.Tensor, made: Any = made, paged: Any = paged) -> Any:
-            return made(ids, ids, ids[:1], paged)
+        def forward(ids: torch.Tensor, model: Any = model, paged: Any = paged) -> Any:
+            return model(ids, ids, ids[:1], paged)
 
         ids = torch.zeros(ROWS, dtype=torch.int64)
         with torch.no_grad(), running(paged.number, context), fresh_inductor_cache():
             _, sources = run_and_get_code(torch.compile(forward, fullgraph=True), ids)
-        found.append(sum(_calls(source) for source in sources))
-    return (found[1] - found[0]) / FEWEST
+        counts.append(sum(_calls(source) for source in sources))
+    return (counts[1] - counts[0]) / FEWEST
 
 
 def _calls(source: str) -> int:

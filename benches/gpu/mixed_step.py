@@ -68,27 +68,27 @@ def record_nothing(compute: Callable[[Interrupt], torch.Tensor]) -> Compute:
 
 def times(layers: int, steps: int) -> dict[str, float]:
     """Seconds of a step in each way."""
-    made = decoder("llama", layers, "cpu", torch.float32)
-    forward = ForwardPass(made, [None] * layers)
+    model = decoder("llama", layers, "cpu", torch.float32)
+    forward = ForwardPass(model, [None] * layers)
     ids = torch.arange(TOKENS)
     inputs: Any = SimpleNamespace(input_ids=ids, positions=ids, logits_indices=ids[:ROWS].clone())
     pieces = PiecewiseGraphs(forward, 256, torch.device("cpu"))
-    found = {"uncompiled": measured(partial(forward, inputs, Attention()), steps)}
-    forward.compiled = CompiledForward(made, layers)
-    found["compiled"] = measured(partial(forward, inputs, Attention()), steps)
+    seconds = {"uncompiled": measured(partial(forward, inputs, Attention()), steps)}
+    forward.compiled = CompiledForward(model, layers)
+    seconds["compiled"] = measured(partial(forward, inputs, Attention()), steps)
     pieces.capture([16], record_nothing)
-    found["in pieces"] = measured(partial(pieces.run, inputs, Attention()), steps)
-    return found
+    seconds["in pieces"] = measured(partial(pieces.run, inputs, Attention()), steps)
+    return seconds
 
 
 def measured(step: Callable[[], object], steps: int) -> float:
     """The median of so many, after three."""
-    found = []
+    seconds = []
     for _ in range(steps + 3):
         begin = thread_time()
         step()
-        found.append(thread_time() - begin)
-    return median(found[3:])
+        seconds.append(thread_time() - begin)
+    return median(seconds[3:])
 
 
 def main(arguments: list[str] | None = None) -> None:

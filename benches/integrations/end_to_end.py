@@ -76,17 +76,17 @@ def measure(pair: list[Engine], work: Work, rounds: int) -> dict[str, Any]:
     random, same, count = Random(work.name), 0, 0
     seconds: tuple[list[float], list[float]] = ([], [])
     for turn in range(-1, rounds):
-        asked = work.asked(random)
+        request = work.request(random)
         if turn < 0:
-            asked = replace(asked, max_tokens=min(work.max_tokens, 4))
-        found: list[dict[str, Any]] = [{}, {}]
+            request = replace(request, max_tokens=min(work.max_tokens, 4))
+        answers: list[dict[str, Any]] = [{}, {}]
         for index in (0, 1) if turn % 2 else (1, 0):
-            found[index] = pair[index].generate(asked)
-            say(f"{work.name}: {('stock', 'ours')[index]} {found[index]['seconds']:.2f} s")
+            answers[index] = pair[index].generate(request)
+            say(f"{work.name}: {('stock', 'ours')[index]} {answers[index]['seconds']:.2f} s")
         if turn >= 0:
             for index in (0, 1):
-                seconds[index].append(found[index]["seconds"])
-            stock, ours = (each["tokens"] for each in found)
+                seconds[index].append(answers[index]["seconds"])
+            stock, ours = (each["tokens"] for each in answers)
             same += sum(a == b for a, b in zip(stock, ours, strict=True))
             count += len(stock)
     ratio = median([a / b for a, b in zip(*seconds, strict=True)])
@@ -139,20 +139,22 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return kept
 
 
-def verdict(work: Work, size: str, found: dict[str, Any]) -> Iterator[str]:
+def verdict(work: Work, size: str, figures: dict[str, Any]) -> Iterator[str]:
     """Whether a row at a size of blocks is as fast as wanted, and has the same tokens."""
-    least, ratio = GOALS.get((work.name, size), LEAST), found["ratio"]
+    least, ratio = GOALS.get((work.name, size), LEAST), figures["ratio"]
     yield f"{ratio:.2f} (goal {least:.2f}: {'met' if ratio >= least else 'NOT MET'})"
     if work.kind != "sampled":
-        equal = found["same"] == found["of"]
-        yield "same tokens" if equal else f"{found['same']} of {found['of']} have the SAME TOKENS"
+        equal = figures["same"] == figures["of"]
+        yield (
+            "same tokens" if equal else f"{figures['same']} of {figures['of']} have the SAME TOKENS"
+        )
 
 
 def table(kept: dict[str, Any]) -> Iterator[str]:
     """Tokens per second of both and the verdict, for each size of blocks; in markdown."""
     rows, dtype, about = kept["rows"], kept["about"]["dtype"], kept["about"]["machine"]
     sizes = [size for size in SIZES if any(size in row for row in rows.values())]
-    rounds = {len(found["seconds"][0]) for row in rows.values() for found in row.values()}
+    rounds = {len(figures["seconds"][0]) for row in rows.values() for figures in row.values()}
     yield f"{dtype}, tokens per second, {heading(about, rounds)}:"
     head = "".join(f" stock, {size} | ours, {size} | ours / stock |" for size in sizes)
     yield f"\n| |{head}\n|---|" + "---:|---:|---|" * len(sizes)
@@ -163,10 +165,10 @@ def table(kept: dict[str, Any]) -> Iterator[str]:
             yield f"| {work.name} | " + " | ".join(cells) + " |"
 
 
-def cells_of(work: Work, size: str, found: dict[str, Any]) -> Iterator[str]:
+def cells_of(work: Work, size: str, figures: dict[str, Any]) -> Iterator[str]:
     """Both rates and the verdict."""
-    yield from (f"{rate:,.0f}" for rate in found["rates"])
-    yield ", ".join(verdict(work, size, found))
+    yield from (f"{rate:,.0f}" for rate in figures["rates"])
+    yield ", ".join(verdict(work, size, figures))
 
 
 if __name__ == "__main__":

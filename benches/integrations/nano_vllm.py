@@ -78,7 +78,7 @@ def measure(arm: str, block_size: int, rounds: int, running: int) -> dict[str, f
         start = perf_counter()
         engine.step()
         times["decode"].append(perf_counter() - start)
-    return {case: median(found) * 1e6 for case, found in times.items()}
+    return {case: median(seconds) * 1e6 for case, seconds in times.items()}
 
 
 def main() -> None:
@@ -92,12 +92,12 @@ def main() -> None:
     kept: dict[str, Any] = {"machine": machine()}
     print("| | blocks of | stock | ours | stock / ours |\n|---|---:|---:|---:|---:|")
     for block_size in (256, 16):
-        found: dict[str, list[dict[str, float]]] = {arm: [] for arm in MANAGERS}
+        rounds_of: dict[str, list[dict[str, float]]] = {arm: [] for arm in MANAGERS}
         for _ in range(turns):
-            for arm, each in found.items():
+            for arm, each in rounds_of.items():
                 each.append(measure(arm, block_size, rounds, running))
         for case in CASES:
-            stock, ours = (median(each[case] for each in found[arm]) for arm in MANAGERS)
+            stock, ours = (median(each[case] for each in rounds_of[arm]) for arm in MANAGERS)
             kept[f"{case}, {block_size}"] = {STOCK: stock, OURS: ours}
             print(f"| {case} | {block_size} | {stock:,.0f} | {ours:,.0f} | {stock / ours:.2f} |")
     if options.json:

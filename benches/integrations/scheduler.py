@@ -195,24 +195,24 @@ def main() -> None:
 def decodes(running: int, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
     """The figures of a batch, arm by arm."""
     arms = (STOCK, EARLY, OURS)
-    found = in_turn(arms, rounds, lambda arm: decode(arm, running, steps, folder))
-    return {"running": running} | found
+    figures = in_turn(arms, rounds, lambda arm: decode(arm, running, steps, folder))
+    return {"running": running} | figures
 
 
 def in_turn(
     arms: tuple[str, ...], rounds: int, measure: Callable[[str], dict[str, float]]
 ) -> dict[str, dict[str, float]]:
     """The arms take turns; the median of the rounds, figure by figure."""
-    found: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
+    rounds_of: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     for _ in range(rounds):
-        for arm, rows in found.items():
+        for arm, rows in rounds_of.items():
             rows.append(measure(arm))
-    return {arm: best(rows) for arm, rows in found.items()}
+    return {arm: best(rows) for arm, rows in rounds_of.items()}
 
 
-def best(found: list[dict[str, float]]) -> dict[str, float]:
+def best(rounds: list[dict[str, float]]) -> dict[str, float]:
     """The median of the rounds, figure by figure."""
-    return {name: median(each[name] for each in found) for name in found[0]}
+    return {name: median(each[name] for each in rounds) for name in rounds[0]}
 
 
 def show(kept: dict[str, Any]) -> None:
@@ -226,12 +226,12 @@ def show(kept: dict[str, Any]) -> None:
                 ratios = f"{stock / ours:.2f} | {early / ours:.2f}"
                 cells = f"{stock:,.0f} | {early:,.0f} | {ours:,.0f} | {ratios}"
                 print(f"| {row['running']:,} | `{name}` | {cells} |")
-    if found := kept.get("long prompts"):
-        stock, ours, floor = (found[arm]["milliseconds"] for arm in (STOCK, OURS, NOTHING))
+    if figures := kept.get("long prompts"):
+        stock, ours, floor = (figures[arm]["milliseconds"] for arm in (STOCK, OURS, NOTHING))
         verdict = "met" if stock / ours >= LONG_GOAL else "NOT MET"
         print(f"\nlong prompts: {stock:.2f} ms, ours {ours:.2f} ms, without any {floor:.2f} ms")
         print(f"{stock / ours:.1f} times as fast (goal {LONG_GOAL}: {verdict})")
-        counts = (found[arm]["found"] for arm in (STOCK, OURS))
+        counts = (figures[arm]["found"] for arm in (STOCK, OURS))
         print("found of 90,000 tokens: {:,.0f}, ours {:,.0f}".format(*counts))
 
 

@@ -116,12 +116,12 @@ class Run:
             kind for kind in self.managers if STEPS in kind.works and kind.name in REPLAYED
         ]
         for workload in workloads(folder, self.options.quick):
-            found = replay(workload, kinds, self.progress(workload.name))
+            figures = replay(workload, kinds, self.progress(workload.name))
             self.results["replay"][workload.name] = {
                 "about": workload.about,
                 "block_size": workload.block_size,
                 "num_blocks": workload.num_blocks,
-                "managers": found,
+                "managers": figures,
             }
             self.say(f"replay: {workload.name}, {workload.about}")
 

@@ -63,8 +63,8 @@ MOST_BYTES = 110
 
 def rounds(works: dict[str, Any], work: str, manager: str, part: str) -> list[float] | None:
     """The rounds of one figure, if it was measured."""
-    found = works.get(work, {}).get(manager, {}).get(part)
-    return None if found is None else found["rounds"]
+    figure = works.get(work, {}).get(manager, {}).get(part)
+    return None if figure is None else figure["rounds"]
 
 
 def speed(goal: Goal, works: dict[str, Any]) -> Outcome:

@@ -58,14 +58,14 @@ def measure(num_blocks: int) -> dict[str, float]:
     gc.collect()
     before = resident()
     manager = BlockManager(num_blocks, BLOCK)
-    made = resident()
+    empty = resident()
     use_every_block(manager)
     after = resident()
     return {
         "num_blocks": num_blocks,
         "process_mb": after / 1e6,
         "bytes_per_block": (after - before) / num_blocks,
-        "bytes_per_block_before_use": (made - before) / num_blocks,
+        "bytes_per_block_before_use": (empty - before) / num_blocks,
         "bytes_per_sequence": shorter,
         "bytes_per_token": (longer - shorter) / (PROMPT - 1),
     }

@@ -38,8 +38,8 @@ STYLE = {
 
 def median_of(works: dict[str, Any], work: str, manager: str, part: str = "us") -> float | None:
     """Microseconds, if it was measured."""
-    found = works.get(work, {}).get(manager, {}).get(part)
-    return None if found is None else found["median"]
+    figure = works.get(work, {}).get(manager, {}).get(part)
+    return None if figure is None else figure["median"]
 
 
 def line(
@@ -147,7 +147,7 @@ def replays(replay: dict[str, Any]) -> Figure | None:
     figure, axes = plt.subplots(1, len(panels), figsize=(9, 3))
     for axis, (title, value) in zip(axes, panels, strict=True):
         for index, name in enumerate(managers):
-            at = [place + (index - 1) * 0.27 for place in range(len(replay))]
+            at = [position + (index - 1) * 0.27 for position in range(len(replay))]
             values = [value(workload["managers"][name]) for workload in replay.values()]
             bars = axis.bar(at, values, 0.25, color=COLOURS[name], label=name)
             axis.bar_label(bars, [shown(number) for number in values], fontsize=6)

@@ -92,28 +92,28 @@ def heading(about: Mapping[str, Any], rounds: Iterable[int] = ()) -> str:
 
 def libraries() -> dict[str, str]:
     """Versions of what the managers stand on."""
-    found = {}
+    versions = {}
     for name in LIBRARIES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def figures(rounds: Rounds, parts: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """Microseconds of each part: median, quartiles, all rounds."""
     columns = [[ns / 1000 for ns in column] for column in zip(*rounds, strict=True)]
-    found = {}
+    spreads = {}
     for part, column in zip(parts, columns, strict=True):
         spread = Spread.of(column)
-        found[part] = {
+        spreads[part] = {
             "median": round(spread.median, 4),
             "q1": round(spread.q1, 4),
             "q3": round(spread.q3, 4),
             "rounds": [round(us, 4) for us in column],
         }
-    return found
+    return spreads
 
 
 def shown(us: float) -> str:

@@ -49,8 +49,8 @@ def variants(options: argparse.Namespace) -> list[Variant]:
         if options.model.is_file() and options.dtype is None:
             return [Variant(name, options.model, "auto")]
         return [Variant(f"{name}, {dtype}", options.model, dtype) for dtype in dtypes]
-    found = [Variant(dtype, float_folder(), dtype) for dtype in dtypes]
-    return found if options.dtype else [*found, Variant("4 bits", embedded_gguf(), "auto")]
+    floats = [Variant(dtype, float_folder(), dtype) for dtype in dtypes]
+    return floats if options.dtype else [*floats, Variant("4 bits", embedded_gguf(), "auto")]
 
 
 def parse() -> argparse.Namespace:
@@ -85,14 +85,16 @@ def main() -> None:
     path = results_file(name)
     content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"variants": {}}
     if not options.show:
-        asked = [Variant("4 bits", embedded_gguf(), "auto")] if options.bits4 else variants(options)
+        selected = (
+            [Variant("4 bits", embedded_gguf(), "auto")] if options.bits4 else variants(options)
+        )
         content["machine"] = machine()
-        for variant in asked:
+        for variant in selected:
             try:
-                found = measure(variant, options.rounds, options.threads, only=options.only)
+                figures = measure(variant, options.rounds, options.threads, only=options.only)
             except (FloorError, PyEngineError) as error:
                 sys.exit(f"{variant.name}: {error}")
-            content["variants"][variant.name] = found
+            content["variants"][variant.name] = figures
         if not options.only and options.model is None:
             path.write_text(json.dumps(content, indent=1) + "\n")
     publish(name, tables(content), write=options.docs)

@@ -98,12 +98,12 @@ def measure_limits(
 
 def _fastest(programs: Iterable[tuple[str, Work]], amount: float) -> Rate:
     """The rate of the fastest program, each at its best of `ROUNDS`."""
-    found = {}
+    seconds = {}
     for name, work in programs:
         work()
-        found[name] = min(_seconds(work) for _ in range(ROUNDS))
-    best = min(found, key=found.__getitem__)
-    return Rate(amount / found[best], best)
+        seconds[name] = min(_seconds(work) for _ in range(ROUNDS))
+    best = min(seconds, key=seconds.__getitem__)
+    return Rate(amount / seconds[best], best)
 
 
 def _seconds(work: Work) -> float:

@@ -125,15 +125,15 @@ class MeasuredEngine:
         for prompts in calls:
             self._llm.generate(prompts, params, use_tqdm=False)
         shape = case.shape
-        found = [
+        steps = [
             step
             for step in self.timers.steps
             if (step.num_tokens, step.num_rows) == (shape.tokens, shape.rows)
         ]
-        found = found if is_prompt else found[1:]
-        if not found:
+        steps = steps if is_prompt else steps[1:]
+        if not steps:
             raise FloorError(f"no step of the engine was {case.name}")
-        return found
+        return steps
 
     def _prompt(self, length: int) -> list[int]:
         vocab_size = self.model.spec.vocab_size
@@ -154,14 +154,14 @@ def measure(
     Steps that are longer than the model's context are left out. Raises `FloorError` for an engine
     without these parts, and as `LLM`.
     """
-    asked = [case for case in cases if only in case.name]
-    engine = MeasuredEngine(variant, threads, asked)
+    selected = [case for case in cases if only in case.name]
+    engine = MeasuredEngine(variant, threads, selected)
     try:
         model = engine.model
         if limits is None:
             limits = measure_limits(engine.threads, sum(model.weight_bytes.values()))
             release_threads()  # else the engine's would not spin
-        fitting = [case for case in asked if case.longest <= engine.max_model_len]
+        fitting = [case for case in selected if case.longest <= engine.max_model_len]
         steps = {}
         for case in fitting:
             steps[case.name] = measure_case(engine, case, rounds, limits)
@@ -183,10 +183,10 @@ def measure_case(engine: MeasuredEngine, case: Case, rounds: int, limits: Limits
         is_timed = turn % 4 in (0, 3)
         before = np.array(waiting_seconds())
         with timers.on() if is_timed else nullcontext():
-            found = engine.round(case)
+            steps = engine.round(case)
         if is_timed:
             waited += np.array(waiting_seconds()) - before
-        (timed if is_timed else plain).extend(found)
+        (timed if is_timed else plain).extend(steps)
     parts = _seconds(timed, _attention_alone(engine, case))
     with timers.one_thread():
         with timers.on():
@@ -236,15 +236,15 @@ def _fastest_steps(steps: Sequence[TimedStep]) -> Sequence[TimedStep]:
 def _seconds(steps: Sequence[TimedStep], attention: float) -> dict[str, float]:
     """The mean seconds of each part; `attention` is without rotation and writes."""
     fastest = _fastest_steps(steps)
-    found = {part: fmean([step.spent.get(part, 0) / 1e9 for step in fastest]) for part in PARTS}
-    found[ROTATION] += max(0.0, found[ATTENTION] - attention)
-    found[ATTENTION] = min(attention, found[ATTENTION])
+    seconds = {part: fmean([step.spent.get(part, 0) / 1e9 for step in fastest]) for part in PARTS}
+    seconds[ROTATION] += max(0.0, seconds[ATTENTION] - attention)
+    seconds[ATTENTION] = min(attention, seconds[ATTENTION])
     whole = fmean([(step.end - step.start) / 1e9 for step in fastest])
-    found[PYTHON] = whole - sum(found.values())
+    seconds[PYTHON] = whole - sum(seconds.values())
     gaps = [
         (after.start - before.end) / 1e9
         for before, after in pairwise(steps)
         if 0 <= after.start - before.end < whole * 1e9
     ]
-    found[BETWEEN] = fmean(_fastest(gaps)) if gaps else 0.0
-    return found
+    seconds[BETWEEN] = fmean(_fastest(gaps)) if gaps else 0.0
+    return seconds

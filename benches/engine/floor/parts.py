@@ -229,27 +229,27 @@ class CountedModel:
     def weight_bytes(self) -> dict[str, int]:
         """The bytes of all weights by part; a table for both uses counts as the head."""
         decoder = self._decoder
-        found = dict.fromkeys(MODEL_PARTS, 0)
+        sizes = dict.fromkeys(MODEL_PARTS, 0)
         for part, matrix in self._matrices():
-            found[part] += matrix.num_bytes
+            sizes[part] += matrix.num_bytes
         for owner in (decoder, *layer_parts(decoder)):
-            found[NORMS] += sum(_bytes_of(norm) for norm in _norms(owner))
+            sizes[NORMS] += sum(_bytes_of(norm) for norm in _norms(owner))
         for attention in self._attentions():
             norms: tuple[NormWeights, ...] = attention.weights.head_norms or ()
             if attention.spec.shares is not None:  # keys are normed by their own layer's weights
                 norms = norms[:1]
-            found[ROTATION] += sum(_bytes_of(norm) for norm in norms)
+            sizes[ROTATION] += sum(_bytes_of(norm) for norm in norms)
             if attention.weights.sinks is not None:
-                found[ATTENTION] += attention.weights.sinks.num_bytes
-        found[HEAD] = decoder._head.num_bytes
+                sizes[ATTENTION] += attention.weights.sinks.num_bytes
+        sizes[HEAD] = decoder._head.num_bytes
         if decoder._embedding is not decoder._head:
-            found[EMBEDDING] = decoder._embedding.num_bytes
+            sizes[EMBEDDING] = decoder._embedding.num_bytes
         for table in self._other_tables():
-            found[EMBEDDING] += table.num_bytes
+            sizes[EMBEDDING] += table.num_bytes
         for layer in decoder._layers:
             if layer._scalar is not None:
-                found[OTHER] += layer._scalar.num_bytes
-        return found
+                sizes[OTHER] += layer._scalar.num_bytes
+        return sizes
 
     def _other_tables(self) -> Iterator[_Matrix]:
         """Tables of which only rows are read, beside the embedding."""
@@ -274,35 +274,35 @@ class CountedModel:
         A sequence of several new tokens is a prompt, which gives one row of logits.
         """
         spec, decoder, stored = self.spec, self._decoder, self.weight_bytes
-        found = {part: Cost() for part in PARTS}
+        costs = {part: Cost() for part in PARTS}
         for table in (decoder._embedding, *self._other_tables()):
-            found[EMBEDDING].add(step.tokens * table.num_bytes / table.rows)
+            costs[EMBEDDING].add(step.tokens * table.num_bytes / table.rows)
         for part, matrix in self._matrices():
-            found[part].add(matrix.num_bytes, 2 * matrix.elements * step.tokens, matrix.kind)
+            costs[part].add(matrix.num_bytes, 2 * matrix.elements * step.tokens, matrix.kind)
         widths = [norm.size for owner in layer_parts(decoder) for norm in _norms(owner)]
         rows = step.tokens * sum(widths) + step.rows * decoder._norm.size
-        found[NORMS].add(stored[NORMS], _NORM_OPERATIONS * rows)
+        costs[NORMS].add(stored[NORMS], _NORM_OPERATIONS * rows)
         for attention in self._attentions():
-            self._add_attention(found, attention.spec, step, kv_bytes)
+            self._add_attention(costs, attention.spec, step, kv_bytes)
         logits = step.rows * spec.vocab_size
         head = decoder._head
-        found[HEAD].add(
+        costs[HEAD].add(
             head.num_bytes + logits * self._row_bytes, 2 * head.elements * step.rows, head.kind
         )
-        found[SAMPLING].add(logits * self._row_bytes, logits)
-        return found
+        costs[SAMPLING].add(logits * self._row_bytes, logits)
+        return costs
 
     def _add_attention(
-        self, found: dict[str, Cost], spec: Any, step: StepShape, kv_bytes: int
+        self, costs: dict[str, Cost], spec: Any, step: StepShape, kv_bytes: int
     ) -> None:
         cache = spec.cache(None)
         per_token = cache.num_kv_heads * (cache.head_dim_k + cache.head_dim_v) * kv_bytes
         pairs, read = step.seen(spec.window)
         sizes = cache.head_dim_k + cache.head_dim_v
-        found[ATTENTION].add(per_token * read, 2 * pairs * spec.heads * sizes, self._kind)
+        costs[ATTENTION].add(per_token * read, 2 * pairs * spec.heads * sizes, self._kind)
         turned = 0 if spec.rotary is None else spec.rotary.size
         heads = step.tokens * (spec.heads + cache.num_kv_heads)
-        found[ROTATION].add(per_token * step.tokens, _ROTATION_OPERATIONS * heads * turned)
+        costs[ROTATION].add(per_token * step.tokens, _ROTATION_OPERATIONS * heads * turned)
 
 
 def _bytes_of(norm: NormWeights) -> int:
@@ -318,9 +318,9 @@ def floor_seconds(
 
 def total(costs: Sequence[Cost]) -> Cost:
     """The sum of the costs of several parts."""
-    found = Cost()
+    whole = Cost()
     for cost in costs:
-        found.add(cost.num_bytes)
+        whole.add(cost.num_bytes)
         for kind, count in cost.operations.items():
-            found.add(0, count, kind)
-    return found
+            whole.add(0, count, kind)
+    return whole

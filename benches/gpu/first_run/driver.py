@@ -93,14 +93,14 @@ class Driver:
     def run(self, parts: Sequence[Part], after_each: Callable[[], None] = lambda: None) -> None:
         """Run parts in their order; none is left when it returns, or raises."""
         waiting, done = list(parts), set[str]()
-        asked = {part.name for part in parts}
+        selected = {part.name for part in parts}
         try:
             while waiting or self._running:
                 for running in [item for item in self._running if self._is_over(item)]:
                     self._running.remove(running)
                     done.add(running.part.name)
                     after_each()
-                while waiting and self._may_start(waiting[0], done, asked):
+                while waiting and self._may_start(waiting[0], done, selected):
                     part = waiting.pop(0)
                     if self.left < _LEAST:
                         self.note(f"not run  {part.name}: out of time")
@@ -120,10 +120,10 @@ class Driver:
         program = [sys.executable, "-m", "benches.gpu.first_run.part"]
         return [*program, part.name, self.device, str(self.out), str(folder)]
 
-    def _may_start(self, part: Part, done: set[str], asked: set[str]) -> bool:
+    def _may_start(self, part: Part, done: set[str], selected: set[str]) -> bool:
         if part.alone or any(running.part.alone for running in self._running):
             return not self._running
-        return len(self._running) < self.jobs and not (set(part.after) & asked) - done
+        return len(self._running) < self.jobs and not (set(part.after) & selected) - done
 
     def _start(self, part: Part) -> None:
         folder = self.scratch / part.name

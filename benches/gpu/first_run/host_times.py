@@ -29,7 +29,7 @@ def blocks(context: Context) -> None:
             plan = manager.begin_step(LENGTH)
             plan.prefill(sequence, LENGTH)
             plan.commit([1])
-        found = []
+        times = []
         for _ in range(STEPS):
             start = perf_counter()
             plan = manager.begin_step(rows)
@@ -38,9 +38,9 @@ def blocks(context: Context) -> None:
             plan.fill(buffers.step_buffers)
             filled = perf_counter()
             plan.commit(np.ones(rows, dtype=np.int64))
-            found.append((planned - start, filled - planned, perf_counter() - filled))
+            times.append((planned - start, filled - planned, perf_counter() - filled))
         names = ("plan_us", "fill_us", "commit_us")
-        times = [1e6 * median(times) for times in zip(*found, strict=True)]
+        times = [1e6 * median(times) for times in zip(*times, strict=True)]
         together = dict(zip(names, times, strict=True))
         context.record(rows=rows, **together, all_us=sum(times))
 

@@ -99,10 +99,10 @@ def grouped_products(context: Context) -> None:
         chosen = torch.stack(picks)
         order, ends = group_pairs(chosen, experts)
         call = partial(grouped_linear, rows, weight, order, ends, choices)
-        found = call().view(tokens, choices, outputs)[:8]
+        actual = call().view(tokens, choices, outputs)[:8]
         pairs = zip(rows[:8], chosen[:8], strict=True)
         expected = torch.stack([weight[pair].float() @ row.float() for row, pair in pairs])
-        error = _error(found, expected)
+        error = _error(actual, expected)
         seconds, used = bench.seconds_of(call), len(chosen.unique())
         context.record(
             piece="grouped products",
@@ -124,14 +124,14 @@ def sums_and_norms(context: Context) -> None:
         for is_centred in (False, True):
             norm = RowNorm(weight, bias if is_centred else None, 1e-6, 1.0, is_centred)
             call = partial(add_norm, stream, change, 0.5, norm)
-            total, found = call()
+            total, norms = call()
             exact = total.float()
             if is_centred:
                 exact = exact - exact.mean(-1, keepdim=True)
             exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6)
             exact = exact * (1.0 + weight.float()) + (bias.float() if is_centred else 0.0)
             sums = _error(total, stream.float() + 0.5 * change.float())
-            error = max(sums, _error(found, exact))
+            error = max(sums, _error(norms, exact))
             worst = max(worst, error)
             if not error < ROUNDING:  # NaN, too
                 wrong.append([count, size, is_centred, error])
@@ -238,7 +238,7 @@ def _rotation(context: Context, layout: RotaryLayout, norm_size: int, count: int
     return Rotation(angle.cos().to(dtype), angle.sin().to(dtype), layout, norm)
 
 
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The relative error, in the norm of all numbers."""
     expected = expected.float()
-    return float((found.float() - expected).norm() / expected.norm().clamp_min(1e-20))
+    return float((actual.float() - expected).norm() / expected.norm().clamp_min(1e-20))

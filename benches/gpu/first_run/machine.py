@@ -22,17 +22,17 @@ _QUERY = "name,driver_version,clocks.sm,clocks.mem,temperature.gpu,memory.used"
 
 def machine(context: Context) -> None:
     """Versions and tools; the bandwidth of a copy, the throughput of a bfloat16 product."""
-    found: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count()}
-    found |= {name: _version(name) for name in _PACKAGES}
-    found |= {tool: shutil.which(tool) or "missing" for tool in _TOOLS}
+    about: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count()}
+    about |= {name: _version(name) for name in _PACKAGES}
+    about |= {tool: shutil.which(tool) or "missing" for tool in _TOOLS}
     if context.on_cuda:
-        found["gpu"] = torch.cuda.get_device_name(context.device)
-        found["free_GiB"] = torch.cuda.mem_get_info(context.device)[0] / 2**30
+        about["gpu"] = torch.cuda.get_device_name(context.device)
+        about["free_GiB"] = torch.cuda.mem_get_info(context.device)[0] / 2**30
         if shutil.which("nvidia-smi"):
             command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]
             said = subprocess.run(command, capture_output=True, text=True, check=False)
-            found["nvidia-smi"] = said.stdout.strip()
-    context.record(**found)
+            about["nvidia-smi"] = said.stdout.strip()
+    context.record(**about)
     bench = context.bench("tiny")
     count, size = context.either((4 << 30, 8192), (32 << 20, 512))
     source = torch.ones(count, dtype=torch.uint8, device=context.device)

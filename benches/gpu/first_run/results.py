@@ -43,7 +43,7 @@ class Goal:
     bound: float
     is_floor: bool = True
 
-    def found(self, lines: Sequence[Figures]) -> float | None:
+    def value(self, lines: Sequence[Figures]) -> float | None:
         """The last such figure of a run, if any."""
         matching = [
             line[self.figure]
@@ -109,15 +109,15 @@ def page(lines: Sequence[Figures], device: str) -> Iterator[str]:
     if device == "cpu":
         yield "A run on a CPU shows that everything runs. Its figures mean nothing.\n"
     else:
-        yield "| goal | found | |\n|---|---:|---|"
+        yield "| goal | value | |\n|---|---:|---|"
         for goal in GOALS:
-            found = goal.found(lines)
+            value = goal.value(lines)
             bound = f"{'>=' if goal.is_floor else '<='} {goal.bound:g}"
-            if found is None:
+            if value is None:
                 yield f"| {goal.name} {bound} | not measured | |"
                 continue
-            is_met = found >= goal.bound if goal.is_floor else found <= goal.bound
-            yield f"| {goal.name} {bound} | {found:.3g} | {'met' if is_met else 'not met'} |"
+            is_met = value >= goal.bound if goal.is_floor else value <= goal.bound
+            yield f"| {goal.name} {bound} | {value:.3g} | {'met' if is_met else 'not met'} |"
         yield ""
     for line in lines:
         words = (

@@ -39,9 +39,9 @@ def draws(context: Context) -> None:
             if plan is None:
                 continue
             numbers = uniforms(plan.seeds, np.zeros(rows, dtype=np.int64))
-            found = draw_by_kernels(logits, plan, numbers).cpu().numpy()
+            drawn = draw_by_kernels(logits, plan, numbers).cpu().numpy()
             expected = operations_of(on_host).draw(on_host, plan, numbers)
-            different = int((found != expected).sum())
+            different = int((drawn != expected).sum())
             context.record(
                 piece="draw",
                 kind=name,
@@ -75,16 +75,16 @@ def log_probabilities(context: Context) -> None:
     rows, vocabulary, count = context.either((256, 151_936, 20), (3, 5000, 5))
     logits = _logits(context, rows, vocabulary)
     tokens = torch.randint(vocabulary, (rows,), device=context.device)
-    found = PendingLogprobs(logits, tokens, [count] * rows).result()
+    actual = PendingLogprobs(logits, tokens, [count] * rows).result()
     expected = PendingLogprobs(_array(logits), tokens.cpu().numpy(), [count] * rows).result()
     wrong = [
         row
-        for row, (got, want) in enumerate(zip(found, expected, strict=True))
+        for row, (got, want) in enumerate(zip(actual, expected, strict=True))
         if (got.rank, got.top_ids) != (want.rank, want.top_ids)
     ]
     worst = max(
         abs(mine - other)
-        for got, want in zip(found, expected, strict=True)
+        for got, want in zip(actual, expected, strict=True)
         for mine, other in zip(_numbers(got), _numbers(want), strict=True)
     )
     context.record(

@@ -34,8 +34,8 @@ def small_run(device: str, folder: str) -> None:
     from tests.gpu.answers import tokens
     from tests.gpu.models import Place
 
-    place, random = Place(device, folder), Random(3)
-    llm = place.llm(place.model("llama"), "bfloat16", "auto", enforce_eager=False, max_num_seqs=2)
+    where, random = Place(device, folder), Random(3)
+    llm = where.llm(where.model("llama"), "bfloat16", "auto", enforce_eager=False, max_num_seqs=2)
     params = SamplingParams(temperature=1, top_p=0.9, seed=1, max_tokens=4, detokenize=False)
     llm.generate([tokens(20, random), tokens(3, random)], params, use_tqdm=False)
 

@@ -56,12 +56,12 @@ def crowd(context: Context) -> None:
         [answer(output) for output in llm.generate(prompts, params, use_tqdm=False)]
         for llm in (fast, slow)
     )
-    found = compare(got, want, oracle(place, "llama", dtype).bounds.same)
+    comparison = compare(got, want, oracle(place, "llama", dtype).bounds.same)
     context.record(
         requests=count,
-        wrong=found.wrong[:3],
-        equal=found.num_equal,
-        near_ties=len(found.near_ties),
+        wrong=comparison.wrong[:3],
+        equal=comparison.num_equal,
+        near_ties=len(comparison.near_ties),
         **_described(fast),
     )
 

@@ -93,11 +93,11 @@ class Sglang(Manager):
         tree, freed = self.tree, {FULL: 0}
         tree.evict_device_start(FULL, count)
         while freed[FULL] < count:
-            found = tree.evict_device_next_node(FULL, freed)
-            freed[FULL] += found.tracker.get(FULL, 0)
-            if found.node_id is not None:
-                freed[FULL] += tree.evict_device_leaf(found.node_id).tracker.get(FULL, 0)
-            elif not found.made_progress:
+            step = tree.evict_device_next_node(FULL, freed)
+            freed[FULL] += step.tracker.get(FULL, 0)
+            if step.node_id is not None:
+                freed[FULL] += tree.evict_device_leaf(step.node_id).tracker.get(FULL, 0)
+            elif not step.made_progress:
                 break
         tree.evict_device_end(FULL)
 

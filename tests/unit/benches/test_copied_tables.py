@@ -31,11 +31,11 @@ def test_vllms_scheduler() -> None:
 
 def test_nano_vllm() -> None:
     expected = []
-    for case, found in results("nano-vllm").items():
+    for case, row in results("nano-vllm").items():
         if case == "machine":
             continue
         work, size = case.split(", ")
-        stock, ours = found["stock"], found["ours"]
+        stock, ours = row["stock"], row["ours"]
         cells = [f"{stock:,.0f}", f"{ours:,.0f}", f"{stock / ours:,.1f}"]
         expected.append([f"{work}, blocks of {size}", *cells])
     assert table(IN_VLLM, "", "stock", "ours", "stock / ours") == expected
@@ -86,20 +86,20 @@ POLICIES = {
 }
 
 
-def percent(found: dict[str, Any]) -> str:
-    return f"{found['hit_rate'] * 100:.1f}"
+def percent(figures: dict[str, Any]) -> str:
+    return f"{figures['hit_rate'] * 100:.1f}"
 
 
-def queued(found: dict[str, Any]) -> str:
-    return f"{found['queued_p99']:,.0f}"
+def queued(figures: dict[str, Any]) -> str:
+    return f"{figures['queued_p99']:,.0f}"
 
 
-def seconds(found: dict[str, Any], name: str, digits: int) -> str:
-    return f"{found[f'first_token_{name}']:.{digits}f}"
+def seconds(figures: dict[str, Any], name: str, digits: int) -> str:
+    return f"{figures[f'first_token_{name}']:.{digits}f}"
 
 
-def imbalance(found: dict[str, Any]) -> str:
-    return f"{found['imbalance']:.2f}"
+def imbalance(figures: dict[str, Any]) -> str:
+    return f"{figures['imbalance']:.2f}"
 
 
 @pytest.mark.parametrize("work", ["conversation", "questions"])
@@ -108,12 +108,17 @@ def test_sixteen_replicas(work: str) -> None:
     rows = table(CLUSTER, f"{work}, 16 replicas")
     assert len(rows) == len(POLICIES)
     for name, *cells in rows:
-        found = written[POLICIES[name]]
+        figures = written[POLICIES[name]]
         if work == "conversation":
-            expected = [percent(found), queued(found), seconds(found, "mean", 1), imbalance(found)]
+            expected = [
+                percent(figures),
+                queued(figures),
+                seconds(figures, "mean", 1),
+                imbalance(figures),
+            ]
         else:
-            times = [seconds(found, "mean", 2), seconds(found, "p99", 2)]
-            expected = [percent(found), *times, imbalance(found)]
+            times = [seconds(figures, "mean", 2), seconds(figures, "p99", 2)]
+            expected = [percent(figures), *times, imbalance(figures)]
         assert cells == expected, name
 
 
@@ -125,6 +130,6 @@ def test_four_and_sixty_four_replicas() -> None:
         expected = []
         for work in ("conversation", "questions"):
             for count in (4, 64):
-                found = written[f"{work}, {count} replicas"][POLICIES[name]]
-                expected.append(f"{percent(found)}; {queued(found)}")
+                figures = written[f"{work}, {count} replicas"][POLICIES[name]]
+                expected.append(f"{percent(figures)}; {queued(figures)}")
         assert cells == expected, name

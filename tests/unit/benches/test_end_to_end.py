@@ -32,12 +32,12 @@ from benches.engine.serve import GenerateRequest, greedy_ids, text_of
 
 def test_works_ask_for_what_their_names_say() -> None:
     for work in WORKS:
-        asked = work.asked(Random(0))
-        assert len(asked.prompts) == work.count
-        assert asked.is_text is (work.kind == "text") is asked.settings()["detokenize"]
-        assert asked.temperature == (work.kind == "sampled")
+        request = work.request(Random(0))
+        assert len(request.prompts) == work.count
+        assert request.is_text is (work.kind == "text") is request.settings()["detokenize"]
+        assert request.temperature == (work.kind == "sampled")
     shared = Work(3, 8, 2, 5)
-    prompts = shared.asked(Random(0)).prompts
+    prompts = shared.request(Random(0)).prompts
     assert len({str(prompt[:8]) for prompt in prompts}) == 1
     assert len({str(prompt[8:]) for prompt in prompts}) == 3
     assert shared.name == "3 x (8 shared + 2 own in, 5 out)"
@@ -61,7 +61,7 @@ def test_every_round_is_in_the_file_and_a_part_can_be_measured_again(tmp_path: P
     again = Record(path, keep=True)
     again.begin("float32", WORKS[1].name, OURS)
     again.add("float32", WORKS[1].name, OURS, 1.0)
-    kept = Record(path, keep=True).found["float32"][WORKS[1].name]
+    kept = Record(path, keep=True).seconds["float32"][WORKS[1].name]
     assert kept == {OURS: [1.0], COMPILED: [2.0, 2.0], VLLM32: [2.0, 2.0]}
 
 
@@ -81,7 +81,7 @@ def test_8_bit_weights_are_held_against_float32(tmp_path: Path) -> None:
     title = "| 8-bit weights, times as fast as ours | in float32 | in bfloat16 | goal, "
     assert title not in "\n".join(tables(record))
     for seconds in (0.9, 1.0, 1.3):
-        record.found.setdefault("bfloat16", {}).setdefault(WORKS[1].name, {}).setdefault(INT8, [])
+        record.seconds.setdefault("bfloat16", {}).setdefault(WORKS[1].name, {}).setdefault(INT8, [])
         record.add("bfloat16", WORKS[1].name, INT8, seconds)
     page = "\n".join(tables(record))
     assert title in page
@@ -106,15 +106,15 @@ def test_engines_of_files_answer_the_one_request_and_the_prompts(name: str, tmp_
     works = [WORKS[0], WORKS[1], WORKS[4]]
     for work in works:
         measure(answering(engines, work), work, 2, "bfloat16", record)  # type: ignore[arg-type]
-    rounds = record.found["bfloat16"]
+    rounds = record.seconds["bfloat16"]
     assert [rounds[work.name].get(name) for work in works] == [[2.0, 2.0], None, [2.0, 2.0]]
     assert end_to_end.model_of(name).suffix == ".gguf"
     assert (name, "float32") in end_to_end.NOT_MEASURED
 
 
 def test_an_answer_of_another_length_is_refused() -> None:
-    asked = GenerateRequest([[5, 6], [7]], 3)
-    check_tokens("x", asked, [[1, 2, 3], [4, 5, 6]])
+    request = GenerateRequest([[5, 6], [7]], 3)
+    check_tokens("x", request, [[1, 2, 3], [4, 5, 6]])
     for tokens, said in (
         ([[1, 2, 3], [4]], "x gave answers of 1 to 3 tokens, 3 were asked for"),
         ([[1, 2, 3], []], "x gave answers of 0 to 3 tokens, 3 were asked for"),
@@ -122,10 +122,10 @@ def test_an_answer_of_another_length_is_refused() -> None:
         ([[1, 2, 3]], "x gave 1 answers to 2 prompts"),
     ):
         with pytest.raises(RuntimeError, match=said):
-            check_tokens("x", asked, tokens)
-    check_tokens("x", replace(asked, stops=True), [[1, 2, 3], []])
+            check_tokens("x", request, tokens)
+    check_tokens("x", replace(request, stops=True), [[1, 2, 3], []])
     with pytest.raises(RuntimeError, match="3 to 4 tokens"):
-        check_tokens("x", replace(asked, stops=True), [[1, 2, 3], [1, 2, 3, 4]])
+        check_tokens("x", replace(request, stops=True), [[1, 2, 3], [1, 2, 3, 4]])
 
 
 class Tokenizer:
@@ -148,13 +148,13 @@ def test_a_text_has_as_many_tokens_as_the_prompt() -> None:
 def test_engines_of_files_refuse_other_requests() -> None:
     prompts: list[list[int]] = [[5]]
     assert greedy_ids(GenerateRequest(prompts, 2), "x") == prompts
-    for asked in (
+    for request in (
         GenerateRequest(["text"], 2),
         GenerateRequest(prompts, 2, temperature=1.0),
         GenerateRequest(prompts, 2, stops=True),
     ):
         with pytest.raises(ValueError, match="x takes greedy requests of token ids"):
-            greedy_ids(asked, "x")
+            greedy_ids(request, "x")
 
 
 def test_the_tables_say_which_build_of_llama_cpp_ran(tmp_path: Path) -> None:
@@ -171,17 +171,17 @@ class Fake:
     def __init__(self, name: str, fails_at: int = 1000) -> None:
         self.name, self._calls = name, iter(range(fails_at))
 
-    def generate(self, asked: GenerateRequest) -> dict[str, Any]:
+    def generate(self, request: GenerateRequest) -> dict[str, Any]:
         if next(self._calls, None) is None:
             raise RuntimeError("out of memory")
-        tokens = [[1] * asked.max_tokens for _ in asked.prompts]
+        tokens = [[1] * request.max_tokens for _ in request.prompts]
         return {"seconds": 2.0, "tokens": tokens, "characters": 0}
 
 
 def test_an_engine_that_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     record, engines = Record(tmp_path / "found.json", keep=False), [Fake(OURS), Fake(VLLM32, 2)]
     measure(engines, WORKS[1], 3, "float32", record)  # type: ignore[arg-type]
-    assert record.found["float32"][WORKS[1].name] == {OURS: [2.0] * 3, VLLM32: [2.0]}
+    assert record.seconds["float32"][WORKS[1].name] == {OURS: [2.0] * 3, VLLM32: [2.0]}
     assert record.about["missing"] == {f"{WORKS[1].name}, {VLLM32}, float32": "out of memory"}
     assert record.same["float32"][WORKS[1].name] == {OURS: 96, VLLM32: 32}
 

@@ -61,25 +61,25 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(llama: Path) -> Iterator[MeasuredEngine]:
-    found = MeasuredEngine(Variant("tiny", llama, "float32"), 1, CASES)
-    yield found
-    found.close()
+    measured = MeasuredEngine(Variant("tiny", llama, "float32"), 1, CASES)
+    yield measured
+    measured.close()
 
 
 @pytest.mark.parametrize("tiny", DENSE, ids=[tiny.name for tiny in DENSE])
 def test_weights_of_parts_add_up_to_those_of_the_file(tiny: Tiny, tmp_path: Path) -> None:
     save(tiny, tmp_path)
     tensors = check_weights(tmp_path).tensors.values()
-    found = CountedModel(tmp_path, "float32").weight_bytes
-    assert sum(found.values()) == 4 * sum(prod(tensor.shape) for tensor in tensors)
-    assert all(found[part] for part in (QKV, OUT, GATE, DOWN, HEAD, NORMS))
-    assert bool(found[OTHER]) == (tiny.family == "gemma4_text")
+    sizes = CountedModel(tmp_path, "float32").weight_bytes
+    assert sum(sizes.values()) == 4 * sum(prod(tensor.shape) for tensor in tensors)
+    assert all(sizes[part] for part in (QKV, OUT, GATE, DOWN, HEAD, NORMS))
+    assert bool(sizes[OTHER]) == (tiny.family == "gemma4_text")
 
 
 def test_weights_of_a_gguf_file_have_its_bytes() -> None:
     path = embedded_gguf()
-    found = CountedModel(path, "float32").weight_bytes
-    assert sum(found.values()) == sum(tensor.num_bytes for tensor in read_header(path).tensors)
+    sizes = CountedModel(path, "float32").weight_bytes
+    assert sum(sizes.values()) == sum(tensor.num_bytes for tensor in read_header(path).tensors)
 
 
 def test_operations_and_bytes_are_those_of_a_count_by_hand(llama: Path) -> None:
@@ -103,8 +103,8 @@ def test_operations_and_bytes_are_those_of_a_count_by_hand(llama: Path) -> None:
             EMBEDDING: 0,
             SCHEDULING: 0,
         }
-        found = {part: sum(costs[part].operations.values()) for part in operations}
-        assert found == operations
+        actual = {part: sum(costs[part].operations.values()) for part in operations}
+        assert actual == operations
         num_bytes = {
             QKV: width * hidden * 3 * heads * size * layers,
             DOWN: width * inner * hidden * layers,
@@ -135,19 +135,24 @@ def test_the_floor_is_that_of_bytes_or_of_operations() -> None:
 
 @needs_kernels
 def test_limits_of_the_machine_are_measured_and_kept() -> None:
-    found = measure_limits(1, 1 << 16, large=1 << 20, side=64)
-    rates_found = [found.reading, found.reading_alone, found.reading_again, *found.peaks.values()]
+    limits = measure_limits(1, 1 << 16, large=1 << 20, side=64)
+    rates_found = [
+        limits.reading,
+        limits.reading_alone,
+        limits.reading_again,
+        *limits.peaks.values(),
+    ]
     assert all(rate.per_second > 0 and rate.program for rate in rates_found)
-    assert limits_of(json.loads(json.dumps(found.as_json()))) == found
+    assert limits_of(json.loads(json.dumps(limits.as_json()))) == limits
 
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parts_of_a_step_add_up_to_the_step(llama: Path, dtype: Any) -> None:
-    found = measure(Variant("tiny", llama, dtype), 2, 1, limits=LIMITS, cases=CASES)
-    assert list(found["steps"]) == [case.name for case in CASES]
+    result = measure(Variant("tiny", llama, dtype), 2, 1, limits=LIMITS, cases=CASES)
+    assert list(result["steps"]) == [case.name for case in CASES]
     for case in CASES:
-        figures = found["steps"][case.name]
+        figures = result["steps"][case.name]
         seconds = {part: each["seconds"] for part, each in figures["parts"].items()}
         inside = sum(seconds.values()) - seconds[parts.BETWEEN]
         assert inside == pytest.approx(figures["seconds"])
@@ -158,10 +163,10 @@ def test_parts_of_a_step_add_up_to_the_step(llama: Path, dtype: Any) -> None:
         assert seconds[ROTATION] + seconds[ATTENTION] > 0
         assert seconds[OTHER] == 0
     about = {"cpu": "a CPU", "isa": "avx2", "cores": 2, "date": "today"}
-    lines = list(tables({"machine": about, "variants": {"tiny": found}}))
+    lines = list(tables({"machine": about, "variants": {"tiny": result}}))
     text = "\n".join(lines)
     for case in CASES:
-        rate, most = rates(found["steps"][case.name])
+        rate, most = rates(result["steps"][case.name])
         assert f"| tiny, {case.name} | {rate:,.1f} | {most:,.1f} |" in text
         columns = "MB | MFLOP | floor, ms | ms | floor / ms | share | one thread / 2"
         assert f"\n| tiny, {case.name} | {columns} |" in lines
@@ -261,6 +266,6 @@ def test_a_folder_without_a_model_is_refused(
 
 def test_steps_beyond_the_context_are_left_out(llama: Path) -> None:
     cases = (*CASES, replace(CASES[0], name="long", context=200))
-    found = measure(Variant("tiny", llama, "float32"), 1, 1, limits=LIMITS, cases=cases)
-    assert "long" not in found["steps"] and len(found["steps"]) == len(CASES)
-    assert np.isfinite(found["steps"]["1 row"]["seconds"])
+    result = measure(Variant("tiny", llama, "float32"), 1, 1, limits=LIMITS, cases=cases)
+    assert "long" not in result["steps"] and len(result["steps"]) == len(CASES)
+    assert np.isfinite(result["steps"]["1 row"]["seconds"])

@@ -11,10 +11,10 @@ def test_what_is_copied_does_not_follow_from_the_width_of_the_tables(
     groups: int, longest: bool
 ) -> None:
     cases = [Case(4, pages, groups, longest) for pages in (64, 128)]
-    found = list(figures(cases, 2))
-    assert [match["copies"] for match in found] == [1] * 2
+    rows = list(figures(cases, 2))
+    assert [match["copies"] for match in rows] == [1] * 2
     slots = -(-4 * 8 * groups // 64) * 64  # each array begins at a multiple of 64 bytes
-    assert [match["bytes"] for match in found] == [5 * 64 + slots] * 2
+    assert [match["bytes"] for match in rows] == [5 * 64 + slots] * 2
 
 
 def test_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:

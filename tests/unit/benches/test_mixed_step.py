@@ -24,12 +24,12 @@ class CountingAttention(Attention):
 
 
 def test_only_attention_runs_in_a_replay() -> None:
-    made = decoder("llama", 2, "cpu", torch.float32)
+    model = decoder("llama", 2, "cpu", torch.float32)
     calls: list[int] = []
 
     def counted(*arguments: Any) -> torch.Tensor:
         calls.append(1)
-        return made(*arguments)
+        return model(*arguments)
 
     forward = ForwardPass(counted, [None] * 2)  # type: ignore[arg-type]
     pieces = PiecewiseGraphs(forward, 8, torch.device("cpu"))

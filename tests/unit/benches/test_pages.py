@@ -77,14 +77,14 @@ def test_a_table_is_what_its_results_say(
 
 def test_every_place_between_marks_is_compared() -> None:
     texts = {page: page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")}
-    found = {(page, name) for page, text in texts.items() for name in marks(text)}
-    assert found == {(page, name) for page, name, _ in SHOWN}
+    marked = {(page, name) for page, text in texts.items() for name in marks(text)}
+    assert marked == {(page, name) for page, name, _ in SHOWN}
 
 
 def marks(text: str) -> list[str]:
     """The names of the places for tables of figures; others have separate tests."""
-    found: list[str] = re.findall(r"^<!-- end of (.*) -->$", text, re.M)
-    return [name for name in found if name not in ("fields", "families")]
+    names: list[str] = re.findall(r"^<!-- end of (.*) -->$", text, re.M)
+    return [name for name in names if name not in ("fields", "families")]
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
@@ -125,12 +125,14 @@ def test_a_heading_says_how_many_rounds() -> None:
 def test_a_goal_is_met_against_the_faster_of_vllms(tmp_path: Path) -> None:
     work = end_to_end.WORKS[1].name
     for first, verdict in ((1.0, "not met"), (3.0, "met")):
-        found = Record(tmp_path / "found.json", keep=False)
+        measured = Record(tmp_path / "found.json", keep=False)
         seconds = {end_to_end.OURS: 2.0, end_to_end.VLLM: first, end_to_end.VLLM32: 4.0}
         for engine, each in seconds.items():
-            found.begin("float32", work, engine)
-            found.add("float32", work, engine, each)
-        [line] = [text for text in end_to_end.goals(found) if text.startswith(f"| {work}, float32")]
+            measured.begin("float32", work, engine)
+            measured.add("float32", work, engine, each)
+        [line] = [
+            text for text in end_to_end.goals(measured) if text.startswith(f"| {work}, float32")
+        ]
         assert line.endswith(f"1.05, {verdict} |")
 
 

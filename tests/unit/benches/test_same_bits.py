@@ -17,9 +17,14 @@ NEXT = -0.25000003
 
 
 def test_equal_answers() -> None:
-    found = compare("a way", [ANSWER, ANSWER], [ANSWER, replace(ANSWER)])
-    assert (found.answers, found.tokens, found.logprobs, found.largest) == (2, 0, 0, 0.0)
-    assert found.is_same
+    comparison = compare("a way", [ANSWER, ANSWER], [ANSWER, replace(ANSWER)])
+    assert (comparison.answers, comparison.tokens, comparison.logprobs, comparison.largest) == (
+        2,
+        0,
+        0,
+        0.0,
+    )
+    assert comparison.is_same
 
 
 @pytest.mark.parametrize(
@@ -36,26 +41,26 @@ def test_equal_answers() -> None:
 def test_every_difference_is_seen(
     changed: dict[str, Any], counts: tuple[int, int], largest: float
 ) -> None:
-    found = compare("a way", [ANSWER, replace(ANSWER, **changed)], [ANSWER, ANSWER])
-    assert (found.tokens, found.logprobs) == counts and not found.is_same
-    assert found.largest == pytest.approx(largest, rel=0.1)
+    comparison = compare("a way", [ANSWER, replace(ANSWER, **changed)], [ANSWER, ANSWER])
+    assert (comparison.tokens, comparison.logprobs) == counts and not comparison.is_same
+    assert comparison.largest == pytest.approx(largest, rel=0.1)
 
 
 def test_a_way_that_was_not_taken_is_no_proof() -> None:
-    found = Comparison("preempted", 9, 0, 0, 0.0, 1.0, "0 preemptions")
-    assert not found.is_same and replace(found, counted="3 preemptions").is_same
+    comparison = Comparison("preempted", 9, 0, 0, 0.0, 1.0, "0 preemptions")
+    assert not comparison.is_same and replace(comparison, counted="3 preemptions").is_same
 
 
 def test_requests_are_the_same_each_time_and_of_many_kinds() -> None:
-    asked, again = requests(200), requests(200)
-    assert asked == again
-    lengths = {len(prompt) for prompt in asked.prompts}
+    first, again = requests(200), requests(200)
+    assert first == again
+    lengths = {len(prompt) for prompt in first.prompts}
     assert min(lengths) < 5 and max(lengths) > same_bits.SHARED
     assert max(lengths) + same_bits.MAX_TOKENS <= same_bits.LONGEST
-    beginnings = [tuple(prompt[:33]) for prompt in asked.prompts if len(prompt) > 33]
+    beginnings = [tuple(prompt[:33]) for prompt in first.prompts if len(prompt) > 33]
     assert len(set(beginnings)) < len(beginnings) - 5
-    kinds = {(each.temperature > 0, each.prompt_logprobs) for each in asked.params}
-    assert len(kinds) == 6 and len({each.seed for each in asked.params}) == 200
+    kinds = {(each.temperature > 0, each.prompt_logprobs) for each in first.params}
+    assert len(kinds) == 6 and len({each.seed for each in first.params}) == 200
 
 
 @pytest.mark.parametrize(("logprobs", "status"), [(0, 0), (1, 1)])

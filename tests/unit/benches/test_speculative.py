@@ -15,9 +15,9 @@ class Peer:
     def __init__(self) -> None:
         self.asked: list[GenerateRequest] = []
 
-    def generate(self, asked: GenerateRequest) -> dict[str, Any]:
-        self.asked.append(asked)
-        tokens = [[7] * (at + 1) for at in range(len(asked.prompts))]
+    def generate(self, request: GenerateRequest) -> dict[str, Any]:
+        self.asked.append(request)
+        tokens = [[7] * (at + 1) for at in range(len(request.prompts))]
         return {"seconds": 0.5, "tokens": tokens}
 
 
