@@ -182,30 +182,7 @@ def _open(
 
 
 def measure_limits(dtype: str) -> Limits:
-    """Measure how fast memory is read, and how fast matrices are multiplied.
-
-    torch does both; without it, NumPy reads and the engine's kernel multiplies.
-    """
-    read, multiply = _by_torch(dtype) if find_spec("torch") else _without_torch(dtype)
-    reads, products = _times(read), _times(multiply)
-    return Limits(
-        bandwidth=BUFFER / min(reads),
-        operations=2.0 * prod(PRODUCT) / min(products),
-        steadiness=min(min(times) / _late(times) for times in (reads, products)),
-    )
-
-
-def _by_torch(dtype: str) -> tuple[Callable[[], object], Callable[[], object]]:
-    import torch
-
-    buffer = torch.ones(BUFFER // 4)
-    rows, inputs, outputs = PRODUCT
-    left = torch.ones(rows, inputs, dtype=getattr(torch, dtype))
-    right = torch.ones(outputs, inputs, dtype=getattr(torch, dtype))
-    return buffer.sum, lambda: torch.nn.functional.linear(left, right)
-
-
-def _without_torch(dtype: str) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Measure how fast NumPy reads memory, and how fast the engine's kernel multiplies matrices."""
     from concurrent.futures import ThreadPoolExecutor
 
     import numpy as np
@@ -213,15 +190,18 @@ def _without_torch(dtype: str) -> tuple[Callable[[], object], Callable[[], objec
     from pyengine.cpu import CpuAttention, PackedWeight
 
     count = usable_cpus().count
-    threads, pool = CpuAttention(count), ThreadPoolExecutor(count)
     parts = np.array_split(np.ones(BUFFER // 4, np.float32), count)
+    with ThreadPoolExecutor(count) as pool:
+        reads = _times(lambda: list(pool.map(np.sum, parts)))
     rows, inputs, outputs = PRODUCT
     unit = np.uint16(0x3F80) if dtype == "bfloat16" else np.float32(1)  # bits of bfloat16
     left, out = np.full((rows, inputs), unit), np.empty((rows, outputs), unit.dtype)
-    packed = PackedWeight(np.full((outputs, inputs), unit))
-    return (
-        lambda: list(pool.map(np.sum, parts)),
-        lambda: packed.multiply(threads, left, out),
+    packed, threads = PackedWeight(np.full((outputs, inputs), unit)), CpuAttention(count)
+    products = _times(lambda: packed.multiply(threads, left, out))
+    return Limits(
+        bandwidth=BUFFER / min(reads),
+        operations=2.0 * prod(PRODUCT) / min(products),
+        steadiness=min(min(times) / _late(times) for times in (reads, products)),
     )
 
 
