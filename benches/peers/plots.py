@@ -1,6 +1,6 @@
 """The plots of the docs, as SVG: only those whose works were measured."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benches.peers.report import shown
 from benches.peers.scaling import SIZES
 
 COLOURS = {
@@ -131,33 +130,6 @@ def pools(works: dict[str, Any]) -> Figure | None:
     return figure
 
 
-def replays(replay: dict[str, Any]) -> Figure | None:
-    """The results of the traces, as bars."""
-    if not replay:
-        return None
-    panels: tuple[tuple[str, Callable[[dict[str, float]], float]], ...] = (
-        ("prompt tokens not computed, %", lambda row: 100 * row["hit_rate"]),
-        (
-            "of the tokens computed, duplicates, %",
-            lambda row: 100 * row["duplicate_tokens_computed"] / row["computed_tokens"],
-        ),
-        ("manager, µs per prompt", lambda row: row["us_per_prompt"]),
-    )
-    managers = [name for name in COLOURS if name in next(iter(replay.values()))["managers"]]
-    figure, axes = plt.subplots(1, len(panels), figsize=(9, 3))
-    for axis, (title, value) in zip(axes, panels, strict=True):
-        for index, name in enumerate(managers):
-            at = [position + (index - 1) * 0.27 for position in range(len(replay))]
-            values = [value(workload["managers"][name]) for workload in replay.values()]
-            bars = axis.bar(at, values, 0.25, color=COLOURS[name], label=name)
-            axis.bar_label(bars, [shown(number) for number in values], fontsize=6)
-        axis.set_xticks(range(len(replay)), list(replay), fontsize=8)
-        axis.set_title(title, fontsize=9)
-    axes[2].set_yscale("log")
-    axes[1].legend(fontsize=7, frameon=False)
-    return figure
-
-
 def draw(results: dict[str, Any], folder: Path) -> Iterator[Path]:
     """Writes the plots and names them."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -167,7 +139,6 @@ def draw(results: dict[str, Any], folder: Path) -> Iterator[Path]:
             ("peers-prefill", prefill(works)),
             ("peers-decode", decode(works)),
             ("peers-pools", pools(works)),
-            ("peers-replay", replays(results["replay"])),
         ):
             if figure is None:
                 continue
