@@ -93,7 +93,10 @@ def print_shapes() -> None:
             held = walk(groups, specs, context)
             cells = (full / MIB, held.prefill / MIB, held.decode / MIB)
             numbers = " | ".join(f"{cell:,.1f}" for cell in cells)
-            saved = [1 - most / full for most in (max(held.prefill, held.decode), held.decode)]
+            saved = [
+                1 - held_bytes / full
+                for held_bytes in (max(held.prefill, held.decode), held.decode)
+            ]
             shares = " | ".join(f"{share:.0%}" for share in saved)
             print(f"| {name} | {context:,} | {numbers} | {shares} |")
 

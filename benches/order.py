@@ -212,10 +212,10 @@ def queue_hit_rate(prompts: list[npt.NDArray[np.int64]], num_blocks: int) -> flo
     return hits / sum(map(len, prompts))
 
 
-def mooncake_load(folder: Path, most: int | None) -> Load:
+def mooncake_load(folder: Path, limit: int | None) -> Load:
     """The conversation trace, in blocks of 512 tokens."""
     path = folder / "mooncake_conversation.jsonl.gz"
-    prompts = [prompt for group in mooncake(path, most) for prompt in group]
+    prompts = [prompt for group in mooncake(path, limit) for prompt in group]
     with gzip.open(path, "rt") as lines:
         outputs = [max(1, json.loads(line)["output_length"]) for line in lines]
     return Load("Mooncake", 512, 8192, prompts, outputs[: len(prompts)])
@@ -234,7 +234,7 @@ def rows(load: Load, share: float, eviction: str) -> Iterator[list[str]]:
     ids = load.ids
     distinct = len(np.unique(np.concatenate(ids)))
     num_blocks = int(share * distinct)
-    full = sum(map(len, ids)) * load.block_size / sum(len(each.tokens) for each in load.prompts)
+    full = sum(map(len, ids)) * load.block_size / sum(len(prompt.tokens) for prompt in load.prompts)
     best = best_hit_rate(ids, num_blocks) * full
     first = replay(load, num_blocks, 0, eviction)
     pool = f"{share:g} ({num_blocks:,})"

@@ -47,10 +47,10 @@ def print_table(prompts: list[Tokens]) -> None:
     for size in BLOCK_SIZES:
         without, with_it = (run(prompts, size, partial_reuse=on) for on in (False, True))
         before, after = (item.computed_tokens / len(prompts) for item in (without, with_it))
-        each = with_it.partial_tokens / max(with_it.partial_hits, 1)
+        copied = with_it.partial_tokens / max(with_it.partial_hits, 1)
         print(
             f"| {size} | {before:.1f} | {after:.1f} | {1 - after / before:.1%} "
-            f"| {with_it.partial_hits / len(prompts):.1%} | {each:.1f} |"
+            f"| {with_it.partial_hits / len(prompts):.1%} | {copied:.1f} |"
         )
 
 
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int)
     given = parser.parse_args()
     tasks = bbh_tasks(given.archive)
-    texts = [task.prompt(each) for task in tasks for each in task.questions[: given.limit]]
+    texts = [task.prompt(question) for task in tasks for question in task.questions[: given.limit]]
     tokenizer = AutoTokenizer.from_pretrained(resolve_source(None).folder)
     prompts = [np.array(ids) for ids in tokenizer(texts)["input_ids"]]
     average = sum(map(len, prompts)) / len(prompts)

@@ -18,11 +18,13 @@ import httpx2
 SERVE = "from pyengine.cli import main; main()"
 
 
-async def load(address: str, families: int, each: int, prefix: int, at_once: int) -> dict[str, Any]:
+async def load(
+    address: str, families: int, per_family: int, prefix: int, at_once: int
+) -> dict[str, Any]:
     """Send them all in a random order, so many at once; what the answers say."""
     random = Random(0)
     begins = [[random.randrange(1000, 40_000) for _ in range(prefix)] for _ in range(families)]
-    order = [family for family in range(families) for _ in range(each)]
+    order = [family for family in range(families) for _ in range(per_family)]
     random.shuffle(order)
     gate = asyncio.Semaphore(at_once)
     seen: Counter[str] = Counter()

@@ -40,12 +40,12 @@ class Arrival:
     session: int
 
 
-def conversation(folder: Path, most: int | None) -> list[Arrival]:
+def conversation(folder: Path, limit: int | None) -> list[Arrival]:
     """Mooncake's trace; a session is what begins with the same blocks after those that all have."""
     path = folder / "mooncake_conversation.jsonl.gz"
     with gzip.open(path, "rt") as lines:
-        said = [json.loads(line) for line in lines][:most]
-    random, prompts = Random(0), (request for tick in mooncake(path, most) for request in tick)
+        said = [json.loads(line) for line in lines][:limit]
+    random, prompts = Random(0), (request for tick in mooncake(path, limit) for request in tick)
     arrivals = [
         # Times are of ticks of three seconds: within one they are spread out.
         Arrival(
@@ -96,8 +96,8 @@ class Simulation:
         }
         for name, replica in self.replicas.items():
             # What is never removed may become more than there are blocks.
-            most = 1 << 40 if policy == "no removals" else num_blocks
-            self.router.join(ReplicaInfo(name, KIND, most))
+            capacity = 1 << 40 if policy == "no removals" else num_blocks
+            self.router.join(ReplicaInfo(name, KIND, capacity))
             self.router.restore(name, replica.log.snapshot(Load()))
         self.random = Random(1)
         self.lag = 0.0 if policy == "exact" else LAG
@@ -286,7 +286,7 @@ def main() -> None:
                     key = f"{name}, {num_replicas} replicas"
                     who = policy if weight == RUNNING_WEIGHT else f"{policy}, {weight}"
                     written.setdefault(key, {})[who] = figures
-                    shown = {each: round(value, 4) for each, value in figures.items()}
+                    shown = {figure: round(value, 4) for figure, value in figures.items()}
                     print(key, who, shown, flush=True)
                     arguments.out.write_text(json.dumps(written, indent=1) + "\n")
 

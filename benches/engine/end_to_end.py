@@ -220,8 +220,8 @@ class Record:
     def compare(self, dtype: str, work: str, tokens: dict[str, list[list[int]]]) -> None:
         """Count the sequences that are the first engine's, round by round."""
         reference, same = next(iter(tokens.values())), self.same[dtype][work]
-        for name, each in tokens.items():
-            equal = sum(a == b for a, b in zip(each, reference, strict=True))
+        for name, sequences in tokens.items():
+            equal = sum(a == b for a, b in zip(sequences, reference, strict=True))
             same[name] = same.get(name, 0) + equal
 
     def write(self) -> None:
@@ -248,8 +248,8 @@ class Record:
         return {
             len(seconds)
             for works in self.seconds.values()
-            for work, each in works.items()
-            for engine, seconds in each.items()
+            for work, by_engine in works.items()
+            for engine, seconds in by_engine.items()
             if work != START and engine in engines and seconds
         }
 
@@ -335,7 +335,9 @@ def tables(record: Record) -> Iterator[str]:
     about = record.about["machine"]
     yield heading(about, record.rounds(*(name for name in TITLES if name != TRANSFORMERS)))
     for dtype, works in record.seconds.items():
-        engines = [name for name in TITLES if any(name in each for each in works.values())]
+        engines = [
+            name for name in TITLES if any(name in by_engine for by_engine in works.values())
+        ]
         yield f"\n| {dtype}, tokens per second | {' | '.join(TITLES[name] for name in engines)} |"
         yield "|---|" + "---:|" * len(engines)
         rows: list[Work | None] = [None, *(work for work in WORKS if work.name in works)]
@@ -367,8 +369,8 @@ def goals(record: Record) -> Iterator[str]:
                 continue
             cells = [f"{ratio:.2f}" if ratio else "" for ratio in best]
             goal, ratios = "", [ratio for ratio in best[1:] if ratio]
-            if (least := GOALS.get(work.name)) and ratios:
-                goal = f"{least[at]:.2f}, {'met' if min(ratios) >= least[at] else 'not met'}"
+            if (minimum := GOALS.get(work.name)) and ratios:
+                goal = f"{minimum[at]:.2f}, {'met' if min(ratios) >= minimum[at] else 'not met'}"
             yield f"| {work.name}, {dtype} | {' | '.join(cells)} | {goal} |"
 
 
@@ -432,8 +434,8 @@ def summary(record: Record) -> Iterator[str]:
             ("float32", (TRANSFORMERS,)),
         ):
             ratios = filter(None, [record.best_ratio(dtype, work.name, peer) for peer in peers])
-            least = min(ratios, default=None)
-            cells.append(f"{least:.2f}" if least else "")
+            lowest = min(ratios, default=None)
+            cells.append(f"{lowest:.2f}" if lowest else "")
         if any(cells):
             yield f"| {work.name} | {' | '.join(cells)} |"
 

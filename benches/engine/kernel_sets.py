@@ -205,7 +205,7 @@ class Comparison:
     @property
     def widest_gap(self) -> float:
         """Of the greedy tokens that differ."""
-        return max([each.gap for each in self.greedy], default=0.0)
+        return max([difference.gap for difference in self.greedy], default=0.0)
 
     @property
     def agrees(self) -> bool:
@@ -281,12 +281,18 @@ def compare(name: str, model: Mapping[str, Any], requests: Requests) -> Comparis
 def _with_gaps(llm: LLM, differences: Sequence[FirstDifference]) -> list[FirstDifference]:
     """The differences of greedy requests, with the gaps of their two best log-probabilities."""
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=2, detokenize=False)
-    outputs = llm.generate([each.prefix for each in differences], params, use_tqdm=False)
+    outputs = llm.generate(
+        [difference.prefix for difference in differences], params, use_tqdm=False
+    )
     measured = []
-    for each, output in zip(differences, outputs, strict=True):
+    for difference, output in zip(differences, outputs, strict=True):
         (best,) = output.outputs[0].logprobs or []
         first, second = sorted((entry.logprob for entry in best.values()), reverse=True)[:2]
-        measured.append(FirstDifference(each.prefix, each.token, each.expected, first - second))
+        measured.append(
+            FirstDifference(
+                difference.prefix, difference.token, difference.expected, first - second
+            )
+        )
     return measured
 
 
@@ -326,24 +332,24 @@ def lines(several: Iterator[Comparison]) -> Iterator[str]:
     )
     yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
     results = []
-    for each in several:
-        results.append(each)
-        yield _row(each)
+    for comparison in several:
+        results.append(comparison)
+        yield _row(comparison)
     if len(results) > 1:
         yield _row(_total(results))
-    for each in results:
-        yield f"\n{each.name}: largest difference at {each.at}"
-        for difference in each.greedy:
+    for comparison in results:
+        yield f"\n{comparison.name}: largest difference at {comparison.at}"
+        for difference in comparison.greedy:
             tokens = f"{difference.token} instead of {difference.expected}"
             length = len(difference.prefix)
             yield f"greedy after {length} tokens: {tokens}, best two {difference.gap:.1e} apart"
 
 
-def _row(each: Comparison) -> str:
-    arrays, tensors = each.seconds
+def _row(row: Comparison) -> str:
+    arrays, tensors = row.seconds
     return (
-        f"| {each.name} | {each.requests:,} | {each.tokens:,} | {len(each.greedy)} "
-        f"| {each.widest_gap:.1e} | {len(each.drawn)} | {each.logprobs:,} | {each.largest:.1e} "
+        f"| {row.name} | {row.requests:,} | {row.tokens:,} | {len(row.greedy)} "
+        f"| {row.widest_gap:.1e} | {len(row.drawn)} | {row.logprobs:,} | {row.largest:.1e} "
         f"| {arrays:.0f}, {tensors:.0f} |"
     )
 
@@ -351,15 +357,15 @@ def _row(each: Comparison) -> str:
 def _total(several: Sequence[Comparison]) -> Comparison:
     return Comparison(
         "all",
-        requests=sum(each.requests for each in several),
-        tokens=sum(each.tokens for each in several),
-        logprobs=sum(each.logprobs for each in several),
-        greedy=[difference for each in several for difference in each.greedy],
-        drawn=[difference for each in several for difference in each.drawn],
-        largest=max(each.largest for each in several),
+        requests=sum(comparison.requests for comparison in several),
+        tokens=sum(comparison.tokens for comparison in several),
+        logprobs=sum(comparison.logprobs for comparison in several),
+        greedy=[difference for comparison in several for difference in comparison.greedy],
+        drawn=[difference for comparison in several for difference in comparison.drawn],
+        largest=max(comparison.largest for comparison in several),
         seconds=(
-            sum(each.seconds[0] for each in several),
-            sum(each.seconds[1] for each in several),
+            sum(comparison.seconds[0] for comparison in several),
+            sum(comparison.seconds[1] for comparison in several),
         ),
     )
 

@@ -101,7 +101,7 @@ def logprobs(mode: Mode, prompts: list[str], tokens: int) -> tuple[npt.NDArray[n
     values = []
     for output in outputs:
         pairs = zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=True)
-        values += [each[token].logprob for token, each in pairs if each is not None]
+        values += [entry[token].logprob for token, entry in pairs if entry is not None]
     return np.array(values), formats
 
 

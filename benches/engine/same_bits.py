@@ -217,7 +217,7 @@ def answers(way: Way, model: dict[str, Any], requests: Requests) -> tuple[list[A
         if not way.is_alone:
             return llm.generate(requests.prompts, requests.params, use_tqdm=False)
         pairs = zip(requests.prompts, requests.params, strict=True)
-        return [llm.generate(prompt, each, use_tqdm=False)[0] for prompt, each in pairs]
+        return [llm.generate(prompt, params, use_tqdm=False)[0] for prompt, params in pairs]
 
     settings = {"device": "cpu", **model, **way.settings}
     with TemporaryDirectory(prefix="pyengine-") as folder:

@@ -144,7 +144,9 @@ def vllm(folder: str, dtype: str, **options: Any) -> Made:
 
     def generate(request: GenerateRequest) -> Given:
         prompts = request.prompts
-        inputs = prompts if request.is_text else [{"prompt_token_ids": each} for each in prompts]
+        inputs = (
+            prompts if request.is_text else [{"prompt_token_ids": prompt} for prompt in prompts]
+        )
         params = SamplingParams(**request.settings())
         return given(llm.generate(inputs, params, use_tqdm=False))
 

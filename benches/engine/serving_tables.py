@@ -26,7 +26,7 @@ def tables(content: dict[str, Any]) -> Iterator[str]:
     """In markdown."""
     about, loads = content["machine"], content["found"]
     rounds = {
-        len(each) for rows in loads.values() for name, each in rows.items() if name in SERVERS
+        len(turns) for rows in loads.values() for name, turns in rows.items() if name in SERVERS
     }
     yield f"{heading(about, rounds)}, {content['dtype']}"
     for load, rows in loads.items():

@@ -220,10 +220,10 @@ def rows(rounds: Sequence[Sequence[Figure]]) -> list[str]:
     for column in zip(*rounds, strict=True):
         figure = column[0]
         pairs = zip(column, rounds, strict=True)
-        ratio = median(each.rate / first[0].rate for each, first in pairs)
-        counts = [each.per_step for each in column if each.per_step is not None]
+        ratio = median(turn.rate / first[0].rate for turn, first in pairs)
+        counts = [turn.per_step for turn in column if turn.per_step is not None]
         per_step = f"{median(counts):.2f}" if counts else ""
-        rate = median(each.rate for each in column)
+        rate = median(turn.rate for turn in column)
         case = f"{figure.work} | {figure.batch} | {figure.engine}"
         lines.append(f"| {case} | {rate:.1f} | {ratio:.2f} | {per_step} |")
     return lines
@@ -261,8 +261,8 @@ def measure(options: argparse.Namespace, stack: ExitStack) -> None:
     model = None if options.no_transformers else reference(llms[PLAIN], options.dtype)
     caches = Path(stack.enter_context(TemporaryDirectory()))
     others = {} if options.no_vllm else peers(options.dtype, caches)
-    for each in others.values():
-        stack.enter_context(each)
+    for engine in others.values():
+        stack.enter_context(engine)
     rounds_of: dict[tuple[int, str], list[list[Figure]]] = {}
     for batch in map(int, options.batch.split(",")):
         engines: dict[str, Callable[[Work], Figure]] = {
@@ -284,7 +284,9 @@ def measure(options: argparse.Namespace, stack: ExitStack) -> None:
     print("|---|---:|---|---:|---:|---:|")
     for rounds in rounds_of.values():
         print("\n".join(rows(rounds)))
-    figures = [asdict(item) for each in rounds_of.values() for column in each for item in column]
+    figures = [
+        asdict(item) for rounds in rounds_of.values() for column in rounds for item in column
+    ]
     about = {**machine(), **libraries(), "drafts": DRAFTS, "dtype": options.dtype}
     target = results_file(results_name("speculative"))
     target.write_text(json.dumps({"about": about, "figures": figures}, indent=1) + "\n")

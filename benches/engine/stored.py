@@ -96,7 +96,7 @@ def first_token(folder: str, dtype: str, seeds: list[int]) -> dict[str, Any]:
 def examples(folder: str, traces: str) -> dict[str, Any]:
     """Tokens computed for all questions of BIG-Bench-Hard's smaller tasks, and prompt tokens."""
     tasks = bbh_tasks(Path(traces) / "bbh_text.tar.gz")[:6]
-    texts = [task.prompt(each) for task in tasks for each in task.questions[:20]]
+    texts = [task.prompt(question) for task in tasks for question in task.questions[:20]]
     with make_llm(folder, dtype="float32", kv_cache_memory=4 * GIB) as llm:
         prompts = [llm.encode(text)[-8000:] for text in texts]
         llm.generate(prompts, greedy(1), use_tqdm=False)
@@ -185,7 +185,7 @@ def streamed(llm: Any, offloader: Any, prompts: list[list[int]], work: str) -> d
     readers = [Thread(target=read, args=(at,)) for at in range(8)]
     for reader in readers:
         reader.start()
-    while any(len(each) < 20 for each in stamps):
+    while any(len(times) < 20 for times in stamps):
         sleep(0.01)
     begin, before = monotonic(), offloader.stats()
     for at, prompt in enumerate(prompts, 1):
@@ -198,7 +198,7 @@ def streamed(llm: Any, offloader: Any, prompts: list[list[int]], work: str) -> d
     for reader in readers:
         reader.join()
     between = [
-        1000 * (b - a) for each in stamps for a, b in pairwise(each) if begin <= a and b <= end
+        1000 * (b - a) for times in stamps for a, b in pairwise(times) if begin <= a and b <= end
     ]
     cuts = quantiles(between, n=100)
     return {
@@ -430,18 +430,18 @@ def measure(only: list[str], rounds: int, traces: Path, folder: str) -> Iterator
 def tables(results: dict[str, Any]) -> Iterator[str]:
     """The results beside the goals, in markdown."""
     figures = results["found"]
-    counts = {len(each["computed"]) for name, each in figures.items() if "first-token" in name}
+    counts = {len(entry["computed"]) for name, entry in figures.items() if "first-token" in name}
     yield heading(results["machine"], counts)
     yield "\n| what | figure | goal |"
     yield "|---|---:|---:|"
-    for name, each in figures.items():
+    for name, entry in figures.items():
         if name.startswith("first-token"):
-            computed, restored = median(each["computed"]), median(each["restored"])
+            computed, restored = median(entry["computed"]), median(entry["restored"])
             label = name.removeprefix("first-token-")
             goal = "1/15" if label in ("float32", "bfloat16") else ""
             yield (
                 f"| first token of {LONG:,} tokens, {label}: computed {computed:.2f} s, restored "
-                f"{restored:.3f} s (worst {max(each['restored']):.3f}) "
+                f"{restored:.3f} s (worst {max(entry['restored']):.3f}) "
                 f"| 1/{computed / restored:.1f} | {goal} |"
             )
     if "trace" in figures:
@@ -452,7 +452,7 @@ def tables(results: dict[str, Any]) -> Iterator[str]:
         yield f"| trace: tokens computed with a store / without | {both / pool:.3f} | 0.5 |"
         yield f"| trace: with a store / with a pool of both sizes | {both / large:.3f} | 1.05 |"
     if "examples" in figures:
-        first, second = (each["computed_tokens"] for each in figures["examples"])
+        first, second = (entry["computed_tokens"] for entry in figures["examples"])
         prompt = first + figures["examples"][0]["cached_tokens"]
         yield f"| worked examples: computed the second time, of all | {second / prompt:.1%} | 3% |"
         yield f"| the same, of what was computed the first time | {second / first:.1%} | |"
@@ -464,10 +464,12 @@ def tables(results: dict[str, Any]) -> Iterator[str]:
             f"| {share:.3f} | 0.98 |"
         )
     if "gaps" in figures:
-        for work, each in figures["gaps"].items():
-            with_, without = (median(one["p99"] for one in each[kind]) for kind in (work, "none"))
-            worst = max(one["p99"] for one in each[work]) / min(one["p99"] for one in each["none"])
-            moved, seconds = (median(one[name] for one in each[work]) for name in MOVED)
+        for work, entry in figures["gaps"].items():
+            with_, without = (median(one["p99"] for one in entry[kind]) for kind in (work, "none"))
+            worst = max(one["p99"] for one in entry[work]) / min(
+                one["p99"] for one in entry["none"]
+            )
+            moved, seconds = (median(one[name] for one in entry[work]) for name in MOVED)
             yield (
                 f"| p99 between tokens while {moved / 1e9:.1f} GB are "
                 f"{'stored' if work == 'store' else 'loaded'} in {seconds:.0f} s / without "
@@ -475,7 +477,7 @@ def tables(results: dict[str, Any]) -> Iterator[str]:
                 f"| {with_ / without:.2f} | 1.1 |"
             )
     if "start" in figures:
-        worst = max(each["seconds"] for each in figures["start"])
+        worst = max(entry["seconds"] for entry in figures["start"])
         yield f"| opening {figures['start'][0]['entries']:,} entries, worst, s | {worst:.2f} | 1 |"
 
 

@@ -50,7 +50,7 @@ class Work:
             return GenerateRequest(texts, self.max_tokens)
         shared = random.choices(range(vocab_size), k=self.shared)
         own = [random.choices(range(vocab_size), k=self.own) for _ in range(self.count)]
-        request = GenerateRequest([shared + each for each in own], self.max_tokens)
+        request = GenerateRequest([shared + tokens for tokens in own], self.max_tokens)
         return replace(request, temperature=1.0, top_p=0.9) if self.kind == "sampled" else request
 
 

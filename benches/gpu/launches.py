@@ -173,9 +173,9 @@ def main() -> None:
     options = parser.parse_args()
     print("| family | as transformers has it | on CUDA | on CUDA, compiled |\n|---|---:|---:|---:|")
     for family in FAMILIES:
-        least = f"{compiled(family):g}" if options.compiled else ""
+        launches = f"{compiled(family):g}" if options.compiled else ""
         plain, ours = eager(family, module), eager(family)
-        print(f"| {family} | {plain:g} | {ours:g} | {least} |", flush=True)
+        print(f"| {family} | {plain:g} | {ours:g} | {launches} |", flush=True)
 
 
 if __name__ == "__main__":

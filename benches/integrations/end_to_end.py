@@ -86,11 +86,11 @@ def measure(pair: list[Engine], work: Work, rounds: int) -> dict[str, Any]:
         if turn >= 0:
             for index in (0, 1):
                 seconds[index].append(answers[index]["seconds"])
-            stock, ours = (each["tokens"] for each in answers)
+            stock, ours = (column["tokens"] for column in answers)
             same += sum(a == b for a, b in zip(stock, ours, strict=True))
             count += len(stock)
     ratio = median([a / b for a, b in zip(*seconds, strict=True)])
-    rates = [work.tokens / median(each) for each in seconds]
+    rates = [work.tokens / median(column) for column in seconds]
     return {"rates": rates, "ratio": ratio, "same": same, "of": count, "seconds": seconds}
 
 
@@ -141,8 +141,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def verdict(work: Work, size: str, figures: dict[str, Any]) -> Iterator[str]:
     """Whether a row at a size of blocks is as fast as wanted, and has the same tokens."""
-    least, ratio = GOALS.get((work.name, size), LEAST), figures["ratio"]
-    yield f"{ratio:.2f} (goal {least:.2f}: {'met' if ratio >= least else 'NOT MET'})"
+    minimum, ratio = GOALS.get((work.name, size), LEAST), figures["ratio"]
+    yield f"{ratio:.2f} (goal {minimum:.2f}: {'met' if ratio >= minimum else 'NOT MET'})"
     if work.kind != "sampled":
         equal = figures["same"] == figures["of"]
         yield (

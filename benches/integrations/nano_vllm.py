@@ -94,10 +94,10 @@ def main() -> None:
     for block_size in (256, 16):
         rounds_of: dict[str, list[dict[str, float]]] = {arm: [] for arm in MANAGERS}
         for _ in range(turns):
-            for arm, each in rounds_of.items():
-                each.append(measure(arm, block_size, rounds, running))
+            for arm, results in rounds_of.items():
+                results.append(measure(arm, block_size, rounds, running))
         for case in CASES:
-            stock, ours = (median(each[case] for each in rounds_of[arm]) for arm in MANAGERS)
+            stock, ours = (median(result[case] for result in rounds_of[arm]) for arm in MANAGERS)
             kept[f"{case}, {block_size}"] = {STOCK: stock, OURS: ours}
             print(f"| {case} | {block_size} | {stock:,.0f} | {ours:,.0f} | {stock / ours:.2f} |")
     if options.json:

@@ -212,7 +212,7 @@ def in_turn(
 
 def best(rounds: list[dict[str, float]]) -> dict[str, float]:
     """The median of the rounds, figure by figure."""
-    return {name: median(each[name] for each in rounds) for name in rounds[0]}
+    return {name: median(turn[name] for turn in rounds) for name in rounds[0]}
 
 
 def show(kept: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ class Run:
     def time(self, key: str, streams: dict[str, Any], parts: tuple[str, ...]) -> None:
         """Takes turns on one work."""
         rounds = interleave(streams, self.effort, self.progress(key))
-        figures = {name: report.figures(each, parts) for name, each in rounds.items()}
+        figures = {name: report.figures(turns, parts) for name, turns in rounds.items()}
         self.results["works"][key] = figures
         last = parts[-1]
         medians = [f"{name} {report.shown(f[last]['median'])}" for name, f in figures.items()]
@@ -175,7 +175,7 @@ def main() -> None:
         names = [work.key for work in works.works()] + [*scaling.WORKS, "replay", "memory"]
         sys.exit(f"nothing was run; --only takes parts of: {', '.join(names)}")
     outcomes = goals.outcomes(results["works"], results["memory"])
-    results["goals"] = [vars(each) for each in outcomes]
+    results["goals"] = [vars(outcome) for outcome in outcomes]
     target = report.results_file(
         options.results or (report.results_name("peers") if whole else "partial")
     )

@@ -78,21 +78,21 @@ def speed(goal: Goal, works: dict[str, Any]) -> Outcome:
     return Outcome(goal.text, goal.peer, wanted, times(spread), spread.median >= goal.least)
 
 
-def growth(work: str, name: str, most: float, works: dict[str, Any]) -> Outcome:
+def growth(work: str, name: str, bound: float, works: dict[str, Any]) -> Outcome:
     """The dearest pool against the cheapest, of those between 10^4 and 10^7 blocks."""
     text = f"{name}; 10^4 to 10^7 blocks"
-    wanted = f"<= {most:g}x"
+    wanted = f"<= {bound:g}x"
     figures = {
         int(column.partition(" @ ")[2]): parts["us"]["rounds"]
         for column, parts in works.get(work, {}).items()
         if column.startswith(f"{OURS} @ ")
     }
-    figures = {size: each for size, each in figures.items() if size >= GROWS_FROM}
+    figures = {size: turns for size, turns in figures.items() if size >= GROWS_FROM}
     if GROWS_TO not in figures or GROWS_FROM not in figures:
         return Outcome(text, "itself", wanted, "", None)
-    by_cost = sorted(figures.values(), key=lambda each: Spread.of(each).median)
+    by_cost = sorted(figures.values(), key=lambda turns: Spread.of(turns).median)
     spread = ratios(by_cost[-1], by_cost[0])
-    return Outcome(text, "itself", wanted, times(spread), spread.median <= most)
+    return Outcome(text, "itself", wanted, times(spread), spread.median <= bound)
 
 
 def memory(measured: dict[str, float]) -> Outcome:
@@ -115,6 +115,6 @@ def outcomes(works: dict[str, Any], measured: dict[str, float]) -> list[Outcome]
     """Every goal."""
     return [
         *(speed(goal, works) for goal in SPEED),
-        *(growth(*each, works) for each in GROWTH),
+        *(growth(*row, works) for row in GROWTH),
         memory(measured),
     ]

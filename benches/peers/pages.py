@@ -40,8 +40,8 @@ def goals(runs: list[dict[str, Any]]) -> Iterator[str]:
     yield "|---|---|" + "---:|" * len(runs) + "---:|---|"
     for goal in SPEED:
         yield line(runs, [speed(goal, run["works"]) for run in runs])
-    for each in GROWTH:
-        yield line(runs, [growth(*each, run["works"]) for run in runs])
+    for row in GROWTH:
+        yield line(runs, [growth(*row, run["works"]) for run in runs])
     yield line(runs, [memory(run["memory"]) for run in runs])
 
 

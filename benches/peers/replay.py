@@ -85,7 +85,7 @@ class Replay:
             left -= computed
             step.append(Admitted(request, prompt, computed))
             waiting.popleft()
-        requests = [each.request for each in step]
+        requests = [entry.request for entry in step]
         manager.close_step(requests)
         between = clock()
         if not step:
@@ -101,12 +101,12 @@ class Replay:
         counts.steps += 1
         blocks_of: dict[int, set[int]] = {}
         computed_here: set[int] = set()
-        for each in step:
-            length, block_ids = len(each.prompt.tokens), each.prompt.block_ids
+        for entry in step:
+            length, block_ids = len(entry.prompt.tokens), entry.prompt.block_ids
             counts.prompts += 1
             counts.prompt_tokens += length
-            counts.computed_tokens += each.computed
-            first = length - each.computed
+            counts.computed_tokens += entry.computed
+            first = length - entry.computed
             for index in range(first // size, len(block_ids)):
                 counts.full_blocks_computed += 1
                 if block_ids[index] in computed_here:
@@ -114,7 +114,7 @@ class Replay:
                         first, index * size
                     )
                 computed_here.add(block_ids[index])
-            table = self.manager.blocks(each.request)
+            table = self.manager.blocks(entry.request)
             for block_id, block in zip(block_ids, table, strict=False):
                 blocks_of.setdefault(block_id, set()).add(block)
         counts.duplicate_blocks_stored += sum(len(blocks) - 1 for blocks in blocks_of.values())
@@ -128,9 +128,9 @@ def replay(
     order = deque(replays)
     with without_collector():
         for group in workload.groups:
-            running = [each.run(group) for each in order]
+            running = [run.run(group) for run in order]
             while running:
-                running = [each for each in running if next(each, "ended") is None]
+                running = [run for run in running if next(run, "ended") is None]
             order.rotate()
             progress()
-    return {each.manager.name: each.counts.row() for each in replays}
+    return {run.manager.name: run.counts.row() for run in replays}

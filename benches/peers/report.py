@@ -140,8 +140,8 @@ def goals_table(outcomes: list[Outcome]) -> Iterator[str]:
     """Goal by goal."""
     yield "| work | against | goal | measured (quartiles) | |"
     yield "|---|---|---:|---:|---|"
-    for each in outcomes:
-        yield f"| {each.text} | {each.against} | {each.goal} | {each.measured} | {each.verdict} |"
+    for row in outcomes:
+        yield f"| {row.text} | {row.against} | {row.goal} | {row.measured} | {row.verdict} |"
 
 
 def replay_table(replays: dict[str, Any]) -> Iterator[str]:
@@ -185,9 +185,9 @@ def text(results: dict[str, Any], outcomes: list[Outcome]) -> Iterator[str]:
         yield from ("", "## Works", "", *works_table(results["works"]))
     if results["replay"]:
         yield from ("", "## Replay", "")
-        for name, each in results["replay"].items():
-            pool = f"{each['num_blocks']:,} blocks of {each['block_size']}"
-            yield f"- {name}: {each['about']}; {pool}"
+        for name, workload in results["replay"].items():
+            pool = f"{workload['num_blocks']:,} blocks of {workload['block_size']}"
+            yield f"- {name}: {workload['about']}; {pool}"
         yield from ("", *replay_table(results["replay"]))
     if results["memory"]:
         yield from ("", "## Memory", "", *memory_table(results["memory"]))

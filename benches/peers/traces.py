@@ -57,12 +57,12 @@ def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def mooncake(path: Path, most: int | None) -> Iterator[list[Prompt]]:
+def mooncake(path: Path, limit: int | None) -> Iterator[list[Prompt]]:
     """The requests of each tick of three seconds; of all, the first `most`."""
     block = 512
     within = np.arange(block, dtype=np.uint64)
     with gzip.open(path, "rt") as lines:
-        requests = [json.loads(line) for line in lines][:most]
+        requests = [json.loads(line) for line in lines][:limit]
     for _, tick in groupby(requests, key=lambda request: request["timestamp"]):
         group = []
         for request in tick:
@@ -116,7 +116,7 @@ def bbh_tasks(path: Path = TRACES / "bbh_text.tar.gz") -> list[Task]:
             Task(
                 # A canary stands before the examples.
                 read(f"cot-prompts/{name}.txt").partition("-----\n")[2].strip(),
-                [each["input"] for each in json.loads(read(f"bbh/{name}.json"))["examples"]],
+                [example["input"] for example in json.loads(read(f"bbh/{name}.json"))["examples"]],
             )
             for name in sorted(Path(file).stem for file in files)
         ]

@@ -196,9 +196,9 @@ def products(decoder: Decoder) -> Iterator[tuple[str, Linear]]:
 
 def _norms(owner: Any) -> Iterator[NormWeights]:
     for value in vars(owner).values():
-        for each in value if isinstance(value, tuple) else (value,):
-            if isinstance(each, NormWeights):
-                yield each
+        for norm in value if isinstance(value, tuple) else (value,):
+            if isinstance(norm, NormWeights):
+                yield norm
 
 
 class CountedModel:

@@ -53,12 +53,12 @@ def _summary(variants: dict[str, Any]) -> Iterator[str]:
     yield "|---|---:|---:|---:|---|"
     for name, variant in variants.items():
         for step, figures in variant["steps"].items():
-            rate, most = rates(figures)
+            rate, highest = rates(figures)
             parts = figures["parts"]
-            gaps = {part: each["seconds"] - each["floor"] for part, each in parts.items()}
+            gaps = {part: figure["seconds"] - figure["floor"] for part, figure in parts.items()}
             largest = sorted(gaps, key=gaps.__getitem__, reverse=True)[:_GAPS]
             text = ", ".join(f"{part} {gaps[part] * 1e3:.1f}" for part in largest)
-            cells = f"{rate:,.1f} | {most:,.1f} | {rate / most:.2f} | {text}"
+            cells = f"{rate:,.1f} | {highest:,.1f} | {rate / highest:.2f} | {text}"
             yield f"| {name}, {step} | {cells} |"
 
 
@@ -77,8 +77,10 @@ def _parts(title: str, figures: dict[str, Any], limits: Limits) -> Iterator[str]
     names = ("bytes", "operations", "seconds_of_one_thread")
     sums = {name: sum(part[name] for part in parts.values()) for name in names}
     yield _row("whole step", {**sums, "seconds": whole, "floor": floor}, whole)
-    rate, most = rates(figures)
-    yield f"\n{rate:,.1f} tokens per second; the floor's {most:,.1f}. {_waiting(figures, limits)}"
+    rate, highest = rates(figures)
+    yield (
+        f"\n{rate:,.1f} tokens per second; the floor's {highest:,.1f}. {_waiting(figures, limits)}"
+    )
 
 
 def _row(name: str, part: dict[str, float], whole: float) -> str:

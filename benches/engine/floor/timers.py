@@ -127,7 +127,7 @@ class Timers:
     def without_writes(self) -> Iterator[None]:
         """Inside, attention neither rotates nor writes keys and values: the answers are wrong."""
         attentions = [layer._mixer._attention for layer in self._decoder._layers]
-        before = [(each._spec, each._weights) for each in attentions]
+        before = [(attention._spec, attention._weights) for attention in attentions]
         backend = self._runner._backend
         plan = backend.plan
 
@@ -225,7 +225,7 @@ def check_engine(llm: Any, runner: Any) -> None:
 
 def waiting_seconds() -> tuple[float, float]:
     """Seconds that the engine's thread, and all others, waited for a processor; 0: not counted."""
-    engine = {str(each.native_id) for each in threading.enumerate() if each.name == _THREAD}
+    engine = {str(thread.native_id) for thread in threading.enumerate() if thread.name == _THREAD}
     own = others = 0
     tasks = Path("/proc/self/task")
     for folder in tasks.iterdir() if tasks.exists() else ():

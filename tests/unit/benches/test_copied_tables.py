@@ -68,7 +68,7 @@ def test_speculation() -> None:
             figure = figures.get((WORKS[name], batch, engine))
             expected = ""
             if figure is not None:
-                rates = [each["tokens"] / each["seconds"] for each in (figure, plain)]
+                rates = [run["tokens"] / run["seconds"] for run in (figure, plain)]
                 expected = f"{rates[0] / rates[1]:.2f}"
                 expected += f" ({figure['per_step']:.1f})" if figure["per_step"] else ""
             assert cell == expected, (name, batch, engine)

@@ -49,8 +49,8 @@ def filled(path: Path) -> Record:
     name = WORKS[1].name
     for engine, seconds in ((OURS, (4.0, 2.0)), (COMPILED, (2.0, 2.0)), (VLLM32, (2.0, 2.0))):
         record.begin("float32", name, engine)
-        for each in seconds:
-            record.add("float32", name, engine, each)
+        for value in seconds:
+            record.add("float32", name, engine, value)
     return record
 
 

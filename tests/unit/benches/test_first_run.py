@@ -133,16 +133,16 @@ def test_parts_that_are_not_there_are_refused(tmp_path: Path) -> None:
 
 
 def test_parts_exist_and_fit_into_nine_minutes() -> None:
-    names = [each.name for each in PARTS]
+    names = [part.name for part in PARTS]
     assert len(set(names)) == len(names)
-    for each in PARTS:
-        module, _, function = each.call.partition(":")
+    for part in PARTS:
+        module, _, function = part.call.partition(":")
         tree = ast.parse((ROOT / f"benches/gpu/first_run/{module}.py").read_text())
         assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-        assert each.seconds <= 240
-        assert set(each.after) <= set(names[: names.index(each.name)])
+        assert part.seconds <= 240
+        assert set(part.after) <= set(names[: names.index(part.name)])
     first = ["machine", "large"]
-    assert sum(each.seconds for each in PARTS if each.name in first) < 9 * 60 - 170
+    assert sum(part.seconds for part in PARTS if part.name in first) < 9 * 60 - 170
 
 
 # --- what comes back

@@ -153,10 +153,12 @@ def test_parts_of_a_step_add_up_to_the_step(llama: Path, dtype: Any) -> None:
     assert list(result["steps"]) == [case.name for case in CASES]
     for case in CASES:
         figures = result["steps"][case.name]
-        seconds = {part: each["seconds"] for part, each in figures["parts"].items()}
+        seconds = {part: part_figures["seconds"] for part, part_figures in figures["parts"].items()}
         inside = sum(seconds.values()) - seconds[parts.BETWEEN]
         assert inside == pytest.approx(figures["seconds"])
-        assert all(each["seconds_of_one_thread"] >= 0 for each in figures["parts"].values())
+        assert all(
+            part_figures["seconds_of_one_thread"] >= 0 for part_figures in figures["parts"].values()
+        )
         assert figures["tokens"] == case.rows * case.new
         named = set(MODEL_PARTS) - {OTHER, ROTATION, ATTENTION}
         assert all(seconds[part] > 0 for part in named | {SAMPLING, SCHEDULING})
@@ -166,8 +168,8 @@ def test_parts_of_a_step_add_up_to_the_step(llama: Path, dtype: Any) -> None:
     lines = list(tables({"machine": about, "variants": {"tiny": result}}))
     text = "\n".join(lines)
     for case in CASES:
-        rate, most = rates(result["steps"][case.name])
-        assert f"| tiny, {case.name} | {rate:,.1f} | {most:,.1f} |" in text
+        rate, highest = rates(result["steps"][case.name])
+        assert f"| tiny, {case.name} | {rate:,.1f} | {highest:,.1f} |" in text
         columns = "MB | MFLOP | floor, ms | ms | floor / ms | share | one thread / 2"
         assert f"\n| tiny, {case.name} | {columns} |" in lines
     assert sum(line.startswith("| whole step |") for line in lines) == len(CASES)
@@ -179,12 +181,18 @@ def test_timers_leave_the_engine_as_it_was(engine: MeasuredEngine) -> None:
     prompts = [[5, 6, 7], [9] * 20]
 
     def answers() -> list[Any]:
-        return [each.outputs[0].token_ids for each in llm.generate(prompts, GREEDY, use_tqdm=False)]
+        return [
+            output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)
+        ]
 
     def state() -> list[Any]:
-        owners = [decoder, *parts.layer_parts(decoder), *(each for _, each in products_of(decoder))]
-        own = [vars(each) if hasattr(each, "__dict__") else each.product for each in owners]
-        return [dict(each) if isinstance(each, dict) else each for each in own]
+        owners = [
+            decoder,
+            *parts.layer_parts(decoder),
+            *(owner for _, owner in products_of(decoder)),
+        ]
+        own = [vars(owner) if hasattr(owner, "__dict__") else owner.product for owner in owners]
+        return [dict(owner) if isinstance(owner, dict) else owner for owner in own]
 
     expected, before = answers(), state()
     with engine.timers.on():

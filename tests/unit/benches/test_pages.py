@@ -127,9 +127,9 @@ def test_a_goal_is_met_against_the_faster_of_vllms(tmp_path: Path) -> None:
     for first, verdict in ((1.0, "not met"), (3.0, "met")):
         measured = Record(tmp_path / "found.json", keep=False)
         seconds = {end_to_end.OURS: 2.0, end_to_end.VLLM: first, end_to_end.VLLM32: 4.0}
-        for engine, each in seconds.items():
+        for engine, value in seconds.items():
             measured.begin("float32", work, engine)
-            measured.add("float32", work, engine, each)
+            measured.add("float32", work, engine, value)
         [line] = [
             text for text in end_to_end.goals(measured) if text.startswith(f"| {work}, float32")
         ]
@@ -140,11 +140,11 @@ def test_the_page_repeats_figures_of_the_results() -> None:
     xeon, epyc = record("end-to-end-xeon-amx"), record("end-to-end-epyc-avx512")
     text = " ".join(ENGINE.read_text(encoding="utf-8").split())
     vllm = (end_to_end.VLLM, end_to_end.VLLM32)
-    least = [
+    lowest = [
         min(filter(None, (xeon.best_ratio("bfloat16", work.name, peer) for peer in vllm)))
         for work in end_to_end.WORKS
     ]
-    one, many, texts, sampled, prompts, *shared = least
+    one, many, texts, sampled, prompts, *shared = lowest
     assert f"one request has {one:.2f} times the tokens per second" in text
     assert f"32 requests {min(many, texts, sampled):.2f} to {max(many, texts, sampled):.2f}" in text
     assert f"share a beginning {min(shared):.2f} to {max(shared):.2f} times" in text

@@ -59,8 +59,8 @@ def test_requests_are_the_same_each_time_and_of_many_kinds() -> None:
     assert max(lengths) + same_bits.MAX_TOKENS <= same_bits.LONGEST
     beginnings = [tuple(prompt[:33]) for prompt in first.prompts if len(prompt) > 33]
     assert len(set(beginnings)) < len(beginnings) - 5
-    kinds = {(each.temperature > 0, each.prompt_logprobs) for each in first.params}
-    assert len(kinds) == 6 and len({each.seed for each in first.params}) == 200
+    kinds = {(params.temperature > 0, params.prompt_logprobs) for params in first.params}
+    assert len(kinds) == 6 and len({params.seed for params in first.params}) == 200
 
 
 @pytest.mark.parametrize(("logprobs", "status"), [(0, 0), (1, 1)])
