@@ -435,7 +435,7 @@ mod tests {
         let mut out = vec![0; job.step.num_rows * per_row];
         for run in &job.step.runs {
             let out = &mut out[run.first_row * per_row..][..run.count * per_row];
-            work::<u16, A, LANES>(
+            work::<u16, A, LANES, true>(
                 job,
                 Task::Rest {
                     run,

@@ -48,7 +48,10 @@ pub trait Kernel: Sized {
 #[allow(private_interfaces)]
 impl Kernel for f32 {
     fn work(isa: Isa, job: &Job<'_, f32>, task: Task<'_, '_, f32>) {
-        in_floats(isa, job, task);
+        match task.is_rest() {
+            true => in_floats::<f32, true>(isa, job, task),
+            false => in_floats::<f32, false>(isa, job, task),
+        }
     }
 
     fn multiply(isa: Isa, work: Multiply<'_, '_, f32>) {
@@ -59,7 +62,10 @@ impl Kernel for f32 {
 #[allow(private_interfaces)]
 impl Kernel for u16 {
     fn work(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
-        in_halves(isa, job, task);
+        match task.is_rest() {
+            true => in_halves::<true>(isa, job, task),
+            false => in_halves::<false>(isa, job, task),
+        }
     }
 
     fn multiply(isa: Isa, work: Multiply<'_, '_, u16>) {
@@ -72,76 +78,78 @@ impl Kernel for u16 {
 }
 
 /// [`work`] in floats with these instructions, which the machine has: an [`crate::Attention`] takes no others.
-fn in_floats<E: Element>(isa: Isa, job: &Job<'_, E>, task: Task<'_, '_, E>) {
+fn in_floats<E: Element, const IS_REST: bool>(isa: Isa, job: &Job<'_, E>, task: Task<'_, '_, E>) {
     #[cfg(target_arch = "x86_64")]
     {
         #[target_feature(enable = "avx2,fma")]
-        fn avx2<E: Element>(job: &Job<'_, E>, task: Task<'_, '_, E>) {
-            work::<E, Floats<[__m256; 2], 6>, LANES>(job, task);
+        fn avx2<E: Element, const IS_REST: bool>(job: &Job<'_, E>, task: Task<'_, '_, E>) {
+            work::<E, Floats<[__m256; 2], 6>, LANES, IS_REST>(job, task);
         }
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-        fn avx512<E: Element>(job: &Job<'_, E>, task: Task<'_, '_, E>) {
-            work::<E, Floats<__m512, 16>, LANES>(job, task);
+        fn avx512<E: Element, const IS_REST: bool>(job: &Job<'_, E>, task: Task<'_, '_, E>) {
+            work::<E, Floats<__m512, 16>, LANES, IS_REST>(job, task);
         }
         #[allow(unsafe_code)]
         match isa {
             // SAFETY: the machine has these instructions, as `Attention` looked up.
-            Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => return unsafe { avx512(job, task) },
+            Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => {
+                return unsafe { avx512::<E, IS_REST>(job, task) };
+            }
             // SAFETY: as above.
-            Isa::Avx2 => return unsafe { avx2(job, task) },
+            Isa::Avx2 => return unsafe { avx2::<E, IS_REST>(job, task) },
             Isa::Neon | Isa::Portable => {}
         }
     }
     #[cfg(target_arch = "aarch64")]
     if isa == Isa::Neon {
-        return work::<E, Floats<[[float32x4_t; 2]; 2], 6>, LANES>(job, task);
+        return work::<E, Floats<[[float32x4_t; 2]; 2], 6>, LANES, IS_REST>(job, task);
     }
     let _ = isa; // slow without an instruction for products: compiled for one sum at a time
-    work::<E, Floats<[[f32; 8]; 2], 1>, LANES>(job, task);
+    work::<E, Floats<[[f32; 8]; 2], 1>, LANES, IS_REST>(job, task);
 }
 
 /// [`work`] in bfloat16 where these instructions can, else in floats.
-fn in_halves(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
+fn in_halves<const IS_REST: bool>(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
     #[cfg(target_arch = "x86_64")]
     {
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-        fn bf16(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
-            work::<u16, Bf16, LANES>(job, task);
+        fn bf16<const IS_REST: bool>(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
+            work::<u16, Bf16, LANES, IS_REST>(job, task);
         }
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-        fn bf16_fma(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
-            work::<u16, Bf16Fma, LANES>(job, task);
+        fn bf16_fma<const IS_REST: bool>(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
+            work::<u16, Bf16Fma, LANES, IS_REST>(job, task);
         }
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-        fn amx(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
-            work::<u16, Amx, LANES>(job, task);
+        fn amx<const IS_REST: bool>(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
+            work::<u16, Amx, LANES, IS_REST>(job, task);
         }
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-        fn int8(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
-            work::<u16, Int8, LANES>(job, task);
+        fn int8<const IS_REST: bool>(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
+            work::<u16, Int8, LANES, IS_REST>(job, task);
         }
         #[allow(unsafe_code)]
         match (isa, &job.cached) {
             // SAFETY: the machine has these instructions, as `Attention` looked up.
             (Isa::Amx, Cached::Computed { .. }) if Amx::takes(&job.shape) => {
-                return unsafe { amx(job, task) };
+                return unsafe { amx::<IS_REST>(job, task) };
             }
             // SAFETY: as above.
             (Isa::Avx512Bf16, Cached::Computed { .. })
                 if !bf16_dots::are_fast() && Bf16Fma::takes(&job.shape) =>
             {
-                return unsafe { bf16_fma(job, task) };
+                return unsafe { bf16_fma::<IS_REST>(job, task) };
             }
             // SAFETY: as above.
             (Isa::Avx512Bf16, Cached::Computed { .. }) if Bf16::takes(&job.shape) => {
-                return unsafe { bf16(job, task) };
+                return unsafe { bf16::<IS_REST>(job, task) };
             }
             // SAFETY: as above, and `takes` looked up VNNI.
             (Isa::Amx | Isa::Avx512Bf16, Cached::Int8 { .. }) if Int8::takes(&job.shape) => {
-                return unsafe { int8(job, task) };
+                return unsafe { int8::<IS_REST>(job, task) };
             }
             _ => {}
         }
     }
-    in_floats(isa, job, task);
+    in_floats::<u16, IS_REST>(isa, job, task);
 }

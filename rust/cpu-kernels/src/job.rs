@@ -140,3 +140,10 @@ pub(crate) enum Task<'a, 'b, E> {
         out: &'b mut [E],
     },
 }
+
+impl<E> Task<'_, '_, E> {
+    /// Whether it is [`Task::Rest`].
+    pub(crate) fn is_rest(&self) -> bool {
+        matches!(self, Self::Rest { .. })
+    }
+}

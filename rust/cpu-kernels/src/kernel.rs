@@ -44,14 +44,18 @@ pub(crate) trait Arithmetic<E, const L: usize> {
 /// What is computed for a row does not depend on who else is there: a lane of a vector is one query head of one row,
 /// whatever is added up for it is added up in the order of the dimensions and of the keys, and parts come together in
 /// their order ([`crate::parts`]).
+///
+/// `IS_REST` says which kind of task it is ([`Task::is_rest`]): one function with both takes the compiler much longer than
+/// two.
 #[inline(always)]
-pub(crate) fn work<E: Element, A: Arithmetic<E, L>, const L: usize>(
+pub(crate) fn work<E: Element, A: Arithmetic<E, L>, const L: usize, const IS_REST: bool>(
     job: &Job<'_, E>,
     task: Task<'_, '_, E>,
 ) {
     match task {
-        Task::Part { part, members } => attend::<E, A, L>(job, part, members),
-        Task::Rest { run, found, out } => complete::<E, A, L>(job, run, found, out),
+        Task::Part { part, members } if !IS_REST => attend::<E, A, L>(job, part, members),
+        Task::Rest { run, found, out } if IS_REST => complete::<E, A, L>(job, run, found, out),
+        _ => unreachable!("the task is of the other kind"),
     }
 }
 

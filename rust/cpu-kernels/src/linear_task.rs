@@ -8,7 +8,7 @@ use crate::activation::Activation;
 use crate::bf16_dots;
 use crate::builds::{InEachBuild, InVectors, best_build, best_vectors};
 use crate::element::{Element, widen};
-use crate::float8_weight::add_scaled_products;
+use crate::float8_weight::{Float8, add_scaled_products};
 use crate::isa::Isa;
 use crate::lanes::Vector;
 #[cfg(target_arch = "x86_64")]
@@ -127,27 +127,37 @@ fn add<'b, E: Element>(
     }
     let rows = E::floats(rows, scratch);
     let mut columns = Columns { rows, first, out };
-    let work = AddProducts {
-        columns: &mut columns,
-        panels: &weight.panels,
-    };
-    best_vectors(isa, work);
+    let added = &mut columns;
+    match &weight.panels {
+        Panels::Floats(lines) => best_vectors(isa, AddProducts(added, lines)),
+        Panels::Halves(lines) => best_vectors(isa, AddProducts(added, lines)),
+        Panels::Bytes(float8) => best_vectors(isa, AddProducts(added, float8)),
+    }
     columns.out
 }
 
-struct AddProducts<'a, 'b, 'c> {
-    columns: &'a mut Columns<'b, 'c, f32, f32>,
-    panels: &'a Panels,
-}
+/// Adds products to the columns. A type for each kind of weight: one function with all of them takes the compiler much
+/// longer than three.
+struct AddProducts<'a, 'b, 'c, W>(&'a mut Columns<'b, 'c, f32, f32>, &'a W);
 
-impl InVectors for AddProducts<'_, '_, '_> {
+impl InVectors for AddProducts<'_, '_, '_, Lines<f32>> {
     #[inline(always)]
     fn run<V: Vector<L>, const L: usize>(self) {
-        match self.panels {
-            Panels::Floats(lines) => add_products::<Floats, V, L>(self.columns, lines),
-            Panels::Halves(lines) => add_widened_products::<V, L>(self.columns, lines),
-            Panels::Bytes(float8) => add_scaled_products::<V, L>(self.columns, float8),
-        }
+        add_products::<Floats, V, L>(self.0, self.1);
+    }
+}
+
+impl InVectors for AddProducts<'_, '_, '_, Lines<u32>> {
+    #[inline(always)]
+    fn run<V: Vector<L>, const L: usize>(self) {
+        add_widened_products::<V, L>(self.0, self.1);
+    }
+}
+
+impl InVectors for AddProducts<'_, '_, '_, Float8> {
+    #[inline(always)]
+    fn run<V: Vector<L>, const L: usize>(self) {
+        add_scaled_products::<V, L>(self.0, self.1);
     }
 }
 

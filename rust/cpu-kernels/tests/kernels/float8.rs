@@ -1,13 +1,8 @@
 //! Linear layers on floats of 8 bits against f64, and the same bits at all levels, in every batch and by any number of
 //! threads.
 
-use std::process::ExitCode;
-
+use crate::levels::{Tests, all};
 use cpu_kernels::{Activation, Attention, Element, Error, Isa, PackedWeight};
-use levels::{Tests, all};
-
-#[allow(dead_code)] // for its neighbours
-mod levels;
 
 /// Sizes of a weight and of its blocks: of all inputs, and with a shorter last one.
 const SHAPES: [(usize, usize, usize); 6] = [
@@ -207,19 +202,17 @@ fn what_does_not_fit_is_refused() {
     }
 }
 
-fn main() -> ExitCode {
-    Tests::new()
-        .at(
-            &all(),
-            "products_are_near_the_exact_ones",
-            products_are_near_the_exact_ones,
-        )
-        .at(
-            &all(),
-            "a_row_has_the_same_bits_everywhere",
-            a_row_has_the_same_bits_everywhere,
-        )
-        .once("rows_of_the_weight_come_back", rows_of_the_weight_come_back)
-        .once("what_does_not_fit_is_refused", what_does_not_fit_is_refused)
-        .run()
+/// Adds the tests of this module.
+pub(crate) fn add(tests: &mut Tests) {
+    at!(
+        tests,
+        &all(),
+        products_are_near_the_exact_ones,
+        a_row_has_the_same_bits_everywhere
+    );
+    once!(
+        tests,
+        rows_of_the_weight_come_back,
+        what_does_not_fit_is_refused
+    );
 }

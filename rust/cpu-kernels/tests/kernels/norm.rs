@@ -1,12 +1,7 @@
 //! RMSNorm against f64, and the same bits at all levels and by any number of threads.
 
-use std::process::ExitCode;
-
+use crate::levels::{Tests, all};
 use cpu_kernels::{Attention, Element, Error, Isa};
-use levels::Tests;
-
-#[allow(dead_code)] // for its neighbours
-mod levels;
 
 fn rows(count: usize, size: usize) -> Vec<f32> {
     let float = |at: usize| (at * 7919 % 4001) as f32 / 500.0 - 4.0;
@@ -59,13 +54,12 @@ fn what_does_not_fit_is_refused() {
     assert_eq!(out, [7.0; 6]);
 }
 
-fn main() -> ExitCode {
-    Tests::new()
-        .at(
-            &levels::all(),
-            "every_level_gives_the_same_bits_near_the_exact_numbers",
-            every_level_gives_the_same_bits_near_the_exact_numbers,
-        )
-        .once("what_does_not_fit_is_refused", what_does_not_fit_is_refused)
-        .run()
+/// Adds the tests of this module.
+pub(crate) fn add(tests: &mut Tests) {
+    at!(
+        tests,
+        &all(),
+        every_level_gives_the_same_bits_near_the_exact_numbers
+    );
+    once!(tests, what_does_not_fit_is_refused);
 }

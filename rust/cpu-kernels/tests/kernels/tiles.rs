@@ -1,13 +1,8 @@
 //! Linear layers by AMX against the definition of its instructions, bit by bit: on a processor with AMX, and elsewhere on
 //! the model of it (`cargo test --features modelled-tiles`).
 
-use std::process::ExitCode;
-
+use crate::levels::{HALVES, Tests};
 use cpu_kernels::{Activation, Attention, Element, Isa, PackedWeight};
-use levels::{HALVES, Tests};
-
-#[allow(dead_code)] // for its neighbours
-mod levels;
 
 /// Inputs that a tile multiplies at once.
 const TOGETHER: usize = 32;
@@ -214,34 +209,16 @@ fn rows_are_not_read_beyond_their_end(isa: Isa) {
     }
 }
 
-fn main() -> ExitCode {
-    let mut tests = Tests::new();
-    tests
-        .at(
-            &[Isa::Amx],
-            "products_have_the_bits_of_the_definition",
-            products_have_the_bits_of_the_definition,
-        )
-        .at(
-            &[Isa::Amx],
-            "gates_have_the_bits_of_their_products",
-            gates_have_the_bits_of_their_products,
-        )
-        .at(
-            &HALVES,
-            "what_is_not_finite_stays_in_its_row",
-            what_is_not_finite_stays_in_its_row,
-        )
-        .at(
-            &[Isa::Amx],
-            "denormal_numbers_are_zeros",
-            denormal_numbers_are_zeros,
-        );
-    #[cfg(target_os = "linux")]
-    tests.at(
-        &HALVES,
-        "rows_are_not_read_beyond_their_end",
-        rows_are_not_read_beyond_their_end,
+/// Adds the tests of this module.
+pub(crate) fn add(tests: &mut Tests) {
+    at!(
+        tests,
+        &[Isa::Amx],
+        products_have_the_bits_of_the_definition,
+        gates_have_the_bits_of_their_products
     );
-    tests.run()
+    at!(tests, &HALVES, what_is_not_finite_stays_in_its_row);
+    at!(tests, &[Isa::Amx], denormal_numbers_are_zeros);
+    #[cfg(target_os = "linux")]
+    at!(tests, &HALVES, rows_are_not_read_beyond_their_end);
 }

@@ -1,15 +1,9 @@
 //! Norms, sums and activations of rows against f64, and the same bits at all levels, in every batch and by any number of
 //! threads.
 
-use std::process::ExitCode;
-
+use crate::functions::activated;
+use crate::levels::{FLOATS, Tests, all};
 use cpu_kernels::{Activation, Attention, Element, Error, Gate, Isa, Map, Norm};
-use functions::activated;
-use levels::Tests;
-
-mod functions;
-#[allow(dead_code)] // for its neighbours
-mod levels;
 
 const SIZES: [usize; 5] = [1, 15, 16, 48, 577];
 const COUNT: usize = 90;
@@ -284,23 +278,18 @@ fn what_does_not_fit_is_refused() {
     assert_eq!((stream, out), ([7.0; 6], [7.0; 6]));
 }
 
-fn main() -> ExitCode {
-    Tests::new()
-        .at(
-            &levels::all(),
-            "norms_are_near_the_exact_numbers",
-            norms_are_near_the_exact_numbers,
-        )
-        .at(
-            &levels::all(),
-            "functions_are_near_the_exact_numbers",
-            functions_are_near_the_exact_numbers,
-        )
-        .at(
-            &levels::FLOATS,
-            "small_and_large_numbers_are_near_the_exact_ones",
-            small_and_large_numbers_are_near_the_exact_ones,
-        )
-        .once("what_does_not_fit_is_refused", what_does_not_fit_is_refused)
-        .run()
+/// Adds the tests of this module.
+pub(crate) fn add(tests: &mut Tests) {
+    at!(
+        tests,
+        &all(),
+        norms_are_near_the_exact_numbers,
+        functions_are_near_the_exact_numbers
+    );
+    at!(
+        tests,
+        &FLOATS,
+        small_and_large_numbers_are_near_the_exact_ones
+    );
+    once!(tests, what_does_not_fit_is_refused);
 }

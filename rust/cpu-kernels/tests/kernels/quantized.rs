@@ -1,13 +1,8 @@
 //! Linear layers on quantised weights against ggml's definition of the formats in f64, and the same bits at all levels,
 //! in every batch and by any number of threads.
 
-use std::process::ExitCode;
-
+use crate::levels::Tests;
 use cpu_kernels::{Activation, Attention, Error, Isa, QuantizedFormat, QuantizedWeight};
-use levels::Tests;
-
-#[allow(dead_code)] // for its neighbours
-mod levels;
 
 use QuantizedFormat as F;
 
@@ -495,35 +490,25 @@ fn what_does_not_fit_is_refused() {
     assert_eq!(out, [7.0; 6]);
 }
 
-fn main() -> ExitCode {
-    Tests::new()
-        .at(
-            &LEVELS,
-            "products_are_near_the_exact_ones",
-            products_are_near_the_exact_ones,
-        )
-        .at(
-            &LEVELS,
-            "a_row_has_the_same_bits_in_every_batch",
-            a_row_has_the_same_bits_in_every_batch,
-        )
-        .at(
-            &LEVELS,
-            "every_level_and_number_of_threads_gives_the_same_bits",
-            every_level_and_number_of_threads_gives_the_same_bits,
-        )
-        .at(
-            &LEVELS[1..],
-            "many_blocks_and_rows_have_the_same_bits_at_every_level",
-            many_blocks_and_rows_have_the_same_bits_at_every_level,
-        )
-        .at(
-            &LEVELS,
-            "extreme_codes_and_numbers_do_not_overflow",
-            extreme_codes_and_numbers_do_not_overflow,
-        )
-        .once("rows_of_the_weight_come_back", rows_of_the_weight_come_back)
-        .once("memory_is_that_of_the_file", memory_is_that_of_the_file)
-        .once("what_does_not_fit_is_refused", what_does_not_fit_is_refused)
-        .run()
+/// Adds the tests of this module.
+pub(crate) fn add(tests: &mut Tests) {
+    at!(
+        tests,
+        &LEVELS,
+        products_are_near_the_exact_ones,
+        a_row_has_the_same_bits_in_every_batch,
+        every_level_and_number_of_threads_gives_the_same_bits
+    );
+    at!(
+        tests,
+        &LEVELS[1..],
+        many_blocks_and_rows_have_the_same_bits_at_every_level
+    );
+    at!(tests, &LEVELS, extreme_codes_and_numbers_do_not_overflow);
+    once!(
+        tests,
+        rows_of_the_weight_come_back,
+        memory_is_that_of_the_file,
+        what_does_not_fit_is_refused
+    );
 }

@@ -1,15 +1,10 @@
 //! Rotations against f64, one head at a time; the same bits at all levels and by all threads.
 
-use std::process::ExitCode;
-
+use crate::levels::{Tests, all, check};
 use cpu_kernels::{
     Attend, Attention, CacheShape, Element, Error, HeadNorm, Isa, Layout, Order, Rotation, Rows,
 };
-use levels::{Tests, check};
 use proptest::prelude::*;
-
-#[allow(dead_code)] // for its neighbours
-mod levels;
 
 /// Random rotations of a test.
 const CASES: u32 = 64;
@@ -325,23 +320,14 @@ fn what_does_not_fit_is_refused() {
     assert_eq!(huge, Err(Error::TooLarge));
 }
 
-fn main() -> ExitCode {
-    Tests::new()
-        .at(
-            &levels::all(),
-            "each_head_is_what_it_is_in_f64",
-            each_head_is_what_it_is_in_f64,
-        )
-        .at(
-            &levels::all(),
-            "every_level_gives_the_same_bits_and_bfloat16_is_rounded_once",
-            every_level_gives_the_same_bits_and_bfloat16_is_rounded_once,
-        )
-        .at(
-            &levels::all(),
-            "many_rows_are_turned_as_few_are",
-            many_rows_are_turned_as_few_are,
-        )
-        .once("what_does_not_fit_is_refused", what_does_not_fit_is_refused)
-        .run()
+/// Adds the tests of this module.
+pub(crate) fn add(tests: &mut Tests) {
+    at!(
+        tests,
+        &all(),
+        each_head_is_what_it_is_in_f64,
+        every_level_gives_the_same_bits_and_bfloat16_is_rounded_once,
+        many_rows_are_turned_as_few_are
+    );
+    once!(tests, what_does_not_fit_is_refused);
 }

@@ -9,6 +9,20 @@ use libtest_mimic::{Arguments, Trial};
 use proptest::prelude::*;
 use proptest::test_runner::{TestError, TestRunner};
 
+/// Adds tests for each of some levels, named as their functions.
+macro_rules! at {
+    ($tests:expr, $levels:expr, $($test:ident),+ $(,)?) => {
+        $($tests.at($levels, concat!(module_path!(), "::", stringify!($test)), $test);)+
+    };
+}
+
+/// Adds tests that do not depend on the level.
+macro_rules! once {
+    ($tests:expr, $($test:ident),+ $(,)?) => {
+        $($tests.once(concat!(module_path!(), "::", stringify!($test)), $test);)+
+    };
+}
+
 /// Levels whose float32 results have the same bits.
 pub(crate) const FLOATS: [Isa; 4] = [Isa::Portable, Isa::Neon, Isa::Avx2, Isa::Avx512];
 
@@ -21,7 +35,7 @@ const REQUIRED: &str = "REQUIRE_ISA";
 /// No level, and those that make a difference elsewhere: `tools/levels.py` runs tests there.
 const OTHERS: [&str; 2] = ["", "avx512_vnni"];
 
-/// The tests of a file, collected.
+/// Collected tests.
 pub(crate) struct Tests {
     trials: Vec<Trial>,
     required: Vec<Isa>,
@@ -38,15 +52,15 @@ impl Tests {
             }
             isa => isa,
         };
-        let asked = names.split(',').filter(|name| !OTHERS.contains(name));
+        let levels = names.split(',').filter(|name| !OTHERS.contains(name));
         Self {
             trials: vec![],
-            required: asked.filter_map(level).collect(),
+            required: levels.filter_map(level).collect(),
         }
     }
 
-    /// A test for each of these levels.
-    pub(crate) fn at(&mut self, levels: &[Isa], name: &str, test: fn(Isa)) -> &mut Self {
+    /// A test for each of these levels. `path` begins with the crate.
+    pub(crate) fn at(&mut self, levels: &[Isa], path: &str, test: fn(Isa)) {
         for &isa in levels {
             let (is_there, is_required) = (isa.is_there(), self.required.contains(&isa));
             let run = move || match is_there {
@@ -56,21 +70,19 @@ impl Tests {
                 }
                 false => Err(format!("this machine has no {}", isa.name()).into()),
             };
-            let trial = Trial::test(format!("{name}::{}", isa.name()), run);
+            let trial = Trial::test(format!("{}::{}", in_crate(path), isa.name()), run);
             self.trials
                 .push(trial.with_ignored_flag(!is_there && !is_required));
         }
-        self
     }
 
     /// A test that does not depend on the level.
-    pub(crate) fn once(&mut self, name: &str, test: fn()) -> &mut Self {
+    pub(crate) fn once(&mut self, path: &str, test: fn()) {
         let run = move || {
             test();
             Ok(())
         };
-        self.trials.push(Trial::test(name, run));
-        self
+        self.trials.push(Trial::test(in_crate(path), run));
     }
 
     /// Runs what the command line asks for, and says at which levels tests ran.
@@ -90,6 +102,11 @@ impl Tests {
         }
         conclusion.exit_code()
     }
+}
+
+/// A path without the crate.
+fn in_crate(path: &str) -> &str {
+    path.split_once("::").map_or(path, |(_, rest)| rest)
 }
 
 /// Both kinds of levels.

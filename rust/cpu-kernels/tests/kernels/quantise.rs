@@ -1,14 +1,10 @@
 //! Floats that are rounded to 4 and 8 bits: the codes of a plain computation, with the same bits at all levels and by any
 //! number of threads.
 
-use std::process::ExitCode;
 use std::sync::LazyLock;
 
+use crate::levels::{Tests, all};
 use cpu_kernels::{Attention, Element, Error, Isa, QuantizedFormat, QuantizedWeight};
-use levels::{Tests, all};
-
-#[allow(dead_code)] // for its neighbours
-mod levels;
 
 const GROUP: usize = 32;
 const BYTES: usize = 34;
@@ -244,24 +240,14 @@ fn what_does_not_fit_is_refused() {
     }
 }
 
-fn main() -> ExitCode {
-    let levels = all();
-    Tests::new()
-        .at(
-            &levels,
-            "codes_are_those_of_a_plain_computation",
-            codes_are_those_of_a_plain_computation,
-        )
-        .at(
-            &levels,
-            "threads_and_formats_of_the_weight_change_nothing",
-            threads_and_formats_of_the_weight_change_nothing,
-        )
-        .at(
-            &levels,
-            "numbers_that_are_not_finite_give_such_scales",
-            numbers_that_are_not_finite_give_such_scales,
-        )
-        .once("what_does_not_fit_is_refused", what_does_not_fit_is_refused)
-        .run()
+/// Adds the tests of this module.
+pub(crate) fn add(tests: &mut Tests) {
+    at!(
+        tests,
+        &all(),
+        codes_are_those_of_a_plain_computation,
+        threads_and_formats_of_the_weight_change_nothing,
+        numbers_that_are_not_finite_give_such_scales
+    );
+    once!(tests, what_does_not_fit_is_refused);
 }

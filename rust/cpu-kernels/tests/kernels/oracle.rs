@@ -1,15 +1,11 @@
 //! The kernel against attention written out in f64, on random steps, at each level of instructions.
 
-use std::process::ExitCode;
-
+use crate::levels::{FLOATS, HALVES, Tests, all, check};
 use cpu_kernels::{
     Attend, Attention, CacheShape, Element, Isa, Options, Query, Rows, Sequences, SharedPrefixes,
     Step, Stored,
 };
-use levels::{FLOATS, HALVES, Tests, check};
 use proptest::prelude::*;
-
-mod levels;
 
 /// Random steps of a test: `ATTENTION_CASES` of them, for emulated processors. On x86-64 plain loops call a function
 /// for each product that is rounded once.
@@ -716,76 +712,36 @@ fn a_level_that_is_not_there_is_refused() {
     }
 }
 
-fn main() -> ExitCode {
-    Tests::new()
-        .at(
-            &FLOATS,
-            "every_row_sees_what_it_should_and_nothing_else",
-            every_row_sees_what_it_should_and_nothing_else,
-        )
-        .at(
-            &FLOATS,
-            "levels_and_threads_give_the_same_bits",
-            levels_and_threads_give_the_same_bits,
-        )
-        .at(
-            &FLOATS,
-            "bfloat16_is_float32_that_was_rounded",
-            bfloat16_is_float32_that_was_rounded,
-        )
-        .at(
-            &HALVES,
-            "products_of_bfloat16_are_near",
-            products_of_bfloat16_are_near,
-        )
-        .at(
-            &FLOATS,
-            "eight_bits_have_the_bits_of_what_they_stand_for",
-            eight_bits_have_the_bits_of_what_they_stand_for,
-        )
-        .at(
-            &HALVES,
-            "eight_bits_in_products_of_bfloat16_are_near",
-            eight_bits_in_products_of_bfloat16_are_near,
-        )
-        .at(
-            &levels::all(),
-            "a_row_depends_on_itself_alone",
-            a_row_depends_on_itself_alone,
-        )
-        .at(
-            &levels::all(),
-            "reading_a_shared_prefix_once_changes_no_bit",
-            reading_a_shared_prefix_once_changes_no_bit,
-        )
-        .at(
-            &levels::all(),
-            "a_shared_part_is_the_last_of_one_and_not_of_the_other",
-            a_shared_part_is_the_last_of_one_and_not_of_the_other,
-        )
-        .at(
-            &levels::all(),
-            "threads_share_a_large_step",
-            threads_share_a_large_step,
-        )
-        .at(
-            &levels::all(),
-            "scores_that_climb_and_fall",
-            scores_that_climb_and_fall,
-        )
-        .at(
-            &FLOATS,
-            "scores_that_leave_no_room_for_others",
-            scores_that_leave_no_room_for_others,
-        )
-        .at(
-            &FLOATS,
-            "what_a_row_does_not_see_may_be_infinite",
-            what_a_row_does_not_see_may_be_infinite,
-        )
-        .once(
-            "a_level_that_is_not_there_is_refused",
-            a_level_that_is_not_there_is_refused,
-        )
-        .run()
+/// Adds the tests of this module.
+pub(crate) fn add(tests: &mut Tests) {
+    at!(
+        tests,
+        &FLOATS,
+        every_row_sees_what_it_should_and_nothing_else,
+        levels_and_threads_give_the_same_bits,
+        bfloat16_is_float32_that_was_rounded
+    );
+    at!(tests, &HALVES, products_of_bfloat16_are_near);
+    at!(
+        tests,
+        &FLOATS,
+        eight_bits_have_the_bits_of_what_they_stand_for
+    );
+    at!(tests, &HALVES, eight_bits_in_products_of_bfloat16_are_near);
+    at!(
+        tests,
+        &all(),
+        a_row_depends_on_itself_alone,
+        reading_a_shared_prefix_once_changes_no_bit,
+        a_shared_part_is_the_last_of_one_and_not_of_the_other,
+        threads_share_a_large_step,
+        scores_that_climb_and_fall
+    );
+    at!(
+        tests,
+        &FLOATS,
+        scores_that_leave_no_room_for_others,
+        what_a_row_does_not_see_may_be_infinite
+    );
+    once!(tests, a_level_that_is_not_there_is_refused);
 }

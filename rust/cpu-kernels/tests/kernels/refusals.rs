@@ -1,5 +1,6 @@
 //! What does not fit is refused, with the value, and nothing is written.
 
+use crate::levels::Tests;
 use std::path::Path;
 
 use cpu_kernels::{
@@ -35,7 +36,6 @@ fn step(starts: &[i32], lens: &[i32], tables: &[i32], width: usize) -> Result<St
 }
 
 /// Three sequences of five tokens on two blocks each that the first two have in common.
-#[test]
 fn prefixes() {
     let tables = [0, 1, 2, 0, 1, 1, 0, 2, 2];
     let share = |order: &[i32], prefixes: &[i32]| {
@@ -80,7 +80,6 @@ fn prefixes() {
 }
 
 /// Two prefixes side by side may not have a sequence in common: what it finds would go to one place.
-#[test]
 fn prefixes_that_overlap() {
     let tables: Vec<i32> = (0..3).flat_map(|_| 0..=256).collect();
     let sequences = Sequences {
@@ -105,7 +104,6 @@ fn prefixes_that_overlap() {
     );
 }
 
-#[test]
 fn steps() {
     let said = |starts: &[i32], lens: &[i32], tables: &[i32], width: usize| {
         step(starts, lens, tables, width)
@@ -177,7 +175,6 @@ fn attend(
     found.map(|()| out)
 }
 
-#[test]
 fn attending() {
     let fits = [36, 12, 12, 4];
     assert_eq!(attend(SHAPE, fits, 4, &PLAIN).expect("it fits"), [1.0; 4]);
@@ -258,7 +255,6 @@ fn dense(memory: &[f32], count: usize) -> Rows<'_, f32> {
     Rows::new(memory, count, width, width).expect("it fits")
 }
 
-#[test]
 fn writing() {
     let written = |slots: &[i64], keys: usize, values: usize| {
         let (mut cache_k, mut cache_v) = (vec![0.0; 36], vec![0.0; 12]);
@@ -297,5 +293,17 @@ fn writing() {
     assert_eq!(
         said,
         "slot 7 of row 0 is neither -1 nor one of the 6 of the cache"
+    );
+}
+
+/// Adds the tests of this module.
+pub(crate) fn add(tests: &mut Tests) {
+    once!(
+        tests,
+        prefixes,
+        prefixes_that_overlap,
+        steps,
+        attending,
+        writing
     );
 }

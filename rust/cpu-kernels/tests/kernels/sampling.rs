@@ -1,13 +1,8 @@
 //! Drawn tokens, largest logits and log-probabilities against plain f64, and the same bits at all levels, in every batch
 //! and by any number of threads.
 
-use std::process::ExitCode;
-
+use crate::levels::{FLOATS, Tests};
 use cpu_kernels::{Attention, Draws, Element, Error, Isa, Logprobs, Reported};
-use levels::Tests;
-
-#[allow(dead_code)] // for its neighbours
-mod levels;
 
 const VOCABULARIES: [usize; 6] = [1, 2, 63, 1000, 4097, 20_001];
 const ROWS: usize = 5;
@@ -401,29 +396,15 @@ fn what_does_not_fit_is_refused() {
     assert!(matches!(report(&other, 1), Err(Error::Length { .. })));
 }
 
-fn main() -> ExitCode {
-    let floats = &levels::FLOATS;
-    Tests::new()
-        .at(
-            floats,
-            "draws_are_those_of_a_sort",
-            draws_are_those_of_a_sort,
-        )
-        .at(
-            floats,
-            "the_largest_is_the_first_of_equals",
-            the_largest_is_the_first_of_equals,
-        )
-        .at(
-            floats,
-            "rows_without_a_distribution_have_the_token_of_the_largest",
-            rows_without_a_distribution_have_the_token_of_the_largest,
-        )
-        .at(
-            floats,
-            "log_probabilities_are_those_of_a_sort",
-            log_probabilities_are_those_of_a_sort,
-        )
-        .once("what_does_not_fit_is_refused", what_does_not_fit_is_refused)
-        .run()
+/// Adds the tests of this module.
+pub(crate) fn add(tests: &mut Tests) {
+    at!(
+        tests,
+        &FLOATS,
+        draws_are_those_of_a_sort,
+        the_largest_is_the_first_of_equals,
+        rows_without_a_distribution_have_the_token_of_the_largest,
+        log_probabilities_are_those_of_a_sort
+    );
+    once!(tests, what_does_not_fit_is_refused);
 }

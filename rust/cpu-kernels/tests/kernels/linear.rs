@@ -1,14 +1,8 @@
 //! Linear layers against f64, and the same bits at all levels, in every batch and by any number of threads.
 
-use std::process::ExitCode;
-
+use crate::functions::activated;
+use crate::levels::{FLOATS, Tests, all};
 use cpu_kernels::{Activation, Attention, Element, Error, Isa, PackedWeight};
-use functions::activated;
-use levels::{FLOATS, Tests, all};
-
-mod functions;
-#[allow(dead_code)] // for its neighbours
-mod levels;
 
 /// Numbers from -1 to 1 that look random.
 fn floats(count: usize, seed: usize) -> Vec<f32> {
@@ -518,69 +512,35 @@ fn rows_come_back(layer: &Layer) {
     assert!(matches!(found, Err(Error::Length { .. })));
 }
 
-fn main() -> ExitCode {
-    Tests::new()
-        .at(
-            &FLOATS,
-            "products_are_near_the_exact_ones",
-            products_are_near_the_exact_ones,
-        )
-        .at(
-            &FLOATS,
-            "a_row_has_the_same_bits_in_every_batch",
-            a_row_has_the_same_bits_in_every_batch,
-        )
-        .at(
-            &all(),
-            "many_rows_have_the_bits_of_one",
-            many_rows_have_the_bits_of_one,
-        )
-        .at(
-            &FLOATS,
-            "every_level_and_number_of_threads_gives_the_same_bits",
-            every_level_and_number_of_threads_gives_the_same_bits,
-        )
-        .at(
-            &FLOATS,
-            "a_gate_is_the_activation_of_its_product",
-            a_gate_is_the_activation_of_its_product,
-        )
-        .at(
-            &FLOATS,
-            "numbers_that_are_not_finite_stay_in_their_row",
-            numbers_that_are_not_finite_stay_in_their_row,
-        )
-        .at(
-            &all(),
-            "products_of_bfloat16_are_near_the_exact_ones",
-            products_of_bfloat16_are_near_the_exact_ones,
-        )
-        .at(
-            &all(),
-            "a_row_of_bfloat16_has_the_same_bits_in_every_batch_and_by_all_threads",
-            a_row_of_bfloat16_has_the_same_bits_in_every_batch_and_by_all_threads,
-        )
-        .at(
-            &all(),
-            "bfloat16_weights_have_the_bits_of_floats",
-            bfloat16_weights_have_the_bits_of_floats,
-        )
-        .at(
-            &all(),
-            "a_gate_of_bfloat16_is_the_activation_of_its_product",
-            a_gate_of_bfloat16_is_the_activation_of_its_product,
-        )
-        .at(
-            &all(),
-            "bfloat16_that_is_not_finite_stays_in_its_row",
-            bfloat16_that_is_not_finite_stays_in_its_row,
-        )
-        .at(
-            &all(),
-            "formats_take_turns_on_a_thread",
-            formats_take_turns_on_a_thread,
-        )
-        .once("rows_of_the_weight_come_back", rows_of_the_weight_come_back)
-        .once("what_does_not_fit_is_refused", what_does_not_fit_is_refused)
-        .run()
+/// Adds the tests of this module.
+pub(crate) fn add(tests: &mut Tests) {
+    at!(
+        tests,
+        &FLOATS,
+        products_are_near_the_exact_ones,
+        a_row_has_the_same_bits_in_every_batch
+    );
+    at!(tests, &all(), many_rows_have_the_bits_of_one);
+    at!(
+        tests,
+        &FLOATS,
+        every_level_and_number_of_threads_gives_the_same_bits,
+        a_gate_is_the_activation_of_its_product,
+        numbers_that_are_not_finite_stay_in_their_row
+    );
+    at!(
+        tests,
+        &all(),
+        products_of_bfloat16_are_near_the_exact_ones,
+        a_row_of_bfloat16_has_the_same_bits_in_every_batch_and_by_all_threads,
+        bfloat16_weights_have_the_bits_of_floats,
+        a_gate_of_bfloat16_is_the_activation_of_its_product,
+        bfloat16_that_is_not_finite_stays_in_its_row,
+        formats_take_turns_on_a_thread
+    );
+    once!(
+        tests,
+        rows_of_the_weight_come_back,
+        what_does_not_fit_is_refused
+    );
 }
