@@ -115,7 +115,7 @@ class Host:
         specs = [KVCacheSpec(1, HEAD_DIM, HEAD_DIM, "bfloat16")] * case.groups
         pool = KVPool(specs, 1, BLOCK, CPU)
         pool.groups = SimpleNamespace(  # type: ignore[assignment]
-            places=[SimpleNamespace(group=group, index=group) for group in range(case.groups)],
+            locations=[SimpleNamespace(group=group, index=group) for group in range(case.groups)],
             windows=windows,
         )
         with patch.dict(sys.modules, {"flashinfer": LIBRARY}):

@@ -29,18 +29,17 @@ Int32Array = npt.NDArray[np.int32]
 class SharedRows:
     """The leading blocks that sequences of a step have in common, in one layer group.
 
-    Written by the block manager with the step, through `found`. Arrays on the host, int32: `order`
-    `[B]` are the sequences, with those that share blocks next to each other, `prefixes` `[P, 5]`
+    Arrays on the host, int32, which the block manager fills with each step (`buffers`): `order`
     as in `pyengine.SharedPrefixes`; P may be 0.
     """
 
     def __init__(self, group: int, sequences: int) -> None:
-        """For steps of up to so many sequences."""
+        """For steps of at most `sequences` sequences."""
         self.group = group
         self.order = np.zeros(sequences, np.int32)
         self.own_blocks = np.zeros(sequences, np.int32)
         self.rows = np.zeros((max(1, sequences - 1), 5), np.int32)
-        self.found = SharedPrefixes(
+        self.buffers = SharedPrefixes(
             order=self.order, own_blocks=self.own_blocks, prefixes=self.rows, group=group
         )
         """The arrays as the block manager writes them."""
@@ -155,7 +154,7 @@ class AttentionBackend(ABC):
     name: str
     """The name for `choose_backend`."""
     strength: str
-    """Why "auto" chooses it, in words."""
+    """The reason that the log gives when "auto" chooses it."""
     auto_on: tuple[str, ...] = ("cpu", "cuda")
     """Devices on which "auto" considers it."""
     is_uncertain = False

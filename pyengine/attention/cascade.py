@@ -12,13 +12,13 @@ import numpy.typing as npt
 from pyengine.attention.backend import Int32Array, StepInputs
 from pyengine.attention.paged import PageTable, cumulative
 
-MOST_PREFIXES = 32
-"""The most prefixes of a step; a graph has memory for so many."""
+MAX_PREFIXES = 32
+"""Maximum prefixes of a step; a graph has memory for as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
-    """The shared prefixes of a step in one layer group. Each starts with its sequences.
+    """The shared prefixes of a step in one layer group. Each begins at position 0.
 
     `rows` are the tokens of the step that attend to them, int64 `[R]`, those of prefix `p` at
     `starts[p] : starts[p + 1]`. `lengths` are the tokens of each prefix, in whole `pages`.
@@ -35,7 +35,7 @@ class Cascade:
     saved_tokens: int
 
 
-def most_saved_tokens(inputs: StepInputs, block_size: int) -> int:
+def max_saved_tokens(inputs: StepInputs, block_size: int) -> int:
     """An upper bound of `Cascade.saved_tokens`, without a walk over the prefixes."""
     if inputs.shared is None:
         return 0
@@ -98,4 +98,4 @@ def _chosen(prefixes: list[list[int]]) -> list[tuple[int, int, int]]:
         if is_chosen[at] and not is_below:
             chosen.append((begin, end, last))
     chosen.sort(key=lambda prefix: (prefix[0] + 1 - prefix[1]) * prefix[2])  # most saved first
-    return sorted(chosen[:MOST_PREFIXES])
+    return sorted(chosen[:MAX_PREFIXES])

@@ -42,8 +42,8 @@ class Choice:
 class _Candidate:
     """A backend that is imported when it is needed: all but "cpu" import torch.
 
-    `devices` are the types that it runs on. `obstacle` is that of the class, if it can be had
-    without an import.
+    `devices` are the types that it runs on. `obstacle` is that of the class, where it needs no
+    import.
     """
 
     module: str

@@ -29,18 +29,17 @@ class PagedContext:
         self.count(layer, options.sliding_window)
         return self.plan.forward(layer, rows, options)
 
-    def count(self, layer: int, asked: int | None) -> None:
-        """Count that `layer` attends, to the last `asked` positions or to all (None).
+    def count(self, layer: int, window: int | None) -> None:
+        """Count that `layer` attends, to the last `window` positions or to all (None).
 
         Raises `ConfigurationError` for a layer that sees further back than its group keeps its
         blocks.
         """
         self.attended += 1
         kept = self.kept[layer]
-        if kept is not None and (asked is None or asked > kept):
-            sight = "every position" if asked is None else f"the last {asked} positions"
+        if kept is not None and (window is None or window > kept):
+            sight = "every position" if window is None else f"the last {window} positions"
             raise ConfigurationError(
-                f"layer {layer} attends to {sight}, but of its keys and values only the last "
-                f"{kept} are kept, as the model's configuration says that its attention slides: "
-                "the two contradict each other, this model is not supported"
+                f"layer {layer} attends to {sight}, but only the last {kept} are kept, as the "
+                "model's configuration says that it slides: this model is not supported"
             )

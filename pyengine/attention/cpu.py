@@ -40,10 +40,10 @@ def _caches_of(pool: KVPool) -> list[CpuCache]:
     """
     if pool not in _caches:
         by_tensor: dict[int, CpuCache] = {}
-        for place, (keys, values) in zip(pool.groups.places, pool.arrays, strict=True):
-            if place.index not in by_tensor:
-                by_tensor[place.index] = CpuCache(keys, values)
-        _caches[pool] = [by_tensor[place.index] for place in pool.groups.places]
+        for location, (keys, values) in zip(pool.groups.locations, pool.arrays, strict=True):
+            if location.index not in by_tensor:
+                by_tensor[location.index] = CpuCache(keys, values)
+        _caches[pool] = [by_tensor[location.index] for location in pool.groups.locations]
     return _caches[pool]
 
 
@@ -62,7 +62,7 @@ class CpuBackend(AttentionBackend):
         super().__init__(pool)
         self.caches = _caches_of(pool)
         self._threads = None if loaded_torch() is None else _torch_threads()
-        self.groups = [place.group for place in pool.groups.places]
+        self.groups = [location.group for location in pool.groups.locations]
         """The group of each layer."""
         full = [group for group, window in enumerate(pool.groups.windows) if window is None]
         self.shared_group = full[0] if full else None
@@ -70,7 +70,7 @@ class CpuBackend(AttentionBackend):
 
     @property
     def threads(self) -> CpuAttention:
-        """As many of torch's threads as it had for this backend, for models of its operations."""
+        """The kernel with torch's number of threads, for models that compute with torch."""
         if self._threads is None:
             self._threads = _torch_threads()
         return self._threads
@@ -181,9 +181,9 @@ class CpuPlan:
         cos, sin = rotation.cos, rotation.sin
         angles: tuple[npt.NDArray[Any], ...]
         if cos.is_contiguous() and sin.is_contiguous():
-            found = (cos.data_ptr(), sin.data_ptr(), cos.shape, cos.dtype)
-            if found != self._angles_of:
-                self._angles_of, self._angles = found, (array_of(cos), array_of(sin))
+            memory = (cos.data_ptr(), sin.data_ptr(), cos.shape, cos.dtype)
+            if memory != self._angles_of:
+                self._angles_of, self._angles = memory, (array_of(cos), array_of(sin))
             angles = self._angles
         else:
             angles = (array_of(cos.contiguous()), array_of(sin.contiguous()))
@@ -191,7 +191,7 @@ class CpuPlan:
 
 
 def rotation_numbers(layout: RotaryLayout, norm: HeadNorm | None) -> tuple[Any, ...]:
-    """What the kernel takes of a rotation beside its angles, the same in every step."""
+    """The kernel's arguments for a rotation besides its angles; the same in every step."""
     weights = None
     if norm is not None:
         arrays = (array_of(weight.detach()) for weight in (norm.query_weight, norm.key_weight))

@@ -25,14 +25,14 @@ ATTENTION_NAME = "pyengine_paged_attention"
 class CompiledModel(NamedTuple):
     """The value of `paged=` while a model is compiled: the number that names it.
 
-    A graph cannot hold a step; `running` says which one is meant when it runs.
+    A graph cannot hold a step; `running` provides the step when the graph runs.
     """
 
     number: int
 
     def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`: one operator that is opaque to the compiler."""
-        found: torch.Tensor = torch.ops.pyengine.paged_attention(
+        attended: torch.Tensor = torch.ops.pyengine.paged_attention(
             *rows,
             options.sinks,
             self.number,
@@ -42,7 +42,7 @@ class CompiledModel(NamedTuple):
             options.softcap,
             *_apart(options.rotation),
         )
-        return found
+        return attended
 
 
 def register_paged_attention() -> str:
@@ -175,7 +175,7 @@ def _shape(
     return query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
 
 
-# Not `custom_op`, which looks at every call whether its output is one of its inputs.
+# Not `custom_op`: it checks at every call whether an output is one of the inputs.
 torch.library.define(
     "pyengine::paged_attention",
     "(Tensor query, Tensor key, Tensor value, Tensor? sinks, int number, int layer, "

@@ -68,8 +68,8 @@ class FlashAttnBackend(AttentionBackend):
 
 def _release(version: str) -> tuple[int, ...]:
     """`2.8.3.post1` as (2, 8, 3)."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    return tuple(map(int, found.groups())) if found else (0, 0, 0)
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return tuple(map(int, match.groups())) if match else (0, 0, 0)
 
 
 class FlashAttnPlan:
@@ -100,9 +100,10 @@ class FlashAttnPlan:
             parts.append(self._decode(layer, query[:decodes], options))
         if self._starts is not None and self._extents is not None:
             sequences = slice(decodes, None)
-            most = self._extents.max_rows
             parts.append(
-                self._attend(layer, query[decodes:], options, self._starts, sequences, most)
+                self._attend(
+                    layer, query[decodes:], options, self._starts, sequences, self._extents.max_rows
+                )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -157,7 +158,7 @@ class FlashAttnPlan:
         return apply_sinks(attended, lse.T, options.sinks)
 
     def _table(self, layer: int) -> Any:
-        return self._inputs.block_tables[self._backend.pool.groups.places[layer].group]
+        return self._inputs.block_tables[self._backend.pool.groups.locations[layer].group]
 
 
 class FlashAttn3Backend(AttentionBackend):
@@ -216,7 +217,7 @@ class FlashAttn3Plan:
             pool.keys[layer],
             pool.values[layer],
             cache_seqlens=inputs.seq_lens,
-            page_table=inputs.block_tables[pool.groups.places[layer].group],
+            page_table=inputs.block_tables[pool.groups.locations[layer].group],
             cu_seqlens_q=inputs.query_start_loc,
             max_seqlen_q=self._max_rows,
             return_softmax_lse=options.sinks is not None,

@@ -20,7 +20,7 @@ PAGE = 256
 
 
 def flash_kernel_obstacle(needs: AttentionNeeds, page: int = PAGE) -> str | None:
-    """Why the kernels cannot serve; None: they can. `page` is what pages are a multiple of."""
+    """Why the kernels cannot serve; None: they can. A page has a multiple of `page` tokens."""
     for layer in needs.layers:
         if layer.head_dim_k > 256 or layer.head_dim_k % 8:
             return (
@@ -46,12 +46,12 @@ def flash_settings(options: AttentionOptions) -> dict[str, Any]:
 
 
 def longest_in(inputs: StepInputs) -> int:
-    """The most tokens of a sequence of this step."""
+    """Tokens of the longest sequence of this step."""
     return int(inputs.host_seq_lens.max())
 
 
 def longest_ever(inputs: StepInputs, block_size: int) -> int:
-    """The most tokens of a sequence whose table `inputs` can hold, for a graph."""
+    """Tokens that a block table of `inputs` can hold, for a graph."""
     return int(inputs.block_tables.shape[2]) * block_size
 
 

@@ -1,7 +1,7 @@
 """Attention by flashinfer: its paged wrappers, planned once per step and kind of layer.
 
-Written against flashinfer-python 0.6.18 to 0.7.4. Leading sequences with one new token have a plan
-of their own. Their kernels are those of prefills, which use tensor cores and serve any number of
+Written against flashinfer-python 0.6.18 to 0.7.4. Leading sequences with one new token are planned
+apart. Their kernels are those of prefills, which use tensor cores and serve any number of
 query heads per KV head. Outside of graphs they are planned by the prefill wrapper, too: the decode
 wrapper copies from pageable memory. Every wrapper names its kernels, so a kind of layer needs one
 compiled module. Sinks, which the fa2 and fa3 kernels ignore, are added from the logarithm of the
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionOptions, Rows, StepInputs
-from pyengine.attention.cascade import MOST_PREFIXES, Cascade, cascade_of, most_saved_tokens
+from pyengine.attention.cascade import MAX_PREFIXES, Cascade, cascade_of, max_saved_tokens
 from pyengine.attention.needs import (
     FLOAT8_DTYPES,
     AttentionNeeds,
@@ -46,7 +46,7 @@ _PLAN_BUFFER = "_pin_memory_int_workspace_buffer"
 """The attribute in which a wrapper keeps the pinned memory that it plans in."""
 
 Mark = Callable[[], Callable[[], bool]]
-"""Marks a place in the device's queue; the returned function is true once the device is there."""
+"""Records an event in the device's queue; the returned function is true once it has passed."""
 
 
 def mark_in_stream() -> Callable[[], bool]:
@@ -57,7 +57,7 @@ def mark_in_stream() -> Callable[[], bool]:
 
 
 def mark_at_once() -> Callable[[], bool]:
-    """The device is the host, which is always there. See `Mark`."""
+    """For a device that is the host: the event has always passed. See `Mark`."""
     return lambda: True
 
 
@@ -114,17 +114,17 @@ class GraphPrefixes:
     """The shared prefixes of a decode step on the device, in memory that stays in place.
 
     The rows of a prefix must be adjacent: `rows` `[B]` is the order in which the kernel reads the
-    step's rows, `places` `[B]` the way back. `is_shared` `[B]` are the rows that have a prefix. The
-    others come last and read the null block: the kernel reads the same number of rows in every
+    step's rows, `inverse` `[B]` the way back. `is_shared` `[B]` are the rows that have a prefix.
+    The others come last and read the null block: the kernel reads the same number of rows in every
     step. `size` prefixes are planned, of which some may have no rows.
     """
 
     def __init__(self, memory: "PrefixMemory", batch: int) -> None:
-        self.size = _most_prefixes(batch) + 1
+        self.size = _max_prefixes(batch) + 1
         self._batch = batch
         self._rows = memory.rows[: 9 * batch]
         words = self._rows[: 8 * batch].view(torch.int32)
-        self.rows, self.places = words[:batch], words[batch:]
+        self.rows, self.inverse = words[:batch], words[batch:]
         self.is_shared = self._rows[8 * batch :].view(torch.bool)
         self.buffers = {
             "qo_indptr_buf": memory.starts[: self.size + 1],
@@ -139,9 +139,9 @@ class GraphPrefixes:
         is_shared = np.zeros(self._batch, np.bool_)
         is_shared[shared] = True
         rows = np.concatenate((shared, np.flatnonzero(~is_shared))).astype(np.int32)
-        places = np.empty_like(rows)
-        places[rows] = np.arange(self._batch, dtype=np.int32)
-        packed = np.concatenate([array.view(np.uint8) for array in (rows, places, is_shared)])
+        inverse = np.empty_like(rows)
+        inverse[rows] = np.arange(self._batch, dtype=np.int32)
+        packed = np.concatenate([array.view(np.uint8) for array in (rows, inverse, is_shared)])
         self._rows.copy_(upload(packed, self._rows.device))
         return _with_rest(cascade, self.size, self._batch, null_block, block_size)
 
@@ -174,7 +174,7 @@ class PrefixMemory:
     @classmethod
     def of(cls, batch: int, width: int, device: torch.device) -> "PrefixMemory":
         """Memory for `batch` rows, and prefixes of up to `width` pages."""
-        size = _most_prefixes(batch) + 1
+        size = _max_prefixes(batch) + 1
         starts, indptr, indices, last_page_len = (
             torch.zeros(length, dtype=torch.int32, device=device)
             for length in (size + 1, size + 1, size * width, size)
@@ -183,12 +183,12 @@ class PrefixMemory:
         return cls(rows, starts, indptr, indices, last_page_len)
 
 
-def _most_prefixes(batch: int) -> int:
-    """The most shared prefixes of `batch` sequences, two of them or more each."""
-    return min(MOST_PREFIXES, batch // 2)
+def _max_prefixes(batch: int) -> int:
+    """Maximum shared prefixes of `batch` sequences: each has two of them or more."""
+    return min(MAX_PREFIXES, batch // 2)
 
 
-_LEAST_WORKSPACE = 16 << 20
+_MIN_WORKSPACE = 16 << 20
 _INT_WORKSPACE = 8 << 20  # bytes of a wrapper's plan on the device
 _HEAD_DIMS = (64, 128, 256)
 _COMPANIONS = {"tvm_ffi": "apache-tvm-ffi", "requests": "requests"}
@@ -220,22 +220,22 @@ class _Kind:
     scaling: float
 
 
-def workspace_bytes(kind: _Kind, processors: int, most_decodes: int, most_prefixes: int = 0) -> int:
+def workspace_bytes(kind: _Kind, processors: int, max_decodes: int, max_prefixes: int = 0) -> int:
     """Bytes of the kernels' workspace for sequences whose keys are split over several blocks.
 
     flashinfer splits keys as long as that keeps a GPU of `processors` busy, and in a graph reserves
-    a part for each of `most_decodes` sequences. A part is a tile of rows by all query heads, in
+    a part for each of `max_decodes` sequences. A part is a tile of rows by all query heads, in
     float32, with the logarithm of its sum (`PrefillPlan` in its `scheduler.cuh`). Where the decodes
-    read `most_prefixes` of several sequences, a tile has up to 128 rows.
+    read `max_prefixes` of several sequences, a tile has up to 128 rows.
     """
     group = kind.query_heads // kind.kv_heads
     decode_tile = 16 if group <= 16 else 64 if group <= 64 else 128
     split = 2 * processors // kind.kv_heads
-    in_graph = -(-most_decodes * group // decode_tile) + most_decodes
+    in_graph = -(-max_decodes * group // decode_tile) + max_decodes
     rows = max(split * 128, max(split, in_graph) * decode_tile)
-    if most_prefixes:
-        rows = max(rows, most_decodes * group + 128 * most_prefixes)
-    return max(_LEAST_WORKSPACE, 4 * kind.query_heads * rows * (kind.head_dim + 1) + 1024)
+    if max_prefixes:
+        rows = max(rows, max_decodes * group + 128 * max_prefixes)
+    return max(_MIN_WORKSPACE, 4 * kind.query_heads * rows * (kind.head_dim + 1) + 1024)
 
 
 class FlashInferBackend(AttentionBackend):
@@ -261,11 +261,11 @@ class FlashInferBackend(AttentionBackend):
         self.shared_group = full[0] if full else None
         self._token_bytes = sum(  # of layers that may share
             tensor[0, 0].nbytes
-            for place, caches in zip(
-                pool.groups.places, zip(pool.keys, pool.values, strict=True), strict=True
+            for location, caches in zip(
+                pool.groups.locations, zip(pool.keys, pool.values, strict=True), strict=True
             )
             for tensor in caches
-            if place.group == self.shared_group
+            if location.group == self.shared_group
         )
         on_cuda = pool.device.type == "cuda"
         if on_cuda:
@@ -307,7 +307,7 @@ class FlashInferBackend(AttentionBackend):
     def sharing_graph_plan(self, inputs: StepInputs) -> "FlashInferGraphPlan | None":
         """The same, for steps whose shared blocks are read once."""
         _, batch, width = inputs.block_tables.shape
-        if not _most_prefixes(batch):
+        if not _max_prefixes(batch):
             return None
         if self._prefixes is None or len(self._prefixes.rows) < 9 * batch:
             self._prefixes = PrefixMemory.of(batch, width, for_torch(self.pool.device))
@@ -320,7 +320,7 @@ class FlashInferBackend(AttentionBackend):
     def cascade(self, inputs: StepInputs) -> Cascade | None:
         """See `AttentionBackend.cascade`."""
         size = self.pool.block_size
-        if most_saved_tokens(inputs, size) * self._token_bytes < _WORTH_A_CASCADE:
+        if max_saved_tokens(inputs, size) * self._token_bytes < _WORTH_A_CASCADE:
             return None
         cascade = cascade_of(inputs, size)
         if cascade is None or cascade.saved_tokens * self._token_bytes < _WORTH_A_CASCADE:
@@ -392,14 +392,12 @@ class FlashInferBackend(AttentionBackend):
             self._pages[group, own] = memory
         return GraphPages(memory, batch)
 
-    def _workspace_for(
-        self, kind: _Kind, most_decodes: int, most_prefixes: int = 0
-    ) -> torch.Tensor:
+    def _workspace_for(self, kind: _Kind, max_decodes: int, max_prefixes: int = 0) -> torch.Tensor:
         """The workspace that all wrappers share for one layer at a time; zeros at first.
 
         Wrappers that were made before keep their smaller one.
         """
-        size = workspace_bytes(kind, self._processors, most_decodes, most_prefixes)
+        size = workspace_bytes(kind, self._processors, max_decodes, max_prefixes)
         if len(self._workspace) < size:
             device = for_torch(self.pool.device)
             self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -409,7 +407,7 @@ class FlashInferBackend(AttentionBackend):
         """The kind of `layer`, for which a wrapper is planned."""
         spec = self.pool.specs[layer]
         return _Kind(
-            group=self.pool.groups.places[layer].group,
+            group=self.pool.groups.locations[layer].group,
             query_heads=query.shape[1],
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim_k,
@@ -668,7 +666,7 @@ class FlashInferGraphPlan:
         out, lse = backend.run_with_lse(decoder, layer, query)
         by_prefix = query.index_select(0, prefixes.rows)
         shared = backend.run_with_lse(self._sharers[kind], layer, by_prefix)
-        of_rows = (tensor.index_select(0, prefixes.places) for tensor in shared)
+        of_rows = (tensor.index_select(0, prefixes.inverse) for tensor in shared)
         backend.library.merge_state_in_place(out, lse, *of_rows, prefixes.is_shared)
         return out if sinks is None else apply_sinks(out, lse * _LN2, sinks)
 

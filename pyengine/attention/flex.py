@@ -41,10 +41,10 @@ from pyengine.utils.own_graphs import compile_apart
 _WIDE_OFFSETS = (2, 15)
 """torch from which kernels multiply slots by strides in 64 bits (pytorch#185264): 2.13 does not."""
 _REACH = 1 << 31  # elements of a tensor that older kernels can address
-_DECODE_TILE = 16  # the least number of rows of a tile
+_DECODE_TILE = 16  # minimum rows of a tile
 _PREFILL_TILE = 64
 _KEY_TILE = 64
-_LEAST = 2  # the least value of every size that changes from step to step
+_MIN_SIZE = 2  # minimum of every size that changes from step to step
 _ALIGNED = 16  # numbers of 4 bytes: compiled code copies tensors that begin elsewhere
 
 RECOMPILE_LIMIT = 64
@@ -103,11 +103,11 @@ def _check_reach(pool: KVPool) -> None:
     if torch_version(torch.__version__) >= _WIDE_OFFSETS:
         return
     block = max(tensor[0].numel() for tensor in (*pool.keys, *pool.values))
-    most = _REACH // block - 1  # the null block is one more
-    if pool.num_blocks > most:
+    max_blocks = _REACH // block - 1  # the null block is one more
+    if pool.num_blocks > max_blocks:
         raise ConfigurationError(
             f"num_blocks={pool.num_blocks}: FlexAttention of torch {torch.__version__} computes "
-            f"the place of a slot in 32 bits; give at most num_blocks={most}, another "
+            f"the offset of a slot in 32 bits; give at most num_blocks={max_blocks}, another "
             f"attention_backend, or torch {_WIDE_OFFSETS[0]}.{_WIDE_OFFSETS[1]}"
         )
 
@@ -123,15 +123,15 @@ class FlexPlan:
         self._decodes = leading_decodes(starts) == len(starts) - 1
         sequences = np.arange(len(starts) - 1).repeat(np.diff(starts))
         self._sequence_of = _padded(
-            upload(sequences, for_torch(backend.pool.device)), _LEAST
+            upload(sequences, for_torch(backend.pool.device)), _MIN_SIZE
         )  # [T]
-        self._positions = _padded(inputs.positions, _LEAST)
-        self._tables = _padded(inputs.block_tables, _LEAST, _LEAST)
+        self._positions = _padded(inputs.positions, _MIN_SIZE)
+        self._tables = _padded(inputs.block_tables, _MIN_SIZE, _MIN_SIZE)
         shape = (len(inputs.block_tables), backend.pool.num_blocks + 1)
-        self._places = torch.empty(shape, dtype=torch.int64, device=for_torch(backend.pool.device))
+        self._columns = torch.empty(shape, dtype=torch.int64, device=for_torch(backend.pool.device))
         self._masks: dict[tuple[int, int | None, int], Any] = {}
         self._packed: dict[tuple[int, int | None, int], torch.Tensor] = {}
-        self._place_pages()
+        self._find_columns()
 
     def refresh(self, inputs: StepInputs) -> None:
         """See `GraphPlan.refresh`."""
@@ -141,14 +141,14 @@ class FlexPlan:
         if self._tables is not inputs.block_tables:
             _, rows, width = inputs.block_tables.shape
             self._tables[:, :rows, :width].copy_(inputs.block_tables)
-        self._place_pages()
+        self._find_columns()
         for (group, window, _), fixed in self._packed.items():
             fixed.copy_(self._tiles(group, window).packed(self._capacity, fixed.device))
 
     def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         backend, pool = self._backend, self._backend.pool
-        group = pool.groups.places[layer].group
+        group = pool.groups.locations[layer].group
         slots = self._inputs.slot_mapping
         query = backend.writer.write_step(layer, rows, slots, options.rotation)
         keys, values = (
@@ -161,7 +161,7 @@ class FlexPlan:
             lanes = Lanes(query.shape[1], query.shape[1], 1)
         tile = lanes.count if self._decodes else _PREFILL_TILE
         result = backend.attend(
-            lanes.laid_out(query),
+            lanes.to_lanes(query),
             keys,
             values,
             score_mod=backend.score_mod(options.softcap),
@@ -171,10 +171,10 @@ class FlexPlan:
             kernel_options=self._kernel_options(tile),
             return_aux=backend.library.AuxRequest(lse=options.sinks is not None),
         )
-        out = lanes.taken_up(result[0], len(query))
+        out = lanes.from_lanes(result[0], len(query))
         if options.sinks is None:
             return out
-        lse = lanes.taken_up(result[1].lse[..., None], len(query))[..., 0]
+        lse = lanes.from_lanes(result[1].lse[..., None], len(query))[..., 0]
         return apply_sinks(out, lse, options.sinks)
 
     def _kernel_options(self, tile: int) -> dict[str, Any] | None:
@@ -186,17 +186,17 @@ class FlexPlan:
             "FORCE_USE_FLEX_ATTENTION": True,  # not its decode kernel, which wants other tiles
         }
 
-    def _place_pages(self) -> None:
-        """Compute each page's index in its sequences, in blocks; -1: in none. On the device."""
+    def _find_columns(self) -> None:
+        """Compute each page's column in the block tables; -1: in none. On the device."""
         width = self._inputs.host_block_tables.shape[2]  # of this step; a graph's may be wider
         tables, lens = self._inputs.block_tables[..., :width], self._inputs.seq_lens
         null = self._backend.pool.num_blocks
         columns = torch.arange(tables.shape[2], device=tables.device)
         valid = columns < -(-lens[:, None] // self._backend.pool.block_size)
         pages = torch.where(valid, tables, null).long().flatten(1)
-        self._places.fill_(-1)
-        self._places.scatter_(1, pages, columns.repeat(len(lens)).expand_as(pages))
-        self._places[:, null] = -1
+        self._columns.fill_(-1)
+        self._columns.scatter_(1, pages, columns.repeat(len(lens)).expand_as(pages))
+        self._columns[:, null] = -1
 
     def _mask(self, group: int, window: int | None, lanes: int) -> Any:
         mask = self._masks.get((group, window, lanes))
@@ -220,17 +220,17 @@ class FlexPlan:
     def _visible(self, group: int, window: int | None, lanes: int) -> Callable[..., torch.Tensor]:
         """The mask function: true if a row, of `lanes` per token, sees a slot of the pool."""
         size = self._backend.pool.block_size
-        places, tables = self._places[group], self._tables[group]
+        columns, tables = self._columns[group], self._tables[group]
         sequence_of, positions = self._sequence_of, self._positions
 
         def visible(
             _batch: torch.Tensor, _head: torch.Tensor, lane: torch.Tensor, slot: torch.Tensor
         ) -> torch.Tensor:
             row, page = lane // lanes, slot // size
-            place = places[page]
-            own = tables[sequence_of[row], place.clamp(min=0)] == page
-            position = place * size + slot % size
-            seen = (place >= 0) & own & (position <= positions[row])
+            column = columns[page]
+            own = tables[sequence_of[row], column.clamp(min=0)] == page
+            position = column * size + slot % size
+            seen = (column >= 0) & own & (position <= positions[row])
             return seen if window is None else seen & (position > positions[row] - window)
 
         return visible
@@ -272,41 +272,41 @@ class Tiles:
 
     def parts(self, packed: torch.Tensor, capacity: int | None) -> list[torch.Tensor]:
         """Counts and pages in part, then in full, as a block mask takes them; views."""
-        found, begin = [], 0
+        views, begin = [], 0
         for shape in self._shapes(capacity):
             size = math.prod(shape)
-            found.append(packed[begin : begin + size].view(1, 1, *shape))
+            views.append(packed[begin : begin + size].view(1, 1, *shape))
             begin += -(-size // _ALIGNED) * _ALIGNED
-        return found
+        return views
 
     def _shapes(self, capacity: int | None) -> list[tuple[int, ...]]:
         """`capacity` is the number of pages in full that a tile has room for, None: as needed."""
         (part_counts, in_part), (_, in_full) = self.in_part, self.in_full
-        tiles = max(_LEAST, len(part_counts))  # one more than there are rows for is not computed
+        tiles = max(_MIN_SIZE, len(part_counts))  # one more than there are rows for is not computed
         widths = (in_part.shape[1], capacity or in_full.shape[1])
-        return [shape for width in widths for shape in ((tiles,), (tiles, max(_LEAST, width)))]
+        return [shape for width in widths for shape in ((tiles,), (tiles, max(_MIN_SIZE, width)))]
 
 
 class Lanes:
     """The layout of query heads as rows: `count` rows for a token.
 
     Over `heads` of the kernel the rows of a token are the query heads that share one, padded to a
-    power of two and at least to `least`.
+    power of two and at least to `minimum`.
     """
 
-    def __init__(self, query_heads: int, heads: int, least: int) -> None:
+    def __init__(self, query_heads: int, heads: int, minimum: int) -> None:
         self._heads, self._shared = heads, query_heads // heads
-        self.count = max(least, 1 << (self._shared - 1).bit_length())
+        self.count = max(minimum, 1 << (self._shared - 1).bit_length())
 
-    def laid_out(self, query: torch.Tensor) -> torch.Tensor:
+    def to_lanes(self, query: torch.Tensor) -> torch.Tensor:
         """`[T, query_heads, d]` as the kernel wants it: `[1, heads, rows, d]`."""
         by_head = query.reshape(len(query), self._heads, self._shared, query.shape[-1])
-        padded = _padded(by_head, _LEAST, 0, self.count, 0)
+        padded = _padded(by_head, _MIN_SIZE, 0, self.count, 0)
         return padded.transpose(0, 1).flatten(1, 2)[None]
 
-    def taken_up(self, found: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def from_lanes(self, attended: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """`[1, heads, rows, d]` as `[T, query_heads, d]`."""
-        by_token = found[0].view(self._heads, -1, self.count, found.shape[-1])
+        by_token = attended[0].view(self._heads, -1, self.count, attended.shape[-1])
         return by_token[:, :num_tokens, : self._shared].transpose(0, 1).flatten(1, 2)
 
 
@@ -328,10 +328,10 @@ def compiled(attend: Any, **settings: Any) -> Callable[..., Any]:
     return call
 
 
-def _padded(tensor: torch.Tensor, *least: int) -> torch.Tensor:
-    """Pad `tensor` with zeros at the end until its last sizes are at least `least`."""
-    last = tensor.shape[-len(least) :]
-    missing = [max(0, low - size) for low, size in zip(least, last, strict=True)]
+def _padded(tensor: torch.Tensor, *minimum: int) -> torch.Tensor:
+    """Pad `tensor` with zeros at the end until its last sizes are at least `minimum`."""
+    last = tensor.shape[-len(minimum) :]
+    missing = [max(0, low - size) for low, size in zip(minimum, last, strict=True)]
     if not any(missing):
         return tensor
     return F.pad(tensor, [amount for item in reversed(missing) for amount in (0, item)])
@@ -366,11 +366,11 @@ def tile_pages(
     at = np.arange(max(1, int((head + last_column - full_end).max())))
     in_part = np.where(at < head[:, None], column[:, None], (full_end - head)[:, None]) + at
     begins = (sequences * tables.shape[1])[:, None]
-    found = Tiles(
+    pieces = Tiles(
         (head + last_column - full_end, tables.reshape(-1).take(begins + in_part, mode="clip")),
         (full_end - full_column, tables.reshape(-1).take(begins + in_full, mode="clip")),
     )
-    return found if len(tiles) == tiles[-1] + 1 else _merged(found, tiles)
+    return pieces if len(tiles) == tiles[-1] + 1 else _merged(pieces, tiles)
 
 
 def _pieces(starts: Indices, tile: int) -> tuple[Indices, Indices]:
@@ -389,8 +389,8 @@ def _merged(pieces: Tiles, tiles: Indices) -> Tiles:
         own = pages[np.arange(pages.shape[1]) < counts[:, None]]
         keys.append((tiles.repeat(counts) << 32) + own)
         is_full.append(np.full(len(own), pages is pieces.in_full[1]))
-    pairs, places = np.unique(np.concatenate(keys), return_inverse=True)
-    seen_in_full = np.bincount(places, weights=np.concatenate(is_full))
+    pairs, inverse = np.unique(np.concatenate(keys), return_inverse=True)
+    seen_in_full = np.bincount(inverse, weights=np.concatenate(is_full))
     tile, page = pairs >> 32, pairs & 0xFFFFFFFF
     chosen = seen_in_full == np.bincount(tiles)[tile]
     in_part, in_full = (

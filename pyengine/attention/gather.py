@@ -120,7 +120,7 @@ class GatherPlan:
 
     def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
-        group = self._pool.groups.places[layer].group
+        group = self._pool.groups.locations[layer].group
         query = self._backend.writer.write(layer, rows, self._slots[group], options.rotation)
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         spec = self._pool.specs[layer]
@@ -158,7 +158,7 @@ class Span:
 
     `blocks` are the ids of the blocks the rows see, in order of position; the first of them
     holds the keys from position `first_key` on (a multiple of the block size), and keys up to
-    `num_keys` after it are visible to the last row. The first row stands at `position`.
+    `num_keys` after it are visible to the last row. `position` is that of the first row.
     """
 
     start: int
@@ -185,7 +185,7 @@ class Batch:
 
     @property
     def is_uniform(self) -> bool:
-        """True if every row sees the keys at the same places: no mask needed."""
+        """True if every row sees the same columns of its keys: no mask needed."""
         return all(bool((bounds == bounds[0]).all()) for bounds in (self.lows, self.highs))
 
     def unseen(self, block_size: int) -> npt.NDArray[np.int64]:
@@ -200,9 +200,9 @@ class Batch:
         offsets = np.arange(block_size)
         positions = starts[rows, columns, None] + offsets
         unseen = (positions >= self.highs[rows, None]) | (positions < self.lows[rows, None])
-        places = (rows * self.blocks.shape[1] + columns)[:, None] * block_size + offsets
-        found: npt.NDArray[np.int64] = places[unseen]
-        return found
+        slots = (rows * self.blocks.shape[1] + columns)[:, None] * block_size + offsets
+        unseen_slots: npt.NDArray[np.int64] = slots[unseen]
+        return unseen_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +314,7 @@ class SpanPiece:
         if sinks is not None:
             sinks = sinks.view(kv_heads, -1, 1, 1)
         visible = self._visible
-        if isinstance(visible, torch.Tensor):  # torch adds a mask: to NaN in vain
+        if isinstance(visible, torch.Tensor):  # torch adds a mask, and NaN stays NaN
             broken = ~key.isfinite().all(-1).transpose(0, 1)[:, None]  # [kv, 1, 1, keys]
             k = k.masked_fill(broken.transpose(2, 3), 0.0)
         attended = _attention(rows, k, v, visible, options, sinks)
@@ -377,7 +377,7 @@ def _gather(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `piece.keys` of each sequence's blocks: `[R, kv_heads, num_keys, d]` each.
 
-    Keys of slots that no row sees are cleared: torch adds a mask, to NaN in vain.
+    Keys of unseen slots are cleared: torch adds a mask, and NaN stays NaN.
     """
     blocks = piece.blocks
     if isinstance(blocks, slice):

@@ -108,16 +108,16 @@ def _cudnn_version() -> int:
 
 def torch_version(version: str) -> tuple[int, int]:
     """(major, minor) of a version such as `2.12.0+cu130`."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-def cuda_obstacle(needs: AttentionNeeds, least: tuple[int, int]) -> str | None:
-    """Why a kernel for CUDA devices of compute capability `least` cannot run; None: it can."""
+def cuda_obstacle(needs: AttentionNeeds, minimum: tuple[int, int]) -> str | None:
+    """Why a kernel for CUDA devices of compute capability `minimum` cannot run; None: it can."""
     if needs.device.type != "cuda":
         return f"it runs on cuda, the device is {needs.device}"
-    if needs.capability is not None and needs.capability < least:
-        have, want = (".".join(map(str, item)) for item in (needs.capability, least))
+    if needs.capability is not None and needs.capability < minimum:
+        have, want = (".".join(map(str, item)) for item in (needs.capability, minimum))
         return f"it needs compute capability {want}, the GPU has {have}"
     return None
 

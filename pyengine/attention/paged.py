@@ -34,20 +34,20 @@ def rotated(
 
 
 def _turned(rows: torch.Tensor, weight: torch.Tensor | None, rotation: Rotation) -> torch.Tensor:
-    found, layout, norm = rows.float(), rotation.layout, rotation.norm
+    values, layout, norm = rows.float(), rotation.layout, rotation.norm
     if norm is not None and weight is not None:
-        found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + norm.eps)
-        found = found * (norm.offset + weight.float())
-    half, lead = layout.size // 2, found.shape[:-1]
+        values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + norm.eps)
+        values = values * (norm.offset + weight.float())
+    half, lead = layout.size // 2, values.shape[:-1]
     shape, axis = ((2, half), -2) if layout.order == "halves" else ((half, 2), -1)
-    first, second = found[..., : layout.size].reshape(*lead, *shape).unbind(axis)
+    first, second = values[..., : layout.size].reshape(*lead, *shape).unbind(axis)
     cos, sin = (
         item.float()[:, None, : half * layout.step : layout.step]
         for item in (rotation.cos, rotation.sin)
     )
     parts = [first * cos - second * sin, second * cos + first * sin]
     turned = torch.stack(parts, axis).flatten(-2)
-    return torch.cat([turned, found[..., layout.size :]], -1).to(rows.dtype)
+    return torch.cat([turned, values[..., layout.size :]], -1).to(rows.dtype)
 
 
 class KVWriter:
@@ -58,7 +58,7 @@ class KVWriter:
         self._by_kernel = _kernel_serves(pool)
 
     def slots(self, slot_mapping: torch.Tensor) -> torch.Tensor:
-        """The slots of a step as `write` takes them, made once per step.
+        """The slots of a step as `write` takes them, computed once per step.
 
         The kernel skips the slot -1. Torch's copy cannot: there such rows go to the null block.
         """
@@ -105,7 +105,7 @@ class KVWriter:
 
         A CUDA graph reads `slot_mapping` at each replay, so no derived tensor is kept.
         """
-        group = self._pool.groups.places[layer].group
+        group = self._pool.groups.locations[layer].group
         return self.write(layer, rows, self.slots(slot_mapping[group]), rotation)
 
 

@@ -24,9 +24,9 @@ from pyengine.attention.paged import KVWriter, apply_sinks, window_left
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.pool import KVPool
 
-_LEAST_TORCH = (2, 12)
-_LEAST_TORCH_FOR_CUDNN = (2, 15)
-_LEAST_CUDNN = 92400
+_MIN_TORCH = (2, 12)
+_MIN_TORCH_FOR_CUDNN = (2, 15)
+_MIN_CUDNN = 92400
 _CUDNN_CAPABILITIES = (9, 10)  # major
 _CUDNN_HEAD_DIM = 128
 
@@ -53,7 +53,7 @@ class VarlenBackend(AttentionBackend):
     @staticmethod
     def obstacle(needs: AttentionNeeds) -> str | None:
         """See `AttentionBackend.obstacle`."""
-        return _obstacle(needs, (8, 0), _LEAST_TORCH) or flash_kernel_obstacle(needs)
+        return _obstacle(needs, (8, 0), _MIN_TORCH) or flash_kernel_obstacle(needs)
 
     def plan(self, inputs: StepInputs) -> "VarlenPlan":
         """Prepare a step."""
@@ -69,14 +69,14 @@ class VarlenBackend(AttentionBackend):
 
 
 def _obstacle(
-    needs: AttentionNeeds, capability: tuple[int, int], least: tuple[int, int]
+    needs: AttentionNeeds, capability: tuple[int, int], minimum: tuple[int, int]
 ) -> str | None:
     obstacle = cuda_obstacle(needs, capability)
     if obstacle is not None:
         return obstacle
-    if needs.torch_version < least:
-        version, wanted = (".".join(map(str, item)) for item in (needs.torch_version, least))
-        return f"its varlen_attn takes block tables from torch {wanted} on, this is {version}"
+    if needs.torch_version < minimum:
+        version, required = (".".join(map(str, item)) for item in (needs.torch_version, minimum))
+        return f"its varlen_attn takes block tables from torch {required} on, this is {version}"
     if any(layer.softcap is not None for layer in needs.layers):
         return "varlen_attn has no softcap, which the model needs"
     return None
@@ -98,12 +98,12 @@ class CudnnBackend(VarlenBackend):
     @staticmethod
     def obstacle(needs: AttentionNeeds) -> str | None:
         """See `AttentionBackend.obstacle`."""
-        obstacle = _obstacle(needs, (9, 0), _LEAST_TORCH_FOR_CUDNN)
+        obstacle = _obstacle(needs, (9, 0), _MIN_TORCH_FOR_CUDNN)
         if obstacle is not None:
             return obstacle
         if needs.capability is not None and needs.capability[0] not in _CUDNN_CAPABILITIES:
             return "it runs on compute capability 9.0 and 10.0"
-        if needs.cudnn_version < _LEAST_CUDNN:
+        if needs.cudnn_version < _MIN_CUDNN:
             return f"it needs cuDNN 9.24, this is {needs.cudnn_version}"
         size = needs.block_size
         if size is not None and size & (size - 1):
@@ -116,7 +116,7 @@ class CudnnBackend(VarlenBackend):
         return flash_kernel_obstacle(needs, 1)
 
     def attend(self, *arguments: Any, **settings: Any) -> Any:
-        """`varlen_attn` by cuDNN: an error where that cannot, not another kernel."""
+        """`varlen_attn` by cuDNN: an error where cuDNN cannot, not another kernel."""
         with self._attention.sdpa_kernel(self._attention.SDPBackend.CUDNN_ATTENTION):
             return super().attend(*arguments, **settings)
 
@@ -142,7 +142,7 @@ class VarlenPlan:
                 f"attention_backend={backend.name!r} does not have; choose another"
             )
         pool, sinks = backend.pool, options.sinks
-        group = pool.groups.places[layer].group
+        group = pool.groups.locations[layer].group
         query = backend.writer.write_step(layer, rows, inputs.slot_mapping, options.rotation)
         result = backend.attend(
             query.contiguous(),

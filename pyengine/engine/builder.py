@@ -408,7 +408,7 @@ def _scale_properties(plan: CachePlan) -> list[tuple[str, bytes]]:
 
 
 def _layers_of(groups: LayerGroups, group: int) -> bytes:
-    layers = [layer for layer, position in enumerate(groups.places) if position.group == group]
+    layers = [layer for layer, location in enumerate(groups.locations) if location.group == group]
     return f"{layers} {groups.windows[group]}".encode()
 
 

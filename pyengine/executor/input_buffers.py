@@ -239,8 +239,8 @@ class InputBuffers:
         if self._shared is None:
             plan.fill(self.step_buffers)
         else:
-            plan.fill(self.step_buffers, shared=self._shared.found)
-            self._shared.prefixes = self._shared.rows[: self._shared.found.num_prefixes]
+            plan.fill(self.step_buffers, shared=self._shared.buffers)
+            self._shared.prefixes = self._shared.rows[: self._shared.buffers.num_prefixes]
         tokens, sequences, samples = plan.num_tokens, plan.num_sequences, plan.num_samples
         if padding is not None:
             self._pad(sequences, padding)

@@ -5,10 +5,10 @@ import importlib.util
 from pyengine.utils.devices import Device
 
 ALIGNED = 16
-"""Kernels are compiled again for sizes and places that are not a multiple of this."""
+"""Kernels are compiled again for sizes and addresses that are not a multiple of this."""
 
 LARGEST_ROW = 1 << 15
-"""The most elements of a row that a kernel normalises: a program keeps them in registers."""
+"""Maximum elements of a row that a kernel normalises: a program keeps them in registers."""
 
 
 def has_kernels(device: Device) -> bool:

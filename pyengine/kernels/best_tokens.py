@@ -18,7 +18,7 @@ from pyengine.kernels.floors import find_live, rank_floors
 # Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
 
 _WIDTH = 512
-"""Logits that a program looks at together."""
+"""Logits that a program reads at once."""
 _WARPS = 8
 
 
@@ -41,16 +41,16 @@ def _best(  # noqa: PLR0913, PLR0917
     vocab_size: "Any",
     num_parts: "Any",
     num_programs: "Any",
-    most: "Any",
+    num_logprobs: "Any",
     has_best: tl.constexpr,
     part: tl.constexpr,
-    most_parts: tl.constexpr,
-    most_programs: tl.constexpr,
+    max_parts: tl.constexpr,
+    max_programs: tl.constexpr,
     width: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     logits += tl.load(rows + row) * stride
-    parts, programs = tl.arange(0, most_parts), tl.arange(0, most_programs)
+    parts, programs = tl.arange(0, max_parts), tl.arange(0, max_programs)
     there = parts < num_parts
     part_peaks = tl.load(peaks + row * num_parts + parts, mask=there, other=-float("inf"))
     part_sums = tl.load(sums + row * num_parts + parts, mask=there, other=0.0)
@@ -66,27 +66,27 @@ def _best(  # noqa: PLR0913, PLR0917
     tl.store(ranks + row, tl.sum(counts, 0).to(tl.int64) + 1)
     if has_best:
         floor = tl.load(floors + row)
-        equals = most - tl.load(numbers_above + row)  # so many of those at the floor
+        equals = num_logprobs - tl.load(numbers_above + row)  # tokens at the floor to keep
         num_live = find_live(live + row * num_parts, there & (part_peaks >= floor), parts)
-        best_ids += row * most
-        best_logits += row * most
+        best_ids += row * num_logprobs
+        best_logits += row * num_logprobs
         lanes = tl.arange(0, width)
         num_best, num_equal = 0, 0
         start = 0
         while start < num_live * part:
-            place = start + lanes
-            is_read = place < num_live * part
-            at = tl.load(live + row * num_parts + place // part, mask=is_read, other=0)
-            at = at * part + place % part
+            index = start + lanes
+            is_read = index < num_live * part
+            at = tl.load(live + row * num_parts + index // part, mask=is_read, other=0)
+            at = at * part + index % part
             is_read = is_read & (at < vocab_size)
             values = tl.load(logits + at, mask=is_read, other=-float("inf")).to(tl.float32)
             is_equal = is_read & (values == floor)
             equal = num_equal + tl.cumsum(is_equal.to(tl.int32), 0)
             kept = (is_read & (values > floor)) | (is_equal & (equal <= equals))
-            places = num_best + tl.cumsum(kept.to(tl.int32), 0) - 1
-            kept = kept & (places < most)
-            tl.store(best_ids + places, at.to(tl.int64), mask=kept)
-            tl.store(best_logits + places, values, mask=kept)
+            targets = num_best + tl.cumsum(kept.to(tl.int32), 0) - 1
+            kept = kept & (targets < num_logprobs)
+            tl.store(best_ids + targets, at.to(tl.int64), mask=kept)
+            tl.store(best_logits + targets, values, mask=kept)
             num_equal += tl.sum(is_equal.to(tl.int32), 0)
             num_best += tl.sum(kept.to(tl.int32), 0)
             start += width
@@ -96,28 +96,28 @@ _compiled_best: Any = triton.jit(_best, do_not_specialize=["most"])
 
 
 def best_tokens(
-    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, most: int
+    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, num_logprobs: int
 ) -> tuple[torch.Tensor, ...]:
     """Log-probabilities of `rows` of `logits`, `[B, V]` of any floating type, all on one device.
 
     `rows` and `tokens` are int64 `[T]`. Returns the tokens' log-probabilities, float32 `[T]`, and
-    ranks, int64 `[T]`; the ids of the `most` largest logits, int64 `[T, most]`, and their
-    log-probabilities, float32. Equal logits rank by id, lowest first.
+    ranks, int64 `[T]`; the ids of the `num_logprobs` largest logits, int64 `[T, num_logprobs]`, and
+    their log-probabilities, float32. Equal logits rank by id, lowest first.
     """
     count, vocab_size, device = len(rows), logits.shape[1], logits.device
     # Weights at temperature 1, without min-p, which is not read at top-p 1.
     settings = torch.ones(
         4, triton.cdiv(count, ALIGNED) * ALIGNED, dtype=torch.float64, device=device
     )
-    settings[TOP_K].fill_(most)
+    settings[TOP_K].fill_(num_logprobs)
     draws = Draws(logits, rows, settings)
     sums, ahead = weight_sums(draws, tokens)
     assert ahead is not None
-    limits = rank_floors(draws, sums) if most else None
+    limits = rank_floors(draws, sums) if num_logprobs else None
     normalisers, logprobs = torch.empty(2, count, dtype=torch.float32, device=device)
     ranks = torch.empty(count, dtype=torch.int64, device=device)
-    ids = torch.zeros(count, most, dtype=torch.int64, device=device)
-    values = torch.full((count, most), -torch.inf, device=device)
+    ids = torch.zeros(count, num_logprobs, dtype=torch.int64, device=device)
+    values = torch.full((count, num_logprobs), -torch.inf, device=device)
     _compiled_best[(count,)](
         logits,
         rows,
@@ -137,11 +137,11 @@ def best_tokens(
         vocab_size,
         draws.num_parts,
         ahead.shape[1],
-        most,
-        has_best=most > 0,
+        num_logprobs,
+        has_best=num_logprobs > 0,
         part=PART,
-        most_parts=triton.next_power_of_2(draws.num_parts),
-        most_programs=triton.next_power_of_2(ahead.shape[1]),
+        max_parts=triton.next_power_of_2(draws.num_parts),
+        max_programs=triton.next_power_of_2(ahead.shape[1]),
         width=_WIDTH,
         num_warps=_WARPS,
     )

@@ -60,7 +60,7 @@ def _sums(  # noqa: PLR0913, PLR0917
     part: tl.constexpr,
     parts: tl.constexpr,
 ) -> None:
-    """The largest logit and the sum of weights of each part, and the tokens ahead of one."""
+    """The largest logit and sum of weights of each part, and the tokens ahead of a given one."""
     row, block = tl.program_id(0), tl.program_id(1)
     logits += tl.load(rows + row) * stride
     ids = block * parts + tl.arange(0, parts)
@@ -145,13 +145,13 @@ def _choice(  # noqa: PLR0913, PLR0917
     num_parts: "Any",
     is_filtered: tl.constexpr,
     part: tl.constexpr,
-    most_parts: tl.constexpr,
+    max_parts: tl.constexpr,
 ) -> None:
     """The first token at which the cumulated weight passes the target."""
     row = tl.program_id(0)
     logits += tl.load(rows + row) * stride
     temperature = tl.load(settings + row)
-    parts = tl.arange(0, most_parts)
+    parts = tl.arange(0, max_parts)
     there = parts < num_parts
     part_peaks = tl.load(peaks + row * num_parts + parts, mask=there, other=-float("inf"))
     part_peaks = part_peaks.to(tl.float64)
@@ -160,14 +160,14 @@ def _choice(  # noqa: PLR0913, PLR0917
     is_broken = left != left  # by NaN or infinity
     left = tl.where(left > 0, left * tl.exp((part_peaks - peak) / temperature), 0.0)
     cumulated = tl.cumsum(left, 0)
-    total = tl.sum(tl.where(parts == most_parts - 1, cumulated, 0.0), 0)
+    total = tl.sum(tl.where(parts == max_parts - 1, cumulated, 0.0), 0)
     target = tl.load(numbers + row) * total
     has_passed = (cumulated > target) & (left > 0)
-    chosen = tl.min(tl.where(has_passed, parts, most_parts), 0)
+    chosen = tl.min(tl.where(has_passed, parts, max_parts), 0)
     last = tl.max(tl.where(left > 0, parts, 0), 0)  # where rounding passes the end
     chosen = tl.minimum(chosen, last)
-    first_broken = tl.min(tl.where(is_broken, parts, most_parts), 0)
-    chosen = tl.where(first_broken < most_parts, first_broken, chosen)
+    first_broken = tl.min(tl.where(is_broken, parts, max_parts), 0)
+    chosen = tl.where(first_broken < max_parts, first_broken, chosen)
     before = tl.sum(tl.where(parts == chosen - 1, cumulated, 0.0), 0)
     at = chosen * part + tl.arange(0, part)
     if is_filtered:
@@ -317,7 +317,7 @@ def choose(draws: Draws, sums: Sums, floors: Floors | None, numbers: torch.Tenso
         draws.num_parts,
         is_filtered=floors is not None,
         part=PART,
-        most_parts=triton.next_power_of_2(draws.num_parts),
+        max_parts=triton.next_power_of_2(draws.num_parts),
         num_warps=_WARPS,
     )
     return tokens

@@ -31,7 +31,7 @@ from pyengine.kernels.draw import (
 # Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
 
 _WIDTH = 512
-"""Candidates that a program looks at together."""
+"""Candidates that a program reads at once."""
 _MARKS = 8
 """Marks of a round."""
 _WARPS = 8
@@ -80,10 +80,10 @@ def _bound_of(  # noqa: PLR0913, PLR0917
         mark = low + ((high - low) >> 1)
         if is_weighted:
             share = tl.exp((_value(mark, shift).to(tl.float64) - peak) / temperature)
-            least = tl.maximum(shares, weights - sizes * share) * (1 - 1e-9)  # rounding
+            lower_bounds = tl.maximum(shares, weights - sizes * share) * (1 - 1e-9)  # rounding
         else:
-            least = shares
-        is_reached = tl.sum(tl.where(keys >= mark, least, 0.0), 0) >= target
+            lower_bounds = shares
+        is_reached = tl.sum(tl.where(keys >= mark, lower_bounds, 0.0), 0) >= target
         low = tl.where(is_reached, mark, low)
         high = tl.where(is_reached, high, mark)
     return low
@@ -95,8 +95,8 @@ _bound: Any = triton.jit(_bound_of)
 def _live_parts(live: "Any", is_live: "Any", parts: "Any") -> "Any":
     """Write the numbers of the parts that are live, in order; returns how many."""
     tl.debug_barrier()  # earlier ones were read
-    place = tl.cumsum(is_live.to(tl.int32), 0) - 1
-    tl.store(live + place, parts, mask=is_live)
+    index = tl.cumsum(is_live.to(tl.int32), 0) - 1
+    tl.store(live + index, parts, mask=is_live)
     tl.debug_barrier()
     return tl.sum(is_live.to(tl.int32), 0)
 
@@ -109,7 +109,7 @@ def _collect_from(  # noqa: PLR0913, PLR0917
     live: "Any",
     num_live: "Any",
     vocab_size: "Any",
-    found: "Any",
+    candidates: "Any",
     low: "Any",
     peak: "Any",
     min_p: "Any",
@@ -123,15 +123,15 @@ def _collect_from(  # noqa: PLR0913, PLR0917
     count = 0
     start = 0
     while start < num_live * part:
-        place = start + lanes
-        is_read = place < num_live * part
-        at = tl.load(live + place // part, mask=is_read, other=0) * part + place % part
+        index = start + lanes
+        is_read = index < num_live * part
+        at = tl.load(live + index // part, mask=is_read, other=0) * part + index % part
         is_read = is_read & (at < vocab_size)
         values = tl.load(logits + at, mask=is_read, other=-float("inf")).to(tl.float32)
         kept = is_read & (_keys(values, shift) >= low)
         if min_p > 0:
             kept = kept & (tl.exp((values.to(tl.float64) - peak) / temperature) >= min_p)
-        tl.store(found + count + tl.cumsum(kept.to(tl.int32), 0) - 1, values, mask=kept)
+        tl.store(candidates + count + tl.cumsum(kept.to(tl.int32), 0) - 1, values, mask=kept)
         count += tl.sum(kept.to(tl.int32), 0)
         start += width
     tl.debug_barrier()
@@ -142,16 +142,16 @@ _collect: Any = triton.jit(_collect_from)
 
 
 def _weight_of(
-    found: "Any",
-    place: "Any",
+    candidates: "Any",
+    index: "Any",
     count: "Any",
     peak: "Any",
     temperature: "Any",
     is_weighted: tl.constexpr,
 ) -> "Any":
     """Candidates and their weights, or 1 each."""
-    is_read = place < count
-    values = tl.load(found + place, mask=is_read, other=-float("inf"))
+    is_read = index < count
+    values = tl.load(candidates + index, mask=is_read, other=-float("inf"))
     if is_weighted:
         weights = tl.exp((values.to(tl.float64) - peak) / temperature)
     else:
@@ -163,14 +163,14 @@ _candidates: Any = triton.jit(_weight_of)
 
 
 def _sum_of(
-    found: "Any", count: "Any", peak: "Any", temperature: "Any", width: tl.constexpr
+    candidates: "Any", count: "Any", peak: "Any", temperature: "Any", width: tl.constexpr
 ) -> "Any":
     """The weight of all candidates."""
     lanes = tl.arange(0, width)
     sums = tl.zeros((width,), tl.float64)
     start = 0
     while start < count:
-        _, weights = _candidates(found, start + lanes, count, peak, temperature, True)
+        _, weights = _candidates(candidates, start + lanes, count, peak, temperature, True)
         sums += weights
         start += width
     return tl.sum(sums, 0)
@@ -180,7 +180,7 @@ _sum: Any = triton.jit(_sum_of)
 
 
 def _floor_among(  # noqa: PLR0913, PLR0917
-    found: "Any",
+    candidates: "Any",
     count: "Any",
     low: "Any",
     peak: "Any",
@@ -193,7 +193,7 @@ def _floor_among(  # noqa: PLR0913, PLR0917
 ) -> "Any":
     """The largest key from which on candidates reach `target`, and the weight above it.
 
-    `found` has the candidates from `low` on, which reach it.
+    `candidates` are those from `low` on, which reach it.
     """
     lanes, numbers = tl.arange(0, width), tl.arange(0, marks)
     high = _keys(peak.to(tl.float32), shift).to(tl.int64) + 1
@@ -206,7 +206,7 @@ def _floor_among(  # noqa: PLR0913, PLR0917
         start = 0
         while start < count:
             values, weights = _candidates(
-                found, start + lanes, count, peak, temperature, is_weighted
+                candidates, start + lanes, count, peak, temperature, is_weighted
             )  # fmt: skip
             own = _keys(values, shift)
             weights = tl.where(own < high, weights, 0.0)
@@ -223,13 +223,13 @@ def _floor_among(  # noqa: PLR0913, PLR0917
             left = 0
             start = 0
             while start < count:
-                place = start + lanes
-                values = tl.load(found + place, mask=place < count, other=-float("inf"))
+                index = start + lanes
+                values = tl.load(candidates + index, mask=index < count, other=-float("inf"))
                 own = _keys(values, shift)
-                kept = (place < count) & (own >= low) & (own < high)
-                places = left + tl.cumsum(kept.to(tl.int32), 0) - 1
+                kept = (index < count) & (own >= low) & (own < high)
+                targets = left + tl.cumsum(kept.to(tl.int32), 0) - 1
                 tl.debug_barrier()  # all were read
-                tl.store(found + places, values, mask=kept)
+                tl.store(candidates + targets, values, mask=kept)
                 left += tl.sum(kept.to(tl.int32), 0)
                 start += width
             count = left
@@ -247,7 +247,7 @@ def _floors(  # noqa: PLR0913, PLR0917
     peaks: "Any",
     sums: "Any",
     live: "Any",
-    found: "Any",
+    candidates: "Any",
     floors: "Any",
     row_peaks: "Any",
     numbers_above: "Any",
@@ -260,18 +260,18 @@ def _floors(  # noqa: PLR0913, PLR0917
     top_p_at: tl.constexpr,
     shift: tl.constexpr,
     part: tl.constexpr,
-    most_parts: tl.constexpr,
+    max_parts: tl.constexpr,
     width: tl.constexpr,
     marks: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     logits += tl.load(rows + row) * stride
     live += row * num_parts
-    found += row * vocab_size
+    candidates += row * vocab_size
     settings += row
     temperature, min_p = tl.load(settings), tl.load(settings + min_p_at * pitch)
     top_k, top_p = tl.load(settings + top_k_at * pitch), tl.load(settings + top_p_at * pitch)
-    parts = tl.arange(0, most_parts)
+    parts = tl.arange(0, max_parts)
     there = parts < num_parts
     part_peaks = tl.load(peaks + row * num_parts + parts, mask=there, other=-float("inf"))
     part_sums = tl.load(sums + row * num_parts + parts, mask=there, other=0.0)
@@ -287,11 +287,11 @@ def _floors(  # noqa: PLR0913, PLR0917
         bound = _bound(keys, ones, ones, ones, peak, temperature, top_k, False, shift)
         num_live = find_live(live, there & (keys >= bound), parts)
         count = _collect(
-            logits, live, num_live, vocab_size, found, bound, peak, 0.0, temperature,
+            logits, live, num_live, vocab_size, candidates, bound, peak, 0.0, temperature,
             shift, part, width,
         )  # fmt: skip
         floor, above = _narrow(
-            found, count, bound, peak, temperature, top_k, False, shift, width, marks
+            candidates, count, bound, peak, temperature, top_k, False, shift, width, marks
         )  # fmt: skip
     if (top_p < 1) & (is_broken == 0):
         shares = tl.exp((part_peaks.to(tl.float64) - peak) / temperature)
@@ -306,13 +306,13 @@ def _floors(  # noqa: PLR0913, PLR0917
             )  # fmt: skip
         num_live = find_live(live, there & (keys >= bound) & (shares >= min_p), parts)
         count = _collect(
-            logits, live, num_live, vocab_size, found, bound, peak, min_p, temperature,
+            logits, live, num_live, vocab_size, candidates, bound, peak, min_p, temperature,
             shift, part, width,
         )  # fmt: skip
         if is_filtered:
-            total = _sum(found, count, peak, temperature, width)
+            total = _sum(candidates, count, peak, temperature, width)
         floor, _ = _narrow(
-            found, count, bound, peak, temperature, top_p * total, True, shift, width, marks
+            candidates, count, bound, peak, temperature, top_p * total, True, shift, width, marks
         )  # fmt: skip
     tl.store(floors + row, _value(floor, shift))
     tl.store(row_peaks + row, row_peak)
@@ -354,7 +354,7 @@ def rank_floors(draws: Draws, sums: Sums) -> Floors:
         top_p_at=TOP_P,
         shift=_ZERO_BITS.get(draws.logits.dtype, 0),
         part=PART,
-        most_parts=triton.next_power_of_2(num_parts),
+        max_parts=triton.next_power_of_2(num_parts),
         width=_WIDTH,
         marks=_MARKS,
         num_warps=_WARPS,

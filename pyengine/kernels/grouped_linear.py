@@ -139,7 +139,7 @@ def grouped_linear(  # noqa: PLR0913, PLR0917
     block_m = 16 if num_pairs <= _FEW * num_groups else 64
     num_blocks = -(-num_pairs // block_m)
     if order is not None:
-        num_blocks = num_pairs // block_m + min(num_groups, num_pairs)  # the most that there can be
+        num_blocks = num_pairs // block_m + min(num_groups, num_pairs)  # an upper bound
     scaled_outputs = scaled_inputs = 1
     if scales is not None:
         scaled_outputs = 1 if scales.shape[1] == outputs else SCALED_INPUTS

@@ -26,8 +26,8 @@ def kept(rows: torch.Tensor) -> torch.Tensor:
     """The same rows; a compiled graph computes them once, and not again wherever they are used."""
     if not torch.compiler.is_compiling():
         return rows
-    found: torch.Tensor = torch.ops.pyengine.kept(rows)
-    return found
+    result: torch.Tensor = torch.ops.pyengine.kept(rows)
+    return result
 
 
 define_operator(

@@ -34,7 +34,7 @@ _Shape = TypeVar("_Shape", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """The group of a layer, and the tensor of the pool with its keys and values."""
 
     group: int
@@ -45,23 +45,23 @@ class Place:
 class LayerGroups:
     """The layers of a model in groups.
 
-    `windows` has one entry per group, `places` one per layer. A group may have fewer layers than
+    `windows` has one entry per group, `locations` one per layer. A group may have fewer layers than
     `layers_per_group`: then its blocks do not use some tensors.
     """
 
     windows: tuple[Window, ...]
     layers_per_group: int
-    places: tuple[Place, ...]
+    locations: tuple[Location, ...]
 
     @classmethod
     def single(cls, num_layers: int, window: Window = None) -> "LayerGroups":
         """All layers in one group."""
-        return cls((window,), num_layers, tuple(Place(0, layer) for layer in range(num_layers)))
+        return cls((window,), num_layers, tuple(Location(0, layer) for layer in range(num_layers)))
 
     @property
     def layer_windows(self) -> tuple[Window, ...]:
         """The window of each layer's group, within which it keeps blocks."""
-        return tuple(self.windows[place.group] for place in self.places)
+        return tuple(self.windows[location.group] for location in self.locations)
 
     def tensor_shapes(self, shapes: Sequence[_Shape]) -> list[_Shape]:
         """The shape of each of the pool's tensors, from the shapes of all layers.
@@ -69,8 +69,8 @@ class LayerGroups:
         Raises `ConfigurationError` if layers that are to share a tensor differ.
         """
         owners: dict[int, int] = {}
-        for layer, place in enumerate(self.places):
-            owner = owners.setdefault(place.index, layer)
+        for layer, location in enumerate(self.locations):
+            owner = owners.setdefault(location.index, layer)
             if shapes[owner] != shapes[layer]:
                 raise ConfigurationError(
                     f"layers {owner} and {layer} cannot share a KV tensor: "
@@ -98,7 +98,7 @@ def choose_layer_groups(
     `windows` and `shapes` (of a layer's KV cache, only compared) have one entry per layer.
 
     A group has layers of one window. With n layers of a kind and L to a group, that kind takes
-    ceil(n / L) groups, whose unused places cost as much as layers. A small L wastes no memory but
+    ceil(n / L) groups, whose unused tensors cost as much as layers. A small L wastes no memory but
     makes many groups, each with a block table. The choice is the L with the least sum of memory and
     groups, where one more group must save one percent of the memory of the layers. For gemma-3-1b
     (4 full layers, 22 of window 512) that is L = 4: one full group and six sliding ones.
@@ -106,10 +106,7 @@ def choose_layer_groups(
     All layers stay in one group, with the widest window of all, if that is the least sum, or if
     shapes differ. A window of `max_model_len` or more is no window.
     """
-    kinds = [
-        None if each_window is None or each_window >= max_model_len else each_window
-        for each_window in windows
-    ]
+    kinds = [None if window is None or window >= max_model_len else window for window in windows]
     counts = Counter(kinds)
     order: list[Window] = [None] if None in counts else []  # the widest first
     order += sorted((window for window in counts if window is not None), reverse=True)
@@ -130,11 +127,11 @@ def choose_layer_groups(
 def _grouped(kinds: Sequence[Window], order: Sequence[Window], size: int) -> LayerGroups:
     """Groups of `size` layers of one kind, with kinds in `order` and layers in theirs."""
     windows: list[Window] = []
-    places: dict[int, Place] = {}
+    locations: dict[int, Location] = {}
     for kind in order:
         layers = [layer for layer, own in enumerate(kinds) if own == kind]
         for at, layer in enumerate(layers):
             if at % size == 0:
                 windows.append(kind)
-            places[layer] = Place(len(windows) - 1, at % size)
-    return LayerGroups(tuple(windows), size, tuple(places[layer] for layer in range(len(kinds))))
+            locations[layer] = Location(len(windows) - 1, at % size)
+    return LayerGroups(tuple(windows), size, tuple(locations[layer] for layer in range(len(kinds))))

@@ -267,19 +267,19 @@ class KVPool:
     def arrays(self) -> list[tuple[Rows, Rows]]:
         """Keys and values of each layer in the host's memory; for the CPU."""
         arrays, count = self._memory.arrays, len(self._tensor_specs)
-        places = self.groups.places
-        return [(arrays[place.index], arrays[count + place.index]) for place in places]
+        locations = self.groups.locations
+        return [(arrays[location.index], arrays[count + location.index]) for location in locations]
 
     @cached_property
     def keys(self) -> "list[torch.Tensor]":
         """The keys of each layer, for torch."""
-        return [self._memory.tensors[place.index] for place in self.groups.places]
+        return [self._memory.tensors[location.index] for location in self.groups.locations]
 
     @cached_property
     def values(self) -> "list[torch.Tensor]":
         """The values of each layer, for torch."""
         count = len(self._tensor_specs)
-        return [self._memory.tensors[count + place.index] for place in self.groups.places]
+        return [self._memory.tensors[count + location.index] for location in self.groups.locations]
 
     @property
     def num_bytes(self) -> int:
@@ -295,7 +295,9 @@ class KVPool:
         """The memory of each block, for a store to read and write."""
         count = len(self._tensor_specs)
         groups = [
-            sorted({place.index for place in self.groups.places if place.group == group})
+            sorted(
+                {location.index for location in self.groups.locations if location.group == group}
+            )
             for group in range(len(self.groups.windows))
         ]
         both = [[*used, *(index + count for index in used)] for used in groups]
@@ -355,7 +357,9 @@ class KVPool:
         numbers, NaN if one has a NaN.
         """
         count = len(self._tensor_specs)
-        used = sorted({place.index for place in self.groups.places if place.group == group})
+        used = sorted(
+            {location.index for location in self.groups.locations if location.group == group}
+        )
         worst = np.zeros(len(blocks), np.float32)
         for index in (*used, *(index + count for index in used)):
             dtype = self._tensor_specs[index % count].dtype

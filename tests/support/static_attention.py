@@ -44,7 +44,7 @@ class StaticPlan:
 
     def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
         pool, inputs = self._pool, self._inputs
-        group = pool.groups.places[layer].group
+        group = pool.groups.locations[layer].group
         query = KVWriter(pool).write_step(layer, rows, inputs.slot_mapping, options.rotation)
         tables = inputs.block_tables[group].long()
         keys = pool.keys[layer][tables].flatten(1, 2).transpose(1, 2)

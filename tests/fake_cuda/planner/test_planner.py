@@ -19,7 +19,7 @@ import torch
 from pyengine.attention.flashinfer import (
     _INT_WORKSPACE,
     _Kind,
-    _most_prefixes,
+    _max_prefixes,
     workspace_bytes,
 )
 from tests.fake_cuda.releases import NEWEST
@@ -113,10 +113,10 @@ def test_nor_do_plans_of_shared_prefixes(planner: Path, processors: int) -> None
             kv_heads, group = random.choice(HEADS)
             dim, page = random.choice([64, 128, 256]), random.choice([16, 32, 64, 256])
             rows = random.choice([2, 3, 8, 16, 33, 64, 128, 256, 512])
-            used = random.randint(0, min(_most_prefixes(rows), 6))
+            used = random.randint(0, min(_max_prefixes(rows), 6))
             counts = [2 + random.randint(0, rows // used - 2) for _ in range(used)]
             lengths = [(own, page * random.choice([1, 8, 500, 6_000])) for own in counts]
-            size = _most_prefixes(rows) + 1
+            size = _max_prefixes(rows) + 1
             lengths += [(0, 0)] * (size - 1 - used) + [(rows - sum(counts), page)]
             shape = (kv_heads * group, kv_heads, dim)
             numbers = [number for pair in lengths for number in pair]

@@ -70,7 +70,7 @@ def libraries() -> Iterator[None]:
         patch.setitem(sys.modules, "flash_attn_interface", fake_kernels.flash_attn_3)
         patch.setattr(varlen, "varlen_attn", fake_kernels.varlen_attn)
         patch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-        for name in ("_LEAST_WORKSPACE", "_INT_WORKSPACE"):
+        for name in ("_MIN_WORKSPACE", "_INT_WORKSPACE"):
             patch.setattr(flashinfer, name, 1024)
         yield
 

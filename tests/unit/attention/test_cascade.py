@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pyengine.attention import flashinfer
 from pyengine.attention.backend import StepInputs
-from pyengine.attention.cascade import cascade_of, most_saved_tokens
+from pyengine.attention.cascade import cascade_of, max_saved_tokens
 from pyengine.attention.flashinfer import FlashInferBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.kv_cache import BlockManager, SharedPrefixes, StepBuffers
@@ -37,7 +37,7 @@ PREFIXES = [[0, 4, 0, 2, -1], [0, 3, 2, 3, 0]]
 def fake_package():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "flashinfer", fake_kernels.flashinfer)
-        patch.setattr(flashinfer, "_LEAST_WORKSPACE", 1024)
+        patch.setattr(flashinfer, "_MIN_WORKSPACE", 1024)
         patch.setattr(flashinfer, "_INT_WORKSPACE", 1024)
         patch.setattr(flashinfer, "_WORTH_A_CASCADE", 0)
         yield
@@ -59,7 +59,7 @@ def test_the_prefixes_that_save_most_are_read_once() -> None:
     assert cascade.pages.indices.tolist() == [0, 1]
     assert cascade.own_blocks.tolist() == [2, 2, 2, 0, 2]
     assert cascade.saved_tokens == 3 * 8
-    assert most_saved_tokens(inputs, BLOCK) == 3 * 8 + 4
+    assert max_saved_tokens(inputs, BLOCK) == 3 * 8 + 4
 
 
 def test_longer_prefixes_of_fewer_sequences_are_read_once_where_they_save_more() -> None:
@@ -74,11 +74,11 @@ def test_longer_prefixes_of_fewer_sequences_are_read_once_where_they_save_more()
     assert cascade.pages.indices.tolist() == [0, 1, 2, 0, 5, 6]
     assert cascade.own_blocks.tolist() == [3, 3, 3, 3, 0]
     assert cascade.saved_tokens == 2 * 3 * BLOCK
-    assert most_saved_tokens(inputs, BLOCK) == (3 + 2 + 2) * BLOCK
+    assert max_saved_tokens(inputs, BLOCK) == (3 + 2 + 2) * BLOCK
 
 
 def test_of_many_prefixes_those_that_save_most_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyengine.attention.cascade.MOST_PREFIXES", 2)
+    monkeypatch.setattr("pyengine.attention.cascade.MAX_PREFIXES", 2)
     tables = [[0, 1], [0, 2], [3, 4, 5], [3, 4, 6], [7, 8, 9], [7, 8, 10]]
     prefixes = [[0, 2, 0, 1, -1], [2, 4, 0, 2, -1], [4, 6, 0, 2, -1]]
     inputs = inputs_of([(1, 4 * len(own) - 2) for own in tables], tables, block=BLOCK)

@@ -250,7 +250,7 @@ def on_cpu(monkeypatch):
     for name, obstacle in (("flashinfer", None), ("cpu", "it is left out")):
         here = replace(_CANDIDATES[name], devices=("cpu",), obstacle=lambda _, why=obstacle: why)
         monkeypatch.setitem(_CANDIDATES, name, here)
-    monkeypatch.setattr(flashinfer, "_LEAST_WORKSPACE", 1024)
+    monkeypatch.setattr(flashinfer, "_MIN_WORKSPACE", 1024)
 
 
 def test_the_oracle_passes_for_every_kind_of_layer():

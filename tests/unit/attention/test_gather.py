@@ -8,7 +8,7 @@ from pyengine.attention import gather
 from pyengine.attention.backend import AttentionOptions
 from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
-from pyengine.kv_cache.layer_groups import LayerGroups, Place
+from pyengine.kv_cache.layer_groups import LayerGroups, Location
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from tests.support.attention import inputs_of
 
@@ -101,7 +101,7 @@ def test_layer_groups_give_bit_for_bit_what_full_tables_give(backend, step, wind
     sizes = [-(-(n + c) // BLOCK) for n, c in lengths]
     tables = [[[ids.pop() for _ in range(size)] for size in sizes] for _ in range(2)]
     full = KVPool([spec] * 2, 60, BLOCK, cpu)
-    groups = LayerGroups((None, window), 1, (Place(0, 0), Place(1, 0)))
+    groups = LayerGroups((None, window), 1, (Location(0, 0), Location(1, 0)))
     shared = KVPool([spec] * 2, 60, BLOCK, cpu, groups)
     for layer, own in enumerate(tables):
         for (_, context), table in zip(lengths, own, strict=True):

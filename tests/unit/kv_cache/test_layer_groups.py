@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.layer_groups import (
     LayerGroups,
-    Place,
+    Location,
     Window,
     choose_layer_groups,
 )
@@ -52,7 +52,7 @@ def test_the_choice(windows: list[Window], max_model_len: int, said: str) -> Non
 def test_layers_keep_their_order_within_a_kind() -> None:
     groups = grouped(every(3, 8, 6), 1024)
     assert groups.windows == (None, 8, 8)
-    assert [(place.group, place.index) for place in groups.places] == [
+    assert [(place.group, place.index) for place in groups.locations] == [
         *((1, 0), (1, 1), (0, 0)),
         *((2, 0), (2, 1), (0, 1)),
     ]
@@ -79,10 +79,10 @@ def test_every_layer_has_a_place_of_its_own_that_keeps_enough(
     windows: list[Window], max_model_len: int
 ) -> None:
     groups = grouped(windows, max_model_len)
-    assert len(groups.places) == len(windows)
-    assert len(set(groups.places)) == len(windows)
-    assert {place.group for place in groups.places} == set(range(len(groups.windows)))
-    assert {place.index for place in groups.places} == set(range(groups.layers_per_group))
+    assert len(groups.locations) == len(windows)
+    assert len(set(groups.locations)) == len(windows)
+    assert {place.group for place in groups.locations} == set(range(len(groups.windows)))
+    assert {place.index for place in groups.locations} == set(range(groups.layers_per_group))
     for asked, kept in zip(windows, groups.layer_windows, strict=True):
         assert kept is None or (asked is not None and asked <= kept < max_model_len)
     held = groups.layers_per_group * sum(window or max_model_len for window in groups.windows)
@@ -91,7 +91,7 @@ def test_every_layer_has_a_place_of_its_own_that_keeps_enough(
 
 
 def test_a_tensor_has_the_shape_of_the_layers_that_share_it() -> None:
-    groups = LayerGroups((None, 8), 2, (Place(0, 0), Place(1, 1), Place(1, 0)))
+    groups = LayerGroups((None, 8), 2, (Location(0, 0), Location(1, 1), Location(1, 0)))
     assert groups.tensor_shapes(["a", "b", "a"]) == ["a", "b"]
     with pytest.raises(ConfigurationError, match=r"layers 0 and 2 .* a is not c"):
         groups.tensor_shapes(["a", "b", "c"])

@@ -9,7 +9,7 @@ import pytest
 
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache import pool as kv_pool
-from pyengine.kv_cache.layer_groups import LayerGroups, Place
+from pyengine.kv_cache.layer_groups import LayerGroups, Location
 from pyengine.kv_cache.pool import (
     KVCacheSpec,
     KVPool,
@@ -41,7 +41,7 @@ def test_the_pool_has_one_block_more_and_starts_as_zeros():
 
 
 def test_layers_of_different_groups_share_tensors():
-    groups = LayerGroups((None, 8), 2, (Place(0, 0), Place(1, 0), Place(1, 1)))
+    groups = LayerGroups((None, 8), 2, (Location(0, 0), Location(1, 0), Location(1, 1)))
     wide = KVCacheSpec(1, 6, 4, "bfloat16")
     pool = KVPool([SPEC, SPEC, wide], 3, 2, CPU, groups)
     assert pool.num_layers == 3
@@ -56,14 +56,14 @@ def test_layers_of_different_groups_share_tensors():
 
 
 def test_layers_that_differ_cannot_share():
-    groups = LayerGroups((None, 8), 1, (Place(0, 0), Place(1, 0)))
+    groups = LayerGroups((None, 8), 1, (Location(0, 0), Location(1, 0)))
     with pytest.raises(ConfigurationError, match="layers 0 and 1 cannot share a KV tensor"):
         KVPool([SPEC, KVCacheSpec(1, 8, 8, "float32")], 3, 2, CPU, groups)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_blocks_are_copied_once_in_every_tensor(grouped):
-    groups = LayerGroups((None, 8), 1, (Place(0, 0), Place(1, 0))) if grouped else None
+    groups = LayerGroups((None, 8), 1, (Location(0, 0), Location(1, 0))) if grouped else None
     pool = KVPool([SPEC] * 2, 4, 2, CPU, groups)
     for tensor in {id(t): t for t in (*pool.keys, *pool.values)}.values():
         tensor.copy_(torch.arange(5.0).view(5, 1, 1, 1).expand_as(tensor))
@@ -83,7 +83,7 @@ POOLS = {
     "layers that differ": ([SPEC, MLA, KVCacheSpec(1, 32, 32, "float32")], None),
     "layer groups": (
         [SPEC, SPEC, MLA],
-        LayerGroups((None, 8), 2, (Place(0, 0), Place(1, 0), Place(0, 1))),
+        LayerGroups((None, 8), 2, (Location(0, 0), Location(1, 0), Location(0, 1))),
     ),
 }
 COPIES = [
