@@ -110,20 +110,20 @@ class EngineSettings:
         "compute threads on the CPU, in each process of a divided model; default: OMP_NUM_THREADS, "
         "or the CPUs of affinity mask and cgroup quota",
         flag="--threads",
-        least=1,
+        minimum=1,
     )
     tensor_parallel_size: int = setting(
-        1, "processes that the model is divided over; pool sizes apply to each process", least=1
+        1, "processes that the model is divided over; pool sizes apply to each process", minimum=1
     )
     block_size: int | Literal["auto"] | None = setting(
         None,
         "tokens per KV block; default, or with auto: the preferred size of the attention backend",
         parse=str | None,
         convert=_int_or_text,
-        least=1,
+        minimum=1,
     )
     num_blocks: int | None = setting(
-        None, "blocks in the KV pool; default: from the memory", least=1
+        None, "blocks in the KV pool; default: from the memory", minimum=1
     )
     kv_cache_memory: int | None = setting(
         None,
@@ -131,7 +131,7 @@ class EngineSettings:
         flag="--kv-cache-gib",
         parse=float | None,
         convert=partial(_bytes_of_gib, "kv_cache_gib"),
-        least=1,
+        minimum=1,
     )
     gpu_memory_utilization: float = setting(
         0.9,
@@ -185,7 +185,7 @@ class EngineSettings:
         flag="--kv-cache-disk-gib",
         parse=float | None,
         convert=partial(_bytes_of_gib, "kv_cache_disk_gib"),
-        least=1,
+        minimum=1,
     )
     kv_cache_access: Literal["write_or_read", "write", "read"] = setting(
         "write_or_read",
@@ -199,7 +199,7 @@ class EngineSettings:
         flag="--kv-cache-host-gib",
         parse=float | None,
         convert=partial(_bytes_of_gib, "kv_cache_host_gib"),
-        least=1,
+        minimum=1,
     )
     verify_cache_hits: float = setting(
         0.0,
@@ -211,17 +211,17 @@ class EngineSettings:
         "keep events of the KV cache, for routers; blocks are hashed with this seed, which must be "
         "the same for all replicas",
         hidden=True,
-        least=0,
+        minimum=0,
     )
-    max_num_seqs: int = setting(256, "maximum number of sequences in one step", least=1)
+    max_num_seqs: int = setting(256, "maximum number of sequences in one step", minimum=1)
     max_num_seqs_per_tenant: int | None = setting(
         None,
         "maximum number of sequences of one tenant in one step, or one request with more; a tenant "
         "of a server is a key; default: all of max_num_seqs, of which others get their equal share "
         "as soon as they have requests",
-        least=1,
+        minimum=1,
     )
-    max_num_batched_tokens: int = setting(2048, "maximum number of tokens in one step", least=1)
+    max_num_batched_tokens: int = setting(2048, "maximum number of tokens in one step", minimum=1)
     speculation: Literal["ngram", "suffix", "mtp", "draft"] | None = setting(
         None,
         "draft the next tokens and compute them with decodes if that saves time; ngram: tokens "
@@ -241,20 +241,20 @@ class EngineSettings:
         None,
         "maximum number of drafts per sequence and step; default: 7, or with mtp the number of MTP "
         "layers",
-        least=1,
+        minimum=1,
     )
     max_model_len: int | None = setting(
         None,
         "maximum number of tokens of prompt and answer together; default: the model's positions, "
         "or what the pool holds if that is less",
-        least=2,
+        minimum=2,
     )
     max_overtakes: int = setting(
         16,
         "if blocks are short, requests with cached prefixes run before others of their priority, "
         "each of which is overtaken at most so often; 0: first come, first served, and waiting "
         "requests keep no prefixes",
-        least=0,
+        minimum=0,
     )
     max_pinned_share: float = setting(
         0.25,
@@ -266,7 +266,7 @@ class EngineSettings:
         "maximum number of waiting requests of each tenant; more are refused; a tenant of a server "
         "is a key; default: no limit",
         hidden=True,
-        least=1,
+        minimum=1,
     )
     generation_config: str = setting(
         "auto",

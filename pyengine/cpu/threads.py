@@ -28,24 +28,25 @@ _log = logging.getLogger(__name__)
 _VARIABLE = "OMP_NUM_THREADS"
 _WINDOW = 10.0  # seconds of consecutive steps that are judged together
 _PAUSE = 0.1  # seconds without a step after which another window begins
-_MANY_TIMES = 3  # the most times its processor time that a step may take
-_MOST_WAITING = 0.5  # share of the time that threads may wait for a processor, all of them together
+_MANY_TIMES = 3  # a step may take this many times its processor time
+_MAX_WAITING = 0.5  # share of the time that threads may wait for a processor, all of them together
 _LOOK = 0.05  # seconds of steps after which the waits of threads are read, at the soonest
-_LOOK_SHARE = 0.01  # the most of the time that reading them may take
+_LOOK_SHARE = 0.01  # maximum share of the time for reading them
 _CROWDED = 0.25
 """Share of the time for which threads may wait for a processor, all of them together."""
 _TOLERATED = 0.03  # seconds of waits beyond that share, after which there is a thread too many
 _FREE, _FREE_SPAN = 0.75, 0.1
-"""Processors that are idle beside the steps, for so many seconds, before a thread is added."""
+"""Idle processors beside the steps, and for how many seconds, before a thread is added."""
 _TRIAL = 0.5  # seconds of steps after which an added thread is not too many
 _FIRST_PATIENCE, _LONGEST_PATIENCE = 0.25, 8.0
 """Seconds after which a thread that was too many is tried again, if a processor is free for it."""
 _BLIND = 8
-"""So many times later it is tried anyway: programs of a lower priority leave no processor idle."""
+"""Without an idle processor, the trial waits this many times as long: programs of a lower priority
+leave none idle."""
 
 _TASKS = "/proc/self/task"
 _COPYING = {"pyengine-kv-load", "pyengine-kv-store", "pyengine-populate", "kv-store"}
-"""Names of threads that copy beside the steps; the last is one of the store's own."""
+"""Names of threads that copy beside the steps; the last is the store's."""
 
 _OR_FEWER = "; fewer while other programs take them"
 
@@ -144,13 +145,13 @@ class ComputeThreads:
         }
 
 
-def compute_threads(asked: int | None, num_processes: int = 1) -> ComputeThreads:
-    """The threads of each of `num_processes`: as asked, else by `OMP_NUM_THREADS`, else by CPUs.
+def compute_threads(requested: int | None, num_processes: int = 1) -> ComputeThreads:
+    """The threads of each process: as requested, else by `OMP_NUM_THREADS`, else by CPUs.
 
     CPUs are those that the process may use (`utils/cpus.py`); torch may be set to use fewer.
     """
-    if asked is not None:
-        return ComputeThreads(asked, "asked for")
+    if requested is not None:
+        return ComputeThreads(requested, "asked for")
     by_torch, by_variable = num_torch_threads(), os.environ.get(_VARIABLE, "").split(",")[0]
     if by_variable.isdecimal() and int(by_variable):
         return ComputeThreads(by_torch or int(by_variable), _VARIABLE)
@@ -183,7 +184,7 @@ def _waiting_seconds() -> float:
     if sys.platform != "linux":
         return 0.0
     nanoseconds = 0
-    copying = {str(each.native_id) for each in enumerate_threads() if each.name in _COPYING}
+    copying = {str(copier.native_id) for copier in enumerate_threads() if copier.name in _COPYING}
     for thread in os.listdir(_TASKS):
         try:
             if thread in copying or _line(f"{_TASKS}/{thread}/comm").strip() in _COPYING:
@@ -207,16 +208,16 @@ def _idle_seconds() -> float | None:
     """Seconds that the processors of this process were idle, in total; None if nothing says so."""
     if sys.platform != "linux":
         return None
-    ours, ticks, num_found = os.sched_getaffinity(0), 0, 0
+    ours, ticks, num_counted = os.sched_getaffinity(0), 0, 0
     try:
         for line in Path("/proc/stat").read_text().splitlines():
             name, *numbers = line.split()
             if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in ours:
                 ticks += int(numbers[3]) + int(numbers[4])  # idle, and idle with files under way
-                num_found += 1
+                num_counted += 1
     except (OSError, ValueError, IndexError):
         return None
-    return ticks / os.sysconf("SC_CLK_TCK") if num_found == len(ours) else None
+    return ticks / os.sysconf("SC_CLK_TCK") if num_counted == len(ours) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,13 +349,13 @@ class StepThreads:
         clock = end.clock - start.clock
         processor = end.processor - start.processor
         waiting = end.waiting - start.waiting
-        if clock <= _MANY_TIMES * processor and waiting <= _MOST_WAITING * clock:
+        if clock <= _MANY_TIMES * processor and waiting <= _MAX_WAITING * clock:
             return
         self.has_warned = True
         _log.warning(
-            "steps are slow because processors are taken: %.1f s of steps had %.1f s of processor "
-            "time, and their threads waited %.1f s for a processor. Other programs use the CPUs, "
-            "or a quota is used up. num_threads is %d (%s). %s%sSee docs/guides/slow.md",
+            "steps are slow: other programs use the CPUs, or a CPU quota is used up. %.1f s of "
+            "steps had %.1f s of processor time, and their threads waited %.1f s for a processor. "
+            "num_threads is %d (%s). %s%sSee docs/guides/slow.md",
             clock,
             processor,
             waiting,

@@ -45,7 +45,7 @@ class BlockMemory(Protocol):
         ...
 
     def mark(self) -> Any:
-        """A point behind all work that the calling thread has queued on the device."""
+        """A point after all work that the calling thread has queued on the device."""
         ...
 
     def store(self, prefix: StoredPrefix, blocks: Sequence[Block]) -> list[Block]:
@@ -105,7 +105,7 @@ class CopyStream:
 
     @contextmanager
     def copying(self, after: Any = None) -> Iterator[None]:
-        """Queue copies here, after an event; at the end, with an error too, none is left."""
+        """Queue copies here, after an event; waits for them at the end, after an error too."""
         with self._cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
@@ -118,7 +118,7 @@ class CopyStream:
 
 
 class _HostStream:
-    """In place of a `CopyStream` where tensors are on the CPU: copies are made at once."""
+    """Stands in for a `CopyStream` where tensors are on the CPU: copies run at once."""
 
     def mark(self) -> None:
         """Nothing is queued."""
@@ -132,8 +132,8 @@ class _HostStream:
 class DeviceBlocks:
     """Blocks in contiguous tensors `[num_blocks, ...]` of a device.
 
-    `groups[g]` lists the tensors of layer group `g`. Tensors on the CPU are for tests: they take
-    the same way, without streams.
+    `groups[g]` lists the tensors of layer group `g`. Tensors on the CPU are for tests: they
+    are staged in the same way, without streams.
     """
 
     piece_bytes = _STAGING_BYTES
@@ -178,7 +178,7 @@ class DeviceBlocks:
 
 
 class _Part:
-    """Blocks that fit into the staging memory together; those of a group are in a row there."""
+    """Blocks that fit into the staging memory together; those of a group are adjacent there."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         by_group: dict[int, list[int]] = {}
@@ -192,11 +192,11 @@ class _Part:
         ]
         """The blocks, each with its row in the staging memory in place of its id."""
 
-    def copies(self, most: int) -> Iterator[tuple[int, int, list[int]]]:
-        """A layer group, its first row, and block ids in order, of the first `most` blocks."""
+    def copies(self, count: int) -> Iterator[tuple[int, int, list[int]]]:
+        """A layer group, its first row, and block ids in order, of the first `count` blocks."""
         first = 0
         for group, positions in self._positions.items():
-            ids = [self._blocks[position][2] for position in positions if position < most]
+            ids = [self._blocks[position][2] for position in positions if position < count]
             if ids:
                 yield group, first, ids
             first += len(positions)
@@ -212,32 +212,32 @@ class _Staging:
         self._rows, self._groups = rows, groups
         is_cuda = device.type == "cuda"
         self.stream = CopyStream(device) if is_cuda else _HostStream()
-        self._most = max(1, _STAGING_BYTES // sum([row[0].nbytes for row in rows]))
+        self._capacity = max(1, _STAGING_BYTES // sum([row[0].nbytes for row in rows]))
         self._host = [
-            torch.zeros((self._most, row.shape[1]), dtype=row.dtype, pin_memory=is_cuda)
+            torch.zeros((self._capacity, row.shape[1]), dtype=row.dtype, pin_memory=is_cuda)
             for row in rows
         ]
         self.blocks = KVBlocks([array_of(tensor) for tensor in self._host], groups)
 
     def parts(self, blocks: Sequence[Block]) -> Iterable[_Part]:
         """The blocks in order, as many at a time as fit."""
-        for start in range(0, len(blocks), self._most):
-            yield _Part(blocks[start : start + self._most])
+        for start in range(0, len(blocks), self._capacity):
+            yield _Part(blocks[start : start + self._capacity])
 
     def copy_from_device(self, part: _Part) -> None:
         """Queue the copies of all blocks of a part."""
         for at, rows, ids in self._copies(part, len(part.staged)):
             self._host[at][rows].copy_(self._rows[at].index_select(0, ids), non_blocking=True)
 
-    def copy_to_device(self, part: _Part, most: int) -> None:
-        """Queue the copies of the first `most` blocks of a part."""
-        for at, rows, ids in self._copies(part, most):
+    def copy_to_device(self, part: _Part, count: int) -> None:
+        """Queue the copies of the first `count` blocks of a part."""
+        for at, rows, ids in self._copies(part, count):
             source = self._host[at][rows].to(self._device, non_blocking=True)
             self._rows[at].index_copy_(0, ids, source)
 
-    def _copies(self, part: _Part, most: int) -> Iterator[tuple[int, slice, "torch.Tensor"]]:
+    def _copies(self, part: _Part, count: int) -> Iterator[tuple[int, slice, "torch.Tensor"]]:
         """A tensor by its index, rows of the staging memory, and the blocks' ids there."""
-        for group, first, block_ids in part.copies(most):
+        for group, first, block_ids in part.copies(count):
             ids = upload(np.array(block_ids, dtype=np.int64), self._device)
             for at in self._groups[group]:
                 yield at, slice(first, first + len(block_ids)), ids

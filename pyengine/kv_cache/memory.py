@@ -38,8 +38,8 @@ def available_memory(device: Device) -> int:
 def populate(address: int, num_bytes: int) -> bool:
     """Allocate the pages of `num_bytes` bytes at `address` now; contents stay.
 
-    Otherwise the system allocates each at its first write. True if all whole pages are there; False
-    on other systems than Linux, and before 5.14.
+    Otherwise the system allocates each at its first write. True if all whole pages are allocated;
+    False on systems other than Linux, and before 5.14.
     """
     if sys.platform != "linux":
         return False

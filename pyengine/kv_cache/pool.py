@@ -169,18 +169,18 @@ def resolve_num_blocks(
     if available is None:
         available = available_memory(device)
     if settings.num_blocks is not None:
-        num_blocks, asked = settings.num_blocks, f"num_blocks={settings.num_blocks}"
+        num_blocks, reason = settings.num_blocks, f"num_blocks={settings.num_blocks}"
     elif settings.kv_cache_memory is not None:
-        asked = f"kv_cache_memory={settings.kv_cache_memory}"
+        reason = f"kv_cache_memory={settings.kv_cache_memory}"
         num_blocks = settings.kv_cache_memory // per_block - 1
         if num_blocks < 1:
             raise ConfigurationError(
-                f"{asked} bytes hold no KV pool: two blocks of {settings.block_size} tokens "
+                f"{reason} bytes hold no KV pool: two blocks of {settings.block_size} tokens "
                 f"(one of them the null block) take {2 * per_block} bytes for this model; "
                 "give at least that, or a smaller block_size"
             )
     else:
-        num_blocks, asked = _default_blocks(settings, per_block, device, available)
+        num_blocks, reason = _default_blocks(settings, per_block, device, available)
     num_bytes = (num_blocks + 1) * per_block
     if num_bytes > available:
         fitting = available // per_block - 1
@@ -190,11 +190,11 @@ def resolve_num_blocks(
             else "free some memory, or choose a smaller block_size"
         )
         raise ConfigurationError(
-            f"the KV pool does not fit into memory: {asked} needs {_size(num_bytes)} "
+            f"the KV pool does not fit into memory: {reason} needs {_size(num_bytes)} "
             f"({num_blocks} + 1 blocks of {settings.block_size} tokens, {per_block} bytes each), "
             f"{_size(available)} are available on {device}; {way_out}"
         )
-    return PoolSize(num_blocks, (num_blocks + 1) * own, asked)
+    return PoolSize(num_blocks, (num_blocks + 1) * own, reason)
 
 
 def _default_blocks(
@@ -207,8 +207,8 @@ def _default_blocks(
     else:
         budget = min(int(available * _CPU_DEFAULT_SHARE), _CPU_DEFAULT_LIMIT)
         reason = f"a quarter of {_size(available)} available, at most {_size(_CPU_DEFAULT_LIMIT)}"
-    one_table = -(-settings.max_model_len // settings.block_size)
-    useful = settings.max_num_seqs * (settings.blocks_per_seq or one_table)
+    blocks_per_table = -(-settings.max_model_len // settings.block_size)
+    useful = settings.max_num_seqs * (settings.blocks_per_seq or blocks_per_table)
     affordable = max(1, budget // per_block - 1)
     if useful <= affordable:
         sequences = f"{settings.max_num_seqs} sequences of {settings.max_model_len} tokens"
@@ -300,10 +300,10 @@ class KVPool:
             )
             for group in range(len(self.groups.windows))
         ]
-        both = [[*used, *(index + count for index in used)] for used in groups]
+        tensors = [[*used, *(index + count for index in used)] for used in groups]
         if self.device.type != "cpu":
-            return DeviceBlocks(self._memory.tensors, both)
-        return HostBlocks(self._memory.arrays, both)
+            return DeviceBlocks(self._memory.tensors, tensors)
+        return HostBlocks(self._memory.arrays, tensors)
 
     def populate(self, num_blocks: int | None = None) -> bool:
         """On the CPU, allocate the memory of the first blocks, or of all, before they are written.
@@ -316,7 +316,7 @@ class KVPool:
             return False
         rows = [array[:num_blocks] for array in self._memory.arrays]
         with ThreadPoolExecutor() as threads:
-            return all(threads.map(lambda each: populate(each.ctypes.data, each.nbytes), rows))
+            return all(threads.map(lambda array: populate(array.ctypes.data, array.nbytes), rows))
 
     def populate_in_background(self) -> None:
         """As `populate`, in a thread and a piece at a time, while steps run.
@@ -350,8 +350,8 @@ class KVPool:
         if copies:
             self._memory.copy_blocks(copies)
 
-    def differences(self, blocks: Sequence[int], others: Sequence[int], group: int) -> list[float]:
-        """How much the KV of each block differs from that of another one of the same layer group.
+    def differences(self, blocks: Sequence[int], peers: Sequence[int], group: int) -> list[float]:
+        """The difference of each block's KV from that of its peer, in one layer group.
 
         The largest of all tensors, relative to the norm of the first block; 0 only for equal
         numbers, NaN if one has a NaN.
@@ -364,8 +364,8 @@ class KVPool:
         for index in (*used, *(index + count for index in used)):
             dtype = self._tensor_specs[index % count].dtype
             kv, other = (
-                _numbers(self._memory.rows_of(index, each), dtype).reshape(len(blocks), -1)
-                for each in (blocks, others)
+                _numbers(self._memory.rows_of(index, ids), dtype).reshape(len(blocks), -1)
+                for ids in (blocks, peers)
             )
             scale = np.maximum(np.linalg.norm(kv, axis=1), np.finfo(np.float32).tiny)
             worst = np.maximum(worst, np.linalg.norm(kv - other, axis=1) / scale)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 _COPIED = 16 << 20
-"""Bytes that are copied at a time; so much memory a copy needs beside the pool."""
+"""Bytes that are copied at a time: the memory that a copy needs beside the pool."""
 
 Shape = tuple[tuple[int, ...], DType]
 """The shape of a block in a tensor, and the tensor's element type."""
@@ -41,9 +41,11 @@ class PoolMemory:
         for index, (shape, dtype) in enumerate(shapes):
             by_size.setdefault(math.prod(shape) * itemsize(dtype), []).append(index)
         self._shapes, self._blocks, self._device = tuple(shapes), blocks, device
-        self._places: dict[int, tuple[int, int]] = {}  # by tensor: its allocation and place there
+        self._locations: dict[
+            int, tuple[int, int]
+        ] = {}  # by tensor: its allocation and place there
         for number, indices in enumerate(by_size.values()):
-            self._places |= {index: (number, place) for place, index in enumerate(indices)}
+            self._locations |= {index: (number, position) for position, index in enumerate(indices)}
         sizes = [(len(indices) * blocks, size) for size, indices in by_size.items()]
         self._rows: list[Any] = [_zeros(count, size, device) for count, size in sizes]
         """Bytes `[tensors * blocks, bytes of a block]`; integers of 8 bytes where they fit."""
@@ -78,17 +80,17 @@ class PoolMemory:
 
     def _part(self, index: int) -> Any:
         """The bytes of a tensor: `[blocks, *shape]`, the last dimension in bytes."""
-        number, place = self._places[index]
+        number, position = self._locations[index]
         shape, dtype = self._shapes[index]
-        rows = self._rows[number][place * self._blocks : (place + 1) * self._blocks]
+        rows = self._rows[number][position * self._blocks : (position + 1) * self._blocks]
         return _as_bytes(rows).reshape(self._blocks, *shape[:-1], shape[-1] * itemsize(dtype))
 
     def rows_of(self, index: int, blocks: Sequence[int]) -> Rows:
         """A copy of some blocks of a tensor on the host, `[len(blocks), *shape]`."""
         shape, dtype = self._shapes[index]
-        number, place = self._places[index]
+        number, position = self._locations[index]
         rows = self._rows[number]
-        index = upload(np.array(blocks, np.int64) + place * self._blocks, self._device)
+        index = upload(np.array(blocks, np.int64) + position * self._blocks, self._device)
         host = on_host(rows[index])
         numbers: Rows = host.view(STORED[dtype]).reshape(len(blocks), *shape)
         return numbers
@@ -102,11 +104,11 @@ class PoolMemory:
             step = max(1, _COPIED // (len(copies) * rows[0].nbytes)) * len(copies)
             for start in range(0, len(sources), step):
                 part = slice(start, start + step)
-                some, others = upload(np.stack([sources[part], targets[part]]), self._device)
+                read, written = upload(np.stack([sources[part], targets[part]]), self._device)
                 if isinstance(rows, np.ndarray):
-                    rows[others] = rows.take(some, axis=0)
+                    rows[written] = rows.take(read, axis=0)
                 else:
-                    rows.index_copy_(0, others, rows.index_select(0, some))
+                    rows.index_copy_(0, written, rows.index_select(0, read))
 
 
 def _zeros(rows: int, size: int, device: Device) -> Any:

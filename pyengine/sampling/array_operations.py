@@ -18,7 +18,7 @@ _SUMMANDS = np.where(_OCTETS == 1, 0, -np.inf).astype(np.float32)
 
 
 class ArrayOperations:
-    """See `operations.Operations`. As many threads compute as the caller may use."""
+    """See `operations.Operations`. Computes with the threads that the caller may use."""
 
     device = CPU
 
@@ -35,7 +35,7 @@ class ArrayOperations:
         """`chosen` where the condition is true, else `other`."""
         return np.where(condition, chosen, other)
 
-    def at_most(self, values: Any, limit: float) -> Any:
+    def clamp_max(self, values: Any, limit: float) -> Any:
         """The values, or `limit` where they are larger."""
         return np.minimum(values, limit)
 

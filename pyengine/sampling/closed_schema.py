@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 Schema: TypeAlias = dict[str, Any]
 
-_ONE = ("additionalItems", "additionalProperties", "contains", "items")
+_SINGLE = ("additionalItems", "additionalProperties", "contains", "items")
 """Keywords with a schema for other values. `items` may also have a list of them."""
 _SEVERAL = ("items", "prefixItems")
 _NAMED = ("$defs", "definitions", "patternProperties", "properties")
@@ -60,7 +60,7 @@ def _schemas(root: Schema) -> Iterator[Schema]:
         if not isinstance(schema, dict):  # true and false are schemas, too
             continue
         yield schema
-        pending += [schema[key] for key in _ONE if key in schema]
+        pending += [schema[key] for key in _SINGLE if key in schema]
         lists = [schema[key] for key in _SEVERAL if isinstance(schema.get(key), list)]
         pending += [item for several in lists for item in several]
         pending += [item for key in _NAMED for item in schema.get(key, {}).values()]
@@ -90,10 +90,10 @@ def _shared(root: Schema, schemas: list[Schema]) -> set[int]:
             raise LookupError("a reference that depends on the schema around it")
         if "$ref" in schema:
             groups.append([_target(root, schema["$ref"])])
-        others = applied[id(schema)] = [item for group in groups for item in group]
+        subschemas = applied[id(schema)] = [item for group in groups for item in group]
         is_condition = any(key in schema for key in (*_CONDITIONS, "dependentSchemas"))
         if is_condition or len(groups) > 1 or not _OF_OBJECTS.isdisjoint(schema):
-            pending += others
+            pending += subschemas
     while pending:
         schema = pending.pop()
         if id(schema) not in shared:
@@ -103,12 +103,12 @@ def _shared(root: Schema, schemas: list[Schema]) -> set[int]:
 
 
 def _target(root: Schema, reference: str) -> Any:
-    """What a reference such as `#/$defs/Name` points to. Raises `LookupError`."""
+    """The schema that a reference such as `#/$defs/Name` points to. Raises `LookupError`."""
     first, *names = reference.split("/")
     if first != "#":
         raise LookupError(reference)
-    found: Any = root
+    schema: Any = root
     for name in names:
         key = name.replace("~1", "/").replace("~0", "~")
-        found = found[int(key)] if isinstance(found, list) else found[key]
-    return found
+        schema = schema[int(key)] if isinstance(schema, list) else schema[key]
+    return schema

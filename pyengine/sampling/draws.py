@@ -67,10 +67,10 @@ class DrawBatch:
         """The settings of these requests as tensors, made at first use."""
         key = (rows.start, rows.stop, device)
         if key not in self._columns:
-            self._columns[key] = self._made(rows, device)
+            self._columns[key] = self._tensors(rows, device)
         return self._columns[key]
 
-    def _made(self, rows: slice, device: "torch.device") -> DrawSettings:
+    def _tensors(self, rows: slice, device: "torch.device") -> DrawSettings:
         temperature, min_p, top_k, top_p = self.settings[:, rows, None]
         return DrawSettings(
             temperature=upload(temperature, device),

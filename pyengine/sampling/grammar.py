@@ -28,7 +28,7 @@ _KEPT = 64  # compiled grammars of a tenant that are kept, the most recently use
 _TENANTS = 64  # tenants whose grammars are kept, the most recently active
 _THREADS = 2  # one tenant has all but one of them
 _MAX_WAITING = 32  # grammars of one tenant that wait to be compiled
-_LONGEST_REASON = 500  # the most characters of a message of `llguidance`
+_LONGEST_REASON = 500  # maximum characters of a message of `llguidance`
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
@@ -98,7 +98,7 @@ class Grammars:
         """Compile a grammar in the background, unless the tenant's last ones have it.
 
         The future fails as `matcher`. Tenants take turns, so none waits for the many grammars of
-        another one. They share no grammar: the time of one would tell who else uses it. Raises
+        another one. They share no grammar: its compile time would tell who else uses it. Raises
         `QueueFullError` if too many grammars of this tenant wait.
         """
         key = (structured_outputs.kind, structured_outputs.text)
@@ -117,11 +117,11 @@ class Grammars:
             return compiled
 
     def _compile_for(
-        self, tenant: bytes, key: tuple[str, str], asked: StructuredOutputs
+        self, tenant: bytes, key: tuple[str, str], constraint: StructuredOutputs
     ) -> CompiledGrammar:
         """Compile a grammar. Only errors of the grammar itself are kept."""
         try:
-            return self._compile(asked)
+            return self._compile(constraint)
         except Exception as error:
             is_lasting = isinstance(error, InvalidRequestError)
             if not is_lasting or isinstance(error, _RefusedForNow):
@@ -129,17 +129,17 @@ class Grammars:
                     self._known.get(tenant, OrderedDict()).pop(key, None)
             raise
 
-    def _compile(self, asked: StructuredOutputs) -> CompiledGrammar:
+    def _compile(self, constraint: StructuredOutputs) -> CompiledGrammar:
         checker = self._checker()
-        text = closed_schema(asked.text) if asked.kind == "json" else asked.text
-        answer = checker.ask([asked.kind, text], _SECONDS)
+        text = closed_schema(constraint.text) if constraint.kind == "json" else constraint.text
+        answer = checker.ask([constraint.kind, text], _SECONDS)
         if checker.is_alive:
             self._idle.append(checker)
         if answer.get("error"):
             reason = answer["error"]
             shown = reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]} ..."
             refused = _RefusedForNow if answer.get("is_passing") else InvalidRequestError
-            raise refused(f"structured_outputs.{asked.field} cannot be served: {shown}")
+            raise refused(f"structured_outputs.{constraint.field} cannot be served: {shown}")
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(**_LIMITS)
@@ -157,7 +157,7 @@ class Grammars:
         return _Checker(self._checker_setup)
 
     def _make_vocabulary(self) -> None:
-        """Make it, unless it is there."""
+        """Build the vocabulary, once."""
         try:
             from llguidance import LLTokenizer
         except ModuleNotFoundError as error:
@@ -208,26 +208,26 @@ class _Checker:
     """A process that runs `grammar_checker.py`."""
 
     def __init__(self, setup: bytes) -> None:
-        """Start it with a line of JSON, the vocabulary, and wait until it can be asked."""
+        """Start it with the vocabulary, a line of JSON, and wait until it is ready."""
         self._process = subprocess.Popen(
             [sys.executable, "-P", grammar_checker.__file__, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is not for it
+            start_new_session=True,  # Ctrl-C must not reach it
         )
         finalize(self, _end, self._process, os.getpid())
         answer = self._answer_to(setup, _SECONDS_TO_BEGIN)
         if answer:
-            raise PyEngineError(f"the process that checks grammars has not begun: {answer}")
+            raise PyEngineError(f"the process that checks grammars did not start: {answer}")
 
     @property
     def is_alive(self) -> bool:
-        """True if it can be asked again."""
+        """True if it can answer another question."""
         return self._process.poll() is None
 
     def ask(self, question: Any, seconds: float) -> dict[str, str]:
-        """Its answer; a passing "error" if the process ended, or exceeded `seconds`."""
+        """The answer; a passing "error" if the process ended, or exceeded `seconds`."""
         return self._answer_to(json.dumps(question).encode() + b"\n", seconds)
 
     def _answer_to(self, line: bytes, seconds: float) -> dict[str, str]:
@@ -246,8 +246,8 @@ class _Checker:
         finally:
             end.cancel()
         if answer:
-            found: dict[str, str] = json.loads(answer)
-            return found
+            reply: dict[str, str] = json.loads(answer)
+            return reply
         if process.wait() == -signal.SIGKILL:
             reason = f"it takes more than {seconds:g} s to compile; make it smaller"
         else:

@@ -30,10 +30,10 @@ class TokenLogprobs:
         ``decode`` gives a token's text and bytes; without it they are ``None``.
         """
         ranked = {self.token_id: (self.logprob, self.rank)}
-        for place, (token, logprob) in enumerate(
+        for top_rank, (token, logprob) in enumerate(
             zip(self.top_ids, self.top_logprobs, strict=True), start=1
         ):
-            ranked.setdefault(token, (logprob, place))
+            ranked.setdefault(token, (logprob, top_rank))
         return {
             token: Logprob(logprob, rank, *(decode(token) if decode is not None else ()))
             for token, (logprob, rank) in ranked.items()

@@ -42,7 +42,7 @@ class Operations(Protocol):
     def where(self, condition: Any, chosen: Any, other: Any) -> Any:
         """`chosen` where the condition is true, else `other`."""
 
-    def at_most(self, values: Any, limit: float) -> Any:
+    def clamp_max(self, values: Any, limit: float) -> Any:
         """The values, or `limit` where they are larger."""
 
     def largest(self, logits: Any) -> Any:

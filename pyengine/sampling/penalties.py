@@ -71,7 +71,7 @@ class Penalties:
         values = flat[index]
         with np.errstate(over="ignore"):
             penalised = operations.where(values > 0, values / divisor, values * divisor)
-            flat[index] = operations.at_most(penalised - offset, LARGEST)
+            flat[index] = operations.clamp_max(penalised - offset, LARGEST)
 
     def _current_table(self, vocab_size: int, device: "Device | torch.device") -> Any:
         """The table on `device`, int64 [2, capacity], with all counts so far."""
@@ -92,7 +92,7 @@ class Penalties:
         return self._uploaded
 
     def _fill(self, vocab_size: int) -> None:
-        """Make the table, with cells to spare."""
+        """Build the table, with spare cells."""
         self._vocab_size = vocab_size
         lengths = [len(count) for count in self._counts]
         self._size = sum(lengths)
@@ -108,28 +108,28 @@ class Penalties:
         )
 
     def _update(self) -> _Ids:
-        """Take over what was counted since; returns the cells that changed."""
+        """Add the tokens counted since the last update; returns the cells that changed."""
         changed: dict[int, tuple[int, int]] = {}
         for number, count in enumerate(self._counts):
             added, length, later = count.added, self._length[number], self._later[number]
-            for place in added[self._done[number] :]:
-                if place == length + len(later):
+            for index in added[self._done[number] :]:
+                if index == length + len(later):
                     later.append(self._size)
                     self._size += 1
-                cell = self._first[number] + place if place < length else later[place - length]
-                changed[cell] = number, place
+                cell = self._first[number] + index if index < length else later[index - length]
+                changed[cell] = number, index
             self._done[number] = len(added)
         spare = self._table.shape[1] - self._size
         if spare < 0:
             self._table = np.pad(self._table, ((0, 0), (0, self._size)))
         cells = np.array([*changed], dtype=np.int64)
         if len(cells):
-            places = [(self._counts[number], place) for number, place in changed.values()]
+            indices = [(self._counts[number], index) for number, index in changed.values()]
             self._set(
                 cells,
                 np.array([number for number, _ in changed.values()]),
-                np.array([count.ids[place] for count, place in places]),
-                np.array([count.counts[place] for count, place in places]),
+                np.array([count.ids[index] for count, index in indices]),
+                np.array([count.counts[index] for count, index in indices]),
             )
         return cells
 

@@ -77,41 +77,41 @@ class Adjustments:
             index = self._bias.index(vocab_size, device)
             with np.errstate(over="ignore"):
                 biased = flat[index] + self._bias_values.on(device)
-            flat[index] = operations.at_most(biased, LARGEST)
+            flat[index] = operations.clamp_max(biased, LARGEST)
         self._penalties.apply(flat, vocab_size)
         return adjusted  # type: ignore[no-any-return]
 
 
 class _Cells:
-    """Places in a table of logits: (row, token id), in the order of `ids_by_row`."""
+    """Cells of a table of logits: (row, token id), in the order of `ids_by_row`."""
 
     def __init__(self, ids_by_row: Mapping[int, _Ids]) -> None:
         several = [ids for ids in ids_by_row.values() if len(ids)]
         lengths = [len(ids) for ids in ids_by_row.values()]
         self.rows: _Ids = np.repeat(np.array([*ids_by_row], dtype=np.int64), lengths)
         self._ids: _Ids = np.concatenate(several) if several else np.empty(0, dtype=np.int64)
-        self._made: tuple[int, Device | torch.device, Any] | None = None
+        self._cached: tuple[int, Device | torch.device, Any] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def index(self, vocab_size: int, device: "Device | torch.device") -> Any:
         """Their flat index: int64 [n]; raises `ValueError` for ids outside the vocabulary."""
-        if self._made is None or self._made[:2] != (vocab_size, device):
+        if self._cached is None or self._cached[:2] != (vocab_size, device):
             if len(self._ids) and not 0 <= self._ids.min() <= self._ids.max() < vocab_size:
                 raise ValueError(
                     f"token ids {self._ids.min()} to {self._ids.max()} in rows of "
                     f"{vocab_size} logits"
                 )
             index = upload(self.rows * vocab_size + self._ids, device)
-            self._made = (vocab_size, device, index)
-        return self._made[2]
+            self._cached = (vocab_size, device, index)
+        return self._cached[2]
 
 
 class SamplingBatch:
     """Requests in the order of the logits' rows, and their constant settings.
 
-    While the same requests are sampled step after step, the same object serves.
+    One object serves all steps that sample the same requests.
     """
 
     def __init__(self, states: Sequence[SamplingState]) -> None:
@@ -129,14 +129,14 @@ class SamplingBatch:
         random_rows = [row for row, state in enumerate(states) if state.is_drawn]
         self.draws = DrawBatch(states, random_rows) if random_rows else None
         """The drawn rows; the others are greedy. ``None``: all are greedy."""
-        self.wanted = {
+        self.num_logprobs = {
             row: state.num_logprobs
             for row, state in enumerate(states)
             if state.num_logprobs is not None
         }
         """The number of log-probabilities of each row that reports them."""
-        self.wanted_rows = (
-            OnDevices(np.array([*self.wanted], dtype=np.int64)) if self.wanted else None
+        self.logprob_rows = (
+            OnDevices(np.array([*self.num_logprobs], dtype=np.int64)) if self.num_logprobs else None
         )
         """These rows; ``None``: there are none."""
 
@@ -227,15 +227,15 @@ def sample(
         else:
             token_ids = _drawn(candidates, batch.draws, positions)
         chosen = operations.logits_of(candidates, token_ids)
-    if batch.wanted_rows is None:
+    if batch.logprob_rows is None:
         return Sampled(token_ids, chosen)
     rows = None  # all of them, in order
     reported = token_ids
-    if len(batch.wanted) < num_rows:
-        rows = batch.wanted_rows.on(operations.device)
+    if len(batch.num_logprobs) < num_rows:
+        rows = batch.logprob_rows.on(operations.device)
         reported = token_ids[rows]
-    logprobs = PendingLogprobs(logits, reported, [*batch.wanted.values()], rows)
-    return Sampled(token_ids, chosen, list(batch.wanted), logprobs)
+    logprobs = PendingLogprobs(logits, reported, [*batch.num_logprobs.values()], rows)
+    return Sampled(token_ids, chosen, list(batch.num_logprobs), logprobs)
 
 
 def _drawn(candidates: Logits, draws: DrawBatch, positions: Positions) -> Any:

@@ -79,7 +79,7 @@ class TokenCounts:
     prompt that was not generated has the count 0.
     """
 
-    __slots__ = ("_counts", "_ids", "_place", "added")
+    __slots__ = ("_counts", "_ids", "_index", "added")
 
     def __init__(self, prompt_token_ids: Tokens = ()) -> None:
         distinct = np.unique(np.asarray(prompt_token_ids, dtype=np.int64))
@@ -87,46 +87,46 @@ class TokenCounts:
         self._ids: npt.NDArray[np.int64] = np.zeros(capacity, dtype=np.int64)
         self._ids[: len(distinct)] = distinct
         self._counts: npt.NDArray[np.float32] = np.zeros(capacity, dtype=np.float32)
-        self._place = {token: place for place, token in enumerate(distinct.tolist())}
+        self._index = {token: index for index, token in enumerate(distinct.tolist())}
         self.added: list[int] = []
-        """The place in `ids` of each generated token, in order."""
+        """The index in `ids` of each generated token, in order."""
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
         """The distinct token ids, in order of first appearance; a view, int64 [n]."""
-        return self._ids[: len(self._place)]
+        return self._ids[: len(self._index)]
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
         """How often each of ``ids`` was generated; a view, float32 [n]."""
-        return self._counts[: len(self._place)]
+        return self._counts[: len(self._index)]
 
     def __len__(self) -> int:
-        return len(self._place)
+        return len(self._index)
 
     def copy(self) -> "TokenCounts":
         """Return an independent copy."""
-        made = TokenCounts.__new__(TokenCounts)
-        made._ids, made._counts = self._ids.copy(), self._counts.copy()
-        made._place, made.added = self._place.copy(), self.added.copy()
-        return made
+        result = TokenCounts.__new__(TokenCounts)
+        result._ids, result._counts = self._ids.copy(), self._counts.copy()
+        result._index, result.added = self._index.copy(), self.added.copy()
+        return result
 
     def add(self, token: int) -> None:
         """Count one generated token."""
-        place = self._place.setdefault(token, len(self._place))
-        if place == len(self._ids):
+        index = self._index.setdefault(token, len(self._index))
+        if index == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._ids[place] = token
-        self._counts[place] += 1
-        self.added.append(place)
+        self._ids[index] = token
+        self._counts[index] += 1
+        self.added.append(index)
 
 
 class SamplingState:
     """One request's settings and history for the choice of its next token.
 
     It lives from submission to the end of the request. It depends on generated tokens only, not
-    on steps or blocks, so a preempted request goes on where it was. The prompt is read only for
+    on steps or blocks, so a preempted request resumes where it stopped. The prompt is read only for
     a repetition penalty, and not kept.
     """
 
@@ -229,11 +229,11 @@ class SamplingState:
         """
         if self.token_ids:
             raise ValueError(f"{len(self.token_ids)} tokens were generated: it has begun")
-        made = copy(self)
-        made.seed, made.token_ids = seed % 2**64, []
-        made.counts = None if self.counts is None else self.counts.copy()
-        made.matcher = None if self.matcher is None else self.matcher.sibling()
-        return made
+        state = copy(self)
+        state.seed, state.token_ids = seed % 2**64, []
+        state.counts = None if self.counts is None else self.counts.copy()
+        state.matcher = None if self.matcher is None else self.matcher.sibling()
+        return state
 
     def ahead(self, drafts: Sequence[int]) -> "list[SamplingState]":
         """Return the states of the tokens before, between and after `drafts`, this state first.
@@ -246,12 +246,12 @@ class SamplingState:
         return states
 
     def _after(self, token: int) -> "SamplingState":
-        made = copy(self)
-        made.token_ids = self.token_ids.copy()
-        made.counts = None if self.counts is None else self.counts.copy()
-        made.matcher = None if self.matcher is None else self.matcher.ahead()
-        made.append(token)
-        return made
+        state = copy(self)
+        state.token_ids = self.token_ids.copy()
+        state.counts = None if self.counts is None else self.counts.copy()
+        state.matcher = None if self.matcher is None else self.matcher.ahead()
+        state.append(token)
+        return state
 
     @property
     def num_output(self) -> int:
@@ -283,7 +283,7 @@ def _within(ids: Collection[int], vocab_size: int) -> npt.NDArray[np.int64]:
     """Return the `ids` inside the vocabulary, sorted: int64 [n]."""
     if not ids:
         return _EMPTY_IDS
-    return np.array(sorted(each_id for each_id in ids if 0 <= each_id < vocab_size), dtype=np.int64)
+    return np.array(sorted(token for token in ids if 0 <= token < vocab_size), dtype=np.int64)
 
 
 def tokens_of_words(words: Sequence[str], tokenizer: Any) -> list[tuple[int, ...]]:

@@ -24,7 +24,7 @@ _CANDIDATES = 1 << 26
 """Logits of the rows that kernels draw from together: their candidates take at most 256 MiB."""
 _LOGPROB_ELEMENTS = 1 << 22
 """Logits of a chunk of rows with log-probabilities; a float32 copy of one is 16 MiB."""
-_LOGPROB_ROWS = 64  # the most rows of such a chunk
+_LOGPROB_ROWS = 64  # maximum rows of such a chunk
 _KERNEL_ELEMENTS = 1 << 24  # the same for kernels, with the copies of reported tokens: 64 MiB
 _KERNEL_COPIES = 8  # copies of a reported token's id and log-probability, in units of 4 bytes
 _ID_BITS = 32
@@ -50,7 +50,7 @@ class TensorOperations:
         """`chosen` where the condition is true, else `other`."""
         return torch.where(condition, chosen, other)
 
-    def at_most(self, values: torch.Tensor, limit: float) -> torch.Tensor:
+    def clamp_max(self, values: torch.Tensor, limit: float) -> torch.Tensor:
         """The values, or `limit` where they are larger; changed in place."""
         return values.clamp_(max=limit)
 
@@ -114,13 +114,13 @@ class TensorOperations:
         chunks = []
         step = _chunk_rows(logits, max(top, default=0))
         for chunk in (slice(start, start + step) for start in range(0, len(top), step)):
-            which, most = rows if rows is None else rows[chunk], max(top[chunk])
+            selected, num_logprobs = rows if rows is None else rows[chunk], max(top[chunk])
             if has_kernels(logits.device):
-                part = logits[chunk] if which is None else logits
-                queued = _chunk_by_kernels(part, token_ids[chunk], most, which)
+                part = logits[chunk] if selected is None else logits
+                queued = _chunk_by_kernels(part, token_ids[chunk], num_logprobs, selected)
             else:
-                part = logits[chunk if which is None else which]
-                queued = _chunk(part.float(), token_ids[chunk], most)
+                part = logits[chunk if selected is None else selected]
+                queued = _chunk(part.float(), token_ids[chunk], num_logprobs)
             chunks.append((HostCopy(queued), top[chunk]))
 
         def result() -> Iterator[tuple[int, float, int, list[int], list[float]]]:
@@ -226,8 +226,8 @@ def _nucleus_floor(
     """
     largest, ids = head
     short = weights.gather(1, ids).cumsum(1) < top_p * weights.sum(1, keepdim=True)
-    place = short.sum(1, keepdim=True).clamp_(max=largest.shape[1] - 1)
-    return largest.gather(1, place)
+    index = short.sum(1, keepdim=True).clamp_(max=largest.shape[1] - 1)
+    return largest.gather(1, index)
 
 
 def _unpacked(words: torch.Tensor, count: int) -> torch.Tensor:
@@ -240,16 +240,16 @@ def _unpacked(words: torch.Tensor, count: int) -> torch.Tensor:
     return F.pad(flags, (0, count - flags.shape[1])).bool()  # cuts where that is negative
 
 
-def _chunk_rows(logits: torch.Tensor, most: int) -> int:
-    """The number of rows of a chunk of `logits` `[T, V]`, of which up to `most` are reported."""
+def _chunk_rows(logits: torch.Tensor, num_logprobs: int) -> int:
+    """Rows of a chunk of `logits` `[T, V]`, each with up to `num_logprobs` reported tokens."""
     if has_kernels(logits.device):
-        step = _KERNEL_ELEMENTS // (logits.shape[1] + _KERNEL_COPIES * most)
+        step = _KERNEL_ELEMENTS // (logits.shape[1] + _KERNEL_COPIES * num_logprobs)
         return max(1, step // ALIGNED * ALIGNED)
     return max(1, min(_LOGPROB_ROWS, _LOGPROB_ELEMENTS // logits.shape[1]))
 
 
 def _chunk_by_kernels(
-    logits: torch.Tensor, token_ids: torch.Tensor, most: int, rows: torch.Tensor | None
+    logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int, rows: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
     """As `_chunk`, of these `rows`; reads the logits once."""
     from pyengine.kernels.best_tokens import best_tokens
@@ -258,17 +258,19 @@ def _chunk_by_kernels(
         rows = torch.arange(len(token_ids), device=logits.device)
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    return token_ids, *best_tokens(logits, rows, token_ids, most)
+    return token_ids, *best_tokens(logits, rows, token_ids, num_logprobs)
 
 
-def _chunk(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
-    """Tokens, their log-probabilities and ranks, [T]; the best ids and theirs, [T, most]."""
+def _chunk(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int
+) -> tuple[torch.Tensor, ...]:
+    """Tokens, their log-probabilities and ranks, [T]; best ids and theirs, [T, num_logprobs]."""
     normaliser = logits.logsumexp(1, keepdim=True)
     column = token_ids.unsqueeze(1)
     chosen = logits.gather(1, column)
     ids = torch.arange(logits.shape[1], device=logits.device)
     ahead = (logits > chosen) | ((logits == chosen) & (ids < column))
-    best = _best_by_keys(logits, most)
+    best = _best_by_keys(logits, num_logprobs)
     logprobs = (chosen - normaliser).squeeze(1)
     return token_ids, logprobs, ahead.sum(1) + 1, best, logits.gather(1, best) - normaliser
 

@@ -19,9 +19,9 @@ from pyengine.utils.dtypes import Rows, widened
 _LONGEST_MASK = 0.1  # seconds of the processor; a row that takes longer fails
 _LOOKS_EVERY = 0.05
 _WORD = 32  # tokens in a word of a mask
-LEAST_ROWS = 16
-"""The least rows per thread that fills masks, if there are several threads."""
-_MOST_THREADS = 8
+MIN_ROWS = 16
+"""Minimum rows per thread that fills masks, with several threads."""
+_MAX_THREADS = 8
 _QUICK = 0.02  # seconds of the processor; a grammar that takes longer is compiled once
 _FREE_SECONDS = 0.5
 _SECONDS_PER_TOKEN = 0.005
@@ -173,7 +173,7 @@ class CompiledGrammar:
             base = min(self._bases, key=lambda base: len(base.in_use))
             matcher = TokenMatcher(self, base, base.matcher.deep_copy(), _Spent())
             base.in_use.add(matcher)
-            is_full = len(base.in_use) > LEAST_ROWS
+            is_full = len(base.in_use) > MIN_ROWS
             if is_full and len(self._bases) < self._max_bases and not self._is_compiling:
                 self._is_compiling = True
                 self._background.submit(self._add_base)
@@ -189,8 +189,8 @@ class CompiledGrammar:
 
 
 def num_filling_threads() -> int:
-    """The most threads that fill masks."""
-    return min(usable_threads(), _MOST_THREADS)
+    """Maximum number of threads that fill masks."""
+    return min(usable_threads(), _MAX_THREADS)
 
 
 class TokenMasks:
@@ -216,22 +216,22 @@ class TokenMasks:
     def largest(self, logits: Rows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Return the allowed token with the largest logit, and that logit: [B] each; of arrays.
 
-        The most probable token of a model is mostly allowed. That takes a fiftieth of the time of
-        a mask to check, and then the row needs no mask.
+        The most probable token of a model is mostly allowed. That check takes a fiftieth of the
+        time of a mask, and then the row needs no mask.
         """
         token_ids = ARRAYS.largest(logits)
-        wanted = token_ids[self._rows].tolist()
-        others = [
+        tokens = token_ids[self._rows].tolist()
+        rejected = [
             at
-            for at, (matcher, token) in enumerate(zip(self._matchers, wanted, strict=True))
+            for at, (matcher, token) in enumerate(zip(self._matchers, tokens, strict=True))
             if token >= self._vocab_size or not matcher.may_come(token)
         ]
-        if not others:
+        if not rejected:
             return token_ids, ARRAYS.logits_of(logits, token_ids)
-        bits = self._fill([self._matchers[at] for at in others]).result()
-        rows = self._rows[others]
+        bits = self._fill([self._matchers[at] for at in rejected]).result()
+        rows = self._rows[rejected]
         own = widened(logits[rows])
-        masked = ARRAYS.forbid(own, np.arange(len(others)), bits, to_copy=False)
+        masked = ARRAYS.forbid(own, np.arange(len(rejected)), bits, to_copy=False)
         token_ids[rows] = masked.argmax(1)
         chosen = ARRAYS.logits_of(logits, token_ids)
         chosen[rows] = masked.max(1)
@@ -386,7 +386,7 @@ class MaskFiller:
 
         Earlier fillings end first: no two threads ever use the same matcher.
         """
-        count = max(1, min(num_filling_threads(), len(matchers) // LEAST_ROWS))
+        count = max(1, min(num_filling_threads(), len(matchers) // MIN_ROWS))
         parts = _divided(matchers, count)
         while len(self._threads) < len(parts):
             self._threads.append(_Thread())

@@ -39,7 +39,7 @@ class ServerSettings:
     host: str = setting(
         "127.0.0.1", "address to listen on; 0.0.0.0 for all addresses of this machine"
     )
-    port: int = setting(8000, "port to listen on; 0 for any free port", least=0)
+    port: int = setting(8000, "port to listen on; 0 for any free port", minimum=0)
     uds: str | None = setting(None, "path of a Unix socket to listen on instead")
     root_path: str = setting("", "path prefix that a proxy removes")
     served_model_name: tuple[str, ...] = _several(
@@ -66,7 +66,7 @@ class ServerSettings:
         "--allowed-host",
     )
     max_priority: float = setting(
-        0.0, "maximum distance of a request's `priority` from 0; no limit for admin keys", least=0
+        0.0, "maximum distance of a request's `priority` from 0; no limit for admin keys", minimum=0
     )
     share_prefix_cache: bool = setting(
         False,
@@ -91,20 +91,20 @@ class ServerSettings:
         None,
         "maximum number of tokens of an answer; requests for more get 400; default: as many as the "
         "context holds",
-        least=1,
+        minimum=1,
     )
     max_prompt_logprobs: int = setting(
         1 << 18,
         "maximum number of log-probabilities of prompts in a response: prompt tokens times "
         "`prompt_logprobs` (with `echo`, `logprobs`), and times `n` for completions, which repeat "
         "the prompt; more get 400",
-        least=1,
+        minimum=1,
     )
     max_answer_logprobs: int = setting(
         1 << 22,
         "maximum number of log-probabilities of answers in a response: `n` times the number of "
         "prompts, `max_tokens` and `logprobs` (chats: `top_logprobs`); more get 400",
-        least=1,
+        minimum=1,
     )
     max_inflight_mib: float = setting(
         64.0,
@@ -112,14 +112,14 @@ class ServerSettings:
         "several keys may use half of it",
     )
     max_connections: int = setting(
-        1024, "maximum number of connections; more get 503 and are closed", least=1
+        1024, "maximum number of connections; more get 503 and are closed", minimum=1
     )
     max_pending_connections: int | None = setting(
         None,
         "maximum number of connections of one client address (of one /64 network in IPv6) that "
         "have not sent a valid request yet, with a key if the server has keys; default: half of "
         "max_connections",
-        least=1,
+        minimum=1,
     )
     header_timeout: float = setting(
         10.0, "seconds within which the headers of a request must arrive"
@@ -127,7 +127,7 @@ class ServerSettings:
     body_timeout: float = setting(
         60.0, "seconds within which a body must arrive, and a client must read its answer"
     )
-    keep_alive: int = setting(5, "seconds that an idle connection stays open", least=1)
+    keep_alive: int = setting(5, "seconds that an idle connection stays open", minimum=1)
     drain_timeout: float = setting(
         60.0,
         "seconds that running requests have to finish after SIGTERM or Ctrl-C; then, or at a "

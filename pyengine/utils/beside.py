@@ -15,7 +15,7 @@ lock for each of several hundred calls waits for seconds in all."""
 
 
 class _QuickSwitches:
-    """While anybody is inside, threads take turns more often."""
+    """Inside, the interpreter switches threads more often."""
 
     def __init__(self) -> None:
         self._lock, self._users, self._usual = Lock(), 0, 0.0
@@ -39,9 +39,9 @@ _quick_switches = _QuickSwitches()
 
 @contextmanager
 def beside(work: Callable[[], _T]) -> Iterator["Future[_T]"]:
-    """Do `work` in a thread while the caller does something else inside; waits for it at the end.
+    """Run `work` in a thread beside the body; wait for it at the end.
 
-    Meanwhile threads take turns more often, which is a setting of the process.
+    Meanwhile all threads of the process take turns more often.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="pyengine-beside") as thread, _quick_switches:
         yield thread.submit(work)

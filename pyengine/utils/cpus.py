@@ -70,7 +70,7 @@ def _cgroup_folders(proc: Path) -> Iterator[Path]:
 
 
 def _cgroup_mounts(proc: Path) -> Iterator[tuple[str, Path, bool]]:
-    """The root and place of each mount, and True for version 1 with the cpu controller."""
+    """The root and the folder of each mount, and True for version 1 with the cpu controller."""
     for line in _lines(proc / "mountinfo"):
         mounted, _, options = line.partition(" - ")
         kind, _, settings = (*options.split(" ", 2), "", "")[:3]

@@ -1,4 +1,4 @@
-"""Few operations that a step needs of arrays on the CPU and of tensors on a device alike."""
+"""The operations of a step that arrays on the CPU and tensors on a device share."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +54,7 @@ def with_known(ids: Any, sampled: Any) -> Any:
 
 
 def largest_ids(rows: Any) -> Any:
-    """The place of the largest number of each row: int64."""
+    """The index of the largest number of each row: int64."""
     return (widened(rows) if isinstance(rows, np.ndarray) else rows).argmax(-1)
 
 

@@ -44,8 +44,8 @@ def torch_dtype(dtype: DType) -> "torch.dtype":
     """The element type of torch, which is imported."""
     import torch
 
-    found: torch.dtype = getattr(torch, dtype)
-    return found
+    element_type: torch.dtype = getattr(torch, dtype)
+    return element_type
 
 
 def widened(rows: Rows) -> npt.NDArray[np.float32]:
@@ -61,14 +61,14 @@ def rounded(floats: npt.NDArray[np.float32], kind: type[Any]) -> Rows:
         return floats
     bits = np.ascontiguousarray(floats, np.float32).view(np.uint32)
     nearest = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    found: Rows = np.where(np.isnan(floats), (bits >> 16) | 0x40, nearest).astype(np.uint16)
-    return found
+    bfloat16: Rows = np.where(np.isnan(floats), (bits >> 16) | 0x40, nearest).astype(np.uint16)
+    return bfloat16
 
 
 def float8_numbers(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
     """The numbers of 8-bit floats (e4m3fn: no infinity, NaN at 0x7f and 0xff), in float32."""
-    found: npt.NDArray[np.float32] = _float8_table()[codes]
-    return found
+    numbers: npt.NDArray[np.float32] = _float8_table()[codes]
+    return numbers
 
 
 @cache

@@ -35,7 +35,7 @@ class FairPool:
         self._at_once, self._max_waiting = at_once, max_waiting
         self._threads = ThreadPoolExecutor(num_threads, f"pyengine-{name}")
         self._lock = Lock()
-        """Guards what follows; held for moments."""
+        """Guards the attributes below."""
         self._waiting: dict[bytes, deque[_Call]] = {}
         self._running: Counter[bytes] = Counter()
         self._turns = Turns(_MAX_LAG)
@@ -43,7 +43,7 @@ class FairPool:
         self._is_closed = False
 
     def submit(self, work: Callable[[], T], tenant: bytes = b"") -> Future[T]:
-        """Run `work` in its turn. A future that is cancelled before takes no turn.
+        """Run `work` when its tenant's turn comes. A future cancelled before that takes no turn.
 
         Raises `QueueFullError` if `max_waiting` calls of this tenant wait.
         """

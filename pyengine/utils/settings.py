@@ -24,10 +24,9 @@ from pyengine.utils.validation import nearest, shown, unknown_choice
 class SettingOption:
     """How a setting is explained and checked, and what it looks like on the command line.
 
-    `flag` is the option's name, None: the field's; `parse` the type that the command line reads
-    and `convert` what makes the setting of it; `env` a variable that is read where the setting,
-    one of several texts, is not given. `hidden` options work without being listed, but where a
-    server is run.
+    `flag` is the option's name, None: the field's. The command line reads the type `parse`, and
+    `convert` makes the setting of it. `env` is a variable that holds the setting, one of several
+    texts, where it is not given. `hidden` options are listed only where a server is run.
     """
 
     help: str
@@ -36,7 +35,7 @@ class SettingOption:
     convert: Callable[[Any], Any] | None = None
     env: str | None = None
     hidden: bool = False
-    least: int | None = None
+    minimum: int | None = None
     choices: tuple[str, ...] = ()
 
 
@@ -69,9 +68,9 @@ def choices_of(field: "dataclasses.Field[Any]") -> tuple[str, ...]:
 
 
 def check_settings(settings: Any) -> None:
-    """Make every field a plain Python object; `ConfigurationError` where one can't be taken.
+    """Convert every field to a plain Python object; `ConfigurationError` for a wrong value.
 
-    Texts that are not given are read from the environment where the setting names a variable.
+    Texts that are not given are read from the variable of the environment that the setting names.
     """
     for setting in dataclasses.fields(settings):
         value = getattr(settings, setting.name)
@@ -134,17 +133,18 @@ def _flat(kind: Any) -> tuple[Any, ...]:
 
 
 _COUNT_BITS, _SEED_BITS = 63, 4096
-"""The longest number of anything, and the longest that only names something."""
+"""Maximum bits of a setting with a minimum, and of one without, which only names something."""
 
 
 def _check_range(name: str, value: Any, option: SettingOption) -> None:
-    most = _SEED_BITS if option.least is None else _COUNT_BITS
-    if isinstance(value, int) and value.bit_length() > most:  # Python can't print the largest
+    minimum = option.minimum
+    max_bits = _SEED_BITS if minimum is None else _COUNT_BITS
+    if isinstance(value, int) and value.bit_length() > max_bits:  # Python can't print the largest
         raise ConfigurationError(
-            f"{name} is an integer of {value.bit_length()} bits: {most} are the most"
+            f"{name} is an integer of {value.bit_length()} bits: the maximum is {max_bits}"
         )
-    if option.least is not None and isinstance(value, int | float) and not value >= option.least:
-        raise ConfigurationError(f"{name}={value}: it must be at least {option.least}")
+    if minimum is not None and isinstance(value, int | float) and not value >= minimum:
+        raise ConfigurationError(f"{name}={value}: it must be at least {minimum}")
 
 
 _P = ParamSpec("_P")
@@ -157,8 +157,8 @@ def takes(
 ) -> Callable[[Callable[[_S, _Settings], None]], Callable[Concatenate[_S, _P], None]]:
     """A decorator for an `__init__(self, settings)` that lets it take every setting by its name.
 
-    Its signature, also for type checkers, and its docstring show the settings. A name that is none
-    is refused with the nearest that is one: `ConfigurationError`.
+    Its signature, also for type checkers, and its docstring show the settings. An unknown name is
+    refused with the nearest setting: `ConfigurationError`.
     """
 
     def decorate(
@@ -177,9 +177,9 @@ def takes(
     return decorate
 
 
-def _refuse_unknown(settings: Any, given: dict[str, Any]) -> None:
+def _refuse_unknown(settings: Any, names: dict[str, Any]) -> None:
     known = [field.name for field in dataclasses.fields(settings)]
-    for name in given:
+    for name in names:
         if name not in known:
             raise ConfigurationError(f"there is no setting {name!r}: {nearest(name, known)}")
 

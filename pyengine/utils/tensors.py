@@ -27,5 +27,5 @@ def array_of(tensor: "torch.Tensor") -> npt.NDArray[Any]:
     import torch
 
     bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
-    found: npt.NDArray[Any] = bits.numpy()
-    return found
+    array: npt.NDArray[Any] = bits.numpy()
+    return array

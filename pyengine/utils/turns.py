@@ -17,7 +17,7 @@ class Turns:
         self._present: Counter[bytes] = Counter()
         self._used: dict[bytes, float] = {}
         """Of tenants that are less than `max_lag` behind, and some others."""
-        self._most = 0.0
+        self._max_used = 0.0
         self._alone = 0.0
         """What a tenant without others has used; it is charged when another one arrives."""
         self.are_several = False
@@ -52,16 +52,16 @@ class Turns:
         """Forget all tenants."""
         self._present.clear()
         self._used.clear()
-        self._most = self._alone = 0.0
+        self._max_used = self._alone = 0.0
         self.are_several = False
 
     def used(self, tenant: bytes) -> float:
         """What a tenant has used, in seconds from a common start."""
-        floor = self._most - self._max_lag
+        floor = self._max_used - self._max_lag
         return max(self._used.get(tenant, floor), floor)
 
     def charge_alone(self, seconds: float) -> None:
-        """Add to what the tenant has used that is alone."""
+        """Charge the only tenant with work."""
         self._alone += seconds
 
     def _charge_alone(self) -> None:
@@ -72,11 +72,11 @@ class Turns:
     def charge(self, tenant: bytes, seconds: float) -> None:
         """Add to what a tenant has used."""
         self._used[tenant] = used = self.used(tenant) + seconds
-        self._most = max(self._most, used)
-        floor = self._most - self._max_lag
+        self._max_used = max(self._max_used, used)
+        floor = self._max_used - self._max_lag
         if len(self._used) > 2 * len(self._present) + 8:
             self._used = {name: known for name, known in self._used.items() if known > floor}
 
     def in_order(self, tenants: Iterable[bytes]) -> list[bytes]:
-        """Tenants by what they have used, the least first; equal ones as given."""
+        """Tenants by use, the least first; equal ones in the given order."""
         return sorted(tenants, key=self.used)

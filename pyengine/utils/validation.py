@@ -117,12 +117,12 @@ def refuses_unknown(what: str) -> Callable[[_Class], _Class]:
         init = cls.__init__
 
         @wraps(init)
-        def checked(self: Any, *args: Any, **given: Any) -> None:
+        def checked(self: Any, *args: Any, **keywords: Any) -> None:
             try:
-                init(self, *args, **given)
+                init(self, *args, **keywords)
             except TypeError:
                 known = [field.name for field in fields(cls)]
-                unknown = next((name for name in given if name not in known), None)
+                unknown = next((name for name in keywords if name not in known), None)
                 if unknown is None:
                     raise
                 message = f"there is no {what} {unknown!r}: {nearest(unknown, known)}"

@@ -63,7 +63,7 @@ def test_what_is_known_of_a_batch() -> None:
     assert batch.draws is not None
     assert batch.draws.rows.tolist() == [2, 3, 4]
     assert SamplingBatch(states(MIXED[:2])).draws is None
-    assert batch.wanted == {3: 2}
+    assert batch.num_logprobs == {3: 2}
     assert batch.adjustments is not None
     assert SamplingBatch(states([MIXED[0], MIXED[2]])).adjustments is None
 

@@ -20,7 +20,7 @@ from pyengine.sampling import grammar as grammars_module
 from pyengine.sampling import token_masks
 from pyengine.sampling.grammar import Grammars
 from pyengine.sampling.state import SamplingState
-from pyengine.sampling.token_masks import LEAST_ROWS
+from pyengine.sampling.token_masks import MIN_ROWS
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from tests.support.callers import FakeModel
 from tests.support.docs import ROOT
@@ -74,7 +74,7 @@ def test_a_grammar_of_many_requests_is_compiled_for_each_thread_without_another_
 ) -> None:
     monkeypatch.setattr(token_masks, "usable_threads", lambda: 2)
     there = grammars()
-    few = [there.matcher(ONE_OF) for _ in range(LEAST_ROWS)]
+    few = [there.matcher(ONE_OF) for _ in range(MIN_ROWS)]
     monkeypatch.setattr(grammars_module._Checker, "ask", None)
     sampling = SamplingState(SamplingParams(structured_outputs=ONE_OF), [1], seed=1, vocab_size=97)
     sampling.keep_to(there.matcher(ONE_OF))

@@ -13,7 +13,7 @@ from pyengine.sampling import token_masks as structured
 from pyengine.sampling.sampler import SamplingBatch, sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling.token_masks import (
-    LEAST_ROWS,
+    MIN_ROWS,
     CompiledGrammar,
     MaskFiller,
     TokenMasks,
@@ -408,7 +408,7 @@ SCHEMA = llguidance.LLMatcher.grammar_from_json_schema({"type": "array", "items"
 def test_many_matchers_of_a_grammar_are_dealt_to_several_bases() -> None:
     queue = Queue()
     compiled = compiled_grammar(REGEX, max_bases=2, background=queue)
-    matchers = [compiled.matcher() for _ in range(LEAST_ROWS)]
+    matchers = [compiled.matcher() for _ in range(MIN_ROWS)]
     assert not queue.tasks, "few matchers have one base"
     matchers += [compiled.matcher() for _ in range(20)]
     assert len({matcher.base for matcher in matchers}) == len(queue.tasks) == 1
