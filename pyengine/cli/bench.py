@@ -241,7 +241,7 @@ def _weights_of_a_token(engine: Engine, width: int) -> tuple[int, int]:
     with libraries():
         from pyengine.models.checkpoint_files import check_weights
         from pyengine.models.gguf_header import read_header
-        from pyengine.models.loader import made_up_shapes
+        from pyengine.models.loader import dummy_weight_shapes
     path = engine.model_path
     if path.is_file():
         tensors = {tensor.name: tensor for tensor in read_header(path).tensors}
@@ -252,7 +252,7 @@ def _weights_of_a_token(engine: Engine, width: int) -> tuple[int, int]:
         return count, sum(tensor.num_bytes for tensor in tensors.values())
     is_dummy = engine.describe().get("load_format") == "dummy"
     if is_dummy:
-        shapes = made_up_shapes(path)
+        shapes = dummy_weight_shapes(path)
     else:
         shapes = {name: header.shape for name, header in check_weights(path).tensors.items()}
     _refuse_experts(engine, shapes)

@@ -23,7 +23,7 @@ _HEADER_SIZE = struct.Struct("<Q")
 
 _LONGEST_HEADER = 100_000_000
 """Bytes of a header: the limit of the library safetensors."""
-_MOST_DIMENSIONS = 16
+_MAX_DIMENSIONS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,7 @@ def check_weights(folder: Path) -> WeightHeaders:
         missing = sorted(indexed - {file.name for file in files})
         if missing:
             raise ModelLoadError(
-                f"{index} names weights that are not there: {', '.join(missing)}; "
-                "download the model again"
+                f"{index} names missing weights: {', '.join(missing)}; download the model again"
             )
     if not files:
         raise _no_safetensors(folder)
@@ -86,11 +85,11 @@ def check_weights(folder: Path) -> WeightHeaders:
     num_bytes = 0
     for file in _of_the_model(folder, files):
         header, expected = _header(file)
-        found = file.stat().st_size
-        if found != expected:
+        size = file.stat().st_size
+        if size != expected:
             raise ModelLoadError(
-                f"{file} is {'truncated' if found < expected else 'damaged'}: its header declares "
-                f"{expected} bytes, the file has {found}; delete it and get it again"
+                f"{file} is {'truncated' if size < expected else 'damaged'}: its header declares "
+                f"{expected} bytes, the file has {size}; delete it and get it again"
             )
         if twice := header.keys() & tensors.keys():
             name = min(twice)
@@ -99,7 +98,7 @@ def check_weights(folder: Path) -> WeightHeaders:
                 "twice; remove the files of one copy"
             )
         tensors.update(header)
-        num_bytes += found
+        num_bytes += size
     return WeightHeaders(tensors, num_bytes)
 
 
@@ -117,7 +116,7 @@ def _of_the_model(folder: Path, files: list[Path]) -> list[Path]:
 
 
 def check_number_formats(headers: WeightHeaders, folder: Path, *, quantised: bool) -> None:
-    """Raise `ModelLoadError` for weights that are no floating-point numbers.
+    """Raise `ModelLoadError` for weights that are not floating-point numbers.
 
     Complex ones would lose their imaginary part. Integers are the codes of a quantised model, and
     need its quantisation configuration.
@@ -160,7 +159,7 @@ def _indexed_files(index: Path) -> set[str]:
     try:
         names = set(read_object(index)["weight_map"].values())
         if not all(isinstance(name, str) for name in names):
-            raise TypeError("weight_map holds what is no file name")
+            raise TypeError("weight_map holds a value that is not a file name")
     except (KeyError, AttributeError, TypeError, ModelLoadError) as error:
         raise ModelLoadError(f"{index} is damaged: {error}; download the model again") from error
     return names
@@ -179,7 +178,7 @@ def _header(file: Path) -> tuple[dict[str, TensorHeader], int]:
         raise ModelLoadError(f"{file} cannot be read: {error}") from error
     if not text:
         raise ModelLoadError(
-            f"{file} is truncated or no safetensors file: its header should take {length} "
+            f"{file} is truncated or not a safetensors file: its header should take {length} "
             f"bytes, {max(0, available)} follow; delete it and get it again"
         )
     try:
@@ -199,7 +198,7 @@ def _header(file: Path) -> tuple[dict[str, TensorHeader], int]:
         ValueError,
     ) as error:
         raise ModelLoadError(
-            f"{file} is no safetensors file: its header is damaged ({error}); "
+            f"{file} is not a safetensors file: its header is damaged ({error}); "
             "delete it and get it again"
         ) from error
 
@@ -211,8 +210,8 @@ def _tensor_header(
     if not isinstance(dtype, str):
         raise ValueError(f"{name[:200]!r} is of type {dtype!r:.80}")
     for what, numbers in (("shape", shape), ("data_offsets", data_offsets)):
-        is_list = isinstance(numbers, list) and len(numbers) <= _MOST_DIMENSIONS
-        if not is_list or not all(type(each) is int and each >= 0 for each in numbers):
+        is_list = isinstance(numbers, list) and len(numbers) <= _MAX_DIMENSIONS
+        if not is_list or not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(f"{name[:200]!r} has the {what} {numbers!r:.80}")
     start, end = data_offsets
     if start > end:

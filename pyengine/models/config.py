@@ -8,7 +8,7 @@ from typing import Any
 
 from pyengine.errors import InvalidRequestError, ModelLoadError
 from pyengine.models.checkpoint_files import WeightHeaders, check_weights
-from pyengine.models.transformers_calls import code_asked_for, load_errors, read_json, remote_code
+from pyengine.models.transformers_calls import load_errors, read_json, remote_code, required_code
 from pyengine.sampling_params import SamplingParams
 
 _PAGEABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
@@ -37,12 +37,12 @@ def read_config(folder: Path, headers: WeightHeaders | None = None) -> Any:
 
     path = folder / "config.json"
     settings = read_json(path) if path.is_file() else {}
-    asked = code_asked_for(settings, "AutoConfig")
+    code = required_code(settings, "AutoConfig")
     with load_errors(f"{path} cannot be used"):
         refuse_pipes(folder)
         check_sizes(settings, headers or check_weights(folder), path)
-        if asked and settings.get("model_type") not in CONFIG_MAPPING:
-            raise remote_code(path, asked)
+        if code and settings.get("model_type") not in CONFIG_MAPPING:
+            raise remote_code(path, code)
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config._attn_implementation = config._experts_implementation = None
         _refuse_unknown_quantisation(config, path)
@@ -54,7 +54,7 @@ def refuse_pipes(folder: Path) -> None:
     """Raise for a pipe, a device or a socket among the files: a read might never end."""
     for path in folder.iterdir():
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise ModelLoadError(f"{path} is no regular file: model folders hold files only")
+            raise ModelLoadError(f"{path} is not a regular file: model folders hold files only")
 
 
 def check_sizes(settings: Any, headers: WeightHeaders, path: Path) -> None:
@@ -78,19 +78,19 @@ def check_sizes(settings: Any, headers: WeightHeaders, path: Path) -> None:
 
 def _check_size(name: str, value: float, headers: WeightHeaders, path: Path) -> None:
     num_tensors = len(headers.tensors)
-    most, why = max(_UNQUESTIONED, headers.num_bits), f"take {headers.num_bytes} bytes"
+    max_value, why = max(_UNQUESTIONED, headers.num_bits), f"take {headers.num_bytes} bytes"
     if _LAYERS.search(name):
-        most, why = max(_UNQUESTIONED_LAYERS, num_tensors), f"are {num_tensors} tensors"
+        max_value, why = max(_UNQUESTIONED_LAYERS, num_tensors), f"are {num_tensors} tensors"
     elif _POSITIONS.search(name):
-        most, why = 2**31 - 1, "are counted in 32 bits"
+        max_value, why = 2**31 - 1, "are counted in 32 bits"
     elif "experts" in name:
-        most = max(_UNQUESTIONED_EXPERTS, num_tensors, headers.longest)
+        max_value = max(_UNQUESTIONED_EXPERTS, num_tensors, headers.longest)
         why = f"are {num_tensors} tensors, the longest of {headers.longest}"
-    if value > most and headers is DRAWN:
+    if value > max_value and headers is DRAWN:
         raise ModelLoadError(
-            f"{path} says {name}={value}: load_format='dummy' accepts at most {most} there"
+            f"{path} says {name}={value}: load_format='dummy' accepts at most {max_value} there"
         )
-    if value > most:
+    if value > max_value:
         what = "positions" if _POSITIONS.search(name) else "the weights"
         raise ModelLoadError(
             f"{path} says {name}={value}, which cannot be: {what} {why}; the file does not belong "
@@ -165,24 +165,24 @@ def default_sampling(folder: Path) -> Mapping[str, object]:
     settings = read_json(path)
     names = {name: name for name in (*_SAMPLING, "repetition_penalty")}
     names["max_new_tokens"] = "max_tokens"
-    found = {
+    fields = {
         ours: settings[theirs] for theirs, ours in names.items() if settings.get(theirs) is not None
     }
     if settings.get("do_sample") is False:
-        found = {name: value for name, value in found.items() if name not in _SAMPLING}
-        found["temperature"] = 0.0
-    return checked_sampling(found, f"{path}")
+        fields = {name: value for name, value in fields.items() if name not in _SAMPLING}
+        fields["temperature"] = 0.0
+    return checked_sampling(fields, f"{path}")
 
 
-def checked_sampling(found: Mapping[str, Any], where: str) -> Mapping[str, object]:
-    """These fields of `SamplingParams`; `ModelLoadError` for values that no request could have.
+def checked_sampling(fields: Mapping[str, Any], where: str) -> Mapping[str, object]:
+    """Check fields of `SamplingParams`; `ModelLoadError` for values that no request could have.
 
-    `where` they are from, for messages.
+    `where` is their source, for messages.
     """
     try:
-        SamplingParams(**found)
+        SamplingParams(**fields)
     except (InvalidRequestError, TypeError) as error:
         raise ModelLoadError(
             f"{where} sets what no request could ask for: {error}; correct the file or delete it"
         ) from error
-    return MappingProxyType(dict(found))
+    return MappingProxyType(dict(fields))

@@ -29,7 +29,7 @@ from pyengine.models.config import (
 from pyengine.models.decoder.dummy import refuse_quantised
 from pyengine.models.kv_scales import is_kv_scale, read_kv_scales
 from pyengine.models.loaded import LoadedModel
-from pyengine.models.placement import check_made_up, choose_dtype, kv_shards
+from pyengine.models.placement import check_dummy_memory, choose_dtype, kv_shards
 from pyengine.models.source import ModelSource
 from pyengine.models.tokenizer import eos_token_ids, load_tokenizer
 from pyengine.models.transformers_calls import load_errors, quiet_transformers, read_object
@@ -162,7 +162,7 @@ def _load_dummy(
     saved = getattr(config.get_text_config(), "dtype", None)
     choice = choose_dtype(dtype, _name(saved), device)
     count = sum(map(prod, fallback_shapes(folder).values()))
-    check_made_up(count, 8 * itemsize(choice.dtype), device)
+    check_dummy_memory(count, 8 * itemsize(choice.dtype), device)
     own = for_torch(device)
     devices = [own] if device.type == "cuda" else []
     failed = load_errors(f"the model in {folder} could not be built")
@@ -341,14 +341,14 @@ def _refuse_other_sizes(config: Any, headers: WeightHeaders, folder: Path) -> st
         return ""  # packed: another shape by the same name
     transposed = ""
     for name, item in model.named_parameters():
-        found = headers.tensors.get(name)
-        if found is None or found.shape == tuple(item.shape):
+        stored = headers.tensors.get(name)
+        if stored is None or stored.shape == tuple(item.shape):
             continue
         differ = (
-            f"the weights {name} in {folder} have the shape {list(found.shape)}, and "
+            f"the weights {name} in {folder} have the shape {list(stored.shape)}, and "
             f"config.json asks for {list(item.shape)}: the two are not of the same model"
         )
-        if prod(found.shape) != item.numel():
+        if prod(stored.shape) != item.numel():
             raise ModelLoadError(differ)
         transposed = transposed or f"; {differ}"
     return transposed

@@ -38,7 +38,7 @@ class GGUFFile:
         self._descriptor = descriptor
         self._status = os.fstat(descriptor)
         if not stat.S_ISREG(self._status.st_mode):
-            raise ModelLoadError(f"{path} is no regular file: name a GGUF file")
+            raise ModelLoadError(f"{path} is not a regular file: name a GGUF file")
         self.header = read_header(path, descriptor)
 
     @classmethod
@@ -66,13 +66,13 @@ class GGUFFile:
         """The strings of an array in the header."""
         data = self._bytes_of(array)
         unpack, width = _LENGTH.unpack_from, _LENGTH.size
-        found, at = [], 0
+        texts, at = [], 0
         for _ in range(array.length):
             (length,) = unpack(data, at)
             at += width
-            found.append(data[at : at + length].decode("utf-8", "replace"))
+            texts.append(data[at : at + length].decode("utf-8", "replace"))
             at += length
-        return found
+        return texts
 
     def numbers(self, array: GGUFArray) -> "npt.NDArray[Any]":
         """The numbers of an array in the header."""

@@ -40,10 +40,10 @@ _NUMBERS = {
 }
 _FLOATS = {6: "f4", 12: "f8"}
 _STRING, _ARRAY = 8, 9
-_MOST_DIMENSIONS = 4
+_MAX_DIMENSIONS = 4
 _LARGEST_ALIGNMENT = 1 << 16
 _LONGEST_STRING = 1 << 26
-_MOST_FLOATS = 1 << 23
+_MAX_FLOATS = 1 << 23
 _LONGEST_KEPT = 1 << 12  # numbers of an array that are kept: one for each layer
 GGML_TYPES = {
     0: ("F32", 1, 4),
@@ -166,8 +166,8 @@ class GGUFHeader:
 def read_header(path: Path, descriptor: int | None = None) -> GGUFHeader:
     """The header of the GGUF file at `path`, which `descriptor` may have open.
 
-    Raises `ModelLoadError` for a file that is no GGUF, of an unknown version, or whose counts,
-    types, offsets or number of layers do not match the file.
+    Raises `ModelLoadError` for a file of another kind or an unknown version, and for counts, types,
+    offsets or a number of layers that do not match the file.
     """
     if descriptor is None:
         with load_errors(f"{path} cannot be read"), path.open("rb") as file:
@@ -225,15 +225,15 @@ class _Reader:
                 raise ValueError(f"it has the key {key!r} twice")
             with _named(key):
                 values[key] = self._value(self._number("I"))
-        found = [self._tensor() for _ in range(num_tensors)]
-        if not found:
+        relative = [self._tensor() for _ in range(num_tensors)]
+        if not relative:
             raise ValueError("it declares no tensors")
         alignment = values.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= _LARGEST_ALIGNMENT:
             raise ValueError(f"its alignment is {alignment!r}")
         start = -(-self._at // alignment) * alignment
-        tensors = [replace(tensor, offset=start + tensor.offset) for tensor in found]
-        self._check_places(tensors, start)
+        tensors = [replace(tensor, offset=start + tensor.offset) for tensor in relative]
+        self._check_offsets(tensors, start)
         return GGUFHeader(values, tuple(tensors), start, self._size)
 
     def _bytes(self, num_bytes: int) -> bytes:
@@ -244,10 +244,10 @@ class _Reader:
         if not 0 <= offset <= len(self._window) - num_bytes:
             self._window = os.pread(self._descriptor, max(num_bytes, _WINDOW), start)
             self._window_start, offset = start, 0
-        found = self._window[offset : offset + num_bytes]
-        if len(found) < num_bytes:
+        data = self._window[offset : offset + num_bytes]
+        if len(data) < num_bytes:
             raise ValueError(f"{num_bytes} bytes at {start} are missing: it was cut short")
-        return found
+        return data
 
     def _number(self, kind: str) -> Any:
         layout = f"<{kind}"
@@ -279,7 +279,7 @@ class _Reader:
     def _skip_floats(self, count: int, dtype: "np.dtype[Any]") -> None:
         """Skip an array of numbers, which are finite: a vocabulary has a score for each token."""
         num_bytes = count * dtype.itemsize
-        if _MOST_FLOATS * dtype.itemsize < num_bytes <= self._size - self._at:
+        if _MAX_FLOATS * dtype.itemsize < num_bytes <= self._size - self._at:
             raise ValueError(f"{count} numbers are more than any vocabulary has tokens")
         if not np.isfinite(np.frombuffer(self._bytes(num_bytes), dtype)).all():
             raise ValueError("it holds NaN or infinity")
@@ -315,7 +315,7 @@ class _Reader:
 
     def _tensor(self) -> GGUFTensor:
         name, num_dimensions = self._string(), self._number("I")
-        if not 1 <= num_dimensions <= _MOST_DIMENSIONS:
+        if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
             raise ValueError(f"{name!r} has {num_dimensions} dimensions")
         shape = [self._number("Q") for _ in range(num_dimensions)]
         kind, offset = self._number("I"), self._number("Q")
@@ -327,12 +327,12 @@ class _Reader:
         size = prod(shape) // block * num_bytes
         return GGUFTensor(name, tuple(reversed(shape)), type_name, offset, size)
 
-    def _check_places(self, tensors: list[GGUFTensor], start: int) -> None:
-        """Raise unless every tensor has a unique name and place within the file."""
+    def _check_offsets(self, tensors: list[GGUFTensor], start: int) -> None:
+        """Raise unless every tensor has a unique name and its own bytes within the file."""
         if len({tensor.name for tensor in tensors}) < len(tensors):
             raise ValueError("two of its tensors have one name")
         end, before = start, ""
-        for tensor in sorted(tensors, key=lambda each_tensor: each_tensor.offset):
+        for tensor in sorted(tensors, key=lambda item: item.offset):
             if tensor.offset < end:
                 raise ValueError(f"{tensor.name!r} lies within {before!r}")
             end, before = tensor.offset + tensor.num_bytes, tensor.name
@@ -349,10 +349,10 @@ def _check_layers(path: Path, header: GGUFHeader) -> None:
         )
     architecture = header.values.get("general.architecture")
     declared = header.values.get(f"{architecture}.block_count")
-    found = {int(match[1]) for tensor in header.tensors if (match := _LAYER.match(tensor.name))}
-    if found != set(range(len(found))) or declared != len(found):
+    layers = {int(match[1]) for tensor in header.tensors if (match := _LAYER.match(tensor.name))}
+    if layers != set(range(len(layers))) or declared != len(layers):
         raise ModelLoadError(
             f"the GGUF file {path} declares {declared} layers of the architecture "
-            f"{architecture!r} and holds the tensors of {len(found)}: it is damaged or was cut, "
+            f"{architecture!r} and holds the tensors of {len(layers)}: it is damaged or was cut, "
             "get it again"
         )

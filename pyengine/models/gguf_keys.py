@@ -59,7 +59,7 @@ class HeaderKeys:
         for key, value in self._values.items():
             numbers = value.values or () if isinstance(value, GGUFArray) else (value,)
             if any(isinstance(item, float) and not math.isfinite(item) for item in numbers):
-                raise self.refusal(key, "is no finite number")
+                raise self.refusal(key, "is not a finite number")
 
     def full_name(self, key: str) -> str:
         """`.rope.freq_base` as `llama.rope.freq_base`."""
@@ -72,9 +72,9 @@ class HeaderKeys:
         """The error for a key, which says its value and `why`."""
         name = self.full_name(key)
         value = self._values.get(name)
-        found = f"an array of {value.length}" if isinstance(value, GGUFArray) else repr(value)[:80]
+        shown = f"an array of {value.length}" if isinstance(value, GGUFArray) else repr(value)[:80]
         return ModelLoadError(
-            f"{self.path}: the key {name} ({found}) {why}; convert the model again, or take it as "
+            f"{self.path}: the key {name} ({shown}) {why}; convert the model again, or take it as "
             "safetensors"
         )
 
@@ -92,22 +92,22 @@ class HeaderKeys:
         if isinstance(value, GGUFArray):
             raise self.refusal(key, "has several values, as if layers differ: not supported")
         if type(value) is not int:
-            raise self.refusal(key, "is no whole number")
+            raise self.refusal(key, "is not a whole number")
         if not low <= value <= high:
             raise self.refusal(key, f"is not in the range from {low} to {high}")
         return value
 
     def number(
-        self, key: str, *, above: float = 0.0, most: float = math.inf, zero: bool = False
+        self, key: str, *, above: float = 0.0, maximum: float = math.inf, zero: bool = False
     ) -> float | None:
-        """A number larger than `above`, at most `most`; with `zero`, also 0."""
+        """A number larger than `above`, at most `maximum`; with `zero`, also 0."""
         value = self.raw(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.refusal(key, "is no number")
-        if not (above < value <= most or (zero and value == 0)):
-            bound = "" if most == math.inf else f" and at most {most:g}"
+            raise self.refusal(key, "is not a number")
+        if not (above < value <= maximum or (zero and value == 0)):
+            bound = "" if maximum == math.inf else f" and at most {maximum:g}"
             raise self.refusal(key, f"is not above {above:g}{bound}")
         return float(value)
 
@@ -122,14 +122,14 @@ class HeaderKeys:
         """A string."""
         value = self.raw(key)
         if value is not None and not isinstance(value, str):
-            raise self.refusal(key, "is no string")
+            raise self.refusal(key, "is not a string")
         return value
 
     def expect(self, key: str, allowed: tuple[object, ...], why: str) -> None:
         """Refuse the key unless it is missing or has one of the values."""
         value = self.raw(key)
         if value is not None and not any(
-            value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed
+            value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed
         ):
             raise self.refusal(key, why)
 

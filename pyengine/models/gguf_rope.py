@@ -33,7 +33,7 @@ def rope_parameters(keys: HeaderKeys, rotated: int, positions: int) -> dict[str,
     `positions` is the length of the context. Raises `ModelLoadError` for scaling of other kinds.
     """
     base = keys.number(".rope.freq_base", above=1.0)
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": base or _DEFAULT_BASE}
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": base or _DEFAULT_BASE}
     divisors = _divisors(keys, rotated)
     factor = keys.number(".rope.scaling.factor")
     factor = factor or keys.number(".rope.scale_linear")
@@ -41,9 +41,9 @@ def rope_parameters(keys: HeaderKeys, rotated: int, positions: int) -> dict[str,
     attention = keys.number(".rope.scaling.attn_factor") or 1.0
     kind = keys.text(".rope.scaling.type") or ("longrope" if len(divisors) == 2 else "linear")
     if kind == "yarn" and factor and not divisors:
-        return found | _yarn(keys, factor, original, attention)
+        return parameters | _yarn(keys, factor, original, attention)
     if kind == "longrope" and len(divisors) == 2 and not factor:
-        return found | _longrope(divisors[0], divisors[1], attention, original)
+        return parameters | _longrope(divisors[0], divisors[1], attention, original)
     if kind not in ("linear", "none") or len(divisors) == 2:
         raise keys.refusal(
             ".rope.scaling.type",
@@ -55,8 +55,8 @@ def rope_parameters(keys: HeaderKeys, rotated: int, positions: int) -> dict[str,
     factor = factor if factor and kind == "linear" else 1.0
     if divisors:
         scaled = [value * factor for value in divisors[0]]
-        return found | _longrope(scaled, scaled, 1.0, positions)
-    return found if factor == 1 else found | {"rope_type": "linear", "factor": factor}
+        return parameters | _longrope(scaled, scaled, 1.0, positions)
+    return parameters if factor == 1 else parameters | {"rope_type": "linear", "factor": factor}
 
 
 def sliding_rope_parameters(keys: HeaderKeys, default: float | None = None) -> dict[str, Any]:
@@ -75,8 +75,8 @@ def attention_factor(factor: float) -> float:
 
 def _yarn(keys: HeaderKeys, factor: float, original: int, attention: float) -> dict[str, Any]:
     whole = attention_factor(factor) * attention
-    given = keys.number(".rope.scaling.yarn_attn_factor")
-    if given is not None and not math.isclose(given, whole, rel_tol=1e-3):
+    declared = keys.number(".rope.scaling.yarn_attn_factor")
+    if declared is not None and not math.isclose(declared, whole, rel_tol=1e-3):
         raise keys.refusal(
             ".rope.scaling.yarn_attn_factor",
             f"is not {whole:.4f}, as by the other keys, and programs differ about which counts",
@@ -119,8 +119,8 @@ def _divisors(keys: HeaderKeys, rotated: int) -> list[list[float]]:
             f"{keys.path} has {' and '.join(names)} of the tensors {', '.join(ROPE_TENSORS)}: "
             "either the first alone, or the other two; convert the model again"
         )
-    found = [_vector(keys.path, tensors[name], rotated // 2) for name in names]
-    return [] if len(found) == 1 and set(found[0]) == {1.0} else found
+    divisors = [_vector(keys.path, tensors[name], rotated // 2) for name in names]
+    return [] if len(divisors) == 1 and set(divisors[0]) == {1.0} else divisors
 
 
 def _vector(path: Path, tensor: GGUFTensor, length: int) -> list[float]:
@@ -139,5 +139,5 @@ def _vector(path: Path, tensor: GGUFTensor, length: int) -> list[float]:
             f"{path}: the tensor {tensor.name} has numbers that divide no frequency "
             f"(from {values.min():g} to {values.max():g}); it is damaged, get the file again"
         )
-    found: list[float] = values.tolist()
-    return found
+    numbers: list[float] = values.tolist()
+    return numbers

@@ -16,12 +16,12 @@ def gguf_sampling(file: GGUFFile) -> Mapping[str, object]:
     `ModelLoadError` for values that no request could have.
     """
     keys = HeaderKeys(file.path, file.header)
-    found = {
+    fields = {
         "temperature": keys.number(f"{_PREFIX}.temp", zero=True),
         "top_k": keys.count(f"{_PREFIX}.top_k", low=0),
-        "top_p": keys.number(f"{_PREFIX}.top_p", most=1.0),
-        "min_p": keys.number(f"{_PREFIX}.min_p", most=1.0, zero=True),
+        "top_p": keys.number(f"{_PREFIX}.top_p", maximum=1.0),
+        "min_p": keys.number(f"{_PREFIX}.min_p", maximum=1.0, zero=True),
         "repetition_penalty": keys.number(f"{_PREFIX}.penalty_repeat"),
     }
-    given = {name: value for name, value in found.items() if value is not None}
-    return checked_sampling(given, f"the header of {file.path}")
+    declared = {name: value for name, value in fields.items() if value is not None}
+    return checked_sampling(declared, f"the header of {file.path}")

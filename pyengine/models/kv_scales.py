@@ -26,9 +26,9 @@ _NAME = re.compile(
 def read_kv_scales(folder: Path, headers: WeightHeaders) -> Scales:
     """The scales in the files of `folder`, whose headers these are; a scale not given is 1.
 
-    Raises `ModelLoadError` for one that is no positive number.
+    Raises `ModelLoadError` for one that is not a positive number.
     """
-    found: dict[int, dict[str, float]] = {}
+    scales: dict[int, dict[str, float]] = {}
     matches = {name: match for name in headers.tensors if (match := _NAME.search(name))}
     stored = {name: stored_tensor(name, headers.tensors[name]) for name in matches}
     tensors = Tensors(stored, str(folder))
@@ -36,10 +36,10 @@ def read_kv_scales(folder: Path, headers: WeightHeaders) -> Scales:
         tensor = tensors.take(name, stored[name].shape)
         numbers = as_floats(tensor.read(), tensor.dtype)
         scale = _positive(numbers.reshape(-1).tolist(), name, folder)
-        layer = found.setdefault(int(match[1]), {})
+        layer = scales.setdefault(int(match[1]), {})
         for kind in match["kind"] or match["proj"] or "kv":
             layer[kind] = scale
-    return {layer: (each.get("k", 1.0), each.get("v", 1.0)) for layer, each in found.items()}
+    return {layer: (own.get("k", 1.0), own.get("v", 1.0)) for layer, own in scales.items()}
 
 
 def is_kv_scale(name: str) -> bool:
@@ -50,7 +50,7 @@ def is_kv_scale(name: str) -> bool:
 def _positive(numbers: list[float], name: str, folder: Path) -> float:
     if len(numbers) != 1 or not (math.isfinite(numbers[0]) and numbers[0] > 0):
         raise ModelLoadError(
-            f"{name} in {folder} is the scale of a KV cache, and {numbers[:3]} is no positive "
+            f"{name} in {folder} is the scale of a KV cache, and {numbers[:3]} is not a positive "
             "number: the file is damaged, or has a scale per head, which is not supported"
         )
     return float(numbers[0])

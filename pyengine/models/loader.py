@@ -33,7 +33,7 @@ from pyengine.models.gguf_sampling import gguf_sampling
 from pyengine.models.kv_scales import Scales, read_kv_scales
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.placement import (
-    check_made_up,
+    check_dummy_memory,
     check_tensor_parallel,
     choose_dtype,
     resolve_device,
@@ -72,7 +72,7 @@ def load_model(
 
     Raises `ModelLoadError` for a model that is missing, damaged or of an unsupported kind (see
     docs/reference/models.md), and `ConfigurationError` for a device, a dtype or a setting of
-    `kernels` that cannot be had.
+    `kernels` that is not available.
     """
     where = resolve_device(device)
     with paused_gc():
@@ -81,7 +81,7 @@ def load_model(
             _log.warning("load_format: dummy: the weights of %s are random", source.name)
         reason = _fallback_reason(source)
         if reason is None:
-            return _load(source, _Place(where, dtype, num_threads), kernels, tensor_parallel_size)
+            return _load(source, _Target(where, dtype, num_threads), kernels, tensor_parallel_size)
         _check_fallback_settings(source, kernels, reason)
         require_fallback(source.name, reason)
         from pyengine.models.fallback import load_fallback
@@ -150,8 +150,8 @@ def check_divisible(source: ModelSource, size: int, device: Device) -> None:
         divided(read_spec(source.folder), size)
 
 
-def made_up_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the weights that are made up for the configuration in `folder`.
+def dummy_weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the dummy weights for the configuration in `folder`.
 
     Raises `ModelLoadError` as `load_model`.
     """
@@ -200,8 +200,8 @@ def _check_fallback_settings(source: ModelSource, kernels: KernelSettings, reaso
         )
 
 
-class _Place(NamedTuple):
-    """The device, the number format as asked, and the threads of the CPU."""
+class _Target(NamedTuple):
+    """The device, the requested number format, and the threads of the CPU."""
 
     device: Device
     dtype: "str | torch.dtype"
@@ -216,31 +216,33 @@ def require_fallback(name: str, reason: str) -> None:
             raise ModelLoadError(needs_torch(what, library))
 
 
-def _load(source: ModelSource, place: _Place, kernels: KernelSettings, shards: int) -> LoadedModel:
+def _load(
+    source: ModelSource, target: _Target, kernels: KernelSettings, shards: int
+) -> LoadedModel:
     """The model in a decoder of ours, or this process's part of it."""
-    device = place.device
+    device = target.device
     with _opened(source, kernels) as (opened, read_texts), beside(read_texts) as reading:
         spec = opened.spec
-        choice = choose_dtype(place.dtype, spec.saved_dtype, device)
+        choice = choose_dtype(target.dtype, spec.saved_dtype, device)
         _log.info("dtype %s: %s", choice.dtype, choice.reason)
         if kernels.quantises and opened.formats:
             raise ConfigurationError(
                 f"quantization={kernels.quantization!r}: the weights of {source.name} are "
                 f"quantised already ({opened.formats}); leave quantization out"
             )
-        made = kernel_set(device, choice.dtype, kernels, place.num_threads)
+        ops = kernel_set(device, choice.dtype, kernels, target.num_threads)
         if source.load_format == "dummy":
             count = sum(map(prod, dummy_shapes(spec).values()))
             own = count // shards if device.type == "cuda" else count  # ranks share a host's memory
-            check_made_up(own, kernels.least_bits(choice.dtype, spec.saved_dtype), device)
+            check_dummy_memory(own, kernels.min_bits(choice.dtype, spec.saved_dtype), device)
         rank = rank_of(shards)
         with rank.failing_together():
-            decoder = opened.decoder(made, rank)
+            decoder = opened.decoder(ops, rank)
             mtp = opened.mtp_layers(decoder) if kernels.with_mtp_layers else None
-        check_rounded(made, kernels, source.name)
+        check_rounded(ops, kernels, source.name)
         texts = reading.result()
     # A rank's part of a quantised weight is floats.
-    formats = opened.formats if made.keeps_formats and shards == 1 else ""
+    formats = opened.formats if ops.keeps_formats and shards == 1 else ""
     return LoadedModel(
         model=DecoderModel(decoder, device, mtp),
         layers=attending_layers(spec, with_mtp_layers=mtp is not None),
@@ -258,10 +260,10 @@ def _load(source: ModelSource, place: _Place, kernels: KernelSettings, shards: i
         num_mtp_layers=0 if mtp is None else len(mtp),
         default_sampling=texts.default_sampling,
         quantization=str(kernels.quantization) if kernels.quantises else formats or "none",
-        has_float_linears=made.has_float_products,
-        has_torch_products=made.has_torch_products,
-        torch_computes=made.torch_computes,
-        products=made.products,
+        has_float_linears=ops.has_float_products,
+        has_torch_products=ops.has_torch_products,
+        torch_computes=ops.torch_computes,
+        products=ops.products,
         kv_scales=_kv_scales(source),
         load_format=source.load_format,
     )

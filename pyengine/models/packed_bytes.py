@@ -16,7 +16,7 @@ from pyengine.models.integer_linear import GROUP
 from pyengine.models.packed_layout import PackedLayout, Shape
 
 _STRATEGIES = ("tensor", "channel", "block")
-_MULTIPLE = 4  # of inputs: the kernel has so many weights in a number
+_MULTIPLE = 4  # of inputs: the kernel has this many weights in a word
 
 
 @dataclass(frozen=True)

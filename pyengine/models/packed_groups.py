@@ -23,7 +23,7 @@ _BITS = 4
 _CODES_PER_WORD = 8
 _GROUP_SIZES = (32, 64, 128)
 _LARGEST_GROUP = 128  # larger groups are several with the same scales
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each output in a word of AWQ
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position of each output in a word of AWQ
 
 _Words = npt.NDArray[np.int32]
 _Bytes = npt.NDArray[np.uint8]
@@ -54,7 +54,7 @@ class GroupLayout(PackedLayout):
     """True if groups may have their inputs in another order."""
 
     @abstractmethod
-    def shape_of_each(self, outputs: int, inputs: int) -> dict[str, Shape]:
+    def tensor_shapes(self, outputs: int, inputs: int) -> dict[str, Shape]:
         """Names and shapes of the tensors of a layer."""
 
     @abstractmethod
@@ -72,7 +72,7 @@ class GroupLayout(PackedLayout):
 
     def shapes(self, outputs: int, inputs: int) -> dict[str, tuple[Shape, ...]]:
         """See `PackedLayout.shapes`."""
-        return {name: (shape,) for name, shape in self.shape_of_each(outputs, inputs).items()}
+        return {name: (shape,) for name, shape in self.tensor_shapes(outputs, inputs).items()}
 
     def unfit(self, outputs: int, inputs: int) -> str:
         """See `PackedLayout.unfit`."""
@@ -86,7 +86,7 @@ class GroupLayout(PackedLayout):
 class _AWQ(GroupLayout):
     name, key_name = "AWQ", "qweight"
 
-    def shape_of_each(self, outputs: int, inputs: int) -> dict[str, Shape]:
+    def tensor_shapes(self, outputs: int, inputs: int) -> dict[str, Shape]:
         groups, words = self.num_groups(inputs), outputs // _CODES_PER_WORD
         return {
             "qweight": (inputs, words),
@@ -106,7 +106,7 @@ class _GPTQ(GroupLayout):
 
     name, key_name = "GPTQ", "qweight"
 
-    def shape_of_each(self, outputs: int, inputs: int) -> dict[str, Shape]:
+    def tensor_shapes(self, outputs: int, inputs: int) -> dict[str, Shape]:
         groups = self.num_groups(inputs)
         order = {"g_idx": (inputs,)} if self.has_order else {}
         return {
@@ -128,7 +128,7 @@ class _CompressedTensors(GroupLayout):
 
     name, key_name = "compressed-tensors", "weight_packed"
 
-    def shape_of_each(self, outputs: int, inputs: int) -> dict[str, Shape]:
+    def tensor_shapes(self, outputs: int, inputs: int) -> dict[str, Shape]:
         groups = self.num_groups(inputs)
         zeros = {} if self.is_symmetric else {"weight_zero_point": (outputs // 8, groups)}
         order = {"weight_g_idx": (inputs,)} if self.has_order else {}
@@ -144,8 +144,8 @@ class _CompressedTensors(GroupLayout):
         zeros = None
         if not self.is_symmetric:
             zeros = _columns(_words(read("weight_zero_point")).T).T
-        found = _Groups(codes, widened(read("weight_scale")), zeros)
-        return _ordered(self, found, read, "weight_g_idx")
+        weight = _Groups(codes, widened(read("weight_scale")), zeros)
+        return _ordered(self, weight, read, "weight_g_idx")
 
 
 def _words(tensor: Rows) -> _Words:
@@ -153,19 +153,19 @@ def _words(tensor: Rows) -> _Words:
         return tensor.astype(np.int32, copy=False)
 
 
-def _columns(words: _Words, places: Sequence[int] = range(_CODES_PER_WORD)) -> _Bytes:
-    """The codes of words `[R, C]`, `[R, 8 * C]`; `places` are those of each of eight in a word."""
+def _columns(words: _Words, positions: Sequence[int] = range(_CODES_PER_WORD)) -> _Bytes:
+    """The codes of words `[R, C]`, `[R, 8 * C]`; `positions` are those of the eight in a word."""
     rows, columns = words.shape
     codes = np.empty((rows, columns, _CODES_PER_WORD), np.uint8)
-    for number, place in enumerate(places):
-        codes[:, :, number] = (words >> (_BITS * place)) & 0xF
+    for number, position in enumerate(positions):
+        codes[:, :, number] = (words >> (_BITS * position)) & 0xF
     return codes.reshape(rows, -1)
 
 
-def _ordered(layout: GroupLayout, found: _Groups, read: _ReadOwn, name: str) -> _Groups:
+def _ordered(layout: GroupLayout, weight: _Groups, read: _ReadOwn, name: str) -> _Groups:
     """The same weight with the inputs of each group side by side."""
     if not layout.has_order:
-        return found
+        return weight
     with np.errstate(invalid="ignore"):
         groups = read(name).astype(np.int64)
     inputs, count = len(groups), layout.num_groups(len(groups))
@@ -173,8 +173,8 @@ def _ordered(layout: GroupLayout, found: _Groups, read: _ReadOwn, name: str) -> 
     if not np.array_equal(groups[order], np.arange(inputs) // (inputs // count)):
         raise ModelLoadError(f"{name} does not give each of {count} groups as many inputs")
     if np.array_equal(order, np.arange(inputs)):
-        return found
-    return _Groups(found.codes[:, order], found.scales, found.zeros, order)
+        return weight
+    return _Groups(weight.codes[:, order], weight.scales, weight.zeros, order)
 
 
 def awq_layout(settings: Mapping[str, Any]) -> PackedLayout | str:

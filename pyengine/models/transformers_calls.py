@@ -8,7 +8,7 @@ from typing import Any
 
 from pyengine.errors import ConfigurationError, ModelLoadError, PyEngineError
 
-_LONGEST_REASON = 1500  # the most characters of another library's error text
+_LONGEST_REASON = 1500  # maximum characters of another library's error text
 _LONGEST_JSON = 1 << 25  # bytes of a file; the longest index of weights has about 15 MB
 
 
@@ -82,32 +82,32 @@ def read_object(path: Path) -> dict[str, Any]:
     """
     try:
         if path.exists() and not path.is_file():
-            raise ModelLoadError(f"{path} is no regular file: model folders hold files only")
+            raise ModelLoadError(f"{path} is not a regular file: model folders hold files only")
         if (size := path.stat().st_size) > _LONGEST_JSON:
             raise ModelLoadError(
                 f"{path} has {size} bytes, and no such file has more than {_LONGEST_JSON}: "
                 "get it again"
             )
-        found = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} cannot be used: {error}; get it again") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ModelLoadError(f"{path} cannot be used: it has no object in it; get it again")
-    return found
+    return value
 
 
-def code_asked_for(settings: dict[str, Any], purpose: str) -> str:
+def required_code(settings: dict[str, Any], purpose: str) -> str:
     """The Python code that a file's `auto_map` names for `purpose`, in words; "": none."""
-    wanted = settings.get("auto_map")
-    if isinstance(wanted, dict):
-        wanted = wanted.get(purpose)
-    names = wanted if isinstance(wanted, list) else [wanted]
+    entry = settings.get("auto_map")
+    if isinstance(entry, dict):
+        entry = entry.get(purpose)
+    names = entry if isinstance(entry, list) else [entry]
     return ", ".join(sorted({str(name) for name in names if name}))
 
 
-def remote_code(path: Path, asked: str) -> ModelLoadError:
+def remote_code(path: Path, code: str) -> ModelLoadError:
     """The refusal of a model whose file at `path` needs its own Python code."""
     return ModelLoadError(
-        f"{path} asks for its own Python code ({asked}), and pyengine never runs code out of "
+        f"{path} asks for its own Python code ({code}), and pyengine never runs code out of "
         "model folders: choose a model that transformers itself knows"
     )

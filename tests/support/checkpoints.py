@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pyengine.models.loader import made_up_shapes
+from pyengine.models.loader import dummy_weight_shapes
 from pyengine.utils.dtypes import Rows, rounded
 
 BASE: dict[str, Any] = {
@@ -94,7 +94,7 @@ def save_model(folder: Path, family: str, *, dtype: str = "float32", **settings:
     norm = 0.0 if family in ("gemma", "gemma2", "gemma3_text") else 1.0
     weights = {
         name: _drawn(name, shape, norm if _is_norm(name, shape) else 0.0, scale)
-        for name, shape in made_up_shapes(folder).items()
+        for name, shape in dummy_weight_shapes(folder).items()
     }
     save_weights(folder / "model.safetensors", weights, dtype)
     return folder

@@ -38,7 +38,7 @@ _CODES: Mapping[str, type[Any]] = {
     "I32": np.int32,
     "I64": np.int64,
 }
-"""Numbers that are nothing without a scale, or, if they are floats, may be: see `packed`."""
+"""Formats that need a scale, or, if they are floats, may need one: see `packed`."""
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 
 
@@ -91,8 +91,8 @@ class StoredTensor:
 
     def cut(self, whole: Numbers) -> Numbers:
         """The rows and columns of a tensor, an array or one of torch's, that `read` returns."""
-        found: Any = whole if self.rows is None else whole[self.rows]
-        cut: Numbers = found if self.columns is None else found[:, self.columns]
+        rows: Any = whole if self.rows is None else whole[self.rows]
+        cut: Numbers = rows if self.columns is None else rows[:, self.columns]
         return cut
 
     def expert(self, index: int) -> "StoredTensor":
@@ -129,13 +129,13 @@ class StoredTensor:
         """The tensor, mapped from the file, BF16 as its bits; writing to it changes a copy."""
         kind = np.dtype(_NUMPY.get(self.dtype) or _CODES[self.dtype])
         if 0 in self.shape:
-            found: Array = np.empty(self.shape, kind)
+            array: Array = np.empty(self.shape, kind)
         elif self.start % kind.itemsize:  # allowed by the format; a mapping cannot be viewed then
             whole = np.memmap(self.path, np.uint8, "c", self.start, (self.num_bytes,))
-            found = np.array(whole).view(kind).reshape(self.shape)
+            array = np.array(whole).view(kind).reshape(self.shape)
         else:
-            found = np.memmap(self.path, kind, "c", self.start, self.shape)
-        return self.cut(found.T if self.is_transposed else found)
+            array = np.memmap(self.path, kind, "c", self.start, self.shape)
+        return self.cut(array.T if self.is_transposed else array)
 
 
 def _within(count: int, before: slice | None, part: slice) -> slice:
@@ -154,8 +154,8 @@ class Float8Stored(StoredTensor):
 
     def read(self) -> Array:
         """The tensor in float32."""
-        found: Array = float8_values(self.dtype)[StoredTensor.read(self)]
-        return found
+        numbers: Array = float8_values(self.dtype)[StoredTensor.read(self)]
+        return numbers
 
 
 @cache
@@ -181,7 +181,7 @@ class Tensors:
     """Patterns of names that change nothing in this kind of file, with the reason."""
 
     has_plain_float8 = True
-    """True if 8-bit floats are numbers; else they are nothing without a scale."""
+    """True if 8-bit floats are numbers by themselves; else they need a scale."""
 
     def __init__(
         self, tensors: Mapping[str, StoredTensor], where: str, asks: str = "config.json"
@@ -191,7 +191,7 @@ class Tensors:
 
     @property
     def _missing_scales(self) -> str:
-        """Why integers and 8-bit floats stand for nothing, for a message."""
+        """Why integers and 8-bit floats cannot be read, for a message."""
         return f"{self._asks} has no quantization_config that says what they stand for"
 
     def named_from(self, base: str) -> "Tensors":
@@ -216,27 +216,28 @@ class Tensors:
 
         Raises `ModelLoadError` if it is missing, of none of these shapes, or of integers.
         """
-        found = self._tensors.get(name)
-        if found is None:
+        tensor = self._tensors.get(name)
+        if tensor is None:
             raise ModelLoadError(
                 f"the weights in {self._where} lack {name}, which {self._asks} asks for: "
                 "the two are not of the same model, or a file is missing"
             )
-        if found.shape not in shapes:
-            asked = " or ".join(str(list(shape)) for shape in shapes)
+        if tensor.shape not in shapes:
+            expected = " or ".join(str(list(shape)) for shape in shapes)
             raise ModelLoadError(
-                f"the weights {name} in {self._where} have the shape {list(found.shape)}, and "
-                f"{self._asks} asks for {asked}: the two are not of the same model"
+                f"the weights {name} in {self._where} have the shape {list(tensor.shape)}, and "
+                f"{self._asks} asks for {expected}: the two are not of the same model"
             )
-        if found.dtype in _FLOAT8 and self.has_plain_float8:
-            found = Float8Stored(found.path, found.name, found.dtype, found.shape, found.start)
-        if not found.is_of_floats:
+        if tensor.dtype in _FLOAT8 and self.has_plain_float8:
+            fields = tensor.path, tensor.name, tensor.dtype, tensor.shape, tensor.start
+            tensor = Float8Stored(*fields)
+        if not tensor.is_of_floats:
             raise ModelLoadError(
-                f"the weights {name} in {self._where} are {found.dtype}: they are no floats that a "
-                f"model computes with ({', '.join(_NUMPY)}), and {self._missing_scales}"
+                f"the weights {name} in {self._where} are {tensor.dtype}: they are not floats that "
+                f"a model computes with ({', '.join(_NUMPY)}), and {self._missing_scales}"
             )
         self._taken.add(name)
-        return found
+        return tensor
 
     def finish(self, no_effect: Mapping[str, str]) -> None:
         """Raise `ModelLoadError` if a tensor was not taken and matches no pattern of `no_effect`.

@@ -25,7 +25,7 @@ _products: "WeakValueDictionary[int, OpaqueProduct]" = WeakValueDictionary()
 
 
 class OpaqueProduct:
-    """A product over arrays with so many `outputs`; with a `table`, rows can be looked up, too."""
+    """A product over arrays with `outputs` results a row; a `table` allows look-ups of rows."""
 
     def __init__(self, product: Any, outputs: int, table: torch.Tensor | None = None) -> None:
         self.product, self._outputs, self._table = product, outputs, table
@@ -34,8 +34,8 @@ class OpaqueProduct:
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         """See `Product.multiply`."""
-        found: torch.Tensor = torch.ops.pyengine.packed_linear(rows, self.number, self._outputs)
-        return found
+        result: torch.Tensor = torch.ops.pyengine.packed_linear(rows, self.number, self._outputs)
+        return result
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         """See `Table.gather`."""

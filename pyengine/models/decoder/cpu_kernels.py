@@ -63,7 +63,7 @@ from pyengine.utils.dtypes import Rows, rounded, widened
 if TYPE_CHECKING:
     from pyengine.attention.cpu import CpuPlan
 
-_LEAST_SUM = np.float32(1e-20)
+_MIN_SUM = np.float32(1e-20)
 
 
 class CpuLayerAttention:
@@ -89,7 +89,7 @@ class CpuLayerAttention:
 
     def attend(self, rows: tuple[Rows, Rows, Rows], step: Step) -> Rows:
         """See `AttentionKernel.attend`."""
-        query, key, value = (_with_dense_heads(each) for each in rows)
+        query, key, value = (_with_dense_heads(array) for array in rows)
         rotary, norms, rotation = self._spec.rotary, self._weights.head_norms, None
         if rotary is not None:
             rotation = (*step.angles[rotary], *self._numbers)
@@ -153,8 +153,8 @@ class CpuKernels:
         name, numbers = self._chosen(weight)
         if name != "pyengine":
             vector = None if bias is None else rounded(bias, NUMPY[self.dtype])
-            found: Product = float_product(name, numbers, vector)
-            return found
+            product: Product = float_product(name, numbers, vector)
+            return product
         packed = self._laid_out(weight, self.quantization, self.dtype)
         if bias is not None and isinstance(packed, PackedWeight):
             bias = rounded(bias, NUMPY[self.dtype])
@@ -197,8 +197,8 @@ class CpuKernels:
         if mlp.is_gated and bias is None and isinstance(mlp.activation, str) and _halves(weight):
             name, (first, second) = self._chosen_gate(weight)
             if name == "torch" or (name != "pyengine" and mlp.activation not in GATES):
-                both = float_product(name, np.concatenate([first, second]))
-                return CpuInnerProduct(self.threads, both, mlp)
+                gate_up = float_product(name, np.concatenate([first, second]))
+                return CpuInnerProduct(self.threads, gate_up, mlp)
             if name != "pyengine":
                 return onednn_gate(name, first, second, mlp.activation)
             halves = (weight.half(number) for number in (0, 1))
@@ -223,8 +223,8 @@ class CpuKernels:
         """See `Kernels.differ`."""
         pairs = zip(first.pieces(), second.pieces(), strict=True)
         return not all(
-            np.array_equal(as_floats(numbers, kind), as_floats(others, other))
-            for (_, numbers, kind), (_, others, other) in pairs
+            np.array_equal(as_floats(numbers, kind), as_floats(peer_numbers, peer_kind))
+            for (_, numbers, kind), (_, peer_numbers, peer_kind) in pairs
         )
 
     def experts(
@@ -280,7 +280,7 @@ class CpuKernels:
 
     def added(self, first: Rows, second: Rows) -> Rows:
         """See `Kernels.added`."""
-        sums, addends = (each.reshape(-1, each.shape[-1]) for each in (first, second))
+        sums, addends = (part.reshape(-1, part.shape[-1]) for part in (first, second))
         add_rows(self.threads, sums, addends, 1.0)
         return sums.reshape(first.shape)
 
@@ -317,7 +317,7 @@ class CpuKernels:
     def concatenated(self, first: Rows, second: Rows) -> Rows:
         """See `Kernels.concatenated`."""
         shape = len(first), max(first.shape[1], second.shape[1])
-        parts = [np.broadcast_to(each, (*shape, each.shape[2])) for each in (first, second)]
+        parts = [np.broadcast_to(part, (*shape, part.shape[2])) for part in (first, second)]
         return np.concatenate(parts, axis=2)
 
     def sigmoid(self, rows: Rows) -> Rows:
@@ -342,7 +342,7 @@ class CpuKernels:
         chosen = _largest(preferred, routing.chosen)
         factors = _at(scores, chosen)
         if routing.is_normalised:
-            factors = factors / (factors.sum(-1, keepdims=True) + _LEAST_SUM)
+            factors = factors / (factors.sum(-1, keepdims=True) + _MIN_SUM)
         return chosen, factors * np.float32(routing.scale)
 
     def capped(self, rows: Rows, cap: float) -> Rows:
@@ -371,14 +371,14 @@ def _with_dense_heads(rows: Rows) -> Rows:
 
 def _softmax(scores: Floats) -> Floats:
     powers = np.exp(scores - scores.max(-1, keepdims=True))
-    found: Floats = powers / powers.sum(-1, keepdims=True)
-    return found
+    probabilities: Floats = powers / powers.sum(-1, keepdims=True)
+    return probabilities
 
 
 def _largest(scores: Floats, count: int) -> npt.NDArray[np.intp]:
-    """The places of the largest numbers of each row."""
+    """The indices of the largest numbers of each row."""
     return np.argsort(-scores, axis=-1, kind="stable")[..., :count]
 
 
-def _at(scores: Floats, places: npt.NDArray[np.intp]) -> Floats:
-    return np.take_along_axis(scores, places, axis=-1)
+def _at(scores: Floats, indices: npt.NDArray[np.intp]) -> Floats:
+    return np.take_along_axis(scores, indices, axis=-1)

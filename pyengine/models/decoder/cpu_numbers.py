@@ -27,9 +27,9 @@ def read(weight: Weight, dtype: Dtype = "float32") -> Rows:
 
     Raises `ModelLoadError` for numbers that are not finite.
     """
-    found = np.empty(weight.shape, NUMPY[dtype])
+    array = np.empty(weight.shape, NUMPY[dtype])
     for rows, numbers, kind in weight.pieces():
-        target = found[rows]
+        target = array[rows]
         if dtype == "float32" or kind == "BF16":
             target[...] = as_floats(numbers, kind) if dtype == "float32" else numbers
             continue
@@ -37,12 +37,12 @@ def read(weight: Weight, dtype: Dtype = "float32") -> Rows:
         for start in range(0, len(target), step):
             floats = numbers[start : start + step].astype(np.float32)
             target[start : start + step] = rounded(floats, np.uint16)
-    if not _is_finite(found):
+    if not _is_finite(array):
         raise ModelLoadError(
             f"the weights {weight.name} in {weight.parts[0].path} hold NaN or infinity, in "
             f"{dtype}: the file is damaged, get it again, or take another dtype"
         )
-    return found
+    return array
 
 
 def _is_finite(numbers: Rows) -> bool:

@@ -50,11 +50,11 @@ class CudaKernels(TorchKernels):
 
     def product(self, weight: Weight, bias: Weight | None) -> Product:
         """See `Kernels.product`."""
-        found = self._float8(weight)
-        if found is None:
+        matrix = self._float8(weight)
+        if matrix is None:
             return super().product(weight, bias)
-        kind = Float8Product if found.has_row_scales else Float8SquareProduct
-        return kind(found, None if bias is None else self._read(bias))
+        kind = Float8Product if matrix.has_row_scales else Float8SquareProduct
+        return kind(matrix, None if bias is None else self._read(bias))
 
     def matrices(self, weights: Sequence[Weight], bias: torch.Tensor | None) -> ExpertMatrices:
         """See `TorchKernels.matrices`."""
@@ -64,10 +64,10 @@ class CudaKernels(TorchKernels):
         count = len(weights)
         codes = first.codes.new_empty(count, *first.codes.shape)
         scales = first.scales.new_empty(count, *first.scales.shape)
-        for place, weight in enumerate(weights):
-            found = self._float8(weight, is_grouped=True)
-            assert found is not None
-            codes[place], scales[place] = found.codes, found.scales
+        for index, weight in enumerate(weights):
+            matrix = self._float8(weight, is_grouped=True)
+            assert matrix is not None
+            codes[index], scales[index] = matrix.codes, matrix.scales
         return ExpertMatrices(codes, bias, scales)
 
     def norm(self, rows: torch.Tensor, norm: NormWeights) -> torch.Tensor:
@@ -99,7 +99,7 @@ class CudaKernels(TorchKernels):
         return gated(rows, Gate(mlp.activation))
 
     def _launches(self, norm: NormWeights | None = None) -> bool:
-        """True if a kernel of ours computes what is about to be computed."""
+        """True if a Triton kernel computes the next operation."""
         if not self._has_kernels or torch.compiler.is_compiling():
             return False
         return norm is None or norm.size <= kernels.LARGEST_ROW
@@ -112,11 +112,11 @@ class CudaKernels(TorchKernels):
         if not self._has_float8:
             return None
         fits = is_grouped or torch_multiplies(weight.shape)
-        found = float8_of_file(weight, self.device)
-        if found is not None:
-            is_kept = fits or not found.has_row_scales
+        matrix = float8_of_file(weight, self.device)
+        if matrix is not None:
+            is_kept = fits or not matrix.has_row_scales
             self.keeps_formats |= is_kept
-            return found if is_kept else None
+            return matrix if is_kept else None
         if self._rounds and fits and weight.packed_as is None:
             self.rounded += 1
             return Float8Weight(*quantise_rows(self._read(weight)))
@@ -126,12 +126,11 @@ class CudaKernels(TorchKernels):
 def check_float8(device: torch.device) -> None:
     """Raise `ConfigurationError` for a device that does not multiply 8-bit floats."""
     if not _multiplies_float8(device):
-        least, found = (
-            ".".join(map(str, each)) for each in (OLDEST, torch.cuda.get_device_capability(device))
-        )
+        version = torch.cuda.get_device_capability(device)
+        oldest, capability = (".".join(map(str, numbers)) for numbers in (OLDEST, version))
         raise ConfigurationError(
-            f"quantization='fp8' needs a CUDA device of compute capability {least} or later, "
-            f"{device} has {found}: leave quantization out"
+            f"quantization='fp8' needs a CUDA device of compute capability {oldest} or later, "
+            f"{device} has {capability}: leave quantization out"
         )
 
 

@@ -1,8 +1,8 @@
 """The decoder: embedding, layers, norm, head. One forward pass for all families and devices.
 
 A token's way through it: `Decoder.__call__` looks its vector up, each `DecoderLayer` adds the
-results of attention and of the feed-forward part to it, and the head turns the rows that are asked
-for into logits.
+results of attention and of the feed-forward part to it, and the head turns the requested rows into
+logits.
 """
 
 from dataclasses import replace
@@ -128,7 +128,7 @@ class Decoder:
         self._residual_scale = spec.layers[-1].residual_scale
         # In the order of layers: a compiled graph is found in torch's cache by its text.
         rotaries = (layer.mixer.rotary for layer in spec.layers)
-        self._rotaries = [each for each in dict.fromkeys(rotaries) if each is not None]
+        self._rotaries = [rotary for rotary in dict.fromkeys(rotaries) if rotary is not None]
 
     def __call__(
         self, ids: Rows, positions: Rows, logits_rows: Rows, plan: "AttentionPlan"
@@ -179,13 +179,13 @@ class TokenInputs:
     """The inputs of all layers for each token: see `spec.TokenInput`."""
 
     def __init__(self, spec: DecoderSpec, weights: Weights) -> None:
-        given, count = spec.token_input, len(spec.layers)
-        assert given is not None
-        self._kernels, self._size, self._hidden = weights.kernels, given.size, spec.hidden_size
-        width = count * given.size
-        self._table = weights.table("token_inputs", given.vocab_size, width, use="lookup")
+        token_input, count = spec.token_input, len(spec.layers)
+        assert token_input is not None
+        self._kernels, self._size = weights.kernels, token_input.size
+        self._hidden, width = spec.hidden_size, count * self._size
+        self._table = weights.table("token_inputs", token_input.vocab_size, width, use="lookup")
         self._product = weights.linear("token_input_product", width, spec.hidden_size)
-        self._norm = weights.norm("token_input_norm", given.norm, given.size)
+        self._norm = weights.norm("token_input_norm", token_input.norm, token_input.size)
 
     def __call__(self, ids: Rows, embedded: Rows) -> Rows:
         """`[T, layers, size]` for tokens `[T]` and their embeddings `[T, hidden]`."""
@@ -198,7 +198,7 @@ class TokenInputs:
 
 def _layers(spec: DecoderSpec, weights: Weights) -> list[DecoderLayer]:
     """The layers of a decoder; those that share keys and values have the cache of their source."""
-    caches = {number: place for place, number in enumerate(spec.cached)}
+    caches = {number: cache for cache, number in enumerate(spec.cached)}
     return [
         DecoderLayer(
             layer,

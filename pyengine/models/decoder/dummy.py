@@ -1,6 +1,6 @@
-"""Decoders with made-up weights: the shapes of a configuration, without its files.
+"""Decoders with dummy weights: the shapes of a configuration, without its files.
 
-For measurements of models whose weights are not there (`load_format="dummy"`).
+For measurements without the weights of a model (`load_format="dummy"`).
 """
 
 from pathlib import Path
@@ -23,22 +23,22 @@ _FORMATS = {"bfloat16": "BF16", "float16": "F16"}
 
 
 class DummyTensors(Tensors):
-    """Every tensor that is asked for, of the shape that is asked for, in the `number_format`."""
+    """A tensor for every requested name and shape, in the `number_format`."""
 
     def __init__(self, number_format: str = "F32") -> None:
         super().__init__({}, "made-up weights")
         self._format = number_format
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """The shapes of the tensors that were asked for."""
+        """The shapes of the requested tensors."""
 
     def take(self, name: str, *shapes: tuple[int, ...]) -> StoredTensor:
-        """See `Tensors.take`; there is no tensor that is missing."""
+        """See `Tensors.take`; no tensor is missing."""
         self.shapes[name] = shapes[0]
         return DummyStored(Path(), name, self._format, shapes[0], 0)
 
 
 def open_dummy(folder: Path) -> OpenedModel:
-    """The model of the configuration in `folder`, with made-up floats.
+    """The model of the configuration in `folder`, with dummy weights.
 
     They are of the number format that the configuration names. Raises `ModelLoadError` as
     `read_spec`, for sizes that no model has, and for quantised weights.

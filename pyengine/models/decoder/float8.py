@@ -34,7 +34,7 @@ OLDEST = (8, 9)
 _SQUARE = 128
 """Inputs and outputs of a weight with one scale."""
 _MULTIPLE = 16
-_TINY = 1e-12  # the least scale: rows of zeros stay zeros
+_TINY = 1e-12  # the minimum scale: rows of zeros stay zeros
 
 
 def torch_multiplies(shape: Sequence[int]) -> bool:
@@ -77,7 +77,7 @@ class Float8Product:
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         """See `Product.multiply`."""
         digits, units = quantise_rows(rows)
-        found: torch.Tensor = torch._scaled_mm(
+        result: torch.Tensor = torch._scaled_mm(
             digits,
             self.codes.t(),
             units,
@@ -86,7 +86,7 @@ class Float8Product:
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )
-        return found.to(rows.dtype)
+        return result.to(rows.dtype)
 
 
 class Float8SquareProduct:
@@ -105,7 +105,7 @@ def float8_of_file(weight: Weight, device: torch.device) -> Float8Weight | None:
     """The codes and scales of a checkpoint; None: it has no 8-bit floats that kernels multiply by.
 
     Those of whole outputs are, and those of squares of 128. Raises `ModelLoadError` for codes or
-    scales that are no finite numbers.
+    scales that are not finite numbers.
     """
     from pyengine.models.decoder.packed import PackedStored
 

@@ -86,13 +86,13 @@ class FloatTable:
 
     def gather(self, ids: npt.NDArray[np.int64]) -> Rows:
         """See `Table.gather`."""
-        found: Rows = self._weight[ids]
-        return found
+        rows: Rows = self._weight[ids]
+        return rows
 
     def multiply(self, rows: Rows) -> Rows:
         """See `Product.multiply`."""
-        found: Rows = self._product.multiply(rows)
-        return found
+        result: Rows = self._product.multiply(rows)
+        return result
 
 
 def float_product(name: ProductName, weight: Rows, bias: Rows | None = None) -> Any:

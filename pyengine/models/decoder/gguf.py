@@ -91,13 +91,13 @@ class GGUFStored(StoredTensor):
         """The tensor in float32; floats as in the file."""
         if self.rows is not None and self.rows.step == 1 and len(self.shape) == 2:
             return self._only_rows().read()
-        found: Array = np.empty(self.num_bytes, np.uint8)
-        self.read_bytes(found)
+        array: Array = np.empty(self.num_bytes, np.uint8)
+        self.read_bytes(array)
         if self.dtype in _FLOATS:
-            found = found.view(_FLOATS[self.dtype]).reshape(self.shape)
+            array = array.view(_FLOATS[self.dtype]).reshape(self.shape)
         else:
-            found = _dequantised(found, self.dtype).reshape(self.shape)
-        return self.cut(found)
+            array = _dequantised(array, self.dtype).reshape(self.shape)
+        return self.cut(array)
 
     def _only_rows(self) -> "GGUFStored":
         """Its `rows` as a tensor of their own."""
@@ -114,8 +114,8 @@ def _dequantised(data: npt.NDArray[np.uint8], kind: str) -> Array:
     except ImportError as error:
         missing = error.name or "gguf"
         raise ModelLoadError(needs_engine_extra("reading GGUF files", missing)) from error
-    found: Array = dequantize(data, GGMLQuantizationType[kind])
-    return found
+    numbers: Array = dequantize(data, GGMLQuantizationType[kind])
+    return numbers
 
 
 def open_gguf(file: GGUFFile, *, keeps_formats: bool = True) -> OpenedModel:
@@ -175,10 +175,10 @@ def _sizes_of_formats(path: Path, header: GGUFHeader) -> Counter[str]:
 
 def _kept_formats(sizes: Counter[str]) -> str:
     """The formats that are kept, in words, the largest share of the file's bytes first."""
-    if others := [kind for kind in sizes if kind not in _KEPT]:
+    if dequantised := [kind for kind in sizes if kind not in _KEPT]:
         _log.warning(
             "tensors of type %s are read as floats: products are in %s",
-            " and ".join(others),
+            " and ".join(dequantised),
             ", ".join(_KEPT),
         )
     return " and ".join(kind for kind, _ in sizes.most_common() if kind in _KEPT)

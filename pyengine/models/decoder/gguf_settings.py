@@ -23,7 +23,7 @@ class Architecture:
     - `layer_norm`: the name of the norms' epsilon in a configuration, if they are layer norms.
     - `biases`: settings that are true if the file has such tensors in its first layer.
     - `window`: the key of a sliding window is refused, may be there, or must be.
-    - `period`: one of so many layers attends to all tokens; 0: layers do not differ.
+    - `period`: one layer in `period` attends to all tokens; 0: layers do not differ.
     - `rotates_partly`: the rotated part of a head may be smaller than the head.
     - `has_experts`: the file is a mixture of experts.
     - `gate`: llama.cpp's number for the score of experts: 1 softmax, 2 sigmoid, 3 softmax of the
@@ -133,37 +133,37 @@ def gguf_settings(keys: HeaderKeys) -> dict[str, Any]:
     Raises `ModelLoadError` for an architecture that is not in the table, and for a key that is
     missing, or has a value that the family has not.
     """
-    keys.expect("general.type", ("model",), "is no model that answers")
+    keys.expect("general.type", ("model",), "is not a model that generates text")
     row = _architecture(keys)
     names = {tensor.name: tensor.shape for tensor in keys.header.tensors}
-    found: dict[str, Any] = {"model_type": row.family}
-    found["dtype"] = _DTYPES.get(keys.header.main_type, "bfloat16")
+    settings: dict[str, Any] = {"model_type": row.family}
+    settings["dtype"] = _DTYPES.get(keys.header.main_type, "bfloat16")
     for key, name in _COUNTS.items():
-        found[name] = _needed(keys, key, keys.count(key))
+        settings[name] = _needed(keys, key, keys.count(key))
     kind = "layer_norm_rms" if row.layer_norm is None else "layer_norm"
     epsilon = f".attention.{kind}_epsilon"
-    value = _needed(keys, epsilon, keys.number(epsilon, most=1.0))
-    found[row.layer_norm or "rms_norm_eps"] = value
+    value = _needed(keys, epsilon, keys.number(epsilon, maximum=1.0))
+    settings[row.layer_norm or "rms_norm_eps"] = value
     if "token_embd.weight" not in names:
         raise ModelLoadError(f"{keys.path} lacks the weights of token_embd.weight: get it again")
-    found["vocab_size"] = names["token_embd.weight"][0]
-    found["tie_word_embeddings"] = "output.weight" not in names
-    keys.expect(".vocab_size", (found["vocab_size"],), "is not the number of rows of token_embd")
+    settings["vocab_size"] = names["token_embd.weight"][0]
+    settings["tie_word_embeddings"] = "output.weight" not in names
+    keys.expect(".vocab_size", (settings["vocab_size"],), "is not the number of rows of token_embd")
     for key, allowed, meaning in _EXPECTED:
         if key not in row.scales:
             keys.expect(key, allowed, meaning)
     for setting, tensor in row.biases.items():
-        found[setting] = f"blk.0.{tensor}" in names
+        settings[setting] = f"blk.0.{tensor}" in names
     if row.family == "stablelm":
-        found["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in names
-    _add_heads(keys, found, row)
-    _add_experts(keys, found, row)
-    _add_windows(keys, found, row)
+        settings["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in names
+    _add_heads(keys, settings, row)
+    _add_experts(keys, settings, row)
+    _add_windows(keys, settings, row)
     if row.family == "gpt2":
-        found["n_inner"] = found.pop("intermediate_size")
-        return found
-    _add_rope(keys, found, row)
-    return found
+        settings["n_inner"] = settings.pop("intermediate_size")
+        return settings
+    _add_rope(keys, settings, row)
+    return settings
 
 
 def _architecture(keys: HeaderKeys) -> Architecture:
@@ -185,10 +185,10 @@ def _needed(keys: HeaderKeys, key: str, value: float | None) -> float:
     return value
 
 
-def _add_heads(keys: HeaderKeys, found: dict[str, Any], row: Architecture) -> None:
+def _add_heads(keys: HeaderKeys, settings: dict[str, Any], row: Architecture) -> None:
     """Add the sizes of heads and the scale of queries, and other factors."""
-    architecture, heads = str(keys.header.architecture), found["num_attention_heads"]
-    hidden = found["hidden_size"]
+    architecture, heads = str(keys.header.architecture), settings["num_attention_heads"]
+    hidden = settings["hidden_size"]
     size = keys.count(".attention.key_length", high=hidden * heads)
     if size is None and hidden % heads:
         raise keys.refusal(".attention.head_count", f"does not divide embedding_length={hidden}")
@@ -198,28 +198,28 @@ def _add_heads(keys: HeaderKeys, found: dict[str, Any], row: Architecture) -> No
         keys.expect(".attention.head_count_kv", (heads,), "is not the number of heads")
         keys.expect(".attention.key_length", (hidden // heads,), "is not the size of heads")
     else:
-        found |= {"num_key_value_heads": groups, "head_dim": size}
+        settings |= {"num_key_value_heads": groups, "head_dim": size}
     for key in ("value_length", "key_length_swa", "value_length_swa"):
         keys.expect(f".attention.{key}", (size,), f"is not the size of keys, {size}")
     keys.expect(".embedding_length_out", (hidden,), "is not the size of hidden states")
     scaled = size
     if architecture in _SCALED_QUERIES:
-        if found["num_hidden_layers"] == _SCALED_QUERIES[architecture]:
+        if settings["num_hidden_layers"] == _SCALED_QUERIES[architecture]:
             scaled = hidden // heads
-        found["query_pre_attn_scalar"] = scaled
+        settings["query_pre_attn_scalar"] = scaled
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             if (cap := keys.number(f".{key}")) is not None:
-                found[key] = cap
+                settings[key] = cap
     for key, name in row.scales.items():
         default = scaled**-0.5 if key == ".attention.scale" else 1.0
-        found[name] = keys.number(key) or default
+        settings[name] = keys.number(key) or default
     scale = keys.number(".attention.scale")
     is_fixed = ".attention.scale" not in row.scales
     if is_fixed and scale and not math.isclose(scale, scaled**-0.5, rel_tol=1e-3):
         raise keys.refusal(".attention.scale", f"is not {scaled}**-0.5, which is supported")
 
 
-def _add_experts(keys: HeaderKeys, found: dict[str, Any], row: Architecture) -> None:
+def _add_experts(keys: HeaderKeys, settings: dict[str, Any], row: Architecture) -> None:
     """Add the numbers and sizes of experts."""
     is_mixtral = row.family == "llama" and bool(keys.raw(".expert_count"))
     if not row.has_experts and not is_mixtral:
@@ -230,46 +230,47 @@ def _add_experts(keys: HeaderKeys, found: dict[str, Any], row: Architecture) -> 
     used = _needed(keys, ".expert_used_count", keys.count(".expert_used_count", high=count))
     keys.expect(".expert_gating_func", (0, row.gate), "is not the one of this architecture")
     size, shared = keys.count(".expert_feed_forward_length"), 0
-    found["num_experts_per_tok"] = used
+    settings["num_experts_per_tok"] = used
     if row.family in ("qwen2_moe", "qwen3_moe"):
-        found["num_experts"] = count
-        found["moe_intermediate_size"] = size or found["intermediate_size"] // int(used)
+        settings["num_experts"] = count
+        settings["moe_intermediate_size"] = size or settings["intermediate_size"] // int(used)
         norm = keys.flag(".expert_weights_norm")
-        found["norm_topk_prob"] = row.family == "qwen3_moe" if norm is None else norm
+        settings["norm_topk_prob"] = row.family == "qwen3_moe" if norm is None else norm
     else:
-        found["num_local_experts"] = count
-        found["intermediate_size"] = size or found["intermediate_size"]
+        settings["num_local_experts"] = count
+        settings["intermediate_size"] = size or settings["intermediate_size"]
         keys.expect(".expert_weights_norm", (True,), "is not that of this architecture")
     if row.family == "qwen2_moe":
         shared, key = 1, ".expert_shared_feed_forward_length"
-        found["shared_expert_intermediate_size"] = keys.count(key) or found["intermediate_size"]
+        size = keys.count(key) or settings["intermediate_size"]
+        settings["shared_expert_intermediate_size"] = size
     keys.expect(".expert_shared_count", (shared,), "is not supported")
     if is_mixtral:
-        found |= {"model_type": "mixtral", "sliding_window": None}
+        settings |= {"model_type": "mixtral", "sliding_window": None}
         for setting in row.biases:
-            if found.pop(setting):
+            if settings.pop(setting):
                 raise ModelLoadError(f"{keys.path} has biases, which this mixture has not")
 
 
-def _add_windows(keys: HeaderKeys, found: dict[str, Any], row: Architecture) -> None:
+def _add_windows(keys: HeaderKeys, settings: dict[str, Any], row: Architecture) -> None:
     """Add the window of sliding layers, and which layers these are."""
     key = ".attention.sliding_window"
     window = keys.count(key, low=1 if row.window == "needed" else 0)
     if row.window == "refused":
-        if window and window < found["max_position_embeddings"]:
+        if window and window < settings["max_position_embeddings"]:
             raise keys.refusal(key, f"is not supported for {keys.header.architecture}")
         return
     if row.window == "needed":
         _needed(keys, key, window)
-    found["sliding_window"] = window or None
+    settings["sliding_window"] = window or None
     if row.family == "olmo2" and window:
-        found["model_type"] = "olmo3"
+        settings["model_type"] = "olmo3"
     if row.period and window:
-        found["layer_types"] = _layer_types(keys, found, row.period)
+        settings["layer_types"] = _layer_types(keys, settings, row.period)
 
 
-def _layer_types(keys: HeaderKeys, found: Mapping[str, Any], period: int) -> list[str]:
-    key, layers = ".attention.sliding_window_pattern", range(found["num_hidden_layers"])
+def _layer_types(keys: HeaderKeys, settings: Mapping[str, Any], period: int) -> list[str]:
+    key, layers = ".attention.sliding_window_pattern", range(settings["num_hidden_layers"])
     pattern = keys.raw(key)
     if isinstance(pattern, GGUFArray):
         slides = [bool(value) for value in pattern.values or ()]
@@ -278,16 +279,16 @@ def _layer_types(keys: HeaderKeys, found: Mapping[str, Any], period: int) -> lis
     else:
         period = keys.count(key) or period
         slides = [number % period < period - 1 for number in layers]
-    return ["sliding_attention" if each else "full_attention" for each in slides]
+    return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides]
 
 
-def _add_rope(keys: HeaderKeys, found: dict[str, Any], row: Architecture) -> None:
-    size = found["head_dim"]
+def _add_rope(keys: HeaderKeys, settings: dict[str, Any], row: Architecture) -> None:
+    size = settings["head_dim"]
     rotated = keys.count(".rope.dimension_count", high=size) or size
     keys.expect(".rope.dimension_count_swa", (rotated,), f"is not {rotated}, as in other layers")
     if rotated % 2 or (not row.rotates_partly and rotated != size):
         raise keys.refusal(".rope.dimension_count", f"does not fit heads of {size} numbers")
-    parameters = rope_parameters(keys, rotated, found["max_position_embeddings"])
+    parameters = rope_parameters(keys, rotated, settings["max_position_embeddings"])
     if row.family == "gpt_oss" and parameters["rope_type"] == "yarn":
         parameters["truncate"] = False
     if row.rotates_partly:
@@ -295,9 +296,9 @@ def _add_rope(keys: HeaderKeys, found: dict[str, Any], row: Architecture) -> Non
         parameters["partial_rotary_factor"] = (rotated + 0.5) / size
     if row.family == "phi3" and parameters["rope_type"] == "longrope":
         original = parameters.pop("original_max_position_embeddings")
-        found["original_max_position_embeddings"] = original
-    if found["model_type"] in ("gemma3_text", "olmo3"):
+        settings["original_max_position_embeddings"] = original
+    if settings["model_type"] in ("gemma3_text", "olmo3"):
         base = parameters["rope_theta"] if row.family == "olmo2" else None
         sliding = sliding_rope_parameters(keys, base)
         parameters = {"full_attention": parameters, "sliding_attention": sliding}
-    found["rope_parameters"] = parameters
+    settings["rope_parameters"] = parameters

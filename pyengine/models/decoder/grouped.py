@@ -29,23 +29,23 @@ def grouped_linear(*arguments: Any) -> torch.Tensor:
 
     It is an operator in compiled graphs, and where the host reads numbers.
     """
-    found: torch.Tensor
+    result: torch.Tensor
     if torch.compiler.is_compiling() or not kernels.has_kernels(arguments[0].device):
-        found = torch.ops.pyengine.grouped_linear(*arguments)
+        result = torch.ops.pyengine.grouped_linear(*arguments)
     else:
-        found = _grouped_linear(*arguments)
-    return found
+        result = _grouped_linear(*arguments)
+    return result
 
 
 def _grouped_linear(rows: torch.Tensor, *arguments: Any) -> torch.Tensor:
     if not kernels.has_kernels(rows.device):
-        return _one_by_one(rows, *arguments)
+        return _by_group(rows, *arguments)
     from pyengine.kernels import grouped_linear as kernel  # only where triton is
 
     return kernel.grouped_linear(rows, *arguments)
 
 
-def _one_by_one(  # noqa: PLR0913, PLR0917
+def _by_group(  # noqa: PLR0913, PLR0917
     rows: torch.Tensor,
     weight: torch.Tensor,
     order: torch.Tensor | None = None,
@@ -57,7 +57,7 @@ def _one_by_one(  # noqa: PLR0913, PLR0917
 ) -> torch.Tensor:
     """The same by torch's products; the host reads the sizes of groups. There are no `scales`."""
     assert order is not None and ends is not None and scales is None
-    found = rows.new_empty(len(order), weight.shape[1])
+    results = rows.new_empty(len(order), weight.shape[1])
     start = 0
     for group, end in enumerate(ends.tolist()):
         if start < end:
@@ -66,9 +66,9 @@ def _one_by_one(  # noqa: PLR0913, PLR0917
             result = F.linear(rows[pairs // choices], weight[group], own)
             if factors is not None:
                 result = result * factors[pairs, None]
-            found[pairs] = result.to(rows.dtype)
+            results[pairs] = result.to(rows.dtype)
         start = end
-    return found
+    return results
 
 
 def _shape(

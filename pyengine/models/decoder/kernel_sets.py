@@ -1,4 +1,4 @@
-"""The kernel set of a device: chosen once, from what the caller asks for."""
+"""The kernel set of a device: chosen once, from the caller's settings."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
@@ -36,8 +36,8 @@ class KernelSettings:
         """True if weights of floats are to be rounded."""
         return self.quantization not in (None, "none")
 
-    def least_bits(self, dtype: DType, saved: str | None) -> int:
-        """The least bits of a weight: rounded, in rows' `dtype`, or as `saved` in bfloat16."""
+    def min_bits(self, dtype: DType, saved: str | None) -> int:
+        """The minimum bits of a weight: rounded, in rows' `dtype`, or as `saved` in bfloat16."""
         if self.quantises:
             return 4 if self.quantization == "int4" else 8
         return 16 if saved == "bfloat16" else 8 * itemsize(dtype)
@@ -110,7 +110,7 @@ def _cuda_set(
 
 
 def _refuse_product(settings: KernelSettings, dtype: DType, device: Device) -> None:
-    """Raise `ConfigurationError` if a product is asked for that is not torch's."""
+    """Raise `ConfigurationError` if a requested product is not torch's."""
     if settings.linear_backend not in ("auto", "torch"):
         raise ConfigurationError(
             f"linear_backend={settings.linear_backend!r} has no product for {dtype} on {device} "
@@ -118,13 +118,13 @@ def _refuse_product(settings: KernelSettings, dtype: DType, device: Device) -> N
         )
 
 
-def check_rounded(made: "CpuKernels | TorchKernels", settings: KernelSettings, name: str) -> None:
-    """Raise `ConfigurationError` if "fp8" was asked for, and no matrix of model `name` has it."""
+def check_rounded(ops: "CpuKernels | TorchKernels", settings: KernelSettings, name: str) -> None:
+    """Raise `ConfigurationError` if "fp8" was requested, and no matrix of model `name` has it."""
     if settings.quantization != "fp8":
         return
     from pyengine.models.decoder.cuda_kernels import CudaKernels
 
-    if isinstance(made, CudaKernels) and not made.rounded:
+    if isinstance(ops, CudaKernels) and not ops.rounded:
         raise ConfigurationError(
             f"quantization='fp8': {name} has no linear layer whose inputs and outputs are "
             "multiples of 16; leave quantization out"

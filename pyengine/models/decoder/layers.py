@@ -124,7 +124,7 @@ def _out(weights: Weights, attention: spec.Attention, hidden: int) -> Linear:
 def _norms(
     weights: Weights, norm: spec.Norm, query: int, key: int
 ) -> tuple[NormWeights, NormWeights]:
-    """The norms of queries and keys, over so many elements."""
+    """The norms of queries and keys, over this many elements."""
     return weights.norm("query_norm", norm, query), weights.norm("key_norm", norm, key)
 
 
@@ -230,12 +230,12 @@ class TokenInput:
     """The third part of a layer with an input for each token: see `spec.TokenInput`."""
 
     def __init__(
-        self, given: spec.TokenInput, norm: spec.Norm | None, weights: Weights, hidden: int
+        self, token_input: spec.TokenInput, norm: spec.Norm | None, weights: Weights, hidden: int
     ) -> None:
         self._kernels, self._layer = weights.kernels, weights.layer or 0
-        gate = spec.MLP(size=given.size, activation=given.activation, is_gated=False)
+        gate = spec.MLP(size=token_input.size, activation=token_input.activation, is_gated=False)
         self._gate = weights.inner("token_input_gate_", gate, hidden, divided=None)
-        self._out = weights.linear("token_input_out", hidden, given.size)
+        self._out = weights.linear("token_input_out", hidden, token_input.size)
         self._norm = weights.optional_norm("after_token_input", norm, hidden)
 
     def __call__(self, rows: Rows, step: Step) -> Rows:

@@ -134,7 +134,7 @@ def open_model(folder: Path, *, with_mtp_layers: bool = False) -> OpenedModel:
 
 
 def no_mtp_layers(name: str, layers: int) -> ConfigurationError:
-    """The error for a model of so many `layers`, which has none for multi-token prediction."""
+    """The error for a model of `layers` layers, which has none for multi-token prediction."""
     return ConfigurationError(
         f"speculation='mtp': {name} has no MTP layers, which predict further tokens: neither its "
         f"configuration nor its files go beyond its {layers} layers; use 'ngram', 'suffix', or none"

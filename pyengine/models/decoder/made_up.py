@@ -1,4 +1,4 @@
-"""Made-up weights: the same numbers in every process and on every device."""
+"""Dummy weights: the same numbers in every process and on every device."""
 
 import zlib
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from pyengine.models.decoder.checkpoint import Array, StoredTensor
 from pyengine.utils.dtypes import rounded
 
 _DIFFERENT = (1 << 20) - 3
-"""Numbers after which they repeat: making more of them takes longer than a load.
+"""Numbers after which they repeat: drawing more of them takes longer than a load.
 
 A prime, so that no two rows of a matrix are the same.
 """
@@ -19,13 +19,13 @@ A prime, so that no two rows of a matrix are the same.
 
 @cache
 def numbers() -> Array:
-    """Normally distributed numbers in float32, which all made-up tensors repeat."""
+    """Normally distributed numbers in float32, which all dummy tensors repeat."""
     return np.random.default_rng(0).standard_normal(_DIFFERENT, dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class DummyStored(StoredTensor):
-    """A tensor of made-up numbers: `numbers`, from `first` on, times `scale` plus `shift`.
+    """A tensor of dummy numbers: `numbers`, from `first` on, times `scale` plus `shift`.
 
     Those of a matrix are small enough that hidden states stay finite, those of a vector near 1.
     They are rounded to `dtype`: F32, BF16 or F16.
@@ -33,7 +33,7 @@ class DummyStored(StoredTensor):
 
     @property
     def first(self) -> int:
-        """The place of its first number in `numbers`."""
+        """The index of its first number in `numbers`."""
         return zlib.crc32(f"{self.name} {self.start}".encode()) % _DIFFERENT
 
     @property
@@ -48,12 +48,12 @@ class DummyStored(StoredTensor):
 
     def read(self) -> Array:
         """The tensor, BF16 as its bits."""
-        count, found = prod(self.shape), numbers()[self.first :]
-        if count > len(found):
-            found = np.concatenate((found, numbers()[: self.first]))
-        found = found[:count] * np.float32(self.scale) + np.float32(self.shift)
-        made = np.resize(_in_format(found, self.dtype), self.shape)
-        return self.cut(made.T if self.is_transposed else made)
+        count, floats = prod(self.shape), numbers()[self.first :]
+        if count > len(floats):
+            floats = np.concatenate((floats, numbers()[: self.first]))
+        floats = floats[:count] * np.float32(self.scale) + np.float32(self.shift)
+        array = np.resize(_in_format(floats, self.dtype), self.shape)
+        return self.cut(array.T if self.is_transposed else array)
 
 
 def _in_format(floats: Array, number_format: str) -> Array:

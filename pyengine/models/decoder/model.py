@@ -56,8 +56,8 @@ class DecoderModel:
     ) -> Any:
         """See `MTPModel.mtp_states`."""
         assert self._mtp_layers is not None
-        found = self._mtp_layers.states(layer, ids, previous, positions, self._plan(plan))
-        return self._kept(found)
+        states = self._mtp_layers.states(layer, ids, previous, positions, self._plan(plan))
+        return self._kept(states)
 
     def mtp_logits(self, layer: int, states: Any) -> Any:
         """See `MTPModel.mtp_logits`."""

@@ -37,12 +37,12 @@ class MTPLayer:
         kernels, shape = self._kernels, (len(ids), 1, -1)
         first = kernels.norm(embedded, self._embedding_norm).reshape(shape)
         second = kernels.norm(previous, self._state_norm).reshape(shape)
-        both = kernels.concatenated(first, second).reshape(len(ids), -1)
+        pairs = kernels.concatenated(first, second).reshape(len(ids), -1)
         angles = {}
         if self._rotary is not None:
             angles[self._rotary] = kernels.angles(positions, self._rotary)
         step = Step(ids, positions, plan, angles)
-        stream, change = self._layer(self._projection(both), None, step)
+        stream, change = self._layer(self._projection(pairs), None, step)
         return kernels.add_norm(stream, change, self._scale, self._norm)[1]
 
 
@@ -60,8 +60,8 @@ class MTPLayers:
             MTPLayer(layer, spec, of_layers[number], caches + number)
             for number, layer in enumerate(spec.mtp_layers)
         ]
-        self._embeddings = [_own(each, spec, "mtp_embedding", "embedding") for each in of_layers]
-        self._heads = [_own(each, spec, "mtp_head", "head") for each in of_layers]
+        self._embeddings = [_own(layer, spec, "mtp_embedding", "embedding") for layer in of_layers]
+        self._heads = [_own(layer, spec, "mtp_head", "head") for layer in of_layers]
 
     def __len__(self) -> int:
         """The number of layers."""

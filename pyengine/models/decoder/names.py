@@ -113,8 +113,8 @@ PRE_NORM = {
 def names(*inside: Mapping[str, tuple[Stored, ...]], **more: tuple[Stored, ...]) -> Names:
     """Names like Llama's outside of layers, and these in them; later ones replace earlier ones."""
     merged: dict[str, tuple[Stored, ...]] = {}
-    for each in (*inside, more):
-        merged.update(each)
+    for mapping in (*inside, more):
+        merged.update(mapping)
     return Names(_OUTSIDE, merged, no_effect=NO_EFFECT)
 
 

@@ -77,7 +77,7 @@ class PackedStored(StoredTensor):
         if isinstance(layout, GroupLayout):
             return _grouped(layout, parts)
         pairs = [part.codes_and_scales() for part in parts]
-        codes, scales = (np.concatenate(each) for each in zip(*pairs, strict=True))
+        codes, scales = (np.concatenate(arrays) for arrays in zip(*pairs, strict=True))
         if isinstance(layout, Int8Layout):
             return q8_0_of_rows(codes.view(np.int8), scales)
         return PackedWeight.from_float8(codes, scales, parts[0]._block(shape[1]))
@@ -91,7 +91,7 @@ class PackedStored(StoredTensor):
     def float8_block(self) -> tuple[int, int | None] | None:
         """The outputs and inputs that share a scale of 8-bit floats; inputs None: all of them.
 
-        None: these are no 8-bit floats.
+        None: these are not 8-bit floats.
         """
         if not isinstance(self.layout, Float8Layout):
             return None
@@ -119,10 +119,10 @@ def _grouped(layout: GroupLayout, parts: Sequence[PackedStored]) -> QuantizedWei
 
     A weight with an order of inputs is of one part.
     """
-    found = [layout.groups(part._tensor) for part in parts]
-    codes = np.concatenate([part.codes for part in found])
-    scales = np.concatenate([part.scales for part in found])
-    zeros = [part.zeros for part in found if part.zeros is not None]
+    groups = [layout.groups(part._tensor) for part in parts]
+    codes = np.concatenate([part.codes for part in groups])
+    scales = np.concatenate([part.scales for part in groups])
+    zeros = [part.zeros for part in groups if part.zeros is not None]
     size = layout.kernel_group_size(codes.shape[1])
     repeats = codes.shape[1] // size // scales.shape[1]
     points = np.concatenate(zeros).repeat(repeats, axis=1) if zeros else None
@@ -132,7 +132,7 @@ def _grouped(layout: GroupLayout, parts: Sequence[PackedStored]) -> QuantizedWei
         None if points is None else np.ascontiguousarray(points).data,
         group_size=size,
     )
-    order = found[0].order
+    order = groups[0].order
     return packed if order is None else OrderedWeight(packed, order)
 
 
@@ -199,12 +199,12 @@ class PackedCheckpoint(Checkpoint):
                 f"{self._where}: {layer} has {inputs} inputs and {outputs} outputs, which are {why}"
             )
         own = []
-        for each, possible in self._layout.shapes(outputs, inputs).items():
-            own.append((each, self._take_own(f"{layer}.{each}", possible)))
-        for each, dtype in self._layout.dtypes.items():
-            if (found := dict(own)[each].dtype) != dtype:
+        for suffix, possible in self._layout.shapes(outputs, inputs).items():
+            own.append((suffix, self._take_own(f"{layer}.{suffix}", possible)))
+        for suffix, dtype in self._layout.dtypes.items():
+            if (actual := dict(own)[suffix].dtype) != dtype:
                 raise ModelLoadError(
-                    f"the weights {layer}.{each} in {self._where} are {found}, and config.json "
+                    f"the weights {layer}.{suffix} in {self._where} are {actual}, and config.json "
                     f"asks for {dtype} ({self._layout.name}): the two are not of the same model"
                 )
         self._check_order(layer, inputs)
@@ -233,8 +233,8 @@ class PackedCheckpoint(Checkpoint):
         return self.stored(f"{name.removesuffix(_WEIGHT)}.{self._layout.key_name}")
 
     def _take_own(self, name: str, possible: tuple[tuple[int, ...], ...]) -> StoredTensor:
-        found = self.stored(name)
-        if found is not None and found.shape in possible:
+        tensor = self.stored(name)
+        if tensor is not None and tensor.shape in possible:
             self._taken.add(name)
-            return replace(found)
+            return replace(tensor)
         return super().take(name, *possible)

@@ -74,7 +74,7 @@ def check_packing(values: object, where: str) -> Mapping[str, Any]:
     if not isinstance(values, dict):
         raise ModelLoadError(f"{where} is {shown(values)}: it must be an object")
     settings = Settings(values, where, _DEFAULTS)
-    method = settings.text("quant_method", list(_NO_EFFECT), leaves_others=True)
+    method = settings.text("quant_method", list(_NO_EFFECT), falls_back=True)
     _CHECKS[method](settings)
     settings.pass_over(_NO_EFFECT[method])
     settings.finish()

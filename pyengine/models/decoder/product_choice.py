@@ -34,7 +34,7 @@ would take most of the time of a measurement."""
 _SAMPLE = 32 << 20
 """Bytes of weights that one pass reads: copies of a small layer, the first outputs of a large one.
 A step reads its weights from memory, and what stays in caches is another measurement."""
-_MOST_COPIES = 24
+_MAX_COPIES = 24
 _TURNS: tuple[ProductName, ...] = ("torch", "onednn", "onednn-unpacked", "onednn")
 """The first and the third read the same memory: between them another product reads its own, so that
 none finds more of its weights in caches."""
@@ -91,27 +91,27 @@ class ProductChoice:
 class ProductChooser:
     """Chooses the products of a model's layers, and remembers the choices.
 
-    `asked` is the setting `linear_backend`. Raises `ConfigurationError` where a product is asked
-    for that does not multiply `dtype` here.
+    `requested` is the setting `linear_backend`. Raises `ConfigurationError` for a requested product
+    that does not multiply `dtype` here.
     """
 
-    def __init__(self, asked: str, dtype: Dtype) -> None:
+    def __init__(self, requested: str, dtype: Dtype) -> None:
         self._fixed: ProductName | None = None
         self._chosen: dict[LayerShape, ProductChoice] = {}
-        if asked in ("auto", "pyengine") and kernel_supports(dtype):
+        if requested in ("auto", "pyengine") and kernel_supports(dtype):
             same_bits = "a row has the same bits in every batch"
             self._fixed = "pyengine"
-            self._reason = same_bits if asked == "auto" else "asked for"
+            self._reason = same_bits if requested == "auto" else "asked for"
             return
         products = available_products(dtype)
-        if asked != "auto":
-            if asked not in products:
+        if requested != "auto":
+            if requested not in products:
                 why = "" if _has_torch() else ": torch is not installed"
                 raise ConfigurationError(
-                    f"linear_backend={asked!r} has no product for {dtype} on cpu here{why}; "
+                    f"linear_backend={requested!r} has no product for {dtype} on cpu here{why}; "
                     "use linear_backend='auto'"
                 )
-            self._fixed = next(each for each in products if each == asked)
+            self._fixed = next(product for product in products if product == requested)
             self._reason = "asked for"
         elif len(products) == 1:
             self._fixed, self._reason = products[0], f"the only one for {dtype} on cpu"
@@ -119,9 +119,9 @@ class ProductChooser:
     @classmethod
     def fixed(cls, product: ProductName, reason: str) -> "ProductChooser":
         """A chooser without a choice."""
-        found = cls.__new__(cls)
-        found._fixed, found._reason, found._chosen = product, reason, {}
-        return found
+        chooser = cls.__new__(cls)
+        chooser._fixed, chooser._reason, chooser._chosen = product, reason, {}
+        return chooser
 
     @property
     def only(self) -> ProductName | None:
@@ -168,35 +168,35 @@ def choose_product(shape: LayerShape, weights: Weights) -> ProductChoice:
 
     `weights` are those of one such layer, or of gate, up and down.
     """
-    found = _choices.get(shape)
-    if found is None:
+    choice = _choices.get(shape)
+    if choice is None:
         start = perf_counter()
         times = measure(shape, weights)
         product = best_product(times, is_tied=shape.is_tied)
-        found = ProductChoice(product, times, perf_counter() - start)
-        _choices[shape] = found
-    return found
+        choice = ProductChoice(product, times, perf_counter() - start)
+        _choices[shape] = choice
+    return choice
 
 
 def best_product(
     times: Mapping[ProductName, Sequence[float]], *, is_tied: bool = False
 ) -> ProductName:
-    """The product with the least geometric mean over all numbers of rows, as times of torch's.
+    """The product with the smallest geometric mean over all numbers of rows, as times of torch's.
 
     torch must be faster by the factors above than a product whose rows vary less.
     """
     costs = {
-        product: _mean_ratio(each, times["torch"]) * _PENALTIES[product]
-        for product, each in times.items()
+        product: _mean_ratio(own_times, times["torch"]) * _PENALTIES[product]
+        for product, own_times in times.items()
     }
     if is_tied and "onednn" in costs:
         costs["onednn"] *= _WORTH_A_COPY
     return min(costs, key=costs.__getitem__)
 
 
-def _mean_ratio(times: Sequence[float], others: Sequence[float]) -> float:
+def _mean_ratio(times: Sequence[float], base_times: Sequence[float]) -> float:
     """Geometric mean of the ratios."""
-    ratios = [time / other for time, other in zip(times, others, strict=True)]
+    ratios = [time / base for time, base in zip(times, base_times, strict=True)]
     return float(prod(ratios) ** (1 / len(ratios)))
 
 
@@ -216,8 +216,8 @@ def _sample(weights: Weights) -> list[Weights]:
     num_bytes = sum(weight.nbytes for weight in weights)
     if num_bytes > _SAMPLE:
         return [[weight[: max(1, len(weight) * _SAMPLE // num_bytes)] for weight in weights]]
-    num_copies = max(1, min(_MOST_COPIES, _SAMPLE // max(num_bytes, 1)))
-    return [weights, *([each.copy() for each in weights] for _ in range(num_copies - 1))]
+    num_copies = max(1, min(_MAX_COPIES, _SAMPLE // max(num_bytes, 1)))
+    return [weights, *([weight.copy() for weight in weights] for _ in range(num_copies - 1))]
 
 
 def _timed(
@@ -235,8 +235,8 @@ def _timed(
                 start = thread_time_ns()
                 multiply(rows)
                 taken[name].append((thread_time_ns() - start) / 1000)
-        for name, each in taken.items():
-            times[name].append(float(np.median(each)))
+        for name, durations in taken.items():
+            times[name].append(float(np.median(durations)))
     return {name: tuple(medians) for name, medians in times.items()}
 
 
@@ -248,15 +248,15 @@ def candidates(
 
 
 def _multiply(product: ProductName, weights: Weights) -> Multiply:
-    """A layer, or a gate and what it lets through; torch's gate is one product of both."""
-    found: Any
+    """A layer, or a gated one; torch's gate is one product of gate and up."""
+    layer: Any
     if len(weights) == 1:
-        found = float_product(product, weights[0])
+        layer = float_product(product, weights[0])
     elif product == "torch":
-        found = float_product(product, np.concatenate(weights))
+        layer = float_product(product, np.concatenate(weights))
     else:
-        found = onednn_gate(product, weights[0], weights[1], "silu")
-    multiply: Multiply = found.multiply
+        layer = onednn_gate(product, weights[0], weights[1], "silu")
+    multiply: Multiply = layer.multiply
     return multiply
 
 

@@ -55,12 +55,12 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        tensor, most = tensor_of(rows), -(-width // self.size)
-        if tensor.shape[1] < most:
-            tensor = torch.nn.functional.pad(tensor, (0, most - tensor.shape[1]))
-        found = tensor.new_empty(self.size * len(tensor), most)
-        dist.all_gather_into_tensor(found, tensor.contiguous())
-        by_rank = found.view(self.size, len(tensor), most)
+        tensor, per_rank = tensor_of(rows), -(-width // self.size)
+        if tensor.shape[1] < per_rank:
+            tensor = torch.nn.functional.pad(tensor, (0, per_rank - tensor.shape[1]))
+        gathered = tensor.new_empty(self.size * len(tensor), per_rank)
+        dist.all_gather_into_tensor(gathered, tensor.contiguous())
+        by_rank = gathered.view(self.size, len(tensor), per_rank)
         return _like(rows, by_rank.transpose(0, 1).flatten(1)[:, :width])
 
     @contextmanager
@@ -72,7 +72,7 @@ class Rank:
         except ModelLoadError as error:
             failure = error
         words = None if failure is None else str(failure)
-        first = next((found for found in self._of_all(words) if found is not None), None)
+        first = next((text for text in self._of_all(words) if text is not None), None)
         if failure is not None:
             raise failure
         if first is not None:
@@ -83,14 +83,14 @@ class Rank:
             return [words]
         import torch.distributed as dist
 
-        found: list[str | None] = [None] * self.size
-        dist.all_gather_object(found, words)
-        return found
+        gathered: list[str | None] = [None] * self.size
+        dist.all_gather_object(gathered, words)
+        return gathered
 
     def part(self, count: int) -> slice:
         """This rank's part of `count` numbers; the last ranks may have fewer than the others."""
-        most = -(-count // self.size)
-        return slice(min(self.number * most, count), min((self.number + 1) * most, count))
+        per_rank = -(-count // self.size)
+        return slice(min(self.number * per_rank, count), min((self.number + 1) * per_rank, count))
 
 
 WHOLE = Rank()
@@ -118,8 +118,8 @@ def divided(spec: DecoderSpec, size: int) -> DecoderSpec:
     odd = [f"{number} {what}" for what, number in sizes if number % size]
     if not odd:
         layers, mtp = (
-            tuple(_divided_layer(layer, size) for layer in each)
-            for each in (spec.layers, spec.mtp_layers)
+            tuple(_divided_layer(layer, size) for layer in group)
+            for group in (spec.layers, spec.mtp_layers)
         )
         return replace(spec, layers=layers, mtp_layers=mtp)
     common = gcd(*(number for _, number in sizes))

@@ -26,17 +26,17 @@ def frequencies(rotary: Rotary) -> tuple[Floats, float]:
     exponents = np.arange(0, rotary.size, 2) / rotary.exponent_size
     plain: _Doubles = 1.0 / rotary.theta**exponents
     plain[rotary.turned :] = 0.0
-    found, attention = plain, 1.0
+    scaled, attention = plain, 1.0
     match rotary.scaling:
         case LinearScaling(factor=factor):
-            found = plain / factor
+            scaled = plain / factor
         case Llama3Scaling() as llama3:
-            found = _llama3(plain, llama3)
+            scaled = _llama3(plain, llama3)
         case YarnScaling() as yarn:
-            found, attention = _yarn(plain, rotary, yarn), yarn.attention
+            scaled, attention = _yarn(plain, rotary, yarn), yarn.attention
         case LongRopeScaling(divisors=divisors):
-            found, attention = plain / np.array(divisors), rotary.scaling.attention
-    return found.astype(np.float32), attention
+            scaled, attention = plain / np.array(divisors), rotary.scaling.attention
+    return scaled.astype(np.float32), attention
 
 
 def _llama3(plain: _Doubles, scaling: Llama3Scaling) -> _Doubles:
@@ -63,7 +63,7 @@ def _yarn(plain: _Doubles, rotary: Rotary, scaling: YarnScaling) -> _Doubles:
 
 
 def _pair_with(turns: float, rotary: Rotary, scaling: YarnScaling) -> float:
-    """The pair, as a real number, that makes so many turns in the trained length."""
+    """The pair, as a real number, that makes `turns` turns in the trained length."""
     wavelength = scaling.original / (turns * 2 * math.pi)
     return rotary.exponent_size * math.log(wavelength) / (2 * math.log(rotary.theta))
 

@@ -45,10 +45,10 @@ class RotaryKind:
 
 
 def rope_section(settings: Settings) -> Settings | None:
-    """`rope_parameters` or `rope_scaling`, whichever is there; None: neither."""
+    """`rope_parameters` or `rope_scaling`; None: neither."""
     keys = ("rope_parameters", "rope_scaling")
-    given = [settings.section(key) if settings.has(key) else None for key in keys]
-    filled = [section for section in given if section is not None and not section.is_empty]
+    sections = [settings.section(key) if settings.has(key) else None for key in keys]
+    filled = [section for section in sections if section is not None and not section.is_empty]
     settings.pass_over(dict.fromkeys(keys, "null, or read"))
     if len(filled) > 1:
         settings.refuse("rope_scaling", "rope_parameters is there too; delete one of them")
@@ -59,11 +59,11 @@ def rope_type(section: Settings | None, kind: RotaryKind | None = None) -> str:
     """The kind of rotary embedding that a section names."""
     if section is None:
         return "default"
-    given = {key: section.raw(key) for key in ("rope_type", "type") if section.has(key)}
-    for key, value in given.items():
+    kinds = {key: section.raw(key) for key in ("rope_type", "type") if section.has(key)}
+    for key, value in kinds.items():
         if not isinstance(value, str):
             section.refuse(key, "it must be the name of a kind")
-    names = list(given.values())
+    names = list(kinds.values())
     section.pass_over({"rope_type": "null, or read", "type": "null, or read"})
     if len(set(names)) > 1:
         section.refuse("type", f"and rope_type={shown(names[0])}: delete one of them")
@@ -134,12 +134,12 @@ def two_rotaries(
         section.refuse("type", "transformers does not read it here: name the kind rope_type")
     why = "transformers does not read it for layers of two kinds"
     settings.only("original_max_position_embeddings", why=why)
-    for each in (full, sliding):
-        if each is not None:
-            each.only("truncate", True, why=why)
-            is_scaled = rope_type(each, kind) != "default"
-            if is_scaled and kind.share is not None and not each.has("partial_rotary_factor"):
-                each.refuse("rope_type", "partial_rotary_factor is needed with it")
+    for inner in (full, sliding):
+        if inner is not None:
+            inner.only("truncate", True, why=why)
+            is_scaled = rope_type(inner, kind) != "default"
+            if is_scaled and kind.share is not None and not inner.has("partial_rotary_factor"):
+                inner.refuse("rope_type", "partial_rotary_factor is needed with it")
     return (
         rotary_of(settings, full, head_dim, kind),
         rotary_of(settings, sliding, head_dim, kind, theta=sliding_theta),
@@ -184,13 +184,13 @@ def _inner_or_outer(inner: Settings, key: str, outer: Settings, outer_key: str) 
     if not inner.has(key):
         inner.pass_over({key: "null"})
         return outer.number(outer_key, above=0)
-    found = inner.number(key, above=0)
-    if outer.has(outer_key) and outer.number(outer_key, above=0) != found:
+    value = inner.number(key, above=0)
+    if outer.has(outer_key) and outer.number(outer_key, above=0) != value:
         outer.refuse(
-            outer_key, f"and {key}={found:g} among the rotary settings: delete one of them"
+            outer_key, f"and {key}={value:g} among the rotary settings: delete one of them"
         )
     outer.pass_over({outer_key: "the section has it"})
-    return found
+    return value
 
 
 def _share(inner: Settings, outer: Settings, kind: RotaryKind) -> float:
@@ -210,8 +210,8 @@ def _share(inner: Settings, outer: Settings, kind: RotaryKind) -> float:
 def _original(inner: Settings, outer: Settings) -> int:
     """The trained positions: outside of the section, in it, or all positions."""
     key = "original_max_position_embeddings"
-    found = [settings for settings in (outer, inner) if settings.has(key)]
-    numbers = [settings.integer(key) for settings in found]
+    sections = [settings for settings in (outer, inner) if settings.has(key)]
+    numbers = [settings.integer(key) for settings in sections]
     if len(set(numbers)) > 1:
         outer.refuse(key, f"and {numbers[1]} among the rotary settings: delete one of them")
     inner.pass_over({key: "null, or read"})

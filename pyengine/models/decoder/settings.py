@@ -63,31 +63,31 @@ class Settings:
     def raw(self, key: str) -> Any:
         """The value as it is."""
         self._read.update((key, self._name(key)))
-        found = self._values.get(self._name(key), _MISSING)
-        if found is _MISSING:
-            found = self._defaults.get(key, _MISSING)
-        if found is _MISSING:
+        value = self._values.get(self._name(key), _MISSING)
+        if value is _MISSING:
+            value = self._defaults.get(key, _MISSING)
+        if value is _MISSING:
             raise ModelLoadError(f"{self._where} lacks {key}, which the model needs: get it again")
-        return found
+        return value
 
-    def integer(self, key: str, least: int = 1) -> int:
-        """An integer of at least `least`."""
-        found = self.raw(key)
-        if not is_integer(found) or found < least:
-            self.refuse(key, f"it must be an integer of at least {least}")
-        return int(found)
+    def integer(self, key: str, minimum: int = 1) -> int:
+        """An integer of at least `minimum`."""
+        value = self.raw(key)
+        if not is_integer(value) or value < minimum:
+            self.refuse(key, f"it must be an integer of at least {minimum}")
+        return int(value)
 
-    def optional_integer(self, key: str, least: int = 1) -> int | None:
-        """An integer of at least `least`, or null."""
-        return None if self.raw(key) is None else self.integer(key, least)
+    def optional_integer(self, key: str, minimum: int = 1) -> int | None:
+        """An integer of at least `minimum`, or null."""
+        return None if self.raw(key) is None else self.integer(key, minimum)
 
     def number(self, key: str, *, above: float = -math.inf) -> float:
         """A finite number above `above`."""
-        found = self.raw(key)
-        if isinstance(found, bool) or not isinstance(found, int | float):
+        raw = self.raw(key)
+        if isinstance(raw, bool) or not isinstance(raw, int | float):
             self.refuse(key, "it must be a number")
         try:
-            value = float(found)
+            value = float(raw)
         except OverflowError:
             value = math.inf
         if not math.isfinite(value) or value <= above:
@@ -101,37 +101,37 @@ class Settings:
 
     def flag(self, key: str) -> bool:
         """True or false."""
-        found = self.raw(key)
-        if not isinstance(found, bool):
+        value = self.raw(key)
+        if not isinstance(value, bool):
             self.refuse(key, "it must be true or false")
-        return found
+        return value
 
-    def text(self, key: str, known: Sequence[str], *, leaves_others: bool = False) -> str:
-        """One of the `known` words; if it `leaves_others`, those are for the fallback."""
-        found = self.raw(key)
-        if not isinstance(found, str) or found not in known:
+    def text(self, key: str, known: Sequence[str], *, falls_back: bool = False) -> str:
+        """One of the `known` words; with `falls_back`, other words raise `BeyondTableError`."""
+        value = self.raw(key)
+        if not isinstance(value, str) or value not in known:
             why = f"known are {', '.join(known)}"
-            if isinstance(found, str) and leaves_others:
+            if isinstance(value, str) and falls_back:
                 self.leave(key, why)
             self.refuse(key, why)
-        return found
+        return value
 
     def items(self, key: str, count: int | None) -> list[Any] | None:
         """A list of `count` items (None: of any number), or null."""
-        found = self.raw(key)
-        if found is None:
+        value = self.raw(key)
+        if value is None:
             return None
-        if not isinstance(found, list) or count not in (None, len(found)):
+        if not isinstance(value, list) or count not in (None, len(value)):
             self.refuse(
                 key, f"it must be a list of {count} items" if count else "it must be a list"
             )
-        return found
+        return value
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """A list of `count` numbers above 0."""
-        found = self.items(key, count)
-        good = [item for item in found or () if type(item) in (int, float) and 0 < item < 1e300]
-        if found is None or len(good) != count:
+        value = self.items(key, count)
+        good = [item for item in value or () if type(item) in (int, float) and 0 < item < 1e300]
+        if value is None or len(good) != count:
             self.refuse(key, f"it must be a list of {count} numbers above 0")
         return tuple(map(float, good))
 
@@ -145,29 +145,29 @@ class Settings:
 
         `finish` looks at its keys too, unless it `is_passed_over`.
         """
-        found = self.raw(key)
-        if found is None:
+        values = self.raw(key)
+        if values is None:
             return None
-        if not isinstance(found, dict):
+        if not isinstance(values, dict):
             self.refuse(key, "it must be an object or null")
         if key not in self._sections:
-            self._sections[key] = Settings(found, f"{self._where}, {key[:80]},")
+            self._sections[key] = Settings(values, f"{self._where}, {key[:80]},")
         if is_passed_over:
-            self._sections[key].pass_over(dict.fromkeys(found, "of a section without effect"))
+            self._sections[key].pass_over(dict.fromkeys(values, "of a section without effect"))
         return self._sections[key]
 
     def default_section(self, key: str) -> "Settings | None":
         """The object that is the default of this key."""
-        found = self._defaults.get(key)
-        if found is None:
+        values = self._defaults.get(key)
+        if values is None:
             return None
-        return self._sections.setdefault(key, Settings(found, f"{self._where}, {key},"))
+        return self._sections.setdefault(key, Settings(values, f"{self._where}, {key},"))
 
     def only(self, key: str, *allowed: object, why: str) -> None:
         """Accept this key, if it is set, with one of these values, or null."""
         if self.has(key):
-            found = self.raw(key)
-            if not any(found == value and type(found) is type(value) for value in allowed):
+            actual = self.raw(key)
+            if not any(actual == value and type(actual) is type(value) for value in allowed):
                 known = " or ".join(map(shown, allowed)) or "null"
                 self.refuse(key, f"{why}; only {known} is supported")
         self._read.add(key)
@@ -181,8 +181,8 @@ class Settings:
     def pass_over_neutral(self, reasons: Mapping[str, tuple[object, str]]) -> None:
         """Accept these keys if nothing read them and they have this value; reasons follow it."""
         for key, (value, _) in reasons.items():
-            found = self._values.get(key)
-            if key not in self._read and type(found) is type(value) and found == value:
+            actual = self._values.get(key)
+            if key not in self._read and type(actual) is type(value) and actual == value:
                 self._read.add(key)
 
     def pass_over(self, reasons: Mapping[str, str]) -> None:
@@ -213,8 +213,8 @@ class Settings:
         )
         if unread:
             first = unread[0]
-            others = ", ".join(map(_short, unread[1:4]))
-            more = f" (and {others})" if others else ""
+            further = ", ".join(map(_short, unread[1:4]))
+            more = f" (and {further})" if further else ""
             raise ModelLoadError(
                 f"{self._where} says {_short(first)}={shown(self._values[first])}{more}, which "
                 "pyengine does not know for this model: if it has no effect on the answers, delete "

@@ -153,7 +153,7 @@ class Attention:
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ModelLoadError(
-                f"num_attention_heads={self.heads} is no multiple of "
+                f"num_attention_heads={self.heads} is not a multiple of "
                 f"num_key_value_heads={self.kv_heads}: heads share keys evenly"
             )
         if self.values_are_keys and self.value_size != self.head_dim:
@@ -266,7 +266,7 @@ class Routing:
     - `score`: over all experts, before the choice: "softmax", "sigmoid"; or "chosen", a softmax
       over the chosen ones only.
     - `has_correction`: a vector is added to scores for the choice, not for the factors.
-    - `groups`, `chosen_groups`: experts are in as many groups, of which the best are looked at.
+    - `groups`, `chosen_groups`: experts are in as many groups, of which the best are considered.
     - `is_normalised`: factors are divided by their sum; then multiplied by `scale`.
     """
 
@@ -282,7 +282,7 @@ class Routing:
 
     def __post_init__(self) -> None:
         if self.count % self.groups:
-            raise ModelLoadError(f"{self.count} experts are no multiple of n_group={self.groups}")
+            raise ModelLoadError(f"n_group={self.groups} does not divide {self.count} experts")
         if self.chosen_groups > self.groups:
             raise ModelLoadError(
                 f"topk_group={self.chosen_groups} is more than n_group={self.groups}"
@@ -331,7 +331,7 @@ class TokenInput:
 class Layer:
     """A decoder layer: each part reads normalised states, and adds its result to the residual.
 
-    Norms that are None are not there. If it `is_parallel`, both parts read the states before the
+    Absent norms are None. If it `is_parallel`, both parts read the states before the
     layer; without `before_feed_forward` they share a norm. Results are multiplied by
     `residual_scale` when they are added. With `token_input` there is a third part; if it
     `has_scalar`, a number of the file multiplies the sum at the end.

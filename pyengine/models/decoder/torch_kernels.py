@@ -45,7 +45,7 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu2": lambda rows: F.relu(rows).square(),
 }
 _FORMATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_LEAST_SUM = 1e-20
+_MIN_SUM = 1e-20
 """Added to the sum of a token's sigmoid scores, as DeepSeek does."""
 
 
@@ -156,7 +156,7 @@ class TorchKernels:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self._frequencies: dict[Rotary, tuple[torch.Tensor, float]] = {}
-        self._made_up: torch.Tensor | None = None
+        self._dummy: torch.Tensor | None = None
 
     torch_computes = True
     """See `CpuKernels.torch_computes`."""
@@ -192,7 +192,7 @@ class TorchKernels:
     def differ(self, first: Weight, second: Weight) -> bool:
         """See `Kernels.differ`."""
         pairs = zip(first.pieces(self._part), second.pieces(self._part), strict=True)
-        return not all(torch.equal(one, other) for (_, one, _), (_, other, _) in pairs)
+        return not all(torch.equal(numbers, peer) for (_, numbers, _), (_, peer, _) in pairs)
 
     def experts(
         self,
@@ -219,22 +219,22 @@ class TorchKernels:
 
     def angles(self, positions: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernels.angles`."""
-        found, factor = self._frequencies[rotary]
-        turned = positions[:, None].float() * found
-        cos, sin = ((each * factor).to(self.dtype) for each in (turned.cos(), turned.sin()))
+        frequencies, factor = self._frequencies[rotary]
+        turned = positions[:, None].float() * frequencies
+        cos, sin = ((values * factor).to(self.dtype) for values in (turned.cos(), turned.sin()))
         return kept(cos), kept(sin)
 
     def norm(self, rows: torch.Tensor, norm: NormWeights) -> torch.Tensor:
         """See `Kernels.norm`."""
-        spec, found = norm.norm, rows.float()
+        spec, values = norm.norm, rows.float()
         if spec.kind == "layer":
-            found = found - found.mean(-1, keepdim=True)
-        found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + spec.eps)
+            values = values - values.mean(-1, keepdim=True)
+        values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + spec.eps)
         if norm.weight is not None:
-            found = found * (spec.offset + norm.weight.float())
+            values = values * (spec.offset + norm.weight.float())
         if norm.bias is not None:
-            found = found + norm.bias.float()
-        return found.to(rows.dtype)
+            values = values + norm.bias.float()
+        return values.to(rows.dtype)
 
     def add_norm(
         self,
@@ -281,7 +281,7 @@ class TorchKernels:
     def concatenated(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         """See `Kernels.concatenated`."""
         heads = max(first.shape[1], second.shape[1])
-        return torch.cat([each.expand(-1, heads, -1) for each in (first, second)], -1)
+        return torch.cat([part.expand(-1, heads, -1) for part in (first, second)], -1)
 
     def sigmoid(self, rows: torch.Tensor) -> torch.Tensor:
         """See `Kernels.sigmoid`."""
@@ -305,7 +305,7 @@ class TorchKernels:
         chosen = preferred.topk(routing.chosen).indices
         factors = scores.gather(-1, chosen)
         if routing.is_normalised:
-            factors = factors / (factors.sum(-1, keepdim=True) + _LEAST_SUM)
+            factors = factors / (factors.sum(-1, keepdim=True) + _MIN_SUM)
         return chosen, factors * routing.scale
 
     def capped(self, rows: torch.Tensor, cap: float) -> torch.Tensor:
@@ -314,29 +314,29 @@ class TorchKernels:
 
     def _read(self, weight: Weight, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The numbers of a weight, in memory of their own."""
-        found = torch.empty(weight.shape, dtype=dtype or self.dtype, device=self.device)
-        self._fill(found, weight)
-        return found
+        target = torch.empty(weight.shape, dtype=dtype or self.dtype, device=self.device)
+        self._fill(target, weight)
+        return target
 
     def _stacked(self, weights: Sequence[Weight]) -> torch.Tensor:
         """The numbers of weights of one shape, `[weights, ...]`."""
         shape = (len(weights), *weights[0].shape)
-        found = torch.empty(shape, dtype=self.dtype, device=self.device)
-        for place, weight in enumerate(weights):
-            self._fill(found[place], weight)
-        return found
+        stack = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for index, weight in enumerate(weights):
+            self._fill(stack[index], weight)
+        return stack
 
     def _part(self, part: StoredTensor) -> torch.Tensor:
-        """A tensor of a file, over its mapped memory; a made-up one is made on the device."""
+        """A tensor of a file, over its mapped memory; a dummy one is computed on the device."""
         if not isinstance(part, DummyStored):
             tensor = torch.from_numpy(np.asarray(part.read()))
             return tensor.view(torch.bfloat16) if part.dtype == "BF16" else tensor
-        if self._made_up is None:
-            found = torch.empty(numbers().shape, device=self.device)
-            self._made_up = found.copy_(torch.from_numpy(numbers()))
-        made = (self._made_up * part.scale + part.shift).to(_FORMATS[part.dtype]).to(self.dtype)
-        found = _repeated(made, part.first, math.prod(part.shape)).view(part.shape)
-        return part.cut(found.T if part.is_transposed else found)
+        if self._dummy is None:
+            memory = torch.empty(numbers().shape, device=self.device)
+            self._dummy = memory.copy_(torch.from_numpy(numbers()))
+        drawn = (self._dummy * part.scale + part.shift).to(_FORMATS[part.dtype]).to(self.dtype)
+        result = _repeated(drawn, part.first, math.prod(part.shape)).view(part.shape)
+        return part.cut(result.T if part.is_transposed else result)
 
     def _fill(self, target: torch.Tensor, weight: Weight) -> None:
         """Read one tensor of the file after the other."""
@@ -352,14 +352,14 @@ class TorchKernels:
 
 def _repeated(numbers: torch.Tensor, first: int, count: int) -> torch.Tensor:
     """The first `count` of the numbers from `first` on, over and over."""
-    found = numbers.new_empty(count)
+    repeated = numbers.new_empty(count)
     start = min(count, len(numbers) - first)
-    found[:start] = numbers[first : first + start]
+    repeated[:start] = numbers[first : first + start]
     whole, rest = divmod(count - start, len(numbers))
     end = count - rest
-    found[start:end].view(whole, len(numbers))[:] = numbers
-    found[end:] = numbers[:rest]
-    return found
+    repeated[start:end].view(whole, len(numbers))[:] = numbers
+    repeated[end:] = numbers[:rest]
+    return repeated
 
 
 def _rounded(factor: float, dtype: torch.dtype) -> float:

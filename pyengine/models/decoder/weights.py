@@ -70,7 +70,7 @@ class Weights:
     def has(self, name: str) -> bool:
         """True if the file has it."""
         prefix, options = self._names.of(name, self.layer)
-        return any(self._tensors.has(prefix + each.parts[0] + each.weight) for each in options)
+        return any(self._tensors.has(prefix + opt.parts[0] + opt.weight) for opt in options)
 
     def linear(
         self,
@@ -91,7 +91,7 @@ class Weights:
         return Linear(self.kernels.product(weight, bias))
 
     def router(self, outputs: int, inputs: int, *, has_bias: bool) -> Linear:
-        """The router of experts, with float32 results: close scores are no matter of rounding."""
+        """The router of experts, with float32 results: rounding decides no close scores."""
         prefix, stored = self._stored("router")
         weight = self._matrix(prefix, stored, [outputs], inputs, None)
         bias = self._bias(prefix, stored, [outputs], None) if has_bias else None
@@ -123,15 +123,15 @@ class Weights:
         return self.kernels.table(self._table(name, rows, columns, is_divided), use)
 
     def differs(self, name: str, other: str, rows: int, columns: int) -> bool:
-        """True if the file has the table `name` beside `other`, and its numbers are others.
+        """True if the file has the table `name` beside `other`, with other numbers.
 
         `other` is outside of layers. A rank compares its own part.
         """
         if not self.has(name):
             return False
         pairs = (self, name), (self.outside(), other)
-        one, two = (each._table(key, rows, columns, is_divided=True) for each, key in pairs)
-        return bool(self.kernels.differ(one, two))
+        own, outer = (weights._table(key, rows, columns, is_divided=True) for weights, key in pairs)
+        return bool(self.kernels.differ(own, outer))
 
     def optional_norm(self, name: str, norm: Norm | None, size: int) -> NormWeights | None:
         """A norm over `size` elements; None if there is none."""
@@ -155,8 +155,8 @@ class Weights:
     def vector(self, name: str, size: int, *, divided: Axis | None = None) -> Any:
         """A vector in float32."""
         prefix, stored = self._stored(name)
-        found = self._vector(prefix, stored, stored.weight, [size], divided)
-        return self.kernels.exact_vector(found)
+        weight = self._vector(prefix, stored, stored.weight, [size], divided)
+        return self.kernels.exact_vector(weight)
 
     def experts(self, count: int, mlp: MLP, hidden: int) -> ExpertProducts:
         """The matrices of all experts."""
@@ -184,10 +184,10 @@ class Weights:
     def _stored(self, name: str, expert: int | None = None) -> tuple[str, Stored]:
         """The first alternative that the file has, else the first of all."""
         prefix, options = self._names.of(name, self.layer)
-        for each in options:
-            part = each.parts[0] if expert is None else each.parts[0].format(expert)
-            if self._tensors.has(prefix + part + each.weight):
-                return prefix, each
+        for option in options:
+            part = option.parts[0] if expert is None else option.parts[0].format(expert)
+            if self._tensors.has(prefix + part + option.weight):
+                return prefix, option
         return prefix, options[0]
 
     def _table(self, name: str, rows: int, columns: int, is_divided: bool) -> Weight:
@@ -209,7 +209,7 @@ class Weights:
         expert: tuple[int, int] | None = None,
     ) -> Weight:
         whole_inputs = inputs * self.rank.size if divided == "inputs" else inputs
-        found = []
+        tensors = []
         for part, size in self._in_file(stored, sizes, divided):
             shape: tuple[int, ...] = (size, whole_inputs)
             if stored.is_transposed:
@@ -219,13 +219,13 @@ class Weights:
             tensor = self._take(prefix + part, stored.weight, shape, expert)
             if stored.is_transposed:
                 tensor = tensor.transposed()
-            found.append(tensor)
+            tensors.append(tensor)
         if divided == "inputs" and self.rank.size > 1:
             columns = slice(self.rank.number * inputs, (self.rank.number + 1) * inputs)
-            found = [tensor.only_columns(columns) for tensor in found]
+            tensors = [tensor.only_columns(columns) for tensor in tensors]
         elif divided == "outputs":
-            found = self._own_rows(found, stored, sizes)
-        return Weight(tuple(found), (sum(sizes), inputs), stored.is_interleaved)
+            tensors = self._own_rows(tensors, stored, sizes)
+        return Weight(tuple(tensors), (sum(sizes), inputs), stored.is_interleaved)
 
     def _bias(
         self,
@@ -246,13 +246,13 @@ class Weights:
         divided: Axis | None = None,
         expert: tuple[int, int] | None = None,
     ) -> Weight:
-        found = [
+        tensors = [
             self._take(prefix + part, suffix, (size,), expert)
             for part, size in self._in_file(stored, sizes, divided)
         ]
         if divided == "outputs":
-            found = self._own_rows(found, stored, sizes)
-        return Weight(tuple(found), (sum(sizes),), stored.is_interleaved)
+            tensors = self._own_rows(tensors, stored, sizes)
+        return Weight(tuple(tensors), (sum(sizes),), stored.is_interleaved)
 
     def _in_file(
         self, stored: Stored, sizes: list[int], divided: Axis | None
@@ -263,18 +263,18 @@ class Weights:
         return zip(stored.parts, parts, strict=True)
 
     def _own_rows(
-        self, found: list[StoredTensor], stored: Stored, sizes: list[int]
+        self, tensors: list[StoredTensor], stored: Stored, sizes: list[int]
     ) -> list[StoredTensor]:
         """This rank's part of the outputs of each kind, which may be in one tensor."""
         number, ranks = self.rank.number, self.rank.size
         if ranks == 1:
-            return found
+            return tensors
         if stored.is_interleaved:
             sizes = [sum(sizes)]  # outputs of two halves alternate, and so do those of a part
-        if len(found) == len(sizes):
-            pairs = zip(found, sizes, strict=True)
-            return [each.only(slice(number * n, (number + 1) * n)) for each, n in pairs]
-        [whole], own, start = found, [], 0
+        if len(tensors) == len(sizes):
+            pairs = zip(tensors, sizes, strict=True)
+            return [tensor.only(slice(number * n, (number + 1) * n)) for tensor, n in pairs]
+        [whole], own, start = tensors, [], 0
         for size in sizes:
             own.append(whole.only(slice(start + number * size, start + (number + 1) * size)))
             start += size * ranks

@@ -15,7 +15,7 @@ import numpy as np
 Templates: TypeAlias = str | Mapping[str, str] | None
 """A chat template, several by name, or none."""
 
-_MOST_COMPILED = 32
+_MAX_COMPILED = 32
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's reasoning; templates read the first or the second."""
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -35,13 +35,13 @@ def chosen_template(
     if name_or_text is not None:
         return templates.get(name_or_text, name_or_text)
     names = (*(["tool_use"] if has_tools else []), "default")
-    found = next((templates[name] for name in names if name in templates), None)
-    if found is None and templates:
+    chosen = next((templates[name] for name in names if name in templates), None)
+    if chosen is None and templates:
         raise ValueError(
             f"the model has the chat templates {', '.join(sorted(templates))}, and none is the "
             "default: name one of them"
         )
-    return found
+    return chosen
 
 
 def render(
@@ -120,7 +120,7 @@ def _plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-@lru_cache(maxsize=_MOST_COMPILED)
+@lru_cache(maxsize=_MAX_COMPILED)
 def _compiled(template: str) -> Any:
     return _environment().from_string(template)
 

@@ -55,17 +55,17 @@ def eos_token_ids(
     if not generation and default is None:
         default = FAMILY_ENDS.get(str(config.get("model_type")))
     declared = next((text["eos_token_id"] for text in texts if "eos_token_id" in text), default)
-    found = [*(declared if isinstance(declared, list) else [declared])]
-    found.append(getattr(tokenizer, "eos_token_id", None))
+    ids = [*(declared if isinstance(declared, list) else [declared])]
+    ids.append(getattr(tokenizer, "eos_token_id", None))
     known = range(vocab_size)
-    return frozenset(token for token in found if type(token) is int and token in known)
+    return frozenset(token for token in ids if type(token) is int and token in known)
 
 
 def ends_by_text(vocabulary: Mapping[str, int]) -> dict[str, int]:
     """Ids of the tokens that end an answer, by their texts in the vocabulary."""
-    found = {text: vocabulary[text] for text in (*_ENDS, *_FILL_IN_ENDS) if text in vocabulary}
-    if found.keys() >= {"<|call|>", "<|return|>"} or found.keys() >= {"<|calls|>", "<|flush|>"}:
-        found.pop("<|end|>", None)  # ends a message, after which others of the answer follow
-    if "<|tool_response>" in found:
-        found.pop("</s>", None)  # Gemma 4's is no end
-    return found
+    ends = {text: vocabulary[text] for text in (*_ENDS, *_FILL_IN_ENDS) if text in vocabulary}
+    if ends.keys() >= {"<|call|>", "<|return|>"} or ends.keys() >= {"<|calls|>", "<|flush|>"}:
+        ends.pop("<|end|>", None)  # ends a message, after which others of the answer follow
+    if "<|tool_response>" in ends:
+        ends.pop("</s>", None)  # Gemma 4's is no end
+    return ends

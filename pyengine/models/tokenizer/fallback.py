@@ -6,10 +6,10 @@ from typing import Any
 
 from pyengine.errors import ModelLoadError
 from pyengine.models.transformers_calls import (
-    code_asked_for,
     load_errors,
     quiet_transformers,
     remote_code,
+    required_code,
 )
 from pyengine.utils.packaging import is_installed, needs_torch
 
@@ -26,17 +26,17 @@ def load_with_transformers(folder: Path, settings: Mapping[str, Any], reason: st
     from transformers import AutoTokenizer
 
     path = folder / "tokenizer_config.json"
-    if asked := code_asked_for(dict(settings), "AutoTokenizer"):
+    if code := required_code(dict(settings), "AutoTokenizer"):
         named = str(settings.get("tokenizer_class")).removesuffix("Fast")
         if not (hasattr(transformers, named) or hasattr(transformers, f"{named}Fast")):
-            raise remote_code(path, asked)
+            raise remote_code(path, code)
     with load_errors(f"the tokenizer in {folder} could not be loaded"), quiet_transformers():
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        wanted = sorted({*(tokenizer.vocab_files_names or {}).values()})
-        known = (*wanted, "tokenizer.json", "tekken.json")
-        if wanted and not any((folder / name).is_file() for name in known):
+        files = sorted({*(tokenizer.vocab_files_names or {}).values()})
+        known = (*files, "tokenizer.json", "tekken.json")
+        if files and not any((folder / name).is_file() for name in known):
             raise ModelLoadError(
-                f"the tokenizer in {folder} has no vocabulary: none of {', '.join(wanted)} is "
+                f"the tokenizer in {folder} has no vocabulary: none of {', '.join(files)} is "
                 "there; download the model again, or without tokenizer_config.json give token ids"
             )
         return tokenizer

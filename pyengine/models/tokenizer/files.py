@@ -21,7 +21,7 @@ from pyengine.models.tokenizer.chat import Templates
 from pyengine.models.tokenizer.fallback import load_with_transformers
 from pyengine.models.tokenizer.tokenizer import NO_LIMIT, SPECIAL, Tokenizer
 from pyengine.models.tokenizer_growth import check_growth
-from pyengine.models.transformers_calls import code_asked_for, load_errors, read_json
+from pyengine.models.transformers_calls import load_errors, read_json, required_code
 from pyengine.utils.validation import shown
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def fallback_reason(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """
     if not (folder / "tokenizer.json").is_file():
         return "it has no tokenizer.json"
-    if code_asked_for(dict(settings), "AutoTokenizer"):
+    if required_code(dict(settings), "AutoTokenizer"):
         return "tokenizer_config.json asks for Python code"
     if settings.get("fast_tokenizer_files"):
         return "it has a tokenizer.json for each release of transformers"
@@ -138,10 +138,10 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     with load_errors(f"{path} cannot be read"):
-        found = json.loads(path.read_bytes())
-        if not isinstance(found, dict):
-            raise ValueError(f"{path} holds {shown(found)}, and not an object")
-        return found
+        value = json.loads(path.read_bytes())
+        if not isinstance(value, dict):
+            raise ValueError(f"{path} holds {shown(value)}, and not an object")
+        return value
 
 
 def _texts(special: Mapping[str, AddedToken | None]) -> dict[str, str | None]:
@@ -156,7 +156,7 @@ def _token(name: str, value: Any) -> AddedToken | None:
         return AddedToken(value, special=True)
     if isinstance(value, dict):
         return _added({**value, "special": True})
-    raise ValueError(f"tokenizer_config.json says {name}={shown(value)}: it is no token")
+    raise ValueError(f"tokenizer_config.json says {name}={shown(value)}: it is not a token")
 
 
 def _added(value: Any) -> AddedToken:
@@ -237,22 +237,22 @@ def _set_prefix(backend: RustTokenizer, is_added: Any) -> None:
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> Templates:
     """The chat templates: files of their own come first, then the configuration's."""
-    found = {
+    templates = {
         path.stem: path.read_text("utf-8")
         for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
     }
     if (folder / "chat_template.jinja").is_file():
-        found["default"] = (folder / "chat_template.jinja").read_text("utf-8")
-    if found:
-        return found["default"] if found.keys() == {"default"} else found
+        templates["default"] = (folder / "chat_template.jinja").read_text("utf-8")
+    if templates:
+        return templates["default"] if templates.keys() == {"default"} else templates
     listed = settings.get("chat_template")
     if listed is None:  # a processor of images and text keeps it here
         listed = _read_object(folder / "chat_template.json").get("chat_template")
     if listed is None or isinstance(listed, str):
         return listed
     named = listed
-    if isinstance(listed, list) and all(isinstance(each, dict) for each in listed):
-        named = {each.get("name"): each.get("template") for each in listed}
+    if isinstance(listed, list) and all(isinstance(entry, dict) for entry in listed):
+        named = {entry.get("name"): entry.get("template") for entry in listed}
     if not isinstance(named, dict) or not all(
         isinstance(text, str) for item in named.items() for text in item
     ):

@@ -63,13 +63,13 @@ def tokenizer_of_gguf(file: GGUFFile) -> GGUFTokens:
     named = [vocabulary.token_id(name) for name in _ENDS]
     if named[0] is None and "eos_token" in special:
         named[0] = vocabulary.ids[special["eos_token"]]
-    found = [*named, *vocabulary.several_ends(), *ends.values()]
+    ids = [*named, *vocabulary.several_ends(), *ends.values()]
     tokenizer = Tokenizer(
         backend, special, extra_special_tokens=extra, chat_template=vocabulary.templates()
     )
     vocabulary.keys.refuse_unread()
     check_growth(tokenizer)
-    return GGUFTokens(tokenizer, tuple(dict.fromkeys(each for each in found if each is not None)))
+    return GGUFTokens(tokenizer, tuple(dict.fromkeys(end for end in ids if end is not None)))
 
 
 class _Vocabulary:
@@ -103,7 +103,7 @@ class _Vocabulary:
         """The texts of all tokens; those without one get names, as in llama.cpp."""
         array = self.keys.raw(_TOKENS)
         if not isinstance(array, GGUFArray) or not array.is_of_strings or not array.length:
-            raise self.keys.refusal(_TOKENS, "is no array of strings")
+            raise self.keys.refusal(_TOKENS, "is not an array of strings")
         texts = self.file.texts(array)
         for number, text in enumerate(texts):
             if not text:
@@ -151,24 +151,24 @@ class _Vocabulary:
     def several_ends(self) -> Sequence[int]:
         """The ids in `eos_token_ids`, a key of some programs."""
         key, last = "tokenizer.ggml.eos_token_ids", len(self.texts) - 1
-        found = self.keys.raw(key)
-        if found is None:
+        value = self.keys.raw(key)
+        if value is None:
             return ()
-        ids = found.values if isinstance(found, GGUFArray) else (found,)
-        if ids is None or any(type(each) is not int or not 0 <= each <= last for each in ids):
+        ids = value.values if isinstance(value, GGUFArray) else (value,)
+        if ids is None or any(type(token) is not int or not 0 <= token <= last for token in ids):
             raise self.keys.refusal(key, f"has ids that are not in the range from 0 to {last}")
         return ids
 
     def _special_tokens(self) -> dict[str, str]:
         """The texts of special tokens by name, such as `bos_token`."""
-        found = {name: self.token_id(f"{key}_token_id") for name, key in _NAMES.items()}
+        ids = {name: self.token_id(f"{key}_token_id") for name, key in _NAMES.items()}
         if self.kind == "llama":  # llama.cpp's defaults
             is_unknown = self._types is not None and self._types[0] == _UNKNOWN
             defaults = {"bos": 1, "eos": 2, **({"unk": 0} if is_unknown else {})}
             for name, default in defaults.items():
-                if found[name] is None and default < len(self.texts):
-                    found[name] = default
-        return {f"{name}_token": self.texts[at] for name, at in found.items() if at is not None}
+                if ids[name] is None and default < len(self.texts):
+                    ids[name] = default
+        return {f"{name}_token": self.texts[at] for name, at in ids.items() if at is not None}
 
     def texts_of_type(self, kind: int) -> list[str]:
         """The texts of all tokens of a type."""
@@ -188,25 +188,25 @@ class _Vocabulary:
         if array is None:
             return None
         if not isinstance(array, GGUFArray) or not array.is_of_strings:
-            raise self.keys.refusal(_MERGES, "is no array of strings")
-        found = []
+            raise self.keys.refusal(_MERGES, "is not an array of strings")
+        pairs = []
         for merge in self.file.texts(array):
             at = merge.find(" ", 1)
             if at < 0:
-                raise self.keys.refusal(_MERGES, f"has {merge[:80]!r}, which is no pair")
-            found.append((merge[:at], merge[at + 1 :]))
-        return found
+                raise self.keys.refusal(_MERGES, f"has {merge[:80]!r}, which is not a pair")
+            pairs.append((merge[:at], merge[at + 1 :]))
+        return pairs
 
     def templates(self) -> Templates:
         """The chat template; several have names."""
         names = self.keys.raw("tokenizer.chat_templates")
         if names is not None and not (isinstance(names, GGUFArray) and names.is_of_strings):
-            raise self.keys.refusal("tokenizer.chat_templates", "is no array of strings")
-        found = {"default": self.keys.text("tokenizer.chat_template")}
+            raise self.keys.refusal("tokenizer.chat_templates", "is not an array of strings")
+        templates = {"default": self.keys.text("tokenizer.chat_template")}
         for key in self.file.header.values:
             if key.startswith("tokenizer.chat_template."):
-                found[key.removeprefix("tokenizer.chat_template.")] = self.keys.text(key)
-        named = {name: text for name, text in found.items() if text is not None}
+                templates[key.removeprefix("tokenizer.chat_template.")] = self.keys.text(key)
+        named = {name: text for name, text in templates.items() if text is not None}
         return named.get("default") if named.keys() <= {"default"} else named
 
 

@@ -79,36 +79,36 @@ _DIGITS = Split((r"\p{N}",), is_gpt2=True)
 _WHOLE_LLAMA3 = Split((_LLAMA3,), has_whole_words=True, starts_with_bos=True)
 
 
-def _each(names: str, split: Split) -> dict[str, Split]:
+def _named(names: str, split: Split) -> dict[str, Split]:
     return dict.fromkeys(names.split(), split)
 
 
 SPLITS: Mapping[str, Split] = {
-    **_each("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2", _WHOLE_LLAMA3),
-    **_each("jina-v5-nano", _WHOLE_LLAMA3),
-    **_each("dbrx smaug-bpe glm4 chatglm-bpe", Split((_LLAMA3,))),
-    **_each("minicpm5", Split((r"\p{N}{1,3}", _words(r"\p{N}+")), has_whole_words=True)),
-    **_each("jais-2", Split((_JAIS2,))),
-    **_each("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan", Split((_QWEN2,))),
-    **_each("solar-open grok-2", Split((_QWEN2,))),
-    **_each("qwen35", Split((_QWEN35,))),
-    **_each("ufakzeka", Split((_words(r"\p{N}", start=_WORD),))),
-    **_each("seed-coder", Split((_SEED,))),
-    **_each("bailingmoe bailingmoe2 llada-moe", Split((_BAILING,))),
-    **_each("exaone-moe", Split((_EXAONE_MOE,))),
-    **_each("laguna", Split((r"[^\n]+|[\n]+", _QWEN2))),
-    **_each("tekken", Split((_cased(r"\p{N}"),), has_whole_words=True, starts_with_bos=True)),
-    **_each("gpt-4o llama4 kanana2 talkie minimax-m2", Split((_GPT4O,))),
-    **_each(
+    **_named("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2", _WHOLE_LLAMA3),
+    **_named("jina-v5-nano", _WHOLE_LLAMA3),
+    **_named("dbrx smaug-bpe glm4 chatglm-bpe", Split((_LLAMA3,))),
+    **_named("minicpm5", Split((r"\p{N}{1,3}", _words(r"\p{N}+")), has_whole_words=True)),
+    **_named("jais-2", Split((_JAIS2,))),
+    **_named("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan", Split((_QWEN2,))),
+    **_named("solar-open grok-2", Split((_QWEN2,))),
+    **_named("qwen35", Split((_QWEN35,))),
+    **_named("ufakzeka", Split((_words(r"\p{N}", start=_WORD),))),
+    **_named("seed-coder", Split((_SEED,))),
+    **_named("bailingmoe bailingmoe2 llada-moe", Split((_BAILING,))),
+    **_named("exaone-moe", Split((_EXAONE_MOE,))),
+    **_named("laguna", Split((r"[^\n]+|[\n]+", _QWEN2))),
+    **_named("tekken", Split((_cased(r"\p{N}"),), has_whole_words=True, starts_with_bos=True)),
+    **_named("gpt-4o llama4 kanana2 talkie minimax-m2", Split((_GPT4O,))),
+    **_named(
         "tiny_aya cohere2moe",
         Split((r"\d{1,3}(?=(?:\d{3})*\b)", _cased(r"\p{N}", contractions=f"{_CONTRACTIONS}?"))),
     ),
-    **_each(
+    **_named(
         "youtu",
         Split((_YOUTU, _cased(r"\p{N}", contractions=f"{_CONTRACTIONS}?")), has_whole_words=True),
     ),
-    **_each("deepseek-v3 hunyuan-dense joyai-llm hy_v4", Split(_DEEPSEEK3)),
-    **_each(
+    **_named("deepseek-v3 hunyuan-dense joyai-llm hy_v4", Split(_DEEPSEEK3)),
+    **_named(
         "deepseek-llm",
         Split(
             (
@@ -121,14 +121,14 @@ SPLITS: Mapping[str, Split] = {
             )
         ),
     ),
-    **_each(
+    **_named(
         "deepseek-coder",
         Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _IDEOGRAPHS, r"\p{N}")),
     ),
-    **_each("gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum", _GPT2),
-    **_each("modern-bert mpt olmo jais trillion granite-docling exaone4", _GPT2),
-    **_each("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", _DIGITS),
-    **_each(
+    **_named("gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum", _GPT2),
+    **_named("modern-bert mpt olmo jais trillion granite-docling exaone4", _GPT2),
+    **_named("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", _DIGITS),
+    **_named(
         "falcon",
         Split(
             (
@@ -138,9 +138,9 @@ SPLITS: Mapping[str, Split] = {
             )
         ),
     ),
-    **_each("poro-chat bloom gpt3-finnish", Split((_BLOOM,))),
-    **_each("viking", Split((_BLOOM, r"\p{N}"))),
-    **_each("superbpe", Split((r"\p{N}+", r"(?=(\d{3})+(?!\d))"))),
+    **_named("poro-chat bloom gpt3-finnish", Split((_BLOOM,))),
+    **_named("viking", Split((_BLOOM, r"\p{N}"))),
+    **_named("superbpe", Split((r"\p{N}+", r"(?=(\d{3})+(?!\d))"))),
     "default": _GPT2,
 }
 """Splits by name; files without a name, or with "default", split as GPT-2 does."""

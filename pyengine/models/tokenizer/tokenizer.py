@@ -104,10 +104,10 @@ class Tokenizer:
         return [self._id_of(token) for token in tokens]
 
     def _id_of(self, token: str) -> Any:
-        found = self.backend_tokenizer.token_to_id(token)
-        if found is None and token != (unknown := self.special_tokens_map.get("unk_token")):
+        token_id = self.backend_tokenizer.token_to_id(token)
+        if token_id is None and token != (unknown := self.special_tokens_map.get("unk_token")):
             return None if unknown is None else self.backend_tokenizer.token_to_id(unknown)
-        return found
+        return token_id
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
         """The token of an id, or of each; None for ids that are not in the vocabulary."""
@@ -118,10 +118,10 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text, with the special tokens that prompts begin or end with."""
         # The library's `encode` holds the interpreter's lock meanwhile, `encode_batch` does not
-        (found,) = self.backend_tokenizer.encode_batch(
+        (encoding,) = self.backend_tokenizer.encode_batch(
             [text], add_special_tokens=add_special_tokens
         )
-        return found.ids
+        return encoding.ids
 
     def __call__(
         self,
@@ -136,13 +136,13 @@ class Tokenizer:
         and ends, in characters.
         """
         texts = [text] if isinstance(text, str) else list(text)
-        found = self.backend_tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+        batch = self.backend_tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
         several: dict[str, list[Any]] = {
-            "input_ids": [encoding.ids for encoding in found],
-            "attention_mask": [encoding.attention_mask for encoding in found],
+            "input_ids": [encoding.ids for encoding in batch],
+            "attention_mask": [encoding.attention_mask for encoding in batch],
         }
         if return_offsets_mapping:
-            several["offset_mapping"] = [encoding.offsets for encoding in found]
+            several["offset_mapping"] = [encoding.offsets for encoding in batch]
         if isinstance(text, str):
             return {name: values[0] for name, values in several.items()}
         return several
@@ -161,11 +161,11 @@ class Tokenizer:
         if ids and isinstance(ids[0], list | tuple):
             return [
                 self.decode(
-                    each,
+                    sequence,
                     skip_special_tokens=skip_special_tokens,
                     clean_up_tokenization_spaces=cleans,
                 )
-                for each in ids
+                for sequence in ids
             ]
         text = self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         if cleans is None:
@@ -174,7 +174,7 @@ class Tokenizer:
 
     def batch_decode(self, sequences: Any, **options: Any) -> list[str]:
         """The text of each list of token ids; `options` as of `decode`."""
-        return [self.decode(each, **options) for each in sequences]
+        return [self.decode(sequence, **options) for sequence in sequences]
 
     def apply_chat_template(
         self,

@@ -17,40 +17,40 @@ _BASE = 0x9E3779B97F4A7C15
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _TABLE_BITS = 23
 _CHUNK = 1 << 13
-"""Tokens that are looked at together: their arrays stay in the processor's cache."""
+"""Tokens of a chunk: their arrays stay in the processor's cache."""
 
 
 def merges_of_words(texts: Sequence[str], scores: _Numbers | None = None) -> list[tuple[str, str]]:
     """All pairs of tokens that make a third one, the best first.
 
-    A pair is as good as its token: by `scores`, one for each of `texts`, or else by its place. Of
+    A pair is as good as its token: by `scores`, one for each of `texts`, or else by its index. Of
     the pairs of equally good tokens, that with the longest beginning is the best. No two of
     `texts` are equal, and their hashes of 64 bits are taken for different, too.
     """
-    found = _cuts(texts)
+    cuts = _cuts(texts)
     if scores is None:
-        order = np.lexsort((-found.places, found.tokens))
+        order = np.lexsort((-cuts.offsets, cuts.tokens))
     else:
-        lengths = np.fromiter(map(len, texts), np.int64, len(texts))[found.tokens]
-        goodness = scores[found.tokens].astype(np.float64)
-        order = np.lexsort((found.places - lengths, -found.places, -goodness))
+        lengths = np.fromiter(map(len, texts), np.int64, len(texts))[cuts.tokens]
+        goodness = scores[cuts.tokens].astype(np.float64)
+        order = np.lexsort((cuts.offsets - lengths, -cuts.offsets, -goodness))
     firsts, seconds = (
-        map(texts.__getitem__, numbers[order].tolist()) for numbers in (found.firsts, found.seconds)
+        map(texts.__getitem__, numbers[order].tolist()) for numbers in (cuts.firsts, cuts.seconds)
     )
     return list(zip(firsts, seconds, strict=True))
 
 
 class _Cuts(NamedTuple):
-    """Where tokens are cut: their numbers, the places, and both pieces as hashes or as numbers."""
+    """Cuts of tokens: the tokens' numbers, the offsets, and both pieces as hashes or as numbers."""
 
     tokens: _Numbers
-    places: _Numbers
+    offsets: _Numbers
     firsts: _Numbers
     seconds: _Numbers
 
     def of(self, chosen: _Numbers) -> "_Cuts":
         """Some of these."""
-        return _Cuts(*(each[chosen] for each in self))
+        return _Cuts(*(column[chosen] for column in self))
 
 
 def _cuts(texts: Sequence[str]) -> _Cuts:
@@ -59,27 +59,27 @@ def _cuts(texts: Sequence[str]) -> _Cuts:
     chunks = [_Chunk(texts[at : at + _CHUNK]) for at in starts]
     hashes = np.concatenate([chunk.hashes(chunk.starts, chunk.ends) for chunk in chunks])
     likely = np.zeros(1 << _TABLE_BITS, bool)
-    likely[_places(hashes)] = True
-    several = [chunk.cuts(likely) for chunk in chunks]
-    tokens = np.concatenate([cuts.tokens + at for at, cuts in zip(starts, several, strict=True)])
-    found = _Cuts(tokens, *(np.concatenate(each) for each in list(zip(*several, strict=True))[1:]))
+    likely[_buckets(hashes)] = True
+    parts = [chunk.cuts(likely) for chunk in chunks]
+    tokens = np.concatenate([part.tokens + at for at, part in zip(starts, parts, strict=True)])
+    cuts = _Cuts(tokens, *(np.concatenate(column) for column in list(zip(*parts, strict=True))[1:]))
     by_hash = np.argsort(hashes)
     for name in ("firsts", "seconds"):
-        pieces = getattr(found, name)
+        pieces = getattr(cuts, name)
         numbers = by_hash[_positions(pieces, hashes[by_hash])]
-        found = found._replace(**{name: numbers}).of(hashes[numbers] == pieces)
-    return found
+        cuts = cuts._replace(**{name: numbers}).of(hashes[numbers] == pieces)
+    return cuts
 
 
 def _positions(values: _Numbers, ascending: _Numbers) -> _Numbers:
-    """Where values are among others, if they are there: sorted ones are found in cached memory."""
-    order, found = np.argsort(values), np.empty(len(values), np.int64)
-    found[order] = np.searchsorted(ascending, values[order])
-    return np.minimum(found, len(ascending) - 1)
+    """The indices of values in `ascending`, if they are there: sorted values stay in caches."""
+    order, cuts = np.argsort(values), np.empty(len(values), np.int64)
+    cuts[order] = np.searchsorted(ascending, values[order])
+    return np.minimum(cuts, len(ascending) - 1)
 
 
-def _places(hashes: _Numbers) -> _Numbers:
-    """Places in a table: the first bits of hashes."""
+def _buckets(hashes: _Numbers) -> _Numbers:
+    """Indices in a table: the first bits of hashes."""
     return (hashes >> np.uint64(64 - _TABLE_BITS)).astype(np.int64)
 
 
@@ -108,17 +108,17 @@ class _Chunk:
         return mixed
 
     def cuts(self, likely: _Numbers) -> _Cuts:
-        """The cuts of the chunk's tokens into pieces that are `likely` by their hashes' places."""
+        """The cuts of the chunk's tokens into pieces whose buckets are `likely`."""
         tokens = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        places = np.arange(len(tokens))
-        inner = places > self.starts[tokens]
-        tokens, places = tokens[inner], places[inner]
-        firsts = self.hashes(self.starts[tokens], places)
-        may_be = likely[_places(firsts)]
-        tokens, places, firsts = tokens[may_be], places[may_be], firsts[may_be]
-        seconds = self.hashes(places, self.ends[tokens])
-        found = _Cuts(tokens, places - self.starts[tokens], firsts, seconds)
-        return found.of(likely[_places(seconds)])
+        positions = np.arange(len(tokens))
+        inner = positions > self.starts[tokens]
+        tokens, positions = tokens[inner], positions[inner]
+        firsts = self.hashes(self.starts[tokens], positions)
+        may_be = likely[_buckets(firsts)]
+        tokens, positions, firsts = tokens[may_be], positions[may_be], firsts[may_be]
+        seconds = self.hashes(positions, self.ends[tokens])
+        cuts = _Cuts(tokens, positions - self.starts[tokens], firsts, seconds)
+        return cuts.of(likely[_buckets(seconds)])
 
 
 _known_powers: dict[int, _Numbers] = {}

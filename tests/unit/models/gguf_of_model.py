@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from pyengine.models.decoder.families import TABLE
-from pyengine.models.loader import made_up_shapes
+from pyengine.models.loader import dummy_weight_shapes
 from tests.support.checkpoints import write_json
 from tests.support.without_torch import MISSING
 from tests.unit.models.tiny_gguf import add_value
@@ -167,7 +167,7 @@ class WrittenModel:
     def state_dict(self):
         with TemporaryDirectory() as folder:
             write_json(Path(folder) / "config.json", self._values)
-            shapes = made_up_shapes(Path(folder))
+            shapes = dummy_weight_shapes(Path(folder))
         random = np.random.default_rng(0)
         return joined_experts(
             {

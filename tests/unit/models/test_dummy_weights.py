@@ -14,7 +14,7 @@ from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models import placement, source
 from pyengine.models.decoder.kernel_sets import KernelSettings
 from pyengine.models.decoder.model import DecoderModel
-from pyengine.models.loader import LoadedModel, load_model, made_up_shapes, model_properties
+from pyengine.models.loader import LoadedModel, dummy_weight_shapes, load_model, model_properties
 from pyengine.models.source import resolve_source
 from tests.support.checkpoints import save_tiny
 from tests.support.tokenizers import save_words
@@ -140,7 +140,7 @@ def test_tied_embeddings_stay_tied(tmp_path: Path, family: str, is_tied: bool) -
 
     settings = {**FAMILIES[family], "tie_word_embeddings": is_tied}
     model = drawn(write_config(tmp_path, family, **settings)).model
-    assert ("lm_head.weight" in made_up_shapes(tmp_path)) is not is_tied
+    assert ("lm_head.weight" in dummy_weight_shapes(tmp_path)) is not is_tied
     if isinstance(model, FallbackModel):
         module = model.module
         assert (module.lm_head.weight is module.model.embed_tokens.weight) is is_tied
@@ -183,10 +183,10 @@ PLAIN = """
 import sys
 from pathlib import Path
 from pyengine import LLM, SamplingParams
-from pyengine.models.loader import made_up_shapes
+from pyengine.models.loader import dummy_weight_shapes
 with LLM(sys.argv[1], device="cpu", load_format="dummy", num_blocks=16) as llm:
     llm.generate([[3, 4, 5]], SamplingParams(max_tokens=2), use_tqdm=False)
-assert made_up_shapes(Path(sys.argv[1]))
+assert dummy_weight_shapes(Path(sys.argv[1]))
 print("transformers" in sys.modules)
 """
 
@@ -294,7 +294,7 @@ def test_a_config_that_cannot_be_drawn_is_refused(
     with pytest.raises(ModelLoadError, match=f"(?s){message}"):
         drawn(tmp_path)
     with pytest.raises(ModelLoadError, match=f"(?s){message}"):
-        made_up_shapes(tmp_path)
+        dummy_weight_shapes(tmp_path)
 
 
 @needs_torch
@@ -339,7 +339,7 @@ def test_what_fits_is_drawn(
     bits: int,
 ) -> None:
     write_config(tmp_path, intermediate_size=128, dtype=saved)
-    count = sum(math.prod(shape) for shape in made_up_shapes(tmp_path).values())
+    count = sum(math.prod(shape) for shape in dummy_weight_shapes(tmp_path).values())
     monkeypatch.setattr(placement, "available_memory", lambda _device: count * bits // 8)
     drawn(tmp_path, dtype, quantization=quantization)
     monkeypatch.setattr(placement, "available_memory", lambda _device: count * bits // 8 - 1)
@@ -379,7 +379,9 @@ def test_no_weights_of_a_hub_model_are_downloaded(
 def test_shapes_of_a_module_are_known_without_the_weights(tmp_path: Path) -> None:
     from pyengine.models.fallback import FallbackModel
 
-    shapes = made_up_shapes(write_config(tmp_path, "olmoe", **EXPERTS, tie_word_embeddings=True))
+    shapes = dummy_weight_shapes(
+        write_config(tmp_path, "olmoe", **EXPERTS, tie_word_embeddings=True)
+    )
     model = drawn(tmp_path).model
     assert isinstance(model, FallbackModel)
     expected = {name: tuple(tensor.shape) for name, tensor in model.module.named_parameters()}
@@ -414,6 +416,6 @@ def test_weights_are_made_in_place(tmp_path: Path, family: str) -> None:
         check=True,
         timeout=300,
     )
-    weights = 2 * sum(math.prod(shape) for shape in made_up_shapes(large).values())
+    weights = 2 * sum(math.prod(shape) for shape in dummy_weight_shapes(large).values())
     assert weights > 500e6
     assert int(done.stdout) < 1.3 * weights

@@ -179,7 +179,7 @@ def test_text_is_split_as_the_file_says(tmp_path, architecture, split, words):
     ("values", "match"),
     [
         ({SPLIT: "unheard-of"}, r"tokenizer\.ggml\.pre \('unheard-of'\)"),
-        ({SPLIT: 3}, r"tokenizer\.ggml\.pre \(3\) is no string"),
+        ({SPLIT: 3}, r"tokenizer\.ggml\.pre \(3\) is not a string"),
         ({BOS: 1}, r"add_bos_token \(1\) is neither true nor false"),
         ({"tokenizer.ggml.remove_extra_whitespaces": True}, "remove_extra_whitespaces"),
         ({"tokenizer.ggml.add_sep_token": True}, "add_sep_token"),

@@ -282,7 +282,7 @@ def test_a_link_that_leads_nowhere_or_in_a_circle_is_refused(folder):
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(folder, file):
     (folder / file).unlink()
     os.mkfifo(folder / file)
-    refused(folder, f"{file} is no regular file|no .safetensors file|no config.json")
+    refused(folder, f"{file} is not a regular file|no .safetensors file|no config.json")
 
 
 _LOAD = """

@@ -226,7 +226,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(path):
     os.mkfifo(path)
     with pytest.raises(ModelLoadError, match="there is no model at"):
         resolve_source(path)
-    with pytest.raises(ModelLoadError, match=f"{path} is no regular file"):
+    with pytest.raises(ModelLoadError, match=f"{path} is not a regular file"):
         load_model(source, device="cpu", dtype="float32")
 
 

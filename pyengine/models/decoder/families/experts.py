@@ -141,7 +141,7 @@ def _sparse_layers(settings: Settings, experts: Experts) -> Sequence[FeedForward
     """Qwen's: every `decoder_sparse_step`-th layer has experts, but for `mlp_only_layers`."""
     every = settings.integer("decoder_sparse_step")
     dense = settings.items("mlp_only_layers", None) or []
-    if any(type(each) is not int for each in dense):
+    if any(type(number) is not int for number in dense):
         settings.refuse("mlp_only_layers", "it must be a list of the numbers of layers")
     mlp = gated(settings)
     return [
@@ -180,23 +180,23 @@ def _gpt_oss(settings: Settings) -> DecoderSpec:
     return decoder(settings, layers, norm)
 
 
-def each_expert(prefix: str, gate: str, up: str, down: str) -> dict[str, tuple[Stored, ...]]:
+def expert_names(prefix: str, gate: str, up: str, down: str) -> dict[str, tuple[Stored, ...]]:
     """Experts in tensors of their own, or all in one, under the name that newer files have."""
     stacked = {
         "expert_gate_up": Stored(("mlp.experts.gate_up_proj",), weight="", bias="_bias"),
         "expert_down": Stored(("mlp.experts.down_proj",), weight="", bias="_bias"),
     }
-    each = {
+    separate = {
         "expert_gate_up": (f"{prefix}.{{}}.{gate}", f"{prefix}.{{}}.{up}"),
         "expert_down": (f"{prefix}.{{}}.{down}",),
     }
-    return {name: (Stored(each[name]), stacked[name]) for name in each}
+    return {name: (Stored(separate[name]), stacked[name]) for name in separate}
 
 
 QWEN_EXPERTS = {
     "router": stored("mlp.gate"),
     "correction": vector("mlp.gate.e_score_correction_bias"),
-    **each_expert("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    **expert_names("mlp.experts", "gate_proj", "up_proj", "down_proj"),
 }
 MIXTRAL_EXPERTS = {
     "router": (Stored(("block_sparse_moe.gate",)), Stored(("mlp.gate",))),
@@ -204,7 +204,7 @@ MIXTRAL_EXPERTS = {
         Stored(("block_sparse_moe.e_score_correction_bias",), weight=""),
         Stored(("mlp.e_score_correction_bias",), weight=""),
     ),
-    **each_expert("block_sparse_moe.experts", "w1", "w3", "w2"),
+    **expert_names("block_sparse_moe.experts", "w1", "w3", "w2"),
 }
 FEW_EXPERTS = {"num_experts": "num_local_experts"}
 _NOT_READ = "transformers does not read it"

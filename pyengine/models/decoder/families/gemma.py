@@ -194,7 +194,7 @@ def _gemma4_rotaries(
         for window in windows
     }
     section = rope_section(settings)
-    if section is None or any(len(found) > 1 for found in sizes.values()):
+    if section is None or any(len(head_dims) > 1 for head_dims in sizes.values()):
         settings.refuse("rope_parameters", "it is for layers of two kinds, each of one head size")
     rotaries = {}
     for window, [head_dim] in sizes.items():

@@ -62,7 +62,7 @@ def _latent(settings: Settings, is_sparse: Sequence[bool]) -> DecoderSpec:
     for key, values in _ONLY.items():
         settings.only(key, *values, why="the family is built otherwise")
     experts, mlp = with_shared(settings, sigmoid_routing(settings)), gated(settings)
-    layers = [pre_norm(attention, experts if each else mlp, norm) for each in is_sparse]
+    layers = [pre_norm(attention, experts if sparse else mlp, norm) for sparse in is_sparse]
     mtp_layer = pre_norm(attention, experts, norm)
     return decoder(settings, layers, norm, mtp_layers=mtp_layers(settings, mtp_layer))
 

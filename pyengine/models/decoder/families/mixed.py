@@ -38,11 +38,11 @@ def _smollm3(settings: Settings) -> DecoderSpec:
     shape, norm, has_bias = heads(settings), rms(settings), settings.flag("attention_bias")
     count, every = layer_count(settings), settings.integer("no_rope_layer_interval")
     rotates = [(layer + 1) % every != 0 for layer in range(count)]
-    given = settings.items("no_rope_layers", count)
-    if given is not None:
-        if any(each not in (0, 1) for each in given):
+    flags = settings.items("no_rope_layers", count)
+    if flags is not None:
+        if any(flag not in (0, 1) for flag in flags):
             settings.refuse("no_rope_layers", "it must have 1 for a layer that rotates, else 0")
-        rotates = [each == 1 for each in given]
+        rotates = [flag == 1 for flag in flags]
     slides = settings.flag("use_sliding_window")
     has_window = slides and settings.raw("sliding_window") is not None
     windows = sliding_layers(settings, lambda layer: has_window and not rotates[layer])
@@ -165,7 +165,7 @@ def _granite_swa(settings: Settings) -> DecoderSpec:
     rotary = read_rotary(settings, shape["head_dim"], _WHOLE)
     windows = sliding_layers(settings, lambda layer: layer % 4 != 0)
     bases = settings.items("layer_rope_theta", len(windows)) or [rotary.theta] * len(windows)
-    if any(type(base) not in (int, float) or not 0 <= base < _MOST for base in bases):
+    if any(type(base) not in (int, float) or not 0 <= base < _MAX_BASE for base in bases):
         settings.refuse("layer_rope_theta", "it must have a base for each layer, or 0: no rotation")
     layers = [
         pre_norm(
@@ -233,7 +233,7 @@ _POST_NORMS = {
     "after_feed_forward": stored("post_feedforward_layernorm"),
 }
 _OLMO3_THETA = 500000.0
-_MOST = 1e300
+_MAX_BASE = 1e300
 _MINISTRAL3_ROPE = {
     "type": "yarn",
     "rope_theta": 1000000.0,

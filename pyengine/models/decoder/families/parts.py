@@ -170,8 +170,8 @@ NEUTRAL: Mapping[str, tuple[object, str]] = MappingProxyType(
 )
 """Keys of other families, with the value that has no effect in a family that does not read them."""
 
-MOST_LAYERS = 4096
-"""Layers that a model may have: a spec has them one by one."""
+MAX_LAYERS = 4096
+"""Maximum number of layers: a spec has an entry for each."""
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
@@ -193,7 +193,7 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 def activation(settings: Settings, key: str = "hidden_act") -> Activation:
     """The activation of the feed-forward layers."""
-    return ACTIVATIONS[settings.text(key, list(ACTIVATIONS), leaves_others=True)]
+    return ACTIVATIONS[settings.text(key, list(ACTIVATIONS), falls_back=True)]
 
 
 def rms(settings: Settings, key: str = "rms_norm_eps", offset: float = 0.0) -> Norm:
@@ -215,8 +215,8 @@ def heads(settings: Settings) -> dict[str, Any]:
 def layer_count(settings: Settings) -> int:
     """The number of layers, of which a spec has one by one."""
     count = settings.integer("num_hidden_layers")
-    if count > MOST_LAYERS:
-        settings.refuse("num_hidden_layers", f"a model has at most {MOST_LAYERS}")
+    if count > MAX_LAYERS:
+        settings.refuse("num_hidden_layers", f"a model has at most {MAX_LAYERS}")
     return count
 
 
@@ -254,14 +254,14 @@ def sliding_layers(
     slides = [is_sliding(layer) for layer in range(count)]
     if types is not None:
         known = {"full_attention": False, "attention": False, "sliding_attention": True}
-        if not all(isinstance(each, str) and each in known for each in types):
+        if not all(isinstance(kind, str) and kind in known for kind in types):
             settings.refuse("layer_types", f"known are {', '.join(known)}")
-        slides = [known[each] for each in types]
+        slides = [known[kind] for kind in types]
     key = "sliding_window"
     size = None if settings.raw(key) == none else settings.optional_integer(key)
     if size is None and any(slides):
         settings.refuse(key, "the model has layers whose attention slides: it must be above 0")
-    return [size if each else None for each in slides]
+    return [size if slide else None for slide in slides]
 
 
 def decoder(
@@ -288,7 +288,7 @@ def decoder(
 
 
 def refuse_other_models(settings: Settings) -> None:
-    """Refuse settings of models that are no causal language models, or whose weights are packed."""
+    """Refuse settings of models that are not causal, or whose weights are packed."""
     causal = "the model attends to later tokens too"
     settings.only("is_encoder_decoder", False, why="the model has an encoder")
     settings.only("add_cross_attention", False, why="the model attends to an encoder")

@@ -85,8 +85,8 @@ def mtp_layers(settings: Settings, layer: Layer) -> tuple[Layer, ...]:
     """The layers for speculation that follow the last one in files, all of one kind."""
     key = "num_nextn_predict_layers"
     count = settings.optional_integer(key, 0) or 0
-    if count > _MOST_MTP_LAYERS:
-        settings.refuse(key, f"a model has at most {_MOST_MTP_LAYERS} layers for speculation")
+    if count > _MAX_MTP_LAYERS:
+        settings.refuse(key, f"a model has at most {_MAX_MTP_LAYERS} layers for speculation")
     return (layer,) * count
 
 
@@ -139,7 +139,7 @@ def _check_first_form(
     is_sparse = sparse_layers(settings)
     values = {
         "hybrid_layer_pattern": [int(window is not None) for window in windows],
-        "moe_layer_freq": [int(each) for each in is_sparse],
+        "moe_layer_freq": [int(sparse) for sparse in is_sparse],
         "swa_num_attention_heads": shape["heads"],
         "swa_num_key_value_heads": 2 * shape["kv_heads"],
         "swa_head_dim": shape["head_dim"],
@@ -160,9 +160,9 @@ def sparse_layers(settings: Settings) -> list[bool]:
     types = settings.items("mlp_layer_types", count)
     if types is None:
         return [layer > 0 for layer in range(count)]
-    if any(each not in ("dense", "sparse") for each in types):
+    if any(kind not in ("dense", "sparse") for kind in types):
         settings.refuse("mlp_layer_types", "known are dense, sparse")
-    return [each == "sparse" for each in types]
+    return [kind == "sparse" for kind in types]
 
 
 def _minimax_m2(settings: Settings) -> DecoderSpec:
@@ -197,7 +197,7 @@ _MINIMAX_ONLY = {
 }
 
 
-_MOST_MTP_LAYERS = 64
+_MAX_MTP_LAYERS = 64
 SHARED_EXPERTS = {
     "shared_gate_up": stored("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     "shared_down": stored("mlp.shared_experts.down_proj"),

@@ -156,7 +156,7 @@ def test_files_that_are_no_files_are_not_waited_for(saved_folder: Folders, tmp_p
     folder = saved_folder(MODELS[0])
     os.mkfifo(tmp_path / "config.json")
     for read in (family_of, open_model):
-        with bounded(), pytest.raises(ModelLoadError, match=r"config\.json is no regular file"):
+        with bounded(), pytest.raises(ModelLoadError, match=r"config\.json is not a regular file"):
             read(tmp_path)
     (tmp_path / "config.json").unlink()
     with (tmp_path / "config.json").open("wb") as file:

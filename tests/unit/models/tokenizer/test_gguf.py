@@ -238,9 +238,9 @@ def test_tokens_without_text_keep_their_places(tmp_path: Path) -> None:
 REFUSED = [
     ({"model": "t5"}, r"model \('t5'\) is none of gpt2, llama, gemma4"),
     ({"model": None}, r"tokenizer\.ggml\.model"),
-    ({"model": 3}, r"model \(3\) is no string"),
+    ({"model": 3}, r"model \(3\) is not a string"),
     ({"pre": "unheard-of"}, r"tokenizer\.ggml\.pre \('unheard-of'\)"),
-    ({"pre": 3}, r"tokenizer\.ggml\.pre \(3\) is no string"),
+    ({"pre": 3}, r"tokenizer\.ggml\.pre \(3\) is not a string"),
     ({"add_bos_token": 1}, r"add_bos_token \(1\) is neither true nor false"),
     ({"add_eos_token": True, "eos_token_id": None}, r"add_eos_token .*needs .*eos_token_id"),
     ({"add_bos_token": True, "bos_token_id": None}, r"add_bos_token .*needs .*bos_token_id"),
@@ -263,10 +263,10 @@ REFUSED = [
     ({"token_type": ["a"] * 400}, r"token_type .*each of 400 tokens"),
     ({"merges": None}, r"merges .*is missing"),
     ({"merges": [1, 2]}, r"merges .*no array of strings"),
-    ({"merges": ["ab"]}, r"merges .*'ab', which is no pair"),
+    ({"merges": ["ab"]}, r"merges .*'ab', which is not a pair"),
     ({"merges": ["no such"]}, r"its header make no tokenizer"),
-    ({"tokenizer.chat_template": 3}, r"chat_template \(3\) is no string"),
-    ({"tokenizer.chat_template.rag": 3}, r"chat_template\.rag \(3\) is no string"),
+    ({"tokenizer.chat_template": 3}, r"chat_template \(3\) is not a string"),
+    ({"tokenizer.chat_template.rag": 3}, r"chat_template\.rag \(3\) is not a string"),
     ({"tokenizer.chat_templates": "rag"}, r"chat_templates"),
 ]
 
