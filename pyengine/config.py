@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 _GIB = 1 << 30
-_MOST_DRAFTS = 64
+_MAX_DRAFTS = 64
 
 STORE_KEY_VARIABLE = "PYENGINE_KV_CACHE_KEY"
 """64 hexadecimal digits. Entries of a KV store that were not written with it are not read."""
@@ -308,10 +308,10 @@ class EngineSettings:
                 f"max_num_seqs={self.max_num_seqs}: every running sequence needs a token per step"
             )
         self._check_load_format()
-        if (self.num_speculative_tokens or 0) > _MOST_DRAFTS:
+        if (self.num_speculative_tokens or 0) > _MAX_DRAFTS:
             raise ConfigurationError(
                 f"num_speculative_tokens={self.num_speculative_tokens}: it must be at most "
-                f"{_MOST_DRAFTS}, as hardly ever so many are right in a row"
+                f"{_MAX_DRAFTS}, as more in a row are hardly ever accepted"
             )
         if (self.speculation == "draft") != (self.draft_model is not None):
             raise ConfigurationError(
@@ -407,7 +407,7 @@ class EngineSettings:
             )
 
     @property
-    def asked_block_size(self) -> int | None:
+    def requested_block_size(self) -> int | None:
         """Tokens per block; None: the attention backend's preferred size."""
         return None if self.block_size == "auto" else self.block_size
 
@@ -439,7 +439,7 @@ def store_key() -> bytes | None:
         key = b""
     if len(key) != 32:
         raise ConfigurationError(
-            f"{STORE_KEY_VARIABLE} has {len(text)} characters and is no key: it must be 64 "
+            f"{STORE_KEY_VARIABLE} has {len(text)} characters and is not a key: it must be 64 "
             "hexadecimal digits; `openssl rand -hex 32` makes some"
         )
     return key

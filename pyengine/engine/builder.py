@@ -138,7 +138,7 @@ def _worker_group(settings: EngineSettings, threads: ComputeThreads) -> "WorkerG
 
 def _check(settings: EngineSettings) -> None:
     """Refuse settings that the block manager or torch reject, before loading."""
-    asked = settings.asked_block_size
+    asked = settings.requested_block_size
     size = _SOME_BLOCK_SIZE if asked is None else asked
     resolve_kv_cache_dtype(settings.kv_cache_dtype, "float32")
     try:
@@ -158,7 +158,7 @@ def _set_up(
         loaded.device,
         loaded.dtype,
         kv_dtype=resolve_kv_cache_dtype(settings.kv_cache_dtype, loaded.dtype),
-        block_size=settings.asked_block_size,
+        block_size=settings.requested_block_size,
     )
     choice = select_backend(settings.attention_backend, needs)
     pool = _pool_settings(settings, choice, needs, loaded, worker_group)

@@ -108,7 +108,7 @@ def load_draft(
             draft.device,
             draft.dtype,
             kv_dtype=kv_dtype,
-            block_size=settings.asked_block_size,
+            block_size=settings.requested_block_size,
         )
         choice = select_backend(settings.attention_backend, needs)
     longest = min(draft.max_model_len, main.max_model_len)
