@@ -58,7 +58,7 @@ class AsyncEngine(EngineClientBase):
         super().__init__(settings, populate=True)  # it serves for long
         self._max_num_waiting = settings.max_num_waiting
         self._lock = Lock()
-        """Guards what follows; held for moments."""
+        """Guards the attributes below."""
         self._live: dict[str, Request] = {}
         """Requests whose readers have not read their ends, by id."""
         self._waiting: defaultdict[bytes, set[Request]] = defaultdict(set)
@@ -183,7 +183,7 @@ class AsyncEngine(EngineClientBase):
         return stream
 
     def _leave(self, requests: Sequence[Request]) -> None:
-        """Their caller reads no more."""
+        """Forget requests whose caller reads no more."""
         if self._engine_loop.is_elsewhere:
             return
         with self._lock:
@@ -217,21 +217,21 @@ class AsyncEngine(EngineClientBase):
 
     def _refuse_too_many(self, tenant: bytes, count: int) -> None:
         """Raise if too many requests of a tenant wait. See `InputProcessor._check`."""
-        most = self._max_num_waiting
+        limit = self._max_num_waiting
         known = self._waiting.get(tenant, set())
-        if most is None or len(known) + count <= most:
+        if limit is None or len(known) + count <= limit:
             return
-        if count > most:
+        if count > limit:
             raise InvalidRequestError(
-                f"{count} requests at once and max_num_waiting={most}: submit fewer at a time"
+                f"{count} requests at once and max_num_waiting={limit}: submit fewer at a time"
             )
         known.difference_update([request for request in known if not self._waits(request)])
         waiting = len(known)
-        if waiting + count > most:
-            limit = f"wait and max_num_waiting={most}: try again later"
+        if waiting + count > limit:
+            reason = f"wait and max_num_waiting={limit}: try again later"
             if tenant:
-                raise TenantQueueFullError(f"{waiting} requests of this caller {limit}")
-            raise QueueFullError(f"{waiting} requests {limit}")
+                raise TenantQueueFullError(f"{waiting} requests of this caller {reason}")
+            raise QueueFullError(f"{waiting} requests {reason}")
 
     @staticmethod
     def _waits(request: Request) -> bool:
@@ -327,13 +327,13 @@ class AsyncEngine(EngineClientBase):
         """The hashes of all cached blocks. O(cached blocks). See `BlockManager.cached_hashes`."""
         return self._manager.cached_hashes()
 
-    async def view(self, most_requests: int = 1000) -> EngineView:
+    async def view(self, max_requests: int = 1000) -> EngineView:
         """Every block of the pool, and the running and waiting requests, between two steps.
 
         It waits for the running step. It takes the engine's thread a fraction of a millisecond per
-        10,000 blocks, and about a microsecond for each of at most `most_requests` requests.
+        10,000 blocks, and about a microsecond for each of at most `max_requests` requests.
         """
-        return await self.between_steps(lambda: self._engine.view(most_requests))
+        return await self.between_steps(lambda: self._engine.view(max_requests))
 
     def check_health(self) -> None:
         """Raise `EngineDeadError` if the engine can run no more steps."""

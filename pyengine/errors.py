@@ -116,17 +116,17 @@ def copy_error(error: _E) -> _E:
     """
     kind = type(error)
     try:
-        made = copy(error)
-        is_same = type(made) is kind and made.args == error.args
+        copied = copy(error)
+        is_same = type(copied) is kind and copied.args == error.args
     except Exception:  # not every class accepts its arguments
         is_same = False
     if not is_same:
-        made = kind.__new__(kind, *error.args)
-        vars(made).update(vars(error))
+        copied = kind.__new__(kind, *error.args)
+        vars(copied).update(vars(error))
     notes = vars(error).get("__notes__")
     if notes is not None:
-        vars(made)["__notes__"] = list(notes)
-    made.__traceback__ = error.__traceback__
-    made.__cause__, made.__context__ = error.__cause__, error.__context__
-    made.__suppress_context__ = error.__suppress_context__
-    return made
+        vars(copied)["__notes__"] = list(notes)
+    copied.__traceback__ = error.__traceback__
+    copied.__cause__, copied.__context__ = error.__cause__, error.__context__
+    copied.__suppress_context__ = error.__suppress_context__
+    return copied

@@ -256,8 +256,8 @@ class LLM(EngineClientBase):
                     share = num_cached / max(num_prompt, 1)
                     bar.set_postfix_str(f"{rate:.1f} tok/s, {share:.0%} cached", refresh=False)
                     bar.update()
-        outputs = [done[place] for place in range(len(requests))]
-        failed = [each_output for each_output in outputs if each_output.error is not None]
+        outputs = [done[index] for index in range(len(requests))]
+        failed = [output for output in outputs if output.error is not None]
         if failed:
             raise RequestFailedError(
                 f"{len(failed)} of {len(outputs)} requests failed, the first at position "

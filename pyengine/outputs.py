@@ -132,8 +132,8 @@ class CacheExplanation:
     evicted_by: str | None = None
     """The order of eviction that evicted the block, or "evict_all", if that is remembered."""
     num_evicted_since: int | None = None
-    """Tokens evicted since, the block included: with a pool larger by about so many tokens, it
-    would still be cached."""
+    """Tokens evicted since, the block included: a pool larger by about this many tokens would
+    still have it."""
     _hint: LazyText | str | None = field(default=None, repr=False, compare=False)
 
     @property

@@ -56,14 +56,14 @@ class StructuredOutputs:
     def __post_init__(self) -> None:
         if self.json_object is not None and self.json_object is not True:
             raise refuse("structured_outputs.json_object", self.json_object, "True, or left out")
-        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
-        if len(given) != 1:
+        set_fields = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        if len(set_fields) != 1:
             names = ", ".join(field.name for field in fields(self))
             raise InvalidRequestError(
-                f"structured_outputs has {' and '.join(given) or 'nothing'}: give exactly one of "
-                f"{names}"
+                f"structured_outputs has {' and '.join(set_fields) or 'nothing'}: give exactly "
+                f"one of {names}"
             )
-        (name,) = given
+        (name,) = set_fields
         if name == "json":
             object.__setattr__(self, name, _schema_text(self.json))
         elif name == "choice":
@@ -120,7 +120,7 @@ def _schema_text(schema: Any) -> str:
     except RecursionError:
         raise _too_deep(name) from None
     except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"{name} is no JSON: {error}; it must be {allowed}") from error
+        raise InvalidRequestError(f"{name} is not JSON: {error}; it must be {allowed}") from error
     if not isinstance(parsed, dict):
         raise refuse(name, parsed, allowed)
     if _depth(parsed) > MAX_FORMAT_DEPTH:
@@ -435,18 +435,18 @@ class SamplingParams:
         are at most ``MAX_LOGPROB_ENTRIES`` together; ``max_output`` is how many tokens each of
         its completions may have.
         """
-        asked = (
+        requests = (
             ("prompt_logprobs", self.num_prompt_logprobs(vocab_size), 1, num_prompt_tokens),
             ("logprobs", self.num_logprobs(vocab_size), self.n, max_output),
         )
-        for name, count, times, length in asked:
-            most = MAX_LOGPROB_ENTRIES // max(times * length, 1)
-            if count is not None and count > max(most, _LOGPROBS_OF_ANY_LENGTH):
+        for name, count, times, length in requests:
+            max_count = MAX_LOGPROB_ENTRIES // max(times * length, 1)
+            if count is not None and count > max(max_count, _LOGPROBS_OF_ANY_LENGTH):
                 tokens = f"{times} x {length} tokens" if times > 1 else f"{length} tokens"
                 raise refuse(
                     name,
                     getattr(self, name),
-                    f"at most {max(most, _LOGPROBS_OF_ANY_LENGTH)} for {tokens}: of more than "
+                    f"at most {max(max_count, _LOGPROBS_OF_ANY_LENGTH)} for {tokens}: of more than "
                     f"{_LOGPROBS_OF_ANY_LENGTH} per token, a request reports at most "
                     f"{MAX_LOGPROB_ENTRIES}",
                 )

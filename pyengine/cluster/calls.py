@@ -29,7 +29,7 @@ class ModelInfo:
     model_path: str
     tokenizer: Any
     max_pinned_blocks: int = 0
-    """The most blocks that the pins of a replica keep."""
+    """Maximum number of blocks that the pins of a replica keep."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ class SharedStore:
     folder: str
     """The same text for all replicas that have this folder."""
     num_blocks: int
-    """The most blocks that it holds."""
+    """Maximum number of blocks that it holds."""
     is_writer: bool
     """True for the one replica that stores there; the others read."""
 

@@ -135,7 +135,7 @@ class ReplicaBroadcaster(FrameBroadcaster):
         self._replicas = replicas
         self._name = name
 
-    async def poll(self, is_wanted: Callable[[], bool]) -> tuple[str | None, float]:
+    async def poll(self, is_needed: Callable[[], bool]) -> tuple[str | None, float]:
         """See `FrameBroadcaster`."""
         frame: str = await self._replicas.ask(self._name, "frame")
         more = {"replica": self._name, "replicas": _rows(self._replicas.router)}

@@ -115,7 +115,7 @@ class ReplicaState:
 
 
 class _Replica:
-    """Internal state of a replica; `slot` is its bit."""
+    """Internal state of a replica; `bit` is its position in the index's bit sets."""
 
     __slots__ = (
         *(
@@ -128,12 +128,12 @@ class _Replica:
             "num_used_blocks",
             "num_cached_blocks",
         ),
-        *("num_pending", "num_requests", "num_routed", "slot"),
+        *("num_pending", "num_requests", "num_routed", "bit"),
     )
 
-    def __init__(self, info: ReplicaInfo, slot: int) -> None:
+    def __init__(self, info: ReplicaInfo, bit: int) -> None:
         self.info = info
-        self.slot = slot
+        self.bit = bit
         self.epoch = ""
         self.next = 0
         self.is_current = False
@@ -164,7 +164,7 @@ class _Prompt:
 
     def reuse(self, replica: _Replica) -> tuple[int, int]:
         """The blocks that a replica has cached, and those after them that it can restore."""
-        hits = self.cached[replica.slot] if replica.slot < len(self.cached) else 0
+        hits = self.cached[replica.bit] if replica.bit < len(self.cached) else 0
         if not self.stored or replica.info.store is None:
             return hits, 0
         return hits, max(0, self.stored.get(replica.info.store.folder, 0) - hits)
@@ -244,10 +244,10 @@ class PrefixRouter:
             replica = self._replicas.pop(name, None)
             if replica is None:
                 return
-            self._index.clear(replica.slot)
+            self._index.clear(replica.bit)
             self._stored.leave(replica.info)
             if replica.num_requests == 0:
-                self._free.append(replica.slot)
+                self._free.append(replica.bit)
 
     def apply(self, name: str, events: Events) -> UpdateResult:
         """Apply a replica's events. After a gap, a snapshot is needed first.
@@ -277,9 +277,9 @@ class PrefixRouter:
 
     def _apply(self, replica: _Replica, kinds: bytes, hashes: bytes) -> int:
         """Apply events to the indices; the number of blocks that the replica has cached then."""
-        num_cached = self._index.apply(replica.slot, kinds, hashes)
+        num_cached = self._index.apply(replica.bit, kinds, hashes)
         self._stored.apply(
-            replica.info, kinds, hashes, lambda: self._index.cached_blocks(replica.slot)
+            replica.info, kinds, hashes, lambda: self._index.cached_blocks(replica.bit)
         )
         return num_cached
 
@@ -288,7 +288,7 @@ class PrefixRouter:
         self.stats.num_gaps += replica.is_current
         replica.is_current = False
         if epoch != replica.epoch:
-            self._index.clear(replica.slot)
+            self._index.clear(replica.bit)
             replica.num_cached_blocks = 0
         return UpdateResult.GAP
 
@@ -311,7 +311,7 @@ class PrefixRouter:
                 raise ConfigurationError(
                     f"replica {name!r} has {replica.info.num_blocks} blocks and sent {count} hashes"
                 )
-            self._index.clear(replica.slot)
+            self._index.clear(replica.bit)
             replica.is_current = False
             replica.num_cached_blocks = self._apply(replica, _STORED * count, snapshot.hashes)
             replica.epoch, replica.next, replica.load = snapshot.epoch, snapshot.next, snapshot.load
@@ -342,9 +342,9 @@ class PrefixRouter:
                 raise NoReplicaError("no replica is available: try again later")
             prompt = self._look_up(hashes, num_blocks)
             best = min(replicas, key=lambda replica: self._cost(replica, prompt))
-            least = self._least_loaded(replicas, best)
-            if least is not replicas:
-                best = min(least, key=lambda replica: self._cost(replica, prompt))
+            allowed = self._below_load_limit(replicas, best)
+            if allowed is not replicas:
+                best = min(allowed, key=lambda replica: self._cost(replica, prompt))
             return prompt.choice(best)
 
     def _look_up(self, hashes: bytes, num_blocks: int) -> "_Prompt":
@@ -363,7 +363,7 @@ class PrefixRouter:
             replica.last,
         )
 
-    def _least_loaded(self, replicas: list[_Replica], best: _Replica) -> list[_Replica]:
+    def _below_load_limit(self, replicas: list[_Replica], best: _Replica) -> list[_Replica]:
         """The same list if `best` is below the load limit, else the replicas below it."""
         total = sum([replica.num_requests for replica in replicas]) + 1
         limit = math.ceil(self._imbalance * total / len(replicas)) + self._slack
@@ -387,7 +387,7 @@ class PrefixRouter:
             target.num_requests += 1
             target.num_routed += 1
             target.num_pending += choice.num_to_compute
-            target.num_used_blocks = self._index.add_request(target.slot, choice.hashes)
+            target.num_used_blocks = self._index.add_request(target.bit, choice.hashes)
             return Ticket(choice, target)
 
     def begun(self, ticket: Ticket, num_prompt: int, num_cached: int) -> None:
@@ -414,15 +414,15 @@ class PrefixRouter:
             ticket.has_ended = True
             replica = ticket.replica
             replica.num_requests -= 1
-            replica.num_used_blocks = self._index.remove_request(replica.slot, ticket.choice.hashes)
+            replica.num_used_blocks = self._index.remove_request(replica.bit, ticket.choice.hashes)
             has_left = self._replicas.get(replica.info.name) is not replica
             if has_left and replica.num_requests == 0:  # the slot is unused now
-                self._free.append(replica.slot)
+                self._free.append(replica.bit)
 
     def cached_hashes(self, name: str) -> set[bytes]:
         """Hashes of the known cached blocks of a replica. O(known blocks)."""
         with self._lock:
-            return set(self._index.cached_blocks(self._replicas[name].slot))
+            return set(self._index.cached_blocks(self._replicas[name].bit))
 
     def replicas(self) -> list[ReplicaState]:
         """All replicas, in the order of joining."""

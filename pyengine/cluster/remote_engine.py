@@ -103,7 +103,7 @@ class RemoteEngine:
         )
         self._live: dict[str, _Remote] = {}
         self._is_draining = False
-        self._num_made = 0
+        self._num_created = 0
 
     def describe(self) -> dict[str, object]:
         """The description of a replica; all are alike."""
@@ -125,7 +125,7 @@ class RemoteEngine:
 
     @property
     def max_pinned_blocks(self) -> int:
-        """The most blocks that all pins of a replica keep."""
+        """Maximum number of blocks that all pins of a replica keep."""
         return self._about.max_pinned_blocks
 
     def stats(self) -> RemoteLoad:
@@ -149,8 +149,8 @@ class RemoteEngine:
         parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
         parsed = replace(parsed, thinking=thinking)
         (params,) = match_params(sampling_params, 1, self._about.default_params)
-        self._num_made += 1
-        name = f"{self._num_made}" if request_id is None else request_id
+        self._num_created += 1
+        name = f"{self._num_created}" if request_id is None else request_id
         options = RequestOptions(priority=priority, tenant=tenant, cache_hints=cache_hints)
         return self._input_processor.request(name, parsed, params, options)
 
@@ -159,7 +159,7 @@ class RemoteEngine:
         self.check_room()
         refuse_taken(requests, self._live)
         stream = RemoteStream(
-            self, [_Remote(request, place) for place, request in enumerate(requests)]
+            self, [_Remote(request, index) for index, request in enumerate(requests)]
         )
         self._live.update({request.state.request_id: request for request in stream.requests})
         return stream
@@ -239,9 +239,9 @@ def _call(state: Request) -> RemoteRequest:
 class _Remote:
     """A request in progress at a replica."""
 
-    def __init__(self, state: Request, place: int) -> None:
+    def __init__(self, state: Request, index: int) -> None:
         self.state = state
-        self.place = place
+        self.index = index
         self.has_begun = False
         self.task: asyncio.Task[None] | None = None
         self._first: Delta | None = None
@@ -264,7 +264,7 @@ class _Remote:
             num_cached_tokens=delta.num_cached_tokens,
             num_restored_tokens=delta.num_restored_tokens,
             metrics=delta.metrics,
-            index=self.place,
+            index=self.index,
             error=delta.error,
             cache=self._cache,
             pin_error=self._first.pin_error,

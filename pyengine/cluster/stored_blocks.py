@@ -24,7 +24,7 @@ class StoredBlocks:
     def __init__(self, index: ReplicaIndex) -> None:
         """`index` is an empty one, with the format of the replicas."""
         self._index = index
-        self._slots: dict[str, int] = {}
+        self._bits: dict[str, int] = {}
         self._users: Counter[str] = Counter()
 
     def join(self, info: ReplicaInfo) -> None:
@@ -33,9 +33,9 @@ class StoredBlocks:
             return
         folder = info.store.folder
         self._users[folder] += 1
-        if folder not in self._slots:
-            used = set(self._slots.values())
-            self._slots[folder] = next(slot for slot in range(len(used) + 1) if slot not in used)
+        if folder not in self._bits:
+            used = set(self._bits.values())
+            self._bits[folder] = next(bit for bit in range(len(used) + 1) if bit not in used)
 
     def leave(self, info: ReplicaInfo) -> None:
         """Remove a replica that was added. The folder of the last one is dropped."""
@@ -45,7 +45,7 @@ class StoredBlocks:
         self._users[folder] -= 1
         if not self._users[folder]:
             del self._users[folder]
-            self._index.clear(self._slots.pop(folder))
+            self._index.clear(self._bits.pop(folder))
 
     def apply(
         self, info: ReplicaInfo, kinds: bytes, hashes: bytes, cached: Callable[[], Iterable[bytes]]
@@ -56,21 +56,19 @@ class StoredBlocks:
             return
         is_stored = np.frombuffer(kinds, dtype=np.uint8) == _STORED
         stored = np.frombuffer(hashes, dtype=np.uint8).reshape(-1, _HASH_BYTES)[is_stored]
-        slot = self._slots[store.folder]
+        bit = self._bits[store.folder]
         # With twice the pool, this happens once in as many events as the pool has blocks.
-        if self._add(slot, stored.tobytes()) > max(store.num_blocks, 2 * info.num_blocks):
-            self._index.clear(slot)
-            self._add(slot, b"".join(cached()))
+        if self._add(bit, stored.tobytes()) > max(store.num_blocks, 2 * info.num_blocks):
+            self._index.clear(bit)
+            self._add(bit, b"".join(cached()))
 
-    def _add(self, slot: int, hashes: bytes) -> int:
+    def _add(self, bit: int, hashes: bytes) -> int:
         """Add blocks to a folder; the number of blocks that it has then."""
-        return self._index.apply(slot, bytes([_STORED]) * (len(hashes) // _HASH_BYTES), hashes)
+        return self._index.apply(bit, bytes([_STORED]) * (len(hashes) // _HASH_BYTES), hashes)
 
     def matched_blocks(self, hashes: bytes) -> dict[str, int]:
         """The number of leading blocks of a prompt that each folder has."""
-        if not self._slots:
+        if not self._bits:
             return {}
         matched = self._index.matched_blocks(hashes)
-        return {
-            folder: matched[slot] for folder, slot in self._slots.items() if slot < len(matched)
-        }
+        return {folder: matched[bit] for folder, bit in self._bits.items() if bit < len(matched)}

@@ -24,7 +24,7 @@ def patch() -> None:
 
 
 @dataclass(slots=True)
-class Row:
+class SequenceBlocks:
     """The blocks of a sequence of nano-vllm.
 
     `published` tokens are in registered blocks, `known` tokens were passed to our sequence.
@@ -49,9 +49,9 @@ class BlockManager:
         self.block_size = block_size
         # nano-vllm's model runner cannot copy blocks.
         self.kv = Blocks(num_blocks, block_size, **{"partial_reuse": False, **settings})
-        self._rows: dict[int, Row] = {}
-        self._prefilling: dict[int, Row] = {}
-        self._found: Row | None = None
+        self._entries: dict[int, SequenceBlocks] = {}
+        self._prefilling: dict[int, SequenceBlocks] = {}
+        self._lookup: SequenceBlocks | None = None
 
     def can_allocate(self, seq: Any) -> int:
         """The number of cached blocks of a prompt, or -1 if the others do not fit.
@@ -59,85 +59,85 @@ class BlockManager:
         Earlier prompts of the same batch count as cached: the runner writes the keys and values of
         the whole batch before it reads any.
         """
-        self._drop_found()
-        for row in self._prefilling.values():
-            self._publish(row)
+        self._drop_lookup()
+        for entry in self._prefilling.values():
+            self._publish(entry)
         known = seq.num_tokens - (seq.num_tokens % self.block_size == 0)
         tokens = seq.token_ids if known == seq.num_tokens else seq.token_ids[:known]
         blocks = self.kv.sequence(tokens)
         hit = blocks.reuse_cached()
         cached = hit // self.block_size
-        self._found = Row(seq, blocks, known, hit)
+        self._lookup = SequenceBlocks(seq, blocks, known, hit)
         if seq.num_blocks - cached > self.kv.usage().available:
-            self._drop_found()
+            self._drop_lookup()
             return NO_ROOM
         return cached
 
     def allocate(self, seq: Any, num_cached_blocks: int) -> None:
         """Allocate the blocks of the whole prompt, after `can_allocate`."""
-        row, self._found = self._found, None
+        entry, self._lookup = self._lookup, None
         if (
-            row is None
-            or row.owner is not seq
-            or row.published // self.block_size != num_cached_blocks
+            entry is None
+            or entry.owner is not seq
+            or entry.published // self.block_size != num_cached_blocks
         ):
             raise RuntimeError(f"sequence {seq.seq_id}: call can_allocate before allocate")
-        self._extend(row)
-        self._rows[seq.seq_id] = self._prefilling[seq.seq_id] = row
-        seq.block_table.extend(row.blocks.block_table)
-        seq.num_cached_tokens = row.published
+        self._extend(entry)
+        self._entries[seq.seq_id] = self._prefilling[seq.seq_id] = entry
+        seq.block_table.extend(entry.blocks.block_table)
+        seq.num_cached_tokens = entry.published
 
     def can_append(self, seq: Any) -> bool:
         """True if the next token needs no new block, or one is available."""
         if seq.num_tokens % self.block_size != 1:
             return True
-        self._drop_found()
+        self._drop_lookup()
         return self.kv.usage().available > 0
 
     def may_append(self, seq: Any) -> None:
         """Allocate a block for the next token if it needs one."""
         if seq.num_tokens % self.block_size == 1:
-            seq.block_table.extend(self._extend(self._rows[seq.seq_id]))
+            seq.block_table.extend(self._extend(self._entries[seq.seq_id]))
 
     def hash_blocks(self, seq: Any) -> None:
         """Register or merge the full blocks of the scheduled tokens, which are computed."""
-        row = self._rows[seq.seq_id]
+        entry = self._entries[seq.seq_id]
         end = seq.num_cached_tokens + seq.num_scheduled_tokens
-        if end - row.published >= self.block_size:
-            self._publish(row)
+        if end - entry.published >= self.block_size:
+            self._publish(entry)
         if self._prefilling and end >= seq.num_tokens:
             self._prefilling.pop(seq.seq_id, None)
 
     def deallocate(self, seq: Any) -> None:
         """Release the blocks of a sequence."""
-        self._drop_found()
+        self._drop_lookup()
         self._prefilling.pop(seq.seq_id, None)
-        row = self._rows.pop(seq.seq_id, None)
-        if row is not None:
-            row.blocks.free()
+        entry = self._entries.pop(seq.seq_id, None)
+        if entry is not None:
+            entry.blocks.free()
         seq.num_cached_tokens = 0
         seq.block_table.clear()
 
-    def _extend(self, row: Row) -> list[int]:
-        answer = row.blocks.extend(len(row.owner) - row.published)
+    def _extend(self, entry: SequenceBlocks) -> list[int]:
+        answer = entry.blocks.extend(len(entry.owner) - entry.published)
         if not isinstance(answer, Extended):
             assert isinstance(answer, NoRoom)
-            raise RuntimeError(f"sequence {row.owner.seq_id} needs {answer.needed} blocks more")
+            raise RuntimeError(f"sequence {entry.owner.seq_id} needs {answer.needed} blocks more")
         return answer.blocks[0]
 
-    def _publish(self, row: Row) -> None:
-        seq = row.owner
+    def _publish(self, entry: SequenceBlocks) -> None:
+        seq = entry.owner
         end = seq.num_cached_tokens + seq.num_scheduled_tokens
         end -= end % self.block_size
-        if end <= row.published:
+        if end <= entry.published:
             return
-        tokens = seq.token_ids[row.known : end] if end > row.known else None
-        remappings = row.blocks.publish(end - row.published, tokens)
-        row.published, row.known = end, max(row.known, end)
+        tokens = seq.token_ids[entry.known : end] if end > entry.known else None
+        remappings = entry.blocks.publish(end - entry.published, tokens)
+        entry.published, entry.known = end, max(entry.known, end)
         for remapping in remappings:
             seq.block_table[remapping.index] = remapping.new_block
 
-    def _drop_found(self) -> None:
-        if self._found is not None:
-            self._found.blocks.free()
-            self._found = None
+    def _drop_lookup(self) -> None:
+        if self._lookup is not None:
+            self._lookup.blocks.free()
+            self._lookup = None

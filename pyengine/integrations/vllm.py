@@ -40,7 +40,7 @@ class State:
 state = State()
 
 
-def wanted() -> bool:
+def is_enabled() -> bool:
     """True if the plugin is on: by the switch, or by its name in `VLLM_PLUGINS`."""
     switch = os.environ.get(SWITCH)
     if switch is not None:
@@ -50,7 +50,7 @@ def wanted() -> bool:
 
 def register() -> None:
     """The entry point."""
-    if not wanted():
+    if not is_enabled():
         return
     version = vllm_version()
     if version.rpartition(".")[0] != SERIES:
@@ -74,9 +74,9 @@ def install() -> None:
     scheduler: Any = importlib.import_module("vllm.v1.core.sched.scheduler")
     if getattr(scheduler.KVCacheManager, "_pyengine", False):
         return
-    scheduler.KVCacheManager = manager_in_place_of(scheduler.KVCacheManager)
+    scheduler.KVCacheManager = manager_factory(scheduler.KVCacheManager)
     _wrap(scheduler.Scheduler, "__init__", _with_scheduler)
-    _wrap(scheduler.Scheduler, "_make_cached_request_data", _with_merged_rows)
+    _wrap(scheduler.Scheduler, "_make_cached_request_data", _with_merged_tables)
     _wrap(scheduler.Scheduler, "_build_kv_connector_meta", _with_planned_loads)
     _wrap(scheduler.Scheduler, "update_from_output", _with_ended_loads)
     _wrap(importlib.import_module("vllm.v1.engine.core"), "get_request_block_hasher", _if_needed)
@@ -101,7 +101,7 @@ def _with_scheduler(original: Any, scheduler: Any, *args: Any, **kwargs: Any) ->
         _scheduler.reset(token)
 
 
-def _with_merged_rows(
+def _with_merged_tables(
     original: Any, scheduler: Any, running_reqs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """`_make_cached_request_data`: sends new block tables of merged requests to the workers.
@@ -111,12 +111,12 @@ def _with_merged_rows(
     """
     data = original(scheduler, running_reqs, *args, **kwargs)
     manager = scheduler.kv_cache_manager
-    if isinstance(manager, KVCacheManager) and takes_whole_rows(scheduler):
-        rows = manager.merged_rows(running_reqs)
-        for index, request in enumerate(running_reqs if rows else ()):
-            row = rows.get(request.request_id)
-            if row is not None:
-                data.new_block_ids[index] = (row,)
+    if isinstance(manager, KVCacheManager) and replaces_tables(scheduler):
+        tables = manager.merged_tables(running_reqs)
+        for index, request in enumerate(running_reqs if tables else ()):
+            table = tables.get(request.request_id)
+            if table is not None:
+                data.new_block_ids[index] = (table,)
                 data.resumed_req_ids.add(request.request_id)
     return data
 
@@ -141,7 +141,7 @@ def _with_ended_loads(
     return original(scheduler, scheduler_output, model_runner_output)
 
 
-def takes_whole_rows(scheduler: Any) -> bool:
+def replaces_tables(scheduler: Any) -> bool:
     """True if tables of running requests can be replaced: one step at a time, runner v1, and no
     connector, which may save blocks by the ids that it got first."""
     overlapping = scheduler.scheduler_config.async_scheduling or scheduler.use_pp
@@ -153,7 +153,7 @@ def _if_needed(original: Any, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs) if state.needs_hashes else None
 
 
-def manager_in_place_of(own: type) -> Callable[..., Any]:
+def manager_factory(own: type) -> Callable[..., Any]:
     """A factory that the Scheduler calls instead of `KVCacheManager`."""
     classes = vllm_classes()
 
@@ -176,7 +176,7 @@ def manager_in_place_of(own: type) -> Callable[..., Any]:
 
 def vllm_classes() -> SimpleNamespace:
     """vLLM's classes of returned and inspected objects."""
-    places = {
+    modules = {
         "vllm.distributed.kv_transfer.kv_connector.v1.base": ("KVConnectorBase_V1",),
         "vllm.distributed.kv_events": ("AllBlocksCleared", "BlockRemoved", "BlockStored"),
         "vllm.v1.core.kv_cache_utils": ("KVCacheBlockCopy",),
@@ -186,8 +186,8 @@ def vllm_classes() -> SimpleNamespace:
     }
     return SimpleNamespace(
         **{
-            name: getattr(importlib.import_module(place), name)
-            for place, names in places.items()
+            name: getattr(importlib.import_module(module), name)
+            for module, names in modules.items()
             for name in names
         }
     )

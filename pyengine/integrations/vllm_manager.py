@@ -129,8 +129,8 @@ class Coordinator:
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, **_unused: Any) -> int:
         """Blocks that an admitted request still needs for `num_tokens` tokens."""
-        row = self.tables.rows.get(request_id)
-        return max(self.tables.blocks_of(num_tokens) - (len(row.blocks) if row else 0), 0)
+        entry = self.tables.entries.get(request_id)
+        return max(self.tables.blocks_of(num_tokens) - (len(entry.blocks) if entry else 0), 0)
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class Load:
     `num_tokens` tokens."""
 
     request: Any
-    row: RequestBlocks
+    entry: RequestBlocks
     first: int
     end: int
     num_tokens: int
@@ -183,7 +183,7 @@ class KVCacheManager:
             caching=enable_caching,
             events=enable_kv_cache_events,
         )
-        kv, self._rows = self.tables.kv, self.tables.rows
+        kv, self._entries = self.tables.kv, self.tables.entries
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self.coordinator = Coordinator((Group(scheduler_block_size, spec),), self.tables)
         self.block_pool = BlockPool(kv)
@@ -262,11 +262,11 @@ class KVCacheManager:
         """
         computed = request.num_computed_tokens + num_new_computed_tokens
         end = computed + num_external_computed_tokens + num_new_tokens
-        row = self._rows.get(request.request_id)
+        entry = self._entries.get(request.request_id)
         if (
-            row is not None
-            and end + num_lookahead_tokens <= row.capacity
-            and end < row.next_publish
+            entry is not None
+            and end + num_lookahead_tokens <= entry.capacity
+            and end < entry.next_publish
             and not reserved_blocks
         ):
             return self.empty_kv_cache_blocks
@@ -282,7 +282,7 @@ class KVCacheManager:
             reserved=reserved_blocks,
         )
         known = min(end, request.num_tokens)
-        if row is None:
+        if entry is None:
             loads = num_external_computed_tokens > 0
             new = tables.admit(request, num_new_computed_tokens, required, known, loads=loads)
             if new is not None and loads:
@@ -290,9 +290,9 @@ class KVCacheManager:
                     request, computed, num_external_computed_tokens, known, delay_cache_blocks
                 )
         else:
-            new = tables.grow(row, required)
-            if new is not None and known >= row.next_publish:
-                tables.publish_in_time(row, request, known)
+            new = tables.grow(entry, required)
+            if new is not None and known >= entry.next_publish:
+                tables.publish_in_time(entry, request, known)
         if new is None:
             return None
         if self._zeroed:
@@ -305,16 +305,16 @@ class KVCacheManager:
 
         For a request with an asynchronous load, this is vLLM's word that the load has ended.
         """
-        row = self._rows.get(request.request_id)
-        if row is None:
+        entry = self._entries.get(request.request_id)
+        if entry is None:
             return
-        if row.loading:
+        if entry.loading:
             # If all tokens were loaded, the last one is computed again, in place. Its block is
             # registered then.
-            self.tables.loaded(row, request, min(num_computed_tokens, request.num_tokens - 1))
-        elif num_computed_tokens >= row.next_publish:
+            self.tables.loaded(entry, request, min(num_computed_tokens, request.num_tokens - 1))
+        elif num_computed_tokens >= entry.next_publish:
             known = min(num_computed_tokens, request.num_tokens)
-            self.tables.publish_in_time(row, request, known)
+            self.tables.publish_in_time(entry, request, known)
 
     # -- loads of a connector ----------------------------------------------------------------
 
@@ -322,11 +322,11 @@ class KVCacheManager:
         self, request: Any, start: int, num_tokens: int, known: int, is_async: bool
     ) -> None:
         """A connector fills the blocks of `num_tokens` tokens from `start` on."""
-        row = self._rows[request.request_id]
-        row.loading = is_async
+        entry = self._entries[request.request_id]
+        entry.loading = is_async
         if not is_async:
             first, end = start // self.block_size, self.tables.blocks_of(start + num_tokens)
-            self._loads.append(Load(request, row, first, end, known))
+            self._loads.append(Load(request, entry, first, end, known))
 
     def loads_planned(self, step: Any) -> None:
         """The synchronous loads begun since the last call happen in this step; not of vLLM."""
@@ -343,13 +343,13 @@ class KVCacheManager:
             return
         self._loads = [load for load in self._loads if load.step is not step]
         for load in ended:
-            if self._rows.get(load.request.request_id) is not load.row:
+            if self._entries.get(load.request.request_id) is not load.entry:
                 continue  # preempted, or finished
-            blocks = load.row.blocks
+            blocks = load.entry.blocks
             failed = (i for i in range(load.first, load.end) if blocks[i] in invalid_blocks)
             index = next(failed, None)
             filled = load.num_tokens if index is None else index * self.block_size
-            self.tables.loaded(load.row, load.request, filled)
+            self.tables.loaded(load.entry, load.request, filled)
 
     def get_computed_blocks_for_connector(self, request: Any) -> tuple[Blocks, int, int, bool]:
         """The same as `get_computed_blocks`: layers of one group match the same."""
@@ -380,9 +380,9 @@ class KVCacheManager:
 
     def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
         """Zero a request's blocks from `start_token` on: a failed load did not fill them."""
-        row = self._rows.get(request_id)
-        if row is not None and self._zeroed:
-            self._new_blocks.extend(row.blocks[start_token // self.block_size :])
+        entry = self._entries.get(request_id)
+        if entry is not None and self._zeroed:
+            self._new_blocks.extend(entry.blocks[start_token // self.block_size :])
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """vLLM's call after failed loads. `loads_ended` has not registered any of these blocks."""
@@ -390,27 +390,27 @@ class KVCacheManager:
         if late := sorted(block for block in block_ids if nodes[block]):
             logger.error("Loads of blocks %s failed after their step: they stay cached", late)
 
-    def merged_rows(self, running: Iterable[Any]) -> dict[str, list[int]]:
-        """See `Tables.merged_rows`; not a method of vLLM."""
-        return self.tables.merged_rows(running)
+    def merged_tables(self, running: Iterable[Any]) -> dict[str, list[int]]:
+        """See `Tables.merged_tables`; not a method of vLLM."""
+        return self.tables.merged_tables(running)
 
     def free(self, request: Any) -> None:
         """Release a request's blocks, if it has any."""
-        row = self.tables.pop(request.request_id)
-        if row is not None:
-            row.free()
+        entry = self.tables.pop(request.request_id)
+        if entry is not None:
+            entry.free()
 
     def pop_blocks_for_free(self, request: Any) -> list[RequestBlocks]:
         """Remove a request; `block_pool.free_blocks` releases its blocks."""
-        row = self.tables.pop(request.request_id)
-        return [] if row is None else [row]
+        entry = self.tables.pop(request.request_id)
+        return [] if entry is None else [entry]
 
     def get_blocks(self, request_id: str) -> Blocks:
         """The block table of a request as the workers have it."""
-        row = self._rows.get(request_id)
-        if row is None:
+        entry = self._entries.get(request_id)
+        if entry is None:
             return self.empty_kv_cache_blocks
-        return Blocks(row.blocks, self._view, row.published // self.block_size)
+        return Blocks(entry.blocks, self._view, entry.published // self.block_size)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """The block ids of a request."""
@@ -419,10 +419,10 @@ class KVCacheManager:
 
     def estimate_cached_tokens(self, request: Any) -> int:
         """Tokens of a request that are in registered blocks."""
-        row = self._rows.get(request.request_id)
-        if row is None:
+        entry = self._entries.get(request.request_id)
+        if entry is None:
             return 0
-        return max(row.published, self.tables.blocks_of(row.hit) * self.block_size)
+        return max(entry.published, self.tables.blocks_of(entry.hit) * self.block_size)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """Always 0: vLLM no longer uses it."""

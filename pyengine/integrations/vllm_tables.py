@@ -2,7 +2,7 @@
 
 The workers' tables only grow, so they may still refer to a block that was merged into another one.
 Such a block is allocated again at once (`RequestBlocks.keepers`) until the workers get the new
-table (`merged_rows`) or the request ends.
+table (`merged_tables`) or the request ends.
 
 A KV connector fills blocks from outside the pool. Its blocks are allocated with `Sequence.extend`
 and registered with `Sequence.publish` once they are filled. Until then they are in no index, so no
@@ -115,7 +115,7 @@ class Tables:
         )
         self._null = self.kv.sequence([0])
         self._null.extend(1)
-        self.rows: dict[str, RequestBlocks] = {}
+        self.entries: dict[str, RequestBlocks] = {}
         self.images = PseudoTokens(block_size)
         self.adapter_ids: dict[str, int] = {}
         self.events: EventWriter | None = None
@@ -200,12 +200,12 @@ class Tables:
 
     # -- slots --------------------------------------------------------------------------------
 
-    def grow(self, row: RequestBlocks, required: RequiredBlocks) -> list[int] | None:
+    def grow(self, entry: RequestBlocks, required: RequiredBlocks) -> list[int] | None:
         """Allocate further blocks of a request; None and no change if the pool is full."""
-        new = self._extend(row.sequence, required, len(row.blocks), row.published)
+        new = self._extend(entry.sequence, required, len(entry.blocks), entry.published)
         if new:
-            row.blocks += new
-            row.capacity = len(row.blocks) * self.block_size
+            entry.blocks += new
+            entry.capacity = len(entry.blocks) * self.block_size
         return new
 
     def admit(
@@ -225,7 +225,7 @@ class Tables:
             lookup.drop()
             return None
         blocks = [*lookup.blocks, *new]
-        row = self.rows[request.request_id] = RequestBlocks(
+        entry = self.entries[request.request_id] = RequestBlocks(
             sequence=lookup.sequence,
             blocks=blocks,
             published=published,
@@ -238,8 +238,8 @@ class Tables:
         if lookup.source is not None and lookup.pin is not None:
             # The last block is registered already; the copy exists before the source is released.
             self._copies[request.request_id] = (lookup.source, new[0], lookup.pin)
-        elif known >= row.next_publish:
-            self._publish(row, request, known)
+        elif known >= entry.next_publish:
+            self._publish(entry, request, known)
         return new
 
     def _extend(
@@ -280,80 +280,80 @@ class Tables:
 
     # -- publishing ---------------------------------------------------------------------------
 
-    def publish_in_time(self, row: RequestBlocks, request: Any, num_tokens: int) -> None:
+    def publish_in_time(self, entry: RequestBlocks, request: Any, num_tokens: int) -> None:
         """Register the full blocks among the first `num_tokens` tokens of a request.
 
         Within a step this is delayed until its requests are final: a request that is preempted
         before does not compute its tokens.
         """
         if self._in_step:
-            self._due[request.request_id] = (row, request, num_tokens)
+            self._due[request.request_id] = (entry, request, num_tokens)
         else:
-            self._publish(row, request, num_tokens)
+            self._publish(entry, request, num_tokens)
 
     def publish_due(self) -> None:
         """Register the delayed blocks: the requests planned so far are final."""
         if self._due:
-            for row, request, num_tokens in self._due.values():
-                self._publish(row, request, num_tokens)
+            for entry, request, num_tokens in self._due.values():
+                self._publish(entry, request, num_tokens)
             self._due.clear()
 
-    def loaded(self, row: RequestBlocks, request: Any, num_tokens: int) -> None:
+    def loaded(self, entry: RequestBlocks, request: Any, num_tokens: int) -> None:
         """Register the blocks of the first `num_tokens` tokens: a load of them has ended."""
-        row.loading = False
-        if row.shares:
-            row.next_publish = row.published + self.block_size
-            self._publish(row, request, num_tokens, filled=True)
+        entry.loading = False
+        if entry.shares:
+            entry.next_publish = entry.published + self.block_size
+            self._publish(entry, request, num_tokens, filled=True)
 
     def _publish(
-        self, row: RequestBlocks, request: Any, num_tokens: int, *, filled: bool = False
+        self, entry: RequestBlocks, request: Any, num_tokens: int, *, filled: bool = False
     ) -> None:
         """Register blocks that are `filled` already, or that the open step computes."""
         end = num_tokens // self.block_size * self.block_size
-        if end <= row.published:
+        if end <= entry.published:
             return
         if self.events is not None:
             self.events.collect(self.kv.take_events())
         try:
-            tokens = self._tokens(request, row.known, end) if end > row.known else None
-            remappings = row.sequence.publish(end - row.published, tokens)
+            tokens = self._tokens(request, entry.known, end) if end > entry.known else None
+            remappings = entry.sequence.publish(end - entry.published, tokens)
         except (OverflowError, TokenError):
-            row.next_publish = NEVER
+            entry.next_publish = NEVER
             return
         if self.events is not None:
             self.events.collect(self.kv.take_events(), request.session_id)
         if self._in_step and not filled:
-            first, last = row.published // self.block_size, end // self.block_size
-            self._fresh.update(row.blocks[first:last])
-        row.published, row.known = end, max(row.known, end)
-        row.next_publish = end + self.block_size
+            first, last = entry.published // self.block_size, end // self.block_size
+            self._fresh.update(entry.blocks[first:last])
+        entry.published, entry.known = end, max(entry.known, end)
+        entry.next_publish = end + self.block_size
         if remappings:
-            self._keep(request.request_id, row, remappings)
+            self._keep(request.request_id, entry, remappings)
 
     # -- merges and copies --------------------------------------------------------------------
 
-    def _keep(self, request_id: str, row: RequestBlocks, redirects: list[Remapping]) -> None:
+    def _keep(self, request_id: str, entry: RequestBlocks, redirects: list[Remapping]) -> None:
         """Allocate the merged blocks again: the workers still use them.
 
         They were freed last, so they are allocated first.
         """
         missing = {redirect.old_block for redirect in redirects}
-        others: list[Sequence] = []  # other blocks, allocated on the way
+        unrelated: list[Sequence] = []  # other blocks, allocated on the way
         while missing:
             sequence = self.kv.sequence([0])
             answer = sequence.extend(1)
             if not isinstance(answer, Extended):
                 raise RuntimeError(f"merged blocks {sorted(missing)} of {request_id} are lost")
             [block] = answer.blocks[0]
-            (row.keepers if block in missing else others).append(sequence)
+            (entry.keepers if block in missing else unrelated).append(sequence)
             missing.discard(block)
-        for sequence in reversed(others):
+        for sequence in reversed(unrelated):
             sequence.free()
-        row.merges += [(redirect.index, redirect.new_block) for redirect in redirects]
-        row.merged_in_step = self._step
-        self._merged[request_id] = row
+        entry.merges += [(redirect.index, redirect.new_block) for redirect in redirects]
+        entry.merged_in_step = self._step
+        self._merged[request_id] = entry
 
-    def merged_rows(self, running: Iterable[Any]) -> dict[str, list[int]]:
+    def merged_tables(self, running: Iterable[Any]) -> dict[str, list[int]]:
         """New block tables of running requests with merged blocks; releases the merged blocks.
 
         Call it with the step's blocks, if the workers replace a request's table before they run the
@@ -361,15 +361,15 @@ class Tables:
         """
         tables: dict[str, list[int]] = {}
         for request in running if self._merged else ():
-            row = self._merged.get(request.request_id)
-            if row is None or row.merged_in_step == self._step:
+            entry = self._merged.get(request.request_id)
+            if entry is None or entry.merged_in_step == self._step:
                 continue
-            for index, block in row.merges:
-                row.blocks[index] = block
-            row.free_merged()
-            row.merges.clear()
+            for index, block in entry.merges:
+                entry.blocks[index] = block
+            entry.free_merged()
+            entry.merges.clear()
             del self._merged[request.request_id]
-            tables[request.request_id] = row.blocks.copy()
+            tables[request.request_id] = entry.blocks.copy()
         return tables
 
     def take_copies(self) -> list[tuple[int, int, Pin]]:
@@ -389,7 +389,7 @@ class Tables:
         copy = self._copies.pop(request_id, None)
         if copy is not None:
             copy[2].release()
-        return self.rows.pop(request_id, None)
+        return self.entries.pop(request_id, None)
 
     def clear(self) -> int:
         """Evict all cached blocks, if no request holds any. Returns the number of held blocks."""

@@ -28,13 +28,13 @@ def network_of(host: str) -> str:
 class ConnectionLimits:
     """The open connections of a server. For one thread.
 
-    At most `most` connections are served, of which one address has at most `most_pending` that
-    have not sent a valid request yet.
+    At most `max_connections` are served, of which one address has at most `max_pending` that have
+    not sent a valid request yet.
     """
 
-    def __init__(self, most: int = 1024, most_pending: int | None = None) -> None:
-        self._most = most
-        self._most_pending = max(1, most // 2) if most_pending is None else most_pending
+    def __init__(self, max_connections: int = 1024, max_pending: int | None = None) -> None:
+        self._max_connections = max_connections
+        self._max_pending = max(1, max_connections // 2) if max_pending is None else max_pending
         self._num_served = 0
         self._pending: Counter[str] = Counter()
         self._reserved: OrderedDict[object, Callable[[], None]] = OrderedDict()
@@ -44,10 +44,10 @@ class ConnectionLimits:
 
         False, and not counted, if it exceeds a limit.
         """
-        if self._num_served >= self._most:
+        if self._num_served >= self._max_connections:
             return False
         if network is not None:
-            if self._pending[network] >= self._most_pending:
+            if self._pending[network] >= self._max_pending:
                 return False
             self._pending[network] += 1
         self._num_served += 1

@@ -56,7 +56,7 @@ class EngineClient(Protocol):
 
     @property
     def max_pinned_blocks(self) -> int:
-        """The most blocks that all pins of callers keep; 0: there are none."""
+        """Maximum number of blocks that all pins of callers keep; 0: there are no pins."""
         ...
 
     def describe(self) -> dict[str, object]:

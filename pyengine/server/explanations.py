@@ -74,25 +74,25 @@ class RecentExplanations:
     )
 
     def put(
-        self, key: bytes, name: str, client_id: str | None, place: int, cache: CacheExplanation
+        self, key: bytes, name: str, client_id: str | None, index: int, cache: CacheExplanation
     ) -> None:
         """Keep the explanation of a prompt. The oldest request of the key is forgotten for it."""
         calls = self._calls[key]
         _, prompts = calls.setdefault(name, (client_id, {}))
-        prompts[place] = cache
+        prompts[index] = cache
         if len(calls) > _KEPT:
             calls.popitem(last=False)
 
-    def find(self, key: bytes, wanted: str, disclosure: Disclosure) -> RequestCache | None:
+    def find(self, key: bytes, request_id: str, disclosure: Disclosure) -> RequestCache | None:
         """The explanations of the key's newest request with an id, by the rules; None without one.
 
         The id is that of the response, or the client's own.
         """
-        name = wanted.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        name = request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
         for known, (client_id, prompts) in reversed(self._calls.get(key, {}).items()):
-            if name == known or wanted == client_id:
-                places = range(max(prompts) + 1)
-                caches = [prompts.get(place) for place in places]
+            if name == known or request_id == client_id:
+                indices = range(max(prompts) + 1)
+                caches = [prompts.get(index) for index in indices]
                 shown = [None if cache is None else disclosure.of(cache) for cache in caches]
-                return RequestCache(id=wanted, prompts=shown)
+                return RequestCache(id=request_id, prompts=shown)
         return None

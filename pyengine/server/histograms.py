@@ -25,7 +25,7 @@ SEQUENCE_BUCKETS = (1, 2, 5, 10, 20)
 
 
 def one_two_five(limit: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, 50, ... up to `most`."""
+    """1, 2, 5, 10, 20, 50, ... up to `limit`."""
     steps = (digit * 10**power for power in range(len(str(limit))) for digit in (1, 2, 5))
     return tuple(step for step in steps if step <= limit)
 
@@ -91,9 +91,9 @@ class TokenGaps:
             live = set(rows)
             live -= self._gone
             self._gone.clear()
-            both = live & self._live
-            if both:
-                self._histogram.add(now - self._last, len(both))
+            continuing = live & self._live
+            if continuing:
+                self._histogram.add(now - self._last, len(continuing))
             self._change(live, now)
         self._rows, self._live, self._last = rows, live, now
         self._gone.update(ended)

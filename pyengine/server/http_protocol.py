@@ -26,7 +26,7 @@ _http_log.setLevel(logging.ERROR)
 _SLICE = 1 << 12
 """Bytes that are parsed at once. Headers are parsed without what follows them."""
 _END_OF_HEAD = b"\r\n\r\n"
-_MOST_HELD = 1 << 16
+_MAX_BACKLOG = 1 << 16
 """Received bytes that wait for an earlier request, above which no more are received."""
 MAX_HEADERS = 1000
 """Headers of a request, trailers included."""
@@ -42,7 +42,7 @@ _RESERVE_SECONDS = 1.0
 
 
 class _Stage(Enum):
-    """What the client sends next."""
+    """The part of a request that comes next."""
 
     HEAD = auto()
     BODY = auto()
@@ -84,7 +84,7 @@ class _Flow(FlowControl):
     def resume_reading(self) -> None:
         """See uvicorn."""
         self._parse()
-        if len(self._backlog) <= _MOST_HELD:
+        if len(self._backlog) <= _MAX_BACKLOG:
             super().resume_reading()
 
 
@@ -111,7 +111,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._network: str | None = None
         self._is_counted = self._is_pending = self._is_refused = False
         self._keeps_alive = True
-        self._resuming = self._is_body_wanted = False
+        self._resuming = self._is_body_awaited = False
         self._error: ApiError | None = None
         self._num_headers = self._num_parts = self._num_body_bytes = self._num_other_bytes = 0
         self._framing = b""
@@ -241,7 +241,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stage = _Stage.HEAD
         self._backlog += data
         self._parse()
-        if len(self._backlog) > _MOST_HELD:
+        if len(self._backlog) > _MAX_BACKLOG:
             self.flow.pause_reading()
         self._set_timer()
 
@@ -257,7 +257,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _parse_body(self) -> None:
         """Parse the body of the current request, which the application waits for."""
         if self._stage is _Stage.BODY and not self.transport.is_closing():
-            self._is_body_wanted = True
+            self._is_body_awaited = True
             self._parse()
 
     def _parse(self) -> None:
@@ -270,7 +270,7 @@ class LimitedProtocol(HttpToolsProtocol):
             if self._stage is not _Stage.BODY:
                 end = self._backlog.find(_END_OF_HEAD, 0, _SLICE)
                 size = end + len(_END_OF_HEAD) if end >= 0 else _SLICE
-            elif not self._is_body_wanted:
+            elif not self._is_body_awaited:
                 return
             piece = bytes(self._backlog[:size])
             del self._backlog[:size]
@@ -330,7 +330,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._check_head()
         self._stage = _Stage.BODY
-        self._is_body_wanted = False
+        self._is_body_awaited = False
         self.scope[ADMIT] = self._admit  # type: ignore[literal-required]
         if not self._is_counted:
             self.limits.release(self)

@@ -95,12 +95,12 @@ class Traffic:
         if caller.is_admin:
             yield from self._of_all(model_name)
         names = list(self.keys) if caller.is_admin else [caller.name]
-        for each in fields(KeyCounts):
+        for counter in fields(KeyCounts):
             family = CounterMetricFamily(
-                f"pyengine:key_{each.name}", _HELP[each.name], labels=["model_name", "key"]
+                f"pyengine:key_{counter.name}", _HELP[counter.name], labels=["model_name", "key"]
             )
             for name in names:
-                family.add_metric([model_name, name], getattr(self.keys[name], each.name))
+                family.add_metric([model_name, name], getattr(self.keys[name], counter.name))
             yield family
 
     def _of_all(self, model_name: str) -> Iterator[Metric]:

@@ -102,7 +102,7 @@ def one_copy_settled() -> type:
 
 def without_merges(world: World) -> World:
     """The workers do not learn of copies, so these stay until their requests end."""
-    world.manager.merged_rows = lambda running: {}
+    world.manager.merged_tables = lambda running: {}
     return world
 
 

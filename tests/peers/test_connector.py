@@ -44,7 +44,7 @@ def drive_with_aborts(world: ConnectedWorld, seed: int, count: int) -> None:
 def check_all_is_closed(world: ConnectedWorld) -> None:
     """No load, no request that is sent, no block of a request."""
     assert not (world.connector.loading or world.connector.sending)
-    assert not (world.manager._loads or world.manager.tables.rows)
+    assert not (world.manager._loads or world.manager.tables.entries)
     check_nothing_is_held(world)
 
 

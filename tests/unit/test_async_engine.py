@@ -73,31 +73,31 @@ def test_items_are_what_was_asked_for(kind: RequestOutputKind, model: FakeModel)
             return [item async for item in engine.generate([1, 2], params)]
 
     items, expected = asyncio.run(main()), continued([1, 2], 20)
-    found = [item.outputs[0].token_ids for item in items]
+    results = [item.outputs[0].token_ids for item in items]
     match kind:
         case RequestOutputKind.CUMULATIVE:
-            assert all(tokens == expected[: len(tokens)] for tokens in found)
-            assert found[-1] == expected
+            assert all(tokens == expected[: len(tokens)] for tokens in results)
+            assert results[-1] == expected
         case RequestOutputKind.DELTA:
-            assert functools.reduce(operator.iadd, found, []) == expected
+            assert functools.reduce(operator.iadd, results, []) == expected
         case RequestOutputKind.FINAL_ONLY:
-            assert found == [expected]
+            assert results == [expected]
     assert [item.finished for item in items] == [False] * (len(items) - 1) + [True]
 
 
 def test_a_slow_reader_finds_what_came_meanwhile_in_one_item(model: FakeModel) -> None:
     async def main() -> list[list[int]]:
         async with model.async_engine() as engine:
-            stream, found = engine.generate([1, 2], DELTAS), []
+            stream, results = engine.generate([1, 2], DELTAS), []
             async for item in stream:
-                found.append(item.outputs[0].token_ids)
+                results.append(item.outputs[0].token_ids)
                 while engine.stats().num_running:  # the others, and this one, go on
                     await asyncio.sleep(0.001)
-            return found
+            return results
 
-    found = asyncio.run(main())
-    assert functools.reduce(operator.iadd, found, []) == continued([1, 2], 20)
-    assert len(found) <= 2  # one, where it came too late for the first
+    results = asyncio.run(main())
+    assert functools.reduce(operator.iadd, results, []) == continued([1, 2], 20)
+    assert len(results) <= 2  # one, where it came too late for the first
 
 
 def test_what_a_step_gave_is_read_before_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,9 +222,9 @@ def test_a_deadline_ends_what_waits_and_what_runs(monkeypatch: pytest.MonkeyPatc
                 *(last_of(engine.generate([at], endless, deadline=end)) for at in (1, 2))
             )
             for prompt, output in zip((1, 2), outputs, strict=True):
-                one = output.outputs[0]
-                assert (one.finish_reason, one.stop_reason) == ("abort", "deadline")
-                assert one.token_ids == continued([prompt], len(one.token_ids))
+                completion = output.outputs[0]
+                assert (completion.finish_reason, completion.stop_reason) == ("abort", "deadline")
+                assert completion.token_ids == continued([prompt], len(completion.token_ids))
             assert outputs[0].outputs[0].token_ids
             assert outputs[1].outputs[0].token_ids == []  # there was no slot
             assert outputs[1].metrics.scheduled_time is None
@@ -322,20 +322,20 @@ def test_who_runs_or_was_preempted_does_not_count_as_waiting(
 ) -> None:
     model = FakeModel(monkeypatch, num_blocks=12, max_model_len=48)
     gate = Gate(model.bench)
-    most = SamplingParams(temperature=0, ignore_eos=True, max_tokens=38)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=38)
 
     async def main() -> None:
         async with model.async_engine(max_num_waiting=1) as engine, asyncio.timeout(10):
             streams = []
             for prompt in ([1, 2], [3, 4], [5, 6]):
-                streams.append(engine.submit([engine.request(prompt, most)]))
+                streams.append(engine.submit([engine.request(prompt, params)]))
                 await anext(aiter(streams[-1]))
             while not engine.stats().num_waiting:
                 await asyncio.sleep(0)
             await asyncio.to_thread(gate.close)
-            streams.append(engine.submit([engine.request([7, 8], most)]))
+            streams.append(engine.submit([engine.request([7, 8], params)]))
             with pytest.raises(QueueFullError, match="1 requests wait and max_num_waiting=1"):
-                engine.submit([engine.request([9], most)])
+                engine.submit([engine.request([9], params)])
             gate.is_open.set()
             for prompt, stream in zip(([1, 2], [3, 4], [5, 6], [7, 8]), streams, strict=True):
                 items = [item async for item in stream]
@@ -353,14 +353,14 @@ def test_smaller_priorities_first(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> list[int]:
         ended: list[int] = []
 
-        async def one(priority: int) -> None:
+        async def answer(priority: int) -> None:
             await last_of(engine.generate([priority + 50], GREEDY, priority=priority))
             ended.append(priority)
 
         async with model.async_engine() as engine:
             running = engine.generate([1], LONG)
             await anext(running)
-            tasks = [asyncio.ensure_future(one(priority)) for priority in (5, 0, 9, -3)]
+            tasks = [asyncio.ensure_future(answer(priority)) for priority in (5, 0, 9, -3)]
             await asyncio.sleep(0.01)
             await running.aclose()  # type: ignore[attr-defined]
             await asyncio.gather(*tasks)
@@ -570,14 +570,14 @@ def test_what_ends_all_requests_is_logged_with_its_traceback_once(
     async def main() -> None:
         async with model.async_engine() as engine:
             readers = [last_of(engine.generate([at], GREEDY)) for at in range(9)]
-            found = await asyncio.gather(*readers, return_exceptions=True)
-            assert {type(match) for match in found} >= {type(error)}
+            results = await asyncio.gather(*readers, return_exceptions=True)
+            assert {type(match) for match in results} >= {type(error)}
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
     assert "a step failed for all requests" in caplog.text
-    found = [record.exc_info[1] for record in caplog.records if record.exc_info]
-    assert found == [error]
+    results = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    assert results == [error]
 
 
 def test_a_dead_engine_says_so_to_everybody(model: FakeModel) -> None:
@@ -605,12 +605,12 @@ def test_a_dead_engine_says_so_to_everybody(model: FakeModel) -> None:
 
 
 def test_two_event_loops_share_one_engine(model: FakeModel) -> None:
-    engine, found = model.async_engine(), {}
+    engine, results = model.async_engine(), {}
 
     def loop(first: int) -> None:
         async def main() -> None:
             prompts = [[first, at] for at in range(10)]
-            found[first] = await asyncio.gather(
+            results[first] = await asyncio.gather(
                 *(last_of(engine.generate(prompt, GREEDY)) for prompt in prompts)
             )
 
@@ -623,7 +623,7 @@ def test_two_event_loops_share_one_engine(model: FakeModel) -> None:
         thread.join(60)
     engine.close()
     for first in (1, 2):
-        for at, output in enumerate(found[first]):
+        for at, output in enumerate(results[first]):
             assert output.outputs[0].token_ids == continued([first, at], 8)
 
 

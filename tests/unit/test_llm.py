@@ -96,13 +96,13 @@ class Ends:
 def test_each_of_two_streams_has_its_own_answer(model: FakeModel) -> None:
     llm = model.llm()
     streams = llm.stream([1, 2], GREEDY), llm.stream([5], GREEDY)
-    found: tuple[list[Any], list[Any]] = [], []
+    results: tuple[list[Any], list[Any]] = [], []
     for pair in zip_longest(*streams):
-        for items, item in zip(found, pair, strict=True):
+        for items, item in zip(results, pair, strict=True):
             items.extend([item] if item is not None else [])
-    for items, prompt in zip(found, ([1, 2], [5]), strict=True):
+    for items, prompt in zip(results, ([1, 2], [5]), strict=True):
         expected = continued(prompt, 8)
-        for (tokens,) in map(tokens_of, ([each_item] for each_item in items)):
+        for (tokens,) in map(tokens_of, ([item] for item in items)):
             assert tokens == expected[: len(tokens)]
         assert items[-1].finished and tokens_of([items[-1]]) == [expected]
 
@@ -156,8 +156,8 @@ def test_several_threads_each_get_their_own(model: FakeModel) -> None:
         return tokens_of(llm.generate([prompt], GREEDY, use_tqdm=False))[0]
 
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(generate, prompts))
-    assert found == [continued(prompt, 8) for prompt in prompts]
+        results = list(pool.map(generate, prompts))
+    assert results == [continued(prompt, 8) for prompt in prompts]
 
 
 def test_threads_stream_batch_and_leave_at_once(model: FakeModel) -> None:
@@ -247,10 +247,10 @@ def test_a_second_ctrl_c_does_not_wait_and_leaves_none_of_50_000(
 
 def test_the_engines_thread_does_not_wait_for_itself(model: FakeModel) -> None:
     """As an observer or a finalizer would have it."""
-    llm, found = model.llm(), list[Any]()
+    llm, results = model.llm(), list[Any]()
 
     def call() -> None:
-        found.append(llm.stats().num_running)
+        results.append(llm.stats().num_running)
         with pytest.raises(RuntimeError, match="cannot wait for its own steps"):
             llm.generate([[5]], GREEDY, use_tqdm=False)
         with pytest.raises(RuntimeError, match="cannot wait for its own steps"):
@@ -258,13 +258,13 @@ def test_the_engines_thread_does_not_wait_for_itself(model: FakeModel) -> None:
 
     at_a_step(model, 1, call)
     assert tokens_of(llm.generate([[1]], GREEDY, use_tqdm=False)) == [continued([1], 8)]
-    assert found == [1]
+    assert results == [1]
 
 
 def test_a_signal_handler_may_generate(model: FakeModel) -> None:
-    llm, found = model.llm(), list[Any]()
+    llm, results = model.llm(), list[Any]()
     previous = signal.signal(
-        signal.SIGUSR1, lambda *_: found.extend(llm.generate([[5]], GREEDY, use_tqdm=False))
+        signal.SIGUSR1, lambda *_: results.extend(llm.generate([[5]], GREEDY, use_tqdm=False))
     )
     main = threading.main_thread().ident or 0
     at_a_step(model, 3, lambda: signal.pthread_kill(main, signal.SIGUSR1))
@@ -273,7 +273,7 @@ def test_a_signal_handler_may_generate(model: FakeModel) -> None:
     finally:
         signal.signal(signal.SIGUSR1, previous)
     assert tokens_of(outputs) == [continued([1], 190)]
-    assert tokens_of(found) == [continued([5], 8)]
+    assert tokens_of(results) == [continued([5], 8)]
 
 
 def test_a_closed_llm_aborts_what_runs_and_takes_no_more(model: FakeModel) -> None:

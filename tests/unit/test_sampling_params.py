@@ -225,7 +225,7 @@ def test_many_stop_strings_and_biases_cost_little() -> None:
     assert (len(params.stop), len(params.stop_token_ids)) == (10**5, 10**5)
 
 
-FIELDS = [each_field.name for each_field in dataclasses.fields(SamplingParams)]
+FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -17,7 +17,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "text"),
+    ("value", "kind", "text"),
     [
         ({"json": SCHEMA}, "json", json.dumps(SCHEMA)),
         ({"json": json.dumps(SCHEMA)}, "json", json.dumps(SCHEMA)),
@@ -27,18 +27,18 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"grammar": 'start: "a"'}, "grammar", 'start: "a"'),
     ],
 )
-def test_what_is_compiled(given: dict[str, Any], kind: str, text: str) -> None:
-    asked = StructuredOutputs(**given)
-    assert (asked.field, asked.kind, asked.text) == (next(iter(given)), kind, text)
-    assert hash(asked) == hash(StructuredOutputs(**given))
-    assert SamplingParams(structured_outputs=asked).structured_outputs is asked
+def test_what_is_compiled(value: dict[str, Any], kind: str, text: str) -> None:
+    constraint = StructuredOutputs(**value)
+    assert (constraint.field, constraint.kind, constraint.text) == (next(iter(value)), kind, text)
+    assert hash(constraint) == hash(StructuredOutputs(**value))
+    assert SamplingParams(structured_outputs=constraint).structured_outputs is constraint
 
 
 def test_a_schema_that_the_caller_changes_later_stays_as_it_was() -> None:
     schema: dict[str, Any] = {"type": "object"}
-    asked = StructuredOutputs(json=schema)
+    constraint = StructuredOutputs(json=schema)
     schema["type"] = "array"
-    assert asked.json == '{"type": "object"}'
+    assert constraint.json == '{"type": "object"}'
 
 
 def nested(depth: int, kind: str) -> str:
@@ -49,16 +49,16 @@ def nested(depth: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("value", "words"),
     [
         ({}, "structured_outputs has nothing: give exactly one of json, regex, choice"),
         ({"json": {}, "regex": "a"}, "structured_outputs has json and regex: give exactly one"),
         ({"json_object": False}, "structured_outputs.json_object=False is not allowed"),
-        ({"json": "{"}, "structured_outputs.json is no JSON"),
+        ({"json": "{"}, "structured_outputs.json is not JSON"),
         ({"json": "[]"}, "a JSON schema: an object, or its text"),
         ({"json": 3}, "structured_outputs.json=3 is not allowed"),
-        ({"json": {"const": float("nan")}}, "structured_outputs.json is no JSON"),
-        ({"json": {"const": {1}}}, "structured_outputs.json is no JSON"),
+        ({"json": {"const": float("nan")}}, "structured_outputs.json is not JSON"),
+        ({"json": {"const": {1}}}, "structured_outputs.json is not JSON"),
         ({"json": {"const": "\ud800"}}, None),
         ({"json": '{"const": "\ud800"}'}, "without surrogates"),
         ({"json": nested(MAX_FORMAT_DEPTH, "json")}, "more deeply than 64"),
@@ -75,12 +75,12 @@ def nested(depth: int, kind: str) -> str:
         ({"choice": ["a" * 40_000, "b" * 40_000]}, "has 80000 bytes"),
     ],
 )
-def test_refusals_say_what_is_wrong(given: dict[str, Any], words: str | None) -> None:
+def test_refusals_say_what_is_wrong(value: dict[str, Any], words: str | None) -> None:
     if words is None:  # json.dumps writes it as an escape, which is JSON
-        StructuredOutputs(**given)
+        StructuredOutputs(**value)
         return
     with pytest.raises(InvalidRequestError) as caught:
-        StructuredOutputs(**given)
+        StructuredOutputs(**value)
     assert words in str(caught.value)
     assert len(str(caught.value)) < 400
 

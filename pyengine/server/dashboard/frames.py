@@ -39,8 +39,8 @@ def _column(data: bytes) -> Ints:
 
 def _packed(wide: list[Ints], narrow: list[npt.NDArray[Any]]) -> str:
     """Encode columns for the page: 16-bit ones, then 8-bit ones, values saturated."""
-    columns = [np.minimum(each, 0xFFFF).astype("<u2") for each in wide]
-    columns += [np.minimum(each, 0xFF).astype(np.uint8) for each in narrow]
+    columns = [np.minimum(column, 0xFFFF).astype("<u2") for column in wide]
+    columns += [np.minimum(column, 0xFF).astype(np.uint8) for column in narrow]
     flat = b"".join([column.tobytes() for column in columns])
     return base64.b64encode(zlib.compress(flat, 1)).decode()
 
@@ -68,8 +68,8 @@ class Tree:
         """Split the nodes of a snapshot at the positions to which children are attached."""
         # Node 0 means none; it is its own parent.
         parents, attached, lengths = (
-            np.concatenate([[0], _column(each)])
-            for each in (pool.parents, pool.parent_indices, pool.lengths)
+            np.concatenate([[0], _column(data)])
+            for data in (pool.parents, pool.parent_indices, pool.lengths)
         )
         depths, roots = _depths(parents, attached)
         nodes, indices = _column(pool.nodes), _column(pool.node_indices)
@@ -235,7 +235,7 @@ def _namespaces(pool: PoolSnapshot, tree: Tree) -> tuple[list[dict[str, Any]], I
         int(np.append(tree.roots, [0, *(at for at, _ in names)]).max()) + 1, np.int64
     )
     held = [(int(counts[at]) if at < len(counts) else 0, at, name) for at, name in names]
-    held.sort(key=lambda each: (-each[0], each[2]))
+    held.sort(key=lambda entry: (-entry[0], entry[2]))
     spaces: list[dict[str, Any]] = []
     for number, (blocks, at, name) in enumerate(held, start=1):
         numbers[at] = min(number, MAX_NAMESPACES + 1)

@@ -38,7 +38,7 @@ class ViewedEngine(Protocol):
 
     tokenizer: Any
 
-    async def view(self, most_requests: int = ...) -> EngineView:
+    async def view(self, max_requests: int = ...) -> EngineView:
         """See `AsyncEngine.view`."""
         ...
 
@@ -59,10 +59,10 @@ class FrameBroadcaster(ABC):
         self.num_polls = 0
 
     @abstractmethod
-    async def poll(self, is_wanted: Callable[[], bool]) -> tuple[str | None, float]:
+    async def poll(self, is_needed: Callable[[], bool]) -> tuple[str | None, float]:
         """The current frame and the processor seconds it took.
 
-        The frame is None if it has not changed and `is_wanted()` is false.
+        The frame is None if it has not changed and `is_needed()` is false.
         """
 
     @property
@@ -144,12 +144,12 @@ class EngineBroadcaster(FrameBroadcaster):
         self._frames = FrameMaker(_about(engine, model_name), decode)
         self._last: object = None
 
-    async def poll(self, is_wanted: Callable[[], bool]) -> tuple[str | None, float]:
+    async def poll(self, is_needed: Callable[[], bool]) -> tuple[str | None, float]:
         """See `FrameBroadcaster`. A frame changes only if a counter does."""
         view = await self._engine.view(MAX_REQUESTS)
         stats = view.stats
         now = (stats.counters, stats.num_running, stats.num_waiting, str(stats.usage))
-        if now == self._last and not is_wanted():
+        if now == self._last and not is_needed():
             return None, 0.0
         self._last = now
         return await asyncio.to_thread(self._timed_frame, view)

@@ -176,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
         answer, names = answers[name]
         try:
             query = parse_qs(url.query)
-            text = answer(*(int(query[each][0]) for each in names))
+            text = answer(*(int(query[name][0]) for name in names))
         except (KeyError, ValueError, KvError) as error:
             return self.send_error(HTTPStatus.BAD_REQUEST, explain=str(error))
         return self._answer(text, "application/json")

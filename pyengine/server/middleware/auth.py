@@ -28,17 +28,17 @@ def callers(settings: ServerSettings) -> list[Caller]:
 
     is_alone = len(settings.api_key) == 1 and not settings.admin_key
     clients = [
-        Caller(key.encode(), f"{place}", is_alone, limit, tenant(f"{place}"))
-        for place, key in enumerate(settings.api_key, start=1)
+        Caller(key.encode(), f"{number}", is_alone, limit, tenant(f"{number}"))
+        for number, key in enumerate(settings.api_key, start=1)
     ]
     admins = [
         Caller(
             key.encode(),
-            f"admin-{place}",
+            f"admin-{number}",
             max_priority=math.inf,
-            tenant=tenant(f"admin-{place}"),
+            tenant=tenant(f"admin-{number}"),
         )
-        for place, key in enumerate(settings.admin_key, start=1)
+        for number, key in enumerate(settings.admin_key, start=1)
     ]
     return clients + admins
 

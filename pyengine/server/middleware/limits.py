@@ -73,14 +73,14 @@ class InflightBytes:
     """
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._most = settings.max_inflight_bytes
-        self._most_of_key = self._most // 2 if len(settings.keys) > 1 else self._most
+        self._max_total = settings.max_inflight_bytes
+        self._max_of_key = self._max_total // 2 if len(settings.keys) > 1 else self._max_total
         self._of_keys: Counter[str] = Counter()
 
     def have_room(self, key: str, count: int) -> bool:
         """True if `count` further bytes are within the limits."""
-        is_fair = self._of_keys[key] + count <= self._most_of_key
-        return is_fair and self._of_keys.total() + count <= self._most
+        is_fair = self._of_keys[key] + count <= self._max_of_key
+        return is_fair and self._of_keys.total() + count <= self._max_total
 
     def add(self, key: str, count: int) -> None:
         """Count received bytes, or released ones if negative."""

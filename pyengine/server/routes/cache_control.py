@@ -49,12 +49,12 @@ def cache_marks(messages: Sequence[Mapping[str, Any]]) -> list[CacheMark] | None
     for at, message in enumerate(messages):
         content = message.get("content")
         parts = content if isinstance(content, list) else []
-        places: list[tuple[Any, int | None]] = [
+        controls: list[tuple[Any, int | None]] = [
             (part.get("cache_control"), number)
             for number, part in enumerate(parts)
             if isinstance(part, Mapping)
         ]
-        for control, number in [*places, (message.get("cache_control"), None)]:
+        for control, number in [*controls, (message.get("cache_control"), None)]:
             if control is None:
                 continue
             seconds = seconds_of(control)

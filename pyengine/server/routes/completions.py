@@ -59,8 +59,8 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
             for prompt in prompts
         ]
         if body.echo:
-            most = context.max_model_len - 1
-            kept = [list(params.truncated(prompt, most)) for prompt in several]
+            longest = context.max_model_len - 1
+            kept = [list(params.truncated(prompt, longest)) for prompt in several]
             has_text = body.detokenize is not False
             echoes.extend([_Echo.of(tokenizer if has_text else None, ids) for ids in kept])
         return several

@@ -38,7 +38,7 @@ class Aborted(ServerModel):
 
 @router.get("/load")
 async def load(request: Request, context: Context) -> Load:
-    """The current load of the server, or with a client's key that of its own requests."""
+    """The current load of the server, or with a client's key that of its requests."""
     caller = caller_of(request.scope)
     is_whole = caller.is_admin
     stats = context.engine.stats() if is_whole else context.engine.load_of(caller.tenant)
@@ -71,4 +71,4 @@ async def abort_requests(body: AbortRequest, request: Request, context: Context)
     calls = context.calls_of(caller, body.request_ids)
     ids = {name for several in calls.values() for call in several for name in call.request_ids}
     await asyncio.gather(*(context.engine.abort(name) for name in ids))
-    return Aborted(aborted=[wanted for wanted, several in calls.items() if several])
+    return Aborted(aborted=[request_id for request_id, several in calls.items() if several])

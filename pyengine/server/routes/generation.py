@@ -123,14 +123,14 @@ async def begin(
             context.engine.request(
                 ids,
                 params,
-                name if len(prompts) == 1 else f"{name}-{place}",
+                name if len(prompts) == 1 else f"{name}-{index}",
                 cache_salt=salt,
                 priority=body.priority,
                 tenant=caller.tenant,
                 cache_hints=hints,
                 thinking=details.thinking,
             )
-            for place, ids in enumerate(prompts)
+            for index, ids in enumerate(prompts)
         ]
         for state in requests:
             check_length(body, state)
@@ -234,7 +234,7 @@ class UsageCounter:
         if self.restored:
             details.restored_tokens = self.restored
         if self.call.explains_cache:
-            details.cache = [self.caches.get(place) for place in sorted(self.prompt)]
+            details.cache = [self.caches.get(index) for index in sorted(self.prompt)]
         if self.pin_refused is not None:
             details.pin_refused = self.pin_refused
         return Usage(
@@ -271,7 +271,7 @@ async def answer(
         if len(pieces) == 1:
             return Response(pieces[0], headers=call.headers, media_type="application/json")
         headers = {**call.headers, "Content-Length": f"{sum(map(len, pieces))}"}
-        return StreamingResponse(_each(pieces), headers=headers, media_type="application/json")
+        return StreamingResponse(_iterated(pieces), headers=headers, media_type="application/json")
 
     return await unless_gone(request, run())
 
@@ -305,7 +305,7 @@ async def _outputs_of(call: Call) -> list[RequestOutput]:
         outputs = {item.index: item async for item in call.stream}
     finally:
         call.finish()
-    return [outputs[place] for place in range(len(outputs))]
+    return [outputs[index] for index in range(len(outputs))]
 
 
 class EventStream(StreamingResponse):
@@ -325,7 +325,7 @@ class EventStream(StreamingResponse):
             self._call.finish()
 
 
-async def _each(pieces: Sequence[bytes]) -> AsyncIterator[bytes]:
+async def _iterated(pieces: Sequence[bytes]) -> AsyncIterator[bytes]:
     for piece in pieces:
         yield piece
 

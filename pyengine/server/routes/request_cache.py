@@ -18,12 +18,12 @@ async def request_cache(request_id: str, request: Request, context: Context) -> 
     The id is that of the response, or the client's own. Each key finds its own requests only.
     """
     key = caller_of(request.scope).key
-    found = context.explanations.find(key, request_id, context.disclosure)
-    if found is None:
+    cache = context.explanations.find(key, request_id, context.disclosure)
+    if cache is None:
         raise ApiError(
             404,
             f"no recent request of this key has the id {request_id[:200]!r}, or it has no output "
             "yet; the last 256 are kept",
             code="request_not_found",
         )
-    return found
+    return cache

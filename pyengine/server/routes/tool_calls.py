@@ -164,12 +164,12 @@ def _schema(functions: Sequence[Function]) -> dict[str, Any]:
     calls = []
     for function in functions:
         parameters = _parameters(function)
-        for place in ("$defs", "definitions"):
-            for name, definition in dict(parameters.pop(place, {})).items():
-                if definitions.setdefault(place, {}).setdefault(name, definition) != definition:
+        for keyword in ("$defs", "definitions"):
+            for name, definition in dict(parameters.pop(keyword, {})).items():
+                if definitions.setdefault(keyword, {}).setdefault(name, definition) != definition:
                     raise ApiError(
                         400,
-                        f"tools: two tools define {name!r} differently in {place}: rename one",
+                        f"tools: two tools define {name!r} differently in {keyword}: rename one",
                         param="tools",
                     )
         calls.append(
@@ -211,8 +211,8 @@ class ToolParser:
         parts: list[Part] = []
         while True:
             mark = _CLOSE if self._is_in_call else _OPEN
-            before, found, after = self._text.partition(mark)
-            if not found:
+            before, tag, after = self._text.partition(mark)
+            if not tag:
                 break
             self._text = after
             if self._is_in_call:
@@ -270,7 +270,7 @@ def _end_of_certain(text: str) -> int:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
@@ -285,7 +285,7 @@ def _decoded(text: str) -> Any:
 def _members(text: str) -> dict[str, str]:
     """The members of a JSON object as JSON texts, unchanged. Raises `ValueError`."""
     if not isinstance(_decoded(text), dict):
-        raise ValueError("no JSON object")
+        raise ValueError("not a JSON object")
 
     def skip(at: int) -> int:
         match = _SPACE.match(text, at)
@@ -316,5 +316,5 @@ def _arguments(text: str) -> str:
     if value is None:
         return "{}"
     if not isinstance(value, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("not a JSON object")
     return text

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_BOTH = (COMPLETIONS, CHAT)
+_ROUTES = (COMPLETIONS, CHAT)
 
 Predicate: TypeAlias = Callable[[Any, Any], bool]
 """A condition on the value of a field and the whole body."""
@@ -35,7 +35,7 @@ class FieldRule:
     name: str
     effect: Effect
     note: str
-    routes: tuple[str, ...] = _BOTH
+    routes: tuple[str, ...] = _ROUTES
     special: str = ""
     special_effect: Effect = Effect.IGNORED
     is_special: Predicate | None = None
@@ -334,7 +334,9 @@ def _all() -> Iterator[FieldRule]:
         yield from rules
 
 
-_BY_ROUTE = {route: {rule.name: rule for rule in _all() if route in rule.routes} for route in _BOTH}
+_BY_ROUTE = {
+    route: {rule.name: rule for rule in _all() if route in rule.routes} for route in _ROUTES
+}
 
 
 def field_tables() -> Iterator[str]:
@@ -354,7 +356,7 @@ def field_tables() -> Iterator[str]:
 
 
 def _row(name: str) -> str:
-    rules = [_BY_ROUTE[route].get(name) for route in _BOTH]
+    rules = [_BY_ROUTE[route].get(name) for route in _ROUTES]
     notes = list(dict.fromkeys(rule.note for rule in rules if rule is not None and rule.note))
     note = notes[0] if len(notes) == 1 else "; in chats: ".join(notes)
     return f"| `{name}` | {_cell(rules[0])} | {_cell(rules[1])} | {note} |"

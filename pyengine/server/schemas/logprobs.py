@@ -22,7 +22,7 @@ Entries = Sequence[Mapping[int, Logprob] | None]
 
 
 def _value(entry: Logprob) -> float:
-    return max(_MIN_LOGPROB, entry.logprob)  # in this order it is no NaN
+    return max(_MIN_LOGPROB, entry.logprob)  # in this order it is not NaN
 
 
 def _text(token: int, entry: Logprob, as_ids: bool | None) -> str:
@@ -108,9 +108,9 @@ def chat_logprobs(
             assert candidates is not None
             ranked = sorted(candidates.items(), key=lambda item: item[1].rank)[:top]
             chosen = _top(token, candidates[token], as_ids)
-            others = [_top(other, entry, as_ids) for other, entry in ranked]
+            tops = [_top(other, entry, as_ids) for other, entry in ranked]
             yield TokenLogprob(
-                token=chosen.token, logprob=chosen.logprob, bytes=chosen.bytes, top_logprobs=others
+                token=chosen.token, logprob=chosen.logprob, bytes=chosen.bytes, top_logprobs=tops
             )
 
     return ChatLogprobs(content=items(len(token_ids), content))

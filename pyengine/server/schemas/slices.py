@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-_to_json = partial(to_json, inf_nan_mode="null")  # as pydantic's models do: NaN is no JSON
+_to_json = partial(to_json, inf_nan_mode="null")  # as pydantic's models do: NaN is not JSON
 _ITEMS_AT_ONCE = 32
 """Items that are serialized by one call, which holds the interpreter's lock."""
 _FEW_ITEMS = 16

@@ -21,13 +21,13 @@ class GroupView:
     def req_to_blocks(self) -> dict[str, list["PoolBlock"]]:
         """The blocks of each request."""
         pool = self.manager.block_pool.blocks
-        ids = {name: self.manager.get_block_ids(name)[0] for name in self.manager.tables.rows}
+        ids = {name: self.manager.get_block_ids(name)[0] for name in self.manager.tables.entries}
         return {name: [pool[block] for block in blocks] for name, blocks in ids.items()}
 
     @property
     def num_cached_block(self) -> dict[str, int]:
         """The number of registered blocks of each request."""
-        rows = self.manager.tables.rows
+        rows = self.manager.tables.entries
         return {name: self.manager.get_blocks(name).num_cached for name in rows}
 
 

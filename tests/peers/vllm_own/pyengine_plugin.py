@@ -30,7 +30,7 @@ def engage() -> None:
     insides: Any = importlib.import_module("insides")  # beside this file
     own = module.KVCacheManager
     integration.install()
-    module.KVCacheManager = integration.manager_in_place_of(own)
+    module.KVCacheManager = integration.manager_factory(own)
     initialise = KVCacheManager.__init__
 
     def noted(self: Any, *args: Any, **settings: Any) -> None:

@@ -36,12 +36,12 @@ class Sequence:
         return -(-len(self.token_ids) // self.block_size)
 
 
-def schedule(manager: BlockManager, seq: Sequence, most: int = 1000) -> int:
+def schedule(manager: BlockManager, seq: Sequence, budget: int = 1000) -> int:
     """Its first prefill; how many blocks were cached."""
     cached = manager.can_allocate(seq)
     if cached >= 0:
         manager.allocate(seq, cached)
-        seq.num_scheduled_tokens = min(len(seq) - seq.num_cached_tokens, most)
+        seq.num_scheduled_tokens = min(len(seq) - seq.num_cached_tokens, budget)
     return cached
 
 
@@ -104,7 +104,7 @@ def test_two_prompts_of_one_batch_share() -> None:
 def test_a_chunk_that_is_not_scheduled_is_not_shared() -> None:
     manager = BlockManager(8, 4)
     first, second = Sequence(list(range(12))), Sequence(list(range(12)))
-    schedule(manager, first, most=5)
+    schedule(manager, first, budget=5)
     assert manager.can_allocate(second) == 1
     finish(manager, first, None)
     first.num_scheduled_tokens = 4

@@ -74,9 +74,9 @@ def test_numbers_of_images_are_above_all_tokens() -> None:
     tokens = images.tokens(request, 0, 10)
     assert [token for token in tokens if token < FIRST_PSEUDO_TOKEN] == [0, 1, 6, 7, 8, 9]
     assert images.tokens(request, 3, 6) == tokens[3:6]
-    found = images.placeholder(tokens[4])
-    assert found is not None
-    assert (found.identifier, found.offset, found.token) == ("cat", -2, 4)
+    placeholder = images.placeholder(tokens[4])
+    assert placeholder is not None
+    assert (placeholder.identifier, placeholder.offset, placeholder.token) == ("cat", -2, 4)
     assert images.placeholder(5) is None
 
 

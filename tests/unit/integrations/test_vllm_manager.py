@@ -17,12 +17,12 @@ def make(num_blocks: int = 20, **settings: Any) -> KVCacheManager:
 
 
 def admit(
-    manager: KVCacheManager, request: Request, most: int = 1000, **more: Any
+    manager: KVCacheManager, request: Request, budget: int = 1000, **more: Any
 ) -> Blocks | None:
     """As the Scheduler does it, for a chunk of at most so many tokens."""
-    found, hit, _ = manager.get_computed_blocks(request)
-    count = min(request.num_tokens - hit, most)
-    blocks = manager.allocate_slots(request, count, hit, found, **more)
+    cached, hit, _ = manager.get_computed_blocks(request)
+    count = min(request.num_tokens - hit, budget)
+    blocks = manager.allocate_slots(request, count, hit, cached, **more)
     if blocks is not None:
         manager.record_prefix_cache_stats(request, hit)
         request.num_computed_tokens = hit + count
@@ -65,9 +65,9 @@ def test_signatures_are_vllms() -> None:
 def test_everything_that_the_scheduler_uses_is_there() -> None:
     manager = make()
     for use in recorded()["uses"]:
-        found: Any = manager
+        cached: Any = manager
         for name in use.split("."):
-            found = getattr(found, name)
+            cached = getattr(cached, name)
 
 
 def test_the_fake_request_has_vllms_names() -> None:
@@ -101,8 +101,8 @@ def test_a_prefix_is_shared_from_its_allocation_on() -> None:
     manager = make()
     first, second = Request("a", list(range(10))), Request("b", [*range(8), 50, 51])
     admit(manager, first)
-    found, hit, boundary = manager.get_computed_blocks(second)
-    assert (found.get_block_ids(), hit, boundary) == (([1, 2],), 8, 0)
+    cached, hit, boundary = manager.get_computed_blocks(second)
+    assert (cached.get_block_ids(), hit, boundary) == (([1, 2],), 8, 0)
     admit(manager, second)
     assert table(manager, second) == [1, 2, 4]
     assert manager.estimate_cached_tokens(second) == 8
@@ -115,8 +115,8 @@ def test_a_full_hit_computes_one_token_into_a_copy() -> None:
     manager = make()
     first, second = Request("a", list(range(12))), Request("b", list(range(12)))
     admit(manager, first)
-    found, hit, _ = manager.get_computed_blocks(second)
-    assert (found.get_block_ids(), hit) == (([1, 2, 3],), 11)
+    cached, hit, _ = manager.get_computed_blocks(second)
+    assert (cached.get_block_ids(), hit) == (([1, 2, 3],), 11)
     assert admit(manager, second).get_block_ids() == ([4],)
     assert table(manager, second) == [1, 2, 4]
     copies, retained = manager.take_kv_cache_block_copies()
@@ -227,13 +227,13 @@ def test_duplicates_stay_with_their_request_until_the_workers_know() -> None:
     manager.new_step_starts()
     admit(manager, first)
     admit(manager, second)
-    assert manager.merged_rows([first, second]) == {}
+    assert manager.merged_tables([first, second]) == {}
     manager.take_new_block_ids()
     assert (table(manager, first), table(manager, second)) == ([1, 2], [3, 4])
     assert held(manager) == 4
     manager.new_step_starts()
     decode(manager, first), decode(manager, second)
-    assert manager.merged_rows([first, second]) == {"b": [1, 2, 6]}
+    assert manager.merged_tables([first, second]) == {"b": [1, 2, 6]}
     manager.take_new_block_ids()
     assert table(manager, second) == [1, 2, 6]
     assert held(manager) == 4
@@ -323,14 +323,14 @@ def test_a_look_up_of_another_time() -> None:
     manager = make(num_blocks=7)
     first, second, third = (Request(name, list(range(8))) for name in "abc")
     admit(manager, first)
-    found, hit, _ = manager.get_computed_blocks(second)
+    cached, hit, _ = manager.get_computed_blocks(second)
     manager.get_computed_blocks(third)
-    assert manager.allocate_slots(second, 1, hit, found) is not None  # looked up again
+    assert manager.allocate_slots(second, 1, hit, cached) is not None  # looked up again
     manager.free(first), manager.free(second)
-    found, hit, _ = manager.get_computed_blocks(third)
+    cached, hit, _ = manager.get_computed_blocks(third)
     assert manager.reset_prefix_cache()
     with pytest.raises(RuntimeError, match="had 7 cached tokens at look-up and has 0 now"):
-        manager.allocate_slots(third, 1, hit, found)
+        manager.allocate_slots(third, 1, hit, cached)
     assert manager.allocate_slots(third, 8) is not None
     manager.free(third)
     assert held(manager) == 0
@@ -398,13 +398,13 @@ def test_a_call_for_nothing_is_refused() -> None:
 
 def load(manager: KVCacheManager, request: Request, count: int, **more: Any) -> Blocks | None:
     """As the Scheduler does it: a connector loads `count` tokens asynchronously."""
-    found, hit, _, diverged = manager.get_computed_blocks_for_connector(request)
+    cached, hit, _, diverged = manager.get_computed_blocks_for_connector(request)
     assert not diverged
     blocks = manager.allocate_slots(
         request,
         0,
         hit,
-        found,
+        cached,
         num_external_computed_tokens=count,
         delay_cache_blocks=True,
         **more,
@@ -485,14 +485,14 @@ def test_a_load_is_held_after_an_abort_until_it_is_freed() -> None:
 def test_a_load_after_a_hit_that_is_cut_to_whole_blocks() -> None:
     manager, first, second = make(), Request("a", list(range(8))), Request("b", list(range(8)))
     admit(manager, first)
-    found, hit, _ = manager.get_computed_blocks(second)
+    cached, hit, _ = manager.get_computed_blocks(second)
     assert hit == 7
-    whole = manager.truncate_computed_blocks(found, 4)
+    whole = manager.truncate_computed_blocks(cached, 4)
     assert whole.get_block_ids() == ([1],)
     assert whole.new_empty().get_block_ids() == ([],)
     settings: dict[str, Any] = {"num_external_computed_tokens": 4, "delay_cache_blocks": True}
     with pytest.raises(ValueError, match="inside a block"):
-        manager.allocate_slots(second, 0, 7, found, **settings)
+        manager.allocate_slots(second, 0, 7, cached, **settings)
     manager.allocate_slots(second, 0, 4, whole, **settings)
     assert table(manager, second) == [1, 3]
     assert manager.take_kv_cache_block_copies() == ([], [])

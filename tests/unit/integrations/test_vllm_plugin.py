@@ -96,8 +96,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(plugin, "state", plugin.State())
     monkeypatch.setenv(plugin.SWITCH, "1")
-    found: ModuleType = modules["vllm.v1.core.sched.scheduler"]
-    return found
+    scheduler: ModuleType = modules["vllm.v1.core.sched.scheduler"]
+    return scheduler
 
 
 def test_the_entry_point_is_the_plugins() -> None:
@@ -107,7 +107,7 @@ def test_the_entry_point_is_the_plugins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("switch", "plugins", "wanted"),
+    ("switch", "plugins", "expected"),
     [
         (None, None, False),
         ("1", None, True),
@@ -118,13 +118,13 @@ def test_the_entry_point_is_the_plugins() -> None:
     ],
 )
 def test_it_is_off_unless_asked_for(
-    monkeypatch: pytest.MonkeyPatch, switch: str | None, plugins: str | None, wanted: bool
+    monkeypatch: pytest.MonkeyPatch, switch: str | None, plugins: str | None, expected: bool
 ) -> None:
     for name, value in ((plugin.SWITCH, switch), ("VLLM_PLUGINS", plugins)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
-    assert plugin.wanted() is wanted
+    assert plugin.is_enabled() is expected
 
 
 def test_off_touches_nothing(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,13 +224,13 @@ def test_what_is_in_scope(more: dict[str, Any], engine: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("reason", "more", "engine"), OUT_OF_SCOPE)
 def test_what_is_out_of_scope(reason: str, more: dict[str, Any], engine: dict[str, Any]) -> None:
     groups, host, retention = (more.pop(name, None) for name in ("groups", "host", "retention"))
-    given = settings(**more)
-    given["kv_cache_config"].kv_cache_groups *= groups or 1
-    given["kv_cache_config"].prefix_cache_retention_interval = retention
-    given["kv_cache_config"].hisparse_host_num_blocks = host
-    found = plugin.out_of_scope(given, scheduler_of(engine), CLASSES)
-    assert found is not None
-    assert reason in found
+    manager_settings = settings(**more)
+    manager_settings["kv_cache_config"].kv_cache_groups *= groups or 1
+    manager_settings["kv_cache_config"].prefix_cache_retention_interval = retention
+    manager_settings["kv_cache_config"].hisparse_host_num_blocks = host
+    actual = plugin.out_of_scope(manager_settings, scheduler_of(engine), CLASSES)
+    assert actual is not None
+    assert reason in actual
 
 
 def duplicates(scheduler: Any) -> tuple[Any, Any]:

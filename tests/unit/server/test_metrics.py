@@ -71,12 +71,12 @@ class Scraped:
         self.samples = [sample for family in self.families for sample in family.samples]
 
     def value(self, name: str, **labels: str) -> float:
-        [found] = [
+        [metric] = [
             sample.value
             for sample in self.samples
             if sample.name == name and sample.labels == {**LABELS, **labels}
         ]
-        return float(found)
+        return float(metric)
 
     def bounds(self, name: str) -> list[str]:
         return [sample.labels["le"] for sample in self.samples if sample.name == f"{name}_bucket"]
@@ -156,9 +156,9 @@ def test_names_labels_and_buckets_are_those_of_vllm(monkeypatch: pytest.MonkeyPa
     for name in COUNTERS:
         scraped.value(f"vllm:{name}_total")
     for name, bounds in BUCKETS.items():
-        found = scraped.bounds(f"vllm:{name}")
-        assert [float(bound) for bound in found[:-1]] == [float(bound) for bound in bounds.split()]
-        assert found[-1] == "+Inf"
+        actual = scraped.bounds(f"vllm:{name}")
+        assert [float(bound) for bound in actual[:-1]] == [float(bound) for bound in bounds.split()]
+        assert actual[-1] == "+Inf"
     types = {family.name: family.type for family in scraped.families}
     assert types["vllm:cache_config_info"] == "gauge"
     assert types["vllm:request_success"] == "counter"
@@ -201,14 +201,14 @@ def test_tokens_that_were_drafted_count(monkeypatch: pytest.MonkeyPatch, depth: 
     scraped, stats = run.finish(), run.bench.engine.stats()
     assert scraped.value("vllm:generation_tokens_total") == sum(run.tokens()) == 6 * 8
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    found = [scraped.value(f"vllm:spec_decode_{name}_total") for name in names]
+    values = [scraped.value(f"vllm:spec_decode_{name}_total") for name in names]
     counters = stats.counters
-    assert found == [
+    assert values == [
         stats.num_drafts,
         counters["draft_tokens"],
         counters["accepted_draft_tokens"],
     ]
-    assert all(found)
+    assert all(values)
 
 
 def test_aborted_requests_count_what_they_got(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
@@ -323,9 +323,11 @@ def test_every_query_of_the_board_finds_its_metric(monkeypatch: pytest.MonkeyPat
     run = Run(monkeypatch)
     run.bench.submit({"one": [1, 2, 3]})
     there = {sample.name for sample in run.finish().samples}
-    asked = [name for query in queries() for name in re.findall(r"\b(?:vllm|pyengine):\w+", query)]
-    assert len(asked) >= 20
-    assert set(asked) <= there
+    queried = [
+        name for query in queries() for name in re.findall(r"\b(?:vllm|pyengine):\w+", query)
+    ]
+    assert len(queried) >= 20
+    assert set(queried) <= there
 
 
 def test_a_step_of_the_same_rows_takes_the_same_time_for_all(

@@ -31,11 +31,11 @@ def values(text: str, name: str) -> dict[str, float]:
 
 
 def value(text: str, name: str, **labels: str) -> float:
-    wanted = {f'{key}="{each}"' for key, each in labels.items()}
-    found = [
-        count for label, count in values(text, name).items() if wanted <= set(label.split(","))
+    labelled = {f'{key}="{label}"' for key, label in labels.items()}
+    lines = [
+        count for label, count in values(text, name).items() if labelled <= set(label.split(","))
     ]
-    return sum(found)
+    return sum(lines)
 
 
 def with_lifespan(client: Client, use: Callable[[httpx2.AsyncClient], Awaitable[Any]]) -> Any:

@@ -80,18 +80,18 @@ def naive_pieces(manager: BlockManager) -> dict[int, int]:
     """Of each block with a content the contents before it, going up branch by branch."""
     pool = manager.snapshot()
     nodes, indices, parents, attached = (
-        np.frombuffer(each, np.uint32).tolist()
-        for each in (pool.nodes, pool.node_indices, pool.parents, pool.parent_indices)
+        np.frombuffer(column, np.uint32).tolist()
+        for column in (pool.nodes, pool.node_indices, pool.parents, pool.parent_indices)
     )
-    found = {}
+    pieces = {}
     for block, node in enumerate(nodes):
         depth, at = indices[block] - 1, node
         while at:
             depth += attached[at - 1]
             at = parents[at - 1]
         if node:
-            found[block] = depth
-    return found
+            pieces[block] = depth
+    return pieces
 
 
 @pytest.mark.parametrize("seed", range(20))

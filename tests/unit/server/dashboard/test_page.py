@@ -186,9 +186,9 @@ def names_in_page() -> dict[str, set[str]]:
     """Fields of frames that the page reads."""
     html = files("pyengine.server.dashboard").joinpath("kv.html").read_text(encoding="utf-8")
     names = ("store", "about", "counters")
-    found = {name: set(re.findall(rf"\b{name}\.(\w+)", html)) for name in names}
-    assert all(found.values())
-    return found
+    fields = {name: set(re.findall(rf"\b{name}\.(\w+)", html)) for name in names}
+    assert all(fields.values())
+    return fields
 
 
 def test_the_page_is_there_without_data_and_guards_itself(

@@ -53,8 +53,8 @@ def test_an_admin_ends_any_request_and_a_client_its_own(tenants: Client) -> None
             await asyncio.sleep(0.001)
         answers = []
         for key in ("two", "root"):
-            asked = {"request_ids": ["mine"]}
-            answer = await http.post("/abort_requests", json=asked, headers=bearer(key))
+            ids = {"request_ids": ["mine"]}
+            answer = await http.post("/abort_requests", json=ids, headers=bearer(key))
             answers.append(answer.json()["aborted"])
         await first
         return answers
@@ -97,8 +97,8 @@ def test_keys_are_in_the_environment_of_every_server(
     assert client.get("/version").status_code == 401
     for key in ("one", "two", "root"):
         assert client.get("/version", headers=bearer(key)).status_code == 200
-    given = ServerSettings(api_key=("three",))
-    assert (given.api_key, given.admin_key) == (("three",), ("root",))
+    settings = ServerSettings(api_key=("three",))
+    assert (settings.api_key, settings.admin_key) == (("three",), ("root",))
 
 
 def test_a_key_is_a_clients_or_an_admins() -> None:

@@ -27,8 +27,8 @@ def body(mark: Any, *, part: bool = True) -> dict[str, Any]:
     return {"messages": messages, "max_tokens": 1, "temperature": 0}
 
 
-def chat(client: Client, asked: Any, **more: Any) -> Any:
-    return client.post(CHAT, asked, **more)
+def chat(client: Client, body_fields: Any, **more: Any) -> Any:
+    return client.post(CHAT, body_fields, **more)
 
 
 def pinned(engine: AsyncEngine) -> int:
@@ -80,9 +80,9 @@ def test_keys_have_equal_parts_of_the_quota(engine: AsyncEngine) -> None:
 
 
 def test_a_priority_keeps_a_request(client: Client, engine: AsyncEngine) -> None:
-    asked = {**body(None), "cache_priority": 3}
-    del asked["messages"][0]["content"][0]["cache_control"]
-    assert chat(client, asked).status_code == 200
+    request_body = {**body(None), "cache_priority": 3}
+    del request_body["messages"][0]["content"][0]["cache_control"]
+    assert chat(client, request_body).status_code == 200
     assert pinned(engine) > 0
     engine._engine_loop.enqueue(lambda: engine._pins.give_way(512))
     assert_soon(lambda: pinned(engine) == 0)
@@ -124,5 +124,5 @@ def test_a_prefix_is_what_both_conversations_begin_with() -> None:
 
 def test_the_last_four_marks_count() -> None:
     marks = [CacheMark(0, None, at) for at in range(9)]
-    found = pinned_prefixes([{"content": "a"}], marks, [1], lambda _: [1])
-    assert [seconds for _, seconds in found] == [5, 6, 7, 8]
+    prefixes = pinned_prefixes([{"content": "a"}], marks, [1], lambda _: [1])
+    assert [seconds for _, seconds in prefixes] == [5, 6, 7, 8]

@@ -125,10 +125,10 @@ def test_logprobs_are_those_of_the_engine(client: Client, engine: AsyncEngine) -
     expected = reference(engine, [USER], logprobs=3).outputs[0]
     (choice,) = client.chat([USER], logprobs=True, top_logprobs=3, **GREEDY)["choices"]
     content = choice["logprobs"]["content"]
-    for found, token, entries in zip(content, expected.token_ids, expected.logprobs, strict=True):
-        assert found["logprob"] == pytest.approx(entries[token].logprob)
-        assert bytes(found["bytes"]) == entries[token].token_bytes
-        values = [top["logprob"] for top in found["top_logprobs"]]
+    for entry, token, entries in zip(content, expected.token_ids, expected.logprobs, strict=True):
+        assert entry["logprob"] == pytest.approx(entries[token].logprob)
+        assert bytes(entry["bytes"]) == entries[token].token_bytes
+        values = [top["logprob"] for top in entry["top_logprobs"]]
         assert values == sorted(values, reverse=True) and len(values) == 3
     (choice,) = client.chat([USER], logprobs=True, **GREEDY)["choices"]
     assert [entry["top_logprobs"] for entry in choice["logprobs"]["content"]] == [[]] * 6
@@ -213,8 +213,8 @@ def test_the_usage_is_null_in_all_chunks_but_the_last(
     assert events
     assert [event["usage"] for event in events] == [None] * len(events)
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 8
-    both = {"include_usage": True, "continuous_usage_stats": True}
-    assert all(event["usage"] for event in client.events(path, {**body, "stream_options": both}))
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    assert all(event["usage"] for event in client.events(path, {**body, "stream_options": usage}))
     for options in ({"stream_options": None}, {"stream_options": {"include_usage": None}}, {}):
         assert not [event for event in client.events(path, {**body, **options}) if "usage" in event]
 

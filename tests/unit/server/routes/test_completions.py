@@ -64,10 +64,10 @@ def test_prompts_in_every_form(
     several = prompt if count > 1 else [prompt]
     answer = client.complete(prompt, n=2, return_token_ids=True, **GREEDY)
     assert [choice["index"] for choice in answer["choices"]] == list(range(2 * count))
-    for place, single in enumerate(several):
+    for number, single in enumerate(several):
         expected = reference(engine, single, n=2)
         for index in range(2):
-            choice = answer["choices"][place * 2 + index]
+            choice = answer["choices"][number * 2 + index]
             assert choice["token_ids"] == expected.outputs[index].token_ids
             assert choice["prompt_token_ids"] == expected.prompt_token_ids
     assert answer["usage"]["completion_tokens"] == 6 * 2 * count
@@ -151,28 +151,28 @@ def test_usage_in_every_item_of_a_stream(client: Client) -> None:
 def test_logprobs_are_those_of_the_engine(client: Client, engine: AsyncEngine) -> None:
     expected = reference(engine, TEXT, logprobs=3).outputs[0]
     (choice,) = client.complete(TEXT, logprobs=3, **GREEDY)["choices"]
-    found = choice["logprobs"]
-    assert found["token_logprobs"] == pytest.approx(
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"] == pytest.approx(
         [
             several[token].logprob
             for token, several in zip(expected.token_ids, expected.logprobs, strict=True)
         ]
     )
-    assert found["text_offset"][0] == 0
+    assert logprobs["text_offset"][0] == 0
     data = [
         several[token].token_bytes
         for token, several in zip(expected.token_ids, expected.logprobs, strict=True)
     ]
     lengths = [sum(byte & 0xC0 != 0x80 for byte in part) for part in data]
-    assert found["text_offset"] == [sum(lengths[:at]) for at in range(6)]
+    assert logprobs["text_offset"] == [sum(lengths[:at]) for at in range(6)]
 
 
 def test_the_likeliest_tokens_are_there(client: Client, engine: AsyncEngine) -> None:
     expected = reference(engine, TEXT, logprobs=3).outputs[0]
     fields = {"logprobs": 3, "return_tokens_as_token_ids": True, **GREEDY}
     (choice,) = client.complete(TEXT, **fields)["choices"]
-    for found, entries in zip(choice["logprobs"]["top_logprobs"], expected.logprobs, strict=True):
-        assert found == {
+    for top, entries in zip(choice["logprobs"]["top_logprobs"], expected.logprobs, strict=True):
+        assert top == {
             f"token_id:{token}": pytest.approx(entry.logprob) for token, entry in entries.items()
         }
 
@@ -181,12 +181,12 @@ def test_echo_has_the_log_probabilities_of_the_prompt(client: Client, engine: As
     expected = reference(engine, TEXT, prompt_logprobs=1)
     (choice,) = client.complete(TEXT, logprobs=1, echo=True, **GREEDY)["choices"]
     assert choice["text"] == TEXT + expected.outputs[0].text
-    found = choice["logprobs"]
+    logprobs = choice["logprobs"]
     count = len(expected.prompt_token_ids)
-    assert len(found["tokens"]) == count + 6
-    assert "".join(found["tokens"][:count]) == TEXT
-    assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
-    assert found["token_logprobs"][1:count] == pytest.approx(
+    assert len(logprobs["tokens"]) == count + 6
+    assert "".join(logprobs["tokens"][:count]) == TEXT
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    assert logprobs["token_logprobs"][1:count] == pytest.approx(
         [
             several[token].logprob
             for token, several in zip(
@@ -252,8 +252,8 @@ def test_the_longest_answer_of_a_server(engine: AsyncEngine) -> None:
     error = client.refusal("/v1/completions", {"prompt": [5], "max_tokens": 6})
     assert (error["param"], error["code"]) == ("max_tokens", "max_answer_tokens")
     assert "max_tokens=6" in error["message"] and "limit is 5" in error["message"]
-    for asked, num_tokens in ((5, 5), (None, 5), (0, 0)):
-        answer = client.complete([5], max_tokens=asked, ignore_eos=True)
+    for max_tokens, num_tokens in ((5, 5), (None, 5), (0, 0)):
+        answer = client.complete([5], max_tokens=max_tokens, ignore_eos=True)
         assert answer["usage"]["completion_tokens"] == num_tokens
         assert answer["choices"][0]["finish_reason"] == "length"
     message = [{"role": "user", "content": "x"}]
@@ -268,12 +268,12 @@ def test_prompt_logprobs_by_token_id(client: Client, engine: AsyncEngine) -> Non
     (choice,) = client.complete([5, 6, 7], prompt_logprobs=2, **GREEDY)["choices"]
     first, *rest = choice["prompt_logprobs"]
     assert first is None
-    for found, entries in zip(rest, expected.prompt_logprobs[1:], strict=True):
-        assert {int(token) for token in found} == set(entries)
+    for actual, entries in zip(rest, expected.prompt_logprobs[1:], strict=True):
+        assert {int(token) for token in actual} == set(entries)
         for token, entry in entries.items():
-            assert found[str(token)]["logprob"] == pytest.approx(entry.logprob)
-            assert found[str(token)]["rank"] == entry.rank
-            assert found[str(token)]["decoded_token"] == entry.decoded_token
+            assert actual[str(token)]["logprob"] == pytest.approx(entry.logprob)
+            assert actual[str(token)]["rank"] == entry.rank
+            assert actual[str(token)]["decoded_token"] == entry.decoded_token
 
 
 def test_tokens_as_ids(client: Client) -> None:
@@ -306,9 +306,9 @@ FIELDS: dict[str, Any] = {
 def test_every_sampling_parameter_reaches_the_engine(
     name: str, value: Any, client: Client, engine: AsyncEngine
 ) -> None:
-    given = {"temperature": 1.0, "seed": 3, "max_tokens": 24, "ignore_eos": True, name: value}
-    expected = alone(engine, TEXT, SamplingParams(**given))
-    answer = client.complete(TEXT, return_token_ids=True, **given)
+    fields = {"temperature": 1.0, "seed": 3, "max_tokens": 24, "ignore_eos": True, name: value}
+    expected = alone(engine, TEXT, SamplingParams(**fields))
+    answer = client.complete(TEXT, return_token_ids=True, **fields)
     (choice,) = answer["choices"]
     assert choice["token_ids"] == expected.outputs[0].token_ids
     assert choice["text"] == expected.outputs[0].text
@@ -425,9 +425,9 @@ def test_bytes_of_parts_of_characters_in_the_prompt(client: Client) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     body = {"prompt": text, "max_tokens": 0, "prompt_logprobs": 1}
     (choice,) = client.answer("/v1/completions", body)["choices"]
-    found = b"a"
+    data = b"a"
     for token, entries in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True):
         entry = entries[str(token)]
-        found += bytes(entry.get("bytes") or entry["decoded_token"].encode())
+        data += bytes(entry.get("bytes") or entry["decoded_token"].encode())
         assert ("bytes" in entry) == ("\ufffd" in entry["decoded_token"])
-    assert found.decode() == text
+    assert data.decode() == text

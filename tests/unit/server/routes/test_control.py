@@ -63,8 +63,8 @@ def test_a_call_is_aborted_by_the_id_of_its_answer(path: str, prefix: str, clien
         several = [asyncio.create_task(http.post(path, json=body)) for _ in range(2)]
         first, second = await until_live(client, 2)
         for name in (first, second):
-            asked = {"request_ids": [f"{prefix}{name}"]}
-            assert (await http.post("/abort_requests", json=asked)).json()["aborted"]
+            ids = {"request_ids": [f"{prefix}{name}"]}
+            assert (await http.post("/abort_requests", json=ids)).json()["aborted"]
         return await asyncio.gather(*several)
 
     for answer in client.run(use):

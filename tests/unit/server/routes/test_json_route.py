@@ -28,7 +28,7 @@ def size_of(value: Any) -> tuple[int, int, int]:
     if not isinstance(value, dict | list):
         return 0, 0, 0
     several = [*value, *value.values()] if isinstance(value, dict) else value
-    sizes = [size_of(each) for each in several]
+    sizes = [size_of(body) for body in several]
     own = (1, 0, max(0, len(value) - 1))
     return tuple(map(sum, zip(own, *sizes, strict=True)))  # type: ignore[return-value]
 
@@ -53,12 +53,12 @@ def test_counts_are_those_of_what_is_read(value: Any, slice: int) -> None:
             return True
 
     containers, num_texts, commas = counts
-    most_texts = 2 * num_texts
-    assert passes((containers, most_texts, commas))
+    max_texts = 2 * num_texts
+    assert passes((containers, max_texts, commas))
     if containers:
-        assert not passes((containers - 1, most_texts, commas))
+        assert not passes((containers - 1, max_texts, commas))
     if commas:
-        assert not passes((containers, most_texts, commas - 1))
+        assert not passes((containers, max_texts, commas - 1))
     if num_texts:
         assert not passes((containers, num_texts - 1, commas))
 
@@ -91,27 +91,29 @@ def test_no_list_has_an_error_for_each_of_its_items(model: type[ClientModel]) ->
                 model.model_validate({field.alias or name: value})
             except ValidationError as error:
                 of_field = [
-                    found_error for found_error in error.errors() if name in found_error["loc"]
+                    error_of_field
+                    for error_of_field in error.errors()
+                    if name in error_of_field["loc"]
                 ]
                 assert len(of_field) < 32, name
 
 
 def test_objects_have_no_more_fields_than_can_be_validated() -> None:
     check_items({"a": dict.fromkeys(range(MAX_FIELDS))})
-    for found in (
+    for field in (
         {"a": dict.fromkeys(range(MAX_FIELDS + 1))},
         {"a": [[dict.fromkeys(range(MAX_FIELDS + 1))]]},
         dict.fromkeys(map(str, range(MAX_FIELDS + 1))),
     ):
         with pytest.raises(ApiError, match="fields in one object"):
-            check_items(found)
+            check_items(field)
 
 
 def test_prompts_may_be_longer_than_anything_else() -> None:
     check_items({"prompt": [5] * (MAX_OTHER_ITEMS + 1), "tokens": [5] * (MAX_OTHER_ITEMS + 1)})
-    for found in ({"stop": [5] * (MAX_OTHER_ITEMS + 1)}, {"stop": [[5] * 1000] * 100}):
+    for body in ({"stop": [5] * (MAX_OTHER_ITEMS + 1)}, {"stop": [[5] * 1000] * 100}):
         with pytest.raises(ApiError, match="beside the prompt"):
-            check_items(found)
+            check_items(body)
 
 
 def test_every_model_of_a_route_is_looked_at() -> None:

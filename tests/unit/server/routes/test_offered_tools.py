@@ -245,7 +245,7 @@ def test_a_grammar_that_fails_while_it_runs_is_the_error_of_its_request(client: 
 
 @pytest.mark.parametrize("number", [b"1e999", b"-1e999", b"NaN", b"Infinity"])
 def test_no_number_is_infinite(number: bytes, client: Client) -> None:
-    """The template would write Infinity into the prompt, which is no JSON."""
+    """The template would write Infinity into the prompt, which is not JSON."""
     parameters = b'{"type":"object","properties":{"a":{"maximum":' + number + b"}}}"
     tools = b'[{"type":"function","function":{"name":"f","parameters":' + parameters + b"}}]"
     body = b'{"messages":[{"role":"user","content":"x"}],"max_tokens":1,"tools":' + tools + b"}"

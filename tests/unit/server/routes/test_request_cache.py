@@ -19,7 +19,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def prompt(length: int, start: int = 0) -> list[int]:
-    return [2 + (start + place) % 290 for place in range(length)]
+    return [2 + (start + index) % 290 for index in range(length)]
 
 
 @pytest.fixture
@@ -76,9 +76,9 @@ def test_a_request_is_found_by_its_own_id_and_by_the_response(exact: Client) -> 
     for name in (answer["id"], answer["id"].removeprefix("cmpl-"), "mine"):
         response = exact.get(f"/v1/requests/{name}/cache")
         assert response.status_code == 200, response.text
-        found = response.json()
-        assert found["id"] == name
-        assert [each["reason"] for each in found["prompts"]] == ["new", "below_one_block"]
+        explained = response.json()
+        assert explained["id"] == name
+        assert [cache["reason"] for cache in explained["prompts"]] == ["new", "below_one_block"]
     completed(exact, body)
     newest = exact.get("/v1/requests/mine/cache").json()
     assert newest["prompts"][0]["reason"] is None
@@ -103,22 +103,22 @@ def test_a_thousand_probes_learn_nothing_of_another_key(two_keys: Client) -> Non
     def answers(salt: str) -> list[Any]:
         several = [probes[first : first + 50] for first in range(0, len(probes), 50)]
         fields = {"cache_salt": salt, "explain_cache": True}
-        bodies = [{"prompt": each, **fields} for each in several]
-        found = [cache_of(completed(two_keys, body, ATTACKER)) for body in bodies]
-        return [_in_pool(cache) for each in found for cache in each]
+        bodies = [{"prompt": prompt, **fields} for prompt in several]
+        explanations = [cache_of(completed(two_keys, body, ATTACKER)) for body in bodies]
+        return [_in_pool(cache) for caches in explanations for cache in caches]
 
     before = answers("before")
     for length in (90, 50, 33):
         completed(two_keys, {"prompt": prompt(length)}, VICTIM)
         completed(two_keys, {"prompt": prompt(length), "cache_salt": "after"}, VICTIM)
     assert answers("after") == before
-    assert len({each["reason"] for each in before}) > 2  # they are not all alike
+    assert len({cache["reason"] for cache in before}) > 2  # they are not all alike
 
 
 def _in_pool(cache: Any) -> Any:
     """Without the split between the pool and the same step, which depends on time alone."""
-    both = cache["pool_tokens"] + cache["in_flight_tokens"]
-    return {**cache, "pool_tokens": both, "in_flight_tokens": 0}
+    reused = cache["pool_tokens"] + cache["in_flight_tokens"]
+    return {**cache, "pool_tokens": reused, "in_flight_tokens": 0}
 
 
 def explanation(**fields: Any) -> CacheExplanation:
@@ -174,8 +174,8 @@ def test_the_oldest_request_of_the_same_key_is_forgotten() -> None:
     for number in range(257):
         recent.put(b"own", f"call-{number}", None, 1, own)
     assert recent.find(b"own", "cmpl-call-0", rules) is None
-    found = recent.find(b"own", "chatcmpl-call-1", rules)
-    assert found is not None and found.prompts == [None, rules.of(own)]
+    request = recent.find(b"own", "chatcmpl-call-1", rules)
+    assert request is not None and request.prompts == [None, rules.of(own)]
     assert (
         recent.find(b"other", "first", rules) is not None
         and recent.find(b"own", "first", rules) is None

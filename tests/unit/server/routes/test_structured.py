@@ -24,8 +24,8 @@ DRAWN = {"max_tokens": 300, "temperature": 1, "seed": 3}
 
 
 def follows(text: str) -> bool:
-    found = json.loads(text)
-    return set(found) == {"a", "b"} and found["a"] in (True, False) and found["b"] in ("x", "y")
+    value = json.loads(text)
+    return set(value) == {"a", "b"} and value["a"] in (True, False) and value["b"] in ("x", "y")
 
 
 FORMS: dict[str, tuple[Any, Any]] = {

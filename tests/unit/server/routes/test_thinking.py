@@ -20,8 +20,8 @@ USER = {"role": "user", "content": "What is the capital of France?"}
 def folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
     """A model, and whether its template strips thinking."""
     path = tmp_path_factory.mktemp("thinks")
-    given = {"max_position_embeddings": 512, "dtype": "float32", "eos_token_id": 0}
-    save_tiny(path, vocab_size=chat.VOCAB_SIZE + 3, **given)
+    settings = {"max_position_embeddings": 512, "dtype": "float32", "eos_token_id": 0}
+    save_tiny(path, vocab_size=chat.VOCAB_SIZE + 3, **settings)
     save_tokenizer(path, chat.thinking_tokenizer(request.param))
     return path, request.param == chat.BEGINS_THINKING
 

@@ -112,8 +112,8 @@ def test_a_character_at_a_time(text: str) -> None:
 )
 def test_where_it_is_cut_makes_no_difference(words: list[str], cuts: list[int]) -> None:
     text = "".join(words)
-    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    pieces = [text[start:end] for start, end in itertools.pairwise(places)]
+    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    pieces = [text[start:end] for start, end in itertools.pairwise(bounds)]
     assert parse(pieces) == parse([text])
 
 

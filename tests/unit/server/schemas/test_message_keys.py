@@ -21,7 +21,7 @@ BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": [5, 6], "max_tokens": 2, "temperature": 0, "ignore_eos": True},
 }
 HEADER = "x-pyengine-ignored"
-BOTH = (CHAT, COMPLETIONS)
+ROUTES = (CHAT, COMPLETIONS)
 
 
 KEYS: dict[str, Any] = {

@@ -25,43 +25,43 @@ BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": [5, 6], "max_tokens": 2, "temperature": 0, "ignore_eos": True},
 }
 HEADER = "x-pyengine-ignored"
-BOTH = (CHAT, COMPLETIONS)
+ROUTES = (CHAT, COMPLETIONS)
 
 WITHOUT_EFFECT: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-    (BOTH, {"best_of": 1}),
-    (BOTH, {"best_of": 3, "n": 3}),
-    (BOTH, {"store": True}),
-    (BOTH, {"store": False}),
-    (BOTH, {"service_tier": "flex"}),
-    (BOTH, {"prompt_cache_key": "k"}),
-    (BOTH, {"prompt_cache_retention": "24h"}),
-    (BOTH, {"prompt_cache_options": {"mode": "explicit"}}),
-    (BOTH, {"safety_identifier": "s"}),
-    (BOTH, {"user": "u"}),
-    (BOTH, {"metadata": {"a": "b"}}),
-    (BOTH, {"modalities": ["text"]}),
-    (BOTH, {"prediction": {"type": "content", "content": "Paris"}}),
-    (BOTH, {"stop": ""}),
-    (BOTH, {"stop": ["", ""]}),
-    (BOTH, {"suffix": ""}),
-    (BOTH, {"use_beam_search": False}),
-    (BOTH, {"length_penalty": 2.0}),
-    (BOTH, {"watermarking": False}),
-    (BOTH, {"spaces_between_special_tokens": True}),
-    (BOTH, {"spaces_between_special_tokens": False}),
-    (BOTH, {"spaces_between_special_tokens": True, "skip_special_tokens": False}),
-    (BOTH, {"truncation_side": "left", "truncate_prompt_tokens": 5}),
-    (BOTH, {"truncation_side": "right"}),
-    (BOTH, {"media_io_kwargs": {}}),
-    (BOTH, {"mm_processor_kwargs": {"a": 1}}),
-    (BOTH, {"session_id": "s"}),
-    (BOTH, {"stream_interval": 5}),
-    (BOTH, {"routed_experts_prompt_start": 3}),
-    (BOTH, {"return_token_offsets": True}),
-    (BOTH, {"mm_payload": "none"}),
-    (BOTH, {"return_mm_kwargs": False}),
-    (BOTH, {"logprob_token_ids": []}),
-    (BOTH, {"vllm_xargs": {}}),
+    (ROUTES, {"best_of": 1}),
+    (ROUTES, {"best_of": 3, "n": 3}),
+    (ROUTES, {"store": True}),
+    (ROUTES, {"store": False}),
+    (ROUTES, {"service_tier": "flex"}),
+    (ROUTES, {"prompt_cache_key": "k"}),
+    (ROUTES, {"prompt_cache_retention": "24h"}),
+    (ROUTES, {"prompt_cache_options": {"mode": "explicit"}}),
+    (ROUTES, {"safety_identifier": "s"}),
+    (ROUTES, {"user": "u"}),
+    (ROUTES, {"metadata": {"a": "b"}}),
+    (ROUTES, {"modalities": ["text"]}),
+    (ROUTES, {"prediction": {"type": "content", "content": "Paris"}}),
+    (ROUTES, {"stop": ""}),
+    (ROUTES, {"stop": ["", ""]}),
+    (ROUTES, {"suffix": ""}),
+    (ROUTES, {"use_beam_search": False}),
+    (ROUTES, {"length_penalty": 2.0}),
+    (ROUTES, {"watermarking": False}),
+    (ROUTES, {"spaces_between_special_tokens": True}),
+    (ROUTES, {"spaces_between_special_tokens": False}),
+    (ROUTES, {"spaces_between_special_tokens": True, "skip_special_tokens": False}),
+    (ROUTES, {"truncation_side": "left", "truncate_prompt_tokens": 5}),
+    (ROUTES, {"truncation_side": "right"}),
+    (ROUTES, {"media_io_kwargs": {}}),
+    (ROUTES, {"mm_processor_kwargs": {"a": 1}}),
+    (ROUTES, {"session_id": "s"}),
+    (ROUTES, {"stream_interval": 5}),
+    (ROUTES, {"routed_experts_prompt_start": 3}),
+    (ROUTES, {"return_token_offsets": True}),
+    (ROUTES, {"mm_payload": "none"}),
+    (ROUTES, {"return_mm_kwargs": False}),
+    (ROUTES, {"logprob_token_ids": []}),
+    (ROUTES, {"vllm_xargs": {}}),
     ((CHAT,), {"verbosity": "low"}),
     ((CHAT,), {"include_reasoning": False}),
     ((CHAT,), {"echo": False}),
@@ -108,21 +108,21 @@ def test_a_strict_server_refuses_fields_without_effect(
 
 
 REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
-    (BOTH, {"best_of": 5}, "choose the best"),
-    (BOTH, {"best_of": 1, "n": 2}, "choose the best"),
-    (BOTH, {"modalities": ["audio"]}, "text"),
-    (BOTH, {"modalities": ["text", "audio"]}, "text"),
-    (BOTH, {"suffix": "end"}, "prompt only"),
-    (BOTH, {"use_beam_search": True}, "beam search"),
-    (BOTH, {"watermarking": True}, "watermark"),
-    (BOTH, {"spaces_between_special_tokens": False, "skip_special_tokens": False}, "space"),
-    (BOTH, {"truncation_side": "right", "truncate_prompt_tokens": 5}, "last tokens"),
-    (BOTH, {"logprob_token_ids": [5]}, "logprobs"),
-    (BOTH, {"vllm_xargs": {"a": 1}}, "extension"),
-    (BOTH, {"thinking_token_budget": 5}, "max_tokens"),
-    (BOTH, {"repetition_detection": {}}, "repetition"),
-    (BOTH, {"kv_transfer_params": {}}, "server"),
-    (BOTH, {"ec_transfer_params": {}}, "server"),
+    (ROUTES, {"best_of": 5}, "choose the best"),
+    (ROUTES, {"best_of": 1, "n": 2}, "choose the best"),
+    (ROUTES, {"modalities": ["audio"]}, "text"),
+    (ROUTES, {"modalities": ["text", "audio"]}, "text"),
+    (ROUTES, {"suffix": "end"}, "prompt only"),
+    (ROUTES, {"use_beam_search": True}, "beam search"),
+    (ROUTES, {"watermarking": True}, "watermark"),
+    (ROUTES, {"spaces_between_special_tokens": False, "skip_special_tokens": False}, "space"),
+    (ROUTES, {"truncation_side": "right", "truncate_prompt_tokens": 5}, "last tokens"),
+    (ROUTES, {"logprob_token_ids": [5]}, "logprobs"),
+    (ROUTES, {"vllm_xargs": {"a": 1}}, "extension"),
+    (ROUTES, {"thinking_token_budget": 5}, "max_tokens"),
+    (ROUTES, {"repetition_detection": {}}, "repetition"),
+    (ROUTES, {"kv_transfer_params": {}}, "server"),
+    (ROUTES, {"ec_transfer_params": {}}, "server"),
     ((CHAT,), {"audio": {"voice": "x", "format": "mp3"}}, "text"),
     ((CHAT,), {"moderation": {"model": "m"}}, "moderat"),
     ((CHAT,), {"web_search_options": {}}, "search"),
@@ -194,7 +194,7 @@ def test_an_empty_stop_among_others_stops_nothing(client: Client) -> None:
     assert client.answer(CHAT, {**body, "stop": ["", text[3]]})["choices"] == first
 
 
-@pytest.mark.parametrize("path", BOTH)
+@pytest.mark.parametrize("path", ROUTES)
 def test_without_detokenization_there_is_no_text(path: str, client: Client) -> None:
     body = {**BODIES[path], "return_token_ids": True, "logprobs": path == CHAT or 1}
     (expected,) = client.answer(path, body)["choices"]
@@ -235,7 +235,7 @@ def test_a_hint_leads_somewhere_else(path: str, name: str, hint: str, client: Cl
     assert error["param"] == name and hint in error["message"].partition(": ")[2]
 
 
-@pytest.mark.parametrize("path", [*BOTH, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("path", [*ROUTES, "/tokenize", "/detokenize"])
 def test_no_hint_suggests_the_word_that_was_sent(path: str, client: Client) -> None:
     known = {*api_fields.OPENAI_CHAT, *api_fields.OPENAI_COMPLETIONS}
     known |= {*api_fields.VLLM_CHAT, *api_fields.VLLM_COMPLETIONS, "request_ids", "tokens"}

@@ -38,6 +38,6 @@ def test_an_item_with_a_text_is_what_the_model_says(
     for make in (completion, chat):
         items = TextItems(make)
         for text in texts:
-            found = items.with_text(text)
-            assert json.loads(found) == json.loads(make(text).to_json())
-            assert "\n" not in found  # an item is a line
+            serialized = items.with_text(text)
+            assert json.loads(serialized) == json.loads(make(text).to_json())
+            assert "\n" not in serialized  # an item is a line

@@ -29,10 +29,10 @@ ALPHABET = ["a", "é", '"', "\\", "\u2028", "\U0001f600", "", None]
 def entries(count: int, top: int = 3) -> list[dict[int, Logprob] | None]:
     return [
         {
-            place + rank: Logprob(-1.5 * rank, rank + 1, ALPHABET[(place + rank) % len(ALPHABET)])
+            index + rank: Logprob(-1.5 * rank, rank + 1, ALPHABET[(index + rank) % len(ALPHABET)])
             for rank in range(top)
         }
-        for place in range(count)
+        for index in range(count)
     ]
 
 
@@ -117,8 +117,8 @@ def test_the_event_loop_runs_between_slices() -> None:
         thread.close()
         return task.result(), max(waits), len(waits)
 
-    found, longest, count = asyncio.run(main())
-    assert found == whole and json.loads(found)["choices"]
+    body, longest, count = asyncio.run(main())
+    assert body == whole and json.loads(body)["choices"]
     assert longest < max(0.1, at_once / 3) and count > 5
 
 
