@@ -1,7 +1,7 @@
 """Blocks that sequences of a step share, for a kernel that reads them once.
 
-Rows attend to the prefix that they share with others, then to the rest of their own sequence, and
-the results are merged by their logarithms of sums.
+Rows attend to the shared prefix, then to the rest of their sequence; the results are merged by
+their logarithms of sums.
 """
 
 from dataclasses import dataclass

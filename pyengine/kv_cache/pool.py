@@ -48,7 +48,7 @@ class KVCacheSpec:
 
     Keys and values may differ in dimension (multi-head latent attention). In 8-bit floats they
     are stored divided by `scale_k` and `scale_v`, constants of the whole tensor. In int8 each
-    head of a token has a scale of its own, whose bytes follow its numbers.
+    head of a token has a scale, whose bytes follow its numbers.
     """
 
     num_kv_heads: int

@@ -93,8 +93,8 @@ def _check_size(name: str, value: float, headers: WeightHeaders, path: Path) -> 
     if value > max_value:
         what = "positions" if _POSITIONS.search(name) else "the weights"
         raise ModelLoadError(
-            f"{path} says {name}={value}, which cannot be: {what} {why}; the file does not belong "
-            "to these weights, or is damaged"
+            f"{path} says {name}={value}, which these weights cannot have: {what} {why}; the file "
+            "belongs to other weights, or is damaged"
         )
 
 
@@ -183,6 +183,6 @@ def checked_sampling(fields: Mapping[str, Any], where: str) -> Mapping[str, obje
         SamplingParams(**fields)
     except (InvalidRequestError, TypeError) as error:
         raise ModelLoadError(
-            f"{where} sets what no request could ask for: {error}; correct the file or delete it"
+            f"{where} sets a value that no request may have: {error}; correct the file or delete it"
         ) from error
     return MappingProxyType(dict(fields))

@@ -27,7 +27,7 @@ def callable_model(model: Model) -> Model:
 class LoadedModel:
     """A causal language model, ready to run, with its tokenizer and its limits.
 
-    - `layers`: the attention of every layer that has a KV cache of its own, in order.
+    - `layers`: the attention of every layer that has its own KV cache, in order.
       The last `num_mtp_layers` of them predict tokens after the next one; then `model` is an
       `MTPModel`.
     - `tokenizer`: None for a folder without one: then prompts are token ids.

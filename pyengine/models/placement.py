@@ -101,7 +101,7 @@ def resolve_first_device(device: "str | torch.device", size: int) -> Device:
     request = f"tensor_parallel_size={size}, device={str(device)!r}"
     if first.type == "cuda" and first.index:
         raise ConfigurationError(
-            f"{request}: the processes take the devices from cuda:0 on; say device='cuda', and "
+            f"{request}: the processes take the devices from cuda:0 on; use device='cuda', and "
             "choose devices with CUDA_VISIBLE_DEVICES"
         )
     if first.type == "cuda" and size > count:

@@ -80,7 +80,7 @@ def is_installed(name: str) -> bool:
 def needs_extension(what: str) -> str:
     """The error message: `what` needs the Rust extension, which sources alone do not have."""
     return (
-        f"{what} needs pyengine._kv, the Rust extension, which is not built: say `make hello` in a "
+        f"{what} needs pyengine._kv, the Rust extension, which is not built: run `make hello` in a "
         f"checkout, or install a wheel of {DISTRIBUTION}"
     )
 
@@ -118,7 +118,7 @@ def needs_cluster_extra(what: str, missing: str) -> str:
 
 def _needs(what: str, missing: str, extra: str, *, command: str, extras: str) -> str:
     return (
-        f"{what} needs {missing}, of the extra {extra!r}: say `{command}` in a checkout, "
+        f"{what} needs {missing}, of the extra {extra!r}: run `{command}` in a checkout, "
         f"or pip install '{DISTRIBUTION.replace('-', '_')}-....whl[{extras}]' with the path of the "
         f"wheel ({DISTRIBUTION} is the name of the distribution; pyengine on PyPI is not this)"
     )

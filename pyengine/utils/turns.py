@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 class Turns:
-    """What each tenant has used of something that all of them share, in seconds.
+    """Seconds that each tenant has used of a shared resource.
 
     A tenant is never more than `max_lag` seconds behind the one that has used the most: unused
     time is not saved up beyond that, and a tenant that arrives starts that far behind. So no
@@ -19,7 +19,7 @@ class Turns:
         """Of tenants that are less than `max_lag` behind, and some others."""
         self._max_used = 0.0
         self._alone = 0.0
-        """What a tenant without others has used; it is charged when another one arrives."""
+        """Seconds that a tenant without others has used; charged when another one arrives."""
         self.are_several = False
         """True if more than one tenant has work."""
 
@@ -56,7 +56,7 @@ class Turns:
         self.are_several = False
 
     def used(self, tenant: bytes) -> float:
-        """What a tenant has used, in seconds from a common start."""
+        """Seconds that a tenant has used, from a common start."""
         floor = self._max_used - self._max_lag
         return max(self._used.get(tenant, floor), floor)
 

@@ -110,7 +110,7 @@ class Decoder:
         self.spec = spec
         self.kernels, self.rank = weights.kernels, weights.rank
         hidden, vocabulary = spec.hidden_size, spec.vocab_size
-        # A file that has a head of its own means it, whatever its configuration says.
+        # A head in the file is used, whatever the configuration says.
         is_tied = spec.is_tied and not weights.differs("head", "embedding", vocabulary, hidden)
         use: TableUse = "both" if is_tied else "lookup"
         self._embedding = table_of("embedding", weights, vocabulary, hidden, use)

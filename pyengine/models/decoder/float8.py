@@ -90,7 +90,7 @@ class Float8Product:
 
 
 class Float8SquareProduct:
-    """A matrix with scales of squares or of 128 inputs, multiplied as a group of its own."""
+    """A matrix with scales of squares or of 128 inputs, multiplied as a separate group."""
 
     def __init__(self, weight: Float8Weight, bias: torch.Tensor | None) -> None:
         self.codes, self.scales = weight.codes[None], weight.scales[None]

@@ -100,7 +100,7 @@ class GGUFStored(StoredTensor):
         return self.cut(array)
 
     def _only_rows(self) -> "GGUFStored":
-        """Its `rows` as a tensor of their own."""
+        """Its `rows` as a separate tensor."""
         assert self.rows is not None
         shape = (self.rows.stop - self.rows.start, self.shape[1])
         start = self.start + self.rows.start * (self.num_bytes // self.shape[0])

@@ -109,7 +109,7 @@ class _ArrayPlan:
 
 
 def attending_layers(spec: DecoderSpec, *, with_mtp_layers: bool = False) -> tuple[LayerNeeds, ...]:
-    """The attention of every layer that has a KV cache of its own, those for MTP last."""
+    """The attention of every layer that has its own KV cache, those for MTP last."""
     layers = [spec.layers[number] for number in spec.cached]
     return tuple(map(_needs, [*layers, *(spec.mtp_layers if with_mtp_layers else ())]))
 

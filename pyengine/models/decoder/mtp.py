@@ -47,7 +47,7 @@ class MTPLayer:
 
 
 class MTPLayers:
-    """The MTP layers of a model, in order. Their caches follow those of its own layers.
+    """The MTP layers of a model, in order. Their caches follow those of its layers.
 
     Building them reads their weights.
     """

@@ -43,7 +43,7 @@ class PackedStored(StoredTensor):
 
     @property
     def packed_as(self) -> str | None:
-        """See `StoredTensor.packed_as`; each matrix may have an order of inputs of its own."""
+        """See `StoredTensor.packed_as`; each matrix may have its own order of inputs."""
         if not self.is_whole:
             return None
         is_ordered = isinstance(self.layout, GroupLayout) and self.layout.has_order

@@ -127,7 +127,7 @@ class Attention:
     - `softcap`, `sinks`: as in `AttentionOptions`.
     - `value_norm`: a norm of each value head. `values_are_keys`: values are keys, before the norm
       and the rotation of those.
-    - `shares`: the layer whose keys and values it reads, instead of its own; None: none. That
+    - `shares`: the layer whose keys and values it reads; None: it has its own. That
       layer `is_shared`.
     """
 
@@ -217,7 +217,7 @@ class LatentAttention:
 
     @property
     def shares(self) -> int | None:
-        """Latent attention has keys and values of its own."""
+        """Latent attention has its own keys and values."""
         return None
 
     @property
@@ -382,7 +382,7 @@ class DecoderSpec:
 
     @property
     def cached(self) -> list[int]:
-        """The layers that have a cache of their own, in order: those of the pool."""
+        """The layers that have their own cache, in order: those of the pool."""
         return [number for number, layer in enumerate(self.layers) if layer.mixer.shares is None]
 
     @property

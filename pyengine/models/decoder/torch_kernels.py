@@ -313,7 +313,7 @@ class TorchKernels:
         return cap * torch.tanh(rows / cap)
 
     def _read(self, weight: Weight, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The numbers of a weight, in memory of their own."""
+        """A copy of a weight's numbers."""
         target = torch.empty(weight.shape, dtype=dtype or self.dtype, device=self.device)
         self._fill(target, weight)
         return target

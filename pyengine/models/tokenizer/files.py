@@ -236,7 +236,7 @@ def _set_prefix(backend: RustTokenizer, is_added: Any) -> None:
 
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> Templates:
-    """The chat templates: files of their own come first, then the configuration's."""
+    """The chat templates: separate files come first, then the configuration's."""
     templates = {
         path.stem: path.read_text("utf-8")
         for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))

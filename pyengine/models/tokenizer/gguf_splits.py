@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Split(NamedTuple):
-    """Expressions that split text one after the other: what matches is a piece of its own.
+    """Expressions that split text one after the other: a match is a separate piece.
 
     With `is_gpt2`, the pieces are split as GPT-2 does then. `starts_with_bos` is the default of
     `add_bos_token`. With `has_whole_words`, words of the vocabulary are not merged.

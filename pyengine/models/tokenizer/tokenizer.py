@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from pyengine.models.tokenizer.chat import Templates, chosen_template, render
 
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-"""Special tokens with a name of their own: `bos_token`, `bos_token_id`."""
+"""Special tokens with names: `bos_token`, `bos_token_id`."""
 NO_LIMIT = int(1e30)
 """`model_max_length` of a tokenizer whose files have none."""
 

@@ -22,10 +22,10 @@ CASES = ("plain", "window", "own position", "softcap")
 class _WidePlan(FlexPlan):
     def _tiles(self, group: int, window: int | None) -> Tiles:
         """As it is, with as many pages in part as the pool has."""
-        found = super()._tiles(group, window)
-        counts, pages = found.in_part
+        tiles = super()._tiles(group, window)
+        counts, pages = tiles.in_part
         missing = self._backend.pool.num_blocks + 1 - pages.shape[1]
-        return replace(found, in_part=(counts, np.pad(pages, ((0, 0), (0, missing)))))
+        return replace(tiles, in_part=(counts, np.pad(pages, ((0, 0), (0, missing)))))
 
 
 @contextmanager

@@ -56,8 +56,8 @@ class PlanQueue:
             self.run()
 
     def mark(self):
-        place = self.planned
-        return lambda: self.done >= place
+        planned = self.planned
+        return lambda: self.done >= planned
 
     def run(self):
         for memory, number in self.waiting:
@@ -72,10 +72,10 @@ queue = PlanQueue()
 class _Wrapper:
     """The common part of flashinfer's two wrappers."""
 
-    made = 0
+    num_created = 0
 
     def __init__(self, workspace, kv_layout="NHD", **settings):
-        type(self).made += 1
+        type(self).num_created += 1
         assert workspace.dtype == torch.uint8
         assert not workspace.any()
         assert kv_layout == "NHD"
@@ -159,9 +159,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         assert qo_indptr.dtype == torch.int32
         self.starts = qo_indptr.tolist()
         if self.settings.get("use_cuda_graph"):
-            given = {"qo_indptr": qo_indptr, "paged_kv_indptr": indptr,
+            inputs = {"qo_indptr": qo_indptr, "paged_kv_indptr": indptr,
                      "paged_kv_last_page_len": last_page_len}  # fmt: skip
-            for name, numbers in given.items():
+            for name, numbers in inputs.items():
                 assert len(self.settings[f"{name}_buf"]) == len(numbers)
                 self.settings[f"{name}_buf"].copy_(numbers)
             self.settings["paged_kv_indices_buf"][: len(indices)].copy_(indices)
@@ -188,11 +188,11 @@ def fast_decode_plan(
     assert global_override_indptr_cpu.device.type == last_page_len.device.type == "cpu"
     fixed = {name: self.settings[f"paged_kv_{name}_buffer"] for name in ("indptr", "indices")}
     assert fixed["indptr"].tolist() == global_override_indptr_cpu.tolist()
-    in_place = fixed["indices"][: len(indices)]  # what the kernels read; nothing is copied here
-    assert in_place.tolist() == indices.tolist()
+    read = fixed["indices"][: len(indices)]  # what the kernels read; nothing is copied here
+    assert read.tolist() == indices.tolist()
     assert self.settings["paged_kv_last_page_len_buffer"].tolist() == last_page_len.tolist()
     self.keep(
-        indptr, in_place, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+        indptr, read, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
         window_left=window_left, logits_soft_cap=logits_soft_cap, q_data_type=q_data_type,
         kv_data_type=kv_data_type, sm_scale=sm_scale,
     )  # fmt: skip
@@ -284,9 +284,9 @@ def flash_attn_3_with_kvcache(
     scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
 ):  # fmt: skip
     assert cu_seqlens_q.dtype == cache_seqlens.dtype == page_table.dtype == torch.int32
-    most = (max_seqlen_q, page_table.shape[1] * k_cache.shape[1])
+    limits = (max_seqlen_q, page_table.shape[1] * k_cache.shape[1])
     out, lse = _varlen(
-        q, (k_cache, v_cache), cu_seqlens_q, cache_seqlens, page_table, most,
+        q, (k_cache, v_cache), cu_seqlens_q, cache_seqlens, page_table, limits,
         (softmax_scale, _left(window_size, causal), softcap),
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
@@ -312,10 +312,10 @@ def varlen_attn(
     return out if return_aux is None or not return_aux.lse else (out, lse)
 
 
-def _varlen(query, cache, starts, lengths, tables, most, settings):
+def _varlen(query, cache, starts, lengths, tables, limits, settings):
     starts, lengths = starts.tolist(), lengths.tolist()
-    assert max(b - a for a, b in pairwise(starts)) <= most[0]
-    assert max(lengths) <= most[1]
+    assert max(b - a for a, b in pairwise(starts)) <= limits[0]
+    assert max(lengths) <= limits[1]
     assert len(starts) - 1 == len(lengths) == len(tables)
     assert starts[-1] == len(query)
     outs, lses = [], []

@@ -117,10 +117,10 @@ def test_others_of_the_step_keep_their_bits(name: str, case: str) -> None:
     whole = step.run(backend(copied(pool)).plan(step.inputs), options)
     assert whole.isfinite().all()
     for row, end in ((4, 7), (8, 10), (17, 20)):  # a row, and where its sequence ends
-        others = [at for at in range(len(whole)) if not row <= at < end]
+        other_rows = [at for at in range(len(whole)) if not row <= at < end]
         for numbers in BROKEN:
             got = broken(step, row, numbers).run(backend(copied(pool)).plan(step.inputs), options)
-            assert torch.equal(got[others], whole[others]), numbers
+            assert torch.equal(got[other_rows], whole[other_rows]), numbers
             if numbers[0] != INFINITY:  # a score that is minus infinity has the weight zero
                 assert not got[row].isfinite().all(), numbers
             if numbers[0] != INFINITY and options.sliding_window is None:

@@ -146,11 +146,11 @@ def test_steps_of_the_block_manager_give_what_the_oracle_gives(
         "logits_indices": np.zeros(7, np.int64),
     }
     shared = shared_rows(0, np.zeros(7, np.int32), np.zeros((6, 5), np.int32))
-    found = SharedPrefixes(
+    buffers = SharedPrefixes(
         order=shared.order, own_blocks=shared.own_blocks, prefixes=shared.rows, group=0
     )
-    plan.fill(StepBuffers(**arrays), shared=found)
-    shared.prefixes = shared.rows[: found.num_prefixes]
+    plan.fill(StepBuffers(**arrays), shared=buffers)
+    shared.prefixes = shared.rows[: buffers.num_prefixes]
     starts, lens = arrays["query_start_loc"][: count + 1], arrays["seq_lens"][:count]
     tables, tokens = arrays["block_tables"][:, :count], int(starts[-1])
     none = torch.zeros(0, dtype=torch.int64)
@@ -174,8 +174,8 @@ def test_what_saves_little_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> N
     backend = FlashInferBackend(SHAPE.pool())
     inputs = sharing(inputs_of(LENGTHS, TABLES, block=BLOCK), ORDER, PREFIXES)
     saved = 24 * SHAPE.kv_heads * (SHAPE.dim_k + SHAPE.dim_v) * 4
-    for least, expected in ((saved, True), (saved + 1, False)):
-        monkeypatch.setattr(flashinfer, "_WORTH_A_CASCADE", least)
+    for threshold, expected in ((saved, True), (saved + 1, False)):
+        monkeypatch.setattr(flashinfer, "_WORTH_A_CASCADE", threshold)
         assert (backend.cascade(inputs) is not None) is expected
     assert backend.cascade(replace(inputs, shared=None)) is None
 
@@ -234,8 +234,8 @@ def test_graphs_of_all_sizes_share_the_memory_of_prefixes() -> None:
         step.run(plan, options_of("plain"))
         (sharer,) = plan._sharers.values()
         buffers.append([sharer.int_workspace, *sharer.settings.values()])
-    for one, other in zip(*buffers, strict=True):
-        assert not isinstance(one, torch.Tensor) or one.data_ptr() == other.data_ptr()
+    for before, after in zip(*buffers, strict=True):
+        assert not isinstance(before, torch.Tensor) or before.data_ptr() == after.data_ptr()
     assert backend.sharing_graph_plan(make_step([(1, 9)], SHAPE, width=8).inputs) is None
 
 
@@ -251,7 +251,7 @@ def test_replayed_decodes_of_the_block_manager_give_what_the_oracle_gives(
     assert runs[0].runner.graphs.sharing_sizes == [2, 4, 8]
     documents = [[3 + (token + number) % 90 for token in range(9)] for number in range(2)]
     prompts = [[*documents[number // 2], 20 + number] for number in range(4)]
-    found = []
+    run_logits = []
     cascades = Mock(wraps=cascade_of)
     monkeypatch.setattr(flashinfer, "cascade_of", cascades)
     for run in runs:
@@ -265,8 +265,8 @@ def test_replayed_decodes_of_the_block_manager_give_what_the_oracle_gives(
             fill(plan)
             logits.append(tensor_of(run.runner.prepare(plan)(None).sampling).clone())
             plan.commit([7] * plan.num_samples)
-        found.append(logits)
-    for replayed, eager in zip(*found, strict=True):
+        run_logits.append(logits)
+    for replayed, eager in zip(*run_logits, strict=True):
         torch.testing.assert_close(replayed, eager, atol=1e-4, rtol=1e-4)
     (of_four,) = [graph.plan for size, graph in runs[0].runner.graphs._sharing.items() if size == 4]
     assert of_four._inputs.cascade.lengths.tolist() == [2 * BLOCK, 2 * BLOCK]

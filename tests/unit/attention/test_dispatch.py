@@ -64,20 +64,20 @@ def test_a_mask_or_bias_is_refused_rather_than_ignored():
         call(RecordingPlan(), position_bias=torch.ones(1))
 
 
-@pytest.mark.parametrize("asked", [None, 7])
-def test_a_layer_that_sees_further_than_is_kept_is_refused(asked):
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_layer_that_sees_further_than_is_kept_is_refused(window):
     plan = RecordingPlan()
-    sight = "every position" if asked is None else "the last 7 positions"
+    sight = "every position" if window is None else "the last 7 positions"
     with pytest.raises(ConfigurationError, match=f"layer 7 .*{sight}.* only the last 6 are kept"):
-        call(plan, kept=6, sliding_window=asked)
+        call(plan, kept=6, sliding_window=window)
     assert not hasattr(plan, "call")
 
 
-@pytest.mark.parametrize(("asked", "kept"), [(6, 6), (5, 6), (6, None), (None, None)])
-def test_a_layer_may_see_what_is_kept_or_less(asked, kept):
+@pytest.mark.parametrize(("window", "kept"), [(6, 6), (5, 6), (6, None), (None, None)])
+def test_a_layer_may_see_what_is_kept_or_less(window, kept):
     plan = RecordingPlan()
-    call(plan, kept=kept, sliding_window=asked)
-    assert plan.call[-1].sliding_window == asked
+    call(plan, kept=kept, sliding_window=window)
+    assert plan.call[-1].sliding_window == window
 
 
 def test_a_model_runs_one_step_at_a_time_and_forgets_it():

@@ -133,7 +133,7 @@ def test_each_engine_has_graphs_of_its_own_which_are_deleted_with_it():
 
 
 @pytest.mark.parametrize(
-    ("version", "dims", "most"),
+    ("version", "dims", "max_blocks"),
     [
         ("2.11.0+cu130", (128, 128), 32_767),
         ("2.14.1", (64, 128), 32_767),
@@ -141,7 +141,7 @@ def test_each_engine_has_graphs_of_its_own_which_are_deleted_with_it():
     ],
 )
 def test_a_pool_is_refused_whose_slots_the_kernels_of_this_torch_cannot_reach(
-    monkeypatch, version, dims, most
+    monkeypatch, version, dims, max_blocks
 ):
     """Their offsets are of 32 bits before 2.15: past that they read elsewhere, and say nothing."""
     monkeypatch.setattr(flex.torch, "__version__", version)
@@ -150,12 +150,12 @@ def test_a_pool_is_refused_whose_slots_the_kernels_of_this_torch_cannot_reach(
         spec = KVCacheSpec(8, *dims, "bfloat16")
         return FlexBackend(KVPool([spec], num_blocks, 64, torch.device("meta")))
 
-    build(most or 1 << 20)
-    if most is not None:
+    build(max_blocks or 1 << 20)
+    if max_blocks is not None:
         with pytest.raises(
-            ConfigurationError, match=f"num_blocks={most + 1}: .* num_blocks={most},"
+            ConfigurationError, match=f"num_blocks={max_blocks + 1}: .* num_blocks={max_blocks},"
         ):
-            build(most + 1)
+            build(max_blocks + 1)
 
 
 def test_keys_and_values_may_differ_in_size():
@@ -169,7 +169,7 @@ def expected_tiles(step, window, tile):
     tables, size = step.inputs.host_block_tables[0], SHAPE.block_size
     starts, positions = step.inputs.host_query_start_loc, step.inputs.positions.tolist()
     rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    found = []
+    calls = []
     for begin in range(0, len(rows), tile):
         seen = [
             [
@@ -180,8 +180,8 @@ def expected_tiles(step, window, tile):
         ]
         pages = {page for keys in seen for page in keys}
         full = {page for page in pages if all(keys.count(page) == size for keys in seen)}
-        found.append((pages - full, full))
-    return found
+        calls.append((pages - full, full))
+    return calls
 
 
 def listed(pages):

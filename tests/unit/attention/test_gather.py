@@ -149,16 +149,16 @@ def test_neighbouring_blocks_are_read_in_place():
 def test_gathered_blocks_share_memory_from_call_to_call_on_the_cpu_only(device):
     cache = torch.randn(9, BLOCK, 2, 3, device=device)
     scratch = gather.Scratch(torch.device(device))
-    blocks, others = (torch.tensor(ids, device=device) for ids in ([7, 2, 2], [1]))
+    blocks, peers = (torch.tensor(ids, device=device) for ids in ([7, 2, 2], [1]))
     keys, values = scratch.keys(cache, blocks), scratch.values(cache, blocks)
     assert keys.shape == values.shape == (3, BLOCK, 2, 3)
     if device == "cpu":
         assert torch.equal(keys, cache[[7, 2, 2]])
         assert torch.equal(values, keys)
         start = keys.data_ptr()
-        assert scratch.keys(cache, others).data_ptr() == start
+        assert scratch.keys(cache, peers).data_ptr() == start
         assert torch.equal(values, cache[[7, 2, 2]])
-        assert scratch.values(cache.double(), others).dtype == torch.float64
+        assert scratch.values(cache.double(), peers).dtype == torch.float64
 
 
 def test_more_than_the_scratch_holds_is_allocated(monkeypatch):

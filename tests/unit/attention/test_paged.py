@@ -50,7 +50,7 @@ def test_sinks_take_their_share():
     torch.manual_seed(0)
     scores, values, sinks = torch.randn(5, 3, 7), torch.randn(5, 3, 7, 4), torch.randn(3)
     without = torch.einsum("thk,thkd->thd", scores.softmax(-1), values)
-    both = torch.cat([scores, sinks.expand(5, 3)[..., None]], -1).softmax(-1)[..., :7]
-    expected = torch.einsum("thk,thkd->thd", both, values)
+    weights = torch.cat([scores, sinks.expand(5, 3)[..., None]], -1).softmax(-1)[..., :7]
+    expected = torch.einsum("thk,thkd->thd", weights, values)
     got = apply_sinks(without, scores.logsumexp(-1), sinks)
     torch.testing.assert_close(got, expected)

@@ -71,13 +71,13 @@ class Checked:
         self.broken: list[str] = []
 
     def __call__(self, *args: Any) -> Any:
-        found = self.default(*args)
+        result = self.default(*args)
         with FakeTensorMode() as mode:
             promised = self.default(*tree_map_only(torch.Tensor, mode.from_tensor, args))
         self.num_compared += 1
-        if _layout(found) != _layout(promised):
-            self.broken.append(f"{_layout(found)}, promised {_layout(promised)}")
-        return found
+        if _layout(result) != _layout(promised):
+            self.broken.append(f"{_layout(result)}, promised {_layout(promised)}")
+        return result
 
 
 def _layout(tensor: torch.Tensor) -> list[tuple[int, int]]:

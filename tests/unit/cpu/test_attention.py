@@ -39,9 +39,9 @@ def forward(where: CpuCache | None = None, plan: CpuStep | None = None, **change
         "out": np.zeros((1, HEADS, DIM_V), np.float32),
         "scaling": 1.0,
     }
-    given = {**arrays, **changed}
-    CpuAttention(1).forward(plan or step(where), where, **given)  # type: ignore[arg-type]
-    return given["out"]
+    arguments = {**arrays, **changed}
+    CpuAttention(1).forward(plan or step(where), where, **arguments)  # type: ignore[arg-type]
+    return arguments["out"]
 
 
 def test_it_writes_then_attends():
@@ -66,8 +66,8 @@ def test_bfloat16_comes_as_its_bits():
     forward(where, value=halves(1, KV_HEADS, DIM_V), out=out, **rows)
     assert (values[0, 0] == 0x3F80).all()
     weight = np.exp(3) / (np.exp(3) + 2)  # one key of ones, two of zeros
-    found = (out.astype(np.uint32) << 16).view(np.float32)
-    np.testing.assert_allclose(found, np.full((1, HEADS, DIM_V), weight), rtol=2**-8)
+    actual = (out.astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_allclose(actual, np.full((1, HEADS, DIM_V), weight), rtol=2**-8)
     with pytest.raises(BufferError, match="array query has format"):
         forward(where)
     with pytest.raises(BufferError, match="array values has format"):
@@ -223,10 +223,10 @@ def test_two_threads_never_write_to_one_cache():
     assert set(seen) <= {"another thread attends over this cache"}
 
 
-@pytest.mark.parametrize("given", ["order", "prefixes"])
-def test_what_is_shared_is_told_whole_or_not_at_all(given):
+@pytest.mark.parametrize("name", ["order", "prefixes"])
+def test_what_is_shared_is_told_whole_or_not_at_all(name):
     shared = {"order": np.zeros(1, np.int32), "prefixes": np.zeros((0, 5), np.int32)}
     where = cache()
     step(where, **shared)
     with pytest.raises(BufferError, match="order and prefixes is missing: give both or neither"):
-        step(where, **{given: shared[given]})
+        step(where, **{name: shared[name]})

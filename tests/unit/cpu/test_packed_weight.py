@@ -36,10 +36,10 @@ def test_products_are_near_the_exact_ones(
     rows = random((7, inputs), dtype, 2)
     exact = widened(rows).astype(np.float64) @ widened(weight).astype(np.float64).T
     exact += widened(bias) if has_bias else 0
-    found = product(weight, bias if has_bias else None).multiply(rows)
-    assert found.dtype == NUMPY[dtype]
+    actual = product(weight, bias if has_bias else None).multiply(rows)
+    assert actual.dtype == NUMPY[dtype]
     error = 2**-8 if dtype == "bfloat16" else 1e-5
-    np.testing.assert_allclose(widened(found), exact, atol=1e-4, rtol=error)
+    np.testing.assert_allclose(widened(actual), exact, atol=1e-4, rtol=error)
 
 
 def test_a_float32_weight_of_bfloat16_numbers_has_the_bits_of_one_that_is_not() -> None:
@@ -53,8 +53,8 @@ def test_a_float32_weight_of_bfloat16_numbers_has_the_bits_of_one_that_is_not() 
 def test_rows_of_the_weight_are_looked_up(dtype: Dtype) -> None:
     weight, ids = random((50, 33), dtype), np.array([0, 49, 17, 0])
     threads = CpuAttention(1)
-    found = CpuProduct(threads, PackedWeight(weight), dtype=dtype).gather(ids)
-    assert np.array_equal(found, weight[ids])
+    actual = CpuProduct(threads, PackedWeight(weight), dtype=dtype).gather(ids)
+    assert np.array_equal(actual, weight[ids])
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -70,16 +70,16 @@ def test_a_row_has_the_same_bits_in_every_batch_and_by_any_number_of_threads(dty
     gated = CpuGate(CpuAttention(2), gate, packed, "silu").multiply(rows)
     alone = CpuAttention(1)
     for count in (1, 2, 3, 6, 7, 12, 33):
-        found = CpuProduct(alone, packed, bias).multiply(rows[-count:])
-        assert np.array_equal(found, together[-count:])
-        found = CpuGate(alone, gate, packed, "silu").multiply(rows[:count])
-        assert np.array_equal(found, gated[:count])
+        actual = CpuProduct(alone, packed, bias).multiply(rows[-count:])
+        assert np.array_equal(actual, together[-count:])
+        actual = CpuGate(alone, gate, packed, "silu").multiply(rows[:count])
+        assert np.array_equal(actual, gated[:count])
 
 
 def test_rows_may_lie_in_any_way() -> None:
     whole, rows = product(random((5, 6))), random((12, 12))[:, ::2]
-    found = whole.multiply(rows)
-    assert np.array_equal(found, whole.multiply(np.ascontiguousarray(rows)))
+    actual = whole.multiply(rows)
+    assert np.array_equal(actual, whole.multiply(np.ascontiguousarray(rows)))
     assert whole.multiply(rows[:0]).shape == (0, 5)
 
 
@@ -94,8 +94,8 @@ def test_every_activation_has_a_gate() -> None:
     threads = CpuAttention(1)
     for activation in get_args(Activation):
         gate = PackedWeight(random((30, 40), seed=1))
-        found = CpuGate(threads, gate, PackedWeight(up), activation).multiply(rows)
-        assert np.isfinite(found).all()
+        actual = CpuGate(threads, gate, PackedWeight(up), activation).multiply(rows)
+        assert np.isfinite(actual).all()
 
 
 def test_what_does_not_fit_is_refused_and_nothing_written() -> None:

@@ -93,9 +93,9 @@ def test_products_are_those_of_the_rounded_rows(format, has_bias):
     rows[3, :32] = 0
     bias = rng.normal(size=70).astype(np.float32) if has_bias else None
     exact = rounded(rows) @ floats.astype(np.float64).T + (bias if has_bias else 0)
-    found = multiply(weight, rows, bias=bias)
+    actual = multiply(weight, rows, bias=bias)
     size = np.abs(rows) @ np.abs(floats).T + 1
-    assert (np.abs(found - exact) / size).max() < 1e-6
+    assert (np.abs(actual - exact) / size).max() < 1e-6
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -175,8 +175,8 @@ def test_groups_are_codes_less_their_zero_point_times_a_scale(group_size, exact_
 def test_memory_is_that_of_the_file():
     for format in FORMATS:
         data = random_blocks(format, 256, 1024)
-        most = 1.29 if format == "MXFP4" else 1.04  # its codes take 5 bits
-        assert QuantizedWeight(format, data, 256, 1024).num_bytes < most * data.nbytes
+        max_ratio = 1.29 if format == "MXFP4" else 1.04  # its codes take 5 bits
+        assert QuantizedWeight(format, data, 256, 1024).num_bytes < max_ratio * data.nbytes
 
 
 def test_numbers_that_are_not_finite_stay_in_their_row():
@@ -185,9 +185,9 @@ def test_numbers_that_are_not_finite_stay_in_their_row():
         rows = np.random.default_rng(9).normal(size=(4, 256)).astype(np.float32)
         clean = multiply(weight, rows)
         rows[1, 40], rows[2, 255] = np.nan, np.inf
-        found = multiply(weight, rows)
-        assert (found[[0, 3]] == clean[[0, 3]]).all()
-        assert not np.isfinite(found[1:3]).any()
+        actual = multiply(weight, rows)
+        assert (actual[[0, 3]] == clean[[0, 3]]).all()
+        assert not np.isfinite(actual[1:3]).any()
 
 
 def test_read_only_memory_is_taken():

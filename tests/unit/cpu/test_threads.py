@@ -44,9 +44,9 @@ def test_threads_follow_from_usable_cpus(
     monkeypatch: pytest.MonkeyPatch, cpus: int, processes: int, count: int
 ) -> None:
     monkeypatch.setattr(threads, "usable_cpus", lambda: UsableCpus(cpus, "because"))
-    found = compute_threads(None, processes)
-    assert found.count == count
-    assert ("because" in found.reason) == (cpus < 9)
+    chosen = compute_threads(None, processes)
+    assert chosen.count == count
+    assert ("because" in chosen.reason) == (cpus < 9)
 
 
 def test_what_is_asked_for_goes_before_the_variable_and_that_before_cpus(
@@ -97,12 +97,12 @@ def test_each_step_computes_with_the_threads_of_the_moment(
 ) -> None:
     """In whatever thread it runs: the number is set for each thread separately."""
     save_tiny(tmp_path)
-    wanted = iter([2, 2, 1, 1, 1, 2, 2, 1] * 9)
+    counts = iter([2, 2, 1, 1, 1, 2, 2, 1] * 9)
     seen: list[int] = []
     step, forward = StepThreads.step, ForwardPass.__call__
 
     def stepped(self: StepThreads) -> Any:
-        self.count = next(wanted)
+        self.count = next(counts)
         used.append(self.count)
         return step(self)
 
@@ -120,7 +120,7 @@ def test_each_step_computes_with_the_threads_of_the_moment(
     llm.generate([[3, 9, 27]], SamplingParams(max_tokens=9, ignore_eos=True, detokenize=False))
     assert len(seen) == 9
     if ahead:  # a call of `step` may enqueue two
-        assert 1 < sum(one != other for one, other in pairwise(seen)) <= 9
+        assert 1 < sum(before != after for before, after in pairwise(seen)) <= 9
     else:
         assert seen == used[:9]
 
@@ -320,7 +320,7 @@ class Machine:
 
     def __init__(self, clocks: Clocks, governor: StepThreads, processors: int) -> None:
         self.clocks, self.governor, self.processors = clocks, governor, processors
-        self.others = 0
+        self.num_busy = 0
         self.counts: list[int] = []
 
     def run(self, seconds: float, *, step: float = 0.01) -> list[int]:
@@ -329,7 +329,7 @@ class Machine:
         for _ in range(round(seconds / step)):
             with self.governor.step():
                 counts.append(self.governor.count)
-                runnable = counts[-1] + self.others
+                runnable = counts[-1] + self.num_busy
                 lacking = max(0, runnable - self.processors)
                 self.clocks.clock += step
                 self.clocks.waiting += step * lacking * counts[-1] / runnable
@@ -342,7 +342,7 @@ class Machine:
         """No step."""
         self.clocks.clock += seconds
         if self.clocks.idle is not None:
-            self.clocks.idle += seconds * max(0, self.processors - self.others)
+            self.clocks.idle += seconds * max(0, self.processors - self.num_busy)
 
 
 @pytest.fixture
@@ -352,7 +352,7 @@ def two(clocks: Clocks) -> Machine:
 
 def test_a_busy_process_is_noticed_within_a_tenth_of_a_second(two: Machine) -> None:
     two.run(1)
-    two.others = 1
+    two.num_busy = 1
     counts = two.run(1)
     assert set(counts[12:]) == {1}
 
@@ -362,7 +362,7 @@ def test_beside_a_busy_process_few_steps_have_a_thread_too_many(
     two: Machine, knows_idle: bool
 ) -> None:
     two.clocks.idle = 0.0 if knows_idle else None
-    two.others = 1
+    two.num_busy = 1
     counts = two.run(60)
     assert 1 < sum(before < after for before, after in pairwise(counts)) <= 6
     assert counts.count(2) < 0.015 * len(counts)
@@ -370,9 +370,9 @@ def test_beside_a_busy_process_few_steps_have_a_thread_too_many(
 
 @pytest.mark.parametrize("pause", [0.0, 5.0])
 def test_all_threads_are_back_soon_after_a_processor_is_idle(two: Machine, pause: float) -> None:
-    two.others = 1
+    two.num_busy = 1
     two.run(1)
-    two.others = 0
+    two.num_busy = 0
     if pause:
         two.rest(pause)
     counts = two.run(1)
@@ -381,7 +381,7 @@ def test_all_threads_are_back_soon_after_a_processor_is_idle(two: Machine, pause
 
 
 def test_a_pause_beside_a_busy_process_adds_no_thread(two: Machine) -> None:
-    two.others = 1
+    two.num_busy = 1
     two.run(1)
     for _ in range(2):
         two.rest(0.4)
@@ -389,7 +389,7 @@ def test_a_pause_beside_a_busy_process_adds_no_thread(two: Machine) -> None:
 
 
 def test_requests_shorter_than_a_look_are_judged_together(two: Machine) -> None:
-    two.others = 1
+    two.num_busy = 1
     for _ in range(8):
         two.run(0.06)
         two.rest(1)
@@ -398,24 +398,24 @@ def test_requests_shorter_than_a_look_are_judged_together(two: Machine) -> None:
 
 def test_a_neighbour_that_comes_and_goes_is_followed(two: Machine) -> None:
     for second in range(40):
-        two.others = second % 2
+        two.num_busy = second % 2
         counts = two.run(1)
-        assert counts.count(1 if two.others else 2) >= 70
+        assert counts.count(1 if two.num_busy else 2) >= 70
 
 
 def test_where_programs_of_lower_priority_leave_nothing_idle_threads_are_tried(
     two: Machine,
 ) -> None:
     """They yield to the steps, so that no thread waits."""
-    two.others = 1
+    two.num_busy = 1
     two.run(1)
-    two.others = 0
+    two.num_busy = 0
     two.clocks.idle = None
     assert 2 in two.run(3)
 
 
 def test_a_quota_that_leaves_processors_idle_is_not_tried_for_ever(two: Machine) -> None:
-    two.others = 1
+    two.num_busy = 1
     for _ in range(6000):
         two.run(0.01)
         assert two.clocks.idle is not None
@@ -426,25 +426,25 @@ def test_a_quota_that_leaves_processors_idle_is_not_tried_for_ever(two: Machine)
 
 @pytest.mark.parametrize("step", [0.01, 3.0])
 def test_long_steps_are_tried_as_seldom_as_short_ones(two: Machine, step: float) -> None:
-    two.others = 1
+    two.num_busy = 1
     counts = two.run(300, step=step)
     assert sum(before < after for before, after in pairwise(counts)) <= 10
 
 
 def test_many_processes_are_noticed_at_once(clocks: Clocks) -> None:
     machine = Machine(clocks, governed(clocks, 16), 16)
-    machine.others = 8
+    machine.num_busy = 8
     assert machine.run(0.5)[-1] == 8
-    machine.others = 0
+    machine.num_busy = 0
     assert machine.run(1)[-1] == 16
 
 
 @pytest.mark.parametrize("burst", [0.02, 0.03])
 def test_a_short_burst_takes_no_thread(two: Machine, burst: float) -> None:
     for _ in range(20):
-        two.others = 1
+        two.num_busy = 1
         two.run(burst)
-        two.others = 0
+        two.num_busy = 0
         two.run(0.2)
     assert set(two.counts) == {2}
 

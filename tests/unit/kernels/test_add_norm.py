@@ -43,8 +43,8 @@ def compare(case: dict[str, Any]) -> None:
     bias = torch.randn(size).to(dtype) if case["has_bias"] else None
     norm = RowNorm(weight, bias, 1e-5, case["offset"] or 0.0, case["is_centred"])
     scale = case["scale"]
-    total, found = add_norm(stream, None if scale is None else change, scale or 1.0, norm)
-    assert total.dtype == found.dtype == dtype and found.is_contiguous()
+    total, normed = add_norm(stream, None if scale is None else change, scale or 1.0, norm)
+    assert total.dtype == normed.dtype == dtype and normed.is_contiguous()
     exact = stream.double() if scale is None else stream.double() + scale * change.double()
     torch.testing.assert_close(total.double(), exact, rtol=ULP[dtype], atol=ULP[dtype])
     exact = total.double()
@@ -55,7 +55,7 @@ def compare(case: dict[str, Any]) -> None:
         exact = exact * (case["offset"] + weight.double())
     if bias is not None:
         exact = exact + bias.double()
-    torch.testing.assert_close(found.double(), exact, rtol=4 * ULP[dtype], atol=4 * ULP[dtype])
+    torch.testing.assert_close(normed.double(), exact, rtol=4 * ULP[dtype], atol=4 * ULP[dtype])
 
 
 def compare_cases() -> None:

@@ -25,12 +25,12 @@ def by_kernels(*arguments: object) -> list[TokenLogprobs]:
 
 def assert_same(got: list[TokenLogprobs], expected: list[TokenLogprobs]) -> None:
     """Equal but for the last bit of a logarithm."""
-    for one, other in zip(got, expected, strict=True):
-        assert replace(one, logprob=0, top_logprobs=()) == replace(
-            other, logprob=0, top_logprobs=()
+    for actual, wanted_value in zip(got, expected, strict=True):
+        assert replace(actual, logprob=0, top_logprobs=()) == replace(
+            wanted_value, logprob=0, top_logprobs=()
         )
-        assert one.logprob == pytest.approx(other.logprob, abs=8e-6)
-        assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=8e-6)
+        assert actual.logprob == pytest.approx(wanted_value.logprob, abs=8e-6)
+        assert actual.top_logprobs == pytest.approx(wanted_value.top_logprobs, abs=8e-6)
 
 
 def compare(top: list[int], kind: str, vocab_size: int, dtype: torch.dtype, seed: int) -> None:
@@ -39,7 +39,7 @@ def compare(top: list[int], kind: str, vocab_size: int, dtype: torch.dtype, seed
     logits = make_logits(kind, count + 2, vocab_size, seed).to(dtype)
     logits[:, seed % vocab_size] = -0.0  # equal to 0
     tokens = torch.randint(vocab_size, (count,), generator=generator)
-    top = [min(most, vocab_size) if most >= 0 else vocab_size for most in top]
+    top = [min(count, vocab_size) if count >= 0 else vocab_size for count in top]
     expected = PendingLogprobs(logits[1:-1], tokens, top).result()
     assert_same(by_kernels(logits[1:-1], tokens, top), expected)
     assert_same(by_kernels(logits, tokens, top, torch.arange(1, count + 1)), expected)
@@ -114,10 +114,10 @@ def bytes_read() -> None:
     vocab_size = 151_936
     logits = make_logits("flat", 1, vocab_size, 1).to(torch.bfloat16)
     whole = vocab_size * 2
-    for most in (0, 1, 20):
+    for count in (0, 1, 20):
         with LoadedBytes(logits) as loaded:
-            by_kernels(logits, torch.tensor([5]), [most])
-        assert whole <= loaded.count <= (1.2 if most else 1.001) * whole, loaded.count / whole
+            by_kernels(logits, torch.tensor([5]), [count])
+        assert whole <= loaded.count <= (1.2 if count else 1.001) * whole, loaded.count / whole
 
 
 @needs_triton

@@ -42,7 +42,7 @@ def compare(
 ) -> None:
     """In the interpreter: the kernels draw what the CPU draws."""
     params = [
-        SamplingParams(temperature=0) if at in greedy else each for at, each in enumerate(params)
+        SamplingParams(temperature=0) if at in greedy else param for at, param in enumerate(params)
     ]
     params.append(SamplingParams(temperature=1))
     logits = make_logits(kind, len(params), vocab_size, seed).to(dtype)

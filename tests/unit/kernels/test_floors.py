@@ -53,7 +53,7 @@ def compare(
     logits = make_logits(kind, len(params), vocab_size, seed).to(dtype)
     if kind == "peaked":
         logits[0, seed % vocab_size] = -math.inf
-    expected = [sorted_floor(row, each) for row, each in zip(logits, params, strict=True)]
+    expected = [sorted_floor(row, param) for row, param in zip(logits, params, strict=True)]
     assert kernel_floors(logits, params) == expected
 
 
@@ -91,7 +91,7 @@ def exact_limits() -> None:
         SamplingParams(temperature=1e30, top_p=0.25, top_k=9000),
         SamplingParams(temperature=1, top_p=1e-300),
     ]
-    expected = [sorted_floor(row, each) for row, each in zip(rows, params, strict=True)]
+    expected = [sorted_floor(row, param) for row, param in zip(rows, params, strict=True)]
     assert expected == [10_000, 9999, 0, 1, 1, 0]
     assert kernel_floors(rows, params) == expected
 
@@ -103,14 +103,14 @@ def rows_without_a_distribution() -> None:
     rows[1] = -math.inf
     rows[2, 77] = math.inf
     rows[3, 1:] = -math.inf
-    for each in (
+    for param in (
         SamplingParams(temperature=1, top_p=0.9),
         SamplingParams(temperature=1, top_k=5, top_p=0.9, min_p=0.1),
     ):
-        floors = kernel_floors(rows, [each] * 5)
+        floors = kernel_floors(rows, [param] * 5)
         assert floors[:3] == [-math.inf] * 3
-        assert floors[3:] == [sorted_floor(row, each) for row in rows[3:]]
-        tokens = by_kernels(rows, [each] * 5, [0] * 5)
+        assert floors[3:] == [sorted_floor(row, param) for row in rows[3:]]
+        tokens = by_kernels(rows, [param] * 5, [0] * 5)
         chosen = [float(row[token]) for row, token in zip(rows, tokens[:5], strict=True)]
         assert math.isnan(chosen[0])
         assert chosen[1:3] == [-math.inf, math.inf]

@@ -24,10 +24,10 @@ def compare() -> None:
         for count, size in ((3, 24), (1, 1100), (0, 8)):
             rows = (3 * torch.randn(count, 4 * size)).to(dtype)[:, : 2 * size]
             for activation, gate in gates.items():
-                found = gated(rows, gate)
+                actual = gated(rows, gate)
                 exact = torches.activated(rows.double(), MLP(size=size, activation=activation))
-                assert found.shape == (count, size) and found.dtype == dtype
-                torch.testing.assert_close(found.double(), exact, rtol=limit, atol=limit)
+                assert actual.shape == (count, size) and actual.dtype == dtype
+                torch.testing.assert_close(actual.double(), exact, rtol=limit, atol=limit)
     rows = torch.full((1, 16), torch.nan)
     assert all(gated(rows, gate).isnan().all() for gate in gates.values())
 

@@ -18,14 +18,14 @@ def expected(
     factors: torch.Tensor | None,
 ) -> torch.Tensor:
     """A pair at a time, in float64."""
-    found = []
+    results = []
     for pair, group in enumerate(chosen.flatten().tolist()):
         row = rows[pair // chosen.shape[1]].double()
         result = weight[group].double() @ row
         if bias is not None:
             result += bias[group].double()
-        found.append(result if factors is None else result * factors[pair].double())
-    return torch.stack(found)
+        results.append(result if factors is None else result * factors[pair].double())
+    return torch.stack(results)
 
 
 def compare() -> None:

@@ -88,8 +88,8 @@ def to_machine_code() -> None:
             **{"key_strides": ("i32",) * 3, "value_strides": ("i32",) * 3},
             "inverse_scales": ("fp32",) * 2,
         }
-        asked = {**constants, "largest": largest}
-        assert len(machine_code(_compiled, kinds, asked, capability, 4)) > 1000
+        options = {**constants, "largest": largest}
+        assert len(machine_code(_compiled, kinds, options, capability, 4)) > 1000
 
 
 @needs_triton

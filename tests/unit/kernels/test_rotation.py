@@ -195,8 +195,8 @@ def to_machine_code() -> None:
                 **strides,
                 "inverse_scales": ("fp32",) * 2,
             }
-            asked = {**constants, "largest": largest, **weight}
-            assert len(machine_code(_compiled, kinds, asked, capability, _WARPS)) > 1000
+            options = {**constants, "largest": largest, **weight}
+            assert len(machine_code(_compiled, kinds, options, capability, _WARPS)) > 1000
 
 
 @needs_triton

@@ -88,17 +88,17 @@ ROTATION = {"cos": floats(2, 1), "sin": floats(2, 1), "norm": floats(3)}
 
 def attention(name: str, good: Array) -> Binding:
     def forward(array: Any) -> object:
-        given = {**STEP, **ROWS, **CACHE, **ROTATION, name: array}
+        arguments = {**STEP, **ROWS, **CACHE, **ROTATION, name: array}
         for written in ("out", "keys", "values"):
             if written != name:
-                given[written] = given[written].copy()
-        cache = CpuCache(given["keys"], given["values"])
-        step = CpuStep(cache, **{part: given[part] for part in STEP})
-        norm = (given["norm"], given["norm"], 1e-6, 0.0)
-        rotation = (given["cos"], given["sin"], 2, False, 1, norm)
-        rows = {part: given[part] for part in ROWS}
+                arguments[written] = arguments[written].copy()
+        cache = CpuCache(arguments["keys"], arguments["values"])
+        step = CpuStep(cache, **{part: arguments[part] for part in STEP})
+        norm = (arguments["norm"], arguments["norm"], 1e-6, 0.0)
+        rotation = (arguments["cos"], arguments["sin"], 2, False, 1, norm)
+        rows = {part: arguments[part] for part in ROWS}
         CpuAttention(1).forward(step, cache, **rows, scaling=1.0, rotation=rotation)
-        return [np.asarray(given[part]).tobytes() for part in ("out", "keys", "values")]
+        return [np.asarray(arguments[part]).tobytes() for part in ("out", "keys", "values")]
 
     return forward, good
 
@@ -108,9 +108,9 @@ NORM = {"rows": floats(2, 8), "weight": floats(8), "out": np.zeros((2, 8), np.fl
 
 def rms_norm(name: str) -> Binding:
     def normalise(array: Any) -> object:
-        given: dict[str, Any] = {**NORM, "out": NORM["out"].copy(), name: array}
-        CpuAttention(1).rms_norm(*given.values(), 1e-6)
-        return np.asarray(given["out"]).tobytes()
+        arguments: dict[str, Any] = {**NORM, "out": NORM["out"].copy(), name: array}
+        CpuAttention(1).rms_norm(*arguments.values(), 1e-6)
+        return np.asarray(arguments["out"]).tobytes()
 
     return normalise, NORM[name]
 
@@ -143,14 +143,14 @@ MAKE: dict[str, Callable[..., Any]] = {
 def product(kind: str, name: str, good: Array) -> Binding:
     def multiply(array: Any) -> object:
         written = {part: PRODUCT[part].copy() for part in ("out", "gathered")}
-        given: dict[str, Any] = {**PRODUCT, **WEIGHTS[kind], **written, name: array}
-        weight = MAKE[kind](**{part: given[part] for part in WEIGHTS[kind]})
+        arguments: dict[str, Any] = {**PRODUCT, **WEIGHTS[kind], **written, name: array}
+        weight = MAKE[kind](**{part: arguments[part] for part in WEIGHTS[kind]})
         threads = CpuAttention(1)
-        weight.multiply(threads, given["rows"], given["out"], given["bias"])
-        found = [np.asarray(given["out"]).tobytes()]
-        weight.multiply_gated(threads, given["rows"], weight, given["out"])
-        weight.gather(given["outputs"], given["gathered"])
-        return [*found, *(np.asarray(given[part]).tobytes() for part in written)]
+        weight.multiply(threads, arguments["rows"], arguments["out"], arguments["bias"])
+        outputs = [np.asarray(arguments["out"]).tobytes()]
+        weight.multiply_gated(threads, arguments["rows"], weight, arguments["out"])
+        weight.gather(arguments["outputs"], arguments["gathered"])
+        return [*outputs, *(np.asarray(arguments[part]).tobytes() for part in written)]
 
     return multiply, good
 
@@ -265,14 +265,14 @@ def test_it_is_refused_or_read_as_what_it_is(binding: str, bad: str) -> None:
     call, good = BINDINGS[binding]
     array = BAD[bad](good)
     try:
-        found = call(array)
+        results = call(array)
     except (KvError, CpuError, ValueError, TypeError) as error:
         assert "\n" not in str(error)
     else:
         plain = np.array(array, order="C")
         if binding not in {"match_prefix", "SuffixIndex", "KVBlocks"}:
             assert plain.dtype == good.dtype
-        assert found == call(plain)
+        assert results == call(plain)
 
 
 OBJECTS = ["objects", "records with an object", "objects of ctypes", "texts of ctypes"]

@@ -213,18 +213,18 @@ class CudaCopies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        places = {arg.device.type for arg in args if isinstance(arg, torch.Tensor)}
+        devices = {arg.device.type for arg in args if isinstance(arg, torch.Tensor)}
         if func is torch.ops.aten._to_copy.default and "device" in kwargs:
-            assert (places, kwargs["device"].type) == ({"cpu"}, "cuda")
+            assert (devices, kwargs["device"].type) == ({"cpu"}, "cuda")
             self.check("to device", args[0], kwargs)
             with self.fake:
                 return torch.empty(args[0].shape, dtype=args[0].dtype, device="cuda")
-        elif func is torch.ops.aten.copy_.default and len(places) == 2:
+        elif func is torch.ops.aten.copy_.default and len(devices) == 2:
             assert args[0].device.type == "cpu"
             self.check("to host", args[0], {"non_blocking": len(args) > 2 and args[2]})
             return args[0]
         else:
-            assert len(places) < 2, f"{func} mixes {places}"
+            assert len(devices) < 2, f"{func} mixes {devices}"
         return func(*args, **kwargs)
 
     def check(self, way: str, host: torch.Tensor, kwargs: Any) -> None:
@@ -246,8 +246,8 @@ def run_on_fake_cuda() -> None:
     zeros = torch.zeros
 
     def pinned_zeros(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        made = zeros(*args, **kwargs)
-        return pin(made) if pin_memory else made
+        zeroed = zeros(*args, **kwargs)
+        return pin(zeroed) if pin_memory else zeroed
 
     def pin(tensor: torch.Tensor) -> torch.Tensor:
         kept.append(tensor)

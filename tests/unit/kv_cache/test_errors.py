@@ -299,14 +299,14 @@ def test_closed_plans(scene: Scene, call: str, end: str) -> None:
     assert not plan.is_open
 
 
-@pytest.mark.parametrize("given", [[], [1, 2]])
-def test_a_wrong_number_of_sampled_tokens(scene: Scene, given: list[int]) -> None:
+@pytest.mark.parametrize("tokens", [[], [1, 2]])
+def test_a_wrong_number_of_sampled_tokens(scene: Scene, tokens: list[int]) -> None:
     refused(
         scene.manager,
-        lambda: scene.plan.commit(given),
+        lambda: scene.plan.commit(tokens),
         PlanError,
         "samples 1 tokens",
-        f"given {len(given)}",
+        f"given {len(tokens)}",
     )
     assert scene.planned.tokens() == [30] * 5
     scene.plan.commit([9])

@@ -135,7 +135,7 @@ REFUSED = ("manager", "sequence", "plan", "pin", "transfer", "suffix", "replicas
 
 def calls(own: dict[str, Any]) -> dict[str, Callable[[], object]]:
     """Every public call and property of the objects, by name."""
-    found = dict[str, Callable[[], object]]()
+    methods = dict[str, Callable[[], object]]()
     for name in (*REFUSED, "threads", "weight"):
         for attribute in dir(own[name]):
             call = f"{name}.{attribute}"
@@ -153,8 +153,8 @@ def calls(own: dict[str, Any]) -> dict[str, Callable[[], object]]:
                 value = getattr(own[name], attribute)
                 return value(*arguments, **keywords) if callable(value) else value
 
-            found[call] = run
-    return found
+            methods[call] = run
+    return methods
 
 
 def run(code: str, *arguments: str) -> None:

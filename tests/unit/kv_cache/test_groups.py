@@ -71,8 +71,8 @@ def test_a_match_needs_the_windows_blocks_only() -> None:
     first.free()
     # Blocks that left the window are released; those in the window at the end stay.
     slid = [manager.sequence(range(1000 + at, 1000 + at + BLOCK)) for at in range(0, 400, 100)]
-    for each in slid:
-        compute(manager, each)
+    for block in slid:
+        compute(manager, block)
     again = manager.sequence([*range(20), 5])
     plan = manager.begin_step(64)
     answer = plan.prefill(again, 64)

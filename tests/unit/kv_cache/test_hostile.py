@@ -25,7 +25,7 @@ from pyengine.kv_cache import (
 from tests.support.blocks import computed, step_arrays, unchanged
 
 ROOT = Path(__file__).parents[3]
-MOST = 2**31
+LIMIT = 2**31
 """Tokens that 32-bit positions reach."""
 
 
@@ -62,16 +62,16 @@ def manager() -> BlockManager:
 # ---- lengths
 
 TOO_LONG = {
-    "m.sequence(range(2**45))": (TokenError, 2**45, MOST),
-    "m.sequence(range(2**62))": (TokenError, 2**62, MOST),
-    "m.sequence(range(2**100))": (TokenError, "OverflowError", MOST),
-    "m.sequence(Liar(2**62))": (TokenError, 2**62, MOST),
-    "m.match_prefix(Liar(2**45))": (TokenError, 2**45, MOST),
-    "s.append(range(2**45))": (TokenError, 2**45, MOST),
-    "p.commit(range(2**45))": (TokenError, 2**45, MOST),
-    "p.speculate(s, range(2**45))": (TokenError, 2**45, MOST),
-    "m.sequence(np.broadcast_to(np.int64(1), 2**45))": (TokenError, 2**45, MOST),
-    "m.sequence(np.broadcast_to(np.uint8(1), 2**31 + 1))": (TokenError, 2**31 + 1, MOST),
+    "m.sequence(range(2**45))": (TokenError, 2**45, LIMIT),
+    "m.sequence(range(2**62))": (TokenError, 2**62, LIMIT),
+    "m.sequence(range(2**100))": (TokenError, "OverflowError", LIMIT),
+    "m.sequence(Liar(2**62))": (TokenError, 2**62, LIMIT),
+    "m.match_prefix(Liar(2**45))": (TokenError, 2**45, LIMIT),
+    "s.append(range(2**45))": (TokenError, 2**45, LIMIT),
+    "p.commit(range(2**45))": (TokenError, 2**45, LIMIT),
+    "p.speculate(s, range(2**45))": (TokenError, 2**45, LIMIT),
+    "m.sequence(np.broadcast_to(np.int64(1), 2**45))": (TokenError, 2**45, LIMIT),
+    "m.sequence(np.broadcast_to(np.uint8(1), 2**31 + 1))": (TokenError, 2**31 + 1, LIMIT),
     "m.sequence(np.broadcast_to(np.int64(1), 2**31))": (MemoryError, "no memory"),
     "p.decode(Liar(2**45))": (PlanError, 2**45, 2**24),
     "p.decode(range(2**45))": (PlanError, 2**45, 2**24),
@@ -118,7 +118,7 @@ def test_what_says_it_is_too_long_is_refused_by_its_length(call: str) -> None:
     assert all(str(name) in message for name in names), message
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 3, 2**20, MOST, TypeError("no length")])
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 2**20, LIMIT, TypeError("no length")])
 def test_a_length_is_a_hint(manager: BlockManager, length: Any) -> None:
     assert manager.sequence(Liar(length)).tokens() == [1, 2, 3]
     running = computed(manager, [5])
@@ -137,11 +137,11 @@ def takers(manager: BlockManager) -> dict[str, Callable[[Any], object]]:
         "sequence": manager.sequence,
         "match_prefix": manager.match_prefix,
         "append": sequence.append,
-        "speculate": lambda given: plan.speculate(sequence, given),
+        "speculate": lambda value: plan.speculate(sequence, value),
         "commit": plan.commit,
-        "counts": lambda given: plan.commit([1], given),
+        "counts": lambda value: plan.commit([1], value),
         "decode": plan.decode,
-        "groups": lambda given: BlockManager(8, 4, groups=given),
+        "groups": lambda value: BlockManager(8, 4, groups=value),
     }
 
 
@@ -168,9 +168,9 @@ def test_an_error_of_an_item_comes_through(
 ) -> None:
     take = takers(manager)[taker]
     item = Raises(error)
-    for given in ([item], (item,), iter([item]), Liar(0, [item])):
+    for value in ([item], (item,), iter([item]), Liar(0, [item])):
         with unchanged(manager), pytest.raises(type(error), match="mine"):
-            take(given)
+            take(value)
 
 
 def numbers(manager: BlockManager) -> dict[str, Callable[[Any], object]]:
@@ -357,8 +357,8 @@ def test_tensors_in_use_keep_their_memory(holder: str) -> None:
     tensor = torch.zeros(100_000, dtype=torch.int64)
     held, address = kept(tensor), tensor.data_ptr()
     tensor.data = torch.zeros(8, dtype=torch.int64)
-    others = [torch.ones(100_000, dtype=torch.int64) for _ in range(10)]
-    assert address not in [other.data_ptr() for other in others]
+    tensors = [torch.ones(100_000, dtype=torch.int64) for _ in range(10)]
+    assert address not in [other.data_ptr() for other in tensors]
     del held
 
 

@@ -52,7 +52,7 @@ def test_the_choice(windows: list[Window], max_model_len: int, said: str) -> Non
 def test_layers_keep_their_order_within_a_kind() -> None:
     groups = grouped(every(3, 8, 6), 1024)
     assert groups.windows == (None, 8, 8)
-    assert [(place.group, place.index) for place in groups.locations] == [
+    assert [(location.group, location.index) for location in groups.locations] == [
         *((1, 0), (1, 1), (0, 0)),
         *((2, 0), (2, 1), (0, 1)),
     ]
@@ -81,10 +81,10 @@ def test_every_layer_has_a_place_of_its_own_that_keeps_enough(
     groups = grouped(windows, max_model_len)
     assert len(groups.locations) == len(windows)
     assert len(set(groups.locations)) == len(windows)
-    assert {place.group for place in groups.locations} == set(range(len(groups.windows)))
-    assert {place.index for place in groups.locations} == set(range(groups.layers_per_group))
-    for asked, kept in zip(windows, groups.layer_windows, strict=True):
-        assert kept is None or (asked is not None and asked <= kept < max_model_len)
+    assert {location.group for location in groups.locations} == set(range(len(groups.windows)))
+    assert {location.index for location in groups.locations} == set(range(groups.layers_per_group))
+    for window, kept in zip(windows, groups.layer_windows, strict=True):
+        assert kept is None or (window is not None and window <= kept < max_model_len)
     held = groups.layers_per_group * sum(window or max_model_len for window in groups.windows)
     widest = max(window or max_model_len for window in windows)
     assert held <= len(windows) * widest  # never more than one group for all of them

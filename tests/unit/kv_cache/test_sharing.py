@@ -54,9 +54,9 @@ def test_without_sharing_the_same_blocks_after_the_commit() -> None:
     assert plan.num_tokens == 32 * 512
     remappings = plan.commit([7] * 32)
     assert len(remappings) == 31 * 32
-    assert [(each.sequence_id, each.index, each.new_block) for each in remappings] == [
-        (sequence.id, index, index) for sequence in sequences[1:] for index in range(32)
-    ]
+    assert [
+        (remapping.sequence_id, remapping.index, remapping.new_block) for remapping in remappings
+    ] == [(sequence.id, index, index) for sequence in sequences[1:] for index in range(32)]
     assert manager.usage().active == 32
     assert {tuple(sequence.block_table) for sequence in sequences} == {tuple(range(32))}
     stats = manager.stats()

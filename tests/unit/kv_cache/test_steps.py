@@ -185,8 +185,8 @@ def test_a_chunk_ends_on_a_block_boundary_if_it_can() -> None:
     manager = BlockManager(8, BLOCK)
     sequence = manager.sequence(tokens(20))
     computed_so_far = []
-    for most in (7, 3, 3, 6):
-        plan = manager.begin_step(most)
+    for max_tokens in (7, 3, 3, 6):
+        plan = manager.begin_step(max_tokens)
         assert isinstance(plan.prefill(sequence, 100), Prefilled)
         plan.commit([])
         computed_so_far.append(sequence.num_computed_tokens)

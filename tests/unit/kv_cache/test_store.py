@@ -82,13 +82,13 @@ def filled(store: KVStore) -> Arrays:
 
 
 def test_a_round_trip_has_the_same_bits(store: KVStore, filled: Arrays) -> None:
-    found = prefix(store)
-    assert (found.num_blocks, found.stored_blocks(), found.stored_blocks(1, 1)) == (4, 4, 3)
+    stored = prefix(store)
+    assert (stored.num_blocks, stored.stored_blocks(), stored.stored_blocks(1, 1)) == (4, 4, 3)
     target, before = arrays(2), arrays(2)
     blocks = [(i, group, 7 - i) for group in range(2) for i in range(4)]
-    assert len(found.load(memory(target), blocks)) == 8
-    for loaded, stored, old in zip(target, filled, before, strict=True):
-        assert loaded[:3:-1].tobytes() == stored[:4].tobytes()
+    assert len(stored.load(memory(target), blocks)) == 8
+    for loaded, source, old in zip(target, filled, before, strict=True):
+        assert loaded[:3:-1].tobytes() == source[:4].tobytes()
         assert loaded[:4].tobytes() == old[:4].tobytes()
     stats = store.stats()
     assert (stats["stored"], stats["hits"], stats["readable_entries"]) == (8, 8, 8)
@@ -125,15 +125,15 @@ def test_a_partial_load_caches_only_whole_rows(
 ) -> None:
     """Whatever block is missing, in whichever group, no row is cached that has not come whole."""
     manager = BlockManager(NUM_BLOCKS, BLOCK_SIZE, groups=[None, window])
-    found = prefix(store, windows=manager.groups)
+    stored = prefix(store, windows=manager.groups)
     sequence = manager.sequence(TOKENS)
-    transfer = sequence.reserve(BLOCK_SIZE * found.stored_blocks())
+    transfer = sequence.reserve(BLOCK_SIZE * stored.stored_blocks())
     assert isinstance(transfer, Transfer)
     target = [np.zeros_like(tensor) for tensor in filled]
     some = [block for block in transfer.blocks if block[:2] != dropped]
     if dropped in [block[:2] for block in transfer.blocks]:
         some = transfer.blocks[: [block[:2] for block in transfer.blocks].index(dropped)]
-    loaded = found.load(memory(target), some)
+    loaded = stored.load(memory(target), some)
     assert loaded == some
     expected = transfer.restored_tokens(loaded)
     transfer.complete(loaded)
@@ -178,53 +178,53 @@ def test_a_store_outlives_its_process(folder: Path) -> None:
         assert store.close(MINUTE)"""
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, cwd=ROOT)
     store, target = KVStore(folder, max_bytes=64 * MIB), arrays(2)
-    found = prefix(store, np.array(TOKENS))
+    stored = prefix(store, np.array(TOKENS))
     assert store.stats()["loaded"] == 4
-    assert len(found.load(memory(target), [(i, 0, i) for i in range(4)])) == 4
+    assert len(stored.load(memory(target), [(i, 0, i) for i in range(4)])) == 4
     assert target[0][:4].tobytes() == arrays(1)[0][:4].tobytes()
     assert target[1][:4].tobytes() == arrays(1)[1][:4].tobytes()
     assert store.close(MINUTE)
 
 
 def test_other_prompts_namespaces_and_models_have_nothing(store: KVStore, filled: Arrays) -> None:
-    others = {
+    variants = {
         "another fingerprint": prefix(store, fingerprints=[kv_fingerprint([])]),
         "another namespace": prefix(store, namespace=b"tenant"),
         "another first token": prefix(store, [1, *TOKENS[1:]]),
         "another last token": prefix(store, [*TOKENS[:15], 1]),
         "another block size": store.prefix(TOKENS, 8, fingerprints=MODEL),
     }
-    stored = {name: other.stored_blocks() for name, other in others.items()}
-    assert stored == {**dict.fromkeys(others, 0), "another last token": 3}
+    stored = {name: other.stored_blocks() for name, other in variants.items()}
+    assert stored == {**dict.fromkeys(variants, 0), "another last token": 3}
     target = arrays(2)
     blocks = [(0, 0, 0)]
-    loaded = {name: len(other.load(memory(target), blocks)) for name, other in others.items()}
-    assert loaded == {**dict.fromkeys(others, 0), "another last token": 1}
+    loaded = {name: len(other.load(memory(target), blocks)) for name, other in variants.items()}
+    assert loaded == {**dict.fromkeys(variants, 0), "another last token": 1}
     assert prefix(store, namespace=b"").stored_blocks() == 4
     assert prefix(store, namespace=None).stored_blocks() == 4
 
 
 def test_loading_stops_at_the_first_block_that_is_missing(store: KVStore) -> None:
     tensors, target = arrays(1), arrays(2)
-    found = prefix(store)
-    assert len(found.store(memory(tensors), [(0, 0, 0), (1, 0, 1), (3, 0, 3)])) == 3
+    stored = prefix(store)
+    assert len(stored.store(memory(tensors), [(0, 0, 0), (1, 0, 1), (3, 0, 3)])) == 3
     assert store.flush(MINUTE)
-    assert [found.contains(i) for i in range(4)] == [True, True, False, True]
-    assert not found.contains(0, 1)
-    assert [found.stored_blocks(i, 0) for i in (0, 3, 4)] == [2, 1, 0]
-    assert found.stored_blocks() == 0  # of the other group, nothing is stored
-    assert len(found.load(memory(target), [(i, 0, i) for i in range(4)])) == 2
+    assert [stored.contains(i) for i in range(4)] == [True, True, False, True]
+    assert not stored.contains(0, 1)
+    assert [stored.stored_blocks(i, 0) for i in (0, 3, 4)] == [2, 1, 0]
+    assert stored.stored_blocks() == 0  # of the other group, nothing is stored
+    assert len(stored.load(memory(target), [(i, 0, i) for i in range(4)])) == 2
     assert target[0][3].tobytes() == arrays(2)[0][3].tobytes()
 
 
 def test_missing_blocks_are_those_without_an_entry(store: KVStore) -> None:
     blocks = [(index, 0, 7 - index) for index in range(4)]
-    found = prefix(store)
-    assert found.missing(blocks) == blocks and found.missing([]) == []
-    assert len(found.store(memory(arrays(1)), [blocks[0], blocks[2]])) == 2
-    assert found.missing(blocks) == [blocks[1], blocks[3]]  # they may wait in the queue
+    stored = prefix(store)
+    assert stored.missing(blocks) == blocks and stored.missing([]) == []
+    assert len(stored.store(memory(arrays(1)), [blocks[0], blocks[2]])) == 2
+    assert stored.missing(blocks) == [blocks[1], blocks[3]]  # they may wait in the queue
     assert store.flush(MINUTE)
-    assert found.missing([*blocks, (0, 1, 0)]) == [blocks[1], blocks[3], (0, 1, 0)]
+    assert stored.missing([*blocks, (0, 1, 0)]) == [blocks[1], blocks[3], (0, 1, 0)]
     assert store.stats()["known"] == 4
 
 
@@ -239,16 +239,16 @@ def flip(folder: Path, payload: bytes) -> None:
 
 def test_a_damaged_block_is_never_loaded(store: KVStore, filled: Arrays, folder: Path) -> None:
     flip(folder, filled[1][2].tobytes())
-    found, target = prefix(store), arrays(2)
-    assert found.stored_blocks() == 4
-    assert len(found.load(memory(target), [(i, 0, i) for i in range(4)])) == 2
-    assert (found.stored_blocks(), store.stats()["damaged"]) == (2, 1)
+    stored, target = prefix(store), arrays(2)
+    assert stored.stored_blocks() == 4
+    assert len(stored.load(memory(target), [(i, 0, i) for i in range(4)])) == 2
+    assert (stored.stored_blocks(), store.stats()["damaged"]) == (2, 1)
     (notice,) = store.take_notices()
     assert "payload that its checksum contradicts" in notice
     assert store.take_notices() == []
-    assert len(found.store(memory(filled), [(2, 0, 2)])) == 1
+    assert len(stored.store(memory(filled), [(2, 0, 2)])) == 1
     assert store.flush(MINUTE)
-    assert len(found.load(memory(target), [(i, 0, i) for i in range(4)])) == 4
+    assert len(stored.load(memory(target), [(i, 0, i) for i in range(4)])) == 4
 
 
 def test_verify_names_what_is_damaged(store: KVStore, filled: Arrays, folder: Path) -> None:
@@ -264,13 +264,13 @@ def test_a_full_queue_drops_the_rest(folder: Path) -> None:
     size = MIB
     tensor = np.ones((1, size), dtype=np.uint8)
     store = KVStore(folder, max_bytes=64 * MIB, queue_bytes=2 * size)
-    found = store.prefix(list(range(300)), 1, fingerprints=MODEL[:1])
+    stored = store.prefix(list(range(300)), 1, fingerprints=MODEL[:1])
     blocks = [(i, 0, 0) for i in range(300)]
-    queued = len(found.store(KVBlocks([tensor], [[0]]), blocks))
+    queued = len(stored.store(KVBlocks([tensor], [[0]]), blocks))
     assert 2 <= queued < 300
     assert store.stats()["dropped_queue_full"] == 1
     assert store.flush(MINUTE)
-    assert len(found.store(KVBlocks([tensor], [[0]]), blocks[: queued + 1])) == queued + 1
+    assert len(stored.store(KVBlocks([tensor], [[0]]), blocks[: queued + 1])) == queued + 1
     assert store.stats()["known"] >= queued - store.stats()["evicted"]
     assert store.close(MINUTE)
 
@@ -278,8 +278,8 @@ def test_a_full_queue_drops_the_rest(folder: Path) -> None:
 def test_a_block_that_never_fits_is_dropped(folder: Path) -> None:
     store = KVStore(folder, max_bytes=4 * 4096, segment_bytes=4096)
     tensor = np.ones((1, 5000), dtype=np.uint8)
-    found = store.prefix([1], 1, fingerprints=MODEL[:1])
-    assert len(found.store(KVBlocks([tensor], [[0]]), [(0, 0, 0)])) == 0
+    stored = store.prefix([1], 1, fingerprints=MODEL[:1])
+    assert len(stored.store(KVBlocks([tensor], [[0]]), [(0, 0, 0)])) == 0
     assert store.stats()["dropped_too_large"] == 1
     assert store.close(MINUTE)
 
@@ -311,16 +311,16 @@ def test_a_reader_follows_the_writer_of_another_process(folder: Path) -> None:
             KVStore(folder, max_bytes=64 * MIB, access="write")
         with pytest.raises(StoreError, match="open for reading: only the process that writes"):
             store.prune()
-        found, target = prefix(store), arrays(2)
+        stored, target = prefix(store), arrays(2)
         for index in range(4):
             writer.stdin.write("\n")
             writer.stdin.flush()
             assert writer.stdout.readline() in ("ready\n", "done\n")
-            assert found.stored_blocks(group=0) == index
+            assert stored.stored_blocks(group=0) == index
             assert store.refresh() == index + 1
-            assert len(found.load(memory(target), [(i, 0, i) for i in range(4)])) == index + 1
+            assert len(stored.load(memory(target), [(i, 0, i) for i in range(4)])) == index + 1
         assert target[0][:4].tobytes() == arrays(1)[0][:4].tobytes()
-        assert len(found.store(memory(arrays(1)), [(0, 0, 0), (0, 1, 0)])) == 1
+        assert len(stored.store(memory(arrays(1)), [(0, 0, 0), (0, 1, 0)])) == 1
         assert store.stats()["dropped_read_only"] == 1
         writer.communicate("\n", timeout=MINUTE)
         assert writer.returncode == 0
@@ -364,8 +364,8 @@ def test_a_store_in_memory() -> None:
 def test_limits_hold(folder: Path) -> None:
     store = KVStore(folder, max_bytes=4 * 65536, segment_bytes=65536, queue_bytes=64 * MIB)
     tensor = np.ones((1, 20_000), dtype=np.uint8)
-    found = store.prefix(list(range(100)), 1, fingerprints=MODEL[:1])
-    assert len(found.store(KVBlocks([tensor], [[0]]), [(i, 0, 0) for i in range(100)])) == 100
+    stored = store.prefix(list(range(100)), 1, fingerprints=MODEL[:1])
+    assert len(stored.store(KVBlocks([tensor], [[0]]), [(i, 0, 0) for i in range(100)])) == 100
     assert store.flush(MINUTE)
     stats = store.stats()
     assert stats["disk_bytes"] <= 4 * 65536
@@ -406,13 +406,13 @@ def test_a_closed_store_says_so(folder: Path, call: str) -> None:
 
 def test_a_prefix_of_a_closed_store_has_nothing(folder: Path) -> None:
     store = KVStore(folder, max_bytes=64 * MIB)
-    found, target = prefix(store), arrays(2)
-    assert len(found.store(memory(arrays(1)), [(0, 0, 0)])) == 1
+    stored, target = prefix(store), arrays(2)
+    assert len(stored.store(memory(arrays(1)), [(0, 0, 0)])) == 1
     assert store.close(MINUTE)
-    assert (found.stored_blocks(), found.contains(0)) == (0, False)
-    assert found.missing([(0, 0, 0)]) == [(0, 0, 0)]
-    assert len(found.load(memory(target), [(0, 0, 0)])) == 0
-    assert len(found.store(memory(target), [(0, 0, 0)])) == 0
+    assert (stored.stored_blocks(), stored.contains(0)) == (0, False)
+    assert stored.missing([(0, 0, 0)]) == [(0, 0, 0)]
+    assert len(stored.load(memory(target), [(0, 0, 0)])) == 0
+    assert len(stored.store(memory(target), [(0, 0, 0)])) == 0
     assert KVStore(folder, max_bytes=64 * MIB).stats()["loaded"] == 1
 
 
@@ -536,8 +536,8 @@ def test_a_folder_that_is_no_store_is_refused(tmp_path: Path, case: str, access:
 def test_a_folder_of_another_user_is_refused(folder: Path) -> None:
     assert KVStore(folder, max_bytes=64 * MIB).close(MINUTE)
     os.chown(folder, 12345, -1)
-    wanted = f"{folder} belongs to user 12345, this process runs as user 0; use a folder of this"
-    with pytest.raises(StoreError, match=wanted):
+    message = f"{folder} belongs to user 12345, this process runs as user 0; use a folder of this"
+    with pytest.raises(StoreError, match=message):
         KVStore(folder, max_bytes=64 * MIB)
 
 
@@ -551,9 +551,9 @@ def assert_read_alone(folder: Path, expected: Arrays) -> None:
         KVStore(folder, max_bytes=64 * MIB)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     reader, target = KVStore(folder, max_bytes=64 * MIB, access="read"), arrays(2)
-    found, blocks = prefix(reader), [(i, group, i) for group in range(2) for i in range(4)]
-    assert not reader.is_writer and found.stored_blocks() == 4
-    assert found.load(memory(target), blocks) == blocks
+    stored, blocks = prefix(reader), [(i, group, i) for group in range(2) for i in range(4)]
+    assert not reader.is_writer and stored.stored_blocks() == 4
+    assert stored.load(memory(target), blocks) == blocks
     for ours, theirs in zip(target, expected, strict=True):
         assert ours[:4].tobytes() == theirs[:4].tobytes()
     other = prefix(reader, TOKENS[::-1])
@@ -760,23 +760,23 @@ def test_bad_blocks_are_named_before_anything_moves(
     store: KVStore, filled: Arrays, case: str
 ) -> None:
     bad, sentence = BLOCKS[case]
-    found, target, before = prefix(store), arrays(2), store.stats()
-    for call in (found.load, found.store):
+    stored, target, before = prefix(store), arrays(2), store.stats()
+    for call in (stored.load, stored.store):
         with pytest.raises(ConfigError) as raised:
             call(memory(target), [(0, 0, 0), bad])
         assert sentence in str(raised.value)
     if case != "a block":  # of which only a memory knows how many there are
         with pytest.raises(ConfigError) as raised:
-            found.missing([(0, 0, 0), bad])
+            stored.missing([(0, 0, 0), bad])
         assert sentence in str(raised.value)
     assert [a.tobytes() for a in target] == [a.tobytes() for a in arrays(2)]
     assert store.stats() == before
 
 
 def test_groups_of_other_arrays_are_refused(store: KVStore) -> None:
-    one_group = KVBlocks(arrays(1)[:2], [[0, 1]])
+    target = KVBlocks(arrays(1)[:2], [[0, 1]])
     with pytest.raises(ConfigError, match=r"blocks\[0\]: group 1: the arrays are of 1 groups"):
-        prefix(store).store(one_group, [(0, 1, 0)])
+        prefix(store).store(target, [(0, 1, 0)])
     with pytest.raises(TypeError, match="memory"):
         prefix(store).store(arrays(1), [(0, 0, 0)])  # type: ignore[arg-type]
 
@@ -847,10 +847,10 @@ def test_arrays_stay_as_long_as_they_are_used(store: KVStore, filled: Arrays) ->
 
 
 def test_fingerprints_are_those_of_the_format() -> None:
-    wanted = "f76225a5f006fb0e9b3feacb8834247d14e76ccc67a9df3029545e43c989332f"
-    assert kv_fingerprint([("model", b"example"), ("dtype", b"float32")]).hex() == wanted
-    assert wanted in (ROOT / "docs/reference/kv-store-format.md").read_text(encoding="utf-8")
+    digest = "f76225a5f006fb0e9b3feacb8834247d14e76ccc67a9df3029545e43c989332f"
+    assert kv_fingerprint([("model", b"example"), ("dtype", b"float32")]).hex() == digest
+    assert digest in (ROOT / "docs/reference/kv-store-format.md").read_text(encoding="utf-8")
     swapped = kv_fingerprint([("dtype", b"float32"), ("model", b"example")])
-    assert swapped.hex() != wanted
+    assert swapped.hex() != digest
     with pytest.raises(TypeError, match="properties"):
         kv_fingerprint([("model", 1)])  # type: ignore[list-item]

@@ -58,8 +58,8 @@ DTYPES = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint6
 def test_numpy_arrays(manager: BlockManager, dtype: str) -> None:
     whole = np.array(TOKENS, dtype=dtype)
     assert manager.sequence(whole).tokens() == TOKENS
-    most = min(np.iinfo(dtype).max, LARGEST)
-    assert manager.sequence(np.array([most], dtype=dtype)).tokens() == [most]
+    largest = min(np.iinfo(dtype).max, LARGEST)
+    assert manager.sequence(np.array([largest], dtype=dtype)).tokens() == [largest]
     readonly = whole.copy()
     readonly.setflags(write=False)
     assert manager.sequence(readonly).tokens() == TOKENS
@@ -278,7 +278,7 @@ def test_tensors_of_torch_cost_what_arrays_cost(manager: BlockManager) -> None:
     assert manager.sequence(tensor).tokens() == array.tolist()
     refused(manager, tensor.to(torch.bfloat16), "cannot be read")
 
-    def least(tokens: Any) -> float:
+    def fastest(tokens: Any) -> float:
         times = []
         for _ in range(20):
             start = perf_counter()
@@ -286,4 +286,4 @@ def test_tensors_of_torch_cost_what_arrays_cost(manager: BlockManager) -> None:
             times.append(perf_counter() - start)
         return min(times)
 
-    assert least(tensor) < 10 * least(array)
+    assert fastest(tensor) < 10 * fastest(array)

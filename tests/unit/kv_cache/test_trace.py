@@ -124,15 +124,15 @@ def test_a_manager_that_is_dropped_leaves_what_it_did(tmp_path: Path) -> None:
 
 def test_a_cut_names_its_place(file: Path) -> None:
     whole = file.read_bytes()
-    found = set()
+    calls = set()
     for size in range(len(whole)):
         file.write_bytes(whole[:size])
         try:
             assert not replay(file).is_complete
         except TraceError as error:
             assert f"cut at byte {size}, in " in str(error)
-            found.add(str(error).split("in ", 1)[1].split(";")[0])
-    assert {"its header", "operation 1", "operation 9"} <= found
+            calls.add(str(error).split("in ", 1)[1].split(";")[0])
+    assert {"its header", "operation 1", "operation 9"} <= calls
 
 
 def test_files_that_are_no_recordings(file: Path, tmp_path: Path) -> None:

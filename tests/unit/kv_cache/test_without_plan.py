@@ -98,12 +98,12 @@ def test_no_room_and_back() -> None:
 def test_merges_are_reported() -> None:
     manager = BlockManager(8, BLOCK)
     pair = [manager.sequence([1, 2, 3, 4, 5]) for _ in range(2)]
-    assert [extended(each, 5) for each in pair] == [[0, 1], [2, 3]]
+    assert [extended(sequence, 5) for sequence in pair] == [[0, 1], [2, 3]]
     assert pair[0].publish(5) == []
     [merge] = pair[1].publish(5)
     assert (merge.sequence_id, merge.index) == (pair[1].id, 0)
     assert (merge.old_block, merge.new_block) == (2, 0)
-    assert [each.block_table for each in pair] == [[0, 1], [0, 3]]
+    assert [sequence.block_table for sequence in pair] == [[0, 1], [0, 3]]
     assert manager.stats().merged_blocks == 1
 
 

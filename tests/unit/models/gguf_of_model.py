@@ -180,7 +180,7 @@ class WrittenModel:
 
 def joined_experts(weights):
     """Weights of a folder by the names of transformers' modules, whose experts are one tensor."""
-    found, parts = {}, {}
+    tensors, parts = {}, {}
     for name, values in weights.items():
         layer, is_expert, end = name.partition(".experts.")
         layer = layer.replace("block_sparse_moe", "mlp")
@@ -188,50 +188,50 @@ def joined_experts(weights):
             number, matrix, _ = end.split(".")
             parts.setdefault((layer, _MATRICES.get(matrix, matrix)), {})[int(number)] = values
         elif name.endswith("input_linear.weight"):
-            found[f"{name.removesuffix('input_linear.weight')}experts.gate_up_proj"] = values
+            tensors[f"{name.removesuffix('input_linear.weight')}experts.gate_up_proj"] = values
         elif name.endswith("output_linear.weight"):
-            found[f"{name.removesuffix('output_linear.weight')}experts.down_proj"] = values
+            tensors[f"{name.removesuffix('output_linear.weight')}experts.down_proj"] = values
         else:
-            found[layer.replace("mlp.router.layer.", "mlp.gate.")] = values
+            tensors[layer.replace("mlp.router.layer.", "mlp.gate.")] = values
     stacked = {
         key: np.stack([experts[number] for number in sorted(experts)])
         for key, experts in parts.items()
     }
     for (layer, matrix), values in stacked.items():
         if matrix == "gate_proj":
-            both = values, stacked[layer, "up_proj"]
-            found[f"{layer}.experts.gate_up_proj"] = np.concatenate(both, 1)
+            gate_up = values, stacked[layer, "up_proj"]
+            tensors[f"{layer}.experts.gate_up_proj"] = np.concatenate(gate_up, 1)
         elif matrix == "down_proj":
-            found[f"{layer}.experts.down_proj"] = values
-    return found
+            tensors[f"{layer}.experts.down_proj"] = values
+    return tensors
 
 
 def header_of(model, architecture):
     """The keys of the architecture that llama.cpp's converter writes, without scaling."""
     config = model.config
-    found = sizes_of(config, architecture)
+    values = sizes_of(config, architecture)
     if architecture in _SLIDING:
-        found["attention.sliding_window"] = config.sliding_window
+        values["attention.sliding_window"] = config.sliding_window
     if architecture == "stablelm":
-        found["use_parallel_residual"] = False
+        values["use_parallel_residual"] = False
     if architecture == "gemma3":
-        found["rope.freq_base"] = 1000000.0
+        values["rope.freq_base"] = 1000000.0
     if architecture in _EXPERTS:
-        found["expert_count"] = 4
-        found["expert_used_count"] = config.num_experts_per_tok
+        values["expert_count"] = 4
+        values["expert_used_count"] = config.num_experts_per_tok
     if architecture in ("qwen2moe", "qwen3moe"):
-        found["expert_feed_forward_length"] = config.moe_intermediate_size
+        values["expert_feed_forward_length"] = config.moe_intermediate_size
     if architecture == "qwen2moe":
-        found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+        values["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
     if architecture == "minimax-m2":
-        found["expert_gating_func"] = 2
-    return found | scales_of(config)
+        values["expert_gating_func"] = 2
+    return values | scales_of(config)
 
 
 def sizes_of(config, architecture):
     """Those that every architecture has."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    found = {
+    values = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -239,17 +239,17 @@ def sizes_of(config, architecture):
         "attention.head_count": config.num_attention_heads,
     }
     if architecture in LAYER_NORMS:
-        found["attention.layer_norm_epsilon"] = 1e-5
+        values["attention.layer_norm_epsilon"] = 1e-5
     else:
-        found["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
+        values["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
     if architecture != "gpt2":
-        found["attention.head_count_kv"] = config.num_key_value_heads
-        found["rope.dimension_count"] = head
-        found["rope.freq_base"] = 10000.0
-        found |= {"attention.key_length": head, "attention.value_length": head}
+        values["attention.head_count_kv"] = config.num_key_value_heads
+        values["rope.dimension_count"] = head
+        values["rope.freq_base"] = 10000.0
+        values |= {"attention.key_length": head, "attention.value_length": head}
     if architecture in _PARTLY:
-        found["rope.dimension_count"] = head // 2
-    return found
+        values["rope.dimension_count"] = head // 2
+    return values
 
 
 def scales_of(config):
@@ -271,14 +271,14 @@ def tensors_of(model, architecture):
     name = NAMES.get(architecture, architecture)
     arch = next(key for key, value in MODEL_ARCH_NAMES.items() if value == name)
     table = get_tensor_name_map(arch, model.config.num_hidden_layers)
-    found = {}
+    texts = {}
     tied = model.config.tie_word_embeddings
     for own, weight in model.state_dict().items():
         values = np.asarray(weight)
         if own == "lm_head.weight" and tied:
             continue
         if own.endswith("e_score_correction_bias"):
-            found[f"blk.{own.split('.')[2]}.exp_probs_b.bias"] = values
+            texts[f"blk.{own.split('.')[2]}.exp_probs_b.bias"] = values
             continue
         for part_name, moved in _RENAMED.items():
             own = own.replace(part_name, moved)  # noqa: PLW2901
@@ -288,8 +288,8 @@ def tensors_of(model, architecture):
             known = table.get_name(target_stem)
             assert known is not None, target
             suffix = end if end in ("weight", "bias") else "weight"
-            found[f"{known}.{suffix}"] = changed(model, architecture, known, suffix, part)
-    return {key: np.ascontiguousarray(values) for key, values in found.items()}
+            texts[f"{known}.{suffix}"] = changed(model, architecture, known, suffix, part)
+    return {key: np.ascontiguousarray(values) for key, values in texts.items()}
 
 
 def split_experts(name, values):
@@ -340,8 +340,8 @@ def write_gguf_of(model, path, architecture, *, kind="F32", values=None, extra=N
             add_value(writer, f"{name}{key}" if key.startswith(".") else key, value)
     for key, numbers in (tensors_of(model, architecture) | (extra or {})).items():
         is_float = numbers.ndim == 1 or "_inp." in key or key.endswith("bias")
-        found = GGMLQuantizationType["F32" if is_float else kind]
-        writer.add_tensor(key, quantize(np.asarray(numbers, np.float32), found), raw_dtype=found)
+        to = GGMLQuantizationType["F32" if is_float else kind]
+        writer.add_tensor(key, quantize(np.asarray(numbers, np.float32), to), raw_dtype=to)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

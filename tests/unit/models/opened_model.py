@@ -56,7 +56,7 @@ def multiplied(path: Path, quantization: str, dtype: str) -> dict[str, object]:
 if __name__ == "__main__":
     loaded: dict[str, Any] = sys.modules
     loaded.update(torch=None, transformers=None)
-    found = multiplied(Path(sys.argv[1]), *sys.argv[2:])
+    result = multiplied(Path(sys.argv[1]), *sys.argv[2:])
     names = {name.partition(".")[0] for name, module in loaded.items() if module is not None}
-    found["imported"] = sorted(names - set(sys.stdlib_module_names))
-    print(json.dumps(found))
+    result["imported"] = sorted(names - set(sys.stdlib_module_names))
+    print(json.dumps(result))

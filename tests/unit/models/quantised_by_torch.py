@@ -12,7 +12,7 @@ import torch
 GROUP = 32
 _LARGEST = 15
 _SPANS = (1.0, 0.93, 0.86)
-_LEAST_HALF, _MOST_HALF = 2.0**-14, 65504.0
+_MIN_HALF, _MAX_HALF = 2.0**-14, 65504.0
 
 
 def groups_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -48,7 +48,7 @@ def _quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 def _rounded(scales: torch.Tensor) -> torch.Tensor:
     """Scales that float16 has, where it has their size; 1 for groups of zeros."""
-    in_range = (scales >= _LEAST_HALF) & (scales <= _MOST_HALF)
+    in_range = (scales >= _MIN_HALF) & (scales <= _MAX_HALF)
     return torch.where(scales == 0, 1.0, torch.where(in_range, scales.half().float(), scales))
 
 

@@ -30,8 +30,8 @@ def test_what_the_file_sets_is_the_default_and_nothing_else(tmp_path):
         max_length=20,
         transformers_version="5.0",
     )
-    found = load_model(tmp_path, device="cpu").default_sampling
-    assert dict(found) == {
+    defaults = load_model(tmp_path, device="cpu").default_sampling
+    assert dict(defaults) == {
         "temperature": 0.6,
         "top_k": 20,
         "top_p": 0.95,
@@ -40,7 +40,7 @@ def test_what_the_file_sets_is_the_default_and_nothing_else(tmp_path):
         "max_tokens": 100,
     }
     with pytest.raises(TypeError):
-        found["temperature"] = 1.0  # type: ignore[index]
+        defaults["temperature"] = 1.0  # type: ignore[index]
 
 
 def test_defaults_of_transformers_are_not_the_models(tmp_path):

@@ -40,7 +40,7 @@ SIZES = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "olmoe": EXPERTS}
 """One in a decoder of ours, and one in transformers' module."""
-EACH_FAMILY = ["llama", pytest.param("olmoe", marks=needs_torch)]
+MARKED_FAMILIES = ["llama", pytest.param("olmoe", marks=needs_torch)]
 
 
 def write_config(folder: Path, family: str = "llama", **settings: Any) -> Path:
@@ -80,15 +80,15 @@ def logits(loaded: LoadedModel, length: int = 40) -> "torch.Tensor":
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.parametrize("family", MARKED_FAMILIES)
 def test_a_family_is_drawn_in_a_dtype(tmp_path: Path, family: str, dtype: str) -> None:
     import torch
 
     model = drawn(write_config(tmp_path, family, **FAMILIES[family]), dtype)
     assert (model.load_format, model.dtype) == ("dummy", dtype)
-    found = logits(model)
-    assert found.dtype == getattr(torch, dtype)
-    assert found.isfinite().all() and found.float().std() > 0.01
+    actual = logits(model)
+    assert actual.dtype == getattr(torch, dtype)
+    assert actual.isfinite().all() and actual.float().std() > 0.01
 
 
 def test_a_module_is_as_before_a_training(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_module_is_as_before_a_training(tmp_path: Path) -> None:
     loaded = drawn(write_config(tmp_path, "olmoe", **EXPERTS, **settings), "bfloat16").model
     assert isinstance(loaded, FallbackModel)
     module = loaded.module
-    assert not module.training and not any(each.requires_grad for each in module.parameters())
+    assert not module.training and not any(weight.requires_grad for weight in module.parameters())
     for name, tensor in module.named_parameters():
         assert tensor.dtype == torch.bfloat16
         if "norm" in name:
@@ -134,7 +134,7 @@ def test_a_multi_modal_model_is_drawn_with_its_tower(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.parametrize("family", MARKED_FAMILIES)
 def test_tied_embeddings_stay_tied(tmp_path: Path, family: str, is_tied: bool) -> None:
     from pyengine.models.fallback import FallbackModel
 
@@ -150,7 +150,7 @@ def test_tied_embeddings_stay_tied(tmp_path: Path, family: str, is_tied: bool) -
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.parametrize("family", MARKED_FAMILIES)
 def test_every_start_draws_the_same_and_leaves_torch_alone(
     tmp_path: Path, family: str, dtype: str
 ) -> None:
@@ -203,7 +203,7 @@ def test_a_family_of_the_table_needs_no_transformers(tmp_path: Path) -> None:
 
 
 @needs_torch
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.parametrize("family", MARKED_FAMILIES)
 def test_a_start_in_another_process_draws_the_same(tmp_path: Path, family: str) -> None:
     write_config(tmp_path, family, **FAMILIES[family])
     done = subprocess.run(
@@ -259,9 +259,9 @@ def test_drawn_weights_are_quantised(tmp_path: Path, quantization: str) -> None:
     write_config(tmp_path, intermediate_size=128)
     loaded = drawn(tmp_path, quantization=quantization)
     assert (loaded.quantization, loaded.load_format) == (quantization, "dummy")
-    plain, found = logits(drawn(tmp_path)), logits(loaded)
-    assert not torch.equal(plain, found)
-    assert torch.nn.functional.cosine_similarity(plain, found, dim=-1).mean() > 0.9
+    plain, actual = logits(drawn(tmp_path)), logits(loaded)
+    assert not torch.equal(plain, actual)
+    assert torch.nn.functional.cosine_similarity(plain, actual, dim=-1).mean() > 0.9
 
 
 def test_transformers_modules_are_not_quantised(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_transformers_modules_are_not_quantised(tmp_path: Path) -> None:
         ({"quantization_config": ["fp8"]}, "fp8"),
     ],
 )
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.parametrize("family", MARKED_FAMILIES)
 def test_a_config_that_cannot_be_drawn_is_refused(
     tmp_path: Path, family: str, change: dict[str, Any], message: str
 ) -> None:
@@ -310,7 +310,7 @@ def test_a_family_that_nobody_knows_is_refused(tmp_path: Path) -> None:
         drawn(write_config(tmp_path, "no_such_model"))
 
 
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.parametrize("family", MARKED_FAMILIES)
 def test_weights_that_do_not_fit_are_refused_before_they_are_drawn(
     tmp_path: Path, family: str
 ) -> None:
@@ -362,18 +362,18 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
 def test_no_weights_of_a_hub_model_are_downloaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked = {}
+    arguments = {}
 
     def download(name: str, **settings: Any) -> str:
-        asked.update(settings)
+        arguments.update(settings)
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    found = resolve_source("owner/model", load_format="dummy")
-    assert (found.folder, found.load_format) == (tmp_path, "dummy")
-    assert set(asked["ignore_patterns"]) == {"*.safetensors", "*.safetensors.index.json"}
+    resolved = resolve_source("owner/model", load_format="dummy")
+    assert (resolved.folder, resolved.load_format) == (tmp_path, "dummy")
+    assert set(arguments["ignore_patterns"]) == {"*.safetensors", "*.safetensors.index.json"}
     resolve_source("owner/model")
-    assert asked["ignore_patterns"] == source._HUB_COPIES
+    assert arguments["ignore_patterns"] == source._HUB_COPIES
 
 
 def test_shapes_of_a_module_are_known_without_the_weights(tmp_path: Path) -> None:

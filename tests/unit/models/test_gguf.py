@@ -138,9 +138,9 @@ def test_settings_choose_between_formats_and_floats(tmp_path: Path) -> None:
         ({"compile": True}, "Q4_0 and Q8_0"),
         ({"dtype": "float16"}, "none"),
     ):
-        found = describe(path, **{"dtype": "float32", **settings})
-        assert found["quantization"] == quantization
-        assert found["scores"] == pytest.approx(floats["scores"], abs=0.05)
+        description = describe(path, **{"dtype": "float32", **settings})
+        assert description["quantization"] == quantization
+        assert description["scores"] == pytest.approx(floats["scores"], abs=0.05)
 
 
 @needs_kernels
@@ -149,22 +149,22 @@ def test_formats_without_a_kernel_are_read_as_floats_with_a_reason(
 ) -> None:
     path, kinds = tmp_path / "tiny.gguf", {"ffn_up.weight": "TQ2_0", "attn_q.weight": "TQ2_0"}
     write_tiny_gguf(path, kind="Q8_0", kinds=kinds, hidden=256, scale=0.2)
-    found = describe(path, dtype="float32")
-    assert found["quantization"] == "Q8_0"
+    description = describe(path, dtype="float32")
+    assert description["quantization"] == "Q8_0"
     assert "tensors of type TQ2_0 are read as floats: products are in Q4_0" in caplog.text
     plain = describe(path, dtype="float32", quantization="none")
-    assert found["scores"] == pytest.approx(plain["scores"], abs=0.05)
+    assert description["scores"] == pytest.approx(plain["scores"], abs=0.05)
 
 
 def test_stored_blocks_are_those_of_one_file(tmp_path: Path) -> None:
-    found = []
+    values = []
     for number, scale in enumerate((1.0, 2.0)):
         path = tmp_path / f"{number}.gguf"
         write_tiny_gguf(path, kind="Q8_0", scale=scale)
         properties = model_properties(resolve_source(path), load_model(path, device="cpu"))
-        found.append(dict(properties))
-    assert found[0]["settings"] == found[1]["settings"]
-    assert found[0]["weights"] != found[1]["weights"]
+        values.append(dict(properties))
+    assert values[0]["settings"] == values[1]["settings"]
+    assert values[0]["weights"] != values[1]["weights"]
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def test_defaults_for_requests_are_those_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     values = {"temp": 0.5, "top_k": 3, "penalty_repeat": 1.25, "mirostat": 0}
     write_tiny_gguf(path, sampling=values)
-    found = load_model(path, device="cpu").default_sampling
-    assert found == {"temperature": 0.5, "top_k": 3, "repetition_penalty": 1.25}
+    defaults = load_model(path, device="cpu").default_sampling
+    assert defaults == {"temperature": 0.5, "top_k": 3, "repetition_penalty": 1.25}
     for name, value in (("temp", -1.0), ("top_p", 2.0), ("top_k", 2**31), ("top_p", "1")):
         write_tiny_gguf(path, sampling={name: value})
         for opened in (checked_source, load_model):

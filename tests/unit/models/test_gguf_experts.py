@@ -33,10 +33,10 @@ needs_kernels = pytest.mark.skipif(
 
 
 def write(path: Path, architecture: str, **settings: Any) -> None:
-    found = {"kind": "Q8_0", "layers": 2, "scale": 0.2, "experts": EXPERTS, **settings}
+    options = {"kind": "Q8_0", "layers": 2, "scale": 0.2, "experts": EXPERTS, **settings}
     if architecture == "gpt-oss":
-        found["values"] = YARN | found.get("values", {})
-    write_tiny_gguf(path, architecture=architecture, **found)
+        options["values"] = YARN | options.get("values", {})
+    write_tiny_gguf(path, architecture=architecture, **options)
 
 
 def kernels() -> CpuKernels:
@@ -74,8 +74,8 @@ def test_products_of_formats_are_those_of_the_numbers(
     assert loaded.quantization == kind
     assert loaded.has_float_linears  # the router
     floats = logits(path, TorchKernels(CPU, torch.float32)).log_softmax(-1)
-    found = logits(path, kernels(), CpuBackend).log_softmax(-1)
-    torch.testing.assert_close(found, floats, rtol=0, atol=0.2)
+    actual = logits(path, kernels(), CpuBackend).log_softmax(-1)
+    torch.testing.assert_close(actual, floats, rtol=0, atol=0.2)
 
 
 @needs_kernels
@@ -92,11 +92,11 @@ def test_a_row_has_the_same_bits_in_every_batch(
     with GGUFFile.open(path) as file:
         decoder = open_gguf(file).decoder(kernels())
     alone, together = Runner(decoder, CpuBackend), Runner(decoder, CpuBackend)
-    first, others = alone.add(TOKENS), [together.add(TOKENS[number:]) for number in range(4)]
+    first, sequences = alone.add(TOKENS), [together.add(TOKENS[number:]) for number in range(4)]
     alone.step((first, 6))
     alone.step((first, 2))
-    together.step(*((each, len(each.tokens)) for each in others))
-    assert torch.equal(torch.stack(first.logits), torch.stack(others[0].logits))
+    together.step(*((sequence, len(sequence.tokens)) for sequence in sequences))
+    assert torch.equal(torch.stack(first.logits), torch.stack(sequences[0].logits))
 
 
 @needs_kernels
@@ -105,17 +105,17 @@ def test_the_engine_gives_the_tokens_of_the_floats(tmp_path: Path, architecture:
     path = tmp_path / "tiny.gguf"
     write(path, architecture, has_head=True)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=7)
-    prompts: list[Any] = [{"prompt_token_ids": each} for each in (TOKENS, [5, 4, 3], [7])]
+    prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in (TOKENS, [5, 4, 3], [7])]
     outputs = []
     for quantization, named in ((None, "Q8_0"), ("none", "none")):
         settings: dict[str, Any] = {"num_blocks": 32, "quantization": quantization}
         with LLM(path, device="cpu", dtype="float32", **settings) as llm:
             assert llm.describe()["quantization"] == named
-            outputs.append([each.outputs[0] for each in llm.generate(prompts, params)])
+            outputs.append([output.outputs[0] for output in llm.generate(prompts, params)])
     for ours, floats in zip(*outputs, strict=True):
         steps = zip(ours.logprobs, floats.logprobs, ours.token_ids, strict=True)
         for step, expected, token in steps:
-            best = max(each.logprob for each in expected.values())
+            best = max(entry.logprob for entry in expected.values())
             assert expected[token].logprob > best - 0.2
             assert abs(step[token].logprob - expected[token].logprob) < 0.2
             if expected[token].logprob < best:
@@ -168,8 +168,8 @@ def test_experts_in_other_formats_are_floats(tmp_path: Path, kind: str, architec
     write(path, architecture, kinds=kinds, hidden=256, layers=1)
     assert load_model(path, device="cpu", dtype="float32").quantization == "Q8_0"
     floats = logits(path, TorchKernels(CPU, torch.float32)).log_softmax(-1)
-    found = logits(path, kernels(), CpuBackend).log_softmax(-1)
-    torch.testing.assert_close(found, floats, rtol=0, atol=0.2)
+    actual = logits(path, kernels(), CpuBackend).log_softmax(-1)
+    torch.testing.assert_close(actual, floats, rtol=0, atol=0.2)
 
 
 def refused(path: Path, message: str) -> None:

@@ -157,12 +157,12 @@ def test_files_with_any_bytes_changed_are_loaded_or_refused_soon(tmp_path, conte
 def spoiled(content, seed):
     """`content` with up to three words of its header changed, mostly to extreme numbers."""
     chosen = random.Random(seed)
-    found = bytearray(content)
+    changed = bytearray(content)
     for _ in range(chosen.randint(1, 3)):
         at = chosen.randrange(4, 1500)
         number = chosen.choice([0, 1, 2**31, 2**32 - 1, chosen.getrandbits(32)])
-        found[at : at + 4] = struct.pack("<I", number)
-    return bytes(found)
+        changed[at : at + 4] = struct.pack("<I", number)
+    return bytes(changed)
 
 
 @pytest.mark.parametrize(
@@ -180,9 +180,9 @@ def spoiled(content, seed):
 )
 def test_sizes_that_the_tensors_do_not_have_are_refused(tmp_path, content, key, number):
     at = content.index(key) + len(key) + 4
-    found = content[:at] + struct.pack("<I", number) + content[at + 4 :]
+    changed = content[:at] + struct.pack("<I", number) + content[at + 4 :]
     path = tmp_path / "model.gguf"
-    path.write_bytes(found)
+    path.write_bytes(changed)
     started = time.monotonic()
     with pytest.raises(ModelLoadError):
         load_model(path, device="cpu")
@@ -200,7 +200,7 @@ def test_types_are_those_of_the_library():
 def test_types_whose_numbers_are_not_read_are_refused_by_name(tmp_path, kind):
     path = tmp_path / "model.gguf"
     write_tiny_gguf(path, kind="F32")
-    tensor = next(each for each in read_header(path).tensors if each.name.endswith("ffn_up.weight"))
+    tensor = next(item for item in read_header(path).tensors if item.name.endswith("ffn_up.weight"))
     data = path.read_bytes()
     at = data.index(tensor.name.encode()) + len(tensor.name) + 4 + 8 * len(tensor.shape)
     path.write_bytes(data[:at] + struct.pack("<I", kind) + data[at + 4 :] + bytes(10**5))

@@ -34,12 +34,12 @@ ENDS = [
 @pytest.mark.parametrize("text", ENDS)
 def test_tokens_that_are_known_by_their_text_end_an_answer(tmp_path, text):
     tokens = ["<|im_start|>", "stop", "a", "b", "c", "ab", "bc", text]
-    found = loaded(
+    tokenizer = loaded(
         tmp_path / "tiny.gguf",
         tokens=tokens,
         values={"tokenizer.ggml.merges": ["a b", "b c"]},
     )
-    assert found.eos_token_ids == {1, 7}
+    assert tokenizer.eos_token_ids == {1, 7}
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_the_end_of_a_turn_is_no_text_whatever_type_it_has(tmp_path, kind):
         "tokenizer.ggml.token_type": [3, kind, 1, 1, 1, 1, 1, 1],
         "tokenizer.ggml.eos_token_id": 0,
     }
-    found = loaded(tmp_path / "tiny.gguf", values=values)
-    assert found.eos_token_ids == {0, 1}
-    assert found.tokenizer.encode("a<|im_end|>b") == [2, 1, 3]
-    assert found.tokenizer.decode([2, 1], skip_special_tokens=True) == "a"
+    tokenizer = loaded(tmp_path / "tiny.gguf", values=values)
+    assert tokenizer.eos_token_ids == {0, 1}
+    assert tokenizer.tokenizer.encode("a<|im_end|>b") == [2, 1, 3]
+    assert tokenizer.tokenizer.decode([2, 1], skip_special_tokens=True) == "a"
 
 
 def test_a_chat_ends_with_the_turn(tmp_path):
@@ -140,10 +140,10 @@ SENTENCES = {
     ],
 )
 def test_sentencepiece_vocabularies(tmp_path, values, expected, text):
-    found = loaded(tmp_path / "tiny.gguf", values=SENTENCES | values)
-    assert found.tokenizer.encode(text) == expected
-    assert found.tokenizer.decode(expected, skip_special_tokens=True) == text
-    assert found.eos_token_ids == {2}
+    tokenizer = loaded(tmp_path / "tiny.gguf", values=SENTENCES | values)
+    assert tokenizer.tokenizer.encode(text) == expected
+    assert tokenizer.tokenizer.decode(expected, skip_special_tokens=True) == text
+    assert tokenizer.eos_token_ids == {2}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3"])
@@ -170,8 +170,8 @@ def test_the_space_before_the_first_word_is_that_of_the_file(
     ],
 )
 def test_text_is_split_as_the_file_says(tmp_path, architecture, split, words):
-    found = loaded(tmp_path / "tiny.gguf", architecture, values={SPLIT: split})
-    splitter: pre_tokenizers.PreTokenizer = found.tokenizer.backend_tokenizer.pre_tokenizer
+    tokenizer = loaded(tmp_path / "tiny.gguf", architecture, values={SPLIT: split})
+    splitter: pre_tokenizers.PreTokenizer = tokenizer.tokenizer.backend_tokenizer.pre_tokenizer
     assert [word for word, _ in splitter.pre_tokenize_str("a 1234!!   b")] == words
 
 

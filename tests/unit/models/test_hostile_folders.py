@@ -107,7 +107,7 @@ def test_a_model_without_layers_is_refused(folder, value):
 
 def test_layers_that_the_files_do_not_have_are_refused_before_they_are_built(folder):
     set_config(folder, num_hidden_layers=20_000)
-    refused(folder, r"num_hidden_layers=20000, which cannot be: the weights are 21 tensors")
+    refused(folder, r"num_hidden_layers=20000, which these weights cannot have: .* 21 tensors")
 
 
 def test_huge_sizes_in_nested_settings_are_refused(folder):

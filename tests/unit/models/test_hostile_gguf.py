@@ -126,8 +126,8 @@ def moved(data, tensor, offset):
 
 def test_offsets_that_lie_are_refused(path):
     data, header = path.read_bytes(), read_header(path)
-    first, *others = header.tensors
-    for tensor in others:
+    first, *following = header.tensors
+    for tensor in following:
         for offset in (0, first.num_bytes - 1, len(data), 2**63, 2**64 - 1):
             path.write_bytes(moved(data, tensor, offset))
             refused(path, r"lies within|does not end within the file")
@@ -211,7 +211,7 @@ def test_a_file_that_vanishes_or_is_replaced_while_it_is_read_is_loaded(path, mo
 def test_a_disk_that_fails_is_named(path, monkeypatch, error):
     source = resolve_source(path)
 
-    def fail(*_given):
+    def fail(*_arguments):
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(gguf_file.os, "preadv", fail)

@@ -58,12 +58,12 @@ class Hub(BaseHTTPRequestHandler):
                 ("/main", "/v2", COMMIT)
             ):
                 return self._send(404, b"", with_body, {"X-Error-Code": "RevisionNotFound"})
-            found = {
+            about = {
                 "id": "/".join(name),
                 "sha": COMMIT,
                 "siblings": [{"rfilename": p} for p in files],
             }
-            return self._send(200, json.dumps(found).encode(), with_body, {})
+            return self._send(200, json.dumps(about).encode(), with_body, {})
         path = self.path.split(f"/resolve/{COMMIT}/")[-1].split("?")[0]
         self._send(200, files[path], with_body, {"ETag": f'"{path}"', "X-Repo-Commit": COMMIT})
 
@@ -84,7 +84,7 @@ def hub(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
     files = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     copies = {f"original/{name}": content for name, content in files.items()}
     server.files = {**files, **copies, "consolidated.safetensors": b"twice", "evil.py": b"1/0"}  # type: ignore[attr-defined]
-    server.asked = []  # type: ignore[attr-defined]
+    server.requests = []  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -120,9 +120,9 @@ def resolve(
 @pytest.mark.slow
 def test_weights_are_fetched_once_and_no_code(hub, tmp_path):
     folder = Path(resolve(hub, tmp_path, "owner/model"))
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert {"config.json", "model.safetensors"} <= found
-    assert [name for name in found if name.endswith((".safetensors", ".py"))] == [
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert {"config.json", "model.safetensors"} <= files
+    assert [name for name in files if name.endswith((".safetensors", ".py"))] == [
         "model.safetensors"
     ]
 

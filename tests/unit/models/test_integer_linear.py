@@ -14,10 +14,10 @@ from tests.unit.executor.hand_made import Entry, PagedRun, random_model
 
 
 def restored(weight, quantise=int4):
-    found = torch.empty(weight.shape)
+    floats = torch.empty(weight.shape)
     packed = quantise(weight.numpy(), CpuAttention(2))
-    packed.gather(np.arange(len(weight)), found.numpy())
-    return found
+    packed.gather(np.arange(len(weight)), floats.numpy())
+    return floats
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-7, 1e6])
@@ -49,9 +49,9 @@ def test_the_best_of_several_spans_is_no_worse_than_the_whole_span():
 
 def test_8_bits_are_within_half_a_step():
     weight = torch.randn(7, 3 * GROUP)
-    found = restored(weight, q8_0)
+    actual = restored(weight, q8_0)
     step = weight.view(7, 3, GROUP).abs().amax(-1, keepdim=True) / 127
-    assert ((found - weight).view(7, 3, GROUP).abs() <= 0.51 * step + 1e-3 * step * 127).all()
+    assert ((actual - weight).view(7, 3, GROUP).abs() <= 0.51 * step + 1e-3 * step * 127).all()
 
 
 @pytest.mark.parametrize(("quantization", "error"), [("int4", 0.1), ("int8", 0.02)])
@@ -63,8 +63,8 @@ def test_a_model_answers_nearly_as_before(is_tied, quantization, error):
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
     run = PagedRun(model, kernels=KernelSettings(quantization=quantization))
-    ((found,), _) = run.step([Entry(tokens, 0, len(tokens), run.tables(len(tokens)))])
-    assert 0 < (found.float().log_softmax(-1) - expected).abs().max() < error
+    ((actual,), _) = run.step([Entry(tokens, 0, len(tokens), run.tables(len(tokens)))])
+    assert 0 < (actual.float().log_softmax(-1) - expected).abs().max() < error
 
 
 @pytest.mark.parametrize("quantization", ["int4", "int8"])

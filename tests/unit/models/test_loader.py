@@ -52,8 +52,8 @@ def test_the_dtype_is_followed(tmp_path):
 
     save_tiny(tmp_path)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        found = load_model(tmp_path, device="cpu", dtype=dtype).dtype
-        assert found == str(dtype).removeprefix("torch.")
+        loaded_dtype = load_model(tmp_path, device="cpu", dtype=dtype).dtype
+        assert loaded_dtype == str(dtype).removeprefix("torch.")
 
 
 def test_every_eos_token_of_the_generation_config_counts(tmp_path):

@@ -36,7 +36,7 @@ ROWS = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token", "sym
 UP = "model.layers.0.mlp.up_proj"
 W8A8 = compressed("int-quantized", eight("int", "channel"), ROWS)
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-ONE = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+SINGLE = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
 def scaled(numbers, scales, block=None):
@@ -50,26 +50,26 @@ def scaled(numbers, scales, block=None):
 def float8(shape, name, block=None, dtype=torch.float32):
     """A layer of random floats of 8 bits: tensors and weight."""
 
-    def made(outputs, inputs):
+    def tensors_of(outputs, inputs):
         codes = torch.randint(0, 256, (outputs, inputs), dtype=torch.uint8)
         codes[(codes & NAN) == NAN] = 0
         weight = codes.view(torch.float8_e4m3fn)
         scales = ((0.5 + torch.rand(shape(outputs, inputs))) / 4096).to(dtype)
         return {"weight": weight, name: scales}, scaled(weight.float(), scales, block)
 
-    return made
+    return tensors_of
 
 
 def int8(shape, dtype=torch.bfloat16):
-    def made(outputs, inputs):
+    def tensors_of(outputs, inputs):
         numbers = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
         scales = ((0.5 + torch.rand(shape(outputs, inputs))) / 512).to(dtype)
         return {"weight": numbers, "weight_scale": scales}, scaled(numbers.float(), scales)
 
-    return made
+    return tensors_of
 
 
-def save(folder, settings, made, family="llama", **sizes):
+def save(folder, settings, tensors_of, family="llama", **sizes):
     """A checkpoint of a random model; returns the weights of its packed layers by name."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 160, "intermediate_size": 288, "num_hidden_layers": 2, **sizes}
@@ -78,7 +78,7 @@ def save(folder, settings, made, family="llama", **sizes):
     tensors, weights = load_file(folder / "model.safetensors"), {}
     for name, module in model.named_modules():
         if type(module) is nn.Linear and name != "lm_head":
-            stored, weights[name] = made(module.out_features, module.in_features)
+            stored, weights[name] = tensors_of(module.out_features, module.in_features)
             del tensors[f"{name}.weight"]
             tensors |= {f"{name}.{own}": tensor for own, tensor in stored.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -91,7 +91,7 @@ def channel(outputs, _inputs):
     return outputs, 1
 
 
-def one(*_sizes):
+def single(*_sizes):
     return (1,)
 
 
@@ -102,10 +102,10 @@ def blocks(outputs, inputs):
 CASES = [
     pytest.param(BLOCKS, float8(blocks, "weight_scale_inv", 128), "llama", id="FP8 in blocks"),
     pytest.param(BLOCKS, float8(blocks, "weight_scale_inv", 128), "qwen2", id="with biases"),
-    pytest.param(ONE, float8(lambda *_: (), "weight_scale"), "llama", id="FP8, one scale"),
+    pytest.param(SINGLE, float8(lambda *_: (), "weight_scale"), "llama", id="FP8, one scale"),
     pytest.param(
         compressed("float-quantized", eight("float", "tensor")),
-        float8(one, "weight_scale", dtype=torch.bfloat16),
+        float8(single, "weight_scale", dtype=torch.bfloat16),
         "llama",
         id="float-quantized, one scale",
     ),
@@ -124,7 +124,7 @@ CASES = [
     pytest.param(W8A8, int8(channel), "llama", id="W8A8"),
     pytest.param(W8A8, int8(channel, torch.float32), "qwen2", id="W8A8 with biases"),
     pytest.param(
-        compressed("int-quantized", eight("int", "tensor"), ROWS), int8(one), "llama", id="one"
+        compressed("int-quantized", eight("int", "tensor"), ROWS), int8(single), "llama", id="one"
     ),
 ]
 
@@ -163,8 +163,8 @@ def test_stored_blocks_are_those_of_one_checkpoint(tmp_path):
     ],
 )
 def test_other_layouts_are_named(settings, words):
-    found = packed_layout(settings)
-    assert isinstance(found, str) and words in found
+    layout = packed_layout(settings)
+    assert isinstance(layout, str) and words in layout
 
 
 def without_scale(tensors):
@@ -229,8 +229,8 @@ def test_scales_of_integers_that_are_not_finite_are_refused(tmp_path):
     [(0, 270, "270 inputs .* no multiple of 4"), (6, 272, "272 inputs .* no multiple of 32")],
 )
 def test_inputs_of_other_numbers_are_refused(tmp_path, case, inputs, message):
-    settings, made, _ = CASES[case].values
-    save(tmp_path, settings, made, intermediate_size=inputs)
+    settings, tensors_of, _ = CASES[case].values
+    save(tmp_path, settings, tensors_of, intermediate_size=inputs)
     with pytest.raises(ModelLoadError, match=f"down_proj has {message}"):
         load_model(tmp_path, device="cpu")
 

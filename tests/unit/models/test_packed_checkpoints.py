@@ -34,8 +34,8 @@ W4A16 = {
     },
     "ignore": ["lm_head"],
 }
-AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs in the order of their bits
-PLACES = range(8)
+AWQ_POSITIONS = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs in the order of their bits
+POSITIONS = range(8)
 
 
 def weights_of(**changes):
@@ -44,10 +44,10 @@ def weights_of(**changes):
     return W4A16 | {"config_groups": {"g": group | {"weights": group["weights"] | changes}}}
 
 
-def words(codes, places=PLACES):
+def words(codes, positions=POSITIONS):
     """Codes `[R, 8 * C]` in words `[R, C]`."""
     eight = codes.reshape(len(codes), -1, 8).astype(np.int64)
-    packed = sum(eight[:, :, place] << (4 * number) for number, place in enumerate(places))
+    packed = sum(eight[:, :, position] << (4 * number) for number, position in enumerate(positions))
     return torch.from_numpy(packed.astype(np.uint32).view(np.int32).copy())
 
 
@@ -71,7 +71,7 @@ class Layer:
 
     def awq(self):
         scales = torch.from_numpy(self.scales.T.copy())
-        codes, zeros = words(self.codes.T, AWQ_PLACES), words(self.zeros.T, AWQ_PLACES)
+        codes, zeros = words(self.codes.T, AWQ_POSITIONS), words(self.zeros.T, AWQ_POSITIONS)
         return {"qweight": codes, "qzeros": zeros, "scales": scales}
 
     def gptq(self, zero_offset=1):
@@ -83,16 +83,16 @@ class Layer:
         }
 
     def compressed(self, *, is_symmetric=True, has_order=False):
-        found = {
+        options = {
             "weight_packed": words(self.codes),
             "weight_scale": torch.from_numpy(self.scales),
             "weight_shape": torch.tensor(self.weight.shape),
         }
         if not is_symmetric:
-            found["weight_zero_point"] = words(self.zeros.T).T.contiguous()
+            options["weight_zero_point"] = words(self.zeros.T).T.contiguous()
         if has_order:
-            found["weight_g_idx"] = torch.from_numpy(self.index.astype(np.int32))
-        return found
+            options["weight_g_idx"] = torch.from_numpy(self.index.astype(np.int32))
+        return options
 
 
 def save(folder, settings, pack, *, family="llama", size=32, **layer):
@@ -104,10 +104,10 @@ def save(folder, settings, pack, *, family="llama", size=32, **layer):
     tensors = load_file(folder / "model.safetensors")
     for name, module in model.named_modules():
         if type(module) is nn.Linear and name != "lm_head":
-            made = Layer(rng, module.out_features, module.in_features, size, **layer)
-            weights[name] = torch.from_numpy(made.weight)
+            layer_of = Layer(rng, module.out_features, module.in_features, size, **layer)
+            weights[name] = torch.from_numpy(layer_of.weight)
             del tensors[f"{name}.weight"]
-            tensors |= {f"{name}.{own}": tensor for own, tensor in pack(made).items()}
+            tensors |= {f"{name}.{own}": tensor for own, tensor in pack(layer_of).items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
@@ -192,8 +192,8 @@ def test_they_are_not_quantised_again(tmp_path):
     ],
 )
 def test_other_layouts_are_named(settings, words):
-    found = packed_layout(settings)
-    assert isinstance(found, str) and words in found
+    layout = packed_layout(settings)
+    assert isinstance(layout, str) and words in layout
 
 
 def test_what_is_not_read_is_said_when_transformers_cannot_either(tmp_path):

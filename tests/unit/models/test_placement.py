@@ -46,18 +46,18 @@ def test_auto_takes_cuda_where_there_is_one(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("is_installed", "drivers", "is_asked"),
+    ("is_installed", "drivers", "is_imported"),
     [(True, ["/dev/null"], True), (True, ["/dev/none"], False), (False, ["/dev/null"], False)],
 )
-def test_torch_is_imported_only_where_a_gpu_may_be(monkeypatch, is_installed, drivers, is_asked):
-    asked = []
+def test_torch_is_imported_only_where_a_gpu_may_be(monkeypatch, is_installed, drivers, is_imported):
+    imports = []
     monkeypatch.setattr(placement, "loaded_torch", lambda: None)
     monkeypatch.setattr(placement, "is_installed", lambda _: is_installed)
     monkeypatch.setattr(placement, "_DRIVERS", drivers)
-    monkeypatch.setattr(placement, "_num_cuda_devices", lambda: asked.append("torch") or 0)
+    monkeypatch.setattr(placement, "_num_cuda_devices", lambda: imports.append("torch") or 0)
     assert resolve_device("auto") is CPU
     assert resolve_device("cpu") is CPU
-    assert bool(asked) == is_asked
+    assert bool(imports) == is_imported
 
 
 def test_cuda_without_torch_names_the_line_that_installs_it(monkeypatch):

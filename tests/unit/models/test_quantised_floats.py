@@ -58,9 +58,9 @@ def check(weight: Floats) -> None:
     assert np.isfinite(weight).all()
     tensor = torch.from_numpy(weight)
     assert np.array_equal(of_q8_0(weight), by_torch.blocks_of(tensor))
-    found = of_groups(weight)
-    for array, expected in zip(found, by_torch.groups_of(tensor), strict=True):
-        own, bits = (each.view(np.uint8) for each in (array, expected.contiguous().numpy()))
+    actual = of_groups(weight)
+    for array, expected in zip(actual, by_torch.groups_of(tensor), strict=True):
+        own, bits = (numbers.view(np.uint8) for numbers in (array, expected.contiguous().numpy()))
         assert np.array_equal(own, bits)
 
 
@@ -101,8 +101,8 @@ def test_neither_threads_nor_the_type_of_a_weight_change_them() -> None:
     rng = np.random.default_rng(6)
     halves = rounded(rng.standard_normal((700, 2 * GROUP), np.float32), np.uint16)
     for threads in (CpuAttention(1), CpuAttention(3)):
-        for one, other in zip(of_groups(halves), of_groups(widened(halves), threads), strict=True):
-            assert np.array_equal(one, other)
+        pairs = zip(of_groups(halves), of_groups(widened(halves), threads), strict=True)
+        assert all(np.array_equal(actual, expected) for actual, expected in pairs)
         assert np.array_equal(of_q8_0(halves), of_q8_0(widened(halves), threads))
 
 
@@ -129,9 +129,9 @@ def test_integers_with_a_scale_for_each_output_keep_both() -> None:
     rng = np.random.default_rng(7)
     numbers = rng.integers(-128, 128, (9, 2 * GROUP), np.int8)
     scales = (rng.random((9, 1), np.float32) * np.float32(0.01)).astype(np.float32)
-    found = np.empty((9, 2 * GROUP), np.float32)
-    q8_0_of_rows(numbers, scales).gather(np.arange(9), found)
-    assert np.array_equal(found, numbers * scales.astype(np.float16).astype(np.float32))
+    out = np.empty((9, 2 * GROUP), np.float32)
+    q8_0_of_rows(numbers, scales).gather(np.arange(9), out)
+    assert np.array_equal(out, numbers * scales.astype(np.float16).astype(np.float32))
     scales[4] = 7e4
     with pytest.raises(ValueError, match="scale of output 4 from input 0 on is not finite"):
         q8_0_of_rows(numbers, scales)

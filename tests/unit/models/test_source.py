@@ -120,10 +120,10 @@ def test_a_gguf_file_is_a_source_of_its_own(tmp_path):
     """Files beside it are not part of the model."""
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
-    found = resolve_source(path)
-    assert (found.path, found.gguf, found.name) == (path, path, "model")
+    resolved = resolve_source(path)
+    assert (resolved.path, resolved.gguf, resolved.name) == (path, path, "model")
     with pytest.raises(ValueError, match="is a file"):
-        _ = found.folder
+        _ = resolved.folder
 
 
 def test_a_source_is_resolved_already(tmp_path):

@@ -88,10 +88,10 @@ def test_a_missing_quantiser_is_named_with_its_package_and_the_layout(
         load_model(tmp_path, device="cpu")
 
 
-@pytest.mark.parametrize("found", [{"quant_method": "my-own"}, {}, {"bits": 4}, "awq", 4, [1]])
-def test_an_unknown_quantisation_is_refused(tmp_path, found):
+@pytest.mark.parametrize("settings", [{"quant_method": "my-own"}, {}, {"bits": 4}, "awq", 4, [1]])
+def test_an_unknown_quantisation_is_refused(tmp_path, settings):
     save_tiny(tmp_path)
-    set_config(tmp_path, quantization_config=found)
+    set_config(tmp_path, quantization_config=settings)
     with pytest.raises(ModelLoadError, match=r"config\.json"):
         load_model(tmp_path, device="cpu")
 

@@ -39,10 +39,10 @@ def without_torch(*arguments: str) -> Any:
 def check(path: Path, quantization: str = "none", dtype: str = "float32") -> set[str]:
     """The numbers are those of a process that may import torch; the libraries imported there."""
     module = "tests.unit.models.opened_model"
-    found = without_torch("-m", module, str(path), quantization, dtype)
-    imported = set(found.pop("imported"))
-    assert found == multiplied(path, quantization, dtype)
-    assert math.isfinite(found["largest"]) and found["largest"] > 0
+    output = without_torch("-m", module, str(path), quantization, dtype)
+    imported = set(output.pop("imported"))
+    assert output == multiplied(path, quantization, dtype)
+    assert math.isfinite(output["largest"]) and output["largest"] > 0
     return imported - ALLOWED
 
 
@@ -54,20 +54,20 @@ def test_the_modules_are_imported() -> None:
         "    importlib.import_module(f'pyengine.models.{name}')",
         "print(json.dumps(sorted(name for name in sys.modules if name.startswith('pyengine.'))))",
     )
-    found = without_torch("-c", "\n".join(lines))
-    assert {f"pyengine.models.{name}" for name in MODULES} <= set(found)
-    assert "pyengine.models.fallback" not in found
+    output = without_torch("-c", "\n".join(lines))
+    assert {f"pyengine.models.{name}" for name in MODULES} <= set(output)
+    assert "pyengine.models.fallback" not in output
 
 
-@pytest.mark.parametrize("asked", QUANTIZATIONS)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("format_of_file", ["float32", "bfloat16"])
-def test_a_folder(format_of_file: str, asked: str, tmp_path: Path) -> None:
+def test_a_folder(format_of_file: str, quantization: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="it saves the model")
     from tests.unit.executor.hand_made import random_model
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     random_model("llama", **sizes).to(getattr(torch, format_of_file)).save_pretrained(tmp_path)
-    assert check(tmp_path, *asked.split()) == set()
+    assert check(tmp_path, *quantization.split()) == set()
 
 
 def _packed(name: str) -> Callable[[Path], object]:
@@ -78,10 +78,10 @@ def _packed(name: str) -> Callable[[Path], object]:
         from tests.unit.models import test_packed_checkpoints as four
 
         cases = {case.id: (kind, case.values) for kind in (four, eight) for case in kind.CASES}
-        kind, (settings, made, more) = cases[name]
+        kind, (settings, tensors_of, more) = cases[name]
         if kind is four:
-            return four.save(folder, settings, made, **more)
-        return eight.save(folder, settings, made, more)
+            return four.save(folder, settings, tensors_of, **more)
+        return eight.save(folder, settings, tensors_of, more)
 
     return save
 
@@ -118,7 +118,7 @@ def test_a_folder_with_scales_of_the_kv_cache(tmp_path: Path) -> None:
     tensors = load_file(file)
     save_file({**tensors, "model.layers.0.self_attn.k_scale": scale}, file, {"format": "pt"})
     assert read_kv_scales(tmp_path, check_weights(tmp_path)) == {0: (0.25, 1.0)}
-    found = without_torch(
+    output = without_torch(
         "-c",
         "import sys; sys.modules.update(torch=None, transformers=None)\n"
         "from pathlib import Path\n"
@@ -127,7 +127,7 @@ def test_a_folder_with_scales_of_the_kv_cache(tmp_path: Path) -> None:
         f"folder = Path({str(tmp_path)!r})\n"
         "print(list(read_kv_scales(folder, check_weights(folder))[0]))",
     )
-    assert found == [0.25, 1.0]
+    assert output == [0.25, 1.0]
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F16", "BF16", "F32"])
@@ -162,19 +162,19 @@ def test_a_format_without_a_kernel_is_read_by_the_library_gguf(tmp_path: Path) -
     assert "gguf" in check(path)
 
 
-@pytest.mark.parametrize("asked", ["torch", "onednn"])
-def test_products_of_torch_are_refused_by_name(asked: str) -> None:
+@pytest.mark.parametrize("backend", ["torch", "onednn"])
+def test_products_of_torch_are_refused_by_name(backend: str) -> None:
     lines = (
         "import sys, json; sys.modules.update(torch=None, transformers=None)",
         "from pyengine.errors import ConfigurationError",
         "from pyengine.models.decoder.product_choice import ProductChooser",
         "try:",
-        f"    ProductChooser({asked!r}, 'float32')",
+        f"    ProductChooser({backend!r}, 'float32')",
         "except ConfigurationError as error:",
         "    print(json.dumps(str(error)))",
     )
-    found = without_torch("-c", "\n".join(lines))
-    assert f"linear_backend={asked!r}" in found and "torch is not installed" in found
+    output = without_torch("-c", "\n".join(lines))
+    assert f"linear_backend={backend!r}" in output and "torch is not installed" in output
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
@@ -186,7 +186,7 @@ def test_the_kernel_multiplies_by_floats_where_nothing_else_does(is_fast: bool) 
         "chooser = product_choice.ProductChooser('auto', 'bfloat16')",
         "print(json.dumps(chooser.describe()))",
     )
-    found = without_torch("-c", "\n".join(lines))
+    output = without_torch("-c", "\n".join(lines))
     reasons = {True: "a row has the same bits in every batch", False: "the only one for bfloat16"}
-    assert found["linear_backend"] == "pyengine"
-    assert found["linear_reason"].startswith(reasons[is_fast])
+    assert output["linear_backend"] == "pyengine"
+    assert output["linear_reason"].startswith(reasons[is_fast])

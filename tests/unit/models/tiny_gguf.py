@@ -83,13 +83,13 @@ def write_tiny_gguf(
     for name, shape in shapes(architecture, hidden, layers, has_head, experts).items():
         if name in left_out:
             continue
-        asked = (kinds or {}).get(name.split(".", 2)[-1] if name[:4] == "blk." else name, kind)
+        chosen = (kinds or {}).get(name.split(".", 2)[-1] if name[:4] == "blk." else name, kind)
         is_float = len(shape) == 1 or name.endswith(".bias") or "_inp." in name
-        found = GGMLQuantizationType["F32" if is_float else asked]
+        quantization = GGMLQuantizationType["F32" if is_float else chosen]
         values = (scale * rng.standard_normal(shape)).astype(np.float32)
-        data = quantized(rng, values, found)
-        writer.add_tensor(name, data, raw_dtype=found)
-        tensors[name] = values if asked not in BLOCKS else dequantize(data, found)
+        data = quantized(rng, values, quantization)
+        writer.add_tensor(name, data, raw_dtype=quantization)
+        tensors[name] = values if chosen not in BLOCKS else dequantize(data, quantization)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -125,20 +125,20 @@ def shapes(architecture, hidden, layers, has_head, experts):
         layer |= {"ffn_down_shexp": (hidden, hidden), "ffn_gate_inp_shexp": (hidden,)}
     if architecture == "gpt-oss":
         layer["attn_sinks"] = (2,)
-    found = {"token_embd.weight": (VOCAB, hidden), "output_norm.weight": (hidden,)}
+    shapes = {"token_embd.weight": (VOCAB, hidden), "output_norm.weight": (hidden,)}
     if has_head:
-        found["output.weight"] = (VOCAB, hidden)
+        shapes["output.weight"] = (VOCAB, hidden)
     for number in range(layers):
-        found |= {f"blk.{number}.{name}.weight": shape for name, shape in layer.items()}
+        shapes |= {f"blk.{number}.{name}.weight": shape for name, shape in layer.items()}
         if architecture in ("qwen2", "qwen2moe", "gpt-oss"):
-            found |= {f"blk.{number}.attn_{name}.bias": (hidden,) for name in "qkv"}
+            shapes |= {f"blk.{number}.attn_{name}.bias": (hidden,) for name in "qkv"}
         if architecture == "gpt-oss":
-            found |= {f"blk.{number}.attn_output.bias": (hidden,)}
-            found |= {
+            shapes |= {f"blk.{number}.attn_output.bias": (hidden,)}
+            shapes |= {
                 f"blk.{number}.{name}.bias": layer[name][:-1] for name in layer if "exps" in name
             }
-            found |= {f"blk.{number}.ffn_gate_inp.bias": (experts,)}
-    return found
+            shapes |= {f"blk.{number}.ffn_gate_inp.bias": (experts,)}
+    return shapes
 
 
 def quantized(rng, values, kind):

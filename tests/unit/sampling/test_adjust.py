@@ -24,12 +24,12 @@ def state(
     stop_ids: tuple[int, ...] = (),
     bad_words: Sequence[tuple[int, ...]] = (),
 ) -> SamplingState:
-    made = SamplingState(
+    state = SamplingState(
         params, prompt, seed=0, vocab_size=len(ROW), stop_ids=stop_ids, bad_words=bad_words
     )
     for token in output:
-        made.append(token)
-    return made
+        state.append(token)
+    return state
 
 
 def floats(rows: Any) -> Any:
@@ -111,8 +111,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_by_hand(name: str) -> None:
-    made, expected = CASES[name]
-    np.testing.assert_allclose(adjusted_logits(floats([ROW]), [made])[0], expected, rtol=1e-6)
+    actual, expected = CASES[name]
+    np.testing.assert_allclose(adjusted_logits(floats([ROW]), [actual])[0], expected, rtol=1e-6)
 
 
 def test_a_batch_of_all_cases_at_once() -> None:
@@ -161,7 +161,7 @@ def test_the_largest_bias_and_penalty_give_no_nan(penalty: float) -> None:
     assert all(value < INF for value in got)  # false for NaN too
 
 
-def by_one(
+def one_by_one(
     logits: Any, sampling_state: SamplingState, bad_words: list[tuple[int, ...]]
 ) -> list[float]:
     """The changes to one row, token by token."""
@@ -208,17 +208,17 @@ def test_batches_against_one_token_at_a_time(batch: list[Any], steps: int) -> No
     states = [
         state(params, output=tuple(output), bad_words=words) for params, output, words in batch
     ]
-    made = Adjustments(states)
+    adjustments = Adjustments(states)
     for step in range(steps):
         logits = np.roll(floats([ROW] * len(states)), step, 1)
-        got = made.apply(logits, np.array([each_state.num_output for each_state in states]))
+        got = adjustments.apply(logits, np.array([item.num_output for item in states]))
         expected = [
-            by_one(row, each_state, words)
-            for row, each_state, (_, _, words) in zip(logits, states, batch, strict=True)
+            one_by_one(row, item, words)
+            for row, item, (_, _, words) in zip(logits, states, batch, strict=True)
         ]
         np.testing.assert_allclose(got, floats(expected), rtol=1e-5, atol=1e-6)
-        for each_state in states:
-            each_state.append((7 * step + each_state.num_output) % len(ROW))
+        for item in states:
+            item.append((7 * step + item.num_output) % len(ROW))
 
 
 def test_ids_beyond_the_logits_are_refused() -> None:

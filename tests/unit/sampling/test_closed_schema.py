@@ -146,7 +146,7 @@ def test_numbers_without_a_json_form_are_left_to_the_compiler() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_closed_schema_allows_the_original_does_too(seed: int) -> None:
     """By instances of each of them, of which both allow some."""
-    random, both = Random(seed), 0
+    random, num_valid = Random(seed), 0
     for _ in range(60):
         schema = drawn_schema(random)
         closed = json.loads(closed_schema(json.dumps(schema)))
@@ -156,8 +156,8 @@ def test_what_a_closed_schema_allows_the_original_does_too(seed: int) -> None:
             except (jsonschema.ValidationError, RecursionError):
                 continue
             jsonschema.validate(value, schema)
-            both += 1
-    assert both > 8
+            num_valid += 1
+    assert num_valid > 8
 
 
 def test_a_schema_that_cannot_be_is_refused_as_before(grammars: Grammars) -> None:

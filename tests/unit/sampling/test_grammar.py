@@ -115,8 +115,8 @@ def test_a_tenant_neither_uses_nor_evicts_the_grammars_of_another_one(
     there = grammars()
     checkers = SlowCheckers(monkeypatch, 0)
     assert not there.matcher(slow(0), b"one").error
-    for place in range(4):
-        assert not there.matcher(slow(place), b"two").error
+    for index in range(4):
+        assert not there.matcher(slow(index), b"two").error
     assert len(checkers.texts) == 5
     assert not there.matcher(slow(0), b"one").error
     assert len(checkers.texts) == 5
@@ -143,12 +143,12 @@ def test_a_tenant_neither_uses_nor_evicts_the_grammars_of_another_one(
     ],
 )
 def test_what_cannot_be_served_is_refused_for_a_reason(form: dict[str, Any], words: str) -> None:
-    there, asked = grammars(), StructuredOutputs(**form)
+    there, constraint = grammars(), StructuredOutputs(**form)
     for _ in range(2):  # and the second time for the same
         with pytest.raises(InvalidRequestError) as caught:
-            there.matcher(asked)
+            there.matcher(constraint)
         message = str(caught.value)
-        assert message.startswith(f"structured_outputs.{asked.field} cannot be served: ")
+        assert message.startswith(f"structured_outputs.{constraint.field} cannot be served: ")
         assert words in message
         assert len(message) < 700
 
@@ -170,12 +170,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "all of any of": {
         "json": {
             "allOf": [
-                {
-                    "anyOf": [
-                        {"properties": {f"a{at}{each_item}": {"type": "integer"}}}
-                        for each_item in "xyz"
-                    ]
-                }
+                {"anyOf": [{"properties": {f"a{at}{item}": {"type": "integer"}}} for item in "xyz"]}
                 for at in range(12)
             ]
         }
@@ -216,8 +211,8 @@ def test_a_hostile_grammar_is_served_or_refused_in_time(name: str) -> None:
     there.prepare().result()
     begin = time.monotonic()
     try:
-        asked = StructuredOutputs(**HOSTILE[name])
-        matcher = there.matcher(asked)
+        constraint = StructuredOutputs(**HOSTILE[name])
+        matcher = there.matcher(constraint)
     except InvalidRequestError as error:
         assert "structured_outputs." in str(error)
     else:
@@ -269,8 +264,8 @@ class SlowCheckers:
         monkeypatch.setattr(grammars_module._Checker, "ask", slowly)
 
 
-def slow(place: int) -> StructuredOutputs:
-    return StructuredOutputs(choice=[f"slow {place}"])
+def slow(index: int) -> StructuredOutputs:
+    return StructuredOutputs(choice=[f"slow {index}"])
 
 
 def test_many_slow_grammars_of_one_tenant_do_not_make_another_wait(
@@ -279,7 +274,7 @@ def test_many_slow_grammars_of_one_tenant_do_not_make_another_wait(
     there = grammars()
     there.prepare().result()
     checkers = SlowCheckers(monkeypatch)
-    several = [there.compile(slow(place), b"one") for place in range(20)]
+    several = [there.compile(slow(index), b"one") for index in range(20)]
     begin = time.monotonic()
     assert not there.matcher(ONE_OF, b"two").error
     assert time.monotonic() - begin < 2  # a process begins, too
@@ -302,8 +297,8 @@ def test_a_tenant_has_so_many_waiting_and_known_ones_never_wait(
     SlowCheckers(monkeypatch, 0.02)
     several = []
     with pytest.raises(QueueFullError, match="4 other calls of this caller wait for the grammars"):
-        for place in range(100):
-            several.append(there.compile(slow(place), b"one"))
+        for index in range(100):
+            several.append(there.compile(slow(index), b"one"))
     assert not there.compile(ONE_OF, b"one").result().matcher().error
     for _ in range(10):  # nor does one that is in the queue already count again
         assert there.compile(slow(0), b"one") is several[0]

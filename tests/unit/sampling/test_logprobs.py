@@ -129,7 +129,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_with_every_number_of_threads
     expected = token_logprobs(logits, token_ids, top)
     for threads, batch in product((1, 2, 3), (1, 2, 3, num_rows)):
         before = limit_threads(threads)
-        found = [
+        actual = [
             entry
             for first in range(0, num_rows, batch)
             for entry in token_logprobs(
@@ -139,7 +139,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_with_every_number_of_threads
             )
         ]
         limit_threads(before)
-        assert found == expected, (threads, batch)
+        assert actual == expected, (threads, batch)
 
 
 def test_rows_with_infinities_have_no_figures() -> None:

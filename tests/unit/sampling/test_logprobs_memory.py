@@ -15,25 +15,25 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 class Sizes(TorchDispatchMode):
     """Takes note of the tensors that are made, views of `given` left out."""
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, address: Any) -> None:
         super().__init__()
-        self.given = given.data_ptr()
+        self.address = address.data_ptr()
         self.largest = 0
-        self.made: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.tensors: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
-        made = func(*args, **(kwargs or {}))
-        for item in made if isinstance(made, tuple | list) else [made]:
+        tensors = func(*args, **(kwargs or {}))
+        for item in tensors if isinstance(tensors, tuple | list) else [tensors]:
             if isinstance(item, torch.Tensor) and not self.is_view(item):
                 self.largest = max(self.largest, item.untyped_storage().nbytes())
-                if not any(item is known for known in self.made):  # changed in place
-                    self.made.add(item)
-        return made
+                if not any(item is known for known in self.tensors):  # changed in place
+                    self.tensors.add(item)
+        return tensors
 
     def is_view(self, tensor: Any) -> bool:
-        return bool(tensor.untyped_storage().data_ptr() == self.given)
+        return bool(tensor.untyped_storage().data_ptr() == self.address)
 
 
 @pytest.mark.parametrize("top", [0, 5])
@@ -46,7 +46,7 @@ def test_memory_of_a_device_does_not_follow_the_length_of_the_prompt(top: int) -
     assert sizes.largest <= 64 * vocab_size * (8 if top else 4)
     gc.collect()
     storages = {
-        (item.untyped_storage().data_ptr(), item.untyped_storage().nbytes()) for item in sizes.made
+        (own.untyped_storage().data_ptr(), own.untyped_storage().nbytes()) for own in sizes.tensors
     }
     assert sum(size for _, size in storages) <= 1000 * (8 + 4 + 8 + top * 12) + 4096
     del logits

@@ -57,17 +57,17 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> Uploads:
 
 
 def states(*params: SamplingParams) -> list[SamplingState]:
-    made = [
+    states = [
         SamplingState(param, [3, 4, 5], seed=row, vocab_size=VOCAB, stop_ids={2})
         for row, param in enumerate(params)
     ]
-    for item in made:
+    for item in states:
         item.append(7)
-    return made
+    return states
 
 
 GREEDY = SamplingParams(temperature=0)
-ASKED = {
+PARAMS = {
     "greedy": [GREEDY],
     "temperature": [SamplingParams(temperature=1)],
     "greedy beside drawn": [GREEDY, SamplingParams(temperature=1), GREEDY],
@@ -91,23 +91,23 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_nothing_in_a_launch_waits_for_the_device(asked: str, uploads: Uploads) -> None:
-    batch = SamplingBatch(states(*ASKED[asked]))
+@pytest.mark.parametrize("name", PARAMS)
+def test_nothing_in_a_launch_waits_for_the_device(name: str, uploads: Uploads) -> None:
+    batch = SamplingBatch(states(*PARAMS[name]))
     logits = torch.empty(len(batch.states), VOCAB, dtype=torch.bfloat16, device=META)
     with uploads:
         pending = sample(logits, batch, [1] * len(batch.states))
     assert pending.token_ids.shape == (len(batch.states),)
     assert pending.token_ids.device == META
-    assert (uploads.count == 0) == (asked == "greedy")
+    assert (uploads.count == 0) == (name == "greedy")
 
 
 @pytest.mark.parametrize(
-    ("asked", "count"),
+    ("name", "count"),
     [("penalties", 1), ("bias", 0), ("allowed", 0), ("logprobs", 0), ("min_tokens", 0)],
 )
-def test_a_further_step_uploads_only_what_changed(asked: str, count: int, uploads: Uploads) -> None:
-    batch = SamplingBatch(states(*ASKED[asked]))
+def test_a_further_step_uploads_only_what_changed(name: str, count: int, uploads: Uploads) -> None:
+    batch = SamplingBatch(states(*PARAMS[name]))
     logits = torch.empty(len(batch.states), VOCAB, dtype=torch.bfloat16, device=META)
     sample(logits, batch, [1] * len(batch.states))
     for state in batch.states:

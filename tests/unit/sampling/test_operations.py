@@ -43,20 +43,20 @@ class Mask:
 def random_params(random: np.random.Generator, vocab_size: int) -> SamplingParams:
     """A request with a few settings of every kind."""
 
-    def one_of(*values: Any) -> Any:
+    def chosen_from(*values: Any) -> Any:
         return values[random.integers(len(values))]
 
     ids = random.integers(vocab_size, size=3).tolist()
     return SamplingParams(
-        temperature=one_of(0, 0, 0.1, 0.8, 1.0, 3.0, 1e-30, 1e30),
-        top_k=one_of(0, 0, 1, 2, 50, 64, 400, 2**40),
-        top_p=one_of(1.0, 1.0, 0.9, 0.5, 0.999999, 1e-9),
-        min_p=one_of(0.0, 0.0, 0.05, 0.9, 1.0, 1e-12),
-        logprobs=one_of(None, 0, 1, min(5, vocab_size), min(40, vocab_size)),
-        logit_bias=one_of(None, None, {ids[0]: 2.5, ids[1]: -9.0}),
-        frequency_penalty=one_of(0.0, 0.0, 0.5),
-        repetition_penalty=one_of(1.0, 1.0, 1.3),
-        min_tokens=one_of(0, 0, 9),
+        temperature=chosen_from(0, 0, 0.1, 0.8, 1.0, 3.0, 1e-30, 1e30),
+        top_k=chosen_from(0, 0, 1, 2, 50, 64, 400, 2**40),
+        top_p=chosen_from(1.0, 1.0, 0.9, 0.5, 0.999999, 1e-9),
+        min_p=chosen_from(0.0, 0.0, 0.05, 0.9, 1.0, 1e-12),
+        logprobs=chosen_from(None, 0, 1, min(5, vocab_size), min(40, vocab_size)),
+        logit_bias=chosen_from(None, None, {ids[0]: 2.5, ids[1]: -9.0}),
+        frequency_penalty=chosen_from(0.0, 0.0, 0.5),
+        repetition_penalty=chosen_from(1.0, 1.0, 1.3),
+        min_tokens=chosen_from(0, 0, 9),
         stop_token_ids=[ids[2] % (vocab_size - 1)] if vocab_size > 1 else None,
     )
 
@@ -72,12 +72,12 @@ def random_states(random: np.random.Generator, count: int, vocab_size: int) -> l
     return states
 
 
-def compare(found: Sampled, expected: Sampled) -> None:
+def compare(actual: Sampled, expected: Sampled) -> None:
     """Equal tokens, ranks and most probable ids; close log-probabilities."""
-    assert isinstance(found.token_ids, np.ndarray)
-    assert found.token_ids.dtype == expected.token_ids.dtype == np.int64
-    assert found.token_ids.tolist() == expected.token_ids.tolist()
-    for entry, other in zip(found.logprobs, expected.logprobs, strict=True):
+    assert isinstance(actual.token_ids, np.ndarray)
+    assert actual.token_ids.dtype == expected.token_ids.dtype == np.int64
+    assert actual.token_ids.tolist() == expected.token_ids.tolist()
+    for entry, other in zip(actual.logprobs, expected.logprobs, strict=True):
         if entry is None or other is None:
             assert entry is other
             continue
@@ -96,13 +96,13 @@ def test_ten_thousand_requests_have_the_same_tokens_and_log_probabilities() -> N
         states = random_states(random, 70, vocab_size)
         logits = make_logits(kind, len(states), vocab_size, number)
         before = logits.copy()
-        found = sample(logits, SamplingBatch(states)).wait()
+        actual = sample(logits, SamplingBatch(states)).wait()
         assert np.array_equal(logits, before), "the model's logits were written to"
-        compare(found, sample(torch.from_numpy(logits), SamplingBatch(states)).wait())
+        compare(actual, sample(torch.from_numpy(logits), SamplingBatch(states)).wait())
         seen["rows"] += len(states)
         seen["drawn"] += sum(state.is_drawn for state in states)
         seen["changed"] += sum(state.may_change_logits for state in states)
-        seen["reported"] += sum(entry is not None for entry in found.logprobs)
+        seen["reported"] += sum(entry is not None for entry in actual.logprobs)
     assert seen["rows"] >= 10_000
     assert min(seen["drawn"], seen["changed"], seen["reported"]) >= 4000
 
@@ -114,7 +114,7 @@ def test_every_element_type_and_large_vocabularies(vocab_size: int, dtype: str) 
     for kind in KINDS:
         params = [random_params(random, vocab_size) for _ in range(5)]
         if vocab_size == 1:
-            params = [SamplingParams(temperature=each.temperature, logprobs=1) for each in params]
+            params = [SamplingParams(temperature=param.temperature, logprobs=1) for param in params]
         batch = batch_of(params, vocab_size)
         logits = in_type(make_logits(kind, len(params), vocab_size, 7), dtype)
         compare(sample(logits, batch).wait(), sample(tensor_of(logits), batch).wait())
@@ -133,17 +133,17 @@ def test_rows_of_two_vocabularies() -> None:
 def test_masks(dtype: str, temperature: float) -> None:
     logits = in_type(make_logits("ties", 30, 200, 1), dtype)
     batch = batch_of([SamplingParams(temperature=temperature, logprobs=2)] * 30, 190)
-    found = []
-    for each in (logits, tensor_of(logits)):
+    results = []
+    for kind in (logits, tensor_of(logits)):
         masks = TokenMasks(
             {row: Mask() for row in range(0, 30, 2)},  # type: ignore[misc]
             190,
             MaskFiller(),
         )
-        found.append(sample(each, batch, [0] * 30, masks).wait())
-    compare(*found)
-    assert {token % 3 for token in found[0].token_ids[::2].tolist()} == {0}
-    assert {token % 3 for token in found[0].token_ids[1::2].tolist()} == {0, 1, 2}
+        results.append(sample(kind, batch, [0] * 30, masks).wait())
+    compare(*results)
+    assert {token % 3 for token in results[0].token_ids[::2].tolist()} == {0}
+    assert {token % 3 for token in results[0].token_ids[1::2].tolist()} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 1e-12, 1 - 2**-53])
@@ -160,15 +160,15 @@ def test_the_ends_of_the_random_numbers(
     ]
     logits = make_logits(kind, len(params), 2000, 2)
     batch = batch_of(params, 2000)
-    found = sample(logits, batch).wait()
+    actual = sample(logits, batch).wait()
     if number < 1 - 2**-53:
-        compare(found, sample(torch.from_numpy(logits), batch).wait())
-    for token, row, each in zip(found.token_ids.tolist(), logits, params, strict=True):
-        weights = np.exp((row.astype(np.float64) - row.max()) / each.temperature)
-        assert weights[token] >= each.min_p
-        assert each.top_k == 0 or (row > row[token]).sum() < each.top_k
+        compare(actual, sample(torch.from_numpy(logits), batch).wait())
+    for token, row, param in zip(actual.token_ids.tolist(), logits, params, strict=True):
+        weights = np.exp((row.astype(np.float64) - row.max()) / param.temperature)
+        assert weights[token] >= param.min_p
+        assert param.top_k == 0 or (row > row[token]).sum() < param.top_k
         skipped = weights[:token] if number == 0 else weights[token + 1 :]
-        if each.top_k == 0 and each.top_p == 1 and each.min_p == 0:
+        if param.top_k == 0 and param.top_p == 1 and param.min_p == 0:
             assert skipped.sum() <= 2e-12 * weights.sum()
 
 
@@ -184,9 +184,9 @@ def test_rows_without_a_choice(dtype: str) -> None:
         logits[1], logits[4], logits[5, 100], logits[2, 7] = math.nan, -math.inf, math.nan, math.inf
         logits = in_type(logits, dtype)
         batch = batch_of([params] * 6, 1200)
-        for each in (logits, tensor_of(logits)):
+        for kind in (logits, tensor_of(logits)):
             with pytest.raises(BrokenLogitsError) as caught:
-                sample(each, batch).wait()
+                sample(kind, batch).wait()
             assert caught.value.rows == (1, 4, 5)
         good = logits[[0, 2, 3]]
         compare(
@@ -199,9 +199,9 @@ def test_rows_without_a_choice(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_the_largest_logits(dtype: str) -> None:
     logits = in_type(make_logits("ties", 50, 3001, 4), dtype)
-    for each in (logits, logits[::2], np.asfortranarray(logits), logits[:, 5:-7]):
-        tensor = tensor_of(np.ascontiguousarray(each))
-        assert largest(each).tolist() == largest(tensor).tolist()
+    for kind in (logits, logits[::2], np.asfortranarray(logits), logits[:, 5:-7]):
+        tensor = tensor_of(np.ascontiguousarray(kind))
+        assert largest(kind).tolist() == largest(tensor).tolist()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -214,13 +214,13 @@ def test_threads_make_no_difference(dtype: str) -> None:
         {"temperature": 3.0, "top_p": 0.99},
     ]
     batch = batch_of([SamplingParams(**kinds[row % 4], logprobs=3) for row in range(19)], 32_000)
-    positions, found = np.arange(19), []
+    positions, results = np.arange(19), []
     for num_threads in (1, 2, 3):
         before = limit_threads(num_threads)
-        found.append(sample(logits, batch, positions).wait())
+        results.append(sample(logits, batch, positions).wait())
         limit_threads(before)
     assert batch.draws is not None
     expected = draw(tensor_of(logits), batch.draws, positions)
-    for each in found:
-        assert each.token_ids.tolist() == expected.tolist()
-        assert each.logprobs == found[0].logprobs
+    for result in results:
+        assert result.token_ids.tolist() == expected.tolist()
+        assert result.logprobs == results[0].logprobs

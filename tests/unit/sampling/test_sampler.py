@@ -27,10 +27,10 @@ def floats(rows: list[Any]) -> Any:
 def state(
     params: SamplingParams, *, seed: int = 0, num_output: int = 0, vocab_size: int = VOCAB
 ) -> SamplingState:
-    made = SamplingState(params, (), seed=seed, vocab_size=vocab_size)
+    state = SamplingState(params, (), seed=seed, vocab_size=vocab_size)
     for _ in range(num_output):
-        made.append(0)
-    return made
+        state.append(0)
+    return state
 
 
 def kept_weights(row: list[float], params: SamplingParams) -> dict[int, float]:
@@ -42,11 +42,11 @@ def kept_weights(row: list[float], params: SamplingParams) -> dict[int, float]:
         floor = sorted(row, reverse=True)[params.top_k - 1]
         weights = {i: w for i, w in weights.items() if row[i] >= floor}
     if params.top_p < 1:
-        wanted, reached, floor = params.top_p * math.fsum(weights.values()), 0.0, -math.inf
+        target, reached, floor = params.top_p * math.fsum(weights.values()), 0.0, -math.inf
         for i in sorted(weights, key=lambda i: -row[i]):
             reached += weights[i]
             floor = row[i]
-            if reached >= wanted:
+            if reached >= target:
                 break
         weights = {i: w for i, w in weights.items() if row[i] >= floor}
     return weights
@@ -87,10 +87,7 @@ def test_every_row_as_if_it_were_alone(
     logits = in_type(normal(seed, len(batch), VOCAB) * np.float32(scale), dtype)
     states = [state(params, seed=seed + i, num_output=i) for i, params in enumerate(batch)]
     together = sample(logits, states).wait().token_ids.tolist()
-    alone = [
-        int(sample(logits[[i]], [each_state]).wait().token_ids[0])
-        for i, each_state in enumerate(states)
-    ]
+    alone = [int(sample(logits[[i]], [item]).wait().token_ids[0]) for i, item in enumerate(states)]
     assert together == alone
     rows = widened(logits).tolist()
     assert together == [
@@ -159,8 +156,8 @@ def test_equal_logits_at_the_limit_of_top_k_all_stay(monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(
                 "pyengine.sampling.sampler.uniforms", lambda *_, u=number: np.array([u])
             )
-            each = state(SamplingParams(top_k=2), vocab_size=vocab_size)
-            tokens.add(int(sample(logits, [each]).wait().token_ids[0]))
+            sampling_state = state(SamplingParams(top_k=2), vocab_size=vocab_size)
+            tokens.add(int(sample(logits, [sampling_state]).wait().token_ids[0]))
         assert tokens == {1, 2, 4}
 
 
@@ -296,7 +293,7 @@ def test_logprobs_are_the_models_own_and_only_for_those_who_ask() -> None:
     sampled = sample(np.tile(row, (5, 1)), states).wait()
     expected = (row - np.log(np.exp(row).sum())).tolist()
     assert sampled.token_ids.tolist() == [2, 0, 2, 2, 2]
-    nothing, biased, bare, all_three, every_one = sampled.logprobs
+    nothing, biased, bare, all_three, all_requests = sampled.logprobs
     assert nothing is None
     assert biased is not None
     assert (biased.token_id, biased.rank, biased.top_ids) == (0, 3, (2,))
@@ -306,7 +303,7 @@ def test_logprobs_are_the_models_own_and_only_for_those_who_ask() -> None:
     assert (bare.rank, bare.top_ids) == (1, ())
     assert all_three is not None
     assert all_three.top_logprobs == pytest.approx(expected[::-1])
-    assert every_one == all_three
+    assert all_requests == all_three
 
 
 def test_a_top_k_of_more_than_the_vocabulary_is_no_limit() -> None:

@@ -140,8 +140,8 @@ def test_states_ahead_are_those_after_the_drafts() -> None:
     state.append(7)
     states = state.ahead([8, 3])
     assert states[0] is state
-    assert [each_state.token_ids for each_state in states] == [[7], [7, 8], [7, 8, 3]]
-    assert [each_state.barred_by_output().tolist() for each_state in states] == [[], [9], []]
+    assert [item.token_ids for item in states] == [[7], [7, 8], [7, 8, 3]]
+    assert [item.barred_by_output().tolist() for item in states] == [[], [9], []]
     expected = SamplingState(params, [1, 2], seed=0, vocab_size=50, bad_words=[[7, 8, 9]])
     for token in (7, 8, 3):
         expected.append(token)

@@ -60,10 +60,10 @@ class FakeMatcher:
 def state(vocab_size: int, allowed: set[int] | None, **params: Any) -> SamplingState:
     matcher: Any = None if allowed is None else FakeMatcher(allowed)
     settings = SamplingParams(**{"temperature": 0, **params})
-    made = SamplingState(settings, [1], seed=1, vocab_size=vocab_size)
+    sampling_state = SamplingState(settings, [1], seed=1, vocab_size=vocab_size)
     if matcher is not None:
-        made.keep_to(matcher)
-    return made
+        sampling_state.keep_to(matcher)
+    return sampling_state
 
 
 def start(batch: SamplingBatch) -> Any:
@@ -86,8 +86,8 @@ def test_only_allowed_tokens_come_and_other_rows_stay_as_they_are(
     before, floats = logits.copy(), widened(logits)
     last = vocab_size - 1
     several = [{0}, None, {last}, {1, 5, last}]
-    found = sampled(logits, [state(vocab_size, value) for value in several])
-    tokens = found.token_ids.tolist()
+    actual = sampled(logits, [state(vocab_size, value) for value in several])
+    tokens = actual.token_ids.tolist()
     assert tokens[0] == 0
     assert tokens[1] == int(floats[1].argmax())
     assert tokens[2] == last
@@ -114,11 +114,11 @@ def test_the_largest_of_those_that_may_come_is_found_without_touching_the_others
     several[5] = {7}
     batch = SamplingBatch([state(vocab_size, value) for value in several])
     before = logits.copy()
-    found, chosen = start(batch).largest(logits)
+    actual, chosen = start(batch).largest(logits)
     assert np.array_equal(widened(logits), widened(before), equal_nan=True)
     masked = start(batch).apply(logits, to_copy=True)
-    assert found.tolist() == masked.argmax(1).tolist()
-    expected = masked[np.arange(len(logits)), found]
+    assert actual.tolist() == masked.argmax(1).tolist()
+    expected = masked[np.arange(len(logits)), actual]
     assert np.array_equal(chosen, expected, equal_nan=True)
 
 
@@ -283,8 +283,8 @@ def test_a_stuck_row_of_many_costs_no_other_its_mask(monkeypatch: pytest.MonkeyP
     filling = filler.fill(matchers, 3)
     bits = filling.result()
     for _ in range(2):  # the second time they are known to be stuck
-        for row, (matcher, found) in enumerate(zip(matchers, bits_of(filling), strict=True)):
-            assert found == (everything if isinstance(matcher, Stuck) else {row})
+        for row, (matcher, allowed) in enumerate(zip(matchers, bits_of(filling), strict=True)):
+            assert allowed == (everything if isinstance(matcher, Stuck) else {row})
             assert bool(matcher.error) == isinstance(matcher, Stuck)
         filling = filler.fill(matchers, 3)
     before = bits.copy()

@@ -107,9 +107,9 @@ def test_threads_are_as_many_as_the_quota_pays_for(
     monkeypatch.setattr(cpus, "_affinity", lambda: 4)
     limit_v2(system.mounted(V2), f"{quota} 100000")
     system.is_in("0::/")
-    found = usable_cpus(system.proc)
-    assert found.count == count
-    assert ("quota" in found.reason) == (count < 4)
+    usable = usable_cpus(system.proc)
+    assert usable.count == count
+    assert ("quota" in usable.reason) == (count < 4)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")

@@ -40,7 +40,7 @@ def test_a_number_of_threads_is_set_for_one_thread_alone() -> None:
     def in_a_new_thread(work: Callable[[], int]) -> int:
         return ThreadPoolExecutor(1).submit(work).result()
 
-    def made(count: int) -> int:
+    def computed(count: int) -> int:
         openmp.set_own_torch_threads(count)
         assert torch.get_num_threads() == count
         assert in_a_new_thread(torch.get_num_threads) == 2
@@ -49,7 +49,11 @@ def test_a_number_of_threads_is_set_for_one_thread_alone() -> None:
         torch.randn(256, 256) @ torch.randn(256, 256)
         return num_threads() - alone
 
-    assert [in_a_new_thread(lambda count=count: made(count)) for count in (1, 2, 3)] == [0, 1, 2]
+    assert [in_a_new_thread(lambda count=count: computed(count)) for count in (1, 2, 3)] == [
+        0,
+        1,
+        2,
+    ]
     assert torch.get_num_threads() == 2
 
 
@@ -73,9 +77,9 @@ def test_who_has_made_an_engine_keeps_no_threads(tmp_path: Path) -> None:
     def check() -> None:
         compute()
         llm = LLM(tmp_path, dtype="float32", num_blocks=16, max_model_len=64)
-        made = num_threads()
+        num_set = num_threads()
         compute()
-        assert num_threads() == made + 1
+        assert num_threads() == num_set + 1
         llm.close()
 
     ThreadPoolExecutor(1).submit(check).result()

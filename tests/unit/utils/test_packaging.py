@@ -24,14 +24,14 @@ def test_the_name_is_the_one_of_pyproject() -> None:
 def test_the_oldest_version_is_written_once(name: str) -> None:
     """pyproject.toml requires the versions that the page on dependencies explains."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    (asked,) = [
+    (version,) = [
         item.removeprefix(f"{name}>=")
         for item in settings["project"]["optional-dependencies"]["torch"]
         if item.startswith(f"{name}>")
     ]
     page = (ROOT / "docs/explanation/dependencies.md").read_text()
     (row,) = [line for line in page.splitlines() if line.startswith(f"| `torch` | {name} |")]
-    assert re.findall(r"from ([\d.]+),", row) == [asked]
+    assert re.findall(r"from ([\d.]+),", row) == [version]
 
 
 def test_what_needs_torch_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The table of families: what pyengine runs with decoders of its own, by `model_type`."""
+"""The table of families that run in pyengine's decoders, by `model_type`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

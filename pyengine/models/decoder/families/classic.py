@@ -72,7 +72,7 @@ def _nemotron(settings: Settings) -> DecoderSpec:
 def _stablelm(settings: Settings) -> DecoderSpec:
     shape = heads(settings)
     norm = Norm(kind="layer", eps=settings.number("layer_norm_eps", above=0), has_bias=True)
-    settings.only("qk_layernorm", False, why="each head has a norm of its own")
+    settings.only("qk_layernorm", False, why="each head has its own norm")
     is_parallel = settings.flag("use_parallel_residual")
     attention = Attention(
         **shape,

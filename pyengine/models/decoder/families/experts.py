@@ -181,7 +181,7 @@ def _gpt_oss(settings: Settings) -> DecoderSpec:
 
 
 def expert_names(prefix: str, gate: str, up: str, down: str) -> dict[str, tuple[Stored, ...]]:
-    """Experts in tensors of their own, or all in one, under the name that newer files have."""
+    """Experts in separate tensors, or all in one, under the name that newer files have."""
     stacked = {
         "expert_gate_up": Stored(("mlp.experts.gate_up_proj",), weight="", bias="_bias"),
         "expert_down": Stored(("mlp.experts.down_proj",), weight="", bias="_bias"),

@@ -62,7 +62,7 @@ def first_of_family() -> "list[Tiny]":
     """One model of every family."""
     from tests.unit.models.decoder.tiny_models import MODELS
 
-    found: dict[str, Tiny] = {}
+    cache: dict[str, Tiny] = {}
     for tiny in MODELS:
-        found.setdefault(tiny.family, tiny)
-    return list(found.values())
+        cache.setdefault(tiny.family, tiny)
+    return list(cache.values())

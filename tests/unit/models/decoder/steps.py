@@ -32,7 +32,7 @@ class Running:
 
 
 class Runner:
-    """A decoder over a pool of its own, with a backend for attention."""
+    """A decoder over its own pool, with a backend for attention."""
 
     def __init__(
         self,
@@ -62,33 +62,33 @@ class Runner:
         plan = self.backend.plan(inputs)
         if isinstance(self.backend, CpuBackend):
             arrays = ids.numpy(), positions.numpy(), rows.numpy()
-            found = torch.from_numpy(self.decoder(*arrays, plan))
-            found = found.view(torch.bfloat16) if found.dtype == torch.uint16 else found
+            result = torch.from_numpy(self.decoder(*arrays, plan))
+            result = result.view(torch.bfloat16) if result.dtype == torch.uint16 else result
         else:
-            found = self.decoder(ids, positions, rows, plan)
+            result = self.decoder(ids, positions, rows, plan)
         start = 0
         for sequence, count in chunks:
-            sequence.logits += found[start : start + count].unbind()
+            sequence.logits += result[start : start + count].unbind()
             sequence.computed += count
             start += count
 
     def _inputs(self, chunks: Sequence[tuple[Running, int]]) -> StepInputs:
-        spans = [(each, range(each.computed, each.computed + count)) for each, count in chunks]
+        spans = [(seq, range(seq.computed, seq.computed + count)) for seq, count in chunks]
         slots = [
             [
-                each.tables[group][position // BLOCK] * BLOCK + position % BLOCK
-                for each, span in spans
+                seq.tables[group][position // BLOCK] * BLOCK + position % BLOCK
+                for seq, span in spans
                 for position in span
             ]
             for group in range(len(self.pool.groups.windows))
         ]
         tables = np.array(
-            [[each.tables[group] for each, _ in chunks] for group in range(len(slots))], np.int32
+            [[seq.tables[group] for seq, _ in chunks] for group in range(len(slots))], np.int32
         )
         starts = np.cumsum([0, *(count for _, count in chunks)], dtype=np.int32)
         lengths = np.array([span.stop for _, span in spans], np.int32)
         return StepInputs(
-            input_ids=torch.tensor([each.tokens[at] for each, span in spans for at in span]),
+            input_ids=torch.tensor([seq.tokens[at] for seq, span in spans for at in span]),
             positions=torch.tensor([at for _, span in spans for at in span]),
             slot_mapping=torch.tensor(slots),
             query_start_loc=torch.from_numpy(starts),
@@ -106,14 +106,14 @@ def generate(runner: Runner, prompts: Sequence[Sequence[int]], new_tokens: int) 
     running = [runner.add(prompt) for prompt in prompts]
     for number, sequence in enumerate(running):
         while (left := len(sequence.tokens) - sequence.computed) > 0:
-            decodes = [(each, 1) for each in running[:number]]
-            for each, _ in decodes:
-                each.tokens.append(int(each.logits[-1].argmax()))
+            decodes = [(earlier, 1) for earlier in running[:number]]
+            for earlier, _ in decodes:
+                earlier.tokens.append(int(earlier.logits[-1].argmax()))
             runner.step(*decodes, (sequence, min(left, 7)))
     longest = max(len(prompt) for prompt in prompts) + new_tokens
-    while any(len(each.tokens) < longest for each in running):
-        unfinished = [each for each in running if len(each.tokens) < longest]
-        for each in unfinished:
-            each.tokens.append(int(each.logits[-1].argmax()))
-        runner.step(*((each, 1) for each in unfinished))
+    while any(len(sequence.tokens) < longest for sequence in running):
+        unfinished = [sequence for sequence in running if len(sequence.tokens) < longest]
+        for sequence in unfinished:
+            sequence.tokens.append(int(sequence.logits[-1].argmax()))
+        runner.step(*((sequence, 1) for sequence in unfinished))
     return running

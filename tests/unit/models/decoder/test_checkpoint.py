@@ -157,9 +157,9 @@ def test_weights_are_converted(
     def convert(tensors: Tensors) -> None:
         tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()})
 
-    found = logits(edited("gpt_oss", convert))
+    actual = logits(edited("gpt_oss", convert))
     expected = logits(saved(_BY_NAME["gpt_oss"])[0])
-    assert (found - expected).norm() < 0.05 * expected.norm()
+    assert (actual - expected).norm() < 0.05 * expected.norm()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -243,19 +243,19 @@ def test_a_load_takes_the_model_and_one_tensor(ranks: int, tmp_path: Path) -> No
     }
     (tmp_path / "config.json").write_text(json.dumps(settings))
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _PEAK, str(tmp_path), str(ranks)],
         capture_output=True,
         text=True,
         check=True,
     )
     largest, own = middle * hidden * 4, num_bytes / ranks
-    assert own * 0.9 < int(found.stdout) < own + 4 * largest
+    assert own * 0.9 < int(process.stdout) < own + 4 * largest
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_8_bit_floats_without_scales_are_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(dtype)
     save_file({"model.x": codes.reshape(16, 16)}, tmp_path / "model.safetensors")
-    found = torch.from_numpy(Checkpoint(tmp_path).take("model.x", (16, 16)).read())
-    assert torch.equal(found.nan_to_num(7e7), codes.reshape(16, 16).float().nan_to_num(7e7))
+    actual = torch.from_numpy(Checkpoint(tmp_path).take("model.x", (16, 16)).read())
+    assert torch.equal(actual.nan_to_num(7e7), codes.reshape(16, 16).float().nan_to_num(7e7))

@@ -33,10 +33,10 @@ def logits(folder: Path, kernels: Any, prompt: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "gpt2"])
 def test_logits_are_those_of_torch(name: str, saved: Saved, prompts: list[list[int]]) -> None:
     folder, _ = saved(next(tiny for tiny in MODELS if tiny.name == name))
-    made = CompiledCpuKernels(CPU, torch.float32, CpuKernels(kernel_threads(1)))
-    found = logits(folder, made, prompts[0])
+    kernels = CompiledCpuKernels(CPU, torch.float32, CpuKernels(kernel_threads(1)))
+    actual = logits(folder, kernels, prompts[0])
     expected = logits(folder, TorchKernels(CPU, torch.float32), prompts[0])
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)
 
 
 def test_a_graph_holds_the_product_as_one_operator() -> None:
@@ -53,7 +53,7 @@ def test_a_graph_holds_the_product_as_one_operator() -> None:
     rows = torch.randn(3, 8)
     assert torch.equal(compiled(rows), product.multiply(rows))
     assert torch.ops.pyengine.packed_linear in [
-        getattr(each, "_overloadpacket", each) for each in seen
+        getattr(operator, "_overloadpacket", operator) for operator in seen
     ]
 
 
@@ -63,7 +63,7 @@ def test_settings_choose_it_where_the_kernel_multiplies_the_format() -> None:
         kernel_set(CPU, "float16", COMPILED),
         kernel_set(CPU, "float32", KernelSettings(is_compiled=True, linear_backend="torch")),
     ]
-    assert [type(each) for each in plain] == [TorchKernels] * 2
+    assert [type(kernels) for kernels in plain] == [TorchKernels] * 2
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,6 @@ def test_a_set_says_if_torch_multiplies(
 ) -> None:
     """Then the bits depend on the number of threads, which must not change during a request."""
     folder, _ = saved(next(tiny for tiny in MODELS if tiny.name == name))
-    made = kernel_set(CPU, "float32", settings)
-    open_model(folder).decoder(made)
-    assert made.has_torch_products is expected
+    kernels = kernel_set(CPU, "float32", settings)
+    open_model(folder).decoder(kernels)
+    assert kernels.has_torch_products is expected

@@ -83,8 +83,8 @@ def activated(inner: torch.Tensor, mlp: MLP) -> torch.Tensor:
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
         "relu": F.relu,
     }
-    found: torch.Tensor = functions[mlp.activation](gate) * up
-    return found
+    result: torch.Tensor = functions[mlp.activation](gate) * up
+    return result
 
 
 MLPS = [
@@ -104,34 +104,34 @@ def test_the_first_matrix_of_an_mlp(mlp: MLP, has_bias: bool, dtype: Dtype, prod
     outputs = 64 * (1 + mlp.is_gated)
     matrix, bias, rows = floats(outputs, 96), floats(outputs, seed=1), floats(9, 96, seed=2)
     kernels = CpuKernels(THREADS, dtype=dtype, products=ProductChooser.fixed(product, "test"))
-    made = kernels.inner_product(weight_of(matrix), weight_of(bias) if has_bias else None, mlp)
+    inner = kernels.inner_product(weight_of(matrix), weight_of(bias) if has_bias else None, mlp)
     kind = NUMPY[dtype]
-    found = made.multiply(rounded(rows, kind))
-    assert found.dtype == kind
-    given, by, added = (
-        torch.from_numpy(widened(rounded(each, kind))) for each in (rows, matrix, bias)
+    actual = inner.multiply(rounded(rows, kind))
+    assert actual.dtype == kind
+    inputs, by, added = (
+        torch.from_numpy(widened(rounded(array, kind))) for array in (rows, matrix, bias)
     )
-    inner = torch.nn.functional.linear(given, by, added if has_bias else None)
-    expected = activated(inner, mlp)
+    hidden = torch.nn.functional.linear(inputs, by, added if has_bias else None)
+    expected = activated(hidden, mlp)
     limit = 1e-5 if dtype == "float32" else 1e-2
-    assert (torch.from_numpy(widened(found)) - expected).norm() <= limit * expected.norm()
+    assert (torch.from_numpy(widened(actual)) - expected).norm() <= limit * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_halves_of_a_packed_matrix_stay_packed(dtype: Dtype) -> None:
     """As in Phi-3, whose gate and up are one tensor."""
     matrix, rows = floats(128, 96), rounded(floats(5, 96, seed=1), NUMPY[dtype])
-    made = CpuKernels(THREADS, dtype=dtype).inner_product(
+    product = CpuKernels(THREADS, dtype=dtype).inner_product(
         weight_of(matrix, is_packed=True), None, MLP(size=64, activation="silu")
     )
-    assert isinstance(made, CpuInnerProduct)
-    assert isinstance(made.product, CpuProduct)
-    assert isinstance(made.product.packed, QuantizedWeight)
+    assert isinstance(product, CpuInnerProduct)
+    assert isinstance(product.product, CpuProduct)
+    assert isinstance(product.product.packed, QuantizedWeight)
     exact = CpuKernels(THREADS).inner_product(
         weight_of(matrix), None, MLP(size=64, activation="silu")
     )
     expected = exact.multiply(widened(rows))
-    error = np.linalg.norm(widened(made.multiply(rows)) - expected)
+    error = np.linalg.norm(widened(product.multiply(rows)) - expected)
     assert 0 < error <= 0.03 * np.linalg.norm(expected)
 
 
@@ -141,12 +141,12 @@ def test_inputs_in_another_order(dtype: Dtype) -> None:
     order = np.random.default_rng(2).permutation(64)
     packed = q8_0(np.ascontiguousarray(matrix[:, order]), THREADS)
     plain, ordered = (
-        CpuProduct(THREADS, each, floats(40, seed=3), dtype)
-        for each in (packed, OrderedWeight(packed, order))
+        CpuProduct(THREADS, weight, floats(40, seed=3), dtype)
+        for weight in (packed, OrderedWeight(packed, order))
     )
-    found = ordered.multiply(rows)
-    assert np.array_equal(found, plain.multiply(rows[:, order]))
-    assert not np.array_equal(found, plain.multiply(rows))
+    actual = ordered.multiply(rows)
+    assert np.array_equal(actual, plain.multiply(rows[:, order]))
+    assert not np.array_equal(actual, plain.multiply(rows))
     ids = np.array([3, 0, 39])
     assert np.array_equal(ordered.gather(ids)[:, order], plain.gather(ids))
 
@@ -156,33 +156,33 @@ def test_inputs_in_another_order(dtype: Dtype) -> None:
 def test_rows_of_experts(dtype: Dtype, quantization: Literal["none", "int8"]) -> None:
     count, hidden, size, tokens = 6, 64, 32, 17
     rng, kind = np.random.default_rng(5), NUMPY[dtype]
-    gates = [floats(2 * size, hidden, seed=each) for each in range(count)]
-    downs = [floats(hidden, size, seed=20 + each) for each in range(count)]
+    gates = [floats(2 * size, hidden, seed=index) for index in range(count)]
+    downs = [floats(hidden, size, seed=20 + index) for index in range(count)]
     rows = rounded(floats(tokens, hidden, seed=50), kind)
     chosen = np.stack([rng.permutation(count)[:3] for _ in range(tokens)])
     chosen[:, 0] = np.where(chosen[:, 0] == 4, 5, chosen[:, 0])  # an expert with few tokens or none
-    chosen = np.stack([np.unique(each)[:2] for each in chosen])
+    chosen = np.stack([np.unique(row)[:2] for row in chosen])
     factors = rng.random(chosen.shape, np.float32)
     kernels = CpuKernels(THREADS, quantization, dtype)
     mlp = MLP(size=size, activation="silu")
     experts = kernels.experts(list(map(weight_of, gates)), list(map(weight_of, downs)), None, mlp)
-    found = experts.multiply(rows, chosen, factors)
+    actual = experts.multiply(rows, chosen, factors)
     expected = torch.zeros(tokens, hidden)
     wide = torch.from_numpy(widened(rows))
-    for token, places in enumerate(chosen):
-        for place, expert in enumerate(places):
+    for token, experts_of in enumerate(chosen):
+        for place, expert in enumerate(experts_of):
             inner = activated(wide[token] @ torch.from_numpy(gates[expert]).T, mlp)
             result = inner @ torch.from_numpy(downs[expert]).T
             expected[token] += float(factors[token, place]) * result
     limit = 0.03 if quantization == "int8" or dtype == "bfloat16" else 1e-5
-    assert (torch.from_numpy(widened(found)) - expected).norm() <= limit * expected.norm()
+    assert (torch.from_numpy(widened(actual)) - expected).norm() <= limit * expected.norm()
     for token in range(tokens):
         own = slice(token, token + 1)
         alone = experts.multiply(rows[own], chosen[own], factors[own])
-        assert np.array_equal(alone[0], found[token])
+        assert np.array_equal(alone[0], actual[token])
 
 
-def place_of(array: Array) -> int:
+def address_of(array: Array) -> int:
     return int(array.ctypes.data)
 
 
@@ -195,19 +195,19 @@ def test_memory_of_results_is_reused_once_no_array_or_tensor_holds_it(dtype: Dty
     )
     rows = rounded(floats(9, 24, seed=1), kind)
     first = reusing.multiply(rows)
-    place, part = place_of(first), first[3:]
+    address, part = address_of(first), first[3:]
     held = tensor_of(first)[1:3]
     del first
     second = reusing.multiply(rows[:2])
     assert np.array_equal(part, plain.multiply(rows)[3:])
     del part
     third = reusing.multiply(rows[:1])
-    assert len({place, place_of(second), place_of(third)}) == 3
+    assert len({address, address_of(second), address_of(third)}) == 3
     assert np.array_equal(array_of(held), plain.multiply(rows)[1:3])
     assert np.array_equal(second, plain.multiply(rows[:2]))
     del held, second, third
-    free = place_of(reusing.multiply(rows))
-    assert place_of(reusing.multiply(rows[:1])) == free
+    free = address_of(reusing.multiply(rows))
+    assert address_of(reusing.multiply(rows[:1])) == free
 
 
 def test_results_beyond_the_memory_that_is_kept_have_their_own(
@@ -216,11 +216,11 @@ def test_results_beyond_the_memory_that_is_kept_have_their_own(
     monkeypatch.setattr(cpu_products, "_REUSED", 2 * 17 * 4)
     memory, kind = ReusedMemory(), np.dtype(np.float32)
     kept = memory.empty((2, 17), kind)
-    place = place_of(kept)
+    address = address_of(kept)
     large = memory.empty((3, 17), kind)
     assert large.shape == (3, 17)
     del kept, large
-    assert place_of(memory.empty((2, 17), kind)) == place
+    assert address_of(memory.empty((2, 17), kind)) == address
 
 
 def test_the_head_reuses_its_memory(tmp_path: Path) -> None:

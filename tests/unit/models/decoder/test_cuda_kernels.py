@@ -56,12 +56,12 @@ def compare(*families: str) -> None:
                 counted(gate, "gated"),
                 counted(grouped_linear, "grouped_linear"),
             ):
-                found = logits(folder, CudaKernels(CPU, torch.float32))
+                actual = logits(folder, CudaKernels(CPU, torch.float32))
         assert expected.std() > 0.01, family
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=family)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4, msg=family)
         has_experts = family in ("gpt_oss", "qwen2_moe", "deepseek_v3")
-        wanted = {"add_norm", *(["gated"] if family != "gpt2" else [])}
-        assert launched == wanted | ({"grouped_linear"} if has_experts else set()), family
+        expected_kernels = {"add_norm", *(["gated"] if family != "gpt2" else [])}
+        assert launched == expected_kernels | ({"grouped_linear"} if has_experts else set()), family
 
 
 @needs_triton

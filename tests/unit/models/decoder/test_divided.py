@@ -44,9 +44,9 @@ class Meeting:
         """The rows of all ranks."""
         self.rows[number] = rows
         self.barrier.wait()
-        found = list(self.rows)
+        parts = list(self.rows)
         self.barrier.wait()
-        return found
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class ThreadRank(Rank):
     meeting: Meeting = field(default_factory=lambda: Meeting(1))
 
     def sum(self, rows: Any) -> Any:
-        parts = [tensor_of(each) for each in self.meeting.exchanged(self.number, rows)]
+        parts = [tensor_of(part) for part in self.meeting.exchanged(self.number, rows)]
         whole = torch.stack(parts).sum(0)
         return whole if isinstance(rows, torch.Tensor) else array_of(whole)
 
@@ -77,12 +77,12 @@ def ranks(size: int) -> list[Rank]:
 
 def on_all_ranks(size: int, run: Callable[[Rank], Any]) -> list[Any]:
     """The results of `run` on every rank, at the same time."""
-    found: list[Any] = [None] * size
+    results: list[Any] = [None] * size
     failures: list[BaseException] = []
 
     def work(rank: Rank) -> None:
         try:
-            found[rank.number] = run(rank)
+            results[rank.number] = run(rank)
         except BaseException as error:
             failures.append(error)
             rank.meeting.barrier.abort()  # type: ignore[attr-defined]
@@ -94,15 +94,15 @@ def on_all_ranks(size: int, run: Callable[[Rank], Any]) -> list[Any]:
         thread.join()
     if failures:
         raise failures[0]
-    return found
+    return results
 
 
 def answers(
     folder: Path, kernels: str, prompts: list[list[int]], rank: Rank | None = None
 ) -> list[Running]:
-    made, backend = SETS[kernels]
+    make_kernels, backend = SETS[kernels]
     opened = open_model(folder)
-    decoder = opened.decoder(made()) if rank is None else opened.decoder(made(), rank)
+    decoder = opened.decoder(make_kernels(), *(() if rank is None else (rank,)))
     return generate(Runner(decoder, backend), prompts, 4)
 
 
@@ -115,9 +115,9 @@ def even(tiny: Tiny) -> Tiny:
 def check(folder: Path, size: int, kernels: str, prompts: list[list[int]]) -> None:
     whole = answers(folder, kernels, prompts)
     for running in on_all_ranks(size, lambda rank: answers(folder, kernels, prompts, rank)):
-        for expected, found in zip(whole, running, strict=True):
-            assert found.tokens == expected.tokens
-            difference = torch.stack(found.logits) - torch.stack(expected.logits)
+        for expected, actual in zip(whole, running, strict=True):
+            assert actual.tokens == expected.tokens
+            difference = torch.stack(actual.logits) - torch.stack(expected.logits)
             assert difference.abs().max() <= TOLERANCE
 
 
@@ -157,8 +157,8 @@ def test_bfloat16_is_as_close_to_float32_as_in_one_process(
 
     exact = logits("float32", Rank())
     error = (logits("bfloat16", Rank()) - exact).norm()
-    for found in on_all_ranks(2, lambda rank: logits("bfloat16", rank)):
-        assert (found - exact).norm() <= 1.4 * error
+    for actual in on_all_ranks(2, lambda rank: logits("bfloat16", rank)):
+        assert (actual - exact).norm() <= 1.4 * error
 
 
 @pytest.mark.parametrize("name", _BY_TORCH)
@@ -244,7 +244,7 @@ def test_a_weight_that_only_one_rank_refuses_fails_on_all(tmp_path: Path, saved:
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     opened = open_model(tmp_path)
-    found = []
+    results = []
 
     def load(rank: Rank) -> None:
         with (
@@ -252,7 +252,7 @@ def test_a_weight_that_only_one_rank_refuses_fails_on_all(tmp_path: Path, saved:
             rank.failing_together(),
         ):
             opened.decoder(TorchKernels(CPU, torch.float32), rank)
-        found.append(str(caught.value))
+        results.append(str(caught.value))
 
     on_all_ranks(2, load)
-    assert len(found) == 2 and found[0] == found[1]
+    assert len(results) == 2 and results[0] == results[1]

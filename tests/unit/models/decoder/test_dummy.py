@@ -31,22 +31,22 @@ def logits(folder: Path) -> torch.Tensor:
 def test_every_model_runs_without_its_weights(tiny: Tiny, saved: Saved, tmp_path: Path) -> None:
     values = configuration_in(saved(tiny)[0])
     (tmp_path / "config.json").write_text(json.dumps(values))
-    found = logits(tmp_path)
-    assert found.shape == (4, values["vocab_size"])
-    assert found.isfinite().all() and found.std() > 0
-    assert torch.equal(found, logits(tmp_path))
+    actual = logits(tmp_path)
+    assert actual.shape == (4, values["vocab_size"])
+    assert actual.isfinite().all() and actual.std() > 0
+    assert torch.equal(actual, logits(tmp_path))
 
 
 @pytest.mark.parametrize("tiny", MODELS, ids=lambda tiny: tiny.name)
 def test_as_many_weights_are_made_up_as_files_have(tiny: Tiny, saved: Saved) -> None:
     """Of a tied head, which some files have twice, one is."""
     folder = saved(tiny)[0]
-    found = sum(map(math.prod, dummy_shapes(open_dummy(folder).spec).values()))
+    count = sum(map(math.prod, dummy_shapes(open_dummy(folder).spec).values()))
     tensors, spec = check_weights(folder).tensors, read_spec(folder)
     in_files = sum(math.prod(header.shape) for header in tensors.values())
     head = tensors.get("lm_head.weight")
     tied = math.prod(head.shape) if head is not None and spec.is_tied else 0
-    assert found == in_files - tied
+    assert count == in_files - tied
 
 
 @pytest.mark.parametrize("shape", [(7,), (700, 1600), (3, 400, 1000)])
@@ -55,16 +55,16 @@ def test_numbers_are_the_same_whatever_makes_them(shape: tuple[int, ...]) -> Non
     kernels = TorchKernels(CPU, torch.float32)
     for number_format, start in [("F32", 0), ("F32", 64), ("BF16", 0), ("F16", 0)]:
         part = DummyStored(Path(), "a.weight", number_format, shape, start)
-        others = [part]
+        parts = [part]
         if len(shape) == 2:
-            others += [
+            parts += [
                 part.transposed(),
                 part.only(slice(1, None, 2)),
                 part.only_columns(slice(3, 9)),
             ]
-        for each in others:
-            made = as_floats(each.read(), number_format)
-            assert np.array_equal(kernels._part(each).numpy(), made)
+        for other in parts:
+            floats = as_floats(other.read(), number_format)
+            assert np.array_equal(kernels._part(other).numpy(), floats)
         first = as_floats(part.read(), number_format)
         assert np.isfinite(first).all() and (len(shape) == 1 or len(np.unique(first[:, 0])) > 2)
 

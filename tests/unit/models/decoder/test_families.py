@@ -25,7 +25,7 @@ from tests.unit.models.decoder.steps import CPU, Runner, generate
 from tests.unit.models.decoder.tiny_models import MODELS, Tiny
 
 TOLERANCE = 2e-4
-_LEAST_SPREAD = 0.02
+_MIN_SPREAD = 0.02
 """Deviation of logits below which a difference would not be seen."""
 Saved = Callable[[Tiny], tuple[Path, Any]]
 
@@ -45,16 +45,16 @@ def test_logits_and_tokens_are_those_of_transformers(
     if kernels == "cpu" and not CpuAttention.is_fast():
         pytest.skip("this processor has no AVX2 with FMA")
     folder, model = saved(tiny)
-    made, backend = SETS[kernels]
-    decoder = open_model(folder).decoder(made())
+    make_kernels, backend = SETS[kernels]
+    decoder = open_model(folder).decoder(make_kernels())
     for sequence in generate(Runner(decoder, backend), prompts, 8):
         with torch.inference_mode():
             expected = model(input_ids=torch.tensor([sequence.tokens]), use_cache=False).logits[0]
-        found = torch.stack(sequence.logits)
-        assert expected.std() > _LEAST_SPREAD
-        assert len(found) == len(expected) > len(prompts[0])
-        assert (found - expected).abs().max() <= TOLERANCE
-        assert torch.equal(found.argmax(-1), expected.argmax(-1))
+        actual = torch.stack(sequence.logits)
+        assert expected.std() > _MIN_SPREAD
+        assert len(actual) == len(expected) > len(prompts[0])
+        assert (actual - expected).abs().max() <= TOLERANCE
+        assert torch.equal(actual.argmax(-1), expected.argmax(-1))
 
 
 def test_every_family_of_the_table_is_tested() -> None:
@@ -83,10 +83,10 @@ def test_a_row_has_the_same_bits_in_every_batch_on_the_cpu(
     )
     first, rest = alone.add(prompts[0]), [together.add(prompt) for prompt in prompts]
     alone.step((first, 20))
-    together.step(*((each, len(each.tokens) - 3) for each in rest))
+    together.step(*((sequence, len(sequence.tokens) - 3) for sequence in rest))
     for _ in range(3):
         alone.step((first, 1))
-        together.step(*((each, 1) for each in rest))
+        together.step(*((sequence, 1) for sequence in rest))
     assert torch.equal(torch.stack(first.logits), torch.stack(rest[0].logits))
 
 
@@ -128,12 +128,14 @@ def test_bfloat16_on_the_cpu_is_as_close_to_float32_as_with_torch(
     for runner in (exact, theirs, ours):
         running = [runner.add(prompt) for prompt in prompts]
         runner.step(*((sequence, len(sequence.tokens)) for sequence in running))
-        logits.append(torch.stack([each for sequence in running for each in sequence.logits]))
-    right, by_torch, found = logits
-    assert found.dtype == torch.bfloat16
+        logits.append(torch.stack([row for sequence in running for row in sequence.logits]))
+    right, by_torch, actual = logits
+    assert actual.dtype == torch.bfloat16
     # Medians: of rows whose experts change, errors say nothing.
-    by_torch, found = ((each.float() - right).norm(dim=1).median() for each in (by_torch, found))
-    assert found <= 1.1 * by_torch
+    torch_error, error = (
+        (rows.float() - right).norm(dim=1).median() for rows in (by_torch, actual)
+    )
+    assert error <= 1.1 * torch_error
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gemma4_text", "cohere2", "olmo3"])
@@ -144,7 +146,7 @@ def test_windows_are_those_of_transformers_where_the_file_has_no_layer_types(fam
         settings: dict[str, Any] = {"num_hidden_layers": count}
         config: Any = CONFIG_MAPPING[family](**settings)
         spec = spec_of({"model_type": family, "num_hidden_layers": count}, "config.json")
-        slides = [each == "sliding_attention" for each in config.layer_types]
+        slides = [kind == "sliding_attention" for kind in config.layer_types]
         assert [layer.mixer.window is not None for layer in spec.layers] == slides
 
 
@@ -158,10 +160,10 @@ for name in ("torch", "transformers"):
 
 
 def test_the_kernels_of_cpus_are_imported_without_torch() -> None:
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _IMPORTS], capture_output=True, text=True, check=False
     )
-    assert found.returncode == 0, found.stderr
+    assert process.returncode == 0, process.stderr
 
 
 _OPEN_ALL = """
@@ -184,8 +186,8 @@ def test_folders_are_opened_and_answered_without_transformers(
     saved: Saved, first_of_family: list[Tiny]
 ) -> None:
     folders = [str(saved(tiny)[0]) for tiny in first_of_family]
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _OPEN_ALL, *folders], capture_output=True, text=True, check=False
     )
-    assert found.returncode == 0, found.stderr
-    assert len(found.stdout.splitlines()) == len(TABLE)
+    assert process.returncode == 0, process.stderr
+    assert len(process.stdout.splitlines()) == len(TABLE)

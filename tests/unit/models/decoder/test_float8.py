@@ -104,7 +104,7 @@ def test_sums_of_14_bits_add_little_to_the_error_of_8_bit_floats(inputs: int) ->
     exact = rows.double() @ weight.double().T
     rounded = digits.double() @ codes.double().T
     errors = [
-        float((found * units * scales.T - exact).norm() / exact.norm()) for found in (rounded, sums)
+        float((ours * units * scales.T - exact).norm() / exact.norm()) for ours in (rounded, sums)
     ]
     assert 0.03 < errors[0] < errors[1] < 1.05 * errors[0]
 
@@ -132,11 +132,11 @@ def as_floats(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
 
 def compare(name: str) -> None:
     """In the interpreter: a checkpoint's logits are near those of its weights in floats."""
-    case = next(each for each in checkpoints.CASES if each.id == name)
-    settings, made, family = case.values
+    case = next(item for item in checkpoints.CASES if item.id == name)
+    settings, save, family = case.values
     with tempfile.TemporaryDirectory() as path, interpreted():
         folder = Path(path) / "packed"
-        weights = checkpoints.save(folder, settings, made, family)
+        weights = checkpoints.save(folder, settings, save, family)
         floats = as_floats(folder, weights)
         expected = logits(floats, TorchKernels(CPU, torch.float32))
         kernels = float8_kernels()
@@ -144,8 +144,8 @@ def compare(name: str) -> None:
         is_square = "blocks" in name or name == "with biases"
         kind = Float8SquareProduct if is_square else Float8Product
         assert type(layer._mixer._qkv.product) is kind  # type: ignore[union-attr]
-        found = logits(folder, kernels)
-    assert 0 < (found - expected).norm() < 0.12 * expected.norm()
+        actual = logits(folder, kernels)
+    assert 0 < (actual - expected).norm() < 0.12 * expected.norm()
 
 
 @needs_triton
@@ -162,11 +162,11 @@ def test_squares_of_other_sizes_are_read_as_floats(tmp_path: Path) -> None:
 
     checkpoints.save(tmp_path, settings, checkpoints.float8(blocks, "weight_scale_inv", 64))
     sets = (float8_kernels(), TorchKernels(CPU, torch.float32))
-    found, expected = (
+    actual, expected = (
         open_model(tmp_path).decoder(kernels)._layers[0]._mixer._out.product for kernels in sets
     )
-    assert isinstance(found, TorchProduct) and isinstance(expected, TorchProduct)
-    assert torch.equal(found.weight, expected.weight)
+    assert isinstance(actual, TorchProduct) and isinstance(expected, TorchProduct)
+    assert torch.equal(actual.weight, expected.weight)
 
 
 def test_codes_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:

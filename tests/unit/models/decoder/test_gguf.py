@@ -54,17 +54,17 @@ def logits(
 
 def expected(model: Any) -> torch.Tensor:
     with torch.inference_mode():
-        found: torch.Tensor = model(input_ids=torch.tensor([_TOKENS]), use_cache=False).logits[0]
-    return found
+        actual: torch.Tensor = model(input_ids=torch.tensor([_TOKENS]), use_cache=False).logits[0]
+    return actual
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_are_those_of_the_model(architecture: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     model = write(path, architecture)
-    found = logits(path, TorchKernels(CPU, torch.float32))
+    actual = logits(path, TorchKernels(CPU, torch.float32))
     assert expected(model).std() > 0.05
-    assert (found - expected(model)).abs().max() <= TOLERANCE
+    assert (actual - expected(model)).abs().max() <= TOLERANCE
 
 
 @pytest.mark.skipif(not CpuAttention.is_fast(), reason="this processor has no AVX2 with FMA")
@@ -76,12 +76,12 @@ def test_the_cpu_multiplies_by_the_formats_of_the_file(
     path = tmp_path / "model.gguf"
     write(path, architecture, kind=kind)
     kernels = CpuKernels(kernel_threads(torch.get_num_threads()))
-    found, floats = (
+    actual, floats = (
         logits(path, kernels, CpuBackend),
         logits(path, TorchKernels(CPU, torch.float32)),
     )
     limit = 1e-4 if kind.startswith("F") else 0.05
-    assert (found - floats).norm() <= limit * floats.norm()
+    assert (actual - floats).norm() <= limit * floats.norm()
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q4_0"])
@@ -90,8 +90,8 @@ def test_ranks_divide_the_floats_of_a_file(architecture: str, kind: str, tmp_pat
     path, kernels = tmp_path / "model.gguf", TorchKernels(CPU, torch.float32)
     write(path, architecture, kind=kind)
     whole = logits(path, kernels)
-    for found in on_all_ranks(2, lambda rank: logits(path, kernels, rank=rank)):
-        assert (found - whole).abs().max() <= TOLERANCE
+    for actual in on_all_ranks(2, lambda rank: logits(path, kernels, rank=rank)):
+        assert (actual - whole).abs().max() <= TOLERANCE
 
 
 def test_a_rank_reads_its_outputs_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,10 +140,10 @@ def test_a_changed_key_changes_the_logits_as_in_a_folder(
         changes["rms_norm_eps"] = 0.3
     write(plain, "llama")
     model = write(path, "llama", changes=changes, values=values)
-    found = logits(path, TorchKernels(CPU, torch.float32))
-    assert (found - expected(model)).abs().max() <= TOLERANCE
+    actual = logits(path, TorchKernels(CPU, torch.float32))
+    assert (actual - expected(model)).abs().max() <= TOLERANCE
     before = logits(plain, TorchKernels(CPU, torch.float32))
-    assert (found - before).abs().max() > TOLERANCE
+    assert (actual - before).abs().max() > TOLERANCE
 
 
 @pytest.mark.parametrize(("size", "rotated"), [(44, 30), (46, 26), (98, 16), (80, 20), (64, 64)])
@@ -204,9 +204,9 @@ def write_gpt_oss(path: Path, kind: str) -> Any:
         writer.add_float32(f"gpt-oss.{key}", number)
     for name, tensor in _gpt_oss_tensors(model.state_dict()):
         is_float = tensor.ndim == 1 or "_inp" in name or name.endswith("bias")
-        found = GGMLQuantizationType["F32" if is_float else kind]
+        quantization = GGMLQuantizationType["F32" if is_float else kind]
         numbers = tensor.contiguous().numpy()
-        writer.add_tensor(name, quantize(numbers, found), raw_dtype=found)
+        writer.add_tensor(name, quantize(numbers, quantization), raw_dtype=quantization)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -238,9 +238,9 @@ def _gpt_oss_tensors(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, to
         gate_up = tensors[f"{experts}gate_up_proj"].transpose(1, 2)
         down = tensors[f"{experts}down_proj"].transpose(1, 2)
         biases = tensors[f"{experts}gate_up_proj_bias"]
-        for place, kind in enumerate(("gate", "up")):
-            yield f"{ours}ffn_{kind}_exps.weight", gate_up[:, place::2]
-            yield f"{ours}ffn_{kind}_exps.bias", biases[:, place::2]
+        for index, kind in enumerate(("gate", "up")):
+            yield f"{ours}ffn_{kind}_exps.weight", gate_up[:, index::2]
+            yield f"{ours}ffn_{kind}_exps.bias", biases[:, index::2]
         yield f"{ours}ffn_down_exps.weight", down
         yield f"{ours}ffn_down_exps.bias", tensors[f"{experts}down_proj_bias"]
 
@@ -249,12 +249,12 @@ def _gpt_oss_tensors(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, to
 def test_gpt_oss_has_sinks_and_biases_of_experts(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     model = write_gpt_oss(path, kind)
-    found = logits(path, TorchKernels(CPU, torch.float32))
+    actual = logits(path, TorchKernels(CPU, torch.float32))
     limit = 1e-5 if kind == "F32" else 0.05
-    assert (found - expected(model)).norm() <= limit * expected(model).norm()
+    assert (actual - expected(model)).norm() <= limit * expected(model).norm()
     if CpuAttention.is_fast():
         packed = logits(path, CpuKernels(kernel_threads(1)), CpuBackend)
-        assert (packed - found).norm() <= max(limit, 1e-4) * found.norm()
+        assert (packed - actual).norm() <= max(limit, 1e-4) * actual.norm()
 
 
 @pytest.mark.skipif(not CpuAttention.is_fast(), reason="this processor has no AVX2 with FMA")
@@ -262,9 +262,9 @@ def test_formats_of_one_layer_may_differ(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     kinds = {"attn_v.weight": "Q8_0", "ffn_up.weight": "Q5_0", "attn_k.weight": "F32"}
     write_tiny_gguf(path, kind="Q4_0", kinds=kinds, has_head=True)
-    found = logits(path, CpuKernels(kernel_threads(1)), CpuBackend)
+    actual = logits(path, CpuKernels(kernel_threads(1)), CpuBackend)
     floats = logits(path, TorchKernels(CPU, torch.float32))
-    assert (found - floats).norm() <= 0.05 * floats.norm()
+    assert (actual - floats).norm() <= 0.05 * floats.norm()
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_files_are_opened_without_transformers(tmp_path: Path) -> None:
     for architecture in ("llama", "gemma3", "qwen3moe"):
         paths.append(str(tmp_path / f"{architecture}.gguf"))
         write(Path(paths[-1]), architecture, kind="Q8_0")
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _OPEN, *paths], capture_output=True, text=True, check=False
     )
-    assert found.returncode == 0, found.stderr
+    assert process.returncode == 0, process.stderr

@@ -41,7 +41,7 @@ def as_stored(values: Any) -> Spec:
 
 
 @dataclass(frozen=True)
-class Made:
+class Case:
     """The header of a file, and the configuration of the model that it was made of."""
 
     header: GGUFHeader
@@ -81,25 +81,27 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
-    known: dict[str, Made] = {}
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    known: dict[str, Case] = {}
 
-    def of(architecture: str) -> Made:
+    def of(architecture: str) -> Case:
         if architecture not in known:
             path = tmp_path_factory.mktemp(architecture) / "model.gguf"
             changes = {"num_hidden_layers": 6} if architecture == "gemma3" else {}
             model = tiny_model(architecture, **changes)
             write_gguf_of(model, path, architecture)
             config = json.loads(model.config.to_json_string(use_diff=False))
-            known[architecture] = Made(read_header(path), config)
+            known[architecture] = Case(read_header(path), config)
         return known[architecture]
 
     return of
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_header_says_what_the_folder_says(architecture: str, made: Callable[[str], Made]) -> None:
-    file = made(architecture)
+def test_a_header_says_what_the_folder_says(
+    architecture: str, case_of: Callable[[str], Case]
+) -> None:
+    file = case_of(architecture)
     assert file.spec() == file.folder_spec()
 
 
@@ -143,19 +145,19 @@ _SCALINGS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "gpt2"])
 def test_scaling_of_positions_is_that_of_the_folder(
-    architecture: str, made: Callable[[str], Made]
+    architecture: str, case_of: Callable[[str], Case]
 ) -> None:
-    file = made(architecture)
+    file = case_of(architecture)
     for values, rope in _SCALINGS:
         if architecture == "phi3" and rope.get("rope_type") == "yarn":
             with pytest.raises(ModelLoadError, match=r"model\.gguf.*short_factor"):
                 file.spec(**values)  # the family has LongRoPE for it
             continue
-        found, expected = file.spec(**values), file.folder_spec(rope=rope)
+        actual, expected = file.spec(**values), file.folder_spec(rope=rope)
         if architecture == "gpt-oss":  # its converter leaves the key out
             expected = file.folder_spec(rope={**rope, "truncate": False})
-        assert found == expected, values
-        assert (found == file.spec()) == (not rope), values
+        assert actual == expected, values
+        assert (actual == file.spec()) == (not rope), values
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -185,10 +187,10 @@ def test_scaling_of_positions_is_that_of_the_folder(
     ids=lambda values: "+".join(key.rpartition(".")[2] for key in values),
 )
 def test_scaling_that_no_folder_has_is_refused(
-    architecture: str, values: dict[str, Any], made: Callable[[str], Made]
+    architecture: str, values: dict[str, Any], case_of: Callable[[str], Case]
 ) -> None:
     with pytest.raises(ModelLoadError, match=r"rope\.scaling|dimension_sections"):
-        made(architecture).spec(**values)
+        case_of(architecture).spec(**values)
 
 
 _IDLE_ALONE = {
@@ -207,7 +209,7 @@ def keys_of_the_library(prefix: str) -> Iterator[str]:
         for name, key in vars(group).items():
             if isinstance(key, str) and not name.startswith("_") and "{arch}" in key:
                 yield key.format(arch=prefix, dense="dense")
-    indexers = [each for _, each in inspect.getmembers(Keys.Attention, inspect.isclass)]
+    indexers = [kind for _, kind in inspect.getmembers(Keys.Attention, inspect.isclass)]
     for group in (Keys.SSM, *indexers):
         for name, key in vars(group).items():
             if isinstance(key, str) and not name.startswith("_"):
@@ -215,9 +217,9 @@ def keys_of_the_library(prefix: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_no_key_is_passed_over(architecture: str, made: Callable[[str], Made]) -> None:
+def test_no_key_is_passed_over(architecture: str, case_of: Callable[[str], Case]) -> None:
     """A key changes the spec, is refused by name, or is known to have no effect."""
-    file = made(architecture)
+    file = case_of(architecture)
     before, seen = file.spec(), 0
     idle = {key.format(file.prefix) for key in _IDLE}
     known = list(keys_of_the_library(file.prefix))
@@ -230,12 +232,12 @@ def test_no_key_is_passed_over(architecture: str, made: Callable[[str], Made]) -
             if value == own and type(value) is type(own):
                 continue
             try:
-                found = file.spec_with({key: value})
+                actual = file.spec_with({key: value})
             except ModelLoadError as error:
                 seen += 1
                 assert "model.gguf" in str(error), (key, error)
                 continue
-            if found == before and value not in _NEUTRAL.get(key.removeprefix(file.prefix), ()):
+            if actual == before and value not in _NEUTRAL.get(key.removeprefix(file.prefix), ()):
                 silent.append(value)
         accepted = key in idle or key.removeprefix(file.prefix) in _IDLE_ALONE
         if key.endswith(".feed_forward_length"):
@@ -246,16 +248,16 @@ def test_no_key_is_passed_over(architecture: str, made: Callable[[str], Made]) -
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_each_key_of_a_header_may_have_any_value(
-    architecture: str, made: Callable[[str], Made]
+    architecture: str, case_of: Callable[[str], Case]
 ) -> None:
-    file = made(architecture)
+    file = case_of(architecture)
     arrays = (GGUFArray(0, ()), GGUFArray(3), GGUFArray(2, (-1, 2)), GGUFArray(1, (float("nan"),)))
     kinds = int, float, str, bool
-    values = [each for each in GARBAGE if type(each) in kinds and not _is_beyond_64_bits(each)]
+    values = [value for value in GARBAGE if type(value) in kinds and not _is_beyond_64_bits(value)]
     keys = [key for key in file.header.values if not key.startswith("tokenizer.")]
     more = (".rope.scaling.type", ".rope.scaling.factor", ".attention.scale", ".expert_count")
     with bounded():
-        for key in {*keys, *(f"{file.prefix}{each}" for each in more)}:
+        for key in {*keys, *(f"{file.prefix}{suffix}" for suffix in more)}:
             for value in (*values, *arrays):
                 try:
                     file.spec_with({key: value})
@@ -269,8 +271,8 @@ def _is_beyond_64_bits(value: object) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["adapter", "mmproj", "imatrix", "vocab", 5])
-def test_files_that_are_no_models_are_named(kind: object, made: Callable[[str], Made]) -> None:
-    file = made("llama")
+def test_files_that_are_no_models_are_named(kind: object, case_of: Callable[[str], Case]) -> None:
+    file = case_of("llama")
     assert file.spec_with({"general.type": "model"}) == file.spec()
     with pytest.raises(ModelLoadError, match=r"general\.type"):
         file.spec_with({"general.type": kind})

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MIXTRAL = "mixtral"
 
 
-def found(path: Path) -> "torch.Tensor":
+def logits_of(path: Path) -> "torch.Tensor":
     """The logits of a file."""
     import torch
 
@@ -166,7 +166,7 @@ def test_a_setting_does_what_it_does_in_a_folder(
     values = values | changes.pop("more_keys", {})
     path = tmp_path / "tiny.gguf"
     model = write(path, architecture, changes=changes, values=values)
-    assert_near(found(path), expected(model))
+    assert_near(logits_of(path), expected(model))
     plain = expected(tiny_model(architecture, attn_implementation="eager"))
     assert (plain - expected(model)).abs().max() > 1e-3
 
@@ -192,14 +192,14 @@ LLAMA3 = {
 
 def divisors(rope, size=8):
     """`rope_freqs.weight` as llama.cpp's converter writes it."""
-    found = []
+    logits_of = []
     for number in range(0, size, 2):
         length = 2 * math.pi * rope["rope_theta"] ** (number / size)
         turns = rope["original_max_position_embeddings"] / length
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
-        found.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return np.array(found, np.float32)
+        logits_of.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(logits_of, np.float32)
 
 
 @pytest.mark.parametrize("architecture", ["llama", MIXTRAL])
@@ -207,7 +207,7 @@ def test_positions_of_llama_3_1_are_those_of_its_folder(tmp_path: Path, architec
     path, extra = tmp_path / "tiny.gguf", {"rope_freqs.weight": divisors(LLAMA3)}
     assert len({*extra["rope_freqs.weight"].tolist()}) > 2
     model = write(path, architecture, changes={"rope_parameters": LLAMA3}, extra=extra)
-    assert_near(found(path), expected(model))
+    assert_near(logits_of(path), expected(model))
     plain = tiny_model(architecture, attn_implementation="eager")
     assert (expected(plain) - expected(model)).abs().max() > 1e-2
     assert spec(path).max_positions == LENGTH
@@ -246,14 +246,14 @@ def test_positions_of_phi_3_are_those_of_its_folder(tmp_path, has_type):
     path = tmp_path / "tiny.gguf"
     model = write(path, "phi3", changes=changes, values=values, extra=extra)
     assert spec(path).max_positions == LENGTH // 2
-    assert_near(found(path), expected(model))
+    assert_near(logits_of(path), expected(model))
 
 
 @pytest.mark.parametrize("bias", ["attention_bias", "mlp_bias"])
 def test_biases_that_a_llama_may_have_are_read(tmp_path: Path, bias: str) -> None:
     path = tmp_path / "tiny.gguf"
     model = write(path, "llama", changes={bias: True})
-    assert_near(found(path), expected(model))
+    assert_near(logits_of(path), expected(model))
 
 
 def test_a_name_makes_no_other_model_of_a_file(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_name_makes_no_other_model_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     model = write(path, "llama", values={"general.name": "mistral"})
     assert spec(path).family == "llama"
-    assert_near(found(path), expected(model))
+    assert_near(logits_of(path), expected(model))
 
 
 def refused(path: Path, match: str) -> None:
@@ -355,14 +355,14 @@ def test_what_has_no_effect_is_accepted(tmp_path, architecture, values):
     if architecture == "phi3":  # with a window, which none of its sequences exceeds
         values = {**values, ".attention.sliding_window": 0}
     model = write(path, architecture, values=values)
-    assert_near(found(path), expected(model))
+    assert_near(logits_of(path), expected(model))
 
 
 def library_keys():
     """The keys of an architecture that the library gguf has names for."""
     from gguf import Keys
 
-    groups = [each for each in vars(Keys).values() if isinstance(each, type)]
+    groups = [group for group in vars(Keys).values() if isinstance(group, type)]
     names = {name for group in groups for name in vars(group).values() if isinstance(name, str)}
     return sorted(name for name in names if name.startswith("{arch}."))
 
@@ -407,8 +407,8 @@ def test_every_key_that_gguf_knows_is_read_or_idle_or_refused(tmp_path):
             GGUFArray(2, (1, 2)),
             GGUFArray(2, (0.5, 2.0)),
         ):
-            found = outcome(path, header, key, value)
-            assert found != plain or key in idle or is_neutral(key, value), (key, value)
+            logits_of = outcome(path, header, key, value)
+            assert logits_of != plain or key in idle or is_neutral(key, value), (key, value)
 
 
 def is_neutral(key, value):

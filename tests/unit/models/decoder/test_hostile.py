@@ -26,7 +26,7 @@ from tests.unit.models.decoder.test_keys import changed
 from tests.unit.models.decoder.tiny_models import MODELS, Folders, Tiny, configuration_in
 
 SECONDS = 20
-MOST_BYTES = 200 << 20
+MAX_BYTES = 200 << 20
 
 
 def nested(depth: int) -> Any:
@@ -50,7 +50,7 @@ def bounded() -> Iterator[None]:
     before, started = _peak(), time.process_time()
     yield
     assert time.process_time() - started < SECONDS
-    assert _peak() - before < MOST_BYTES
+    assert _peak() - before < MAX_BYTES
 
 
 def _peak() -> int:
@@ -199,10 +199,10 @@ def test_each_key_of_a_header_of_weights_may_have_any_value(
     )
     with bounded():
         for value in (*GARBAGE, *lists, None):
-            found = value if key is None else {**own, key: value}
-            if found == own:
+            changed = value if key is None else {**own, key: value}
+            if changed == own:
                 continue
-            write_header(tmp_path / "model.safetensors", {**header, _NORM: found}, data)
+            write_header(tmp_path / "model.safetensors", {**header, _NORM: changed}, data)
             with pytest.raises(ModelLoadError) as caught:
                 open_model(tmp_path)
             said = str(caught.value)
@@ -233,8 +233,8 @@ def test_an_index_may_have_any_value(
     more: tuple[Any, ...] = ({_NORM: 5}, {_NORM: ["a"]}, {_NORM: "../a"}, {_NORM: "/etc/passwd"})
     with bounded():
         for value in (*GARBAGE, *more):
-            found = value if key is None else {**whole, key: value}
-            (tmp_path / "model.safetensors.index.json").write_text(json.dumps(found))
+            changed = value if key is None else {**whole, key: value}
+            (tmp_path / "model.safetensors.index.json").write_text(json.dumps(changed))
             try:
                 open_model(tmp_path)
             except ModelLoadError as error:

@@ -46,12 +46,12 @@ def changes(values: dict[str, Any], path: Path_ = ()) -> Iterator[tuple[Path_, A
 
 
 def changed(values: dict[str, Any], path: Path_, value: Any) -> dict[str, Any]:
-    found = copy.deepcopy(values)
-    inner = found
+    changed_values = copy.deepcopy(values)
+    inner = changed_values
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
-    return found
+    return changed_values
 
 
 def ours(values: dict[str, Any], folder: Path) -> "torch.Tensor":
@@ -79,8 +79,8 @@ def theirs(values: dict[str, Any], folder: Path) -> "torch.Tensor":
         )
     assert not any(info.values()), info
     with torch.inference_mode():
-        found: torch.Tensor = model.eval()(input_ids=torch.tensor([_TOKENS])).logits[0]
-    return found
+        logits: torch.Tensor = model.eval()(input_ids=torch.tensor([_TOKENS])).logits[0]
+    return logits
 
 
 _WALKED = [
@@ -110,16 +110,16 @@ def test_a_changed_value_changes_the_logits_as_in_transformers(
         except Exception:  # any error of transformers is a refusal
             expected = None
         try:
-            found = ours(changed(values, path, value), tmp_path)
+            actual = ours(changed(values, path, value), tmp_path)
         except ModelLoadError as error:
             assert path[-1] not in no_effect, f"{what}: {error}"
             continue
         if expected is None or not expected.isfinite().all():
             continue  # transformers refuses more: it checks ids of tokens, for example
-        assert (found - expected).abs().max() <= TOLERANCE, what
-        num_effects += bool((found - before).abs().max() > TOLERANCE)
+        assert (actual - expected).abs().max() <= TOLERANCE, what
+        num_effects += bool((actual - before).abs().max() > TOLERANCE)
         if path[-1] in no_effect:
-            assert torch.equal(found, before), what
+            assert torch.equal(actual, before), what
     assert num_effects >= 2, "no value had an effect: the walk saw nothing"
 
 
@@ -160,13 +160,13 @@ def test_defaults_are_those_of_the_configuration_class(family: str) -> None:
         name = names.get(key, key)
         if key in _READ_OTHERWISE or name not in values:
             continue
-        found = values[name]
+        value = values[name]
         if default is None and key in _FILLED_IN:
             continue
         if key == "sliding_window" and row.defaults.get("use_sliding_window") is False:
             continue  # transformers removes it where it is not used
-        if found != default:
-            read[key] = (default, found)
+        if value != default:
+            read[key] = (default, value)
     assert not read, "ours, and those of transformers"
     theta = values.get("rope_parameters") or {}
     if "rope_theta" in theta:
@@ -195,14 +195,14 @@ _FILLED_IN = {
 
 @pytest.mark.parametrize("tiny", MODELS, ids=lambda tiny: tiny.name)
 def test_a_key_of_another_kind_is_refused_by_name(
-    tiny: Tiny, saved_folder: Folders, each_kind: Callable[[Any], list[Any]]
+    tiny: Tiny, saved_folder: Folders, other_values: Callable[[Any], list[Any]]
 ) -> None:
     folder = saved_folder(tiny)
     values, no_effect = configuration_in(folder), {*NO_EFFECT, *TABLE[tiny.family].no_effect}
     for key in values:
         if key in no_effect or values[key] is None:
             continue
-        for value in each_kind(values[key]):
+        for value in other_values(values[key]):
             if (key, "layer_types" in values) == ("sliding_window_pattern", True):
                 continue  # then it has no effect: released files have a text there
             with pytest.raises(ModelLoadError) as caught:
@@ -221,23 +221,23 @@ def test_a_key_that_is_absent_or_null_means_what_transformers_reads(
         absent = {name: value for name, value in values.items() if name != key}
         for form in (absent, {**values, key: None}):
             try:
-                written, found = newest(form), spec_of(form, "config.json")
+                written, actual = newest(form), spec_of(form, "config.json")
             except Exception:  # refused by one of the two: transformers raises any kind
                 continue
-            expected = replace(spec_of(written, "newest"), saved_dtype=found.saved_dtype)
-            assert found == expected, (key, form.get(key, "absent"))
+            expected = replace(spec_of(written, "newest"), saved_dtype=actual.saved_dtype)
+            assert actual == expected, (key, form.get(key, "absent"))
             accepted += 1
     assert accepted >= 30
 
 
 @pytest.fixture(scope="session")
-def each_kind() -> Callable[[Any], list[Any]]:
+def other_values() -> Callable[[Any], list[Any]]:
     """Values of other kinds than a given one."""
 
-    def others(value: Any) -> list[Any]:
+    def other_kinds(value: Any) -> list[Any]:
         kinds: list[Any] = ["no number", ["a", "b"]]
         if not isinstance(value, dict):
             kinds.append({"a": 1})
         return kinds
 
-    return others
+    return other_kinds

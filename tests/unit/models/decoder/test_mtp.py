@@ -34,9 +34,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 def opened(folder: Path, kernels: str = "torch") -> DecoderModel:
-    found = open_model(folder, with_mtp_layers=True)
-    decoder = found.decoder(SETS[kernels][0]())
-    return DecoderModel(decoder, CPU, found.mtp_layers(decoder))
+    opened = open_model(folder, with_mtp_layers=True)
+    decoder = opened.decoder(SETS[kernels][0]())
+    return DecoderModel(decoder, CPU, opened.mtp_layers(decoder))
 
 
 @torch.inference_mode()
@@ -49,17 +49,17 @@ def ours(folder: Path, kernels: str = "torch") -> list[tuple[torch.Tensor, torch
     pool = KVPool(specs, 8, BLOCK, CPU, LayerGroups.single(len(specs)))
     inputs = _inputs(len(TOKENS))
     ids, positions, backend = inputs.input_ids, inputs.positions, GatherBackend(pool)
-    given = array_of if model.takes_arrays else (lambda tensor: tensor)
-    ids, positions = given(ids), given(positions)
+    as_input = array_of if model.takes_arrays else (lambda tensor: tensor)
+    ids, positions = as_input(ids), as_input(positions)
     states = tensor_of(model.hidden_states(ids, positions, backend.plan(inputs)))
-    found = []
+    results = []
     for layer in range(len(spec.mtp_layers)):
         plan = backend.plan(inputs, first_key=layer + 1)
-        previous = given(states.roll(1, 0))
+        previous = as_input(states.roll(1, 0))
         states = tensor_of(model.mtp_states(layer, ids, previous, positions, plan))
-        logits = tensor_of(model.mtp_logits(layer, given(states)))
-        found.append((states[layer + 1 :], logits[layer + 1 :]))
-    return found
+        logits = tensor_of(model.mtp_logits(layer, as_input(states)))
+        results.append((states[layer + 1 :], logits[layer + 1 :]))
+    return results
 
 
 def _inputs(count: int) -> StepInputs:
@@ -85,15 +85,15 @@ def theirs(folder: Path, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ids = torch.tensor([TOKENS])
     states = reference.model.model(ids, use_cache=False).last_hidden_state
     cache = MtpCache(config=reference.model.config.get_mtp_config())
-    found = []
+    results = []
     for layer in range(count):
         states, first = states[:, :-1], layer + 1
         states = reference.mtp_layers.forward_layer(
             *(layer, states, torch.arange(first, len(TOKENS))[None], cache),
             input_ids=ids[:, first:],
         )
-        found.append((states[0], reference.model.lm_head(states[0])))
-    return found
+        results.append((states[0], reference.model.lm_head(states[0])))
+    return results
 
 
 @needs_reference
@@ -106,10 +106,10 @@ def test_states_and_logits_are_those_of_transformers(
         pytest.skip("this processor has no AVX2 with FMA")
     save_with_mtp_layers(family, tmp_path, count, vocab_size=101)
     expected = theirs(tmp_path, count)
-    for found, wanted in zip(ours(tmp_path, kernels), expected, strict=True):
-        for one, two in zip(found, wanted, strict=True):
-            assert one.shape == two.shape and two.std() > 0.02
-            assert (one - two).abs().max() <= TOLERANCE
+    for actual, expected_states in zip(ours(tmp_path, kernels), expected, strict=True):
+        for actual_row, expected_row in zip(actual, expected_states, strict=True):
+            assert actual_row.shape == expected_row.shape and expected_row.std() > 0.02
+            assert (actual_row - expected_row).abs().max() <= TOLERANCE
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def edit(folder: Path, change: Callable[[Tensors], object], **values: Any) -> No
     path = folder / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
-    save_file({name: each.contiguous() for name, each in tensors.items()}, path)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     settings = json.loads((folder / "config.json").read_text())
     settings.update(values)
     settings = {key: value for key, value in settings.items() if value is not ...}

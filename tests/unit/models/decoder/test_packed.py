@@ -64,18 +64,18 @@ def test_groups_with_inputs_in_another_order_stay_packed(tmp_path: Path) -> None
     layer: Any = decoder._layers[0]
     assert isinstance(layer._mixer._out.product.packed, OrderedWeight)
     joined = layer._mixer._qkv.product.products
-    assert [type(each.packed) for each in joined] == [OrderedWeight] * 3
+    assert [type(weight.packed) for weight in joined] == [OrderedWeight] * 3
 
 
 def check(folder: Path, tmp_path: Path, weights: dict[str, torch.Tensor], limit: float) -> None:
     kernels = TorchKernels(CPU, torch.float32)
     expected = logits(as_floats(folder, tmp_path / "floats", weights), kernels)
-    found = logits(folder, kernels)
-    assert (found - expected).norm() <= 1e-4 * expected.norm()
+    actual = logits(folder, kernels)
+    assert (actual - expected).norm() <= 1e-4 * expected.norm()
     if CpuAttention.is_fast():
         for dtype, more in (("float32", 0.0), ("bfloat16", 0.02)):
-            made = CpuKernels(kernel_threads(1), dtype=dtype)
-            packed = logits(folder, made, CpuBackend, getattr(torch, dtype))
+            ours = CpuKernels(kernel_threads(1), dtype=dtype)
+            packed = logits(folder, ours, CpuBackend, getattr(torch, dtype))
             assert (packed.float() - expected).norm() <= (limit + more) * expected.norm()
 
 
@@ -86,10 +86,10 @@ def test_four_bits(settings: Any, pack: Any, layer: Any, tmp_path: Path) -> None
     check(folder, tmp_path, weights, 0.05)
 
 
-@pytest.mark.parametrize(("settings", "made", "family"), _EIGHT)
-def test_eight_bits(settings: Any, made: Any, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("settings", "tensors_of", "family"), _EIGHT)
+def test_eight_bits(settings: Any, tensors_of: Any, family: str, tmp_path: Path) -> None:
     folder = tmp_path / "packed"
-    weights = eight_bits.save(folder, settings, made, family)
+    weights = eight_bits.save(folder, settings, tensors_of, family)
     check(folder, tmp_path, weights, 0.05)
 
 

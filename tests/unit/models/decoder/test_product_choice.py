@@ -148,11 +148,11 @@ def test_torch_is_not_chosen_where_mkl_is_slow_without_avx512():
 
 
 def test_what_cannot_be_is_refused():
-    for asked in ("onednn", "pyengine"):
-        with pytest.raises(ConfigurationError, match=f"linear_backend='{asked}'.*float16"):
-            kernel_set(CPU, "float16", KernelSettings(linear_backend=asked))
-    made = kernel_set(CPU, "float16", KernelSettings())
-    assert made.products.describe()["linear_backend"] == "torch"
+    for backend in ("onednn", "pyengine"):
+        with pytest.raises(ConfigurationError, match=f"linear_backend='{backend}'.*float16"):
+            kernel_set(CPU, "float16", KernelSettings(linear_backend=backend))
+    kernels = kernel_set(CPU, "float16", KernelSettings())
+    assert kernels.products.describe()["linear_backend"] == "torch"
 
 
 @needs_onednn
@@ -162,23 +162,24 @@ def test_an_engine_says_which_products_it_uses(tmp_path, dtype):
     answers = []
     backends = ["auto", "torch", "onednn"]
     backends += ["pyengine"] if kernel_supports(dtype) else []
-    for asked in backends:
-        llm = LLM(tmp_path, dtype=dtype, num_blocks=16, max_model_len=64, linear_backend=asked)
+    for backend in backends:
+        llm = LLM(tmp_path, dtype=dtype, num_blocks=16, max_model_len=64, linear_backend=backend)
         about = llm.describe()
-        if asked == "auto":
+        if backend == "auto":
             reason = "same bits" if kernel_supports(dtype) else "timed in"
             assert reason in str(about["linear_reason"])
         else:
-            assert (about["linear_backend"], about["linear_reason"]) == (asked, "asked for")
+            assert (about["linear_backend"], about["linear_reason"]) == (backend, "asked for")
         answers.append(llm.generate([[3, 9, 27]])[0].outputs[0].token_ids)
         del llm
     assert all(answer == answers[0] for answer in answers)
 
 
-@pytest.mark.parametrize("asked", ["onednn", "pyengine"])
+@pytest.mark.parametrize("backend", ["onednn", "pyengine"])
 @pytest.mark.parametrize(
     "other", [{"quantization": "int8"}, {"tensor_parallel_size": 2}], ids=["int8", "divided"]
 )
-def test_a_product_by_name_does_not_go_together_with(other, asked):
-    with pytest.raises(ConfigurationError, match=f"linear_backend='{asked}' does not go together"):
-        LLM(linear_backend=asked, **other)
+def test_a_product_by_name_does_not_go_together_with(other, backend):
+    refused = f"linear_backend='{backend}' does not go together"
+    with pytest.raises(ConfigurationError, match=refused):
+        LLM(linear_backend=backend, **other)

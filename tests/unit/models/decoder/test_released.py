@@ -354,6 +354,6 @@ def test_they_say_what_they_are_known_for() -> None:
     assert specs["SmolLM3"].layers[3].mixer.rotary is None
     assert specs["Granite"].layers[0].residual_scale == 0.22
     assert specs["Qwen2.5"].windows[-1] is None
-    sliding, full = (specs["gpt-oss"].layers[place].mixer for place in (0, 1))
+    sliding, full = (specs["gpt-oss"].layers[layer].mixer for layer in (0, 1))
     assert (sliding.window, full.window) == (128, None)
     assert sliding.rotary == full.rotary is not None

@@ -528,8 +528,8 @@ def test_a_release_means_what_transformers_reads_in_it(name: str) -> None:
         return
     newest = CONFIG_MAPPING[values["model_type"]].from_dict(json.loads(json.dumps(values)))
     written = json.loads(newest.to_json_string(use_diff=False))
-    found, expected = spec_of(values, "config.json"), spec_of(written, "newest")
-    assert found == replace(expected, saved_dtype=found.saved_dtype)
+    actual, expected = spec_of(values, "config.json"), spec_of(written, "newest")
+    assert actual == replace(expected, saved_dtype=actual.saved_dtype)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ _SCALED: list[dict[str, Any]] = [
     },
     {
         "rope_type": "longrope",
-        "short_factor": [1.0 + 0.1 * place for place in range(16)],
+        "short_factor": [1.0 + 0.1 * index for index in range(16)],
         "long_factor": [2.0] * 16,
         "factor": 4.0,
         "original_max_position_embeddings": 1024,
@@ -60,9 +60,9 @@ def test_frequencies_are_those_of_transformers(scaled: dict[str, Any]) -> None:
     parameters = {"rope_theta": 50000.0, **scaled}
     config = LlamaConfig(**_LLAMA, rope_parameters=dict(parameters))
     expected = LlamaRotaryEmbedding(config)
-    found, factor = frequencies(rotary_of({"rope_parameters": parameters}))
+    actual, factor = frequencies(rotary_of({"rope_parameters": parameters}))
     expected_frequencies: Any = expected.inv_freq
-    assert np.allclose(found, expected_frequencies.numpy(), rtol=3e-7, atol=0)
+    assert np.allclose(actual, expected_frequencies.numpy(), rtol=3e-7, atol=0)
     assert factor == pytest.approx(expected.attention_scaling)
 
 

@@ -41,14 +41,14 @@ def forms(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {**base, "rope_theta": _THETA}
     yield {**base, "rope_theta": _THETA, "rope_local_base_freq": 77.0}
     for kind, section in _KINDS:
-        given = {"rope_type": kind, **section}
-        yield {**base, "rope_theta": _THETA, "rope_scaling": given}
+        rope = {"rope_type": kind, **section}
+        yield {**base, "rope_theta": _THETA, "rope_scaling": rope}
         yield {**base, "rope_theta": _THETA, "rope_scaling": {"type": kind, **section}}
-        yield {**base, "rope_theta": _THETA, "rope_parameters": given}
-        yield {**base, "rope_scaling": {**given, "rope_theta": _THETA}}
-        yield {**base, "rope_parameters": {**given, "rope_theta": _THETA}}
-        yield {**base, "rope_theta": _THETA, "rope_scaling": given, "partial_rotary_factor": 0.5}
-        types = {"full_attention": {**given, "rope_theta": _THETA}, "sliding_attention": given}
+        yield {**base, "rope_theta": _THETA, "rope_parameters": rope}
+        yield {**base, "rope_scaling": {**rope, "rope_theta": _THETA}}
+        yield {**base, "rope_parameters": {**rope, "rope_theta": _THETA}}
+        yield {**base, "rope_theta": _THETA, "rope_scaling": rope, "partial_rotary_factor": 0.5}
+        types = {"full_attention": {**rope, "rope_theta": _THETA}, "sliding_attention": rope}
         yield {**base, "rope_theta": _THETA, "rope_parameters": types}
         types["sliding_attention"] = {"rope_type": "default", "rope_theta": 90.0}
         yield {**base, "rope_parameters": types}
@@ -60,8 +60,8 @@ def newest(values: dict[str, Any]) -> dict[str, Any]:
 
     with quiet_transformers():
         config = CONFIG_MAPPING[values["model_type"]].from_dict(json.loads(json.dumps(values)))
-        found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return found
+        form: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return form
 
 
 def configuration(tiny: Tiny) -> dict[str, Any]:
@@ -79,14 +79,14 @@ def test_each_form_means_what_transformers_reads(family: str, first_of_family: l
         except Exception:  # transformers refuses by errors of all kinds
             continue
         try:
-            found = spec_of(form, "config.json")
+            actual = spec_of(form, "config.json")
         except ModelLoadError as error:
             assert "config.json" in str(error)
             continue
         expected = spec_of(written, "newest")
         rope = {key: value for key, value in form.items() if "rope" in key or "rota" in key}
-        assert found == replace(expected, saved_dtype=found.saved_dtype), rope
-        specs.add(found)
+        assert actual == replace(expected, saved_dtype=actual.saved_dtype), rope
+        specs.add(actual)
     assert len(specs) >= 3, "most forms were refused: the test saw nothing"
 
 

@@ -437,5 +437,5 @@ def save_without_torch(tiny: Tiny, folder: Path) -> None:
 
 
 def configuration_in(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return found
+    values: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return values

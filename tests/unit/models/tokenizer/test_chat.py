@@ -20,7 +20,7 @@ ALL = {path.stem: path.read_text("utf-8") for path in FILES} | {
 }
 
 
-def both(template: Any) -> tuple[Tokenizer, Any]:
+def tokenizers(template: Any) -> tuple[Tokenizer, Any]:
     backend = KINDS["with bos"]()
     theirs = PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
     theirs.chat_template = template
@@ -35,13 +35,13 @@ def outcome(tokenizer: Any, messages: Any, **options: Any) -> Any:
 
 
 def check_equal(template: Any, messages: Any, **options: Any) -> None:
-    ours, theirs = both(template)
-    found = outcome(ours, messages, tokenize=False, **options)
+    ours, theirs = tokenizers(template)
+    actual = outcome(ours, messages, tokenize=False, **options)
     expected = outcome(theirs, messages, tokenize=False, **options)
     if str(expected).startswith("refused") and "jinja2" not in expected:
-        assert str(found).startswith("refused")
+        assert str(actual).startswith("refused")
     else:
-        assert found == expected
+        assert actual == expected
     for kept in (True, False):
         ids = outcome(ours, messages, return_dict=kept, **options)
         known = outcome(theirs, messages, return_dict=kept, **options)

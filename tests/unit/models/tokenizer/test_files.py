@@ -21,7 +21,7 @@ NAMED = [
 ]
 
 
-def both(folder: Path) -> tuple[Tokenizer, Any]:
+def tokenizers(folder: Path) -> tuple[Tokenizer, Any]:
     ours = load_tokenizer(folder)
     assert type(ours) is Tokenizer
     return ours, AutoTokenizer.from_pretrained(folder)
@@ -43,9 +43,9 @@ def check_equal(ours: Any, theirs: Any) -> None:
         for special in (True, False):
             ids = ours.encode(text, add_special_tokens=special)
             assert ids == theirs.encode(text, add_special_tokens=special), text
-            found = ours(text, add_special_tokens=special, return_offsets_mapping=True)
+            actual = ours(text, add_special_tokens=special, return_offsets_mapping=True)
             expected = theirs(text, add_special_tokens=special, return_offsets_mapping=True)
-            assert found == {name: expected[name] for name in found}
+            assert actual == {name: expected[name] for name in actual}
             for skipped in (True, False):
                 kept = {"skip_special_tokens": skipped}
                 assert ours.decode(ids, **kept) == theirs.decode(ids, **kept)
@@ -65,15 +65,15 @@ def test_every_kind(kind: str, has_odd: bool, tmp_path: Path) -> None:
     if has_odd:
         tokenizer.add_tokens(ODD)
     tokenizer.save_pretrained(tmp_path)
-    check_equal(*both(tmp_path))
+    check_equal(*tokenizers(tmp_path))
 
 
 def change(folder: Path, name: str, **settings: Any) -> None:
     """Set values in a JSON file; None: take it away."""
     path = folder / name
-    found = json.loads(path.read_text()) if path.exists() else {}
-    found |= settings
-    path.write_text(json.dumps({key: value for key, value in found.items() if value is not ...}))
+    content = json.loads(path.read_text()) if path.exists() else {}
+    content |= settings
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
 
 
 @pytest.fixture(params=["byte level", "with bos", "words", "word piece"])
@@ -115,7 +115,7 @@ DECODER = {
 )
 def test_settings_of_tokenizer_config(folder: Path, settings: dict[str, Any]) -> None:
     change(folder, "tokenizer_config.json", **settings)
-    check_equal(*both(folder))
+    check_equal(*tokenizers(folder))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_older_files_of_special_tokens(
         change(folder, "added_tokens.json", **added)
     if is_listed:
         change(folder, "tokenizer_config.json", added_tokens_decoder=DECODER, bos_token="<s>")
-    check_equal(*both(folder))
+    check_equal(*tokenizers(folder))
 
 
 @pytest.mark.parametrize("kind", ["byte level", "words"])
@@ -147,18 +147,18 @@ def test_padding_and_truncation_of_the_file_do_not_count(kind: str, tmp_path: Pa
     tokenizer.enable_padding(pad_id=0, pad_token="<|end|>", length=50)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     change(tmp_path, "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
-    check_equal(*both(tmp_path))
+    check_equal(*tokenizers(tmp_path))
 
 
 def test_chat_templates_in_files_come_first(folder: Path) -> None:
     change(folder, "tokenizer_config.json", chat_template="old")
     (folder / "chat_template.jinja").write_text("{{ 'ä' }}\n", "utf-8")
-    check_equal(*both(folder))
+    check_equal(*tokenizers(folder))
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
-    check_equal(*both(folder))
+    check_equal(*tokenizers(folder))
     (folder / "chat_template.jinja").unlink()
-    check_equal(*both(folder))
+    check_equal(*tokenizers(folder))
 
 
 def test_the_chat_template_of_a_processor_is_the_last_choice(folder: Path) -> None:
@@ -182,7 +182,7 @@ def test_special_tokens_that_a_class_has_without_the_files(
         change(tmp_path, "tokenizer_config.json", tokenizer_class=kind)
     else:
         change(tmp_path, "config.json", model_type=family)
-    ours, theirs = both(tmp_path)
+    ours, theirs = tokenizers(tmp_path)
     for name in ("bos_token", "eos_token", "unk_token", "bos_token_id", "eos_token_id"):
         assert getattr(ours, name) == getattr(theirs, name) is not None
 
@@ -225,9 +225,9 @@ def test_transformers_reads_what_tokenizers_cannot(
     else:
         value = True if what == "fix_mistral_regex" else ["tokenizer.json"]
         change(tmp_path, "tokenizer_config.json", **{what: value})
-    found = load_tokenizer(tmp_path)
-    assert not isinstance(found, Tokenizer)
-    assert found.encode("Hello") == tokenizer.encode("Hello").ids
+    loaded = load_tokenizer(tmp_path)
+    assert not isinstance(loaded, Tokenizer)
+    assert loaded.encode("Hello") == tokenizer.encode("Hello").ids
     assert FALLBACKS[what] in caplog.text
 
 
@@ -297,7 +297,7 @@ def test_a_space_before_the_first_word_is_added_as_the_configuration_says(
     tokenizer.save_pretrained(tmp_path)
     change(tmp_path, "config.json", model_type=family)
     change(tmp_path, "tokenizer_config.json", add_prefix_space=is_added)
-    check_equal(*both(tmp_path))
+    check_equal(*tokenizers(tmp_path))
 
 
 @pytest.mark.parametrize("settings", [{}, {"add_bos_token": True}, {"add_prefix_space": True}])
@@ -313,7 +313,7 @@ def test_folders_of_classes_of_transformers(
     tokenizer.add_tokens(ODD)
     tokenizer.save_pretrained(tmp_path)
     change(tmp_path, "config.json", model_type=family)
-    ours, theirs = both(tmp_path)
+    ours, theirs = tokenizers(tmp_path)
     if family == "olmo":  # its class forgets what tokenizer.json says of BOS
         theirs.backend_tokenizer.post_processor = ours.backend_tokenizer.post_processor
     check_equal(ours, theirs)

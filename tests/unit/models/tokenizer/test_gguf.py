@@ -43,8 +43,8 @@ def of_transformers(path: Path) -> Any:
 
 
 def check_equal(path: Path, texts: list[str] | None = None) -> GGUFTokens:
-    found, theirs = opened(path), of_transformers(path)
-    ours = found.tokenizer
+    tokens, theirs = opened(path), of_transformers(path)
+    ours = tokens.tokenizer
     assert ours.get_vocab() == theirs.get_vocab()
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
         assert getattr(ours, name) == getattr(theirs, name), name
@@ -57,13 +57,13 @@ def check_equal(path: Path, texts: list[str] | None = None) -> GGUFTokens:
                 kept = {"skip_special_tokens": skipped}
                 assert ours.decode(ids, **kept) == theirs.decode(ids, **kept)
     assert ours.chat_template == theirs.chat_template
-    return found
+    return tokens
 
 
 def test_the_embedded_model() -> None:
-    found = check_equal(embedded_gguf())
-    ours, theirs = found.tokenizer, of_transformers(embedded_gguf())
-    assert found.end_token_ids == (2, 0, 4)  # <|im_end|>, <|endoftext|>, <reponame>
+    tokens = check_equal(embedded_gguf())
+    ours, theirs = tokens.tokenizer, of_transformers(embedded_gguf())
+    assert tokens.end_token_ids == (2, 0, 4)  # <|im_end|>, <|endoftext|>, <reponame>
     for prompt in (True, False):
         kept = {"tokenize": False, "add_generation_prompt": prompt}
         assert ours.apply_chat_template(MESSAGES, **kept) == theirs.apply_chat_template(
@@ -163,9 +163,9 @@ def test_merges_of_words_are_those_of_transformers() -> None:
     from transformers.tokenization_utils_base import generate_merges
 
     texts = [text for text in KINDS["words"]().get_vocab() if not text.startswith("<")]
-    places = {text: -at for at, text in enumerate(texts)}
+    scores_by_text = {text: -at for at, text in enumerate(texts)}
     vocabulary = {text: at for at, text in enumerate(texts)}
-    assert merges_of_words(texts) == generate_merges(vocabulary, places)
+    assert merges_of_words(texts) == generate_merges(vocabulary, scores_by_text)
     for seed in range(3):
         scores = np.random.default_rng(seed).integers(-20, 0, len(texts)).astype(np.float32)
         known = dict(zip(texts, scores.tolist(), strict=True))
@@ -221,11 +221,11 @@ def test_tokens_that_are_written_as_text_are_found_in_text(tmp_path: Path) -> No
     """transformers spells them in letters of bytes, so text never has them."""
     end = "<\uff5cend\u2581of\u2581sentence\uff5c>"
     values = byte_level_values(KINDS["byte level"](), **{end: NORMAL, "東京 ": USER_DEFINED})
-    found = opened(write_vocabulary(tmp_path / "a.gguf", values))
-    ids = found.tokenizer.encode(f"東京 {end}")
-    assert ids == [401, 400] and found.end_token_ids == (0, 400)
-    assert found.tokenizer.decode(ids) == f"東京 {end}"
-    assert found.tokenizer.decode(ids, skip_special_tokens=True) == "東京 "
+    tokenizer = opened(write_vocabulary(tmp_path / "a.gguf", values))
+    ids = tokenizer.tokenizer.encode(f"東京 {end}")
+    assert ids == [401, 400] and tokenizer.end_token_ids == (0, 400)
+    assert tokenizer.tokenizer.decode(ids) == f"東京 {end}"
+    assert tokenizer.tokenizer.decode(ids, skip_special_tokens=True) == "東京 "
 
 
 def test_tokens_without_text_keep_their_places(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ WORDS = st.lists(st.text("ab\u2581\u00e9", min_size=1, max_size=7), unique=True,
 
 def by_dictionary(texts: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
     """All pairs, each token's with the longest beginning first; the best tokens first."""
-    found = []
+    ranked = []
     for text, score in zip(texts, scores, strict=True):
         for cut in range(1, len(text)):
             if text[:cut] in texts and text[cut:] in texts:
-                found.append(((-score, -cut, cut - len(text)), (text[:cut], text[cut:])))
-    return [pair for _, pair in sorted(found, key=lambda each: each[0])]
+                ranked.append(((-score, -cut, cut - len(text)), (text[:cut], text[cut:])))
+    return [pair for _, pair in sorted(ranked, key=lambda pair: pair[0])]
 
 
 @given(WORDS)
@@ -30,10 +30,10 @@ def test_by_their_places(texts: list[str]) -> None:
 @given(WORDS, st.integers(0, 99))
 def test_by_scores_of_which_some_are_equal(texts: list[str], seed: int) -> None:
     scores = np.random.default_rng(seed).integers(-3, 0, len(texts)).astype(np.float32)
-    found, expected = merges_of_words(texts, scores), by_dictionary(texts, scores.tolist())
-    assert sorted(found) == sorted(expected)
+    actual, expected = merges_of_words(texts, scores), by_dictionary(texts, scores.tolist())
+    assert sorted(actual) == sorted(expected)
     order = {text: score for text, score in zip(texts, scores.tolist(), strict=True)}
-    ranks = [(-order[a + b], -len(a), -len(b)) for a, b in found]
+    ranks = [(-order[a + b], -len(a), -len(b)) for a, b in actual]
     assert ranks == sorted(ranks)
 
 
