@@ -25,7 +25,7 @@ from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benches.gpu.decoders import unfilled_decoder
-from pyengine.attention.backend import AttentionOptions, Rows
+from pyengine.attention.backend import QKV, AttentionOptions
 from pyengine.attention.context import PagedContext
 from pyengine.attention.dispatch import CompiledModel, running
 from pyengine.models.fallback import FallbackModel, attending_layers
@@ -96,9 +96,9 @@ class _Kernel:
 class Counting:
     """Attention that counts as a KV write and a kernel."""
 
-    def forward(self, _layer: int, rows: Rows, _options: AttentionOptions) -> torch.Tensor:
+    def forward(self, _layer: int, qkv: QKV, _options: AttentionOptions) -> torch.Tensor:
         """Zeros of the right shape, by two operations."""
-        query, _, value = rows
+        query, _, value = qkv
         return query.new_empty(*query.shape[:2], value.shape[-1]).zero_().zero_()
 
 

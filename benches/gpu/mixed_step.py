@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benches.gpu.launches import Counting, decoder
-from pyengine.attention.backend import AttentionOptions, Rows
+from pyengine.attention.backend import QKV, AttentionOptions
 from pyengine.executor.compiled import CompiledForward
 from pyengine.executor.cuda_graphs import Between, Compute, Interrupt
 from pyengine.executor.model_runner import ForwardPass
@@ -38,10 +38,10 @@ class Attention(Counting):
     def __init__(self) -> None:
         self._result: torch.Tensor | None = None
 
-    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
+    def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
-        if self._result is None or len(self._result) != len(rows[0]):
-            self._result = super().forward(layer, rows, options)
+        if self._result is None or len(self._result) != len(qkv[0]):
+            self._result = super().forward(layer, qkv, options)
         return self._result
 
 

@@ -119,7 +119,7 @@ class AttentionOptions:
     rotation: Rotation | None = None
 
 
-Rows: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
+QKV: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
 """Query `[T, query_heads, head_dim_k]`, key `[T, kv_heads, head_dim_k]` and value `[T, kv_heads,
 head_dim_v]` of a layer's step, any strides."""
 
@@ -127,7 +127,7 @@ head_dim_v]` of a layer's step, any strides."""
 class AttentionPlan(Protocol):
     """One step, prepared: index tensors that every layer of the step shares."""
 
-    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> "torch.Tensor":
+    def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> "torch.Tensor":
         """Apply `options.rotation`, write the step's keys and values, then attend.
 
         Returns `[T, query_heads, head_dim_v]`. The keys and values of the whole step are written

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pyengine.attention.backend import AttentionOptions, AttentionPlan, Rows
+from pyengine.attention.backend import QKV, AttentionOptions, AttentionPlan
 from pyengine.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ class PagedContext:
     kept: Sequence[int | None]
     attended: int = field(default=0)
 
-    def attend(self, layer: int, rows: Rows, options: AttentionOptions) -> "torch.Tensor":
+    def attend(self, layer: int, qkv: QKV, options: AttentionOptions) -> "torch.Tensor":
         """See `AttentionPlan.forward`, and `count`."""
         self.count(layer, options.sliding_window)
-        return self.plan.forward(layer, rows, options)
+        return self.plan.forward(layer, qkv, options)
 
     def count(self, layer: int, window: int | None) -> None:
         """Count that `layer` attends, to the last `window` positions or to all (None).

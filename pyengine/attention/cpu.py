@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.attention.backend import (
+    QKV,
     AttentionBackend,
     AttentionOptions,
     Int32Array,
-    Rows,
     StepInputs,
 )
 from pyengine.attention.kernel_options import KernelOptions
@@ -133,9 +133,9 @@ class CpuPlan:
         """Cosines and sines as the kernel takes them, converted once for all layers."""
         self._angles_of: tuple[Any, ...] = ()
 
-    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> "torch.Tensor":
+    def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> "torch.Tensor":
         """See `AttentionPlan.forward`."""
-        query, key, value = rows
+        query, key, value = qkv
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         rotation = None if options.rotation is None else self._rotation(options.rotation)
         arrays = _rows(query), _rows(key), _rows(value), array_of(out)

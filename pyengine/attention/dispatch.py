@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pyengine.attention.backend import AttentionOptions, Rows
+from pyengine.attention.backend import QKV, AttentionOptions
 from pyengine.attention.context import PagedContext
 from pyengine.errors import ConfigurationError
 from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
@@ -30,10 +30,10 @@ class CompiledModel(NamedTuple):
 
     number: int
 
-    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
+    def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`: one operator that is opaque to the compiler."""
         attended: torch.Tensor = torch.ops.pyengine.paged_attention(
-            *rows,
+            *qkv,
             options.sinks,
             self.number,
             layer,

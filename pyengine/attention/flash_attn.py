@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pyengine.attention.backend import AttentionBackend, AttentionOptions, Rows, StepInputs
+from pyengine.attention.backend import QKV, AttentionBackend, AttentionOptions, StepInputs
 from pyengine.attention.flash_kernels import (
     PAGE,
     Extents,
@@ -90,10 +90,10 @@ class FlashAttnPlan:
         if self._extents is not None:
             self._extents.refresh(inputs)
 
-    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
+    def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         backend, inputs, decodes = self._backend, self._inputs, self._decodes
-        query = backend.writer.write_step(layer, rows, inputs.slot_mapping, options.rotation)
+        query = backend.writer.write_step(layer, qkv, inputs.slot_mapping, options.rotation)
         query = query.contiguous()
         parts = []
         if decodes:
@@ -207,11 +207,11 @@ class FlashAttn3Plan:
     def refresh(self, inputs: StepInputs) -> None:
         """See `GraphPlan.refresh`; there is nothing to do."""
 
-    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
+    def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         backend, inputs = self._backend, self._inputs
         pool = backend.pool
-        query = backend.writer.write_step(layer, rows, inputs.slot_mapping, options.rotation)
+        query = backend.writer.write_step(layer, qkv, inputs.slot_mapping, options.rotation)
         result = backend.library.flash_attn_with_kvcache(
             query.contiguous(),
             pool.keys[layer],

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.backend import AttentionBackend, AttentionOptions, Rows, StepInputs
+from pyengine.attention.backend import QKV, AttentionBackend, AttentionOptions, StepInputs
 from pyengine.attention.cascade import MAX_PREFIXES, Cascade, cascade_of, max_saved_tokens
 from pyengine.attention.needs import (
     FLOAT8_DTYPES,
@@ -535,11 +535,11 @@ class FlashInferPlan:
         self._rows: dict[tuple[int, bool], tuple[_Rows, _Rows]] = {}
         self._planned: dict[_Kind, _Planned] = {}
 
-    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
+    def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         backend, decodes = self._backend, self._decodes
-        kind = backend.kind(layer, rows[0], options)
-        query = backend.writer.write(layer, rows, self._slots[kind.group], options.rotation)
+        kind = backend.kind(layer, qkv[0], options)
+        query = backend.writer.write(layer, qkv, self._slots[kind.group], options.rotation)
         planned = self._wrappers(kind)
         query = query.contiguous()
         if planned.shared_rows is not None:
@@ -650,11 +650,11 @@ class FlashInferGraphPlan:
             backend.plan_again(decoder, kind, pages[kind.group, self._shares(kind)])
         self._plan_sharers(self._sharers)
 
-    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
+    def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         backend, prefixes, sinks = self._backend, self._prefixes, options.sinks
-        kind = backend.kind(layer, rows[0], options)
-        query = backend.writer.write_step(layer, rows, self._slots, options.rotation)
+        kind = backend.kind(layer, qkv[0], options)
+        query = backend.writer.write_step(layer, qkv, self._slots, options.rotation)
         if kind not in self._decoders:
             self._begin(kind)
         decoder = self._decoders[kind]

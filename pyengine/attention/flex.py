@@ -24,10 +24,10 @@ import torch.fx.experimental._config
 import torch.nn.functional as F
 
 from pyengine.attention.backend import (
+    QKV,
     AttentionBackend,
     AttentionOptions,
     Int32Array,
-    Rows,
     StepInputs,
 )
 from pyengine.attention.needs import AttentionNeeds, flex_obstacle, torch_version
@@ -145,12 +145,12 @@ class FlexPlan:
         for (group, window, _), fixed in self._packed.items():
             fixed.copy_(self._tiles(group, window).packed(self._capacity, fixed.device))
 
-    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
+    def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         backend, pool = self._backend, self._backend.pool
         group = pool.groups.locations[layer].group
         slots = self._inputs.slot_mapping
-        query = backend.writer.write_step(layer, rows, slots, options.rotation)
+        query = backend.writer.write_step(layer, qkv, slots, options.rotation)
         keys, values = (
             cache.flatten(0, 1).transpose(0, 1)[None]  # [1, kv_heads, slots, d]
             for cache in (pool.keys[layer], pool.values[layer])

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 
 from pyengine.attention.backend import (
+    QKV,
     AttentionBackend,
     AttentionOptions,
     Int32Array,
-    Rows,
     StepInputs,
 )
 from pyengine.attention.needs import FLOAT8_DTYPES, AttentionNeeds, int8_cache_obstacle
@@ -118,10 +118,10 @@ class GatherPlan:
         self._slots = backend.writer.slots(inputs.slot_mapping)
         self._pieces: dict[tuple[int, int | None], list[SpanPiece | _BatchPiece]] = {}
 
-    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
+    def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         group = self._pool.groups.locations[layer].group
-        query = self._backend.writer.write(layer, rows, self._slots[group], options.rotation)
+        query = self._backend.writer.write(layer, qkv, self._slots[group], options.rotation)
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         spec = self._pool.specs[layer]
         out = query.new_empty(*query.shape[:2], values.shape[-1])
@@ -173,7 +173,7 @@ class Span:
 class Batch:
     """Rows of sequences with one new token each, padded to the same number of blocks.
 
-    `rows` `[R]` are their places in the step; `blocks` `[R, W]` the blocks they see (padding
+    `rows` `[R]` are their rows in the step; `blocks` `[R, W]` the blocks they see (padding
     repeats the row's first block); row `r` sees the keys `lows[r] .. highs[r]` of its
     `W * block_size`.
     """

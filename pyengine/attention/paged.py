@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.backend import Int32Array, Rows
+from pyengine.attention.backend import QKV, Int32Array
 from pyengine.attention.needs import FLOAT8_DTYPES
 from pyengine.kernels import has_kernels
 from pyengine.kernels.rope import Rotation
@@ -67,7 +67,7 @@ class KVWriter:
         return torch.where(slot_mapping < 0, self._pool.null_slot, slot_mapping)
 
     def write(
-        self, layer: int, rows: Rows, slots: torch.Tensor, rotation: Rotation | None = None
+        self, layer: int, qkv: QKV, slots: torch.Tensor, rotation: Rotation | None = None
     ) -> torch.Tensor:
         """Turn query and key by `rotation`, write key and value; returns the query.
 
@@ -76,7 +76,7 @@ class KVWriter:
         `[T]`. An 8-bit cache stores them divided by the layer's scale, clamped to the largest
         number.
         """
-        query, key, value = rows
+        query, key, value = qkv
         spec = self._pool.specs[layer]
         caches = (self._pool.keys[layer], self._pool.values[layer])
         scales = (spec.scale_k, spec.scale_v)
@@ -91,13 +91,13 @@ class KVWriter:
         else:
             from pyengine.kernels.rotation import write_rotated
 
-            query = write_rotated(rows, caches, slots, rotation, scales)
+            query = write_rotated(qkv, caches, slots, rotation, scales)
         return query
 
     def write_step(
         self,
         layer: int,
-        rows: Rows,
+        qkv: QKV,
         slot_mapping: torch.Tensor,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
@@ -106,7 +106,7 @@ class KVWriter:
         A CUDA graph reads `slot_mapping` at each replay, so no derived tensor is kept.
         """
         group = self._pool.groups.locations[layer].group
-        return self.write(layer, rows, self.slots(slot_mapping[group]), rotation)
+        return self.write(layer, qkv, self.slots(slot_mapping[group]), rotation)
 
 
 def _kernel_serves(pool: KVPool) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pyengine.attention.backend import AttentionBackend, AttentionOptions, Rows, StepInputs
+from pyengine.attention.backend import QKV, AttentionBackend, AttentionOptions, StepInputs
 from pyengine.attention.flash_kernels import (
     PAGE,
     Extents,
@@ -133,7 +133,7 @@ class VarlenPlan:
         """See `GraphPlan.refresh`."""
         self._extents.refresh(inputs)
 
-    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
+    def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         backend, inputs, extents = self._backend, self._inputs, self._extents
         if options.softcap is not None:
@@ -143,7 +143,7 @@ class VarlenPlan:
             )
         pool, sinks = backend.pool, options.sinks
         group = pool.groups.locations[layer].group
-        query = backend.writer.write_step(layer, rows, inputs.slot_mapping, options.rotation)
+        query = backend.writer.write_step(layer, qkv, inputs.slot_mapping, options.rotation)
         result = backend.attend(
             query.contiguous(),
             pool.keys[layer],

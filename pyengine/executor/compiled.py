@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pyengine.attention.backend import AttentionOptions, Rows, StepInputs
+from pyengine.attention.backend import QKV, AttentionOptions, StepInputs
 from pyengine.attention.context import PagedContext
 from pyengine.attention.dispatch import CompiledModel, running
 from pyengine.errors import ConfigurationError
@@ -125,9 +125,9 @@ def _of_inputs(guards: Sequence[Any]) -> list[bool]:
 class _NoStep:
     """A step without attention."""
 
-    def forward(self, _layer: int, rows: Rows, _options: AttentionOptions) -> torch.Tensor:
+    def forward(self, _layer: int, qkv: QKV, _options: AttentionOptions) -> torch.Tensor:
         """Zeros."""
-        query, _, value = rows
+        query, _, value = qkv
         return query.new_zeros(*query.shape[:2], value.shape[-1])
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from pyengine.attention.backend import AttentionOptions, AttentionPlan, Rows, StepInputs
+from pyengine.attention.backend import QKV, AttentionOptions, AttentionPlan, StepInputs
 from pyengine.executor.cuda_graphs import Between, Compute, Interrupt, RecordPieces
 from pyengine.kernels.rope import Rotation
 
@@ -55,13 +55,13 @@ class _Step:
             self.zeros[key] = result.clone()  # the pass may write into its own
         return result
 
-    def attend(self, layer: int, rows: Rows, options: AttentionOptions, into: torch.Tensor) -> None:
+    def attend(self, layer: int, qkv: QKV, options: AttentionOptions, into: torch.Tensor) -> None:
         """Attend to the rows of the step; zeros for the others.
 
         Other numbers lie there, and those that are not finite would reach the choice of experts.
         """
         assert self.plan is not None
-        found = self.plan.forward(layer, rows, options)
+        found = self.plan.forward(layer, qkv, options)
         zeros = self.zeros[into.dtype, *into.shape[1:]]
         torch.cat((found, zeros[: len(into) - len(found)]), out=into)
 
@@ -175,9 +175,9 @@ class _Interrupting:
     interrupt: Interrupt
     step: _Step
 
-    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
+    def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionPlan.forward`: of the replayed step's rows."""
-        query, _, value = rows
+        query, _, value = qkv
         rotation, step = options.rotation, self.step
         angles = () if rotation is None else (rotation.cos, rotation.sin)
         turned_by = None if rotation is None else (rotation.layout, rotation.norm)
@@ -190,4 +190,4 @@ class _Interrupting:
                 turned = replace(options, rotation=Rotation(angles[0], angles[1], *turned_by))
             step.attend(layer, (query, key, value), turned, result)
 
-        return self.interrupt(attend, (*rows, *angles), (*query.shape[:2], value.shape[-1]))
+        return self.interrupt(attend, (*qkv, *angles), (*query.shape[:2], value.shape[-1]))

@@ -15,7 +15,7 @@ from torch._inductor.utils import fresh_inductor_cache
 
 from benches.gpu.decoders import unfilled_decoder
 from pyengine.attention import dispatch, flashinfer, flex
-from pyengine.attention.backend import AttentionOptions, AttentionPlan, Rows, StepInputs
+from pyengine.attention.backend import QKV, AttentionOptions, AttentionPlan, StepInputs
 from pyengine.attention.choice import choose_backend
 from pyengine.attention.context import PagedContext
 from pyengine.attention.flashinfer import (
@@ -252,9 +252,9 @@ class _OnDevice:
         self._device = device
         self._plan = plan
 
-    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
+    def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
         with self._device.resumed():
-            return self._plan.forward(layer, rows, options)
+            return self._plan.forward(layer, qkv, options)
 
 
 def run_compiled(capability: str, backend: str, family: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pyengine.attention import dispatch
-from pyengine.attention.backend import Rows
+from pyengine.attention.backend import QKV
 from pyengine.attention.dispatch import PagedContext, running
 from tests.fake_cuda.forks import run_forked
 from tests.fake_cuda.releases import torch_obstacle
@@ -52,8 +52,8 @@ def test_each_way_to_break_a_promise_is_noticed(way: str, num_tokens: int) -> No
     """A single token with heads first is the same: the stride of a size of 1 is not one."""
 
     class Plan:
-        def forward(self, _layer: int, rows: Rows, _options: object) -> torch.Tensor:
-            return rows[0].clone()
+        def forward(self, _layer: int, qkv: QKV, _options: object) -> torch.Tensor:
+            return qkv[0].clone()
 
     arguments: Any = (torch.zeros(num_tokens, 4, 8),) * 3
     arguments = (*arguments, None, 7, 0, 1.0, None, None, [], "", [], [])

@@ -6,7 +6,7 @@ is for. Steps that are not decodes go the way of the gather backend.
 
 import torch
 
-from pyengine.attention.backend import AttentionOptions, GraphPlan, Rows, StepInputs
+from pyengine.attention.backend import QKV, AttentionOptions, GraphPlan, StepInputs
 from pyengine.attention.gather import GatherBackend
 from pyengine.attention.paged import KVWriter
 from pyengine.kv_cache.pool import KVPool
@@ -42,10 +42,10 @@ class StaticPlan:
         assert (inputs.host_seq_lens == inputs.seq_lens.numpy()).all()
         assert (inputs.host_query_start_loc == inputs.query_start_loc.numpy()).all()
 
-    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
+    def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
         pool, inputs = self._pool, self._inputs
         group = pool.groups.locations[layer].group
-        query = KVWriter(pool).write_step(layer, rows, inputs.slot_mapping, options.rotation)
+        query = KVWriter(pool).write_step(layer, qkv, inputs.slot_mapping, options.rotation)
         tables = inputs.block_tables[group].long()
         keys = pool.keys[layer][tables].flatten(1, 2).transpose(1, 2)
         values = pool.values[layer][tables].flatten(1, 2).transpose(1, 2)

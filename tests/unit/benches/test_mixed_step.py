@@ -8,7 +8,7 @@ import torch
 
 from benches.gpu.launches import decoder
 from benches.gpu.mixed_step import Attention, measured, record_nothing
-from pyengine.attention.backend import AttentionOptions, Rows
+from pyengine.attention.backend import QKV, AttentionOptions
 from pyengine.executor.model_runner import ForwardPass
 from pyengine.executor.piecewise_graphs import PiecewiseGraphs
 
@@ -18,9 +18,9 @@ class CountingAttention(Attention):
         super().__init__()
         self.rows: list[int] = []
 
-    def forward(self, layer: int, rows: Rows, options: AttentionOptions) -> torch.Tensor:
-        self.rows.append(len(rows[0]))
-        return super().forward(layer, rows, options)
+    def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
+        self.rows.append(len(qkv[0]))
+        return super().forward(layer, qkv, options)
 
 
 def test_only_attention_runs_in_a_replay() -> None:
