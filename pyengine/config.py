@@ -329,19 +329,18 @@ class EngineSettings:
             self._check_divided()
         if self.speculation == "mtp" and self.compile:
             raise ConfigurationError(
-                "compile=True does not go together with speculation='mtp' yet: leave one of them "
-                "out"
+                "compile=True cannot be combined with speculation='mtp' yet: leave one of them out"
             )
         if self.speculation == "mtp" and self.kv_cache_dtype == "int8":
             raise ConfigurationError(
-                "kv_cache_dtype='int8' does not go together with speculation='mtp' yet: leave one "
+                "kv_cache_dtype='int8' cannot be combined with speculation='mtp' yet: leave one "
                 "of them out"
             )
 
     def _check_load_format(self) -> None:
         if self.load_format == "dummy" and self.speculation == "mtp":
             raise ConfigurationError(
-                "load_format='dummy' does not go together with speculation='mtp', whose layers are "
+                "load_format='dummy' cannot be combined with speculation='mtp', whose layers are "
                 "in the model's files: leave one of them out"
             )
 
@@ -350,12 +349,12 @@ class EngineSettings:
             return
         if self.quantization not in (None, "none"):
             raise ConfigurationError(
-                f"linear_backend={self.linear_backend!r} does not go together with quantization="
+                f"linear_backend={self.linear_backend!r} cannot be combined with quantization="
                 f"{self.quantization!r}, which has its own product: leave one of them out"
             )
         if self.linear_backend != "torch" and self.tensor_parallel_size != 1:
             raise ConfigurationError(
-                f"linear_backend={self.linear_backend!r} does not go together with "
+                f"linear_backend={self.linear_backend!r} cannot be combined with "
                 f"tensor_parallel_size={self.tensor_parallel_size} yet: leave one of them out"
             )
 
@@ -377,9 +376,9 @@ class EngineSettings:
             )
         if self.kv_cache_dir is not None and self.kv_cache_host_memory is not None:
             raise ConfigurationError(
-                f"kv_cache_dir={shown(self.kv_cache_dir)} does not go together with "
+                f"kv_cache_dir={shown(self.kv_cache_dir)} cannot be combined with "
                 f"kv_cache_host_memory={self.kv_cache_host_memory}: leave the latter out, as the "
-                "system keeps files of late in host memory anyway"
+                "system caches recent files in host memory anyway"
             )
         for name in ("kv_cache_dir", "kv_cache_host_memory"):
             value = getattr(self, name)
@@ -397,12 +396,12 @@ class EngineSettings:
             value = getattr(self, name)
             if value and value != "none":
                 raise ConfigurationError(
-                    f"{name}={shown(value)} does not go together with tensor_parallel_size="
+                    f"{name}={shown(value)} cannot be combined with tensor_parallel_size="
                     f"{self.tensor_parallel_size} yet: leave one of them out"
                 )
         if self.speculation in {"mtp", "draft"}:
             raise ConfigurationError(
-                f"speculation={self.speculation!r} does not go together with tensor_parallel_size="
+                f"speculation={self.speculation!r} cannot be combined with tensor_parallel_size="
                 f"{self.tensor_parallel_size} yet: leave one of them out"
             )
 

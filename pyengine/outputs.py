@@ -83,7 +83,7 @@ MissReason: TypeAlias = Literal[
 ]
 """Why the tokens of a prompt from some block on are not reused.
 
-"new": nothing like them is cached. "diverged": the nearest cached prefix goes on with other tokens.
+"new": no cached prefix has them. "diverged": the nearest cached prefix has other tokens there.
 "evicted": they were cached. "not_yet_computed": another request has the same tokens and is still
 computing them. "loading": they are being restored. "reads_disabled": the request, or the engine,
 does not read the cache. "below_one_block": the prompt is shorter than a block. "weights_changed":

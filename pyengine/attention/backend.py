@@ -142,7 +142,7 @@ class GraphPlan(AttentionPlan, Protocol):
     """A plan whose `forward` can be captured in a CUDA graph, and replayed for other steps."""
 
     def refresh(self, inputs: StepInputs) -> None:
-        """Prepare the next step, of as many sequences, before its replay and outside the graph.
+        """Prepare the next step, of the same number of sequences, outside the graph.
 
         `inputs` has the tensors the plan was made over, filled anew, and their host arrays.
         """
@@ -189,7 +189,7 @@ class AttentionBackend(ABC):
         return None
 
     def sharing_graph_plan(self, _inputs: StepInputs) -> GraphPlan | None:
-        """A `graph_plan` that reads shared blocks once; None: there is none for such a batch."""
+        """A `graph_plan` that reads shared blocks once; None: not for this batch."""
         return None
 
     def graph_plan(self, inputs: StepInputs) -> GraphPlan:
@@ -197,7 +197,7 @@ class AttentionBackend(ABC):
 
         The tensors of `inputs` keep their storage and shapes while the graph lives: `forward`
         reads lengths and tables from them (or from memory that `refresh` fills), and what it
-        launches depends on nothing else. The bound on a sequence is what its table holds.
+        launches depends on nothing else. Its table bounds the length of a sequence.
 
         In order: `graph_plan`; one pass of the model without a capture, which runs all first-use
         setup; the capture; then, for each step, the tensors are filled, `refresh` is called, and

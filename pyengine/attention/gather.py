@@ -4,8 +4,8 @@ Keys and values of the visible blocks are copied together and handed to torch's 
 product attention, with the query heads that share a KV head as its rows, so that KV heads are
 never repeated. Softcap and sinks, which that function lacks, are computed in float32.
 
-Rows are taken apart into *pieces* that one call of that function serves, by NumPy, once per step
-and window:
+NumPy splits the rows into *pieces*, each for one call of that function, once per step and
+window:
 
 - a sequence with several new tokens gives `Span`s of at most `MAX_SPAN_ROWS` rows;
 - sequences with one new token are collected into `Batch`es of similar length.

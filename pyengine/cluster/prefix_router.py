@@ -155,7 +155,7 @@ class _Replica:
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A prompt, and the number of its leading blocks that replicas, by slot, and folders have."""
+    """A prompt, and the number of its leading blocks that replicas, by bit, and folders have."""
 
     hashes: bytes
     num_blocks: int
@@ -416,7 +416,7 @@ class PrefixRouter:
             replica.num_requests -= 1
             replica.num_used_blocks = self._index.remove_request(replica.bit, ticket.choice.hashes)
             has_left = self._replicas.get(replica.info.name) is not replica
-            if has_left and replica.num_requests == 0:  # the slot is unused now
+            if has_left and replica.num_requests == 0:  # the bit is unused now
                 self._free.append(replica.bit)
 
     def cached_hashes(self, name: str) -> set[bytes]:

@@ -30,7 +30,7 @@ _WINDOW = 10.0  # seconds of consecutive steps that are judged together
 _PAUSE = 0.1  # seconds without a step after which another window begins
 _MANY_TIMES = 3  # a step may take this many times its processor time
 _MAX_WAITING = 0.5  # share of the time that threads may wait for a processor, all of them together
-_LOOK = 0.05  # seconds of steps after which the waits of threads are read, at the soonest
+_LOOK = 0.05  # minimum seconds of steps between two reads of the waits of threads
 _LOOK_SHARE = 0.01  # maximum share of the time for reading them
 _CROWDED = 0.25
 """Share of the time for which threads may wait for a processor, all of them together."""
@@ -53,7 +53,7 @@ _OR_FEWER = "; fewer while other programs take them"
 
 @cache
 def kernel_threads(num_threads: int, *, beside_torch: bool = False) -> CpuAttention:
-    """Threads for the kernels: as many, or fewer inside `thread_limit`.
+    """`num_threads` threads for the kernels, or fewer inside `thread_limit`.
 
     They spin between calls. `beside_torch`: torch computes between the calls, so its OpenMP threads
     are taken. Two pools would be in each other's way.
@@ -205,7 +205,7 @@ def _line(path: str) -> str:
 
 
 def _idle_seconds() -> float | None:
-    """Seconds that the processors of this process were idle, in total; None if nothing says so."""
+    """Seconds that the processors of this process were idle, in total; None if unknown."""
     if sys.platform != "linux":
         return None
     ours, ticks, num_counted = os.sched_getaffinity(0), 0, 0

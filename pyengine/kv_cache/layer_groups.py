@@ -99,11 +99,11 @@ def choose_layer_groups(
 
     A group has layers of one window. With n layers of a kind and L to a group, that kind takes
     ceil(n / L) groups, whose unused tensors cost as much as layers. A small L wastes no memory but
-    makes many groups, each with a block table. The choice is the L with the least sum of memory and
-    groups, where one more group must save one percent of the memory of the layers. For gemma-3-1b
+    makes many groups, each with a block table. The choice is the L with the smallest sum of memory
+    and groups, where one more group must save one percent of that memory. For gemma-3-1b
     (4 full layers, 22 of window 512) that is L = 4: one full group and six sliding ones.
 
-    All layers stay in one group, with the widest window of all, if that is the least sum, or if
+    All layers stay in one group, with the widest window of all, if that is the smallest sum, or if
     shapes differ. A window of `max_model_len` or more is no window.
     """
     kinds = [None if window is None or window >= max_model_len else window for window in windows]

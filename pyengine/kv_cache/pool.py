@@ -109,8 +109,8 @@ class PoolSettings:
     """Settings of the pool; `None` leaves the choice to `resolve_num_blocks`.
 
     `kv_cache_memory` is in bytes. `gpu_memory_utilization` is the share of the memory that is
-    free once the model is loaded, and applies to CUDA devices. `blocks_per_seq` is the most for a
-    sequence of `max_model_len` tokens; `None`: one table, no block freed. `available_memory`, in
+    free once the model is loaded, and applies to CUDA devices. `blocks_per_seq` is the maximum of
+    a sequence of `max_model_len` tokens; `None`: one table, no block freed. `available_memory`, in
     bytes, is a limit beside the free memory of the device; `None`: none. `bytes_beside` are the
     bytes per block of a draft model's pool: both pools together keep to the limits.
     """
@@ -200,7 +200,7 @@ def resolve_num_blocks(
 def _default_blocks(
     settings: PoolSettings, per_block: int, device: Device, available: int
 ) -> tuple[int, str]:
-    """The number of blocks within the default budget, and the reason in words."""
+    """The number of blocks within the default budget, and the reason as text."""
     if device.type == "cuda":
         budget = int(available * settings.gpu_memory_utilization)
         reason = f"{settings.gpu_memory_utilization:.0%} of {_size(available)} free on {device}"
@@ -330,7 +330,7 @@ class KVPool:
     def populate_piece(self, num_blocks: int) -> bool:
         """As `populate` for the next piece of the first blocks: a millisecond, or a few.
 
-        Returns False if all of it is there, or the system cannot.
+        Returns False once all is allocated, or if the system cannot.
         """
         if self._next_piece is None or self._next_piece[0] >= num_blocks:
             return False
@@ -387,7 +387,7 @@ class KVPool:
         import torch
 
         spec = self.specs[layer]
-        # On a device, a look at the sum would wait for it.
+        # Reading the sum would wait for the device.
         if self.device.type != "cpu" or not math.isfinite(values.sum(dtype=torch.float32)):
             keys = keys + (values * 0).sum(-1, keepdim=True)
             values = values.nan_to_num(0.0, 0.0, 0.0)

@@ -46,7 +46,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 class FallbackModel:
     """A module of transformers over a paged KV cache. See `Model`.
 
-    The module is switched to paged attention for good; plain calls of it are refused.
+    The module is switched to paged attention permanently; it refuses plain calls.
     """
 
     takes_arrays = False
@@ -153,7 +153,7 @@ def check_fallback(folder: Path) -> None:
 def _load_dummy(
     source: ModelSource, device: Device, dtype: str | torch.dtype, reason: str
 ) -> LoadedModel:
-    """The model of a folder as it is before a training; only its configuration is read.
+    """The model of a folder with random weights; only its configuration is read.
 
     Every process draws the same weights on the same kind of device.
     """

@@ -142,7 +142,7 @@ def check_divisible(source: ModelSource, size: int, device: Device) -> None:
     elif fallback_reason(source.folder) is not None:
         if source.load_format == "dummy":
             raise ConfigurationError(
-                f"load_format='dummy' does not go together with tensor_parallel_size={size} for "
+                f"load_format='dummy' cannot be combined with tensor_parallel_size={size} for "
                 f"{source.name}, which runs as transformers' module: leave one of them out"
             )
         check_tensor_parallel(read_config(source.folder), size, device)

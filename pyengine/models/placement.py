@@ -47,7 +47,7 @@ def resolve_device(device: "str | torch.device") -> Device:
     """The device for "auto", "cpu", "cuda" or "cuda:1": `CPU`, or one of torch.
 
     "auto" is the first CUDA device if there is one, else the CPU. torch is imported for CUDA alone.
-    Raises `ConfigurationError` for a device that is not known or not there.
+    Raises `ConfigurationError` for an unknown or missing device.
     """
     name = _text_of(device)
     if name == "auto":
@@ -217,7 +217,7 @@ def check_tensor_parallel(config: Any, size: int, device: Device) -> None:
 
 
 def _divided(config: Any) -> Iterator[tuple[str, int]]:
-    """The divided sizes, in words, and their numbers; layer by layer if these differ."""
+    """The divided sizes, as text, and their numbers; layer by layer if these differ."""
     text = config.get_text_config()
     yield "tokens in the vocabulary", text.vocab_size
     layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]

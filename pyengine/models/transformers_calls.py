@@ -97,7 +97,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def required_code(settings: dict[str, Any], purpose: str) -> str:
-    """The Python code that a file's `auto_map` names for `purpose`, in words; "": none."""
+    """The Python code that a file's `auto_map` names for `purpose`, as text; "": none."""
     entry = settings.get("auto_map")
     if isinstance(entry, dict):
         entry = entry.get(purpose)

@@ -48,8 +48,8 @@ class Adjustments:
     def apply(self, logits: Logits, positions: Positions) -> Logits:
         """Return the changed logits: float32 [B, V], or ``logits`` itself if none changes.
 
-        ``positions[i]`` is the position of row i's token in its output. ``logits`` [B, V] stays
-        as it is.
+        ``positions[i]`` is the position of row i's token in its output. ``logits`` [B, V] is not
+        changed.
         """
         stops = np.asarray(positions, dtype=np.int64)[self._stops.rows] < self._stops_until
         words = {row: ids for row, item in self._worded if len(ids := item.barred_by_output())}

@@ -9,8 +9,8 @@ T = TypeVar("T")
 
 _ROOM = 1 << 17
 """Bytes; a step of a transformers model takes some 10 kB."""
-_SLOT = 8
-"""Bytes of a slot in a frame."""
+_POINTER = 8
+"""Bytes of a local variable in a frame."""
 
 
 def with_frame_room(function: Callable[P, T]) -> Callable[P, T]:
@@ -26,5 +26,5 @@ def with_frame_room(function: Callable[P, T]) -> Callable[P, T]:
     def roomy(*args: P.args, **kwargs: P.kwargs) -> T:
         return function(*args, **kwargs)
 
-    roomy.__code__ = roomy.__code__.replace(co_stacksize=_ROOM // _SLOT)
+    roomy.__code__ = roomy.__code__.replace(co_stacksize=_ROOM // _POINTER)
     return wraps(function)(roomy)

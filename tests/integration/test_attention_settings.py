@@ -156,7 +156,7 @@ def test_every_backend_says_why_it_was_chosen_or_not(folder: Path) -> None:
         ),
         (
             {"speculation": "mtp", "kv_cache_dtype": "int8"},
-            "not go together with speculation='mtp'",
+            "cannot be combined with speculation='mtp'",
         ),
         ({"block_size": 0}, "block_size=0"),
     ],

@@ -106,7 +106,10 @@ def test_a_draft_model_is_drawn_too(folder: Path, tmp_path: Path) -> None:
         ({"load_format": "pt"}, "load_format='pt' is not known: use one of auto, dummy"),
         ({"load_format": ""}, "load_format='' is not known"),
         ({"load_format": None}, "load_format=None: it must be a text"),
-        ({"load_format": "dummy", "speculation": "mtp"}, "not go together with speculation='mtp'"),
+        (
+            {"load_format": "dummy", "speculation": "mtp"},
+            "cannot be combined with speculation='mtp'",
+        ),
     ],
 )
 def test_what_it_does_not_do_is_refused_by_name(settings: dict[str, Any], words: str) -> None:

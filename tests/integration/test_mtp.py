@@ -287,8 +287,8 @@ SPOILT: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"compile": True}, "compile=True does not go together with speculation='mtp'"),
-        ({"tensor_parallel_size": 2}, "'mtp' does not go together with tensor_parallel_size=2"),
+        ({"compile": True}, "compile=True cannot be combined with speculation='mtp'"),
+        ({"tensor_parallel_size": 2}, "'mtp' cannot be combined with tensor_parallel_size=2"),
     ],
 )
 def test_what_does_not_go_with_heads_is_refused(settings: dict[str, Any], words: str) -> None:

@@ -86,5 +86,5 @@ def test_a_closed_engine_leaves_no_recording(tmp_path: Path) -> None:
 def test_settings() -> None:
     with pytest.raises(ConfigurationError, match=r"verify_cache_hits=2\.0: it must be from 0 to 1"):
         LLM(verify_cache_hits=2)
-    with pytest.raises(ConfigurationError, match=r"verify_cache_hits=1\.0 does not go together"):
+    with pytest.raises(ConfigurationError, match=r"verify_cache_hits=1\.0 cannot be combined"):
         LLM(verify_cache_hits=1.0, tensor_parallel_size=2)

@@ -107,7 +107,7 @@ class StoredTensor:
 
     @property
     def packed_as(self) -> str | None:
-        """The format in which a kernel can multiply by it as it is; None: as floats only."""
+        """The format of its bytes, if a kernel multiplies by them; None: floats only."""
         return None
 
     @staticmethod
@@ -272,7 +272,7 @@ class Checkpoint(Tensors):
 
     @property
     def formats(self) -> str:
-        """The formats of quantised weights, in words; empty: all are floats."""
+        """The formats of quantised weights, as text; empty: all are floats."""
         return ""
 
     def stored(self, name: str) -> StoredTensor | None:

@@ -235,8 +235,8 @@ class CpuKernels:
         mlp: MLP,
     ) -> CpuExperts:
         """See `Kernels.experts`."""
-        nothing: Sequence[Weight | None] = [None] * len(down)
-        inner_biases, down_biases = biases or (nothing, nothing)
+        no_biases: Sequence[Weight | None] = [None] * len(down)
+        inner_biases, down_biases = biases or (no_biases, no_biases)
         inner = (
             self.inner_product(weight, bias, mlp)
             for weight, bias in zip(gate_up, inner_biases, strict=True)

@@ -122,7 +122,7 @@ def open_gguf(file: GGUFFile, *, keeps_formats: bool = True) -> OpenedModel:
     """The model in a file, with its tensors; reads the header only.
 
     Unless it `keeps_formats`, all tensors are floats; else those in formats without a kernel are.
-    Raises `ModelLoadError` for an architecture that is not known here, for keys that nothing reads,
+    Raises `ModelLoadError` for an unknown architecture, for unread keys,
     and as `open_model` for tensors.
     """
     path, header = file.path, file.header
@@ -174,7 +174,7 @@ def _sizes_of_formats(path: Path, header: GGUFHeader) -> Counter[str]:
 
 
 def _kept_formats(sizes: Counter[str]) -> str:
-    """The formats that are kept, in words, the largest share of the file's bytes first."""
+    """The formats that are kept, as text, the largest share of the file's bytes first."""
     if dequantised := [kind for kind in sizes if kind not in _KEPT]:
         _log.warning(
             "tensors of type %s are read as floats: products are in %s",

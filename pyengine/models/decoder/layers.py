@@ -87,7 +87,7 @@ class Attention:
 class SharedAttention:
     """Attention to the keys and values of another layer, which has computed them in this step.
 
-    They are written once more, as they are.
+    They are written a second time, unchanged.
     """
 
     def __init__(

@@ -86,9 +86,9 @@ def spec_of(values: dict[str, Any], where: str) -> DecoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model whose tensors are all there; none of them is read yet.
+    """A model whose tensors all exist; none is read yet.
 
-    `formats` are those of quantised weights, in words; empty: all are floats.
+    `formats` are those of quantised weights, as text; empty: all are floats.
     """
 
     spec: DecoderSpec
@@ -163,7 +163,7 @@ def _families_with_mtp() -> str:
 def checked_weights(
     spec: DecoderSpec, names: Names, tensors: Tensors, *, with_mtp_layers: bool = False
 ) -> Weights:
-    """The weights of a decoder, all of whose tensors are there; reads none of them.
+    """The weights of a decoder, whose tensors all exist; reads none of them.
 
     Raises `ModelLoadError` for tensors that are missing, of other shapes or formats, or not part of
     the model.

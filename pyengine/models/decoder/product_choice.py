@@ -29,7 +29,7 @@ Weights = Sequence[Rows]
 """The matrix of a layer; or gate and up of a gated one."""
 
 ROWS = (1, 2, 8)
-"""Numbers of rows that are timed: decode steps of as many sequences. More rows, those of prefills,
+"""Numbers of rows that are timed, those of decode steps. More rows, those of prefills,
 would take most of the time of a measurement."""
 _SAMPLE = 32 << 20
 """Bytes of weights that one pass reads: copies of a small layer, the first outputs of a large one.
@@ -43,7 +43,7 @@ _PENALTIES: Mapping[ProductName, float] = {
     "onednn-unpacked": 1.05,
     "torch": 1.25,
 }
-"""Factors on the times that were measured: a noisy measurement changes nothing. By oneDNN's layout
+"""Factors on measured times: a noisy measurement changes nothing. By oneDNN's layout
 a row mostly has the same bits in every batch, by torch often not."""
 _WORTH_A_COPY = 1.15
 """How much faster oneDNN's layout must be where the weight stays in memory beside it (tied)."""
@@ -160,7 +160,7 @@ class ProductChooser:
 
 
 _choices: dict[LayerShape, ProductChoice] = {}
-"""Of this process, for good: two engines of one process compute the same bits."""
+"""Kept until the process ends: its engines compute the same bits."""
 
 
 def choose_product(shape: LayerShape, weights: Weights) -> ProductChoice:
@@ -261,7 +261,7 @@ def _multiply(product: ProductName, weights: Weights) -> Multiply:
 
 
 def available_products(dtype: Dtype) -> list[ProductName]:
-    """The products that this CPU has for weights of this format; imports torch if it is there."""
+    """The products of this CPU for weights of this format; imports torch if it is installed."""
     products: list[ProductName] = []
     if _has_torch():
         products += ["torch"]

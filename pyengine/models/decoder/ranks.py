@@ -133,7 +133,7 @@ def divided(spec: DecoderSpec, size: int) -> DecoderSpec:
 
 
 def _divided_sizes(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
-    """The sizes that are divided, in words, and their numbers."""
+    """The sizes that are divided, as text, and their numbers."""
     for layer in (*spec.layers, *spec.mtp_layers):
         yield "query heads", layer.mixer.heads
         if isinstance(layer.mixer, Attention):

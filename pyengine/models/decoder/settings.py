@@ -61,7 +61,7 @@ class Settings:
         return self._defaults.get(key) is not None
 
     def raw(self, key: str) -> Any:
-        """The value as it is."""
+        """The value, unchecked."""
         self._read.update((key, self._name(key)))
         value = self._values.get(self._name(key), _MISSING)
         if value is _MISSING:

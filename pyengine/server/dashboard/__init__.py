@@ -4,4 +4,4 @@ PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""The pages load nothing but what they are made of and their own data."""
+"""The pages load their own parts and data only."""

@@ -50,7 +50,7 @@ class Recording:
         }
 
     def _differs(self) -> str | None:
-        """The operation at which the replay ended early, in words."""
+        """The operation at which the replay ended early, as text."""
         if self.divergence is None:
             return None
         return (

@@ -82,5 +82,5 @@ def test_it_is_for_the_cpu_and_one_process():
         match=r"quantization='int3' is not known: did you mean int8\? Use one of int8,",
     ):
         EngineSettings(quantization="int3")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="quantization='int8' does not go together"):
+    with pytest.raises(ConfigurationError, match="quantization='int8' cannot be combined"):
         EngineSettings(quantization="int8", tensor_parallel_size=2)

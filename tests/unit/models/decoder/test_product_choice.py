@@ -180,6 +180,6 @@ def test_an_engine_says_which_products_it_uses(tmp_path, dtype):
     "other", [{"quantization": "int8"}, {"tensor_parallel_size": 2}], ids=["int8", "divided"]
 )
 def test_a_product_by_name_does_not_go_together_with(other, backend):
-    refused = f"linear_backend='{backend}' does not go together"
+    refused = f"linear_backend='{backend}' cannot be combined"
     with pytest.raises(ConfigurationError, match=refused):
         LLM(linear_backend=backend, **other)
