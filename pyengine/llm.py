@@ -42,12 +42,10 @@ class LLM(EngineClientBase):
     later token sees: each block then belongs to a group of layers, and a sequence takes blocks for
     each group. Without it, a block holds all layers and is kept.
 
-    Any thread may call any method at any time. The engine's thread runs the steps, which batch the
-    requests of all callers.
+    Any thread may call any method at any time. One thread runs the steps, for all callers.
 
     With a `tensor_parallel_size` above 1, the model is divided over that many processes, including
-    this one: on CUDA each has a device, on the CPU a share of the cores. There can be only one
-    such LLM at a time.
+    this one: on CUDA each has a device, on the CPU a share of the cores. Only one such LLM can run.
 
     The thread and the processes end with `close`, at the end of a `with` block, with this object,
     or with the interpreter.
@@ -144,8 +142,7 @@ class LLM(EngineClientBase):
         """Continue one prompt. Every item holds all output so far; the last one is finished.
 
         With `output_kind=RequestOutputKind.DELTA`, an item holds only new output. A request that
-        cannot be served is refused at once. Leaving the loop early ends it. Several streams may be
-        read in any order.
+        cannot be served is refused at once. Leaving the loop ends it. Read streams in any order.
         """
         parsed = parse_prompt(prompt, self.tokenizer)
         (params,) = match_params(sampling_params, 1, self._default_params)
@@ -213,8 +210,7 @@ class LLM(EngineClientBase):
     ) -> Iterator[RequestOutput]:
         """Run requests; their outputs as they come.
 
-        With a `kind` it replaces the kind of all requests, and a request that fails alone has an
-        output as others do.
+        With a `kind` it replaces the kind of all requests, and a failed request has an output, too.
         """
         unread: SimpleQueue[OutputCollector] = SimpleQueue()
         notify = partial(self._engine_loop.notifier.add_unread, unread)

@@ -125,15 +125,13 @@ class CacheExplanation:
     reason: MissReason | None = None
     """Why the block that begins there is not reused."""
     diverged_at: int | None = None
-    """Position of the first token that the nearest cached prefix has otherwise, if the reason is
-    "diverged"."""
+    """Position of the first token that differs in the nearest cached prefix, if "diverged"."""
     diverged_tokens: tuple[int, ...] = ()
     """The cached tokens from there to the end of their block."""
     evicted_by: str | None = None
     """The order of eviction that evicted the block, or "evict_all", if that is remembered."""
     num_evicted_since: int | None = None
-    """Tokens evicted since, the block included: a pool larger by about this many tokens would
-    still have it."""
+    """Tokens evicted since, the block included: a pool larger by about as many would hold it."""
     _hint: LazyText | str | None = field(default=None, repr=False, compare=False)
 
     @property

@@ -54,13 +54,11 @@ class StepInputs:
     Arrays on the CPU, tensors on another device:
 
     - `input_ids`, `positions`: int64 `[T]`.
-    - `slot_mapping`: int64 `[G, T]`, where the layers of a group put each token's keys and
-      values; -1: nowhere.
+    - `slot_mapping`: int64 `[G, T]`, where a group's layers put a token's KV; -1: nowhere.
     - `query_start_loc`: int32 `[B + 1]`, where each sequence's tokens begin; the last is T.
     - `seq_lens`: int32 `[B]`, tokens of each sequence after this step.
     - `block_tables`: int32 `[G, B, W]`; a row is valid up to `ceil(seq_len / block_size)`.
-      Where a group slides, blocks behind the window of the sequence's first new token read as
-      the null block.
+      Where a group slides, blocks behind the window of the first new token are the null block.
     - `logits_indices`: int64 `[S]`, the rows of the T to sample from.
 
     The `host_` arrays hold the same numbers in host memory, so that planning never waits for the
@@ -107,8 +105,7 @@ class AttentionOptions:
     - `scaling`: factor on the products of queries and keys.
     - `sliding_window`: a query sees its own position and the `sliding_window - 1` before it.
     - `softcap`: scores become `softcap * tanh(score / softcap)` before the softmax (Gemma 2).
-    - `sinks`: `[query_heads]`, one more score per head that takes part in the softmax and has
-      no value (GPT-OSS).
+    - `sinks`: `[query_heads]`, one more score per head in the softmax, without value (GPT-OSS).
     - `rotation`: the rotation of queries and keys that the layer leaves to attention.
     """
 
@@ -131,8 +128,7 @@ class AttentionPlan(Protocol):
         """Apply `options.rotation`, write the step's keys and values, then attend.
 
         Returns `[T, query_heads, head_dim_v]`. The keys and values of the whole step are written
-        before any of them is read: a sequence may read blocks that another one computes in the same
-        step.
+        before any of them is read: a sequence may read blocks computed by another one in this step.
 
         Raises `ConfigurationError` for an option that the backend cannot honour.
         """

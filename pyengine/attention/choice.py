@@ -42,8 +42,7 @@ class Choice:
 class _Candidate:
     """A backend that is imported when it is needed: all but "cpu" import torch.
 
-    `devices` are the types that it runs on. `obstacle` is that of the class, where it needs no
-    import.
+    `devices` are the types that it runs on. `obstacle` is the class's, where that needs no import.
     """
 
     module: str

@@ -32,8 +32,7 @@ class PagedContext:
     def count(self, layer: int, window: int | None) -> None:
         """Count that `layer` attends, to the last `window` positions or to all (None).
 
-        Raises `ConfigurationError` for a layer that sees further back than its group keeps its
-        blocks.
+        Raises `ConfigurationError` for a layer that sees further back than its group keeps blocks.
         """
         self.attended += 1
         kept = self.kept[layer]

@@ -2,8 +2,7 @@
 
 The kernel (`rust/cpu-kernels`) rotates queries and keys if a layer leaves that to it, writes the
 new keys and values into their slots and attends with all rows of the step, reading the blocks in
-place. Blocks that several sequences share are read once for all of them. A row has the same bits in
-every batch.
+place. Shared blocks are read once for all sequences. A row has the same bits in every batch.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -5,8 +5,7 @@ caches over the GPU if all sequences have one. Up to 2.8.3 that is `flash_attn_w
 releases read the longest length from the device there, so the host would wait in every layer, and a
 graph cannot be captured. `flash_attn_varlen_func` gets it from the host.
 
-Version 3, for Hopper, takes all sequences in one call. Sinks are added from the logarithm of the
-sum under the softmax.
+Version 3, for Hopper, takes all sequences in one call. Sinks are added from the log-sum-exp.
 """
 
 import importlib

@@ -58,8 +58,7 @@ def longest_ever(inputs: StepInputs, block_size: int) -> int:
 class Extents:
     """Where the rows and keys of sequences begin, for kernels that take any number of rows.
 
-    The kernels take both from the device, and the largest from the host: `max_rows` of this step,
-    `max_keys` given.
+    The kernels take both from the device, and the largest from the host: `max_rows`, `max_keys`.
     """
 
     def __init__(self, inputs: StepInputs, max_keys: int) -> None:

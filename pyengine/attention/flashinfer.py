@@ -299,8 +299,7 @@ class FlashInferBackend(AttentionBackend):
     def graph_plan(self, inputs: StepInputs) -> "FlashInferGraphPlan":
         """A plan with separate wrappers, over fixed memory, which `refresh` plans again.
 
-        The wrappers of all sizes share that memory, as one graph runs at a time: the largest comes
-        first.
+        The wrappers of all sizes share that memory, as one graph runs at a time: largest first.
         """
         return FlashInferGraphPlan(self, inputs)
 

@@ -314,8 +314,7 @@ def compiled(attend: Any, **settings: Any) -> Callable[..., Any]:
     """Compile flex_attention; `settings` are further ones of `torch.compile`.
 
     `fullgraph` raises an error instead of running uncompiled, which holds every score at once.
-    Sizes that are equal by chance, as the rows and the KV heads of a step of two rows, must stay
-    apart.
+    Sizes that are equal by chance, as the rows and KV heads of a step, must stay apart.
     """
     dynamo, shapes = torch._dynamo.config, cast("Any", torch.fx.experimental._config)
     dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)

@@ -4,8 +4,7 @@ Keys and values of the visible blocks are copied together and handed to torch's 
 product attention, with the query heads that share a KV head as its rows, so that KV heads are
 never repeated. Softcap and sinks, which that function lacks, are computed in float32.
 
-NumPy splits the rows into *pieces*, each for one call of that function, once per step and
-window:
+NumPy splits the rows into *pieces*, a call of that function each, once per step and window:
 
 - a sequence with several new tokens gives `Span`s of at most `MAX_SPAN_ROWS` rows;
 - sequences with one new token are collected into `Batch`es of similar length.
@@ -74,8 +73,7 @@ class Scratch:
     """Memory for gathered keys and values, used again by every layer of every step.
 
     On the CPU an allocation of some MiB is returned to the system when it is freed, and each layer
-    would pay for fresh pages. CUDA tensors, which torch caches, and large ones are allocated as
-    usual.
+    would pay for fresh pages. CUDA tensors, which torch caches, and large ones are not kept here.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -42,8 +42,7 @@ class AttentionNeeds:
     - `capability`: of the CUDA device, (major, minor); None without one.
     - `torch_version`: (major, minor); (0, 0) without a CUDA device. `cudnn_version`: 92400 for
       9.24; 0 without.
-    - `packages`: which of `OPTIONAL_PACKAGES` are installed. Whether they work is found out by
-      `choice.try_out`.
+    - `packages`: which of `OPTIONAL_PACKAGES` are installed; `choice.try_out` finds if they work.
     """
 
     device: Device

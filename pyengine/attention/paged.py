@@ -73,8 +73,7 @@ class KVWriter:
 
         The query is `[T, query_heads, head_dim_k]`, the key `[T, kv_heads, head_dim_k]`, the value
         `[T, kv_heads, head_dim_v]`, of any strides; `slots` is a row of what `slots()` gave, int64
-        `[T]`. An 8-bit cache stores them divided by the layer's scale, clamped to the largest
-        number.
+        `[T]`. An 8-bit cache stores them divided by the layer's scale, clamped to the maximum.
         """
         query, key, value = qkv
         spec = self._pool.specs[layer]

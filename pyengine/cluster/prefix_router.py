@@ -295,8 +295,7 @@ class PrefixRouter:
     def restore(self, name: str, snapshot: Snapshot) -> UpdateResult:
         """Apply a replica's snapshot. Events from its `next` on follow.
 
-        An outdated one changes nothing. Raises `ConfigurationError` for more hashes than the
-        replica has blocks.
+        An outdated one changes nothing. Raises `ConfigurationError` for too many hashes.
         """
         with self._lock:
             replica = self._replicas.get(name)

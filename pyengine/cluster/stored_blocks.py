@@ -17,8 +17,7 @@ class StoredBlocks:
 
     A block that this replica has cached counts as stored, and still does once it is evicted from
     the pool. Above the number of blocks that the folder holds, only the blocks in the pool count.
-    This is an estimate: short prompts are not stored, and the folder evicts by another order.
-    Not thread-safe.
+    It is an estimate: short prompts are not stored, and the folder evicts by another order.
     """
 
     def __init__(self, index: ReplicaIndex) -> None:

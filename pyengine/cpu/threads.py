@@ -41,8 +41,7 @@ _TRIAL = 0.5  # seconds of steps after which an added thread is not too many
 _FIRST_PATIENCE, _LONGEST_PATIENCE = 0.25, 8.0
 """Seconds after which a thread that was too many is tried again, if a processor is free for it."""
 _BLIND = 8
-"""Without an idle processor, the trial waits this many times as long: programs of a lower priority
-leave none idle."""
+"""Factor on that time without an idle processor: programs of low priority leave none idle."""
 
 _TASKS = "/proc/self/task"
 _COPYING = {"pyengine-kv-load", "pyengine-kv-store", "pyengine-populate", "kv-store"}

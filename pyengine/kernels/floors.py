@@ -3,8 +3,7 @@
 One program works on a row. Of the parts of the row it knows the largest logits and the sums of
 weights, from the pass before. They give a lower bound of the floor, and only parts that reach it
 are read: the logits from the bound on are the candidates. Then the bits of the floor are narrowed
-down: each round sums the weights of the candidates above 8 marks, and leaves the candidates
-between two of them.
+down: each round sums the weights above 8 marks, and leaves the candidates between two marks.
 
 Weights and sums are float64, added in an order that depends on the row alone.
 """

@@ -36,8 +36,7 @@ class RotaryLayout:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The rotation that a layer leaves to attention; `cos` and `sin` are `[T, columns]`, of any
-    float type."""
+    """The rotation that a layer leaves to attention; `cos`, `sin` are floats `[T, columns]`."""
 
     cos: "torch.Tensor"
     sin: "torch.Tensor"

@@ -61,8 +61,7 @@ def check_sizes(settings: Any, headers: WeightHeaders, path: Path) -> None:
     """Raise `ModelLoadError` for a size in `settings` that weights with these headers cannot have.
 
     A model is built before its weights are read, and one of 10^12 layers, or with heads of 10^12
-    numbers, takes all memory. Every layer has a tensor, every neuron a bit, every position a number
-    of 32 bits.
+    numbers, takes all memory. Every layer has a tensor, every neuron a bit; positions have 32 bits.
     """
     pending = [settings]
     while pending:  # no recursion: a file may be nested deeper than Python's stack
@@ -135,8 +134,7 @@ def max_model_len(text: Any, folder: Path) -> int:
     """The number of positions of the model; `text` is its text configuration.
 
     Dynamic and LongRoPE scaling choose their frequencies by the longest sequence of the batch.
-    Beyond the original length these would change under cached keys, so such models run up to their
-    original length.
+    Beyond the original length these would change under cached keys, so such models stop there.
     """
     positions = getattr(text, "max_position_embeddings", None)
     if type(positions) is not int or positions < 1:
@@ -158,8 +156,7 @@ def default_sampling(folder: Path) -> Mapping[str, object]:
 
     Only values of the file itself, no defaults of transformers. `max_new_tokens` becomes
     `max_tokens`. With `do_sample: false` the model is greedy: its temperature is 0, and other
-    sampling fields are left out, as transformers does. Raises `ModelLoadError` for values that no
-    request could have.
+    sampling fields are left out, as transformers does. Raises `ModelLoadError` for invalid values.
     """
     path = folder / "generation_config.json"
     settings = read_json(path)

@@ -1,7 +1,6 @@
 """A GGUF file that is open: its header, and its tensors by ordinary reads.
 
-It is not mapped, so a file may be cut or removed later. One that changes while it is read is
-refused.
+It is not mapped, so a file may be cut or removed later; a change during a read is refused.
 """
 
 import hashlib
@@ -29,8 +28,7 @@ _LONGEST_ARRAY = 1 << 28
 class GGUFFile:
     """An open GGUF file, its header and its tensors.
 
-    Raises `ModelLoadError` as `read_header` does, and for a file that is cut or changed after it
-    was opened.
+    Raises `ModelLoadError` as `read_header` does, and for a file that changed since it was opened.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:

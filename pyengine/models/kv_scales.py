@@ -1,7 +1,6 @@
 """The scales of an 8-bit KV cache that a checkpoint has, one for the keys and one for the values.
 
-Keys and values are stored divided by them. The names are those of compressed-tensors, ModelOpt and
-AutoFP8.
+Keys and values are stored divided by them. Names: compressed-tensors, ModelOpt and AutoFP8.
 """
 
 import math

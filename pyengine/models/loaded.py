@@ -28,8 +28,7 @@ class LoadedModel:
     """A causal language model, ready to run, with its tokenizer and its limits.
 
     - `layers`: the attention of every layer that has its own KV cache, in order.
-      The last `num_mtp_layers` of them predict tokens after the next one; then `model` is an
-      `MTPModel`.
+      The last `num_mtp_layers` predict tokens after the next one; then `model` is an `MTPModel`.
     - `tokenizer`: None for a folder without one: then prompts are token ids.
     - `eos_token_ids` end a generation.
     - `max_model_len`: the number of positions; `vocab_size`: the number of token ids.

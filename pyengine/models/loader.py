@@ -166,8 +166,7 @@ def dummy_weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def model_properties(source: ModelSource, loaded: LoadedModel) -> list[tuple[str, bytes]]:
     """The properties that the KV of a model depends on: names and values, in order.
 
-    Its settings, and a SHA-256 digest of each file of weights, all of which are read: 0.5 to 2 GB/s
-    on each core.
+    Its settings, and a SHA-256 digest of each file of weights: 0.5 to 2 GB/s on each core.
     """
     files = [source.path] if source.is_gguf else sorted(source.folder.glob("*.safetensors"))
     with ThreadPoolExecutor() as threads:

@@ -48,8 +48,7 @@ class Adjustments:
     def apply(self, logits: Logits, positions: Positions) -> Logits:
         """Return the changed logits: float32 [B, V], or ``logits`` itself if none changes.
 
-        ``positions[i]`` is the position of row i's token in its output. ``logits`` [B, V] is not
-        changed.
+        ``positions[i]`` is the position of row i's token in its output. ``logits`` is not changed.
         """
         stops = np.asarray(positions, dtype=np.int64)[self._stops.rows] < self._stops_until
         words = {row: ids for row, item in self._worded if len(ids := item.barred_by_output())}
@@ -268,8 +267,7 @@ def draw(logits: Logits, batch: DrawBatch, positions: Positions) -> TokenIds:
 
     Every filter is a *floor*: tokens below it are out, all others stay, whatever the order of equal
     logits. The draw is by inverse transform: the first token, in order of id, at which the
-    cumulated weight exceeds u times the total, in float64. So a row's token is a function of that
-    row alone.
+    cumulated weight exceeds u times the total, in float64: a row's token depends on that row alone.
     """
     numbers = uniforms(batch.seeds, np.asarray(positions)[batch.rows])
     drawn: TokenIds = operations_of(logits).draw(logits, batch, numbers)

@@ -15,8 +15,7 @@ _SECONDS_AT_ONCE = 0.005
 class JsonThread:
     """One thread for all long responses, which take turns.
 
-    More threads would not be faster, but would keep the event loop waiting for the interpreter's
-    lock.
+    More threads would not be faster, but would make the event loop wait for the interpreter.
     """
 
     def __init__(self) -> None:

@@ -52,8 +52,7 @@ def require_posix(what: str) -> None:
 def require_engine_extra(what: str) -> None:
     """Raise `ModuleNotFoundError`, with the command that installs it, if a library is missing.
 
-    Looks for the libraries without importing them: `what` would fail at the first of them, some
-    frames deep.
+    Looks for the libraries without importing them: `what` would fail at the first one, frames deep.
     """
     for name in _ENGINE_LIBRARIES:
         if not is_installed(name):

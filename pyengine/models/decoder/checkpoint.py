@@ -47,8 +47,7 @@ class StoredTensor:
     """A tensor of a file, or the part of it that belongs to one expert.
 
     `name`, `dtype` and `shape` are those of the file; `start` is where its bytes begin. A tensor
-    that `is_transposed` is read the other way around; then only some `rows` and `columns` are, or
-    all.
+    that `is_transposed` is read transposed; then only some `rows` and `columns` are, or all.
     """
 
     path: Path
@@ -114,8 +113,7 @@ class StoredTensor:
     def laid_out(parts: Sequence[Any], shape: tuple[int, int]) -> Any:
         """The weight `[outputs, inputs]` of the Rust kernels whose outputs are those of `parts`.
 
-        All parts have one `packed_as`, which is not None. Raises `ValueError` for bytes that stand
-        for no finite numbers.
+        All parts have one `packed_as`, which is not None. Raises `ValueError` for NaN or infinity.
         """
         raise NotImplementedError
 

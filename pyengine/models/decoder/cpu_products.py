@@ -58,8 +58,7 @@ class ReusedMemory:
     """Memory of large results, used again once no array holds the last one.
 
     The system takes large arrays back when they are freed, and clears their pages for the next one.
-    Pages are allocated when they are first written, so this takes the memory of the largest batch
-    so far.
+    Pages are allocated when they are first written: this holds the memory of the largest batch.
     """
 
     def __init__(self) -> None:
@@ -174,8 +173,7 @@ class CpuInnerProduct:
 class CpuExperts:
     """Both products of every expert.
 
-    A row has the same bits in every batch: its experts are added in the order of their numbers, in
-    float32.
+    A row has the same bits in every batch: its experts are added in float32, by number.
     """
 
     products: list[tuple[Product, Product]]

@@ -1,8 +1,7 @@
 """The decoder: embedding, layers, norm, head. One forward pass for all families and devices.
 
 A token's way through it: `Decoder.__call__` looks its vector up, each `DecoderLayer` adds the
-results of attention and of the feed-forward part to it, and the head turns the requested rows into
-logits.
+results of attention and of the feed-forward part to it, and the head maps some rows to logits.
 """
 
 from dataclasses import replace

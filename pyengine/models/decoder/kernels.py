@@ -95,8 +95,7 @@ class AttentionKernel(Protocol):
     def attend(self, rows: tuple[Rows, Rows, Rows], step: Step) -> Rows:
         """Normalise heads, rotate, write keys and values, attend; `[T, heads * value_size]`.
 
-        `rows` are queries, keys and values, `[T, heads, size]` each. The first numbers of a head
-        rotate.
+        `rows` are queries, keys and values, `[T, heads, size]`; the first numbers of a head rotate.
         """
 
 

@@ -99,8 +99,7 @@ class OpenedModel:
         """The decoder, laid out by `kernels`, or the part of a `rank` of it.
 
         One tensor of a file is read at a time; a rank reads its part. Raises `ModelLoadError` for
-        weights that are not finite, and `ConfigurationError` for a model that the ranks cannot
-        divide.
+        weights that are not finite, and `ConfigurationError` if the ranks cannot divide the model.
         """
         return Decoder(divided(self.spec, rank.size), self.weights.with_kernels(kernels, rank))
 
@@ -165,8 +164,7 @@ def checked_weights(
 ) -> Weights:
     """The weights of a decoder, whose tensors all exist; reads none of them.
 
-    Raises `ModelLoadError` for tensors that are missing, of other shapes or formats, or not part of
-    the model.
+    Raises `ModelLoadError` for tensors that are missing, unexpected, or of other shapes or formats.
     """
     weights = Weights(tensors.named_from(names.base), names, NoKernels())
     decoder = Decoder(spec, weights)

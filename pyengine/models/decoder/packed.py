@@ -139,8 +139,7 @@ def _grouped(layout: GroupLayout, parts: Sequence[PackedStored]) -> QuantizedWei
 def layout_of(settings: Any, path: Path) -> PackedLayout:
     """The layout that a `quantization_config` in the file at `path` names.
 
-    Raises `ModelLoadError` as `check_packing`, and `BeyondTableError` for a layout that is not
-    known here.
+    Raises `ModelLoadError` as `check_packing`, and `BeyondTableError` for an unknown layout.
     """
     layout = packed_layout(check_packing(settings, str(path)))
     if isinstance(layout, str):

@@ -53,8 +53,7 @@ _WORTH_A_COPY = 1.15
 class LayerShape:
     """Layers that use the same product.
 
-    `is_gated`: gate and up of a gated MLP, of `out_features` each. `is_tied`: the weight is an
-    embedding's, too.
+    `is_gated`: gate and up, of `out_features` each. `is_tied`: the weight is an embedding's, too.
     """
 
     in_features: int

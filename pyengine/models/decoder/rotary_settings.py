@@ -120,8 +120,7 @@ def two_rotaries(
 ) -> tuple[Rotary, Rotary]:
     """Those of full and of sliding layers: by kind of layer in newer files, by key in older ones.
 
-    In older files `rope_scaling` is for full layers; `sliding_theta` is the key of the base of
-    sliding ones.
+    In older files `rope_scaling` is for full layers, `sliding_theta` the key of sliding ones' base.
     """
     section = rope_section(settings)
     full, sliding = section, None

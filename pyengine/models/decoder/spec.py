@@ -21,8 +21,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 class Norm:
     """A norm over the last axis: `x / rms(x)`, or `(x - mean) / deviation` for "layer".
 
-    The result is multiplied by `offset + weight`; Gemma keeps differences from 1. `eps` is added
-    under the root.
+    The result is multiplied by `offset + weight` (Gemma: 1 + weight). `eps` is under the root.
     """
 
     eps: float

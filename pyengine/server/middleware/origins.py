@@ -1,7 +1,6 @@
 """Protects the server from web pages of other sites, by the headers that browsers send.
 
-Any page can send simple requests to any address. With DNS rebinding it could also read the
-responses.
+Any page can send simple requests to any address, and with DNS rebinding read the responses.
 """
 
 import ipaddress
