@@ -192,8 +192,8 @@ class LLM(EngineClientBase):
     ) -> list[Request]:
         """A request for each prompt, all of them checked."""
         params = match_params(sampling_params, len(prompts), self._default_params)
-        several = priority if isinstance(priority, Sequence) else repeat(priority, len(prompts))
-        priorities = list(several)
+        values = priority if isinstance(priority, Sequence) else repeat(priority, len(prompts))
+        priorities = list(values)
         if len(priorities) != len(prompts):
             raise InvalidRequestError(
                 f"{len(priorities)} priorities for {len(prompts)} prompts: give one for all, or "

@@ -410,10 +410,10 @@ class SamplingParams:
 
         ``longest`` is how many the model takes. A prompt that is not cut is returned as it is.
         """
-        kept = longest if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
-        if kept is None or len(prompt_token_ids) <= kept:
+        limit = longest if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        if limit is None or len(prompt_token_ids) <= limit:
             return prompt_token_ids
-        return prompt_token_ids[len(prompt_token_ids) - kept :]
+        return prompt_token_ids[len(prompt_token_ids) - limit :]
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise :class:`InvalidRequestError` for ids or counts that ``vocab_size`` cannot hold."""

@@ -30,10 +30,10 @@ _COUNTERS = (
 """Counters of the router: name, field of `RouterStats`, help."""
 
 
-def merged(several: Iterable[Sequence[Metric]], model_name: str) -> list[Metric]:
+def merged(replica_metrics: Iterable[Sequence[Metric]], model_name: str) -> list[Metric]:
     """Merge the metrics of several replicas, which differ in the label `engine`."""
     families: dict[str, Metric] = {}
-    for metrics in several:
+    for metrics in replica_metrics:
         for metric in metrics:
             family = families.setdefault(
                 metric.name, Metric(metric.name, metric.documentation, metric.type)
@@ -112,8 +112,8 @@ class ClusterObservers:
             name = names[0]
         if name not in names:
             raise NoReplicaError(f"unknown replica {name!r}; current replicas: {names}")
-        for gone in [name for name in self._broadcasters if name not in names]:
-            del self._broadcasters[gone]
+        for old_name in [name for name in self._broadcasters if name not in names]:
+            del self._broadcasters[old_name]
         if name not in self._broadcasters:
             self._broadcasters[name] = ReplicaBroadcaster(self._replicas, name, self._is_over)
         return self._broadcasters[name]

@@ -300,8 +300,8 @@ class StepThreads:
         now = self._look_start = self._now()
         if self._threads.adapts:
             self._adapt(start, now)
-            taken = time.perf_counter() - self._last_end
-            self._look_length = max(_LOOK, taken / _LOOK_SHARE)
+            seconds = time.perf_counter() - self._last_end
+            self._look_length = max(_LOOK, seconds / _LOOK_SHARE)
         window = self._window_start
         if window is not None and now.clock - window.clock >= _WINDOW and not self.has_warned:
             self._warn(window, now)

@@ -96,8 +96,8 @@ class BlockPool:
 
     def free_blocks(self, ordered_blocks: "Iterable[RequestBlocks | CopySource]") -> None:
         """Release what `pop_blocks_for_free` and `take_kv_cache_block_copies` returned."""
-        for held in ordered_blocks:
-            held.free()
+        for block in ordered_blocks:
+            block.free()
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,8 +117,8 @@ def choose_layer_groups(
     needed = sum(tokens[kind] for kind in kinds)
 
     def cost(groups: LayerGroups) -> int:
-        held = groups.layers_per_group * sum(tokens[window] for window in groups.windows)
-        return 100 * held + needed * len(groups.windows)
+        memory = groups.layers_per_group * sum(tokens[window] for window in groups.windows)
+        return 100 * memory + needed * len(groups.windows)
 
     sizes = range(max(counts.values()), 0, -1)
     return min([single, *(_grouped(kinds, order, size) for size in sizes)], key=cost)

@@ -208,11 +208,11 @@ def _default_blocks(
         budget = min(int(available * _CPU_DEFAULT_SHARE), _CPU_DEFAULT_LIMIT)
         reason = f"a quarter of {_size(available)} available, at most {_size(_CPU_DEFAULT_LIMIT)}"
     blocks_per_table = -(-settings.max_model_len // settings.block_size)
-    useful = settings.max_num_seqs * (settings.blocks_per_seq or blocks_per_table)
+    max_useful = settings.max_num_seqs * (settings.blocks_per_seq or blocks_per_table)
     affordable = max(1, budget // per_block - 1)
-    if useful <= affordable:
+    if max_useful <= affordable:
         sequences = f"{settings.max_num_seqs} sequences of {settings.max_model_len} tokens"
-        return useful, f"all that {sequences} can use"
+        return max_useful, f"all that {sequences} can use"
     return affordable, reason
 
 

@@ -209,10 +209,10 @@ def _tensor_header(
     """One entry of a header, whose offsets are from `data` on."""
     if not isinstance(dtype, str):
         raise ValueError(f"{name[:200]!r} is of type {dtype!r:.80}")
-    for what, numbers in (("shape", shape), ("data_offsets", data_offsets)):
+    for field, numbers in (("shape", shape), ("data_offsets", data_offsets)):
         is_list = isinstance(numbers, list) and len(numbers) <= _MAX_DIMENSIONS
         if not is_list or not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError(f"{name[:200]!r} has the {what} {numbers!r:.80}")
+            raise ValueError(f"{name[:200]!r} has the {field} {numbers!r:.80}")
     start, end = data_offsets
     if start > end:
         raise ValueError(f"{name[:200]!r} has the data_offsets {data_offsets}")

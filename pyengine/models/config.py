@@ -90,10 +90,10 @@ def _check_size(name: str, value: float, headers: WeightHeaders, path: Path) -> 
             f"{path} says {name}={value}: load_format='dummy' accepts at most {max_value} there"
         )
     if value > max_value:
-        what = "positions" if _POSITIONS.search(name) else "the weights"
+        subject = "positions" if _POSITIONS.search(name) else "the weights"
         raise ModelLoadError(
-            f"{path} says {name}={value}, which these weights cannot have: {what} {why}; the file "
-            "belongs to other weights, or is damaged"
+            f"{path} says {name}={value}, which these weights cannot have: {subject} {why}; the "
+            "file belongs to other weights, or is damaged"
         )
 
 

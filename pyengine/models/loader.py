@@ -211,8 +211,8 @@ def require_fallback(name: str, reason: str) -> None:
     """Raise `ModelLoadError` if transformers, which runs `name` for a `reason`, is missing."""
     for library in ("torch", "transformers"):
         if not is_installed(library):
-            what = f"{name} runs as transformers' module ({reason}), which"
-            raise ModelLoadError(needs_torch(what, library))
+            feature = f"{name} runs as transformers' module ({reason}), which"
+            raise ModelLoadError(needs_torch(feature, library))
 
 
 def _load(

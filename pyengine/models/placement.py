@@ -203,13 +203,13 @@ def check_tensor_parallel(config: Any, size: int, device: Device) -> None:
             f"type {config.model_type}; use tensor_parallel_size=1"
         )
     sizes = sorted(set(_divided(config)))
-    odd = [f"{number} {what}" for what, number in sizes if number % size]
+    odd = [f"{number} {label}" for label, number in sizes if number % size]
     if not odd:
         return
     common = gcd(*(number for _, number in sizes))
     fitting = [str(index) for index in range(2, common + 1) if common % index == 0]
     way_out = f"use {' or '.join(fitting)}" if fitting else "only tensor_parallel_size=1 does"
-    have = ", ".join(f"{number} {what}" for what, number in sizes)
+    have = ", ".join(f"{number} {label}" for label, number in sizes)
     raise ConfigurationError(
         f"tensor_parallel_size={size} does not divide {' and '.join(odd)}; this model "
         f"({config.model_type}) has {have}: {way_out}"

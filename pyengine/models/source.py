@@ -182,16 +182,16 @@ def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     named = name if revision is None else f"{name}, revision {revision}"
-    what = (
+    problem = (
         f"the model {named!r} is neither a local folder nor could it be fetched from the "
         "Hugging Face hub"
     )
-    with load_errors(what):
+    with load_errors(problem):
         try:
             yield
         except RepositoryNotFoundError as error:  # also for gated and private ones
             raise ModelLoadError(
-                f"{what}: {reason_of(error)}; where the model is gated or private, give a token "
+                f"{problem}: {reason_of(error)}; where the model is gated or private, give a token "
                 "that may read it: token=..., or the variable HF_TOKEN"
             ) from error
 

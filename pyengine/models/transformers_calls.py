@@ -32,8 +32,8 @@ def quiet_transformers() -> Iterator[None]:
 
 
 @contextmanager
-def load_errors(what: str, *, way_out: str = "") -> Iterator[None]:
-    """Turn errors inside into `ModelLoadError`s that begin with `what` and end with `way_out`.
+def load_errors(problem: str, *, way_out: str = "") -> Iterator[None]:
+    """Turn errors inside into `ModelLoadError`s that begin with `problem` and end with `way_out`.
 
     On bad files transformers and its libraries raise nearly every type of error; this is the one
     place that converts them. Errors of pyengine pass. Out of memory, which is no fault of the
@@ -46,10 +46,10 @@ def load_errors(what: str, *, way_out: str = "") -> Iterator[None]:
     except Exception as error:  # the tokenizers library raises bare Exceptions
         if _is_out_of_memory(error):
             raise ConfigurationError(
-                f"{what}: {reason_of(error)}; there is not enough memory for it: give this process "
-                "more (`ulimit -v`), or take a smaller model or dtype"
+                f"{problem}: {reason_of(error)}; memory ran out: give this process more "
+                "(`ulimit -v`), or take a smaller model or dtype"
             ) from error
-        raise ModelLoadError(f"{what}: {reason_of(error)}{way_out}") from error
+        raise ModelLoadError(f"{problem}: {reason_of(error)}{way_out}") from error
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -62,7 +62,7 @@ def _schemas(root: Schema) -> Iterator[Schema]:
         yield schema
         pending += [schema[key] for key in _SINGLE if key in schema]
         lists = [schema[key] for key in _SEVERAL if isinstance(schema.get(key), list)]
-        pending += [item for several in lists for item in several]
+        pending += [item for schemas in lists for item in schemas]
         pending += [item for key in _NAMED for item in schema.get(key, {}).values()]
         pending += [item for group in _groups(schema) for item in group]
 

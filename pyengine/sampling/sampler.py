@@ -60,9 +60,9 @@ class Adjustments:
         flat, vocab_size = adjusted.reshape(-1), adjusted.shape[1]
         if len(self._allowed):
             index = self._allowed.index(vocab_size, device)
-            kept = flat[index]
+            gathered = flat[index]
             operations.fill(adjusted, self._allowed_rows.on(device), -math.inf)
-            flat[index] = kept
+            flat[index] = gathered
         if len(self._barred):
             operations.fill(flat, self._barred.index(vocab_size, device), -math.inf)
         if words:
@@ -85,10 +85,10 @@ class _Cells:
     """Cells of a table of logits: (row, token id), in the order of `ids_by_row`."""
 
     def __init__(self, ids_by_row: Mapping[int, _Ids]) -> None:
-        several = [ids for ids in ids_by_row.values() if len(ids)]
+        id_lists = [ids for ids in ids_by_row.values() if len(ids)]
         lengths = [len(ids) for ids in ids_by_row.values()]
         self.rows: _Ids = np.repeat(np.array([*ids_by_row], dtype=np.int64), lengths)
-        self._ids: _Ids = np.concatenate(several) if several else np.empty(0, dtype=np.int64)
+        self._ids: _Ids = np.concatenate(id_lists) if id_lists else np.empty(0, dtype=np.int64)
         self._cached: tuple[int, Device | torch.device, Any] | None = None
 
     def __len__(self) -> int:

@@ -49,7 +49,7 @@ def create_app(
         engine=engine,
         settings=settings,
         names=settings.served_model_name or (str(described["model"]),),
-        tokenizers=TokenizerThreads(engine.tokenizer, several=len(settings.keys) > 1),
+        tokenizers=TokenizerThreads(engine.tokenizer, has_tenants=len(settings.keys) > 1),
         max_model_len=max_model_len,
         longest_text=max_model_len * _longest_token(engine.tokenizer),
         block_size=int(str(described["block_size"])),

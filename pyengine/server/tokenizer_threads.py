@@ -25,12 +25,12 @@ class TokenizerThreads:
     its tenant's, so no tenant has more of it than threads.
     """
 
-    def __init__(self, tokenizer: Any, *, several: bool = False) -> None:
-        """`several`: there are several tenants."""
+    def __init__(self, tokenizer: Any, *, has_tenants: bool = False) -> None:
+        """`has_tenants`: there are several tenants."""
         self._local = threading.local()
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        at_once = _NUM_THREADS - several
+        at_once = _NUM_THREADS - has_tenants
         self._pool = FairPool(_NUM_THREADS, "tokenizer", at_once=at_once, max_waiting=_MAX_WAITING)
 
     async def run(self, work: Callable[[Any], _T], tenant: bytes = b"") -> _T:

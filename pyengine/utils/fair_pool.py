@@ -96,11 +96,11 @@ class FairPool:
         """Run calls until none is left for this thread."""
         while True:
             with self._lock:
-                taken = self._take()
-                if taken is None:
+                item = self._take()
+                if item is None:
                     self._num_workers -= 1
                     return
-            call, tenant = taken
+            call, tenant = item
             start = monotonic()
             try:
                 call.result.set_result(call.work())
@@ -109,7 +109,7 @@ class FairPool:
             with self._lock:
                 self._turns.charge(tenant, monotonic() - start)
             self._end(tenant)
-            del call, taken  # with its arguments and result
+            del call, item  # with its arguments and result
 
     def _take(self) -> tuple[_Call, bytes] | None:
         """The next call, which is running now, and its tenant."""

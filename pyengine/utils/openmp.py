@@ -41,8 +41,8 @@ def how_threads_wait() -> str:
         return "torch brings another runtime than GCC's"
     if _was_late:
         return f"spins for long: torch was imported before pyengine, without {_SPIN}"
-    said = [f"{name}={os.environ[name]}" for name in (_SPIN, _POLICY) if name in os.environ]
-    return ", ".join(said) or "the default of the runtime"
+    variables = [f"{name}={os.environ[name]}" for name in (_SPIN, _POLICY) if name in os.environ]
+    return ", ".join(variables) or "the default of the runtime"
 
 
 def openmp_runtime() -> Path | None:

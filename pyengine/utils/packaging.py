@@ -40,33 +40,33 @@ def installed_version(distribution: str) -> str:
         return ""
 
 
-def require_posix(what: str) -> None:
-    """Raise `ImportError` on Windows: `what`, a part of the engine, cannot run there."""
+def require_posix(feature: str) -> None:
+    """Raise `ImportError` on Windows: `feature`, a part of the engine, cannot run there."""
     if sys.platform == "win32":
         raise ImportError(
-            f"{what} does not run on Windows: the engine needs POSIX (fcntl, resource). "
+            f"{feature} does not run on Windows: the engine needs POSIX (fcntl, resource). "
             "pyengine.BlockManager runs here; for the engine, use the Windows Subsystem for Linux"
         )
 
 
-def require_engine_extra(what: str) -> None:
+def require_engine_extra(feature: str) -> None:
     """Raise `ModuleNotFoundError`, with the command that installs it, if a library is missing.
 
-    Looks for the libraries without importing them: `what` would fail at the first one, frames deep.
+    Looks for the libraries without importing them.
     """
     for name in _ENGINE_LIBRARIES:
         if not is_installed(name):
-            raise ModuleNotFoundError(needs_engine_extra(what, name), name=name)
+            raise ModuleNotFoundError(needs_engine_extra(feature, name), name=name)
 
 
-def require_torch(what: str, library: str = "torch") -> None:
+def require_torch(feature: str, library: str = "torch") -> None:
     """Raise `ConfigurationError`, with the command that installs it, if torch is missing.
 
-    `what` is the setting or the model that needs it. `library` is another one of the extra
+    `feature` is the setting or the model that needs it. `library` is another one of the extra
     `torch`, such as transformers. Imports neither.
     """
     if not is_installed(library):
-        raise ConfigurationError(needs_torch(what, library))
+        raise ConfigurationError(needs_torch(feature, library))
 
 
 def is_installed(name: str) -> bool:
@@ -76,17 +76,17 @@ def is_installed(name: str) -> bool:
     return find_spec(name) is not None if loaded is ... else loaded is not None
 
 
-def needs_extension(what: str) -> str:
-    """The error message: `what` needs the Rust extension, which sources alone do not have."""
+def needs_extension(feature: str) -> str:
+    """The error message: `feature` needs the Rust extension, which sources alone do not have."""
     return (
-        f"{what} needs pyengine._kv, the Rust extension, which is not built: run `make hello` in a "
-        f"checkout, or install a wheel of {DISTRIBUTION}"
+        f"{feature} needs pyengine._kv, the Rust extension, which is not built: run "
+        f"`make hello` in a checkout, or install a wheel of {DISTRIBUTION}"
     )
 
 
-def needs_engine_extra(what: str, missing: str) -> str:
-    """The error message: `what` needs the library `missing` of the extra `engine`."""
-    return _needs(what, missing, "engine", command="make hello", extras="engine")
+def needs_engine_extra(feature: str, missing: str) -> str:
+    """The error message: `feature` needs the library `missing` of the extra `engine`."""
+    return _needs(feature, missing, "engine", command="make hello", extras="engine")
 
 
 def documentation() -> str:
@@ -100,24 +100,26 @@ def documentation() -> str:
     return next((url[15:] for url in urls if url.startswith("Documentation, ")), "")
 
 
-def needs_torch(what: str, missing: str = "torch") -> str:
-    """The error message: `what` needs the library `missing` of the extra `torch`."""
-    return _needs(what, missing, "torch", command="make torch", extras="engine,torch")
+def needs_torch(feature: str, missing: str = "torch") -> str:
+    """The error message: `feature` needs the library `missing` of the extra `torch`."""
+    return _needs(feature, missing, "torch", command="make torch", extras="engine,torch")
 
 
-def needs_serve_extra(what: str, missing: str) -> str:
-    """The error message: `what` needs the library `missing` of the extra `serve`."""
-    return _needs(what, missing, "serve", command="make serve", extras="engine,serve")
+def needs_serve_extra(feature: str, missing: str) -> str:
+    """The error message: `feature` needs the library `missing` of the extra `serve`."""
+    return _needs(feature, missing, "serve", command="make serve", extras="engine,serve")
 
 
-def needs_cluster_extra(what: str, missing: str) -> str:
-    """The error message: `what` needs the library `missing` of the extra `cluster`."""
-    return _needs(what, missing, "cluster", command="make cluster", extras="engine,serve,cluster")
+def needs_cluster_extra(feature: str, missing: str) -> str:
+    """The error message: `feature` needs the library `missing` of the extra `cluster`."""
+    return _needs(
+        feature, missing, "cluster", command="make cluster", extras="engine,serve,cluster"
+    )
 
 
-def _needs(what: str, missing: str, extra: str, *, command: str, extras: str) -> str:
+def _needs(feature: str, missing: str, extra: str, *, command: str, extras: str) -> str:
     return (
-        f"{what} needs {missing}, of the extra {extra!r}: run `{command}` in a checkout, "
+        f"{feature} needs {missing}, of the extra {extra!r}: run `{command}` in a checkout, "
         f"or pip install '{DISTRIBUTION.replace('-', '_')}-....whl[{extras}]' with the path of the "
         f"wheel ({DISTRIBUTION} is the name of the distribution; pyengine on PyPI is not this)"
     )

@@ -187,8 +187,8 @@ def _refuse_unknown(settings: Any, names: dict[str, Any]) -> None:
 def _signature(settings: Any, init: Callable[..., None]) -> inspect.Signature:
     """`init`'s own first parameter, then every setting."""
     first, *_ = inspect.signature(init).parameters.values()
-    several = inspect.signature(settings).parameters.values()
-    return inspect.Signature([first, *several], return_annotation=None)
+    parameters = inspect.signature(settings).parameters.values()
+    return inspect.Signature([first, *parameters], return_annotation=None)
 
 
 def _described(settings: Any) -> str:

@@ -107,10 +107,10 @@ class Rule:
         return number
 
 
-def refuses_unknown(what: str) -> Callable[[_Class], _Class]:
+def refuses_unknown(kind: str) -> Callable[[_Class], _Class]:
     """A class decorator for dataclasses: an unknown name is refused with the nearest field.
 
-    `what` is what the message calls a field. Raises `InvalidRequestError`.
+    `kind` is what the message calls a field. Raises `InvalidRequestError`.
     """
 
     def decorate(cls: _Class) -> _Class:
@@ -125,7 +125,7 @@ def refuses_unknown(what: str) -> Callable[[_Class], _Class]:
                 unknown = next((name for name in keywords if name not in known), None)
                 if unknown is None:
                     raise
-                message = f"there is no {what} {unknown!r}: {nearest(unknown, known)}"
+                message = f"there is no {kind} {unknown!r}: {nearest(unknown, known)}"
                 raise InvalidRequestError(message) from None
 
         cls.__init__ = checked

@@ -121,7 +121,7 @@ def test_a_key_tokenizes_beside_what_another_has_queued() -> None:
     gate = threading.Event()
 
     async def main() -> None:
-        threads = TokenizerThreads(None, several=True)
+        threads = TokenizerThreads(None, has_tenants=True)
         queued = [
             asyncio.ensure_future(threads.run(lambda _: gate.wait(), b"b")) for _ in range(32)
         ]
@@ -155,7 +155,7 @@ def test_work_after_its_time_limit_is_bounded_and_of_its_key() -> None:
         return within(0.01, work, "the template")
 
     async def main() -> None:
-        threads = TokenizerThreads(None, several=True)
+        threads = TokenizerThreads(None, has_tenants=True)
         calls = [asyncio.ensure_future(threads.run(stuck, b"b")) for _ in range(8)]
         done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         assert isinstance(done.pop().exception(), InvalidRequestError)

@@ -228,13 +228,13 @@ def _timed(
     for count in ROWS:
         floats = rng.random((count, shape.in_features), dtype=np.float32)
         rows = rounded(floats, NUMPY[shape.dtype])
-        taken: dict[ProductName, list[float]] = {name: [] for name in timed}
+        timings: dict[ProductName, list[float]] = {name: [] for name in timed}
         for name in timed:
             for multiply in candidates[name]:
                 start = thread_time_ns()
                 multiply(rows)
-                taken[name].append((thread_time_ns() - start) / 1000)
-        for name, durations in taken.items():
+                timings[name].append((thread_time_ns() - start) / 1000)
+        for name, durations in timings.items():
             times[name].append(float(np.median(durations)))
     return {name: tuple(medians) for name, medians in times.items()}
 

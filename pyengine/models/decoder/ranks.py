@@ -115,7 +115,7 @@ def divided(spec: DecoderSpec, size: int) -> DecoderSpec:
     if size == 1:
         return spec
     sizes = sorted(set(_divided_sizes(spec)))
-    odd = [f"{number} {what}" for what, number in sizes if number % size]
+    odd = [f"{number} {label}" for label, number in sizes if number % size]
     if not odd:
         layers, mtp = (
             tuple(_divided_layer(layer, size) for layer in group)
@@ -125,7 +125,7 @@ def divided(spec: DecoderSpec, size: int) -> DecoderSpec:
     common = gcd(*(number for _, number in sizes))
     fitting = [str(index) for index in range(2, common + 1) if common % index == 0]
     way_out = f"use {' or '.join(fitting)}" if fitting else "only tensor_parallel_size=1 does"
-    have = ", ".join(f"{number} {what}" for what, number in sizes)
+    have = ", ".join(f"{number} {label}" for label, number in sizes)
     raise ConfigurationError(
         f"tensor_parallel_size={size} does not divide {' and '.join(odd)}; this model "
         f"({spec.family}) has {have}: {way_out}"

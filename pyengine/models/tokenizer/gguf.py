@@ -280,8 +280,8 @@ def _add_tokens(backend: RustTokenizer, vocabulary: _Vocabulary, special: set[st
     ]
     backend.add_special_tokens(added)
     whole = [text for text in vocabulary.texts_of_type(_USER_DEFINED) if text not in special]
-    several: list[Any] = [AddedToken(text, special=False, normalized=False) for text in whole]
-    backend.add_tokens(several)
+    plain: list[Any] = [AddedToken(text, special=False, normalized=False) for text in whole]
+    backend.add_tokens(plain)
 
 
 def _set_first_and_last(backend: RustTokenizer, vocabulary: _Vocabulary) -> None:

@@ -85,8 +85,8 @@ class Tokenizer:
     def all_special_tokens(self) -> list[str]:
         """The texts of all special tokens."""
         named = [self.special_tokens_map.get(f"{name}_token") for name in SPECIAL]
-        several = [*named, *self.special_tokens_map.values(), *self.extra_special_tokens]
-        return list(dict.fromkeys(token for token in several if token is not None))
+        texts = [*named, *self.special_tokens_map.values(), *self.extra_special_tokens]
+        return list(dict.fromkeys(token for token in texts if token is not None))
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -137,15 +137,15 @@ class Tokenizer:
         """
         texts = [text] if isinstance(text, str) else list(text)
         batch = self.backend_tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
-        several: dict[str, list[Any]] = {
+        encoded: dict[str, list[Any]] = {
             "input_ids": [encoding.ids for encoding in batch],
             "attention_mask": [encoding.attention_mask for encoding in batch],
         }
         if return_offsets_mapping:
-            several["offset_mapping"] = [encoding.offsets for encoding in batch]
+            encoded["offset_mapping"] = [encoding.offsets for encoding in batch]
         if isinstance(text, str):
-            return {name: values[0] for name, values in several.items()}
-        return several
+            return {name: values[0] for name, values in encoded.items()}
+        return encoded
 
     def decode(
         self,

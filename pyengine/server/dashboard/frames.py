@@ -234,15 +234,15 @@ def _namespaces(pool: PoolSnapshot, tree: Tree) -> tuple[list[dict[str, Any]], I
     numbers = np.zeros(
         int(np.append(tree.roots, [0, *(at for at, _ in names)]).max()) + 1, np.int64
     )
-    held = [(int(counts[at]) if at < len(counts) else 0, at, name) for at, name in names]
-    held.sort(key=lambda entry: (-entry[0], entry[2]))
+    namespaces = [(int(counts[at]) if at < len(counts) else 0, at, name) for at, name in names]
+    namespaces.sort(key=lambda entry: (-entry[0], entry[2]))
     spaces: list[dict[str, Any]] = []
-    for number, (blocks, at, name) in enumerate(held, start=1):
+    for number, (blocks, at, name) in enumerate(namespaces, start=1):
         numbers[at] = min(number, MAX_NAMESPACES + 1)
         if number <= MAX_NAMESPACES:
             spaces.append({"name": _digest(name), "blocks": blocks})
         elif number == MAX_NAMESPACES + 1:
-            spaces.append({"name": f"{len(held) - MAX_NAMESPACES} others", "blocks": blocks})
+            spaces.append({"name": f"{len(namespaces) - MAX_NAMESPACES} others", "blocks": blocks})
         else:
             spaces[-1]["blocks"] += blocks
     return spaces, numbers

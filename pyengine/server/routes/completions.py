@@ -52,7 +52,7 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
 
     def encoded(tokenizer: Any) -> list[list[int]]:
         special = body.add_special_tokens
-        several = [
+        token_ids = [
             encode(context, tokenizer, prompt, special=special)
             if isinstance(prompt, str)
             else list(prompt)
@@ -60,10 +60,10 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
         ]
         if body.echo:
             longest = context.max_model_len - 1
-            kept = [list(params.truncated(prompt, longest)) for prompt in several]
+            truncated = [list(params.truncated(prompt, longest)) for prompt in token_ids]
             has_text = body.detokenize is not False
-            echoes.extend([_Echo.of(tokenizer if has_text else None, ids) for ids in kept])
-        return several
+            echoes.extend([_Echo.of(tokenizer if has_text else None, ids) for ids in truncated])
+        return token_ids
 
     start = begin(context, request, body, params, encoded, PromptDetails(ignored))
     return await answer(request, body, start, _Writer(body, params.n, echoes))
@@ -73,8 +73,8 @@ def _several(prompt: Any) -> Sequence[str | Sequence[int]]:
     """A prompt or a list of prompts as a list."""
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
-    several: Sequence[str | Sequence[int]] = prompt
-    return several
+    prompts: Sequence[str | Sequence[int]] = prompt
+    return prompts
 
 
 def _params(body: CompletionRequest, default: SamplingParams) -> SamplingParams:

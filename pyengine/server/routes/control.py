@@ -69,6 +69,6 @@ async def abort_requests(body: AbortRequest, request: Request, context: Context)
     """
     caller = caller_of(request.scope)
     calls = context.calls_of(caller, body.request_ids)
-    ids = {name for several in calls.values() for call in several for name in call.request_ids}
+    ids = {name for running in calls.values() for call in running for name in call.request_ids}
     await asyncio.gather(*(context.engine.abort(name) for name in ids))
-    return Aborted(aborted=[request_id for request_id, several in calls.items() if several])
+    return Aborted(aborted=[request_id for request_id, running in calls.items() if running])

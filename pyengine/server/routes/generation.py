@@ -282,16 +282,16 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
     Raises `ApiError` (499) in that case.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request))
+    disconnect = asyncio.ensure_future(_gone(request))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ApiError(CLIENT_HAS_GONE, "the client has disconnected")
         return task.result()
     finally:
-        for pending in (task, gone):
+        for pending in (task, disconnect):
             pending.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
 async def _gone(request: Request) -> None:
