@@ -1,4 +1,4 @@
-"""Many callers on event loops: each its own answers, nobody waits for a slow one, nothing leaks."""
+"""Many callers on event loops: each gets its answers, no reader delays another, nothing leaks."""
 
 import asyncio
 import functools
@@ -103,7 +103,7 @@ def test_a_slow_reader_finds_what_came_meanwhile_in_one_item(model: FakeModel) -
 def test_what_a_step_gave_is_read_before_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps do not overlap: else loop and step hinder each other.
 
-    Whoever looks on has seen the step before its tokens are read.
+    An observer sees the step before its tokens are read.
     """
     monkeypatch.setattr("pyengine.engine.output_stream._TURN", 60.0)
     read: list[int] = []

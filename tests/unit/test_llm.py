@@ -70,7 +70,7 @@ class Messages:
         monkeypatch.setattr(llm._engine_loop, "enqueue", counted)
 
     def wait_for(self, count: int) -> None:
-        """Until so many have been sent."""
+        """Wait until `count` have been sent."""
         deadline = monotonic() + 10
         while self.count < count:
             assert monotonic() < deadline
@@ -108,7 +108,7 @@ def test_each_of_two_streams_has_its_own_answer(model: FakeModel) -> None:
 
 
 def test_a_stream_goes_on_while_nobody_reads_it(model: FakeModel) -> None:
-    """The reader finds what came meanwhile in one item."""
+    """The reader gets the output since its last item as one item."""
     llm, gate = model.llm(), Gate(model.bench, 3)
     params = SamplingParams(
         temperature=0, ignore_eos=True, max_tokens=8, output_kind=RequestOutputKind.DELTA
@@ -246,7 +246,7 @@ def test_a_second_ctrl_c_does_not_wait_and_leaves_none_of_50_000(
 
 
 def test_the_engines_thread_does_not_wait_for_itself(model: FakeModel) -> None:
-    """As an observer or a finalizer would have it."""
+    """As an observer or a finalizer does."""
     llm, results = model.llm(), list[Any]()
 
     def call() -> None:

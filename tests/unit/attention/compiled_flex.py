@@ -14,14 +14,14 @@ from pyengine.kv_cache.pool import KVPool
 from tests.unit.attention.steps import Shape
 
 SHAPE = Shape(dim_k=16, dim_v=16, block_size=16)
-"""Sizes that the compiler takes."""
+"""Sizes that the compiler accepts."""
 CASES = ("plain", "window", "own position", "softcap")
-"""Those that it serves: it returns no sum under the softmax, which sinks need."""
+"""Families that it serves: it returns no log-sum-exp, which sinks need."""
 
 
 class _WidePlan(FlexPlan):
     def _tiles(self, group: int, window: int | None) -> Tiles:
-        """As it is, with as many pages in part as the pool has."""
+        """The tiles, with as many partial pages as the pool has."""
         tiles = super()._tiles(group, window)
         counts, pages = tiles.in_part
         missing = self._backend.pool.num_blocks + 1 - pages.shape[1]

@@ -1,4 +1,4 @@
-"""Small models run fastest on one thread, and leave the other cores to others."""
+"""Small models run fastest on one thread, which leaves the other cores to other tests."""
 
 from collections.abc import Iterator
 

@@ -36,7 +36,7 @@ def attend(query, key, value, length, scale, left=-1, softcap=0.0, causal=True):
 
 
 def paged(cache, pages):
-    """The rows of whole pages: what the last one holds behind the end is read, too."""
+    """The rows of whole pages: kernels read what the last one holds past the end, too."""
     return cache[pages.long()].flatten(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Models of the families that differ in what they ask of attention, without weights."""
+"""Models of families whose demands on attention differ, without weights."""
 
 from typing import Any
 

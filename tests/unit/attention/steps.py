@@ -1,4 +1,4 @@
-"""Random steps over a pool with something in every slot, and what the oracle makes of them."""
+"""Random steps over a pool with something in every slot, and the oracle's results."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -105,7 +105,7 @@ def copied(pool: KVPool) -> KVPool:
 def assert_like_oracle(
     backend_type: Any, pool: KVPool, step: Step, options: AttentionOptions
 ) -> None:
-    """The backend's result, and what it leaves in the pool, are the oracle's."""
+    """The backend's result and its writes to the pool are the oracle's."""
     oracle = copied(pool)
     expected = step.run(GatherBackend(oracle).plan(step.inputs), options)
     got = step.run(backend_type(pool).plan(step.inputs), options)
@@ -115,7 +115,7 @@ def assert_like_oracle(
 def assert_turns_like_oracle(
     backend_type: Any, pool: KVPool, step: Step, options: AttentionOptions
 ) -> None:
-    """The same where the layer leaves it to the backend to turn queries and keys."""
+    """The same where the layer leaves the rotation to the backend."""
     oracle = copied(pool)
     turned, turning = rotation_of(step, options)
     expected = turned.run(GatherBackend(oracle).plan(step.inputs), options)
@@ -130,7 +130,7 @@ def _assert_same(pool: KVPool, oracle: KVPool, got: torch.Tensor, expected: torc
 
 
 def rotation_of(step: Step, options: AttentionOptions) -> tuple[Step, AttentionOptions]:
-    """A step whose queries and keys are turned, and what asks a backend to turn those of `step`."""
+    """A step with rotated queries and keys, and options by which a backend rotates `step`."""
     angles = torch.linspace(-3, 3, len(step.query))[:, None] * torch.tensor([1.0, 0.1, 2.0])
     weights = torch.linspace(0.5, 1.5, step.query.shape[2])
     norm = HeadNorm(weights, weights.flip(0), eps=1e-6, offset=0.0)
@@ -149,12 +149,12 @@ def refill(step: Step, other: Step) -> None:
 def assert_graph_plan_follows(
     backend_type: Any, pool: KVPool, shape: Shape, options: AttentionOptions
 ) -> None:
-    """One plan, refreshed for each of several decode steps, gives what a plan for each gives."""
+    """A plan that is refreshed for several decode steps gives what a new plan for each gives."""
     width, padding = 8, (1, 0)
     step = make_step([(1, 3), (1, 9), padding], shape, width=width)
     backend = backend_type(pool)
     plan = backend.graph_plan(step.inputs)
-    step.run(plan, options)  # what is made at first use is made
+    step.run(plan, options)  # warm-up
     for seed, contexts in enumerate([(4, 8), (21, 0), (2, 30)], start=1):
         other = make_step([*((1, c) for c in contexts), padding], shape, width=width, seed=seed)
         other.inputs.block_tables[0, -1] = pool.num_blocks

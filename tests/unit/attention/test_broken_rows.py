@@ -84,8 +84,8 @@ def broken(step: Step, row: int, numbers: tuple[float, float]) -> Step:
 
 
 def dirty(pool: KVPool, numbers: tuple[float, float], steps: Step) -> KVPool:
-    """A copy of the pool that a broken token has been written to in each slot, the null block's
-    too, but for those that hold what the sequences of the step have computed before it."""
+    """A copy of the pool with a broken token in each slot, the null block's too, except in slots
+    that hold earlier tokens of the step's sequences."""
     used = copied(pool)
     key, value = (torch.ones(item[0].flatten(0, 1).shape) for item in (used.keys, used.values))
     key[..., 2], value[..., 2] = numbers
@@ -110,7 +110,7 @@ def assert_same_bits(backend: Any, pool: KVPool, step: Step, options: AttentionO
 
 @pytest.mark.parametrize(("name", "case"), TRIED)
 def test_others_of_the_step_keep_their_bits(name: str, case: str) -> None:
-    """Rows of other sequences, and those before the broken one, which are cached as a prefix."""
+    """Rows of other sequences, and earlier rows, which are cached as a prefix."""
     torch.manual_seed(1)
     backend, options = BACKENDS[name], options_of(case)
     step, pool = make_step(LENGTHS, SHAPE), SHAPE.pool()

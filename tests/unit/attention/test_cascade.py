@@ -201,7 +201,7 @@ def test_a_graph_plan_follows_its_steps(case: str) -> None:
     backend = FlashInferBackend(pool)
     plan = backend.sharing_graph_plan(step.inputs)
     assert plan is not None
-    step.run(plan, options)  # what is made at first use is made
+    step.run(plan, options)  # warm-up
     for seed, (lengths, prefixes, order) in enumerate(STEPS, start=1):
         other = make_step([*lengths, (1, 0)], SHAPE, width=width, seed=seed)
         tables = other.inputs.block_tables[0]

@@ -1,4 +1,4 @@
-"""The choice of a backend says why; it is tried out, and what fails gives way."""
+"""The choice of a backend has a reason; it is tried out, and a failing backend is skipped."""
 
 import logging
 import sys

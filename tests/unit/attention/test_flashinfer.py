@@ -139,7 +139,7 @@ def test_graphs_of_several_sizes_in_turn_give_what_the_oracle_gives():
     ],
 )
 def test_the_workspace_follows_heads_and_sequences(heads, kv_heads, dim, rows, mib, monkeypatch):
-    """Reckoned by hand from flashinfer's `PrefillPlan`, for the 132 processors of an H100."""
+    """Computed by hand from flashinfer's `PrefillPlan`, for the 132 processors of an H100."""
     monkeypatch.setattr(flashinfer, "_MIN_WORKSPACE", 16 << 20)
     kind = _Kind(0, heads, kv_heads, dim, torch.bfloat16, None, None, 1.0)
     assert round(workspace_bytes(kind, 132, rows) / 2**20) == mib

@@ -61,11 +61,11 @@ SIZES = [
     [(70, 0)],
     [(1, 9), (7, 4), (2, 20)],
 ]
-"""Steps with one and more rows, sequences, tiles, pages, in all mixtures that matter."""
+"""Steps with one and more rows, sequences, tiles and pages, in all relevant mixtures."""
 
 
 def test_a_kind_of_layer_is_compiled_once_and_once_more_for_a_single_row():
-    """All that comes before code is generated: what functions capture, shapes that change."""
+    """Everything before code generation: captured variables, shapes that change."""
     torch._dynamo.reset()
     counters.clear()
     traced = compiled(library.flex_attention, backend="aot_eager")
@@ -105,7 +105,7 @@ def test_layers_of_a_pool_share_what_is_compiled():
 
 
 def test_each_engine_has_graphs_of_its_own_which_are_deleted_with_it():
-    """torch limits the graphs of a code object: ten engines have more than one has."""
+    """torch limits the graphs of a code object: ten engines exceed that of one."""
     torch._dynamo.reset()
     graphs = []
 
@@ -256,7 +256,7 @@ def wrong_tile_pages(*arguments):
 
 @pytest.mark.parametrize(("heads", "rows"), [(6, 16), (2, 16), (40, 32)])
 def test_a_sequence_that_decodes_is_a_tile_of_its_own(heads, rows):
-    """Its rows are the query heads of a KV head; it looks at its own pages alone."""
+    """Its rows are the query heads of a KV head, and read its own pages only."""
     shape = Shape(heads=heads)
     step = make_step([(1, 9), (1, 4), (1, 0)], shape)
     plan = FlexBackend(shape.pool()).plan(step.inputs)

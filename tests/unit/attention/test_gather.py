@@ -1,4 +1,4 @@
-"""The backends of the CPU against attention written out row by row; what is gather's own."""
+"""The backends of the CPU against attention written out row by row."""
 
 import numpy as np
 import pytest
@@ -93,7 +93,7 @@ def test_every_row_attends_to_what_it_should(backend, step, window, softcap, sin
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("backend", [GatherBackend, CpuBackend])
 def test_layer_groups_give_bit_for_bit_what_full_tables_give(backend, step, window, softcap):
-    """Two layers that share a tensor; where blocks slid out, and in the null block, stands NaN."""
+    """Two layers that share a tensor, with NaN in blocks that slid out and in the null block."""
     torch.manual_seed(0)
     lengths, spec = STEPS[step], KVCacheSpec(KV_HEADS, DIM_K, DIM_V, "float32")
     cpu = torch.device("cpu")

@@ -43,7 +43,7 @@ BACKENDS: dict[str, Callable[[KVPool], Any]] = {
 STAND_INS = ("flashinfer", "flash-attn-3", "flash-attn", "cudnn", "varlen")
 """Their kernels are ours, in tests: equal sizes of keys and values only."""
 NUMBER = 77_000
-"""Of a compiled model that is none of the process's others."""
+"""The number of a compiled model that no other model has."""
 STEPS: list[Lengths] = [
     [(1, 9), (1, 4), (1, 21)],
     [(7, 4)],

@@ -1,4 +1,4 @@
-"""The binding of attention on the CPU: what it refuses, and with which words."""
+"""The binding of attention on the CPU: its refusals and their messages."""
 
 import threading
 

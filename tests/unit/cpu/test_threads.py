@@ -1,4 +1,4 @@
-"""Threads that compute: how many and why, how they wait, and a warning where they get nothing."""
+"""Compute threads: their number and its reason, their waits, and a warning if they starve."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Weights where memory ends: an error of Python, and the next one has its place."""
+"""Weights that exceed the memory: an error of Python, and the next weight fits."""
 
 import subprocess
 import sys

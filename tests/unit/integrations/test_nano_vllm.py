@@ -12,7 +12,7 @@ from pyengine.integrations.nano_vllm import BlockManager
 
 
 class Sequence:
-    """As far as the manager looks."""
+    """The part that the manager reads."""
 
     numbers = count()
 

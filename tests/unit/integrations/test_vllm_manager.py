@@ -19,7 +19,7 @@ def make(num_blocks: int = 20, **settings: Any) -> KVCacheManager:
 def admit(
     manager: KVCacheManager, request: Request, budget: int = 1000, **more: Any
 ) -> Blocks | None:
-    """As the Scheduler does it, for a chunk of at most so many tokens."""
+    """As the Scheduler does it, for a chunk of at most `budget` tokens."""
     cached, hit, _ = manager.get_computed_blocks(request)
     count = min(request.num_tokens - hit, budget)
     blocks = manager.allocate_slots(request, count, hit, cached, **more)

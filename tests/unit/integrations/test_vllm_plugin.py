@@ -1,4 +1,4 @@
-"""When the plugin steps in, how, and what it leaves to vLLM's own manager."""
+"""When and how the plugin applies, and what it leaves to vLLM's own manager."""
 
 import sys
 import tomllib
@@ -48,7 +48,7 @@ class OwnManager:
 
 
 class Scheduler:
-    """As vLLM's, as far as the plugin looks: it makes its manager by the name in its module."""
+    """As vLLM's, as far as the plugin reads it: it makes its manager by the name in its module."""
 
     use_pp = False
     use_v2_model_runner = False

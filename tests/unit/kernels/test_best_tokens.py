@@ -24,7 +24,7 @@ def by_kernels(*arguments: object) -> list[TokenLogprobs]:
 
 
 def assert_same(got: list[TokenLogprobs], expected: list[TokenLogprobs]) -> None:
-    """Equal but for the last bit of a logarithm."""
+    """Equal except for the last bit of a logarithm."""
     for actual, wanted_value in zip(got, expected, strict=True):
         assert replace(actual, logprob=0, top_logprobs=()) == replace(
             wanted_value, logprob=0, top_logprobs=()

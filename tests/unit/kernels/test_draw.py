@@ -1,6 +1,6 @@
 """The Triton kernels of the draw: the tokens of the draw on the CPU, seed by seed, without a GPU.
 
-Under Triton's interpreter they compute; `make gpu-tests` compiles them for GPUs that are not there.
+Triton's interpreter computes them; `make gpu-tests` compiles them for absent GPUs.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The Triton kernel of the KV write: against torch's copy, and made for GPUs that are not there."""
+"""The Triton kernel of the KV write: against torch's copy, and compiled for absent GPUs."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def without_nan(got: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor
 
 
 def compare() -> None:
-    """In the interpreter: for pools of all kinds, the kernel leaves what the fallback leaves."""
+    """In the interpreter: for pools of all kinds, the kernel writes what the fallback writes."""
     from pyengine.kernels.kv_write import write_rows
 
     torch.manual_seed(0)

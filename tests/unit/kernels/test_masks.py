@@ -9,7 +9,7 @@ from tests.support.kernels import LoadedBytes, needs_triton, run_apart
 
 
 def compare() -> None:
-    """In the interpreter: forbidden tokens become -inf without a look at the logits."""
+    """In the interpreter: forbidden tokens become -inf without reading the logits."""
     from pyengine.kernels.masks import forbid
 
     generator = np.random.default_rng(0)

@@ -1,7 +1,7 @@
 """The Triton kernel of norm, rotary embedding and KV write against torch, without a GPU.
 
-Under Triton's interpreter it computes; by Triton's compiler it becomes machine code for GPUs that
-are not there. The choice is made when triton is imported, so each runs in a separate process.
+Triton's interpreter computes it; Triton's compiler makes machine code for absent GPUs. Importing
+triton decides between them, so each runs in a separate process.
 """
 
 from dataclasses import dataclass
@@ -115,7 +115,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def compare(case: Case) -> None:
-    """In the interpreter: the kernel gives and leaves what torch gives and leaves."""
+    """In the interpreter: the kernel returns and writes what torch returns and writes."""
     from pyengine.kernels.rotation import write_rotated
 
     torch.manual_seed(case.seed)
@@ -164,7 +164,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, relative: float) -> None:
 
 
 def to_machine_code() -> None:
-    """For GPUs of two generations, with all that a layer may ask for."""
+    """For GPUs of two generations, with all options of a layer."""
     from pyengine.kernels.rotation import _WARPS, _compiled
 
     constants = {

@@ -1,4 +1,4 @@
-"""Arrays that no binding may read as numbers: each is refused, or read as what it is.
+"""Arrays that no binding may read as numbers: each is refused, or read correctly.
 
 Every binding that accepts an array gets the same values as objects, records, pointers, in the other
 byte order, misaligned, strided, reversed, indirect and read-only.

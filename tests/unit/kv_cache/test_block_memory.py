@@ -204,7 +204,7 @@ def test_an_error_of_the_device_fails_the_transfer_after_its_copies(
 
 
 class CudaCopies(TorchDispatchMode):
-    """Holds copies between host and device to what overlaps with steps, and counts them."""
+    """Checks copies between host and device for what overlaps with steps, and counts them."""
 
     def __init__(self, cuda: LateCuda, pinned: set[int], fake: Any) -> None:
         super().__init__()

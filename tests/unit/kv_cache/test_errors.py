@@ -28,7 +28,7 @@ BLOCK = 4
 
 
 class Scene(NamedTuple):
-    """A manager in the middle of things: blocks in every state and a step open."""
+    """A manager in use: blocks in every state and a step open."""
 
     manager: BlockManager
     running: Sequence

@@ -1,4 +1,4 @@
-"""Through the Python API: why a prompt is not cached."""
+"""Through the Python API: the reason why a prompt is not cached."""
 
 import pytest
 

@@ -22,7 +22,7 @@ def pool(*groups: int | None, blocks: int = NULL) -> BlockManager:
 
 
 def run(manager: BlockManager, sequence: Sequence, tokens: int, chunk: int = 8) -> None:
-    """Prefill in chunks, then decode until so many tokens are computed."""
+    """Prefill in chunks, then decode until `tokens` are computed."""
     while sequence.num_computed_tokens < tokens:
         plan = manager.begin_step(chunk)
         answer = plan.prefill(sequence, chunk)

@@ -1,4 +1,4 @@
-"""What is left of the machine's memory, read from files of known content."""
+"""Available memory, from files with known content."""
 
 import mmap
 import resource

@@ -155,7 +155,7 @@ def seen(scene: Scene) -> dict[str, list[Any]]:
 
 
 def carry_on(scene: Scene) -> None:
-    """Both steps end well, and everything comes back."""
+    """Both steps end well, and all blocks are free again."""
     assert scene.newer.decode([scene.running]) == []
     scene.older.commit([11, 12, 3, 13], [1, 1, 2])
     scene.newer.commit([14, 15])
@@ -358,7 +358,7 @@ def test_the_longest_namespace() -> None:
 
 
 def test_the_scene_by_itself_shows_what_the_rows_rely_on(scene: Scene) -> None:
-    """All four states, two open steps, and a look that changes nothing."""
+    """All four states, two open steps, and a check that changes nothing."""
     states = {scene.manager.state(block) for block in range(scene.manager.num_blocks)}
     assert states == {"free", "evictable", "active", "pinned"}
     seen(scene)  # takes the events

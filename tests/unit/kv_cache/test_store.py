@@ -123,7 +123,7 @@ def test_the_blocks_of_a_transfer_are_those_to_load(store: KVStore, filled: Arra
 def test_a_partial_load_caches_only_whole_rows(
     store: KVStore, filled: Arrays, window: int | None, dropped: tuple[int, int]
 ) -> None:
-    """Whatever block is missing, in whichever group, no row is cached that has not come whole."""
+    """Whichever block is missing, in whichever group, no incomplete row is cached."""
     manager = BlockManager(NUM_BLOCKS, BLOCK_SIZE, groups=[None, window])
     stored = prefix(store, windows=manager.groups)
     sequence = manager.sequence(TOKENS)
@@ -460,7 +460,7 @@ def test_a_fork_is_refused_and_ends(folder: Path) -> None:
 
 
 def test_a_fork_keeps_nobody_from_writing_and_lets_nobody_else(folder: Path) -> None:
-    """Whatever process has a copy of the descriptor: also one between `fork` and `exec`."""
+    """Even if another process has a copy of the descriptor, between `fork` and `exec` too."""
     code = """if True:
         import os, signal, sys
         from pathlib import Path

@@ -1,4 +1,4 @@
-"""Token ids in: what is taken, and what is refused, with its position."""
+"""Token ids as inputs: accepted forms, and refused ones with their position."""
 
 import array
 import ctypes

@@ -1,4 +1,4 @@
-"""Recordings of a manager: what a replay finds, and files that are none."""
+"""Recordings of a manager: results of a replay, and files that are not recordings."""
 
 import os
 import subprocess
@@ -155,7 +155,7 @@ def test_files_that_are_no_recordings(file: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_that_blocks_blocks_nobody_else(tmp_path: Path) -> None:
-    """A pipe without a reader: whoever records waits, the others go on."""
+    """A pipe without a reader: the recording thread waits, the others go on."""
     manager, pipe = BlockManager(8, 4), tmp_path / "pipe"
     os.mkfifo(pipe)
     recording = threading.Thread(target=manager.record, args=(pipe,), daemon=True)

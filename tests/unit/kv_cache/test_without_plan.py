@@ -1,4 +1,4 @@
-"""Without a plan: an engine that picks its chunks, holds the tokens, and frees during a step."""
+"""Without a plan: an engine that chooses its chunks, holds the tokens, and frees during a step."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -42,7 +42,7 @@ class Request:
         self.calls = 0
 
     def schedule(self, num_tokens: int) -> bool:
-        """Whether there are slots for so many tokens more."""
+        """True if there are slots for `num_tokens` more tokens."""
         if self.computed + num_tokens > self.slots:
             self.calls += 1
             self.sequence.publish(self.computed - self.published, self.tokens[self.known :])

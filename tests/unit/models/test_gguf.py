@@ -1,4 +1,4 @@
-"""GGUF files as models: what is loaded of them, with which numbers, and what is refused."""
+"""GGUF files as models: what is loaded, with which numbers, and what is refused."""
 
 import struct
 import subprocess

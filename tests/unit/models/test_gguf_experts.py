@@ -61,7 +61,7 @@ FILES = [
 def test_products_of_formats_are_those_of_the_numbers(
     tmp_path: Path, architecture: str, kind: str, hidden: int
 ) -> None:
-    """But for the rounding of rows to 8 bits."""
+    """Equal except for the rounding of rows to 8 bits."""
     import torch
 
     from pyengine.models.decoder.torch_kernels import TorchKernels

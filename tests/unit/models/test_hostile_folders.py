@@ -1,4 +1,4 @@
-"""Folders that are damaged or made to do harm: refused by a `ModelLoadError`, soon and by name."""
+"""Damaged or hostile folders are refused by a `ModelLoadError`, soon and by name."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def refused(folder, match=None):
 
 
 def loaded_or_refused(folder):
-    """Load: what is loaded computes, what is refused is named. Returns whether it was loaded."""
+    """Load: a loaded model computes, a refusal has a name. Returns whether it was loaded."""
     try:
         loaded = load_model(folder, device="cpu")
     except ModelLoadError as error:
@@ -94,7 +94,7 @@ def test_such_sizes_are_refused_before_transformers_reads_the_configuration(fold
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("value", [-1, 0, "12", "many", None, [3], {}, True, 2.5, float("nan")])
 def test_values_of_any_kind_are_loaded_or_refused(folder, name, value):
-    """transformers may read `null` or `"12"` in its way: no other error comes out."""
+    """transformers may read `null` or `"12"` in its way: there is no other error."""
     set_config(folder, **{name: value})
     loaded_or_refused(folder)
 

@@ -1,4 +1,4 @@
-"""GGUF files that are damaged, or change, where their weights stay as they are in the file."""
+"""GGUF files that are damaged, or that change while their weights stay in the file."""
 
 import errno
 import os
@@ -163,7 +163,7 @@ def test_odd_shapes_are_refused(path):
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_refused(path, monkeypatch):
-    """At every tensor: the process lives on, as nothing is mapped."""
+    """At every tensor: the process survives, as nothing is mapped."""
     data, read, count = path.read_bytes(), GGUFFile.read, len(read_header(path).tensors)
     for number in range(count):
         path.write_bytes(data)
@@ -194,7 +194,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(path, monkeypatch):
 
 
 def test_a_file_that_vanishes_or_is_replaced_while_it_is_read_is_loaded(path, monkeypatch):
-    """The open file is the old one to its end."""
+    """The open file stays the old one to its end."""
     source, read = resolve_source(path), GGUFFile.read
 
     def replace(file, tensor, out):

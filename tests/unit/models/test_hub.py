@@ -1,4 +1,4 @@
-"""The Hugging Face hub, played by a server on the loopback: what is asked for, what is said."""
+"""The Hugging Face hub, played by a server on the loopback: its requests and our messages."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Linear layers in 4 and 8 bits: close, smaller, and refused where they cannot be."""
+"""Linear layers in 4 and 8 bits: close, smaller, and refused where they are impossible."""
 
 import numpy as np
 import pytest

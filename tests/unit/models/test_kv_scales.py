@@ -1,4 +1,4 @@
-"""Scales of an 8-bit KV cache in checkpoints: their names, and numbers that are none."""
+"""Scales of an 8-bit KV cache in checkpoints: their names, and invalid numbers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Local folders: what is read from them, and how they fail."""
+"""Local folders: what is read from them, and their errors."""
 
 import json
 

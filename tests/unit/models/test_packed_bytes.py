@@ -1,4 +1,4 @@
-"""FP8 and W8A8 checkpoints: what a checkpoint says is what a layer multiplies by, in 8 bits."""
+"""FP8 and W8A8 checkpoints: a layer multiplies by the weights of its checkpoint, in 8 bits."""
 
 import json
 
@@ -134,7 +134,7 @@ def properties(folder):
 
 
 def test_stored_blocks_are_those_of_one_checkpoint(tmp_path):
-    """Also where the weights that are kept in 8 bits are all that differs."""
+    """Also where the 8-bit weights are the only difference."""
     save(tmp_path, W8A8, int8(channel))
     first = dict(properties(tmp_path))
     tensors = load_file(tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""AWQ, GPTQ and compressed-tensors: what a checkpoint says is what a layer multiplies by."""
+"""AWQ, GPTQ and compressed-tensors: a layer multiplies by the weights of its checkpoint."""
 
 import json
 

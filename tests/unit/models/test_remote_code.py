@@ -49,7 +49,7 @@ def add_code(folder: Path, file: str, **settings: object) -> None:
 
 
 def load(what: str, path: Path, home: Path) -> tuple[int, str]:
-    """Exit status and what was said, by a process that answers every question with "y"."""
+    """Exit status and output of a process that answers every question with "y"."""
     done = run_forked(
         _LOAD,
         what,

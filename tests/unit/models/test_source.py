@@ -1,4 +1,4 @@
-"""A name, a folder, a file or nothing: what is looked for, and what is said when it is missing."""
+"""A name, a folder, a file or nothing: where a model is searched, and the message without one."""
 
 from importlib.machinery import ModuleSpec
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A batch that is used again gives what new ones give."""
+"""A batch that is reused gives what new ones give."""
 
 import numpy as np
 import pytest

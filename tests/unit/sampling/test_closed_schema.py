@@ -145,7 +145,7 @@ def test_numbers_without_a_json_form_are_left_to_the_compiler() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_closed_schema_allows_the_original_does_too(seed: int) -> None:
-    """By instances of each of them, of which both allow some."""
+    """By instances of each of them, some of which both allow."""
     random, num_valid = Random(seed), 0
     for _ in range(60):
         schema = drawn_schema(random)

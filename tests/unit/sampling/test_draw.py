@@ -45,7 +45,7 @@ def test_the_same_tokens_as_the_simple_draw(
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:
-    """And nothing is written then."""
+    """And then writes nothing."""
     threads, logits = kernel_threads(1), np.zeros((2, 8), dtype=np.float32)
     rows, out = np.arange(2), np.full(2, 7)
     settings_of_rows, numbers = np.ones((4, 2)), np.zeros(2)

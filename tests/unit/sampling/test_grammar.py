@@ -1,4 +1,4 @@
-"""Grammars: compiled once, by many at a time, within limits, and refused in words."""
+"""Grammars: compiled once, by many threads, within limits, and refused with a reason."""
 
 import asyncio
 import signal
@@ -109,7 +109,7 @@ def test_the_last_ones_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tenant_neither_uses_nor_evicts_the_grammars_of_another_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It would see by the time whether another one uses a schema."""
+    """Compile times would tell it whether another tenant uses a schema."""
     monkeypatch.setattr(grammars_module, "_KEPT", 2)
     monkeypatch.setattr(grammars_module, "_TENANTS", 3)
     there = grammars()
@@ -247,7 +247,7 @@ def test_whatever_happens_to_the_process_that_checks_the_next_one_is_served(
 
 
 class SlowCheckers:
-    """Grammars that have "slow" in them take a second, and fail if they should."""
+    """Grammars that contain "slow" take a second, and fail on demand."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.3) -> None:
         self.texts: list[str] = []

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 
 class Sizes(TorchDispatchMode):
-    """Takes note of the tensors that are made, views of `given` left out."""
+    """Records the tensors that are made, without views of `logits`."""
 
-    def __init__(self, address: Any) -> None:
+    def __init__(self, logits: Any) -> None:
         super().__init__()
-        self.address = address.data_ptr()
+        self.address = logits.data_ptr()
         self.largest = 0
         self.tensors: weakref.WeakSet[Any] = weakref.WeakSet()
 

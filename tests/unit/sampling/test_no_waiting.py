@@ -21,7 +21,7 @@ VOCAB = 50
 
 
 class Uploads(TorchDispatchMode):
-    """Holds every copy to the device to what a copy has to be, and counts them."""
+    """Checks every copy to the device, and counts them."""
 
     def __init__(self, pinned: set[int]) -> None:
         super().__init__()

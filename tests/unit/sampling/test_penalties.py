@@ -1,4 +1,4 @@
-"""Penalties step after step against penalties computed anew, and what a step uploads."""
+"""Penalties step after step against penalties computed from scratch, and the uploads of a step."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def reference(logits: Any, rows: list[SamplingState]) -> Any:
 
 
 class Uploads:
-    """Copies what is uploaded, as a device does, and takes note of the sizes."""
+    """Copies uploads, as a device does, and records their sizes."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

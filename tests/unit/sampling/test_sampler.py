@@ -34,7 +34,7 @@ def state(
 
 
 def kept_weights(row: list[float], params: SamplingParams) -> dict[int, float]:
-    """Token ids that the filters leave, with their weights; equal logits stay or go together."""
+    """Token ids that the filters leave, with their weights; equal logits stay or go alike."""
     peak = max(row)
     weights = {i: math.exp((x - peak) / params.temperature) for i, x in enumerate(row)}
     weights = {i: w for i, w in weights.items() if w >= params.min_p}
@@ -331,7 +331,7 @@ def test_no_rows_no_tokens() -> None:
 
 
 def test_where_nothing_is_sampled_the_tokens_are_on_the_device_all_the_same():
-    """Otherwise no event of that step could be waited for: it is recorded on the device."""
+    """Otherwise that step would have no event to wait for: it is recorded on the device."""
     torch = pytest.importorskip("torch", reason="a device without numbers")
     pending = sample(torch.empty(0, 8, device="meta"), [])
     assert pending.token_ids.device.type == "meta"

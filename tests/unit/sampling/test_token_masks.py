@@ -447,7 +447,7 @@ def test_a_grammar_keeps_its_only_base(reason: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_rows_of_one_base_are_filled_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the others are about equal in time."""
+    """And the others take about equal time."""
     monkeypatch.setattr(structured, "usable_threads", lambda: 2)
     threads: dict[object, set[int]] = {}
 

@@ -1,4 +1,4 @@
-"""One small engine for all tests of the server, and after each nothing of it is left behind."""
+"""One small engine for all tests of the server; each test leaves nothing of it behind."""
 
 from collections.abc import Iterator
 

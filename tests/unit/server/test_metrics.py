@@ -1,4 +1,4 @@
-"""/metrics: the names that boards made for vLLM read, and figures that are those of the run."""
+"""/metrics: the names that vLLM's dashboards read, and figures that match the run."""
 
 import asyncio
 import json
@@ -83,7 +83,7 @@ class Scraped:
 
 
 class Run:
-    """Requests on an engine whose metrics are watched, and what came of them."""
+    """Requests on an engine whose metrics are watched, and their results."""
 
     def __init__(self, patch: pytest.MonkeyPatch, **settings: object) -> None:
         self.model = FakeModel(patch, **settings)

@@ -1,4 +1,4 @@
-"""One line per request, as text or JSON, and never what was said."""
+"""One line per request, as text or JSON, and never prompts or answers."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""The server's settings: defaults that are safe, and values that cannot be."""
+"""The server's settings: safe defaults, and impossible values."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""The OpenMP threads of torch: whoever has loaded a model does not keep them."""
+"""The OpenMP threads of torch: a thread that has loaded a model does not keep them."""
 
 import os
 import threading
@@ -35,7 +35,7 @@ def num_threads() -> int:
 
 
 def test_a_number_of_threads_is_set_for_one_thread_alone() -> None:
-    """And acts in OpenMP and MKL: one thread makes no team, in an operation of either."""
+    """And computes in OpenMP and MKL: one thread makes no team, in an operation of either."""
 
     def in_a_new_thread(work: Callable[[], int]) -> int:
         return ThreadPoolExecutor(1).submit(work).result()

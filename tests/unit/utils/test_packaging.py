@@ -1,4 +1,4 @@
-"""The distribution's name is the same everywhere, and nothing sends people to another project."""
+"""The distribution's name is the same everywhere, and no text names another project."""
 
 import re
 import sys

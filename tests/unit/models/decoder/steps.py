@@ -56,7 +56,7 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, *chunks: tuple[Running, int]) -> None:
-        """Compute so many further tokens of each sequence; keeps the logits of all of them."""
+        """Compute further tokens of sequences; keeps the logits of all of them."""
         inputs = self._inputs(chunks)
         ids, positions, rows = inputs.input_ids, inputs.positions, inputs.logits_indices
         plan = self.backend.plan(inputs)

@@ -30,7 +30,7 @@ _EVEN = {
     "gemma4-keys": {"num_global_key_value_heads": 2},
     "mimo_v2_flash": {"num_attention_heads": 8, "num_key_value_heads": 2},
 }
-"""Settings of models that two ranks cannot divide as they are."""
+"""Settings of models that two ranks cannot divide unchanged."""
 
 
 class Meeting:

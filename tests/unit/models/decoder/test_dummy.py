@@ -1,4 +1,4 @@
-"""Made-up weights run for every family, and are the same in every process."""
+"""Dummy weights run for every family, and are the same in every process."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def test_every_model_runs_without_its_weights(tiny: Tiny, saved: Saved, tmp_path
 
 @pytest.mark.parametrize("tiny", MODELS, ids=lambda tiny: tiny.name)
 def test_as_many_weights_are_made_up_as_files_have(tiny: Tiny, saved: Saved) -> None:
-    """Of a tied head, which some files have twice, one is."""
+    """A tied head counts once; some files have it twice."""
     folder = saved(tiny)[0]
     count = sum(map(math.prod, dummy_shapes(open_dummy(folder).spec).values()))
     tensors, spec = check_weights(folder).tensors, read_spec(folder)
@@ -51,7 +51,7 @@ def test_as_many_weights_are_made_up_as_files_have(tiny: Tiny, saved: Saved) -> 
 
 @pytest.mark.parametrize("shape", [(7,), (700, 1600), (3, 400, 1000)])
 def test_numbers_are_the_same_whatever_makes_them(shape: tuple[int, ...]) -> None:
-    """On a device they are made there; a tensor may have more of them than there are."""
+    """On a device they are computed there; a tensor may be longer than the drawn numbers."""
     kernels = TorchKernels(CPU, torch.float32)
     for number_format, start in [("F32", 0), ("F32", 64), ("BF16", 0), ("F16", 0)]:
         part = DummyStored(Path(), "a.weight", number_format, shape, start)

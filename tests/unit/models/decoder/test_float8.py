@@ -1,4 +1,4 @@
-"""Products in 8-bit floats: torch's product against float64, checkpoints, and who cannot."""
+"""Products in 8-bit floats: torch's product against float64, checkpoints, and refused devices."""
 
 import json
 import tempfile

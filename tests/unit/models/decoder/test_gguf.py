@@ -172,7 +172,7 @@ def test_divisors_of_frequencies_change_the_logits(tmp_path: Path) -> None:
 
 
 def write_gpt_oss(path: Path, kind: str) -> Any:
-    """A GPT-OSS whose experts are apart, as the converter writes it."""
+    """A GPT-OSS with separate experts, as the converter writes it."""
     from gguf import GGMLQuantizationType, GGUFWriter, quantize
 
     settings = {"head_dim": 32, "hidden_size": 64, "intermediate_size": 96, "sliding_window": 5}

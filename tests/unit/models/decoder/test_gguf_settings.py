@@ -1,5 +1,5 @@
-"""Settings in the header of a GGUF file: the model computes as its float folder does, or the file
-is refused by the name of what is not read."""
+"""Settings in a GGUF header: the model computes as its float folder does, or the file is refused
+by the name of the unread key."""
 
 import math
 from pathlib import Path
@@ -446,7 +446,7 @@ def test_floats_that_no_model_has_are_refused_by_name(tmp_path, architecture, ke
 
 
 def test_every_float_of_a_header_is_finite(tmp_path: Path) -> None:
-    """Also in arrays, and of keys that nothing reads."""
+    """Also in arrays, and of unread keys."""
     for values in ({"general.note": math.nan}, {"tokenizer.ggml.scores": [0.0] * 7 + [math.inf]}):
         write(tmp_path / "tiny.gguf", "llama", values=values)
         refused(tmp_path / "tiny.gguf", f"{next(iter(values))}.*(is not a finite number|NaN)")

@@ -1,4 +1,4 @@
-"""Files made to do harm: each value of garbage is refused by name, or means something, soon.
+"""Hostile files: each garbage value is refused by name, or means something, soon.
 
 No other exception than a `ModelLoadError`, no hang, and no memory beyond that of the file.
 """

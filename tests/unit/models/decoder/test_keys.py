@@ -86,7 +86,7 @@ def theirs(values: dict[str, Any], folder: Path) -> "torch.Tensor":
 _WALKED = [
     tiny if "-" not in tiny.name else pytest.param(tiny, marks=pytest.mark.slow) for tiny in MODELS
 ]
-"""The first model of each family, and the others where there is time."""
+"""The first model of each family, and the others if time allows."""
 
 
 @pytest.mark.parametrize("tiny", _WALKED, ids=lambda tiny: tiny.name)

@@ -200,7 +200,7 @@ def test_the_number_of_layers_is_by_default_that_of_transformers(deepseek: Path)
 
 
 def test_a_layer_of_the_model_is_not_taken_for_one(saved: Saved, tmp_path: Path) -> None:
-    """A model is not cut by one layer in silence."""
+    """A model is never cut by one layer silently."""
     folder, _ = saved(next(tiny for tiny in MODELS if tiny.name == "deepseek_v3"))
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())

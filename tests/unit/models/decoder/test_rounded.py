@@ -1,4 +1,4 @@
-"""Weights that are rounded to 4 or 8 bits while they are loaded."""
+"""Weights that are rounded to 4 or 8 bits at loading."""
 
 from pathlib import Path
 from typing import Literal

@@ -1,4 +1,4 @@
-"""A configuration is read key by key, and what is not read is refused."""
+"""A configuration is read key by key, and unread keys are refused."""
 
 import json
 from dataclasses import replace

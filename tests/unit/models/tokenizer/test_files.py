@@ -69,7 +69,7 @@ def test_every_kind(kind: str, has_odd: bool, tmp_path: Path) -> None:
 
 
 def change(folder: Path, name: str, **settings: Any) -> None:
-    """Set values in a JSON file; None: take it away."""
+    """Set values in a JSON file; None removes one."""
     path = folder / name
     content = json.loads(path.read_text()) if path.exists() else {}
     content |= settings

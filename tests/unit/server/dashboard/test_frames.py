@@ -77,7 +77,7 @@ def test_the_tree_is_cut_where_prefixes_part() -> None:
 
 
 def naive_pieces(manager: BlockManager) -> dict[int, int]:
-    """Of each block with a content the contents before it, going up branch by branch."""
+    """For each cached block the blocks before it, going up branch by branch."""
     pool = manager.snapshot()
     nodes, indices, parents, attached = (
         np.frombuffer(column, np.uint32).tolist()

@@ -1,4 +1,4 @@
-"""The page of a recording: what it is answered, operation by operation, and who is refused."""
+"""The page of a recording: its answers, operation by operation, and refused requests."""
 
 import base64
 import http.client

@@ -93,7 +93,7 @@ def test_browsers_ask_for_the_key_of_the_page(guarded: Client) -> None:
 
 
 def test_a_password_opens_nothing_but_the_page(guarded: Client) -> None:
-    """Browsers send it by themselves, whoever has made them ask."""
+    """Browsers send it by themselves, even if another site makes them ask."""
     good = password(b":two")
     for path in ("/version", "/metrics", "/kv/", "/v1/models"):
         assert guarded.get(path, headers=good).status_code == 401

@@ -1,4 +1,4 @@
-"""POST /v1/completions: what the engine says, in OpenAI's shape, streamed and not."""
+"""POST /v1/completions: the engine's answers in OpenAI's shape, streamed and not."""
 
 import asyncio
 import re

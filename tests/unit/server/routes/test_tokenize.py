@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize, GET /tokenizer_info: what the tokenizer itself says."""
+"""POST /tokenize, /detokenize, GET /tokenizer_info: the tokenizer's own answers."""
 
 from typing import Any
 

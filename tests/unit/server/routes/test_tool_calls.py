@@ -1,4 +1,4 @@
-"""Calls of tools in text: found wherever the text is cut, and nothing else is lost."""
+"""Calls of tools in text are found wherever the text is cut, and no other text is lost."""
 
 import itertools
 import json
@@ -142,7 +142,7 @@ def defining(name: str, kind: str) -> dict[str, Any]:
 
 
 class Scripted:
-    """A stream of one answer, said in these pieces."""
+    """A stream of one answer, in these pieces."""
 
     def __init__(self, pieces: list[str]) -> None:
         self._pieces = pieces
@@ -280,7 +280,7 @@ def test_choices_that_cannot_be(fields: Any, words: str, client: Client) -> None
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", named("b")])
 def test_a_call_that_is_demanded_comes(choice: Any, stream: bool, client: Client) -> None:
-    """From a model of random weights, so it is the form alone that brings it."""
+    """From a model of random weights, so only the form produces it."""
     body = {
         "messages": [USER],
         "tools": [defining("a", "boolean"), defining("b", "boolean")],

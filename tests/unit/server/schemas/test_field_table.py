@@ -1,4 +1,4 @@
-"""The table of fields is whole, is what the server does, and is what the docs show."""
+"""The table of fields is complete, matches the server, and is what the docs show."""
 
 import re
 import typing
