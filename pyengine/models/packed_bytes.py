@@ -38,7 +38,7 @@ class Float8Layout(PackedLayout):
 
     def unfit(self, outputs: int, inputs: int) -> str:
         """See `PackedLayout.unfit`."""
-        return f"no multiple of {_MULTIPLE}" if inputs % _MULTIPLE else ""
+        return f"not a multiple of {_MULTIPLE}" if inputs % _MULTIPLE else ""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Int8Layout(PackedLayout):
 
     def unfit(self, outputs: int, inputs: int) -> str:
         """See `PackedLayout.unfit`."""
-        return f"no multiple of {GROUP}" if inputs % GROUP else ""
+        return f"not a multiple of {GROUP}" if inputs % GROUP else ""
 
 
 def int8_layout(group: Mapping[str, Any]) -> PackedLayout | str:

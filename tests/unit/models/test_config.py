@@ -85,7 +85,9 @@ def test_a_file_that_is_missing_or_damaged_sets_nothing(tmp_path, content):
 )
 def test_values_that_no_request_could_have_are_named_with_the_file(tmp_path, settings):
     write(tmp_path, **settings)
-    with pytest.raises(ModelLoadError, match=r"generation_config\.json sets what no request"):
+    with pytest.raises(
+        ModelLoadError, match=r"generation_config\.json sets a value that no request"
+    ):
         default_sampling(tmp_path)
 
 

@@ -199,7 +199,7 @@ def test_complex_weights_are_refused(folder):
         tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.complex64)
 
     change_weights(folder, turn)
-    refused(folder, r"model\.norm\.weight .* are C64: they are no floats")
+    refused(folder, r"model\.norm\.weight .* are C64: they are not floats")
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int64, np.bool_, np.uint8])
@@ -208,7 +208,7 @@ def test_integers_without_a_quantisation_are_refused(folder, dtype):
         tensors["model.norm.weight"] = np.ones(16, dtype)
 
     change_weights(folder, turn)
-    refused(folder, r"model\.norm\.weight .* are [IBU]\w+: they are no floats")
+    refused(folder, r"model\.norm\.weight .* are [IBU]\w+: they are not floats")
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "float8_e4m3fn", "float8_e5m2"])

@@ -226,7 +226,7 @@ def test_scales_of_integers_that_are_not_finite_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("case", "inputs", "message"),
-    [(0, 270, "270 inputs .* no multiple of 4"), (6, 272, "272 inputs .* no multiple of 32")],
+    [(0, 270, "270 inputs .* not a multiple of 4"), (6, 272, "272 inputs .* not a multiple of 32")],
 )
 def test_inputs_of_other_numbers_are_refused(tmp_path, case, inputs, message):
     settings, tensors_of, _ = CASES[case].values

@@ -40,7 +40,7 @@ def test_a_number_of_threads_is_set_for_one_thread_alone() -> None:
     def in_a_new_thread(work: Callable[[], int]) -> int:
         return ThreadPoolExecutor(1).submit(work).result()
 
-    def computed(count: int) -> int:
+    def team(count: int) -> int:
         openmp.set_own_torch_threads(count)
         assert torch.get_num_threads() == count
         assert in_a_new_thread(torch.get_num_threads) == 2
@@ -49,11 +49,7 @@ def test_a_number_of_threads_is_set_for_one_thread_alone() -> None:
         torch.randn(256, 256) @ torch.randn(256, 256)
         return num_threads() - alone
 
-    assert [in_a_new_thread(lambda count=count: computed(count)) for count in (1, 2, 3)] == [
-        0,
-        1,
-        2,
-    ]
+    assert [in_a_new_thread(lambda n=n: team(n)) for n in (1, 2, 3)] == [0, 1, 2]
     assert torch.get_num_threads() == 2
 
 
@@ -90,11 +86,11 @@ def test_threads_of_another_runtime_are_left_alone(monkeypatch: pytest.MonkeyPat
 
     def check() -> None:
         compute()
-        computed = num_threads()
+        team = num_threads()
         openmp.release_threads()
-        assert num_threads() == computed
+        assert num_threads() == team
         monkeypatch.undo()
         openmp.release_threads()
-        assert num_threads() == computed - 1
+        assert num_threads() == team - 1
 
     ThreadPoolExecutor(1).submit(check).result()

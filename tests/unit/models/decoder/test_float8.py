@@ -170,7 +170,7 @@ def test_squares_of_other_sizes_are_read_as_floats(tmp_path: Path) -> None:
 
 
 def test_codes_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
-    checkpoints.save(tmp_path, checkpoints.ONE, checkpoints.CASES[2].values[1])
+    checkpoints.save(tmp_path, checkpoints.SINGLE, checkpoints.CASES[2].values[1])
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[f"{checkpoints.UP}.weight"].view(torch.uint8)[3, 5] = checkpoints.NAN
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
