@@ -42,7 +42,7 @@ class LoadedModel:
     - `torch_computes`: between token ids and logits torch computes, too, not our kernels alone.
     - `kv_scales`: those of an 8-bit KV cache.
     - `path`: the model's folder, or its GGUF file.
-    - `load_format`: with "dummy", weights are made up.
+    - `load_format`: with "dummy", weights are random.
     """
 
     model: Model

@@ -18,7 +18,7 @@ class Model(Protocol):
     origin: str
     """The owner of its decoder, and the reason, for `describe()`."""
     settings: str
-    """All settings that its results depend on, in words."""
+    """All settings that its results depend on, as text."""
     device: Device
     takes_arrays: bool
     """True if it computes over arrays of the host; else over tensors of torch on `device`."""

@@ -10,9 +10,9 @@ from pyengine.errors import ModelLoadError
 from pyengine.models.config import DRAWN, check_sizes
 from pyengine.models.decoder.checkpoint import StoredTensor, Tensors
 from pyengine.models.decoder.decoder import Decoder
+from pyengine.models.decoder.dummy_numbers import DummyStored
 from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.loading import OpenedModel, spec_of
-from pyengine.models.decoder.made_up import DummyStored
 from pyengine.models.decoder.spec import DecoderSpec
 from pyengine.models.decoder.weights import NoKernels, Weights
 from pyengine.models.transformers_calls import read_object
@@ -26,7 +26,7 @@ class DummyTensors(Tensors):
     """A tensor for every requested name and shape, in the `number_format`."""
 
     def __init__(self, number_format: str = "F32") -> None:
-        super().__init__({}, "made-up weights")
+        super().__init__({}, "dummy weights")
         self._format = number_format
         self.shapes: dict[str, tuple[int, ...]] = {}
         """The shapes of the requested tensors."""

@@ -13,6 +13,7 @@ from pyengine.errors import ModelLoadError
 from pyengine.kernels.operators import kept
 from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
 from pyengine.models.decoder.checkpoint import StoredTensor
+from pyengine.models.decoder.dummy_numbers import DummyStored, numbers
 from pyengine.models.decoder.grouped import group_pairs, grouped_linear
 from pyengine.models.decoder.kernels import (
     AttentionWeights,
@@ -22,7 +23,6 @@ from pyengine.models.decoder.kernels import (
     Table,
     TableUse,
 )
-from pyengine.models.decoder.made_up import DummyStored, numbers
 from pyengine.models.decoder.product_choice import ProductChooser
 from pyengine.models.decoder.rotary import frequencies
 from pyengine.models.decoder.spec import (

@@ -78,7 +78,7 @@ def test_sizes_that_the_weights_cannot_have_are_refused_before_anything_is_built
     folder, name, value
 ):
     set_config(folder, **{name: value})
-    said = refused(folder, rf"config\.json says {name}=.*cannot be")
+    said = refused(folder, rf"config\.json says {name}=.*cannot have")
     assert str(value) in said
 
 

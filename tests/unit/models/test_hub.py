@@ -41,7 +41,7 @@ class Hub(BaseHTTPRequestHandler):
 
     def _answer(self, *, with_body: bool) -> None:
         files: dict[str, bytes] = self.server.files  # type: ignore[attr-defined]
-        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+        self.server.requests.append(self.path)  # type: ignore[attr-defined]
         name = self.path.split("/api/models/")[-1].strip("/").split("/")[:2]
         if name[1] == "gated" and self.headers.get("Authorization") != "Bearer right":
             return self._send(
@@ -130,7 +130,7 @@ def test_weights_are_fetched_once_and_no_code(hub, tmp_path):
 @pytest.mark.slow
 def test_a_revision_is_asked_for_and_one_that_is_not_there_is_named(hub, tmp_path):
     assert COMMIT in resolve(hub, tmp_path, "owner/model", "v2")
-    assert any("/revision/v2" in path for path in hub.asked)
+    assert any("/revision/v2" in path for path in hub.requests)
     said = resolve(hub, tmp_path, "owner/model", "nosuch")
     assert said.startswith("ModelLoadError the model 'owner/model, revision nosuch'")
 

@@ -20,7 +20,7 @@ MODULES = (
     *("checkpoint_files", "config", "gguf_file", "gguf_header", "gguf_keys", "gguf_rope"),
     *("gguf_sampling", "source", "tokenizer", "tokenizer.gguf", "tokenizer.files"),
     *("decoder.packed", "decoder.loading", "decoder.checkpoint", "decoder.ranks"),
-    *("decoder.cpu_products", "decoder.cpu_kernels", "decoder.dummy", "decoder.made_up"),
+    *("decoder.cpu_products", "decoder.cpu_kernels", "decoder.dummy", "decoder.dummy_numbers"),
     *("decoder.families", "decoder.spec", "decoder.weights", "decoder.product_choice"),
     *("decoder.gguf", "decoder.mtp", "decoder.float_products"),
 )

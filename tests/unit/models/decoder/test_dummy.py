@@ -11,8 +11,8 @@ import torch
 from pyengine.models.checkpoint_files import check_weights
 from pyengine.models.decoder.cpu_numbers import as_floats
 from pyengine.models.decoder.dummy import dummy_shapes, open_dummy
+from pyengine.models.decoder.dummy_numbers import DummyStored
 from pyengine.models.decoder.loading import read_spec
-from pyengine.models.decoder.made_up import DummyStored
 from pyengine.models.decoder.stored_weight import Weight
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.unit.models.decoder.steps import CPU, Runner
