@@ -8,45 +8,19 @@ Two independent entry points, loaded at first use:
   distribution's extra `engine`; with the extra `torch` it also runs on CUDA.
 """
 
-__all__ = [
-    "LLM",
-    "AsyncEngine",
-    "BlockManager",
-    "CompletionOutput",
-    "Extended",
-    "KvError",
-    "Loading",
-    "NoBudget",
-    "NoRoom",
-    "Pin",
-    "PoolUsage",
-    "Prefilled",
-    "Remapping",
-    "ReplayReport",
-    "RequestOutput",
-    "RequestOutputKind",
-    "SamplingParams",
-    "Sequence",
-    "SharedPrefixes",
-    "Stats",
-    "StepBuffers",
-    "StepPlan",
-    "StructuredOutputs",
-    "Transfer",
-    "__version__",
+_MODULES = {
+    "pyengine.async_engine": "AsyncEngine",
+    "pyengine.kv_cache": "BlockManager Extended KvError Loading NoBudget NoRoom Pin PoolUsage "
+    "Prefilled Remapping ReplayReport Sequence SharedPrefixes Stats StepBuffers StepPlan Transfer "
     "replay",
-]
-
-_ELSEWHERE = {
-    "LLM": "pyengine.llm",
-    "AsyncEngine": "pyengine.async_engine",
-    "RequestOutputKind": "pyengine.sampling_params",
-    "SamplingParams": "pyengine.sampling_params",
-    "StructuredOutputs": "pyengine.sampling_params",
-    "CompletionOutput": "pyengine.outputs",
-    "RequestOutput": "pyengine.outputs",
+    "pyengine.llm": "LLM",
+    "pyengine.outputs": "CompletionOutput RequestOutput",
+    "pyengine.sampling_params": "RequestOutputKind SamplingParams StructuredOutputs",
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 _ENGINE = {"LLM", "AsyncEngine"}
+
+__all__ = [*_MODULE_OF, "__version__"]  # noqa: PLE0604
 
 
 def _resolve(name: str) -> object:
@@ -67,7 +41,7 @@ def _resolve(name: str) -> object:
             require_engine_extra(f"pyengine.{name}")
         try:
             with paused_gc():
-                value = getattr(import_module(_ELSEWHERE.get(name, "pyengine.kv_cache")), name)
+                value = getattr(import_module(_MODULE_OF[name]), name)
         except ModuleNotFoundError as error:
             if error.name != "pyengine._kv":
                 raise
